@@ -1,0 +1,39 @@
+"""relibra: know every expert load of an RL step before the step.
+
+Light by design: importing the package imports nothing heavy; names load on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "Demand": "relibra.routing.demand",
+    "RoutingTrace": "relibra.routing.trace",
+    "ClusterError": "relibra.errors",
+    "ConfigError": "relibra.errors",
+    "EngineError": "relibra.errors",
+    "PlanError": "relibra.errors",
+    "RelibraError": "relibra.errors",
+    "TraceError": "relibra.errors",
+    "iterate_trace": "relibra.routing.trace_files",
+    "read_trace": "relibra.routing.trace_files",
+    "record_routing": "relibra.replay",
+    "replay_routing": "relibra.replay",
+    "write_trace": "relibra.routing.trace_files",
+}
+
+__all__ = [*sorted(_WHERE), "__version__"]  # noqa: PLE0604 - built from the table above
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'relibra' has no attribute {name!r}")
+    return getattr(import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,328 @@
+"""`RoutingTrace`: which experts every token took, in every MoE layer, as recorded by a router.
+
+Row `t` of a sample is the routing used while *processing* its token `t`. The last sampled token is never fed to the
+model, so it has no routing: its row exists, to keep rows and tokens aligned, and is marked invalid. Ids are logical:
+the numbers the checkpoint uses, before any placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from jaxtyping import Bool, Int, Shaped, UInt16
+from numba import njit
+from numpy import ndarray
+
+from relibra.errors import TraceError
+
+MAX_EXPERTS = 1 << 16
+"""Ids are stored as uint8 or uint16."""
+
+_PER_ROW = ("experts_TLK", "valid_T", "token_hash_T")
+_PER_SAMPLE = {"sample_ids": -1, "group_ids": -1, "prompt_lengths": 0, "weight_versions": 0}
+"""Per-sample columns and what stands in them when the recorder does not know."""
+
+
+def expert_dtype(num_experts: int) -> type[np.uint8] | type[np.uint16]:
+    """Return the narrowest id type: uint8 up to 256 experts, uint16 beyond."""
+    return np.uint8 if num_experts <= 256 else np.uint16
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoutingTrace:
+    """Recorded expert choices of `S` samples with `T` token rows together, `L` MoE layers, `K` choices per token.
+
+    experts_TLK      logical expert ids, uint8 if `num_experts` <= 256 else uint16; the K ids of a valid row differ
+    offsets          sample `s` owns rows `offsets[s]:offsets[s + 1]`
+    valid_T          False where nothing was recorded (the last token of a sample, lost rows); such rows hold any ids
+    layer_ids        absolute 0-based decoder layer of each entry of the layer axis, ascending
+    num_experts      logical experts per layer
+    sample_ids       who the sample is, `group_ids` which prompt it answers; -1 when unknown
+    prompt_lengths   rows that belong to the prompt; the rest is the response
+    weight_versions  policy version that routed the sample
+    token_hash_T     `hash_tokens` of the token of each row, or None; lets replay notice shifted rows
+    group_names      names of the groups 0, 1, ..., when groups mean something to a reader (a task, a data set)
+    source           who recorded it
+    """
+
+    experts_TLK: Shaped[ndarray, "T L K"]
+    offsets: Int[ndarray, " S1"]
+    valid_T: Bool[ndarray, " T"]
+    layer_ids: Int[ndarray, " L"]
+    num_experts: int
+    sample_ids: Int[ndarray, " S"]
+    group_ids: Int[ndarray, " S"]
+    prompt_lengths: Int[ndarray, " S"]
+    weight_versions: Int[ndarray, " S"]
+    token_hash_T: UInt16[ndarray, " T"] | None = None
+    group_names: tuple[str, ...] = ()
+    source: str = "unknown"
+
+    def __post_init__(self) -> None:
+        """Freeze the arrays: a trace is a value, and several stages look at the same bytes."""
+        for field in fields(self):
+            array = getattr(self, field.name)
+            if isinstance(array, ndarray):
+                frozen = array.view()
+                frozen.setflags(write=False)
+                object.__setattr__(self, field.name, frozen)
+
+    @classmethod
+    def from_samples(
+        cls,
+        experts: Sequence[Shaped[ndarray, "n L K"]],
+        *,
+        num_experts: int,
+        layer_ids: Sequence[int] | None = None,
+        valid: Sequence[Bool[ndarray, " n"]] | None = None,
+        tokens: Sequence[Shaped[ndarray, " n"]] | None = None,
+        sample_ids: Sequence[int] | None = None,
+        group_ids: Sequence[int] | None = None,
+        prompt_lengths: Sequence[int] | None = None,
+        weight_versions: Sequence[int] | None = None,
+        group_names: Sequence[str] = (),
+        source: str = "unknown",
+    ) -> RoutingTrace:
+        """Build and validate a trace from one `[n, L, K]` array of expert ids per sample.
+
+        experts   any integer type; one row per token
+        valid     one mask per sample; default: every row valid
+        tokens    token ids per sample, kept only as a 16-bit hash per row; default: no hash
+        raises    TraceError when the arrays do not fit together or hold illegal ids
+        """
+        if not experts:
+            raise TraceError("a trace needs at least one sample: got none; pass one [rows, layers, choices] array each")
+        if not 1 <= num_experts <= MAX_EXPERTS:
+            raise TraceError(f"num_experts is {num_experts}: allowed are 1 to {MAX_EXPERTS}")
+        num_layers, top_k = experts[0].shape[1:]
+        for s, array in enumerate(experts):
+            if array.ndim != 3 or array.shape[1:] != (num_layers, top_k):
+                raise TraceError(
+                    f"sample {s} has routes of shape {array.shape}, sample 0 has [rows, {num_layers}, {top_k}]: "
+                    "every sample needs the same layers and choices per token"
+                )
+        rows = np.array([len(array) for array in experts], dtype=np.int64)
+        for name, column in (("valid", valid), ("tokens", tokens)):
+            lengths = None if column is None else [len(array) for array in column]
+            if lengths is not None and lengths != rows.tolist():
+                s = next((i for i, n in enumerate(rows) if i >= len(lengths) or lengths[i] != n), len(rows))
+                raise TraceError(f"'{name}' and 'experts' disagree on the number of rows, first in sample {s}")
+        offsets = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
+        valid_T = np.ones(offsets[-1], dtype=bool) if valid is None else np.concatenate(valid)
+        flat = np.concatenate(experts)
+        dtype = expert_dtype(num_experts)
+        if flat.dtype != dtype:  # a narrower unsigned type would silently wrap, negative fillers included
+            flat = np.where(valid_T[:, None, None], flat, np.arange(top_k))
+            _refuse_ids_out_of_range(flat, num_experts, offsets, layer_ids)
+        per_sample = {
+            "sample_ids": sample_ids if sample_ids is not None else range(len(experts)),
+            "group_ids": group_ids,
+            "prompt_lengths": prompt_lengths,
+            "weight_versions": weight_versions,
+        }
+        trace = cls(
+            experts_TLK=flat.astype(dtype, copy=False),
+            offsets=offsets,
+            valid_T=valid_T,
+            layer_ids=np.asarray(range(num_layers) if layer_ids is None else layer_ids, dtype=np.int32),
+            num_experts=num_experts,
+            token_hash_T=None if tokens is None else np.concatenate([hash_tokens(array) for array in tokens]),
+            group_names=tuple(group_names),
+            source=source,
+            **{
+                name: np.full(len(experts), _PER_SAMPLE[name]) if column is None else np.asarray(column, dtype=np.int64)
+                for name, column in per_sample.items()
+            },
+        )
+        trace.validate()
+        return trace
+
+    @property
+    def num_samples(self) -> int:
+        """Samples, `S`."""
+        return len(self.offsets) - 1
+
+    @property
+    def num_rows(self) -> int:
+        """Token rows of all samples, `T`, invalid ones included."""
+        return self.experts_TLK.shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        """MoE layers, `L`."""
+        return self.experts_TLK.shape[1]
+
+    @property
+    def top_k(self) -> int:
+        """Choices per token, `K`."""
+        return self.experts_TLK.shape[2]
+
+    @property
+    def rows_per_sample(self) -> Int[ndarray, " S"]:
+        """Token rows of each sample, `[S]`."""
+        return np.diff(self.offsets)
+
+    def sample_rows(self, sample: int) -> slice:
+        """Return the rows of one sample as a slice into the row axis."""
+        return slice(int(self.offsets[sample]), int(self.offsets[sample + 1]))
+
+    def select(self, samples: Iterable[int]) -> RoutingTrace:
+        """Return the trace of these samples, in this order; a run of neighbours is a view, not a copy.
+
+        samples   positions on the sample axis (not sample ids)
+        raises    TraceError when a position does not exist
+        """
+        index = np.fromiter(samples, dtype=np.int64)
+        if len(index) and not (0 <= index.min() and index.max() < self.num_samples):
+            raise TraceError(f"sample position {index.min()}..{index.max()} asked for: the trace has {self.num_samples}")
+        neighbours = len(index) > 0 and np.array_equal(index, np.arange(index[0], index[0] + len(index)))
+        if neighbours:
+            rows: slice | ndarray = slice(int(self.offsets[index[0]]), int(self.offsets[index[-1] + 1]))
+        else:
+            pieces = [np.arange(self.offsets[s], self.offsets[s + 1]) for s in index]
+            rows = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
+        return replace(
+            self,
+            offsets=np.concatenate([[0], np.cumsum(self.rows_per_sample[index])]).astype(np.int64),
+            **{name: array[rows] for name in _PER_ROW if (array := getattr(self, name)) is not None},
+            **{name: getattr(self, name)[index] for name in _PER_SAMPLE},
+        )
+
+    def validate(self) -> None:
+        """Check every promise of the class docstring; O(T L K), a few nanoseconds an entry.
+
+        raises    TraceError naming sample, row and layer of the first fault
+        """
+        self._validate_shapes()
+        row, layer, fault = first_illegal_row(self.experts_TLK, self.valid_T, self.num_experts)
+        if fault:
+            sample = int(np.searchsorted(self.offsets, row, side="right")) - 1
+            where = (
+                f"sample {self.sample_ids[sample]}, row {row - self.offsets[sample]}, layer {self.layer_ids[layer]}"
+            )
+            got = self.experts_TLK[row, layer].tolist()
+            if fault == _OUT_OF_RANGE:
+                raise TraceError(f"{where}: expert ids {got} leave the allowed range 0..{self.num_experts - 1}")
+            raise TraceError(
+                f"{where}: expert ids {got} hold one id twice: a token takes {self.top_k} different experts; "
+                "mark rows that were not recorded as invalid instead of filling them"
+            )
+
+    def _validate_shapes(self) -> None:
+        T, L, K = self.experts_TLK.shape
+        facts = {
+            f"num_experts {self.num_experts} lies in 1..{MAX_EXPERTS}": 1 <= self.num_experts <= MAX_EXPERTS,
+            f"{K} choices fit into {self.num_experts} experts": 1 <= K <= self.num_experts,
+            f"ids are stored as {expert_dtype(self.num_experts).__name__}, got {self.experts_TLK.dtype}": (
+                self.experts_TLK.dtype == expert_dtype(self.num_experts)
+            ),
+            f"offsets start at 0, never fall and end at {T} rows": (
+                self.offsets[0] == 0 and self.offsets[-1] == T and bool((np.diff(self.offsets) >= 0).all())
+            ),
+            f"valid_T has one entry for each of {T} rows": self.valid_T.shape == (T,),
+            f"token_hash_T has one entry for each of {T} rows": self.token_hash_T is None
+            or self.token_hash_T.shape == (T,),
+            f"layer_ids are {L} ascending layer numbers, got {self.layer_ids.tolist()}": (
+                self.layer_ids.shape == (L,) and L >= 1 and self.layer_ids[0] >= 0 and bool((np.diff(self.layer_ids) > 0).all())
+            ),
+        }
+        for name in _PER_SAMPLE:
+            facts[f"{name} has one entry for each of {self.num_samples} samples"] = (
+                getattr(self, name).shape == (self.num_samples,)
+            )
+        inside = (self.prompt_lengths >= 0) & (self.prompt_lengths <= self.rows_per_sample[: len(self.prompt_lengths)])
+        facts["prompt lengths lie between 0 and the rows of their sample"] = bool(inside.all())
+        for fact, holds in facts.items():
+            if not holds:
+                raise TraceError(f"malformed trace (source {self.source!r}): it does not hold that {fact}")
+
+
+def concatenate(traces: Sequence[RoutingTrace]) -> RoutingTrace:
+    """Join traces of one model, samples in the order given; a token hash survives only if every trace has one.
+
+    raises    TraceError when model facts (layers, experts, choices, group names) differ
+    """
+    if not traces:
+        raise TraceError("nothing to concatenate: got no traces")
+    first = traces[0]
+    for i, other in enumerate(traces[1:], start=1):
+        for name in ("num_experts", "top_k", "group_names"):
+            if getattr(other, name) != getattr(first, name):
+                raise TraceError(
+                    f"trace {i} has {name} {getattr(other, name)}, trace 0 has {getattr(first, name)}: "
+                    "only traces of one model can be joined"
+                )
+        if not np.array_equal(other.layer_ids, first.layer_ids):
+            raise TraceError(f"trace {i} has layers {other.layer_ids.tolist()}, trace 0 {first.layer_ids.tolist()}")
+    hashes = [trace.token_hash_T for trace in traces]
+    return replace(
+        first,
+        experts_TLK=np.concatenate([trace.experts_TLK for trace in traces]),
+        valid_T=np.concatenate([trace.valid_T for trace in traces]),
+        token_hash_T=None if any(h is None for h in hashes) else np.concatenate([h for h in hashes if h is not None]),
+        offsets=np.concatenate([[0], np.cumsum(np.concatenate([trace.rows_per_sample for trace in traces]))]).astype(np.int64),
+        **{name: np.concatenate([getattr(trace, name) for trace in traces]) for name in _PER_SAMPLE},
+    )
+
+
+def hash_tokens(tokens_n: Shaped[ndarray, " n"]) -> UInt16[ndarray, " n"]:
+    """Hash each token id together with its position to 16 bits (Fibonacci hashing).
+
+    Two neighbouring rows that trade places differ with probability 1 - 2^-16 each, so a shifted sample is noticed,
+    while a trace gives no text away by itself.
+
+    >>> hash_tokens(np.array([7, 7])).tolist()
+    [53317, 17185]
+    """
+    mixed = (tokens_n.astype(np.uint64) << np.uint64(32)) + np.arange(len(tokens_n), dtype=np.uint64)
+    return ((mixed + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(48)).astype(np.uint16)
+
+
+_OUT_OF_RANGE, _TWICE = 1, 2
+
+
+@njit(cache=True, nogil=True)
+def first_illegal_row(experts_TLK: ndarray, valid_T: ndarray, num_experts: int) -> tuple[int, int, int]:
+    """Return (row, layer, fault) of the first valid row with an id out of range or twice; fault 0 when there is none."""
+    T, L, K = experts_TLK.shape
+    for t in range(T):
+        if not valid_T[t]:
+            continue
+        for layer in range(L):
+            for k in range(K):
+                expert = experts_TLK[t, layer, k]
+                if expert >= num_experts:
+                    return t, layer, 1
+                for j in range(k):
+                    if experts_TLK[t, layer, j] == expert:
+                        return t, layer, 2
+    return 0, 0, 0
+
+
+def first_illegal_row_reference(experts_TLK: ndarray, valid_T: ndarray, num_experts: int) -> tuple[int, int, int]:
+    """Do the same as `first_illegal_row` with Python sets."""
+    for t in np.flatnonzero(valid_T).tolist():
+        for layer, ids in enumerate(experts_TLK[t].tolist()):
+            for k, expert in enumerate(ids):
+                if expert >= num_experts:
+                    return t, layer, _OUT_OF_RANGE
+                if expert in ids[:k]:
+                    return t, layer, _TWICE
+    return 0, 0, 0
+
+
+def _refuse_ids_out_of_range(
+    experts_TLK: ndarray, num_experts: int, offsets: ndarray, layer_ids: Sequence[int] | None
+) -> None:
+    bad = (experts_TLK < 0) | (experts_TLK >= num_experts)
+    if not bad.any():
+        return
+    row, layer, k = np.argwhere(bad)[0].tolist()
+    sample = int(np.searchsorted(offsets, row, side="right")) - 1
+    raise TraceError(
+        f"sample {sample}, row {row - offsets[sample]}, layer {layer if layer_ids is None else layer_ids[layer]}: "
+        f"expert id {experts_TLK[row, layer, k]} leaves the allowed range 0..{num_experts - 1}; "
+        "mark rows that were not recorded as invalid"
+    )
