@@ -26,7 +26,7 @@ _WHERE = {
     "write_trace": "relibra.routing.trace_files",
 }
 
-__all__ = [*sorted(_WHERE), "__version__"]  # noqa: PLE0604 - built from the table above
+__all__ = [*sorted(_WHERE), "__version__"]
 
 
 def __getattr__(name: str) -> Any:

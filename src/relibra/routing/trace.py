@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int, Shaped, UInt16
@@ -175,8 +176,10 @@ class RoutingTrace:
         raises    TraceError when a position does not exist
         """
         index = np.fromiter(samples, dtype=np.int64)
-        if len(index) and not (0 <= index.min() and index.max() < self.num_samples):
-            raise TraceError(f"sample position {index.min()}..{index.max()} asked for: the trace has {self.num_samples}")
+        if len(index) and (index.min() < 0 or index.max() >= self.num_samples):
+            raise TraceError(
+                f"sample position {index.min()}..{index.max()} asked for: the trace has {self.num_samples}"
+            )
         neighbours = len(index) > 0 and np.array_equal(index, np.arange(index[0], index[0] + len(index)))
         if neighbours:
             rows: slice | ndarray = slice(int(self.offsets[index[0]]), int(self.offsets[index[-1] + 1]))
@@ -199,9 +202,7 @@ class RoutingTrace:
         row, layer, fault = first_illegal_row(self.experts_TLK, self.valid_T, self.num_experts)
         if fault:
             sample = int(np.searchsorted(self.offsets, row, side="right")) - 1
-            where = (
-                f"sample {self.sample_ids[sample]}, row {row - self.offsets[sample]}, layer {self.layer_ids[layer]}"
-            )
+            where = f"sample {self.sample_ids[sample]}, row {row - self.offsets[sample]}, layer {self.layer_ids[layer]}"
             got = self.experts_TLK[row, layer].tolist()
             if fault == _OUT_OF_RANGE:
                 raise TraceError(f"{where}: expert ids {got} leave the allowed range 0..{self.num_experts - 1}")
@@ -225,12 +226,15 @@ class RoutingTrace:
             f"token_hash_T has one entry for each of {T} rows": self.token_hash_T is None
             or self.token_hash_T.shape == (T,),
             f"layer_ids are {L} ascending layer numbers, got {self.layer_ids.tolist()}": (
-                self.layer_ids.shape == (L,) and L >= 1 and self.layer_ids[0] >= 0 and bool((np.diff(self.layer_ids) > 0).all())
+                self.layer_ids.shape == (L,)
+                and L >= 1
+                and self.layer_ids[0] >= 0
+                and bool((np.diff(self.layer_ids) > 0).all())
             ),
         }
         for name in _PER_SAMPLE:
-            facts[f"{name} has one entry for each of {self.num_samples} samples"] = (
-                getattr(self, name).shape == (self.num_samples,)
+            facts[f"{name} has one entry for each of {self.num_samples} samples"] = getattr(self, name).shape == (
+                self.num_samples,
             )
         inside = (self.prompt_lengths >= 0) & (self.prompt_lengths <= self.rows_per_sample[: len(self.prompt_lengths)])
         facts["prompt lengths lie between 0 and the rows of their sample"] = bool(inside.all())
@@ -257,13 +261,16 @@ def concatenate(traces: Sequence[RoutingTrace]) -> RoutingTrace:
         if not np.array_equal(other.layer_ids, first.layer_ids):
             raise TraceError(f"trace {i} has layers {other.layer_ids.tolist()}, trace 0 {first.layer_ids.tolist()}")
     hashes = [trace.token_hash_T for trace in traces]
+    columns: dict[str, Any] = {name: np.concatenate([getattr(trace, name) for trace in traces]) for name in _PER_SAMPLE}
     return replace(
         first,
         experts_TLK=np.concatenate([trace.experts_TLK for trace in traces]),
         valid_T=np.concatenate([trace.valid_T for trace in traces]),
         token_hash_T=None if any(h is None for h in hashes) else np.concatenate([h for h in hashes if h is not None]),
-        offsets=np.concatenate([[0], np.cumsum(np.concatenate([trace.rows_per_sample for trace in traces]))]).astype(np.int64),
-        **{name: np.concatenate([getattr(trace, name) for trace in traces]) for name in _PER_SAMPLE},
+        offsets=np.concatenate([[0], np.cumsum(np.concatenate([trace.rows_per_sample for trace in traces]))]).astype(
+            np.int64
+        ),
+        **columns,
     )
 
 
@@ -274,10 +281,11 @@ def hash_tokens(tokens_n: Shaped[ndarray, " n"]) -> UInt16[ndarray, " n"]:
     while a trace gives no text away by itself.
 
     >>> hash_tokens(np.array([7, 7])).tolist()
-    [53317, 17185]
+    [6464, 46968]
     """
-    mixed = (tokens_n.astype(np.uint64) << np.uint64(32)) + np.arange(len(tokens_n), dtype=np.uint64)
-    return ((mixed + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(48)).astype(np.uint16)
+    position_n = np.arange(1, len(tokens_n) + 1, dtype=np.uint64)
+    mixed_n: ndarray = ((tokens_n.astype(np.uint64) << 32) + position_n) * np.uint64(0x9E3779B97F4A7C15)
+    return (mixed_n >> 48).astype(np.uint16)
 
 
 _OUT_OF_RANGE, _TWICE = 1, 2
@@ -285,7 +293,7 @@ _OUT_OF_RANGE, _TWICE = 1, 2
 
 @njit(cache=True, nogil=True)
 def first_illegal_row(experts_TLK: ndarray, valid_T: ndarray, num_experts: int) -> tuple[int, int, int]:
-    """Return (row, layer, fault) of the first valid row with an id out of range or twice; fault 0 when there is none."""
+    """Return (row, layer, fault) of the first valid row with an id out of range or twice; fault 0: there is none."""
     T, L, K = experts_TLK.shape
     for t in range(T):
         if not valid_T[t]:

@@ -1,0 +1,162 @@
+"""`Demand`: how many token-slots every expert will receive, counted from recorded routes.
+
+A token-slot is one (token, expert) assignment: a token that picks K experts makes K of them in every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from jaxtyping import Int, Int32, Int64, Shaped
+from numba import njit
+from numpy import ndarray
+
+from relibra.errors import TraceError
+from relibra.routing.trace import RoutingTrace
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Demand:
+    """Token-slots per sample, layer and expert; with a schedule also per micro-batch and source rank.
+
+    counts_SLE   token-slots of sample S at expert E of layer L; valid rows only
+    layer_ids    absolute decoder layer of each entry of the layer axis
+    sample_ids   who the samples are
+    tokens_MLRE  token-slots that source rank R sends to expert E in micro-batch M of layer L; None without a schedule
+    """
+
+    counts_SLE: Int32[ndarray, "S L E"]
+    layer_ids: Int[ndarray, " L"]
+    sample_ids: Int[ndarray, " S"]
+    tokens_MLRE: Int32[ndarray, "M L R E"] | None = None
+
+    @classmethod
+    def from_trace(cls, trace: RoutingTrace) -> Demand:
+        """Count the routes of a trace, sample by sample."""
+        counts_SLE = count_token_slots(trace.experts_TLK, trace.valid_T, trace.offsets, trace.num_experts)
+        return cls(counts_SLE=counts_SLE.astype(np.int32), layer_ids=trace.layer_ids, sample_ids=trace.sample_ids)
+
+    @classmethod
+    def from_traces(cls, traces: Iterable[RoutingTrace]) -> Demand:
+        """Count a trace that comes in pieces of whole samples (`iterate_trace`), without holding all of it.
+
+        raises    TraceError when there is no piece
+        """
+        pieces = [cls.from_trace(trace) for trace in traces]
+        if not pieces:
+            raise TraceError("no routes to count: the trace came in zero pieces")
+        return cls(
+            counts_SLE=np.concatenate([piece.counts_SLE for piece in pieces]),
+            layer_ids=pieces[0].layer_ids,
+            sample_ids=np.concatenate([piece.sample_ids for piece in pieces]),
+        )
+
+    @property
+    def num_experts(self) -> int:
+        """Logical experts per layer, `E`."""
+        return self.counts_SLE.shape[2]
+
+    def with_schedule(self, micro_batch_S: Int[ndarray, " S"], rank_S: Int[ndarray, " S"], num_ranks: int) -> Demand:
+        """Return the same demand, split by the micro-batch and the source rank that each sample is fed from.
+
+        micro_batch_S   micro-batch of each sample, 0-based, or -1: the sample is left out
+        rank_S          source rank of each sample, in 0..num_ranks-1
+        raises          TraceError when the schedule does not fit the samples
+        """
+        S, L, E = self.counts_SLE.shape
+        if micro_batch_S.shape != (S,) or rank_S.shape != (S,):
+            raise TraceError(f"a schedule of {len(micro_batch_S)} samples was given for a demand of {S} samples")
+        kept = np.flatnonzero(micro_batch_S >= 0)
+        if len(kept) and (rank_S[kept].min() < 0 or rank_S[kept].max() >= num_ranks):
+            raise TraceError(f"the schedule names rank {rank_S[kept].max()}: allowed are 0..{num_ranks - 1}")
+        num_micro_batches = int(micro_batch_S.max(initial=-1)) + 1
+        tokens_MRLE = np.zeros((num_micro_batches, num_ranks, L, E), dtype=np.int32)
+        np.add.at(tokens_MRLE, (micro_batch_S[kept], rank_S[kept]), self.counts_SLE[kept])
+        return replace(self, tokens_MLRE=np.ascontiguousarray(tokens_MRLE.swapaxes(1, 2)))
+
+    @property
+    def load_MLE(self) -> Int64[ndarray, "M L E"]:
+        """Token-slots per micro-batch, layer and expert, over all source ranks; needs a schedule."""
+        assert self.tokens_MLRE is not None, "load_MLE needs a demand with a schedule: call with_schedule first"
+        return self.tokens_MLRE.sum(axis=2, dtype=np.int64)
+
+    def validate(self) -> None:
+        """Check shapes and signs, and that no scheduled expert gets more than its samples bring.
+
+        raises    TraceError
+        """
+        S, L, E = self.counts_SLE.shape
+        if self.layer_ids.shape != (L,) or self.sample_ids.shape != (S,):
+            raise TraceError(
+                f"demand of {S} samples and {L} layers has ids for {len(self.sample_ids)} and {len(self.layer_ids)}"
+            )
+        if (self.counts_SLE < 0).any():
+            raise TraceError("demand holds negative token counts")
+        if self.tokens_MLRE is None:
+            return
+        if (self.tokens_MLRE.shape[1], self.tokens_MLRE.shape[3]) != (L, E) or (self.tokens_MLRE < 0).any():
+            raise TraceError(
+                f"scheduled demand has shape {self.tokens_MLRE.shape} or negative counts; layers {L}, experts {E}"
+            )
+        if (self.tokens_MLRE.sum(axis=(0, 2), dtype=np.int64) > self.counts_SLE.sum(axis=0, dtype=np.int64)).any():
+            raise TraceError("the schedule sends more token-slots to an expert than its samples hold")
+
+
+def micro_batch_load(trace: RoutingTrace, tokens: int) -> Int64[ndarray, "M L E"]:
+    """Count the routes in runs of `tokens` consecutive rows, whatever the samples; the short rest is its own run.
+
+    raises    TraceError when `tokens` < 1
+    """
+    if tokens < 1:
+        raise TraceError(f"micro-batches of {tokens} tokens: at least 1 token each")
+    bounds = np.append(np.arange(0, trace.num_rows, tokens, dtype=np.int64), trace.num_rows)
+    return count_token_slots(trace.experts_TLK, trace.valid_T, bounds, trace.num_experts)
+
+
+def count_token_slots(
+    experts_TLK: Shaped[ndarray, "T L K"],
+    valid_T: Shaped[ndarray, " T"],
+    bounds: Int64[ndarray, " N1"],
+    num_experts: int,
+) -> Int64[ndarray, "N L E"]:
+    """Histogram expert ids between consecutive row bounds.
+
+    experts_TLK   ids below `num_experts` on valid rows (`RoutingTrace.validate`)
+    bounds        N + 1 ascending row numbers; piece `n` is rows `bounds[n]:bounds[n + 1]`
+    returns       token-slots per piece, layer and expert
+
+    >>> count_token_slots(np.array([[[0, 2]], [[2, 1]]], np.uint8), np.ones(2, bool), np.array([0, 1, 2]), 3).tolist()
+    [[[1, 0, 1]], [[0, 1, 1]]]
+    """
+    counts_NLE = np.zeros((len(bounds) - 1, experts_TLK.shape[1], num_experts), dtype=np.int64)
+    _count(experts_TLK, valid_T, bounds, counts_NLE)
+    return counts_NLE
+
+
+@njit(cache=True, nogil=True)
+def _count(experts_TLK: ndarray, valid_T: ndarray, bounds: ndarray, counts_NLE: ndarray) -> None:
+    _, L, K = experts_TLK.shape
+    for n in range(len(bounds) - 1):
+        for t in range(bounds[n], bounds[n + 1]):
+            if valid_T[t]:
+                for layer in range(L):
+                    for k in range(K):
+                        counts_NLE[n, layer, experts_TLK[t, layer, k]] += 1
+
+
+def count_token_slots_reference(
+    experts_TLK: Shaped[ndarray, "T L K"],
+    valid_T: Shaped[ndarray, " T"],
+    bounds: Int64[ndarray, " N1"],
+    num_experts: int,
+) -> Int64[ndarray, "N L E"]:
+    """Do the same as `count_token_slots` with one `np.bincount` per piece and layer."""
+    counts_NLE = np.zeros((len(bounds) - 1, experts_TLK.shape[1], num_experts), dtype=np.int64)
+    for n, (start, stop) in enumerate(pairwise(bounds)):
+        rows = experts_TLK[start:stop][valid_T[start:stop]]
+        for layer in range(experts_TLK.shape[1]):
+            counts_NLE[n, layer] = np.bincount(rows[:, layer].ravel(), minlength=num_experts)
+    return counts_NLE

@@ -1,0 +1,120 @@
+"""How uneven the load is: skew, violation, balancedness, stability over time, co-activation.
+
+Every figure says whether it compares *experts* or *ranks*. Loads are token-slots; leading axes are free (micro-batch,
+layer, ...) unless a shape says otherwise. A piece without any load counts as perfectly even.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float64, Int, Int64, Shaped
+from numba import njit
+from numpy import ndarray
+
+from relibra.errors import ClusterError
+from relibra.routing.trace import RoutingTrace
+
+
+def contiguous_homes(num_experts: int, num_ranks: int) -> Int64[ndarray, " E"]:
+    """Return the rank of each expert in the static layout: rank r holds experts r E/R ... (r + 1) E/R - 1.
+
+    raises    ClusterError when the ranks do not divide the experts
+
+    >>> contiguous_homes(4, 2).tolist()
+    [0, 0, 1, 1]
+    """
+    if num_ranks < 1 or num_experts % num_ranks:
+        raise ClusterError(
+            f"{num_experts} experts cannot be shared evenly by {num_ranks} ranks: choose a number of ranks that "
+            f"divides {num_experts}"
+        )
+    return np.repeat(np.arange(num_ranks), num_experts // num_ranks)
+
+
+def rank_load(
+    load_E: Shaped[ndarray, "*batch E"], home_E: Int[ndarray, " E"], num_ranks: int
+) -> Shaped[ndarray, "*batch R"]:
+    """Sum the load of the experts that live on each rank."""
+    order = np.argsort(home_E, kind="stable")
+    starts = np.searchsorted(home_E[order], np.arange(num_ranks))
+    total = np.add.reduceat(np.append(load_E[..., order], np.zeros_like(load_E[..., :1]), axis=-1), starts, axis=-1)
+    total[..., np.bincount(home_E, minlength=num_ranks) == 0] = 0  # reduceat has no empty segments
+    return total
+
+
+def skew(load_X: Shaped[ndarray, "*batch X"]) -> Float64[ndarray, "*batch"]:
+    """Return max / mean over the last axis: *rank* skew of rank loads, *expert* skew of expert loads; 1 is even.
+
+    >>> skew(np.array([[3, 1], [0, 0]])).tolist()
+    [1.5, 1.0]
+    """
+    mean = load_X.mean(axis=-1, dtype=np.float64)
+    return np.divide(load_X.max(axis=-1), mean, out=np.ones_like(mean), where=mean > 0)
+
+
+def rank_skew(load_E: Shaped[ndarray, "*batch E"], num_ranks: int) -> Float64[ndarray, "*batch"]:
+    """Return the *rank* skew of expert loads under the static layout (`contiguous_homes`)."""
+    return skew(rank_load(load_E, contiguous_homes(load_E.shape[-1], num_ranks), num_ranks))
+
+
+def balancedness(load_LR: Shaped[ndarray, "*batch L R"]) -> Float64[ndarray, "*batch"]:
+    """Return the sum over layers of mean rank load / the sum of maximal rank loads, as vLLM logs it; 1 is even."""
+    top = load_LR.max(axis=-1).sum(axis=-1, dtype=np.float64)
+    return np.divide(load_LR.mean(axis=-1).sum(axis=-1), top, out=np.ones_like(top), where=top > 0)
+
+
+def max_vio(load_E: Shaped[ndarray, "*batch E"]) -> Float64[ndarray, "*batch"]:
+    """Return the largest violation `load_e / sum(load) * E - 1` over *experts*; 0 is even (arXiv 2408.15664)."""
+    return skew(load_E) - 1.0
+
+
+def coefficient_of_variation(load_X: Shaped[ndarray, "*batch X"]) -> Float64[ndarray, "*batch"]:
+    """Return standard deviation / mean over the last axis (population form)."""
+    mean = load_X.mean(axis=-1, dtype=np.float64)
+    return np.divide(load_X.std(axis=-1, dtype=np.float64), mean, out=np.zeros_like(mean), where=mean > 0)
+
+
+def cosine_to_mean(load_MLE: Shaped[ndarray, "M L E"]) -> Float64[ndarray, "M L"]:
+    """Return the cosine between each micro-batch's expert load and the step's, per layer.
+
+    1 means that the step as a whole predicts its micro-batches; the further below, the more there is to gain from
+    planning each micro-batch by itself. Empty micro-batches count as 1.
+    """
+    step_LE = load_MLE.sum(axis=0, dtype=np.float64)
+    dot = np.einsum("mle,le->ml", load_MLE, step_LE)
+    norms = np.linalg.norm(load_MLE, axis=-1) * np.linalg.norm(step_LE, axis=-1)
+    return np.divide(dot, norms, out=np.ones_like(dot), where=norms > 0)
+
+
+def fluctuation(load_MLE: Shaped[ndarray, "M L E"]) -> Float64[ndarray, " L"]:
+    """Return how much an expert's share of a layer's load varies over micro-batches.
+
+    Per layer: the coefficient of variation over non-empty micro-batches, averaged over experts with weight = load.
+    """
+    total_ML1 = load_MLE.sum(axis=-1, keepdims=True, dtype=np.float64)
+    share_MLE = np.divide(load_MLE, total_ML1, out=np.full(load_MLE.shape, np.nan), where=total_ML1 > 0)
+    if not np.isfinite(share_MLE).any():
+        return np.zeros(load_MLE.shape[1])
+    mean_LE = np.nanmean(share_MLE, axis=0)
+    return np.nan_to_num(np.nanstd(share_MLE, axis=0).sum(axis=-1) / mean_LE.sum(axis=-1))
+
+
+def co_activation(trace: RoutingTrace) -> Int64[ndarray, "L E E"]:
+    """Count, per layer, how many tokens pick experts e and f together; the diagonal counts tokens per expert.
+
+    These are the pairs behind send-once volumes: two experts of one token on one rank cost one transfer.
+    """
+    pairs_LEE = np.zeros((trace.num_layers, trace.num_experts, trace.num_experts), dtype=np.int64)
+    _count_pairs(trace.experts_TLK, trace.valid_T, pairs_LEE)
+    return pairs_LEE
+
+
+@njit(cache=True, nogil=True)
+def _count_pairs(experts_TLK: ndarray, valid_T: ndarray, pairs_LEE: ndarray) -> None:
+    T, L, K = experts_TLK.shape
+    for t in range(T):
+        if valid_T[t]:
+            for layer in range(L):
+                for j in range(K):
+                    for k in range(K):
+                        pairs_LEE[layer, experts_TLK[t, layer, j], experts_TLK[t, layer, k]] += 1

@@ -1,0 +1,170 @@
+"""Made-up routes with known properties, for tests and for questions that no recording answers.
+
+Tokens pick K different experts by Plackett-Luce sampling (the K largest of log-weight + Gumbel noise), so popular
+experts are picked more often and no expert twice. A generator is passed in; the same one gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float64, Int64
+from numpy import ndarray
+from numpy.random import Generator
+
+from relibra.errors import ConfigError
+from relibra.routing.demand import count_token_slots
+from relibra.routing.statistics import contiguous_homes, rank_skew
+from relibra.routing.trace import RoutingTrace, expert_dtype
+
+SKEW_TOLERANCE = 0.03
+"""Largest relative difference between the rank skew asked for and the one delivered, mean over layers."""
+
+_FIT_ROWS = 4096
+_CHUNK_ENTRIES = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceShape:
+    """Sizes of a trace to make: rows of each sample, MoE layers, experts, choices per token."""
+
+    rows_per_sample: Sequence[int]
+    num_layers: int
+    num_experts: int
+    top_k: int
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no model has; raises ConfigError."""
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ConfigError(f"a token cannot pick {self.top_k} different experts of {self.num_experts}")
+        if self.num_layers < 1 or not self.rows_per_sample or min(self.rows_per_sample) < 0:
+            raise ConfigError(
+                f"a trace needs layers and samples: got {self.num_layers} and {len(self.rows_per_sample)}"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """Token rows of all samples."""
+        return int(sum(self.rows_per_sample))
+
+
+def zipf_trace(shape: TraceShape, rng: Generator, *, rank_skew: float, num_ranks: int) -> RoutingTrace:
+    """Make routes whose *rank* skew under the static layout, mean over layers, is the one asked for.
+
+    Expert weight = (1 + rank)^-a (1 + place in rank)^-1 after shuffling ranks and places in every layer; `a` is
+    bisected per layer. (The shape of UltraEP's load generator, with a milder slope inside a rank.)
+
+    rank_skew   max / mean over ranks of the whole trace, > 1
+    num_ranks   divides the experts
+    raises      ConfigError when the skew cannot be had: above min(R, E / K), or below what chance gives; checked on
+                the finished trace within SKEW_TOLERANCE
+    """
+    home_E = contiguous_homes(shape.num_experts, num_ranks)
+    ceiling = min(num_ranks, shape.num_experts / shape.top_k)
+    if not 1 < rank_skew < ceiling:
+        raise ConfigError(
+            f"rank skew {rank_skew} was asked for: with {num_ranks} ranks, {shape.num_experts} experts and "
+            f"{shape.top_k} choices it lies between 1 and {ceiling:g}; for 1 use balanced_trace"
+        )
+    experts_LTK = []
+    for _ in range(shape.num_layers):
+        rank_place_E = rng.permutation(num_ranks)[home_E]
+        local_place_E = np.concatenate([rng.permutation(shape.num_experts // num_ranks) for _ in range(num_ranks)])
+        noise_TE = rng.gumbel(size=(min(_FIT_ROWS, shape.num_rows), shape.num_experts))
+        slope = _fit_slope(rank_place_E, local_place_E, noise_TE, shape.top_k, rank_skew, num_ranks)
+        log_weight_E = -slope * np.log1p(rank_place_E) - np.log1p(local_place_E)
+        experts_LTK.append(_pick(np.broadcast_to(log_weight_E, (shape.num_rows, shape.num_experts)), shape.top_k, rng))
+    trace = _trace(shape, experts_LTK, source=f"synthetic zipf, rank skew {rank_skew:g} on {num_ranks} ranks")
+    delivered = _rank_skew_of(trace, num_ranks)
+    if abs(delivered - rank_skew) > SKEW_TOLERANCE * rank_skew:
+        raise ConfigError(
+            f"rank skew {rank_skew} was asked for, {shape.num_rows} tokens gave {delivered:.3f}: chance outweighs the "
+            "slope; use more tokens or a larger skew"
+        )
+    return trace
+
+
+def domain_trace(
+    shape: TraceShape, rng: Generator, *, num_domains: int = 4, sigma: float = 0.8, drift: float = 0.5
+) -> RoutingTrace:
+    """Make routes of a mixture of domains, each with its own hot experts, which drift from first to last sample.
+
+    A domain's log-popularity turns from one normal draw towards another: cos(angle) A + sin(angle) B, with
+    angle = drift (pi / 2) s / S at sample s, so its spread stays `sigma` while its hot experts change.
+
+    sigma     standard deviation of log-popularity: about 0.35 after balanced training, 0.8 in recorded inference
+    drift     0: nothing moves; 1: the last sample shares nothing with the first of its domain
+    returns   group id = domain
+    """
+    S, L, E = len(shape.rows_per_sample), shape.num_layers, shape.num_experts
+    ends_2DLE = rng.normal(scale=sigma, size=(2, num_domains, L, E))
+    domain_S = rng.integers(num_domains, size=S)
+    angle_S = drift * np.pi / 2 * np.arange(S) / max(1, S - 1)
+    sample_T = np.repeat(np.arange(S), shape.rows_per_sample)
+    experts_LTK = []
+    for layer in range(L):
+        start_SE, end_SE = ends_2DLE[0, domain_S, layer], ends_2DLE[1, domain_S, layer]
+        log_weight_SE = np.cos(angle_S)[:, None] * start_SE + np.sin(angle_S)[:, None] * end_SE
+        experts_LTK.append(_pick(log_weight_SE[sample_T], shape.top_k, rng))
+    return _trace(shape, experts_LTK, group_ids=domain_S, source=f"synthetic domains, {num_domains}, drift {drift:g}")
+
+
+def balanced_trace(shape: TraceShape) -> RoutingTrace:
+    """Make routes that deal experts out in turn: every run of E / gcd(E, K) tokens loads all experts equally."""
+    slot_TK = np.arange(shape.num_rows * shape.top_k, dtype=np.int64).reshape(shape.num_rows, shape.top_k)
+    experts_LTK = [(slot_TK + layer) % shape.num_experts for layer in range(shape.num_layers)]
+    return _trace(shape, experts_LTK, source="synthetic, forced balance")
+
+
+def _fit_slope(
+    rank_place_E: ndarray, local_place_E: ndarray, noise_TE: ndarray, top_k: int, target: float, num_ranks: int
+) -> float:
+    """Bisect the slope over ranks; common random numbers make the skew a smooth function of it."""
+    low, high = 0.0, 32.0
+    bounds = np.array([0, len(noise_TE)])
+    valid_T = np.ones(len(noise_TE), dtype=bool)
+    for _ in range(24):
+        slope = (low + high) / 2
+        score_TE = noise_TE - slope * np.log1p(rank_place_E) - np.log1p(local_place_E)
+        picked_TLK = np.argpartition(-score_TE, top_k - 1, axis=1)[:, None, :top_k]
+        load_E = count_token_slots(picked_TLK, valid_T, bounds, len(rank_place_E))[0, 0]
+        low, high = (slope, high) if rank_skew(load_E, num_ranks) < target else (low, slope)
+    return (low + high) / 2
+
+
+def _pick(log_weight_TE: Float64[ndarray, "T E"], top_k: int, rng: Generator) -> Int64[ndarray, "T K"]:
+    """Draw K different experts per token, most likely first, a bounded number of rows at a time."""
+    T, E = log_weight_TE.shape
+    picked_TK = np.empty((T, top_k), dtype=np.int64)
+    step = max(1, _CHUNK_ENTRIES // E)
+    for start in range(0, T, step):
+        score_TE = log_weight_TE[start : start + step] + rng.gumbel(size=(min(step, T - start), E))
+        picked_TK[start : start + step] = np.argpartition(-score_TE, top_k - 1, axis=1)[:, :top_k]
+    return picked_TK
+
+
+def _rank_skew_of(trace: RoutingTrace, num_ranks: int) -> float:
+    load_1LE = count_token_slots(trace.experts_TLK, trace.valid_T, np.array([0, trace.num_rows]), trace.num_experts)
+    return float(rank_skew(load_1LE, num_ranks).mean())
+
+
+def _trace(
+    shape: TraceShape, experts_LTK: Sequence[ndarray], *, source: str, group_ids: ndarray | None = None
+) -> RoutingTrace:
+    S = len(shape.rows_per_sample)
+    trace = RoutingTrace(
+        experts_TLK=np.stack(experts_LTK, axis=1).astype(expert_dtype(shape.num_experts)),
+        offsets=np.concatenate([[0], np.cumsum(shape.rows_per_sample)]).astype(np.int64),
+        valid_T=np.ones(shape.num_rows, dtype=bool),
+        layer_ids=np.arange(shape.num_layers, dtype=np.int32),
+        num_experts=shape.num_experts,
+        sample_ids=np.arange(S),
+        group_ids=np.full(S, -1) if group_ids is None else group_ids,
+        prompt_lengths=np.zeros(S, dtype=np.int64),
+        weight_versions=np.zeros(S, dtype=np.int64),
+        source=source,
+    )
+    trace.validate()
+    return trace

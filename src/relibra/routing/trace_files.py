@@ -1,0 +1,315 @@
+"""Trace folders: `index.json` beside safetensors shards, written whole or not at all, read in pieces.
+
+The index is written last and names every shard with its size and SHA-256, and carries a digest of itself, so a folder
+whose writer was killed, or in which a byte changed, is refused. Shards hold whole samples. docs/trace-format.md
+describes the format for other programs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from relibra.errors import TraceError
+from relibra.files import atomic_path, write_text
+from relibra.routing.trace import MAX_EXPERTS, RoutingTrace, concatenate, expert_dtype
+
+FORMAT = "relibra.routing-trace"
+FORMAT_VERSION = 1
+INDEX = "index.json"
+SHARD_ROWS = 1 << 18
+"""Rows per shard unless the writer is told otherwise: 100 MB at 48 layers x 8 choices."""
+MAX_INDEX_BYTES = 64 << 20
+
+_Count = Annotated[int, Field(ge=0)]
+
+
+class ShardEntry(BaseModel):
+    """One shard as the index names it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    file: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors$")
+    samples: _Count
+    rows: _Count
+    size: _Count
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class TraceIndex(BaseModel):
+    """What `index.json` says of a trace."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    format: str = FORMAT
+    version: int = FORMAT_VERSION
+    num_experts: int = Field(ge=1, le=MAX_EXPERTS)
+    top_k: int = Field(ge=1)
+    layer_ids: list[_Count] = Field(min_length=1)
+    group_names: list[str] = []
+    source: str = "unknown"
+    shards: list[ShardEntry]
+
+    @property
+    def rows(self) -> int:
+        """Token rows of all shards."""
+        return sum(shard.rows for shard in self.shards)
+
+    @property
+    def samples(self) -> int:
+        """Samples of all shards."""
+        return sum(shard.samples for shard in self.shards)
+
+
+class TraceWriter:
+    """Write a trace piece by piece at bounded memory; leaving the `with` block writes the index.
+
+    >>> with TraceWriter(folder) as writer:  # doctest: +SKIP
+    ...     for piece in pieces:
+    ...         writer.append(piece)
+    """
+
+    def __init__(self, folder: Path | str, *, shard_rows: int = SHARD_ROWS, shard_prefix: str = "shard") -> None:
+        """Prepare to write into `folder`, which must not hold a trace yet.
+
+        shard_rows     pieces with more rows are cut at sample borders
+        shard_prefix   keeps the shards of several writers of one trace apart (one per rank)
+        raises         TraceError when the folder holds a finished trace already
+        """
+        self.folder = Path(folder)
+        self.shard_rows = shard_rows
+        self.shard_prefix = shard_prefix
+        self.shards: list[ShardEntry] = []
+        self._first: RoutingTrace | None = None
+        if (self.folder / INDEX).exists():
+            raise TraceError(f"{self.folder} holds a trace already: choose another folder or delete it")
+
+    def append(self, trace: RoutingTrace) -> None:
+        """Validate samples and write them as one or more shards."""
+        trace.validate()
+        if self._first is None:
+            self._first = trace.select([])
+        else:
+            concatenate([self._first, trace.select([])])  # raises unless both come from one model
+        for piece in split_samples(trace, self.shard_rows):
+            self.shards.append(_write_shard(self.folder, f"{self.shard_prefix}-{len(self.shards):05d}", piece))
+
+    def index(self) -> TraceIndex:
+        """Return the index of what has been written so far.
+
+        raises    TraceError when nothing has been
+        """
+        if self._first is None:
+            raise TraceError(f"no samples were written to {self.folder}: a trace needs at least one")
+        return index_of(self._first, self.shards)
+
+    def __enter__(self) -> Self:
+        """Return the writer."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Finish the trace, unless the block failed: then the folder stays without an index, unreadable by design."""
+        if kind is None:
+            write_index(self.folder, self.index())
+
+
+def index_of(trace: RoutingTrace, shards: list[ShardEntry]) -> TraceIndex:
+    """Return the index of a trace of the same model as `trace`, made of these shards."""
+    return TraceIndex(
+        num_experts=trace.num_experts,
+        top_k=trace.top_k,
+        layer_ids=trace.layer_ids.tolist(),
+        group_names=list(trace.group_names),
+        source=trace.source,
+        shards=shards,
+    )
+
+
+def write_index(folder: Path, index: TraceIndex) -> None:
+    """Write the index, and with it the trace: before this no reader accepts the folder."""
+    body = index.model_dump(mode="json")
+    write_text(folder / INDEX, json.dumps({"digest": _digest(body), **body}, indent=1) + "\n")
+
+
+def write_trace(trace: RoutingTrace, folder: Path | str, *, shard_rows: int = SHARD_ROWS) -> None:
+    """Write one trace to a new folder.
+
+    raises    TraceError when the trace is not valid or the folder holds one already
+    """
+    with TraceWriter(folder, shard_rows=shard_rows) as writer:
+        writer.append(trace)
+
+
+def read_index(folder: Path | str) -> TraceIndex:
+    """Read and check the index of a trace folder.
+
+    raises    TraceError when there is none, or it is damaged or of another format or version
+    """
+    path = Path(folder) / INDEX
+    if not path.is_file():
+        raise TraceError(
+            f"{folder} is not a finished trace: it has no {INDEX}, as after a writer that was stopped; record it again"
+        )
+    if path.stat().st_size > MAX_INDEX_BYTES:
+        raise TraceError(f"{path} has {path.stat().st_size} bytes: an index has at most {MAX_INDEX_BYTES}")
+    try:
+        body = json.loads(path.read_bytes())
+    except ValueError as error:  # bad UTF-8, bad JSON
+        raise TraceError(f"{path} is damaged: {error}") from error
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise TraceError(f"{path} is not the index of a routing trace: 'format' must be {FORMAT!r}")
+    if body.get("version") != FORMAT_VERSION:
+        raise TraceError(
+            f"{path} has format version {body.get('version')!r}: this relibra reads version {FORMAT_VERSION}; "
+            "use the relibra that wrote it, or record again"
+        )
+    digest = body.pop("digest", None)
+    if digest != _digest(body):
+        raise TraceError(f"{path} is damaged: its digest does not match its content; record the trace again")
+    try:
+        return TraceIndex.model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise TraceError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def iterate_trace(folder: Path | str, *, max_rows: int = SHARD_ROWS, verify: bool = True) -> Iterator[RoutingTrace]:
+    """Yield a trace in pieces of whole samples, in order, holding one piece at a time.
+
+    max_rows   upper bound of rows per piece; a single longer sample comes as a piece of its own
+    verify     check each shard's SHA-256 before its first piece, and every row of every piece
+    raises     TraceError on any damage: missing, truncated or changed shards, illegal ids
+    """
+    folder = Path(folder)
+    index = read_index(folder)
+    for entry in index.shards:
+        _check_shard(folder / entry.file, entry, verify)
+        yield from _iterate_shard(folder / entry.file, entry, index, max_rows, verify)
+
+
+def read_trace(folder: Path | str) -> RoutingTrace:
+    """Read a whole trace into memory; see `iterate_trace` for one that does not fit.
+
+    raises    TraceError on any damage
+    """
+    pieces = list(iterate_trace(folder, max_rows=1 << 62))
+    if not pieces:
+        raise TraceError(f"{folder} holds a trace without samples")
+    return pieces[0] if len(pieces) == 1 else concatenate(pieces)
+
+
+def split_samples(trace: RoutingTrace, max_rows: int) -> Iterator[RoutingTrace]:
+    """Cut a trace into views of consecutive samples with at most `max_rows` rows (or one longer sample) each."""
+    for start, stop in _sample_runs(trace.offsets, max_rows):
+        yield trace.select(range(start, stop))
+
+
+def _sample_runs(offsets: np.ndarray, max_rows: int) -> Iterator[tuple[int, int]]:
+    start, num_samples = 0, len(offsets) - 1
+    while start < num_samples:
+        limit = int(offsets[start]) + max_rows
+        stop = max(start + 1, int(np.searchsorted(offsets, limit, side="right")) - 1)
+        yield start, stop
+        start = stop
+
+
+_COLUMNS = ("sample_ids", "group_ids", "prompt_lengths", "weight_versions")
+
+
+def _write_shard(folder: Path, name: str, trace: RoutingTrace) -> ShardEntry:
+    tensors = {
+        "routed_experts": np.ascontiguousarray(trace.experts_TLK),
+        "valid_rows": trace.valid_T.astype(np.uint8),
+        "offsets": np.ascontiguousarray(trace.offsets),
+        **{column: getattr(trace, column).astype(np.int64) for column in _COLUMNS},
+    }
+    if trace.token_hash_T is not None:
+        tensors["token_hash"] = np.ascontiguousarray(trace.token_hash_T)
+    path = folder / f"{name}.safetensors"
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary)
+        size, sha256 = temporary.stat().st_size, _sha256(temporary)
+    return ShardEntry(file=path.name, samples=trace.num_samples, rows=trace.num_rows, size=size, sha256=sha256)
+
+
+def _check_shard(path: Path, entry: ShardEntry, verify: bool) -> None:
+    if not path.is_file():
+        raise TraceError(f"shard {path} is missing: the index names it; copy the whole folder, or record again")
+    size = path.stat().st_size
+    if size != entry.size:
+        raise TraceError(f"shard {path} has {size} bytes, the index says {entry.size}: it was cut or overwritten")
+    if verify and _sha256(path) != entry.sha256:
+        raise TraceError(f"shard {path} does not match its SHA-256 in the index: bytes changed; record the trace again")
+
+
+def _iterate_shard(
+    path: Path, entry: ShardEntry, index: TraceIndex, max_rows: int, verify: bool
+) -> Iterator[RoutingTrace]:
+    S, T, L, K = entry.samples, entry.rows, len(index.layer_ids), index.top_k
+    expected: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
+        "routed_experts": ((T, L, K), expert_dtype(index.num_experts)),
+        "valid_rows": ((T,), np.uint8),
+        "offsets": ((S + 1,), np.int64),
+        **dict.fromkeys(_COLUMNS, ((S,), np.int64)),
+    }
+    try:
+        with safe_open(path, framework="numpy") as file:
+            if "token_hash" in file.keys():  # noqa: SIM118 - not a dict
+                expected["token_hash"] = ((T,), np.uint16)
+            _check_layout(path, file, expected)
+            offsets = file.get_tensor("offsets")
+            if offsets[0] != 0 or offsets[-1] != T or (np.diff(offsets) < 0).any():
+                raise TraceError(f"shard {path}: sample offsets must rise from 0 to {T} rows")
+            columns = {column: file.get_tensor(column) for column in _COLUMNS}
+            for start, stop in _sample_runs(offsets, max_rows):
+                rows = slice(int(offsets[start]), int(offsets[stop]))
+                piece = RoutingTrace(
+                    experts_TLK=file.get_slice("routed_experts")[rows],
+                    valid_T=file.get_slice("valid_rows")[rows].astype(bool),
+                    token_hash_T=file.get_slice("token_hash")[rows] if "token_hash" in expected else None,
+                    offsets=offsets[start : stop + 1] - offsets[start],
+                    layer_ids=np.array(index.layer_ids, dtype=np.int32),
+                    num_experts=index.num_experts,
+                    group_names=tuple(index.group_names),
+                    source=index.source,
+                    **{name: column[start:stop] for name, column in columns.items()},
+                )
+                if verify:
+                    piece.validate()
+                yield piece
+    except (SafetensorError, OSError) as error:
+        raise TraceError(f"shard {path} cannot be read as safetensors: {error}") from error
+
+
+def _check_layout(path: Path, file: Any, expected: dict[str, tuple[tuple[int, ...], type[np.generic]]]) -> None:
+    """Compare names, shapes and types with the index before anything is allocated."""
+    if sorted(file.keys()) != sorted(expected):
+        raise TraceError(f"shard {path} holds {sorted(file.keys())}: expected {sorted(expected)}")
+    names = {np.uint8: "U8", np.uint16: "U16", np.int64: "I64"}
+    for name, (shape, dtype) in expected.items():
+        piece = file.get_slice(name)
+        if tuple(piece.get_shape()) != shape or piece.get_dtype() != names[dtype]:
+            raise TraceError(
+                f"shard {path}: {name} is {piece.get_dtype()} {list(piece.get_shape())}, "
+                f"the index says {names[dtype]} {list(shape)}"
+            )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
