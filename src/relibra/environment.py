@@ -1,0 +1,36 @@
+"""The one place that reads environment variables: what `torchrun` tells a process about itself."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LaunchedRank:
+    """Who this process is, when an outside launcher such as `torchrun` started it."""
+
+    rank: int
+    local_rank: int
+    num_ranks: int
+
+
+def launched_rank() -> LaunchedRank | None:
+    """Return this process's place among those `torchrun` started, or None when we start the processes ourselves."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    rank = int(os.environ["RANK"])
+    return LaunchedRank(rank, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ["WORLD_SIZE"]))
+
+
+def set_rendezvous(rank: int, num_ranks: int, port: int, threads: int) -> None:
+    """Tell torch in this process what `torchrun` would have told it, for processes we start on one machine."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        LOCAL_WORLD_SIZE=str(num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS=str(threads),
+    )

@@ -1,0 +1,230 @@
+"""`BatchRoutes`: recorded routes laid out row by row as the routers of one training batch see its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int, Int64, Integer, Shaped
+from numpy import ndarray
+from torch import Tensor
+
+from relibra.errors import TraceError
+from relibra.routing.trace import RoutingTrace, hash_tokens
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BatchRoutes:
+    """Routes of one batch of `T` rows: `B*N` for a padded batch, the row of tokens for a packed one.
+
+    experts_TLK       logical ids; rows that run native hold 0, 1, ..., K-1
+    valid_T           rows to replay; the others run native: padding, a last token that was never fed to the engine,
+                      and every row of a fallback sample
+    layer_ids         absolute decoder layer of each entry of the layer axis
+    num_experts       experts per layer
+    sample_T, row_T   which sample of the trace, and which row of it, a batch row is; -1 for padding
+    sample_ids        ids of the samples, for messages
+    fallback_samples  positions of the samples that run native as a whole, because rows other than the last are missing:
+                      half a sample replayed would follow neither policy
+    coverage          share of the rows due for replay (all but the last of each sample) that are replayed; want 1.0
+    """
+
+    experts_TLK: Int64[Tensor, "T L K"]
+    valid_T: Bool[Tensor, " T"]
+    layer_ids: tuple[int, ...]
+    num_experts: int
+    sample_T: Int64[Tensor, " T"]
+    row_T: Int64[Tensor, " T"]
+    sample_ids: tuple[int, ...]
+    fallback_samples: tuple[int, ...]
+    coverage: float
+
+    @classmethod
+    def padded(
+        cls,
+        trace: RoutingTrace,
+        attention_mask_BN: Shaped[Tensor, "B N"],
+        input_ids_BN: Integer[Tensor, "B N"] | None = None,
+    ) -> BatchRoutes:
+        """Lay out a batch whose row `b` is sample `b` of the trace, padded on either side.
+
+        attention_mask_BN   non-zero where a token stands
+        input_ids_BN        checked against the token hash of the trace, if it has one, to notice shifted rows
+        raises              TraceError when the rows of a sample do not fit its tokens, or the trace is illegal
+        """
+        B, N = attention_mask_BN.shape
+        if trace.num_samples != B:
+            raise TraceError(
+                f"the trace has {trace.num_samples} samples, the batch {B} rows: select the batch's samples"
+            )
+        mask_BN = attention_mask_BN.detach().cpu().numpy() != 0
+        return _lay_out(trace, mask_BN.sum(axis=1), np.flatnonzero(mask_BN), B * N, _to_flat(input_ids_BN, B * N))
+
+    @classmethod
+    def packed(
+        cls, trace: RoutingTrace, rows: int | None = None, input_ids_T: Integer[Tensor, "*T"] | None = None
+    ) -> BatchRoutes:
+        """Lay out the samples of the trace one after another, followed by padding up to `rows`.
+
+        rows          rows of the batch; default: the length of `input_ids_T`, or the samples without padding
+        input_ids_T   checked as in `padded`; a leading batch axis of 1 is fine
+        raises        TraceError as `padded`
+        """
+        if rows is None:
+            rows = trace.num_rows if input_ids_T is None else input_ids_T.numel()
+        tokens_T = _to_flat(input_ids_T, rows)
+        lengths_S = trace.rows_per_sample + _tokens_beyond_rows(trace, rows, tokens_T)
+        total = int(lengths_S.sum())
+        if total > rows:
+            raise TraceError(
+                f"the samples {trace.sample_ids.tolist()} have {total} rows together, the packed batch {rows}: "
+                "pack the same samples that the trace holds"
+            )
+        return _lay_out(trace, lengths_S, np.arange(total), rows, tokens_T)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch, padding included, `T`."""
+        return self.experts_TLK.shape[0]
+
+    @property
+    def top_k(self) -> int:
+        """Choices per token, `K`."""
+        return self.experts_TLK.shape[2]
+
+    def name_row(self, row: int) -> str:
+        """Say in words which row of which sample a batch row is."""
+        sample = int(self.sample_T[row])
+        return "padding" if sample < 0 else f"sample {self.sample_ids[sample]}, row {int(self.row_T[row])}"
+
+
+def _lay_out(
+    trace: RoutingTrace,
+    lengths_S: Int[ndarray, " S"],
+    positions_n: Int[ndarray, " n"],
+    num_rows: int,
+    tokens_T: Int[ndarray, " T"] | None,
+) -> BatchRoutes:
+    """Put the rows of the trace where their tokens stand in the batch.
+
+    lengths_S     tokens of each sample in the batch
+    positions_n   batch row of every token, sample by sample
+    """
+    trace.validate()
+    _check_lengths(trace, lengths_S)
+    starts_S = np.cumsum(lengths_S) - lengths_S
+    sample_n = np.repeat(np.arange(trace.num_samples), lengths_S)
+    row_n = np.arange(len(positions_n)) - starts_S[sample_n]
+    if tokens_T is not None and trace.token_hash_T is not None:
+        for s in range(trace.num_samples):
+            _check_tokens(trace, s, tokens_T[positions_n[starts_S[s] : starts_S[s] + lengths_S[s]]])
+
+    recorded_n = row_n < trace.rows_per_sample[sample_n]  # false for the last token of a sample in wire form
+    source_n = trace.offsets[sample_n] + np.where(recorded_n, row_n, 0)
+    valid_n = np.zeros(len(positions_n), dtype=bool)
+    valid_n[recorded_n] = trace.valid_T[source_n[recorded_n]]
+    due_n = row_n < lengths_S[sample_n] - 1
+    fallback = np.unique(sample_n[due_n & ~valid_n])
+    valid_n &= ~np.isin(sample_n, fallback)
+
+    experts_TLK = np.empty((num_rows, trace.num_layers, trace.top_k), dtype=np.int64)
+    experts_TLK[:] = np.arange(trace.top_k)
+    experts_TLK[positions_n[valid_n]] = trace.experts_TLK[source_n[valid_n]]
+    valid_T = np.zeros(num_rows, dtype=bool)
+    sample_T, row_T = np.full((2, num_rows), -1, dtype=np.int64)
+    valid_T[positions_n], sample_T[positions_n], row_T[positions_n] = valid_n, sample_n, row_n
+    return BatchRoutes(
+        experts_TLK=torch.from_numpy(experts_TLK),
+        valid_T=torch.from_numpy(valid_T),
+        layer_ids=tuple(trace.layer_ids.tolist()),
+        num_experts=trace.num_experts,
+        sample_T=torch.from_numpy(sample_T),
+        row_T=torch.from_numpy(row_T),
+        sample_ids=tuple(trace.sample_ids.tolist()),
+        fallback_samples=tuple(fallback.tolist()),
+        coverage=float((valid_n & due_n).sum() / due_n.sum()) if due_n.any() else 1.0,
+    )
+
+
+def _check_lengths(trace: RoutingTrace, lengths_S: Int[ndarray, " S"]) -> None:
+    """Accept n rows for n tokens, or n-1 rows that all but the last token have (how engines send them)."""
+    for s, (rows, tokens) in enumerate(zip(trace.rows_per_sample.tolist(), lengths_S.tolist(), strict=True)):
+        if rows == tokens or (rows == tokens - 1 and (rows == 0 or trace.valid_T[trace.offsets[s + 1] - 1])):
+            continue
+        hint = " (its last row is marked invalid already, so another row is lost)" if rows == tokens - 1 else ""
+        raise TraceError(
+            f"sample {trace.sample_ids[s]}: the trace has {rows} rows, the batch {tokens} tokens{hint}; allowed are "
+            f"{tokens} rows, or {tokens - 1} that leave out the last token: train on the tokens that were recorded"
+        )
+
+
+def _tokens_beyond_rows(trace: RoutingTrace, rows: int, tokens_T: Int[ndarray, " T"] | None) -> int:
+    """Return 1 if the packed samples have one token more than the trace has rows (wire form), else 0.
+
+    The number of rows alone cannot tell that form from padding of exactly one row per sample; the token hash can.
+    """
+    surplus = rows - trace.num_rows
+    ends = trace.offsets[1:] - 1
+    if (
+        surplus != trace.num_samples
+        or surplus < 2
+        or not trace.valid_T[ends].all()
+        or (trace.rows_per_sample == 0).any()
+    ):
+        return 0
+    if tokens_T is None or trace.token_hash_T is None:
+        raise TraceError(
+            f"the packed batch has {rows} rows, the trace {trace.num_rows} rows in {surplus} samples: that is either "
+            "one row of padding per sample, or a trace without the samples' last tokens; give the trace a last row per "
+            "sample, marked invalid"
+        )
+    second = slice(int(trace.offsets[1]), int(trace.offsets[2]))
+    as_rows = hash_tokens(tokens_T[second])
+    return int(not np.array_equal(as_rows, trace.token_hash_T[second]))
+
+
+def _check_tokens(trace: RoutingTrace, sample: int, tokens_n: Int[ndarray, " n"]) -> None:
+    """Hold the token hash of each valid row against the token it is about to be replayed on.
+
+    raises   TraceError naming sample, first row and layers, and telling whether the rows fit when moved by one
+    """
+    rows = trace.sample_rows(sample)
+    assert trace.token_hash_T is not None
+    got_n, valid_n = trace.token_hash_T[rows], trace.valid_T[rows]
+    wrong_n = valid_n & (got_n != hash_tokens(tokens_n)[: len(got_n)])
+    if not wrong_n.any():
+        return
+    row = int(np.argmax(wrong_n))
+    raise TraceError(
+        f"sample {trace.sample_ids[sample]}, row {row}, layers {trace.layer_ids[0]} to {trace.layer_ids[-1]}: it was "
+        f"recorded for another token than the batch has there; {_shift_from(row, got_n, valid_n, tokens_n)}"
+    )
+
+
+def _shift_from(row: int, got_n: ndarray, valid_n: ndarray, tokens_n: ndarray) -> str:
+    """Find out whether the rows from here on belong to the next or the previous token.
+
+    A recorder that lost a row hashes positions either in the full sample or among the rows it kept; both are tried.
+    """
+
+    def fits(start: int, expected: ndarray) -> bool:
+        shared = min(len(got_n) - start, len(expected))
+        checked = valid_n[start : start + shared]
+        return bool(checked.any()) and bool((got_n[start : start + shared] == expected[:shared])[checked].all())
+
+    without_row = np.delete(tokens_n, row)
+    if fits(row, hash_tokens(tokens_n)[row + 1 :]) or fits(row, hash_tokens(without_row)[row:]):
+        return "from here on the rows fit the next token: a row was dropped, so record the sample again"
+    with_row = np.insert(tokens_n, row, 0)
+    if fits(row + 1, hash_tokens(tokens_n)[row:]) or fits(row + 1, hash_tokens(with_row)[row + 1 :]):
+        return "from the next row on they fit the previous token: a row was inserted, so record the sample again"
+    return "moving the rows by one does not help: pass the batch whose tokens were recorded"
+
+
+def _to_flat(tokens: Tensor | None, rows: int) -> Int[ndarray, " T"] | None:
+    if tokens is None:
+        return None
+    if tokens.numel() != rows:
+        raise TraceError(f"input_ids hold {tokens.numel()} tokens, the batch {rows} rows: pass the ids of this batch")
+    return tokens.detach().reshape(-1).cpu().numpy()

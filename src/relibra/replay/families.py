@@ -1,0 +1,148 @@
+"""Router classes of `transformers` (5.23): which gate rule each follows, and which cannot be replayed.
+
+Classes are looked up by name along the inheritance chain, because FSDP2 swaps in a subclass named `FSDP<Class>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from relibra.replay.gates import (
+    GateRule,
+    floored_softmax_gates,
+    rescaled_gates,
+    score_gates,
+    softmax_gates,
+    topk_softmax_gates,
+)
+
+RULES: dict[str, Callable[[Any], GateRule]] = {
+    # softmax over all experts; checkpoints decide by `norm_topk_prob` whether the chosen ones are renormalised
+    **dict.fromkeys(
+        (
+            "Qwen2MoeTopKRouter",
+            "Qwen3MoeTopKRouter",
+            "Qwen3NextTopKRouter",
+            "Qwen3OmniMoeThinkerTextTopKRouter",
+            "Qwen3OmniMoeTalkerTextTopKRouter",
+            "Qwen4ExpTextTopKRouter",
+            "OlmoeTopKRouter",
+            "FlexOlmoTopKRouter",
+            "MellumTopKRouter",
+        ),
+        lambda router: partial(softmax_gates, norm=router.norm_topk_prob),
+    ),
+    **dict.fromkeys(
+        (
+            "Qwen3_5MoeTopKRouter",
+            "Qwen3VLMoeTextTopKRouter",
+            "Qwen3OmniMoeTextTopKRouter",
+            "HunYuanMoEV1Gate",
+            "MixtralTopKRouter",
+            "MiniMaxTopKRouter",
+        ),
+        lambda _: partial(softmax_gates, norm=True),
+    ),
+    "JambaTopKRouter": lambda _: partial(softmax_gates, norm=False),
+    **dict.fromkeys(
+        ("DeepseekV2TopkRouter", "DeepseekOcr2TextTopkRouter", "UnlimitedOcrTextTopkRouter"),
+        lambda router: partial(softmax_gates, norm=False, scale=router.routed_scaling_factor),
+    ),
+    "LongcatFlashTopkRouter": lambda router: partial(
+        softmax_gates, norm=False, scale=router.routed_scaling_factor, inner=None
+    ),
+    "Mistral4TopkRouter": lambda router: partial(
+        softmax_gates, norm=router.norm_topk_prob, eps=1e-20, scale=router.routed_scaling_factor, inner=None
+    ),
+    "MistralLarge4TextTopkRouter": lambda router: partial(
+        softmax_gates, norm=True, eps=1e-20, scale=router.routed_scaling_factor, inner=None
+    ),
+    "Ernie4_5_MoeTopKRouter": lambda router: partial(floored_softmax_gates, floor=router.norm_min),
+    "Gemma4TextRouter": lambda router: partial(rescaled_gates, router=router),
+    # softmax over the chosen logits only
+    **dict.fromkeys(
+        (
+            "GptOssTopKRouter",
+            "AriaTextTopKRouter",
+            "GraniteMoeTopKRouter",
+            "GraniteMoeSharedTopKRouter",
+            "GraniteMoeHybridTopKRouter",
+            "GraniteMoeSWATopKRouter",
+        ),
+        lambda _: topk_softmax_gates,
+    ),
+    "Cohere2MoeTopKRouter": lambda router: (
+        partial(topk_softmax_gates, inner=torch.float32)
+        if router.expert_selection_fn == "softmax"
+        else partial(score_gates, norm=router.norm_topk_prob)
+    ),
+    # elementwise scores; where there is a selection bias, it stays out of the weights
+    **dict.fromkeys(
+        (
+            "DeepseekV3TopkRouter",
+            "DeepseekV32TopkRouter",
+            "Glm4MoeTopkRouter",
+            "Glm4MoeLiteTopkRouter",
+            "Glm4vMoeTextTopkRouter",
+            "Glm5NextTextTopkRouter",
+            "GlmMoeDsaTopkRouter",
+            "KimiLinearTopkRouter",
+            "NemotronHTopkRouter",
+            "Dots1TopkRouter",
+            "Dots3NoteTextTopkRouter",
+            "ExaoneMoeTopkRouter",
+            "SolarOpenTopkRouter",
+            "MiMoV2FlashTopkRouter",
+            "BailingHybridTopkRouter",
+            "AXK1TopkRouter",
+            "AXK2TopkRouter",
+            "HYV4TopkRouter",
+        ),
+        lambda router: partial(score_gates, norm=router.norm_topk_prob, eps=1e-20, scale=router.routed_scaling_factor),
+    ),
+    **dict.fromkeys(
+        ("DeepseekV4TopKRouter", "Inkling2TopKRouter"),
+        lambda router: partial(
+            score_gates, norm=True, score=router.score_fn, eps=1e-20, scale=router.routed_scaling_factor
+        ),
+    ),
+    **dict.fromkeys(
+        ("MiniMaxM2TopKRouter", "MiniMaxM3VLTopKRouter", "Step3p7TopKRouter"),
+        lambda _: partial(score_gates, norm=True, inner=torch.float32),
+    ),
+    **dict.fromkeys(
+        ("FlintTopKRouter", "Kolibri1TopKRouter"),
+        lambda router: partial(score_gates, norm=router.norm_topk_prob),
+    ),
+    "AfmoeTokenChoiceRouter": lambda router: partial(score_gates, norm=True, eps=1e-20, scale=router.route_scale),
+    "BeamTopKRouter": lambda router: partial(score_gates, norm=router.norm_topk_prob, eps=1e-20),
+    "HYV3TopKRouter": lambda router: partial(score_gates, norm=True, eps=1e-20, scale=router.router_scaling_factor),
+    "LagunaTopKRouter": lambda _: partial(score_gates, norm=True),
+    "Lfm2MoeTopKRouter": lambda router: partial(
+        score_gates, norm=router.norm_topk_prob, eps=1e-6, scale=router.routed_scaling_factor
+    ),
+    "MuseSparkTopkRouter": lambda router: partial(
+        score_gates, norm=True, eps=router.norm_topk_prob_eps, scale=router.routed_scaling_factor
+    ),
+}
+"""Router class -> its gate rule, with the settings read off the router."""
+
+REFUSED: dict[str, str] = {
+    "PhimoeTopKRouter": "its sparsemixer weights depend on which expert came first and on noise",
+    "Llama4Router": "it returns dense scores that scale the experts' input instead of weights and ids",
+    "DeepseekV4HashRouter": "it looks experts up by token id, so there is no choice to replay",
+    "InklingTopkRouter": "the weights of its shared experts depend on the routed choice too",
+    "ZayaRouter": "it reports tokens that skip the experts as tokens of expert 0",
+    "JetMoeTopKGating": "it returns tokens sorted by expert instead of ids",
+    "DbrxRouter": "it returns logits only and the choice is made outside it",
+    "Ernie4_5_VLMoeMoeTopKRouter": "it sees text and image tokens in separate calls, so its rows are not the batch's",
+    "Dots3NoteVisionTopKRouter": "its rows are image patches",
+    "DiffusionGemmaTextRouter": "a diffusion model routes a token many times",
+    "SwitchTransformersTop1Router": "it drops tokens beyond an expert's capacity",
+    "NllbMoeTop2Router": "it drops tokens beyond an expert's capacity",
+}
+"""Router class -> why replay refuses it."""

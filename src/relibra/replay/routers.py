@@ -1,0 +1,158 @@
+"""Routers: the modules of a model that choose experts, in the order of its layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from relibra.errors import EngineError
+from relibra.replay.families import REFUSED, RULES
+from relibra.replay.gates import GateRule
+
+_DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_DRAFT = re.compile(r"(?:^|\.)(?:mtp|nextn|draft)")
+"""Heads that predict further tokens number their layers from 0 again and are never recorded."""
+
+
+@dataclass(frozen=True, eq=False)
+class RouterSite:
+    """One router of a model.
+
+    module       called once per forward pass; returns (logits [T, E], weights [T, K], ids [T, K], ...)
+    name         its path in the model
+    layer_id     absolute 0-based decoder layer
+    num_experts  experts it chooses from, `E`; LongCat counts its zero experts too
+    top_k        choices per token, `K`
+    rule         how it turns logits into weights
+    """
+
+    module: nn.Module
+    name: str
+    layer_id: int
+    num_experts: int
+    top_k: int
+    rule: GateRule
+
+    def gates(self, output: tuple[Tensor, ...], ids_TK: Tensor) -> Tensor:
+        """Return the weights of `ids_TK` from the live scores of a call, in the type the router returns its own in."""
+        return self.rule(output[0], ids_TK, output[1].dtype)
+
+    def check_rule(self, output: tuple[Tensor, ...]) -> None:
+        """Compare the rule with the router itself: its own ids have to give its own weights, bit for bit.
+
+        Costs one device synchronisation, so callers do it once.
+
+        raises   EngineError when the installed transformers computes the weights otherwise
+        """
+        with torch.no_grad():
+            same = torch.equal(self.gates(output, output[2]), output[1])
+        if not same:
+            raise EngineError(
+                f"router {self.name} ({type(self.module).__name__}): relibra's gate rule does not reproduce its "
+                f"weights bit for bit under transformers {transformers.__version__}, so it would train another model: "
+                "run the eager PyTorch router (no replacement kernel), or add its rule to relibra.replay.families"
+            )
+
+
+def find_routers(model: nn.Module) -> tuple[RouterSite, ...]:
+    """Return the routers of a model by ascending layer; draft (MTP) layers are left out.
+
+    raises   EngineError for a dense model, a router that cannot be replayed or is unknown, or two decoders in one model
+    """
+    sites = []
+    for name, module in model.named_modules():
+        if _DRAFT.search(name):
+            continue
+        if (family := _known_class(module)) in RULES:
+            sites.append(_site(name, module, family))
+        elif family in REFUSED:
+            raise EngineError(
+                f"router {name} ({family}) cannot be replayed: {REFUSED[family]}; "
+                "train this model with native routing, or use one of relibra.replay.families.RULES"
+            )
+    for name in _expert_blocks(model):
+        if not any(site.name.startswith(name) for site in sites):
+            children = {n: type(m).__name__ for n, m in model.get_submodule(name.removesuffix(".")).named_children()}
+            raise EngineError(
+                f"module {name.removesuffix('.')!r} holds experts, but none of its parts {children} is one of the "
+                f"{len(RULES)} router classes that relibra knows (transformers {transformers.__version__}): "
+                "add its gate rule to relibra.replay.families"
+            )
+    if not sites:
+        raise EngineError(
+            f"{type(model).__name__} is a dense model: it has no router to record or replay; "
+            "pass a Mixture-of-Experts model, or leave replay off"
+        )
+    sites.sort(key=lambda site: site.layer_id)
+    for one, other in pairwise(sites):
+        if one.layer_id == other.layer_id:
+            raise EngineError(
+                f"routers {one.name} and {other.name} both belong to layer {one.layer_id}: "
+                "the model holds several decoders; pass the one that you record or train"
+            )
+        if (one.num_experts, one.top_k) != (other.num_experts, other.top_k):
+            raise EngineError(
+                f"routers {one.name} and {other.name} choose {one.top_k} of {one.num_experts} and {other.top_k} of "
+                f"{other.num_experts} experts: a trace needs the same numbers in all layers, so it cannot be recorded"
+            )
+    return tuple(sites)
+
+
+def num_decoder_layers(model: nn.Module, site: RouterSite) -> int:
+    """Return how many layers the decoder around this router has, dense ones included."""
+    layers: Any = model.get_submodule(site.name[: _layer_of(site.name).start(1) - 1])
+    return len(layers)
+
+
+def decoder_of(model: nn.Module, site: RouterSite) -> nn.Module:
+    """Return the module that owns the decoder layers; unlike them, it is never checkpointed as a whole."""
+    path = site.name[: _layer_of(site.name).start(1) - 1]  # "model.layers"
+    return model.get_submodule(path.rpartition(".")[0])
+
+
+def _known_class(module: nn.Module) -> str:
+    for cls in type(module).__mro__:
+        if cls.__name__ in RULES or cls.__name__ in REFUSED:
+            return cls.__name__
+    return ""
+
+
+def _site(name: str, module: Any, family: str) -> RouterSite:
+    """Read a router; three families keep the number of experts or choices elsewhere than the rest."""
+    if family == "Gemma4TextRouter":
+        num_experts, top_k = module.config.num_experts, module.config.top_k_experts
+    else:
+        num_experts, top_k = getattr(module, "n_routed_experts", module.num_experts), module.top_k
+    return RouterSite(
+        module=module,
+        name=name,
+        layer_id=int(_layer_of(name).group(1)),
+        num_experts=num_experts,
+        top_k=top_k,
+        rule=RULES[family](module),
+    )
+
+
+def _layer_of(name: str) -> re.Match[str]:
+    match = _DECODER_LAYER.search(name)
+    if match is None:
+        raise EngineError(
+            f"router {name!r} has no decoder layer in its name ('layers.<number>.'), so its routes have no layer: "
+            "pass the whole model instead of a part of it"
+        )
+    return match
+
+
+def _expert_blocks(model: nn.Module) -> Iterator[str]:
+    """Yield the path (with a dot at its end) of each module that has stacked expert weights below it."""
+    for name, module in model.named_modules():
+        path, _, leaf = name.rpartition(".")
+        if leaf == "experts" and not _DRAFT.search(name) and any(p.ndim == 3 for p in module.parameters()):
+            yield f"{path}." if path else ""

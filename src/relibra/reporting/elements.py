@@ -1,0 +1,73 @@
+"""Pieces of HTML that every section is made of. Arguments named `html` are trusted, all other text is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+
+def section(identifier: str, title: str, *html: str) -> str:
+    """Wrap the pieces of one topic under a heading that links and screen readers find."""
+    body = "\n".join(piece for piece in html if piece)
+    return (
+        f'<section id="{identifier}" aria-labelledby="{identifier}-title">\n'
+        f'<h2 id="{identifier}-title">{escape(title)}</h2>\n{body}\n</section>'
+    )
+
+
+def paragraph(text: str, kind: str = "") -> str:
+    """Return one paragraph; `kind` is a class of the style sheet."""
+    return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
+
+
+def plot(identifier: str, figure: Any, alternative: str) -> str:
+    """Place a plotly figure, with a sentence for those who do not see it.
+
+    The figure travels as JSON and is drawn by page.js. `<` is escaped: no text in it can end the script element.
+    """
+    height = figure.layout.height
+    data = figure.to_json().replace("<", "\\u003c")
+    return (
+        f'<figure><div class="plot" id="{identifier}" data-figure="{identifier}-figure" role="img" '
+        f'aria-label="{escape(alternative)}" style="min-height:{height}px"></div></figure>\n'
+        f'<script type="application/json" id="{identifier}-figure">{data}</script>'
+    )
+
+
+def selector(label: str, plot_identifier: str, options: Sequence[str]) -> str:
+    """Return a labelled choice of which trace of a plot is visible; nothing where there is no choice."""
+    if len(options) < 2:
+        return ""
+    items = "".join(f'<option value="{i}">{escape(option)}</option>' for i, option in enumerate(options))
+    return f'<label>{escape(label)} <select data-plot="{plot_identifier}">{items}</select></label>'
+
+
+def table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: Sequence[int]) -> str:
+    """Return a table; columns hold numbers, set flush right, unless named in `text_columns`."""
+    kinds = ["name" if i in text_columns else "number" for i in range(len(header))]
+    head = "".join(f'<th scope="col" class="{k}">{escape(text)}</th>' for k, text in zip(kinds, header, strict=True))
+    body = "\n".join(
+        "<tr>" + "".join(f'<td class="{k}">{escape(cell)}</td>' for k, cell in zip(kinds, row, strict=True)) + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}">'
+        f"<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"
+    )
+
+
+def cards(items: Sequence[tuple[str, str, str]]) -> str:
+    """Return (label, value, note) cards."""
+    html = "".join(
+        f'<div><dt>{escape(label)}</dt><dd class="value">{escape(value)}</dd><dd class="note">{escape(note)}</dd></div>'
+        for label, value, note in items
+    )
+    columns = 6 if len(items) == 6 else 4  # full rows on a wide screen
+    return f'<dl class="cards" style="--columns: {columns}">{html}</dl>'
+
+
+def definitions(items: Sequence[tuple[str, str]]) -> str:
+    """Return a list of terms and what they mean."""
+    pairs = "".join(f"<dt>{escape(term)}</dt><dd>{escape(meaning)}</dd>" for term, meaning in items)
+    return f'<dl class="glossary">{pairs}</dl>'

@@ -1,0 +1,48 @@
+// Draws the figures that lie in the page as JSON, in the colours of the page's theme, and serves the step selector.
+(() => {
+  const plots = [...document.querySelectorAll(".plot")];
+  const narrow = () => window.innerWidth < 600;
+
+  function themed(layout) {
+    const style = getComputedStyle(document.documentElement);
+    const colour = (name) => style.getPropertyValue(name).trim();
+    const result = structuredClone(layout);
+    Object.assign(result, {
+      autosize: true,
+      paper_bgcolor: "rgba(0,0,0,0)",
+      plot_bgcolor: "rgba(0,0,0,0)",
+      dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", // on a phone a drag scrolls the page
+      font: { family: getComputedStyle(document.body).fontFamily, size: narrow() ? 11 : 13, color: colour("--text") },
+      margin: { l: 8, r: 12, t: 34, b: 8 },
+      hoverlabel: { bgcolor: colour("--panel"), bordercolor: colour("--soft"), font: { color: colour("--text") } },
+    });
+    result.legend = { orientation: "h", x: 0, y: 1.02, xanchor: "left", yanchor: "bottom", ...(result.legend || {}) };
+    for (const name of Object.keys(result).filter((key) => /^[xy]axis/.test(key))) {
+      const axis = result[name];
+      Object.assign(axis, { automargin: true, gridcolor: colour("--grid"), linecolor: colour("--line"), zeroline: false });
+      axis.title = { standoff: 10, ...(axis.title || {}) };
+      axis.fixedrange = matchMedia("(pointer: coarse)").matches;
+    }
+    return result;
+  }
+
+  function draw() {
+    for (const plot of plots) {
+      const figure = JSON.parse(document.getElementById(plot.dataset.figure).textContent);
+      const shown = plot.data ? plot.data.map((trace) => trace.visible) : null;
+      if (shown) figure.data.forEach((trace, i) => { trace.visible = shown[i]; });
+      Plotly.react(plot, figure.data, themed(figure.layout), { displayModeBar: false, responsive: true });
+    }
+  }
+
+  for (const select of document.querySelectorAll("select[data-plot]")) {
+    select.value = "0"; // browsers keep a choice over a reload, the figure does not
+    select.addEventListener("change", () => {
+      const plot = document.getElementById(select.dataset.plot);
+      Plotly.restyle(plot, { visible: plot.data.map((_, i) => i === Number(select.value)) });
+    });
+  }
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  matchMedia("(max-width: 599px)").addEventListener("change", draw);
+  draw();
+})();

@@ -1,0 +1,138 @@
+"""`write_report`: one self-contained HTML page about the routes of a run or a trace.
+
+The page holds its script, its style and its data, and forbids itself any network request by a content security policy,
+so it can be mailed, archived and opened offline.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+import relibra
+from relibra.errors import ConfigError
+from relibra.files import write_text
+from relibra.reporting import sections
+from relibra.reporting.elements import paragraph
+from relibra.reporting.pictures import load_plotly
+from relibra.reporting.recording import Recording, open_recording
+from relibra.reporting.sentences import count, plural, verdict
+from relibra.reporting.step_load import StepLoad, default_micro_batch_tokens, summarize_step
+from relibra.reporting.summary import Summary, rank_counts, summarize
+
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+
+
+def write_report(path: Path | str, output: Path | str | None = None) -> Path:
+    """Write the report of a run folder or a single trace, whole or not at all, and return where it is.
+
+    path      a run folder, a trace folder, or an `.npz` of expert choices
+    output    the HTML file; None: `report.html` in the run folder, or `NAME.report.html` beside the trace
+    raises    TraceError when there is no finished trace, or one is damaged; ConfigError without plotly, or when
+              `output` is a folder
+    """
+    load_plotly()  # before minutes of reading
+    recording = open_recording(path)
+    if output is None:
+        place = recording.path.resolve()
+        output = place / "report.html" if recording.is_run else place.with_name(f"{place.name}.report.html")
+    if Path(output).is_dir():
+        raise ConfigError(f"the report cannot be written to {output}, which is a folder: name an .html file in it")
+    page = render_page(recording, summarize_recording(recording), datetime.now(UTC))
+    write_text(Path(output), page)
+    return Path(output)
+
+
+def summarize_recording(recording: Recording) -> Summary:
+    """Read the traces of a recording one by one and summarize them.
+
+    raises    TraceError on a damaged trace, or when steps come from different models
+    """
+    tokens = recording.micro_batch_tokens
+    steps: list[StepLoad] = []
+    for step, trace in recording.load():
+        if tokens is None and trace.num_rows:
+            tokens = default_micro_batch_tokens(trace.num_rows)
+        ranks = rank_counts(trace.num_experts, recording.num_ranks)
+        steps.append(summarize_step(trace, ranks=ranks, micro_batch_tokens=tokens or 1, step=step))
+    return summarize(steps, micro_batch_tokens=tokens or 1, own_ranks=recording.num_ranks)
+
+
+def render_page(recording: Recording, summary: Summary, made: datetime) -> str:
+    """Return the page as text; the same values give the same bytes."""
+    _, plotly_js = load_plotly()
+    body = "\n".join(
+        piece
+        for piece in (
+            sections.summary_cards(summary, recording.metrics),
+            sections.learning(recording.metrics),
+            sections.expert_load(summary),
+            sections.micro_batch_skew(summary),
+            sections.rank_sizes(summary),
+            sections.hottest_experts(summary),
+            sections.groups(summary),
+            sections.stability(summary),
+            sections.glossary(),
+        )
+        if piece
+    )
+    name = escape(recording.name)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="generator" content="relibra {relibra.__version__}">
+<title>{name}: expert load report</title>
+<link rel="icon" href="data:,">
+<style>
+{_asset("page.css")}</style>
+</head>
+<body>
+<header>
+<p class="kicker">relibra expert load report</p>
+<h1>{name}</h1>
+{paragraph(verdict(summary), "verdict")}
+</header>
+<main>
+{body}
+</main>
+{_provenance(recording, summary, made)}
+<noscript><p class="notice">The figures need JavaScript; the sentences and tables do not.</p></noscript>
+<script>
+{plotly_js}
+</script>
+<script>
+{_asset("page.js")}</script>
+</body>
+</html>
+"""
+
+
+def _provenance(recording: Recording, summary: Summary, made: datetime) -> str:
+    num_layers, num_experts = summary.load_LE.shape
+    facts = [
+        f"relibra {relibra.__version__}, {made:%Y-%m-%d %H:%M} UTC",
+        f"source {recording.path.resolve().name}",
+        f"recorded by {summary.sources[0]}" + (f" and {len(summary.sources) - 1} more" * (len(summary.sources) > 1)),
+        plural(len(summary.steps), "step"),
+        f"{count(summary.tokens)} routed tokens",
+        plural(num_layers, "layer"),
+        plural(num_experts, "expert"),
+        f"{plural(summary.top_k, 'choice')} per token",
+        f"micro-batches of {count(summary.micro_batch_tokens)} tokens "
+        + ("(the run’s)" if recording.micro_batch_tokens else "(chosen by the report)"),
+    ]
+    if recording.unfinished:
+        facts.append(f"{plural(recording.unfinished, 'step')} without a finished trace left out")
+    return f"<footer>{paragraph(' · '.join(facts))}</footer>"
+
+
+def _asset(name: str) -> str:
+    text = files("relibra.reporting").joinpath(name).read_text(encoding="utf-8")
+    assert not re.search(r"</(script|style)", text), f"{name} would end its own element"
+    return text

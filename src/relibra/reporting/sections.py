@@ -1,0 +1,289 @@
+"""The sections of the report, each a function from values to HTML, in the order of the page.
+
+Every figure has its unit and its definition beside it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from relibra.reporting import pictures
+from relibra.reporting.elements import cards, definitions, paragraph, plot, section, selector, table
+from relibra.reporting.metrics import Metrics
+from relibra.reporting.sentences import (
+    ALIKE,
+    DIFFERENT,
+    count,
+    history,
+    idle_words,
+    one_plan_or_many,
+    percent,
+    plural,
+    times,
+)
+from relibra.reporting.summary import Summary
+from relibra.routing.statistics import rank_skew, skew
+
+MAX_GROUPS = 12
+
+GLOSSARY = (
+    (
+        "Expert",
+        "One of several feed-forward networks in a Mixture-of-Experts layer; a router sends each token to a few.",
+    ),
+    (
+        "Token-slot",
+        "One token at one of the experts it chose. A token with 4 choices makes 4 token-slots in each layer.",
+    ),
+    ("Load", "Token-slots an expert, or a rank, has to compute."),
+    ("Rank", "One process, usually one GPU, of the group that shares the experts of a layer (expert parallelism)."),
+    (
+        "Skew",
+        "Largest load / mean load. 1 is even; 2 means that the busiest has twice the mean. Rank skew compares ranks, "
+        "expert skew compares experts.",
+    ),
+    (
+        "Static contiguous layout",
+        "Experts stay where they are: with E experts on R ranks the first E/R live on rank 0, the "
+        "next E/R on rank 1, and so on. It is what a job without balancing does.",
+    ),
+    (
+        "Expert time",
+        "The time that expert layers take. All ranks wait for the busiest before the next layer, so at skew s "
+        "they idle 1 − 1/s of it on average. Time is taken to grow with token-slots.",
+    ),
+    ("Micro-batch", "The tokens that pass through the model together. Here: a run of consecutive recorded tokens."),
+    ("Cosine", "How alike two loads are as directions: 1 is the same mix of experts, 0 is no expert in common."),
+)
+
+
+def summary_cards(summary: Summary, metrics: Metrics) -> str:
+    """Show the key figures at a glance."""
+    L, E = summary.load_LE.shape
+    items = [
+        (
+            "Routed tokens",
+            count(summary.tokens),
+            f"{plural(summary.samples, 'sample')}, {plural(len(summary.steps), 'step')}",
+        ),
+        ("Model", f"{L} × {E}", f"layers × experts, {plural(summary.top_k, 'choice')} per token"),
+    ]
+    if view := summary.headline:
+        items += [
+            (f"Rank skew, {view.ranks} ranks", times(view.mean), "busiest rank / mean, static layout"),
+            (f"Waiting, {view.ranks} ranks", percent(view.idle), "of the expert time, mean over ranks"),
+        ]
+    hottest = summary.hottest[0]
+    items += [
+        ("Hottest expert", times(hottest.times_mean), f"the mean: layer {hottest.layer}, expert {hottest.expert}"),
+        ("Micro-batch to step", f"{summary.stability.cosine:.3f}", "cosine of expert loads; 1 = alike"),
+    ]
+    if (reward := metrics.last("reward")) is not None:
+        items.append(("Reward", f"{reward:.3f}", "mean of the last step"))
+    if (length := metrics.last("response_length")) is not None:
+        items.append(("Response length", count(round(length)), "tokens, mean of the last step"))
+    return cards(items)
+
+
+def learning(metrics: Metrics) -> str:
+    """Show reward, response length and where the time goes; nothing without metrics."""
+    pieces = []
+    if metrics.has("reward") or metrics.has("response_length"):
+        first = next((value for value in metrics.column("reward") if value is not None), None)
+        last = metrics.last("reward")
+        moved = (
+            f"reward from {first:.3f} to {last:.3f}" if first is not None and last is not None else "no reward recorded"
+        )
+        pieces += [
+            paragraph(
+                "Reward: mean over the samples of a step, with a band of one standard deviation. "
+                "Response length: tokens per response.",
+                "how",
+            ),
+            plot(
+                "learning-plot", pictures.learning_curve(metrics), f"Reward and response length over RL steps: {moved}."
+            ),
+        ]
+    seconds = metrics.seconds()
+    if seconds:
+        totals = {stage: sum(value or 0.0 for value in column) for stage, column in seconds.items()}
+        whole = sum(totals.values()) or 1.0
+        shares = ", ".join(
+            f"{stage} {percent(total / whole)}" for stage, total in sorted(totals.items(), key=lambda p: -p[1])
+        )
+        pieces += [
+            "<h3>Seconds per stage</h3>",
+            paragraph(f"Wall-clock seconds of each step, by stage. Over all steps: {shares}.", "how"),
+            plot("seconds-plot", pictures.stage_seconds(metrics), f"Seconds per RL step by stage: {shares}."),
+        ]
+    if metrics.unreadable:
+        pieces.append(
+            paragraph(
+                f"{plural(metrics.unreadable, 'line')} of metrics.jsonl could not be read and were left out.", "notice"
+            )
+        )
+    return section("learning", "Learning", *pieces) if pieces else ""
+
+
+def expert_load(summary: Summary) -> str:
+    """Show which experts work how much."""
+    hottest = summary.hottest[0]
+    options = [label for label, _ in pictures.heatmap_views(summary)]
+    return section(
+        "load",
+        "Load of every expert",
+        paragraph(
+            f"In the median layer the busiest expert gets {times(summary.expert_skew)} the mean load (expert skew), "
+            f"and load varies by {percent(summary.coefficient_of_variation)} of its mean (standard deviation over "
+            "experts)."
+        ),
+        paragraph(
+            "Colour: token-slots of the expert / mean over the experts of its layer. 1 is an equal share; dark experts "
+            "hardly work. The scale ends at the 99.5th percentile of all steps together.",
+            "how",
+        ),
+        selector("Show", "load-plot", options),
+        plot(
+            "load-plot",
+            pictures.expert_heatmap(summary),
+            f"Heatmap of {len(summary.layer_ids)} layers by {summary.num_experts} experts. The hottest is expert "
+            f"{hottest.expert} of layer {hottest.layer} with {times(hottest.times_mean)} its layer’s mean load.",
+        ),
+    )
+
+
+def micro_batch_skew(summary: Summary) -> str:
+    """Show rank skew over micro-batches; nothing when no rank count is possible."""
+    if not summary.possible:
+        return ""
+    shown = min(len(summary.step_M), pictures.MAX_POINTS)
+    thinned = f" {count(shown)} of {count(len(summary.step_M))} micro-batches are drawn, evenly chosen." * (
+        shown < len(summary.step_M)
+    )
+    words = "; ".join(f"{pictures.ranks_in_words(view)} mean {times(view.mean)}" for view in summary.possible)
+    return section(
+        "micro-batches",
+        "Rank skew of each micro-batch",
+        paragraph(
+            f"Rank skew = token-slots of the busiest rank / mean over ranks, in the static contiguous layout. Line: "
+            f"mean over layers. Band: from the least to the most skewed layer. A micro-batch is "
+            f"{plural(summary.micro_batch_tokens, 'consecutive token')} of a step; a rest of less than half of that is "
+            f"left out.{thinned}",
+            "how",
+        ),
+        plot("skew-plot", pictures.skew_by_micro_batch(summary), f"Rank skew over micro-batches: {words}."),
+    )
+
+
+def rank_sizes(summary: Summary) -> str:
+    """Show what other expert-parallel sizes would see of the same routes."""
+    rows = [
+        [
+            pictures.ranks_in_words(view),
+            *(
+                [f"{value:.2f}" for value in (view.median, view.p95, view.mean)]
+                if view.skew_ML is not None
+                else ["–"] * 3
+            ),
+            idle_words(view, summary.num_experts),
+        ]
+        for view in summary.rank_views
+    ]
+    words = ". ".join(f"{row[0]}: median {row[1]}, 95th percentile {row[2]}, {row[4]}" for row in rows)
+    return section(
+        "sizes",
+        f"The same routes on {_listed([view.ranks for view in summary.rank_views])} ranks",
+        paragraph(
+            "More ranks hold fewer experts each, so less evens out within a rank. Static contiguous layout; median and "
+            "95th percentile over all pairs of micro-batch and layer; the mean is weighted by token-slots, and waiting "
+            "is 1 − 1 / mean.",
+            "how",
+        ),
+        plot("sizes-plot", pictures.skew_by_ranks(summary.possible), f"Rank skew by number of ranks. {words}.")
+        if summary.possible
+        else "",
+        table(
+            "Rank skew by number of ranks",
+            ("", "median", "95th pct.", "mean", "what it costs"),
+            rows,
+            text_columns=(0, 4),
+        ),
+    )
+
+
+def hottest_experts(summary: Summary) -> str:
+    """Show the experts with the largest shares, and the groups of samples when they have names."""
+    rows = [
+        [str(hot.layer), str(hot.expert), f"{100 * hot.share:.1f}\u202f%", times(hot.times_mean)]
+        for hot in summary.hottest
+    ]
+    return section(
+        "hottest",
+        "Hottest experts",
+        paragraph(
+            f"Share: token-slots of the expert / token-slots of its layer, all steps together. An equal share would be "
+            f"{100 / summary.num_experts:.3g}\u202f%.",
+            "how",
+        ),
+        table("Hottest experts", ("layer", "expert", "share of layer", "times the mean"), rows, text_columns=()),
+    )
+
+
+def groups(summary: Summary) -> str:
+    """Show how uneven the load of each named group of samples is by itself; nothing without names."""
+    view = summary.headline
+    if not summary.groups or view is None:
+        return ""
+    rows = [
+        [
+            group.name,
+            count(group.samples),
+            count(group.tokens),
+            f"{np.median(skew(group.load_LE)):.2f}",
+            f"{rank_skew(group.load_LE, view.ranks).mean():.2f}",
+        ]
+        for group in summary.groups[:MAX_GROUPS]
+    ]
+    more = len(summary.groups) - len(rows)
+    return section(
+        "groups",
+        "Groups of samples",
+        paragraph(
+            f"Each group’s whole load by itself. Expert skew: median over layers of busiest / mean expert. Rank skew: "
+            f"mean over layers on {view.ranks} ranks, static contiguous layout."
+            + (f" The {plural(more, 'group')} with fewest tokens are left out." if more else ""),
+            "how",
+        ),
+        table("Groups of samples", ("group", "samples", "tokens", "expert skew", "rank skew"), rows, text_columns=(0,)),
+    )
+
+
+def stability(summary: Summary) -> str:
+    """Show how alike micro-batches are, and what that means for planning."""
+    value = summary.stability
+    words = one_plan_or_many(value)
+    pieces = [paragraph(words), paragraph(history(value)) if history(value) else ""]
+    if len(value.cosine_ML) > 1:
+        pieces += [
+            paragraph(
+                "Cosine: between the expert load of a micro-batch and that of its whole step, per layer. Chance alone: "
+                "what micro-batches of this size would show if each were a random draw from the step. As a rule of "
+                f"thumb, from {ALIKE} on one plan fits a whole step, below {DIFFERENT} it fits few of its "
+                f"micro-batches. Fluctuation: an expert’s share of its layer varies by {percent(value.fluctuation)} of "
+                "itself (standard deviation over micro-batches, weighted by load).",
+                "how",
+            ),
+            plot("stability-plot", pictures.cosine_by_layer(value, summary.layer_ids), f"Cosine per layer. {words}"),
+        ]
+    return section("stability", "One plan per step, or one per micro-batch?", *pieces)
+
+
+def glossary() -> str:
+    """Explain the words of the page."""
+    return section("glossary", "Words", definitions(GLOSSARY))
+
+
+def _listed(numbers: list[int]) -> str:
+    """Write `2, 8 and 32`."""
+    words = [str(number) for number in numbers]
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]

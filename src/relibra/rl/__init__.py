@@ -1,0 +1,1 @@
+"""RL post-training with recorded routes: rollout, reward, recompute, update, weight sync."""

@@ -1,0 +1,1 @@
+"""Rollout engines: they turn prompts into responses with log-probs and routes."""

@@ -1,0 +1,1 @@
+"""Tasks with rewards that a program can check."""

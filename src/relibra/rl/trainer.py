@@ -1,0 +1,92 @@
+"""The main job on one rank: warm-up, RL steps, and the policy in the end. A thin composition of the other files."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from relibra.rl.config import RunConfig
+from relibra.rl.policy import build_policy
+from relibra.rl.progress import TrainingProgress
+from relibra.rl.ranks import joined_ranks, largest_over_ranks
+from relibra.rl.rollout.embedded import EmbeddedEngine
+from relibra.rl.run_folder import MetricsLog, save_policy
+from relibra.rl.step import rl_step
+from relibra.rl.tasks.arithmetic import CHARACTERS, STOP
+from relibra.rl.tokenizer import CharacterTokenizer
+from relibra.rl.warmup import warm_up
+
+
+class StopRequest:
+    """Remembers Ctrl-C (SIGINT), so that all ranks can stop together after a whole step."""
+
+    def __init__(self) -> None:
+        """Take over SIGINT for the rest of this process."""
+        self._asked = False
+        signal.signal(signal.SIGINT, self._ask)
+
+    def agreed(self) -> bool:
+        """Return whether any rank was asked to stop; collective."""
+        return largest_over_ranks(int(self._asked)) > 0
+
+    def _ask(self, _signal: int, _frame: FrameType | None) -> None:
+        self._asked = True
+
+
+def train_rank(config: RunConfig, run: Path, device: torch.device) -> bool:
+    """Train as the rank that the environment describes; return False when stopped by Ctrl-C.
+
+    Every rank passes the same configuration and run folder. After a stop the folder holds all finished steps and the
+    policy as it was after the last of them.
+    """
+    torch.set_num_threads(config.parallel.threads_per_rank)
+    stop = StopRequest()
+    with joined_ranks(config.parallel.timeout_seconds, device):
+        progress = TrainingProgress(
+            warmup_steps=config.warmup.steps, rl_steps=config.run.steps, enabled=dist.get_rank() == 0
+        )
+        with progress:
+            return _train(config, run, device, progress, stop)
+
+
+def _train(config: RunConfig, run: Path, device: torch.device, progress: TrainingProgress, stop: StopRequest) -> bool:
+    tokenizer = CharacterTokenizer(CHARACTERS, STOP)
+    policy = build_policy(config.model, tokenizer.vocab_size, config.run.seed, run, device)
+
+    def after_warmup_step(step: int, loss: float) -> bool:
+        progress.warmup_step(step, loss)
+        return stop.agreed()
+
+    warm_up(policy.trained, tokenizer, config, after_warmup_step)
+    policy.sync()
+    optimizer = torch.optim.AdamW(
+        policy.trained.parameters(), lr=config.update.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, foreach=False
+    )
+    log = MetricsLog(run) if dist.get_rank() == 0 else None
+    stopped = stop.agreed()
+    step = 0
+    while step < config.run.steps and not stopped:
+        engine = EmbeddedEngine(
+            model=policy.copy,
+            weight_version=step,
+            pad_id=tokenizer.pad_id,
+            stop_id=tokenizer.stop_id,
+            max_new_tokens=config.rollout.max_new_tokens,
+            temperature=config.rollout.temperature,
+        )
+        metrics = rl_step(
+            step, policy=policy, engine=engine, optimizer=optimizer, tokenizer=tokenizer, config=config, run=run
+        )
+        if log:
+            log.append(metrics)
+        progress.rl_step(metrics)
+        step += 1
+        stopped = stop.agreed()
+    if log:
+        log.close()
+        save_policy(run, policy.copy)
+    return not stopped

@@ -1,0 +1,232 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relibra.errors import TraceError
+from relibra.replay import BatchRoutes
+from relibra.routing.trace import RoutingTrace, hash_tokens
+
+from .tiny_models import random_experts, random_trace
+
+LAYERS = [1, 3]
+
+
+@st.composite
+def batches(draw):
+    """Samples with lost rows here and there, some in wire form, and where their tokens stand in a padded batch."""
+    lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    seed = draw(st.integers(0, 99))
+    rng = np.random.default_rng(seed)
+    tokens = [rng.integers(0, 50, n) for n in lengths]
+    routes, valid, hashed = [], [], []
+    for s, n in enumerate(lengths):
+        wire = n > 1 and draw(st.booleans())
+        rows = n - 1 if wire else n
+        lost = [draw(st.booleans()) and draw(st.booleans()) for _ in range(rows)]
+        if wire:
+            lost[-1] = False
+        routes.append(random_experts(rows, len(LAYERS), 8, 3, seed + s))
+        valid.append(~np.array(lost))
+        hashed.append(tokens[s][:rows])
+    trace = RoutingTrace.from_samples(
+        routes, num_experts=8, layer_ids=LAYERS, valid=valid, tokens=hashed, sample_ids=range(10, 10 + len(lengths))
+    )
+    width = max(lengths) + draw(st.integers(0, 2))
+    starts = [draw(st.sampled_from([0, width - n])) for n in lengths]
+    return trace, tokens, width, starts
+
+
+def expected_rows(trace, tokens):
+    """For each sample and token: the row to replay, or None to run native. Slow and obvious."""
+    plan = []
+    for s, sample_tokens in enumerate(tokens):
+        rows = range(*trace.sample_rows(s).indices(trace.num_rows))
+        wanted = [rows[t] if t < len(rows) and trace.valid_T[rows[t]] else None for t in range(len(sample_tokens))]
+        plan.append([None] * len(wanted) if None in wanted[:-1] else wanted)
+    return plan
+
+
+def check(routes, trace, batch_rows, plan):
+    """Hold a layout against the plan; `batch_rows[b]` is (sample, token) or None for padding."""
+    assert routes.num_rows == len(batch_rows)
+    for b, place in enumerate(batch_rows):
+        row = None if place is None else plan[place[0]][place[1]]
+        assert bool(routes.valid_T[b]) == (row is not None)
+        wanted = np.tile(np.arange(3), (2, 1)) if row is None else trace.experts_TLK[row]
+        assert routes.experts_TLK[b].tolist() == wanted.tolist()
+        assert routes.name_row(b) == ("padding" if place is None else f"sample {10 + place[0]}, row {place[1]}")
+    due = [row for sample in plan for row in sample[:-1]]
+    assert routes.coverage == pytest.approx(sum(r is not None for r in due) / len(due) if due else 1.0)
+    assert routes.fallback_samples == tuple(s for s, rows in enumerate(plan) if None in rows[:-1])
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches())
+def test_padded_puts_every_row_on_its_token(batch):
+    trace, tokens, width, starts = batch
+    mask_BN = torch.zeros(len(tokens), width, dtype=torch.long)
+    ids_BN = torch.zeros(len(tokens), width, dtype=torch.long)
+    batch_rows = [None] * mask_BN.numel()
+    for s, (start, sample_tokens) in enumerate(zip(starts, tokens, strict=True)):
+        mask_BN[s, start : start + len(sample_tokens)] = 1
+        ids_BN[s, start : start + len(sample_tokens)] = torch.from_numpy(sample_tokens)
+        for t in range(len(sample_tokens)):
+            batch_rows[s * width + start + t] = (s, t)
+    check(BatchRoutes.padded(trace, mask_BN, ids_BN), trace, batch_rows, expected_rows(trace, tokens))
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches(), st.integers(0, 3))
+def test_packed_puts_samples_one_after_another(batch, padding):
+    trace, tokens, *_ = batch
+    tokens = [t[:n] for t, n in zip(tokens, trace.rows_per_sample, strict=True)]  # a pack has one row per token
+    batch_rows = [(s, t) for s, sample in enumerate(tokens) for t in range(len(sample))] + [None] * padding
+    ids_1T = torch.from_numpy(np.concatenate([*tokens, np.zeros(padding, dtype=np.int64)])).unsqueeze(0)
+    routes = BatchRoutes.packed(trace, rows=len(batch_rows), input_ids_T=ids_1T)
+    check(routes, trace, batch_rows, expected_rows(trace, tokens))
+
+
+def wire_form(lengths, tokens=None):
+    return RoutingTrace.from_samples(
+        [random_experts(n - 1, 2, 8, 3, s) for s, n in enumerate(lengths)],
+        num_experts=8,
+        layer_ids=LAYERS,
+        tokens=None if tokens is None else [t[:-1] for t in tokens],
+        sample_ids=range(10, 10 + len(lengths)),
+    )
+
+
+def test_packed_accepts_rows_without_last_tokens_when_hashes_settle_it():
+    lengths = [3, 5]
+    tokens = [np.arange(3), np.arange(20, 25)]
+    trace = wire_form(lengths, tokens)
+    routes = BatchRoutes.packed(trace, input_ids_T=torch.from_numpy(np.concatenate(tokens)))
+    check(routes, trace, [(s, t) for s, n in enumerate(lengths) for t in range(n)], expected_rows(trace, tokens))
+    padded_ids = torch.from_numpy(np.concatenate([tokens[0][:-1], tokens[1][:-1], [0, 0]]))
+    as_padding = BatchRoutes.packed(trace, input_ids_T=padded_ids)
+    assert as_padding.valid_T.tolist() == [True] * 6 + [False] * 2
+    with pytest.raises(TraceError, match="either one row of padding"):
+        BatchRoutes.packed(wire_form(lengths), rows=8)
+
+
+def two_samples(lengths=(6, 4)):
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(0, 50, n) for n in lengths]
+    return random_trace(list(lengths), layer_ids=LAYERS, top_k=3, tokens=tokens), tokens
+
+
+def as_batch(tokens):
+    width = max(map(len, tokens))
+    ids_BN = torch.zeros(len(tokens), width, dtype=torch.long)
+    mask_BN = torch.zeros_like(ids_BN)
+    for b, sample in enumerate(tokens):
+        ids_BN[b, : len(sample)] = torch.from_numpy(sample)
+        mask_BN[b, : len(sample)] = 1
+    return mask_BN, ids_BN
+
+
+def rebuild(trace, rows_of, hashes=None):
+    """Return the trace with the rows of sample 1 chosen anew, as a faulty recorder would leave them."""
+    rows = np.concatenate([np.arange(trace.offsets[1]), trace.offsets[1] + np.asarray(rows_of)])
+    return RoutingTrace(
+        **{
+            **vars(trace),
+            "experts_TLK": trace.experts_TLK[rows],
+            "valid_T": np.ones(len(rows), dtype=bool),
+            "token_hash_T": trace.token_hash_T[rows] if hashes is None else hashes,
+            "offsets": np.array([0, trace.offsets[1], len(rows)]),
+            "prompt_lengths": np.zeros(2, dtype=np.int64),
+        }
+    )
+
+
+def test_a_dropped_row_is_an_error_by_its_number_alone():
+    trace, tokens = two_samples()
+    lost = RoutingTrace.from_samples(
+        [trace.experts_TLK[:6], trace.experts_TLK[6:9]],
+        num_experts=8,
+        layer_ids=LAYERS,
+        valid=[trace.valid_T[:6], np.array([True, True, False])],
+    )
+    mask_BN, _ = as_batch(tokens)
+    with pytest.raises(TraceError, match=r"sample 1: the trace has 3 rows, the batch 4 tokens \(its last row"):
+        BatchRoutes.padded(lost, mask_BN)
+
+
+def test_a_dropped_row_is_named_by_its_hash():
+    trace, tokens = two_samples()
+    mask_BN, ids_BN = as_batch(tokens)
+    found = r"sample 1, row 1, layers 1 to 3: .* fit the next token: a row was dropped"
+    with pytest.raises(TraceError, match=found):
+        BatchRoutes.padded(rebuild(trace, [0, 2, 3]), mask_BN, ids_BN)
+    own_hash = np.concatenate([trace.token_hash_T[:6], hash_tokens(tokens[1][[0, 2, 3]])])
+    with pytest.raises(TraceError, match=found):
+        BatchRoutes.padded(rebuild(trace, [0, 2, 3], own_hash), mask_BN, ids_BN)
+
+
+def test_rows_shifted_by_one_are_named_by_their_hash():
+    trace, tokens = two_samples()
+    mask_BN, ids_BN = as_batch(tokens)
+    with pytest.raises(TraceError, match=r"sample 1, row 0, layers 1 to 3: .* fit the next token"):
+        BatchRoutes.padded(rebuild(trace, [1, 2, 3, 0]), mask_BN, ids_BN)
+    with pytest.raises(TraceError, match=r"sample 1, row 1, layers 1 to 3: .* fit the previous token"):
+        BatchRoutes.padded(rebuild(trace, [0, 0, 1, 2]), mask_BN, ids_BN)
+    with pytest.raises(TraceError, match=r"sample 0, row 0, .* moving the rows by one does not help"):
+        BatchRoutes.padded(trace, mask_BN, 60 - ids_BN)
+
+
+def test_rows_shifted_in_a_pack_are_named_too():
+    trace, tokens = two_samples()
+    ids_T = torch.from_numpy(np.concatenate(tokens))
+    with pytest.raises(TraceError, match=r"sample 1, row 0, .* fit the next token"):
+        BatchRoutes.packed(rebuild(trace, [1, 2, 3]), rows=10, input_ids_T=ids_T)
+
+
+@pytest.mark.parametrize(
+    ("ids", "complaint"),
+    [
+        ([2, 2, 1], r"sample 1, row 2, layer 3: expert ids \[2, 2, 1\] hold one id twice"),
+        ([2, 8, 1], r"sample 1, row 2, layer 3: expert ids \[2, 8, 1\] leave the allowed range 0\.\.7"),
+        ([0, 0, 0], r"sample 1, row 2, layer 3: .* twice"),
+    ],
+)
+def test_illegal_ids_are_named(ids, complaint):
+    trace, tokens = two_samples()
+    experts_TLK = trace.experts_TLK.copy()
+    experts_TLK[8, 1] = ids
+    broken = RoutingTrace(**{**vars(trace), "experts_TLK": experts_TLK})
+    mask_BN, _ = as_batch(tokens)
+    with pytest.raises(TraceError, match=complaint):
+        BatchRoutes.padded(broken, mask_BN)
+    with pytest.raises(TraceError, match=complaint):
+        BatchRoutes.packed(broken)
+
+
+def test_minus_one_without_a_mask_never_becomes_an_id():
+    routes = random_experts(4, 2, 8, 3)
+    routes[1, 1] = -1
+    with pytest.raises(TraceError, match=r"sample 0, row 1, layer 3: expert id -1"):
+        RoutingTrace.from_samples([routes], num_experts=8, layer_ids=LAYERS)
+
+
+def test_an_empty_layer_is_an_error():
+    trace, _ = two_samples()
+    experts_TLK = trace.experts_TLK.copy()
+    experts_TLK[:, 1] = 0
+    with pytest.raises(TraceError, match=r"sample 0, row 0, layer 3: .* twice"):
+        BatchRoutes.packed(RoutingTrace(**{**vars(trace), "experts_TLK": experts_TLK}))
+
+
+def test_batches_of_another_size_are_refused():
+    trace, tokens = two_samples()
+    mask_BN, ids_BN = as_batch(tokens)
+    with pytest.raises(TraceError, match="2 samples, the batch 1 rows"):
+        BatchRoutes.padded(trace, mask_BN[:1])
+    with pytest.raises(TraceError, match="12 tokens, the batch 10 rows"):
+        BatchRoutes.packed(trace, rows=10, input_ids_T=ids_BN)
+    with pytest.raises(TraceError, match="10 rows together, the packed batch 9"):
+        BatchRoutes.packed(trace, rows=9)
+    with pytest.raises(TraceError, match="sample 0: the trace has 6 rows, the batch 4 tokens"):
+        BatchRoutes.padded(trace, torch.ones(2, 4))
