@@ -56,8 +56,9 @@ class Recording:
 
     @property
     def micro_batch_tokens(self) -> int | None:
-        """Tokens per micro-batch the run used, None when it does not say."""
-        return self._count("update", "micro_batch_tokens")
+        """Tokens that all ranks together feed at once, None when the run does not say."""
+        per_rank = self._count("update", "micro_batch_tokens")
+        return per_rank * (self.num_ranks or 1) if per_rank else None
 
     def setting(self, *keys: str) -> object:
         """Return a nested setting, None when any key on the way is missing."""

@@ -66,14 +66,15 @@ class ModelSettings(Section):
 class WarmupSettings(Section):
     """Supervised steps before RL, on demonstrations that slip now and then."""
 
-    steps: int = Field(240, ge=0)
+    steps: int = Field(320, ge=0)
     """Optimizer steps."""
     batch: int = Field(128, ge=1)
     """Demonstrations per step, over all ranks."""
     learning_rate: float = Field(5e-3, gt=0)
     """AdamW's at its height: a ramp over the first 20 steps, then a linear fall to a tenth."""
-    slip: float = Field(0.25, ge=0, le=1)
-    """Chance of a wrong sum at each link of a demonstration; RL has to unlearn it."""
+    slip: float = Field(0.3, ge=0, le=1)
+    """Chance, at the end, of a wrong sum at each link of a demonstration; RL has to unlearn it. The first half of the
+    warm-up is without slips, then the chance grows evenly."""
 
 
 class RolloutSettings(Section):
@@ -92,9 +93,9 @@ class RolloutSettings(Section):
 class UpdateSettings(Section):
     """How the policy learns from a step's responses."""
 
-    learning_rate: float = Field(1e-3, gt=0)
+    learning_rate: float = Field(5e-4, gt=0)
     """AdamW's."""
-    mini_batches: int = Field(1, ge=1)
+    mini_batches: int = Field(4, ge=1)
     """Optimizer steps per rollout batch."""
     micro_batch_tokens: int = Field(2048, ge=1)
     """Tokens, padding included, that one rank feeds at once; a longer sample goes alone."""

@@ -1,4 +1,7 @@
-"""Supervised warm-up: the policy learns the form of an answer, and the teacher's slips with it."""
+"""Supervised warm-up: the policy learns the form of an answer and the sums, then the slips of a teacher who tires.
+
+So it knows better than it writes, which is what RL can then bring out.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +55,13 @@ def warm_up(
 def _demonstrations(config: RunConfig, tokenizer: CharacterTokenizer, step: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's share of a step's demonstrations: tokens, attention mask, targets (-100 where not trained)."""
     rng = np.random.default_rng([config.run.seed, _STREAM, step])
+    slip = config.warmup.slip * max(0.0, 2 * (step + 1) / config.warmup.steps - 1)
     texts = []
     for _ in range(config.warmup.batch):
         problem = draw_problem(
             rng, max_terms=config.task.max_terms, continue_probability=config.task.continue_probability
         )
-        texts.append((problem.prompt, demonstrate(problem, rng, slip=config.warmup.slip)))
+        texts.append((problem.prompt, demonstrate(problem, rng, slip=slip)))
     share = texts[dist.get_rank() :: dist.get_world_size()] or texts[:1]
     encoded = [(tokenizer.encode(prompt), tokenizer.encode(answer)) for prompt, answer in share]
     width = max(len(prompt) + len(answer) for prompt, answer in encoded)

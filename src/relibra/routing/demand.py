@@ -5,7 +5,7 @@ A token-slot is one (token, expert) assignment: a token that picks K experts mak
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -110,10 +110,33 @@ def micro_batch_load(trace: RoutingTrace, tokens: int) -> Int64[ndarray, "M L E"
 
     raises    TraceError when `tokens` < 1
     """
+    none_0LE = np.zeros((0, trace.num_layers, trace.num_experts), dtype=np.int64)
+    return np.concatenate([none_0LE, *iterate_micro_batch_load([trace], tokens)])
+
+
+def iterate_micro_batch_load(pieces: Iterable[RoutingTrace], tokens: int) -> Iterator[Int64[ndarray, "M L E"]]:
+    """Do the same as `micro_batch_load` for a trace that comes in pieces; yield micro-batches as they fill up.
+
+    raises    TraceError when `tokens` < 1
+    """
     if tokens < 1:
         raise TraceError(f"micro-batches of {tokens} tokens: at least 1 token each")
-    bounds = np.append(np.arange(0, trace.num_rows, tokens, dtype=np.int64), trace.num_rows)
-    return count_token_slots(trace.experts_TLK, trace.valid_T, bounds, trace.num_experts)
+    rest_1LE, filled = None, 0
+    for piece in pieces:
+        if piece.num_rows == 0:
+            continue
+        inner = np.arange(tokens - filled, piece.num_rows, tokens, dtype=np.int64)
+        bounds = np.concatenate([[0], inner, [piece.num_rows]])
+        load_MLE = count_token_slots(piece.experts_TLK, piece.valid_T, bounds, piece.num_experts)
+        if rest_1LE is not None:
+            load_MLE[:1] += rest_1LE
+        filled = (filled + piece.num_rows) % tokens
+        whole = len(load_MLE) - (filled > 0)
+        rest_1LE = load_MLE[whole:] if filled else None
+        if whole:
+            yield load_MLE[:whole]
+    if rest_1LE is not None:
+        yield rest_1LE
 
 
 def count_token_slots(

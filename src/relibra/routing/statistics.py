@@ -92,11 +92,12 @@ def fluctuation(load_MLE: Shaped[ndarray, "M L E"]) -> Float64[ndarray, " L"]:
     Per layer: the coefficient of variation over non-empty micro-batches, averaged over experts with weight = load.
     """
     total_ML1 = load_MLE.sum(axis=-1, keepdims=True, dtype=np.float64)
-    share_MLE = np.divide(load_MLE, total_ML1, out=np.full(load_MLE.shape, np.nan), where=total_ML1 > 0)
-    if not np.isfinite(share_MLE).any():
-        return np.zeros(load_MLE.shape[1])
-    mean_LE = np.nanmean(share_MLE, axis=0)
-    return np.nan_to_num(np.nanstd(share_MLE, axis=0).sum(axis=-1) / mean_LE.sum(axis=-1))
+    filled_ML1 = total_ML1 > 0
+    share_MLE = np.divide(load_MLE, total_ML1, out=np.zeros(load_MLE.shape), where=filled_ML1)
+    filled_L1 = np.maximum(1, filled_ML1.sum(axis=0))
+    mean_LE = share_MLE.sum(axis=0) / filled_L1
+    variance_LE = (filled_ML1 * (share_MLE - mean_LE) ** 2).sum(axis=0) / filled_L1
+    return np.sqrt(variance_LE).sum(axis=-1)  # the mean shares, its divisor, sum to 1
 
 
 def co_activation(trace: RoutingTrace) -> Int64[ndarray, "L E E"]:

@@ -275,9 +275,9 @@ def _iterate_shard(
             for start, stop in _sample_runs(offsets, max_rows):
                 rows = slice(int(offsets[start]), int(offsets[stop]))
                 piece = RoutingTrace(
-                    experts_TLK=file.get_slice("routed_experts")[rows],
-                    valid_T=file.get_slice("valid_rows")[rows].astype(bool),
-                    token_hash_T=file.get_slice("token_hash")[rows] if "token_hash" in expected else None,
+                    experts_TLK=_read_rows(file, "routed_experts", rows),
+                    valid_T=_read_rows(file, "valid_rows", rows).astype(bool),
+                    token_hash_T=_read_rows(file, "token_hash", rows) if "token_hash" in expected else None,
                     offsets=offsets[start : stop + 1] - offsets[start],
                     layer_ids=np.array(index.layer_ids, dtype=np.int32),
                     num_experts=index.num_experts,
@@ -292,11 +292,22 @@ def _iterate_shard(
         raise TraceError(f"shard {path} cannot be read as safetensors: {error}") from error
 
 
+def _read_rows(file: Any, name: str, rows: slice) -> np.ndarray:
+    """Read some rows only; safetensors itself refuses a slice of none."""
+    piece = file.get_slice(name)
+    if rows.start < rows.stop:
+        return piece[rows]
+    return np.zeros((0, *piece.get_shape()[1:]), dtype=_DTYPES[piece.get_dtype()])
+
+
+_DTYPES = {"U8": np.uint8, "U16": np.uint16, "I64": np.int64}
+
+
 def _check_layout(path: Path, file: Any, expected: dict[str, tuple[tuple[int, ...], type[np.generic]]]) -> None:
     """Compare names, shapes and types with the index before anything is allocated."""
     if sorted(file.keys()) != sorted(expected):
         raise TraceError(f"shard {path} holds {sorted(file.keys())}: expected {sorted(expected)}")
-    names = {np.uint8: "U8", np.uint16: "U16", np.int64: "I64"}
+    names = {dtype: name for name, dtype in _DTYPES.items()}
     for name, (shape, dtype) in expected.items():
         piece = file.get_slice(name)
         if tuple(piece.get_shape()) != shape or piece.get_dtype() != names[dtype]:

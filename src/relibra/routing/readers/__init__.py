@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from relibra.errors import TraceError
 from relibra.routing.readers.token_choices import read_token_choices
 from relibra.routing.trace import RoutingTrace
-from relibra.routing.trace_files import INDEX, read_trace
+from relibra.routing.trace_files import INDEX, iterate_trace, read_trace
 
 
 def open_trace(path: Path | str, num_experts: int | None = None) -> RoutingTrace:
@@ -25,3 +26,14 @@ def open_trace(path: Path | str, num_experts: int | None = None) -> RoutingTrace
         f"{path} {'is not a trace' if path.exists() else 'does not exist'}: expected a trace folder (with {INDEX}) "
         "or an .npz of per-token expert choices"
     )
+
+
+def iterate_routes(path: Path | str, num_experts: int | None = None) -> Iterator[RoutingTrace]:
+    """Yield the same as `open_trace` in pieces of whole samples; a trace folder is never held as a whole.
+
+    raises    TraceError as `open_trace`, when the damaged piece is reached
+    """
+    if Path(path).is_dir():
+        yield from iterate_trace(path)
+    else:
+        yield open_trace(path, num_experts)

@@ -9,6 +9,7 @@ Two layouts are understood, told apart by their arrays:
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def _load(path: Path) -> dict[str, ndarray]:
                 raise TraceError(f"{path} would unpack to {size} bytes: at most {MAX_ARRAY_BYTES} are read at once")
         with np.load(path, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
-    except (zipfile.BadZipFile, ValueError, OSError, EOFError, KeyError) as error:
+    except (zipfile.BadZipFile, zlib.error, ValueError, OSError, EOFError, KeyError) as error:
         raise TraceError(f"{path} cannot be read as an .npz archive: {error}") from error
 
 

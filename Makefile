@@ -1,0 +1,60 @@
+# Two commands for a fresh machine with Python >= 3.11, make and gcc:  make demo   and   make test
+PYTHON ?= python3
+VENV   ?= .venv
+# The build of torch, installed first so that nothing else pulls another one. On a GPU machine: make demo TORCH="torch"
+TORCH  ?= torch==2.13.0
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: demo test test-all lint types format clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo      post-train a tiny MoE on two processes and write a report (some minutes)"
+	@echo "make test      lint, types and the quick tests"
+	@echo "make test-all  the same with the slow tests"
+	@echo "make format    put the code into its canonical form"
+	@echo "make clean     remove the virtual environment and caches"
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit("relibra needs Python 3.11 or newer, got " + sys.version) if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.torch: $(BIN)/python
+	@echo "installing $(TORCH) ..."
+	$(PIP) install "$(TORCH)"
+	@touch $@
+
+$(VENV)/.run: pyproject.toml $(VENV)/.torch
+	@echo "installing relibra with [train,report] ..."
+	$(PIP) install -e ".[train,report]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	@echo "installing what the tests need ..."
+	$(PIP) install -e ".[train,report,dev]"
+	@touch $@
+
+demo: $(VENV)/.run
+	$(BIN)/relibra train examples/demo.toml
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check src tests examples benchmarks
+	$(BIN)/ruff check src tests examples benchmarks
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+test: lint types
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: lint types
+	$(BIN)/python -m pytest
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format src tests examples benchmarks
+	$(BIN)/ruff check --fix src tests examples benchmarks
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

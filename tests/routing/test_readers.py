@@ -1,0 +1,107 @@
+import numpy as np
+import pytest
+
+from relibra import TraceError, write_trace
+from relibra.routing.readers import iterate_routes, open_trace
+from tests.routing.traces import assert_same
+
+
+def _ids(rows, E=8, seed=0):
+    return np.random.default_rng(seed).random((rows, 2, E)).argsort(-1)[..., :3].astype(np.uint8)
+
+
+def test_one_set_with_named_groups(tmp_path):
+    np.savez(
+        tmp_path / "x.npz",
+        ids=_ids(7),
+        seqlen=np.array([3, 4]),
+        dataset=np.array([1, 0]),
+        dataset_names=np.array(["m", "g"]),
+    )
+    trace = open_trace(tmp_path / "x.npz")
+    assert trace.rows_per_sample.tolist() == [3, 4]
+    assert (trace.group_names, trace.group_ids.tolist()) == (("m", "g"), [1, 0])
+    assert (trace.num_experts, trace.source) == (8, "x.npz")
+    assert np.array_equal(trace.experts_TLK, _ids(7))
+
+
+def test_several_sets_become_groups(tmp_path):
+    np.savez(
+        tmp_path / "x.npz",
+        law_ids=_ids(5),
+        law_seqlen=np.array([5]),
+        chat_ids=_ids(4, seed=1),
+        chat_seqlen=np.array([1, 3]),
+        layers=np.array([1, 2]),
+    )
+    trace = open_trace(tmp_path / "x.npz")
+    assert (trace.group_names, trace.group_ids.tolist()) == (("law", "chat"), [0, 1, 1])
+    assert trace.layer_ids.tolist() == [1, 2]
+    assert trace.offsets.tolist() == [0, 5, 6, 9]
+
+
+def test_the_number_of_experts_can_be_given(tmp_path):
+    np.savez(tmp_path / "x.npz", ids=_ids(7, E=60), seqlen=np.array([7]))
+    assert open_trace(tmp_path / "x.npz").num_experts % 8 == 0
+    assert open_trace(tmp_path / "x.npz", num_experts=60).num_experts == 60
+    with pytest.raises(TraceError, match="with 5 experts ids end at 4"):
+        open_trace(tmp_path / "x.npz", num_experts=5)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"a": np.zeros(3)}, "expected 'ids' with 'seqlen'"),
+        ({"ids": _ids(3)}, "expected 'ids' with 'seqlen'"),
+        ({"law_ids": _ids(3)}, "expected 'ids' with 'seqlen'"),
+        ({"ids": _ids(3), "seqlen": np.array([2])}, "sum to 3 rows"),
+        ({"ids": _ids(3), "seqlen": np.array([4, -1])}, "sum to 3 rows"),
+        ({"ids": np.zeros((3, 2, 3)), "seqlen": np.array([3])}, "expected integer"),
+        ({"ids": _ids(3)[0], "seqlen": np.array([3])}, "expected integer"),
+        ({"ids": np.zeros((3, 2, 3), int), "seqlen": np.array([3])}, "one id twice"),
+        ({"ids": _ids(3).astype(int) - 1, "seqlen": np.array([3])}, "allowed are 0..65535"),
+        (
+            {"ids": _ids(3), "seqlen": np.array([3]), "dataset": np.array([4]), "dataset_names": np.array(["a"])},
+            "data sets",
+        ),
+        (
+            {"a_ids": _ids(3), "a_seqlen": np.array([3]), "b_ids": _ids(3)[:, :1], "b_seqlen": np.array([3])},
+            "differ in",
+        ),
+        ({"ids": np.array([{}], dtype=object), "seqlen": np.array([3])}, "cannot be read"),
+    ],
+)
+def test_other_archives_are_refused(tmp_path, arrays, message):
+    np.savez(tmp_path / "x.npz", **arrays)
+    with pytest.raises(TraceError, match=message):
+        open_trace(tmp_path / "x.npz")
+
+
+def test_damaged_archives_are_refused(tmp_path):
+    np.savez_compressed(tmp_path / "x.npz", ids=_ids(500), seqlen=np.array([500]))
+    data = (tmp_path / "x.npz").read_bytes()
+    for cut in (0, 10, len(data) // 2, len(data) - 1):
+        (tmp_path / "x.npz").write_bytes(data[:cut])
+        with pytest.raises(TraceError, match="cannot be read"):
+            open_trace(tmp_path / "x.npz")
+    (tmp_path / "x.npz").write_bytes(data[:300] + bytes([data[300] ^ 255]) + data[301:])
+    with pytest.raises(TraceError):
+        open_trace(tmp_path / "x.npz")
+
+
+def test_paths_that_are_no_trace(tmp_path):
+    (tmp_path / "x.txt").write_text("x")
+    with pytest.raises(TraceError, match="is not a trace"):
+        open_trace(tmp_path / "x.txt")
+    with pytest.raises(TraceError, match="does not exist"):
+        open_trace(tmp_path / "y")
+    with pytest.raises(TraceError, match="not a finished trace"):
+        open_trace(tmp_path)
+
+
+def test_pieces_of_either_form(tmp_path):
+    np.savez(tmp_path / "x.npz", ids=_ids(7), seqlen=np.array([3, 4]))
+    [trace] = iterate_routes(tmp_path / "x.npz")
+    write_trace(trace, tmp_path / "t")
+    [same] = iterate_routes(tmp_path / "t")
+    assert_same(trace, same)

@@ -1,0 +1,102 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from relibra import ClusterError
+from relibra.routing.statistics import (
+    balancedness,
+    co_activation,
+    coefficient_of_variation,
+    contiguous_homes,
+    cosine_to_mean,
+    fluctuation,
+    max_vio,
+    rank_load,
+    rank_skew,
+    skew,
+)
+from tests.routing.traces import traces
+
+loads = hnp.arrays(np.int64, hnp.array_shapes(min_dims=3, max_dims=3, max_side=6), elements=st.integers(0, 1000))
+
+
+@given(loads, st.data())
+def test_rank_load_adds_up_the_experts_of_a_rank(load_MLE, data):
+    E = load_MLE.shape[-1]
+    ranks = data.draw(st.integers(1, 4))
+    home_E = np.array(data.draw(st.lists(st.integers(0, ranks - 1), min_size=E, max_size=E)))
+    result = rank_load(load_MLE, home_E, ranks)
+    for rank in range(ranks):
+        assert np.array_equal(result[..., rank], load_MLE[..., home_E == rank].sum(axis=-1))
+
+
+@given(loads)
+def test_skew_is_max_over_mean(load_MLE):
+    for m, layer in np.ndindex(load_MLE.shape[:2]):
+        load = load_MLE[m, layer].tolist()
+        expected = max(load) / (sum(load) / len(load)) if sum(load) else 1.0
+        assert skew(load_MLE)[m, layer] == pytest.approx(expected)
+        assert max_vio(load_MLE)[m, layer] == pytest.approx(expected - 1)
+
+
+@given(loads)
+def test_bounds_of_the_statistics(load_MLE):
+    E = load_MLE.shape[-1]
+    assert ((skew(load_MLE) >= 1) & (skew(load_MLE) <= E + 1e-9)).all()
+    assert ((balancedness(load_MLE) > 0) & (balancedness(load_MLE) <= 1 + 1e-12)).all()
+    assert ((cosine_to_mean(load_MLE) >= 0) & (cosine_to_mean(load_MLE) <= 1 + 1e-9)).all()
+    assert (coefficient_of_variation(load_MLE) >= 0).all()
+    assert (fluctuation(load_MLE) >= 0).all()
+
+
+@given(loads, st.randoms(use_true_random=False))
+def test_names_of_experts_do_not_matter(load_MLE, random):
+    order = list(range(load_MLE.shape[-1]))
+    random.shuffle(order)
+    for statistic in (skew, cosine_to_mean, fluctuation, coefficient_of_variation):
+        np.testing.assert_allclose(statistic(load_MLE), statistic(load_MLE[..., order]), rtol=1e-9, atol=1e-12)
+
+
+def test_hand_made_figures():
+    load_MLE = np.array([[[4, 0, 2, 2]], [[0, 4, 2, 2]]])
+    assert rank_skew(load_MLE, 2).tolist() == [[1.0], [1.0]]
+    assert rank_skew(load_MLE, 4).tolist() == [[2.0], [2.0]]
+    assert skew(load_MLE.sum(axis=0)).tolist() == [1.0]
+    # dot([4,0,2,2],[4,4,4,4]) / (sqrt(24) * 8)
+    np.testing.assert_allclose(cosine_to_mean(load_MLE), 32 / (np.sqrt(24) * 8))
+    # shares 0.5/0, 0/0.5, 0.25, 0.25: deviations 0.25, 0.25, 0, 0 over a mean share of 1 in all
+    np.testing.assert_allclose(fluctuation(load_MLE), [0.5])
+    assert balancedness(np.array([[2, 2], [4, 0]])) == pytest.approx(4 / 6)
+
+
+def test_identical_micro_batches_do_not_fluctuate():
+    load_MLE = np.tile(np.array([[[3, 1, 0]]]), (5, 2, 1))
+    np.testing.assert_allclose(cosine_to_mean(load_MLE), 1.0)
+    np.testing.assert_allclose(fluctuation(load_MLE), 0.0)
+
+
+def test_empty_micro_batches_count_as_even_and_do_not_fluctuate():
+    load_MLE = np.array([[[3, 1, 0]], [[0, 0, 0]], [[6, 2, 0]]])
+    assert cosine_to_mean(load_MLE)[1, 0] == 1.0
+    np.testing.assert_allclose(fluctuation(load_MLE), 0.0, atol=1e-12)
+    assert fluctuation(np.zeros((2, 1, 3), int)).tolist() == [0.0]
+
+
+def test_ranks_have_to_divide_the_experts():
+    with pytest.raises(ClusterError, match="12 experts cannot be shared evenly by 8 ranks"):
+        contiguous_homes(12, 8)
+    with pytest.raises(ClusterError, match="0 ranks"):
+        contiguous_homes(12, 0)
+
+
+@given(traces())
+def test_co_activation_counts_pairs(trace):
+    expected = np.zeros((trace.num_layers, trace.num_experts, trace.num_experts), dtype=np.int64)
+    for row in np.flatnonzero(trace.valid_T):
+        for layer in range(trace.num_layers):
+            for e in trace.experts_TLK[row, layer].tolist():
+                for f in trace.experts_TLK[row, layer].tolist():
+                    expected[layer, e, f] += 1
+    assert np.array_equal(co_activation(trace), expected)

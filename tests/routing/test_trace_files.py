@@ -1,0 +1,309 @@
+import contextlib
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import time
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from relibra import RoutingTrace, TraceError, iterate_trace, read_trace, write_trace
+from relibra.routing.synthetic import TraceShape, balanced_trace
+from relibra.routing.trace import concatenate
+from relibra.routing.trace_files import INDEX, TraceWriter, read_index
+from tests.routing.traces import assert_same, traces
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """A trace of 9 samples in 3 shards, on disk."""
+    trace = balanced_trace(TraceShape(rows_per_sample=[5] * 9, num_layers=3, num_experts=8, top_k=2))
+    folder = tmp_path / "trace"
+    write_trace(trace, folder, shard_rows=15)
+    assert len(list(folder.glob("*.safetensors"))) == 3
+    return trace, folder
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(trace=traces(), shard_rows=st.integers(1, 40), max_rows=st.integers(1, 40))
+def test_round_trip_in_any_pieces(tmp_path, trace, shard_rows, max_rows):
+    folder = tmp_path / "round-trip"
+    shutil.rmtree(folder, ignore_errors=True)
+    write_trace(trace, folder, shard_rows=shard_rows)
+    assert_same(read_trace(folder), trace)
+    pieces = list(iterate_trace(folder, max_rows=max_rows))
+    assert_same(concatenate(pieces), trace)
+    assert all(piece.num_rows <= max_rows or piece.num_samples == 1 for piece in pieces)
+
+
+def test_several_writers_make_one_trace(tmp_path):
+    from relibra.routing.trace_files import index_of, write_index
+
+    trace = balanced_trace(TraceShape(rows_per_sample=[5] * 4, num_layers=1, num_experts=8, top_k=2))
+    shards = []
+    for rank in range(2):
+        writer = TraceWriter(tmp_path / "t", shard_prefix=f"rank-{rank}")
+        writer.append(trace.select(range(2 * rank, 2 * rank + 2)))
+        shards += writer.shards
+    with pytest.raises(TraceError, match="not a finished trace"):
+        read_trace(tmp_path / "t")
+    write_index(tmp_path / "t", index_of(trace, shards))
+    assert_same(read_trace(tmp_path / "t"), trace)
+
+
+def test_a_finished_trace_is_not_overwritten(stored):
+    trace, folder = stored
+    with pytest.raises(TraceError, match="holds a trace already"):
+        write_trace(trace, folder)
+
+
+def test_a_writer_that_fails_leaves_nothing_readable(tmp_path):
+    trace = balanced_trace(TraceShape(rows_per_sample=[5], num_layers=1, num_experts=8, top_k=2))
+
+    def write_and_fail():
+        with TraceWriter(tmp_path / "t") as writer:
+            writer.append(trace)
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        write_and_fail()
+    with pytest.raises(TraceError, match="not a finished trace"):
+        read_trace(tmp_path / "t")
+    with pytest.raises(TraceError, match="no samples were written"), TraceWriter(tmp_path / "empty"):
+        pass
+
+
+def test_pieces_of_different_models_are_refused(tmp_path):
+    trace = balanced_trace(TraceShape(rows_per_sample=[5], num_layers=1, num_experts=8, top_k=2))
+    other = balanced_trace(TraceShape(rows_per_sample=[5], num_layers=1, num_experts=16, top_k=2))
+    with TraceWriter(tmp_path / "t") as writer:
+        writer.append(trace)
+        with pytest.raises(TraceError, match="num_experts 16"):
+            writer.append(other)
+
+
+def _shard(folder):
+    return sorted(folder.glob("*.safetensors"))[1]
+
+
+def _rewrite_index(folder, **changes):
+    """Change facts in the index and give it a digest that fits, as a malicious or buggy writer would."""
+    from relibra.routing.trace_files import TraceIndex, write_index
+
+    index = TraceIndex.model_validate(
+        {k: v for k, v in json.loads((folder / INDEX).read_text()).items() if k != "digest"}
+    )
+    write_index(folder, index.model_copy(update=changes))
+
+
+def _resign(folder, shard):
+    """Make the index agree with the bytes of a changed shard, so that only its content can give it away."""
+    from relibra.routing.trace_files import _sha256, read_index
+
+    entries = [
+        entry.model_copy(update={"size": shard.stat().st_size, "sha256": _sha256(shard)})
+        if entry.file == shard.name
+        else entry
+        for entry in read_index(folder).shards
+    ]
+    _rewrite_index(folder, shards=entries)
+
+
+def test_truncated_shard(stored):
+    _, folder = stored
+    os.truncate(_shard(folder), _shard(folder).stat().st_size - 1)
+    with pytest.raises(TraceError, match=r"shard .*00001.* bytes, the index says"):
+        read_trace(folder)
+    _resign(folder, _shard(folder))
+    with pytest.raises(TraceError, match="cannot be read as safetensors"):
+        read_trace(folder)
+
+
+@pytest.mark.parametrize("where", [0, 9, 200, -1])
+def test_flipped_byte_in_a_shard(stored, where):
+    _, folder = stored
+    data = bytearray(_shard(folder).read_bytes())
+    data[where] ^= 1
+    _shard(folder).write_bytes(data)
+    with pytest.raises(TraceError, match="does not match its SHA-256"):
+        read_trace(folder)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=80, deadline=None)
+@given(data=st.data())
+def test_any_damage_to_a_signed_shard_raises_or_reads_legal_routes(stored, data):
+    """Whatever bytes a shard holds, reading gives a TraceError or a trace that validates; never anything else."""
+    _, folder = stored
+    shard = _shard(folder)
+    original = shard.read_bytes()
+    try:
+        damaged = bytearray(original)
+        for _ in range(data.draw(st.integers(1, 4))):
+            damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+        cut = data.draw(st.integers(0, len(damaged)))
+        shard.write_bytes(damaged[:cut] if data.draw(st.booleans()) else damaged)
+        _resign(folder, shard)
+        with contextlib.suppress(TraceError):
+            read_trace(folder).validate()
+    finally:
+        shard.write_bytes(original)
+        _resign(folder, shard)
+
+
+def test_flipped_bytes_in_the_index(stored):
+    trace, folder = stored
+    original = (folder / INDEX).read_bytes()
+    for where in range(0, len(original), 7):
+        data = bytearray(original)
+        data[where] ^= 1
+        (folder / INDEX).write_bytes(data)
+        try:
+            same = read_trace(folder)
+        except TraceError:
+            continue
+        assert_same(same, trace)  # white space between values is the only byte that may change
+
+
+def test_wrong_version_and_wrong_format(stored):
+    _, folder = stored
+    text = (folder / INDEX).read_text()
+    (folder / INDEX).write_text(text.replace('"version": 1', '"version": 2'))
+    with pytest.raises(TraceError, match="format version 2: this relibra reads version 1"):
+        read_trace(folder)
+    (folder / INDEX).write_text(text.replace("relibra.routing-trace", "something else"))
+    with pytest.raises(TraceError, match="not the index of a routing trace"):
+        read_trace(folder)
+    (folder / INDEX).write_text("[1, 2")
+    with pytest.raises(TraceError, match="damaged"):
+        read_trace(folder)
+
+
+def test_missing_shard_and_missing_index(stored):
+    _, folder = stored
+    _shard(folder).unlink()
+    with pytest.raises(TraceError, match=r"shard .*00001.* is missing"):
+        read_trace(folder)
+    (folder / INDEX).unlink()
+    with pytest.raises(TraceError, match=r"no index\.json"):
+        read_trace(folder)
+    with pytest.raises(TraceError, match="not a finished trace"):
+        read_trace(folder / "nowhere")
+
+
+def test_index_cannot_lead_out_of_its_folder(stored):
+    _, folder = stored
+    text = (folder / INDEX).read_text()
+    assert "shard-00001" in text
+    entries = [entry.model_copy(update={"file": "../" + entry.file}) for entry in read_index(folder).shards]
+    _rewrite_index(folder, shards=entries)
+    with pytest.raises(TraceError, match=r"shards\.0\.file"):
+        read_trace(folder)
+
+
+@pytest.mark.parametrize("length", [2**63, 2**40, 2**31])
+def test_huge_header_is_refused_before_it_is_allocated(stored, length):
+    _, folder = stored
+    shard = _shard(folder)
+    data = bytearray(shard.read_bytes())
+    data[:8] = struct.pack("<Q", length)
+    shard.write_bytes(data)
+    _resign(folder, shard)
+    tracemalloc.start()
+    with pytest.raises(TraceError, match="cannot be read as safetensors"):
+        read_trace(folder)
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
+
+
+def test_sizes_that_the_shard_does_not_have_are_refused_before_they_are_allocated(stored):
+    _, folder = stored
+    entries = [entry.model_copy(update={"rows": 1 << 40}) for entry in read_index(folder).shards]
+    _rewrite_index(folder, shards=entries)
+    with pytest.raises(TraceError, match="the index says"):
+        read_trace(folder)
+
+
+def test_id_out_of_range_in_a_signed_shard(stored):
+    from safetensors.numpy import load_file, save_file
+
+    _, folder = stored
+    shard = _shard(folder)
+    tensors = load_file(shard)
+    tensors["routed_experts"][7, 2, 1] = 8
+    save_file(tensors, shard)
+    _resign(folder, shard)
+    with pytest.raises(TraceError, match=r"sample 4, row 2, layer 2: .* leave the allowed range 0\.\.7"):
+        read_trace(folder)
+
+
+def test_offsets_that_fall_are_refused(stored):
+    from safetensors.numpy import load_file, save_file
+
+    _, folder = stored
+    tensors = load_file(_shard(folder))
+    tensors["offsets"][1] = 99
+    save_file(tensors, _shard(folder))
+    _resign(folder, _shard(folder))
+    with pytest.raises(TraceError, match="sample offsets"):
+        read_trace(folder)
+
+
+def test_streaming_holds_one_piece_at_a_time(tmp_path):
+    """120 k rows x 8 layers x 4 choices are 4 MB; reading them in pieces of 2 k rows takes a fraction of that."""
+    shape = TraceShape(rows_per_sample=[500] * 240, num_layers=8, num_experts=64, top_k=4)
+    write_trace(balanced_trace(shape), tmp_path / "t", shard_rows=20_000)
+    list(iterate_trace(tmp_path / "t", max_rows=2000))  # warm: compiled kernels and imports are not the trace's
+    tracemalloc.start()
+    rows = sum(piece.num_rows for piece in iterate_trace(tmp_path / "t", max_rows=2000))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert rows == 120_000
+    assert peak < 1_000_000
+
+
+_KILLED_WRITER = """
+import sys
+from relibra.routing.synthetic import TraceShape, balanced_trace
+from relibra.routing.trace_files import TraceWriter
+trace = balanced_trace(TraceShape(rows_per_sample=[200] * 50, num_layers=8, num_experts=64, top_k=4))
+for i in range(10_000):
+    with TraceWriter(f"{sys.argv[1]}/{i:05d}", shard_rows=2000) as writer:
+        writer.append(trace)
+    print(i, flush=True)
+"""
+
+
+def test_a_killed_writer_leaves_whole_traces_or_unreadable_ones(tmp_path):
+    writer = subprocess.Popen([sys.executable, "-c", _KILLED_WRITER, str(tmp_path)], stdout=subprocess.PIPE)
+    try:
+        assert writer.stdout.readline() == b"0\n"
+        time.sleep(0.2)
+    finally:
+        writer.kill()
+        writer.communicate()
+    folders = sorted(tmp_path.iterdir())
+    assert [read_trace(folder).num_rows for folder in folders[:-1]] == [10_000] * (len(folders) - 1)
+    if (folders[-1] / INDEX).exists():
+        assert read_trace(folders[-1]).num_rows == 10_000
+    else:
+        with pytest.raises(TraceError, match="not a finished trace"):
+            read_trace(folders[-1])
+
+
+def test_replaced_source_and_frozen_arrays_survive(tmp_path):
+    trace = replace(
+        RoutingTrace.from_samples([np.array([[[1, 0]]])], num_experts=2),
+        source='quotes " and \n newlines',
+        group_names=("ü",),
+    )
+    write_trace(trace, tmp_path / "t")
+    assert_same(read_trace(tmp_path / "t"), trace)
