@@ -65,7 +65,7 @@ def test_report_of_a_run(run_folder: Path) -> None:
         "2 ranks (this run)",
         "not possible: 8 experts, 32 ranks",
         "static contiguous layout",
-        "micro-batches of 32 tokens (the run’s)",
+        "micro-batches of 64 tokens (the run’s)",
         "1 step without a finished trace left out",
         "3 steps",
         "360 routed tokens",

@@ -46,7 +46,7 @@ def test_domains_have_hot_experts_of_their_own_that_drift():
 
     def likeness(trace, first, second):
         """Cosine between the loads of two samples."""
-        return cosine_to_mean(micro_batch_load(trace.select([first, second]), 256)).mean()
+        return cosine_to_mean(micro_batch_load(trace.select(np.array([first, second])), 256)).mean()
 
     same = np.flatnonzero(trace.group_ids == trace.group_ids[0])
     other = np.flatnonzero(trace.group_ids != trace.group_ids[0])

@@ -20,8 +20,6 @@ from relibra.routing.trace import concatenate
 from relibra.routing.trace_files import INDEX, TraceWriter, read_index
 from tests.routing.traces import assert_same, traces
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 
 @pytest.fixture
 def stored(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import no_type_check
 
 import numpy as np
 from jaxtyping import Int, Int32, Int64, Shaped
@@ -160,6 +161,7 @@ def count_token_slots(
 
 
 @njit(cache=True, nogil=True)
+@no_type_check  # the shape checker of the tests must not wrap what numba compiles
 def _count(experts_TLK: ndarray, valid_T: ndarray, bounds: ndarray, counts_NLE: ndarray) -> None:
     _, L, K = experts_TLK.shape
     for n in range(len(bounds) - 1):

@@ -6,6 +6,8 @@ layer, ...) unless a shape says otherwise. A piece without any load counts as pe
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import numpy as np
 from jaxtyping import Float64, Int, Int64, Shaped
 from numba import njit
@@ -111,6 +113,7 @@ def co_activation(trace: RoutingTrace) -> Int64[ndarray, "L E E"]:
 
 
 @njit(cache=True, nogil=True)
+@no_type_check  # the shape checker of the tests must not wrap what numba compiles
 def _count_pairs(experts_TLK: ndarray, valid_T: ndarray, pairs_LEE: ndarray) -> None:
     T, L, K = experts_TLK.shape
     for t in range(T):

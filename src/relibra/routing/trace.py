@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, no_type_check
 
 import numpy as np
 from jaxtyping import Bool, Int, Shaped, UInt16
@@ -73,12 +73,12 @@ class RoutingTrace:
     @classmethod
     def from_samples(
         cls,
-        experts: Sequence[Shaped[ndarray, "n L K"]],
+        experts: Sequence[ndarray],
         *,
         num_experts: int,
         layer_ids: Sequence[int] | None = None,
-        valid: Sequence[Bool[ndarray, " n"]] | None = None,
-        tokens: Sequence[Shaped[ndarray, " n"]] | None = None,
+        valid: Sequence[ndarray] | None = None,
+        tokens: Sequence[ndarray] | None = None,
         sample_ids: Sequence[int] | None = None,
         group_ids: Sequence[int] | None = None,
         prompt_lengths: Sequence[int] | None = None,
@@ -88,9 +88,9 @@ class RoutingTrace:
     ) -> RoutingTrace:
         """Build and validate a trace from one `[n, L, K]` array of expert ids per sample.
 
-        experts   any integer type; one row per token
-        valid     one mask per sample; default: every row valid
-        tokens    token ids per sample, kept only as a 16-bit hash per row; default: no hash
+        experts   `[n, L, K]` of any integer type; one row per token
+        valid     one mask `[n]` per sample; default: every row valid
+        tokens    token ids `[n]` per sample, kept only as a 16-bit hash per row; default: no hash
         raises    TraceError when the arrays do not fit together or hold illegal ids
         """
         if not experts:
@@ -169,7 +169,7 @@ class RoutingTrace:
         """Return the rows of one sample as a slice into the row axis."""
         return slice(int(self.offsets[sample]), int(self.offsets[sample + 1]))
 
-    def select(self, samples: Iterable[int]) -> RoutingTrace:
+    def select(self, samples: Iterable[int] | Int[ndarray, " n"]) -> RoutingTrace:
         """Return the trace of these samples, in this order; a run of neighbours is a view, not a copy.
 
         samples   positions on the sample axis (not sample ids)
@@ -292,6 +292,7 @@ _OUT_OF_RANGE, _TWICE = 1, 2
 
 
 @njit(cache=True, nogil=True)
+@no_type_check  # the shape checker of the tests must not wrap what numba compiles
 def first_illegal_row(experts_TLK: ndarray, valid_T: ndarray, num_experts: int) -> tuple[int, int, int]:
     """Return (row, layer, fault) of the first valid row with an id out of range or twice; fault 0: there is none."""
     T, L, K = experts_TLK.shape

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -112,7 +112,7 @@ class TraceWriter:
             raise TraceError(f"no samples were written to {self.folder}: a trace needs at least one")
         return index_of(self._first, self.shards)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> TraceWriter:
         """Return the writer."""
         return self
 

@@ -1,0 +1,157 @@
+"""Rules of the house that a reviewer would otherwise have to remember (docs/design.md)."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import relibra
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "relibra"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+ABOVE = {
+    "cli": {"reporting", "rl", "serving", "simulation", "parallel", "replay", "planning", "cluster", "routing"},
+    "reporting": {"planning", "cluster", "routing"},
+    "rl": {"parallel", "replay", "planning", "cluster", "routing"},
+    "serving": {"parallel", "replay", "planning", "cluster", "routing"},
+    "simulation": {"planning", "cluster", "routing"},
+    "parallel": {"replay", "planning", "cluster", "routing"},
+    "replay": {"planning", "cluster", "routing"},
+    "planning": {"cluster", "routing"},
+    "cluster": {"routing"},
+    "routing": set(),
+}
+"""Who may import whom; `errors`, `files` and `environment` stand under everything."""
+
+GROUND = {"errors", "files", "environment", "__version__"}
+LIGHT = ("routing", "cluster", "planning", "simulation", "reporting")
+HEAVY = {"torch", "transformers", "accelerate", "tensorboard", "vllm", "ray"}
+
+
+def _imports(file):
+    """Yield every module a file imports, at any depth, as a dotted name."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: imports are absolute"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _package(file):
+    return file.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_import_arrows_point_down(file):
+    own = _package(file)
+    if own in {"__init__", "__main__"} | GROUND:
+        return
+    for module in _imports(file):
+        parts = module.split(".")
+        if parts[0] != "relibra" or len(parts) == 1:
+            continue
+        assert parts[1] in ABOVE[own] | GROUND | {own}, f"{file} may not import {module}"
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if _package(file) in LIGHT], ids=lambda f: str(f.relative_to(SOURCE))
+)
+def test_light_packages_name_nothing_heavy(file):
+    heavy = {module for module in _imports(file) if module.split(".")[0] in HEAVY}
+    assert not heavy, f"{file} imports {heavy}"
+
+
+def test_light_packages_load_nothing_heavy():
+    modules = [
+        ".".join(file.relative_to(SOURCE.parent).with_suffix("").parts)
+        for file in FILES
+        if _package(file) in (*LIGHT, "cli") and file.name != "__main__.py"
+    ]
+    program = f"import importlib, sys\nfor m in {modules}: importlib.import_module(m)\nprint(*sorted(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert not HEAVY & set(loaded)
+
+
+def test_importing_relibra_takes_under_200_ms():
+    program = "import time; start = time.perf_counter(); import relibra; print(time.perf_counter() - start)"
+    seconds = [
+        float(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
+        for _ in range(5)
+    ]
+    assert min(seconds) < 0.2
+
+
+def test_public_names_are_frozen():
+    """A name that goes from this list breaks somebody's program: say so in CHANGELOG.md."""
+    assert sorted(relibra.__all__) == [
+        "ClusterError",
+        "ConfigError",
+        "Demand",
+        "EngineError",
+        "PlanError",
+        "RelibraError",
+        "RoutingTrace",
+        "TraceError",
+        "__version__",
+        "iterate_trace",
+        "read_trace",
+        "record_routing",
+        "replay_routing",
+        "write_trace",
+    ]
+    for name in relibra.__all__:
+        assert getattr(relibra, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        relibra.nonsense  # noqa: B018
+
+
+def test_public_names_of_replay_are_frozen():
+    import relibra.replay
+
+    expected = {"BatchRoutes", "RouterSite", "RoutingRecorder", "RoutingReplay", "find_routers", "record_routing"}
+    assert set(relibra.replay.__all__) == expected | {"replay_routing"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_one_module_reads_the_environment_and_nobody_pickles(file):
+    text = file.read_text()
+    if file.name != "environment.py":
+        assert not re.search(r"os\.environ|os\.getenv|\bgetenv\(", text), f"{file} reads the environment"
+    assert not {"pickle", "dill", "cloudpickle", "shelve"} & {module.split(".")[0] for module in _imports(file)}
+    assert "allow_pickle=True" not in text
+    assert "torch.save" not in text
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_files_stay_readable(file):
+    text = file.read_text()
+    assert text.count("\n") <= 400, f"{file} has grown into a giant: split it by noun"
+    assert file.stem not in {"utils", "helpers", "common", "misc"}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = node.end_lineno - node.lineno + 1
+            assert length <= 70, f"{file}:{node.lineno} {node.name} has {length} lines: what is its one decision?"
+
+
+def test_tests_end_only_what_they_started():
+    for file in (ROOT / "tests").rglob("*.py"):
+        if file != Path(__file__):
+            assert not re.search(r"pkill|killall|os\.kill\(-1", file.read_text()), file
+
+
+def test_errors_are_one_tree_and_survive_a_process_border():
+    import pickle
+
+    from relibra import errors
+
+    for name in ("TraceError", "PlanError", "ConfigError", "ClusterError", "EngineError"):
+        error = getattr(errors, name)("what, where, got")
+        assert isinstance(error, errors.RelibraError)
+        assert str(pickle.loads(pickle.dumps(error))) == "what, where, got"
