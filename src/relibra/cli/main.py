@@ -47,7 +47,7 @@ def about(
 def main() -> None:
     """Run the program; a RelibraError becomes one line on stderr and exit code 1."""
     try:
-        app()
+        app(prog_name="relibra")
     except RelibraError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

@@ -38,13 +38,8 @@ def train(
     if show_config:
         typer.echo(config.model_dump_json(indent=1))
         return
-    try:
-        from relibra.rl.launch import launch
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"training needs the package {error.name!r}: install torch (choose its build), "
-            "then pip install 'relibra[train]'"
-        ) from error
+
+    from relibra.rl.launch import launch
 
     finished = launch(config)
     if finished is None:

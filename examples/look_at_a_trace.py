@@ -1,0 +1,28 @@
+"""Make routes with a known skew, store them, and see what groups of 2 to 16 ranks would lose to them."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from relibra import Demand, iterate_trace, write_trace
+from relibra.routing.statistics import rank_skew
+from relibra.routing.synthetic import TraceShape, zipf_trace
+
+shape = TraceShape(rows_per_sample=[256] * 64, num_layers=4, num_experts=64, top_k=4)
+trace = zipf_trace(shape, np.random.default_rng(0), rank_skew=1.5, num_ranks=8)
+
+with tempfile.TemporaryDirectory() as folder:
+    write_trace(trace, Path(folder) / "trace")
+    demand = Demand.from_traces(iterate_trace(Path(folder) / "trace"))  # holds one piece at a time
+
+load_LE = demand.counts_SLE.sum(axis=0)
+for ranks in (2, 4, 8, 16):
+    skew = rank_skew(load_LE, ranks).mean()
+    print(f"{ranks:2d} ranks: rank skew {skew:.2f}, ranks wait {1 - 1 / skew:.0%} of the expert time")
+
+# Output:
+#  2 ranks: rank skew 1.09, ranks wait 8% of the expert time
+#  4 ranks: rank skew 1.25, ranks wait 20% of the expert time
+#  8 ranks: rank skew 1.51, ranks wait 34% of the expert time
+# 16 ranks: rank skew 2.03, ranks wait 51% of the expert time

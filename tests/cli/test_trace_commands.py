@@ -1,0 +1,129 @@
+import json
+
+import numpy as np
+import pytest
+
+from relibra import write_trace
+from relibra.cli.main import main
+from relibra.routing.synthetic import TraceShape, balanced_trace, domain_trace, zipf_trace
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Run the program as the shell would; return (exit code, stdout, stderr)."""
+
+    def call(*arguments):
+        monkeypatch.setattr("sys.argv", ["relibra", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as leaving:
+            code = leaving.code or 0
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def skewed(tmp_path):
+    shape = TraceShape(rows_per_sample=[100] * 40, num_layers=2, num_experts=32, top_k=4)
+    write_trace(
+        zipf_trace(shape, np.random.default_rng(0), rank_skew=2.0, num_ranks=8), tmp_path / "t", shard_rows=1500
+    )
+    return tmp_path / "t"
+
+
+def test_help_reads_well(run):
+    code, out, _ = run("--help")
+    assert code == 0
+    for word in ("train", "trace", "report", "Exit codes"):
+        assert word in out
+    for verb in (["train"], ["report"], ["trace", "stats"], ["trace", "inspect"], ["trace", "validate"]):
+        code, out, _ = run(*verb, "--help")
+        assert code == 0
+        assert "Example: relibra" in " ".join(out.split())
+
+
+def test_version(run):
+    assert run("--version")[1].startswith("relibra 0.")
+
+
+def test_inspect(run, skewed):
+    code, out, _ = run("trace", "inspect", skewed)
+    assert code == 0
+    assert "4,000" in out
+    assert "0-1" in out
+    facts = json.loads(run("trace", "inspect", skewed, "--json")[1])
+    assert (facts["rows"], facts["experts"], facts["layer_ids"], facts["shards"]) == (4000, 32, [0, 1], 3)
+
+
+def test_validate(run, skewed):
+    assert run("trace", "validate", skewed)[:2] == (0, "valid: 40 samples, 4,000 rows, 0 of them without a route\n")
+    assert json.loads(run("trace", "validate", skewed, "--json")[1])["valid"] is True
+    shard = sorted(skewed.glob("*.safetensors"))[2]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    code, out, err = run("trace", "validate", skewed)
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1].startswith("error: shard ")
+    assert "Traceback" not in err
+
+
+def test_stats(run, skewed):
+    code, out, _ = run("trace", "stats", skewed, "--ranks", "4,8", "--micro-batch-tokens", "500")
+    assert code == 0
+    assert "8 micro-batches of 500 tokens" in out
+    result = json.loads(run("trace", "stats", skewed, "--ranks", "4,8", "--micro-batch-tokens", "4000", "--json")[1])
+    assert [row["ranks"] for row in result["layouts"]] == [4, 8]
+    assert result["layouts"][1]["skew_mean"] == pytest.approx(2.0, rel=0.03)
+
+
+def test_stats_of_balanced_routes_are_even(run, tmp_path):
+    write_trace(balanced_trace(TraceShape(rows_per_sample=[64], num_layers=1, num_experts=8, top_k=2)), tmp_path / "t")
+    arguments = ("trace", "stats", tmp_path / "t", "--ranks", "2", "--micro-batch-tokens", "8", "--json")
+    [row] = json.loads(run(*arguments)[1])["layouts"]
+    assert (row["skew_mean"], row["skew_max"], row["balancedness"]) == (1.0, 1.0, 1.0)
+
+
+def test_stats_of_a_group(run, tmp_path):
+    from dataclasses import replace
+
+    shape = TraceShape(rows_per_sample=[10] * 20, num_layers=1, num_experts=8, top_k=2)
+    trace = replace(domain_trace(shape, np.random.default_rng(0), num_domains=2), group_names=("law", "chat"))
+    write_trace(trace, tmp_path / "t", shard_rows=30)
+    rows = [
+        json.loads(run("trace", "stats", tmp_path / "t", "--ranks", "2", "--group", name, "--json")[1])["rows"]
+        for name in trace.group_names
+    ]
+    assert rows == [10 * int((trace.group_ids == group).sum()) for group in (0, 1)]
+    code, _, err = run("trace", "stats", tmp_path / "t", "--group", "poems")
+    assert code == 1
+    assert "has no group 'poems'" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["trace", "stats", "TRACE", "--ranks", "5"], 1, "32 experts cannot be shared evenly by 5 ranks"),
+        (["trace", "stats", "TRACE", "--ranks", "a"], 2, "not a list of numbers of ranks"),
+        (["trace", "stats", "TRACE", "--ranks", "0"], 2, "not a list of numbers of ranks"),
+        (["trace", "stats", "TRACE", "--micro-batch-tokens", "0"], 2, "greater than or equal to 1"),
+        (["trace", "stats", "nowhere"], 1, "nowhere does not exist"),
+        (["trace", "validate", "."], 1, "not a finished trace"),
+        (["report", "nowhere"], 1, "nowhere does not exist"),
+        (["train", "nowhere.toml"], 1, "cannot read the configuration nowhere.toml"),
+        (["train", "run.stepz=1"], 1, "run.stepz is not a setting"),
+        (["nonsense"], 2, "No such command"),
+    ],
+)
+def test_mistakes_get_a_sentence_and_a_code(run, skewed, arguments, code, message):
+    got, out, err = run(*[skewed if word == "TRACE" else word for word in arguments])
+    assert got == code
+    assert message in " ".join(err.replace("│", " ").split())
+    assert out == ""
+    assert "Traceback" not in err
+
+
+def test_the_resolved_configuration_can_be_printed(run):
+    code, out, _ = run("train", "--show-config", "run.steps=3")
+    assert code == 0
+    assert json.loads(out)["run"]["steps"] == 3
