@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 from provenance import write_results
 
@@ -23,7 +24,7 @@ def main() -> None:
             )
             seconds = time.perf_counter() - start
             outcome = json.loads(done.stdout)
-            steps = [json.loads(line) for line in open(f"{outcome['run']}/metrics.jsonl")]
+            steps = [json.loads(line) for line in Path(outcome["run"], "metrics.jsonl").read_text().splitlines()]
         rewards = [step["reward"] for step in steps]
         rows.append(
             {

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from relibra.errors import ConfigError
+from relibra.errors import RelibraError
 
 
 def train(
@@ -53,7 +53,7 @@ def train(
     if steps:
         try:
             page = write_report(finished.run)
-        except ConfigError as error:  # the page is an extra; the run is done without it
+        except RelibraError as error:  # the page is an extra; the run is done without it
             typer.echo(f"no report: {error}", err=True)
     if as_json:
         outcome = {

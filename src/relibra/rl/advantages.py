@@ -14,8 +14,9 @@ def group_advantages(rewards_B: Float[Tensor, " B"], group_B: Int[Tensor, " B"])
 
     group_B   group of each response, any integers; all responses of a group must be here
 
-    >>> group_advantages(torch.tensor([1.0, 0.0, 3.0]), torch.tensor([5, 5, 8])).tolist()
-    [0.7071056365966797, -0.7071056365966797, 0.0]
+    >>> advantages = group_advantages(torch.tensor([1.0, 0.0, 3.0]), torch.tensor([5, 5, 8]))
+    >>> [round(advantage, 4) for advantage in advantages.tolist()]
+    [0.7071, -0.7071, 0.0]
     """
     _, index_B = torch.unique(group_B, return_inverse=True)
     num_groups = int(index_B.max()) + 1 if len(index_B) else 0

@@ -20,7 +20,7 @@ from relibra.routing.trace import RoutingTrace
 class MicroBatch:
     """Right-padded responses that go through the model together.
 
-    samples_B       positions of the responses among the rank's samples; empty: filler for a rank with nothing to do
+    samples_B       positions of the responses among the rank's samples; -1: filler, of a rank with nothing to do
     response_BN     True on response tokens: those that are trained
     sampled_BN      log-probs under the sampler on response tokens, 0 elsewhere
     routes          rollout routes of these rows; None: route natively
@@ -93,7 +93,7 @@ def make_micro_batch(
 def filler_micro_batch(pad_id: int) -> MicroBatch:
     """Return a micro-batch that trains nothing, for a rank that must keep its peers company in their collectives."""
     return MicroBatch(
-        samples_B=np.zeros(0, dtype=np.int64),
+        samples_B=np.full(1, -1),
         tokens_BN=torch.full((1, 2), pad_id),
         attention_BN=torch.ones(1, 2, dtype=torch.int64),
         response_BN=torch.zeros(1, 2, dtype=torch.bool),

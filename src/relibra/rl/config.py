@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -15,7 +15,7 @@ from relibra.errors import ConfigError
 class Section(BaseModel):
     """A group of settings; unknown keys are refused, values never change."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class RunSettings(Section):
@@ -55,7 +55,7 @@ class ModelSettings(Section):
     """Choices per token, K."""
 
     @model_validator(mode="after")
-    def _sizes_fit(self) -> Self:
+    def _sizes_fit(self) -> ModelSettings:
         if self.experts_per_token > self.num_experts:
             raise ValueError(f"experts_per_token {self.experts_per_token} exceeds num_experts {self.num_experts}")
         if self.hidden_size % (2 * self.num_heads):
@@ -93,9 +93,9 @@ class RolloutSettings(Section):
 class UpdateSettings(Section):
     """How the policy learns from a step's responses."""
 
-    learning_rate: float = Field(5e-4, gt=0)
+    learning_rate: float = Field(2e-4, gt=0)
     """AdamW's."""
-    mini_batches: int = Field(4, ge=1)
+    mini_batches: int = Field(8, ge=1)
     """Optimizer steps per rollout batch."""
     micro_batch_tokens: int = Field(2048, ge=1)
     """Tokens, padding included, that one rank feeds at once; a longer sample goes alone."""
@@ -132,7 +132,7 @@ class RunConfig(Section):
     parallel: ParallelSettings = ParallelSettings()
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> Self:
+    def _parts_fit(self) -> RunConfig:
         if self.model.num_experts % self.parallel.ranks:
             raise ValueError(
                 f"parallel.ranks {self.parallel.ranks} does not divide model.num_experts {self.model.num_experts}: "
@@ -180,7 +180,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot read the configuration {path}: {error.strerror}; name a TOML file, or write section.key=value"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
@@ -210,12 +212,18 @@ def _set(settings: dict[str, Any], key: tuple[str, ...], value: Any, override: s
 def _sentence(error: ValidationError, source: str, origin: dict[tuple[str, ...], str]) -> str:
     first = error.errors()[0]
     key = tuple(str(part) for part in first["loc"])
-    where = origin.get(key, source)
+    between_settings = first["type"] == "value_error"  # a rule of a section: its message names the settings
+    message = first["msg"].removeprefix("Value error, ")
+    overrides = [
+        override
+        for name, override in origin.items()
+        if name[: len(key)] == key[: len(name)] and (not between_settings or name[-1] in message)
+    ]
+    where = " and ".join(overrides) or source
     name = ".".join(key) or "the configuration"
     if first["type"] == "extra_forbidden":
         return f"{name} is not a setting (in {where}); {_known(key)}"
-    message = first["msg"].removeprefix("Value error, ")
-    got = "" if isinstance(first["input"], (BaseModel, dict)) else f", got {first['input']!r}"
+    got = "" if between_settings else f", got {first['input']!r}"
     return f"{name}{got} (in {where}): {message[0].lower()}{message[1:]}"
 
 

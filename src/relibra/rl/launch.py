@@ -1,4 +1,7 @@
-"""Starting a run: as many processes as the configuration asks for, or as the one rank that `torchrun` started."""
+"""Starting a run: as many processes as the configuration asks for, or as the one rank that `torchrun` started.
+
+No torch in here: the process that waits for the ranks starts at once and holds no memory that they could use.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,24 @@ import os
 import signal
 import socket
 import sys
-import threading
-import traceback
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
-from relibra.environment import LaunchedRank, launched_rank, set_rendezvous
-from relibra.errors import EngineError, RelibraError
-from relibra.rl.config import RunConfig, with_ranks
-
-if TYPE_CHECKING:
-    import torch
+from relibra.environment import launched_rank
+from relibra.errors import ConfigError, EngineError
+from relibra.rl.config import RunConfig
+from relibra.rl.run_folder import create_run_folder
+from relibra.rl.worker import Exit, run_launched, run_worker
 
 GRACE_SECONDS = 10.0
 """How long ranks may go on after one of them failed, to report themselves before they are ended."""
-
-_STOPPED, _FAILED, _CRASHED = 130, 1, 3
 
 
 @dataclass(frozen=True)
@@ -41,83 +43,47 @@ def launch(config: RunConfig) -> Finished | None:
     """Run a configuration to its end, or until Ctrl-C, which lets the current step finish.
 
     returns   None on every rank but the first under `torchrun`
-    raises    EngineError when a rank failed or was killed; the run folder keeps the finished steps
+    raises    ConfigError when a package is missing or the run folder cannot be made; EngineError when a rank failed or
+              was killed: the run folder keeps the finished steps
     """
-    from relibra.rl.run_folder import create_run_folder
-
+    for package in ("torch", "transformers", "tensorboard"):
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"training needs the package {package!r}: install torch (choose its build), "
+                "then pip install 'relibra[train]'"
+            )
     launched = launched_rank()
     if launched is not None:
-        return _run_launched(config, launched)
+        run, complete = run_launched(config, launched)
+        return Finished(run, complete) if launched.rank == 0 else None
     run = create_run_folder(config)
     return Finished(run, _run_processes(config, run))
 
 
-def _run_launched(config: RunConfig, launched: LaunchedRank) -> Finished | None:
-    """Train as one of the ranks that torchrun started."""
-    import torch.distributed as dist
-
-    from relibra.rl.ranks import broadcast_json, joined_ranks
-    from relibra.rl.run_folder import create_run_folder
-    from relibra.rl.trainer import train_rank
-
-    config = with_ranks(config, launched.num_ranks)
-    device = _device(launched.local_rank)
-    with joined_ranks(config.parallel.timeout_seconds, device):
-        run = Path(broadcast_json(str(create_run_folder(config)) if dist.get_rank() == 0 else None))
-    complete = train_rank(config, run, device)
-    return Finished(run, complete) if launched.rank == 0 else None
-
-
 def _run_processes(config: RunConfig, run: Path) -> bool:
     context = multiprocessing.get_context("spawn")
-    port = _free_port()
-    processes: list[BaseProcess] = [
-        context.Process(target=_worker, args=(rank, config.model_dump_json(), str(run), port), name=f"rank {rank}")
-        for rank in range(config.parallel.ranks)
-    ]
-    forward = _InterruptForwarder(processes)
-    try:
-        for process in processes:
-            process.start()
-        _wait(processes)
-    finally:
-        forward.restore()
-        _end(processes)
-    codes = [process.exitcode for process in processes]
-    if all(code in (0, _STOPPED) for code in codes):
-        return all(code == 0 for code in codes)
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # held from here on, so nobody can take the port
+        port = listener.getsockname()[1]
+        processes: list[BaseProcess] = [
+            context.Process(
+                target=run_worker,
+                args=(rank, config.model_dump_json(), str(run), port, listener if rank == 0 else None),
+                name=f"rank {rank}",
+            )
+            for rank in range(config.parallel.ranks)
+        ]
+        forward = _InterruptForwarder(processes)
+        try:
+            _start(processes)
+            listener.close()
+            _wait(processes)
+            codes = [process.exitcode for process in processes]  # None: still waiting for one that failed
+        finally:
+            _end(processes)
+            forward.restore()
+    if all(code in (Exit.DONE, Exit.STOPPED) for code in codes):
+        return all(code == Exit.DONE for code in codes)
     raise EngineError(_explain(codes, run))
-
-
-def _worker(rank: int, config_json: str, run: str, port: int) -> None:
-    """Be one rank; the exit code says how it ended."""
-    config = RunConfig.model_validate_json(config_json)
-    _die_with_parent()
-    set_rendezvous(rank, config.parallel.ranks, port, config.parallel.threads_per_rank)
-    try:
-        from relibra.rl.trainer import train_rank
-
-        complete = train_rank(config, Path(run), _device(rank))
-    except RelibraError as error:
-        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
-        os._exit(_FAILED)
-    except BaseException:  # noqa: BLE001 - process boundary: report, and let the parent explain
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(_CRASHED)  # not sys.exit: threads of a broken process group may never end
-    sys.exit(0 if complete else _STOPPED)
-
-
-def _die_with_parent() -> None:
-    """End this process at once when the one that started it is gone, even by SIGKILL."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker has a parent process"
-
-    def watch() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(_CRASHED)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 class _InterruptForwarder:
@@ -141,11 +107,29 @@ class _InterruptForwarder:
                 os.kill(process.pid, signal.SIGINT)
 
 
+def _start(processes: list[BaseProcess]) -> None:
+    resource_tracker.ensure_running()  # starting it later would unblock SIGINT
+    with _interrupts_held_back():
+        for process in processes:
+            process.start()
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Hold Ctrl-C back; processes started inside hold it back until they are ready for it (`StopRequest`)."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _wait(processes: list[BaseProcess]) -> None:
-    """Wait until all ranks ended; after the first failure only for GRACE_SECONDS more."""
+    """Wait until all ranks ended, or until GRACE_SECONDS after the first failure."""
     running = {process.sentinel: process for process in processes}
-    timeout = None
+    deadline = None
     while running:
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         ended = multiprocessing.connection.wait(list(running), timeout=timeout)
         if not ended:
             return
@@ -153,8 +137,8 @@ def _wait(processes: list[BaseProcess]) -> None:
             assert isinstance(sentinel, int), "we wait for process sentinels only"
             process = running.pop(sentinel)
             process.join()
-            if process.exitcode not in (0, _STOPPED):
-                timeout = GRACE_SECONDS
+            if process.exitcode not in (Exit.DONE, Exit.STOPPED) and deadline is None:
+                deadline = time.monotonic() + GRACE_SECONDS
 
 
 def _end(processes: list[BaseProcess]) -> None:
@@ -166,27 +150,19 @@ def _end(processes: list[BaseProcess]) -> None:
             process.join()
 
 
-def _explain(codes: list[int | None], run: Path) -> str:
-    killed = [
-        f"rank {rank} was ended by {signal.Signals(-code).name}" for rank, code in enumerate(codes) if code and code < 0
-    ]
-    failed = [f"rank {rank} failed" for rank, code in enumerate(codes) if code in (_FAILED, _CRASHED)]
-    # A rank that failed by itself explains more than one that was ended because of it.
-    cause = failed[0] + " (its message stands above)" if failed else killed[0] if killed else f"exit codes {codes}"
-    others = f"; {'; '.join(killed)}" if failed and killed else ""
-    return f"the run ended early: {cause}{others}; {run} keeps every finished step: look there, or start again"
+def _explain(codes: Sequence[int | None], run: Path) -> str:
+    """Say which ranks ended the run; those that only lost their peers are no cause while there is another one."""
+    causes = []
+    for rank, code in enumerate(codes):
+        if code is not None and code < 0:
+            causes.append(f"rank {rank} was ended by {_signal_name(-code)}")
+        elif code not in (None, Exit.DONE, Exit.STOPPED, Exit.LOST_PEER):
+            causes.append(f"rank {rank} failed (its message stands above)")
+    if not causes:
+        lost = ", ".join(str(rank) for rank, code in enumerate(codes) if code == Exit.LOST_PEER)
+        causes.append(f"rank {lost} waited for its peers in vain (its message stands above)")
+    return f"the run ended early: {', '.join(causes)}; {run} keeps every finished step: look there, or start again"
 
 
-def _device(local_rank: int) -> torch.device:
-    import torch
-
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -29,7 +29,7 @@ class TrainingProgress:
         )
         self._tasks: dict[str, TaskID] = {}
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> TrainingProgress:
         """Start drawing."""
         self._bars.start()
         self._tasks = {

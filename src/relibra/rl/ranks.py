@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,28 +18,63 @@ from relibra.errors import EngineError
 MAX_PAYLOAD_BYTES = 64 << 20
 
 
-@contextmanager
-def joined_ranks(timeout_seconds: float, device: torch.device) -> Iterator[None]:
-    """Join the process group that the environment describes, and leave it in the end.
+class LostPeerError(EngineError):
+    """A peer ended, or did not answer in time."""
 
-    raises    EngineError when a peer is lost or does not answer in time, naming this rank
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of one machine meet.
+
+    listener   on rank 0: a socket that has been listening on the port since before any rank started
+    """
+
+    rank: int
+    num_ranks: int
+    port: int
+    listener: socket.socket | None
+
+    def store(self, timeout: timedelta) -> Any:
+        """Connect to the store that rank 0 serves; collective."""
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1",
+            self.port,
+            self.num_ranks,
+            is_master=self.listener is not None,
+            timeout=timeout,
+            master_listen_fd=self.listener.detach() if self.listener else None,
+        )
+
+
+@contextmanager
+def joined_ranks(timeout_seconds: float, device: torch.device, meeting: Meeting | None = None) -> Iterator[None]:
+    """Join the process group, and leave it in the end.
+
+    After a failure the group stays as it is: leaving it would wait for peers that may be gone.
+
+    meeting   None: where the environment says, as under `torchrun`
+    raises    LostPeerError when a peer is lost or does not answer in time
     """
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
-    rank = dist.get_rank()
+    timeout = timedelta(seconds=timeout_seconds)
     try:
+        if meeting is None:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            store = meeting.store(timeout)
+            dist.init_process_group(
+                backend, timeout=timeout, store=store, rank=meeting.rank, world_size=meeting.num_ranks
+            )
         yield
+        dist.barrier()  # nobody leaves while a peer still needs it
     except RuntimeError as error:
         if not _is_peer_loss(error):
             raise
-        raise EngineError(
-            f"rank {rank} lost a peer or waited longer than {timeout_seconds:g} s for one (parallel.timeout_seconds): "
-            f"{str(error).splitlines()[0]}"
+        raise LostPeerError(
+            f"lost a peer, or waited longer than {timeout_seconds:g} s for one (parallel.timeout_seconds): "
+            f"{str(error).splitlines()[0].partition('. ')[0]}"
         ) from error
-    else:
-        dist.barrier()  # nobody leaves while a peer still needs it
-    finally:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 def broadcast_json(value: Any) -> Any:
@@ -77,8 +114,11 @@ def largest_over_ranks(value: int) -> int:
     return int(total)
 
 
+_TRANSPORT = ("gloo/transport", "connection closed by peer", "connection reset by peer", "broken pipe", "timed out")
+
+
 def _is_peer_loss(error: RuntimeError) -> bool:
-    text = str(error).lower()
-    return isinstance(error, dist.DistError) or any(
-        sign in text for sign in ("connection closed by peer", "connection reset", "timed out", "gloo")
-    )
+    """Tell trouble between processes, which torch raises under many names, from a bug in this one."""
+    if isinstance(error, EngineError):  # one of ours has said what it is
+        return False
+    return isinstance(error, dist.DistError) or any(sign in str(error).lower() for sign in _TRANSPORT)

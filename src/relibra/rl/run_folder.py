@@ -17,8 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
 import relibra
 from relibra.errors import ConfigError
 from relibra.files import write_text
@@ -48,7 +46,11 @@ def create_run_folder(config: RunConfig) -> Path:
         "python": platform.python_version(),
         **{package: version(package) for package in packages},
     }
-    write_text(path / "config.json", json.dumps({**config.model_dump(mode="json"), "versions": about}, indent=1) + "\n")
+    text = json.dumps({**config.model_dump(mode="json"), "versions": about}, indent=1) + "\n"
+    try:
+        write_text(path / "config.json", text)
+    except OSError as error:
+        raise ConfigError(f"cannot write into the run folder {path} (run.folder): {error.strerror}") from error
     return path
 
 
@@ -62,6 +64,10 @@ class MetricsLog:
 
     def __init__(self, run: Path) -> None:
         """Open both logs of a run folder."""
+        from torch.utils.tensorboard import (
+            SummaryWriter,
+        )  # loads torch, which whoever only makes a folder can do without
+
         self._lines = (run / "metrics.jsonl").open("a", encoding="utf-8")
         self._tensorboard = SummaryWriter(str(run / "tensorboard"))
 

@@ -84,7 +84,7 @@ def rl_step(
         **_rollout_metrics(samples, rewards_S),
         "loss": loss,
         "grad_norm": grad_norm,
-        **_mismatch_metrics(batches, recomputed),
+        **_mismatch_metrics(batches, recomputed, replayed=config.update.replay == "R3"),
         "rank_skew": float(rank_skew(load_MLE, dist.get_world_size()).mean()),
         "expert_skew": float(skew(load_MLE).mean()),
         "seconds": {name: round(seconds, 4) for name, seconds in clock.seconds.items()},
@@ -148,20 +148,21 @@ def _make_mini_batches(
     config: RunConfig,
     pad_id: int,
 ) -> tuple[list[list[MicroBatch]], Int64[ndarray, "M L E"]]:
-    """Cut this rank's samples into mini-batches of whole groups, and those into micro-batches.
+    """Cut the step into mini-batches of whole groups, and this rank's share of each into micro-batches.
 
-    Every rank gets the same number of micro-batches in each mini-batch; fillers make up for missing ones.
+    Which groups a mini-batch holds does not depend on the number of ranks. Every rank gets the same number of
+    micro-batches in each; fillers make up for missing ones.
 
     returns   the micro-batches, and the load of each of them over all ranks
     """
-    per_group = config.rollout.responses_per_prompt
-    groups = np.array_split(np.arange(len(samples) // per_group), config.update.mini_batches)
+    num_groups = config.rollout.prompts_per_step
+    group_S = np.array([sample.group_id for sample in samples], dtype=np.int64) % num_groups
     num_micro_batches = 0
     micro_batch_S = np.full(len(samples), -1)
     mini_batches = []
     replayed = trace if config.update.replay == "R3" else None
-    for groups_of_one in groups:
-        chosen = [group * per_group + i for group in groups_of_one.tolist() for i in range(per_group)]
+    for groups in np.array_split(np.arange(num_groups), config.update.mini_batches):
+        chosen = np.flatnonzero(np.isin(group_S, groups)).tolist()
         runs = assign_micro_batches([len(samples[s].tokens_n) for s in chosen], config.update.micro_batch_tokens)
         count = largest_over_ranks(len(runs))
         batches = [make_micro_batch(samples, advantages_S, [chosen[i] for i in run], replayed, pad_id) for run in runs]
@@ -230,11 +231,10 @@ def _rollout_metrics(samples: Sequence[RolloutSample], rewards_S: Float[Tensor, 
 
 
 def _mismatch_metrics(
-    batches: Sequence[Sequence[MicroBatch]], recomputed: Sequence[Sequence[Recomputed]]
+    batches: Sequence[Sequence[MicroBatch]], recomputed: Sequence[Sequence[Recomputed]], *, replayed: bool
 ) -> dict[str, Any]:
     """Compare trainer and sampler at the same weights over response tokens: k3 divergence and router disagreement."""
     totals: Float64[ndarray, " 4"] = np.zeros(4)  # sum of k3, tokens, disagreement x rows, rows
-    replayed = False
     for mini_batch, of_mini_batch in zip(batches, recomputed, strict=True):
         for batch, one in zip(mini_batch, of_mini_batch, strict=True):
             difference = (one.log_probs_BN.cpu() - batch.sampled_BN)[batch.response_BN]
@@ -242,7 +242,6 @@ def _mismatch_metrics(
             if one.disagreement is not None and batch.routes is not None:
                 rows = int(batch.routes.valid_T.sum())
                 totals[2:] += one.disagreement * rows, rows
-                replayed = True
     k3, tokens, differing, rows = sum_over_ranks(torch.from_numpy(totals)).tolist()
     return {
         "k3_kl": k3 / max(1, tokens),

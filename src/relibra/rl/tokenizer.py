@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from relibra.errors import ConfigError
 
+PADDING = "\N{SYMBOL FOR NULL}"
+"""How decoded padding looks."""
+
 
 @dataclass(frozen=True)
 class CharacterTokenizer:
@@ -35,5 +38,5 @@ class CharacterTokenizer:
         return [self.characters.index(character) + 1 for character in text]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids; padding vanishes."""
-        return "".join(self.characters[i - 1] for i in ids if i != self.pad_id)
+        """Return the text of ids; padding shows as a character of its own, for a policy may sample it."""
+        return "".join(self.characters[i - 1] if i != self.pad_id else PADDING for i in ids)

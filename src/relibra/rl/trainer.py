@@ -12,7 +12,7 @@ import torch.distributed as dist
 from relibra.rl.config import RunConfig
 from relibra.rl.policy import build_policy
 from relibra.rl.progress import TrainingProgress
-from relibra.rl.ranks import joined_ranks, largest_over_ranks
+from relibra.rl.ranks import largest_over_ranks
 from relibra.rl.rollout.embedded import EmbeddedEngine
 from relibra.rl.run_folder import MetricsLog, save_policy
 from relibra.rl.step import rl_step
@@ -25,9 +25,10 @@ class StopRequest:
     """Remembers Ctrl-C (SIGINT), so that all ranks can stop together after a whole step."""
 
     def __init__(self) -> None:
-        """Take over SIGINT for the rest of this process."""
+        """Take over SIGINT for the rest of this process, one held back since its start included."""
         self._asked = False
         signal.signal(signal.SIGINT, self._ask)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def agreed(self) -> bool:
         """Return whether any rank was asked to stop; collective."""
@@ -38,19 +39,17 @@ class StopRequest:
 
 
 def train_rank(config: RunConfig, run: Path, device: torch.device) -> bool:
-    """Train as the rank that the environment describes; return False when stopped by Ctrl-C.
+    """Train as one of the joined ranks; return False when stopped by Ctrl-C before the last step; collective.
 
     Every rank passes the same configuration and run folder. After a stop the folder holds all finished steps and the
     policy as it was after the last of them.
     """
     torch.set_num_threads(config.parallel.threads_per_rank)
     stop = StopRequest()
-    with joined_ranks(config.parallel.timeout_seconds, device):
-        progress = TrainingProgress(
-            warmup_steps=config.warmup.steps, rl_steps=config.run.steps, enabled=dist.get_rank() == 0
-        )
-        with progress:
-            return _train(config, run, device, progress, stop)
+    with TrainingProgress(
+        warmup_steps=config.warmup.steps, rl_steps=config.run.steps, enabled=dist.get_rank() == 0
+    ) as progress:
+        return _train(config, run, device, progress, stop)
 
 
 def _train(config: RunConfig, run: Path, device: torch.device, progress: TrainingProgress, stop: StopRequest) -> bool:
@@ -67,7 +66,7 @@ def _train(config: RunConfig, run: Path, device: torch.device, progress: Trainin
         policy.trained.parameters(), lr=config.update.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, foreach=False
     )
     log = MetricsLog(run) if dist.get_rank() == 0 else None
-    stopped = stop.agreed()
+    stopped = stopped_in_warmup = stop.agreed()
     step = 0
     while step < config.run.steps and not stopped:
         engine = EmbeddedEngine(
@@ -89,4 +88,4 @@ def _train(config: RunConfig, run: Path, device: torch.device, progress: Trainin
     if log:
         log.close()
         save_policy(run, policy.copy)
-    return not stopped
+    return step == config.run.steps and not stopped_in_warmup

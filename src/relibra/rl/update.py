@@ -41,7 +41,7 @@ def update_policy(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     micro_batches: Sequence[MicroBatch],
-    old_log_probs: Sequence[Float[Tensor, "B N"]],
+    old_log_probs: Sequence[Float[Tensor, "_ _"]],
     *,
     settings: UpdateSettings,
     temperature: float,
@@ -53,7 +53,7 @@ def update_policy(
     The loss is the mean over the response tokens of the mini-batch on all ranks, however it is cut into micro-batches.
     FSDP averages gradients over ranks, so each rank's sum is scaled back up by their number.
 
-    old_log_probs         per micro-batch, from `recompute_log_probs`
+    old_log_probs         per micro-batch `[B, N]`, from `recompute_log_probs`
     tokens_of_all_ranks   response tokens of the mini-batch, all ranks together
     """
     loss_sum = 0.0

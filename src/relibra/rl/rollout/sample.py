@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ class RolloutSample:
     finish_reason: Literal["stop", "length"]
 
 
+@runtime_checkable
 class RolloutEngine(Protocol):
     """What the trainer asks of any engine, embedded or served."""
 

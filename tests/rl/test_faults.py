@@ -1,0 +1,154 @@
+"""Runs that are stopped, and runs that lose processes: what ends, what stays, what is said."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from relibra.rl.config import load_config
+from relibra.rl.launch import launch
+
+from .runs import LongRun, check_report, check_whole, wait_until_gone
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.13, 0.29])
+def test_killing_every_process_leaves_whole_steps(delay_s, tmp_path):
+    with LongRun(tmp_path) as going:
+        going.wait_for("step 2/")
+        time.sleep(delay_s)
+        workers = going.workers()
+        going.signal_all(signal.SIGKILL)
+        assert going.exit_code() == -signal.SIGKILL
+        wait_until_gone(workers, 5)
+    assert check_whole(going.run) >= 2
+    assert not (going.run / "policy").exists()
+    check_report(going.run)
+
+
+def test_killing_the_run_before_its_first_step_leaves_nothing_that_looks_whole(tmp_path):
+    with LongRun(tmp_path) as going:
+        workers = going.wait_for_workers(2)
+        going.signal_all(signal.SIGKILL)
+        going.exit_code()
+        wait_until_gone(workers, 5)
+    assert check_whole(going.run) == 0
+    check_report(going.run)
+
+
+@pytest.mark.parametrize("moment", ["start", "step"])
+def test_no_rank_outlives_the_process_that_started_it(moment, tmp_path):
+    with LongRun(tmp_path) as going:
+        workers = going.wait_for_workers(2)
+        if moment == "step":
+            going.wait_for("step 1/")
+        going.process.kill()
+        going.exit_code()
+        wait_until_gone(workers, 5)
+    check_whole(going.run)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_run_with_its_name(rank, tmp_path):
+    with LongRun(tmp_path) as going:
+        going.wait_for("step 2/")
+        workers = going.workers()
+        os.kill(workers[rank], signal.SIGKILL)
+        assert going.exit_code(20) == 1
+        wait_until_gone(workers, 1)
+    last = going.stderr.splitlines()[-1]
+    assert last == (
+        f"error: the run ended early: rank {rank} was ended by SIGKILL; "
+        f"{going.run} keeps every finished step: look there, or start again"
+    )
+    assert "Traceback" not in going.stderr
+    assert going.stdout == ""
+    assert check_whole(going.run) >= 2
+
+
+def test_a_rank_killed_while_it_starts_ends_the_run(tmp_path):
+    with LongRun(tmp_path) as going:
+        workers = going.wait_for_workers(2)
+        os.kill(workers[1], signal.SIGKILL)
+        assert going.exit_code(60) == 1
+        wait_until_gone(workers, 1)
+    assert "error: the run ended early: rank 1 was ended by SIGKILL; " in going.stderr
+    assert "Traceback" not in going.stderr
+
+
+def test_a_disk_that_refuses_is_told_in_one_sentence_per_rank(tmp_path):
+    with LongRun(tmp_path) as going:
+        going.wait_for_workers(2)
+        (going.run / "traces").write_text("in the way")
+        assert going.exit_code() == 1
+    assert f"rank 0: [Errno 20] Not a directory: '{going.run}/traces/step-00000'" in going.stderr
+    assert "error: the run ended early: rank 0 failed (its message stands above), rank 1 failed" in going.stderr
+    assert "Traceback" not in going.stderr
+
+
+def test_a_rank_that_hangs_ends_the_run_in_time(tmp_path):
+    with LongRun(tmp_path, "parallel.timeout_seconds=3") as going:
+        going.wait_for("step 1/")
+        workers = going.workers()
+        os.kill(workers[1], signal.SIGSTOP)
+        assert going.exit_code(30) == 1
+        wait_until_gone(workers, 1)
+    assert "rank 0: lost a peer, or waited longer than 3 s for one (parallel.timeout_seconds)" in going.stderr
+    assert "error: the run ended early: rank 0 waited for its peers in vain" in going.stderr
+    check_whole(going.run)
+
+
+@pytest.mark.parametrize("whom", ["group", "parent"])
+def test_ctrl_c_lets_the_step_finish_and_leaves_policy_and_report(whom, tmp_path):
+    with LongRun(tmp_path) as going:
+        going.wait_for("step 1/")
+        workers = going.workers()
+        going.signal_all(signal.SIGINT) if whom == "group" else going.process.send_signal(signal.SIGINT)
+        assert going.exit_code() == 130
+        wait_until_gone(workers, 1)
+    outcome = json.loads(going.stdout)
+    assert outcome["complete"] is False
+    assert outcome["steps"] == check_whole(going.run) >= 1
+    assert (going.run / "policy" / "model.safetensors").is_file()
+    assert (going.run / "report.html").is_file()
+    assert going.stderr.count("stopping after this step; press Ctrl-C again to stop at once") == 1
+    assert "Traceback" not in going.stderr
+    assert f"step {outcome['steps']}/" in going.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("whom", ["group", "parent"])
+def test_ctrl_c_while_the_ranks_start_is_not_lost(whom, tmp_path):
+    with LongRun(tmp_path) as going:
+        going.wait_for_workers(2)
+        going.signal_all(signal.SIGINT) if whom == "group" else going.process.send_signal(signal.SIGINT)
+        assert going.exit_code() == 130
+    assert json.loads(going.stdout)["steps"] == 0
+    assert "Traceback" not in going.stderr
+    assert check_whole(going.run) == 0
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path):
+    with LongRun(tmp_path) as going:
+        going.wait_for("step 1/")
+        workers = going.workers()
+        os.kill(workers[0], signal.SIGSTOP)  # so that the step cannot finish
+        going.process.send_signal(signal.SIGINT)
+        going.wait_for("press Ctrl-C again")
+        going.process.send_signal(signal.SIGINT)
+        assert going.exit_code(5) == 130
+        wait_until_gone(workers, 1)
+    assert "Traceback" not in going.stderr
+    check_whole(going.run)
+
+
+def test_launch_leaves_the_signal_handler_as_it_was(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    config = load_config(None, ["run.steps=0", "warmup.steps=0", "parallel.ranks=1", f"run.folder={tmp_path}"])
+    finished = launch(config)
+    assert finished is not None
+    assert finished.complete
+    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

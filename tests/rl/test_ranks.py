@@ -1,0 +1,93 @@
+"""Joining ranks, exchanging JSON, and what the process that starts them needs and says."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import relibra.rl.launch
+from relibra.errors import ConfigError, EngineError
+from relibra.rl import ranks
+from relibra.rl.config import RunConfig
+from relibra.rl.ranks import (
+    LostPeerError,
+    broadcast_json,
+    gather_json,
+    joined_ranks,
+    largest_over_ranks,
+    sum_over_ranks,
+)
+
+from .ranks_at_work import CPU, meeting
+
+
+@pytest.fixture
+def _leave_group():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_rank_alone_gets_back_what_it_gives(monkeypatch):
+    value = {"text": "ä\n", "numbers": [1, 0.1, None], "empty": {}}
+    with joined_ranks(60.0, CPU, meeting()):
+        assert broadcast_json(value) == value
+        assert gather_json(value) == [value]
+        assert sum_over_ranks(torch.tensor([1, 2])).tolist() == [1, 2]
+        assert largest_over_ranks(-3) == -3
+        monkeypatch.setattr(ranks, "MAX_PAYLOAD_BYTES", 10)
+        with pytest.raises(EngineError, match="a rank wants to exchange 12 bytes of JSON: at most 10 are allowed"):
+            gather_json("x" * 10)
+    assert not dist.is_initialized()
+
+
+def test_sums_leave_their_argument_alone():
+    values = torch.tensor([1.0])
+    with joined_ranks(60.0, CPU, meeting()):
+        sum_over_ranks(values).add_(1)
+    assert values.item() == 1.0
+
+
+@pytest.mark.usefixtures("_leave_group")
+def test_a_peer_that_never_comes_is_waited_for_as_long_as_configured():
+    start = time.monotonic()
+    with (
+        pytest.raises(LostPeerError, match=r"waited longer than 1 s for one \(parallel.timeout_seconds\): "),
+        joined_ranks(1.0, CPU, meeting(0, 2)),
+    ):
+        raise AssertionError("nobody else is here")
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1. GLHF!"), LostPeerError),
+        (RuntimeError("Timed out waiting 1000ms for recv operation to complete"), LostPeerError),
+        (dist.DistNetworkError("no route"), LostPeerError),
+        (RuntimeError("shape mismatch in a gloomy place"), RuntimeError),
+        (EngineError("the server timed out"), EngineError),
+        (ValueError("something else"), ValueError),
+    ],
+)
+@pytest.mark.usefixtures("_leave_group")
+def test_only_trouble_between_processes_counts_as_a_lost_peer(error, expected):
+    with pytest.raises(expected) as caught, joined_ranks(60.0, CPU, meeting()):
+        raise error
+    assert type(caught.value) is expected
+    assert "GLHF" not in str(caught.value)
+
+
+def test_the_process_that_starts_the_ranks_loads_no_torch():
+    program = "import sys, relibra.rl.launch, relibra.cli.main; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_a_missing_package_is_named_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(relibra.rl.launch, "find_spec", lambda name: None if name == "tensorboard" else object())
+    with pytest.raises(ConfigError, match=r"needs the package 'tensorboard': .*pip install 'relibra\[train\]'"):
+        relibra.rl.launch.launch(RunConfig())

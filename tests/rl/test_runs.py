@@ -1,0 +1,166 @@
+"""Whole runs of the command: what they print, what they leave, and that they repeat themselves."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from relibra.reporting.metrics import read_metrics
+from relibra.rl.tasks.arithmetic import CHARACTERS, STOP
+from relibra.rl.tokenizer import CharacterTokenizer
+from relibra.routing.trace_files import read_trace
+
+from .runs import check_whole, train
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "relibra")
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def run(done):
+    assert done.returncode == 0, done.stderr
+    return Path(json.loads(done.stdout)["run"])
+
+
+def rows_of(run):
+    """Metrics without the one thing that may differ between equal runs."""
+    return [{name: row[name] for name in row if name != "seconds"} for row in read_metrics(run / "metrics.jsonl").rows]
+
+
+def shards_of(run):
+    return {path.relative_to(run): path.read_bytes() for path in sorted((run / "traces").rglob("*.safetensors"))}
+
+
+def test_stdout_is_the_outcome_and_nothing_else(done, run):
+    outcome = json.loads(done.stdout)
+    assert done.stdout.count("\n") == 1
+    assert outcome == {
+        "run": str(run),
+        "complete": True,
+        "steps": 2,
+        "first_reward": outcome["first_reward"],
+        "last_reward": outcome["last_reward"],
+        "report": str(run / "report.html"),
+    }
+
+
+def test_stderr_is_progress_in_plain_lines_and_nothing_else(done):
+    lines = done.stderr.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["warm-up 1/2", "warm-up 2/2", "step 1/2", "step 2/2"]
+    assert done.stderr.isascii()
+    assert "\x1b" not in done.stderr
+
+
+def test_the_run_folder_is_complete(run):
+    assert check_whole(run) == 2
+    names = {path.name for path in run.iterdir()}
+    assert names == {"config.json", "metrics.jsonl", "tensorboard", "traces", "policy", "report.html"}
+    config = json.loads((run / "config.json").read_text())
+    assert config["rollout"]["prompts_per_step"] == 4
+    assert config["versions"]["torch"] == torch.__version__
+    assert list((run / "tensorboard").glob("events.out.*"))
+    assert "<html" in (run / "report.html").read_text()
+
+
+def test_metrics_are_finite_and_training_agrees_with_the_sampler(run):
+    for row in rows_of(run):
+        assert all(math.isfinite(value) for value in row.values())
+        assert abs(row["k3_kl"]) < 1e-8
+        assert row["router_disagreement"] == 0
+        assert 1 <= row["rank_skew"] <= 2
+        assert 1 <= row["expert_skew"] <= 4
+        assert row["response_length_max"] <= 12
+
+
+def test_traces_hold_every_sample_of_the_step_once(run):
+    for step in range(2):
+        trace = read_trace(run / "traces" / f"step-{step:05d}")
+        assert sorted(trace.sample_ids) == list(range(8 * step, 8 * step + 8))
+        assert np.array_equal(trace.group_ids, trace.sample_ids // 2)
+        assert (trace.weight_versions == step).all()
+        assert (trace.num_experts, trace.num_layers, trace.top_k) == (4, 2, 2)
+        assert trace.num_rows == read_metrics(run / "metrics.jsonl").rows[step]["tokens"]
+
+
+def test_the_policy_loads_without_relibra(run):
+    model = AutoModelForCausalLM.from_pretrained(run / "policy")
+    assert model.config.model_type == "qwen3_moe"
+    tokens = torch.tensor([CharacterTokenizer(CHARACTERS, STOP).encode("1+2=")])
+    assert torch.isfinite(model(tokens).logits).all()
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_numbers_and_the_same_bytes(run, tmp_path):
+    again, other = train(tmp_path / "again"), train(tmp_path / "other", "run.seed=1")
+    assert again.returncode == other.returncode == 0
+    assert rows_of(tmp_path / "again" / "run") == rows_of(run)
+    assert shards_of(tmp_path / "again" / "run") == shards_of(run)
+    assert shards_of(tmp_path / "other" / "run") != shards_of(run)
+
+
+@pytest.mark.slow
+def test_torchrun_makes_the_same_run(run, tmp_path):
+    done = train(tmp_path, command=TORCHRUN)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["complete"] is True
+    assert rows_of(tmp_path / "run") == rows_of(run)
+    assert shards_of(tmp_path / "run") == shards_of(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("parallel.ranks=1",),
+        ("update.replay=off",),
+        ("update.mini_batches=1",),
+        ("parallel.ranks=4", "rollout.prompts_per_step=4"),
+        ("parallel.ranks=3", "model.num_experts=6", "update.micro_batch_tokens=1"),
+        ("warmup.steps=0", "run.steps=1"),
+    ],
+    ids=" ".join,
+)
+def test_other_shapes_of_a_run(overrides, tmp_path):
+    done = train(tmp_path, *overrides)
+    assert done.returncode == 0, done.stderr
+    steps = 1 if "run.steps=1" in overrides else 2
+    assert check_whole(tmp_path / "run") == steps
+    for row in rows_of(tmp_path / "run"):
+        assert abs(row["k3_kl"]) < 1e-8
+        assert (row["router_disagreement"] is None) == ("update.replay=off" in overrides)
+
+
+@pytest.mark.slow
+def test_a_second_run_gets_a_folder_of_its_own(tmp_path):
+    (tmp_path / "run").mkdir()
+    done = train(tmp_path, "parallel.ranks=1", "warmup.steps=0", "run.steps=0")
+    assert json.loads(done.stdout) == {
+        "run": str(tmp_path / "run-2"),
+        "complete": True,
+        "steps": 0,
+        "first_reward": None,
+        "last_reward": None,
+        "report": None,
+    }
+    assert (tmp_path / "run-2" / "policy" / "config.json").is_file()
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    for folder, said in ((blocked, "Not a directory"), (Path("/proc/none"), "No such file or directory")):
+        done = train(folder)
+        assert done.returncode == 1
+        assert done.stdout == ""
+        assert done.stderr == f"error: cannot make the run folder {folder}/run (run.folder): {said}\n"
+    (tmp_path / "run").write_text("")
+    assert train(tmp_path).stderr == f"error: cannot make the run folder {tmp_path}/run: a file has that name\n"
