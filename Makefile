@@ -1,7 +1,8 @@
 # Two commands for a fresh machine with Python >= 3.11, make and gcc:  make demo   and   make test
 PYTHON ?= python3
 VENV   ?= .venv
-# The build of torch, installed first so that nothing else pulls another one. On a GPU machine: make demo TORCH="torch"
+# The build of torch, installed first so that nothing else pulls another one: what pip install takes. Where pip finds a
+# CUDA build and you want the CPU one, add its index: TORCH="torch==2.13.0 --index-url ..."; on a GPU: TORCH="torch"
 TORCH  ?= torch==2.13.0
 
 BIN := $(VENV)/bin
@@ -17,16 +18,20 @@ help:
 	@echo "make format    put the code into its canonical form"
 	@echo "make clean     remove the virtual environment and caches"
 
-$(BIN)/python:
-	$(PYTHON) -c 'import sys; sys.exit("relibra needs Python 3.11 or newer, got " + sys.version) if sys.version_info < (3, 11) else None'
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit("relibra needs Python 3.11 or newer, got " + sys.version) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
+	@$(PIP) --version > /dev/null && touch $@
 
-$(VENV)/.torch: $(BIN)/python
-	@echo "installing $(TORCH) ..."
-	$(PIP) install "$(TORCH)"
-	@touch $@
+# The choice of torch is part of the stamp, so that another choice installs another build.
+TORCH_STAMP := $(VENV)/.torch-$(subst /,_,$(subst :,_,$(subst $() ,_,$(TORCH))))
 
-$(VENV)/.run: pyproject.toml $(VENV)/.torch
+$(TORCH_STAMP): $(VENV)/.made
+	@echo "installing $(TORCH) (some hundred MB) ..."
+	$(PIP) install $(TORCH)
+	@rm -f $(VENV)/.torch-* && touch $@
+
+$(VENV)/.run: pyproject.toml $(TORCH_STAMP)
 	@echo "installing relibra with [train,report] ..."
 	$(PIP) install -e ".[train,report]"
 	@touch $@

@@ -17,9 +17,10 @@ RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("relibra", "numpy", "numba", "safetensors", "torch", "transformers")
 
 
-def write_results(name: str, rows: list[dict]) -> Path:
+def write_results(name: str, rows: list[dict], command: str | None = None) -> Path:
     """Write rows to `results/NAME.json`, each with where it comes from.
 
+    command   what to run to get the rows again; default: what is running
     raises    ConfigError when a row lacks one of REQUIRED or has an unknown label
     """
     for row in rows:
@@ -31,7 +32,7 @@ def write_results(name: str, rows: list[dict]) -> Path:
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "machine": f"{_processor()}, {platform.system()} {platform.machine()}",
         "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
-        "command": f"python {shlex.join(sys.argv)}",
+        "command": command or f"python {shlex.join(sys.argv)}",
     }
     path = RESULTS / f"{name}.json"
     write_text(path, json.dumps([{**row, **origin} for row in rows], indent=1) + "\n")

@@ -42,8 +42,8 @@ def main() -> None:
             }
             for layout in result.layouts
         ]
-    sys.argv[1:] = ["FOLDER"]  # where the recordings lie says something of a machine, not of the result
-    print(write_results("recordings", rows))
+    # Where the recordings lie says something of a machine, not of the result.
+    print(write_results("recordings", rows, command="python benchmarks/recordings.py FOLDER"))
 
 
 if __name__ == "__main__":

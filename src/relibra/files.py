@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,14 +17,12 @@ def atomic_path(path: Path) -> Iterator[Path]:
     `.NAME.*.tmp` file that no reader of ours opens.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}.tmp")
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL, 0o666))
     try:
         yield temporary
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~_umask())  # mkstemp makes files that only their owner can read
         temporary.replace(path)
         _fsync_folder(path.parent)
     finally:
@@ -44,9 +42,3 @@ def _fsync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -1,4 +1,5 @@
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -83,7 +84,7 @@ def test_a_schedule_that_does_not_fit_is_refused():
     demand = Demand.from_trace(balanced_trace(TraceShape(rows_per_sample=[4, 4], num_layers=1, num_experts=4, top_k=2)))
     with pytest.raises(TraceError, match="demand of 2 samples"):
         demand.with_schedule(np.zeros(3, int), np.zeros(3, int), 1)
-    with pytest.raises(TraceError, match=r"rank 2: allowed are 0\.\.1"):
+    with pytest.raises(TraceError, match=r"ranks 0\.\.2: allowed are 0\.\.1"):
         demand.with_schedule(np.zeros(2, int), np.array([0, 2]), 2)
     with pytest.raises(TraceError, match="zero pieces"):
         Demand.from_traces([])
@@ -101,3 +102,24 @@ def _seconds(trace):
     start = time.perf_counter()
     count_token_slots(trace.experts_TLK, trace.valid_T, trace.offsets, trace.num_experts)
     return time.perf_counter() - start
+
+
+def test_routes_nobody_validated_do_no_harm():
+    """Ids beyond the experts once counted into foreign memory."""
+    trace = balanced_trace(TraceShape(rows_per_sample=[100], num_layers=2, num_experts=8, top_k=2))
+    wild = replace(trace, experts_TLK=np.full_like(trace.experts_TLK, 200))
+    with pytest.raises(TraceError, match="row 0 holds an expert id beyond the 8 experts"):
+        Demand.from_trace(wild)
+    with pytest.raises(TraceError, match="row bounds"):
+        count_token_slots(trace.experts_TLK, trace.valid_T, np.array([0, 2**62]), 8)
+    with pytest.raises(TraceError, match="different models"):
+        Demand.from_traces([trace, replace(trace, layer_ids=np.array([4, 5], np.int32))])
+
+
+def test_tiny_micro_batches_are_counted_a_bounded_number_at_a_time(monkeypatch):
+    trace = balanced_trace(TraceShape(rows_per_sample=[100], num_layers=2, num_experts=8, top_k=2))
+    whole = micro_batch_load(trace, 3)
+    monkeypatch.setattr("relibra.routing.demand._LOAD_BYTES", 5 * 2 * 8 * 8)
+    pieces = list(iterate_micro_batch_load(split_samples(trace, 40), 3))
+    assert max(map(len, pieces)) <= 5
+    assert np.array_equal(np.concatenate(pieces), whole)

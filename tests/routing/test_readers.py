@@ -1,3 +1,6 @@
+import io
+import zipfile
+
 import numpy as np
 import pytest
 
@@ -55,14 +58,14 @@ def test_the_number_of_experts_can_be_given(tmp_path):
         ({"ids": _ids(3)}, "expected 'ids' with 'seqlen'"),
         ({"law_ids": _ids(3)}, "expected 'ids' with 'seqlen'"),
         ({"ids": _ids(3), "seqlen": np.array([2])}, "sum to 3 rows"),
-        ({"ids": _ids(3), "seqlen": np.array([4, -1])}, "sum to 3 rows"),
+        ({"ids": _ids(3), "seqlen": np.array([4, -1])}, r"whole numbers in 0\.\.3"),
         ({"ids": np.zeros((3, 2, 3)), "seqlen": np.array([3])}, "expected integer"),
         ({"ids": _ids(3)[0], "seqlen": np.array([3])}, "expected integer"),
         ({"ids": np.zeros((3, 2, 3), int), "seqlen": np.array([3])}, "one id twice"),
         ({"ids": _ids(3).astype(int) - 1, "seqlen": np.array([3])}, "allowed are 0..65535"),
         (
             {"ids": _ids(3), "seqlen": np.array([3]), "dataset": np.array([4]), "dataset_names": np.array(["a"])},
-            "data sets",
+            "whole numbers",
         ),
         (
             {"a_ids": _ids(3), "a_seqlen": np.array([3]), "b_ids": _ids(3)[:, :1], "b_seqlen": np.array([3])},
@@ -74,6 +77,28 @@ def test_the_number_of_experts_can_be_given(tmp_path):
 def test_other_archives_are_refused(tmp_path, arrays, message):
     np.savez(tmp_path / "x.npz", **arrays)
     with pytest.raises(TraceError, match=message):
+        open_trace(tmp_path / "x.npz")
+
+
+def test_lengths_that_wrap_around_are_refused(tmp_path):
+    """Lengths whose 64-bit sum comes out right once crashed the interpreter in a compiled loop."""
+    np.savez(tmp_path / "x.npz", ids=_ids(5), seqlen=np.array([2**63 - 1, 2**63 - 1, 7]))
+    with pytest.raises(TraceError, match="whole numbers"):
+        open_trace(tmp_path / "x.npz")
+
+
+@pytest.mark.parametrize("rows", [10**13, 10**30])
+def test_headers_that_claim_more_than_is_there_are_refused(tmp_path, rows):
+    ids, lengths = io.BytesIO(), io.BytesIO()
+    np.save(ids, _ids(5))
+    np.save(lengths, np.array([5]))
+    honest, claim = b"(5, 2, 3), }", f"({rows}, 2, 3), }}".encode()
+    forged = ids.getvalue().replace(honest + b" " * (len(claim) - len(honest)), claim)
+    assert forged != ids.getvalue()
+    with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+        archive.writestr("ids.npy", forged)
+        archive.writestr("seqlen.npy", lengths.getvalue())
+    with pytest.raises(TraceError, match="cannot be read"):
         open_trace(tmp_path / "x.npz")
 
 

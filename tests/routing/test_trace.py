@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -96,13 +98,13 @@ def test_negative_fillers_are_fine_on_invalid_rows_only():
 
 
 def test_shapes_that_do_not_fit_are_refused():
-    with pytest.raises(TraceError, match="sample 1 has routes of shape"):
+    with pytest.raises(TraceError, match="sample 1 has routes of type int64 and shape"):
         RoutingTrace.from_samples([_samples()[0], _samples(L=3)[1]], num_experts=8)
     with pytest.raises(TraceError, match=r"'valid' and 'experts' disagree .* sample 1"):
         RoutingTrace.from_samples(_samples(), num_experts=8, valid=[np.ones(4, bool), np.ones(2, bool)])
     with pytest.raises(TraceError, match="at least one sample"):
         RoutingTrace.from_samples([], num_experts=8)
-    with pytest.raises(TraceError, match="prompt lengths"):
+    with pytest.raises(TraceError, match="sample 0 has a prompt of 5 rows"):
         RoutingTrace.from_samples(_samples(), num_experts=8, prompt_lengths=[5, 0])
     with pytest.raises(TraceError, match="ascending layer"):
         RoutingTrace.from_samples(_samples(), num_experts=8, layer_ids=[4, 4])
@@ -132,3 +134,37 @@ def test_hash_depends_on_token_and_position(tokens):
 def test_a_shifted_sample_hashes_differently_nearly_everywhere():
     tokens_n = np.random.default_rng(0).integers(150_000, size=2000)
     assert (hash_tokens(tokens_n)[1:] == hash_tokens(tokens_n[1:])).mean() < 0.005
+
+
+def test_dense_layers_of_an_engine_are_dropped_on_import():
+    """Engines report every decoder layer; dense ones come as zeros, which no router could have chosen."""
+    reported = [np.concatenate([np.zeros((4, 1, 2), np.int64), _samples(rows=(4,))[0]], axis=1)]
+    with pytest.raises(TraceError, match=r"layer 0: expert ids \[0, 0\] hold one id twice"):
+        RoutingTrace.from_samples(reported, num_experts=8)
+    trace = RoutingTrace.from_samples(reported, num_experts=8, moe_layers=[1, 2])
+    assert trace.layer_ids.tolist() == [1, 2]
+    assert np.array_equal(trace.experts_TLK, reported[0][:, 1:])
+    with pytest.raises(TraceError, match="moe_layers"):
+        RoutingTrace.from_samples(reported, num_experts=8, moe_layers=[1, 3])
+
+
+def test_values_of_the_wrong_kind_are_refused():
+    trace = RoutingTrace.from_samples(_samples(), num_experts=8, valid=[np.array([1, 1, 1, 0]), np.ones(3, int)])
+    assert trace.valid_T.dtype == bool
+    with pytest.raises(TraceError, match="for a mask pass"):
+        trace.select([True, False])
+    with pytest.raises(TraceError, match="expected integers"):
+        RoutingTrace.from_samples([array + 0.5 for array in _samples()], num_experts=8)
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4))
+def test_offsets_that_wrap_around_are_refused(inner):
+    trace = RoutingTrace.from_samples(_samples(rows=(5,)), num_experts=8)
+    offsets = np.array([0, *inner, 5], dtype=np.int64)
+    names = ("sample_ids", "group_ids", "prompt_lengths", "weight_versions")
+    forged = replace(trace, offsets=offsets, **{name: np.zeros(len(offsets) - 1, np.int64) for name in names})
+    if [0, *inner, 5] == sorted([0, *inner, 5]):
+        forged.validate()
+    else:
+        with pytest.raises(TraceError, match="offsets"):
+            forged.validate()

@@ -207,6 +207,36 @@ def test_index_cannot_lead_out_of_its_folder(stored):
         read_trace(folder)
 
 
+def test_an_index_that_names_a_shard_twice_or_odd_layers(stored):
+    _, folder = stored
+    shards = read_index(folder).shards
+    _rewrite_index(folder, shards=[shards[0], shards[0]])
+    with pytest.raises(TraceError, match="named twice"):
+        read_trace(folder)
+    (folder / INDEX).write_text("[" * 200_000)
+    with pytest.raises(TraceError, match="damaged"):
+        read_trace(folder)
+
+
+@pytest.mark.parametrize(("key", "value"), [("layer_ids", [0, 1, 2**40]), ("shards", []), ("num_experts", 1 << 40)])
+def test_an_index_with_impossible_values(stored, key, value):
+    _, folder = stored
+    _rewrite_index(folder, **{key: value})
+    with pytest.raises(TraceError, match=key):
+        read_trace(folder)
+
+
+def test_a_second_writer_does_not_replace_a_finished_trace(tmp_path):
+    trace = balanced_trace(TraceShape(rows_per_sample=[5], num_layers=1, num_experts=8, top_k=2))
+    slow = TraceWriter(tmp_path / "t", shard_prefix="slow")
+    write_trace(trace, tmp_path / "t")
+    slow.append(trace)
+    with pytest.raises(TraceError, match="holds a trace already"):
+        slow.__exit__(None, None, None)
+    with pytest.raises(TraceError, match="shard_prefix"):
+        TraceWriter(tmp_path / "u", shard_prefix="../t")
+
+
 @pytest.mark.parametrize("length", [2**63, 2**40, 2**31])
 def test_huge_header_is_refused_before_it_is_allocated(stored, length):
     _, folder = stored

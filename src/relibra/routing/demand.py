@@ -12,10 +12,10 @@ from typing import no_type_check
 
 import numpy as np
 from jaxtyping import Int, Int32, Int64, Shaped
-from numba import njit
 from numpy import ndarray
 
 from relibra.errors import TraceError
+from relibra.routing.compiled import compiled
 from relibra.routing.trace import RoutingTrace
 
 
@@ -36,19 +36,26 @@ class Demand:
 
     @classmethod
     def from_trace(cls, trace: RoutingTrace) -> Demand:
-        """Count the routes of a trace, sample by sample."""
-        counts_SLE = count_token_slots(trace.experts_TLK, trace.valid_T, trace.offsets, trace.num_experts)
-        return cls(counts_SLE=counts_SLE.astype(np.int32), layer_ids=trace.layer_ids, sample_ids=trace.sample_ids)
+        """Count the routes of a trace, sample by sample.
+
+        raises    TraceError when a valid row holds an id out of range
+        """
+        counts_SLE = np.zeros((trace.num_samples, trace.num_layers, trace.num_experts), dtype=np.int32)
+        _histogram(trace.experts_TLK, trace.valid_T, trace.offsets, counts_SLE)
+        return cls(counts_SLE=counts_SLE, layer_ids=trace.layer_ids, sample_ids=trace.sample_ids)
 
     @classmethod
     def from_traces(cls, traces: Iterable[RoutingTrace]) -> Demand:
         """Count a trace that comes in pieces of whole samples (`iterate_trace`), without holding all of it.
 
-        raises    TraceError when there is no piece
+        raises    TraceError when there is no piece, or pieces come from different models
         """
         pieces = [cls.from_trace(trace) for trace in traces]
         if not pieces:
             raise TraceError("no routes to count: the trace came in zero pieces")
+        models = {(piece.num_experts, *piece.layer_ids.tolist()) for piece in pieces}
+        if len(models) > 1:
+            raise TraceError(f"pieces of different models cannot be counted together: (experts, layers ...) {models}")
         return cls(
             counts_SLE=np.concatenate([piece.counts_SLE for piece in pieces]),
             layer_ids=pieces[0].layer_ids,
@@ -72,7 +79,9 @@ class Demand:
             raise TraceError(f"a schedule of {len(micro_batch_S)} samples was given for a demand of {S} samples")
         kept = np.flatnonzero(micro_batch_S >= 0)
         if len(kept) and (rank_S[kept].min() < 0 or rank_S[kept].max() >= num_ranks):
-            raise TraceError(f"the schedule names rank {rank_S[kept].max()}: allowed are 0..{num_ranks - 1}")
+            raise TraceError(
+                f"the schedule names ranks {rank_S[kept].min()}..{rank_S[kept].max()}: allowed are 0..{num_ranks - 1}"
+            )
         num_micro_batches = int(micro_batch_S.max(initial=-1)) + 1
         tokens_MRLE = np.zeros((num_micro_batches, num_ranks, L, E), dtype=np.int32)
         np.add.at(tokens_MRLE, (micro_batch_S[kept], rank_S[kept]), self.counts_SLE[kept])
@@ -106,6 +115,10 @@ class Demand:
             raise TraceError("the schedule sends more token-slots to an expert than its samples hold")
 
 
+_LOAD_BYTES = 64 << 20
+"""At most this much load is counted at once, however small the micro-batches are."""
+
+
 def micro_batch_load(trace: RoutingTrace, tokens: int) -> Int64[ndarray, "M L E"]:
     """Count the routes in runs of `tokens` consecutive rows, whatever the samples; the short rest is its own run.
 
@@ -128,14 +141,18 @@ def iterate_micro_batch_load(pieces: Iterable[RoutingTrace], tokens: int) -> Ite
             continue
         inner = np.arange(tokens - filled, piece.num_rows, tokens, dtype=np.int64)
         bounds = np.concatenate([[0], inner, [piece.num_rows]])
-        load_MLE = count_token_slots(piece.experts_TLK, piece.valid_T, bounds, piece.num_experts)
-        if rest_1LE is not None:
-            load_MLE[:1] += rest_1LE
         filled = (filled + piece.num_rows) % tokens
-        whole = len(load_MLE) - (filled > 0)
-        rest_1LE = load_MLE[whole:] if filled else None
-        if whole:
-            yield load_MLE[:whole]
+        at_once = max(1, _LOAD_BYTES // (8 * piece.num_layers * piece.num_experts))
+        for start in range(0, len(bounds) - 1, at_once):
+            some = bounds[start : start + at_once + 1]
+            load_MLE = count_token_slots(piece.experts_TLK, piece.valid_T, some, piece.num_experts)
+            if rest_1LE is not None:
+                load_MLE[:1] += rest_1LE
+                rest_1LE = None
+            if filled and start + at_once >= len(bounds) - 1:
+                load_MLE, rest_1LE = load_MLE[:-1], load_MLE[-1:]
+            if len(load_MLE):
+                yield load_MLE
     if rest_1LE is not None:
         yield rest_1LE
 
@@ -148,28 +165,46 @@ def count_token_slots(
 ) -> Int64[ndarray, "N L E"]:
     """Histogram expert ids between consecutive row bounds.
 
-    experts_TLK   ids below `num_experts` on valid rows (`RoutingTrace.validate`)
     bounds        N + 1 ascending row numbers; piece `n` is rows `bounds[n]:bounds[n + 1]`
     returns       token-slots per piece, layer and expert
+    raises        TraceError when a valid row holds an id out of range, or bounds leave the rows
 
     >>> count_token_slots(np.array([[[0, 2]], [[2, 1]]], np.uint8), np.ones(2, bool), np.array([0, 1, 2]), 3).tolist()
     [[[1, 0, 1]], [[0, 1, 1]]]
     """
     counts_NLE = np.zeros((len(bounds) - 1, experts_TLK.shape[1], num_experts), dtype=np.int64)
-    _count(experts_TLK, valid_T, bounds, counts_NLE)
+    _histogram(experts_TLK, valid_T, bounds, counts_NLE)
     return counts_NLE
 
 
-@njit(cache=True, nogil=True)
-@no_type_check  # the shape checker of the tests must not wrap what numba compiles
-def _count(experts_TLK: ndarray, valid_T: ndarray, bounds: ndarray, counts_NLE: ndarray) -> None:
+def _histogram(experts_TLK: ndarray, valid_T: ndarray, bounds: ndarray, counts_NLE: ndarray) -> None:
+    """Add to `counts_NLE` what the rows hold; whatever comes in, nothing is read or written out of place."""
+    ascending = bool((bounds[1:] >= bounds[:-1]).all())
+    if not ascending or bounds[0] < 0 or bounds[-1] > len(experts_TLK) or len(valid_T) != len(experts_TLK):
+        raise TraceError(f"row bounds must rise within 0..{len(experts_TLK)}: got {bounds[:3]} ... {bounds[-3:]}")
+    row = _count(experts_TLK, valid_T, bounds, counts_NLE)
+    if row >= 0:
+        raise TraceError(
+            f"row {row} holds an expert id beyond the {counts_NLE.shape[2]} experts of its layer: validate the trace"
+        )
+
+
+@compiled
+@no_type_check
+def _count(experts_TLK: ndarray, valid_T: ndarray, bounds: ndarray, counts_NLE: ndarray) -> int:
+    """Count, and return -1, or the first row with an id out of range."""
     _, L, K = experts_TLK.shape
+    E = counts_NLE.shape[2]
     for n in range(len(bounds) - 1):
         for t in range(bounds[n], bounds[n + 1]):
             if valid_T[t]:
                 for layer in range(L):
                     for k in range(K):
-                        counts_NLE[n, layer, experts_TLK[t, layer, k]] += 1
+                        expert = experts_TLK[t, layer, k]
+                        if expert < 0 or expert >= E:
+                            return t
+                        counts_NLE[n, layer, expert] += 1
+    return -1
 
 
 def count_token_slots_reference(

@@ -10,10 +10,10 @@ from typing import no_type_check
 
 import numpy as np
 from jaxtyping import Float64, Int, Int64, Shaped
-from numba import njit
 from numpy import ndarray
 
 from relibra.errors import ClusterError
+from relibra.routing.compiled import compiled
 from relibra.routing.trace import RoutingTrace
 
 
@@ -106,14 +106,17 @@ def co_activation(trace: RoutingTrace) -> Int64[ndarray, "L E E"]:
     """Count, per layer, how many tokens pick experts e and f together; the diagonal counts tokens per expert.
 
     These are the pairs behind send-once volumes: two experts of one token on one rank cost one transfer.
+
+    raises    TraceError for a trace that is not valid
     """
+    trace.validate()  # the kernel below trusts every id
     pairs_LEE = np.zeros((trace.num_layers, trace.num_experts, trace.num_experts), dtype=np.int64)
     _count_pairs(trace.experts_TLK, trace.valid_T, pairs_LEE)
     return pairs_LEE
 
 
-@njit(cache=True, nogil=True)
-@no_type_check  # the shape checker of the tests must not wrap what numba compiles
+@compiled
+@no_type_check
 def _count_pairs(experts_TLK: ndarray, valid_T: ndarray, pairs_LEE: ndarray) -> None:
     T, L, K = experts_TLK.shape
     for t in range(T):

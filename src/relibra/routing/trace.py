@@ -13,10 +13,10 @@ from typing import Any, no_type_check
 
 import numpy as np
 from jaxtyping import Bool, Int, Shaped, UInt16
-from numba import njit
 from numpy import ndarray
 
 from relibra.errors import TraceError
+from relibra.routing.compiled import compiled
 
 MAX_EXPERTS = 1 << 16
 """Ids are stored as uint8 or uint16."""
@@ -77,6 +77,7 @@ class RoutingTrace:
         *,
         num_experts: int,
         layer_ids: Sequence[int] | None = None,
+        moe_layers: Sequence[int] | None = None,
         valid: Sequence[ndarray] | None = None,
         tokens: Sequence[ndarray] | None = None,
         sample_ids: Sequence[int] | None = None,
@@ -88,37 +89,27 @@ class RoutingTrace:
     ) -> RoutingTrace:
         """Build and validate a trace from one `[n, L, K]` array of expert ids per sample.
 
-        experts   `[n, L, K]` of any integer type; one row per token
-        valid     one mask `[n]` per sample; default: every row valid
-        tokens    token ids `[n]` per sample, kept only as a 16-bit hash per row; default: no hash
-        raises    TraceError when the arrays do not fit together or hold illegal ids
+        experts      `[n, L, K]` of any integer type; one row per token
+        layer_ids    decoder layer of each entry of the layer axis; default: 0, 1, ...
+        moe_layers   keep these layers only: engines report dense layers too, filled with zeros; default: all
+        valid        one mask `[n]` per sample; default: every row valid
+        tokens       token ids `[n]` per sample, kept only as a 16-bit hash per row; default: no hash
+        raises       TraceError when the arrays do not fit together or hold illegal ids
         """
-        if not experts:
-            raise TraceError("a trace needs at least one sample: got none; pass one [rows, layers, choices] array each")
         if not 1 <= num_experts <= MAX_EXPERTS:
             raise TraceError(f"num_experts is {num_experts}: allowed are 1 to {MAX_EXPERTS}")
-        num_layers, top_k = experts[0].shape[1:]
-        for s, array in enumerate(experts):
-            if array.ndim != 3 or array.shape[1:] != (num_layers, top_k):
-                raise TraceError(
-                    f"sample {s} has routes of shape {array.shape}, sample 0 has [rows, {num_layers}, {top_k}]: "
-                    "every sample needs the same layers and choices per token"
-                )
-        rows = np.array([len(array) for array in experts], dtype=np.int64)
-        for name, column in (("valid", valid), ("tokens", tokens)):
-            lengths = None if column is None else [len(array) for array in column]
-            if lengths is not None and lengths != rows.tolist():
-                s = next((i for i, n in enumerate(rows) if i >= len(lengths) or lengths[i] != n), len(rows))
-                raise TraceError(f"'{name}' and 'experts' disagree on the number of rows, first in sample {s}")
+        arrays, layers = _checked_arrays(experts, layer_ids, moe_layers)
+        rows = [len(array) for array in arrays]
+        _check_row_counts(rows, valid=valid, tokens=tokens)
         offsets = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
-        valid_T = np.ones(offsets[-1], dtype=bool) if valid is None else np.concatenate(valid)
-        flat = np.concatenate(experts)
+        valid_T = np.ones(offsets[-1], dtype=bool) if valid is None else np.concatenate(valid) != 0
+        flat = np.concatenate(arrays)
         dtype = expert_dtype(num_experts)
         if flat.dtype != dtype:  # a narrower unsigned type would silently wrap, negative fillers included
-            flat = np.where(valid_T[:, None, None], flat, np.arange(top_k))
-            _refuse_ids_out_of_range(flat, num_experts, offsets, layer_ids)
+            flat = np.where(valid_T[:, None, None], flat, np.arange(flat.shape[2]))
+            _refuse_ids_out_of_range(flat, num_experts, offsets, layers)
         per_sample = {
-            "sample_ids": sample_ids if sample_ids is not None else range(len(experts)),
+            "sample_ids": sample_ids if sample_ids is not None else range(len(arrays)),
             "group_ids": group_ids,
             "prompt_lengths": prompt_lengths,
             "weight_versions": weight_versions,
@@ -127,13 +118,13 @@ class RoutingTrace:
             experts_TLK=flat.astype(dtype, copy=False),
             offsets=offsets,
             valid_T=valid_T,
-            layer_ids=np.asarray(range(num_layers) if layer_ids is None else layer_ids, dtype=np.int32),
+            layer_ids=np.asarray(layers, dtype=np.int32),
             num_experts=num_experts,
             token_hash_T=None if tokens is None else np.concatenate([hash_tokens(array) for array in tokens]),
             group_names=tuple(group_names),
             source=source,
             **{
-                name: np.full(len(experts), _PER_SAMPLE[name]) if column is None else np.asarray(column, dtype=np.int64)
+                name: np.full(len(arrays), _PER_SAMPLE[name]) if column is None else np.asarray(column, dtype=np.int64)
                 for name, column in per_sample.items()
             },
         )
@@ -172,14 +163,16 @@ class RoutingTrace:
     def select(self, samples: Iterable[int] | Int[ndarray, " n"]) -> RoutingTrace:
         """Return the trace of these samples, in this order; a run of neighbours is a view, not a copy.
 
-        samples   positions on the sample axis (not sample ids)
+        samples   positions on the sample axis (not sample ids, not a mask)
         raises    TraceError when a position does not exist
         """
-        index = np.fromiter(samples, dtype=np.int64)
-        if len(index) and (index.min() < 0 or index.max() >= self.num_samples):
-            raise TraceError(
-                f"sample position {index.min()}..{index.max()} asked for: the trace has {self.num_samples}"
-            )
+        given = samples if isinstance(samples, ndarray) else np.array([*samples])
+        if len(given) and given.dtype.kind not in "iu":
+            raise TraceError(f"select takes positions, got {given.dtype}: for a mask pass np.flatnonzero(mask)")
+        index = given.astype(np.int64)
+        outside = index[(index < 0) | (index >= self.num_samples)]
+        if len(outside):
+            raise TraceError(f"sample position {outside[0]} asked for: the trace has 0..{self.num_samples - 1}")
         neighbours = len(index) > 0 and np.array_equal(index, np.arange(index[0], index[0] + len(index)))
         if neighbours:
             rows: slice | ndarray = slice(int(self.offsets[index[0]]), int(self.offsets[index[-1] + 1]))
@@ -220,7 +213,13 @@ class RoutingTrace:
                 self.experts_TLK.dtype == expert_dtype(self.num_experts)
             ),
             f"offsets start at 0, never fall and end at {T} rows": (
-                self.offsets[0] == 0 and self.offsets[-1] == T and bool((np.diff(self.offsets) >= 0).all())
+                len(self.offsets) >= 1
+                and bool((self.offsets[1:] >= self.offsets[:-1]).all())  # np.diff would wrap around
+                and self.offsets[0] == 0
+                and self.offsets[-1] == T
+            ),
+            f"offsets are int64 and valid_T is bool, got {self.offsets.dtype} and {self.valid_T.dtype}": (
+                self.offsets.dtype == np.int64 and self.valid_T.dtype == np.bool_
             ),
             f"valid_T has one entry for each of {T} rows": self.valid_T.shape == (T,),
             f"token_hash_T has one entry for each of {T} rows": self.token_hash_T is None
@@ -236,11 +235,16 @@ class RoutingTrace:
             facts[f"{name} has one entry for each of {self.num_samples} samples"] = getattr(self, name).shape == (
                 self.num_samples,
             )
-        inside = (self.prompt_lengths >= 0) & (self.prompt_lengths <= self.rows_per_sample[: len(self.prompt_lengths)])
-        facts["prompt lengths lie between 0 and the rows of their sample"] = bool(inside.all())
         for fact, holds in facts.items():
             if not holds:
                 raise TraceError(f"malformed trace (source {self.source!r}): it does not hold that {fact}")
+        inside_S = (self.prompt_lengths >= 0) & (self.prompt_lengths <= self.rows_per_sample)
+        if not inside_S.all():
+            sample = int(np.flatnonzero(~inside_S)[0])
+            raise TraceError(
+                f"sample {self.sample_ids[sample]} has a prompt of {self.prompt_lengths[sample]} rows: allowed are "
+                f"0 to {self.rows_per_sample[sample]}, the rows it has"
+            )
 
 
 def concatenate(traces: Sequence[RoutingTrace]) -> RoutingTrace:
@@ -277,8 +281,9 @@ def concatenate(traces: Sequence[RoutingTrace]) -> RoutingTrace:
 def hash_tokens(tokens_n: Shaped[ndarray, " n"]) -> UInt16[ndarray, " n"]:
     """Hash each token id together with its position to 16 bits (Fibonacci hashing).
 
-    Two neighbouring rows that trade places differ with probability 1 - 2^-16 each, so a shifted sample is noticed,
-    while a trace gives no text away by itself.
+    Two neighbouring rows that trade places differ with probability 1 - 2^-16 each, so a shifted sample is noticed.
+    The hash is a check, not a secret: with a vocabulary at hand it can be turned back into the text, so a trace with
+    hashes deserves the same care as the text itself.
 
     >>> hash_tokens(np.array([7, 7])).tolist()
     [6464, 46968]
@@ -291,8 +296,8 @@ def hash_tokens(tokens_n: Shaped[ndarray, " n"]) -> UInt16[ndarray, " n"]:
 _OUT_OF_RANGE, _TWICE = 1, 2
 
 
-@njit(cache=True, nogil=True)
-@no_type_check  # the shape checker of the tests must not wrap what numba compiles
+@compiled
+@no_type_check
 def first_illegal_row(experts_TLK: ndarray, valid_T: ndarray, num_experts: int) -> tuple[int, int, int]:
     """Return (row, layer, fault) of the first valid row with an id out of range or twice; fault 0: there is none."""
     T, L, K = experts_TLK.shape
@@ -322,8 +327,37 @@ def first_illegal_row_reference(experts_TLK: ndarray, valid_T: ndarray, num_expe
     return 0, 0, 0
 
 
+def _checked_arrays(
+    experts: Sequence[ndarray], layer_ids: Sequence[int] | None, moe_layers: Sequence[int] | None
+) -> tuple[list[ndarray], list[int]]:
+    """Return the routes of the layers to keep, and those layers."""
+    if not experts:
+        raise TraceError("a trace needs at least one sample: got none; pass one [rows, layers, choices] array each")
+    for s, array in enumerate(experts):
+        if array.ndim != 3 or array.shape[1:] != experts[0].shape[1:] or array.dtype.kind not in "iu":
+            raise TraceError(
+                f"sample {s} has routes of type {array.dtype} and shape {array.shape}: expected integers "
+                f"[rows, layers, choices], layers and choices as in sample 0, {experts[0].shape}"
+            )
+    layers = list(range(experts[0].shape[1]) if layer_ids is None else layer_ids)
+    if moe_layers is None:
+        return list(experts), layers
+    if len(layers) != experts[0].shape[1] or not set(moe_layers) <= set(layers):
+        raise TraceError(f"moe_layers {list(moe_layers)} are not all among the layers of the routes, {layers}")
+    kept = [layers.index(layer) for layer in moe_layers]
+    return [array[:, kept] for array in experts], list(moe_layers)
+
+
+def _check_row_counts(rows: Sequence[int], **columns: Sequence[ndarray] | None) -> None:
+    for name, column in columns.items():
+        lengths = None if column is None else [len(array) for array in column]
+        if lengths is not None and lengths != rows:
+            s = next((i for i, n in enumerate(rows) if i >= len(lengths) or lengths[i] != n), len(rows))
+            raise TraceError(f"'{name}' and 'experts' disagree on the number of rows, first in sample {s}")
+
+
 def _refuse_ids_out_of_range(
-    experts_TLK: ndarray, num_experts: int, offsets: ndarray, layer_ids: Sequence[int] | None
+    experts_TLK: ndarray, num_experts: int, offsets: ndarray, layer_ids: Sequence[int]
 ) -> None:
     bad = (experts_TLK < 0) | (experts_TLK >= num_experts)
     if not bad.any():
@@ -331,7 +365,7 @@ def _refuse_ids_out_of_range(
     row, layer, k = np.argwhere(bad)[0].tolist()
     sample = int(np.searchsorted(offsets, row, side="right")) - 1
     raise TraceError(
-        f"sample {sample}, row {row - offsets[sample]}, layer {layer if layer_ids is None else layer_ids[layer]}: "
+        f"sample {sample}, row {row - offsets[sample]}, layer {layer_ids[layer]}: "
         f"expert id {experts_TLK[row, layer, k]} leaves the allowed range 0..{num_experts - 1}; "
         "mark rows that were not recorded as invalid"
     )

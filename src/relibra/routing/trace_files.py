@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -31,6 +32,8 @@ SHARD_ROWS = 1 << 18
 MAX_INDEX_BYTES = 64 << 20
 
 _Count = Annotated[int, Field(ge=0)]
+_LayerId = Annotated[int, Field(ge=0, lt=1 << 31)]
+_SHARD_PREFIX = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class ShardEntry(BaseModel):
@@ -54,10 +57,17 @@ class TraceIndex(BaseModel):
     version: int = FORMAT_VERSION
     num_experts: int = Field(ge=1, le=MAX_EXPERTS)
     top_k: int = Field(ge=1)
-    layer_ids: list[_Count] = Field(min_length=1)
+    layer_ids: list[_LayerId] = Field(min_length=1)
     group_names: list[str] = []
     source: str = "unknown"
-    shards: list[ShardEntry]
+    shards: list[ShardEntry] = Field(min_length=1)
+
+    @field_validator("shards")
+    @classmethod
+    def _each_shard_once(cls, shards: list[ShardEntry]) -> list[ShardEntry]:
+        if len({shard.file for shard in shards}) < len(shards):
+            raise ValueError("a shard is named twice")
+        return shards
 
     @property
     def rows(self) -> int:
@@ -90,11 +100,19 @@ class TraceWriter:
         self.shard_prefix = shard_prefix
         self.shards: list[ShardEntry] = []
         self._first: RoutingTrace | None = None
+        if not _SHARD_PREFIX.fullmatch(shard_prefix):
+            raise TraceError(f"shard_prefix {shard_prefix!r} may hold letters, digits, '.', '_' and '-' only")
+        self._refuse_finished()
+
+    def _refuse_finished(self) -> None:
         if (self.folder / INDEX).exists():
             raise TraceError(f"{self.folder} holds a trace already: choose another folder or delete it")
 
     def append(self, trace: RoutingTrace) -> None:
-        """Validate samples and write them as one or more shards."""
+        """Validate samples and write them as one or more shards.
+
+        raises    TraceError when they are not valid, or not of the same model as those before
+        """
         trace.validate()
         if self._first is None:
             self._first = trace.select([])
@@ -108,7 +126,7 @@ class TraceWriter:
 
         raises    TraceError when nothing has been
         """
-        if self._first is None:
+        if self._first is None or not self.shards:
             raise TraceError(f"no samples were written to {self.folder}: a trace needs at least one")
         return index_of(self._first, self.shards)
 
@@ -121,6 +139,7 @@ class TraceWriter:
     ) -> None:
         """Finish the trace, unless the block failed: then the folder stays without an index, unreadable by design."""
         if kind is None:
+            self._refuse_finished()  # another writer may have been faster
             write_index(self.folder, self.index())
 
 
@@ -165,8 +184,10 @@ def read_index(folder: Path | str) -> TraceIndex:
         raise TraceError(f"{path} has {path.stat().st_size} bytes: an index has at most {MAX_INDEX_BYTES}")
     try:
         body = json.loads(path.read_bytes())
-    except ValueError as error:  # bad UTF-8, bad JSON
+    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, JSON nested without end
         raise TraceError(f"{path} is damaged: {error}") from error
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror}") from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise TraceError(f"{path} is not the index of a routing trace: 'format' must be {FORMAT!r}")
     if body.get("version") != FORMAT_VERSION:
@@ -184,18 +205,19 @@ def read_index(folder: Path | str) -> TraceIndex:
         raise TraceError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
-def iterate_trace(folder: Path | str, *, max_rows: int = SHARD_ROWS, verify: bool = True) -> Iterator[RoutingTrace]:
+def iterate_trace(folder: Path | str, *, max_rows: int = SHARD_ROWS) -> Iterator[RoutingTrace]:
     """Yield a trace in pieces of whole samples, in order, holding one piece at a time.
 
+    Each shard's SHA-256 is checked before its first piece, and every row of every piece.
+
     max_rows   upper bound of rows per piece; a single longer sample comes as a piece of its own
-    verify     check each shard's SHA-256 before its first piece, and every row of every piece
     raises     TraceError on any damage: missing, truncated or changed shards, illegal ids
     """
     folder = Path(folder)
     index = read_index(folder)
     for entry in index.shards:
-        _check_shard(folder / entry.file, entry, verify)
-        yield from _iterate_shard(folder / entry.file, entry, index, max_rows, verify)
+        _check_shard(folder / entry.file, entry)
+        yield from _iterate_shard(folder / entry.file, entry, index, max_rows)
 
 
 def read_trace(folder: Path | str) -> RoutingTrace:
@@ -204,8 +226,6 @@ def read_trace(folder: Path | str) -> RoutingTrace:
     raises    TraceError on any damage
     """
     pieces = list(iterate_trace(folder, max_rows=1 << 62))
-    if not pieces:
-        raise TraceError(f"{folder} holds a trace without samples")
     return pieces[0] if len(pieces) == 1 else concatenate(pieces)
 
 
@@ -243,19 +263,17 @@ def _write_shard(folder: Path, name: str, trace: RoutingTrace) -> ShardEntry:
     return ShardEntry(file=path.name, samples=trace.num_samples, rows=trace.num_rows, size=size, sha256=sha256)
 
 
-def _check_shard(path: Path, entry: ShardEntry, verify: bool) -> None:
+def _check_shard(path: Path, entry: ShardEntry) -> None:
     if not path.is_file():
         raise TraceError(f"shard {path} is missing: the index names it; copy the whole folder, or record again")
     size = path.stat().st_size
     if size != entry.size:
         raise TraceError(f"shard {path} has {size} bytes, the index says {entry.size}: it was cut or overwritten")
-    if verify and _sha256(path) != entry.sha256:
+    if _sha256(path) != entry.sha256:
         raise TraceError(f"shard {path} does not match its SHA-256 in the index: bytes changed; record the trace again")
 
 
-def _iterate_shard(
-    path: Path, entry: ShardEntry, index: TraceIndex, max_rows: int, verify: bool
-) -> Iterator[RoutingTrace]:
+def _iterate_shard(path: Path, entry: ShardEntry, index: TraceIndex, max_rows: int) -> Iterator[RoutingTrace]:
     S, T, L, K = entry.samples, entry.rows, len(index.layer_ids), index.top_k
     expected: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
         "routed_experts": ((T, L, K), expert_dtype(index.num_experts)),
@@ -269,7 +287,7 @@ def _iterate_shard(
                 expected["token_hash"] = ((T,), np.uint16)
             _check_layout(path, file, expected)
             offsets = file.get_tensor("offsets")
-            if offsets[0] != 0 or offsets[-1] != T or (np.diff(offsets) < 0).any():
+            if offsets[0] != 0 or offsets[-1] != T or (offsets[1:] < offsets[:-1]).any():
                 raise TraceError(f"shard {path}: sample offsets must rise from 0 to {T} rows")
             columns = {column: file.get_tensor(column) for column in _COLUMNS}
             for start, stop in _sample_runs(offsets, max_rows):
@@ -285,8 +303,7 @@ def _iterate_shard(
                     source=index.source,
                     **{name: column[start:stop] for name, column in columns.items()},
                 )
-                if verify:
-                    piece.validate()
+                piece.validate()
                 yield piece
     except (SafetensorError, OSError) as error:
         raise TraceError(f"shard {path} cannot be read as safetensors: {error}") from error
@@ -318,8 +335,11 @@ def _check_layout(path: Path, file: Any, expected: dict[str, tuple[tuple[int, ..
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _digest(body: dict[str, Any]) -> str:

@@ -8,6 +8,8 @@ Two layouts are understood, told apart by their arrays:
 
 from __future__ import annotations
 
+import math
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -20,6 +22,21 @@ from relibra.errors import TraceError
 from relibra.routing.trace import RoutingTrace, expert_dtype
 
 MAX_ARRAY_BYTES = 32 << 30
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    tokenize.TokenError,
+    SyntaxError,
+    OSError,
+    EOFError,
+    RuntimeError,  # encrypted; NotImplementedError: unknown compression
+    ValueError,
+    TypeError,
+    KeyError,
+    OverflowError,
+    MemoryError,
+)
+"""What zipfile and numpy raise at damaged archives, as found by damaging them."""
 
 
 def read_token_choices(path: Path | str, num_experts: int | None = None) -> RoutingTrace:
@@ -36,6 +53,8 @@ def read_token_choices(path: Path | str, num_experts: int | None = None) -> Rout
     else:
         names = [name.removesuffix("_ids") for name in arrays if name.endswith("_ids")]
         sets = {name: (f"{name}_ids", f"{name}_seqlen") for name in names}
+    if "layers" in arrays:
+        _checked_vector(path, "layers", arrays["layers"], high=1 << 31)
     missing = [name for pair in sets.values() for name in pair if name not in arrays]
     if not sets or missing:
         raise TraceError(
@@ -75,16 +94,33 @@ def read_token_choices(path: Path | str, num_experts: int | None = None) -> Rout
 
 
 def _load(path: Path) -> dict[str, ndarray]:
-    """Load every array, sizes checked first: a small archive may unpack to more than memory holds."""
+    """Load every array, sizes checked first: a small archive may unpack, or claim to, to more than memory holds."""
     try:
         with zipfile.ZipFile(path) as archive:
             size = sum(member.file_size for member in archive.infolist())
             if size > MAX_ARRAY_BYTES:
                 raise TraceError(f"{path} would unpack to {size} bytes: at most {MAX_ARRAY_BYTES} are read at once")
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
-    except (zipfile.BadZipFile, zlib.error, ValueError, OSError, EOFError, KeyError) as error:
+            return {
+                member.filename.removesuffix(".npy"): _load_member(path, archive, member)
+                for member in archive.infolist()
+            }
+    except TraceError:
+        raise
+    except _DAMAGE as error:
         raise TraceError(f"{path} cannot be read as an .npz archive: {error}") from error
+
+
+def _load_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> ndarray:
+    """Read one array, after comparing the size that its own header claims with the bytes that are there."""
+    with archive.open(member) as file:
+        major, _ = np.lib.format.read_magic(file)
+        read_header = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read_header(file)
+        claimed = math.prod(shape) * dtype.itemsize
+        if dtype.hasobject or claimed > member.file_size:
+            raise TraceError(f"{path}: {member.filename} cannot be read: it claims {claimed} bytes of {dtype}")
+    with archive.open(member) as file:
+        return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def _checked_ids(path: Path, name: str, array: ndarray) -> ndarray:
@@ -96,8 +132,17 @@ def _checked_ids(path: Path, name: str, array: ndarray) -> ndarray:
 
 
 def _checked_lengths(path: Path, name: str, array: ndarray, rows: int) -> ndarray:
-    if array.ndim != 1 or array.dtype.kind not in "iu" or (array < 0).any() or array.sum(dtype=np.int64) != rows:
+    lengths = _checked_vector(path, name, array, high=rows + 1)  # bounded one by one: a sum alone could wrap around
+    if lengths.sum() != rows:
         raise TraceError(f"{path}: {name} must hold the lengths of samples that sum to {rows} rows")
+    return lengths
+
+
+def _checked_vector(path: Path, name: str, array: ndarray, *, high: int) -> ndarray:
+    """Return a vector of whole numbers in 0..high-1 as int64."""
+    whole = array.ndim == 1 and array.dtype.kind in "iu"
+    if not whole or (len(array) and not (array.min() >= 0 and array.max() < high)):
+        raise TraceError(f"{path}: {name} is {array.dtype} {array.shape}: expected whole numbers in 0..{high - 1}")
     return array.astype(np.int64)
 
 
@@ -108,9 +153,10 @@ def _groups(
         return np.repeat(np.arange(len(sets)), [len(lengths) for lengths in rows]), tuple(sets)
     if "dataset" not in arrays or "dataset_names" not in arrays:
         return np.full(len(rows[0]), -1), ()
-    dataset_S, names = arrays["dataset"], tuple(str(name) for name in arrays["dataset_names"])
-    if dataset_S.shape != rows[0].shape or not 0 <= dataset_S.min() <= dataset_S.max() < len(names):
+    names = tuple(str(name) for name in np.atleast_1d(arrays["dataset_names"]))
+    dataset_S = _checked_vector(path, "dataset", arrays["dataset"], high=len(names))
+    if dataset_S.shape != rows[0].shape:
         raise TraceError(
             f"{path}: 'dataset' must name one of {len(names)} data sets for each of {len(rows[0])} samples"
         )
-    return dataset_S.astype(np.int64), names
+    return dataset_S, names
