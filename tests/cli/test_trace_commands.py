@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -81,12 +82,93 @@ def test_stats_of_balanced_routes_are_even(run, tmp_path):
     write_trace(balanced_trace(TraceShape(rows_per_sample=[64], num_layers=1, num_experts=8, top_k=2)), tmp_path / "t")
     arguments = ("trace", "stats", tmp_path / "t", "--ranks", "2", "--micro-batch-tokens", "8", "--json")
     [row] = json.loads(run(*arguments)[1])["layouts"]
-    assert (row["skew_mean"], row["skew_max"], row["balancedness"]) == (1.0, 1.0, 1.0)
+    assert (row["skew_mean"], row["skew_max"], row["skew_weighted"], row["idle_share"]) == (1.0, 1.0, 1.0, 0.0)
+
+
+def _write_even(folder, num_experts, **changes):
+    shape = TraceShape(rows_per_sample=[64], num_layers=1, num_experts=num_experts, top_k=1)
+    write_trace(replace(balanced_trace(shape), **changes), folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "shown", "said"),
+    [
+        (32, [8, 16, 32], ""),
+        (16, [8, 16], "not possible with 16 experts: 32 ranks; choose with --ranks"),
+        (8, [8], "not possible with 8 experts: 16, 32 ranks; choose with --ranks"),
+        (4, [2, 4], "not possible with 4 experts: 8, 16, 32 ranks; shown instead: 2, 4; choose with --ranks"),
+        (7, [7], "not possible with 7 experts: 8, 16, 32 ranks; shown instead: 7; choose with --ranks"),
+    ],
+)
+def test_default_ranks_fit_every_model(run, tmp_path, num_experts, shown, said):
+    trace = _write_even(tmp_path / "t", num_experts)
+    code, out, err = run("trace", "stats", trace, "--json")
+    assert code == 0
+    assert [row["ranks"] for row in json.loads(out)["layouts"]] == shown
+    assert err.strip() == said
+
+
+def test_stats_of_a_trace_without_a_token_are_refused(run, tmp_path):
+    trace = _write_even(tmp_path / "t", 8, valid_T=np.zeros(64, dtype=bool))
+    for command in (("trace", "stats"), ("report",)):
+        code, out, err = run(*command, trace)
+        assert (code, out) == (1, "")
+        assert err.splitlines()[-1].startswith("error: no token was routed")
+
+
+def test_validate_tells_machines_too_that_a_trace_is_bad(run, skewed, tmp_path):
+    shard = min(skewed.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    for path, words in ((skewed, "shard "), (tmp_path / "nowhere", "does not exist")):
+        code, out, _ = run("trace", "validate", path, "--json")
+        answer = json.loads(out)
+        assert (code, answer["valid"]) == (1, False)
+        assert words in answer["error"]
+
+
+@pytest.mark.parametrize("verb", ["inspect", "validate", "stats"])
+def test_another_number_of_experts_than_recorded_is_refused(run, skewed, verb):
+    assert run("trace", verb, skewed, "--num-experts", "32")[0] == 0
+    code, _, err = run("trace", verb, skewed, "--num-experts", "64")
+    assert code == 1
+    assert "was recorded with 32 experts: leave out --num-experts 64" in err
+
+
+@pytest.mark.parametrize("verb", ["validate", "stats"])
+def test_ctrl_c_is_said_and_has_a_code_of_its_own(run, skewed, monkeypatch, verb):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("relibra.routing.readers.iterate_routes", stopped)
+    code, out, err = run("trace", verb, skewed)
+    assert (code, out) == (130, "")
+    assert err.splitlines()[-1] == "stopped"
+
+
+@pytest.mark.parametrize("arguments", [["trace", "inspect", "x" * 300], ["report", "x" * 300]])
+def test_what_the_file_system_refuses_gets_a_sentence(run, arguments):
+    code, out, err = run(*arguments)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: xxx")
+    assert err.endswith("File name too long\n")
+
+
+def test_control_characters_in_names_are_shown_and_not_obeyed(run, tmp_path):
+    trace = _write_even(tmp_path / "t", 8, source="a\x1b[2J\ud800", group_names=("b\x1b[31m",))
+    code, out, _ = run("trace", "inspect", trace)
+    assert code == 0
+    assert "\x1b" not in out
+    assert "a\\x1b[2J\\ud800" in out
+    assert "b\\x1b[31m" in out
+    _, _, err = run("trace", "stats", trace, "--group", "c")
+    assert "\x1b" not in err
+    _, _, err = run("trace", "validate", tmp_path / "[/bold]\x1b[31m")
+    assert "\x1b" not in err
+    assert "does not exist" in err
 
 
 def test_stats_of_a_group(run, tmp_path):
-    from dataclasses import replace
-
     shape = TraceShape(rows_per_sample=[10] * 20, num_layers=1, num_experts=8, top_k=2)
     trace = replace(domain_trace(shape, np.random.default_rng(0), num_domains=2), group_names=("law", "chat"))
     write_trace(trace, tmp_path / "t", shard_rows=30)
@@ -106,7 +188,11 @@ def test_stats_of_a_group(run, tmp_path):
         (["trace", "stats", "TRACE", "--ranks", "5"], 1, "32 experts cannot be shared evenly by 5 ranks"),
         (["trace", "stats", "TRACE", "--ranks", "a"], 2, "not a list of numbers of ranks"),
         (["trace", "stats", "TRACE", "--ranks", "0"], 2, "not a list of numbers of ranks"),
-        (["trace", "stats", "TRACE", "--micro-batch-tokens", "0"], 2, "greater than or equal to 1"),
+        (["trace", "stats", "TRACE", "--ranks", "²"], 2, "not a list of numbers of ranks"),
+        (["trace", "stats", "TRACE", "--ranks", "9" * 5000], 2, "not a list of numbers of ranks"),
+        (["trace", "stats", "TRACE", "--ranks", "8,"], 2, "not a list of numbers of ranks"),
+        (["trace", "stats", "TRACE", "--micro-batch-tokens", "0"], 2, "--micro-batch-tokens"),
+        (["trace", "stats", "TRACE", "--micro-batch-tokens", "9" * 30], 2, "--micro-batch-tokens"),
         (["trace", "stats", "nowhere"], 1, "nowhere does not exist"),
         (["trace", "validate", "."], 1, "not a finished trace"),
         (["report", "nowhere"], 1, "nowhere does not exist"),

@@ -78,13 +78,15 @@ def test_padded_puts_every_row_on_its_token(batch):
 
 
 @settings(deadline=None, max_examples=60)
-@given(batches(), st.integers(0, 3))
-def test_packed_puts_samples_one_after_another(batch, padding):
+@given(batches(), st.integers(0, 3), st.booleans())
+def test_packed_puts_samples_one_after_another(batch, padding, with_lengths):
     trace, tokens, *_ = batch
-    tokens = [t[:n] for t, n in zip(tokens, trace.rows_per_sample, strict=True)]  # a pack has one row per token
+    if not with_lengths:  # then a pack has one row per token
+        tokens = [t[:n] for t, n in zip(tokens, trace.rows_per_sample, strict=True)]
     batch_rows = [(s, t) for s, sample in enumerate(tokens) for t in range(len(sample))] + [None] * padding
     ids_1T = torch.from_numpy(np.concatenate([*tokens, np.zeros(padding, dtype=np.int64)])).unsqueeze(0)
-    routes = BatchRoutes.packed(trace, rows=len(batch_rows), input_ids_T=ids_1T)
+    lengths = [len(t) for t in tokens] if with_lengths else None
+    routes = BatchRoutes.packed(trace, rows=len(batch_rows), input_ids_T=ids_1T, lengths=lengths)
     check(routes, trace, batch_rows, expected_rows(trace, tokens))
 
 
@@ -98,17 +100,40 @@ def wire_form(lengths, tokens=None):
     )
 
 
-def test_packed_accepts_rows_without_last_tokens_when_hashes_settle_it():
-    lengths = [3, 5]
-    tokens = [np.arange(3), np.arange(20, 25)]
-    trace = wire_form(lengths, tokens)
-    routes = BatchRoutes.packed(trace, input_ids_T=torch.from_numpy(np.concatenate(tokens)))
-    check(routes, trace, [(s, t) for s, n in enumerate(lengths) for t in range(n)], expected_rows(trace, tokens))
-    padded_ids = torch.from_numpy(np.concatenate([tokens[0][:-1], tokens[1][:-1], [0, 0]]))
-    as_padding = BatchRoutes.packed(trace, input_ids_T=padded_ids)
-    assert as_padding.valid_T.tolist() == [True] * 6 + [False] * 2
-    with pytest.raises(TraceError, match="either one row of padding"):
-        BatchRoutes.packed(wire_form(lengths), rows=8)
+@pytest.mark.parametrize("hashed", [True, False])
+@pytest.mark.parametrize("padding", [0, 1, 2, 5])
+def test_a_pack_whose_trace_leaves_out_last_tokens_needs_lengths(padding, hashed):
+    lengths = [3, 5, 1]
+    tokens = [np.arange(3), np.arange(20, 25), np.array([40])]
+    trace = wire_form(lengths, tokens if hashed else None)
+    ids_T = torch.from_numpy(np.concatenate([*tokens, np.zeros(padding, dtype=np.int64)]))
+    routes = BatchRoutes.packed(trace, input_ids_T=ids_T, lengths=lengths)
+    batch_rows = [(s, t) for s, n in enumerate(lengths) for t in range(n)] + [None] * padding
+    check(routes, trace, batch_rows, expected_rows(trace, tokens))
+    with pytest.raises(TraceError, match=r"tokens of each sample as `lengths`|other `lengths`: pass them"):
+        BatchRoutes.packed(trace, input_ids_T=ids_T)
+
+
+def test_padding_that_cannot_be_last_tokens_needs_no_lengths():
+    full, _ = two_samples()  # its last rows are there, marked invalid
+    assert BatchRoutes.packed(full, rows=15).coverage == 1.0
+    assert BatchRoutes.packed(wire_form([3, 5]), rows=7).valid_T.tolist() == [True] * 6 + [False]
+
+
+def test_lengths_that_do_not_fit_the_trace_are_refused():
+    trace, _ = two_samples()
+    with pytest.raises(TraceError, match="'lengths' has 1 samples, the trace 2"):
+        BatchRoutes.packed(trace, lengths=[10])
+    with pytest.raises(TraceError, match="sample 1: the trace has 4 rows, the batch 6 tokens"):
+        BatchRoutes.packed(trace, lengths=[6, 6])
+
+
+@pytest.mark.parametrize(("num_experts", "dtype"), [(256, torch.uint8), (40_000, torch.int32)])
+def test_ids_stay_narrow(num_experts, dtype):
+    experts = np.array([[[num_experts - 1, 0]], [[5, 3]]])
+    routes = BatchRoutes.packed(RoutingTrace.from_samples([experts], num_experts=num_experts), rows=3)
+    assert routes.experts_TLK.dtype == dtype
+    assert routes.experts_TLK.tolist() == [*experts.tolist(), [[0, 1]]]
 
 
 def two_samples(lengths=(6, 4)):

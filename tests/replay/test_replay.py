@@ -1,15 +1,17 @@
 import copy
+import math
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
 
 from relibra.errors import EngineError, TraceError
-from relibra.replay import BatchRoutes, find_routers, record_routing, replay_routing
+from relibra.replay import BatchRoutes, RouterSite, find_routers, record_routing, replay_routing
 from relibra.routing.trace import RoutingTrace
 
 from .test_record import watch_experts
-from .tiny_models import CONFIGS, random_tokens, random_trace, tiny_model
+from .tiny_models import CONFIGS, random_experts, random_tokens, random_trace, tiny_model
 
 FAMILIES = list(CONFIGS)
 
@@ -74,7 +76,7 @@ def test_foreign_routes_are_executed_and_train_the_router_rows_of_the_experts_us
         policy_loss(model, ids_BN).backward()
     for column, site in enumerate(find_routers(model)):
         [executed_TK] = calls[site.layer_id]
-        assert torch.equal(executed_TK[routes.valid_T], routes.experts_TLK[routes.valid_T, column])
+        assert torch.equal(executed_TK[routes.valid_T], routes.experts_TLK[routes.valid_T, column].long())
         assert not routes.valid_T[6]
         assert not routes.valid_T[13]
         used = executed_TK[routes.valid_T].unique()
@@ -98,7 +100,7 @@ def test_disagreement_is_the_share_of_rows_and_layers_with_another_set():
         experts[row, 0, 0] = next(e for e in range(8) if e not in experts[row, 0])
     trace = RoutingTrace.from_samples([experts], num_experts=8, valid=[np.arange(9) < 8])
     with replay_routing(model, BatchRoutes.packed(trace)) as replay:
-        assert replay.disagreement == 0.0
+        assert math.isnan(replay.disagreement)
         model(ids_BN, use_cache=False)
     assert replay.disagreement == 2 / 8
 
@@ -222,6 +224,47 @@ def test_recomputation_outside_of_a_replay_is_refused(use_reentrant):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
+def test_several_passes_in_flight_are_not_confused(use_reentrant):
+    model = tiny_model().train()
+    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    (routes, _), (other, _) = other_routes(model, seed=1), other_routes(model, seed=2)
+    ids_BN = random_tokens(2, 7)
+
+    def two_losses():
+        losses = []
+        for each in (routes, other):
+            with replay_routing(model, each):
+                losses.append(policy_loss(model, ids_BN))
+        return losses
+
+    for loss in (two_losses()[0], sum(two_losses())):
+        with pytest.raises(EngineError, match="active replay is over other routes"), replay_routing(model, other):
+            loss.backward()
+    native = policy_loss(model, ids_BN)
+    with pytest.raises(EngineError, match="did not replay the routes of this context"), replay_routing(model, routes):
+        native.backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_replay_without_its_backward_pass_leaves_native_training_alone(use_reentrant):
+    model = tiny_model().train()
+    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    routes, _ = other_routes(model)
+    ids_BN = random_tokens(2, 7)
+    policy_loss(model, ids_BN).backward()
+    wanted = gradients(model)
+    with pytest.raises(ZeroDivisionError), replay_routing(model, routes):
+        1 / policy_loss(model, ids_BN).detach().mul(0).int().item()
+    with replay_routing(model, routes):
+        kept = policy_loss(model, ids_BN)
+    model.zero_grad()
+    policy_loss(model, ids_BN).backward()
+    assert all(torch.equal(grad, wanted[name]) for name, grad in gradients(model).items())
+    with pytest.raises(EngineError, match="no replay is active"):
+        kept.backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
 def test_native_training_after_a_replay_without_gradients_is_left_alone(use_reentrant):
     model = tiny_model().train()
     model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
@@ -256,14 +299,46 @@ def test_routes_are_consumed_once():
         backward_twice(policy_loss(model, ids_BN))
 
 
-def test_a_context_in_which_no_router_ever_ran_is_an_error():
+@pytest.mark.parametrize("replayed_before", [True, False])
+def test_a_context_in_which_no_router_ran_is_an_error(replayed_before):
     model = tiny_model()
     routes, _ = other_routes(model)
-    with (
-        pytest.raises(TraceError, match="0 forward passes and 0 recomputations, now and ever"),
-        replay_routing(model, routes),
-    ):
-        policy_loss(tiny_model(), random_tokens(2, 7))
+    ids_BN = random_tokens(2, 7)
+    if replayed_before:
+        with replay_routing(model, routes):
+            policy_loss(model, ids_BN)
+    with pytest.raises(TraceError, match="0 forward passes and 0 recomputations"), replay_routing(model, routes):
+        policy_loss(copy.deepcopy(model) if replayed_before else tiny_model(), ids_BN).backward()
+    with pytest.raises(TraceError, match="0 forward passes and 0 recomputations"), replay_routing(model, routes):
+        pass
+
+
+@pytest.mark.skipif(not torch._dynamo.is_dynamo_supported(), reason="torch.compile does not work here")
+@pytest.mark.filterwarnings("ignore")  # torch warns about its own parts
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("first", ["native", "replay"])
+def test_a_compiled_model_is_replayed_or_refused(backend, first, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # torch cannot trace the shape checker
+    torch._dynamo.reset()
+    model = tiny_model(num_hidden_layers=2)
+    ids_BN = random_tokens(2, 7)
+    batches = [other_routes(model, seed=seed)[0] for seed in (1, 2)]
+    native, wanted = model(ids_BN, use_cache=False).logits, []
+    for routes in batches:
+        with replay_routing(model, routes):
+            wanted.append(model(ids_BN, use_cache=False).logits)
+    compiled = torch.compile(model, backend=backend)
+    if first == "native":
+        compiled(ids_BN, use_cache=False)
+    for routes, logits in zip(batches, wanted, strict=True):
+        if first == "native":  # it keeps the code that was traced without hooks
+            with pytest.raises(TraceError, match="nothing was replayed"), replay_routing(model, routes):
+                compiled(ids_BN, use_cache=False)
+        else:
+            with replay_routing(model, routes) as replay:
+                torch.testing.assert_close(compiled(ids_BN, use_cache=False).logits, logits)
+            assert replay.disagreement > 0.5
+    torch.testing.assert_close(compiled(ids_BN, use_cache=False).logits, native)
 
 
 def test_nothing_is_left_of_a_replay():
@@ -307,7 +382,7 @@ def test_a_replay_inside_a_replay_is_refused_and_the_outer_one_goes_on():
         assert torch.equal(model(ids_BN, use_cache=False).logits, outer)
 
 
-def test_a_deep_copy_made_under_guard_can_be_replayed():
+def test_a_deep_copy_made_before_the_backward_pass_can_be_replayed():
     model = tiny_model().train()
     model.activation_checkpointing_enable({"use_reentrant": False})
     routes, _ = other_routes(model)
@@ -334,16 +409,61 @@ def test_a_sample_with_lost_rows_runs_native_as_a_whole():
     assert not torch.allclose(replayed[1], native[1], atol=1e-3)
 
 
-def test_routes_of_all_decoder_layers_are_narrowed_to_the_moe_layers():
+def test_routes_of_all_decoder_layers_are_narrowed_on_import():
     model = tiny_model("glm4_moe")
-    ids_BN = random_tokens(2, 7)
-    trace = random_trace([7, 7], layer_ids=[0, 1, 2], top_k=3)
+    experts = random_experts(7, 3, 8, 3)
+    whole = BatchRoutes.packed(RoutingTrace.from_samples([experts], num_experts=8))
+    with (
+        pytest.raises(
+            TraceError, match=r"extra \[0\]; drop the dense layers .*layer_ids=range\(N\), moe_layers=\[1, 2\]"
+        ),
+        replay_routing(model, whole),
+    ):
+        pass
+    experts[:, 0] = 0  # what engines report for a dense layer
+    trace = RoutingTrace.from_samples([experts], num_experts=8, layer_ids=range(3), moe_layers=[1, 2])
     calls, _ = watch_experts(model)
     with replay_routing(model, BatchRoutes.packed(trace)):
-        model(ids_BN.view(1, -1), use_cache=False)
+        model(random_tokens(1, 7), use_cache=False)
     for layer in (1, 2):
-        valid = trace.valid_T
-        assert calls[layer][0][torch.from_numpy(valid.copy())].tolist() == trace.experts_TLK[valid, layer].tolist()
+        assert calls[layer][0].tolist() == experts[:, layer].tolist()
+
+
+def test_routes_of_other_weights_are_noticed():
+    model = tiny_model()
+    experts = [random_experts(7, 3, 8, 2, seed) for seed in (0, 1)]
+    trace = RoutingTrace.from_samples(experts, num_experts=8, sample_ids=[10, 11], weight_versions=[4, 3])
+    routes = BatchRoutes.packed(trace)
+    assert routes.weight_versions == (4, 3)
+    with (
+        pytest.raises(TraceError, match=r"sample 11: .* under weight version 3, the model has 4: record it again"),
+        replay_routing(model, routes, weight_version=4),
+    ):
+        pass
+    with replay_routing(model, BatchRoutes.packed(trace.select([0])), weight_version=4):
+        model(random_tokens(1, 7))
+    with replay_routing(model, routes):
+        model(random_tokens(2, 7))
+
+
+def test_the_gate_rule_is_checked_again_when_it_or_the_type_changes(monkeypatch):
+    model = tiny_model()
+    routes, _ = other_routes(model)
+    checks = []
+    monkeypatch.setattr(RouterSite, "check_rule", lambda site, _: checks.append(site.layer_id))
+
+    def checked():
+        checks.clear()
+        with replay_routing(model, routes):
+            model(random_tokens(2, 7), use_cache=False)
+        return list(checks)
+
+    assert checked() == [0, 1, 2]
+    assert checked() == []
+    model.model.layers[1].mlp.gate.norm_topk_prob = False
+    assert checked() == [1]
+    model.bfloat16()
+    assert checked() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

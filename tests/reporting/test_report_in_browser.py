@@ -152,6 +152,8 @@ def test_page_draws_without_a_complaint_or_a_request(tab: Tab, run_folder: Path)
         assert tab.complaints() == []
         assert {url.split(":")[0] for url in tab.requests()} <= {"file", "data"}
         assert tab.evaluate("document.documentElement.scrollWidth") <= width, "the page scrolls sideways"
+        tables = "[...document.querySelectorAll('#sizes .scroll')].every((one) => one.scrollWidth <= one.clientWidth)"
+        assert tab.evaluate(tables), "figures are hidden beyond the edge"
         assert tab.evaluate("window.alert.toString().includes('native')")
         wide = (
             "[...document.querySelectorAll('.plot .main-svg')].filter((svg) => svg.getBoundingClientRect().right > %d)"

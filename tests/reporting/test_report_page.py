@@ -6,20 +6,25 @@ import builtins
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from relibra.cli.main import app
 from relibra.errors import ConfigError, TraceError
 from relibra.reporting.metrics import Metrics, read_metrics
 from relibra.reporting.page import render_page, summarize_recording, write_report
-from relibra.reporting.pictures import MAX_HEATMAP_STEPS, load_plotly, stage_seconds
+from relibra.reporting.pictures import MAX_HEATMAP_STEPS, plotly_script, stage_seconds
 from relibra.reporting.recording import open_recording
-from relibra.routing.trace_files import write_trace
+from relibra.reporting.sentences import percent
+from relibra.routing.trace_files import iterate_trace, write_trace
 
 from .recordings import HOSTILE, metrics_row, small_trace
 
@@ -50,7 +55,7 @@ class Elements(HTMLParser):
 
 def own_page(page: str) -> str:
     """The page without plotly.js, which holds any text one can think of."""
-    return page.replace(load_plotly()[1], "")
+    return page.replace(plotly_script(), "")
 
 
 def test_report_of_a_run(run_folder: Path) -> None:
@@ -63,7 +68,7 @@ def test_report_of_a_run(run_folder: Path) -> None:
     for words in (
         "On this run’s 2 ranks",
         "2 ranks (this run)",
-        "not possible: 8 experts, 32 ranks",
+        "Not possible with 8 experts: 32 ranks.",
         "static contiguous layout",
         "micro-batches of 64 tokens (the run’s)",
         "1 step without a finished trace left out",
@@ -110,7 +115,7 @@ def test_report_of_a_single_trace_with_one_layer(tmp_path: Path) -> None:
     output = write_report(tmp_path / "decode")
     assert output.name == "decode.report.html"
     page = output.read_text()
-    assert "not possible: 12 experts, 8 ranks" in page
+    assert "Not possible with 12 experts: 8, 32 ranks." in page
     assert "<select" not in own_page(page)
     assert 'id="learning"' not in page
     assert "(chosen by the report)" in page
@@ -172,9 +177,101 @@ def test_damaged_configuration_gets_a_sentence(run_folder: Path) -> None:
         write_report(run_folder)
 
 
+def test_configuration_nested_without_end_gets_a_sentence(run_folder: Path) -> None:
+    (run_folder / "config.json").write_text("[" * 200_000)
+    with pytest.raises(TraceError, match=r"config\.json is damaged"):
+        write_report(run_folder)
+
+
+def test_absurd_numbers_are_passed_over(run_folder: Path) -> None:
+    huge = "9" * 400
+    (run_folder / "config.json").write_text(
+        f'{{"parallel": {{"ranks": {huge}}}, "update": {{"micro_batch_tokens": {huge}}}}}'
+    )
+    rows = [
+        f'{{"step": 0, "reward": {huge}, "seconds": {{"rollout": {huge}}}}}',
+        f'{{"step": {huge}}}',
+        '{"step": 1, "reward": 2}',
+    ]
+    (run_folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    (run_folder / "traces" / f"step-{huge[:200]}").mkdir()
+    metrics = read_metrics(run_folder / "metrics.jsonl")
+    assert (metrics.steps, metrics.column("reward"), metrics.unreadable) == ([0, 1], [None, 2.0], 1)
+    assert "(chosen by the report)" in write_report(run_folder).read_text()
+
+
+def test_half_a_character_in_a_name_does_not_stop_the_page(run_folder: Path) -> None:
+    config = {"run": {"name": "half \ud800"}}
+    (run_folder / "config.json").write_text(json.dumps(config))
+    row = metrics_row(2) | {"seconds": {"stage \udfff": 1.0}}
+    (run_folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    write_trace(replace(small_trace(), source="\ud800", group_names=("\ud801",)), run_folder / "traces" / "step-00004")
+    assert "<h1>half \ufffd</h1>" in write_report(run_folder).read_text(encoding="utf-8")
+
+
+def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_trace(small_trace(), tmp_path / "trace", shard_rows=30)
+    whole = summarize_recording(open_recording(tmp_path / "trace"))
+    sizes = []
+
+    def pieces(path: Path):
+        for piece in iterate_trace(path, max_rows=20):
+            sizes.append(piece.num_rows)
+            yield piece
+
+    monkeypatch.setattr("relibra.reporting.recording.iterate_routes", pieces)
+    again = summarize_recording(open_recording(tmp_path / "trace"))
+    assert sizes == [20] * 12  # six samples, twice
+    assert again.load_LE.tolist() == whole.load_LE.tolist()
+    assert again.rank_views[0].skew.skew_ML.tolist() == whole.rank_views[0].skew.skew_ML.tolist()
+
+
+@pytest.mark.parametrize("tokens", [32, 50])
+def test_page_and_command_print_the_same_figures(run_folder: Path, tokens: int) -> None:
+    """One recording, one number of ranks, one micro-batch size: one answer, the short rest of 120 rows included."""
+    for step in (1, 2):
+        shutil.rmtree(run_folder / "traces" / f"step-{step:05d}")
+    config = {"parallel": {"ranks": 2}, "update": {"micro_batch_tokens": tokens // 2}}
+    (run_folder / "config.json").write_text(json.dumps(config))
+    text = " ".join(re.sub("<[^>]*>", " ", own_page(write_report(run_folder).read_text())).split())
+    options = ("--ranks", "2,8", "--micro-batch-tokens", str(tokens))
+    command = ["trace", "stats", str(run_folder / "traces" / "step-00000"), *options]
+    out, figures = (
+        CliRunner().invoke(app, command).output,
+        json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout),
+    )
+    rows = {words[0]: words[1:] for line in out.splitlines() if (words := line.replace("│", " ").split())}
+    for row, name in zip(figures["layouts"], ("2 ranks (this run)", "8 ranks"), strict=True):
+        *skews, _ = rows[str(row["ranks"])]
+        assert len(skews) == 5
+        waiting = " ".join(percent(row["idle_share"]).split())
+        assert " ".join([name, *skews, waiting]) in text
+    [cosine] = re.findall(r"whole trace's: ([0-9.]+) on average", out)
+    assert f"The mean cosine between a micro-batch and its step is {cosine}" in text
+    [expert_skew] = re.findall(r"([0-9.]+) over the whole trace", out)
+    assert f"the busiest expert gets {expert_skew}× the mean load" in text
+
+
 def test_output_that_is_a_folder_gets_a_sentence(run_folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"name an \.html file"):
         write_report(run_folder, run_folder)
+
+
+@pytest.mark.parametrize("name", ["config.json/page.html", "n" * 300 + ".html"])
+def test_output_in_an_impossible_place_gets_a_sentence(run_folder: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be written to .* name another file with --output"):
+        write_report(run_folder, run_folder / name)
+
+
+def test_default_place_in_a_read_only_folder_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_trace(small_trace(), tmp_path / "trace")
+
+    def read_only(path: object, *_: object) -> int:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "open", read_only)  # the tests may run as root, who may write anywhere
+    with pytest.raises(ConfigError, match=r"trace\.report\.html \(Permission denied\): name another file"):
+        write_report(tmp_path / "trace")
 
 
 def test_failed_write_keeps_the_old_report(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +282,7 @@ def test_failed_write_keeps_the_old_report(run_folder: Path, monkeypatch: pytest
         raise OSError("no space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(ConfigError, match="no space"):
         write_report(run_folder)
     assert output.read_bytes() == before
     assert not list(run_folder.glob(".*.tmp"))

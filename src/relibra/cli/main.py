@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -45,12 +45,22 @@ def about(
 
 
 def main() -> None:
-    """Run the program; a RelibraError becomes one line on stderr and exit code 1."""
+    """Run the program; an error that has a sentence becomes one line on stderr and exit code 1."""
     try:
         app(prog_name="relibra")
     except RelibraError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+        _leave(str(error))
+    except OSError as error:  # a file that cannot be read, a folder that cannot be written, a name too long
+        _leave(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)
+    except SystemExit as leaving:
+        if leaving.code == 130:  # typer turns Ctrl-C into this code, without a word
+            print("stopped", file=sys.stderr)
+        raise
+
+
+def _leave(sentence: str) -> NoReturn:
+    print(f"error: {trace.visible(sentence)}", file=sys.stderr)
+    sys.exit(1)

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from relibra.cli.trace import visible
+
 
 def report(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, trace folder, or .npz of expert choices.")],
@@ -21,4 +23,4 @@ def report(
     from relibra.reporting import write_report
 
     page = write_report(path, output)
-    typer.echo(json.dumps({"report": str(page)}) if as_json else str(page))
+    typer.echo(json.dumps({"report": str(page)}) if as_json else visible(str(page)))

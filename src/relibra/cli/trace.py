@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
 from rich.table import Table
 
-from relibra.errors import TraceError
+from relibra.errors import RelibraError, TraceError
+
+if TYPE_CHECKING:
+    from relibra.routing.survey import Survey
+    from relibra.routing.trace import RoutingTrace
 
 app = typer.Typer(no_args_is_help=True, help="Look at recorded routes: inspect, validate, stats.")
 
@@ -34,6 +41,7 @@ def inspect(path: TracePath, num_experts: NumExperts = None, as_json: Json = Fal
 
     if path.is_dir():
         index = read_index(path)
+        _refuse_other_experts(path, num_experts)
         facts = {
             "samples": index.samples,
             "rows": index.rows,
@@ -66,7 +74,8 @@ def inspect(path: TracePath, num_experts: NumExperts = None, as_json: Json = Fal
     for name, value in facts.items():
         shown = f"{value:,}" if isinstance(value, int) else _runs(layer_ids) if name == "layer_ids" else value
         if shown not in ("", []):
-            typer.echo(f"{name.replace('_', ' '):<18} {', '.join(shown) if isinstance(shown, list) else shown}")
+            text = ", ".join(shown) if isinstance(shown, list) else str(shown)
+            typer.echo(f"{name.replace('_', ' '):<18} {visible(text)}")
 
 
 @app.command()
@@ -75,13 +84,17 @@ def validate(path: TracePath, num_experts: NumExperts = None, as_json: Json = Fa
 
     Example: relibra trace validate runs/demo/traces/step-00000
     """
-    from relibra.routing.readers import iterate_routes
-
     samples = rows = missing = 0
-    with Console(stderr=True).status(f"checking {path}"):
-        for piece in iterate_routes(path, num_experts):
-            samples, rows = samples + piece.num_samples, rows + piece.num_rows
-            missing += int((~piece.valid_T).sum())
+    try:
+        with _progress(f"checking {path}"):
+            for piece in _pieces(path, num_experts):
+                samples, rows = samples + piece.num_samples, rows + piece.num_rows
+                missing += int((~piece.valid_T).sum())
+    except (RelibraError, OSError) as error:
+        if not as_json:
+            raise
+        typer.echo(json.dumps({"valid": False, "error": str(error)}))
+        raise typer.Exit(1) from error
     if as_json:
         typer.echo(json.dumps({"valid": True, "samples": samples, "rows": rows, "rows_without_route": missing}))
     else:
@@ -91,61 +104,135 @@ def validate(path: TracePath, num_experts: NumExperts = None, as_json: Json = Fa
 @app.command()
 def stats(
     path: TracePath,
-    ranks: Annotated[str, typer.Option(help="Sizes of the expert-parallel group, comma-separated.")] = "8,16,32",
-    micro_batch_tokens: Annotated[int, typer.Option(min=1, help="Consecutive tokens per micro-batch.")] = 2048,
+    ranks: Annotated[
+        str | None,
+        typer.Option(
+            help="Sizes of the expert-parallel group, comma-separated; default: those of 8,16,32 that divide the "
+            "experts, else their smallest divisors.",
+            show_default=False,
+        ),
+    ] = None,
+    micro_batch_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1 << 40,
+            help="Consecutive tokens per micro-batch; default: 2048, less where that makes fewer than eight.",
+        ),
+    ] = None,
     group: Annotated[str | None, typer.Option(help="Only the samples of this named group.")] = None,
     num_experts: NumExperts = None,
     as_json: Json = False,
 ) -> None:
     """Print how uneven the load is: rank skew of the static layout per group size, and stability over micro-batches.
 
+    The short rest of a trace is a micro-batch of its own. The figures are those of `relibra report`.
+
     Example: relibra trace stats runs/demo/traces/step-00000 --ranks 2,4,8
     """
-    from relibra.routing.readers import iterate_routes
-    from relibra.routing.survey import survey
-    from relibra.routing.trace import RoutingTrace
+    wanted = None if ranks is None else _rank_counts(ranks)
+    from relibra.routing.survey import default_ranks, survey
 
-    def of_group(piece: RoutingTrace) -> RoutingTrace:
-        if group is None:
-            return piece
-        if group not in piece.group_names:
-            raise TraceError(f"{path} has no group {group!r}: its groups are {list(piece.group_names)}")
-        wanted = piece.group_names.index(group)
-        return piece.select([s for s, g in enumerate(piece.group_ids.tolist()) if g == wanted])
-
-    with Console(stderr=True).status(f"counting {path}"):
+    with _progress(f"counting {path}"):
         result = survey(
-            lambda: map(of_group, iterate_routes(path, num_experts)),
-            ranks=_rank_counts(ranks),
+            lambda: _pieces(path, num_experts, group),
+            ranks=wanted or default_ranks,
             micro_batch_tokens=micro_batch_tokens,
         )
+    if wanted is None:
+        _say_what_is_left_out(result)
     if as_json:
-        typer.echo(json.dumps(asdict(result)))
-        return
+        typer.echo(json.dumps(result.figures()))
+    else:
+        _print_survey(result)
+
+
+def _print_survey(result: Survey) -> None:
+    figures = result.figures()
     typer.echo(
         f"{result.rows:,} rows of {result.samples:,} samples, {result.layers} layers, "
         f"{result.top_k} of {result.experts} experts per token; "
         f"{result.micro_batches} micro-batches of {result.micro_batch_tokens:,} tokens"
     )
     table = Table(title="rank skew (max / mean token-slots), static layout", title_justify="left")
-    for column in ("ranks", "mean", "median", "p95", "max", "balancedness"):
+    for column in ("ranks", "mean", "median", "p95", "max", "weighted", "idle"):
         table.add_column(column, justify="right")
     for row in result.layouts:
-        figures = (row.skew_mean, row.skew_median, row.skew_p95, row.skew_max, row.balancedness)
-        table.add_row(str(row.ranks), *(f"{figure:.2f}" for figure in figures))
+        skews = (row.skew_mean, row.skew_median, row.skew_p95, row.skew_max, row.skew_weighted)
+        table.add_row(str(row.ranks), *(f"{figure:.2f}" for figure in skews), f"{row.idle_share:.1%}")
     Console().print(table)
     typer.echo(
-        f"expert skew {result.expert_skew:.2f} per micro-batch, {result.step_expert_skew:.2f} over the whole trace "
-        f"(max_vio {result.max_vio:.2f}, load cv {result.load_cv:.2f})"
+        "mean to max: over pairs of micro-batch and layer; weighted: sum of the busiest ranks' loads / sum of the mean "
+        "loads; idle: share of the expert time that ranks wait, 1 - 1 / weighted"
     )
-    typer.echo(f"cosine of a micro-batch's expert load to the whole trace's: {result.cosine_to_mean:.3f} on average")
+    typer.echo(
+        f"expert skew {result.expert_skew:.2f} per micro-batch, {figures['step_expert_skew']:.2f} over the whole trace "
+        f"(max_vio {figures['max_vio']:.2f}, load cv {figures['load_cv']:.2f})"
+    )
+    typer.echo(
+        f"cosine of a micro-batch's expert load to the whole trace's: {figures['cosine_to_mean']:.3f} on average"
+    )
+
+
+def _say_what_is_left_out(result: Survey) -> None:
+    from relibra.routing.survey import DEFAULT_RANKS
+
+    shown = [row.ranks for row in result.layouts]
+    missing = [ranks for ranks in DEFAULT_RANKS if ranks not in shown]
+    if missing:
+        instead = "" if shown[0] in DEFAULT_RANKS else f"; shown instead: {_listed(shown)}"
+        words = f"not possible with {result.experts} experts: {_listed(missing)} ranks{instead}"
+        typer.echo(f"{words}; choose with --ranks", err=True)
+
+
+def _pieces(path: Path, num_experts: int | None, group: str | None = None) -> Iterator[RoutingTrace]:
+    """Yield the routes of a path in pieces, only the samples of a group where one is named."""
+    from relibra.routing.readers import iterate_routes
+
+    _refuse_other_experts(path, num_experts)
+    for piece in iterate_routes(path, num_experts):
+        if group is None:
+            yield piece
+            continue
+        if group not in piece.group_names:
+            raise TraceError(f"{path} has no group {group!r}: its groups are {list(piece.group_names)}")
+        wanted = {g for g, name in enumerate(piece.group_names) if name == group}
+        yield piece.select([s for s, g in enumerate(piece.group_ids.tolist()) if g in wanted])
+
+
+def _refuse_other_experts(path: Path, num_experts: int | None) -> None:
+    """A trace folder says itself how many experts there are."""
+    from relibra.routing.trace_files import read_index
+
+    if num_experts is None or not path.is_dir():
+        return
+    recorded = read_index(path).num_experts
+    if recorded != num_experts:
+        raise TraceError(f"{path} was recorded with {recorded} experts: leave out --num-experts {num_experts}")
+
+
+def visible(text: str) -> str:
+    """Write out what a terminal would obey or could not print: names come from files.
+
+    >>> print(visible("a\x1b[31m\ud800 \u00e9"))
+    a\\x1b[31m\\ud800 \u00e9
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _progress(words: str) -> Status:
+    return Console(stderr=True).status(escape(visible(words)))
 
 
 def _rank_counts(text: str) -> list[int]:
-    counts = [int(part) for part in text.split(",") if part.strip().isdigit() and int(part) > 0]
-    if not counts or len(counts) != len(text.split(",")):
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch("[1-9][0-9]{0,8}", part) for part in parts):
         raise typer.BadParameter(f"{text!r} is not a list of numbers of ranks like 8,16,32", param_hint="--ranks")
-    return counts
+    return list(dict.fromkeys(map(int, parts)))
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _runs(layer_ids: list[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,25 +19,27 @@ from relibra.routing.trace import RoutingTrace, hash_tokens
 class BatchRoutes:
     """Routes of one batch of `T` rows: `B*N` for a padded batch, the row of tokens for a packed one.
 
-    experts_TLK       logical ids; rows that run native hold 0, 1, ..., K-1
+    experts_TLK       logical ids, uint8 up to 256 experts else int32; rows that run native hold 0, 1, ..., K-1
     valid_T           rows to replay; the others run native: padding, a last token that was never fed to the engine,
                       and every row of a fallback sample
     layer_ids         absolute decoder layer of each entry of the layer axis
     num_experts       experts per layer
     sample_T, row_T   which sample of the trace, and which row of it, a batch row is; -1 for padding
     sample_ids        ids of the samples, for messages
+    weight_versions   policy version that routed each sample
     fallback_samples  positions of the samples that run native as a whole, because rows other than the last are missing:
                       half a sample replayed would follow neither policy
     coverage          share of the rows due for replay (all but the last of each sample) that are replayed; want 1.0
     """
 
-    experts_TLK: Int64[Tensor, "T L K"]
+    experts_TLK: Integer[Tensor, "T L K"]
     valid_T: Bool[Tensor, " T"]
     layer_ids: tuple[int, ...]
     num_experts: int
     sample_T: Int64[Tensor, " T"]
     row_T: Int64[Tensor, " T"]
     sample_ids: tuple[int, ...]
+    weight_versions: tuple[int, ...]
     fallback_samples: tuple[int, ...]
     coverage: float
 
@@ -63,25 +66,34 @@ class BatchRoutes:
 
     @classmethod
     def packed(
-        cls, trace: RoutingTrace, rows: int | None = None, input_ids_T: Integer[Tensor, "*T"] | None = None
+        cls,
+        trace: RoutingTrace,
+        rows: int | None = None,
+        input_ids_T: Integer[Tensor, "*T"] | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> BatchRoutes:
         """Lay out the samples of the trace one after another, followed by padding up to `rows`.
 
         rows          rows of the batch; default: the length of `input_ids_T`, or the samples without padding
         input_ids_T   checked as in `padded`; a leading batch axis of 1 is fine
-        raises        TraceError as `padded`
+        lengths       tokens of each sample in the pack (differences of `cu_seqlens`); default: its rows in the trace.
+                      Give them when the trace leaves out last tokens, as engines do
+        raises        TraceError as `padded`, or when only `lengths` could tell left-out last tokens from padding
         """
-        if rows is None:
-            rows = trace.num_rows if input_ids_T is None else input_ids_T.numel()
-        tokens_T = _to_flat(input_ids_T, rows)
-        lengths_S = trace.rows_per_sample + _tokens_beyond_rows(trace, rows, tokens_T)
+        lengths_S = trace.rows_per_sample if lengths is None else np.asarray(lengths, dtype=np.int64)
+        if len(lengths_S) != trace.num_samples:
+            raise TraceError(f"'lengths' has {len(lengths_S)} samples, the trace {trace.num_samples}: pass one each")
         total = int(lengths_S.sum())
+        if rows is None:
+            rows = total if input_ids_T is None else input_ids_T.numel()
         if total > rows:
             raise TraceError(
                 f"the samples {trace.sample_ids.tolist()} have {total} rows together, the packed batch {rows}: "
                 "pack the same samples that the trace holds"
             )
-        return _lay_out(trace, lengths_S, np.arange(total), rows, tokens_T)
+        if lengths is None and (input_ids_T is None or trace.token_hash_T is None):
+            _refuse_two_readings(trace, rows)
+        return _lay_out(trace, lengths_S, np.arange(total), rows, _to_flat(input_ids_T, rows))
 
     @property
     def num_rows(self) -> int:
@@ -128,7 +140,8 @@ def _lay_out(
     fallback = np.unique(sample_n[due_n & ~valid_n])
     valid_n &= ~np.isin(sample_n, fallback)
 
-    experts_TLK = np.empty((num_rows, trace.num_layers, trace.top_k), dtype=np.int64)
+    dtype = np.uint8 if trace.num_experts <= 256 else np.int32  # torch hardly computes with uint16
+    experts_TLK = np.empty((num_rows, trace.num_layers, trace.top_k), dtype=dtype)
     experts_TLK[:] = np.arange(trace.top_k)
     experts_TLK[positions_n[valid_n]] = trace.experts_TLK[source_n[valid_n]]
     valid_T = np.zeros(num_rows, dtype=bool)
@@ -142,6 +155,7 @@ def _lay_out(
         sample_T=torch.from_numpy(sample_T),
         row_T=torch.from_numpy(row_T),
         sample_ids=tuple(trace.sample_ids.tolist()),
+        weight_versions=tuple(trace.weight_versions.tolist()),
         fallback_samples=tuple(fallback.tolist()),
         coverage=float((valid_n & due_n).sum() / due_n.sum()) if due_n.any() else 1.0,
     )
@@ -159,29 +173,14 @@ def _check_lengths(trace: RoutingTrace, lengths_S: Int[ndarray, " S"]) -> None:
         )
 
 
-def _tokens_beyond_rows(trace: RoutingTrace, rows: int, tokens_T: Int[ndarray, " T"] | None) -> int:
-    """Return 1 if the packed samples have one token more than the trace has rows (wire form), else 0.
-
-    The number of rows alone cannot tell that form from padding of exactly one row per sample; the token hash can.
-    """
-    surplus = rows - trace.num_rows
-    ends = trace.offsets[1:] - 1
-    if (
-        surplus != trace.num_samples
-        or surplus < 2
-        or not trace.valid_T[ends].all()
-        or (trace.rows_per_sample == 0).any()
-    ):
-        return 0
-    if tokens_T is None or trace.token_hash_T is None:
+def _refuse_two_readings(trace: RoutingTrace, rows: int) -> None:
+    """Refuse a pack of several samples with room for a token of each that the trace may have left out."""
+    S = trace.num_samples
+    if 1 < S <= rows - trace.num_rows and all(trace.valid_T[trace.sample_rows(s)][-1:].all() for s in range(S)):
         raise TraceError(
-            f"the packed batch has {rows} rows, the trace {trace.num_rows} rows in {surplus} samples: that is either "
-            "one row of padding per sample, or a trace without the samples' last tokens; give the trace a last row per "
-            "sample, marked invalid"
+            f"the packed batch has {rows} rows, the trace {trace.num_rows} rows in {S} samples: the others are either "
+            "padding, or the samples' last tokens, left out of the trace; pass the tokens of each sample as `lengths`"
         )
-    second = slice(int(trace.offsets[1]), int(trace.offsets[2]))
-    as_rows = hash_tokens(tokens_T[second])
-    return int(not np.array_equal(as_rows, trace.token_hash_T[second]))
 
 
 def _check_tokens(trace: RoutingTrace, sample: int, tokens_n: Int[ndarray, " n"]) -> None:
@@ -215,7 +214,10 @@ def _shift_from(row: int, got_n: ndarray, valid_n: ndarray, tokens_n: ndarray) -
 
     without_row = np.delete(tokens_n, row)
     if fits(row, hash_tokens(tokens_n)[row + 1 :]) or fits(row, hash_tokens(without_row)[row:]):
-        return "from here on the rows fit the next token: a row was dropped, so record the sample again"
+        return (
+            "from here on the rows fit the next token: a row was dropped, so record the sample again, "
+            "or the samples of a pack have other `lengths`: pass them"
+        )
     with_row = np.insert(tokens_n, row, 0)
     if fits(row + 1, hash_tokens(tokens_n)[row:]) or fits(row + 1, hash_tokens(with_row)[row + 1 :]):
         return "from the next row on they fit the previous token: a row was inserted, so record the sample again"

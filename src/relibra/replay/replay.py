@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from relibra.errors import EngineError, TraceError
 from relibra.replay.batch import BatchRoutes
-from relibra.replay.checkpointing import arm_guard, awaits_recompute, disarm_guard, is_recompute
-from relibra.replay.routers import RouterSite, decoder_of, find_routers, num_decoder_layers
+from relibra.replay.checkpointing import awaits_recompute, is_recompute
+from relibra.replay.routers import RouterSite, decoder_of, find_routers
 
 _SUSPICIOUS_ROWS = 16
 """With one choice per token, this many rows that all took expert 0 are an empty capture rather than a decision."""
 
 _RULE_CHECKED = "_relibra_rule_checked"
-"""Set on a router once its gate rule has been seen to hold, so that replay synchronises the device for it only once."""
+"""Set on a router to what its gate rule was last seen to hold for: the check synchronises the device."""
 
 
 class RoutingReplay:
     """What one replay context did; see `replay_routing`."""
 
-    def __init__(self, sites: tuple[RouterSite, ...], routes: BatchRoutes, columns: Sequence[int]) -> None:
-        """Prepare one hook per router; `columns` are the layers of the routes that belong to the routers."""
-        self._experts_LTK = routes.experts_TLK[:, list(columns)].transpose(0, 1).contiguous()
-        self._valid_T = routes.valid_T
+    def __init__(self, sites: tuple[RouterSite, ...], routes: BatchRoutes) -> None:
+        """Prepare one hook per router; the layers of the routes are those of the routers."""
+        self._routes = routes
+        self._experts_TLK, self._valid_T = routes.experts_TLK, routes.valid_T
         self._hooks = [_RouterReplay(site, self, position) for position, site in enumerate(sites)]
+        self._backward_begun = False
+        """Whether a forward pass over these routes, of this context or an earlier one, began its backward pass here."""
         self._with_grad = False
         """Whether the caller of the decoder records gradients; inside a reentrant checkpoint nobody else can tell."""
 
@@ -36,34 +40,51 @@ class RoutingReplay:
     def disagreement(self) -> float:
         """Share of (replayed row, layer) where the router itself would have taken another *set* of experts.
 
-        Counted in the forward pass, read back from the device only here; 0.0 when nothing was replayed.
+        Counted in the forward pass, read back from the device only here; nan when nothing was compared.
         """
         differing = [hook.differing for hook in self._hooks if hook.differing is not None]
         compared = int(self._valid_T.sum()) * len(differing)
-        return float(torch.stack(differing).sum()) / compared if compared else 0.0
+        return float(torch.stack(differing).sum()) / compared if compared else float("nan")
 
     def _routes_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return (experts `[L, T, K]`, valid `[T]`) on a device, moving all layers at once when it changes."""
-        if self._experts_LTK.device != device:
-            self._experts_LTK, self._valid_T = self._experts_LTK.to(device), self._valid_T.to(device)
-        return self._experts_LTK, self._valid_T
+        """Return (experts `[T, L, K]`, valid `[T]`) on a device, moving all layers at once when it changes."""
+        if self._valid_T.device != device:
+            self._experts_TLK, self._valid_T = self._experts_TLK.to(device), self._valid_T.to(device)
+        return self._experts_TLK, self._valid_T
+
+    def _before_decoder(self, *_: Any) -> None:
+        if not is_recompute():
+            self._with_grad = torch.is_grad_enabled()
+
+    def _after_decoder(self, _decoder: nn.Module, _args: Any, output: Any) -> None:
+        """Tie the routes to the graph of this forward pass: gradients reach its output before any layer recomputes.
+
+        So a pass whose loss is never used leaves nothing behind, and with several in flight none is taken for another.
+        """
+        if is_recompute():
+            return
+        awaits_L = [hook.awaits for hook in self._hooks]
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(partial(_begin_backward, self._routes, self._hooks[0].site.module, awaits_L))
 
     def _check_consumption(self) -> None:
         """Hold every layer against the first: a context covers one forward pass, one backward pass, or both."""
         first, backward = self._hooks[0], any(hook.recomputes for hook in self._hooks)
         for hook in self._hooks:
-            skipped = backward and hook.pending > 0 and not hook.recomputes
+            skipped = backward and hook.awaits and not hook.recomputes
             if hook.forwards != first.forwards or max(hook.forwards, hook.recomputes) > 1 or skipped:
                 raise TraceError(
                     f"layer {hook.site.layer_id}: its routes were used by {hook.forwards} forward passes (layer "
                     f"{first.site.layer_id}: {first.forwards}) and {hook.recomputes} recomputations; allowed is at "
                     "most one each, the same for all layers: replay one micro-batch per context, forward and backward"
                 )
-            if not getattr(hook.site.module, _RULE_CHECKED, False):
-                raise TraceError(
-                    f"layer {hook.site.layer_id}: its routes were used by 0 forward passes and 0 recomputations, now "
-                    "and ever: run this model inside the context, and enter that before torch.compile traces the model"
-                )
+        if not first.forwards and not self._backward_begun:
+            raise TraceError(
+                f"layer {first.site.layer_id}: its routes were used by 0 forward passes and 0 recomputations, so "
+                "nothing was replayed: run the very model that replay_routing was given inside the context, and let "
+                "torch.compile trace it there first"
+            )
 
 
 class _RouterReplay:
@@ -73,28 +94,34 @@ class _RouterReplay:
         self.site = site
         self.replay = replay
         self.position = position
-        self.pending = disarm_guard(site.module)
         self.forwards = 0
         self.recomputes = 0
+        self.awaits = False  # whether the backward pass of that forward will recompute this layer
         self.differing: Tensor | None = None
 
     def __call__(self, router: nn.Module, _args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         native_TK = output[2]
-        experts_LTK, valid_T = self.replay._routes_on(native_TK.device)
+        experts_TLK, valid_T = self.replay._routes_on(native_TK.device)
         if len(native_TK) != len(valid_T):
             raise TraceError(
                 f"layer {self.site.layer_id}: its router sees {len(native_TK)} rows, the routes have {len(valid_T)}: "
                 "build BatchRoutes from the attention mask or the packed length of exactly this batch"
             )
-        if not getattr(router, _RULE_CHECKED, False):
+        if getattr(router, _RULE_CHECKED, None) != (key := self.site.rule_key(output)):
             self.site.check_rule(output)
-            setattr(router, _RULE_CHECKED, True)
-        ids_TK = torch.where(valid_T.unsqueeze(1), experts_LTK[self.position], native_TK)
+            setattr(router, _RULE_CHECKED, key)
+        ids_TK = torch.where(valid_T.unsqueeze(1), experts_TLK[:, self.position].long(), native_TK)
         if is_recompute():
+            if not self.replay._backward_begun:
+                raise EngineError(
+                    f"layer {self.site.layer_id}: activation checkpointing recomputes a forward pass that did not "
+                    "replay the routes of this context: call backward() inside replay_routing over the routes of that "
+                    "forward pass, the same BatchRoutes object, or outside if that forward pass was native"
+                )
             self.recomputes += 1
         else:
             self.forwards += 1
-            self.pending += awaits_recompute(output[0], with_grad=self.replay._with_grad)
+            self.awaits = awaits_recompute(output[0], with_grad=self.replay._with_grad)
             # Ids of a row differ, so two sets of one size are equal when every member of one is in the other.
             same_T = (native_TK.unsqueeze(2) == ids_TK.unsqueeze(1)).any(2).all(1)
             self.differing = (~same_T).sum()
@@ -102,17 +129,19 @@ class _RouterReplay:
 
 
 @contextmanager
-def replay_routing(model: nn.Module, routes: BatchRoutes) -> Iterator[RoutingReplay]:
+def replay_routing(model: nn.Module, routes: BatchRoutes, weight_version: int | None = None) -> Iterator[RoutingReplay]:
     """Make every router of the model take the recorded experts for one micro-batch.
 
     Only the choice is replayed: weights come from the live logits under the model's own rule, so gradients reach the
     router. Rows that are not valid run native. Put the backward pass inside the context too; with activation
     checkpointing it recomputes the layers and needs the same routes. With several micro-batches in flight, enter a
-    second context over the same routes around the backward pass alone.
+    second context over the same `BatchRoutes` object around the backward pass alone.
 
-    raises   EngineError for a model without known routers, a second replay inside this one, or (later) a recomputation
-             outside of any context; TraceError when the routes do not fit the model or the batch, or when a layer did
-             not use them exactly as often as the others
+    weight_version   version of the model's weights; samples recorded under another one are refused. None: any goes
+    raises           EngineError for a model without known routers, a second replay inside this one, or (in backward) a
+                     recomputation outside of a context over its routes; TraceError when the routes do not fit the
+                     model, its version or the batch, when a layer did not use them exactly as often as the others, or
+                     when none did
 
         with replay_routing(model, routes) as replay:
             loss(model(input_ids)).backward()
@@ -120,42 +149,67 @@ def replay_routing(model: nn.Module, routes: BatchRoutes) -> Iterator[RoutingRep
     """
     sites = find_routers(model)
     for site in sites:
-        if any(isinstance(hook, _RouterReplay) for hook in site.module._forward_hooks.values()):
+        if _open_replay(site.module):
             raise EngineError(
                 f"router {site.name} is replaying already: leave the first replay_routing context of this model "
                 "before entering another one"
             )
-    columns = _columns_of(routes, sites, num_decoder_layers(model, sites[0]))
-    replay = RoutingReplay(sites, routes, columns)
-
-    def note_grad_mode(*_: Any) -> None:
-        if not is_recompute():
-            replay._with_grad = torch.is_grad_enabled()
-
-    handles = [decoder_of(model, sites[0]).register_forward_pre_hook(note_grad_mode)]
-    handles += [site.module.register_forward_hook(hook) for site, hook in zip(sites, replay._hooks, strict=True)]
+    _check_fit(routes, sites)
+    if weight_version is not None:
+        _check_versions(routes, weight_version)
+    replay = RoutingReplay(sites, routes)
+    decoder = decoder_of(model, sites[0])
+    handles = [
+        decoder.register_forward_pre_hook(replay._before_decoder),
+        decoder.register_forward_hook(replay._after_decoder),
+        *(hook.site.module.register_forward_hook(hook) for hook in replay._hooks),
+    ]
     try:
         yield replay
     finally:
         for handle in handles:
             handle.remove()
-        for hook in replay._hooks:
-            arm_guard(hook.site.module, hook.pending - hook.recomputes)
     replay._check_consumption()
 
 
-def _columns_of(routes: BatchRoutes, sites: tuple[RouterSite, ...], num_layers: int) -> list[int]:
-    """Return the layer-axis position of each router in the routes; they hold the MoE layers or all decoder layers."""
+def _open_replay(router: nn.Module) -> RoutingReplay | None:
+    """Return the replay whose context is open around this router."""
+    return next((hook.replay for hook in router._forward_hooks.values() if isinstance(hook, _RouterReplay)), None)
+
+
+def _begin_backward(routes: BatchRoutes, router: nn.Module, awaits_L: list[bool], _grad: Tensor) -> None:
+    """Run when the backward pass of a replayed forward pass reaches its decoder: are its routes being replayed?"""
+    replay = _open_replay(router)
+    if replay is not None and replay._routes is routes:
+        replay._backward_begun = True
+        for hook, awaits in zip(replay._hooks, awaits_L, strict=True):
+            hook.awaits = awaits
+    elif any(awaits_L):
+        active = "no replay is active" if replay is None else "the active replay is over other routes"
+        raise EngineError(
+            f"{type(router).__name__}: activation checkpointing recomputes a forward pass that was replayed, but "
+            f"{active}: call backward() inside replay_routing over the routes of that forward pass, the same "
+            "BatchRoutes object"
+        )
+
+
+def _check_fit(routes: BatchRoutes, sites: tuple[RouterSite, ...]) -> None:
+    """Hold layers, experts and choices of the routes against those of the model."""
     wanted = [site.layer_id for site in sites]
-    if list(routes.layer_ids) not in (wanted, list(range(num_layers))):
+    if list(routes.layer_ids) != wanted:
         missing = sorted(set(wanted) - set(routes.layer_ids))
         extra = sorted(set(routes.layer_ids) - set(wanted))
+        advice = (
+            "record with the same model"
+            if missing
+            else "drop the dense layers on import: "
+            f"RoutingTrace.from_samples(..., layer_ids=range(N), moe_layers={wanted})"
+        )
         raise TraceError(
             f"the routes hold layers {list(routes.layer_ids)}, the model has MoE layers {wanted}: missing {missing}, "
-            f"extra {extra}; allowed are the MoE layers or all {num_layers} decoder layers: record with the same model"
+            f"extra {extra}; {advice}"
         )
-    columns = [routes.layer_ids.index(layer_id) for layer_id in wanted]
-    for site, column in zip(sites, columns, strict=True):
+    for position, site in enumerate(sites):
         for name, ours, theirs in (
             ("experts", routes.num_experts, site.num_experts),
             ("choices per token", routes.top_k, site.top_k),
@@ -166,14 +220,23 @@ def _columns_of(routes: BatchRoutes, sites: tuple[RouterSite, ...], num_layers: 
                     "record with the same model"
                 )
         if routes.top_k == 1:
-            _refuse_empty_capture(routes, site.layer_id, column)
-    return columns
+            _refuse_empty_capture(routes, site.layer_id, position)
 
 
-def _refuse_empty_capture(routes: BatchRoutes, layer_id: int, column: int) -> None:
+def _check_versions(routes: BatchRoutes, weight_version: int) -> None:
+    for sample, version in zip(routes.sample_ids, routes.weight_versions, strict=True):
+        if version != weight_version:
+            raise TraceError(
+                f"sample {sample}: its routes were recorded under weight version {version}, the model has "
+                f"{weight_version}: record it again under these weights, run it without replay, or leave "
+                "weight_version out to replay old routes on purpose"
+            )
+
+
+def _refuse_empty_capture(routes: BatchRoutes, layer_id: int, position: int) -> None:
     """Notice a layer that some engine left at zero; with two or more choices zeros are duplicates already."""
     rows = routes.valid_T.nonzero().flatten()
-    if len(rows) >= _SUSPICIOUS_ROWS and not routes.experts_TLK[rows, column].any():
+    if len(rows) >= _SUSPICIOUS_ROWS and not routes.experts_TLK[rows, position].any():
         raise TraceError(
             f"layer {layer_id}: all {len(rows)} recorded rows, from {routes.name_row(int(rows[0]))} on, took expert 0, "
             "so the layer was never captured: check the recorder of this engine"

@@ -44,10 +44,17 @@ class RouterSite:
         """Return the weights of `ids_TK` from the live scores of a call, in the type the router returns its own in."""
         return self.rule(output[0], ids_TK, output[1].dtype)
 
+    def rule_key(self, output: tuple[Tensor, ...]) -> str:
+        """Say what a check of the rule depends on: its parameters, and the types of the router's logits and weights."""
+        rule: Any = self.rule
+        function, settings = getattr(rule, "func", rule), getattr(rule, "keywords", {})
+        values = {name: value for name, value in settings.items() if not isinstance(value, nn.Module)}
+        return f"{function.__name__} {values} {output[0].dtype} {output[1].dtype}"
+
     def check_rule(self, output: tuple[Tensor, ...]) -> None:
         """Compare the rule with the router itself: its own ids have to give its own weights, bit for bit.
 
-        Costs one device synchronisation, so callers do it once.
+        Costs one device synchronisation, so callers do it once per `rule_key`.
 
         raises   EngineError when the installed transformers computes the weights otherwise
         """
@@ -103,12 +110,6 @@ def find_routers(model: nn.Module) -> tuple[RouterSite, ...]:
                 f"{other.num_experts} experts: a trace needs the same numbers in all layers, so it cannot be recorded"
             )
     return tuple(sites)
-
-
-def num_decoder_layers(model: nn.Module, site: RouterSite) -> int:
-    """Return how many layers the decoder around this router has, dense ones included."""
-    layers: Any = model.get_submodule(site.name[: _layer_of(site.name).start(1) - 1])
-    return len(layers)
 
 
 def decoder_of(model: nn.Module, site: RouterSite) -> nn.Module:

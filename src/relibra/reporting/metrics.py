@@ -53,12 +53,16 @@ class Metrics:
 def number(value: object) -> float | None:
     """Return a finite number as a float, anything else as None.
 
-    >>> number(3), number(True), number("3"), number(float("nan"))
-    (3.0, None, None, None)
+    >>> number(3), number(True), number("3"), number(float("nan")), number(10**400)
+    (3.0, None, None, None, None)
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        result = float(value)
+    except OverflowError:
+        return None
+    return result if math.isfinite(result) else None
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -84,6 +88,6 @@ def _row(line: str) -> Mapping[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int) or isinstance(row["step"], bool):
-        return None
-    return row
+    step = row.get("step") if isinstance(row, dict) else None
+    is_row = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 1 << 53
+    return row if is_row else None

@@ -7,6 +7,8 @@ so it can be mailed, archived and opened offline.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
@@ -17,11 +19,11 @@ from relibra.errors import ConfigError
 from relibra.files import write_text
 from relibra.reporting import sections
 from relibra.reporting.elements import paragraph
-from relibra.reporting.pictures import load_plotly
+from relibra.reporting.pictures import plotly_figures, plotly_script
 from relibra.reporting.recording import Recording, open_recording
 from relibra.reporting.sentences import count, plural, verdict
-from relibra.reporting.step_load import StepLoad, default_micro_batch_tokens, summarize_step
-from relibra.reporting.summary import Summary, rank_counts, summarize
+from relibra.reporting.summary import Step, Summary, possible_ranks, summarize
+from relibra.routing.survey import survey_step
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
@@ -32,38 +34,55 @@ def write_report(path: Path | str, output: Path | str | None = None) -> Path:
     path      a run folder, a trace folder, or an `.npz` of expert choices
     output    the HTML file; None: `report.html` in the run folder, or `NAME.report.html` beside the trace
     raises    TraceError when there is no finished trace, or one is damaged; ConfigError without plotly, or when
-              `output` is a folder
+              `output` cannot be written
     """
-    load_plotly()  # before minutes of reading
+    plotly_figures()  # before minutes of reading
     recording = open_recording(path)
     if output is None:
         place = recording.path.resolve()
         output = place / "report.html" if recording.is_run else place.with_name(f"{place.name}.report.html")
-    if Path(output).is_dir():
-        raise ConfigError(f"the report cannot be written to {output}, which is a folder: name an .html file in it")
+    output = Path(output)
+    with _place_problems(output):
+        if output.is_dir():
+            raise ConfigError(f"the report cannot be written to {output}, which is a folder: name an .html file in it")
     page = render_page(recording, summarize_recording(recording), datetime.now(UTC))
-    write_text(Path(output), page)
-    return Path(output)
+    with _place_problems(output):
+        write_text(output, page)
+    return output
+
+
+@contextmanager
+def _place_problems(output: Path) -> Iterator[None]:
+    """Tell what the file system says of the place for the report in one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"the report cannot be written to {output} ({error.strerror or error}): name another file with --output"
+        ) from error
 
 
 def summarize_recording(recording: Recording) -> Summary:
-    """Read the traces of a recording one by one and summarize them.
+    """Read the traces of a recording one by one, in pieces, and summarize them.
 
     raises    TraceError on a damaged trace, or when steps come from different models
     """
     tokens = recording.micro_batch_tokens
-    steps: list[StepLoad] = []
-    for step, trace in recording.load():
-        if tokens is None and trace.num_rows:
-            tokens = default_micro_batch_tokens(trace.num_rows)
-        ranks = rank_counts(trace.num_experts, recording.num_ranks)
-        steps.append(summarize_step(trace, ranks=ranks, micro_batch_tokens=tokens or 1, step=step))
-    return summarize(steps, micro_batch_tokens=tokens or 1, own_ranks=recording.num_ranks)
+    steps: list[Step] = []
+
+    def ranks(num_experts: int) -> Sequence[int]:
+        return possible_ranks(num_experts, recording.num_ranks)
+
+    for number, pieces in recording.steps():
+        step = Step(number=number, survey=survey_step(pieces, ranks=ranks, micro_batch_tokens=tokens))
+        steps.append(step)
+        if step.survey.tokens:  # micro-batches of later steps are as large as those of the first
+            tokens = step.survey.micro_batch_tokens
+    return summarize(steps, own_ranks=recording.num_ranks)
 
 
 def render_page(recording: Recording, summary: Summary, made: datetime) -> str:
     """Return the page as text; the same values give the same bytes."""
-    _, plotly_js = load_plotly()
     body = "\n".join(
         piece
         for piece in (
@@ -80,7 +99,7 @@ def render_page(recording: Recording, summary: Summary, made: datetime) -> str:
         if piece
     )
     name = escape(recording.name)
-    return f"""<!doctype html>
+    page = f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -104,13 +123,14 @@ def render_page(recording: Recording, summary: Summary, made: datetime) -> str:
 {_provenance(recording, summary, made)}
 <noscript><p class="notice">The figures need JavaScript; the sentences and tables do not.</p></noscript>
 <script>
-{plotly_js}
+{plotly_script()}
 </script>
 <script>
 {_asset("page.js")}</script>
 </body>
 </html>
 """
+    return re.sub(r"[\ud800-\udfff]", "\ufffd", page)  # halves of characters in a name: no file can hold them
 
 
 def _provenance(recording: Recording, summary: Summary, made: datetime) -> str:

@@ -17,6 +17,7 @@ from numpy import ndarray
 from relibra.errors import ConfigError
 from relibra.reporting.metrics import Metrics
 from relibra.reporting.summary import RankView, Stability, Summary, evenly_chosen
+from relibra.routing.survey import RankSkew
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
 DASHES = ("solid", "dash", "dot")
@@ -26,25 +27,30 @@ MAX_HEATMAP_CELLS = 150_000
 """Cells of all views together: about 11 bytes each on the page."""
 
 
-def load_plotly() -> tuple[ModuleType, str]:
-    """Return plotly's figure classes and the text of plotly.js.
+def plotly_figures() -> ModuleType:
+    """Return plotly's figure classes.
 
     raises    ConfigError when plotly is not installed
     """
     try:
         import plotly.graph_objects
-        import plotly.offline
     except ImportError as error:
         raise ConfigError(
             "the report draws with plotly, which is not installed: pip install 'relibra[report]'"
         ) from error
-    return plotly.graph_objects, plotly.offline.get_plotlyjs()
+    return plotly.graph_objects
+
+
+def plotly_script() -> str:
+    """Return the text of plotly.js; `plotly_figures` says when plotly is missing."""
+    import plotly.offline
+
+    return str(plotly.offline.get_plotlyjs())
 
 
 def learning_curve(metrics: Metrics) -> Any:
     """Draw reward (with one standard deviation) above response length, over RL steps."""
-    go, _ = load_plotly()
-    figure = go.Figure()
+    figure = plotly_figures().Figure()
     steps, reward = metrics.steps, metrics.column("reward")
     spread = metrics.column("reward_std")
     both = [(r, s) for r, s in zip(reward, spread, strict=True) if r is not None and s is not None]
@@ -70,10 +76,9 @@ def learning_curve(metrics: Metrics) -> Any:
 
 def stage_seconds(metrics: Metrics) -> Any:
     """Draw the seconds of each step as bars stacked by stage."""
-    go, _ = load_plotly()
-    figure = go.Figure()
+    figure = plotly_figures().Figure()
     for i, (stage, seconds) in enumerate(metrics.seconds().items()):
-        name = escape(stage)  # from a file; plotly reads some HTML in names
+        name = escape(stage.encode("utf-8", "replace").decode())  # from a file; plotly reads some HTML in names
         figure.add_bar(
             x=metrics.steps,
             y=seconds,
@@ -97,17 +102,16 @@ def heatmap_views(summary: Summary) -> list[tuple[str, ndarray]]:
     if len(summary.steps) > 1:
         room = MAX_HEATMAP_CELLS // summary.load_LE.size - 1
         chosen = evenly_chosen(len(summary.steps), min(room, MAX_HEATMAP_STEPS)) if room >= 1 else []
-        views += [(f"step {summary.steps[i].step}", summary.steps[i].load_LE) for i in chosen]
+        views += [(f"step {summary.steps[i].number}", summary.steps[i].survey.load_LE) for i in chosen]
     return views
 
 
 def expert_heatmap(summary: Summary) -> Any:
     """Draw the load of every expert of every layer / the layer's mean; one trace per view, the first one visible."""
-    go, _ = load_plotly()
     views = [(label, _times_mean(load_LE), load_LE) for label, load_LE in heatmap_views(summary)]
     top = max(2.0, float(np.quantile(views[0][1], 0.995)))  # one scale for all views, so that they compare
     gap = 1 if max(summary.load_LE.shape) <= 64 else 0  # pixels between cells
-    figure = go.Figure()
+    figure = plotly_figures().Figure()
     for i, (label, ratio_LE, load_LE) in enumerate(views):
         figure.add_heatmap(
             z=ratio_LE.astype(np.float32),
@@ -143,13 +147,11 @@ def expert_heatmap(summary: Summary) -> Any:
 
 def skew_by_micro_batch(summary: Summary) -> Any:
     """Draw rank skew over micro-batches: the mean over layers as a line, from least to most skewed layer as a band."""
-    go, _ = load_plotly()
-    figure = go.Figure()
+    figure = plotly_figures().Figure()
     kept = evenly_chosen(len(summary.step_M), MAX_POINTS)
     several = len(summary.steps) > 1
-    for i, view in reversed(list(enumerate(summary.possible))):
-        assert view.skew_ML is not None  # `possible` says so
-        skew_ML, name = view.skew_ML[kept], ranks_in_words(view)
+    for i, (view, found) in reversed(list(enumerate(summary.possible))):
+        skew_ML, name = found.skew_ML[kept], ranks_in_words(view)
         _band(figure, kept, skew_ML.min(axis=1), skew_ML.max(axis=1), PALETTE[i % len(PALETTE)], name)
         hover = f"{name}, micro-batch %{{x}}{', step %{customdata}' if several else ''}: mean rank skew %{{y:.2f}}"
         _line(figure, kept, skew_ML.mean(axis=1), PALETTE[i % len(PALETTE)], name, hover)
@@ -164,24 +166,24 @@ def skew_by_micro_batch(summary: Summary) -> Any:
     return figure
 
 
-def skew_by_ranks(views: Sequence[RankView]) -> Any:
+def skew_by_ranks(views: Sequence[tuple[RankView, RankSkew]]) -> Any:
     """Draw the median and the 95th percentile of rank skew for each rank count, from the even 1 on."""
-    go, _ = load_plotly()
-    figure = go.Figure()
+    figure = plotly_figures().Figure()
     rows = list(range(len(views)))
-    for row, view in zip(rows, views, strict=True):
+    medians, p95s = [found.skew_median for _, found in views], [found.skew_p95 for _, found in views]
+    for row, p95 in zip(rows, p95s, strict=True):
         figure.add_scatter(
-            x=[1.0, view.p95],
+            x=[1.0, p95],
             y=[row, row],
             mode="lines",
             line={"color": PALETTE[6], "width": 2},
             hoverinfo="skip",
             showlegend=False,
         )
-    names = [ranks_in_words(view) for view in views]
+    names = [ranks_in_words(view) for view, _ in views]
     for label, symbol, colour, place, values in (
-        ("median", "circle", PALETTE[0], "bottom center", [view.median for view in views]),
-        ("95th percentile", "diamond", PALETTE[1], "top center", [view.p95 for view in views]),
+        ("median", "circle", PALETTE[0], "bottom center", medians),
+        ("95th percentile", "diamond", PALETTE[1], "top center", p95s),
     ):
         figure.add_scatter(
             x=values,
@@ -194,7 +196,7 @@ def skew_by_ranks(views: Sequence[RankView]) -> Any:
             customdata=names,
             hovertemplate=f"%{{customdata}}: {label} rank skew %{{x:.2f}}<extra></extra>",
         )
-    span = max(view.p95 for view in views) - 1.0 or 1.0
+    span = max(p95s) - 1.0 or 1.0
     figure.update_layout(
         height=130 + 64 * len(views),
         xaxis={"title": {"text": "rank skew (max / mean); 1 is even"}, "range": [1 - 0.03 * span, 1 + 1.08 * span]},
@@ -205,10 +207,8 @@ def skew_by_ranks(views: Sequence[RankView]) -> Any:
 
 def cosine_by_layer(stability: Stability, layer_ids: ndarray) -> Any:
     """Draw, per layer, how alike micro-batches and step are: the mean as a dot, the range as a bar."""
-    go, _ = load_plotly()
-    mean_L = stability.cosine_ML.mean(axis=0)
-    low_L, high_L = stability.cosine_ML.min(axis=0), stability.cosine_ML.max(axis=0)
-    figure = go.Figure()
+    mean_L, low_L, high_L = stability.cosine_mean_L, stability.cosine_low_L, stability.cosine_high_L
+    figure = plotly_figures().Figure()
     figure.add_scatter(
         x=layer_ids,
         y=mean_L,

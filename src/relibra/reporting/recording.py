@@ -1,7 +1,7 @@
 """`Recording`: where the routes of a report are, found by looking at a path.
 
 A path is a run folder (`config.json`, `metrics.jsonl`, `traces/step-00000/`, ...) or a single trace. Only names and
-small files are read here; routes are read one step at a time by `Recording.load`.
+small files are read here; routes are read by whoever goes through `Recording.steps`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from relibra.errors import TraceError
 from relibra.reporting.metrics import Metrics, read_metrics
-from relibra.routing.readers import open_trace
-from relibra.routing.trace import RoutingTrace
+from relibra.routing.readers import iterate_routes
+from relibra.routing.survey import Pieces
 from relibra.routing.trace_files import INDEX
 
-_STEP_FOLDER = re.compile(r"step-(\d+)")
+_STEP_FOLDER = re.compile("step-([0-9]{1,15})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,17 +68,14 @@ class Recording:
             value = value.get(key) if isinstance(value, Mapping) else None
         return value
 
-    def load(self) -> Iterator[tuple[int | None, RoutingTrace]]:
-        """Yield (RL step, trace), holding one trace at a time.
-
-        raises    TraceError on a damaged trace
-        """
+    def steps(self) -> Iterator[tuple[int | None, Pieces]]:
+        """Yield (RL step, what starts a pass over the pieces of its trace)."""
         for step, path in self.traces:
-            yield step, open_trace(path)
+            yield step, partial(iterate_routes, path)
 
     def _count(self, *keys: str) -> int | None:
         value = self.setting(*keys)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None
+        return value if isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 1 << 31 else None
 
 
 def open_recording(path: Path | str) -> Recording:
@@ -123,6 +121,6 @@ def _read_config(path: Path) -> Mapping[str, Any]:
         return {}
     try:
         config = json.loads(path.read_bytes())
-    except ValueError as error:  # bad UTF-8, bad JSON
+    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, JSON nested without end
         raise TraceError(f"{path} is damaged ({error}): restore it, or remove it to report without it") from error
     return config if isinstance(config, dict) else {}

@@ -15,7 +15,6 @@ from relibra.reporting.sentences import (
     DIFFERENT,
     count,
     history,
-    idle_words,
     one_plan_or_many,
     percent,
     plural,
@@ -25,6 +24,15 @@ from relibra.reporting.summary import Summary
 from relibra.routing.statistics import rank_skew, skew
 
 MAX_GROUPS = 12
+
+SKEW_COLUMNS = (
+    ("skew_mean", "mean"),
+    ("skew_median", "median"),
+    ("skew_p95", "p95"),
+    ("skew_max", "max"),
+    ("skew_weighted", "weighted"),
+)
+"""Figures of `RankSkew`, named and ordered as `relibra trace stats` does."""
 
 GLOSSARY = (
     (
@@ -40,7 +48,8 @@ GLOSSARY = (
     (
         "Skew",
         "Largest load / mean load. 1 is even; 2 means that the busiest has twice the mean. Rank skew compares ranks, "
-        "expert skew compares experts.",
+        "expert skew compares experts. Load-weighted rank skew is the work of the busiest ranks / the mean work, added "
+        "up over all micro-batches and layers.",
     ),
     (
         "Static contiguous layout",
@@ -49,10 +58,14 @@ GLOSSARY = (
     ),
     (
         "Expert time",
-        "The time that expert layers take. All ranks wait for the busiest before the next layer, so at skew s "
-        "they idle 1 − 1/s of it on average. Time is taken to grow with token-slots.",
+        "The time that expert layers take. All ranks wait for the busiest before the next layer, so at a "
+        "load-weighted skew s they idle 1 − 1/s of it on average. Time is taken to grow with token-slots.",
     ),
-    ("Micro-batch", "The tokens that pass through the model together. Here: a run of consecutive recorded tokens."),
+    (
+        "Micro-batch",
+        "The tokens that pass through the model together. Here: a run of consecutive recorded tokens; the short rest "
+        "of a step is one too.",
+    ),
     ("Cosine", "How alike two loads are as directions: 1 is the same mix of experts, 0 is no expert in common."),
 )
 
@@ -68,10 +81,11 @@ def summary_cards(summary: Summary, metrics: Metrics) -> str:
         ),
         ("Model", f"{L} × {E}", f"layers × experts, {plural(summary.top_k, 'choice')} per token"),
     ]
-    if view := summary.headline:
+    if summary.headline:
+        view, found = summary.headline
         items += [
-            (f"Rank skew, {view.ranks} ranks", times(view.mean), "busiest rank / mean, static layout"),
-            (f"Waiting, {view.ranks} ranks", percent(view.idle), "of the expert time, mean over ranks"),
+            (f"Rank skew, {view.ranks} ranks", times(found.skew_weighted), "load-weighted, static layout"),
+            (f"Waiting, {view.ranks} ranks", percent(found.idle_share), "of the expert time, mean over ranks"),
         ]
     hottest = summary.hottest[0]
     items += [
@@ -133,9 +147,9 @@ def expert_load(summary: Summary) -> str:
         "load",
         "Load of every expert",
         paragraph(
-            f"In the median layer the busiest expert gets {times(summary.expert_skew)} the mean load (expert skew), "
-            f"and load varies by {percent(summary.coefficient_of_variation)} of its mean (standard deviation over "
-            "experts)."
+            f"On average over layers the busiest expert gets {times(summary.expert_skew)} the mean load (expert "
+            f"skew). In the median layer load varies by {percent(summary.coefficient_of_variation)} of its mean "
+            "(standard deviation over experts)."
         ),
         paragraph(
             "Colour: token-slots of the expert / mean over the experts of its layer. 1 is an equal share; dark experts "
@@ -160,15 +174,15 @@ def micro_batch_skew(summary: Summary) -> str:
     thinned = f" {count(shown)} of {count(len(summary.step_M))} micro-batches are drawn, evenly chosen." * (
         shown < len(summary.step_M)
     )
-    words = "; ".join(f"{pictures.ranks_in_words(view)} mean {times(view.mean)}" for view in summary.possible)
+    words = "; ".join(f"{pictures.ranks_in_words(view)} mean {times(it.skew_mean)}" for view, it in summary.possible)
     return section(
         "micro-batches",
         "Rank skew of each micro-batch",
         paragraph(
             f"Rank skew = token-slots of the busiest rank / mean over ranks, in the static contiguous layout. Line: "
             f"mean over layers. Band: from the least to the most skewed layer. A micro-batch is "
-            f"{plural(summary.micro_batch_tokens, 'consecutive token')} of a step; a rest of less than half of that is "
-            f"left out.{thinned}",
+            f"{plural(summary.micro_batch_tokens, 'consecutive token')} of a step; the short rest of a step is a "
+            f"micro-batch of its own.{thinned}",
             "how",
         ),
         plot("skew-plot", pictures.skew_by_micro_batch(summary), f"Rank skew over micro-batches: {words}."),
@@ -180,34 +194,36 @@ def rank_sizes(summary: Summary) -> str:
     rows = [
         [
             pictures.ranks_in_words(view),
-            *(
-                [f"{value:.2f}" for value in (view.median, view.p95, view.mean)]
-                if view.skew_ML is not None
-                else ["–"] * 3
-            ),
-            idle_words(view, summary.num_experts),
+            *(f"{getattr(found, name):.2f}" for name, _ in SKEW_COLUMNS),
+            percent(found.idle_share),
         ]
-        for view in summary.rank_views
+        for view, found in summary.possible
     ]
-    words = ". ".join(f"{row[0]}: median {row[1]}, 95th percentile {row[2]}, {row[4]}" for row in rows)
+    words = ". ".join(f"{row[0]}: mean {row[1]}, median {row[2]}, 95th percentile {row[3]}" for row in rows)
+    impossible = [str(view.ranks) for view in summary.rank_views if view.skew is None]
+    pieces = [
+        plot("sizes-plot", pictures.skew_by_ranks(summary.possible), f"Rank skew by number of ranks. {words}."),
+        table(
+            "Rank skew by number of ranks",
+            ("", *(title for _, title in SKEW_COLUMNS), "idle"),
+            rows,
+            text_columns=(0,),
+        ),
+    ]
     return section(
         "sizes",
         f"The same routes on {_listed([view.ranks for view in summary.rank_views])} ranks",
         paragraph(
-            "More ranks hold fewer experts each, so less evens out within a rank. Static contiguous layout; median and "
-            "95th percentile over all pairs of micro-batch and layer; the mean is weighted by token-slots, and waiting "
-            "is 1 − 1 / mean.",
+            "More ranks hold fewer experts each, so less evens out within a rank. Static contiguous layout; mean to "
+            "maximum are over all pairs of micro-batch and layer. Weighted: the sum of the busiest ranks’ loads / the "
+            "sum of the mean loads, so that large micro-batches weigh more. Idle: share of the expert time that "
+            "ranks wait for the busiest, 1 − 1 / weighted.",
             "how",
         ),
-        plot("sizes-plot", pictures.skew_by_ranks(summary.possible), f"Rank skew by number of ranks. {words}.")
-        if summary.possible
+        *(pieces if rows else []),
+        paragraph(f"Not possible with {plural(summary.num_experts, 'expert')}: {', '.join(impossible)} ranks.", "how")
+        if impossible
         else "",
-        table(
-            "Rank skew by number of ranks",
-            ("", "median", "95th pct.", "mean", "what it costs"),
-            rows,
-            text_columns=(0, 4),
-        ),
     )
 
 
@@ -231,9 +247,9 @@ def hottest_experts(summary: Summary) -> str:
 
 def groups(summary: Summary) -> str:
     """Show how uneven the load of each named group of samples is by itself; nothing without names."""
-    view = summary.headline
-    if not summary.groups or view is None:
+    if not summary.groups or summary.headline is None:
         return ""
+    view, _ = summary.headline
     rows = [
         [
             group.name,
@@ -263,7 +279,7 @@ def stability(summary: Summary) -> str:
     value = summary.stability
     words = one_plan_or_many(value)
     pieces = [paragraph(words), paragraph(history(value)) if history(value) else ""]
-    if len(value.cosine_ML) > 1:
+    if value.micro_batches > 1:
         pieces += [
             paragraph(
                 "Cosine: between the expert load of a micro-batch and that of its whole step, per layer. Chance alone: "

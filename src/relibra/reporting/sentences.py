@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relibra.reporting.summary import RankView, Stability, Summary
+from relibra.reporting.summary import Stability, Summary
 
 ALIKE, DIFFERENT = 0.98, 0.90
 """Cosines between micro-batch and step: above the first one plan per step fits all, below the second it fits few."""
@@ -52,33 +52,26 @@ def plural(value: int, noun: str) -> str:
 
 def verdict(summary: Summary) -> str:
     """Say in one or two sentences what the load costs, at the run's own size and, where it is small, at 8 ranks."""
-    view = summary.headline
-    if view is None:
+    if summary.headline is None:
         return "With one expert per layer there is nothing to balance."
+    view, found = summary.headline
     where = f"On this run’s {view.ranks} ranks" if view.is_own else f"On {view.ranks} ranks"
-    even = "the expert work is close to even: " if view.mean < 1.05 else ""
+    even = "the expert work is close to even: " if found.skew_weighted < 1.05 else ""
     first = (
-        f"{where} {even}the busiest one does {times(view.mean)} the mean expert work; "
-        f"waiting for it costs the ranks {percent(view.idle)} of the expert time."
+        f"{where} {even}the busiest one does {times(found.skew_weighted)} the mean expert work; "
+        f"waiting for it costs the ranks {percent(found.idle_share)} of the expert time."
     )
-    larger = next((other for other in summary.possible if other.ranks == 8 and view.ranks < 8), None)
+    larger = next((other for _, other in summary.possible if other.ranks == 8 and view.ranks < 8), None)
     if larger is None:
         return first
-    return f"{first} On {larger.ranks} ranks it would be {times(larger.mean)} and {percent(larger.idle)}."
-
-
-def idle_words(view: RankView, num_experts: int) -> str:
-    """Say what one rank count costs, or why it cannot be."""
-    if view.skew_ML is None:
-        return f"not possible: {num_experts} experts, {view.ranks} ranks"
-    if view.idle < 0.005:
-        return "ranks hardly wait"
-    return f"ranks wait {percent(view.idle)} of the expert time"
+    return (
+        f"{first} On {larger.ranks} ranks it would be {times(larger.skew_weighted)} and {percent(larger.idle_share)}."
+    )
 
 
 def one_plan_or_many(stability: Stability) -> str:
     """Say whether one plan per step would do; the thresholds are rules of thumb and named as such on the page."""
-    if len(stability.cosine_ML) < 2:
+    if stability.micro_batches < 2:
         return "There is a single micro-batch, so a plan for the step is a plan for the micro-batch."
     found = f"The mean cosine between a micro-batch and its step is {stability.cosine:.3f}"
     chance = f"chance alone would give about {stability.chance:.3f} at this size"

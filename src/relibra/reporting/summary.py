@@ -1,6 +1,6 @@
 """`Summary`: everything the report shows of the routes, as numbers. No HTML, no files.
 
-Steps arrive reduced (`summarize_step`), so that a long run fits into memory, and are put together here. *Rank* skew is
+Steps arrive reduced (`routing.survey`), so that a long run fits into memory, and are put together here. *Rank* skew is
 always that of the static contiguous layout: rank r holds experts r E/R ... (r + 1) E/R - 1.
 """
 
@@ -14,8 +14,8 @@ from jaxtyping import Float64, Int, Int64
 from numpy import ndarray
 
 from relibra.errors import TraceError
-from relibra.reporting.step_load import Group, StepLoad
 from relibra.routing.statistics import coefficient_of_variation, skew
+from relibra.routing.survey import Group, RankSkew, Survey, pool_groups, pool_ranks, refuse_without_tokens
 
 RANK_COUNTS = (2, 8, 32)
 """Expert-parallel sizes that every report looks at: two processes on a desk, one node, four nodes."""
@@ -27,22 +27,13 @@ NUM_HOTTEST = 10
 class RankView:
     """What an expert-parallel group of `ranks` would see, over all micro-batches of all steps.
 
-    skew_ML     rank skew; None when the ranks do not divide the experts
-    mean        mean over micro-batches and layers, weighted by token-slots: busiest-rank work / mean work
-    is_own      the run itself used this many ranks
+    skew     None when the ranks do not divide the experts
+    is_own   the run itself used this many ranks
     """
 
     ranks: int
     is_own: bool
-    skew_ML: Float64[ndarray, "M L"] | None
-    median: float = 1.0
-    p95: float = 1.0
-    mean: float = 1.0
-
-    @property
-    def idle(self) -> float:
-        """Share of the expert time that ranks wait, averaged over ranks: 1 - 1 / mean skew."""
-        return 1.0 - 1.0 / self.mean
+    skew: RankSkew | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,26 +47,46 @@ class HotExpert:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """One RL step, reduced; number None for a trace outside a run."""
+
+    number: int | None
+    survey: Survey
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Stability:
     """How alike the micro-batches of a step are, and one step and the next.
 
-    cosine_ML      see `StepLoad`, all steps; `cosine` is the mean, `chance` what chance alone would give
+    cosine_mean_L  see `Survey`, over the micro-batches of all steps; low and high are its range
+    chance         what the cosine would be by chance alone
     fluctuation    mean over steps and layers
     step_to_step   mean cosine between a step's load and that of the recorded step before it; None with one step
     """
 
-    cosine_ML: Float64[ndarray, "M L"]
-    cosine: float
+    micro_batches: int
+    cosine_mean_L: Float64[ndarray, " L"]
+    cosine_low_L: Float64[ndarray, " L"]
+    cosine_high_L: Float64[ndarray, " L"]
     chance: float
     fluctuation: float
     step_to_step: float | None
 
+    @property
+    def cosine(self) -> float:
+        """Mean over micro-batches and layers."""
+        return float(self.cosine_mean_L.mean())
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Summary:
-    """What the report shows of the routes. `M` counts the micro-batches of all steps, in order."""
+    """What the report shows of the routes. `M` counts the micro-batches of all steps, in order.
 
-    steps: tuple[StepLoad, ...]
+    expert_skew                max / mean *expert* load of all steps together, mean over layers
+    coefficient_of_variation   of the same load, median layer
+    """
+
+    steps: tuple[Step, ...]
     micro_batch_tokens: int
     layer_ids: Int[ndarray, " L"]
     load_LE: Int64[ndarray, "L E"]
@@ -95,32 +106,32 @@ class Summary:
     @property
     def top_k(self) -> int:
         """Choices per token."""
-        return self.steps[0].top_k
+        return self.steps[0].survey.top_k
 
     @property
     def tokens(self) -> int:
         """Valid token rows of all steps."""
-        return sum(step.tokens for step in self.steps)
+        return sum(step.survey.tokens for step in self.steps)
 
     @property
     def samples(self) -> int:
         """Samples of all steps."""
-        return sum(step.samples for step in self.steps)
+        return sum(step.survey.samples for step in self.steps)
 
     @property
     def sources(self) -> tuple[str, ...]:
         """Who recorded the steps, each name once."""
-        return tuple(dict.fromkeys(step.source for step in self.steps))
+        return tuple(dict.fromkeys(step.survey.source for step in self.steps))
 
     @property
-    def possible(self) -> tuple[RankView, ...]:
-        """The rank counts that divide the experts."""
-        return tuple(view for view in self.rank_views if view.skew_ML is not None)
+    def possible(self) -> tuple[tuple[RankView, RankSkew], ...]:
+        """The rank counts that divide the experts, with their skew."""
+        return tuple((view, view.skew) for view in self.rank_views if view.skew is not None)
 
     @property
-    def headline(self) -> RankView | None:
+    def headline(self) -> tuple[RankView, RankSkew] | None:
         """The rank count to speak of first: the run's own, else 8, else the largest possible; None: one expert only."""
-        ordered = sorted(self.possible, key=lambda view: (not view.is_own, view.ranks != 8, -view.ranks))
+        ordered = sorted(self.possible, key=lambda pair: (not pair[0].is_own, pair[0].ranks != 8, -pair[0].ranks))
         return ordered[0] if ordered else None
 
 
@@ -136,30 +147,39 @@ def rank_counts(num_experts: int, own_ranks: int | None) -> tuple[int, ...]:
     return tuple(sorted(counts))
 
 
-def summarize(steps: Sequence[StepLoad], *, micro_batch_tokens: int, own_ranks: int | None = None) -> Summary:
-    """Put reduced steps of one model together.
+def possible_ranks(num_experts: int, own_ranks: int | None) -> list[int]:
+    """Return those of `rank_counts` that divide the experts."""
+    return [ranks for ranks in rank_counts(num_experts, own_ranks) if num_experts % ranks == 0]
+
+
+def summarize(steps: Sequence[Step], *, own_ranks: int | None = None) -> Summary:
+    """Put reduced steps of one model together, each counted for `possible_ranks`.
 
     own_ranks   expert-parallel ranks of the run itself, None when unknown
     raises      TraceError when there is no step or token, or steps come from different models
     """
     _refuse_a_mixture(steps)
-    slots_ML = np.concatenate([step.slots_ML for step in steps])
-    load_LE = np.sum([step.load_LE for step in steps], axis=0)
-    layer_ids = steps[0].layer_ids
+    surveys = [step.survey for step in steps]
+    refuse_without_tokens(surveys)
+    load_LE = np.sum([one.load_LE for one in surveys], axis=0)
+    layer_ids = surveys[0].layer_ids
+    pooled = {parts[0].ranks: pool_ranks(parts) for parts in zip(*(one.layouts for one in surveys), strict=True)}
+    groups = [group for group in pool_groups(g for one in surveys for g in one.groups).values() if group.tokens]
     return Summary(
         steps=tuple(steps),
-        micro_batch_tokens=micro_batch_tokens,
+        micro_batch_tokens=next(one.micro_batch_tokens for one in surveys if one.tokens),
         layer_ids=layer_ids,
         load_LE=load_LE,
-        step_M=np.repeat([step.step or 0 for step in steps], [len(step.slots_ML) for step in steps]),
+        step_M=np.repeat([step.number or 0 for step in steps], [one.micro_batches for one in surveys]),
         rank_views=tuple(
-            _rank_view(steps, slots_ML, ranks, own_ranks) for ranks in rank_counts(load_LE.shape[1], own_ranks)
+            RankView(ranks=ranks, is_own=ranks == own_ranks, skew=pooled.get(ranks))
+            for ranks in rank_counts(load_LE.shape[1], own_ranks)
         ),
         hottest=hottest_experts(load_LE, layer_ids, NUM_HOTTEST),
-        stability=_stability(steps),
-        expert_skew=float(np.median(skew(load_LE))),
+        stability=_stability(surveys),
+        expert_skew=float(skew(load_LE).mean()),
         coefficient_of_variation=float(np.median(coefficient_of_variation(load_LE))),
-        groups=_pool_groups(steps),
+        groups=tuple(sorted(groups, key=lambda group: (-group.tokens, group.name))),
     )
 
 
@@ -191,71 +211,40 @@ def evenly_chosen(num_items: int, limit: int) -> list[int]:
     return sorted({int(i) for i in np.linspace(0, num_items - 1, min(limit, num_items)).round()})
 
 
-def _rank_view(steps: Sequence[StepLoad], slots_ML: ndarray, ranks: int, own_ranks: int | None) -> RankView:
-    if ranks not in steps[0].rank_skews:
-        return RankView(ranks=ranks, is_own=ranks == own_ranks, skew_ML=None)
-    skew_ML = np.concatenate([step.rank_skews[ranks] for step in steps])
-    counted = skew_ML[slots_ML > 0]  # a micro-batch of padding only has no skew to speak of
-    return RankView(
-        ranks=ranks,
-        is_own=ranks == own_ranks,
-        skew_ML=skew_ML,
-        median=float(np.median(counted)),
-        p95=float(np.quantile(counted, 0.95)),
-        mean=float(np.average(skew_ML, weights=slots_ML)),
-    )
-
-
-def _stability(steps: Sequence[StepLoad]) -> Stability:
-    loads = [step.load_LE.astype(np.float64) for step in steps]
+def _stability(surveys: Sequence[Survey]) -> Stability:
+    filled = [one for one in surveys if one.micro_batches]
+    weights = [one.micro_batches for one in filled]
+    loads = [one.load_LE.astype(np.float64) for one in filled]
     norms = [np.linalg.norm(load_LE, axis=-1) for load_LE in loads]
     between = [
         float(np.mean((loads[i - 1] * loads[i]).sum(axis=-1) / np.maximum(norms[i - 1] * norms[i], 1e-300)))
-        for i in range(1, len(steps))
+        for i in range(1, len(filled))
     ]
-    cosine_ML = np.concatenate([step.cosine_ML for step in steps])
     return Stability(
-        cosine_ML=cosine_ML,
-        cosine=float(cosine_ML.mean()),
-        chance=float(np.average([step.chance_L.mean() for step in steps], weights=[len(s.slots_ML) for s in steps])),
-        fluctuation=float(np.mean([step.fluctuation_L for step in steps])),
+        micro_batches=sum(weights),
+        cosine_mean_L=np.average([one.cosine_mean_L for one in filled], axis=0, weights=weights),
+        cosine_low_L=np.min([one.cosine_low_L for one in filled], axis=0),
+        cosine_high_L=np.max([one.cosine_high_L for one in filled], axis=0),
+        chance=float(np.average([one.chance_L.mean() for one in filled], weights=weights)),
+        fluctuation=float(np.mean([one.fluctuation_L for one in filled])),
         step_to_step=float(np.mean(between)) if between else None,
     )
 
 
-def _pool_groups(steps: Sequence[StepLoad]) -> tuple[Group, ...]:
-    by_name: dict[str, list[Group]] = {}
-    for step in steps:
-        for group in step.groups:
-            by_name.setdefault(group.name, []).append(group)
-    pooled = [
-        Group(
-            name=name,
-            samples=sum(group.samples for group in parts),
-            tokens=sum(group.tokens for group in parts),
-            load_LE=np.sum([group.load_LE for group in parts], axis=0),
-        )
-        for name, parts in by_name.items()
-    ]
-    return tuple(sorted((group for group in pooled if group.tokens), key=lambda group: (-group.tokens, group.name)))
-
-
-def _refuse_a_mixture(steps: Sequence[StepLoad]) -> None:
-    if not any(step.tokens for step in steps):
-        raise TraceError("no token of the recording was routed, so there is nothing to report: record at least one")
+def _refuse_a_mixture(steps: Sequence[Step]) -> None:
     first = steps[0]
     for step in steps[1:]:
-        if _model(step) != _model(first):
+        if _model(step.survey) != _model(first.survey):
             raise TraceError(
-                f"step {step.step} has {_model_in_words(step)}, step {first.step} has {_model_in_words(first)}: "
-                "a report is about one model; put the steps of each model into a folder of their own"
+                f"step {step.number} has {_model_in_words(step.survey)}, step {first.number} has "
+                f"{_model_in_words(first.survey)}: a report is about one model; put the steps of each model into a "
+                "folder of their own"
             )
 
 
-def _model(step: StepLoad) -> tuple[object, ...]:
-    return (*step.load_LE.shape, step.top_k, *step.layer_ids.tolist())
+def _model(one: Survey) -> tuple[int, ...]:
+    return (*one.load_LE.shape, one.top_k, *one.layer_ids.tolist())
 
 
-def _model_in_words(step: StepLoad) -> str:
-    num_layers, num_experts = step.load_LE.shape
-    return f"{num_layers} layers x {num_experts} experts, {step.top_k} choices per token"
+def _model_in_words(one: Survey) -> str:
+    return f"{one.layers} layers x {one.experts} experts, {one.top_k} choices per token"

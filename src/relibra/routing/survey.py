@@ -1,121 +1,369 @@
-"""`Survey`: the load statistics of a whole trace, gathered in two passes over its pieces at bounded memory."""
+"""`Survey`: the load statistics of a whole trace, gathered from its pieces at bounded memory.
+
+`relibra trace stats` and the report page both print what stands here, so they agree. A micro-batch is a run of
+consecutive rows, whatever samples they belong to; the short rest of a trace is a micro-batch of its own, and one
+without any routed token is left out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float64, Int, Int64
+from numpy import ndarray
 
 from relibra.errors import TraceError
-from relibra.routing.demand import iterate_micro_batch_load
-from relibra.routing.statistics import (
-    coefficient_of_variation,
-    contiguous_homes,
-    max_vio,
-    rank_load,
-    skew,
-)
+from relibra.routing.demand import count_token_slots, iterate_micro_batch_load
+from relibra.routing.statistics import coefficient_of_variation, contiguous_homes, max_vio, rank_load, skew
 from relibra.routing.trace import RoutingTrace
+from relibra.routing.trace_files import SHARD_ROWS, split_samples
+
+MICRO_BATCH_TOKENS = 2048
+"""Unless someone says otherwise, and unless the trace is short: `default_micro_batch_tokens`."""
+
+DEFAULT_RANKS = (8, 16, 32)
+
+_CELLS_AT_ONCE = 1 << 19
+"""Cells of load that are turned into floats at a time: 4 MB an array."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayoutRow:
-    """What `ranks` ranks would see under the static layout: *rank* skew over all (micro-batch, layer) pairs.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankSkew:
+    """What `ranks` ranks would see under the static layout: *rank* skew of every (micro-batch, layer) pair.
 
-    balancedness   sum of mean rank loads / sum of maximal ones, over all pairs
+    slots, busiest   token-slots of all pairs together; those of the busiest rank of each pair
     """
 
     ranks: int
-    skew_mean: float
-    skew_median: float
-    skew_p95: float
-    skew_max: float
-    balancedness: float
+    skew_ML: Float64[ndarray, "M L"]
+    slots: int
+    busiest: int
+
+    @property
+    def skew_mean(self) -> float:
+        """Mean over pairs, each counted once."""
+        return float(self.skew_ML.mean())
+
+    @property
+    def skew_median(self) -> float:
+        """Median over pairs."""
+        return float(np.median(self.skew_ML))
+
+    @property
+    def skew_p95(self) -> float:
+        """95th percentile over pairs."""
+        return float(np.percentile(self.skew_ML, 95))
+
+    @property
+    def skew_max(self) -> float:
+        """Worst pair."""
+        return float(self.skew_ML.max())
+
+    @property
+    def skew_weighted(self) -> float:
+        """Sum over pairs of the busiest rank's load / sum of the mean loads: the expert time of the steps, 1 if even.
+
+        Pairs with more tokens take longer and weigh more; without any token the figure is 1.
+        """
+        return self.busiest * self.ranks / self.slots if self.slots else 1.0
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the expert time that ranks wait for the busiest, averaged over ranks."""
+        return 1.0 - 1.0 / self.skew_weighted
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Group:
+    """The samples of one named group (a task, a data set) and the load they make."""
+
+    name: str
+    samples: int
+    tokens: int
+    load_LE: Int64[ndarray, "L E"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Survey:
-    """Sizes, skew per layout, and how far single micro-batches stray from the whole.
+    """Sizes, load, skew per layout, and how far single micro-batches stray from the whole.
 
-    expert_skew           max / mean *expert* load per (micro-batch, layer), mean
-    step_expert_skew      the same for the load of the whole trace, mean over layers
-    max_vio               largest violation of an *expert*, per layer of the whole trace, max over layers
-    load_cv               coefficient of variation of *expert* load of the whole trace, median layer
-    cosine_to_mean        between a micro-batch's *expert* load and the whole trace's, mean over pairs
+    rows, tokens          token rows, and those of them that hold a route
+    load_LE               token-slots of the whole trace
+    expert_skew           max / mean *expert* load, mean over (micro-batch, layer) pairs
+    cosine_mean_L         cosine between a micro-batch's and the whole trace's *expert* load, mean over micro-batches;
+                          low and high are its range
+    chance_L              see `chance_cosine`
+    fluctuation_L         see `statistics.fluctuation`
     """
 
     samples: int
     rows: int
-    valid_rows: int
-    layers: int
-    experts: int
+    tokens: int
     top_k: int
+    layer_ids: Int[ndarray, " L"]
+    source: str
+    groups: tuple[Group, ...]
+    load_LE: Int64[ndarray, "L E"]
     micro_batches: int
     micro_batch_tokens: int
-    layouts: tuple[LayoutRow, ...]
+    layouts: tuple[RankSkew, ...]
     expert_skew: float
-    step_expert_skew: float
-    max_vio: float
-    load_cv: float
-    cosine_to_mean: float
+    cosine_mean_L: Float64[ndarray, " L"]
+    cosine_low_L: Float64[ndarray, " L"]
+    cosine_high_L: Float64[ndarray, " L"]
+    chance_L: Float64[ndarray, " L"]
+    fluctuation_L: Float64[ndarray, " L"]
+
+    @property
+    def layers(self) -> int:
+        """MoE layers."""
+        return self.load_LE.shape[0]
+
+    @property
+    def experts(self) -> int:
+        """Experts per layer."""
+        return self.load_LE.shape[1]
+
+    def figures(self) -> dict[str, object]:
+        """Return the figures as plain numbers, ready for JSON.
+
+        step_expert_skew   max / mean *expert* load of the whole trace, mean over layers
+        max_vio            largest violation of an *expert* over the whole trace, max over layers
+        load_cv            coefficient of variation of *expert* load of the whole trace, median layer
+        """
+        row = ("ranks", "skew_mean", "skew_median", "skew_p95", "skew_max", "skew_weighted", "idle_share")
+        return {
+            "samples": self.samples,
+            "rows": self.rows,
+            "valid_rows": self.tokens,
+            "layers": self.layers,
+            "experts": self.experts,
+            "top_k": self.top_k,
+            "micro_batches": self.micro_batches,
+            "micro_batch_tokens": self.micro_batch_tokens,
+            "layouts": [{name: getattr(layout, name) for name in row} for layout in self.layouts],
+            "expert_skew": self.expert_skew,
+            "step_expert_skew": float(skew(self.load_LE).mean()),
+            "max_vio": float(max_vio(self.load_LE).max()),
+            "load_cv": float(np.median(coefficient_of_variation(self.load_LE))),
+            "cosine_to_mean": float(self.cosine_mean_L.mean()),
+        }
 
 
-def survey(pieces: Callable[[], Iterable[RoutingTrace]], *, ranks: Sequence[int], micro_batch_tokens: int) -> Survey:
-    """Gather the statistics of a trace.
+Pieces = Callable[[], Iterable[RoutingTrace]]
+"""Starts a fresh pass over the pieces of a trace, as `lambda: iterate_routes(path)`."""
 
-    pieces               starts a fresh pass over the trace
-    micro_batch_tokens   consecutive rows per micro-batch
-    raises               TraceError on damage or an empty trace, ClusterError when ranks do not divide the experts
+RankChoice = Sequence[int] | Callable[[int], Sequence[int]]
+"""Numbers of ranks, or a function from the number of experts to them."""
+
+
+def survey(pieces: Pieces, *, ranks: RankChoice, micro_batch_tokens: int | None = None) -> Survey:
+    """Gather the statistics of a trace; it is read twice unless it comes in one piece.
+
+    micro_batch_tokens   consecutive rows per micro-batch; None: `default_micro_batch_tokens`
+    raises               TraceError on damage or a trace without tokens, ClusterError when ranks do not divide the
+                         experts
     """
-    samples = rows = valid_rows = 0
-    first, total_LE = None, None
-    for piece in pieces():
-        first = first or piece
-        contiguous = [contiguous_homes(piece.num_experts, num_ranks) for num_ranks in ranks]
-        samples, rows = samples + piece.num_samples, rows + piece.num_rows
-        valid_rows += int(piece.valid_T.sum())
-        load_LE = sum(load.sum(axis=0) for load in iterate_micro_batch_load([piece], max(1, piece.num_rows)))
-        total_LE = load_LE if total_LE is None else total_LE + load_LE
-    if first is None or total_LE is None or rows == 0:
-        raise TraceError("the trace holds no rows: there is nothing to survey")
+    result = survey_step(pieces, ranks=ranks, micro_batch_tokens=micro_batch_tokens)
+    refuse_without_tokens([result])
+    return result
 
-    skews: list[list[np.ndarray]] = [[] for _ in ranks]
-    sums = np.zeros((len(ranks), 2))
-    expert_skews, cosines = [], []
-    for load_MLE in iterate_micro_batch_load(pieces(), micro_batch_tokens):
-        for i, (num_ranks, home_E) in enumerate(zip(ranks, contiguous, strict=True)):
-            load_MLR = rank_load(load_MLE, home_E, num_ranks)
-            skews[i].append(skew(load_MLR))
-            sums[i] += load_MLR.mean(axis=-1).sum(), load_MLR.max(axis=-1).sum()
-        expert_skews.append(skew(load_MLE))
-        norms = np.linalg.norm(load_MLE, axis=-1) * np.linalg.norm(total_LE, axis=-1)
-        dot = np.einsum("mle,le->ml", load_MLE, total_LE.astype(np.float64))
-        cosines.append(np.divide(dot, norms, out=np.ones_like(dot), where=norms > 0))
+
+def refuse_without_tokens(surveys: Iterable[Survey]) -> None:
+    """Raise a TraceError when no token of these surveys was routed: even load would be a lie."""
+    if not any(one.tokens for one in surveys):
+        raise TraceError("no token was routed, so there is no load to speak of: record at least one")
+
+
+def survey_step(pieces: Pieces, *, ranks: RankChoice, micro_batch_tokens: int | None = None) -> Survey:
+    """Do the same as `survey` for one step of several, which may be without tokens."""
+    samples = rows = tokens = num_pieces = 0
+    groups: dict[str, Group] = {}
+    first: RoutingTrace | None = None
+    total_LE: ndarray | None = None
+    for piece in pieces():
+        if first is None:
+            first, total_LE = piece, np.zeros((piece.num_layers, piece.num_experts), dtype=np.int64)
+            chosen = ranks(piece.num_experts) if callable(ranks) else ranks
+            homes = {count: contiguous_homes(piece.num_experts, count) for count in chosen}
+        num_pieces, samples, rows = num_pieces + 1, samples + piece.num_samples, rows + piece.num_rows
+        tokens += int(piece.valid_T.sum())
+        for part in split_samples(piece, SHARD_ROWS):
+            total_LE += _count_groups(part, groups)
+    if first is None or total_LE is None:
+        raise TraceError("the trace holds no samples: there is nothing to count")
+    micro_batch_tokens = micro_batch_tokens or default_micro_batch_tokens(rows)
+    again = [first] if num_pieces == 1 else pieces()
+    spread = _Spread(total_LE, homes)
+    for load_MLE in iterate_micro_batch_load(again, micro_batch_tokens):
+        spread.add(load_MLE)
     return Survey(
         samples=samples,
         rows=rows,
-        valid_rows=valid_rows,
-        layers=first.num_layers,
-        experts=first.num_experts,
+        tokens=tokens,
         top_k=first.top_k,
-        micro_batches=sum(map(len, cosines)),
+        layer_ids=first.layer_ids,
+        source=first.source,
+        groups=tuple(groups.values()),
+        load_LE=total_LE,
+        micro_batches=spread.micro_batches,
         micro_batch_tokens=micro_batch_tokens,
-        layouts=tuple(_row(n, np.concatenate(s), *sums[i]) for i, (n, s) in enumerate(zip(ranks, skews, strict=True))),
-        expert_skew=float(np.concatenate(expert_skews).mean()),
-        step_expert_skew=float(skew(total_LE).mean()),
-        max_vio=float(max_vio(total_LE).max()),
-        load_cv=float(np.median(coefficient_of_variation(total_LE))),
-        cosine_to_mean=float(np.concatenate(cosines).mean()),
+        layouts=spread.layouts(),
+        expert_skew=spread.expert_skew,
+        cosine_mean_L=spread.cosine_mean_L,
+        cosine_low_L=spread.cosine_low_L,
+        cosine_high_L=spread.cosine_high_L,
+        chance_L=chance_cosine(total_LE, spread.micro_batches),
+        fluctuation_L=spread.fluctuation_L,
     )
 
 
-def _row(ranks: int, skew_ML: np.ndarray, mean: float, highest: float) -> LayoutRow:
-    return LayoutRow(
-        ranks=ranks,
-        skew_mean=float(skew_ML.mean()),
-        skew_median=float(np.median(skew_ML)),
-        skew_p95=float(np.percentile(skew_ML, 95)),
-        skew_max=float(skew_ML.max()),
-        balancedness=mean / highest if highest else 1.0,
+def default_micro_batch_tokens(num_rows: int) -> int:
+    """Return the largest power of two, at most 2048, that cuts the rows into eight micro-batches or more.
+
+    >>> default_micro_batch_tokens(90_000), default_micro_batch_tokens(1000), default_micro_batch_tokens(3)
+    (2048, 128, 1)
+    """
+    tokens = MICRO_BATCH_TOKENS
+    while tokens > 1 and tokens * 7 >= num_rows:
+        tokens //= 2
+    return tokens
+
+
+def default_ranks(num_experts: int) -> list[int]:
+    """Return those of 8, 16 and 32 ranks that divide the experts; if none does, the smallest divisors above 1.
+
+    >>> default_ranks(32), default_ranks(16), default_ranks(12), default_ranks(7), default_ranks(1)
+    ([8, 16, 32], [8, 16], [2, 3, 4], [7], [1])
+    """
+    possible = [ranks for ranks in DEFAULT_RANKS if num_experts % ranks == 0]
+    return possible or [ranks for ranks in range(2, num_experts + 1) if num_experts % ranks == 0][:3] or [1]
+
+
+def pool_ranks(layouts: Sequence[RankSkew]) -> RankSkew:
+    """Put the pairs of several steps together, in order; all of one number of ranks."""
+    return RankSkew(
+        ranks=layouts[0].ranks,
+        skew_ML=np.concatenate([layout.skew_ML for layout in layouts]),
+        slots=sum(layout.slots for layout in layouts),
+        busiest=sum(layout.busiest for layout in layouts),
+    )
+
+
+def pool_groups(groups: Iterable[Group]) -> dict[str, Group]:
+    """Put groups of the same name together, in order of first appearance."""
+    pooled: dict[str, Group] = {}
+    for group in groups:
+        known = pooled.get(group.name)
+        pooled[group.name] = group if known is None else _joined(known, group)
+    return pooled
+
+
+def chance_cosine(load_LE: Int64[ndarray, "L E"], micro_batches: int) -> Float64[ndarray, " L"]:
+    """Return the cosine to the whole that independent draws from its shares would show, per layer.
+
+    With N token-slots in a micro-batch and shares p: E|c|^2 = N^2 sum p^2 + N (1 - sum p^2), so the cosine is about
+    sqrt(N sum p^2 / (N sum p^2 + 1 - sum p^2)). N is the mean over micro-batches.
+    """
+    total_L = load_LE.sum(axis=-1, dtype=np.float64)
+    square_L = (load_LE.astype(np.float64) ** 2).sum(axis=-1)
+    square_L = np.divide(square_L, total_L**2, out=np.ones_like(total_L), where=total_L > 0)
+    signal_L = total_L / max(1, micro_batches) * square_L
+    noise_L = 1.0 - square_L
+    return np.sqrt(np.divide(signal_L, signal_L + noise_L, out=np.ones_like(total_L), where=signal_L > 0))
+
+
+class _Spread:
+    """What the micro-batches of a trace are like, added up as they come; only rank skew is kept pair by pair."""
+
+    def __init__(self, total_LE: ndarray, homes: dict[int, ndarray]) -> None:
+        num_layers = len(total_LE)
+        self.homes = homes
+        self.total_LE = total_LE.astype(np.float64)
+        self.share_LE = self.total_LE / np.maximum(1.0, self.total_LE.sum(axis=-1, keepdims=True))
+        self.micro_batches = self.slots = 0
+        self.skews: dict[int, list[ndarray]] = {ranks: [np.zeros((0, num_layers))] for ranks in homes}
+        self.busiest = dict.fromkeys(homes, 0)
+        self.expert_skew_sum = 0.0
+        self.cosine_sum_L = np.zeros(num_layers)
+        self.cosine_low_L, self.cosine_high_L = np.full(num_layers, np.inf), np.full(num_layers, -np.inf)
+        self.off_LE, self.off_square_LE = np.zeros_like(self.total_LE), np.zeros_like(self.total_LE)
+
+    def add(self, load_MLE: ndarray) -> None:
+        for some_MLE in _in_small_parts(load_MLE):
+            filled_MLE = some_MLE[some_MLE.any(axis=(1, 2))]
+            if len(filled_MLE):
+                self._add(filled_MLE)
+
+    def _add(self, load_MLE: ndarray) -> None:
+        self.micro_batches += len(load_MLE)
+        self.slots += int(load_MLE.sum())
+        for ranks, home_E in self.homes.items():
+            load_MLR = rank_load(load_MLE, home_E, ranks)
+            self.skews[ranks].append(skew(load_MLR))
+            self.busiest[ranks] += int(load_MLR.max(axis=-1).sum())
+        self.expert_skew_sum += float(skew(load_MLE).sum())
+        load_MLE = load_MLE.astype(np.float64)
+        norms = np.linalg.norm(load_MLE, axis=-1) * np.linalg.norm(self.total_LE, axis=-1)
+        cosine_ML = np.einsum("mle,le->ml", load_MLE, self.total_LE) / norms
+        self.cosine_sum_L += cosine_ML.sum(axis=0)
+        self.cosine_low_L = np.minimum(self.cosine_low_L, cosine_ML.min(axis=0))
+        self.cosine_high_L = np.maximum(self.cosine_high_L, cosine_ML.max(axis=0))
+        off_MLE = load_MLE / load_MLE.sum(axis=-1, keepdims=True) - self.share_LE
+        self.off_LE += off_MLE.sum(axis=0)
+        self.off_square_LE += (off_MLE**2).sum(axis=0)
+
+    @property
+    def expert_skew(self) -> float:
+        return self.expert_skew_sum / (self.micro_batches * len(self.total_LE)) if self.micro_batches else 1.0
+
+    @property
+    def cosine_mean_L(self) -> ndarray:
+        return self.cosine_sum_L / max(1, self.micro_batches)
+
+    @property
+    def fluctuation_L(self) -> ndarray:
+        """As `statistics.fluctuation`; shares are taken from those of the whole, which keeps small variances exact."""
+        mean_LE = self.off_LE / max(1, self.micro_batches)
+        variance_LE = self.off_square_LE / max(1, self.micro_batches) - mean_LE**2
+        return np.sqrt(np.maximum(0.0, variance_LE)).sum(axis=-1)
+
+    def layouts(self) -> tuple[RankSkew, ...]:
+        return tuple(
+            RankSkew(ranks=ranks, skew_ML=np.concatenate(skews), slots=self.slots, busiest=self.busiest[ranks])
+            for ranks, skews in self.skews.items()
+        )
+
+
+def _in_small_parts(load_MLE: ndarray) -> Iterator[ndarray]:
+    step = max(1, _CELLS_AT_ONCE // max(1, load_MLE[0].size)) if len(load_MLE) else 1
+    for start in range(0, len(load_MLE), step):
+        yield load_MLE[start : start + step]
+
+
+def _count_groups(trace: RoutingTrace, groups: dict[str, Group]) -> ndarray:
+    """Add the load of every named group to `groups`; return that of all samples, in a group or not."""
+    names = trace.group_names
+    group_S = np.where((trace.group_ids >= 0) & (trace.group_ids < len(names)), trace.group_ids + 1, 0)
+    samples_G = np.bincount(group_S, minlength=len(names) + 1)  # place 0: samples without a named group
+    by_group = trace.select(np.argsort(group_S, kind="stable")) if names else trace
+    bounds = by_group.offsets[np.concatenate([[0], np.cumsum(samples_G)])]
+    load_GLE = count_token_slots(by_group.experts_TLK, by_group.valid_T, bounds, trace.num_experts)
+    tokens_G = np.diff(np.concatenate([[0], np.cumsum(by_group.valid_T)])[bounds])
+    found = [
+        Group(name=name, samples=int(samples_G[g]), tokens=int(tokens_G[g]), load_LE=load_GLE[g])
+        for g, name in enumerate(names, start=1)
+    ]
+    groups.update(pool_groups([*groups.values(), *found]))
+    return load_GLE.sum(axis=0)
+
+
+def _joined(one: Group, other: Group) -> Group:
+    return Group(
+        name=one.name,
+        samples=one.samples + other.samples,
+        tokens=one.tokens + other.tokens,
+        load_LE=one.load_LE + other.load_LE,
     )
