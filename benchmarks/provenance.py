@@ -29,7 +29,10 @@ def write_results(name: str, rows: list[dict], command: str | None = None) -> Pa
             raise ConfigError(f"result row {row} lacks {missing} or its label is not one of {LABELS}")
     origin = {
         "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        # Results of other benchmarks, and the pages made of them, are no part of what was measured.
+        "dirty": bool(
+            _git("status", "--porcelain", "--untracked-files=no", ":!benchmarks/results", ":!docs", ":!README.md")
+        ),
         "machine": f"{_processor()}, {platform.system()} {platform.machine()}",
         "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
         "command": command or f"python {shlex.join(sys.argv)}",
@@ -40,7 +43,7 @@ def write_results(name: str, rows: list[dict], command: str | None = None) -> Pa
 
 
 def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    command = ["git", "-C", str(Path(__file__).parent.parent), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
