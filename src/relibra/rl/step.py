@@ -72,7 +72,10 @@ def rl_step(
     batches, load_MLE = _make_mini_batches(samples, advantages_S, trace, config, tokenizer.pad_id)
     with clock.stage("recompute"):
         recomputed = [
-            [recompute_log_probs(policy.trained, batch, config.rollout.temperature) for batch in mini_batch]
+            [
+                recompute_log_probs(policy.trained, batch, config.rollout.temperature, weight_version=step)
+                for batch in mini_batch
+            ]
             for mini_batch in batches
         ]
     with clock.stage("update"):
@@ -241,7 +244,8 @@ def _mismatch_metrics(
             totals[:2] += float(k3_divergence(difference).sum()), len(difference)
             if one.disagreement is not None and batch.routes is not None:
                 rows = int(batch.routes.valid_T.sum())
-                totals[2:] += one.disagreement * rows, rows
+                if rows:  # none to compare in a micro-batch that ran native
+                    totals[2:] += one.disagreement * rows, rows
     k3, tokens, differing, rows = sum_over_ranks(torch.from_numpy(totals)).tolist()
     return {
         "k3_kl": k3 / max(1, tokens),

@@ -29,10 +29,16 @@ class Recomputed:
     disagreement: float | None
 
 
-def recompute_log_probs(model: nn.Module, micro_batch: MicroBatch, temperature: float) -> Recomputed:
-    """Run one micro-batch forward without gradients; collective over the ranks."""
+def recompute_log_probs(
+    model: nn.Module, micro_batch: MicroBatch, temperature: float, *, weight_version: int
+) -> Recomputed:
+    """Run one micro-batch forward without gradients; collective over the ranks.
+
+    weight_version   of the model; routes recorded under another one are refused (TraceError)
+    """
     routes = micro_batch.routes
-    with torch.no_grad(), replay_routing(model, routes) if routes is not None else nullcontext() as replay:
+    replaying = nullcontext() if routes is None else replay_routing(model, routes, weight_version=weight_version)
+    with torch.no_grad(), replaying as replay:
         log_probs_BN = _log_probs(model, micro_batch, temperature)
     return Recomputed(log_probs_BN, None if replay is None else replay.disagreement)
 
