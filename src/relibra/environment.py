@@ -13,6 +13,7 @@ class LaunchedRank:
     rank: int
     local_rank: int
     num_ranks: int
+    num_local_ranks: int
 
 
 def launched_rank() -> LaunchedRank | None:
@@ -20,7 +21,13 @@ def launched_rank() -> LaunchedRank | None:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     rank = int(os.environ["RANK"])
-    return LaunchedRank(rank, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ["WORLD_SIZE"]))
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    return LaunchedRank(
+        rank=rank,
+        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+        num_ranks=num_ranks,
+        num_local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)),
+    )
 
 
 def set_rendezvous(rank: int, num_ranks: int, port: int, threads: int) -> None:

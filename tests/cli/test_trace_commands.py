@@ -1,4 +1,5 @@
 import json
+import tomllib
 from dataclasses import replace
 
 import numpy as np
@@ -210,6 +211,12 @@ def test_mistakes_get_a_sentence_and_a_code(run, skewed, arguments, code, messag
 
 
 def test_the_resolved_configuration_can_be_printed(run):
-    code, out, _ = run("train", "--show-config", "run.steps=3")
+    code, out, _ = run("train", "--show-config", "--json", "run.steps=3")
     assert code == 0
     assert json.loads(out)["run"]["steps"] == 3
+    code, out, _ = run("train", "--show-config", "run.steps=3")
+    assert code == 0
+    assert "# Longest response." in out
+    from relibra.rl.config import RunConfig
+
+    assert RunConfig.model_validate(tomllib.loads(out)).run.steps == 3

@@ -89,5 +89,5 @@ def test_the_process_that_starts_the_ranks_loads_no_torch():
 
 def test_a_missing_package_is_named_with_what_to_install(monkeypatch):
     monkeypatch.setattr(relibra.rl.launch, "find_spec", lambda name: None if name == "tensorboard" else object())
-    with pytest.raises(ConfigError, match=r"needs the package 'tensorboard': .*pip install 'relibra\[train\]'"):
+    with pytest.raises(ConfigError, match=r"needs the package 'tensorboard': .*pip install -e '\.\[train\]'"):
         relibra.rl.launch.launch(RunConfig())

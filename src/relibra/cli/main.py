@@ -40,7 +40,7 @@ def about(
 
     Record which experts each token takes, replay the choices in training, and see how uneven the load is.
 
-    Try: relibra train run.steps=3 warmup.steps=20
+    Try: relibra train run.steps=3 warmup.steps=20   (a smoke run, too short to learn)
     """
 
 

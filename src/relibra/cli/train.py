@@ -21,22 +21,24 @@ def train(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
-    show_config: Annotated[bool, typer.Option("--show-config", help="Print the resolved settings and leave.")] = False,
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Print the resolved settings as TOML and leave.")
+    ] = False,
 ) -> None:
     """Post-train a small MoE policy with RL, its routes recorded at rollout and replayed in training.
 
     Progress goes to stderr. The first Ctrl-C lets the current step finish and leaves a readable run folder; the second
     stops at once. Under torchrun the command becomes one of its ranks.
 
-    Example: relibra train run.steps=3 warmup.steps=20
+    Example: relibra train run.steps=3 warmup.steps=20   (a smoke run, too short to learn)
     """
-    from relibra.rl.config import load_config
+    from relibra.rl.config import as_toml, load_config
 
     words = settings or []
     file = Path(words[0]) if words and "=" not in words[0] else None
     config = load_config(file, words[1:] if file else words)
     if show_config:
-        typer.echo(config.model_dump_json(indent=1))
+        typer.echo(config.model_dump_json(indent=1) if as_json else as_toml(config))
         return
 
     from relibra.rl.launch import launch

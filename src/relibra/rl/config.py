@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,7 +107,7 @@ class UpdateSettings(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm."""
     replay: Literal["off", "R3"] = "R3"
-    """R3: training takes the experts that the rollout took (arXiv 2510.11370). off: it routes anew."""
+    """"R3": training takes the experts that the rollout took (arXiv 2510.11370). "off": it routes anew."""
 
 
 class ParallelSettings(Section):
@@ -161,6 +162,17 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
         return RunConfig.model_validate(settings)
     except ValidationError as error:
         raise ConfigError(_sentence(error, str(path) if path else "the defaults", origin)) from error
+
+
+def as_toml(config: RunConfig) -> str:
+    """Return the configuration as a TOML file that explains every setting and can be edited and run."""
+    lines = []
+    for name, section in config:
+        lines += ["", f"[{name}]  # {type(section).__doc__}"]
+        for key, value in section.model_dump(mode="json").items():
+            description = " ".join((type(section).model_fields[key].description or "").split())
+            lines += [f"# {description}", f"{key} = {json.dumps(value)}"]
+    return "\n".join(lines[1:])
 
 
 def with_ranks(config: RunConfig, ranks: int) -> RunConfig:

@@ -46,17 +46,18 @@ def launch(config: RunConfig) -> Finished | None:
     raises    ConfigError when a package is missing or the run folder cannot be made; EngineError when a rank failed or
               was killed: the run folder keeps the finished steps
     """
-    for package in ("torch", "transformers", "tensorboard"):
+    for package in ("torch", "transformers", "accelerate", "tensorboard"):
         if find_spec(package) is None:
             raise ConfigError(
                 f"training needs the package {package!r}: install torch (choose its build), "
-                "then pip install 'relibra[train]'"
+                "then, in the checkout, pip install -e '.[train]'"
             )
     launched = launched_rank()
     if launched is not None:
         run, complete = run_launched(config, launched)
         return Finished(run, complete) if launched.rank == 0 else None
     run = create_run_folder(config)
+    print(f"starting {config.parallel.ranks} processes; run folder {run}", file=sys.stderr, flush=True)
     return Finished(run, _run_processes(config, run))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -27,6 +28,7 @@ class StopRequest:
     def __init__(self) -> None:
         """Take over SIGINT for the rest of this process, one held back since its start included."""
         self._asked = False
+        self.on_ask: Callable[[], None] = lambda: None
         signal.signal(signal.SIGINT, self._ask)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
@@ -36,6 +38,7 @@ class StopRequest:
 
     def _ask(self, _signal: int, _frame: FrameType | None) -> None:
         self._asked = True
+        self.on_ask()
 
 
 def train_rank(config: RunConfig, run: Path, device: torch.device) -> bool:
@@ -49,6 +52,7 @@ def train_rank(config: RunConfig, run: Path, device: torch.device) -> bool:
     with TrainingProgress(
         warmup_steps=config.warmup.steps, rl_steps=config.run.steps, enabled=dist.get_rank() == 0
     ) as progress:
+        stop.on_ask = progress.stopping
         return _train(config, run, device, progress, stop)
 
 

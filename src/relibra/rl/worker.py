@@ -50,7 +50,7 @@ def run_worker(rank: int, config_json: str, run: str, port: int, listener: socke
         from relibra.rl.ranks import Meeting, joined_ranks
         from relibra.rl.trainer import train_rank
 
-        device = _device(rank)
+        device = _device(rank, config.parallel.ranks)
         with joined_ranks(
             config.parallel.timeout_seconds, device, Meeting(rank, config.parallel.ranks, port, listener)
         ):
@@ -68,7 +68,7 @@ def run_launched(config: RunConfig, launched: LaunchedRank) -> tuple[Path, bool]
         from relibra.rl.ranks import broadcast_json, joined_ranks
         from relibra.rl.trainer import train_rank
 
-        device = _device(launched.local_rank)
+        device = _device(launched.local_rank, launched.num_local_ranks)
         with joined_ranks(config.parallel.timeout_seconds, device):
             run = Path(broadcast_json(str(create_run_folder(config)) if launched.rank == 0 else None))
             complete = train_rank(config, run, device)
@@ -105,10 +105,11 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _device(local_rank: int) -> torch.device:
+def _device(local_rank: int, num_local_ranks: int) -> torch.device:
+    """Return this rank's GPU if there is one for every rank of this machine, else the CPU."""
     import torch
 
-    if not torch.cuda.is_available():
+    if torch.cuda.device_count() < num_local_ranks:
         return torch.device("cpu")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

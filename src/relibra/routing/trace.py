@@ -331,21 +331,23 @@ def _checked_arrays(
     experts: Sequence[ndarray], layer_ids: Sequence[int] | None, moe_layers: Sequence[int] | None
 ) -> tuple[list[ndarray], list[int]]:
     """Return the routes of the layers to keep, and those layers."""
-    if not experts:
+    if len(experts) == 0:
         raise TraceError("a trace needs at least one sample: got none; pass one [rows, layers, choices] array each")
-    for s, array in enumerate(experts):
-        if array.ndim != 3 or array.shape[1:] != experts[0].shape[1:] or array.dtype.kind not in "iu":
+    arrays = [np.asarray(array) for array in experts]  # torch tensors on the CPU included
+    for s, array in enumerate(arrays):
+        if array.ndim != 3 or array.shape[1:] != arrays[0].shape[1:] or array.dtype.kind not in "iu":
             raise TraceError(
                 f"sample {s} has routes of type {array.dtype} and shape {array.shape}: expected integers "
-                f"[rows, layers, choices], layers and choices as in sample 0, {experts[0].shape}"
+                f"[rows, layers, choices], layers and choices as in sample 0, {arrays[0].shape}; "
+                "give a list with one array per sample"
             )
-    layers = list(range(experts[0].shape[1]) if layer_ids is None else layer_ids)
+    layers = list(range(arrays[0].shape[1]) if layer_ids is None else layer_ids)
     if moe_layers is None:
-        return list(experts), layers
-    if len(layers) != experts[0].shape[1] or not set(moe_layers) <= set(layers):
+        return arrays, layers
+    if len(layers) != arrays[0].shape[1] or not set(moe_layers) <= set(layers):
         raise TraceError(f"moe_layers {list(moe_layers)} are not all among the layers of the routes, {layers}")
     kept = [layers.index(layer) for layer in moe_layers]
-    return [array[:, kept] for array in experts], list(moe_layers)
+    return [array[:, kept] for array in arrays], list(moe_layers)
 
 
 def _check_row_counts(rows: Sequence[int], **columns: Sequence[ndarray] | None) -> None:

@@ -178,7 +178,12 @@ def read_index(folder: Path | str) -> TraceIndex:
     path = Path(folder) / INDEX
     if not path.is_file():
         raise TraceError(
-            f"{folder} is not a finished trace: it has no {INDEX}, as after a writer that was stopped; record it again"
+            f"{folder} is not a finished trace: it has no {INDEX}. "
+            + (
+                "It looks like a run: name one of its traces/step-... folders"
+                if any(Path(folder).glob("traces/step-*")) or any(Path(folder).glob("step-*"))
+                else "A writer that was stopped leaves none: record it again"
+            )
         )
     if path.stat().st_size > MAX_INDEX_BYTES:
         raise TraceError(f"{path} has {path.stat().st_size} bytes: an index has at most {MAX_INDEX_BYTES}")
