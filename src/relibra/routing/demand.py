@@ -27,22 +27,30 @@ class Demand:
     layer_ids    absolute decoder layer of each entry of the layer axis
     sample_ids   who the samples are
     tokens_MLRE  token-slots that source rank R sends to expert E in micro-batch M of layer L; None without a schedule
+    micro_batch_S, rank_S  that schedule: micro-batch (-1: left out) and source rank of each sample
+    pairs_LEE    how many tokens of all samples pick two experts together (`statistics.co_activation`): what send-once
+                 volumes follow from; None where nobody counted
+    top_k        K, choices per token; None where nobody knows
     """
 
     counts_SLE: Int32[ndarray, "S L E"]
     layer_ids: Int[ndarray, " L"]
     sample_ids: Int[ndarray, " S"]
     tokens_MLRE: Int32[ndarray, "M L R E"] | None = None
+    micro_batch_S: Int32[ndarray, " S"] | None = None
+    rank_S: Int32[ndarray, " S"] | None = None
+    pairs_LEE: Int64[ndarray, "L E E"] | None = None
+    top_k: int | None = None
 
     @classmethod
     def from_trace(cls, trace: RoutingTrace) -> Demand:
-        """Count the routes of a trace, sample by sample.
+        """Count the routes of a trace, sample by sample (not the pairs: add those with `dataclasses.replace`).
 
         raises    TraceError when a valid row holds an id out of range
         """
         counts_SLE = np.zeros((trace.num_samples, trace.num_layers, trace.num_experts), dtype=np.int32)
         _histogram(trace.experts_TLK, trace.valid_T, trace.offsets, counts_SLE)
-        return cls(counts_SLE=counts_SLE, layer_ids=trace.layer_ids, sample_ids=trace.sample_ids)
+        return cls(counts_SLE=counts_SLE, layer_ids=trace.layer_ids, sample_ids=trace.sample_ids, top_k=trace.top_k)
 
     @classmethod
     def from_traces(cls, traces: Iterable[RoutingTrace]) -> Demand:
@@ -60,6 +68,7 @@ class Demand:
             counts_SLE=np.concatenate([piece.counts_SLE for piece in pieces]),
             layer_ids=pieces[0].layer_ids,
             sample_ids=np.concatenate([piece.sample_ids for piece in pieces]),
+            top_k=pieces[0].top_k,
         )
 
     @property
@@ -83,9 +92,22 @@ class Demand:
                 f"the schedule names ranks {rank_S[kept].min()}..{rank_S[kept].max()}: allowed are 0..{num_ranks - 1}"
             )
         num_micro_batches = int(micro_batch_S.max(initial=-1)) + 1
-        tokens_MRLE = np.zeros((num_micro_batches, num_ranks, L, E), dtype=np.int32)
-        np.add.at(tokens_MRLE, (micro_batch_S[kept], rank_S[kept]), self.counts_SLE[kept])
-        return replace(self, tokens_MLRE=np.ascontiguousarray(tokens_MRLE.swapaxes(1, 2)))
+        tokens_MLRE = np.zeros((num_micro_batches, L, num_ranks, E), dtype=np.int32)
+        for s in kept:
+            tokens_MLRE[micro_batch_S[s], :, rank_S[s]] += self.counts_SLE[s]
+        return replace(
+            self,
+            tokens_MLRE=tokens_MLRE,
+            micro_batch_S=micro_batch_S.astype(np.int32),
+            rank_S=rank_S.astype(np.int32),
+        )
+
+    @property
+    def schedule(self) -> tuple[Int32[ndarray, " S"], Int32[ndarray, " S"]]:
+        """Micro-batch (-1: left out) and source rank of each sample; needs a schedule."""
+        assert self.micro_batch_S is not None, "schedule needs a demand with a schedule: call with_schedule first"
+        assert self.rank_S is not None, "a schedule names micro-batches and ranks"
+        return self.micro_batch_S, self.rank_S
 
     @property
     def load_MLE(self) -> Int64[ndarray, "M L E"]:

@@ -1,0 +1,300 @@
+"""`Cluster`: the machine a step is planned for, as nodes, ranks and links, with presets and a TOML file format.
+
+A link costs `alpha + beta * bytes` per direction and rank; both directions run at once. Presets hold data-sheet
+bandwidths: for decisions that hang on the last tenth, measure and write your own file.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+import numpy as np
+from jaxtyping import Float64, Int64, Shaped
+from numpy import ndarray
+
+from relibra.errors import ClusterError
+from relibra.files import write_text
+
+Label = Literal["cited", "measured", "model"]
+Amount = TypeVar("Amount", float, ndarray)
+
+MAX_RANKS = 1 << 16
+_MAX_FILE_BYTES = 1 << 20
+_LARGEST = 1e24
+"""No byte count, rate or time comes near; keeps sums finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One direction of one rank's connection.
+
+    latency_seconds    alpha: seconds per message, 0 or more
+    bytes_per_second   1 / beta, above 0
+    raises             ClusterError for values out of range
+    """
+
+    latency_seconds: float
+    bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        """Refuse what no link can do."""
+        if self.latency_seconds != 0:
+            _check_number("latency_seconds", self.latency_seconds)
+        _check_number("bytes_per_second", self.bytes_per_second)
+
+    def seconds(self, num_bytes: Amount, messages: int = 1) -> Amount:
+        """Return alpha * messages + beta * bytes; nothing to send takes no time. Works elementwise on arrays."""
+        return num_bytes / self.bytes_per_second + (num_bytes > 0) * (messages * self.latency_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Regular machine of `num_nodes` nodes with `ranks_per_node` ranks; rank r is on node r // ranks_per_node.
+
+    intra                        rank to rank inside a node, the same in each direction
+    inter_send, inter_receive    a rank's share of its node's network, out and in
+    host                         host memory to rank and back, the same in each direction
+    memory_bytes                 device memory per rank
+    peak_flops_per_second        dense bf16 per rank; `efficiency` is the share that grouped GEMMs sustain
+    gemm_table                   measured (rows of one expert, flops per second), rows rising; empty: the sustained rate
+    source, label                where the figures come from: cited, measured or model
+    raises                       ClusterError for values out of range
+    """
+
+    name: str
+    num_nodes: int
+    ranks_per_node: int
+    intra: Link
+    inter_send: Link
+    inter_receive: Link
+    host: Link
+    memory_bytes: int
+    peak_flops_per_second: float
+    efficiency: float
+    gemm_table: tuple[tuple[int, float], ...] = ()
+    source: str
+    label: Label
+
+    def __post_init__(self) -> None:
+        """Refuse what no machine can be."""
+        for key in ("num_nodes", "ranks_per_node", "memory_bytes"):
+            _check_number(key, getattr(self, key), whole=True)
+        if self.num_ranks > MAX_RANKS:
+            raise ClusterError(f"cluster of {self.num_nodes} x {self.ranks_per_node} ranks: at most {MAX_RANKS} ranks")
+        _check_number("peak_flops_per_second", self.peak_flops_per_second)
+        _check_number("efficiency", self.efficiency, most=1)
+        for key in ("name", "source"):
+            text = getattr(self, key)
+            if not isinstance(text, str) or not text or not text.isprintable():
+                raise ClusterError(f"cluster {key} is {text!r}: it must be one line of printable text")
+        if self.label not in get_args(Label):
+            raise ClusterError(f"cluster label is {self.label!r}: allowed are {', '.join(get_args(Label))}")
+        for rows, rate in self.gemm_table:
+            _check_number("gemm_table rows", rows, whole=True)
+            _check_number("gemm_table flops per second", rate)
+        all_rows = [rows for rows, _ in self.gemm_table]
+        if all_rows != sorted(set(all_rows)):
+            raise ClusterError(f"gemm_table has rows {all_rows}: they must rise, each row count once")
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the expert-parallel group, `R`."""
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def node_of_rank(self) -> Int64[ndarray, " R"]:
+        """Node of each rank."""
+        return np.arange(self.num_ranks, dtype=np.int64) // self.ranks_per_node
+
+    @property
+    def flops_per_second(self) -> float:
+        """Dense bf16 flops per second that a rank sustains in grouped GEMMs of many rows: peak x efficiency."""
+        return self.peak_flops_per_second * self.efficiency
+
+    def gemm_seconds(self, rows: Shaped[ndarray, "*X"], flops_per_row: float) -> Float64[ndarray, "*X"]:
+        """Return the seconds that one expert needs for so many rows, elementwise; no rows take no time.
+
+        With a table the rate is interpolated between its entries and never falls with more rows (noise in a measured
+        table must not make work cheaper by splitting it). Fewer rows than the first entry take as long as the first:
+        reading the weights is what they wait for.
+        """
+        if not self.gemm_table:
+            return rows * (flops_per_row / self.flops_per_second)
+        table_rows, rates = (np.array(column, dtype=np.float64) for column in zip(*self.gemm_table, strict=True))
+        at_least = np.maximum(rows, table_rows[0])
+        rate = np.interp(at_least, table_rows, np.maximum.accumulate(rates))
+        return (rows > 0) * (at_least * flops_per_row / rate)
+
+    def with_ranks(self, num_ranks: int, ranks_per_node: int | None = None) -> Cluster:
+        """Return the same kind of machine with another number of ranks; fewer than a node holds: one smaller node.
+
+        raises    ClusterError when the ranks do not fill nodes evenly
+        """
+        _check_number("num_ranks", num_ranks, whole=True)
+        if ranks_per_node is not None:
+            _check_number("ranks_per_node", ranks_per_node, whole=True)
+        per_node = min(num_ranks, ranks_per_node or self.ranks_per_node)
+        if num_ranks % per_node:
+            raise ClusterError(
+                f"{num_ranks} ranks do not fill nodes of {per_node} evenly: use a multiple of {per_node}, or give "
+                f"ranks_per_node a divisor of {num_ranks}"
+            )
+        return replace(self, num_nodes=num_ranks // per_node, ranks_per_node=per_node)
+
+    def without_ranks(self, ranks: Iterable[int]) -> Cluster:
+        """Return the machine that is left when these ranks are gone; the survivors are numbered anew, in order.
+
+        raises    ClusterError when a rank is unknown, none is left, or nodes are left with different numbers of ranks
+        """
+        lost = set(ranks)
+        unknown = sorted(lost - set(range(self.num_ranks)))
+        if unknown:
+            raise ClusterError(f"rank {unknown[0]} cannot be lost: cluster {self.name!r} has 0..{self.num_ranks - 1}")
+        alive = [int(rank) // self.ranks_per_node for rank in range(self.num_ranks) if rank not in lost]
+        sizes = [alive.count(node) for node in sorted(set(alive))]
+        if not sizes:
+            raise ClusterError(f"all {self.num_ranks} ranks of cluster {self.name!r} are lost: nothing to plan for")
+        if len(set(sizes)) > 1:
+            raise ClusterError(
+                f"without ranks {sorted(lost)} the nodes of cluster {self.name!r} keep {sizes} ranks: a plan needs "
+                f"equal nodes; leave out ranks until each has {min(sizes)}, or leave out the damaged nodes as a whole"
+            )
+        return replace(self, num_nodes=len(sizes), ranks_per_node=sizes[0])
+
+
+def cluster_preset(name: str, num_ranks: int | None = None, ranks_per_node: int | None = None) -> Cluster:
+    """Return a known machine, resized to `num_ranks` if given; see `PRESETS`.
+
+    raises    ClusterError for an unknown name, or ranks that do not fill nodes evenly
+
+    >>> cluster_preset("h100x8", 32).num_nodes
+    4
+    """
+    if name not in PRESETS:
+        raise ClusterError(
+            f"cluster {name!r} is unknown: allowed are {', '.join(PRESETS)}, or the path of a .toml file"
+        )
+    cluster = PRESETS[name]
+    return cluster.with_ranks(num_ranks or cluster.num_ranks, ranks_per_node)
+
+
+def write_cluster(path: Path | str, cluster: Cluster) -> None:
+    """Write a cluster as TOML; reading it back gives an equal value."""
+    values = asdict(cluster)
+    links = {key: value for key, value in values.items() if isinstance(value, dict)}
+    lines = [f"{key} = {_toml(value)}" for key, value in values.items() if key not in links]
+    for key, link in links.items():
+        lines += ["", f"[{key}]", *(f"{name} = {_toml(value)}" for name, value in link.items())]
+    write_text(Path(path), "\n".join(lines) + "\n")
+
+
+def read_cluster(path: Path | str) -> Cluster:
+    """Read a cluster from TOML, as `write_cluster` writes it.
+
+    raises    ClusterError when the file is missing, not TOML, or has unknown, missing or impossible entries
+    """
+    path = Path(path)
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise ClusterError(f"{path} has more than {_MAX_FILE_BYTES} bytes: that is no cluster file")
+        body = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ClusterError(f"cluster file {path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ClusterError):
+            raise
+        raise ClusterError(f"cluster file {path} is not valid TOML: {error}") from error
+    try:
+        links = {key: _from_table(Link, body[key], f"[{key}]") for key in _LINKS if key in body}
+        table = _table_rows(body.get("gemm_table", []))
+        return _from_table(Cluster, {**body, **links, "gemm_table": table}, "top level")
+    except ClusterError as error:
+        raise ClusterError(f"cluster file {path}: {error}") from error
+
+
+_LINKS = ("intra", "inter_send", "inter_receive", "host")
+Built = TypeVar("Built", Link, Cluster)
+
+
+def _from_table(kind: type[Built], table: Any, where: str) -> Built:
+    """Make a value of a TOML table that has the keys of its fields, no others, and all without a default."""
+    allowed = [field.name for field in fields(kind)]
+    if not isinstance(table, dict):
+        raise ClusterError(f"{where} is {table!r}: expected a table with {', '.join(allowed)}")
+    unknown = sorted(set(table) - set(allowed))
+    missing = [name for name in allowed if name not in table and name != "gemm_table"]
+    if unknown or missing:
+        found = f"unknown entry {unknown[0]!r}" if unknown else f"no entry {missing[0]!r}"
+        raise ClusterError(f"{where} has {found}: expected are {', '.join(allowed)}")
+    return kind(**table)
+
+
+def _table_rows(table: Any) -> tuple[tuple[int, float], ...]:
+    if not isinstance(table, list):
+        raise ClusterError(f"gemm_table is {table!r}: expected a list of pairs [rows, flops per second]")
+    for entry in table:
+        if not isinstance(entry, list) or len(entry) != 2:
+            raise ClusterError(f"gemm_table holds {entry!r}: expected pairs [rows, flops per second]")
+    return tuple((rows, rate) for rows, rate in table)
+
+
+def _check_number(key: str, value: Any, *, whole: bool = False, most: float = _LARGEST) -> None:
+    """Accept numbers in 0 < value <= most; NaN fails every comparison, and so do the infinities."""
+    kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value <= most:
+        kind = "a whole number" if whole else "a number"
+        raise ClusterError(f"{key} is {value!r}: it must be {kind} above 0 and at most {most:g}")
+
+
+def _toml(value: Any) -> str:
+    """Write a value as TOML; Python's shortest float text reads back to the same float."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)  # printable text needs only \" and \\
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return repr(float(value) if isinstance(value, float) else int(value))
+
+
+def _gpus(
+    name: str, ranks: int, gb: int, tflops: float, efficiency: float, links_gb: tuple[float, float, float], source: str
+) -> Cluster:
+    """Describe one node; `links_gb` are intra, inter and host bandwidths in GB/s per rank and direction."""
+    intra, inter, host = (rate * 1e9 for rate in links_gb)
+    return Cluster(
+        name=name,
+        num_nodes=1,
+        ranks_per_node=ranks,
+        intra=Link(latency_seconds=5e-6, bytes_per_second=intra),
+        inter_send=Link(latency_seconds=10e-6, bytes_per_second=inter),
+        inter_receive=Link(latency_seconds=10e-6, bytes_per_second=inter),
+        host=Link(latency_seconds=10e-6, bytes_per_second=host),
+        memory_bytes=gb * 10**9,
+        peak_flops_per_second=tflops * 1e12,
+        efficiency=efficiency,
+        source=f"{source}; efficiency and latencies are assumptions",
+        label="cited",
+    )
+
+
+_IB8 = "InfiniBand 8 x 400 Gb/s per node"
+PRESETS: dict[str, Cluster] = {
+    cluster.name: cluster
+    for cluster in (
+        _gpus("h100x8", 8, 80, 989.4, 0.5, (450, 50, 64), f"NVIDIA H100 SXM data sheet, NVLink 900 GB/s, {_IB8}"),
+        _gpus("h800x8", 8, 80, 989.4, 0.5, (200, 50, 64), f"H800: H100 SXM figures, NVLink 400 GB/s, {_IB8}"),
+        _gpus("h200x8", 8, 141, 989.4, 0.5, (450, 50, 64), f"NVIDIA H200 SXM data sheet, NVLink 900 GB/s, {_IB8}"),
+        _gpus("h20x8", 8, 96, 148, 0.7, (450, 25, 64), "H20: 148 TFLOP/s, NVLink 900 GB/s, 4 x 400 Gb/s per node"),
+        _gpus("nvl72", 72, 186, 2500, 0.5, (900, 50, 225), "NVIDIA GB200 NVL72 data sheet, NVLink 1.8 TB/s per GPU"),
+        _gpus("rtx4090x8", 8, 24, 165.2, 0.6, (32, 1.5625, 32), "RTX 4090 data sheet, PCIe 4.0 x16, 100 Gb/s per node"),
+        replace(
+            _gpus("laptop", 4, 4, 0.2, 0.5, (2, 0.1, 10), "a 4-process gloo job on one CPU, order of magnitude"),
+            label="model",
+        ),
+    )
+}
+"""Machines by name; one node each, `Cluster.with_ranks` adds more."""

@@ -1,0 +1,93 @@
+"""Demand files: a `Demand` in one `.safetensors` file, with its schedule and its pairs where it has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from relibra.errors import TraceError
+from relibra.routing.demand import Demand
+from relibra.routing.tensor_files import TensorFormat, check_arrays, read_tensors, write_tensors
+
+_SCHEDULE = ("tokens_MLRE", "micro_batch_S", "rank_S")
+FORMAT = TensorFormat(
+    name="relibra.demand",
+    version=1,
+    noun="a demand",
+    axes={
+        "counts_SLE": "SLE",
+        "layer_ids": "L",
+        "sample_ids": "S",
+        "tokens_MLRE": "MLRE",
+        "micro_batch_S": "S",
+        "rank_S": "S",
+        "pairs_LEE": "LEE",
+    },
+    dtypes={
+        "counts_SLE": np.int32,
+        "layer_ids": np.int32,
+        "sample_ids": np.int64,
+        "tokens_MLRE": np.int32,
+        "micro_batch_S": np.int32,
+        "rank_S": np.int32,
+        "pairs_LEE": np.int64,
+    },
+    optional=frozenset({*_SCHEDULE, "pairs_LEE"}),
+    may_be_0="SM",
+    error=TraceError,
+)
+
+
+def write_demand(path: Path | str, demand: Demand) -> None:
+    """Write a demand.
+
+    raises    TraceError when it is not valid
+    """
+    arrays = {name: getattr(demand, name) for name in FORMAT.axes if getattr(demand, name) is not None}
+    arrays["layer_ids"] = demand.layer_ids.astype(np.int32)  # callers may hold ids in any integer type
+    arrays["sample_ids"] = demand.sample_ids.astype(np.int64)
+    check_arrays(FORMAT, arrays)
+    _check(demand)
+    write_tensors(Path(path), FORMAT, arrays, {"top_k": demand.top_k})
+
+
+def read_demand(path: Path | str) -> Demand:
+    """Read a demand that `write_demand` wrote.
+
+    raises    TraceError when the file is missing, foreign, damaged, or holds counts that cannot be
+    """
+    arrays, facts = read_tensors(Path(path), FORMAT)
+    top_k = facts.get("top_k")
+    if set(facts) != {"top_k"} or isinstance(top_k, bool) or not isinstance(top_k, int | None):
+        raise TraceError(f"{path} is damaged: a demand says top_k, a whole number or null, and nothing else")
+    demand = Demand(**arrays, top_k=top_k)
+    try:
+        _check(demand)
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from error
+    return demand
+
+
+def _check(demand: Demand) -> None:
+    """Check what `Demand.validate` leaves to whoever made the schedule: that its parts belong together."""
+    demand.validate()
+    if (demand.layer_ids[:1] < 0).any() or (np.diff(demand.layer_ids) <= 0).any():
+        raise TraceError(f"demand has layer ids {demand.layer_ids}: they must rise from 0 or more")
+    if demand.top_k is not None and not 1 <= demand.top_k <= demand.num_experts:
+        raise TraceError(f"demand has top_k {demand.top_k}: allowed are 1 to its {demand.num_experts} experts")
+    if demand.pairs_LEE is not None and (demand.pairs_LEE < 0).any():
+        raise TraceError("demand holds negative co-routing pairs")
+    present = [name for name in _SCHEDULE if getattr(demand, name) is not None]
+    if present and len(present) < len(_SCHEDULE):
+        raise TraceError(f"demand holds {', '.join(present)} alone: a schedule is {', '.join(_SCHEDULE)}")
+    if demand.tokens_MLRE is None:
+        return
+    assert demand.micro_batch_S is not None
+    assert demand.rank_S is not None
+    M, _, R, _ = demand.tokens_MLRE.shape
+    if (demand.micro_batch_S < -1).any() or (demand.micro_batch_S >= M).any():
+        raise TraceError(f"demand has samples outside its {M} micro-batches: allowed are -1 (left out) to {M - 1}")
+    rank_S = demand.rank_S[demand.micro_batch_S >= 0]
+    if (rank_S < 0).any() or (rank_S >= R).any():
+        raise TraceError(f"demand has samples fed from outside its {R} ranks: allowed are 0..{R - 1}")

@@ -1,0 +1,166 @@
+"""Single-file values: one safetensors file with arrays, JSON facts and a checksum over both.
+
+Everything is checked before anything is allocated: the header against the file, then names, types and shapes against
+the format, then (after reading) the checksum. A byte that changes anywhere is noticed or means nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from relibra.errors import RelibraError
+from relibra.files import atomic_path
+
+MAX_HEADER_BYTES = 1 << 20
+_KEY = "relibra"
+"""One metadata entry for all facts: safetensors writes several in an order that differs from run to run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorFormat:
+    """What a file of one kind holds.
+
+    noun       what users call it, with article ("a step plan")
+    axes       letters of each array's axes; the same letter is the same length in all of them
+    dtypes     type of each array
+    optional   arrays that may be absent
+    may_be_0   axes that may have length 0
+    error      raised for every file that is not right
+    """
+
+    name: str
+    version: int
+    noun: str
+    axes: Mapping[str, str]
+    dtypes: Mapping[str, type[np.generic]]
+    optional: frozenset[str] = frozenset()
+    may_be_0: str = ""
+    error: type[RelibraError]
+
+
+def write_tensors(path: Path, form: TensorFormat, arrays: Mapping[str, ndarray], facts: Mapping[str, Any]) -> None:
+    """Write a file whole or not at all; the same content gives the same bytes. Facts are JSON values.
+
+    raises    the error of the format, when arrays have other types or shapes than it says
+    """
+    check_arrays(form, arrays)
+    tensors = {name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)}
+    text = json.dumps(
+        {
+            "format": form.name,
+            "version": form.version,
+            "checksum": _checksum(tensors, facts),
+            "facts": facts,
+        },
+        sort_keys=True,
+        allow_nan=False,
+    )
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary, metadata={_KEY: text})
+
+
+def check_arrays(form: TensorFormat, arrays: Mapping[str, ndarray]) -> None:
+    """Hold arrays against their format, before anything else looks into them.
+
+    raises    the error of the format
+    """
+    _check_layout(form.noun, form, {name: (str(array.dtype), list(array.shape)) for name, array in arrays.items()})
+
+
+def read_tensors(path: Path, form: TensorFormat) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arrays and the facts of a file; what the facts mean is for the caller to check.
+
+    raises    the error of the format, when the file is missing, foreign, of another version, damaged or forged
+    """
+    _check_header_size(path, form)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            body = _read_body(path, form, (file.metadata() or {}).get(_KEY, ""))
+            slices = {name: file.get_slice(name) for name in sorted(file.keys())}
+            _check_layout(
+                str(path),
+                form,
+                {name: (_dtype(piece.get_dtype()), piece.get_shape()) for name, piece in slices.items()},
+            )
+            tensors = {name: file.get_tensor(name) for name in slices}
+    except (SafetensorError, OSError) as error:
+        raise form.error(f"{path} cannot be read as safetensors: {error}") from error
+    if body["checksum"] != _checksum(tensors, body["facts"]):
+        raise form.error(f"{path} is damaged: its checksum does not match its content; write it again")
+    return tensors, body["facts"]
+
+
+def _check_header_size(path: Path, form: TensorFormat) -> None:
+    if not path.is_file():
+        raise form.error(f"there is no file {path}: expected {form.noun}")
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+        size = path.stat().st_size
+    except OSError as error:
+        raise form.error(f"{path} cannot be read: {error.strerror}") from error
+    length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+    if length > min(MAX_HEADER_BYTES, size - 8):
+        raise form.error(
+            f"{path} is not {form.noun}, or it was cut: a header of {length} bytes does not fit its {size} bytes "
+            f"(at most {MAX_HEADER_BYTES})"
+        )
+
+
+def _read_body(path: Path, form: TensorFormat, text: str) -> dict[str, Any]:
+    try:
+        body = json.loads(text) if text else {}
+    except (ValueError, RecursionError) as error:
+        raise form.error(f"{path} is damaged: its metadata is not JSON ({error})") from error
+    if not isinstance(body, dict) or body.get("format") != form.name:
+        raise form.error(f"{path} is not {form.noun}: its format must be {form.name!r}")
+    if body.get("version") != form.version:
+        raise form.error(
+            f"{path} has format version {body.get('version')!r}: this relibra reads version {form.version}; "
+            "use the relibra that wrote it, or write it again"
+        )
+    if set(body) != {"format", "version", "checksum", "facts"} or not isinstance(body["facts"], dict):
+        raise form.error(f"{path} is damaged: its metadata holds {sorted(body)}")
+    return body
+
+
+def _check_layout(where: str, form: TensorFormat, layout: Mapping[str, tuple[str, list[int]]]) -> None:
+    """Compare names, types and shapes with the format; safetensors has checked that they fill the file exactly."""
+    missing, unknown = set(form.axes) - form.optional - set(layout), set(layout) - set(form.axes)
+    if missing or unknown:
+        raise form.error(f"{where} holds arrays {sorted(layout)}: expected {sorted(form.axes)}")
+    lengths: dict[str, int] = {}
+    for name, (dtype, shape) in layout.items():
+        letters, expected = form.axes[name], str(np.dtype(form.dtypes[name]))
+        if dtype != expected or len(shape) != len(letters):
+            raise form.error(f"{where}: {name} is {dtype} {shape}, expected {expected} [{', '.join(letters)}]")
+        for letter, length in zip(letters, shape, strict=True):
+            if lengths.setdefault(letter, length) != length or (length == 0 and letter not in form.may_be_0):
+                raise form.error(
+                    f"{where}: axis {letter} of {name} has length {length}, elsewhere {lengths[letter]}"
+                    f"{'' if length else '; it must not be empty'}"
+                )
+
+
+def _dtype(code: str) -> str:
+    """Translate safetensors' name of an integer type ("I16") into numpy's; others stay and will not be expected."""
+    return f"int{code[1:]}" if code.startswith("I") else code
+
+
+def _checksum(tensors: Mapping[str, ndarray], facts: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for name, array in sorted(tensors.items()):
+        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()

@@ -1,0 +1,179 @@
+import math
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from relibra.cluster import PRESETS, Cluster, Link, cluster_preset, read_cluster, write_cluster
+from relibra.errors import ClusterError
+
+rates = st.floats(1e-3, 1e20)
+links = st.builds(Link, latency_seconds=st.floats(0, 10), bytes_per_second=rates)
+tables = st.lists(st.tuples(st.integers(1, 10**6), rates), max_size=4, unique_by=lambda entry: entry[0])
+text = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=20)
+clusters = st.builds(
+    Cluster,
+    name=text,
+    num_nodes=st.integers(1, 64),
+    ranks_per_node=st.integers(1, 72),
+    intra=links,
+    inter_send=links,
+    inter_receive=links,
+    host=links,
+    memory_bytes=st.integers(1, 10**12),
+    peak_flops_per_second=rates,
+    efficiency=st.floats(0.01, 1),
+    gemm_table=tables.map(lambda entries: tuple(sorted(entries))),
+    source=text,
+    label=st.sampled_from(["cited", "measured", "model"]),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(clusters)
+def test_toml_round_trip_is_exact(tmp_path, cluster):
+    write_cluster(tmp_path / "c.toml", cluster)
+    assert read_cluster(tmp_path / "c.toml") == cluster
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_round_trip_and_say_where_they_come_from(tmp_path, name):
+    cluster = cluster_preset(name)
+    write_cluster(tmp_path / "c.toml", replace(cluster, source='say "\\" and ü'))
+    assert read_cluster(tmp_path / "c.toml") == replace(cluster, source='say "\\" and ü')
+    assert cluster.name == name
+    assert "assumptions" in cluster.source
+    assert cluster.intra.bytes_per_second >= cluster.inter_send.bytes_per_second
+
+
+def test_preset_figures():
+    h100 = cluster_preset("h100x8", 32)
+    assert (h100.num_nodes, h100.ranks_per_node, h100.num_ranks) == (4, 8, 32)
+    assert h100.node_of_rank.tolist() == [0] * 8 + [1] * 8 + [2] * 8 + [3] * 8
+    assert h100.inter_send.bytes_per_second == 8 * 400e9 / 8 / 8  # 8 NICs of 400 Gb/s for 8 ranks
+    assert h100.flops_per_second == pytest.approx(494.7e12)
+    assert cluster_preset("nvl72", 64, 64).num_nodes == 1
+    with pytest.raises(ClusterError, match=r"cluster 'h100' is unknown: allowed are h100x8, .*laptop"):
+        cluster_preset("h100")
+
+
+def test_a_link_costs_alpha_plus_beta_bytes():
+    link = Link(latency_seconds=2.0, bytes_per_second=10.0)
+    assert link.seconds(50.0) == 7.0
+    assert link.seconds(50.0, messages=3) == 11.0
+    assert link.seconds(0.0) == 0.0
+    assert link.seconds(np.array([0, 20])).tolist() == [0.0, 4.0]
+
+
+def test_gemm_seconds_with_and_without_a_table():
+    plain = replace(cluster_preset("laptop"), peak_flops_per_second=100.0, efficiency=0.5)
+    assert plain.gemm_seconds(np.array([0, 10]), 5.0).tolist() == [0.0, 1.0]
+    table = replace(plain, gemm_table=((10, 10.0), (20, 8.0), (30, 50.0)))
+    # 0 rows: no time; 5 rows wait as long as 10; the dip at 20 counts as noise; between 20 and 30 linear; flat beyond
+    assert table.gemm_seconds(np.array([0, 5, 10, 20, 25, 60]), 1.0).tolist() == [0.0, 1.0, 1.0, 2.0, 25 / 30, 60 / 50]
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_with_ranks_keeps_or_refuses(num_ranks, ranks_per_node):
+    cluster = replace(cluster_preset("h100x8"), ranks_per_node=ranks_per_node)
+    if num_ranks > ranks_per_node and num_ranks % ranks_per_node:
+        with pytest.raises(ClusterError, match="do not fill nodes"):
+            cluster.with_ranks(num_ranks)
+    else:
+        resized = cluster.with_ranks(num_ranks)
+        assert resized.num_ranks == num_ranks
+        assert resized.ranks_per_node == min(num_ranks, ranks_per_node)
+
+
+def test_losing_ranks():
+    cluster = cluster_preset("h100x8", 32)
+    smaller = cluster.without_ranks(range(8, 16))
+    assert (smaller.num_nodes, smaller.ranks_per_node) == (3, 8)
+    one_each = cluster.without_ranks([0, 8, 16, 31])
+    assert (one_each.num_nodes, one_each.ranks_per_node) == (4, 7)
+    assert cluster.without_ranks([]) == cluster
+    with pytest.raises(ClusterError, match=r"without ranks \[3\] .* keep \[7, 8, 8, 8\] ranks: .* until each has 7"):
+        cluster.without_ranks([3])
+    with pytest.raises(ClusterError, match=r"rank 32 cannot be lost: .* 0\.\.31"):
+        cluster.without_ranks([32])
+    with pytest.raises(ClusterError, match="all 32 ranks"):
+        cluster.without_ranks(range(32))
+
+
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, True, "8", None, 10**400])
+@pytest.mark.parametrize("key", ["num_nodes", "ranks_per_node", "memory_bytes", "peak_flops_per_second", "efficiency"])
+def test_impossible_numbers_are_refused(key, value):
+    with pytest.raises(ClusterError, match=f"{key} is .*: it must be a"):
+        replace(cluster_preset("h100x8"), **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"efficiency": 1.5}, "efficiency is 1.5"),
+        ({"num_nodes": 1 << 16}, "at most 65536 ranks"),
+        ({"label": "guessed"}, "label is 'guessed': allowed are cited, measured, model"),
+        ({"name": "two\nlines"}, "one line of printable text"),
+        ({"gemm_table": ((2, 1.0), (2, 2.0))}, "they must rise"),
+        ({"gemm_table": ((2, -1.0),)}, "gemm_table flops per second is -1.0"),
+        ({"ranks_per_node": 2.0}, "ranks_per_node is 2.0: it must be a whole number"),
+    ],
+)
+def test_impossible_clusters_are_refused(changes, sentence):
+    with pytest.raises(ClusterError, match=sentence):
+        replace(cluster_preset("h100x8"), **changes)
+
+
+@pytest.mark.parametrize("changes", [{"latency_seconds": -1}, {"bytes_per_second": 0}, {"bytes_per_second": math.nan}])
+def test_impossible_links_are_refused(changes):
+    with pytest.raises(ClusterError, match="it must be a number above 0"):
+        Link(**{"latency_seconds": 0, "bytes_per_second": 1, **changes})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("num_nodes = 1", "num_nodes = 1\nnodes = 2", "top level has unknown entry 'nodes': expected are name, "),
+        ("num_nodes = 1", "", "top level has no entry 'num_nodes'"),
+        ("[host]", "[host]\nspeed = 1", r"\[host\] has unknown entry 'speed': expected are latency_seconds"),
+        ("gemm_table = []", "gemm_table = [[1, 2, 3]]", "expected pairs"),
+        ("gemm_table = []", "gemm_table = 7", "gemm_table is 7: expected a list"),
+        ("efficiency = 0.5", "efficiency = nan", "efficiency is nan"),
+        ("[intra]", "[intra", "not valid TOML"),
+        ("efficiency = 0.5", "efficiency = 1" + "0" * 5000, "efficiency is|not valid TOML"),
+        ("num_nodes = 1", "num_nodes = " + "[" * 5000, "not valid TOML"),
+    ],
+)
+def test_bad_files_get_a_sentence(tmp_path, old, new, sentence):
+    path = tmp_path / "c.toml"
+    write_cluster(path, cluster_preset("h100x8"))
+    content = path.read_text()
+    assert old in content
+    path.write_text(content.replace(old, new))
+    with pytest.raises(ClusterError, match=sentence):
+        read_cluster(path)
+
+
+def test_missing_and_foreign_files(tmp_path):
+    with pytest.raises(ClusterError, match="cannot be read: No such file"):
+        read_cluster(tmp_path / "none.toml")
+    with pytest.raises(ClusterError, match="cannot be read: Is a directory"):
+        read_cluster(tmp_path)
+    (tmp_path / "b.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ClusterError, match="not valid TOML"):
+        read_cluster(tmp_path / "b.toml")
+    (tmp_path / "big.toml").write_text("#" * (2 << 20))
+    with pytest.raises(ClusterError, match="no cluster file"):
+        read_cluster(tmp_path / "big.toml")
+
+
+def test_a_link_written_as_a_number_is_refused(tmp_path):
+    values = asdict(cluster_preset("laptop"))
+    assert set(values) > {"intra", "host"}
+    path = tmp_path / "c.toml"
+    write_cluster(path, cluster_preset("laptop"))
+    path.write_text("host = 3\n" + path.read_text().split("[host]")[0])
+    with pytest.raises(ClusterError, match=r"\[host\] is 3: expected a table"):
+        read_cluster(path)
