@@ -1,0 +1,33 @@
+"""Planning: what is decided about a step before it runs. `plan_step` is the door; names load on first use."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_WHERE = {
+    "BALANCERS": "relibra.planning.balancers",
+    "Budget": "relibra.planning.budget",
+    "ExpertShape": "relibra.planning.objective",
+    "Prediction": "relibra.planning.objective",
+    "StepPlan": "relibra.planning.plan",
+    "diff": "relibra.planning.explanation",
+    "expert_shape": "relibra.planning.objective",
+    "list_transfers": "relibra.planning.transfers",
+    "plan_step": "relibra.planning.step",
+    "predict": "relibra.planning.objective",
+    "read_plan": "relibra.planning.plan_files",
+    "write_plan": "relibra.planning.plan_files",
+}
+
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'relibra.planning' has no attribute {name!r}")
+    return getattr(import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,265 @@
+"""After ForeMoE (arXiv 2606.11867; no public code): machines for the step, homes inside them, spills per micro-batch.
+
+Knows every (micro-batch, layer). Level 1 deals experts to machines so that the sum over micro-batches of the fullest
+machine is low, and keeps the old map unless the gain pays for the moves; level 1b lays them on the ranks of a machine;
+level 2 sends a few experts of an overfull machine to another one's ranks; level 3 splits experts inside a machine.
+The paper leaves levels 1 and 3 open; its own micro-step heuristic moves whole experts without looking at the receiver
+and can make things worse, so splitting is used instead.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import numpy as np
+from jaxtyping import Int64
+from numpy import ndarray
+
+from relibra.planning.balancers.homes import empty_slots, previous_homes
+from relibra.planning.concurrency import side_by_side
+from relibra.planning.decision import Decision, Question
+from relibra.planning.placement import busiest, ranks_inside_nodes
+from relibra.routing.compiled import compiled
+
+SWAPS = 2000
+OVERFULL = 1.03
+"""Load of the fullest machine / mean above which experts leave it."""
+
+LEAVING = 2
+"""Experts that may leave a machine in one (micro-batch, layer)."""
+
+
+def decide(question: Question) -> Decision:
+    """Place homes for the step, then spill per (micro-batch, layer)."""
+    budget, cluster = question.budget, question.cluster
+    load_MLE, before_LE = question.demand.load_MLE, previous_homes(question)
+    replica_MLRB, quota_MLRB = empty_slots(question)
+
+    def plan(layer: int) -> ndarray:
+        load_ME = np.ascontiguousarray(load_MLE[:, layer])
+        home_E = before_LE[layer].astype(np.int64)
+        if budget.move_homes:
+            home_E = _homes(question, load_ME, home_E, layer)
+        if budget.slots:
+            _spill_layer(
+                load_ME,
+                home_E,
+                cluster.ranks_per_node,
+                budget.tolerance,
+                budget.cross_node_copies,
+                replica_MLRB[:, layer],
+                quota_MLRB[:, layer],
+            )
+        return home_E
+
+    home_LE = np.array(side_by_side(plan, before_LE.shape[0], budget.threads), dtype=np.int16)
+    return Decision(
+        home_LE=home_LE,
+        replica_MLRB=replica_MLRB,
+        quota_MLRB=quota_MLRB,
+        scope="cluster" if budget.cross_node_copies else "node",
+    )
+
+
+def _homes(question: Question, load_ME: ndarray, before_E: Int64[ndarray, " E"], layer: int) -> Int64[ndarray, " E"]:
+    """Levels 1 and 1b, with hysteresis: the old homes stay unless the new ones earn what their moves cost."""
+    cluster = question.cluster
+    G, N, E = cluster.ranks_per_node, cluster.num_nodes, load_ME.shape[1]
+    generator = np.random.default_rng([question.budget.seed, layer])
+    swaps = generator.integers(0, E, (SWAPS if N > 1 else 0, 2))
+    machine_E = before_E // G
+    if N > 1:
+        dealt_E = deal_machines(load_ME, N)
+        found_E = min((machine_E.copy(), dealt_E), key=lambda map_E: busiest(load_ME, map_E))
+        swap_machines(load_ME, found_E, N, swaps)
+        if busiest(load_ME, found_E) < busiest(load_ME, machine_E):
+            machine_E = found_E
+    home_E = ranks_inside_nodes(load_ME.sum(axis=0), machine_E, before_E, G, N)
+    same_machine_E = machine_E == before_E // G
+    gain = (busiest(load_ME, before_E // G) - busiest(load_ME, machine_E)) / G
+    if same_machine_E.all():
+        gain = busiest(load_ME, before_E) - busiest(load_ME, home_E)
+    return home_E if gain > _moving_token_slots(question, int((home_E != before_E).sum())) else before_E
+
+
+def _moving_token_slots(question: Question, moved: int) -> float:
+    """Price moving experts in token-slots of the busiest rank: their state over all ranks' network shares at once."""
+    if question.budget.objective == "tokens":
+        return 0.0
+    cluster, expert = question.cluster, question.expert
+    network = min(cluster.inter_send.bytes_per_second, cluster.inter_receive.bytes_per_second)
+    seconds = moved * expert.state_bytes / network / cluster.num_ranks
+    return seconds * cluster.flops_per_second / (3 * expert.flops_per_token_slot)
+
+
+@compiled
+@no_type_check
+def deal_machines(load_ME, num_machines) -> ndarray:
+    """Deal experts, heaviest first, to the machine with room that raises the sum of maxima least (ties: lower id)."""
+    M, E = load_ME.shape
+    load_MN, top_M = np.zeros((M, num_machines), np.int64), np.zeros(M, np.int64)
+    room_N = np.full(num_machines, E // num_machines)
+    machine_E = np.empty(E, np.int64)
+    for e in np.argsort(-load_ME.sum(axis=0), kind="mergesort"):
+        best, best_rise, best_load = -1, 0, 0
+        for n in range(num_machines):
+            if room_N[n] == 0:
+                continue
+            rise, load = 0, 0
+            for m in range(M):
+                rise += max(0, load_MN[m, n] + load_ME[m, e] - top_M[m])
+                load += load_MN[m, n]
+            if best < 0 or rise < best_rise or (rise == best_rise and load < best_load):
+                best, best_rise, best_load = n, rise, load
+        machine_E[e] = best
+        room_N[best] -= 1
+        for m in range(M):
+            load_MN[m, best] += load_ME[m, e]
+            top_M[m] = max(top_M[m], load_MN[m, best])
+    return machine_E
+
+
+@compiled
+@no_type_check
+def swap_machines(load_ME, machine_E, num_machines, swaps) -> None:
+    """Try each pair of experts: swap their machines if the sum of maxima falls."""
+    M, E = load_ME.shape
+    load_MN = np.zeros((M, num_machines), np.int64)
+    for e in range(E):
+        for m in range(M):
+            load_MN[m, machine_E[e]] += load_ME[m, e]
+    for i, j in swaps:
+        a, b = machine_E[i], machine_E[j]
+        if a == b:
+            continue
+        change = 0
+        for m in range(M):
+            top, others = 0, 0
+            for n in range(num_machines):
+                top = max(top, load_MN[m, n])
+                if n != a and n != b:
+                    others = max(others, load_MN[m, n])
+            moved = load_ME[m, j] - load_ME[m, i]
+            change += max(others, load_MN[m, a] + moved, load_MN[m, b] - moved) - top
+        if change < 0:
+            for m in range(M):
+                moved = load_ME[m, j] - load_ME[m, i]
+                load_MN[m, a] += moved
+                load_MN[m, b] -= moved
+            machine_E[i], machine_E[j] = b, a
+
+
+@compiled
+@no_type_check
+def _spill_layer(load_ME, home_E, ranks_per_node, tolerance, cross_node, replica_MRB, quota_MRB) -> None:
+    M, E = load_ME.shape
+    R = replica_MRB.shape[1]
+    load_R, left_E = np.empty(R, np.int64), np.empty(E, np.int64)
+    for m in range(M):
+        load_R[:] = 0
+        left_E[:] = load_ME[m]
+        for e in range(E):
+            load_R[home_E[e]] += load_ME[m, e]
+        before = load_R.max()
+        replica_RB, quota_RB = replica_MRB[m], quota_MRB[m]
+        if cross_node:
+            _leave_machines(home_E, ranks_per_node, load_R, left_E, replica_RB, quota_RB)
+        for low in range(0, R, ranks_per_node):
+            _spill(home_E, low, low + ranks_per_node, tolerance, load_R, left_E, replica_RB, quota_RB)
+        if load_R.max() >= before:  # nothing gained: the base plan
+            for r in range(R):
+                for b in range(replica_RB.shape[1]):
+                    replica_RB[r, b], quota_RB[r, b] = -1, 0
+
+
+@compiled
+@no_type_check
+def _leave_machines(home_E, ranks_per_node, load_R, left_E, replica_RB, quota_RB) -> None:
+    """Level 2: split experts of the fullest machine with the least loaded rank of the emptiest one."""
+    R, B = replica_RB.shape
+    N = R // ranks_per_node
+    load_N, leaving_N = np.zeros(N, np.int64), np.zeros(N, np.int64)
+    for r in range(R):
+        load_N[r // ranks_per_node] += load_R[r]
+    mean = -(-load_N.sum() // N)
+    while True:
+        source, target = np.argmax(load_N), np.argmin(load_N)
+        if load_N[source] <= OVERFULL * mean or leaving_N[source] == LEAVING or load_N[target] >= mean:
+            return
+        e = -1
+        for x in range(len(home_E)):
+            if home_E[x] // ranks_per_node == source and (e < 0 or left_E[x] > left_E[e]):
+                e = x
+        t = -1
+        for r in range(target * ranks_per_node, (target + 1) * ranks_per_node):
+            if _slot(e, replica_RB[r]) < 0 and replica_RB[r, B - 1] < 0 and (t < 0 or load_R[r] < load_R[t]):
+                t = r
+        tokens = min(load_N[source] - mean, mean - load_N[target], left_E[e])
+        if t < 0 or tokens == 0:
+            return
+        _move(e, home_E[e], t, tokens, load_R, left_E, replica_RB, quota_RB)
+        load_N[source] -= tokens
+        load_N[target] += tokens
+        leaving_N[source] += 1
+
+
+@compiled
+@no_type_check
+def _spill(home_E, low, high, tolerance, load_R, left_E, replica_RB, quota_RB) -> None:
+    """Level 3: split the largest experts of the fullest rank with the least loaded ranks of ranks low..high."""
+    B = replica_RB.shape[1]
+    mean = -(-load_R[low:high].sum() // (high - low))
+    ceiling = int(mean * (1 + tolerance))
+    blocked_R, tried_E = np.zeros(len(load_R), np.bool_), np.zeros(len(home_E), np.bool_)
+    while True:
+        source = -1
+        for r in range(low, high):
+            if not blocked_R[r] and load_R[r] > ceiling and (source < 0 or load_R[r] > load_R[source]):
+                source = r
+        if source < 0:
+            return
+        tried_E[:] = False
+        while True:
+            e, target, holds = -1, -1, False
+            for x in range(len(home_E)):
+                if home_E[x] == source and not tried_E[x] and left_E[x] > 0 and (e < 0 or left_E[x] > left_E[e]):
+                    e = x
+            if e < 0:
+                blocked_R[source] = True
+                break
+            for r in range(low, high):
+                if load_R[r] >= mean or r == source:
+                    continue
+                here = _slot(e, replica_RB[r]) >= 0
+                if not here and (holds or replica_RB[r, B - 1] >= 0):
+                    continue
+                if target < 0 or (here and not holds) or load_R[r] < load_R[target]:
+                    target, holds = r, here
+            if target >= 0:
+                tokens = min(load_R[source] - mean, mean - load_R[target], left_E[e])
+                _move(e, source, target, tokens, load_R, left_E, replica_RB, quota_RB)
+                break
+            tried_E[e] = True
+
+
+@compiled
+@no_type_check
+def _slot(expert, replica_B) -> int:
+    for b in range(len(replica_B)):
+        if replica_B[b] == expert:
+            return b
+    return -1
+
+
+@compiled
+@no_type_check
+def _move(e, source, target, tokens, load_R, left_E, replica_RB, quota_RB) -> None:
+    """Let `target` compute token-slots of `e` that its home computed, in a new slot if it holds no copy."""
+    b = _slot(e, replica_RB[target])
+    if b < 0:
+        b = _slot(-1, replica_RB[target])
+        replica_RB[target, b] = e
+    quota_RB[target, b] += tokens
+    load_R[source] -= tokens
+    load_R[target] += tokens
+    left_E[e] -= tokens

@@ -1,0 +1,177 @@
+"""relibra: the whole step from known routes: homes, schedule, replicas, cross-node copies (after ReLibra and ForeMoE).
+
+ReLibra (arXiv 2605.08639) has no public code; what it leaves open is ours: chained replication, packing against nodes,
+cross-node copies with slots shared by both kinds, and the search of the ceiling per (micro-batch, layer).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float32, Int64
+from numpy import ndarray
+
+from relibra.planning.annealing import COLD, WARM
+from relibra.planning.concurrency import Deadline, side_by_side
+from relibra.planning.decision import Decision, Question
+from relibra.planning.locality import place_samples
+from relibra.planning.packing import PackingLimits, pack_samples
+from relibra.planning.placement import HomeWeights, co_activation_groups, place_homes
+from relibra.planning.plan import homes_of
+from relibra.planning.pricing import cheapest_replicas, choose_replicas
+from relibra.routing.demand import Demand
+
+_SWAPS_OF_A_STEP = 60_000_000
+"""Swaps x micro-batches x layers that one annealing of all layers may evaluate; about 15 ns each."""
+_PACKING_PROPOSALS = 400_000
+_PACKING_ROUNDS = 2
+
+
+def decide(question: Question) -> Decision:
+    """Choose homes, then the schedule, then homes again if the schedule changed, then replicas; see `Budget`."""
+    budget, demand = question.budget, question.demand
+    clock = Deadline(budget.deadline_seconds)
+    previous_LE = homes_of(question.previous_map, question.cluster.num_ranks).astype(np.int64)
+    home_LE = previous_LE
+    if budget.move_homes:
+        home_LE = _homes(question, demand, home_LE, clock, first=not question.warm)
+    if question.cluster.num_nodes > 1:
+        demand, home_LE = _schedule(question, demand, home_LE, clock)
+    if budget.objective == "tokens":
+        replica_MLRB, quota_MLRB = choose_replicas(question, demand, home_LE, budget.tolerance, clock)
+    else:
+        home_LE, replica_MLRB, quota_MLRB = _cheapest(question, demand, home_LE, previous_LE, clock)
+    return Decision(
+        home_LE=home_LE.astype(np.int16),
+        replica_MLRB=replica_MLRB,
+        quota_MLRB=quota_MLRB,
+        scope="cluster" if budget.cross_node_copies else "node",
+        scheduled=demand,
+    )
+
+
+def _schedule(question: Question, demand: Demand, home_LE: ndarray, clock: Deadline) -> tuple[Demand, ndarray]:
+    """Pack samples into micro-batches and homes to what came of it, in turn; then place samples on ranks."""
+    budget, cluster = question.budget, question.cluster
+    if budget.pack_samples:
+        limits = PackingLimits.of_schedule(
+            demand.schedule[0],
+            _lengths(demand),
+            token_slack=budget.token_slack,
+            attention_slack=budget.attention_slack,
+        )
+        for round_number in range(_PACKING_ROUNDS):
+            if not clock.allows(0.6):
+                break
+            demand = _packed(question, demand, home_LE, limits, seed=budget.seed + round_number)
+            if budget.move_homes:
+                home_LE = _homes(question, demand, home_LE, clock, first=False)
+    if budget.place_samples and clock.allows(0.8):
+        share_SLN = _node_share(demand, home_LE, cluster.ranks_per_node, cluster.num_nodes)
+        micro_batch_S, rank_S = demand.schedule
+        new_rank_S = place_samples(share_SLN, micro_batch_S, rank_S, _lengths(demand), cluster.ranks_per_node)
+        if not np.array_equal(rank_S, new_rank_S):
+            demand = demand.with_schedule(micro_batch_S, new_rank_S, cluster.num_ranks)
+    return demand, home_LE
+
+
+def _cheapest(
+    question: Question, demand: Demand, home_LE: ndarray, previous_LE: ndarray, clock: Deadline
+) -> tuple[ndarray, ndarray, ndarray]:
+    """Price replicas for the new homes and for those there are; every layer takes the cheaper, moves included."""
+    cluster = question.cluster
+    replica_MLRB, quota_MLRB, new_ML = cheapest_replicas(question, demand, home_LE, clock)
+    if np.array_equal(home_LE, previous_LE):
+        return home_LE, replica_MLRB, quota_MLRB
+    kept_replica, kept_quota, kept_ML = cheapest_replicas(question, demand, previous_LE, clock)
+    rate = min(cluster.inter_send.bytes_per_second, cluster.inter_receive.bytes_per_second)
+    move_seconds = question.expert.state_bytes / (rate if cluster.num_nodes > 1 else cluster.intra.bytes_per_second)
+    moved_L = (home_LE != previous_LE).sum(axis=1) / cluster.num_ranks
+    stays_L = kept_ML.sum(axis=0) <= new_ML.sum(axis=0) + moved_L * move_seconds
+    replica_MLRB[:, stays_L], quota_MLRB[:, stays_L] = kept_replica[:, stays_L], kept_quota[:, stays_L]
+    return np.where(stays_L[:, None], previous_LE, home_LE), replica_MLRB, quota_MLRB
+
+
+def home_weights(question: Question) -> HomeWeights:
+    """Weigh network and moves against compute, in seconds on this cluster; with the token objective they weigh nothing.
+
+    One token-slot costs a node 3 x forward flops / (G x flops per second); one that enters or leaves it costs 4 rows
+    (dispatch and combine, forward and backward) over G network shares; an expert that moves costs its weights, master
+    copy and moments over the shares of all nodes together.
+    """
+    if question.budget.objective == "tokens":
+        return HomeWeights()
+    cluster, expert = question.cluster, question.expert
+    compute = 3 * expert.flops_per_token_slot / cluster.flops_per_second
+    rate = min(cluster.inter_send.bytes_per_second, cluster.inter_receive.bytes_per_second)
+    return HomeWeights(
+        network=4 * expert.row_bytes / rate / compute, move=expert.state_bytes / rate / cluster.num_nodes / compute
+    )
+
+
+def _homes(question: Question, demand: Demand, home_LE: ndarray, clock: Deadline, *, first: bool) -> ndarray:
+    """Place the experts of every layer; `first`: from scratch, otherwise around the homes there are."""
+    cluster, budget = question.cluster, question.budget
+    load_MLE, weights = demand.load_MLE, home_weights(question)
+    M, L, _ = load_MLE.shape
+    previous_LE = homes_of(question.previous_map, cluster.num_ranks).astype(np.int64)
+    # without replicas every rank stands for itself
+    per_domain = cluster.ranks_per_node if budget.slots else 1
+    domains = cluster.num_ranks // per_domain
+    proposals = int(np.clip(_SWAPS_OF_A_STEP // max(1, M * L), 4_000, 100_000)) // (1 if first else 4)
+
+    def place(layer: int) -> ndarray:
+        if not clock.allows(0.5):
+            return home_LE[layer]
+        load_ME = np.ascontiguousarray(load_MLE[:, layer])
+        source_MNE = np.zeros((M, domains, load_ME.shape[1]), dtype=np.int64)
+        if weights.network:
+            assert demand.tokens_MLRE is not None, "checked by plan_step"
+            source_MRE = demand.tokens_MLRE[:, layer]
+            source_MNE = source_MRE.reshape(M, domains, per_domain, load_ME.shape[1]).sum(axis=2, dtype=np.int64)
+        start_E = None if first else home_LE[layer] // per_domain
+        if first and weights.network and question.demand.pairs_LEE is not None:
+            start_E = co_activation_groups(question.demand.pairs_LEE[layer], domains)
+        return place_homes(
+            load_ME,
+            source_MNE,
+            previous_LE[layer],
+            per_domain,
+            weights=weights,
+            temperature=COLD if first else WARM,
+            proposals=proposals,
+            seed=budget.seed * 1_000_003 + layer,
+            start_node_E=start_E,
+        )
+
+    return np.stack(side_by_side(place, L, budget.threads))
+
+
+def _packed(question: Question, demand: Demand, home_LE: ndarray, limits: PackingLimits, *, seed: int) -> Demand:
+    cluster = question.cluster
+    share_SLN = _node_share(demand, home_LE, cluster.ranks_per_node, cluster.num_nodes)
+    micro_batch_S, rank_S = pack_samples(
+        share_SLN,
+        *demand.schedule,
+        _lengths(demand),
+        cluster.num_ranks,
+        limits=limits,
+        proposals=_PACKING_PROPOSALS,
+        seed=seed,
+    )
+    return demand.with_schedule(micro_batch_S, rank_S, cluster.num_ranks)
+
+
+def _lengths(demand: Demand) -> Int64[ndarray, " S"]:
+    """Token-slots of each sample in one layer: its length times the choices per token."""
+    return demand.counts_SLE[:, 0].sum(axis=1, dtype=np.int64)
+
+
+def _node_share(demand: Demand, home_LE: ndarray, ranks_per_node: int, num_nodes: int) -> Float32[ndarray, "S L N"]:
+    """Sum each sample's token-slots over the experts of each node."""
+    S, L, _ = demand.counts_SLE.shape
+    share_SLN = np.empty((S, L, num_nodes), dtype=np.float32)
+    for layer in range(L):
+        for node in range(num_nodes):
+            experts = np.flatnonzero(home_LE[layer] // ranks_per_node == node)
+            share_SLN[:, layer, node] = demand.counts_SLE[:, layer, experts].sum(axis=1)
+    return share_SLN

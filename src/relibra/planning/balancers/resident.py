@@ -1,0 +1,70 @@
+"""Resident replicas: from a physical placement, as EPLB and its family make it, to homes, replicas and quotas.
+
+Such planners fill all `E / R + B` slots of every rank alike and keep them for the whole step. We need one *home* per
+expert (the copy that owns the optimizer state), exactly E / R of them on every rank; all other copies are replicas. Two
+copies of an expert on one rank are one instance, and the second slot is wasted, as it is in the original.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Int, Int16, Int64
+from numpy import ndarray
+
+from relibra.planning.balancers.homes import choose_homes, copies_of, previous_homes
+from relibra.planning.balancers.shares import even_quotas, local_first_quotas, optimal_quotas
+from relibra.planning.decision import Decision, Question
+
+Split = Literal["even", "optimal", "local first"]
+
+
+def resident_decision(question: Question, placement_LRP: Int[ndarray, "L R P"], split: Split) -> Decision:
+    """Turn a physical placement into a decision whose replicas stay for the whole step.
+
+    placement_LRP   expert in each of the P = E / R + B slots of a rank; -1: empty
+    split           how every micro-batch shares its load over the copies (`relibra.planning.balancers.shares`)
+    """
+    demand, budget, cluster = question.demand, question.budget, question.cluster
+    assert demand.tokens_MLRE is not None, "quotas need a demand with a schedule"
+    M, L, R, E = demand.tokens_MLRE.shape
+    load_MLE, before_LE = demand.load_MLE, previous_homes(question)
+    home_LE = np.empty((L, E), dtype=np.int16)
+    replica_MLRB = np.full((M, L, R, budget.slots), -1, dtype=np.int16)
+    quota_MLRB = np.zeros((M, L, R, budget.slots), dtype=np.int32)
+    for layer in range(L):
+        copies_RE = copies_of(placement_LRP[layer], E)
+        home_E = before_LE[layer].astype(np.int64)
+        if budget.move_homes:
+            share_E = question.total_LE[layer] / np.maximum(1, copies_RE.sum(axis=0))
+            home_E, copies_RE = choose_homes(copies_RE, home_E, share_E, budget.slots)
+        replica_RB, copies_RB = _lay_replicas(copies_RE, home_E, question.total_LE[layer], budget.slots)
+        home_copies_E = copies_RE[home_E, np.arange(E)]
+        load_ME = load_MLE[:, layer]
+        if split == "even":
+            quota_MRB = even_quotas(load_ME, home_E, home_copies_E, replica_RB, copies_RB)
+        elif split == "optimal":
+            quota_MRB = optimal_quotas(load_ME, home_E, replica_RB)
+        else:
+            quota_MRB = local_first_quotas(
+                demand.tokens_MLRE[:, layer], home_E, home_copies_E, replica_RB, copies_RB, cluster.ranks_per_node
+            )
+        home_LE[layer], replica_MLRB[:, layer], quota_MLRB[:, layer] = home_E, replica_RB, quota_MRB
+    return Decision(home_LE=home_LE, replica_MLRB=replica_MLRB, quota_MLRB=quota_MLRB, resident=True, scope="cluster")
+
+
+def _lay_replicas(
+    copies_RE: Int64[ndarray, "R E"], home_E: Int64[ndarray, " E"], total_E: ndarray, slots: int
+) -> tuple[Int16[ndarray, "R B"], Int64[ndarray, "R B"]]:
+    """Put the copies that are not homes into the spare slots; where too many, those with the largest shares."""
+    R = len(copies_RE)
+    share_RE = copies_RE * (total_E / np.maximum(1, copies_RE.sum(axis=0)))
+    replica_RB = np.full((R, slots), -1, dtype=np.int16)
+    copies_RB = np.zeros((R, slots), dtype=np.int64)
+    for rank in range(R):
+        guests = np.flatnonzero((copies_RE[rank] > 0) & (home_E != rank))
+        kept = np.sort(guests[np.argsort(-share_RE[rank, guests], kind="stable")[:slots]])
+        replica_RB[rank, : len(kept)] = kept
+        copies_RB[rank, : len(kept)] = copies_RE[rank, kept]
+    return replica_RB, copies_RB

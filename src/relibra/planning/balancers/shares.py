@@ -1,0 +1,231 @@
+"""Shares: how many token-slots each instance of an expert computes, once homes and replicas are fixed. Exact integers.
+
+Three rules that systems with static replicas use at run time: *even* (each copy the same), *optimal* (the busiest rank
+as low as the placement allows) and *local first* (copies on the own node, if there are any).
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import numpy as np
+from jaxtyping import Int, Int16, Int32
+from numpy import ndarray
+from scipy.optimize import linprog
+
+from relibra.routing.compiled import compiled
+
+
+def even_quotas(
+    load_ME: Int[ndarray, "M E"],
+    home_E: Int[ndarray, " E"],
+    home_copies_E: Int[ndarray, " E"],
+    replica_RB: Int16[ndarray, "R B"],
+    copies_RB: Int[ndarray, "R B"],
+) -> Int32[ndarray, "M R B"]:
+    """Give each physical copy of an expert the same share of its load (EPLB and its family).
+
+    home_copies_E, copies_RB   physical copies behind an instance: two slots of one rank serve one instance twice
+    returns                    token-slots per replica; leftovers go to the largest remainders (ties: home, lower rank).
+                               An expert without any copy is served by its home
+    """
+    quota_MRB = np.zeros((len(load_ME), *replica_RB.shape), dtype=np.int32)
+    _even(load_ME, _instances(home_E, replica_RB), home_copies_E, copies_RB, quota_MRB)
+    return quota_MRB
+
+
+def optimal_quotas(
+    load_ME: Int[ndarray, "M E"],
+    home_E: Int[ndarray, " E"],
+    replica_RB: Int16[ndarray, "R B"],
+) -> Int32[ndarray, "M R B"]:
+    """Split every load over its instances so that the busiest rank gets as little as these instances allow.
+
+    The linear program of LPLB and MicroMoE (arXiv 2511.16947), solved in integers: token-slots flow along shortest
+    paths of ranks that share an expert, from the fullest rank to ranks below a ceiling. Where no path is left, the
+    ranks within reach are closed: their average is the new ceiling, and proof that no split does better.
+    """
+    quota_MRB = np.zeros((len(load_ME), *replica_RB.shape), dtype=np.int32)
+    ones_E, ones_RB = np.ones(len(home_E), dtype=np.int64), np.ones(replica_RB.shape, dtype=np.int64)
+    instances = _instances(home_E, replica_RB)
+    _even(load_ME, instances, ones_E, ones_RB, quota_MRB)
+    by_rank_I = np.argsort(instances[1], kind="stable")
+    rank_starts = np.searchsorted(instances[1][by_rank_I], np.arange(len(replica_RB) + 1))
+    _balance(load_ME, instances, by_rank_I, rank_starts, quota_MRB)
+    return quota_MRB
+
+
+def local_first_quotas(
+    tokens_MRE: Int[ndarray, "M R E"],
+    home_E: Int[ndarray, " E"],
+    home_copies_E: Int[ndarray, " E"],
+    replica_RB: Int16[ndarray, "R B"],
+    copies_RB: Int[ndarray, "R B"],
+    ranks_per_node: int,
+) -> Int32[ndarray, "M R B"]:
+    """Share the tokens of each node evenly over the copies on that node, or over all copies if it has none (LAER)."""
+    M, R, _ = tokens_MRE.shape
+    quota_MRB = np.zeros((M, *replica_RB.shape), dtype=np.int32)
+    for node in range(R // ranks_per_node):
+        here = slice(node * ranks_per_node, (node + 1) * ranks_per_node)
+        load_ME = tokens_MRE[:, here].sum(axis=1, dtype=np.int64)
+        near_E = np.where(home_E // ranks_per_node == node, home_copies_E, 0)
+        near_RB = np.zeros_like(copies_RB)
+        near_RB[here] = copies_RB[here]
+        has_E = near_E.copy()
+        np.add.at(has_E, replica_RB[replica_RB >= 0], near_RB[replica_RB >= 0])
+        expert_RB = np.maximum(replica_RB, 0)
+        near_E = np.where(has_E > 0, near_E, home_copies_E)
+        near_RB = np.where(has_E[expert_RB] > 0, near_RB, copies_RB)
+        quota_MRB += even_quotas(load_ME, home_E, near_E, replica_RB, near_RB)
+    return quota_MRB
+
+
+def _instances(home_E: ndarray, replica_RB: ndarray) -> tuple[ndarray, ndarray, ndarray, ndarray]:
+    """List instances by expert, home first: starts per expert, then expert, rank and flat slot (-1: home) of each."""
+    rank_X, slot_X = np.nonzero(replica_RB >= 0)
+    E = len(home_E)
+    expert_I = np.concatenate([np.arange(E), replica_RB[rank_X, slot_X]]).astype(np.int64)
+    rank_I = np.concatenate([home_E, rank_X]).astype(np.int64)
+    slot_I = np.concatenate([np.full(E, -1), rank_X * replica_RB.shape[1] + slot_X]).astype(np.int64)
+    order = np.argsort(expert_I, kind="stable")
+    starts = np.searchsorted(expert_I[order], np.arange(E + 1))
+    return starts, rank_I[order], slot_I[order], expert_I[order]
+
+
+@compiled
+@no_type_check
+def _even(load_ME, instances, home_copies_E, copies_RB, quota_MRB) -> None:
+    starts, rank_I, slot_I, _ = instances
+    B = copies_RB.shape[1]
+    weight_I, remainder_I = np.empty(len(rank_I), np.int64), np.empty(len(rank_I), np.int64)
+    for m in range(len(load_ME)):
+        for e in range(len(starts) - 1):
+            first, stop, load = starts[e], starts[e + 1], load_ME[m, e]
+            if stop - first == 1 or load == 0:
+                continue
+            weights = 0
+            for i in range(first, stop):
+                s = slot_I[i]
+                weight_I[i] = home_copies_E[e] if s < 0 else copies_RB[s // B, s % B]
+                weights += weight_I[i]
+            if weights == 0:
+                continue
+            left = load
+            for i in range(first, stop):
+                share = load * weight_I[i] // weights
+                remainder_I[i] = load * weight_I[i] - share * weights
+                left -= share
+                if slot_I[i] >= 0:
+                    quota_MRB[m, slot_I[i] // B, slot_I[i] % B] = share
+            for _ in range(left):
+                best = first
+                for i in range(first + 1, stop):
+                    if remainder_I[i] > remainder_I[best]:
+                        best = i
+                remainder_I[best] = -1
+                if slot_I[best] >= 0:
+                    quota_MRB[m, slot_I[best] // B, slot_I[best] % B] += 1
+
+
+@compiled
+@no_type_check
+def _balance(load_ME, instances, by_rank_I, rank_starts, quota_MRB) -> None:
+    """Improve the quotas until the busiest rank is as low as the instances allow."""
+    starts, rank_I, slot_I, expert_I = instances
+    M, R, B = quota_MRB.shape
+    tokens_I, load_R = np.empty(len(rank_I), np.int64), np.empty(R, np.int64)
+    from_I, to_I, queue_R = np.empty(R, np.int64), np.empty(R, np.int64), np.empty(R, np.int64)
+    for m in range(M):
+        load_R[:] = 0
+        for i in range(len(rank_I)):
+            if slot_I[i] < 0:
+                tokens_I[i] = load_ME[m, expert_I[i]]
+                for j in range(starts[expert_I[i]] + 1, starts[expert_I[i] + 1]):
+                    tokens_I[j] = quota_MRB[m, slot_I[j] // B, slot_I[j] % B]
+                    tokens_I[i] -= tokens_I[j]
+        for i in range(len(rank_I)):
+            load_R[rank_I[i]] += tokens_I[i]
+        ceiling = -(-load_R.sum() // R)
+        while True:
+            s = np.argmax(load_R)
+            if load_R[s] <= ceiling:
+                break
+            t, reached = _search(
+                s, ceiling, starts, rank_I, expert_I, by_rank_I, rank_starts, tokens_I, load_R, from_I, to_I, queue_R
+            )
+            if t < 0:
+                total = 0
+                for i in range(reached):
+                    total += load_R[queue_R[i]]
+                ceiling = -(-total // reached)
+            else:
+                _push(s, t, min(load_R[s] - ceiling, ceiling - load_R[t]), rank_I, tokens_I, load_R, from_I, to_I)
+        for i in range(len(rank_I)):
+            if slot_I[i] >= 0:
+                quota_MRB[m, slot_I[i] // B, slot_I[i] % B] = tokens_I[i]
+
+
+@compiled
+@no_type_check
+def _search(
+    s, ceiling, starts, rank_I, expert_I, by_rank_I, rank_starts, tokens_I, load_R, from_I, to_I, queue_R
+) -> tuple[int, int]:
+    """Find the nearest rank below the ceiling that tokens of rank `s` can reach; return it (or -1) and the ranks seen.
+
+    from_I, to_I hold, per rank reached, the instance that gives tokens and the instance there that takes them.
+    """
+    from_I[:] = -1
+    queue_R[0], head, tail = s, 0, 1
+    while head < tail:
+        r = queue_R[head]
+        head += 1
+        for x in range(rank_starts[r], rank_starts[r + 1]):
+            i = by_rank_I[x]
+            e = expert_I[i]
+            if tokens_I[i] == 0 or starts[e + 1] - starts[e] == 1:
+                continue
+            for j in range(starts[e], starts[e + 1]):
+                t = rank_I[j]
+                if t != s and from_I[t] < 0:
+                    from_I[t], to_I[t] = i, j
+                    queue_R[tail] = t
+                    tail += 1
+                    if load_R[t] < ceiling:
+                        return t, tail
+    return -1, tail
+
+
+@compiled
+@no_type_check
+def _push(s, t, amount, rank_I, tokens_I, load_R, from_I, to_I) -> None:
+    """Move up to `amount` token-slots from rank `s` to rank `t` along the path found."""
+    r = t
+    while r != s:
+        amount = min(amount, tokens_I[from_I[r]])
+        r = rank_I[from_I[r]]
+    r = t
+    while r != s:
+        tokens_I[from_I[r]] -= amount
+        tokens_I[to_I[r]] += amount
+        r = rank_I[from_I[r]]
+    load_R[s] -= amount
+    load_R[t] += amount
+
+
+def optimal_maximum_reference(
+    load_E: Int[ndarray, " E"], home_E: Int[ndarray, " E"], replica_RB: Int[ndarray, "R B"]
+) -> float:
+    """Solve the linear program behind `optimal_quotas` with HiGHS: the lowest possible maximum, in fractions."""
+    _, rank_I, _, expert_I = _instances(home_E, replica_RB)
+    E, R, n = len(home_E), len(replica_RB), len(rank_I)
+    per_rank, per_expert = np.zeros((R, n + 1)), np.zeros((E, n + 1))
+    per_rank[rank_I, np.arange(n)] = 1
+    per_rank[:, n] = -1
+    per_expert[expert_I, np.arange(n)] = 1
+    cost = np.zeros(n + 1)
+    cost[n] = 1
+    scale = max(1, int(load_E.max(initial=0)))
+    result = linprog(cost, A_ub=per_rank, b_ub=np.zeros(R), A_eq=per_expert, b_eq=load_E / scale, method="highs")
+    assert result.status == 0, result.message
+    return float(result.fun) * scale

@@ -1,0 +1,61 @@
+"""`Budget`: what a plan may use (slots, levers, time) and by which measure it is judged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from relibra.errors import PlanError
+
+Objective = Literal["seconds", "tokens"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What a balancer may use for one step.
+
+    slots               B, spare expert slots per rank for replicas; 0 turns replicas off
+    objective           "seconds": modelled step time; "tokens": sum over micro-batches and layers of the busiest rank
+    move_homes          may experts change their home rank between steps
+    place_samples       may samples change the rank they are fed from, inside their micro-batch
+    pack_samples        may samples change their micro-batch (which rows meet in one forward pass changes; the gradient
+                        of a step is the same sum)
+    cross_node_copies   may a replica sit on another node than its home: it is then fed from that node's host pool
+    tolerance           accepted load of the busiest rank above the lowest reachable one; larger means fewer copies
+    token_slack         how far packing may fill a micro-batch beyond the largest of the given schedule
+    attention_slack     the same for the attention cost of a micro-batch (sum of squared lengths)
+    deadline_seconds    stop improving after this long and return the best plan so far; None: no limit. A plan under a
+                        deadline may differ from run to run
+    threads             layers planned at the same time; None: the cores of this process
+    seed                seed of the annealing; same seed, same plan
+    raises              PlanError for values out of range
+    """
+
+    slots: int = 2
+    objective: Objective = "seconds"
+    move_homes: bool = True
+    place_samples: bool = True
+    pack_samples: bool = False
+    cross_node_copies: bool = False
+    tolerance: float = 0.0
+    token_slack: float = 0.02
+    attention_slack: float = 0.05
+    deadline_seconds: float | None = None
+    threads: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what no plan could use."""
+        if not 0 <= self.slots <= 1024:
+            raise PlanError(f"budget of {self.slots} slots per rank: allowed are 0 (no replicas) to 1024")
+        if self.objective not in ("seconds", "tokens"):
+            raise PlanError(f"objective {self.objective!r} is unknown: allowed are 'seconds' and 'tokens'")
+        for name in ("tolerance", "token_slack", "attention_slack"):
+            if not 0 <= getattr(self, name) <= 10:
+                raise PlanError(f"budget {name} is {getattr(self, name)}: allowed are shares from 0 to 10")
+        if self.deadline_seconds is not None and not self.deadline_seconds > 0:
+            raise PlanError(f"deadline of {self.deadline_seconds} seconds: it must be above 0, or None for no limit")
+        if self.threads is not None and self.threads < 1:
+            raise PlanError(f"{self.threads} planner threads: at least 1, or None for all cores")
+        if self.seed < 0:
+            raise PlanError(f"seed {self.seed}: it must be 0 or more")

@@ -1,0 +1,188 @@
+"""Balancers side by side on one step: each planned alone, checked by code that is not its own, and measured alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+from jaxtyping import Int
+from numpy import ndarray
+
+from relibra.cluster import Cluster
+from relibra.errors import PlanError
+from relibra.planning.balancers import BALANCERS
+from relibra.planning.budget import Budget
+from relibra.planning.objective import ExpertShape, predict
+from relibra.planning.plan import StepPlan
+from relibra.planning.step import plan_step
+from relibra.routing.demand import Demand
+
+LEVER_SETS = {
+    "relibra": (False, False),
+    "relibra+packing": (True, False),
+    "relibra+packing+cross-node": (True, True),
+}
+"""Rows for relibra's levers, as (pack samples, copies across nodes); homes and replicas inside the node always."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonRow:
+    """What one balancer made of a step; figures are None where it made no plan.
+
+    balancer, sees             name, and what it may look at
+    skew, bound, gap           token objective: sum over micro-batches and layers of the busiest rank / sum of means;
+                               the lowest that its schedule, homes, slots and scope allow; skew / bound - 1
+    worst                      largest max / mean of a single micro-batch and layer
+    copies                     replicas over all micro-batches and layers; cross_node_copies: of these, away from the
+                               node of their home
+    moved_experts, moved_bytes experts with a new home rank, and the bytes of their state
+    copy_bytes                 weights pushed to replicas and gradients returned
+    cross_node_token_slots     token-slots computed on another node than the one they come from
+    plan_seconds               wall clock on this machine, kernels compiled before (label `measured`)
+    predicted_seconds          the objective in seconds (label `model`)
+    valid, message             did the plan pass `StepPlan.validate`; if not, why
+    """
+
+    balancer: str
+    sees: str
+    valid: bool
+    message: str = ""
+    skew: float | None = None
+    worst: float | None = None
+    bound: float | None = None
+    gap: float | None = None
+    copies: int | None = None
+    copies_per_micro_batch_layer: float | None = None
+    cross_node_copies: int | None = None
+    moved_experts: int | None = None
+    moved_bytes: int | None = None
+    copy_bytes: int | None = None
+    cross_node_token_slots: int | None = None
+    plan_seconds: float | None = None
+    predicted_seconds: float | None = None
+
+    def figures(self) -> dict[str, object]:
+        """Return the fields by name, ready for JSON."""
+        return asdict(self)
+
+
+def comparable() -> list[str]:
+    """Return the names that `compare` takes: every balancer of the registry, then relibra's sets of levers."""
+    return [*(name for name in BALANCERS if name not in LEVER_SETS), *LEVER_SETS]
+
+
+def with_levers(name: str, budget: Budget) -> tuple[str, Budget]:
+    """Return the registry's name of a balancer and its budget: a set of levers fixes what relibra may move.
+
+    raises    PlanError for an unknown name
+    """
+    if name in LEVER_SETS:
+        pack, cross = LEVER_SETS[name]
+        return "relibra", replace(budget, pack_samples=pack, cross_node_copies=cross)
+    if name not in BALANCERS and name != "auto":
+        raise PlanError(f"balancer {name!r} is unknown: allowed are {', '.join([*comparable(), 'auto'])}")
+    return name, budget
+
+
+def compare(
+    demand: Demand,
+    cluster: Cluster,
+    budget: Budget,
+    balancers: Sequence[str] | None = None,
+    *,
+    expert: ExpertShape,
+    history_MLE: Int[ndarray, "H L E"] | None = None,
+) -> list[ComparisonRow]:
+    """Plan one step with each balancer and measure the plans; see `iterate_comparison`."""
+    names = comparable() if balancers is None else balancers
+    found = iterate_comparison(demand, cluster, budget, names, expert=expert, history_MLE=history_MLE)
+    return [row for row, _ in found]
+
+
+def iterate_comparison(
+    demand: Demand,
+    cluster: Cluster,
+    budget: Budget,
+    balancers: Iterable[str],
+    *,
+    expert: ExpertShape,
+    history_MLE: Int[ndarray, "H L E"] | None = None,
+) -> Iterator[tuple[ComparisonRow, StepPlan | None]]:
+    """Yield the row and the plan of each balancer; one that cannot plan this step gives a row that says why.
+
+    Plans are as the balancers made them: none is replaced by the static layout where that would be better.
+
+    balancers     names of `comparable()`, or "auto"
+    history_MLE   what balancers that see "history" may plan from; None: they plan from even loads
+    raises        PlanError for an unknown name, before the first plan
+    """
+    chosen = [(name, *with_levers(name, budget)) for name in balancers]
+    for name, registered, allowed in chosen:
+        sees = BALANCERS[registered].sees if registered in BALANCERS else "micro-batches"
+        try:
+            # One layer first, so that compiling kernels is not counted as planning.
+            sliver, past = _first_layer(demand), None if history_MLE is None else history_MLE[:, :1].copy()
+            plan_step(sliver, cluster, allowed, registered, expert=expert, history_MLE=past, never_worse=False)
+            plan = plan_step(
+                demand, cluster, allowed, registered, expert=expert, history_MLE=history_MLE, never_worse=False
+            )
+        except PlanError as error:
+            yield ComparisonRow(balancer=name, sees=sees, valid=False, message=str(error)), None
+            continue
+        yield measure(plan, demand, cluster, expert, balancer=name, sees=sees), plan
+
+
+def measure(
+    plan: StepPlan, demand: Demand, cluster: Cluster, expert: ExpertShape, *, balancer: str, sees: str
+) -> ComparisonRow:
+    """Check and measure one plan; `demand` is the step's, under any schedule."""
+    message = ""
+    try:
+        plan.validate(cluster, demand)
+    except PlanError as error:
+        message = str(error)
+    scheduled = plan.scheduled(demand)
+    load_MLR = plan.rank_load(scheduled)
+    mean_ML = load_MLR.mean(axis=2)
+    worst_ML = np.divide(load_MLR.max(axis=2), mean_ML, out=np.ones_like(mean_ML), where=mean_ML > 0)
+    skew, bound = plan.skew(scheduled), plan.bound(scheduled)
+    volumes = predict(plan, scheduled, cluster, expert, pairs_LEE=demand.pairs_LEE)
+    return ComparisonRow(
+        balancer=balancer,
+        sees=sees,
+        valid=not message,
+        message=message,
+        skew=skew,
+        worst=float(worst_ML.max(initial=1.0)),
+        bound=bound,
+        gap=skew / bound - 1,
+        copies=plan.num_copies,
+        copies_per_micro_batch_layer=plan.num_copies / max(1, worst_ML.size),
+        cross_node_copies=cross_node_copies(plan),
+        moved_experts=plan.num_moved,
+        moved_bytes=volumes.moved_bytes,
+        copy_bytes=volumes.copy_bytes,
+        cross_node_token_slots=volumes.cross_node_token_slots,
+        plan_seconds=plan.plan_seconds,
+        predicted_seconds=plan.predicted["total"],
+    )
+
+
+def cross_node_copies(plan: StepPlan) -> int:
+    """Count the replicas that sit on another node than the home of their expert."""
+    micro_batch_X, layer_X, rank_X, slot_X = np.nonzero(plan.replica_MLRB >= 0)
+    home_X = plan.home_LE[layer_X, plan.replica_MLRB[micro_batch_X, layer_X, rank_X, slot_X]]
+    return int((home_X // plan.ranks_per_node != rank_X // plan.ranks_per_node).sum())
+
+
+def _first_layer(demand: Demand) -> Demand:
+    """Cut a demand down to its first layer; whole arrays, because kernels are compiled per memory layout."""
+    assert demand.tokens_MLRE is not None, "needs a demand with a schedule"
+    return replace(
+        demand,
+        counts_SLE=demand.counts_SLE[:, :1].copy(),
+        layer_ids=demand.layer_ids[:1],
+        tokens_MLRE=demand.tokens_MLRE[:, :1].copy(),
+        pairs_LEE=None if demand.pairs_LEE is None else demand.pairs_LEE[:1].copy(),
+    )

@@ -1,0 +1,172 @@
+"""Placement files for serving engines: the homes and replicas of a plan as slot maps.
+
+An engine's file holds one placement for the whole step and a fixed rule for sharing tokens over copies, so quotas and
+replicas that change from one micro-batch to the next do not survive; `physical_maps` says which replicas are kept.
+Engines know no empty slot either: in files, empty slots are filled (`filled_map`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int64
+from numpy import ndarray
+
+from relibra.errors import PlanError
+from relibra.files import write_text
+from relibra.planning.plan import StepPlan
+from relibra.routing.demand import Demand
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PhysicalMaps:
+    """Where experts are, in the three arrays that vLLM, SGLang and DeepSeek's EPLB use.
+
+    physical_to_logical_map   expert in each slot, -1: empty; slot p lives on rank p // (P / R)
+    logical_to_physical_map   slots of each expert, its home first, then by slot; padded with -1
+    logical_replica_count     copies of each expert, its home among them
+    """
+
+    physical_to_logical_map: Int64[ndarray, "L P"]
+    logical_to_physical_map: Int64[ndarray, "L E X"]
+    logical_replica_count: Int64[ndarray, "L E"]
+
+
+def physical_maps(plan: StepPlan, micro_batch: int | None = None) -> PhysicalMaps:
+    """Lay out homes and replicas in P = R x (E / R + B) slots: on each rank its homes first, then its spare slots.
+
+    micro_batch   whose replicas to show, slot by slot. None: for each layer and rank the B experts whose replicas there
+                  compute most token-slots over the step (ties: lower id), largest first
+    raises        PlanError for a micro-batch that the plan does not have
+    """
+    M, L, R, _ = plan.replica_MLRB.shape
+    if micro_batch is None:
+        replica_LRB = _step_replicas(plan)
+    elif 0 <= micro_batch < M:
+        replica_LRB = plan.replica_MLRB[micro_batch].astype(np.int64)
+    else:
+        raise PlanError(f"micro-batch {micro_batch} is not in the plan: allowed are 0..{M - 1}, or None for the step")
+    home_LRk = plan.physical_to_logical_map.reshape(L, R, -1).astype(np.int64)
+    return _with_inverse(np.concatenate([home_LRk, replica_LRB], axis=2).reshape(L, -1), plan)
+
+
+def _step_replicas(plan: StepPlan) -> Int64[ndarray, "L R B"]:
+    _, L, R, B = plan.replica_MLRB.shape
+    m_X, layer_X, rank_X, slot_X = np.nonzero(plan.replica_MLRB >= 0)
+    expert_X = plan.replica_MLRB[m_X, layer_X, rank_X, slot_X]
+    tokens_LRE = np.full((L, R, plan.num_experts), -1, dtype=np.int64)  # -1: never a replica here
+    tokens_LRE[layer_X, rank_X, expert_X] = 0
+    np.add.at(tokens_LRE, (layer_X, rank_X, expert_X), plan.quota_MLRB[m_X, layer_X, rank_X, slot_X])
+    best_LRB = np.argsort(-tokens_LRE, axis=2, kind="stable")[:, :, :B]
+    replica_LRB = np.full((L, R, B), -1, dtype=np.int64)
+    found = best_LRB.shape[2]  # below B where a rank has more slots than there are experts
+    replica_LRB[:, :, :found] = np.where(np.take_along_axis(tokens_LRE, best_LRB, axis=2) >= 0, best_LRB, -1)
+    return replica_LRB
+
+
+def _with_inverse(map_LP: Int64[ndarray, "L P"], plan: StepPlan) -> PhysicalMaps:
+    """Add the two maps from experts to slots."""
+    L, E = plan.physical_to_logical_map.shape
+    P = map_LP.shape[1]
+    layer_X, slot_X = np.nonzero(map_LP >= 0)
+    expert_X = map_LP[layer_X, slot_X]
+    is_spare_X = slot_X % (P // plan.num_ranks) >= E // plan.num_ranks
+    order = np.lexsort((slot_X, is_spare_X, expert_X, layer_X))
+    layer_X, slot_X, expert_X = layer_X[order], slot_X[order], expert_X[order]
+    count_LE = np.zeros((L, E), dtype=np.int64)
+    np.add.at(count_LE, (layer_X, expert_X), 1)
+    first_LE = np.concatenate([[0], np.cumsum(count_LE.ravel())[:-1]]).reshape(L, E)
+    slots_LEX = np.full((L, E, int(count_LE.max())), -1, dtype=np.int64)
+    slots_LEX[layer_X, expert_X, np.arange(len(slot_X)) - first_LE[layer_X, expert_X]] = slot_X
+    return PhysicalMaps(
+        physical_to_logical_map=map_LP, logical_to_physical_map=slots_LEX, logical_replica_count=count_LE
+    )
+
+
+def filled_map(plan: StepPlan, demand: Demand, micro_batch: int | None = None) -> Int64[ndarray, "L P"]:
+    """Return the slot map with an expert in every slot, as serving engines need it.
+
+    Slot by slot, an empty one gets the expert with the highest load per copy among those its rank does not hold (ties:
+    lower id). A rank that holds all of them repeats one: that slot is wasted.
+
+    demand       whose `counts_SLE` say what is hot
+    micro_batch  see `physical_maps`
+    raises       PlanError when demand and plan differ in layers or experts
+    """
+    maps = physical_maps(plan, micro_batch)
+    load_LE = demand.counts_SLE.sum(axis=0, dtype=np.float64)
+    if load_LE.shape != plan.physical_to_logical_map.shape:
+        raise PlanError(
+            f"a plan of (layers, experts) {plan.physical_to_logical_map.shape} meets a demand of {load_LE.shape}: "
+            "pass the demand it was made for"
+        )
+    map_LP, copies_LE = maps.physical_to_logical_map.copy(), maps.logical_replica_count.copy()
+    per_rank = map_LP.shape[1] // plan.num_ranks
+    for layer, slot in np.argwhere(map_LP < 0):
+        start = slot // per_rank * per_rank
+        per_copy_E = load_LE[layer] / copies_LE[layer]
+        held = map_LP[layer, start : start + per_rank]
+        per_copy_E[held[held >= 0]] = -1
+        expert = int(np.argmax(per_copy_E))
+        map_LP[layer, slot] = expert
+        copies_LE[layer, expert] += 1
+    return map_LP
+
+
+def write_sglang_json(
+    path: Path | str,
+    plan: StepPlan,
+    demand: Demand,
+    *,
+    micro_batch: int | None = None,
+    num_hidden_layers: int | None = None,
+) -> None:
+    """Write a file for SGLang's `--init-expert-location`; start it with `--ep-num-redundant-experts` = P - E.
+
+    Its layer axis is all hidden layers: rows of layers without experts hold slot p -> expert p % E. Empty slots are
+    filled (`filled_map`). Format: `ExpertLocationMetadata` of SGLang 0.5, a single key.
+
+    num_hidden_layers   of the model; None: up to the plan's last layer
+    raises              PlanError when the plan has layers beyond
+    """
+    map_LP = filled_map(plan, demand, micro_batch)
+    layers = int(plan.layer_ids.max()) + 1 if num_hidden_layers is None else num_hidden_layers
+    if layers <= plan.layer_ids.max():
+        raise PlanError(f"a model of {layers} hidden layers has no layer {plan.layer_ids.max()}, which the plan names")
+    rows = np.tile(np.arange(map_LP.shape[1]) % plan.num_experts, (layers, 1))
+    rows[plan.layer_ids] = map_LP
+    write_text(Path(path), json.dumps({"physical_to_logical_map": rows.tolist()}) + "\n")
+
+
+def write_vllm_ascend_json(path: Path | str, plan: StepPlan, demand: Demand, *, micro_batch: int | None = None) -> None:
+    """Write a file for vllm-ascend's `expert_map_path`: per MoE layer (counted from 0) and device its experts.
+
+    Empty slots are filled (`filled_map`).
+    """
+    R = plan.num_ranks
+    experts_LRP = filled_map(plan, demand, micro_batch).reshape(len(plan.layer_ids), R, -1).tolist()
+    layer_list = [
+        {
+            "layer_id": layer,
+            "device_count": R,
+            "device_list": [{"device_id": rank, "device_expert": experts} for rank, experts in enumerate(devices)],
+        }
+        for layer, devices in enumerate(experts_LRP)
+    ]
+    write_text(Path(path), json.dumps({"moe_layer_count": len(layer_list), "layer_list": layer_list}) + "\n")
+
+
+def write_tensorrt_llm_yaml(
+    path: Path | str, plan: StepPlan, demand: Demand, *, micro_batch: int | None = None
+) -> None:
+    """Write a file for TensorRT-LLM's `moe_config.load_balancer`: decoder layer -> expert per slot, never updated.
+
+    Empty slots are filled (`filled_map`).
+    """
+    map_LP = filled_map(plan, demand, micro_batch)
+    rows = [f"  {layer}: {experts}" for layer, experts in zip(plan.layer_ids.tolist(), map_LP.tolist(), strict=True)]
+    lines = [f"num_slots: {map_LP.shape[1]}", "layer_updates_per_iter: 0", "initial_global_assignments:", *rows]
+    write_text(Path(path), "\n".join(lines) + "\n")

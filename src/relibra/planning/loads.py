@@ -1,0 +1,41 @@
+"""Loads that follow from homes and replicas: the arithmetic that plans, bounds and solvers share."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Bool, Int, Int16, Int32, Int64
+from numpy import ndarray
+
+
+def home_rank_load(
+    load_MLE: Int64[ndarray, "M L E"], home_LE: Int[ndarray, "L E"], num_ranks: int
+) -> Int64[ndarray, "M L R"]:
+    """Sum expert loads over the experts at home on each rank (or node, given node numbers)."""
+    M, L, _ = load_MLE.shape
+    load_MLR = np.zeros((M, L, num_ranks), dtype=np.int64)
+    for layer in range(L):
+        order = np.argsort(home_LE[layer], kind="stable")
+        here = np.flatnonzero(np.bincount(home_LE[layer], minlength=num_ranks))
+        starts = np.searchsorted(home_LE[layer][order], here)
+        load_MLR[:, layer, here] = np.add.reduceat(load_MLE[:, layer, order], starts, axis=1)
+    return load_MLR
+
+
+def replica_load_change(
+    replica_MLRB: Int16[ndarray, "M L R B"], quota_MLRB: Int32[ndarray, "M L R B"], home_LE: Int[ndarray, "L E"]
+) -> Int64[ndarray, "M L R"]:
+    """Return what replicas add to the ranks that hold them and take from the homes of their experts."""
+    M, L, R, _ = replica_MLRB.shape
+    change_MLR = np.zeros((M, L, R), dtype=np.int64)
+    micro_batch_X, layer_X, rank_X, slot_X = np.nonzero(replica_MLRB >= 0)
+    expert_X = replica_MLRB[micro_batch_X, layer_X, rank_X, slot_X]
+    quota_X = quota_MLRB[micro_batch_X, layer_X, rank_X, slot_X]
+    np.add.at(change_MLR, (micro_batch_X, layer_X, rank_X), quota_X)
+    np.subtract.at(change_MLR, (micro_batch_X, layer_X, home_LE[layer_X, expert_X]), quota_X)
+    return change_MLR
+
+
+def moved_experts(before: Int16[ndarray, "L E"], after: Int16[ndarray, "L E"], num_ranks: int) -> Bool[ndarray, "L E"]:
+    """Tell for each expert whether its home rank differs between two maps of home slots."""
+    per_rank = max(1, before.shape[1] // num_ranks)
+    return np.argsort(before, axis=1) // per_rank != np.argsort(after, axis=1) // per_rank

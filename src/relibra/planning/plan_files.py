@@ -1,0 +1,127 @@
+"""Plan files: a `StepPlan` in one `.safetensors` file, with the digest that ranks compare before they run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from numpy import ndarray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from relibra.errors import PlanError
+from relibra.planning.plan import FORMAT_VERSION, Scope, StepPlan
+from relibra.routing.tensor_files import TensorFormat, check_arrays, read_tensors, write_tensors
+
+FORMAT = TensorFormat(
+    name="relibra.step-plan",
+    version=FORMAT_VERSION,
+    noun="a step plan",
+    axes={
+        "layer_ids": "L",
+        "micro_batch_S": "S",
+        "rank_S": "S",
+        "physical_to_logical_map": "LE",
+        "previous_map": "LE",
+        "replica_MLRB": "MLRB",
+        "quota_MLRB": "MLRB",
+        "bound_ML": "ML",
+    },
+    dtypes={
+        "layer_ids": np.int32,
+        "micro_batch_S": np.int32,
+        "rank_S": np.int32,
+        "physical_to_logical_map": np.int16,
+        "previous_map": np.int16,
+        "replica_MLRB": np.int16,
+        "quota_MLRB": np.int32,
+        "bound_ML": np.int64,
+    },
+    may_be_0="SMB",
+    error=PlanError,
+)
+
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=1, le=1 << 16)]
+
+
+class _Facts(BaseModel):
+    """What a plan holds beside its arrays."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    balancer: str
+    num_nodes: _Count
+    ranks_per_node: _Count
+    resident: bool
+    scope: Scope
+    predicted: dict[str, _Seconds]
+    plan_seconds: _Seconds
+    digest: str
+
+
+def write_plan(path: Path | str, plan: StepPlan) -> None:
+    """Write a plan.
+
+    raises    PlanError when it holds values that no plan can hold
+    """
+    facts = {name: getattr(plan, name) for name in _Facts.model_fields if name not in ("digest", "predicted")}
+    arrays = {name: getattr(plan, name) for name in FORMAT.axes}
+    check_arrays(FORMAT, arrays)
+    checked = _check_facts(f"plan of {plan.balancer!r}", {**facts, "predicted": dict(plan.predicted), "digest": ""})
+    _check_values(f"plan of {plan.balancer!r}", plan)
+    write_tensors(Path(path), FORMAT, arrays, {**checked.model_dump(), "digest": plan.digest()})
+
+
+def read_plan(path: Path | str) -> StepPlan:
+    """Read a plan that `write_plan` wrote; whether it fits a machine and a load is for `StepPlan.validate`.
+
+    raises    PlanError when the file is missing, foreign, of another version, damaged, or holds values out of range
+    """
+    arrays, body = read_tensors(Path(path), FORMAT)
+    facts = _check_facts(str(path), body)
+    plan = StepPlan(**arrays, **facts.model_dump(exclude={"digest"}))
+    _check_values(str(path), plan)
+    if plan.digest() != facts.digest:
+        raise PlanError(f"{path} is damaged: its plan has digest {plan.digest()[:12]}, it says {facts.digest[:12]!r}")
+    return plan
+
+
+def _check_facts(where: str, body: dict[str, object]) -> _Facts:
+    try:
+        return _Facts.model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise PlanError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def _check_values(where: str, plan: StepPlan) -> None:
+    """Refuse what would make other code read out of place; legality under a load is not looked at."""
+    M, _, R, _ = plan.replica_MLRB.shape
+    E = plan.num_experts
+    if plan.num_ranks != R or E % R:
+        raise PlanError(
+            f"{where}: {plan.num_nodes} nodes x {plan.ranks_per_node} ranks do not fit its {R} ranks and {E} experts: "
+            "the numbers of ranks must be equal, and each rank is home of equally many experts"
+        )
+    fed_S = plan.rank_S[plan.micro_batch_S >= 0]
+    _check_range(where, "micro_batch_S", plan.micro_batch_S, -1, M - 1)
+    _check_range(where, "rank_S of samples that run", fed_S, 0, R - 1)
+    _check_range(where, "layer_ids", plan.layer_ids, 0, np.iinfo(np.int32).max)
+    _check_range(where, "replica_MLRB", plan.replica_MLRB, -1, E - 1)
+    _check_range(where, "quota_MLRB", plan.quota_MLRB, 0, np.iinfo(np.int32).max)
+    _check_range(where, "bound_ML", plan.bound_ML, 0, np.iinfo(np.int64).max)
+    _check_range(where, "quota_MLRB of empty slots", plan.quota_MLRB[plan.replica_MLRB < 0], 0, 0)
+    if (np.diff(plan.layer_ids) <= 0).any():
+        raise PlanError(f"{where}: layer ids {plan.layer_ids.tolist()} must rise")
+    for name in ("physical_to_logical_map", "previous_map"):
+        wrong = np.flatnonzero((np.sort(getattr(plan, name), axis=1) != np.arange(E)).any(axis=1))
+        if len(wrong):
+            raise PlanError(
+                f"{where}: {name} of layer {plan.layer_ids[wrong[0]]} must hold each of the {E} experts exactly once"
+            )
+
+
+def _check_range(where: str, name: str, array: ndarray, low: int, high: int) -> None:
+    if array.size and (array.min() < low or array.max() > high):
+        raise PlanError(f"{where}: {name} holds {array.min()}..{array.max()}: allowed are {low}..{high}")

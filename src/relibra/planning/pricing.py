@@ -1,0 +1,124 @@
+"""Prices: which of several decisions costs least in seconds, (micro-batch, layer) by (micro-batch, layer).
+
+A replica is worth its push, its second push and its gradient only where it shortens compute and exchange by more than
+attention fails to hide. So replicas are chosen for a range of tolerances, each with fewer copies than the one before,
+and every (micro-batch, layer) takes the cheapest; none at all is one of them (ForeMoE's fallback, arXiv 2606.11867).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float64, Int, Int16, Int32, Int64
+from numpy import ndarray
+
+from relibra.cluster import Cluster
+from relibra.planning.concurrency import Deadline, side_by_side
+from relibra.planning.decision import Question
+from relibra.planning.objective import ExpertShape, compute_seconds, exchange, exposed_copy_seconds
+from relibra.planning.plan import StepPlan, map_of
+from relibra.planning.replication import replicate
+from relibra.routing.demand import Demand
+
+TOLERANCES = (0.05, 0.25)
+"""Accepted overloads that are priced, beside the budget's own and no replicas at all."""
+
+
+def choose_replicas(
+    question: Question, demand: Demand, home_LE: Int64[ndarray, "L E"], tolerance: float, clock: Deadline
+) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]:
+    """Choose replicas for every micro-batch and layer at one tolerance; none for layers after the deadline."""
+    cluster, budget = question.cluster, question.budget
+    load_MLE = demand.load_MLE
+
+    def place(layer: int) -> tuple[ndarray, ndarray]:
+        return replicate(
+            np.ascontiguousarray(load_MLE[:, layer]),
+            home_LE[layer],
+            cluster.num_ranks,
+            cluster.ranks_per_node,
+            slots=budget.slots if clock.allows(1.0) else 0,
+            tolerance=tolerance,
+            cross_node=budget.cross_node_copies,
+        )
+
+    M, L, _ = load_MLE.shape
+    replica_MLRB = np.full((M, L, cluster.num_ranks, budget.slots), -1, dtype=np.int16)
+    quota_MLRB = np.zeros(replica_MLRB.shape, dtype=np.int32)
+    for layer, (replica_MRB, quota_MRB) in enumerate(side_by_side(place, L, budget.threads)):
+        if replica_MRB.shape[2]:
+            replica_MLRB[:, layer], quota_MLRB[:, layer] = replica_MRB, quota_MRB
+    return replica_MLRB, quota_MLRB
+
+
+def cheapest_replicas(
+    question: Question, demand: Demand, home_LE: Int64[ndarray, "L E"], clock: Deadline
+) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"], Float64[ndarray, "M L"]]:
+    """Choose, per micro-batch and layer, the replicas that make it cheapest; return also its seconds.
+
+    The seconds are compute, exchange and exposed copies; what homes cost to move is not in them.
+    """
+    M, L, _ = demand.load_MLE.shape
+    budget = question.budget
+    best_replica = np.full((M, L, question.cluster.num_ranks, budget.slots), -1, dtype=np.int16)
+    best_quota = np.zeros(best_replica.shape, dtype=np.int32)
+    # few copies first: at equal seconds they stay
+    tolerances = sorted({t for t in (budget.tolerance, *TOLERANCES) if t >= budget.tolerance}, reverse=True)
+    choices = [(best_replica, best_quota)]
+    if budget.slots and clock.allows(0.9):
+        choices += [choose_replicas(question, demand, home_LE, tolerance, clock) for tolerance in tolerances]
+
+    def price(choice: int) -> Float64[ndarray, "M L"]:
+        return seconds(question, demand, home_LE, *choices[choice])
+
+    priced = side_by_side(price, len(choices), budget.threads)
+    best_ML = priced[0]
+    for (replica, quota), seconds_ML in zip(choices[1:], priced[1:], strict=True):
+        cheaper_ML = seconds_ML < best_ML
+        best_replica[cheaper_ML], best_quota[cheaper_ML] = replica[cheaper_ML], quota[cheaper_ML]
+        best_ML = np.where(cheaper_ML, seconds_ML, best_ML)
+    return best_replica, best_quota, best_ML
+
+
+def seconds(
+    question: Question,
+    demand: Demand,
+    home_LE: Int[ndarray, "L E"],
+    replica_MLRB: Int16[ndarray, "M L R B"],
+    quota_MLRB: Int32[ndarray, "M L R B"],
+) -> Float64[ndarray, "M L"]:
+    """Return compute, exchange and exposed copies per micro-batch and layer."""
+    cluster, expert = question.cluster, question.expert
+    micro_batch_S, rank_S = demand.schedule
+    draft = StepPlan(
+        balancer="draft",
+        num_nodes=cluster.num_nodes,
+        ranks_per_node=cluster.ranks_per_node,
+        layer_ids=demand.layer_ids.astype(np.int32),
+        micro_batch_S=micro_batch_S,
+        rank_S=rank_S,
+        physical_to_logical_map=map_of(home_LE.astype(np.int16), question.previous_map, cluster.num_ranks),
+        previous_map=question.previous_map,
+        replica_MLRB=replica_MLRB,
+        quota_MLRB=quota_MLRB,
+        resident=False,
+        scope="cluster",
+        bound_ML=np.zeros(replica_MLRB.shape[:2], dtype=np.int64),
+    )
+    hidden = attention_seconds(demand, cluster, expert)
+    return (
+        compute_seconds(draft, demand, cluster, expert)
+        + exchange(draft, demand, cluster, expert, demand.pairs_LEE).seconds_ML
+        + exposed_copy_seconds(draft, cluster, expert, hidden)
+    )
+
+
+def attention_seconds(demand: Demand, cluster: Cluster, expert: ExpertShape) -> float:
+    """Estimate the forward attention of a mean micro-batch and layer on one rank, under which copies hide.
+
+    Only the projections: 4 hidden^2 weights, two flops each, per token. The scores come on top with long samples, so
+    this errs on the side of exposed copies. 0 where the choices per token are not known.
+    """
+    if not demand.top_k or not len(demand.load_MLE):
+        return 0.0
+    tokens = demand.load_MLE[:, 0].sum() / demand.top_k / len(demand.load_MLE) / cluster.num_ranks
+    return float(tokens * 8 * expert.hidden**2 / cluster.flops_per_second)

@@ -1,0 +1,284 @@
+"""Replicas: which experts get a temporary copy where, per (micro-batch, layer), and how many tokens it takes over.
+
+The load of a rank above a ceiling `tau` is handed to ranks below it. Two greedy ways:
+
+*threshold*   after UltraEP's planner (arXiv 2606.04101): the fullest rank first, its largest expert first, to the
+              target with most room, with a floor that keeps pieces from getting too small for the slots. Few copies.
+*chain*       ours: a rank may give away more than its excess when that fills a target exactly, and is then filled from
+              elsewhere in turn, as in the alias method for sampling (Walker 1977). Each copy fills one rank to the
+              ceiling, so one slot per rank is nearly always enough to reach the mean, wherever the load is.
+
+A ceiling is searched upwards from the lowest reachable one; feasibility is not monotone, so the best state is kept.
+Within a (micro-batch, layer) the fullest node is solved first: the others only have to stay below what it ends with.
+Where a node as a whole is too full and copies may cross nodes, chains run inside the nodes first, then over all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import numpy as np
+from jaxtyping import Int, Int16, Int32, Int64
+from numpy import ndarray
+
+from relibra.routing.compiled import compiled
+
+LOAD, FREE = 0, 1
+"""Rows of `state_2R`: load of each rank, and its free slots."""
+
+_WAYS = 4
+"""Way 0 is *threshold*; ways 1 to 3 are *chain* with another taste each (`_taste`)."""
+
+
+def replicate(
+    load_ME: Int64[ndarray, "M E"],
+    home_E: Int[ndarray, " E"],
+    num_ranks: int,
+    ranks_per_node: int,
+    *,
+    slots: int,
+    tolerance: float = 0.0,
+    cross_node: bool = False,
+) -> tuple[Int16[ndarray, "M R B"], Int32[ndarray, "M R B"]]:
+    """Choose the replicas of one layer for each micro-batch.
+
+    home_E      home rank of each expert
+    tolerance   load above the lowest reachable that is accepted for fewer copies, as a share of it
+    cross_node  also allow replicas on other nodes, where a node as a whole is too full
+    returns     expert per slot (-1: empty) and its token-slots; never a higher maximum than without replicas
+    """
+    M = len(load_ME)
+    replica_MRB = np.full((M, num_ranks, slots), -1, dtype=np.int16)
+    quota_MRB = np.zeros((M, num_ranks, slots), dtype=np.int32)
+    if slots and num_ranks > 1:
+        order_E = np.argsort(home_E, kind="stable")
+        starts = np.searchsorted(home_E[order_E], np.arange(num_ranks + 1))
+        home_E = home_E.astype(np.int64)
+        _replicate_layer(
+            load_ME, home_E, order_E, starts, ranks_per_node, tolerance, cross_node, replica_MRB, quota_MRB
+        )
+    return replica_MRB, quota_MRB
+
+
+@compiled
+@no_type_check
+def _replicate_layer(
+    load_ME, home_E, order_E, starts, ranks_per_node, tolerance, cross_node, replica_MRB, quota_MRB
+) -> None:
+    M, R, B = replica_MRB.shape
+    G = ranks_per_node
+    N = R // G
+    state_2R, held_RB, quota_RB = np.empty((2, R), np.int64), np.empty((R, B), np.int64), np.empty((R, B), np.int64)
+    best_2R, best_held_RB, best_quota_RB = state_2R.copy(), held_RB.copy(), quota_RB.copy()
+    node_N = np.empty(N, np.int64)
+    for m in range(M):
+        load_E = load_ME[m]
+        _reset(load_E, order_E, starts, 0, R, state_2R, held_RB, quota_RB)
+        left_E = load_E.copy()
+        before = state_2R[LOAD].max()
+        for node in range(N):
+            node_N[node] = state_2R[LOAD, node * G : (node + 1) * G].sum()
+        mean = -(-node_N.sum() // R)
+        relaxed = max(mean, int(node_N.sum() / R * (1 + tolerance)))
+        if cross_node and N > 1 and -(-node_N.max() // G) > relaxed:
+            _solve(
+                load_E, order_E, starts, 0, R, G, mean, relaxed,
+                state_2R, held_RB, quota_RB, left_E, best_2R, best_held_RB, best_quota_RB,
+            )  # fmt: skip
+        else:
+            top = 0
+            for node in np.argsort(-node_N, kind="mergesort"):
+                lowest = -(-node_N[node] // G)
+                ceiling = max(top, lowest, int(node_N[node] / G * (1 + tolerance)))
+                _solve(
+                    load_E, order_E, starts, node * G, (node + 1) * G, G, max(top, lowest), ceiling,
+                    state_2R, held_RB, quota_RB, left_E, best_2R, best_held_RB, best_quota_RB,
+                )  # fmt: skip
+                top = max(top, state_2R[LOAD, node * G : (node + 1) * G].max())
+        if state_2R[LOAD].max() < before:
+            _prune(home_E, state_2R, held_RB, quota_RB)
+            for r in range(R):
+                replica_MRB[m, r] = held_RB[r]
+                quota_MRB[m, r] = quota_RB[r]
+
+
+@compiled
+@no_type_check
+def _reset(load_E, order_E, starts, low, high, state_2R, held_RB, quota_RB) -> None:
+    """Put ranks low..high back to their homes alone."""
+    for r in range(low, high):
+        state_2R[LOAD, r] = 0
+        state_2R[FREE, r] = held_RB.shape[1]
+        held_RB[r] = -1
+        quota_RB[r] = 0
+        for i in range(starts[r], starts[r + 1]):
+            state_2R[LOAD, r] += load_E[order_E[i]]
+
+
+@compiled
+@no_type_check
+def _solve(
+    load_E, order_E, starts, low, high, ranks_per_node, lowest, ceiling,
+    state_2R, held_RB, quota_RB, left_E, best_2R, best_held_RB, best_quota_RB,
+) -> None:  # fmt: skip
+    """Bring the fullest of ranks low..high down, to `ceiling` or as near as is found; state is updated."""
+    if state_2R[LOAD, low:high].max() <= ceiling:
+        return
+    best = state_2R[LOAD, low:high].max()
+    best_2R[:, low:high], best_held_RB[low:high], best_quota_RB[low:high] = state_2R[:, low:high], -1, 0
+    failed, step, tau = lowest - 1, 1, ceiling
+    while failed < tau < best:
+        kept = False
+        for way in range(_WAYS):
+            _reset(load_E, order_E, starts, low, high, state_2R, held_RB, quota_RB)
+            for i in range(starts[low], starts[high]):
+                left_E[order_E[i]] = load_E[order_E[i]]
+            if way == 0 and high - low <= ranks_per_node:
+                _threshold(order_E, starts, low, high, tau, state_2R, held_RB, quota_RB, left_E)
+            else:
+                for node in range(low, high, ranks_per_node):
+                    _chain(order_E, starts, node, node + ranks_per_node, tau, way, state_2R, held_RB, quota_RB, left_E)
+                if high - low > ranks_per_node:
+                    _chain(order_E, starts, low, high, tau, way, state_2R, held_RB, quota_RB, left_E)
+            top = state_2R[LOAD, low:high].max()
+            if top < best:
+                best = top
+                best_2R[:, low:high] = state_2R[:, low:high]
+                best_held_RB[low:high], best_quota_RB[low:high] = held_RB[low:high], quota_RB[low:high]
+            kept = top <= tau
+            if kept:
+                break
+        if kept and tau == ceiling:
+            break
+        if kept:
+            tau = (failed + tau) // 2  # between the last failure and this success
+        else:
+            failed = tau
+            tau = min(tau + step, (failed + best) // 2)
+            step *= 2
+    state_2R[:, low:high] = best_2R[:, low:high]
+    held_RB[low:high], quota_RB[low:high] = best_held_RB[low:high], best_quota_RB[low:high]
+
+
+@compiled
+@no_type_check
+def _threshold(order_E, starts, low, high, tau, state_2R, held_RB, quota_RB, left_E) -> None:
+    """Hand the excess over `tau` of ranks low..high to ranks below (UltraEP, dynamic floor)."""
+    load_R, free_R = state_2R[LOAD], state_2R[FREE]
+    for s in low + np.argsort(-load_R[low:high], kind="mergesort"):
+        need = load_R[s] - tau
+        if need <= 0:
+            return
+        experts = order_E[starts[s] : starts[s + 1]]
+        for e in experts[np.argsort(-left_E[experts], kind="mergesort")]:
+            while need > 0 and left_E[e] > 0:
+                candidates = 0
+                for t in range(low, high):
+                    candidates += load_R[t] < tau and free_R[t] > 0
+                if candidates == 0:
+                    return
+                floor, best = -(-need // candidates), -1
+                for t in range(low, high):
+                    if load_R[t] >= tau or free_R[t] == 0 or _slot_of(e, held_RB[t]) >= 0:
+                        continue
+                    if min(need, tau - load_R[t], left_E[e]) >= floor and (best < 0 or load_R[t] < load_R[best]):
+                        best = t
+                if best < 0:
+                    break
+                x = min(need, tau - load_R[best], left_E[e])
+                _give(e, s, best, x, state_2R, held_RB, quota_RB, left_E)
+                need -= x
+            if need == 0:
+                break
+        if need > 0:
+            return
+
+
+@compiled
+@no_type_check
+def _chain(order_E, starts, low, high, tau, way, state_2R, held_RB, quota_RB, left_E) -> None:
+    """Bring ranks low..high to `tau` with moves that fill a target exactly, or clear a source, wherever possible."""
+    load_R, free_R = state_2R[LOAD], state_2R[FREE]
+    while True:
+        s = low
+        for r in range(low + 1, high):
+            if load_R[r] > load_R[s]:
+                s = r
+        excess = load_R[s] - tau
+        if excess <= 0:
+            return
+        best_score, best_e, best_t, best_x = 0, -1, -1, 0
+        for i in range(starts[s], starts[s + 1]):
+            e = order_E[i]
+            if left_E[e] == 0:
+                continue
+            for t in range(low, high):
+                room = tau - load_R[t]
+                if room <= 0:
+                    continue
+                x = min(excess, room, left_E[e])
+                if _slot_of(e, held_RB[t]) >= 0:
+                    score = 4 * tau + x  # costs no slot
+                elif free_R[t] == 0:
+                    continue
+                else:
+                    if left_E[e] >= room and free_R[s] > 0:
+                        x = room
+                    score = _taste(way, x, excess, room, left_E[e], tau)
+                if score > best_score:
+                    best_score, best_e, best_t, best_x = score, e, t, x
+        if best_e < 0:
+            return
+        _give(best_e, s, best_t, best_x, state_2R, held_RB, quota_RB, left_E)
+
+
+@compiled
+@no_type_check
+def _taste(way, x, excess, room, left, tau) -> int:
+    """Score a move of `x` tokens that needs a new slot; above 0, below 4 tau."""
+    if way == 1:  # the largest useful move, exact fills first
+        return min(x, excess) + (tau // 2 if x == room else 0)
+    if x != room:
+        return min(x, tau)
+    if way == 2:  # fill the smallest room first, so that what room is left lies on few ranks
+        return 3 * tau - room
+    return max(2 * tau, 4 * tau - left) - 1  # the smallest expert that fills
+
+
+@compiled
+@no_type_check
+def _slot_of(expert, held_B) -> int:
+    for b in range(len(held_B)):
+        if held_B[b] == expert:
+            return b
+    return -1
+
+
+@compiled
+@no_type_check
+def _give(e, source, target, x, state_2R, held_RB, quota_RB, left_E) -> None:
+    """Move `x` token-slots of `e` from its home to a replica, in a new slot if there is none yet."""
+    b = _slot_of(e, held_RB[target])
+    if b < 0:
+        b = _slot_of(-1, held_RB[target])
+        held_RB[target, b] = e
+        state_2R[FREE, target] -= 1
+    quota_RB[target, b] += x
+    state_2R[LOAD, target] += x
+    state_2R[LOAD, source] -= x
+    left_E[e] -= x
+
+
+@compiled
+@no_type_check
+def _prune(home_E, state_2R, held_RB, quota_RB) -> None:
+    """Drop replicas, smallest first, whose tokens the home can take back without a higher maximum."""
+    B = held_RB.shape[1]
+    load_R = state_2R[LOAD]
+    top = load_R.max()
+    for i in np.argsort(quota_RB.ravel(), kind="mergesort"):
+        r, b = i // B, i % B
+        if held_RB[r, b] >= 0 and load_R[home_E[held_RB[r, b]]] + quota_RB[r, b] <= top:
+            load_R[home_E[held_RB[r, b]]] += quota_RB[r, b]
+            load_R[r] -= quota_RB[r, b]
+            held_RB[r, b], quota_RB[r, b] = -1, 0

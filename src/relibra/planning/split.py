@@ -1,0 +1,232 @@
+"""Token split: how each source rank shares out its tokens over the home and the replicas of an expert.
+
+Integers, and both margins exact: every source sends all its tokens, every instance gets its quota. So the split sizes
+of each all-to-all are known before the step and nobody exchanges counts (ReLibra, arXiv 2605.08639; the order of
+preference, same rank, same node, anywhere, after ForeMoE, arXiv 2606.11867).
+
+Sources are served one after the other against what is *left* of each quota, by largest remainder. Rounding each source
+alone would miss the quotas by a few tokens; served in turn, the last source takes exactly what is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import no_type_check
+
+import numpy as np
+from jaxtyping import Int, Int16, Int32, Int64
+from numpy import ndarray
+
+from relibra.routing.compiled import compiled
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenSplit:
+    """Who computes what in one (micro-batch, layer): instances are ordered by expert, home first, then by rank.
+
+    expert_I, rank_I   expert and rank of each instance; every expert has its home
+    slot_I             spare slot that holds a replica, -1 for a home
+    tokens_RI          token-slots that source rank R sends to the instance. The j-th token-slot of an expert on a
+                       source (in trace order) goes to the first instance whose running sum exceeds j
+    """
+
+    expert_I: Int32[ndarray, " I"]
+    rank_I: Int32[ndarray, " I"]
+    slot_I: Int32[ndarray, " I"]
+    tokens_RI: Int64[ndarray, "R I"]
+
+
+def split_tokens(
+    tokens_RE: Int[ndarray, "R E"],
+    home_E: Int[ndarray, " E"],
+    replica_RB: Int[ndarray, "R B"],
+    quota_RB: Int[ndarray, "R B"],
+    ranks_per_node: int,
+) -> TokenSplit:
+    """Split the token-slots of one (micro-batch, layer); the quotas of an expert's replicas sum to at most its load."""
+    expert_I, rank_I, slot_I, quota_I = _instances(tokens_RE, home_E, replica_RB, quota_RB)
+    tokens_RI = np.zeros((len(tokens_RE), len(expert_I)), dtype=np.int64)
+    starts = np.searchsorted(expert_I, np.arange(len(home_E) + 1))
+    _split_all(tokens_RE.astype(np.int64), starts, rank_I, quota_I, ranks_per_node, tokens_RI)
+    return TokenSplit(expert_I=expert_I, rank_I=rank_I, slot_I=slot_I, tokens_RI=tokens_RI)
+
+
+def _instances(
+    tokens_RE: ndarray, home_E: ndarray, replica_RB: ndarray, quota_RB: ndarray
+) -> tuple[ndarray, ndarray, ndarray, ndarray]:
+    rank_X, slot_X = np.nonzero(replica_RB >= 0)
+    expert_X, quota_X = replica_RB[rank_X, slot_X], quota_RB[rank_X, slot_X].astype(np.int64)
+    home_quota_E = tokens_RE.sum(axis=0, dtype=np.int64)
+    np.subtract.at(home_quota_E, expert_X, quota_X)
+    assert (home_quota_E >= 0).all(), "replicas were promised more tokens than their expert gets"
+    E = len(home_E)
+    expert_I = np.concatenate([np.arange(E), expert_X]).astype(np.int32)
+    is_replica_I = np.arange(len(expert_I)) >= E
+    rank_I = np.concatenate([home_E, rank_X]).astype(np.int32)
+    slot_I = np.concatenate([np.full(E, -1), slot_X]).astype(np.int32)
+    order = np.lexsort((slot_I, rank_I, is_replica_I, expert_I))
+    return expert_I[order], rank_I[order], slot_I[order], np.concatenate([home_quota_E, quota_X])[order]
+
+
+def traffic_MLRR(
+    tokens_MLRE: Int32[ndarray, "M L R E"],
+    home_LE: Int[ndarray, "L E"],
+    replica_MLRB: Int16[ndarray, "M L R B"],
+    quota_MLRB: Int32[ndarray, "M L R B"],
+    ranks_per_node: int,
+) -> Int64[ndarray, "M L R R2"]:
+    """Count the token-slots that each source rank sends to each rank (last axis: destination), itself included."""
+    M, L, R, _ = tokens_MLRE.shape
+    traffic = np.zeros((M, L, R, R), dtype=np.int64)
+    _count_traffic(tokens_MLRE, home_LE.astype(np.int64), replica_MLRB, quota_MLRB, ranks_per_node, traffic)
+    return traffic
+
+
+@compiled
+@no_type_check
+def _count_traffic(tokens_MLRE, home_LE, replica_MLRB, quota_MLRB, ranks_per_node, traffic) -> None:
+    M, L, R, E = tokens_MLRE.shape
+    B = replica_MLRB.shape[3]
+    rank_I, quota_I = np.empty(R * B + 1, np.int64), np.empty(R * B + 1, np.int64)
+    supply_R, split_RI = np.empty(R, np.int64), np.empty((R, R * B + 1), np.int64)
+    copies_E = np.empty(E, np.int64)
+    for m in range(M):
+        for layer in range(L):
+            tokens_RE, out_RR = tokens_MLRE[m, layer], traffic[m, layer]
+            replica_X, quota_X = replica_MLRB[m, layer].copy().ravel(), quota_MLRB[m, layer].copy().ravel()
+            copies_E[:] = 0
+            for e in replica_X:
+                if e >= 0:
+                    copies_E[e] += 1
+            for s in range(R):
+                for e in range(E):
+                    if copies_E[e] == 0:
+                        out_RR[s, home_LE[layer, e]] += tokens_RE[s, e]
+            by_expert = np.argsort(replica_X, kind="mergesort")  # empty slots first; then expert by expert, by rank
+            x = 0
+            while x < len(by_expert):
+                e = replica_X[by_expert[x]]
+                if e < 0:
+                    x += 1
+                    continue
+                rank_I[0], quota_I[0], n = home_LE[layer, e], 0, 1
+                for s in range(R):
+                    supply_R[s] = tokens_RE[s, e]
+                    quota_I[0] += supply_R[s]
+                while x < len(by_expert) and replica_X[by_expert[x]] == e:
+                    rank_I[n], quota_I[n] = by_expert[x] // B, quota_X[by_expert[x]]
+                    quota_I[0] -= quota_I[n]
+                    n += 1
+                    x += 1
+                split_RI[:, :n] = 0
+                _split_expert(supply_R, rank_I[:n], quota_I[:n], ranks_per_node, split_RI)
+                for s in range(R):
+                    for i in range(n):
+                        out_RR[s, rank_I[i]] += split_RI[s, i]
+
+
+@compiled
+@no_type_check
+def _split_all(tokens_RE, starts, rank_I, quota_I, ranks_per_node, tokens_RI) -> None:
+    for e in range(len(starts) - 1):
+        piece = slice(starts[e], starts[e + 1])
+        left_I = quota_I[piece].copy()
+        _split_expert(tokens_RE[:, e].copy(), rank_I[piece], left_I, ranks_per_node, tokens_RI[:, piece])
+
+
+@compiled
+@no_type_check
+def _split_expert(supply_R, rank_I, left_I, ranks_per_node, out_RI) -> None:
+    """Add one expert's split to `out_RI`; uses up `supply_R` and `left_I`, whose sums are equal."""
+    R, n = len(supply_R), len(rank_I)
+    for i in range(n):  # same rank
+        s = rank_I[i]
+        x = min(supply_R[s], left_I[i])
+        out_RI[s, i] += x
+        supply_R[s] -= x
+        left_I[i] -= x
+    for node in range(R // ranks_per_node):  # same node
+        low, high = node * ranks_per_node, (node + 1) * ranks_per_node
+        room, wanted = 0, 0
+        for i in range(n):
+            if low <= rank_I[i] < high:
+                room += left_I[i]
+        for s in range(low, high):
+            wanted += supply_R[s]
+        for s in range(low, high):
+            if room == 0 or wanted == 0:
+                break
+            give = supply_R[s] if wanted <= room else supply_R[s] * room // wanted
+            wanted -= supply_R[s]
+            _serve(s, give, room, rank_I, left_I, low, high, out_RI)
+            supply_R[s] -= give
+            room -= give
+    room = left_I.sum()
+    for s in range(R):  # anywhere
+        if supply_R[s] > 0:
+            _serve(s, supply_R[s], room, rank_I, left_I, 0, R, out_RI)
+            room -= supply_R[s]
+            supply_R[s] = 0
+
+
+@compiled
+@no_type_check
+def _serve(s, give, room, rank_I, left_I, low, high, out_RI) -> None:
+    """Share `give` tokens of source `s` over instances on ranks low..high in proportion to what they have left.
+
+    `room` is the sum of what is left there, at least `give`. Leftovers of rounding down go to the largest remainders
+    (ties: lower instance). A share never exceeds what is left: give c / room is below c unless give = room.
+    """
+    n, given = len(rank_I), 0
+    if give == 0:
+        return
+    remainder_I = np.full(n, -1, np.int64)
+    for i in range(n):
+        if low <= rank_I[i] < high and left_I[i] > 0:
+            share = give * left_I[i] // room
+            remainder_I[i] = give * left_I[i] - share * room
+            out_RI[s, i] += share
+            left_I[i] -= share
+            given += share
+    for _ in range(give - given):
+        best = -1
+        for i in range(n):
+            if remainder_I[i] > 0 and (best < 0 or remainder_I[i] > remainder_I[best]):
+                best = i
+        remainder_I[best] = 0
+        out_RI[s, best] += 1
+        left_I[best] -= 1
+
+
+def split_tokens_reference(
+    supply_R: Int[ndarray, " R"], rank_I: Int[ndarray, " I"], quota_I: Int[ndarray, " I"], ranks_per_node: int
+) -> Int64[ndarray, "R I"]:
+    """Split one expert the slow and obvious way: Python integers and fractions, one stage after the other."""
+    from fractions import Fraction
+
+    supply, left = [int(x) for x in supply_R], [int(x) for x in quota_I]
+    out = np.zeros((len(supply), len(left)), dtype=np.int64)
+
+    def serve(source: int, amount: int, instances: list[int]) -> None:
+        room = sum(left[i] for i in instances)
+        exact = {i: Fraction(amount * left[i], room) for i in instances} if room else {}
+        shares = {i: int(share) for i, share in exact.items()}
+        by_remainder = sorted(exact, key=lambda i: (shares[i] - exact[i], i))
+        for i in by_remainder[: amount - sum(shares.values())]:
+            shares[i] += 1
+        for i, share in shares.items():
+            out[source, i] += share
+            left[i] -= share
+        supply[source] -= amount
+
+    for i, rank in enumerate(rank_I):
+        serve(int(rank), min(supply[rank], left[i]), [i])
+    for start in range(0, len(supply), ranks_per_node):
+        here = [i for i, rank in enumerate(rank_I) if start <= rank < start + ranks_per_node]
+        sources = range(start, start + ranks_per_node)
+        for source in sources:
+            wanted, room = sum(supply[s] for s in sources if s >= source), sum(left[i] for i in here)
+            serve(source, supply[source] if wanted <= room else supply[source] * room // wanted, here)
+    for source in range(len(supply)):
+        serve(source, supply[source], list(range(len(left))))
+    return out

@@ -1,0 +1,145 @@
+"""Check a plan against the machine and the load, with no code that any solver uses.
+
+What is checked is what an executor relies on: every expert has one home, every replica sits in a slot of its own on a
+rank that does not hold its expert yet, every token-slot is computed exactly once, and nobody goes below the bound.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from relibra.errors import PlanError
+from relibra.routing.demand import Demand
+
+if TYPE_CHECKING:
+    from relibra.cluster import Cluster
+    from relibra.planning.plan import StepPlan
+
+
+def validate_plan(plan: StepPlan, cluster: Cluster, demand: Demand) -> None:
+    """Raise PlanError at the first rule that a plan breaks.
+
+    demand   the step's demand, with or without a schedule: the plan's own schedule is used
+    """
+    _check_sizes(plan, cluster, demand)
+    _check_schedule(plan, demand)
+    _check_homes(plan)
+    _check_replicas(plan)
+    load_MLR = _check_quotas(plan, demand)
+    if (load_MLR.max(axis=2, initial=0) < plan.bound_ML).any():
+        m, layer = np.argwhere(load_MLR.max(axis=2) < plan.bound_ML)[0]
+        raise PlanError(f"{_where(plan, layer, m)}: the busiest rank is below the plan's bound, so the bound is wrong")
+
+
+def _check_sizes(plan: StepPlan, cluster: Cluster, demand: Demand) -> None:
+    if (plan.num_nodes, plan.ranks_per_node) != (cluster.num_nodes, cluster.ranks_per_node):
+        raise PlanError(
+            f"the plan is for {plan.num_nodes} nodes of {plan.ranks_per_node} ranks, cluster {cluster.name!r} has "
+            f"{cluster.num_nodes} of {cluster.ranks_per_node}: plan again"
+        )
+    S, L, E = demand.counts_SLE.shape
+    M, R = plan.bound_ML.shape[0], plan.num_ranks
+    shapes = {
+        "layer_ids": (L,),
+        "micro_batch_S": (S,),
+        "rank_S": (S,),
+        "physical_to_logical_map": (L, E),
+        "previous_map": (L, E),
+        "replica_MLRB": (M, L, R, plan.slots),
+        "quota_MLRB": (M, L, R, plan.slots),
+        "bound_ML": (M, L),
+    }
+    for name, shape in shapes.items():
+        if getattr(plan, name).shape != shape:
+            raise PlanError(f"plan array {name} has shape {getattr(plan, name).shape}: {shape} fits demand and cluster")
+    if not np.array_equal(plan.layer_ids, demand.layer_ids):
+        raise PlanError("the plan's layers are not those of the demand: it was made for another model")
+    if E % R:
+        raise PlanError(f"{E} experts cannot have homes on {R} ranks evenly: use a number of ranks that divides {E}")
+
+
+def _check_schedule(plan: StepPlan, demand: Demand) -> None:
+    M = plan.bound_ML.shape[0]
+    if len(plan.micro_batch_S) and not -1 <= plan.micro_batch_S.min() <= plan.micro_batch_S.max() < M:
+        raise PlanError(f"the schedule names micro-batches outside -1..{M - 1}")
+    kept = plan.micro_batch_S >= 0
+    if kept.any() and not 0 <= plan.rank_S[kept].min() <= plan.rank_S[kept].max() < plan.num_ranks:
+        raise PlanError(f"the schedule names ranks outside 0..{plan.num_ranks - 1}")
+    if demand.micro_batch_S is not None and not np.array_equal(kept, demand.micro_batch_S >= 0):
+        s = int(np.flatnonzero(kept != (demand.micro_batch_S >= 0))[0])
+        raise PlanError(f"sample {demand.sample_ids[s]} is in the plan or in the demand's schedule, but not in both")
+
+
+def _check_homes(plan: StepPlan) -> None:
+    for name in ("physical_to_logical_map", "previous_map"):
+        ordered_LE = np.sort(getattr(plan, name), axis=1)
+        wrong_L = (ordered_LE != np.arange(plan.num_experts)).any(axis=1)
+        if wrong_L.any():
+            layer = plan.layer_ids[np.argmax(wrong_L)]
+            raise PlanError(f"layer {layer}: {name} does not give every expert exactly one home slot")
+
+
+def _check_replicas(plan: StepPlan) -> None:
+    per_rank = plan.num_experts // plan.num_ranks
+    if ((plan.replica_MLRB < -1) | (plan.replica_MLRB >= plan.num_experts)).any():
+        raise PlanError(f"a replica names an expert outside 0..{plan.num_experts - 1} (or -1, an empty slot)")
+    if ((plan.quota_MLRB < 0) | ((plan.replica_MLRB < 0) & (plan.quota_MLRB != 0))).any():
+        raise PlanError("a quota is negative, or belongs to an empty slot")
+    m_X, layer_X, rank_X, slot_X = np.nonzero(plan.replica_MLRB >= 0)
+    expert_X = plan.replica_MLRB[m_X, layer_X, rank_X, slot_X].astype(np.int64)
+    slot_of_expert_LE = np.empty(plan.physical_to_logical_map.shape, dtype=np.int64)
+    np.put_along_axis(
+        slot_of_expert_LE, plan.physical_to_logical_map.astype(np.int64), np.arange(plan.num_experts)[None], axis=1
+    )
+    home_X = slot_of_expert_LE[layer_X, expert_X] // per_rank
+    keys = np.stack([m_X, layer_X, rank_X, expert_X])
+    twice_X = np.ones(len(m_X), dtype=bool)
+    twice_X[np.unique(keys, axis=1, return_index=True)[1]] = False
+    away_X = home_X // plan.ranks_per_node != rank_X // plan.ranks_per_node
+    for wrong_X, reason in (
+        (home_X == rank_X, "is at home there"),
+        (twice_X, "is there twice"),
+        (away_X & (plan.scope == "node"), "left the node of its home, which this plan's scope forbids"),
+    ):
+        if wrong_X.any():
+            x = int(np.argmax(wrong_X))
+            raise PlanError(
+                f"{_where(plan, layer_X[x], m_X[x])}: expert {expert_X[x]} has a replica on rank {rank_X[x]}, but "
+                f"{reason}"
+            )
+
+
+def _check_quotas(plan: StepPlan, demand: Demand) -> np.ndarray:
+    """Recount every rank's load from the samples, expert by expert."""
+    M, L, R, _ = plan.replica_MLRB.shape
+    E = plan.num_experts
+    load_MLE = np.zeros((M, L, E), dtype=np.int64)
+    for s in np.flatnonzero(plan.micro_batch_S >= 0):
+        load_MLE[plan.micro_batch_S[s]] += demand.counts_SLE[s]
+    home_left_MLE = load_MLE.copy()
+    load_MLR = np.zeros((M, L, R), dtype=np.int64)
+    for r in range(R):
+        for b in range(plan.slots):
+            m_X, layer_X = np.nonzero(plan.replica_MLRB[:, :, r, b] >= 0)
+            expert_X = plan.replica_MLRB[m_X, layer_X, r, b]
+            taken_X = plan.quota_MLRB[m_X, layer_X, r, b]
+            load_MLR[m_X, layer_X, r] += taken_X
+            home_left_MLE[m_X, layer_X, expert_X] -= taken_X  # one slot of one rank: no pair twice
+    if (home_left_MLE < 0).any():
+        m, layer, e = np.argwhere(home_left_MLE < 0)[0]
+        has, too_many = load_MLE[m, layer, e], -home_left_MLE[m, layer, e]
+        raise PlanError(
+            f"{_where(plan, layer, m)}: replicas of expert {e} take {has + too_many} token-slots, it gets {has}"
+        )
+    per_rank = E // R
+    for r in range(R):
+        experts_Lk = plan.physical_to_logical_map[:, r * per_rank : (r + 1) * per_rank].astype(np.int64)
+        load_MLR[:, :, r] += np.take_along_axis(home_left_MLE, experts_Lk[None].repeat(M, axis=0), axis=2).sum(axis=2)
+    assert np.array_equal(load_MLR.sum(axis=2), load_MLE.sum(axis=2)), "a token-slot is computed twice or never"
+    return load_MLR
+
+
+def _where(plan: StepPlan, layer: int, micro_batch: int) -> str:
+    return f"layer {plan.layer_ids[layer]}, micro-batch {micro_batch}"

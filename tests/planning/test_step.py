@@ -1,0 +1,198 @@
+"""Whole plans: valid for anything that comes in, never worse than static, the same bytes everywhere."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relibra.errors import ClusterError, PlanError
+from relibra.planning.balancers import BALANCERS
+from relibra.planning.budget import Budget
+from relibra.planning.objective import EXPERT_SHAPES
+from relibra.planning.step import plan_step
+from relibra.routing.demand import Demand
+from tests.planning.cases import cluster, demands, make_demand
+
+SMALL = EXPERT_SHAPES["qwen3-30b-a3b"]
+
+
+@settings(max_examples=60)
+@given(
+    demands(),
+    st.integers(0, 2),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["seconds", "tokens"]),
+)
+def test_any_demand_gets_a_valid_plan_that_is_never_worse_than_static(case, slots, move, pack, cross, objective):
+    demand, machine = case
+    budget = Budget(
+        slots=slots, move_homes=move, pack_samples=pack, cross_node_copies=cross, objective=objective, threads=1
+    )
+    plan = plan_step(demand, machine, budget, expert=SMALL)
+    plan.validate(machine, demand)
+    static = plan_step(demand, machine, budget, "static", expert=SMALL)
+    if objective == "tokens":
+        assert plan.skew(plan.scheduled(demand)) <= static.skew(demand) + 1e-12
+    else:
+        assert plan.predicted["total"] <= static.predicted["total"]
+    assert plan.bound(plan.scheduled(demand)) <= plan.skew(plan.scheduled(demand)) + 1e-12
+    if not move:
+        assert plan.num_moved == 0
+    if not pack:
+        assert (plan.micro_batch_S == demand.micro_batch_S).all()
+
+
+@settings(max_examples=15)
+@given(demands(), st.integers(0, 2))
+def test_every_balancer_makes_valid_plans(case, slots):
+    demand, machine = case
+    history = np.ones((2, *demand.counts_SLE.shape[1:]), dtype=np.int64)
+    for name in [*BALANCERS, "auto"]:
+        for never_worse in (True, False):
+            plan = plan_step(
+                demand,
+                machine,
+                Budget(slots=slots, threads=1),
+                name,
+                expert=SMALL,
+                history_MLE=history,
+                never_worse=never_worse,
+            )
+            plan.validate(machine, demand)
+
+
+def test_hot_experts_of_a_step_are_spread():
+    demand, machine = make_demand(64, 4, 32, 8, 16, 1), cluster(2, 8)
+    static = plan_step(demand, machine, Budget(slots=1), "static")
+    plan = plan_step(demand, machine, Budget(slots=1, objective="tokens"))
+    assert static.skew(demand) > 1.5
+    assert plan.skew(demand) < 1.1
+    assert plan.skew(demand) / plan.bound(demand) < 1.01
+    packed = plan_step(demand, machine, Budget(slots=1, objective="tokens", pack_samples=True))
+    assert packed.skew(packed.scheduled(demand)) < plan.skew(demand)
+    across = plan_step(demand, machine, Budget(slots=1, objective="tokens", cross_node_copies=True))
+    assert across.skew(demand) / across.bound(demand) < 1.002
+    assert across.bound(demand) < plan.bound(demand)
+
+
+def test_levers_work_alone():
+    demand, machine = make_demand(64, 4, 32, 8, 16, 1), cluster(2, 8)
+    skews = {}
+    for name, levers in {
+        "none": {},
+        "homes": {"move_homes": True},
+        "schedule": {"pack_samples": True},
+        "replicas": {"slots": 2},
+        "all": {"move_homes": True, "pack_samples": True, "slots": 2},
+    }.items():
+        budget = Budget(**{"slots": 0, "move_homes": False, "place_samples": False, "objective": "tokens", **levers})
+        plan = plan_step(demand, machine, budget)
+        skews[name] = plan.skew(plan.scheduled(demand))
+    assert skews["none"] == plan_step(demand, machine, Budget(slots=0), "static").skew(demand)
+    assert skews["all"] < skews["replicas"] < skews["none"]
+    assert skews["homes"] < skews["none"]
+
+
+def test_threads_and_repetition_change_nothing():
+    demand, machine = make_demand(48, 6, 32, 6, 16, 2), cluster(4, 4)
+    budget = Budget(slots=2, pack_samples=True, cross_node_copies=True)
+    digests = {
+        plan_step(demand, machine, replace(budget, threads=threads), expert=SMALL).digest()
+        for threads in (1, 2, 5, None, 1)
+    }
+    assert len(digests) == 1
+    assert plan_step(demand, machine, replace(budget, seed=1, objective="tokens")).digest() not in digests
+
+
+def test_another_process_makes_the_same_plan():
+    program = (
+        "from tests.planning.cases import *; from relibra.planning import Budget, plan_step;"
+        "print(plan_step(make_demand(32, 3, 16, 4, 8, 5), cluster(2, 4), Budget(slots=1, pack_samples=True)).digest())"
+    )
+    root = Path(__file__).parents[2]
+    digests = {
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=root).stdout
+        for _ in range(2)
+    }
+    here = plan_step(make_demand(32, 3, 16, 4, 8, 5), cluster(2, 4), Budget(slots=1, pack_samples=True)).digest()
+    assert digests == {here + "\n"}
+
+
+def test_warm_start_moves_less_and_stays_good():
+    demand, machine = make_demand(96, 4, 64, 8, 16, 3), cluster(2, 8)
+    later = make_demand(96, 4, 64, 8, 16, 3, tokens=70)
+    budget = Budget(slots=1, objective="tokens")
+    first = plan_step(demand, machine, budget)
+    cold, warm = plan_step(later, machine, budget), plan_step(later, machine, budget, previous=first)
+    assert warm.num_moved < cold.num_moved
+    assert (warm.previous_map == first.physical_to_logical_map).all()
+    assert warm.skew(later) < 1.05
+
+
+def test_a_deadline_is_kept_and_the_plan_is_valid():
+    demand, machine = make_demand(256, 24, 64, 16, 32, 4), cluster(4, 8)
+    plan_step(demand, machine, Budget(slots=1))  # compiled now
+    plan = plan_step(demand, machine, Budget(slots=1, objective="tokens", deadline_seconds=0.05))
+    plan.validate(machine, demand)
+    full = plan_step(demand, machine, Budget(slots=1, objective="tokens"))
+    assert plan.plan_seconds < 0.5 * full.plan_seconds + 0.3
+    assert full.skew(demand) <= plan.skew(demand) <= plan_step(demand, machine, Budget(), "static").skew(demand)
+
+
+def test_history_is_all_that_history_driven_balancers_see():
+    demand, machine = make_demand(32, 2, 16, 4, 8, 6), cluster(1, 8)
+    other = make_demand(32, 2, 16, 4, 8, 7)
+    history = make_demand(32, 2, 16, 4, 8, 8).load_MLE
+    plans = [
+        plan_step(d, machine, Budget(slots=1), "eplb-history", history_MLE=history, never_worse=False)
+        for d in (demand, other)
+    ]
+    assert (plans[0].physical_to_logical_map == plans[1].physical_to_logical_map).all()
+    known = [plan_step(d, machine, Budget(slots=1), "eplb", never_worse=False) for d in (demand, other)]
+    assert (known[0].physical_to_logical_map != known[1].physical_to_logical_map).any()
+
+
+def test_losing_ranks_is_planned_around_or_refused():
+    demand = make_demand(32, 2, 48, 4, 16, 6)
+    machine = cluster(2, 8)
+    before = plan_step(demand, machine, Budget(slots=1, objective="tokens"))
+    with pytest.raises(ClusterError):
+        machine.without_ranks([3])
+    smaller = machine.without_ranks(range(8, 16))
+    fewer = demand.with_schedule(demand.micro_batch_S, demand.rank_S % 8, 8)
+    plan = plan_step(fewer, smaller, Budget(slots=1, objective="tokens"), previous=before)
+    plan.validate(smaller, fewer)
+    assert plan.skew(fewer) < 1.05
+
+
+def test_misfits_get_a_sentence():
+    demand, machine = make_demand(8, 2, 16, 2, 8, 0), cluster(1, 8)
+    with pytest.raises(PlanError, match="scheduled on 8 ranks, cluster 'h100x8' has 4"):
+        plan_step(demand, cluster(1, 4))
+    odd = make_demand(8, 2, 18, 2, 8, 0)
+    with pytest.raises(PlanError, match="18 experts cannot be shared evenly by 8 ranks"):
+        plan_step(odd, machine)
+    with pytest.raises(PlanError, match="balancer 'best' is unknown: allowed are static, "):
+        plan_step(demand, machine, balancer="best")
+    bare = Demand(counts_SLE=demand.counts_SLE, layer_ids=demand.layer_ids, sample_ids=demand.sample_ids)
+    with pytest.raises(PlanError, match="no schedule"):
+        plan_step(bare, machine)
+    for wrong in ({"slots": -1}, {"tolerance": float("nan")}, {"deadline_seconds": 0.0}, {"threads": 0}, {"seed": -1}):
+        with pytest.raises(PlanError):
+            Budget(**wrong)
+
+
+def test_no_micro_batch_at_all():
+    demand = make_demand(4, 2, 8, 2, 4, 0)
+    nothing = demand.with_schedule(np.full(4, -1, dtype=np.int32), np.zeros(4, dtype=np.int32), 4)
+    for name in [*BALANCERS, "auto"]:
+        plan = plan_step(nothing, cluster(1, 4), Budget(slots=1), name)
+        plan.validate(cluster(1, 4), nothing)
+        assert plan.skew(nothing) == 1.0
