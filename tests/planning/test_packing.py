@@ -42,7 +42,7 @@ def test_packing_mixes_what_complements_each_other():
     share_SLN[:4, 0, 0] = share_SLN[4:, 0, 1] = 10
     micro_batch_S = np.repeat([0, 1], 4).astype(np.int32)
     length_S = np.full(8, 10)
-    limits = PackingLimits.of_schedule(micro_batch_S, length_S, token_slack=0, attention_slack=0)
+    limits = PackingLimits.of_schedule(micro_batch_S, length_S, token_slack=0.0, attention_slack=0.0)
     packed_S, rank_S = pack_samples(
         share_SLN, micro_batch_S, np.tile(np.arange(4), 2), length_S, 4, limits=limits, proposals=2000, seed=0
     )

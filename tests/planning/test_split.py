@@ -64,7 +64,8 @@ def test_traffic_counts_what_the_split_says():
 
 def test_near_instances_are_served_first():
     supply = np.array([10, 0, 10, 0])  # nodes of 2 ranks; instances on ranks 1 and 3
-    assert split_tokens_reference(supply, [1, 3], [10, 10], 2).tolist() == [[10, 0], [0, 0], [0, 10], [0, 0]]
+    split_RI = split_tokens_reference(supply, np.array([1, 3]), np.array([10, 10]), 2)
+    assert split_RI.tolist() == [[10, 0], [0, 0], [0, 10], [0, 0]]
 
 
 def test_too_large_promises_are_noticed():

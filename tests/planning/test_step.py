@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relibra.errors import ClusterError, PlanError
+from relibra.errors import ClusterError, PlanError, TraceError
 from relibra.planning.balancers import BALANCERS
 from relibra.planning.budget import Budget
 from relibra.planning.objective import EXPERT_SHAPES
@@ -196,3 +196,24 @@ def test_no_micro_batch_at_all():
         plan = plan_step(nothing, cluster(1, 4), Budget(slots=1), name)
         plan.validate(cluster(1, 4), nothing)
         assert plan.skew(nothing) == 1.0
+
+
+def test_groups_that_share_experts_get_the_same_homes():
+    groups = [make_demand(32, 3, 32, 4, 16, seed) for seed in (1, 2)]
+    machine, budget = cluster(2, 8), Budget(slots=1, objective="tokens")
+    together = Demand.of_groups(groups)
+    assert (together.tokens_MLRE[4:] == groups[1].tokens_MLRE).all()
+    plan = plan_step(together, machine, budget)
+    plan.validate(machine, together)
+    alone = [plan_step(group, machine, budget) for group in groups]
+    assert (alone[0].home_LE != alone[1].home_LE).any()
+    foreign = [
+        plan_step(group, machine, replace(budget, move_homes=False), previous=other)
+        for group, other in zip(groups, alone[::-1], strict=True)
+    ]
+    tops = [plan.rank_load(together).max(axis=2)[:4].sum(), plan.rank_load(together).max(axis=2)[4:].sum()]
+    assert sum(tops) <= sum(
+        other.rank_load(group).max(axis=2).sum() for group, other in zip(groups, foreign, strict=True)
+    )
+    with pytest.raises(TraceError, match="same layers, ranks"):
+        Demand.of_groups([groups[0], make_demand(8, 3, 32, 2, 8, 0)])

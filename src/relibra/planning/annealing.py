@@ -91,10 +91,8 @@ def _anneal(best_E, load_ME, source_MNE, previous_node_E, network, move, first, 
     tables = 2 if network > 0 else 1
     weight_T = np.array([1.0, network])
     value_TMN, local_MN, sent_MN = _tables(node_E, load_ME, source_MNE, tables)
-    power_TMN, new_TM4 = (
-        np.zeros((2, M, N)),
-        np.zeros((2, M, 4)),
-    )  # new_TM4: values and powers of the two nodes of a swap
+    power_TMN = np.zeros((2, M, N))
+    new_TM4 = np.zeros((2, M, 4))  # values and powers of the two nodes of a swap, before it is accepted
     scale_TM, sum_TM = value_TMN.sum(axis=2) / N, np.zeros((2, M))
     total = scale_TM[0].sum() + (network * scale_TM[1].sum() if tables == 2 else 0.0)
     if total == 0.0:

@@ -15,7 +15,8 @@ class Budget:
     """What a balancer may use for one step.
 
     slots               B, spare expert slots per rank for replicas; 0 turns replicas off
-    objective           "seconds": modelled step time; "tokens": sum over micro-batches and layers of the busiest rank
+    objective           "seconds": modelled step time; "tokens": sum over micro-batches and layers of the busiest rank;
+                        None: seconds where the size of an expert is given, else tokens
     move_homes          may experts change their home rank between steps
     place_samples       may samples change the rank they are fed from, inside their micro-batch
     pack_samples        may samples change their micro-batch (which rows meet in one forward pass changes; the gradient
@@ -32,7 +33,7 @@ class Budget:
     """
 
     slots: int = 2
-    objective: Objective = "seconds"
+    objective: Objective | None = None
     move_homes: bool = True
     place_samples: bool = True
     pack_samples: bool = False
@@ -48,7 +49,7 @@ class Budget:
         """Refuse what no plan could use."""
         if not 0 <= self.slots <= 1024:
             raise PlanError(f"budget of {self.slots} slots per rank: allowed are 0 (no replicas) to 1024")
-        if self.objective not in ("seconds", "tokens"):
+        if self.objective not in ("seconds", "tokens", None):
             raise PlanError(f"objective {self.objective!r} is unknown: allowed are 'seconds' and 'tokens'")
         for name in ("tolerance", "token_slack", "attention_slack"):
             if not 0 <= getattr(self, name) <= 10:

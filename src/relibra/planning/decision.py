@@ -24,6 +24,7 @@ Sees = Literal["nothing", "history", "step totals", "micro-batches", "live"]
 class Question:
     """What a balancer is asked; the registry blanks what a balancer of its kind may not see.
 
+    budget        its objective is decided: not None
     demand        with a schedule; for balancers that see "history" or "step totals" use `total_LE`, never the demand
     total_LE      token-slots per layer and expert that the balancer may plan homes and static replicas from
     previous_map  experts by home slot before the step

@@ -25,14 +25,14 @@ def replicate_incrementally(
     while True:
         source = int(np.argmax(load_R))
         moves = []
-        for e in np.flatnonzero((home_E == source) & (left_E > 0)):
+        for expert in np.flatnonzero((home_E == source) & (left_E > 0)).tolist():
             for target in range(num_ranks):
-                held = bool((replica_RB[target] == e).any())
+                held = bool((replica_RB[target] == expert).any())
                 if target == source or not (held or (replica_RB[target] < 0).any()):
                     continue
-                tokens = min(int(left_E[e]), int(load_R[source]) - mean, mean - int(load_R[target]))
+                tokens = min(int(left_E[expert]), int(load_R[source]) - mean, mean - int(load_R[target]))
                 if tokens > 0:
-                    moves.append((-tokens, not held, target, int(e)))
+                    moves.append((-tokens, not held, target, expert))
         if not moves:
             return replica_RB, quota_RB
         less, new, target, e = min(moves)

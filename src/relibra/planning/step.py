@@ -29,7 +29,7 @@ def plan_step(
     budget: Budget | None = None,
     balancer: str = "relibra",
     *,
-    expert: ExpertShape = DEFAULT_EXPERT,
+    expert: ExpertShape | None = None,
     previous: StepPlan | None = None,
     history_MLE: Int[ndarray, "H L E"] | None = None,
     never_worse: bool = True,
@@ -38,13 +38,18 @@ def plan_step(
 
     demand        token-slots under a schedule (`Demand.with_schedule`) over as many ranks as the cluster has
     balancer      a name of `BALANCERS`, or "auto": the cheapest plan of all that may know the step
-    expert        sizes of one expert, for the objective in seconds
+    expert        sizes of one expert, for the objective in seconds; None: the token objective, and seconds are predicted
+                  for experts like those of Qwen3-30B-A3B
     previous      the plan of the step before: its homes are where the experts are now
     history_MLE   loads of earlier micro-batches, for balancers that only see the past; None: they plan from even loads
     never_worse   return the static layout instead of a plan that the objective finds worse; False: to compare balancers
     raises        PlanError when demand, cluster and budget do not fit together
     """
     budget = budget or Budget()
+    if expert is None and budget.objective == "seconds":
+        raise PlanError("the objective in seconds needs the size of an expert: pass expert=, or objective 'tokens'")
+    budget = replace(budget, objective=budget.objective or ("tokens" if expert is None else "seconds"))
+    expert = expert or DEFAULT_EXPERT
     _check(demand, cluster, previous)
     if balancer == "auto":
         return _cheapest(demand, cluster, budget, expert=expert, previous=previous)

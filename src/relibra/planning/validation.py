@@ -29,7 +29,7 @@ def validate_plan(plan: StepPlan, cluster: Cluster, demand: Demand) -> None:
     _check_replicas(plan)
     load_MLR = _check_quotas(plan, demand)
     if (load_MLR.max(axis=2, initial=0) < plan.bound_ML).any():
-        m, layer = np.argwhere(load_MLR.max(axis=2) < plan.bound_ML)[0]
+        m, layer = np.argwhere(load_MLR.max(axis=2) < plan.bound_ML)[0].tolist()
         raise PlanError(f"{_where(plan, layer, m)}: the busiest rank is below the plan's bound, so the bound is wrong")
 
 
@@ -106,7 +106,7 @@ def _check_replicas(plan: StepPlan) -> None:
         if wrong_X.any():
             x = int(np.argmax(wrong_X))
             raise PlanError(
-                f"{_where(plan, layer_X[x], m_X[x])}: expert {expert_X[x]} has a replica on rank {rank_X[x]}, but "
+                f"{_where(plan, int(layer_X[x]), int(m_X[x]))}: expert {expert_X[x]} has a replica on rank {rank_X[x]}, but "
                 f"{reason}"
             )
 
@@ -128,7 +128,7 @@ def _check_quotas(plan: StepPlan, demand: Demand) -> np.ndarray:
             load_MLR[m_X, layer_X, r] += taken_X
             home_left_MLE[m_X, layer_X, expert_X] -= taken_X  # one slot of one rank: no pair twice
     if (home_left_MLE < 0).any():
-        m, layer, e = np.argwhere(home_left_MLE < 0)[0]
+        m, layer, e = np.argwhere(home_left_MLE < 0)[0].tolist()
         has, too_many = load_MLE[m, layer, e], -home_left_MLE[m, layer, e]
         raise PlanError(
             f"{_where(plan, layer, m)}: replicas of expert {e} take {has + too_many} token-slots, it gets {has}"

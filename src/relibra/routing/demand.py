@@ -5,7 +5,7 @@ A token-slot is one (token, expert) assignment: a token that picks K experts mak
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import no_type_check
@@ -69,6 +69,38 @@ class Demand:
             layer_ids=pieces[0].layer_ids,
             sample_ids=np.concatenate([piece.sample_ids for piece in pieces]),
             top_k=pieces[0].top_k,
+        )
+
+    @classmethod
+    def of_groups(cls, demands: Sequence[Demand]) -> Demand:
+        """Put the scheduled demands of expert-data-parallel groups side by side, micro-batches in the order of groups.
+
+        Groups share expert parameters, so one plan has to serve them all: planned together, they get the same homes.
+
+        raises    TraceError when there is no group, one has no schedule, or groups differ in model or ranks
+        """
+        if not demands:
+            raise TraceError("no demand to put side by side: pass one per expert-data-parallel group")
+        tokens = [demand.tokens_MLRE for demand in demands if demand.tokens_MLRE is not None]
+        if (
+            len(tokens) < len(demands)
+            or len({(*table.shape[1:], d.top_k) for table, d in zip(tokens, demands, strict=True)}) > 1
+        ):
+            raise TraceError("every group needs a schedule over the same layers, ranks, experts and choices per token")
+        offsets = np.cumsum([0] + [len(table) for table in tokens[:-1]])
+        micro_batches = [
+            np.where(d.schedule[0] < 0, -1, d.schedule[0] + offset) for d, offset in zip(demands, offsets, strict=True)
+        ]
+        pairs = [demand.pairs_LEE for demand in demands if demand.pairs_LEE is not None]
+        return cls(
+            counts_SLE=np.concatenate([demand.counts_SLE for demand in demands]),
+            layer_ids=demands[0].layer_ids,
+            sample_ids=np.concatenate([demand.sample_ids for demand in demands]),
+            tokens_MLRE=np.concatenate(tokens),
+            micro_batch_S=np.concatenate(micro_batches).astype(np.int32),
+            rank_S=np.concatenate([demand.schedule[1] for demand in demands]),
+            pairs_LEE=np.sum(pairs, axis=0) if len(pairs) == len(demands) else None,
+            top_k=demands[0].top_k,
         )
 
     @property

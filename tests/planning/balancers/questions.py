@@ -43,11 +43,17 @@ def spread(load_MLE, num_ranks):
 def questions(draw):
     """Draw questions with zero loads, one hot expert, no slots, one rank, one node, empty micro-batches, E = R."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    nodes, per_node, per_rank = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
+    nodes, per_node, per_rank = (
+        draw(st.sampled_from([1, 2, 3])),
+        draw(st.sampled_from([1, 2, 4])),
+        draw(st.integers(1, 3)),
+    )
     M, L, R = draw(st.integers(1, 3)), draw(st.integers(1, 2)), nodes * per_node
     E = R * per_rank
     largest = draw(st.sampled_from([0, 3, 1000]))
-    tokens_MLRE = rng.integers(0, largest + 1, (M, L, R, E)) * (rng.random((M, L, 1, E)) < draw(st.sampled_from([0.3, 1])))
+    tokens_MLRE = rng.integers(0, largest + 1, (M, L, R, E)) * (
+        rng.random((M, L, 1, E)) < draw(st.sampled_from([0.3, 1]))
+    )
     if draw(st.booleans()):
         tokens_MLRE[:, :, :, rng.integers(E)] *= 50
     if draw(st.booleans()):

@@ -12,7 +12,7 @@ LIVE = {"ultraep", "feplb", "foremoe", "balanced"}
 
 
 @pytest.mark.parametrize("name", BALANCERS)
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(question=questions())
 def test_every_decision_is_legal_and_repeatable(name, question):
     decision = BALANCERS[name].decide(question)
@@ -27,12 +27,14 @@ def test_every_decision_is_legal_and_repeatable(name, question):
 @given(question=questions())
 def test_homes_stay_where_they_may_not_move(name, question):
     if not question.budget.move_homes or name in IN_PLACE:
-        before_LE = np.argsort(question.previous_map, axis=1) // (question.previous_map.shape[1] // question.cluster.num_ranks)
+        before_LE = np.argsort(question.previous_map, axis=1) // (
+            question.previous_map.shape[1] // question.cluster.num_ranks
+        )
         assert np.array_equal(BALANCERS[name].decide(question).home_LE, before_LE)
 
 
 @pytest.mark.parametrize("name", sorted(LIVE))
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(question=questions())
 def test_whoever_knows_the_load_is_never_worse_than_no_replicas(name, question):
     decision = BALANCERS[name].decide(question)
@@ -47,9 +49,11 @@ def test_whoever_knows_the_load_is_never_worse_than_no_replicas(name, question):
 @pytest.mark.parametrize("name", sorted(set(BALANCERS) - {"static", "popfetcher"}))
 def test_balancers_balance(name):
     rng = np.random.default_rng(0)
-    load_MLE = rng.multinomial(64_000, rng.dirichlet(np.full(64, 2)), (4, 2))
+    load_MLE = rng.multinomial(64_000, rng.dirichlet(np.full(64, 0.5)), (4, 2))
     question = ask(spread(load_MLE, 8), 1, slots=2)
-    before, after = (rank_loads(question, BALANCERS[key].decide(question)).max(axis=2).sum() for key in ("static", name))
+    before, after = (
+        rank_loads(question, BALANCERS[key].decide(question)).max(axis=2).sum() for key in ("static", name)
+    )
     assert after < 0.93 * before
 
 

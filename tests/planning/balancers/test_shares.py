@@ -32,7 +32,9 @@ def layouts(draw):
 def _loads(load_E, home_E, replica_RB, quota_RB):
     left_E, load_R = load_E.astype(np.int64), quota_RB.sum(axis=1, dtype=np.int64)
     np.subtract.at(left_E, replica_RB[replica_RB >= 0], quota_RB[replica_RB >= 0])
-    assert (left_E >= 0).all() and (quota_RB >= 0).all() and (quota_RB[replica_RB < 0] == 0).all()
+    assert (left_E >= 0).all()
+    assert (quota_RB >= 0).all()
+    assert (quota_RB[replica_RB < 0] == 0).all()
     np.add.at(load_R, home_E, left_E)
     return load_R
 
@@ -90,7 +92,9 @@ def test_local_first_equals_even_on_one_node_and_keeps_margins(layout, seed):
     load_ME, home_E, replica_RB = layout
     R, ones_E, ones_RB = len(replica_RB), np.ones(len(home_E), np.int64), np.ones(replica_RB.shape, np.int64)
     rng = np.random.default_rng(seed)
-    tokens_MRE = np.stack([[rng.multinomial(load, [1 / R] * R) for load in load_E] for load_E in load_ME]).swapaxes(1, 2)
+    tokens_MRE = np.stack([[rng.multinomial(load, [1 / R] * R) for load in load_E] for load_E in load_ME]).swapaxes(
+        1, 2
+    )
     one_node = local_first_quotas(tokens_MRE, home_E, ones_E, replica_RB, ones_RB, R)
     assert np.array_equal(one_node, even_quotas(load_ME, home_E, ones_E, replica_RB, ones_RB))
     nodes = local_first_quotas(tokens_MRE, home_E, ones_E, replica_RB, ones_RB, 1)
@@ -108,7 +112,8 @@ def test_homes_are_even_and_fit_the_slots(seed, R, per_rank, B):
     before_E = rng.permutation(np.repeat(np.arange(R), per_rank))
     home_E, copies_RE = choose_homes(copies_of(placement_RP, E), before_E, rng.random(E), B)
     assert np.bincount(home_E, minlength=R).tolist() == [per_rank] * R
-    assert copies_RE.sum() == R * (per_rank + B) and (copies_RE.sum(axis=0) == np.bincount(placement_RP.ravel())).all()
+    assert copies_RE.sum() == R * (per_rank + B)
+    assert (copies_RE.sum(axis=0) == np.bincount(placement_RP.ravel())).all()
     stays = copies_of(placement_RP, E)[before_E, np.arange(E)] > 0
     if stays.all():
         assert np.array_equal(home_E, before_E)

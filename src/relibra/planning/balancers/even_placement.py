@@ -26,7 +26,8 @@ def even_placement(load_TE: Shaped[ndarray, "T E"], num_ranks: int, per_rank: in
     """Choose the expert of each slot of one layer; never worse than EPLB's choice under an even split.
 
     load_TE    load of each expert at each time, any unit
-    per_rank   slots of a rank; all are filled, no expert twice on a rank unless there are not enough experts
+    per_rank   slots of a rank; all are filled. No expert twice on a rank, unless there are not enough experts or, which
+               is rare, EPLB's placement with such a repeat is the better one
     """
     T, E = load_TE.shape
     load_TE = load_TE.astype(np.float64)

@@ -1,9 +1,10 @@
 """After FlexMoE (arXiv 2304.03946; no official code): copies of hot experts grow, copies of cold ones shrink.
 
-Sees history. Follows the port inside LAER-MoE's artifact: in rounds, each node gives a copy of the coldest expert to the
-hottest one while balance improves; tokens go to copies on the own node first. Different from the port: experts need not
-have a copy on every node; the start is the previous homes with the spare slots dealt round robin, so there are as many
-rounds as help instead of ten per step; and nothing is divided by the load of an empty rank.
+Sees history. Free slots are filled first (*expand*: the expert with most load per copy, on the least loaded rank).
+Then follows the port inside LAER-MoE's artifact: at most ten rounds, in which each node gives a copy of the coldest
+expert to the hottest one, while balance improves; tokens go to copies on the own node first. Different from the port:
+the start is the previous homes, experts need not have a copy on every node, and nothing is divided by the load of an
+empty rank.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from relibra.planning.balancers.homes import copies_of, previous_homes
 from relibra.planning.balancers.resident import resident_decision
 from relibra.planning.decision import Decision, Question
 
-MAX_ROUNDS = 1000
+ROUNDS = 10
 
 
 def decide(question: Question) -> Decision:
@@ -27,11 +28,24 @@ def decide(question: Question) -> Decision:
     placement_LRP = np.empty((L, R, E // R + B), dtype=np.int64)
     for layer, total_E in enumerate(question.total_LE):
         homes_Rk = np.argsort(home_LE[layer], kind="stable").reshape(R, E // R)
-        spare_RB = (np.arange(R)[:, None] * B + np.arange(B) + E // R) % E
-        placement_LRP[layer] = grow_and_shrink(
-            np.concatenate([homes_Rk, homes_Rk.ravel()[spare_RB]], axis=1), total_E, N
-        )
+        empty_RB = np.full((R, B), -1, dtype=np.int64)
+        start_RP = np.concatenate([homes_Rk, empty_RB], axis=1)
+        placement_LRP[layer] = grow_and_shrink(expand(start_RP, total_E), total_E, N)
     return resident_decision(question, placement_LRP, "local first")
+
+
+def expand(placement_RP: Int64[ndarray, "R P"], load_E: Float64[ndarray, " E"]) -> Int64[ndarray, "R P"]:
+    """Fill empty slots (-1): the expert with most load per copy, on the least loaded rank, best one without it yet."""
+    placement_RP = placement_RP.copy()
+    while (placement_RP < 0).any():
+        load_R, share_E = _loads(placement_RP, load_E)
+        hot = int(np.argmax(share_E))
+        held_R = (placement_RP == hot).any(axis=1)
+        free_R = (placement_RP < 0).any(axis=1)
+        choice_R = free_R & ~held_R if (free_R & ~held_R).any() else free_R
+        rank = int(np.argmin(np.where(choice_R, load_R, np.inf)))
+        placement_RP[rank, np.argmax(placement_RP[rank] < 0)] = hot
+    return placement_RP
 
 
 def grow_and_shrink(
@@ -39,7 +53,7 @@ def grow_and_shrink(
 ) -> Int64[ndarray, "R P"]:
     """Move copies from the coldest to the hottest expert while the fullest rank or its ratio to the emptiest falls."""
     load_R, share_E = _loads(placement_RP, load_E)
-    for _ in range(MAX_ROUNDS):
+    for _ in range(ROUNDS):
         count_E = np.bincount(placement_RP.ravel(), minlength=len(load_E))
         hot = int(np.argmax(share_E))
         cold = int(np.argmin(np.where(count_E > 1, share_E, np.inf)))

@@ -77,10 +77,13 @@ def _schedule(question: Question, demand: Demand, home_LE: ndarray, clock: Deadl
 def _cheapest(
     question: Question, demand: Demand, home_LE: ndarray, previous_LE: ndarray, clock: Deadline
 ) -> tuple[ndarray, ndarray, ndarray]:
-    """Price replicas for the new homes and for those there are; every layer takes the cheaper, moves included."""
+    """Price replicas for the new homes and for the static ones; every layer takes the cheaper, moves included.
+
+    Homes that were planned for the step before only move when that pays, so a warm start has nothing to compare.
+    """
     cluster = question.cluster
     replica_MLRB, quota_MLRB, new_ML = cheapest_replicas(question, demand, home_LE, clock)
-    if np.array_equal(home_LE, previous_LE):
+    if question.warm or np.array_equal(home_LE, previous_LE):
         return home_LE, replica_MLRB, quota_MLRB
     kept_replica, kept_quota, kept_ML = cheapest_replicas(question, demand, previous_LE, clock)
     rate = min(cluster.inter_send.bytes_per_second, cluster.inter_receive.bytes_per_second)
@@ -117,7 +120,8 @@ def _homes(question: Question, demand: Demand, home_LE: ndarray, clock: Deadline
     # without replicas every rank stands for itself
     per_domain = cluster.ranks_per_node if budget.slots else 1
     domains = cluster.num_ranks // per_domain
-    proposals = int(np.clip(_SWAPS_OF_A_STEP // max(1, M * L), 4_000, 100_000)) // (1 if first else 4)
+    proposals = int(np.clip(_SWAPS_OF_A_STEP // max(1, M * L), 4_000, 100_000))
+    proposals //= (1 if first else 4) * (2 if weights.network else 1)  # the network term doubles the work of a swap
 
     def place(layer: int) -> ndarray:
         if not clock.allows(0.5):

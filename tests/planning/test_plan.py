@@ -1,0 +1,130 @@
+"""StepPlan: validation that no solver wrote, digests, words, differences."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relibra.errors import PlanError
+from relibra.planning.budget import Budget
+from relibra.planning.explanation import diff
+from relibra.planning.plan import homes_of, map_of
+from relibra.planning.step import plan_step
+from tests.planning.cases import cluster, make_demand
+
+DEMAND = make_demand(24, 3, 16, 4, 8, 0)
+MACHINE = cluster(2, 4)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plan_step(DEMAND, MACHINE, Budget(slots=2, objective="tokens"))
+
+
+def _changed(plan, name, change):
+    array = getattr(plan, name).copy()
+    change(array)
+    return replace(plan, **{name: array})
+
+
+def _first_replica(plan):
+    return tuple(int(i) for i in np.argwhere(plan.replica_MLRB >= 0)[0])
+
+
+def test_a_plan_is_valid(plan):
+    plan.validate(MACHINE, DEMAND)
+
+
+def test_broken_plans_are_refused_with_the_place(plan):
+    m, layer, r, b = _first_replica(plan)
+    e = int(plan.replica_MLRB[m, layer, r, b])
+    empty = tuple(np.argwhere(plan.replica_MLRB < 0)[0])
+    other_node = next(x for x in range(16) if plan.home_LE[layer, x] // 4 != r // 4)
+
+    def home_twice(array):
+        array[1, 0] = array[1, 1]
+
+    cases = {
+        "layer 1: physical_to_logical_map does not give": _changed(plan, "physical_to_logical_map", home_twice),
+        "layer 1: previous_map does not give": _changed(plan, "previous_map", home_twice),
+        "outside 0..15": _changed(plan, "replica_MLRB", lambda a: a.__setitem__((m, layer, r, b), 16)),
+        "belongs to an empty slot": _changed(plan, "quota_MLRB", lambda a: a.__setitem__(empty, 3)),
+        "a quota is negative": _changed(plan, "quota_MLRB", lambda a: a.__setitem__((m, layer, r, b), -1)),
+        "token-slots, it gets": _changed(plan, "quota_MLRB", lambda a: a.__setitem__((m, layer, r, b), 10**6)),
+        f"on rank {r}, but left the node": _changed(
+            plan, "replica_MLRB", lambda a: a.__setitem__((m, layer, r, b), other_node)
+        ),
+        "is there twice": _changed(plan, "replica_MLRB", lambda a: a.__setitem__((m, layer, r), [e, e])),
+        "but is at home there": _changed(
+            plan, "replica_MLRB", lambda a: a.__setitem__((m, layer, r, b), np.argmax(plan.home_LE[layer] == r))
+        ),
+        "micro-batches outside": _changed(plan, "micro_batch_S", lambda a: a.__setitem__(0, 99)),
+        "is in the plan or in the demand's schedule": _changed(plan, "micro_batch_S", lambda a: a.__setitem__(0, -1)),
+        "ranks outside 0..7": _changed(plan, "rank_S", lambda a: a.__setitem__(0, 8)),
+        "below the plan's bound": replace(plan, bound_ML=plan.bound_ML + 10**6),
+        "not those of the demand": _changed(plan, "layer_ids", lambda a: a.__setitem__(0, 7)),
+    }
+    for words, broken in cases.items():
+        with pytest.raises(PlanError, match=words):
+            broken.validate(MACHINE, DEMAND)
+    with pytest.raises(PlanError, match="micro_batch_S has shape"):
+        plan.validate(MACHINE, make_demand(23, 3, 16, 4, 8, 0))
+    with pytest.raises(PlanError, match="plan again"):
+        plan.validate(cluster(1, 8), DEMAND)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_any_single_change_of_a_decision_changes_the_digest(seed):
+    rng = np.random.default_rng(seed)
+    plan = plan_step(DEMAND, MACHINE, Budget(slots=2), "ultraep", never_worse=False)
+    name = sorted(plan.decisions())[rng.integers(len(plan.decisions()))]
+    array = getattr(plan, name).copy()
+    array.flat[rng.integers(array.size)] += 1
+    assert replace(plan, **{name: array}).digest() != plan.digest()
+    assert replace(plan, balancer="other", plan_seconds=9.0, predicted={}).digest() == plan.digest()
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 4))
+def test_maps_keep_experts_that_stay_in_their_slots(seed, ranks, per_rank):
+    rng = np.random.default_rng(seed)
+    E = ranks * per_rank
+    before = np.stack([rng.permutation(E), rng.permutation(E)]).astype(np.int16)
+    home_LE = np.stack([rng.permutation(np.repeat(np.arange(ranks), per_rank)) for _ in range(2)]).astype(np.int16)
+    after = map_of(home_LE, before, ranks)
+    assert (homes_of(after, ranks) == home_LE).all()
+    stays = homes_of(before, ranks) == home_LE
+    for layer in range(2):
+        slot_before, slot_after = np.argsort(before[layer]), np.argsort(after[layer])
+        assert (slot_before[stays[layer]] == slot_after[stays[layer]]).all()
+
+
+def test_explanations_name_experts_ranks_and_reasons(plan):
+    m, layer, r, _ = _first_replica(plan)
+    words = plan.explain(DEMAND, int(plan.layer_ids[layer]), m)
+    assert f"layer {layer}: " in words
+    assert "experts get a new home before the step" in words
+    assert f"micro-batch {m}: " in words
+    e = int(plan.replica_MLRB[m, layer, r][0])
+    assert f"expert {e} (" in words
+    assert f"on rank {r}" in words
+    assert "because its home, rank" in words
+    assert plan.explain(DEMAND, 0)
+    with pytest.raises(PlanError, match=r"layer 9 is not in the plan: it has layers \[0, 1, 2\]"):
+        plan.explain(DEMAND, 9)
+    with pytest.raises(PlanError, match=r"micro-batch 4 is not in the plan: it has 0\.\.3"):
+        plan.explain(DEMAND, 0, 4)
+
+
+def test_differences_count_homes_samples_and_copies(plan):
+    static = plan_step(DEMAND, MACHINE, Budget(slots=2), "static")
+    same = diff(plan, plan)
+    assert (same.homes, same.samples, same.cells) == ((), 0, 0)
+    change = diff(static, plan)
+    assert len(change.homes) == plan.num_moved
+    assert change.copies == (0, plan.num_copies)
+    assert change.cells > 0
+    assert str(change).startswith(f"{plan.num_moved} homes moved; ")
+    with pytest.raises(PlanError, match="cannot be compared"):
+        diff(plan, plan_step(make_demand(24, 3, 32, 4, 8, 0), MACHINE, Budget(), "static"))
