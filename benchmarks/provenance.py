@@ -14,11 +14,11 @@ from relibra.files import write_text
 LABELS = ("measured", "model", "simulated", "cited")
 REQUIRED = ("case", "label", "seed", "repetitions")
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("relibra", "numpy", "numba", "safetensors", "torch", "transformers")
+PACKAGES = ("relibra", "numpy", "numba", "scipy", "safetensors", "torch", "transformers")
 
 
-def write_results(name: str, rows: list[dict], command: str | None = None) -> Path:
-    """Write rows to `results/NAME.json`, each with where it comes from.
+def write_results(name: str, rows: list[dict], command: str | None = None, folder: Path = RESULTS) -> Path:
+    """Write rows to `FOLDER/NAME.json`, each with where it comes from.
 
     command   what to run to get the rows again; default: what is running
     raises    ConfigError when a row lacks one of REQUIRED or has an unknown label
@@ -37,7 +37,7 @@ def write_results(name: str, rows: list[dict], command: str | None = None) -> Pa
         "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
         "command": command or f"python {shlex.join(sys.argv)}",
     }
-    path = RESULTS / f"{name}.json"
+    path = folder / f"{name}.json"
     write_text(path, json.dumps([{**row, **origin} for row in rows], indent=1) + "\n")
     return path
 

@@ -15,6 +15,12 @@ COLUMNS = {
     "recordings": ("case", "ranks", "mean", "median", "p95", "configuration"),
     "streaming": ("case", "million_rows", "seconds", "gb_per_second", "peak_mib", "configuration"),
     "routing": ("case", "median", "min", "max", "configuration"),
+    "balancers_gpt_oss": (
+        _BALANCERS := ("balancer", "sees", "8 ranks", "16 ranks", "32 ranks", "copies", "across nodes", "plan ms")
+    ),
+    "balancers_v2_lite": _BALANCERS,
+    "planner": ("case", "ranks", "reached", "target", "ok", "bound", "copies", "unit", "configuration"),
+    "planner_growth": ("layers", "micro_batches", "ranks", "experts", "seconds", "ms_each", "configuration"),
     "demo": (
         "case",
         "seed",
@@ -51,8 +57,11 @@ def table(name: str) -> str:
     first = rows[0]
     versions = ", ".join(f"{package} {number}" for package, number in first["versions"].items())
     dirty = " with uncommitted changes" if first["dirty"] else ""
+    units = "; ".join(dict.fromkeys(row["unit"] for row in rows)) if "unit" not in columns else "see each row"
+    counts = sorted({row["repetitions"] for row in rows})
+    repetitions = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
     note = (
-        f"*{first['label']}: {first['unit']}; {first['repetitions']} repetition(s); `{first['command']}` at commit "
+        f"*{first['label']}: {units}; {repetitions} repetition(s); `{first['command']}` at commit "
         f"{first['commit'][:12]}{dirty}; {first['machine']}; {versions}.*"
     )
     return "\n".join([*lines, "", note, ""])

@@ -91,6 +91,8 @@ def test_importing_relibra_takes_under_200_ms():
 def test_public_names_are_frozen():
     """A name that goes from this list breaks somebody's program: say so in CHANGELOG.md."""
     assert sorted(relibra.__all__) == [
+        "Budget",
+        "Cluster",
         "ClusterError",
         "ConfigError",
         "Demand",
@@ -98,12 +100,17 @@ def test_public_names_are_frozen():
         "PlanError",
         "RelibraError",
         "RoutingTrace",
+        "StepPlan",
         "TraceError",
         "__version__",
+        "cluster_preset",
         "iterate_trace",
+        "plan_step",
+        "read_plan",
         "read_trace",
         "record_routing",
         "replay_routing",
+        "write_plan",
         "write_trace",
     ]
     for name in relibra.__all__:

@@ -11,7 +11,14 @@ from typing import Any
 __version__ = "0.1.0"
 
 _WHERE = {
+    "Budget": "relibra.planning.budget",
+    "Cluster": "relibra.cluster",
     "Demand": "relibra.routing.demand",
+    "StepPlan": "relibra.planning.plan",
+    "cluster_preset": "relibra.cluster",
+    "plan_step": "relibra.planning.step",
+    "read_plan": "relibra.planning.plan_files",
+    "write_plan": "relibra.planning.plan_files",
     "RoutingTrace": "relibra.routing.trace",
     "ClusterError": "relibra.errors",
     "ConfigError": "relibra.errors",

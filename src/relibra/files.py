@@ -19,8 +19,10 @@ def atomic_path(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}.tmp")
     os.close(os.open(temporary, os.O_CREAT | os.O_EXCL, 0o666))
+    mode = temporary.stat().st_mode
     try:
         yield temporary
+        temporary.chmod(mode)  # a writer may have put a file of its own there, readable by nobody else
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -105,15 +105,19 @@ def test_homes_stay_when_moving_costs_more_than_it_brings():
 
 
 @given(problems(), st.integers(1, 3))
-def test_ranks_inside_nodes_are_full_and_keep_what_they_can(problem, ranks_per_node):
+def test_ranks_inside_nodes_are_full_and_as_even_as_longest_first(problem, ranks_per_node):
     load_ME, source_MNE, node_E, _, _ = problem
-    node_E = np.repeat(node_E, ranks_per_node)
-    total_E = np.repeat(load_ME.sum(axis=0), ranks_per_node)
-    nodes = source_MNE.shape[1]
-    start_E = ranks_inside_nodes(total_E, node_E, node_E * ranks_per_node, ranks_per_node, nodes)
-    assert (np.bincount(start_E, minlength=nodes * ranks_per_node) == len(node_E) // nodes // ranks_per_node).all()
-    assert (start_E // ranks_per_node == node_E).all()
-    assert (ranks_inside_nodes(total_E, node_E, start_E, ranks_per_node, nodes) == start_E).all()
+    node_E, load_ME = np.repeat(node_E, ranks_per_node), np.repeat(load_ME, ranks_per_node, axis=1)
+    nodes, sizes = source_MNE.shape[1], {"proposals": 300, "seed": 0}
+    home_E = ranks_inside_nodes(load_ME, node_E, node_E * ranks_per_node, ranks_per_node, nodes, **sizes)
+    assert (np.bincount(home_E, minlength=nodes * ranks_per_node) == len(node_E) // nodes // ranks_per_node).all()
+    assert (home_E // ranks_per_node == node_E).all()
+    for node in range(nodes):
+        here = node_E == node
+        plain_E = longest_first(load_ME[:, here].sum(axis=0), ranks_per_node)
+        assert busiest(load_ME[:, here], home_E[here] - node * ranks_per_node) <= busiest(load_ME[:, here], plain_E)
+    # planned again from there, nobody moves
+    assert (ranks_inside_nodes(load_ME, node_E, home_E, ranks_per_node, nodes, **sizes) == home_E).all()
 
 
 def test_co_activation_groups_keep_partners_together():

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import relibra
-from relibra.cli import report, trace, train
+from relibra.cli import bench, compare, explain, plan, report, trace, train
 from relibra.errors import RelibraError
 
 app = typer.Typer(
@@ -21,7 +21,11 @@ app = typer.Typer(
 )
 app.command(name="train")(train.train)
 app.command(name="report")(report.report)
+app.command(name="plan")(plan.plan)
+app.command(name="compare")(compare.compare)
+app.command(name="explain")(explain.explain)
 app.add_typer(trace.app, name="trace")
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:
@@ -38,7 +42,7 @@ def about(
 ) -> None:
     """Know every expert load of an RL step before the step.
 
-    Record which experts each token takes, replay the choices in training, and see how uneven the load is.
+    Record which experts each token takes, replay the choices in training, see what uneven load costs, plan it away.
 
     Try: relibra train run.steps=3 warmup.steps=20   (a smoke run, too short to learn)
     """

@@ -41,7 +41,7 @@ def inspect(path: TracePath, num_experts: NumExperts = None, as_json: Json = Fal
 
     if path.is_dir():
         index = read_index(path)
-        _refuse_other_experts(path, num_experts)
+        refuse_other_experts(path, num_experts)
         facts = {
             "samples": index.samples,
             "rows": index.rows,
@@ -72,7 +72,7 @@ def inspect(path: TracePath, num_experts: NumExperts = None, as_json: Json = Fal
         typer.echo(json.dumps(facts))
         return
     for name, value in facts.items():
-        shown = f"{value:,}" if isinstance(value, int) else _runs(layer_ids) if name == "layer_ids" else value
+        shown = f"{value:,}" if isinstance(value, int) else runs(layer_ids) if name == "layer_ids" else value
         if shown not in ("", []):
             text = ", ".join(shown) if isinstance(shown, list) else str(shown)
             typer.echo(f"{name.replace('_', ' '):<18} {visible(text)}")
@@ -86,7 +86,7 @@ def validate(path: TracePath, num_experts: NumExperts = None, as_json: Json = Fa
     """
     samples = rows = missing = 0
     try:
-        with _progress(f"checking {path}"):
+        with progress(f"checking {path}"):
             for piece in _pieces(path, num_experts):
                 samples, rows = samples + piece.num_samples, rows + piece.num_rows
                 missing += int((~piece.valid_T).sum())
@@ -133,7 +133,7 @@ def stats(
     wanted = None if ranks is None else _rank_counts(ranks)
     from relibra.routing.survey import default_ranks, survey
 
-    with _progress(f"counting {path}"):
+    with progress(f"counting {path}"):
         result = survey(
             lambda: _pieces(path, num_experts, group),
             ranks=wanted or default_ranks,
@@ -189,7 +189,7 @@ def _pieces(path: Path, num_experts: int | None, group: str | None = None) -> It
     """Yield the routes of a path in pieces, only the samples of a group where one is named."""
     from relibra.routing.readers import iterate_routes
 
-    _refuse_other_experts(path, num_experts)
+    refuse_other_experts(path, num_experts)
     for piece in iterate_routes(path, num_experts):
         if group is None:
             yield piece
@@ -200,7 +200,7 @@ def _pieces(path: Path, num_experts: int | None, group: str | None = None) -> It
         yield piece.select([s for s, g in enumerate(piece.group_ids.tolist()) if g in wanted])
 
 
-def _refuse_other_experts(path: Path, num_experts: int | None) -> None:
+def refuse_other_experts(path: Path, num_experts: int | None) -> None:
     """A trace folder says itself how many experts there are."""
     from relibra.routing.trace_files import read_index
 
@@ -220,7 +220,8 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def _progress(words: str) -> Status:
+def progress(words: str) -> Status:
+    """Show what is being done, on stderr, while it is done."""
     return Console(stderr=True).status(escape(visible(words)))
 
 
@@ -235,7 +236,7 @@ def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _runs(layer_ids: list[int]) -> str:
+def runs(layer_ids: list[int]) -> str:
     """Write ascending numbers as runs: 1-3, 5."""
     runs: list[list[int]] = []
     for layer in layer_ids:

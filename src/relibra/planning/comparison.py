@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -18,12 +19,17 @@ from relibra.planning.plan import StepPlan
 from relibra.planning.step import plan_step
 from relibra.routing.demand import Demand
 
-LEVER_SETS = {
-    "relibra": (False, False),
-    "relibra+packing": (True, False),
-    "relibra+packing+cross-node": (True, True),
+LEVER_SETS: dict[str, dict[str, Any]] = {
+    "relibra": {"pack_samples": False, "cross_node_copies": False},
+    "relibra+packing": {"pack_samples": True, "cross_node_copies": False},
+    "relibra+packing+cross-node": {"pack_samples": True, "cross_node_copies": True},
+    "relibra+seconds": {"pack_samples": True, "cross_node_copies": True, "objective": "seconds"},
 }
-"""Rows for relibra's levers, as (pack samples, copies across nodes); homes and replicas inside the node always."""
+"""Rows for relibra's levers, as settings of the budget; homes and replicas inside the node always.
+
+The last one plans for modelled seconds whatever the others plan for: where copies and moves cost more than an even load
+saves, it leaves the load uneven.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +84,7 @@ def with_levers(name: str, budget: Budget) -> tuple[str, Budget]:
     raises    PlanError for an unknown name
     """
     if name in LEVER_SETS:
-        pack, cross = LEVER_SETS[name]
-        return "relibra", replace(budget, pack_samples=pack, cross_node_copies=cross)
+        return "relibra", replace(budget, **LEVER_SETS[name])
     if name not in BALANCERS and name != "auto":
         raise PlanError(f"balancer {name!r} is unknown: allowed are {', '.join([*comparable(), 'auto'])}")
     return name, budget

@@ -2,7 +2,7 @@
 
 Replicas never have to leave a node as long as no node is too full, so homes are chosen in two levels: *nodes* by
 simulated annealing over swaps of two experts (`relibra.planning.annealing`), judged by the individual micro-batches and
-not by their sum; then *ranks* inside each node, longest expert first. (ReLibra, arXiv 2605.08639; two levels also in
+not by their sum; then *ranks* inside each node, the same way. (ReLibra, arXiv 2605.08639; two levels also in
 ForeMoE, arXiv 2606.11867.)
 """
 
@@ -15,7 +15,7 @@ from jaxtyping import Int, Int64, Shaped
 from numpy import ndarray
 from scipy.optimize import linear_sum_assignment
 
-from relibra.planning.annealing import anneal_nodes, home_cost
+from relibra.planning.annealing import COLD, anneal_nodes, home_cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,15 @@ def place_homes(
         found_E = anneal_nodes(start_E, *problem, temperature=temperature, proposals=proposals, seed=seed)
         if home_cost(found_E, *problem) < home_cost(previous_node_E, *problem):
             node_E = found_E
-    home_E = ranks_inside_nodes(load_ME.sum(axis=0), node_E, previous_home_E, ranks_per_node, num_nodes)
+    home_E = ranks_inside_nodes(
+        load_ME,
+        node_E,
+        previous_home_E,
+        ranks_per_node,
+        num_nodes,
+        proposals=proposals // (2 * num_nodes),
+        seed=seed,
+    )
     same_nodes = bool((node_E == previous_node_E).all())
     if same_nodes and busiest(load_ME, home_E) >= busiest(load_ME, previous_home_E):
         return previous_home_E
@@ -79,20 +87,31 @@ def busiest(load_ME: Int64[ndarray, "M E"], home_E: Int[ndarray, " E"]) -> int:
 
 
 def ranks_inside_nodes(
-    total_E: Shaped[ndarray, " E"],
+    load_ME: Int64[ndarray, "M E"],
     node_E: Int[ndarray, " E"],
     previous_home_E: Int[ndarray, " E"],
     ranks_per_node: int,
     num_nodes: int,
+    *,
+    proposals: int,
+    seed: int,
 ) -> Int64[ndarray, " E"]:
-    """Lay the experts of each node on its ranks, longest first; ranks are named so that most experts stay.
+    """Lay the experts of each node on its ranks: longest first, then annealed over the individual micro-batches.
 
-    total_E   load of each expert over the step
+    Even ranks need fewer replicas. In the end ranks are named so that most experts stay where they are.
+
+    proposals   swaps tried per node
     """
     home_E = np.empty(len(node_E), dtype=np.int64)
     for node in range(num_nodes):
         experts = np.flatnonzero(node_E == node)
-        group_X = longest_first(total_E[experts], ranks_per_node)
+        load_MX = np.ascontiguousarray(load_ME[:, experts])
+        group_X = longest_first(load_MX.sum(axis=0), ranks_per_node)
+        if ranks_per_node > 1:
+            nowhere = np.zeros((len(load_ME), ranks_per_node, len(experts)), dtype=np.int64)
+            group_X = anneal_nodes(
+                group_X, load_MX, nowhere, group_X, 0.0, 0.0, temperature=COLD, proposals=proposals, seed=seed + node
+            )
         stays = np.zeros((ranks_per_node, ranks_per_node), dtype=np.int64)
         before_X = previous_home_E[experts] - node * ranks_per_node
         here = (before_X >= 0) & (before_X < ranks_per_node)

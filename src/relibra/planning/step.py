@@ -38,8 +38,8 @@ def plan_step(
 
     demand        token-slots under a schedule (`Demand.with_schedule`) over as many ranks as the cluster has
     balancer      a name of `BALANCERS`, or "auto": the cheapest plan of all that may know the step
-    expert        sizes of one expert, for the objective in seconds; None: the token objective, and seconds are predicted
-                  for experts like those of Qwen3-30B-A3B
+    expert        sizes of one expert, for the objective in seconds; None: the token objective, and seconds are
+                  predicted for experts like those of Qwen3-30B-A3B
     previous      the plan of the step before: its homes are where the experts are now
     history_MLE   loads of earlier micro-batches, for balancers that only see the past; None: they plan from even loads
     never_worse   return the static layout instead of a plan that the objective finds worse; False: to compare balancers
@@ -164,6 +164,7 @@ def _plan(balancer: str, decision: Decision, question: Question, expert: ExpertS
             decision.scope,
         ),
     )
+    plan.validate(cluster, scheduled)  # before anything is computed from it
     prediction = predict(
         plan,
         scheduled,

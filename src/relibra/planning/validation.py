@@ -106,8 +106,8 @@ def _check_replicas(plan: StepPlan) -> None:
         if wrong_X.any():
             x = int(np.argmax(wrong_X))
             raise PlanError(
-                f"{_where(plan, int(layer_X[x]), int(m_X[x]))}: expert {expert_X[x]} has a replica on rank {rank_X[x]}, but "
-                f"{reason}"
+                f"{_where(plan, int(layer_X[x]), int(m_X[x]))}: expert {expert_X[x]} has a replica on rank "
+                f"{rank_X[x]}, but {reason}"
             )
 
 

@@ -42,17 +42,22 @@ def write_report(path: Path | str, output: Path | str | None = None) -> Path:
         place = recording.path.resolve()
         output = place / "report.html" if recording.is_run else place.with_name(f"{place.name}.report.html")
     output = Path(output)
-    with _place_problems(output):
-        if output.is_dir():
-            raise ConfigError(f"the report cannot be written to {output}, which is a folder: name an .html file in it")
+    with place_problems(output):
+        refuse_folder(output)
     page = render_page(recording, summarize_recording(recording), datetime.now(UTC))
-    with _place_problems(output):
+    with place_problems(output):
         write_text(output, page)
     return output
 
 
+def refuse_folder(output: Path) -> None:
+    """Raise a ConfigError when the place for a page is a folder."""
+    if output.is_dir():
+        raise ConfigError(f"the report cannot be written to {output}, which is a folder: name an .html file in it")
+
+
 @contextmanager
-def _place_problems(output: Path) -> Iterator[None]:
+def place_problems(output: Path) -> Iterator[None]:
     """Tell what the file system says of the place for the report in one sentence."""
     try:
         yield
@@ -98,7 +103,17 @@ def render_page(recording: Recording, summary: Summary, made: datetime) -> str:
         )
         if piece
     )
-    name = escape(recording.name)
+    return html_page(
+        recording.name, "expert load report", verdict(summary), body, _provenance(recording, summary, made)
+    )
+
+
+def html_page(name: str, kind: str, first_sentence: str, body: str, footer: str) -> str:
+    """Return a whole page with its script and style in it.
+
+    name, kind, first_sentence   plain text
+    body, footer                 trusted HTML
+    """
     page = f"""<!doctype html>
 <html lang="en">
 <head>
@@ -106,21 +121,21 @@ def render_page(recording: Recording, summary: Summary, made: datetime) -> str:
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="generator" content="relibra {relibra.__version__}">
-<title>{name}: expert load report</title>
+<title>{escape(name)}: {escape(kind)}</title>
 <link rel="icon" href="data:,">
 <style>
 {_asset("page.css")}</style>
 </head>
 <body>
 <header>
-<p class="kicker">relibra expert load report</p>
-<h1>{name}</h1>
-{paragraph(verdict(summary), "verdict")}
+<p class="kicker">relibra {escape(kind)}</p>
+<h1>{escape(name)}</h1>
+{paragraph(first_sentence, "verdict")}
 </header>
 <main>
 {body}
 </main>
-{_provenance(recording, summary, made)}
+<footer>{footer}</footer>
 <noscript><p class="notice">The figures need JavaScript; the sentences and tables do not.</p></noscript>
 <script>
 {plotly_script()}
@@ -149,7 +164,7 @@ def _provenance(recording: Recording, summary: Summary, made: datetime) -> str:
     ]
     if recording.unfinished:
         facts.append(f"{plural(recording.unfinished, 'step')} without a finished trace left out")
-    return f"<footer>{paragraph(' · '.join(facts))}</footer>"
+    return paragraph(" · ".join(facts))
 
 
 def _asset(name: str) -> str:

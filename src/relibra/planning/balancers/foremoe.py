@@ -74,7 +74,8 @@ def _homes(question: Question, load_ME: ndarray, before_E: Int64[ndarray, " E"],
         swap_machines(load_ME, found_E, N, swaps)
         if busiest(load_ME, found_E) < busiest(load_ME, machine_E):
             machine_E = found_E
-    home_E = ranks_inside_nodes(load_ME.sum(axis=0), machine_E, before_E, G, N)
+    total_1E = load_ME.sum(axis=0, keepdims=True)  # its level 1b: longest first by step totals, nothing annealed
+    home_E = ranks_inside_nodes(total_1E, machine_E, before_E, G, N, proposals=0, seed=0)
     same_machine_E = machine_E == before_E // G
     gain = (busiest(load_ME, before_E // G) - busiest(load_ME, machine_E)) / G
     if same_machine_E.all():

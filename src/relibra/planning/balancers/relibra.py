@@ -121,7 +121,7 @@ def _homes(question: Question, demand: Demand, home_LE: ndarray, clock: Deadline
     per_domain = cluster.ranks_per_node if budget.slots else 1
     domains = cluster.num_ranks // per_domain
     proposals = int(np.clip(_SWAPS_OF_A_STEP // max(1, M * L), 4_000, 100_000))
-    proposals //= (1 if first else 4) * (2 if weights.network else 1)  # the network term doubles the work of a swap
+    proposals //= (1 if first else 6) * (2 if weights.network else 1)  # the network term doubles the work of a swap
 
     def place(layer: int) -> ndarray:
         if not clock.allows(0.5):

@@ -1,0 +1,31 @@
+"""Plan one step from known routes on two nodes, see what each lever bought, and ask for the reasons."""
+
+import numpy as np
+
+from relibra.cluster import cluster_preset
+from relibra.planning.budget import Budget
+from relibra.planning.levers import lever_gaps
+from relibra.planning.step import plan_step
+from relibra.routing.micro_batches import cut_recorded
+from relibra.routing.synthetic import TraceShape, domain_trace
+
+shape = TraceShape(rows_per_sample=[128] * 64, num_layers=2, num_experts=32, top_k=4)
+trace = domain_trace(shape, np.random.default_rng(0))  # or read_trace("runs/demo/traces/step-00000")
+cluster = cluster_preset("h100x8", num_ranks=8, ranks_per_node=4)
+demand = cut_recorded(trace, tokens=1024, num_ranks=8)  # a trainer has its own schedule: Demand.with_schedule
+
+plan = plan_step(demand, cluster, Budget(slots=1, objective="tokens"))
+plan.validate(cluster, demand)
+for lever, skew in lever_gaps(plan, demand):
+    print(f"{lever:<17} {skew:.3f}")
+print("\n".join(plan.explain(demand, layer=1).splitlines()[2:4]))
+
+# Output:
+# static            1.279
+# schedule          1.279
+# homes             1.071
+# replicas          1.004
+# cross-node copies 1.004
+# bound             1.004
+# expert 23 (278 token-slots) gets a copy: 74 on rank 1, because its home, rank 3, is at 1.15 x mean
+# expert 28 (158 token-slots) gets a copy: 36 on rank 0, because its home, rank 2, is at 1.07 x mean

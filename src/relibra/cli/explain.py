@@ -1,0 +1,51 @@
+"""`relibra explain`: a plan in words."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from relibra.cli import trace as trace_verbs
+from relibra.cli.plan import demand_path
+from relibra.errors import ConfigError
+
+
+def explain(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that relibra plan wrote.")],
+    layer: Annotated[int | None, typer.Option(min=0, help="Decoder layer to explain.")] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=0, help="Micro-batch to explain; default: the one that gains most.")
+    ] = None,
+    demand: Annotated[
+        Path | None, typer.Option(help="The demand it was made for; default: NAME.demand.safetensors beside the plan.")
+    ] = None,
+    diff: Annotated[Path | None, typer.Option(help="Say instead how this other, later plan differs.")] = None,
+    as_json: trace_verbs.Json = False,
+) -> None:
+    """Say what a plan does in one layer and why, or how two plans differ.
+
+    Example: relibra explain plan.safetensors --layer 7
+    """
+    from relibra.planning.explanation import diff as differ
+    from relibra.planning.plan_files import read_plan
+    from relibra.routing.demand_files import read_demand
+
+    made = read_plan(plan)
+    if diff is not None:
+        difference = differ(made, read_plan(diff))
+        typer.echo(json.dumps(asdict(difference)) if as_json else str(difference))
+        return
+    if layer is None:
+        layers = trace_verbs.runs(made.layer_ids.tolist())
+        raise ConfigError(f"which layer of {plan}? Name one with --layer: it has {layers}")
+    place = demand or demand_path(plan)
+    if not place.exists():
+        raise ConfigError(
+            f"{place} is not there, and without the demand a plan cannot be explained: name it with --demand"
+        )
+    text = made.explain(read_demand(place), layer, micro_batch)
+    typer.echo(json.dumps({"layer": layer, "explanation": text.splitlines()}) if as_json else text)

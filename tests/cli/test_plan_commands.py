@@ -1,0 +1,251 @@
+"""`relibra plan`, `compare`, `explain` and `bench`, as a shell would call them."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from relibra import write_trace
+from relibra.cli.main import main
+from relibra.cluster import cluster_preset, write_cluster
+from relibra.planning.comparison import comparable
+from relibra.planning.plan_files import read_plan
+from relibra.routing.demand_files import read_demand
+from relibra.routing.micro_batches import cut_recorded, select_micro_batches
+from relibra.routing.synthetic import TraceShape, domain_trace
+
+KEYS = {
+    "balancer", "skew", "bound", "gap", "copies", "moved_bytes", "cross_node_token_slots", "plan_seconds",
+    "predicted_seconds", "valid",
+}  # fmt: skip
+"""What the rows of `relibra compare --json` hold at least."""
+
+CUT = ("--ranks", "4", "--ranks-per-node", "2", "--slots", "1", "--micro-batch-tokens", "100")
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Run the program as the shell would; return (exit code, stdout, stderr)."""
+
+    def call(*arguments):
+        monkeypatch.setattr("sys.argv", ["relibra", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as leaving:
+            code = leaving.code or 0
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def routes():
+    shape = TraceShape(rows_per_sample=[40] * 20, num_layers=2, num_experts=8, top_k=2)
+    return domain_trace(shape, np.random.default_rng(0), num_domains=2)
+
+
+@pytest.fixture
+def trace(tmp_path, routes):
+    write_trace(routes, tmp_path / "t")
+    return tmp_path / "t"
+
+
+@pytest.fixture
+def plan(run, trace, tmp_path):
+    path = tmp_path / "one.safetensors"
+    assert run("plan", trace, *CUT, "-o", path)[0] == 0
+    return path
+
+
+def test_plan_writes_a_plan_that_fits_its_demand(run, trace, routes, tmp_path):
+    path = tmp_path / "out" / "p.safetensors"
+    code, out, _ = run("plan", trace, *CUT, "--objective", "tokens", "--output", path)
+    assert code == 0
+    plan, demand = read_plan(path), read_demand(tmp_path / "out" / "p.demand.safetensors")
+    plan.validate(cluster_preset("h100x8", 4, 2), demand)
+    assert demand.load_MLE.tolist() == cut_recorded(routes, 100, 4).load_MLE.tolist()
+    assert f"{plan.skew(plan.scheduled(demand)):.3f} planned" in out
+    assert plan.digest()[:16] in out
+    assert "8 micro-batches, 2 layers, 8 experts on 4 ranks (2 nodes of 2, h100x8)" in out
+    for lever in ("static", "schedule", "homes", "replicas", "cross-node copies", "bound"):
+        assert f"  {lever} " in out
+
+
+def test_plan_prints_json(run, trace, tmp_path):
+    path = tmp_path / "p.safetensors"
+    options = ("--pack", "--cross-node-copies", "--model", "gpt-oss-20b", "--take", "second-half")
+    code, out, _ = run("plan", trace, *CUT, *options, "-o", path, "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert set(facts) > KEYS
+    assert facts["digest"] == read_plan(path).digest()
+    assert facts["skew_before"] == facts["levers"]["static"] >= facts["skew"] == facts["levers"]["cross-node copies"]
+    assert len(read_plan(path).bound_ML) == 4
+
+
+def test_plan_from_the_plan_before_moves_little(run, trace, plan, tmp_path):
+    again = tmp_path / "again.safetensors"
+    facts = json.loads(run("plan", trace, *CUT, "--previous", plan, "-o", again, "--json")[1])
+    assert facts["moved_experts"] == read_plan(again).num_moved <= 4
+    code, out, _ = run("explain", plan, "--diff", again)
+    assert code == 0
+    assert "homes moved" in out
+
+
+def test_exports_are_written(run, trace, tmp_path):
+    exports = [f"--export={form}={tmp_path / form}" for form in ("sglang", "vllm-ascend", "tensorrt-llm")]
+    assert run("plan", trace, *CUT, "-o", tmp_path / "p.safetensors", *exports)[0] == 0
+    assert len(json.loads((tmp_path / "sglang").read_text())["physical_to_logical_map"][0]) == 12
+    assert all((tmp_path / form).stat().st_size for form in ("vllm-ascend", "tensorrt-llm"))
+
+
+def test_a_cluster_comes_from_a_file(run, trace, tmp_path):
+    write_cluster(tmp_path / "mine.toml", replace(cluster_preset("h20x8"), name="my rack"))
+    code, out, _ = run("plan", trace, *CUT, "--cluster", tmp_path / "mine.toml", "-o", tmp_path / "p.safetensors")
+    assert code == 0
+    assert "my rack" in out
+
+
+def test_compare_prints_the_keys_that_were_promised(run, trace):
+    code, out, err = run("compare", trace, *CUT, "--json", "--seed", "0")
+    rows = {row["balancer"]: row for row in json.loads(out)}
+    assert code == 0
+    assert list(rows) == comparable()
+    assert all(set(row) >= KEYS for row in rows.values())
+    assert all(row["valid"] for row in rows.values()), err
+    assert rows["relibra+packing+cross-node"]["skew"] <= rows["relibra"]["skew"] < rows["static"]["skew"]
+    assert "no history" not in err
+
+
+def test_compare_plans_the_second_half_and_shows_the_first_to_those_that_see_history(run, trace, routes, monkeypatch):
+    seen = {}
+
+    def spy(demand, cluster, budget, names, *, expert, history_MLE):
+        seen.update(demand=demand, history_MLE=history_MLE, budget=budget)
+        return iter([])
+
+    monkeypatch.setattr("relibra.planning.comparison.iterate_comparison", spy)
+    whole = cut_recorded(routes, 100, 4)
+    with pytest.raises(StopIteration):
+        run("compare", trace, *CUT, "--balancer", "static")
+    assert seen["history_MLE"].tolist() == whole.load_MLE[:4].tolist()
+    assert seen["demand"].load_MLE.tolist() == select_micro_batches(whole, 4).load_MLE.tolist()
+    assert seen["budget"].objective == "tokens"
+    with pytest.raises(StopIteration):
+        run("compare", trace, *CUT, "--balancer", "static", "--take", "all")
+    assert seen["history_MLE"] is None
+    assert seen["demand"].load_MLE.tolist() == whole.load_MLE.tolist()
+
+
+def test_compare_without_history_says_so(run, trace):
+    _, _, err = run("compare", trace, *CUT, "--take", "all", "--balancer", "eplb-history")
+    assert "no history: balancers that see only the past plan from even loads" in err
+
+
+def test_shuffled_order_depends_on_the_seed_alone(run, trace):
+    def skew(*options):
+        arguments = ("compare", trace, *CUT, "--order", "shuffled", "--balancer", "static", "--json")
+        return json.loads(run(*arguments, *options)[1])[0]["skew"]
+
+    assert skew("--seed", 1) == skew("--seed", 1) != skew("--seed", 2)
+
+
+def test_the_table_fits_a_terminal_of_80_columns(run, trace, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run("compare", trace, *CUT)
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
+    assert rows["balancer"][1:5] == ["skew", "bound", "gap", "copies"]
+    assert len(rows["static"]) == len(rows["eplb-history"]) == 10
+    assert "  +cross-node" in out
+    assert "plans made for tokens" in out
+    assert "model of the MoE layers, not a measurement" in " ".join(out.split())
+
+
+def test_explain(run, plan):
+    code, out, _ = run("explain", plan, "--layer", 1, "--micro-batch", 2)
+    assert code == 0
+    assert out.startswith("layer 1: ")
+    assert "micro-batch 2: 200 token-slots" in out
+    facts = json.loads(run("explain", plan, "--layer", 1, "--json")[1])
+    assert facts["layer"] == 1
+    assert len(facts["explanation"]) >= 2
+
+
+def test_pages_are_written(run, trace, tmp_path):
+    pytest.importorskip("plotly", reason="pages need plotly: pip install 'relibra[report]'")
+    for verb, more in (("plan", ("-o", tmp_path / "p.safetensors")), ("compare", ("--balancer", "static"))):
+        page = tmp_path / f"{verb}.html"
+        code, _, err = run(verb, trace, *CUT, *more, "--html", page)
+        assert code == 0
+        assert str(page) in err
+        assert ("Balancers side by side" in page.read_text()) == (verb == "compare")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["compare", "TRACE", "--ranks", "3"], 1, "8 experts cannot be shared evenly by 3 ranks"),
+        (["compare", "TRACE", "--ranks", "4", "--balancer", "magic"], 1, "balancer 'magic' is unknown"),
+        (["compare", "TRACE", "--ranks", "4", "--cluster", "abacus"], 1, "cluster 'abacus' is unknown"),
+        (["compare", "TRACE", "--ranks", "4", "--model", "abacus"], 1, "expert shape 'abacus' is unknown"),
+        (["compare", "TRACE", "--ranks", "12"], 1, "12 ranks do not fill nodes of 8 evenly"),
+        (["compare", "TRACE", "--ranks", "4", "--micro-batch-tokens", "600"], 1, "which has no second half"),
+        (["compare", "TRACE", "--ranks", "4", "--micro-batch-tokens", "9000"], 1, "do not fill one micro-batch"),
+        (["compare", "TRACE", "--ranks", "4", "--num-experts", "64"], 1, "was recorded with 8 experts"),
+        (["compare", "nowhere", "--ranks", "4"], 1, "nowhere does not exist"),
+        (["compare", "TRACE", "--ranks", "4", "--html", "."], 1, "is a folder"),
+        (["compare", "TRACE", "--ranks", "4", "--order", "sorted"], 2, "--order"),
+        (["compare", "TRACE"], 2, "--ranks"),
+        (["plan", "TRACE", "--ranks", "4", "--output", "."], 1, "is a folder"),
+        (["plan", "TRACE", "--ranks", "4", "--export", "onnx=x"], 1, "is not FORMAT=PATH"),
+        (["plan", "TRACE", "--ranks", "4", "--deadline", "0"], 1, "deadline of 0.0 seconds"),
+        (["plan", "TRACE", "--ranks", "4", "--previous", "nowhere"], 1, "nowhere"),
+        (["explain", "nowhere", "--layer", "1"], 1, "nowhere"),
+        (["explain", "PLAN"], 1, "Name one with --layer: it has 0-1"),
+        (["explain", "PLAN", "--layer", "9"], 1, "layer 9 is not in the plan"),
+        (["explain", "PLAN", "--layer", "1", "--demand", "nowhere"], 1, "name it with --demand"),
+    ],
+)
+def test_mistakes_get_a_sentence_and_a_code(run, trace, plan, arguments, code, message):
+    got, out, err = run(*[{"TRACE": trace, "PLAN": plan}.get(word, word) for word in arguments])
+    assert message in " ".join(err.replace("│", " ").split())
+    assert (got, out) == (code, "")
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("verb", [["plan"], ["compare"], ["explain"], ["bench", "planner"]])
+def test_help_has_an_example(run, verb):
+    code, out, _ = run(*verb, "--help")
+    assert code == 0
+    assert f"Example: relibra {' '.join(verb)}" in " ".join(out.split())
+
+
+def test_bench_hands_its_options_to_the_program_of_the_checkout(run, monkeypatch, tmp_path):
+    called = []
+
+    def fake(command, check):
+        called.append(command)
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr(subprocess, "run", fake)
+    code, _, _ = run("bench", "planner", "--quick", "--data", "d", "--output", "o")
+    assert code == 3
+    assert called[0][0] == sys.executable
+    assert called[0][1].endswith("planner.py")
+    assert called[0][2:] == ["--quick", "--data", "d", "--output", "o"]
+    monkeypatch.setattr("relibra.__file__", str(tmp_path / "lib" / "relibra" / "__init__.py"))
+    code, _, err = run("bench", "planner")
+    assert code == 1
+    assert "run from a checkout" in err
+
+
+def test_the_program_starts_fast_whatever_the_verbs_need():
+    program = "import sys; import relibra.cli.main; print({'numpy', 'numba', 'scipy', 'plotly'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
