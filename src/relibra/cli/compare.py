@@ -63,7 +63,7 @@ def compare(
     found = []
     plans = iterate_comparison(demand, machine, budget, names, expert=expert, history_MLE=history_MLE)
     for number, name in enumerate(names):
-        with workload.progress(f"planning with {name} ({number + 1} of {len(names)})"):
+        with workload.progress(f"planning with {name} ({number + 1} of {len(names)}; a first run compiles kernels)"):
             found.append(next(plans))
     rows = [row for row, _ in found]
     if all(plan is None for _, plan in found):

@@ -33,12 +33,12 @@ def plan(
     seed: workload.Seed = 0,
     take: workload.TakeOption = workload.Take.ALL,
     balancer: Annotated[str, typer.Option(metavar="NAME", help="Who decides; relibra compare lists them.")] = "relibra",
-    objective: workload.ObjectiveOption = workload.Measure.SECONDS,
+    objective: workload.OptionalObjective = None,
     pack: Annotated[bool, typer.Option("--pack", help="Samples may change their micro-batch.")] = False,
     cross_node_copies: Annotated[
         bool, typer.Option("--cross-node-copies", help="Replicas may sit on another node than their home.")
     ] = False,
-    model: workload.Model = workload.DEFAULT_MODEL,
+    model: workload.OptionalModel = None,
     deadline: Annotated[float | None, typer.Option(metavar="SECONDS", help="Stop improving after so long.")] = None,
     previous: Annotated[
         Path | None, typer.Option(metavar="PLAN", help="Plan of the step before: a warm start.")
@@ -62,14 +62,14 @@ def plan(
     """
     from relibra.planning.budget import Budget
     from relibra.planning.comparison import with_levers
-    from relibra.planning.objective import expert_shape
     from relibra.planning.plan_files import read_plan
     from relibra.planning.step import plan_step
 
-    machine, expert = workload.open_cluster(cluster, ranks, ranks_per_node), expert_shape(model)
+    machine = workload.open_cluster(cluster, ranks, ranks_per_node)
+    chosen, expert = _judged_by(objective, model)
     budget = Budget(
         slots=slots,
-        objective=objective.value,
+        objective=chosen.value,
         pack_samples=pack,
         cross_node_copies=cross_node_copies,
         deadline_seconds=deadline,
@@ -84,11 +84,21 @@ def plan(
         demand, history_MLE = workload.open_step(
             trace, num_experts, ranks=ranks, tokens=micro_batch_tokens, order=order, seed=seed, take=take
         )
-    with workload.progress(f"planning with {balancer}"):
+    with workload.progress(f"planning with {balancer} (the first run compiles kernels: half a minute)"):
         made = plan_step(demand, machine, budget, name, expert=expert, previous=before, history_MLE=history_MLE)
     made.validate(machine, demand)
     _write(made, demand, output, exports, html)
-    _tell(made, demand, machine, expert, output, as_json=as_json)
+    _tell(made, demand, machine, expert, output, chosen, as_json=as_json)
+
+
+def _judged_by(objective: workload.Measure | None, model: str | None) -> tuple[workload.Measure, ExpertShape]:
+    """Seconds need the size of an expert; without one plans are made for tokens, and priced for the default model."""
+    from relibra.planning.objective import expert_shape
+
+    if objective is workload.Measure.SECONDS and model is None:
+        raise ConfigError("--objective seconds needs the size of an expert: name a model with --model")
+    chosen = objective or (workload.Measure.TOKENS if model is None else workload.Measure.SECONDS)
+    return chosen, expert_shape(model or workload.DEFAULT_MODEL)
 
 
 def _write(made: StepPlan, demand: Demand, output: Path, exports: list[tuple[str, Path]], html: Path | None) -> None:
@@ -106,7 +116,14 @@ def _write(made: StepPlan, demand: Demand, output: Path, exports: list[tuple[str
 
 
 def _tell(
-    made: StepPlan, demand: Demand, machine: Cluster, expert: ExpertShape, output: Path, *, as_json: bool
+    made: StepPlan,
+    demand: Demand,
+    machine: Cluster,
+    expert: ExpertShape,
+    output: Path,
+    objective: workload.Measure,
+    *,
+    as_json: bool,
 ) -> None:
     from relibra.planning.comparison import measure
     from relibra.planning.levers import lever_gaps
@@ -114,10 +131,10 @@ def _tell(
     row = measure(made, demand, machine, expert, balancer=made.balancer, sees="")
     levers = lever_gaps(made, demand)
     if as_json:
-        typer.echo(json.dumps(_facts(made, row, levers, output)))
+        typer.echo(json.dumps({"objective": objective.value, **_facts(made, row, levers, output)}))
         return
     typer.echo(workload.size_in_words(demand, machine))
-    _print_summary(made, row, levers, output)
+    _print_summary(made, row, levers, output, objective)
 
 
 def demand_path(plan_path: Path) -> Path:
@@ -141,13 +158,15 @@ def _facts(plan: StepPlan, row: ComparisonRow, levers: list[tuple[str, float]], 
     }
 
 
-def _print_summary(plan: StepPlan, row: ComparisonRow, levers: list[tuple[str, float]], output: Path) -> None:
+def _print_summary(
+    plan: StepPlan, row: ComparisonRow, levers: list[tuple[str, float]], output: Path, objective: workload.Measure
+) -> None:
     assert row.skew is not None, "measured"
     assert row.moved_bytes is not None, "measured"
     across = f", {row.cross_node_copies:,} of them on another node than their home" if row.cross_node_copies else ""
     terms = ", ".join(f"{name} {value:.3g}" for name, value in plan.predicted.items() if name != "total")
     lines = {
-        "balancer": plan.balancer,
+        "balancer": f"{plan.balancer}, planned for {objective.value}",
         "skew": f"{levers[0][1]:.3f} static -> {row.skew:.3f} planned; bound {row.bound:.3f}, gap {row.gap:.2%}",
         "copies": f"{row.copies:,} ({row.copies_per_micro_batch_layer:.1f} per micro-batch and layer){across}",
         "moved": f"{row.moved_experts:,} of {plan.home_LE.size:,} experts, {row.moved_bytes / 1e9:.1f} GB",

@@ -54,6 +54,14 @@ ClusterName = Annotated[
 ]
 Slots = Annotated[int, typer.Option(min=0, max=1024, metavar="B", help="Spare expert slots per rank for replicas.")]
 Model = Annotated[str, typer.Option(metavar="NAME", help="Model whose expert sizes price the plan, for the seconds.")]
+OptionalModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="NAME",
+        help="Model whose expert sizes price the plan; without, it is made for tokens and priced for Qwen3-30B-A3B.",
+    ),
+]
 MicroBatchTokens = Annotated[
     int | None,
     typer.Option(
@@ -72,6 +80,14 @@ TakeOption = Annotated[
 ]
 ObjectiveOption = Annotated[
     Measure, typer.Option(help="What plans are made for: modelled seconds, or tokens of the busiest ranks.")
+]
+OptionalObjective = Annotated[
+    Measure | None,
+    typer.Option(
+        "--objective",
+        help="What the plan is made for: modelled seconds (default with --model), or tokens of the busiest ranks.",
+        show_default=False,
+    ),
 ]
 Page = Annotated[Path | None, typer.Option(metavar="PATH", help="Also write a page with pictures.")]
 DEFAULT_MODEL = "qwen3-30b-a3b"
