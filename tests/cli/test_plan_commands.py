@@ -141,8 +141,17 @@ def test_compare_plans_the_second_half_and_shows_the_first_to_those_that_see_his
     assert seen["demand"].load_MLE.tolist() == whole.load_MLE.tolist()
 
 
+def test_balancers_are_named_one_by_one_or_in_a_row(run, trace):
+    for words in (("--balancer", "static", "eplb"), ("--balancer", "static", "--balancer", "eplb")):
+        _, out, _ = run("compare", trace, *CUT, *words, "--json")
+        assert [row["balancer"] for row in json.loads(out)] == ["static", "eplb"]
+    code, _, err = run("compare", trace, "stray", *CUT)
+    assert code == 2
+    assert "unexpected argument 'stray'" in err
+
+
 def test_compare_without_history_says_so(run, trace):
-    _, _, err = run("compare", trace, *CUT, "--take", "all", "--balancer", "eplb-history")
+    _, _, err = run("compare", trace, *CUT, "--take", "all", "--balancer", "eplb_history")
     assert "no history: balancers that see only the past plan from even loads" in err
 
 
@@ -161,7 +170,7 @@ def test_the_table_fits_a_terminal_of_80_columns(run, trace, monkeypatch):
     assert max(map(len, out.splitlines())) <= 80
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
     assert rows["balancer"][1:5] == ["skew", "bound", "gap", "copies"]
-    assert len(rows["static"]) == len(rows["eplb-history"]) == 10
+    assert len(rows["static"]) == len(rows["eplb_history"]) == 10
     assert "  +cross-node" in out
     assert "plans made for tokens" in out
     assert "model of the MoE layers, not a measurement" in " ".join(out.split())

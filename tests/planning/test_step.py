@@ -151,7 +151,7 @@ def test_history_is_all_that_history_driven_balancers_see():
     other = make_demand(32, 2, 16, 4, 8, 7)
     history = make_demand(32, 2, 16, 4, 8, 8).load_MLE
     plans = [
-        plan_step(d, machine, Budget(slots=1), "eplb-history", history_MLE=history, never_worse=False)
+        plan_step(d, machine, Budget(slots=1), "eplb_history", history_MLE=history, never_worse=False)
         for d in (demand, other)
     ]
     assert (plans[0].physical_to_logical_map == plans[1].physical_to_logical_map).all()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 def compare(
+    context: typer.Context,
     trace: workload.TracePath,
     ranks: workload.Ranks,
     ranks_per_node: workload.RanksPerNode = None,
@@ -32,7 +33,10 @@ def compare(
     take: workload.TakeOption = workload.Take.SECOND_HALF,
     balancer: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Only this one; repeat for more. Default: all, then relibra's levers."),
+        typer.Option(
+            metavar="NAME",
+            help="Only these: one name, or several after it or each after its own --balancer. Default: all.",
+        ),
     ] = None,
     objective: workload.ObjectiveOption = workload.Measure.TOKENS,
     model: workload.Model = workload.DEFAULT_MODEL,
@@ -50,7 +54,7 @@ def compare(
 
     machine, expert = workload.open_cluster(cluster, ranks, ranks_per_node), expert_shape(model)
     budget = Budget(slots=slots, objective=objective.value, seed=seed)
-    names = list(dict.fromkeys(balancer or comparable()))
+    names = _chosen(balancer, context.args) or comparable()
     for name in names:
         with_levers(name, budget)  # a wrong name is told before the trace is read
     workload.check_outputs(None, html)
@@ -78,6 +82,13 @@ def compare(
         f"{slots} spare slot{'s' * (slots != 1)} per rank; plans made for {objective.value}; expert sizes of {model}"
     )
     print_comparison(rows)
+
+
+def _chosen(balancers: list[str] | None, more: list[str]) -> list[str]:
+    """Names given with --balancer and after it, each once; other stray words are a wrong usage."""
+    if more and not balancers:
+        raise typer.BadParameter(f"unexpected argument {more[0]!r}: one trace; balancers come after --balancer")
+    return list(dict.fromkeys([*(balancers or []), *more]))
 
 
 def _write_page(html: Path, found: list[tuple[ComparisonRow, StepPlan | None]], demand: Demand) -> None:

@@ -22,7 +22,7 @@ app = typer.Typer(
 app.command(name="train")(train.train)
 app.command(name="report")(report.report)
 app.command(name="plan")(plan.plan)
-app.command(name="compare")(compare.compare)
+app.command(name="compare", context_settings={"allow_extra_args": True})(compare.compare)
 app.command(name="explain")(explain.explain)
 app.add_typer(trace.app, name="trace")
 app.add_typer(bench.app, name="bench")

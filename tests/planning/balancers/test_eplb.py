@@ -70,7 +70,7 @@ def test_a_better_split_of_the_same_placement_never_loses():
     rng = np.random.default_rng(1)
     load_MLE = rng.multinomial(50_000, rng.dirichlet(np.full(64, 0.5)), (6, 3))
     question = ask(spread(load_MLE, 16), 2, slots=1)
-    even, optimal = (step_skew(question, BALANCERS[name].decide(question)) for name in ("eplb", "eplb-lp"))
+    even, optimal = (step_skew(question, BALANCERS[name].decide(question)) for name in ("eplb", "eplb_lp"))
     assert 1 <= optimal < even
 
 
