@@ -35,7 +35,7 @@ def compare(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Only these: one name, or several after it or each after its own --balancer. Default: all.",
+            help="Only these: names in a row, or each after its own --balancer. Default: all.",
         ),
     ] = None,
     objective: workload.ObjectiveOption = workload.Measure.TOKENS,
