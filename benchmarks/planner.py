@@ -1,4 +1,4 @@
-"""What the planner reaches beside what it should reach. Rows go to results/planner.json and planner_growth.json.
+"""What the planner reaches beside what it should reach. Rows go to results/planner*.json.
 
 Run: python benchmarks/planner.py [--quick] [--data FOLDER] [--output FOLDER]   (or: relibra bench planner)
 --quick takes smaller cases and writes no rows. The recordings are not part of the project.
@@ -33,22 +33,31 @@ def main() -> None:
     if options.whole_step:
         print(json.dumps(cases.plan_whole_step(options.whole_step)))
         return
-    grown = []
-    rows = list(_rows(options.data, options.quick, grown))
+    grown, modelled = [], []
+    rows = list(_rows(options.data, options.quick, grown, modelled))
     _print(rows)
+    for one in modelled:
+        print(
+            f"{one['case']}, by the model: {one['plan']:.3g} s planned, {one['static']:.3g} s static, "
+            f"ratio {one['ratio']:.3f}"
+        )
+    print(
+        "rows in seconds and microseconds are medians of this machine: they grow with whatever else it does meanwhile"
+    )
     if not options.quick:
         # Where the recordings lie says something of a machine, not of the result.
         command = "relibra bench planner"
         print(write_results("planner", rows, command, options.output))
         print(write_results("planner_growth", grown, command, options.output))
+        print(write_results("planner_model", modelled, command, options.output))
 
 
-def _rows(data: Path, quick: bool, grown: list[dict]) -> Iterator[dict]:
+def _rows(data: Path, quick: bool, grown: list[dict], modelled: list[dict]) -> Iterator[dict]:
     parts = {
         "recorded routes": lambda: cases.recorded(data, quick),
         "synthetic steps": lambda: cases.synthetic(quick),
         "replication solves": lambda: cases.solves(quick),
-        "a whole step": lambda: cases.whole_step(Path(__file__), quick),
+        "a whole step": lambda: cases.whole_step(Path(__file__), quick, modelled),
         "the exact optimum": lambda: cases.against_milp(quick),
     }
     for name, part in parts.items():

@@ -20,6 +20,7 @@ COLUMNS = {
     ),
     "balancers_v2_lite": _BALANCERS,
     "planner": ("case", "ranks", "reached", "target", "ok", "bound", "copies", "unit", "configuration"),
+    "planner_model": ("case", "ranks", "static", "plan", "ratio", "configuration"),
     "planner_growth": ("layers", "micro_batches", "ranks", "experts", "seconds", "ms_each", "configuration"),
     "demo": (
         "case",

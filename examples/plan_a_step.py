@@ -23,9 +23,9 @@ print("\n".join(plan.explain(demand, layer=1).splitlines()[2:4]))
 # Output:
 # static            1.279
 # schedule          1.279
-# homes             1.071
+# homes             1.068
 # replicas          1.004
 # cross-node copies 1.004
 # bound             1.004
-# expert 23 (278 token-slots) gets a copy: 74 on rank 1, because its home, rank 3, is at 1.15 x mean
+# expert 23 (278 token-slots) gets a copy: 70 on rank 1, because its home, rank 3, is at 1.14 x mean
 # expert 28 (158 token-slots) gets a copy: 36 on rank 0, because its home, rank 2, is at 1.07 x mean

@@ -19,7 +19,7 @@ from relibra.routing.synthetic import TraceShape, domain_trace
 
 KEYS = {
     "balancer", "skew", "bound", "gap", "copies", "moved_bytes", "cross_node_token_slots", "plan_seconds",
-    "predicted_seconds", "valid",
+    "predicted_seconds", "valid", "bound_any_homes", "scope",
 }  # fmt: skip
 """What the rows of `relibra compare --json` hold at least."""
 
@@ -110,6 +110,127 @@ def test_a_cluster_comes_from_a_file(run, trace, tmp_path):
     assert "my rack" in out
 
 
+def test_no_output_destroys_an_input_or_another_output(run, trace, plan, tmp_path):
+    write_cluster(tmp_path / "mine.toml", cluster_preset("h100x8"))
+    recording = tmp_path / "mine.npz"
+    recording.write_bytes(b"a recording")
+    other = tmp_path / "other" / ".." / "p"  # the same file by another name
+    for words, message in (
+        ((recording, "-o", recording), "is the input TRACE"),
+        ((trace, "-o", trace / "manifest.json"), "lies in the input TRACE"),
+        ((trace, "-o", tmp_path / "p", "--html", tmp_path / "p"), "--output and --html are the same file"),
+        (
+            (trace, "-o", tmp_path / "p", "--export", f"sglang={other}"),
+            "--output and --export sglang are the same file",
+        ),
+        (
+            (trace, "-o", tmp_path / "p", "--html", tmp_path / "p.demand.safetensors"),
+            "the demand of --output and --html",
+        ),
+        ((trace, "--previous", plan, "-o", plan), "is the input --previous"),
+        ((trace, "--cluster", tmp_path / "mine.toml", "-o", tmp_path / "mine.toml"), "is the input --cluster"),
+    ):
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        code, out, err = run("plan", *words, *CUT)
+        assert (code, out) == (1, "")
+        assert message in err
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert "is the input TRACE" in run("compare", recording, *CUT, "--html", recording)[2]
+
+
+def test_what_cannot_be_written_is_told_before_planning_by_the_name_that_was_given(run, trace, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    output = tmp_path / "file" / "deeper" / "p.safetensors"
+    assert f"--output {output} cannot be written" in run("plan", trace, *CUT, "-o", output)[2]
+    output = tmp_path / "new" / "p.safetensors"
+    monkeypatch.setattr("os.access", lambda path, _: path != tmp_path)
+    code, _, err = run("plan", "never read", *CUT, "-o", output)
+    assert code == 1
+    assert f"--output {output} cannot be written: no permission to write in {tmp_path}" in err
+
+
+def test_a_full_disk_is_told_by_the_name_that_was_given(run, trace, tmp_path, monkeypatch):
+    def full(path, plan):
+        raise OSError(28, "No space left on device", f"{path}.tmp")
+
+    monkeypatch.setattr("relibra.planning.plan_files.write_plan", full)
+    code, _, err = run("plan", trace, *CUT, "-o", tmp_path / "p.safetensors")
+    assert code == 1
+    assert f"error: {tmp_path / 'p.safetensors'} cannot be written: No space left on device" in err
+
+
+def test_plan_says_what_it_was_made_for_and_when_static_is_faster(run, trace, tmp_path):
+    path = tmp_path / "p.safetensors"
+    code, out, _ = run("plan", trace, *CUT, "-o", path)
+    assert code == 0
+    assert "planned for   tokens; priced for experts of qwen3-30b-a3b, the default: choose with --model" in out
+    facts = json.loads(run("plan", trace, *CUT, "-o", path, "--json")[1])
+    assert (facts["objective"], facts["model"]) == ("tokens", "qwen3-30b-a3b")
+    assert facts["predicted_seconds"] > facts["static_predicted_seconds"] > 0
+    assert (
+        f"step          {facts['predicted_seconds']:.3g} s, static {facts['static_predicted_seconds']:.3g} s (mod"
+        in out
+    )
+    assert "slower than static by the model: at 25 tokens per rank and micro-batch moves and copies cost" in out
+    assert "plan for seconds with --model" in out
+    for words in (("--model", "64x32"), ("--balancer", "relibra+seconds")):
+        code, out, _ = run("plan", trace, *CUT, *words, "-o", path)
+        assert code == 0
+        assert "planned for   seconds; " in out
+        assert "slower than static" not in out
+        assert read_plan(path).objective == "seconds"
+
+
+def test_plan_says_how_the_trace_was_cut(run, tmp_path, routes):
+    shape = TraceShape(rows_per_sample=[40] * 20, num_layers=2, num_experts=8, top_k=2)
+    one = domain_trace(shape, np.random.default_rng(0), num_domains=1)
+    group_ids = np.arange(20, dtype=one.group_ids.dtype) % 2
+    for name, groups, words in (
+        ("turns", group_ids, "cut every 100 tokens in recorded order, 2 task sets take turns"),
+        ("small", np.where(np.arange(20) < 2, 1, 0), "one task set: 1 of 2 groups is smaller than a micro-batch"),
+        ("none", np.where(np.arange(20) < 2, -1, group_ids), "one task set: 2 samples have no group"),
+    ):
+        changed = replace(one, group_ids=groups.astype(one.group_ids.dtype), group_names=("a", "b"))
+        write_trace(changed, tmp_path / name)
+        code, out, _ = run("plan", tmp_path / name, *CUT, "-o", tmp_path / "p.safetensors")
+        assert code == 0
+        assert words in out
+    options = ("--order", "shuffled", "--balancer", "static")
+    assert "dealt to micro-batches of at most 100 tokens" in run("compare", tmp_path / "turns", *CUT, *options)[1]
+
+
+def test_one_of_something_is_singular(run, trace, tmp_path):
+    words = ("--ranks", "1", "--micro-batch-tokens", "800", "-o", tmp_path / "p.safetensors")
+    assert "1 micro-batch, 2 layers, 8 experts on 1 rank (1 node of 1, h100x8)" in run("plan", trace, *words)[1]
+
+
+def test_kernels_are_compiled_before_the_clock_starts(run, trace, tmp_path, monkeypatch):
+    from relibra.planning import comparison
+
+    planned = []
+
+    def slow(demand, *_, **__):
+        planned.append(demand.counts_SLE.shape[1])
+        return 12.3
+
+    monkeypatch.setattr(comparison, "compile_kernels", slow)
+    _, _, err = run("plan", trace, *CUT, "-o", tmp_path / "p.safetensors")
+    assert planned == [2]
+    assert "kernels compiled in 12 s" in err
+
+
+def test_plans_for_other_ranks_have_no_difference(run, trace, plan, tmp_path):
+    other = tmp_path / "two.safetensors"
+    assert run("plan", trace, "--ranks", "2", "--micro-batch-tokens", "100", "-o", other)[0] == 0
+    code, _, err = run("explain", plan, "--diff", other)
+    assert code == 1
+    assert "is for 4 ranks, " in err
+    assert len(err.replace(str(tmp_path), "").splitlines()) == 1
+    code, _, err = run("plan", trace, *CUT, "--previous", other, "-o", tmp_path / "p.safetensors")
+    assert code == 1
+    assert "previous plan" in err
+
+
 def test_compare_prints_the_keys_that_were_promised(run, trace):
     code, out, err = run("compare", trace, *CUT, "--json", "--seed", "0")
     rows = {row["balancer"]: row for row in json.loads(out)}
@@ -169,11 +290,32 @@ def test_the_table_fits_a_terminal_of_80_columns(run, trace, monkeypatch):
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
-    assert rows["balancer"][1:5] == ["skew", "bound", "gap", "copies"]
-    assert len(rows["static"]) == len(rows["eplb_history"]) == 10
+    assert rows["balancer"][1:5] == ["skew", "bound", "homes", "gap"]
+    assert len(rows["static"]) == len(rows["eplb_history"]) == 11
     assert "  +cross-node" in out
     assert "plans made for tokens" in out
     assert "model of the MoE layers, not a measurement" in " ".join(out.split())
+
+
+def test_a_narrow_terminal_keeps_the_names_and_drops_what_matters_least(run, trace, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    code, out, _ = run("compare", trace, *CUT, "--balancer", "static", "eplb_history", "relibra+packing+cross-node")
+    assert code == 0
+    assert max(map(len, out.splitlines()[3:])) <= 60
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines[5:9]] == ["static", "eplb_history", "relibra+packing", "+cross-node"]
+    assert "no room for: any homes" in " ".join(out.split())
+    assert "across nodes (--json has all)" in " ".join(out.split())
+    monkeypatch.setenv("COLUMNS", "30")
+    assert "eplb_history" in run("compare", trace, *CUT, "--balancer", "eplb_history")[1].splitlines()[5]
+
+
+def test_the_legend_says_what_bounds_and_levers_mean(run, trace):
+    _, out, _ = run("compare", trace, *CUT, "--balancer", "static", "eplb", "relibra", "relibra+packing")
+    words = " ".join(out.split())
+    assert "scope of copies: inside the node: static, relibra, relibra+packing; anywhere: eplb" in words
+    assert "+packing: samples may change their micro-batch; " in words
+    assert "+packing" not in run("compare", trace, *CUT, "--balancer", "static")[1]
 
 
 def test_explain(run, plan):
@@ -202,8 +344,27 @@ def test_pages_are_written(run, trace, tmp_path):
         (["compare", "TRACE", "--ranks", "3"], 1, "8 experts cannot be shared evenly by 3 ranks"),
         (["compare", "TRACE", "--ranks", "4", "--balancer", "magic"], 1, "balancer 'magic' is unknown"),
         (["compare", "TRACE", "--ranks", "4", "--cluster", "abacus"], 1, "cluster 'abacus' is unknown"),
-        (["compare", "TRACE", "--ranks", "4", "--model", "abacus"], 1, "expert shape 'abacus' is unknown"),
-        (["compare", "TRACE", "--ranks", "12"], 1, "12 ranks do not fill nodes of 8 evenly"),
+        (["compare", "TRACE", "--ranks", "4", "--model", "abacus"], 1, "or HIDDENxWIDTH of one of its experts"),
+        (["compare", "TRACE", "--ranks", "4", "--model", "0x5"], 1, "hidden is 0"),
+        (["compare", "TRACE", "--ranks", "12"], 1, "cannot be shared evenly by 12 ranks; allowed are 1, 2, 4, 8 (div"),
+        (
+            ["plan", "TRACE", "--ranks", "8", "--ranks-per-node", "3"],
+            1,
+            "from 1, 2, or --ranks-per-node from 1, 2, 4, 8",
+        ),
+        (["plan", "TRACE", "--ranks", "4", "--export", "vllm=x"], 1, "see RelibraEplbPolicy in docs/planning.md"),
+        (["plan", "TRACE", "--ranks", "4", "--objective", "seconds"], 1, "name a model with --model"),
+        (
+            ["plan", "TRACE", "--ranks", "4", "--balancer", "relibra+seconds", "--objective", "tokens"],
+            1,
+            "leave out --obj",
+        ),
+        (["plan", "TRACE", "--ranks", "4", "--balancer", "relibra+seconds", "--pack"], 1, "leave out --pack"),
+        (
+            ["plan", "TRACE", "--ranks", "4", "--balancer", "relibra+packing", "--cross-node-copies"],
+            1,
+            "leave out --cross",
+        ),
         (["compare", "TRACE", "--ranks", "4", "--micro-batch-tokens", "600"], 1, "which has no second half"),
         (["compare", "TRACE", "--ranks", "4", "--micro-batch-tokens", "9000"], 1, "do not fill one micro-batch"),
         (["compare", "TRACE", "--ranks", "4", "--num-experts", "64"], 1, "was recorded with 8 experts"),

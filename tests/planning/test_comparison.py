@@ -9,11 +9,21 @@ from relibra import Demand, PlanError
 from relibra.cluster import cluster_preset
 from relibra.planning import comparison
 from relibra.planning.balancers import BALANCERS
+from relibra.planning.bounds import any_homes_bound
 from relibra.planning.budget import Budget
-from relibra.planning.comparison import LEVER_SETS, comparable, compare, cross_node_copies, iterate_comparison
+from relibra.planning.comparison import (
+    LEVER_SETS,
+    comparable,
+    compare,
+    compile_kernels,
+    iterate_comparison,
+    measure,
+    scopes_in_words,
+)
 from relibra.planning.decision import Balancer
-from relibra.planning.levers import lever_gaps
+from relibra.planning.levers import lever_bounds, lever_gaps
 from relibra.planning.objective import expert_shape
+from relibra.planning.plan import cross_node_copies
 from relibra.planning.step import plan_step
 
 EXPERT = expert_shape("mixtral-8x7b")
@@ -53,6 +63,9 @@ def test_figures_are_those_of_a_slow_count(demand):
     moved = (plan.home_LE != np.repeat(np.arange(4), 2)).sum()
     assert (row.moved_experts, row.moved_bytes) == (moved, moved * EXPERT.state_bytes)
     assert row.gap == pytest.approx(row.skew / row.bound - 1)
+    lowest_ML = any_homes_bound(plan.scheduled(demand).load_MLE, 4, 2, 1, "cluster")
+    assert row.bound_any_homes == pytest.approx(lowest_ML.sum() / mean.sum())
+    assert row.scope == "cluster"
     assert row.valid
     assert row.predicted_seconds == plan.predicted["total"]
 
@@ -63,7 +76,9 @@ def test_every_balancer_gives_a_valid_row_and_relibra_is_ahead_of_all_real_ones(
     assert list(rows) == comparable()
     assert set(rows) == set(BALANCERS) | set(LEVER_SETS)
     assert [row.message for row in rows.values() if not row.valid] == []
-    assert all(row.skew >= row.bound >= 1 - 1e-12 for row in rows.values())
+    assert all(row.skew >= row.bound >= row.bound_any_homes >= 1 - 1e-12 for row in rows.values())
+    assert rows["static"].scope == rows["relibra"].scope == "node"
+    assert scopes_in_words([rows["static"], rows["eplb"]]) == "inside the node: static; anywhere: eplb"
     assert rows["static"].copies == rows["static"].moved_bytes == 0
     assert rows["relibra"].cross_node_copies == 0
     in_node = [rows[name].skew for name in ("foremoe", "ultraep", "feplb")]  # copies inside the node only, as it has
@@ -114,6 +129,39 @@ def test_levers_go_from_static_to_the_plan_and_its_bound(demand):
     assert skews["static"] == pytest.approx(static.skew(demand))
     assert skews["cross-node copies"] == plan.skew(plan.scheduled(demand))
     assert skews["bound"] <= skews["cross-node copies"] <= skews["replicas"] < skews["homes"]
+
+
+def test_homes_get_credit_for_what_they_make_possible(demand):
+    plan = plan_step(demand, CLUSTER, BUDGET, expert=EXPERT)
+    bounds, gaps = dict(lever_bounds(plan, demand)), dict(lever_gaps(plan, demand))
+    assert list(bounds) == list(gaps)
+    static = plan_step(demand, CLUSTER, BUDGET, "static", expert=EXPERT)
+    assert bounds["static"] == pytest.approx(static.bound(demand))
+    assert bounds["static"] == bounds["schedule"] > bounds["homes"] == bounds["bound"] == gaps["bound"]
+    assert all(bounds[lever] <= gaps[lever] for lever in gaps)
+
+
+def test_an_invalid_plan_has_no_figures(demand):
+    plan = plan_step(demand, CLUSTER, BUDGET, "ultraep", expert=EXPERT)
+    broken = replace(plan, quota_MLRB=plan.quota_MLRB + 1_000_000)
+    row = measure(broken, demand, CLUSTER, EXPERT, balancer="broken", sees="")
+    assert (row.valid, row.skew, row.predicted_seconds) == (False, None, None)
+    assert row.message
+
+
+def test_kernels_are_compiled_on_one_layer_without_a_deadline(demand, monkeypatch):
+    asked = []
+
+    def spy(part, cluster, budget, *_, previous, history_MLE, **__):
+        asked.append((part.counts_SLE.shape, budget.deadline_seconds, len(previous.layer_ids), history_MLE.shape))
+        raise PlanError("the whole step will say it again")
+
+    previous = plan_step(demand, CLUSTER, BUDGET, expert=EXPERT)
+    monkeypatch.setattr(comparison, "plan_step", spy)
+    budget = replace(BUDGET, deadline_seconds=0.1)
+    options = {"expert": EXPERT, "previous": previous, "history_MLE": demand.load_MLE[:2]}
+    assert compile_kernels(demand, CLUSTER, budget, "relibra", **options) >= 0
+    assert asked == [((48, 1, 8), None, 1, (2, 1, 8))]
 
 
 def test_levers_that_are_not_used_change_nothing(demand):

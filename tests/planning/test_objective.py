@@ -165,7 +165,9 @@ def test_copies_come_from_the_node_or_from_the_host_pool():
     assert predict(plan, demand, cluster_for(plan), EXPERT, attention_seconds=2.0).copies == 4 + 14
     assert predict(plan, demand, cluster_for(plan), EXPERT, attention_seconds=100.0).copies == 0
     plan, demand = two_nodes(replica=(1, 2), quota=4)  # expert 2 lives on the other node
-    assert predict(plan, demand, cluster_for(plan), EXPERT).copies == (60 + 60 + 120) / 5
+    assert (
+        predict(plan, demand, cluster_for(plan), EXPERT).copies == (60 + 60) / 5 + 120 / 1
+    )  # the gradient crosses the network
     assert predict(plan, demand, cluster_for(plan), EXPERT).cross_node_token_slots == 26
 
 

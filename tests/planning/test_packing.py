@@ -24,9 +24,11 @@ def schedules(draw):
 def test_packing_keeps_limits_and_samples(schedule, slack):
     share_SLN, micro_batch_S, rank_S, length_S, num_ranks = schedule
     limits = PackingLimits.of_schedule(micro_batch_S, length_S, token_slack=slack, attention_slack=slack)
+    open_M = np.arange(micro_batch_S.max(initial=-1) + 1) != 1
     packed_S, new_rank_S = pack_samples(
-        share_SLN, micro_batch_S, rank_S, length_S, num_ranks, limits=limits, proposals=2000, seed=1
+        share_SLN, micro_batch_S, rank_S, length_S, num_ranks, open_M, limits=limits, proposals=2000, seed=1
     )
+    assert open_M[packed_S[packed_S != micro_batch_S]].all()
     assert ((packed_S < 0) == (micro_batch_S < 0)).all()
     assert packed_S.max(initial=-1) <= micro_batch_S.max(initial=-1)
     assert ((new_rank_S >= 0) & (new_rank_S < num_ranks)).all()
@@ -44,7 +46,15 @@ def test_packing_mixes_what_complements_each_other():
     length_S = np.full(8, 10)
     limits = PackingLimits.of_schedule(micro_batch_S, length_S, token_slack=0.0, attention_slack=0.0)
     packed_S, rank_S = pack_samples(
-        share_SLN, micro_batch_S, np.tile(np.arange(4), 2), length_S, 4, limits=limits, proposals=2000, seed=0
+        share_SLN,
+        micro_batch_S,
+        np.tile(np.arange(4), 2),
+        length_S,
+        4,
+        np.ones(2, dtype=bool),
+        limits=limits,
+        proposals=2000,
+        seed=0,
     )
     assert packing_cost(share_SLN, micro_batch_S) == 80
     assert packing_cost(share_SLN, packed_S) == 40

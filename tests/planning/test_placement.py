@@ -108,7 +108,7 @@ def test_homes_stay_when_moving_costs_more_than_it_brings():
 def test_ranks_inside_nodes_are_full_and_as_even_as_longest_first(problem, ranks_per_node):
     load_ME, source_MNE, node_E, _, _ = problem
     node_E, load_ME = np.repeat(node_E, ranks_per_node), np.repeat(load_ME, ranks_per_node, axis=1)
-    nodes, sizes = source_MNE.shape[1], {"proposals": 300, "seed": 0}
+    nodes, sizes = source_MNE.shape[1], {"move": 0.0, "proposals": 300, "seed": 0}
     home_E = ranks_inside_nodes(load_ME, node_E, node_E * ranks_per_node, ranks_per_node, nodes, **sizes)
     assert (np.bincount(home_E, minlength=nodes * ranks_per_node) == len(node_E) // nodes // ranks_per_node).all()
     assert (home_E // ranks_per_node == node_E).all()

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from relibra.errors import PlanError
 from relibra.planning.budget import Budget
 from relibra.planning.explanation import diff
-from relibra.planning.plan import homes_of, map_of
+from relibra.planning.loads import homes_of
+from relibra.planning.plan import map_of
 from relibra.planning.step import plan_step
 from tests.planning.cases import cluster, make_demand
 

@@ -30,7 +30,17 @@ def stored(tmp_path):
 
 
 def facts_of(plan):
-    names = ("balancer", "num_nodes", "ranks_per_node", "resident", "scope", "plan_seconds")
+    names = (
+        "balancer",
+        "num_nodes",
+        "ranks_per_node",
+        "resident",
+        "scope",
+        "plan_seconds",
+        "objective",
+        "demand_digest",
+        "cut_short",
+    )
     return {name: getattr(plan, name) for name in names} | {"predicted": plan.predicted, "digest": plan.digest()}
 
 
@@ -273,3 +283,13 @@ def test_other_programs_read_the_arrays(stored):
     assert np.array_equal(arrays["replica_MLRB"], plan.replica_MLRB)
     assert set(arrays) == {*plan.decisions(), "bound_ML"}
     assert isinstance(read_plan(path), StepPlan)
+
+
+def test_axes_without_a_byte_to_show_cannot_be_of_any_length(tmp_path):
+    plan, _ = planned_step(np.random.default_rng(0))
+    L, R = plan.replica_MLRB.shape[1:3]
+    endless = {name: np.zeros((0, L, R, 1 << 40), getattr(plan, name).dtype) for name in ("replica_MLRB", "quota_MLRB")}
+    none_S = np.full_like(plan.micro_batch_S, -1)
+    forged = replace(plan, micro_batch_S=none_S, bound_ML=plan.bound_ML[:0], **endless)
+    with pytest.raises(PlanError, match="axis B of .* has length 1099511627776, at most 1024"):
+        forge(tmp_path / "p", forged)  # writing and reading check the same layout

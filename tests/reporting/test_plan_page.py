@@ -12,7 +12,7 @@ from relibra.cluster import cluster_preset
 from relibra.errors import ConfigError
 from relibra.planning.budget import Budget
 from relibra.planning.comparison import ComparisonRow, compare
-from relibra.planning.levers import lever_gaps
+from relibra.planning.levers import lever_bounds, lever_gaps
 from relibra.planning.loads import home_rank_load
 from relibra.planning.objective import expert_shape
 from relibra.planning.plan import StepPlan
@@ -51,6 +51,9 @@ def test_the_page_says_what_the_plan_says() -> None:
     assert "&lt;b&gt;late&lt;/b&gt;: no &lt;i&gt;plan&lt;/i&gt;" in page
     assert "<b>late" not in page
     assert f">{rows[1].skew:.3f}</td>" in page
+    reachable = dict(lever_bounds(plan, demand))["static"]
+    assert f'static</td><td class="number">{static:.3f}</td><td class="number">{reachable:.3f}</td>' in page
+    assert "inside the node: static, ultraep, relibra" in page
     assert page == render_plan_page(plan, demand, rows, datetime(2026, 1, 2, tzinfo=UTC))
 
 

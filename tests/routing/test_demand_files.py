@@ -112,3 +112,9 @@ def test_plans_missing_and_cut_files_are_no_demand(tmp_path, demand):
     os.truncate(tmp_path / "d", len(data) - 1)
     with pytest.raises(TraceError, match="cannot be read as safetensors"):
         read_demand(tmp_path / "d")
+
+
+def test_tokens_that_are_not_those_of_the_samples_are_refused(tmp_path, demand):
+    wrong = replace(demand, tokens_MLRE=np.ascontiguousarray(demand.tokens_MLRE[::-1]))
+    with pytest.raises(TraceError, match="not those of its samples"):
+        write_demand(tmp_path / "d", wrong)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.console import Console
@@ -50,17 +51,18 @@ def compare(
     """
     from relibra.planning.budget import Budget
     from relibra.planning.comparison import comparable, iterate_comparison, with_levers
-    from relibra.planning.objective import expert_shape
 
-    machine, expert = workload.open_cluster(cluster, ranks, ranks_per_node), expert_shape(model)
+    pages = [] if html is None else [("--html", html)]
+    workload.check_outputs(pages, workload.inputs_of(trace, cluster))
+    workload.check_page(html)
+    machine, expert = workload.open_cluster(cluster), workload.open_expert(model)
     budget = Budget(slots=slots, objective=objective.value, seed=seed)
     names = _chosen(balancer, context.args) or comparable()
     for name in names:
         with_levers(name, budget)  # a wrong name is told before the trace is read
-    workload.check_outputs(None, html)
     with workload.progress(f"cutting {trace}"):
-        demand, history_MLE = workload.open_step(
-            trace, num_experts, ranks=ranks, tokens=micro_batch_tokens, order=order, seed=seed, take=take
+        machine, (demand, history_MLE, cut) = workload.open_step(
+            trace, num_experts, machine, ranks, ranks_per_node, cut=(micro_batch_tokens, order, seed, take)
         )
     if history_MLE is None:
         typer.echo("no history: balancers that see only the past plan from even loads", err=True)
@@ -78,8 +80,9 @@ def compare(
         typer.echo(json.dumps([row.figures() for row in rows]))
         return
     typer.echo(workload.size_in_words(demand, machine))
+    typer.echo(cut)
     typer.echo(
-        f"{slots} spare slot{'s' * (slots != 1)} per rank; plans made for {objective.value}; expert sizes of {model}"
+        f"{workload.plural(slots, 'spare slot')} per rank; plans made for {objective.value}; expert sizes of {model}"
     )
     print_comparison(rows)
 
@@ -105,47 +108,109 @@ def _write_page(html: Path, found: list[tuple[ComparisonRow, StepPlan | None]], 
     typer.echo(f"page: {visible(str(page))}", err=True)
 
 
+class Column(NamedTuple):
+    """One column of the table: its title, its cell where a plan was made, what it means, and how soon it may go.
+
+    spare    0: always shown; else the column with the largest number goes first where the terminal is too narrow
+    """
+
+    title: str
+    cell: Callable[[ComparisonRow], str]
+    meaning: str
+    spare: int = 0
+
+
+COLUMNS = (
+    Column(
+        "skew",
+        lambda row: f"{row.skew:.3f}",
+        "busiest ranks / mean ranks in token-slots, summed over micro-batches and layers",
+    ),
+    Column(
+        "bound",
+        lambda row: f"{row.bound:.3f}",
+        "the lowest skew with this row's own homes, slots, schedule and scope of copies",
+        2,
+    ),
+    Column(
+        "any\nhomes",
+        lambda row: f"{row.bound_any_homes:.3f}",
+        "the bound if each cell of the step had homes of its own",
+        9,
+    ),
+    Column("gap", lambda row: f"{row.gap:.1%}", "skew / bound - 1", 3),
+    Column("copies", lambda row: f"{row.copies_per_micro_batch_layer:.1f}", "per micro-batch and layer", 4),
+    Column("moved\nGB", lambda row: f"{(row.moved_bytes or 0) / 1e9:.1f}", "state of experts with a new home", 7),
+    Column(
+        "across\nnodes",
+        lambda row: _short(row.cross_node_token_slots or 0),
+        "token-slots computed on another node than they come from",
+        8,
+    ),
+    Column("plan\ns", lambda row: f"{row.plan_seconds:.2f}", "measured here", 5),
+    Column(
+        "step s\nmodel", lambda row: f"{row.predicted_seconds:.3g}", "model of the MoE layers, not a measurement", 1
+    ),
+)
+
+
 def print_comparison(rows: list[ComparisonRow]) -> None:
-    """Print the rows as a table of at most 80 columns, then what went wrong."""
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
-    table.add_column("balancer", max_width=15, overflow="fold")
-    for title in ("skew", "bound", "gap", "copies", "moved\nGB", "across\nnodes", "plan\ns", "step s\nmodel", "ok"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(_folded(row.balancer), *_cells(row), "yes" if row.valid else "NO")
+    """Print the rows as a table that fits the terminal, what its columns mean, then what went wrong."""
+    from relibra.planning.comparison import LEVERS_IN_WORDS, scopes_in_words
+
     console = Console()
+    shown, table = _fitting(rows, console)
     console.print(table)
-    console.print(
-        "\nskew: busiest ranks / mean ranks in token-slots, summed over micro-batches and layers; "
-        "bound: the lowest skew with these homes, slots and this schedule; copies: per micro-batch and layer; "
-        "moved: state of experts with a new home; across nodes: token-slots computed on another node than they come "
-        "from; plan s: measured here; step s: model of the MoE layers, not a measurement",
-        highlight=False,
-    )
+    console.print("\n" + "; ".join(f"{_name(column)}: {column.meaning}" for column in shown), highlight=False)
+    console.print(f"scope of copies: {scopes_in_words(rows)}", highlight=False)
+    if any("+" in row.balancer for row in rows):
+        console.print(LEVERS_IN_WORDS, highlight=False)
+    hidden = ", ".join(_name(column) for column in COLUMNS if column not in shown)
+    if hidden:
+        console.print(f"no room for: {hidden} (--json has all)", highlight=False)
     for row in rows:
         if row.message:
             typer.echo(f"{row.balancer}: {visible(row.message)}", err=True)
+
+
+def _fitting(rows: list[ComparisonRow], console: Console) -> tuple[list[Column], Table]:
+    """Return the columns for which there is room, and their table."""
+    shown = list(COLUMNS)
+    while True:
+        for space in (2, 1):
+            table = _table(rows, shown, space)
+            if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
+                return shown, table
+        last = max(shown, key=lambda column: column.spare)
+        if not last.spare:
+            return shown, table
+        shown.remove(last)
+
+
+def _table(rows: list[ComparisonRow], columns: list[Column], space: int) -> Table:
+    table = Table(box=None, padding=(0, space, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("balancer", no_wrap=True, min_width=max(len(line) for line in _names(rows)))
+    for column in columns:
+        table.add_column(column.title, justify="right", no_wrap=True)
+    table.add_column("ok", justify="right", no_wrap=True)
+    for row in rows:
+        cells = ["-" if row.skew is None else column.cell(row) for column in columns]
+        table.add_row(_folded(row.balancer), *cells, "yes" if row.valid else "NO")
+    return table
+
+
+def _names(rows: list[ComparisonRow]) -> list[str]:
+    return ["balancer", *(line for row in rows for line in _folded(row.balancer).splitlines())]
+
+
+def _name(column: Column) -> str:
+    return column.title.replace("\n", " ")
 
 
 def _folded(name: str) -> str:
     """Break a long set of levers before its last lever."""
     head, plus, tail = name.rpartition("+")
     return name if len(name) <= 15 or not plus else f"{head}\n  +{tail}"
-
-
-def _cells(row: ComparisonRow) -> list[str]:
-    if row.skew is None or row.bound is None or row.gap is None:
-        return ["-"] * 8
-    return [
-        f"{row.skew:.3f}",
-        f"{row.bound:.3f}",
-        f"{row.gap:.1%}",
-        f"{row.copies_per_micro_batch_layer:.1f}",
-        f"{(row.moved_bytes or 0) / 1e9:.1f}",
-        _short(row.cross_node_token_slots or 0),
-        f"{row.plan_seconds:.2f}",
-        f"{row.predicted_seconds:.3g}",
-    ]
 
 
 def _short(count: int) -> str:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from relibra.cli import trace as trace_verbs
 from relibra.cli.plan import demand_path
+from relibra.cli.workload import plural
 from relibra.errors import ConfigError
+
+if TYPE_CHECKING:
+    from relibra.planning.plan import StepPlan
 
 
 def explain(
@@ -36,7 +40,9 @@ def explain(
 
     made = read_plan(plan)
     if diff is not None:
-        difference = differ(made, read_plan(diff))
+        later = read_plan(diff)
+        _refuse_other_sizes(plan, made, diff, later)
+        difference = differ(made, later)
         typer.echo(json.dumps(asdict(difference)) if as_json else str(difference))
         return
     if layer is None:
@@ -49,3 +55,14 @@ def explain(
         )
     text = made.explain(read_demand(place), layer, micro_batch)
     typer.echo(json.dumps({"layer": layer, "explanation": text.splitlines()}) if as_json else text)
+
+
+def _refuse_other_sizes(path: Path, plan: StepPlan, other_path: Path, other: StepPlan) -> None:
+    """Two plans that differ in size have no difference that could be listed."""
+    for noun in ("rank", "expert", "layer"):
+        sizes = [len(p.layer_ids) if noun == "layer" else getattr(p, f"num_{noun}s") for p in (plan, other)]
+        if sizes[0] != sizes[1]:
+            raise ConfigError(
+                f"{path} is for {plural(sizes[0], noun)}, {other_path} for {sizes[1]:,}: only plans for equal ranks, "
+                "experts and layers can be compared"
+            )

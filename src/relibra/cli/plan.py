@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from relibra.cli import workload
 from relibra.cli.trace import visible
-from relibra.errors import ConfigError
+from relibra.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from relibra.cluster import Cluster
+    from relibra.planning.budget import Budget
     from relibra.planning.comparison import ComparisonRow
-    from relibra.planning.objective import ExpertShape
     from relibra.planning.plan import StepPlan
     from relibra.routing.demand import Demand
 
@@ -61,80 +62,114 @@ def plan(
     Example: relibra plan runs/demo/traces/step-00000 --ranks 4 --slots 1 --micro-batch-tokens 256
     """
     from relibra.planning.budget import Budget
-    from relibra.planning.comparison import with_levers
+    from relibra.planning.comparison import measure
     from relibra.planning.plan_files import read_plan
     from relibra.planning.step import plan_step
 
-    machine = workload.open_cluster(cluster, ranks, ranks_per_node)
-    chosen, expert = _judged_by(objective, model)
-    budget = Budget(
-        slots=slots,
-        objective=chosen.value,
-        pack_samples=pack,
-        cross_node_copies=cross_node_copies,
-        deadline_seconds=deadline,
-        seed=seed,
-    )
-    # The names with levers say themselves what relibra may move; plain "relibra" leaves it to the options.
-    name, budget = (balancer, budget) if balancer == "relibra" else with_levers(balancer, budget)
     exports = _exports(export or [])
-    workload.check_outputs(output, html)
+    workload.check_outputs(_outputs(output, html, exports), workload.inputs_of(trace, cluster, previous))
+    workload.check_page(html)
+    machine, expert = workload.open_cluster(cluster), workload.open_expert(model or workload.DEFAULT_MODEL)
+    budget = Budget(
+        slots=slots, pack_samples=pack, cross_node_copies=cross_node_copies, deadline_seconds=deadline, seed=seed
+    )
+    name, budget = _judged_by(balancer, objective, model, budget)
     before = None if previous is None else read_plan(previous)
     with workload.progress(f"cutting {trace}"):
-        demand, history_MLE = workload.open_step(
-            trace, num_experts, ranks=ranks, tokens=micro_batch_tokens, order=order, seed=seed, take=take
+        machine, step = workload.open_step(
+            trace, num_experts, machine, ranks, ranks_per_node, cut=(micro_batch_tokens, order, seed, take)
         )
-    with workload.progress(f"planning with {balancer} (the first run compiles kernels: half a minute)"):
-        made = plan_step(demand, machine, budget, name, expert=expert, previous=before, history_MLE=history_MLE)
-    made.validate(machine, demand)
-    _write(made, demand, output, exports, html)
-    _tell(made, demand, machine, expert, output, chosen, as_json=as_json)
+    question: dict[str, Any] = {"expert": expert, "previous": before, "history_MLE": step.history_MLE}
+    _compile_kernels(step.demand, machine, budget, name, question)
+    with workload.progress(f"planning with {balancer}"):
+        made = plan_step(step.demand, machine, budget, name, **question)
+        static = plan_step(step.demand, machine, budget, "static", expert=expert, previous=before)
+    row = measure(made, step.demand, machine, expert, balancer=made.balancer, sees="")
+    if not row.valid:
+        raise PlanError(row.message)
+    _write(made, step.demand, output, exports, html)
+    result = Result(made, row, static, step, machine, model, output)
+    if as_json:
+        typer.echo(json.dumps(_facts(result)))
+    else:
+        _print_summary(result)
 
 
-def _judged_by(objective: workload.Measure | None, model: str | None) -> tuple[workload.Measure, ExpertShape]:
-    """Seconds need the size of an expert; without one plans are made for tokens, and priced for the default model."""
-    from relibra.planning.objective import expert_shape
+class Result(NamedTuple):
+    """What there is to say: the plan, its figures, the static layout beside it, and what it was made for."""
+
+    plan: StepPlan
+    row: ComparisonRow
+    static: StepPlan
+    step: workload.Step
+    machine: Cluster
+    model: str | None
+    output: Path
+
+
+def _outputs(output: Path, html: Path | None, exports: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
+    """Return every file that is written, and what it is called on the command line."""
+    pages = [] if html is None else [("--html", html)]
+    places = [(f"--export {form}", path) for form, path in exports]
+    return [("--output", output), ("the demand of --output", demand_path(output)), *pages, *places]
+
+
+def _judged_by(
+    balancer: str, objective: workload.Measure | None, model: str | None, budget: Budget
+) -> tuple[str, Budget]:
+    """Return the registry's name of the balancer and what it may do and is judged by.
+
+    Seconds need the size of an expert; without one plans are made for tokens, and priced for the default model. Names
+    with levers say themselves what relibra may move; plain "relibra" leaves it to the options.
+
+    raises    ConfigError for options that contradict the name; PlanError for an unknown name
+    """
+    from relibra.planning.comparison import LEVER_SETS, with_levers
 
     if objective is workload.Measure.SECONDS and model is None:
         raise ConfigError("--objective seconds needs the size of an expert: name a model with --model")
     chosen = objective or (workload.Measure.TOKENS if model is None else workload.Measure.SECONDS)
-    return chosen, expert_shape(model or workload.DEFAULT_MODEL)
+    budget = replace(budget, objective=chosen.value)
+    if balancer == "relibra":
+        return balancer, budget
+    name, allowed = with_levers(balancer, budget)
+    if balancer not in LEVER_SETS:
+        return name, allowed
+    given = {"--pack": budget.pack_samples, "--cross-node-copies": budget.cross_node_copies}
+    for option in [option for option, is_given in given.items() if is_given]:
+        raise ConfigError(f"--balancer {balancer} says itself what may move: leave out {option}, or name plain relibra")
+    if objective is not None and allowed.objective != objective.value:
+        raise ConfigError(
+            f"--balancer {balancer} plans for {allowed.objective}: leave out --objective {objective.value}"
+        )
+    return name, allowed
+
+
+def _compile_kernels(demand: Demand, machine: Cluster, budget: Budget, name: str, question: dict[str, Any]) -> None:
+    """Compile before the clock of planning starts, and say so where it took long."""
+    from relibra.planning.comparison import compile_kernels
+
+    with workload.progress("compiling kernels (half a minute the first time)"):
+        seconds = compile_kernels(demand, machine, budget, name, **question)
+    if seconds > 1:
+        typer.echo(f"kernels compiled in {seconds:.0f} s", err=True)
 
 
 def _write(made: StepPlan, demand: Demand, output: Path, exports: list[tuple[str, Path]], html: Path | None) -> None:
     from relibra.planning.plan_files import write_plan
     from relibra.routing.demand_files import write_demand
 
-    write_plan(output, made)
-    write_demand(demand_path(output), demand)
+    with workload.writing(output):
+        write_plan(output, made)
+    with workload.writing(demand_path(output)):
+        write_demand(demand_path(output), demand)
     for form, path in exports:
-        _write_export(form, path, made, demand)
+        with workload.writing(path):
+            _write_export(form, path, made, demand)
     if html is not None:
         from relibra.reporting.plan_page import write_plan_page
 
         typer.echo(f"page: {visible(str(write_plan_page(html, made, demand)))}", err=True)
-
-
-def _tell(
-    made: StepPlan,
-    demand: Demand,
-    machine: Cluster,
-    expert: ExpertShape,
-    output: Path,
-    objective: workload.Measure,
-    *,
-    as_json: bool,
-) -> None:
-    from relibra.planning.comparison import measure
-    from relibra.planning.levers import lever_gaps
-
-    row = measure(made, demand, machine, expert, balancer=made.balancer, sees="")
-    levers = lever_gaps(made, demand)
-    if as_json:
-        typer.echo(json.dumps({"objective": objective.value, **_facts(made, row, levers, output)}))
-        return
-    typer.echo(workload.size_in_words(demand, machine))
-    _print_summary(made, row, levers, output, objective)
 
 
 def demand_path(plan_path: Path) -> Path:
@@ -143,56 +178,109 @@ def demand_path(plan_path: Path) -> Path:
     >>> demand_path(Path("a/plan.safetensors")).name
     'plan.demand.safetensors'
     """
-    return plan_path.with_name(f"{plan_path.name.removesuffix('.safetensors')}.demand.safetensors")
+    return plan_path.parent / f"{plan_path.name.removesuffix('.safetensors')}.demand.safetensors"
 
 
-def _facts(plan: StepPlan, row: ComparisonRow, levers: list[tuple[str, float]], output: Path) -> dict[str, object]:
+def _facts(result: Result) -> dict[str, object]:
+    from relibra.planning.levers import lever_bounds, lever_gaps
+
+    plan, row, demand = result.plan, result.row, result.step.demand
+    levers = lever_gaps(plan, demand)
     return {
         **{name: value for name, value in row.figures().items() if name not in ("sees", "message")},
+        "objective": plan.objective,
+        "model": result.model or workload.DEFAULT_MODEL,
+        "static_predicted_seconds": result.static.predicted["total"],
         "skew_before": levers[0][1],
         "levers": dict(levers),
+        "lever_bounds": dict(lever_bounds(plan, demand)),
         "predicted": dict(plan.predicted),
+        "cut": result.step.cut,
+        "cut_short": plan.cut_short,
         "digest": plan.digest(),
-        "plan": str(output),
-        "demand": str(demand_path(output)),
+        "plan": str(result.output),
+        "demand": str(demand_path(result.output)),
     }
 
 
-def _print_summary(
-    plan: StepPlan, row: ComparisonRow, levers: list[tuple[str, float]], output: Path, objective: workload.Measure
-) -> None:
+def _print_summary(result: Result) -> None:
+    from relibra.planning.levers import lever_gaps
+
+    plan, row, output = result.plan, result.row, result.output
     assert row.skew is not None, "measured"
     assert row.moved_bytes is not None, "measured"
+    typer.echo(workload.size_in_words(result.step.demand, result.machine))
+    typer.echo(result.step.cut)
+    levers = lever_gaps(plan, result.step.demand)
     across = f", {row.cross_node_copies:,} of them on another node than their home" if row.cross_node_copies else ""
+    default = "" if result.model else ", the default: choose with --model"
     terms = ", ".join(f"{name} {value:.3g}" for name, value in plan.predicted.items() if name != "total")
+    static = result.static.predicted
+    back = " with the moves back to it" if static["relocation"] else ""
     lines = {
-        "balancer": f"{plan.balancer}, planned for {objective.value}",
+        "balancer": plan.balancer,
+        "planned for": f"{plan.objective}; priced for experts of {result.model or workload.DEFAULT_MODEL}{default}",
         "skew": f"{levers[0][1]:.3f} static -> {row.skew:.3f} planned; bound {row.bound:.3f}, gap {row.gap:.2%}",
         "copies": f"{row.copies:,} ({row.copies_per_micro_batch_layer:.1f} per micro-batch and layer){across}",
         "moved": f"{row.moved_experts:,} of {plan.home_LE.size:,} experts, {row.moved_bytes / 1e9:.1f} GB",
         "across nodes": f"{row.cross_node_token_slots:,} token-slots",
-        "step": f"{row.predicted_seconds:.3g} s (model: {terms})",
-        "planned in": f"{plan.plan_seconds:.2f} s",
+        "step": f"{row.predicted_seconds:.3g} s, static {static['total']:.3g} s{back} (model: {terms})",
+        "planned in": f"{plan.plan_seconds:.2f} s{', ended by the deadline' if plan.cut_short else ''}",
         "digest": plan.digest()[:16],
         "written": f"{visible(str(output))} and {visible(demand_path(output).name)}",
     }
     for name, text in lines.items():
         typer.echo(f"{name:<13} {text}")
-    typer.echo("what each lever bought (token objective: busiest ranks / mean ranks):")
-    value_before = None
-    for lever, value in levers:
-        change = "" if value_before is None or lever == "bound" else f"{value - value_before:+.3f}"
-        typer.echo(f"  {lever:<18} {value:6.3f}  {change}".rstrip())
-        value_before = value
+    if slower := _slower_than_static(result):
+        typer.echo(slower)
+    _print_levers(plan, result.step.demand, levers)
+
+
+def _slower_than_static(result: Result) -> str:
+    """Say why a plan for even ranks is slower than the static layout by the model; empty where it is not."""
+    plan, static, demand = result.plan, result.static, result.step.demand
+    if plan.objective != "tokens" or plan.predicted["total"] <= static.predicted["total"]:
+        return ""
+    change = {term: plan.predicted[term] - static.predicted[term] for term in plan.predicted if term != "total"}
+    words = {"copies": "copies", "relocation": "moves", "exchange": "exchange", "compute": "small pieces of experts"}
+    costly = " and ".join(words[term] for term in sorted(change, key=lambda term: -change[term]) if change[term] > 0)
+    load_MLE = demand.load_MLE
+    tokens = load_MLE[:, 0].sum() / (demand.top_k or 1) / max(1, len(load_MLE)) / plan.num_ranks
+    advice = "--objective seconds" if result.model else "--model"
+    return (
+        f"slower than static by the model: at {tokens:,.0f} tokens per rank and micro-batch {costly} cost "
+        f"{sum(value for value in change.values() if value > 0):.3g} s, even ranks save "
+        f"{-sum(value for value in change.values() if value < 0):.3g} s; plan for seconds with {advice}"
+    )
+
+
+def _print_levers(plan: StepPlan, demand: Demand, levers: list[tuple[str, float]]) -> None:
+    from relibra.planning.levers import lever_bounds
+
+    where = "inside the node" if plan.scope == "node" else "anywhere"
+    typer.echo("what each lever bought (skew: token-slots of the busiest ranks / mean ranks), and the lowest skew that")
+    typer.echo(f"copies could reach from there ({workload.plural(plan.slots, 'spare slot')} per rank, copies {where}):")
+    typer.echo(f"  {'':<18} {'skew':>6}  {'change':>6}  reachable")
+    before = None
+    for (lever, value), (_, reachable) in zip(levers, lever_bounds(plan, demand), strict=True):
+        change = "" if before is None or lever == "bound" else f"{value - before:+.3f}"
+        last = "" if lever == "bound" else f"{reachable:9.3f}"
+        typer.echo(f"  {lever:<18} {value:6.3f}  {change:>6}  {last}".rstrip())
+        before = value
+    typer.echo("  a lever that makes others possible may buy little by itself")
 
 
 def _exports(words: list[str]) -> list[tuple[str, Path]]:
     pairs = []
     for word in words:
         form, equals, path = word.partition("=")
+        if form == "vllm":
+            raise ConfigError(
+                "--export vllm: vLLM reads no placement file, it calls a policy: see RelibraEplbPolicy in "
+                "docs/planning.md"
+            )
         if form not in EXPORTS or not equals or not path:
             raise ConfigError(f"--export {word!r} is not FORMAT=PATH with a format of {', '.join(EXPORTS)}")
-        workload.check_outputs(Path(path), None)
         pairs.append((form, Path(path)))
     return pairs
 

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Int, Int64
 from numpy import ndarray
 
+from relibra.planning.random_numbers import below, random_bits, uniform
 from relibra.routing.compiled import compiled
 
 COLD, WARM = 5e-3, 5e-4
@@ -110,7 +111,7 @@ def _anneal(best_E, load_ME, source_MNE, previous_node_E, network, move, first, 
         a, c = _two_nodes(state, value_TMN[0])
         if a == c:
             continue
-        i, j = member_Nk[a, _below(state, k)], member_Nk[c, _below(state, k)]
+        i, j = member_Nk[a, below(state, k)], member_Nk[c, below(state, k)]
         new = 0.0
         for m in range(M):
             d = load_ME[m, j] - load_ME[m, i]
@@ -123,7 +124,7 @@ def _anneal(best_E, load_ME, source_MNE, previous_node_E, network, move, first, 
         moves = int(c != previous_node_E[i]) + int(a != previous_node_E[j])
         moves -= int(a != previous_node_E[i]) + int(c != previous_node_E[j])
         rise = new - smooth + move * moves
-        if rise > 0 and _uniform(state) >= np.exp(-rise / temperature):
+        if rise > 0 and uniform(state) >= np.exp(-rise / temperature):
             continue
         _accept(a, c, i, j, tables, new_TM4, value_TMN, power_TMN, sum_TM, local_MN, source_MNE)
         smooth, moved = new, moved + moves
@@ -173,10 +174,10 @@ def _tables(node_E, load_ME, source_MNE, tables) -> tuple:
 def _two_nodes(state, load_MN) -> tuple:
     """Choose the fullest and the lightest node of some micro-batch, or, half of the time, any two."""
     M, N = load_MN.shape
-    if _random(state) & np.uint64(1):
-        m = _below(state, M)
+    if random_bits(state) & np.uint64(1):
+        m = below(state, M)
         return np.argmax(load_MN[m]), np.argmin(load_MN[m])
-    return _below(state, N), _below(state, N)
+    return below(state, N), below(state, N)
 
 
 @compiled
@@ -240,26 +241,3 @@ def _swap(t, m, a, c, new_a, new_c, power_TMN, sum_TM, scale_TM, sharpness, new_
 def _power(value, scale, sharpness) -> float:
     """exp(b (x / mean - 1)); far above any load that an optimum has, the exponent is cut before it overflows."""
     return np.exp(min(sharpness * (value / scale - 1.0), 600.0))
-
-
-@compiled
-@no_type_check
-def _random(state) -> int:
-    """splitmix64 (Steele, Lea, Flood 2014)."""
-    state[0] += np.uint64(0x9E3779B97F4A7C15)
-    z = state[0]
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-@compiled
-@no_type_check
-def _below(state, n) -> int:
-    return np.int64((_random(state) >> np.uint64(33)) % np.uint64(n))
-
-
-@compiled
-@no_type_check
-def _uniform(state) -> float:
-    return np.float64(_random(state) >> np.uint64(11)) / 9007199254740992.0

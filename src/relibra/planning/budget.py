@@ -47,6 +47,10 @@ class Budget:
 
     def __post_init__(self) -> None:
         """Refuse what no plan could use."""
+        for name in ("slots", "seed", "threads"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise PlanError(f"budget {name} is {value!r}: it must be a whole number")
         if not 0 <= self.slots <= 1024:
             raise PlanError(f"budget of {self.slots} slots per rank: allowed are 0 (no replicas) to 1024")
         if self.objective not in ("seconds", "tokens", None):
@@ -54,7 +58,7 @@ class Budget:
         for name in ("tolerance", "token_slack", "attention_slack"):
             if not 0 <= getattr(self, name) <= 10:
                 raise PlanError(f"budget {name} is {getattr(self, name)}: allowed are shares from 0 to 10")
-        if self.deadline_seconds is not None and not self.deadline_seconds > 0:
+        if self.deadline_seconds is not None and not 0 < self.deadline_seconds < float("inf"):
             raise PlanError(f"deadline of {self.deadline_seconds} seconds: it must be above 0, or None for no limit")
         if self.threads is not None and self.threads < 1:
             raise PlanError(f"{self.threads} planner threads: at least 1, or None for all cores")

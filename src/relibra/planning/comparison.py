@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,9 +15,10 @@ from numpy import ndarray
 from relibra.cluster import Cluster
 from relibra.errors import PlanError
 from relibra.planning.balancers import BALANCERS
+from relibra.planning.bounds import any_homes_bound
 from relibra.planning.budget import Budget
 from relibra.planning.objective import ExpertShape, predict
-from relibra.planning.plan import StepPlan
+from relibra.planning.plan import Scope, StepPlan, cross_node_copies, step_skew
 from relibra.planning.step import plan_step
 from relibra.routing.demand import Demand
 
@@ -31,6 +34,11 @@ The last one plans for modelled seconds whatever the others plan for: where copi
 saves, it leaves the load uneven.
 """
 
+LEVERS_IN_WORDS = (
+    "+packing: samples may change their micro-batch; +cross-node: copies on other nodes too; +seconds: both, planned "
+    "for modelled seconds whatever the others are planned for"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
@@ -39,6 +47,9 @@ class ComparisonRow:
     balancer, sees             name, and what it may look at
     skew, bound, gap           token objective: sum over micro-batches and layers of the busiest rank / sum of means;
                                the lowest that its schedule, homes, slots and scope allow; skew / bound - 1
+    bound_any_homes            the lowest that its schedule, slots and scope allow with the best homes for each
+                               micro-batch and layer
+    scope                      where its replicas may sit: on the "node" of their home, or anywhere in the "cluster"
     worst                      largest max / mean of a single micro-batch and layer
     copies                     replicas over all micro-batches and layers; cross_node_copies: of these, away from the
                                node of their home
@@ -47,7 +58,7 @@ class ComparisonRow:
     cross_node_token_slots     token-slots computed on another node than the one they come from
     plan_seconds               wall clock on this machine, kernels compiled before (label `measured`)
     predicted_seconds          the objective in seconds (label `model`)
-    valid, message             did the plan pass `StepPlan.validate`; if not, why
+    valid, message             did the plan pass `StepPlan.validate`; if not, why, and there are no figures
     """
 
     balancer: str
@@ -58,6 +69,8 @@ class ComparisonRow:
     worst: float | None = None
     bound: float | None = None
     gap: float | None = None
+    bound_any_homes: float | None = None
+    scope: Scope | None = None
     copies: int | None = None
     copies_per_micro_batch_layer: float | None = None
     cross_node_copies: int | None = None
@@ -126,9 +139,7 @@ def iterate_comparison(
     for name, registered, allowed in chosen:
         sees = BALANCERS[registered].sees if registered in BALANCERS else "micro-batches"
         try:
-            # One layer first, so that compiling kernels is not counted as planning.
-            sliver, past = _first_layer(demand), None if history_MLE is None else history_MLE[:, :1].copy()
-            plan_step(sliver, cluster, allowed, registered, expert=expert, history_MLE=past, never_worse=False)
+            compile_kernels(demand, cluster, allowed, registered, expert=expert, history_MLE=history_MLE)
             plan = plan_step(
                 demand, cluster, allowed, registered, expert=expert, history_MLE=history_MLE, never_worse=False
             )
@@ -138,30 +149,61 @@ def iterate_comparison(
         yield measure(plan, demand, cluster, expert, balancer=name, sees=sees), plan
 
 
+def compile_kernels(
+    demand: Demand,
+    cluster: Cluster,
+    budget: Budget,
+    balancer: str,
+    *,
+    expert: ExpertShape,
+    previous: StepPlan | None = None,
+    history_MLE: Int[ndarray, "H L E"] | None = None,
+) -> float:
+    """Plan the first layer alone, so that compiling kernels is not counted as planning; return its seconds.
+
+    What is wrong with the question is left to the plan of the whole step to say.
+    """
+    start = time.perf_counter()
+    with suppress(PlanError):
+        plan_step(
+            _first_layer(demand),
+            cluster,
+            replace(budget, deadline_seconds=None),
+            balancer,
+            expert=expert,
+            previous=None if previous is None else _first_layer_of_plan(previous),
+            history_MLE=None if history_MLE is None else history_MLE[:, :1].copy(),
+        )
+    return time.perf_counter() - start
+
+
 def measure(
     plan: StepPlan, demand: Demand, cluster: Cluster, expert: ExpertShape, *, balancer: str, sees: str
 ) -> ComparisonRow:
-    """Check and measure one plan; `demand` is the step's, under any schedule."""
-    message = ""
+    """Check and measure one plan; `demand` is the step's, under any schedule. An invalid plan has no figures."""
     try:
         plan.validate(cluster, demand)
     except PlanError as error:
-        message = str(error)
+        return ComparisonRow(balancer=balancer, sees=sees, valid=False, message=str(error))
     scheduled = plan.scheduled(demand)
     load_MLR = plan.rank_load(scheduled)
     mean_ML = load_MLR.mean(axis=2)
     worst_ML = np.divide(load_MLR.max(axis=2), mean_ML, out=np.ones_like(mean_ML), where=mean_ML > 0)
     skew, bound = plan.skew(scheduled), plan.bound(scheduled)
+    any_homes_ML = any_homes_bound(
+        scheduled.load_MLE, cluster.num_ranks, cluster.ranks_per_node, plan.slots, plan.scope
+    )
     volumes = predict(plan, scheduled, cluster, expert, pairs_LEE=demand.pairs_LEE)
     return ComparisonRow(
         balancer=balancer,
         sees=sees,
-        valid=not message,
-        message=message,
+        valid=True,
         skew=skew,
         worst=float(worst_ML.max(initial=1.0)),
         bound=bound,
         gap=skew / bound - 1,
+        bound_any_homes=step_skew(any_homes_ML, load_MLR),
+        scope=plan.scope,
         copies=plan.num_copies,
         copies_per_micro_batch_layer=plan.num_copies / max(1, worst_ML.size),
         cross_node_copies=cross_node_copies(plan),
@@ -174,11 +216,12 @@ def measure(
     )
 
 
-def cross_node_copies(plan: StepPlan) -> int:
-    """Count the replicas that sit on another node than the home of their expert."""
-    micro_batch_X, layer_X, rank_X, slot_X = np.nonzero(plan.replica_MLRB >= 0)
-    home_X = plan.home_LE[layer_X, plan.replica_MLRB[micro_batch_X, layer_X, rank_X, slot_X]]
-    return int((home_X // plan.ranks_per_node != rank_X // plan.ranks_per_node).sum())
+def scopes_in_words(rows: Iterable[ComparisonRow]) -> str:
+    """Say whose copies may sit where: bounds compare only between rows where that is the same."""
+    made = list(rows)
+    words = {"node": "inside the node", "cluster": "anywhere"}
+    scopes = {scope: [row.balancer for row in made if row.scope == scope] for scope in words}
+    return "; ".join(f"{words[scope]}: {', '.join(names)}" for scope, names in scopes.items() if names)
 
 
 def _first_layer(demand: Demand) -> Demand:
@@ -190,4 +233,16 @@ def _first_layer(demand: Demand) -> Demand:
         layer_ids=demand.layer_ids[:1],
         tokens_MLRE=demand.tokens_MLRE[:, :1].copy(),
         pairs_LEE=None if demand.pairs_LEE is None else demand.pairs_LEE[:1].copy(),
+    )
+
+
+def _first_layer_of_plan(plan: StepPlan) -> StepPlan:
+    return replace(
+        plan,
+        layer_ids=plan.layer_ids[:1],
+        physical_to_logical_map=plan.physical_to_logical_map[:1].copy(),
+        previous_map=plan.previous_map[:1].copy(),
+        replica_MLRB=plan.replica_MLRB[:, :1].copy(),
+        quota_MLRB=plan.quota_MLRB[:, :1].copy(),
+        bound_ML=plan.bound_ML[:, :1].copy(),
     )

@@ -47,6 +47,7 @@ class Decision:
     """Homes, replicas and quotas, as in `StepPlan`.
 
     scheduled   the demand under another schedule, from balancers that move samples
+    cut_short   the deadline ended the search
     """
 
     home_LE: Int16[ndarray, "L E"]
@@ -55,6 +56,7 @@ class Decision:
     resident: bool = False
     scope: Scope = "node"
     scheduled: Demand | None = None
+    cut_short: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

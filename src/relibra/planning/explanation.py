@@ -68,7 +68,7 @@ def _replica_sentences(
     held_RB, quota_RB = plan.replica_MLRB[micro_batch, index], plan.quota_MLRB[micro_batch, index]
     experts = np.unique(held_RB[held_RB >= 0])
     if not len(experts):
-        return ["no replicas: nothing would lower the busiest rank"]
+        return [_why_none(plan, index, micro_batch, int(before_R.max()))]
     taken = {int(e): int(quota_RB[held_RB == e].sum()) for e in experts}
     sentences = []
     for e in sorted(taken, key=lambda e: (-taken[e], e)):
@@ -84,6 +84,19 @@ def _replica_sentences(
         word = "a copy" if len(ranks) == 1 else "copies"
         sentences.append(f"expert {e} ({load_E[e]:,} token-slots) gets {word}: {parts}, because {why}{network}")
     return sentences
+
+
+def _why_none(plan: StepPlan, index: int, micro_batch: int, busiest: int) -> str:
+    bound = int(plan.bound_ML[micro_batch, index])
+    if plan.slots == 0:
+        return "no replicas: the plan has no spare slots"
+    if bound >= busiest:
+        return "no replicas: nothing would lower the busiest rank"
+    if plan.objective == "seconds":
+        return f"no replicas: {bound:,} could be reached, but by the model the copies would cost more than they save"
+    if plan.cut_short:
+        return f"no replicas: {bound:,} might be reached, but the deadline ended the search"
+    return f"no replicas: {plan.balancer} found none that lower the busiest rank ({bound:,} is the bound)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,15 +136,18 @@ def diff(before: StepPlan, after: StepPlan) -> PlanDifference:
         moved_S = (before.micro_batch_S != after.micro_batch_S) | (before.rank_S != after.rank_S)
         samples = int(moved_S.sum())
     if before.bound_ML.shape == after.bound_ML.shape:
-        cells = int((_replica_table(before) != _replica_table(after)).any(axis=(2, 3)).sum())
+        cells = sum(
+            int((_replica_table(before, layer) != _replica_table(after, layer)).any(axis=(1, 2)).sum())
+            for layer in range(len(before.layer_ids))
+        )
     return PlanDifference(homes=homes, samples=samples, copies=(before.num_copies, after.num_copies), cells=cells)
 
 
-def _replica_table(plan: StepPlan) -> np.ndarray:
-    """Quota of each (micro-batch, layer, rank, expert): independent of the order of slots and of their number."""
-    M, L, R, _ = plan.replica_MLRB.shape
-    table = np.zeros((M, L, R, plan.num_experts), dtype=np.int32)
-    m_X, layer_X, rank_X, slot_X = np.nonzero(plan.replica_MLRB >= 0)
-    where = (m_X, layer_X, rank_X, plan.replica_MLRB[m_X, layer_X, rank_X, slot_X])
-    table[where] = 1 + plan.quota_MLRB[m_X, layer_X, rank_X, slot_X]
-    return table
+def _replica_table(plan: StepPlan, layer: int) -> np.ndarray:
+    """1 + quota of each (micro-batch, rank, expert) with a replica: independent of the order and number of slots."""
+    M, _, R, _ = plan.replica_MLRB.shape
+    table_MRE = np.zeros((M, R, plan.num_experts), dtype=np.int64)
+    m_X, rank_X, slot_X = np.nonzero(plan.replica_MLRB[:, layer] >= 0)
+    expert_X = plan.replica_MLRB[m_X, layer, rank_X, slot_X]
+    table_MRE[m_X, rank_X, expert_X] = 1 + plan.quota_MLRB[m_X, layer, rank_X, slot_X].astype(np.int64)
+    return table_MRE

@@ -6,9 +6,9 @@ import numpy as np
 from jaxtyping import Int, Int64
 from numpy import ndarray
 
-from relibra.planning.comparison import cross_node_copies
+from relibra.planning.bounds import reachable_bound
 from relibra.planning.loads import home_rank_load, replica_load_change
-from relibra.planning.plan import StepPlan, step_skew
+from relibra.planning.plan import StepPlan, cross_node_copies, step_skew
 from relibra.planning.replication import replicate
 from relibra.routing.demand import Demand
 from relibra.routing.statistics import contiguous_homes
@@ -25,7 +25,7 @@ def lever_gaps(plan: StepPlan, demand: Demand) -> list[tuple[str, float]]:
     demand    with the schedule that the balancer was given
     """
     scheduled = plan.scheduled(demand)
-    static_LE = np.tile(contiguous_homes(plan.num_experts, plan.num_ranks), (len(plan.layer_ids), 1))
+    static_LE = _static_homes(plan)
     final = plan.skew(scheduled)
     inside = _skew_with_replicas_inside(plan, scheduled) if cross_node_copies(plan) else final
     return [
@@ -36,6 +36,34 @@ def lever_gaps(plan: StepPlan, demand: Demand) -> list[tuple[str, float]]:
         ("cross-node copies", final),
         ("bound", plan.bound(scheduled)),
     ]
+
+
+def lever_bounds(plan: StepPlan, demand: Demand) -> list[tuple[str, float]]:
+    """Return the lowest skew that could be reached after each lever of `lever_gaps`, by counting alone.
+
+    With the homes and the schedule so far, and the slots and the scope of the plan: what a schedule or homes make
+    possible shows here, even where they take little off the skew by themselves. Replicas and cross-node copies are what
+    reaches it, so from "homes" on it is the plan's bound.
+
+    demand    with the schedule that the balancer was given
+    """
+    scheduled, static_LE = plan.scheduled(demand), _static_homes(plan)
+    final = plan.bound(scheduled)
+    return [
+        ("static", _reachable_skew(plan, demand, static_LE)),
+        ("schedule", _reachable_skew(plan, scheduled, static_LE)),
+        *((lever, final) for lever in ("homes", "replicas", "cross-node copies", "bound")),
+    ]
+
+
+def _static_homes(plan: StepPlan) -> Int[ndarray, "L E"]:
+    return np.tile(contiguous_homes(plan.num_experts, plan.num_ranks), (len(plan.layer_ids), 1))
+
+
+def _reachable_skew(plan: StepPlan, demand: Demand, home_LE: Int[ndarray, "L E"]) -> float:
+    load_MLE = demand.load_MLE
+    bound_ML = reachable_bound(load_MLE, home_LE, plan.num_ranks, plan.ranks_per_node, plan.slots, plan.scope)
+    return step_skew(bound_ML, home_rank_load(load_MLE, home_LE, plan.num_ranks))
 
 
 def _homes_skew(demand: Demand, home_LE: Int[ndarray, "L E"], num_ranks: int) -> float:

@@ -37,5 +37,10 @@ def replica_load_change(
 
 def moved_experts(before: Int16[ndarray, "L E"], after: Int16[ndarray, "L E"], num_ranks: int) -> Bool[ndarray, "L E"]:
     """Tell for each expert whether its home rank differs between two maps of home slots."""
-    per_rank = max(1, before.shape[1] // num_ranks)
-    return np.argsort(before, axis=1) // per_rank != np.argsort(after, axis=1) // per_rank
+    return homes_of(before, num_ranks) != homes_of(after, num_ranks)
+
+
+def homes_of(physical_to_logical_map: Int16[ndarray, "L E"], num_ranks: int) -> Int16[ndarray, "L E"]:
+    """Invert a map of home slots into the home rank of each expert."""
+    per_rank = max(1, physical_to_logical_map.shape[1] // num_ranks)
+    return (np.argsort(physical_to_logical_map, axis=1, kind="stable") // per_rank).astype(np.int16)

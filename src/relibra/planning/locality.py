@@ -13,6 +13,8 @@ from scipy.optimize import linear_sum_assignment
 
 LENGTH_BUCKET = 1.1
 """Samples trade places while the longest of them has at most this many times the tokens of the shortest."""
+MOST_AT_ONCE = 512
+"""Samples of a bucket; more are dealt in pieces, because assigning takes cubic time."""
 
 
 def place_samples(
@@ -36,7 +38,7 @@ def place_samples(
     start = 0
     for stop in range(1, len(order) + 1):
         same = stop < len(order) and micro_batch_S[order[stop]] == micro_batch_S[order[start]]
-        if same and length_S[order[stop]] <= LENGTH_BUCKET * length_S[order[start]]:
+        if same and stop - start < MOST_AT_ONCE and length_S[order[stop]] <= LENGTH_BUCKET * length_S[order[start]]:
             continue
         bucket = order[start:stop]
         ranks = np.sort(rank_S[bucket])

@@ -17,7 +17,8 @@ from numpy import ndarray
 
 from relibra.cluster import Cluster
 from relibra.errors import ConfigError, PlanError
-from relibra.planning.plan import StepPlan, homes_of
+from relibra.planning.loads import homes_of
+from relibra.planning.plan import StepPlan
 from relibra.planning.traffic import IN, OUT, iterate_traffic, link_rows, send_once_share
 from relibra.routing.demand import Demand
 
@@ -154,7 +155,7 @@ def predict(
         compute=float(compute_seconds(plan, demand, cluster, expert).sum()),
         exchange=float(exchanged.seconds_ML.sum()),
         copies=float(exposed_copy_seconds(plan, cluster, expert, attention_seconds).sum()),
-        relocation=_relocation(plan, cluster, expert) / include_relocation_over_steps,
+        relocation=relocation_seconds(plan, cluster, expert) / include_relocation_over_steps,
         cross_node_token_slots=exchanged.cross_node_token_slots,
         sent_bytes=exchanged.sent_bytes,
         copy_bytes=_copy_bytes(plan, expert),
@@ -267,7 +268,7 @@ def exposed_copy_seconds(
     forward, backward, gradients = pushed_copies(plan)
     forward_ML = _copy_seconds(plan, forward, cluster, expert.weight_bytes)
     backward_ML = _copy_seconds(plan, backward, cluster, expert.weight_bytes)
-    backward_ML += _copy_seconds(plan, gradients, cluster, expert.gradient_bytes)
+    backward_ML += _copy_seconds(plan, gradients, cluster, expert.gradient_bytes, to_home=True)
     return np.maximum(0, forward_ML - attention_seconds) + np.maximum(0, backward_ML - 2 * attention_seconds)
 
 
@@ -277,23 +278,32 @@ def _copy_bytes(plan: StepPlan, expert: ExpertShape) -> int:
 
 
 def _copy_seconds(
-    plan: StepPlan, copied_MLRB: Bool[ndarray, "M L R B"], cluster: Cluster, bytes_each: int
+    plan: StepPlan, copied_MLRB: Bool[ndarray, "M L R B"], cluster: Cluster, bytes_each: int, *, to_home: bool = False
 ) -> Float64[ndarray, "M L"]:
-    """Time one transfer per copy: by `intra` where the home is on the replica's node, else through the host pool."""
+    """Time one transfer per copy: by `intra` where the home is on the replica's node, else through the host pool.
+
+    to_home   a gradient: from a replica on another node it also crosses the network
+    """
     M, L, R, _ = copied_MLRB.shape
     m_X, layer_X, rank_X, slot_X = np.nonzero(copied_MLRB)
     home_X = plan.home_LE[layer_X, plan.replica_MLRB[m_X, layer_X, rank_X, slot_X]]
     inside_X = rank_X // plan.ranks_per_node == home_X // plan.ranks_per_node
-    counts_3MLR = np.zeros((3, M, L, R), dtype=np.int64)  # intra at the replica, intra at the home, host at the replica
-    np.add.at(counts_3MLR[0], (m_X[inside_X], layer_X[inside_X], rank_X[inside_X]), 1)
-    np.add.at(counts_3MLR[1], (m_X[inside_X], layer_X[inside_X], home_X[inside_X]), 1)
-    np.add.at(counts_3MLR[2], (m_X[~inside_X], layer_X[~inside_X], rank_X[~inside_X]), 1)
-    intra_ML = counts_3MLR[:2].max(axis=(0, 3)) * float(bytes_each)
-    host_ML = counts_3MLR[2].max(axis=-1) * float(bytes_each)
-    return np.maximum(cluster.intra.seconds(intra_ML), cluster.host.seconds(host_ML))
+
+    def busiest(ranks: ndarray, chosen_X: ndarray) -> Float64[ndarray, "M L"]:
+        counts_MLR = np.zeros((M, L, R), dtype=np.int64)
+        np.add.at(counts_MLR, (m_X[chosen_X], layer_X[chosen_X], ranks[chosen_X]), 1)
+        return counts_MLR.max(axis=-1) * float(bytes_each)
+
+    intra_ML = np.maximum(busiest(rank_X, inside_X), busiest(home_X, inside_X))
+    away_ML = busiest(rank_X, ~inside_X)
+    seconds_ML = np.maximum(cluster.intra.seconds(intra_ML), cluster.host.seconds(away_ML))
+    if to_home and not inside_X.all():
+        seconds_ML = np.maximum(seconds_ML, cluster.inter_send.seconds(away_ML))
+        seconds_ML = np.maximum(seconds_ML, cluster.inter_receive.seconds(busiest(home_X, ~inside_X)))
+    return seconds_ML
 
 
-def _relocation(plan: StepPlan, cluster: Cluster, expert: ExpertShape) -> float:
+def relocation_seconds(plan: StepPlan, cluster: Cluster, expert: ExpertShape) -> float:
     """Time the moves of expert state: the busiest rank's bytes over each kind of link, one message per layer."""
     before_LE, after_LE = homes_of(plan.previous_map, plan.num_ranks), plan.home_LE
     layer_X, expert_X = np.nonzero(before_LE != after_LE)

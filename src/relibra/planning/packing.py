@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import no_type_check
 
 import numpy as np
-from jaxtyping import Float32, Int, Int32, Int64
+from jaxtyping import Bool, Float32, Int, Int32, Int64
 from numpy import ndarray
 
-from relibra.planning.annealing import _below, _random, _uniform
+from relibra.planning.random_numbers import below, random_bits, uniform
 from relibra.routing.compiled import compiled
 
 _TEMPERATURE = (1e-4, 1e-6)
@@ -57,6 +57,7 @@ def pack_samples(
     rank_S: Int[ndarray, " S"],
     length_S: Int64[ndarray, " S"],
     num_ranks: int,
+    open_M: Bool[ndarray, " M"],
     *,
     limits: PackingLimits,
     proposals: int,
@@ -66,13 +67,14 @@ def pack_samples(
 
     share_SLN   token-slots of each sample at the experts of each node, per layer
     length_S    tokens (or token-slots: any unit that is proportional)
+    open_M      micro-batches that samples may move to
     limits      what no micro-batch may exceed; the given schedule keeps to it
     returns     micro-batch and rank of each sample; swapped samples also swap ranks, a moved one goes to the rank with
                 the fewest tokens
     """
     micro_batch_S, rank_S = micro_batch_S.astype(np.int32), rank_S.astype(np.int32)
-    kept = np.flatnonzero(micro_batch_S >= 0)
-    num_micro_batches = int(micro_batch_S.max(initial=-1)) + 1
+    kept = np.flatnonzero((micro_batch_S >= 0) & np.append(open_M, False)[micro_batch_S])
+    num_micro_batches = len(open_M)
     if num_micro_batches < 2 or share_SLN.shape[2] < 2 or len(kept) < 2:
         return micro_batch_S, rank_S
     attention_S = length_S.astype(np.float64) ** 2
@@ -87,7 +89,7 @@ def pack_samples(
     _pack(
         share_SLN, by_length, micro_batch_S, rank_S, np.stack([length_S.astype(np.float64), attention_S]),
         np.array([limits.tokens, limits.attention]), np.stack([tokens_M, attention_M]), rank_tokens_MR, load_MLN,
-        proposals, seed,
+        np.flatnonzero(open_M), proposals, seed,
     )  # fmt: skip
     return micro_batch_S, rank_S
 
@@ -103,9 +105,20 @@ def packing_cost(share_SLN: Float32[ndarray, "S L N"], micro_batch_S: Int[ndarra
 @compiled
 @no_type_check
 def _pack(
-    share_SLN, by_length, micro_batch_S, rank_S, cost_2S, limits, cost_2M, rank_tokens_MR, load_MLN, proposals, seed
+    share_SLN,
+    by_length,
+    micro_batch_S,
+    rank_S,
+    cost_2S,
+    limits,
+    cost_2M,
+    rank_tokens_MR,
+    load_MLN,
+    open_X,
+    proposals,
+    seed,
 ) -> None:
-    M, L, N = load_MLN.shape
+    _, L, N = load_MLN.shape
     state = np.array([np.uint64(seed) * np.uint64(2654435769) + np.uint64(7)])
     best_micro_batch_S, best_rank_S = micro_batch_S.copy(), rank_S.copy()
     total = load_MLN.sum() / N
@@ -114,17 +127,17 @@ def _pack(
     for proposal in range(proposals):
         if proposal % 256 == 0:
             temperature = total * _TEMPERATURE[0] * (_TEMPERATURE[1] / _TEMPERATURE[0]) ** (proposal / proposals)
-        place = _below(state, len(by_length))
+        place = below(state, len(by_length))
         i, j = by_length[place], -1
         a = micro_batch_S[i]
-        if _random(state) & np.uint64(7):
-            other = place + _below(state, 2 * _WINDOW + 1) - _WINDOW
+        if random_bits(state) & np.uint64(7):
+            other = place + below(state, 2 * _WINDOW + 1) - _WINDOW
             if other < 0 or other >= len(by_length):
                 continue
             j = by_length[other]
             c = micro_batch_S[j]
         else:
-            c = _below(state, M)
+            c = open_X[below(state, len(open_X))]
         if a == c:
             continue
         fits = True
@@ -135,7 +148,7 @@ def _pack(
             continue
         taken_LN = share_SLN[j] if j >= 0 else nothing
         rise = _rise(load_MLN[a], load_MLN[c], share_SLN[i], taken_LN)
-        if rise > 0 and _uniform(state) >= np.exp(-rise / temperature):
+        if rise > 0 and uniform(state) >= np.exp(-rise / temperature):
             continue
         for layer in range(L):
             for n in range(N):

@@ -22,12 +22,14 @@ from relibra.planning.annealing import COLD, anneal_nodes, home_cost
 class HomeWeights:
     """What else counts when homes are chosen, measured against one token-slot of compute on the fullest node.
 
-    network   per token-slot that enters or leaves the node, whichever is more
-    move      per expert that changes its node
+    network       per token-slot that enters or leaves the node, whichever is more
+    move          per expert that changes its node
+    move_inside   per expert that changes its rank on its node, against one token-slot on the fullest rank
     """
 
     network: float = 0.0
     move: float = 0.0
+    move_inside: float = 0.0
 
 
 def place_homes(
@@ -70,11 +72,13 @@ def place_homes(
         previous_home_E,
         ranks_per_node,
         num_nodes,
+        move=weights.move_inside,
         proposals=proposals // (2 * num_nodes),
         seed=seed,
     )
+    moved = weights.move_inside * int((home_E != previous_home_E).sum())
     same_nodes = bool((node_E == previous_node_E).all())
-    if same_nodes and busiest(load_ME, home_E) >= busiest(load_ME, previous_home_E):
+    if same_nodes and busiest(load_ME, home_E) + moved >= busiest(load_ME, previous_home_E):
         return previous_home_E
     return home_E
 
@@ -93,32 +97,62 @@ def ranks_inside_nodes(
     ranks_per_node: int,
     num_nodes: int,
     *,
+    move: float,
     proposals: int,
     seed: int,
 ) -> Int64[ndarray, " E"]:
-    """Lay the experts of each node on its ranks: longest first, then annealed over the individual micro-batches.
+    """Lay the experts of each node on its ranks, annealed over micro-batches: even ranks need fewer copies.
 
-    Even ranks need fewer replicas. In the end ranks are named so that most experts stay where they are.
+    The start is the better of two: longest first, or everybody where they were and newcomers in the gaps.
 
+    move        what an expert that changes its rank costs, in token-slots on the fullest rank
     proposals   swaps tried per node
     """
     home_E = np.empty(len(node_E), dtype=np.int64)
     for node in range(num_nodes):
         experts = np.flatnonzero(node_E == node)
         load_MX = np.ascontiguousarray(load_ME[:, experts])
-        group_X = longest_first(load_MX.sum(axis=0), ranks_per_node)
-        if ranks_per_node > 1:
-            nowhere = np.zeros((len(load_ME), ranks_per_node, len(experts)), dtype=np.int64)
-            group_X = anneal_nodes(
-                group_X, load_MX, nowhere, group_X, 0.0, 0.0, temperature=COLD, proposals=proposals, seed=seed + node
-            )
-        stays = np.zeros((ranks_per_node, ranks_per_node), dtype=np.int64)
         before_X = previous_home_E[experts] - node * ranks_per_node
-        here = (before_X >= 0) & (before_X < ranks_per_node)
-        np.add.at(stays, (group_X[here], before_X[here]), 1)
-        _, rank_of_group = linear_sum_assignment(stays, maximize=True)
-        home_E[experts] = node * ranks_per_node + rank_of_group[group_X]
+        before_X[(before_X < 0) | (before_X >= ranks_per_node)] = NEWCOMER
+        nowhere = np.zeros((len(load_ME), ranks_per_node, len(experts)), dtype=np.int64)
+        problem = (load_MX, nowhere, before_X, 0.0, move)
+        dealt_X = _named_to_stay(longest_first(load_MX.sum(axis=0), ranks_per_node), before_X, ranks_per_node)
+        starts = (dealt_X, _everybody_stays(load_MX.sum(axis=0), before_X, ranks_per_node))
+        rank_X = min(starts, key=lambda start_X: home_cost(start_X, *problem))
+        if ranks_per_node > 1:
+            rank_X = anneal_nodes(rank_X, *problem, temperature=COLD, proposals=proposals, seed=seed + node)
+        home_E[experts] = node * ranks_per_node + _named_to_stay(rank_X, before_X, ranks_per_node)
     return home_E
+
+
+NEWCOMER = -1
+"""Rank before the step of an expert that comes from another node: it moves wherever it goes."""
+
+
+def _named_to_stay(rank_X: ndarray, before_X: ndarray, num_ranks: int) -> Int64[ndarray, " X"]:
+    """Rename the ranks so that most experts stay where they are; loads are the same under any names."""
+    stays = np.zeros((num_ranks, num_ranks), dtype=np.int64)
+    here = before_X != NEWCOMER
+    np.add.at(stays, (rank_X[here], before_X[here]), 1)
+    _, name_of_rank = linear_sum_assignment(stays, maximize=True)
+    return name_of_rank[rank_X].astype(np.int64)
+
+
+def _everybody_stays(load_X: ndarray, before_X: ndarray, num_ranks: int) -> Int64[ndarray, " X"]:
+    """Leave experts where they are, as many as fit, and put newcomers into the gaps, longest to the lightest rank."""
+    room, filled = np.full(num_ranks, len(load_X) // num_ranks), np.zeros(num_ranks)
+    rank_X = np.full(len(load_X), NEWCOMER, dtype=np.int64)
+    for x in np.flatnonzero(before_X != NEWCOMER):
+        if room[before_X[x]]:
+            rank_X[x] = before_X[x]
+            room[rank_X[x]] -= 1
+            filled[rank_X[x]] += load_X[x]
+    homeless = np.flatnonzero(rank_X == NEWCOMER)
+    for x in homeless[np.argsort(-load_X[homeless], kind="stable")]:
+        rank_X[x] = np.argmin(np.where(room > 0, filled, np.inf))
+        room[rank_X[x]] -= 1
+        filled[rank_X[x]] += load_X[x]
+    return rank_X
 
 
 def longest_first(load_E: Shaped[ndarray, " E"], num_bins: int) -> Int64[ndarray, " E"]:

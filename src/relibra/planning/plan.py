@@ -19,7 +19,7 @@ from jaxtyping import Int16, Int32, Int64
 from numpy import ndarray
 
 from relibra.errors import PlanError
-from relibra.planning.loads import home_rank_load, moved_experts, replica_load_change
+from relibra.planning.loads import home_rank_load, homes_of, moved_experts, replica_load_change
 from relibra.routing.demand import Demand
 
 if TYPE_CHECKING:
@@ -48,6 +48,9 @@ class StepPlan:
     bound_ML                     lowest load of the busiest rank that any plan with this schedule, these homes, these
                                  slots and this scope can reach, in token-slots
     predicted                    seconds per term of the objective (label `model`), and "total"
+    objective                    what the balancer was asked to make small; "" where nobody recorded it
+    demand_digest                `Demand.digest` of the load it was made for; "" where nobody recorded it
+    cut_short                    a deadline ended the search
     """
 
     balancer: str
@@ -65,6 +68,9 @@ class StepPlan:
     bound_ML: Int64[ndarray, "M L"]
     predicted: Mapping[str, float] = field(default_factory=dict)
     plan_seconds: float = 0.0
+    objective: str = ""
+    demand_digest: str = ""
+    cut_short: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -111,10 +117,12 @@ class StepPlan:
         return step_skew(self.bound_ML, self.rank_load(demand))
 
     def scheduled(self, demand: Demand) -> Demand:
-        """Return the demand under this plan's schedule; raises PlanError when the samples are not those of the plan."""
+        """Return the demand under this plan's schedule; raises PlanError when the plan was made for another load."""
         if demand.counts_SLE.shape[0] != len(self.micro_batch_S):
             raise PlanError(f"a plan of {len(self.micro_batch_S)} samples meets {demand.counts_SLE.shape[0]} samples")
-        return demand.with_schedule(self.micro_batch_S, self.rank_S, self.num_ranks)
+        if self.demand_digest and demand.digest() != self.demand_digest:
+            raise PlanError("the plan was made for another demand (its digest differs): pass the one it was made for")
+        return demand.with_schedule(self.micro_batch_S, self.rank_S, self.num_ranks, len(self.bound_ML))
 
     def validate(self, cluster: Cluster, demand: Demand) -> None:
         """Check the plan against the machine and the load, without trusting any solver; raises PlanError."""
@@ -129,8 +137,9 @@ class StepPlan:
         return explain(self, demand, layer, micro_batch)
 
     def digest(self) -> str:
-        """Return the SHA-256 of every decision; ranks with equal digests will do the same. Predictions do not count."""
-        digest = hashlib.sha256(f"{FORMAT_VERSION} {self.num_nodes} {self.ranks_per_node} {self.resident}".encode())
+        """Return the SHA-256 of every decision: ranks with equal digests will do the same. Predictions do not count."""
+        sizes = (FORMAT_VERSION, self.num_nodes, self.ranks_per_node, self.resident, self.scope)
+        digest = hashlib.sha256(repr(sizes).encode())
         for name, array in self.decisions().items():
             digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
             digest.update(np.ascontiguousarray(array).tobytes())
@@ -152,16 +161,17 @@ class StepPlan:
         }
 
 
+def cross_node_copies(plan: StepPlan) -> int:
+    """Count the replicas that sit on another node than the home of their expert."""
+    micro_batch_X, layer_X, rank_X, slot_X = np.nonzero(plan.replica_MLRB >= 0)
+    home_X = plan.home_LE[layer_X, plan.replica_MLRB[micro_batch_X, layer_X, rank_X, slot_X]]
+    return int((home_X // plan.ranks_per_node != rank_X // plan.ranks_per_node).sum())
+
+
 def step_skew(top_ML: Int64[ndarray, "M L"], load_MLR: Int64[ndarray, "M L R"]) -> float:
     """Sum of `top_ML` / sum of mean rank loads; 1 for a step without load."""
     mean = load_MLR.sum(dtype=np.float64) / max(1, load_MLR.shape[-1])
     return float(top_ML.sum() / mean) if mean else 1.0
-
-
-def homes_of(physical_to_logical_map: Int16[ndarray, "L E"], num_ranks: int) -> Int16[ndarray, "L E"]:
-    """Invert a map of home slots into the home rank of each expert."""
-    per_rank = max(1, physical_to_logical_map.shape[1] // num_ranks)
-    return (np.argsort(physical_to_logical_map, axis=1, kind="stable") // per_rank).astype(np.int16)
 
 
 def map_of(

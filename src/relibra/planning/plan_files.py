@@ -57,6 +57,9 @@ class _Facts(BaseModel):
     scope: Scope
     predicted: dict[str, _Seconds]
     plan_seconds: _Seconds
+    objective: str
+    demand_digest: str
+    cut_short: bool
     digest: str
 
 

@@ -14,19 +14,25 @@ from numpy import ndarray
 from relibra.cluster import Cluster
 from relibra.planning.concurrency import Deadline, side_by_side
 from relibra.planning.decision import Question
-from relibra.planning.objective import ExpertShape, compute_seconds, exchange, exposed_copy_seconds
+from relibra.planning.objective import (
+    ExpertShape,
+    compute_seconds,
+    exchange,
+    exposed_copy_seconds,
+    relocation_seconds,
+)
 from relibra.planning.plan import StepPlan, map_of
 from relibra.planning.replication import replicate
 from relibra.routing.demand import Demand
 
-TOLERANCES = (0.05, 0.25)
+TOLERANCES = (0.1,)
 """Accepted overloads that are priced, beside the budget's own and no replicas at all."""
 
 
 def choose_replicas(
-    question: Question, demand: Demand, home_LE: Int64[ndarray, "L E"], tolerance: float, clock: Deadline
+    question: Question, demand: Demand, home_LE: Int64[ndarray, "L E"], tolerance: float
 ) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]:
-    """Choose replicas for every micro-batch and layer at one tolerance; none for layers after the deadline."""
+    """Choose replicas for every micro-batch and layer at one tolerance: some 10 microseconds each."""
     cluster, budget = question.cluster, question.budget
     load_MLE = demand.load_MLE
 
@@ -36,7 +42,7 @@ def choose_replicas(
             home_LE[layer],
             cluster.num_ranks,
             cluster.ranks_per_node,
-            slots=budget.slots if clock.allows(1.0) else 0,
+            slots=budget.slots,
             tolerance=tolerance,
             cross_node=budget.cross_node_copies,
         )
@@ -64,8 +70,9 @@ def cheapest_replicas(
     # few copies first: at equal seconds they stay
     tolerances = sorted({t for t in (budget.tolerance, *TOLERANCES) if t >= budget.tolerance}, reverse=True)
     choices = [(best_replica, best_quota)]
-    if budget.slots and clock.allows(0.9):
-        choices += [choose_replicas(question, demand, home_LE, tolerance, clock) for tolerance in tolerances]
+    if budget.slots:
+        tolerances = tolerances if clock.allows(0.6) else tolerances[:1]
+        choices += [choose_replicas(question, demand, home_LE, tolerance) for tolerance in tolerances]
 
     def price(choice: int) -> Float64[ndarray, "M L"]:
         return seconds(question, demand, home_LE, *choices[choice])
@@ -88,8 +95,30 @@ def seconds(
 ) -> Float64[ndarray, "M L"]:
     """Return compute, exchange and exposed copies per micro-batch and layer."""
     cluster, expert = question.cluster, question.expert
+    draft = _draft(question, demand, home_LE, replica_MLRB, quota_MLRB)
+    hidden = attention_seconds(demand, cluster, expert)
+    return (
+        compute_seconds(draft, demand, cluster, expert)
+        + exchange(draft, demand, cluster, expert, demand.pairs_LEE).seconds_ML
+        + exposed_copy_seconds(draft, cluster, expert, hidden)
+    )
+
+
+def moving_seconds(question: Question, demand: Demand, home_LE: Int[ndarray, "L E"]) -> float:
+    """Return the seconds of moving from the previous homes to these."""
+    M, L, _ = demand.load_MLE.shape
+    nothing = np.zeros((M, L, question.cluster.num_ranks, 0), dtype=np.int16)
+    draft = _draft(question, demand, home_LE, nothing, nothing.astype(np.int32))
+    return relocation_seconds(draft, question.cluster, question.expert)
+
+
+def _draft(
+    question: Question, demand: Demand, home_LE: ndarray, replica_MLRB: ndarray, quota_MLRB: ndarray
+) -> StepPlan:
+    """Make a plan that is only good for being priced."""
+    cluster = question.cluster
     micro_batch_S, rank_S = demand.schedule
-    draft = StepPlan(
+    return StepPlan(
         balancer="draft",
         num_nodes=cluster.num_nodes,
         ranks_per_node=cluster.ranks_per_node,
@@ -103,12 +132,6 @@ def seconds(
         resident=False,
         scope="cluster",
         bound_ML=np.zeros(replica_MLRB.shape[:2], dtype=np.int64),
-    )
-    hidden = attention_seconds(demand, cluster, expert)
-    return (
-        compute_seconds(draft, demand, cluster, expert)
-        + exchange(draft, demand, cluster, expert, demand.pairs_LEE).seconds_ML
-        + exposed_copy_seconds(draft, cluster, expert, hidden)
     )
 
 

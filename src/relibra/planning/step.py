@@ -14,9 +14,10 @@ from relibra.errors import PlanError
 from relibra.planning.balancers import BALANCERS
 from relibra.planning.bounds import reachable_bound
 from relibra.planning.budget import Budget
+from relibra.planning.concurrency import Deadline
 from relibra.planning.decision import Balancer, Decision, Question
 from relibra.planning.objective import EXPERT_SHAPES, ExpertShape, predict
-from relibra.planning.plan import StepPlan, map_of
+from relibra.planning.plan import StepPlan, cross_node_copies, map_of
 from relibra.planning.pricing import attention_seconds
 from relibra.routing.demand import Demand
 
@@ -42,7 +43,7 @@ def plan_step(
                   predicted for experts like those of Qwen3-30B-A3B
     previous      the plan of the step before: its homes are where the experts are now
     history_MLE   loads of earlier micro-batches, for balancers that only see the past; None: they plan from even loads
-    never_worse   return the static layout instead of a plan that the objective finds worse; False: to compare balancers
+    never_worse   return the static layout instead of a plan that this objective finds worse; False: to compare
     raises        PlanError when demand, cluster and budget do not fit together
     """
     budget = budget or Budget()
@@ -50,7 +51,7 @@ def plan_step(
         raise PlanError("the objective in seconds needs the size of an expert: pass expert=, or objective 'tokens'")
     budget = replace(budget, objective=budget.objective or ("tokens" if expert is None else "seconds"))
     expert = expert or DEFAULT_EXPERT
-    _check(demand, cluster, previous)
+    _check(demand, cluster, previous, history_MLE)
     if balancer == "auto":
         return _cheapest(demand, cluster, budget, expert=expert, previous=previous)
     if balancer not in BALANCERS:
@@ -70,23 +71,26 @@ def plan_step(
 def _cheapest(
     demand: Demand, cluster: Cluster, budget: Budget, *, expert: ExpertShape, previous: StepPlan | None
 ) -> StepPlan:
-    """Ask every balancer that may know the step; keep the cheapest plan that uses no lever the budget forbids."""
-    plans = [
-        plan_step(demand, cluster, budget, name, expert=expert, previous=previous)
-        for name, entry in BALANCERS.items()
-        if entry.sees not in ("nothing", "history")
-    ]
+    """Ask every balancer that may know the step; keep the cheapest plan that uses no lever the budget forbids.
+
+    relibra is asked first, and nobody any more once a deadline is over.
+    """
+    clock = Deadline(budget.deadline_seconds)
+    knowing = [name for name, entry in BALANCERS.items() if entry.sees not in ("nothing", "history")]
+    plans: list[StepPlan] = []
+    for name in sorted(knowing, key=lambda name: name != "relibra"):
+        if not plans or clock.allows(0.5):
+            plans.append(plan_step(demand, cluster, budget, name, expert=expert, previous=previous))
     allowed = [
         plan
         for plan in plans
-        if (budget.move_homes or plan.num_moved == 0)
-        and (budget.cross_node_copies or plan.resident or plan.scope == "node")
+        if (budget.move_homes or plan.num_moved == 0) and (budget.cross_node_copies or cross_node_copies(plan) == 0)
     ]
     best = min(allowed, key=lambda plan: _cost(plan, demand, budget))
     return replace(best, plan_seconds=sum(plan.plan_seconds for plan in plans))
 
 
-def _check(demand: Demand, cluster: Cluster, previous: StepPlan | None) -> None:
+def _check(demand: Demand, cluster: Cluster, previous: StepPlan | None, history_MLE: ndarray | None) -> None:
     if demand.tokens_MLRE is None or demand.micro_batch_S is None:
         raise PlanError("the demand has no schedule: call demand.with_schedule, or cut micro-batches from a trace")
     if demand.tokens_MLRE.shape[2] != cluster.num_ranks:
@@ -101,11 +105,27 @@ def _check(demand: Demand, cluster: Cluster, previous: StepPlan | None) -> None:
         )
     if demand.num_experts > 1 << 15 or cluster.num_ranks > 1 << 15:
         raise PlanError(f"{demand.num_experts} experts on {cluster.num_ranks} ranks: at most {1 << 15} of each")
-    if previous is not None and previous.physical_to_logical_map.shape != demand.counts_SLE.shape[1:]:
+    if 0 in demand.counts_SLE.shape[1:]:
+        raise PlanError(f"a demand of (samples, layers, experts) {demand.counts_SLE.shape} has nothing to plan")
+    if previous is not None:
+        _check_previous(demand, cluster, previous)
+    if history_MLE is not None and (history_MLE.shape[1:] != demand.counts_SLE.shape[1:] or (history_MLE < 0).any()):
         raise PlanError(
-            f"the previous plan is for (layers, experts) {previous.physical_to_logical_map.shape}, the demand for "
-            f"{demand.counts_SLE.shape[1:]}: leave it out"
+            f"the history has shape {history_MLE.shape} or negative loads: it must be (micro-batches, layers, experts) "
+            f"with layers and experts {demand.counts_SLE.shape[1:]} of the demand"
         )
+
+
+def _check_previous(demand: Demand, cluster: Cluster, previous: StepPlan) -> None:
+    """Homes of a previous plan say where experts *are*: on the same ranks and for the same model only."""
+    theirs = (previous.num_nodes, previous.ranks_per_node, previous.num_experts, previous.layer_ids.tolist())
+    ours = (cluster.num_nodes, cluster.ranks_per_node, demand.num_experts, demand.layer_ids.tolist())
+    for what, before, now in zip(("nodes", "ranks per node", "experts", "layers"), theirs, ours, strict=True):
+        if before != now:
+            raise PlanError(
+                f"the previous plan has {what} {before}, this step {now}: leave it out (after a change of ranks, load "
+                "the experts from a checkpoint into the static layout first)"
+            )
 
 
 def _question(
@@ -144,6 +164,9 @@ def _plan(balancer: str, decision: Decision, question: Question, expert: ExpertS
     micro_batch_S, rank_S = scheduled.schedule
     plan = StepPlan(
         balancer=balancer,
+        objective=question.budget.objective or "",
+        demand_digest=demand.digest(),
+        cut_short=decision.cut_short,
         num_nodes=cluster.num_nodes,
         ranks_per_node=cluster.ranks_per_node,
         layer_ids=demand.layer_ids.astype(np.int32),

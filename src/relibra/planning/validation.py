@@ -41,6 +41,8 @@ def _check_sizes(plan: StepPlan, cluster: Cluster, demand: Demand) -> None:
         )
     S, L, E = demand.counts_SLE.shape
     M, R = plan.bound_ML.shape[0], plan.num_ranks
+    if plan.replica_MLRB.ndim != 4:
+        raise PlanError(f"plan array replica_MLRB has shape {plan.replica_MLRB.shape}: four axes are needed")
     shapes = {
         "layer_ids": (L,),
         "micro_batch_S": (S,),
@@ -52,6 +54,8 @@ def _check_sizes(plan: StepPlan, cluster: Cluster, demand: Demand) -> None:
         "bound_ML": (M, L),
     }
     for name, shape in shapes.items():
+        if not np.issubdtype(getattr(plan, name).dtype, np.integer):
+            raise PlanError(f"plan array {name} holds {getattr(plan, name).dtype}: whole numbers are needed")
         if getattr(plan, name).shape != shape:
             raise PlanError(f"plan array {name} has shape {getattr(plan, name).shape}: {shape} fits demand and cluster")
     if not np.array_equal(plan.layer_ids, demand.layer_ids):

@@ -10,10 +10,10 @@ import numpy as np
 
 import relibra
 from relibra.files import write_text
-from relibra.planning.comparison import ComparisonRow, cross_node_copies
-from relibra.planning.levers import lever_gaps
+from relibra.planning.comparison import LEVERS_IN_WORDS, ComparisonRow, scopes_in_words
+from relibra.planning.levers import lever_bounds, lever_gaps
 from relibra.planning.loads import home_rank_load
-from relibra.planning.plan import StepPlan
+from relibra.planning.plan import StepPlan, cross_node_copies
 from relibra.reporting import plan_pictures as pictures
 from relibra.reporting.elements import cards, definitions, paragraph, plot, section, selector, table
 from relibra.reporting.page import html_page, place_problems, refuse_folder
@@ -66,7 +66,7 @@ def write_plan_page(
 def render_plan_page(plan: StepPlan, demand: Demand, rows: Sequence[ComparisonRow], made: datetime) -> str:
     """Return the page as text; the same values give the same bytes."""
     levers = lever_gaps(plan, demand)
-    pieces = [_cards(plan, levers), _levers(levers), _heatmaps(plan, demand)]
+    pieces = [_cards(plan, levers), _levers(levers, lever_bounds(plan, demand)), _heatmaps(plan, demand)]
     if rows:
         pieces.append(_balancers(rows))
     pieces.append(section("glossary", "Words", definitions(GLOSSARY)))
@@ -107,17 +107,24 @@ def _cards(plan: StepPlan, levers: Sequence[tuple[str, float]]) -> str:
     return cards(items)
 
 
-def _levers(levers: Sequence[tuple[str, float]]) -> str:
+def _levers(levers: Sequence[tuple[str, float]], bounds: Sequence[tuple[str, float]]) -> str:
     words = "; ".join(f"{name} {value:.3f}" for name, value in levers)
+    cells = [
+        [name, f"{value:.3f}", f"{reachable:.3f}"]
+        for (name, value), (_, reachable) in zip(levers, bounds, strict=True)
+        if name != "bound"
+    ]
     return section(
         "levers",
         "What each lever bought",
         paragraph(
             "Skew (token objective) as the levers are pulled one after the other. A lever that makes others possible "
-            "may buy little by itself.",
+            "may buy little by itself: reachable is the lowest skew that the plan’s slots and scope of copies allow "
+            "with the homes and the schedule so far.",
             "how",
         ),
         plot("levers-plot", pictures.lever_waterfall(levers), f"Skew after each lever: {words}."),
+        table("What each lever bought", ("lever", "skew", "reachable"), cells, text_columns=(0,)),
     )
 
 
@@ -173,6 +180,10 @@ def _balancers(rows: Sequence[ComparisonRow]) -> str:
             "Skew: token objective. Sees: what the balancer may know of the step. Copies: per micro-batch and layer. "
             "Across nodes: token-slots computed on another node than they come from. Plan s: measured on the machine "
             "that planned. Step s: a model of the MoE layers, not a measurement.",
+            "how",
+        ),
+        paragraph(
+            f"{LEVERS_IN_WORDS}. Bounds compare only between rows whose copies may sit alike: {scopes_in_words(rows)}.",
             "how",
         ),
         plot("balancers-plot", pictures.balancer_skews(rows), "Skew of each balancer; the table has the figures."),

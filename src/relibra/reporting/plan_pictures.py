@@ -115,7 +115,7 @@ def lever_waterfall(levers: Sequence[tuple[str, float]]) -> Any:
 
 
 def balancer_skews(rows: Sequence[ComparisonRow]) -> Any:
-    """Draw the skew of each balancer that made a plan, lowest first, and the bound of its own homes and slots."""
+    """Draw the skew of each balancer that made a plan, lowest first, and its own bound."""
     figure = plotly_figures().Figure()
     made = sorted((row for row in rows if row.skew is not None), key=lambda row: (row.skew, row.balancer))
     places = list(range(len(made)))
@@ -129,7 +129,7 @@ def balancer_skews(rows: Sequence[ComparisonRow]) -> Any:
             showlegend=False,
         )
     for name, symbol, colour, values in (
-        ("bound of its homes and slots", "line-ns-open", PALETTE[1], [row.bound for row in made]),
+        ("bound of its homes, slots, schedule and scope", "line-ns-open", PALETTE[1], [row.bound for row in made]),
         ("skew", "circle", PALETTE[0], [row.skew for row in made]),
     ):
         figure.add_scatter(

@@ -5,8 +5,10 @@ A token-slot is one (token, expert) assignment: a token that picks K experts mak
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import no_type_check
 
@@ -28,6 +30,7 @@ class Demand:
     sample_ids   who the samples are
     tokens_MLRE  token-slots that source rank R sends to expert E in micro-batch M of layer L; None without a schedule
     micro_batch_S, rank_S  that schedule: micro-batch (-1: left out) and source rank of each sample
+    group_M      expert-data-parallel group of each micro-batch (`of_groups`); None: all belong to one
     pairs_LEE    how many tokens of all samples pick two experts together (`statistics.co_activation`): what send-once
                  volumes follow from; None where nobody counted
     top_k        K, choices per token; None where nobody knows
@@ -39,6 +42,7 @@ class Demand:
     tokens_MLRE: Int32[ndarray, "M L R E"] | None = None
     micro_batch_S: Int32[ndarray, " S"] | None = None
     rank_S: Int32[ndarray, " S"] | None = None
+    group_M: Int32[ndarray, " M"] | None = None
     pairs_LEE: Int64[ndarray, "L E E"] | None = None
     top_k: int | None = None
 
@@ -82,10 +86,8 @@ class Demand:
         if not demands:
             raise TraceError("no demand to put side by side: pass one per expert-data-parallel group")
         tokens = [demand.tokens_MLRE for demand in demands if demand.tokens_MLRE is not None]
-        if (
-            len(tokens) < len(demands)
-            or len({(*table.shape[1:], d.top_k) for table, d in zip(tokens, demands, strict=True)}) > 1
-        ):
+        models = {(*demand.layer_ids.tolist(), demand.top_k) for demand in demands}
+        if len(tokens) < len(demands) or len({table.shape[1:] for table in tokens}) > 1 or len(models) > 1:
             raise TraceError("every group needs a schedule over the same layers, ranks, experts and choices per token")
         offsets = np.cumsum([0] + [len(table) for table in tokens[:-1]])
         micro_batches = [
@@ -99,6 +101,7 @@ class Demand:
             tokens_MLRE=np.concatenate(tokens),
             micro_batch_S=np.concatenate(micro_batches).astype(np.int32),
             rank_S=np.concatenate([demand.schedule[1] for demand in demands]),
+            group_M=np.repeat(np.arange(len(demands), dtype=np.int32), [len(table) for table in tokens]),
             pairs_LEE=np.sum(pairs, axis=0) if len(pairs) == len(demands) else None,
             top_k=demands[0].top_k,
         )
@@ -108,12 +111,19 @@ class Demand:
         """Logical experts per layer, `E`."""
         return self.counts_SLE.shape[2]
 
-    def with_schedule(self, micro_batch_S: Int[ndarray, " S"], rank_S: Int[ndarray, " S"], num_ranks: int) -> Demand:
+    def with_schedule(
+        self,
+        micro_batch_S: Int[ndarray, " S"],
+        rank_S: Int[ndarray, " S"],
+        num_ranks: int,
+        num_micro_batches: int | None = None,
+    ) -> Demand:
         """Return the same demand, split by the micro-batch and the source rank that each sample is fed from.
 
         micro_batch_S   micro-batch of each sample, 0-based, or -1: the sample is left out
         rank_S          source rank of each sample, in 0..num_ranks-1
-        raises          TraceError when the schedule does not fit the samples
+        num_micro_batches   more than the schedule names, if the last ones are empty; None: as many as it names
+        raises          TraceError when the schedule does not fit the samples, or a rank gets 2^31 token-slots or more
         """
         S, L, E = self.counts_SLE.shape
         if micro_batch_S.shape != (S,) or rank_S.shape != (S,):
@@ -123,7 +133,12 @@ class Demand:
             raise TraceError(
                 f"the schedule names ranks {rank_S[kept].min()}..{rank_S[kept].max()}: allowed are 0..{num_ranks - 1}"
             )
-        num_micro_batches = int(micro_batch_S.max(initial=-1)) + 1
+        named = int(micro_batch_S.max(initial=-1)) + 1
+        num_micro_batches = named if num_micro_batches is None else num_micro_batches
+        if named > num_micro_batches:
+            raise TraceError(f"the schedule names micro-batch {named - 1}: there are {num_micro_batches}")
+        if self.counts_SLE.any() and len(kept) * int(self.counts_SLE.max()) >= 1 << 31:
+            self._refuse_overflow(micro_batch_S, kept)
         tokens_MLRE = np.zeros((num_micro_batches, L, num_ranks, E), dtype=np.int32)
         for s in kept:
             tokens_MLRE[micro_batch_S[s], :, rank_S[s]] += self.counts_SLE[s]
@@ -132,7 +147,15 @@ class Demand:
             tokens_MLRE=tokens_MLRE,
             micro_batch_S=micro_batch_S.astype(np.int32),
             rank_S=rank_S.astype(np.int32),
+            group_M=self.group_M if self.group_M is not None and len(self.group_M) == num_micro_batches else None,
         )
+
+    def _refuse_overflow(self, micro_batch_S: Int[ndarray, " S"], kept: Int[ndarray, " X"]) -> None:
+        """Token-slots of an expert in a micro-batch are counted in 32 bits."""
+        for m in range(int(micro_batch_S.max()) + 1):
+            inside = kept[micro_batch_S[kept] == m]
+            if len(inside) and int(self.counts_SLE[inside].sum(axis=0, dtype=np.int64).max()) >= 1 << 31:
+                raise TraceError(f"micro-batch {m} sends 2^31 token-slots or more to one expert: cut smaller ones")
 
     @property
     def schedule(self) -> tuple[Int32[ndarray, " S"], Int32[ndarray, " S"]]:
@@ -146,6 +169,17 @@ class Demand:
         """Token-slots per micro-batch, layer and expert, over all source ranks; needs a schedule."""
         assert self.tokens_MLRE is not None, "load_MLE needs a demand with a schedule: call with_schedule first"
         return self.tokens_MLRE.sum(axis=2, dtype=np.int64)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the loads of all samples and layers, whatever the schedule."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        digest = hashlib.sha256(str(self.counts_SLE.shape).encode())
+        for array in (self.counts_SLE, self.layer_ids.astype(np.int64), self.sample_ids.astype(np.int64)):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
 
     def validate(self) -> None:
         """Check shapes and signs, and that no scheduled expert gets more than its samples bring.

@@ -22,6 +22,7 @@ FORMAT = TensorFormat(
         "tokens_MLRE": "MLRE",
         "micro_batch_S": "S",
         "rank_S": "S",
+        "group_M": "M",
         "pairs_LEE": "LEE",
     },
     dtypes={
@@ -31,9 +32,10 @@ FORMAT = TensorFormat(
         "tokens_MLRE": np.int32,
         "micro_batch_S": np.int32,
         "rank_S": np.int32,
+        "group_M": np.int32,
         "pairs_LEE": np.int64,
     },
-    optional=frozenset({*_SCHEDULE, "pairs_LEE"}),
+    optional=frozenset({*_SCHEDULE, "group_M", "pairs_LEE"}),
     may_be_0="SM",
     error=TraceError,
 )
@@ -91,3 +93,7 @@ def _check(demand: Demand) -> None:
     rank_S = demand.rank_S[demand.micro_batch_S >= 0]
     if (rank_S < 0).any() or (rank_S >= R).any():
         raise TraceError(f"demand has samples fed from outside its {R} ranks: allowed are 0..{R - 1}")
+    recounted = demand.with_schedule(*demand.schedule, R, M).tokens_MLRE
+    assert recounted is not None, "just counted"
+    if not np.array_equal(recounted, demand.tokens_MLRE):
+        raise TraceError("demand has token-slots per rank that are not those of its samples under its schedule")

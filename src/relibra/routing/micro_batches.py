@@ -29,7 +29,7 @@ def cut_recorded(trace: RoutingTrace, tokens: int, num_ranks: int) -> Demand:
     """
     if tokens < 1:
         raise TraceError(f"micro-batches of {tokens} tokens: at least 1 token each")
-    sets = _task_sets(trace, tokens)
+    sets = task_sets(trace, tokens)
     starts = []
     for turn in range(max((len(rows) // tokens for rows in sets), default=0)):
         starts += [rows[turn * tokens : (turn + 1) * tokens] for rows in sets if (turn + 1) * tokens <= len(rows)]
@@ -83,11 +83,12 @@ def select_micro_batches(demand: Demand, first: int) -> Demand:
         pairs_LEE=demand.pairs_LEE,
         top_k=demand.top_k,
     )
-    return part.with_schedule(micro_batch_S[kept] - first, rank_S[kept], demand.tokens_MLRE.shape[2])
+    M, _, R, _ = demand.tokens_MLRE.shape
+    return part.with_schedule(micro_batch_S[kept] - first, rank_S[kept], R, M - first)
 
 
-def _task_sets(trace: RoutingTrace, tokens: int) -> list[Int64[ndarray, " T"]]:
-    """Rows of each task set, in recorded order."""
+def task_sets(trace: RoutingTrace, tokens: int) -> list[Int64[ndarray, " T"]]:
+    """Return the rows of each task set, in recorded order: the named groups, if each fills a micro-batch, else all."""
     rows_S, group_S = np.diff(trace.offsets), np.asarray(trace.group_ids)
     group_T = np.repeat(group_S, rows_S)
     named = range(len(trace.group_names))

@@ -23,6 +23,8 @@ from relibra.errors import RelibraError
 from relibra.files import atomic_path
 
 MAX_HEADER_BYTES = 1 << 20
+MAX_LENGTHS = {"S": 1 << 31, "L": 1 << 16, "M": 1 << 24, "R": 1 << 15, "E": 1 << 15, "B": 1 << 10}
+"""Longest axes: beside an axis of length 0 a file could claim any length for the others without a byte to show."""
 _KEY = "relibra"
 """One metadata entry for all facts: safetensors writes several in an order that differs from run to run."""
 
@@ -146,6 +148,8 @@ def _check_layout(where: str, form: TensorFormat, layout: Mapping[str, tuple[str
         if dtype != expected or len(shape) != len(letters):
             raise form.error(f"{where}: {name} is {dtype} {shape}, expected {expected} [{', '.join(letters)}]")
         for letter, length in zip(letters, shape, strict=True):
+            if length > MAX_LENGTHS[letter]:
+                raise form.error(f"{where}: axis {letter} of {name} has length {length}, at most {MAX_LENGTHS[letter]}")
             if lengths.setdefault(letter, length) != length or (length == 0 and letter not in form.may_be_0):
                 raise form.error(
                     f"{where}: axis {letter} of {name} has length {length}, elsewhere {lengths[letter]}"

@@ -26,7 +26,7 @@ def ask(tokens_MLRE, nodes, *, slots, total_LE=None, expert=SMALL_EXPERT, previo
     return Question(
         demand=demand,
         cluster=cluster_preset("h100x8", R, R // nodes),
-        budget=Budget(slots=slots, threads=1, **budget),
+        budget=Budget(**{"slots": slots, "threads": 1, "objective": "tokens", **budget}),
         expert=expert,
         previous_map=np.tile(np.arange(E, dtype=np.int16), (L, 1)) if previous_map is None else previous_map,
         total_LE=np.asarray(total_LE, dtype=np.float64),

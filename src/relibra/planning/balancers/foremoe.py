@@ -75,7 +75,7 @@ def _homes(question: Question, load_ME: ndarray, before_E: Int64[ndarray, " E"],
         if busiest(load_ME, found_E) < busiest(load_ME, machine_E):
             machine_E = found_E
     total_1E = load_ME.sum(axis=0, keepdims=True)  # its level 1b: longest first by step totals, nothing annealed
-    home_E = ranks_inside_nodes(total_1E, machine_E, before_E, G, N, proposals=0, seed=0)
+    home_E = ranks_inside_nodes(total_1E, machine_E, before_E, G, N, move=0.0, proposals=0, seed=0)
     same_machine_E = machine_E == before_E // G
     gain = (busiest(load_ME, before_E // G) - busiest(load_ME, machine_E)) / G
     if same_machine_E.all():

@@ -10,7 +10,7 @@ from numpy import ndarray
 from scipy.optimize import linear_sum_assignment
 
 from relibra.planning.decision import Decision, Question
-from relibra.planning.plan import homes_of
+from relibra.planning.loads import homes_of
 from relibra.routing.compiled import compiled
 
 

@@ -23,8 +23,9 @@ def decide(question: Question) -> Decision:
     tokens_MLRE = question.demand.tokens_MLRE
     assert tokens_MLRE is not None, "balancers need a demand with a schedule"
     M, L, R, B = replica_MLRB.shape
+    seen = max(1, M if question.history_MLE is None else len(question.history_MLE))
     for layer in range(L):
-        expected_E = question.total_LE[layer] / max(1, M) / R
+        expected_E = question.total_LE[layer] / seen / R  # per micro-batch and rank
         for rank in range(R):
             fetched = _popular(question, expected_E, np.flatnonzero(home_LE[layer] != rank))[:B]
             own_MX = tokens_MLRE[:, layer, rank, fetched]

@@ -10,14 +10,15 @@ import numpy as np
 from jaxtyping import Float32, Int64
 from numpy import ndarray
 
+from relibra.cluster import Cluster
 from relibra.planning.annealing import COLD, WARM
 from relibra.planning.concurrency import Deadline, side_by_side
 from relibra.planning.decision import Decision, Question
+from relibra.planning.loads import homes_of
 from relibra.planning.locality import place_samples
 from relibra.planning.packing import PackingLimits, pack_samples
 from relibra.planning.placement import HomeWeights, co_activation_groups, place_homes
-from relibra.planning.plan import homes_of
-from relibra.planning.pricing import cheapest_replicas, choose_replicas
+from relibra.planning.pricing import cheapest_replicas, choose_replicas, moving_seconds
 from relibra.routing.demand import Demand
 
 _SWAPS_OF_A_STEP = 60_000_000
@@ -27,7 +28,10 @@ _PACKING_ROUNDS = 2
 
 
 def decide(question: Question) -> Decision:
-    """Choose homes, then the schedule, then homes again if the schedule changed, then replicas; see `Budget`."""
+    """Choose homes, then the schedule, then homes again if the schedule changed, then replicas; see `Budget`.
+
+    A deadline limits the search of homes and schedule; replicas are always placed.
+    """
     budget, demand = question.budget, question.demand
     clock = Deadline(budget.deadline_seconds)
     previous_LE = homes_of(question.previous_map, question.cluster.num_ranks).astype(np.int64)
@@ -37,7 +41,7 @@ def decide(question: Question) -> Decision:
     if question.cluster.num_nodes > 1:
         demand, home_LE = _schedule(question, demand, home_LE, clock)
     if budget.objective == "tokens":
-        replica_MLRB, quota_MLRB = choose_replicas(question, demand, home_LE, budget.tolerance, clock)
+        replica_MLRB, quota_MLRB = choose_replicas(question, demand, home_LE, budget.tolerance)
     else:
         home_LE, replica_MLRB, quota_MLRB = _cheapest(question, demand, home_LE, previous_LE, clock)
     return Decision(
@@ -46,6 +50,7 @@ def decide(question: Question) -> Decision:
         quota_MLRB=quota_MLRB,
         scope="cluster" if budget.cross_node_copies else "node",
         scheduled=demand,
+        cut_short=clock.missed,
     )
 
 
@@ -60,81 +65,120 @@ def _schedule(question: Question, demand: Demand, home_LE: ndarray, clock: Deadl
             attention_slack=budget.attention_slack,
         )
         for round_number in range(_PACKING_ROUNDS):
-            if not clock.allows(0.6):
+            if not clock.allows(0.5):
                 break
             demand = _packed(question, demand, home_LE, limits, seed=budget.seed + round_number)
             if budget.move_homes:
                 home_LE = _homes(question, demand, home_LE, clock, first=False)
-    if budget.place_samples and clock.allows(0.8):
+    if budget.place_samples and clock.allows(0.7):
         share_SLN = _node_share(demand, home_LE, cluster.ranks_per_node, cluster.num_nodes)
         micro_batch_S, rank_S = demand.schedule
         new_rank_S = place_samples(share_SLN, micro_batch_S, rank_S, _lengths(demand), cluster.ranks_per_node)
         if not np.array_equal(rank_S, new_rank_S):
-            demand = demand.with_schedule(micro_batch_S, new_rank_S, cluster.num_ranks)
+            demand = demand.with_schedule(micro_batch_S, new_rank_S, cluster.num_ranks, len(demand.load_MLE))
     return demand, home_LE
 
 
 def _cheapest(
     question: Question, demand: Demand, home_LE: ndarray, previous_LE: ndarray, clock: Deadline
 ) -> tuple[ndarray, ndarray, ndarray]:
-    """Price replicas for the new homes and for the static ones; every layer takes the cheaper, moves included.
+    """Price replicas for the new homes and for those there are; every layer takes the cheaper, moves included.
 
-    Homes that were planned for the step before only move when that pays, so a warm start has nothing to compare.
+    A layer's moves are priced as if they were spread evenly over the ranks. In the end all moves together, as uneven as
+    they are, have to pay, or nobody moves.
     """
     cluster = question.cluster
     replica_MLRB, quota_MLRB, new_ML = cheapest_replicas(question, demand, home_LE, clock)
-    if question.warm or np.array_equal(home_LE, previous_LE):
+    if np.array_equal(home_LE, previous_LE):
         return home_LE, replica_MLRB, quota_MLRB
     kept_replica, kept_quota, kept_ML = cheapest_replicas(question, demand, previous_LE, clock)
-    rate = min(cluster.inter_send.bytes_per_second, cluster.inter_receive.bytes_per_second)
-    move_seconds = question.expert.state_bytes / (rate if cluster.num_nodes > 1 else cluster.intra.bytes_per_second)
+    move_seconds = question.expert.state_bytes / _slowest_link(cluster)
     moved_L = (home_LE != previous_LE).sum(axis=1) / cluster.num_ranks
-    stays_L = kept_ML.sum(axis=0) <= new_ML.sum(axis=0) + moved_L * move_seconds
+    new_L, kept_L = new_ML.sum(axis=0), kept_ML.sum(axis=0)
+    stays_L = kept_L <= new_L + moved_L * move_seconds
+    mixed_LE = np.where(stays_L[:, None], previous_LE, home_LE)
+    saved = (kept_L - new_L)[~stays_L].sum()
+    if saved <= moving_seconds(question, demand, mixed_LE):
+        return previous_LE, kept_replica, kept_quota
     replica_MLRB[:, stays_L], quota_MLRB[:, stays_L] = kept_replica[:, stays_L], kept_quota[:, stays_L]
-    return np.where(stays_L[:, None], previous_LE, home_LE), replica_MLRB, quota_MLRB
+    return mixed_LE, replica_MLRB, quota_MLRB
 
 
-def home_weights(question: Question) -> HomeWeights:
+def home_weights(question: Question, num_domains: int) -> HomeWeights:
     """Weigh network and moves against compute, in seconds on this cluster; with the token objective they weigh nothing.
 
-    One token-slot costs a node 3 x forward flops / (G x flops per second); one that enters or leaves it costs 4 rows
-    (dispatch and combine, forward and backward) over G network shares; an expert that moves costs its weights, master
-    copy and moments over the shares of all nodes together.
+    A domain is what homes are evened out over: a node, or a rank where there are no replicas. A token-slot costs a rank
+    3 x forward flops; one that enters or leaves its domain 4 rows (dispatch and combine, forward and backward) on the
+    slowest link; an expert that moves its weights, master copy and moments, shared by the links of all domains.
     """
     if question.budget.objective == "tokens":
         return HomeWeights()
     cluster, expert = question.cluster, question.expert
     compute = 3 * expert.flops_per_token_slot / cluster.flops_per_second
-    rate = min(cluster.inter_send.bytes_per_second, cluster.inter_receive.bytes_per_second)
+    rate = _slowest_link(cluster)
     return HomeWeights(
-        network=4 * expert.row_bytes / rate / compute, move=expert.state_bytes / rate / cluster.num_nodes / compute
+        network=4 * expert.row_bytes / rate / compute,
+        move=expert.state_bytes / rate / num_domains / compute,
+        move_inside=expert.state_bytes / cluster.intra.bytes_per_second / cluster.ranks_per_node / compute,
     )
 
 
+def _slowest_link(cluster: Cluster) -> float:
+    """Bytes per second between nodes, or inside the node where there is only one."""
+    if cluster.num_nodes == 1:
+        return cluster.intra.bytes_per_second
+    return min(cluster.inter_send.bytes_per_second, cluster.inter_receive.bytes_per_second)
+
+
 def _homes(question: Question, demand: Demand, home_LE: ndarray, clock: Deadline, *, first: bool) -> ndarray:
-    """Place the experts of every layer; `first`: from scratch, otherwise around the homes there are."""
-    cluster, budget = question.cluster, question.budget
-    load_MLE, weights = demand.load_MLE, home_weights(question)
-    M, L, _ = load_MLE.shape
-    previous_LE = homes_of(question.previous_map, cluster.num_ranks).astype(np.int64)
+    """Place the experts of every layer; `first`: from scratch, otherwise around the homes there are.
+
+    With a deadline, in rounds of growing effort, each from the homes before it, until the next would be too long.
+    """
+    M, L, _ = demand.load_MLE.shape
     # without replicas every rank stands for itself
-    per_domain = cluster.ranks_per_node if budget.slots else 1
-    domains = cluster.num_ranks // per_domain
+    per_domain = question.cluster.ranks_per_node if question.budget.slots else 1
+    weights = home_weights(question, question.cluster.num_ranks // per_domain)
     proposals = int(np.clip(_SWAPS_OF_A_STEP // max(1, M * L), 4_000, 100_000))
-    proposals //= (1 if first else 6) * (2 if weights.network else 1)  # the network term doubles the work of a swap
+    proposals //= (1 if first else 8) * (2 if weights.network else 1)  # the network term doubles the work of a swap
+    if clock.seconds is None:
+        return _placed(question, demand, home_LE, per_domain, weights, proposals, first=first)
+    seconds = 0.0
+    for effort in (64, 16, 4, 1):
+        if not clock.allows(0.6, estimate=4 * seconds):
+            break
+        start = clock.elapsed()
+        home_LE = _placed(question, demand, home_LE, per_domain, weights, proposals // effort, first=first)
+        seconds = clock.elapsed() - start
+    return home_LE
+
+
+def _placed(
+    question: Question,
+    demand: Demand,
+    home_LE: ndarray,
+    per_domain: int,
+    weights: HomeWeights,
+    proposals: int,
+    *,
+    first: bool,
+) -> ndarray:
+    cluster = question.cluster
+    load_MLE = demand.load_MLE
+    M, L, E = load_MLE.shape
+    previous_LE = homes_of(question.previous_map, cluster.num_ranks).astype(np.int64)
+    domains = cluster.num_ranks // per_domain
 
     def place(layer: int) -> ndarray:
-        if not clock.allows(0.5):
-            return home_LE[layer]
         load_ME = np.ascontiguousarray(load_MLE[:, layer])
-        source_MNE = np.zeros((M, domains, load_ME.shape[1]), dtype=np.int64)
+        source_MNE = np.zeros((M, domains, E), dtype=np.int64)
         if weights.network:
             assert demand.tokens_MLRE is not None, "checked by plan_step"
             source_MRE = demand.tokens_MLRE[:, layer]
-            source_MNE = source_MRE.reshape(M, domains, per_domain, load_ME.shape[1]).sum(axis=2, dtype=np.int64)
-        start_E = None if first else home_LE[layer] // per_domain
-        if first and weights.network and question.demand.pairs_LEE is not None:
-            start_E = co_activation_groups(question.demand.pairs_LEE[layer], domains)
+            source_MNE = source_MRE.reshape(M, domains, per_domain, E).sum(axis=2, dtype=np.int64)
+        start_E = home_LE[layer] // per_domain
+        if first and weights.network and demand.pairs_LEE is not None and np.array_equal(home_LE, previous_LE):
+            start_E = co_activation_groups(demand.pairs_LEE[layer], domains)
         return place_homes(
             load_ME,
             source_MNE,
@@ -143,26 +187,36 @@ def _homes(question: Question, demand: Demand, home_LE: ndarray, clock: Deadline
             weights=weights,
             temperature=COLD if first else WARM,
             proposals=proposals,
-            seed=budget.seed * 1_000_003 + layer,
+            seed=question.budget.seed * 1_000_003 + layer,
             start_node_E=start_E,
         )
 
-    return np.stack(side_by_side(place, L, budget.threads))
+    return np.stack(side_by_side(place, L, question.budget.threads))
 
 
 def _packed(question: Question, demand: Demand, home_LE: ndarray, limits: PackingLimits, *, seed: int) -> Demand:
+    """Pack the micro-batches of each expert-data-parallel group among themselves: a sample stays in its group."""
     cluster = question.cluster
     share_SLN = _node_share(demand, home_LE, cluster.ranks_per_node, cluster.num_nodes)
-    micro_batch_S, rank_S = pack_samples(
-        share_SLN,
-        *demand.schedule,
-        _lengths(demand),
-        cluster.num_ranks,
-        limits=limits,
-        proposals=_PACKING_PROPOSALS,
-        seed=seed,
-    )
-    return demand.with_schedule(micro_batch_S, rank_S, cluster.num_ranks)
+    micro_batch_S, rank_S = demand.schedule
+    M = len(demand.load_MLE)
+    group_M = np.zeros(M, dtype=np.int32) if demand.group_M is None else demand.group_M
+    group_S = np.append(group_M, -1)[micro_batch_S]  # -1, left out, is the last entry
+    for group in range(int(group_M.max(initial=-1)) + 1):
+        packed_S, packed_rank_S = pack_samples(
+            share_SLN,
+            np.where(group_S == group, micro_batch_S, -1).astype(np.int32),
+            rank_S,
+            _lengths(demand),
+            cluster.num_ranks,
+            group_M == group,
+            limits=limits,
+            proposals=_PACKING_PROPOSALS,
+            seed=seed,
+        )
+        micro_batch_S = np.where(group_S == group, packed_S, micro_batch_S).astype(np.int32)
+        rank_S = np.where(group_S == group, packed_rank_S, rank_S).astype(np.int32)
+    return demand.with_schedule(micro_batch_S, rank_S, cluster.num_ranks, M)
 
 
 def _lengths(demand: Demand) -> Int64[ndarray, " S"]:
