@@ -291,5 +291,5 @@ def test_axes_without_a_byte_to_show_cannot_be_of_any_length(tmp_path):
     endless = {name: np.zeros((0, L, R, 1 << 40), getattr(plan, name).dtype) for name in ("replica_MLRB", "quota_MLRB")}
     none_S = np.full_like(plan.micro_batch_S, -1)
     forged = replace(plan, micro_batch_S=none_S, bound_ML=plan.bound_ML[:0], **endless)
-    with pytest.raises(PlanError, match="axis B of .* has length 1099511627776, at most 1024"):
+    with pytest.raises(PlanError, match=r"axis B of .* has length 1099511627776, at most 1024"):
         forge(tmp_path / "p", forged)  # writing and reading check the same layout

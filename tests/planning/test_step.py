@@ -23,7 +23,7 @@ from tests.planning.cases import cluster, demands, make_demand
 SMALL = EXPERT_SHAPES["qwen3-30b-a3b"]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     demands(),
     st.integers(0, 2),
@@ -51,7 +51,7 @@ def test_any_demand_gets_a_valid_plan_that_is_never_worse_than_static(case, slot
         assert (plan.micro_batch_S == demand.micro_batch_S).all()
 
 
-@settings(max_examples=15)
+@settings(max_examples=5)
 @given(demands(), st.integers(0, 2))
 def test_every_balancer_makes_valid_plans(case, slots):
     demand, machine = case

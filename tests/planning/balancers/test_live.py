@@ -169,5 +169,5 @@ def test_foremoe_moves_no_expert_that_does_not_pay():
     load_MLE = np.full((1, 1, 16), 100)
     load_MLE[0, 0, :8] = 101
     huge = ExpertShape(hidden=4096, width=4096)
-    decision = BALANCERS["foremoe"].decide(ask(spread(load_MLE, 4), 2, slots=0, expert=huge))
+    decision = BALANCERS["foremoe"].decide(ask(spread(load_MLE, 4), 2, slots=0, expert=huge, objective="seconds"))
     assert decision.home_LE[0].tolist() == np.repeat(np.arange(4), 4).tolist()

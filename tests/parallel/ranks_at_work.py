@@ -1,0 +1,183 @@
+"""Training steps of tiny models: on several gloo processes that follow a plan, and dense in one process."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from relibra.parallel import execute_plan, register
+from relibra.planning.plan import StepPlan
+from relibra.replay import BatchRoutes, replay_routing
+from relibra.routing.demand import Demand
+from relibra.routing.trace import RoutingTrace
+from tests.replay.tiny_models import random_tokens, tiny_model
+
+GROUP_TIMEOUT_S, TIMEOUT_S = 60, 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One step: routes, a plan for them (or none), and how the model runs.
+
+    num_ranks   all of them; a plan for fewer makes several expert-parallel groups, each with its own share of the
+                plan's micro-batches
+    in_flight   all forward passes come before the first backward pass
+    """
+
+    plan: StepPlan
+    demand: Demand
+    trace: RoutingTrace
+    num_ranks: int
+    family: str = "qwen3_moe"
+    implementation: str = "relibra"
+    follow_plan: bool = True
+    checkpointing: bool = False
+    in_flight: bool = False
+
+    @property
+    def groups(self) -> int:
+        return self.num_ranks // self.plan.num_ranks
+
+    def batch(self, micro_batch: int, rank: int) -> tuple[list[int], Tensor, Tensor]:
+        """Return (samples, padded tokens, mask) of a rank (of its group) in a micro-batch of the plan."""
+        samples = np.flatnonzero((self.plan.micro_batch_S == micro_batch) & (self.plan.rank_S == rank)).tolist()
+        lengths = [int(self.trace.rows_per_sample[s]) for s in samples]
+        mask = torch.zeros(max(1, len(samples)), max([1, *lengths]), dtype=torch.long)
+        tokens = torch.zeros_like(mask)
+        for row, (s, length) in enumerate(zip(samples, lengths, strict=True)):
+            mask[row, :length] = 1
+            tokens[row, :length] = random_tokens(1, length, seed=s)[0]
+        return samples, tokens, mask
+
+
+def run_batch(
+    model: nn.Module, case: Case, micro_batch: int, rank: int, scale: float, step=None
+) -> tuple[dict, float, Callable[[], None]]:
+    """Run one batch forward, and backward unless micro-batches are in flight together.
+
+    Return logits by sample, the summed loss of its tokens, and what runs the backward pass if that is left to do.
+    """
+    samples, tokens_BN, mask_BN = case.batch(micro_batch, rank)
+    routes = BatchRoutes.padded(case.trace.select(samples), mask_BN) if samples else None
+    valid_T = torch.zeros(mask_BN.numel(), dtype=torch.bool) if routes is None else routes.valid_T
+
+    @contextmanager
+    def planned():
+        with (
+            step.micro_batch(micro_batch, None if valid_T.all() else valid_T) if step else nullcontext(),
+            replay_routing(model, routes) if routes else nullcontext(),
+        ):
+            yield
+
+    def backward():
+        with planned():
+            (loss * scale).backward()
+
+    with planned():
+        attention = mask_BN if samples else torch.ones_like(mask_BN)  # a batch of padding has to attend to something
+        logits = model(tokens_BN, attention_mask=attention, use_cache=False).logits
+        each = -logits[:, :-1].log_softmax(-1).gather(-1, tokens_BN[:, 1:, None]).squeeze(-1)
+        loss = (each * mask_BN[:, 1:]).sum() + 0 * logits.sum()
+        if not case.in_flight:
+            (loss * scale).backward()
+    own = {s: logits[row, : int(mask_BN[row].sum())].detach() for row, s in enumerate(samples)}
+    return own, float(loss.detach()), backward if case.in_flight else lambda: None
+
+
+def num_targets(case: Case) -> int:
+    return int((case.trace.rows_per_sample - 1).sum())
+
+
+def dense_step(case: Case) -> dict:
+    """The reference: all batches one after another, on a whole model in this process."""
+    model = tiny_model(case.family).train()
+    M, R = case.plan.replica_MLRB.shape[0], case.plan.num_ranks
+    case, logits, losses = replace(case, in_flight=False), {}, 0.0
+    for m in range(M):
+        for rank in range(R):
+            if case.batch(m, rank)[0]:
+                own, loss, _ = run_batch(model, case, m, rank, 1 / num_targets(case))
+                logits, losses = logits | own, losses + loss
+    return {"logits": logits, "loss": losses, "gradients": {n: p.grad for n, p in model.named_parameters()}}
+
+
+def load(case: Case, folder: Path, tp_size: int = 1) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    config = DistributedConfig(
+        fsdp_size=case.num_ranks // tp_size,
+        tp_size=tp_size,
+        ep_size=case.plan.num_ranks,
+        ep_implementation=case.implementation,
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / case.family, distributed_config=config, dtype=torch.float32, attn_implementation="eager"
+    ).train()
+    if case.checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def step_on_rank(case: Case, folder: Path) -> dict:
+    """Do this rank's share of a step; gradients come back whole."""
+    model = load(case, folder)
+    group, rank = divmod(dist.get_rank(), case.plan.num_ranks)
+    own_micro_batches = np.split(np.arange(case.plan.replica_MLRB.shape[0]), case.groups)[group].tolist()
+    logits, losses, backwards = {}, 0.0, []
+    with execute_plan(model, case.plan, case.demand) if case.follow_plan else nullcontext() as step:
+        for m in own_micro_batches:
+            own, loss, backward = run_batch(model, case, m, rank, case.num_ranks / num_targets(case), step)
+            logits, losses = logits | own, losses + loss
+            backwards.append(backward)
+        for backward in backwards:
+            backward()
+    gradients = {
+        name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for name, p in model.named_parameters()
+    }
+    return {"logits": logits, "loss": losses, "gradients": gradients}
+
+
+def _work(rank: int, num_ranks: int, work, cases: dict[str, Case], folder: Path) -> None:
+    torch.set_num_threads(1)
+    register()
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    timeout = timedelta(seconds=GROUP_TIMEOUT_S)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks, timeout=timeout
+    )
+    for name, case in cases.items():
+        torch.save(work(case, folder), folder / f"{name}-{rank}.pt")
+    if dist.is_initialized():  # a rank that fails on purpose leaves early
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def on_ranks(num_ranks: int, cases: dict[str, Case], folder: Path, work=step_on_rank) -> dict[str, list[dict]]:
+    """Run all cases in processes of their own; return what `work` found on each rank, by case."""
+    for case in cases.values():
+        tiny_model(case.family).save_pretrained(folder / case.family)
+    processes = mp.spawn(_work, args=(num_ranks, work, cases, folder), nprocs=num_ranks, join=False)
+    try:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not processes.join(timeout=deadline - time.monotonic()):
+            assert time.monotonic() < deadline, "the processes did not finish in time"
+    finally:
+        for process in processes.processes:
+            if process.is_alive():
+                process.kill()
+    return {
+        name: [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+        for name in cases
+    }
