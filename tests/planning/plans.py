@@ -39,7 +39,7 @@ def planned_step(rng, *, nodes=2, per_node=2, experts_per_rank=2, micro_batches=
     home_LE = np.stack([rng.permutation(np.repeat(np.arange(R), experts_per_rank)) for _ in range(L)]).astype(np.int16)
     replica_MLRB = np.full((M, L, R, B), -1, np.int16)
     quota_MLRB = np.zeros((M, L, R, B), np.int32)
-    left_MLE = scheduled.load_MLE
+    left_MLE = scheduled.load_MLE.copy()
     for m, layer, r in np.ndindex(M, L, R):
         choices = rng.permutation(np.flatnonzero(home_LE[layer] != r))[: rng.integers(0, B + 1)]
         for b, expert in enumerate(choices):

@@ -188,7 +188,8 @@ def compute_seconds(plan: StepPlan, demand: Demand, cluster: Cluster, expert: Ex
     seconds_ML = np.zeros(load_MLE.shape[:2])
     by_rank_RL = np.zeros((plan.num_ranks, len(home_LE)))
     layers = np.arange(len(home_LE))
-    for m, home_rows_LE in enumerate(load_MLE):
+    for m in range(len(load_MLE)):
+        home_rows_LE = load_MLE[m].copy()
         layer_X, rank_X, slot_X = np.nonzero(plan.replica_MLRB[m] >= 0)
         rows_X = plan.quota_MLRB[m, layer_X, rank_X, slot_X].astype(np.int64)
         np.subtract.at(home_rows_LE, (layer_X, plan.replica_MLRB[m, layer_X, rank_X, slot_X]), rows_X)

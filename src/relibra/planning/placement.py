@@ -9,6 +9,7 @@ ForeMoE, arXiv 2606.11867.)
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import no_type_check
 
 import numpy as np
 from jaxtyping import Int, Int64, Shaped
@@ -16,6 +17,10 @@ from numpy import ndarray
 from scipy.optimize import linear_sum_assignment
 
 from relibra.planning.annealing import COLD, anneal_nodes, home_cost
+from relibra.routing.compiled import compiled
+
+NEWCOMER = -1
+"""Rank before the step of an expert that comes from another node: it moves wherever it goes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,10 +130,6 @@ def ranks_inside_nodes(
     return home_E
 
 
-NEWCOMER = -1
-"""Rank before the step of an expert that comes from another node: it moves wherever it goes."""
-
-
 def _named_to_stay(rank_X: ndarray, before_X: ndarray, num_ranks: int) -> Int64[ndarray, " X"]:
     """Rename the ranks so that most experts stay where they are; loads are the same under any names."""
     stays = np.zeros((num_ranks, num_ranks), dtype=np.int64)
@@ -140,18 +141,9 @@ def _named_to_stay(rank_X: ndarray, before_X: ndarray, num_ranks: int) -> Int64[
 
 def _everybody_stays(load_X: ndarray, before_X: ndarray, num_ranks: int) -> Int64[ndarray, " X"]:
     """Leave experts where they are, as many as fit, and put newcomers into the gaps, longest to the lightest rank."""
+    rank_X = before_X.astype(np.int64)
     room, filled = np.full(num_ranks, len(load_X) // num_ranks), np.zeros(num_ranks)
-    rank_X = np.full(len(load_X), NEWCOMER, dtype=np.int64)
-    for x in np.flatnonzero(before_X != NEWCOMER):
-        if room[before_X[x]]:
-            rank_X[x] = before_X[x]
-            room[rank_X[x]] -= 1
-            filled[rank_X[x]] += load_X[x]
-    homeless = np.flatnonzero(rank_X == NEWCOMER)
-    for x in homeless[np.argsort(-load_X[homeless], kind="stable")]:
-        rank_X[x] = np.argmin(np.where(room > 0, filled, np.inf))
-        room[rank_X[x]] -= 1
-        filled[rank_X[x]] += load_X[x]
+    _deal(np.argsort(-load_X, kind="stable"), load_X.astype(np.float64), room, filled, rank_X)
     return rank_X
 
 
@@ -161,15 +153,32 @@ def longest_first(load_E: Shaped[ndarray, " E"], num_bins: int) -> Int64[ndarray
     >>> longest_first(np.array([5, 4, 3, 2]), 2).tolist()
     [0, 1, 1, 0]
     """
-    room = np.full(num_bins, len(load_E) // num_bins)
-    filled = np.zeros(num_bins)
-    bin_E = np.empty(len(load_E), dtype=np.int64)
-    for e in np.argsort(-load_E, kind="stable"):
-        best = int(np.argmin(np.where(room > 0, filled, np.inf)))
-        bin_E[e] = best
-        filled[best] += load_E[e]
-        room[best] -= 1
+    bin_E = np.full(len(load_E), NEWCOMER)
+    room, filled = np.full(num_bins, len(load_E) // num_bins), np.zeros(num_bins)
+    _deal(np.argsort(-load_E, kind="stable"), load_E.astype(np.float64), room, filled, bin_E)
     return bin_E
+
+
+@compiled
+@no_type_check
+def _deal(order_E, load_E, room, filled, bin_E) -> None:
+    """Give newcomers of `bin_E` the lightest bin with room, in order; the others keep theirs while there is room."""
+    for e in range(len(bin_E)):
+        if bin_E[e] != NEWCOMER:
+            if room[bin_E[e]] == 0:
+                bin_E[e] = NEWCOMER
+            else:
+                room[bin_E[e]] -= 1
+                filled[bin_E[e]] += load_E[e]
+    for e in order_E:
+        if bin_E[e] == NEWCOMER:
+            best = -1
+            for b in range(len(room)):
+                if room[b] > 0 and (best < 0 or filled[b] < filled[best]):
+                    best = b
+            bin_E[e] = best
+            room[best] -= 1
+            filled[best] += load_E[e]
 
 
 def co_activation_groups(pairs_EE: Int64[ndarray, "E E"], num_bins: int) -> Int64[ndarray, " E"]:

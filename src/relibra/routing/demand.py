@@ -164,11 +164,13 @@ class Demand:
         assert self.rank_S is not None, "a schedule names micro-batches and ranks"
         return self.micro_batch_S, self.rank_S
 
-    @property
+    @cached_property
     def load_MLE(self) -> Int64[ndarray, "M L E"]:
-        """Token-slots per micro-batch, layer and expert, over all source ranks; needs a schedule."""
+        """Token-slots per micro-batch, layer and expert, over all source ranks, read-only; needs a schedule."""
         assert self.tokens_MLRE is not None, "load_MLE needs a demand with a schedule: call with_schedule first"
-        return self.tokens_MLRE.sum(axis=2, dtype=np.int64)
+        load_MLE: ndarray = self.tokens_MLRE.sum(axis=2, dtype=np.int64)
+        load_MLE.flags.writeable = False  # everybody gets the same array
+        return load_MLE
 
     def digest(self) -> str:
         """Return the SHA-256 of the loads of all samples and layers, whatever the schedule."""
