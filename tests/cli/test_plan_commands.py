@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from relibra import write_trace
-from relibra.cli.main import main
 from relibra.cluster import cluster_preset, write_cluster
 from relibra.planning.comparison import comparable
 from relibra.planning.plan_files import read_plan
@@ -24,22 +23,6 @@ KEYS = {
 """What the rows of `relibra compare --json` hold at least."""
 
 CUT = ("--ranks", "4", "--ranks-per-node", "2", "--slots", "1", "--micro-batch-tokens", "100")
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Run the program as the shell would; return (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        monkeypatch.setattr("sys.argv", ["relibra", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as leaving:
-            code = leaving.code or 0
-        return code, *capsys.readouterr()
-
-    return call
 
 
 @pytest.fixture

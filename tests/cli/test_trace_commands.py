@@ -6,24 +6,7 @@ import numpy as np
 import pytest
 
 from relibra import write_trace
-from relibra.cli.main import main
 from relibra.routing.synthetic import TraceShape, balanced_trace, domain_trace, zipf_trace
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Run the program as the shell would; return (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        monkeypatch.setattr("sys.argv", ["relibra", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as leaving:
-            code = leaving.code or 0
-        return code, *capsys.readouterr()
-
-    return call
 
 
 @pytest.fixture

@@ -203,7 +203,7 @@ def test_a_resident_replica_that_changes_its_slot_is_still_there():
     assert gradients[:, 0, 0].tolist() == [[False, True], [True, True]]
 
 
-def test_relocation_takes_the_busiest_rank_and_is_shared_by_steps():
+def test_relocation_takes_the_busiest_rank():
     plan, demand = two_nodes()
     swapped = map_of(np.array([[1, 0, 2, 3]], np.int16), plan.previous_map, 4)
     inside = predict(replace(plan, physical_to_logical_map=swapped), demand, cluster_for(plan), EXPERT)
@@ -211,9 +211,6 @@ def test_relocation_takes_the_busiest_rank_and_is_shared_by_steps():
     assert inside.moved_bytes == 2 * 420
     crossed = replace(plan, physical_to_logical_map=map_of(np.array([[2, 1, 0, 3]], np.int16), plan.previous_map, 4))
     assert predict(crossed, demand, cluster_for(plan), EXPERT).relocation == 420 / 1  # receiving is the slower side
-    kept = predict(crossed, demand, cluster_for(plan), EXPERT, include_relocation_over_steps=4)
-    assert kept.relocation == 105
-    assert kept.moved_bytes == 2 * 420
     waiting = cluster_for(plan, inter_receive=Link(latency_seconds=3, bytes_per_second=1))
     assert predict(crossed, demand, waiting, EXPERT).relocation == 423
 
@@ -262,8 +259,6 @@ def test_what_does_not_fit_is_refused():
         predict(plan, replace(demand, tokens_MLRE=None), cluster_for(plan), EXPERT)
     with pytest.raises(PlanError, match=r"\(1, 1, 4, 4\) meets a demand of \(2, 1, 4, 4\)"):
         predict(plan, two_nodes(micro_batches=2)[1], cluster_for(plan), EXPERT)
-    with pytest.raises(PlanError, match="shared by 0 steps"):
-        predict(plan, demand, cluster_for(plan), EXPERT, include_relocation_over_steps=0)
     with pytest.raises(PlanError, match="pairs have shape"):
         predict(plan, demand, cluster_for(plan), EXPERT, pairs_LEE=np.zeros((1, 2, 2), np.int64))
 

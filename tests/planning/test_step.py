@@ -254,6 +254,17 @@ def test_auto_uses_no_lever_that_is_forbidden():
         assert still.num_moved == 0
 
 
+@pytest.mark.parametrize("balancer", ["relibra", "auto", "ultraep"])
+def test_homes_that_must_not_move_stay_even_where_static_would_be_better(balancer):
+    demand, other = make_demand(48, 2, 32, 4, 16, 1), make_demand(48, 2, 32, 4, 16, 2)
+    before = plan_step(other, cluster(2, 8), Budget(slots=0))
+    for objective in ("tokens", "seconds"):
+        budget = Budget(slots=0, move_homes=False, objective=objective)
+        plan = plan_step(demand, cluster(2, 8), budget, balancer, expert=SMALL, previous=before)
+        assert before.num_moved > 0
+        assert plan.num_moved == 0
+
+
 def test_loads_beyond_32_bits_and_foreign_histories_are_refused():
     demand, machine = make_demand(3, 1, 4, 1, 2, 0), cluster(1, 2)
     heavy = replace(demand, counts_SLE=np.full((3, 1, 4), 1 << 30, dtype=np.int32))

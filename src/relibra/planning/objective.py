@@ -136,7 +136,6 @@ def predict(
     *,
     pairs_LEE: Int[ndarray, "L E E2"] | None = None,
     attention_seconds: float = 0.0,
-    include_relocation_over_steps: int = 1,
 ) -> Prediction:
     """Model the seconds and bytes of a step under a plan.
 
@@ -144,18 +143,16 @@ def predict(
     pairs_LEE          tokens that pick two experts together (`relibra.routing.statistics.co_activation`): a token then
                        travels once per destination rank. Without, each token-slot travels, which is the upper bound
     attention_seconds  forward attention of one layer and micro-batch, under which copies hide; backward takes twice it
-    include_relocation_over_steps
-                       steps for which the homes are kept; each pays its share of the relocation
     raises             PlanError when plan, demand and cluster do not fit together
     """
-    _check_fit(plan, demand, cluster, include_relocation_over_steps)
+    _check_fit(plan, demand, cluster)
     assert demand.tokens_MLRE is not None
     exchanged = exchange(plan, demand, cluster, expert, pairs_LEE)
     return Prediction(
         compute=float(compute_seconds(plan, demand, cluster, expert).sum()),
         exchange=float(exchanged.seconds_ML.sum()),
         copies=float(exposed_copy_seconds(plan, cluster, expert, attention_seconds).sum()),
-        relocation=relocation_seconds(plan, cluster, expert) / include_relocation_over_steps,
+        relocation=relocation_seconds(plan, cluster, expert),
         cross_node_token_slots=exchanged.cross_node_token_slots,
         sent_bytes=exchanged.sent_bytes,
         copy_bytes=_copy_bytes(plan, expert),
@@ -163,7 +160,7 @@ def predict(
     )
 
 
-def _check_fit(plan: StepPlan, demand: Demand, cluster: Cluster, steps: int) -> None:
+def _check_fit(plan: StepPlan, demand: Demand, cluster: Cluster) -> None:
     if (plan.num_nodes, plan.ranks_per_node) != (cluster.num_nodes, cluster.ranks_per_node):
         raise PlanError(
             f"a plan for {plan.num_nodes} x {plan.ranks_per_node} ranks meets cluster {cluster.name!r} of "
@@ -177,8 +174,6 @@ def _check_fit(plan: StepPlan, demand: Demand, cluster: Cluster, steps: int) -> 
             f"a plan for (micro-batches, layers, ranks, experts) {planned} meets a demand of "
             f"{demand.tokens_MLRE.shape}: pass plan.scheduled(demand)"
         )
-    if steps < 1:
-        raise PlanError(f"relocation cannot be shared by {steps} steps: at least 1")
 
 
 def compute_seconds(plan: StepPlan, demand: Demand, cluster: Cluster, expert: ExpertShape) -> Float64[ndarray, "M L"]:

@@ -51,8 +51,7 @@ def choose_replicas(
     replica_MLRB = np.full((M, L, cluster.num_ranks, budget.slots), -1, dtype=np.int16)
     quota_MLRB = np.zeros(replica_MLRB.shape, dtype=np.int32)
     for layer, (replica_MRB, quota_MRB) in enumerate(side_by_side(place, L, budget.threads)):
-        if replica_MRB.shape[2]:
-            replica_MLRB[:, layer], quota_MLRB[:, layer] = replica_MRB, quota_MRB
+        replica_MLRB[:, layer], quota_MLRB[:, layer] = replica_MRB, quota_MRB
     return replica_MLRB, quota_MLRB
 
 

@@ -43,7 +43,8 @@ def plan_step(
                   predicted for experts like those of Qwen3-30B-A3B
     previous      the plan of the step before: its homes are where the experts are now
     history_MLE   loads of earlier micro-batches, for balancers that only see the past; None: they plan from even loads
-    never_worse   return the static layout instead of a plan that this objective finds worse; False: to compare
+    never_worse   return the static layout instead of a plan that this objective finds worse (unless homes must not
+                  move and are elsewhere); False: to compare
     raises        PlanError when demand, cluster and budget do not fit together
     """
     budget = budget or Budget()
@@ -63,7 +64,8 @@ def plan_step(
     plan = replace(plan, plan_seconds=time.perf_counter() - start)
     if never_worse and balancer != "static":
         static = plan_step(demand, cluster, budget, "static", expert=expert, previous=previous)
-        if _cost(static, demand, budget) < _cost(plan, demand, budget):
+        may_go_back = budget.move_homes or static.num_moved == 0
+        if may_go_back and _cost(static, demand, budget) < _cost(plan, demand, budget):
             return replace(static, balancer=f"static (instead of {balancer})", plan_seconds=plan.plan_seconds)
     return plan
 
