@@ -5,8 +5,10 @@ Without a plan it is transformers' own `all_to_all`, so one model serves planned
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int64
@@ -27,11 +29,14 @@ NAME = "relibra"
 """What `DistributedConfig.ep_implementation` says to get this implementation."""
 
 _ATTRIBUTE = "_relibra_balanced_ep"
+_DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class BalancedEP(AllToAllEP):  # type: ignore[misc]
     """Experts of one layer; see `execute_plan` for how a plan gets here.
 
+    names        parameters of the experts module that hold one entry per expert
+    physical_to_logical_E   logical expert at each position; position p is at home on rank p // (E / R)
     push_group   process group of this expert-parallel group for pushes alone; made by the first `execute_plan`
     execution    the plan being executed, and the position of this layer in it
     raises       EngineError under tensor parallelism
@@ -49,6 +54,7 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
                 f"{tp_mesh.size()}: use tp_size=1, or ep_implementation 'all_to_all'"
             )
         self.experts = experts
+        self.physical_to_logical_E = np.arange(self.num_local_experts * ep_mesh.size())
         self.names = [name for name, p in experts.named_parameters(recurse=False) if isinstance(p, DTensor)]
         assert self.names, "transformers installs the expert parallelism of a module before it shards its parameters"
         setattr(experts, _ATTRIBUTE, self)
@@ -110,6 +116,26 @@ def register() -> None:
     EPImplementationInterface.register(NAME, BalancedEP)
 
 
-def balanced_ep_of(experts: nn.Module) -> BalancedEP | None:
-    """Return what runs an experts module, if that is ours."""
-    return getattr(experts, _ATTRIBUTE, None)
+def balanced_layers(model: nn.Module) -> dict[int, BalancedEP]:
+    """Return the layers that can follow a plan, by ascending decoder layer.
+
+    raises   EngineError when the model has none, or two decoders
+    """
+    layers: dict[int, BalancedEP] = {}
+    for name, module in model.named_modules():
+        layer = getattr(module, _ATTRIBUTE, None)
+        if layer is None:
+            continue
+        match = _DECODER_LAYER.search(f"{name}.")
+        if match is None or int(match.group(1)) in layers:
+            raise EngineError(
+                f"experts {name!r} belong to no decoder layer of their own ('layers.<number>.'), so a plan has no "
+                "place for them: pass a model with one decoder"
+            )
+        layers[int(match.group(1))] = layer
+    if not layers:
+        raise EngineError(
+            f"no experts of {type(model).__name__} can follow a plan: call relibra.parallel.register() and load the "
+            f"model with DistributedConfig(fsdp_size=R, ep_size=R, ep_implementation={NAME!r})"
+        )
+    return dict(sorted(layers.items()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,14 +14,12 @@ from torch import Tensor, nn
 
 from relibra.cluster import cluster_preset
 from relibra.errors import EngineError
-from relibra.parallel.balanced import NAME, BalancedEP, balanced_ep_of
+from relibra.parallel.balanced import BalancedEP, balanced_layers
 from relibra.parallel.dispatch import check_routes
 from relibra.parallel.rank_tables import RankTables, rank_tables
 from relibra.planning.plan import StepPlan
 from relibra.replay.checkpointing import is_recompute
 from relibra.routing.demand import Demand
-
-_DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class PlanExecution:
@@ -134,7 +131,7 @@ def execute_plan(model: nn.Module, plan: StepPlan, demand: Demand) -> Iterator[P
                 with step.micro_batch(m), replay_routing(model, batch.routes):
                     loss(model(batch.input_ids)).backward()
     """
-    layers = _balanced_layers(model)
+    layers = balanced_layers(model)
     if any(layer.execution is not None for layer in layers.values()):
         raise EngineError("the model is executing another plan: leave its execute_plan context first")
     group, device = _push_group(list(layers.values())), next(model.parameters()).device
@@ -150,28 +147,6 @@ def execute_plan(model: nn.Module, plan: StepPlan, demand: Demand) -> Iterator[P
     finally:
         for layer in layers.values():
             layer.execution = None
-
-
-def _balanced_layers(model: nn.Module) -> dict[int, BalancedEP]:
-    """Find the experts that are ours, by ascending decoder layer."""
-    layers: dict[int, BalancedEP] = {}
-    for name, module in model.named_modules():
-        layer = balanced_ep_of(module)
-        if layer is None:
-            continue
-        match = _DECODER_LAYER.search(f"{name}.")
-        if match is None or int(match.group(1)) in layers:
-            raise EngineError(
-                f"experts {name!r} belong to no decoder layer of their own ('layers.<number>.'), so a plan has no "
-                "place for them: pass a model with one decoder"
-            )
-        layers[int(match.group(1))] = layer
-    if not layers:
-        raise EngineError(
-            f"no experts of {type(model).__name__} can follow a plan: call relibra.parallel.register() and load the "
-            f"model with DistributedConfig(fsdp_size=R, ep_size=R, ep_implementation={NAME!r})"
-        )
-    return dict(sorted(layers.items()))
 
 
 def _push_group(layers: list[BalancedEP]) -> dist.ProcessGroup:
