@@ -8,15 +8,16 @@ TORCH  ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test test-all lint types format clean
+.PHONY: demo test test-all lint types format bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo      post-train a tiny MoE on two processes and write a report (some minutes)"
-	@echo "make test      lint, types and the quick tests"
-	@echo "make test-all  the same with the slow tests"
-	@echo "make format    put the code into its canonical form"
-	@echo "make clean     remove the virtual environment and caches"
+	@echo "make demo       post-train a tiny MoE on two processes and write a report (some minutes)"
+	@echo "make test       lint, types and the quick tests"
+	@echo "make test-all   the same with the slow tests"
+	@echo "make format     put the code into its canonical form"
+	@echo "make bench-gpu  measure experts and copies on one CUDA GPU (needs a CUDA build of torch, see TORCH)"
+	@echo "make clean      remove the virtual environment and caches"
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit("relibra needs Python 3.11 or newer, got " + sys.version) if sys.version_info < (3, 11) else None'
@@ -60,6 +61,9 @@ test-all: lint types
 format: $(VENV)/.dev
 	$(BIN)/ruff format src tests examples benchmarks
 	$(BIN)/ruff check --fix src tests examples benchmarks
+
+bench-gpu: $(VENV)/.run
+	$(BIN)/python benchmarks/gpu.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,21 +15,33 @@ SOURCE = ROOT / "src" / "relibra"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 ABOVE = {
-    "cli": {"reporting", "rl", "serving", "simulation", "parallel", "replay", "planning", "cluster", "routing"},
-    "reporting": {"planning", "cluster", "routing"},
-    "rl": {"parallel", "replay", "planning", "cluster", "routing"},
-    "serving": {"parallel", "replay", "planning", "cluster", "routing"},
-    "simulation": {"planning", "cluster", "routing"},
-    "parallel": {"replay", "planning", "cluster", "routing"},
+    "cli": {
+        "reporting",
+        "rl",
+        "serving",
+        "simulation",
+        "parallel",
+        "replay",
+        "planning",
+        "cluster",
+        "routing",
+        "timeline",
+    },
+    "reporting": {"planning", "cluster", "routing", "timeline"},
+    "rl": {"parallel", "replay", "planning", "cluster", "routing", "timeline"},
+    "serving": {"parallel", "replay", "planning", "cluster", "routing", "timeline"},
+    "simulation": {"planning", "cluster", "routing", "timeline"},
+    "parallel": {"replay", "planning", "cluster", "routing", "timeline"},
     "replay": {"planning", "cluster", "routing"},
     "planning": {"cluster", "routing"},
     "cluster": {"routing"},
     "routing": set(),
+    "timeline": set(),
 }
 """Who may import whom; `errors`, `files` and `environment` stand under everything."""
 
 GROUND = {"errors", "files", "environment", "__version__"}
-LIGHT = ("routing", "cluster", "planning", "simulation", "reporting")
+LIGHT = ("routing", "cluster", "planning", "simulation", "reporting", "timeline")
 HEAVY = {"torch", "transformers", "accelerate", "tensorboard", "vllm", "ray"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +33,7 @@ class Case:
     num_ranks   all of them; a plan for fewer makes several expert-parallel groups, each with its own share of the
                 plan's micro-batches
     in_flight   all forward passes come before the first backward pass
+    plans       of a training, taken in turn
     """
 
     plan: StepPlan
@@ -44,6 +45,10 @@ class Case:
     follow_plan: bool = True
     checkpointing: bool = False
     in_flight: bool = False
+    sums: str = "fast"
+    dtype: str = "float32"
+    num_steps: int = 1
+    plans: tuple[StepPlan, ...] = ()
 
     @property
     def groups(self) -> int:
@@ -70,15 +75,11 @@ def run_batch(
     """
     samples, tokens_BN, mask_BN = case.batch(micro_batch, rank)
     routes = BatchRoutes.padded(case.trace.select(samples), mask_BN) if samples else None
-    valid_T = torch.zeros(mask_BN.numel(), dtype=torch.bool) if routes is None else routes.valid_T
 
-    @contextmanager
     def planned():
-        with (
-            step.micro_batch(micro_batch, None if valid_T.all() else valid_T) if step else nullcontext(),
-            replay_routing(model, routes) if routes else nullcontext(),
-        ):
-            yield
+        if step:
+            return step.micro_batch(micro_batch, routes)
+        return replay_routing(model, routes) if routes else nullcontext()
 
     def backward():
         with planned():
@@ -123,7 +124,7 @@ def load(case: Case, folder: Path, tp_size: int = 1) -> nn.Module:
         ep_implementation=case.implementation,
     )
     model = AutoModelForCausalLM.from_pretrained(
-        folder / case.family, distributed_config=config, dtype=torch.float32, attn_implementation="eager"
+        folder / case.family, distributed_config=config, dtype=getattr(torch, case.dtype), attn_implementation="eager"
     ).train()
     if case.checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -136,7 +137,7 @@ def step_on_rank(case: Case, folder: Path) -> dict:
     group, rank = divmod(dist.get_rank(), case.plan.num_ranks)
     own_micro_batches = np.split(np.arange(case.plan.replica_MLRB.shape[0]), case.groups)[group].tolist()
     logits, losses, backwards = {}, 0.0, []
-    with execute_plan(model, case.plan, case.demand) if case.follow_plan else nullcontext() as step:
+    with execute_plan(model, case.plan, case.demand, sums=case.sums) if case.follow_plan else nullcontext() as step:
         for m in own_micro_batches:
             own, loss, backward = run_batch(model, case, m, rank, case.num_ranks / num_targets(case), step)
             logits, losses = logits | own, losses + loss

@@ -2,9 +2,26 @@
 
 register()                          make `ep_implementation="relibra"` known to transformers
 execute_plan(model, plan, demand)   run forward and backward passes of each micro-batch as the plan says
+relocate(model, map, optimizer)     move experts to the homes of the next plan, with all their state
+logical_order(model, optimizer)     experts in logical order for a while: to save, to resume
+logical_parameters(model)           whole parameters in logical order: to hand weights on
+HostPool(model)                     all expert weights once per machine, for passes without gradients
 """
 
 from relibra.parallel.balanced import BalancedEP, register
 from relibra.parallel.execution import PlanExecution, execute_plan
+from relibra.parallel.host_pool import HostPool
+from relibra.parallel.logical_order import logical_order, logical_parameters
+from relibra.parallel.relocation import Relocation, relocate
 
-__all__ = ["BalancedEP", "PlanExecution", "execute_plan", "register"]
+__all__ = [
+    "BalancedEP",
+    "HostPool",
+    "PlanExecution",
+    "Relocation",
+    "execute_plan",
+    "logical_order",
+    "logical_parameters",
+    "register",
+    "relocate",
+]

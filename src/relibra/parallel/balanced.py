@@ -18,12 +18,10 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
 
 from relibra.errors import EngineError
-from relibra.parallel.dispatch import combine, dispatch
-from relibra.parallel.rank_tables import RankTables
-from relibra.parallel.replica_slots import push_weights, replicas_in, tie
 
 if TYPE_CHECKING:
     from relibra.parallel.execution import PlanExecution
+    from relibra.parallel.replica_slots import ReplicaSlots
 
 NAME = "relibra"
 """What `DistributedConfig.ep_implementation` says to get this implementation."""
@@ -38,11 +36,13 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
     names        parameters of the experts module that hold one entry per expert
     physical_to_logical_E   logical expert at each position; position p is at home on rank p // (E / R)
     push_group   process group of this expert-parallel group for pushes alone; made by the first `execute_plan`
+    slots        replica slots, one set for all layers; made by the first layer that needs them
     execution    the plan being executed, and the position of this layer in it
     raises       EngineError under tensor parallelism
     """
 
     push_group: dist.ProcessGroup | None = None
+    slots: ReplicaSlots | None = None
     execution: tuple[PlanExecution, int] | None = None
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
@@ -66,49 +66,39 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
         top_k_weights: Float[Tensor, "T K"],
     ) -> Float[Tensor, "T H"]:
         """Return the weighted expert output of each token of this rank; collective over the expert-parallel group."""
-        step, layer = self.execution or (None, 0)
-        tables = step.tables(layer) if step else None
-        if step is None or tables is None:
-            return super().__call__(hidden_states, top_k_index, top_k_weights)
-        rows = step.rows(tables, len(hidden_states))
-        if rows is None:
-            step.check(tables, top_k_index)
-            return self._planned(tables, hidden_states, top_k_index, top_k_weights)
-        planned, live = rows
-        step.check(tables, top_k_index[planned])
-        outputs = [
-            self._planned(tables, hidden_states[planned], top_k_index[planned], top_k_weights[planned]),
-            super().__call__(hidden_states[live], top_k_index[live], top_k_weights[live]),
-        ]
-        return torch.cat(outputs)[torch.argsort(torch.cat([planned, live]))]
+        if self.execution is not None:
+            step, position = self.execution
+            return step.run_layer(self, position, hidden_states, top_k_index, top_k_weights)
+        return self.run_at_home(hidden_states, top_k_index, top_k_weights)
 
-    def _planned(self, tables: RankTables, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Run the token-slots of the plan. Pushes come first: see `replica_slots` for why that orders the backward."""
-        replicas = None
-        if tables.pushes:
-            assert self.push_group is not None, "execute_plan makes the group before it hands over a plan"
-            homes = {name: getattr(self.experts, name) for name in self.names}
-            replicas = push_weights(tables, homes, self.push_group)
-        dispatched = dispatch(tables, hidden_TH, experts_TK, self.ep_mesh.get_group())
-        rows_YH, slot_Y, num_home = dispatched.rows_YH, dispatched.slot_Y, tables.num_home_rows
-        output_YH = self._run_experts(rows_YH[:num_home], slot_Y[:num_home])  # while replicas arrive
-        if replicas is not None:
-            replicas.wait()
-            if num_home < len(rows_YH):
-                with replicas_in(self.experts, replicas):
-                    of_replicas = self._run_experts(rows_YH[num_home:], slot_Y[num_home:] - tables.num_homes)
-                output_YH = torch.cat([output_YH, of_replicas])
-            output_YH = tie(output_YH, replicas)
-        return combine(dispatched, output_YH, weights_TK)
+    def run_at_home(self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Run every expert where it is at home, as `all_to_all` does; collective."""
+        position_E = np.argsort(self.physical_to_logical_E)
+        if (position_E != np.arange(len(position_E))).any():
+            experts_TK = torch.from_numpy(position_E).to(experts_TK.device)[experts_TK]
+        return super().__call__(hidden_TH, experts_TK, weights_TK)
 
-    def _run_experts(self, rows_YH: Tensor, slot_Y: Tensor) -> Tensor:
-        """Run the module's own forward on rows that chose one expert each, with weight 1.
+    def run_rows(self, rows_YH: Tensor, slot_Y: Tensor) -> Tensor:
+        """Run the module's own forward on rows that chose one local expert each, with weight 1.
 
         Without rows it runs a dummy: parameters then get a gradient of zero, so that FSDP reduces them on every rank.
         """
         if len(rows_YH) == 0:
-            return self._run_experts(rows_YH.sum(dim=0, keepdim=True), slot_Y.new_zeros(1))[:0]
+            return self.run_rows(rows_YH.sum(dim=0, keepdim=True), slot_Y.new_zeros(1))[:0]
         return self.experts_forward(rows_YH, slot_Y.unsqueeze(1), rows_YH.new_ones((len(rows_YH), 1)))
+
+    def homes(self) -> dict[str, Tensor]:
+        """Return the local parameters `[E / R, ...]`: in a pass of this layer, or any time if they `stay_whole`."""
+        parameters = {name: getattr(self.experts, name) for name in self.names}
+        local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in parameters.items()}
+        assert all(len(p) == self.num_local_experts for p in local.values()), "the experts of this rank are whole here"
+        return local
+
+    @property
+    def homes_stay_whole(self) -> bool:
+        """Whether the experts of this rank are whole between passes too: FSDP spreads them over no other ranks."""
+        mesh = getattr(self.experts, self.names[0]).device_mesh
+        return "efsdp" not in (mesh.mesh_dim_names or ()) or mesh["efsdp"].size() == 1
 
 
 def register() -> None:

@@ -1,111 +1,104 @@
-"""Dispatch and combine: rows to the rank and slot that the plan says, and their results back.
+"""Dispatch and combine: rows to the ranks that compute them, and their results back.
 
-Sizes and orders come from `RankTables`, so no counts are exchanged and the host never waits for the device. What is
-computed here is differentiable; each collective of the forward pass has its mirror image in the backward pass.
+Sizes and orders are known before the layer runs, so no counts are exchanged and the host never waits for the device.
+Two ways, each differentiable, each collective of the forward pass with its mirror image in the backward pass:
+
+send-once    a token goes to a rank once and is expanded there; its results are weighted and added there, and one row
+             comes back. The fast way
+per choice   one row per token-slot in both directions; the sender weighs and adds in the order of choices, so that no
+             sum depends on who computed what. The canonical way
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
-from relibra.errors import EngineError
+from relibra.parallel.exchange import Place, Route, exchange
 from relibra.parallel.rank_tables import RankTables
+from relibra.parallel.row_lists import RowLists
+
+Compute = Callable[[Tensor], Tensor]
+"""Rows `[Y, H]` in the order of computation (local slot, source rank, position) to their results `[Y, H]`."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Dispatched:
-    """Rows that arrived on this rank, and the way back.
-
-    rows_YH       in the order of computation: by local slot, source rank, position
-    slot_Y        local slot of each row, homes first
-    sent_from_X   which token-slot (row of [T, K], flattened) went out X-th
-    """
-
-    rows_YH: Float[Tensor, "Y H"]
-    slot_Y: Int64[Tensor, " Y"]
-    sent_from_X: Int64[Tensor, " X"]
-    compute_order_Y: Int64[Tensor, " Y"]
-    send_sizes: list[int]
-    receive_sizes: list[int]
-    group: dist.ProcessGroup
-
-
-def dispatch(
-    tables: RankTables, hidden_TH: Float[Tensor, "T H"], experts_TK: Int64[Tensor, "T K"], group: dist.ProcessGroup
-) -> Dispatched:
-    """Send every token-slot of this rank to its instance; collective over the expert-parallel group.
-
-    experts_TK   logical ids; they have passed `check_routes`
-    """
-    device, top_k = hidden_TH.device, experts_TK.shape[1]
-    by_expert_X = torch.argsort(experts_TK.flatten(), stable=True)
-    sent_from_X = by_expert_X[torch.from_numpy(tables.send_order_X).to(device, non_blocking=True)]
-    compute_order_Y = torch.from_numpy(tables.compute_order_Y).to(device, non_blocking=True)
-    send_sizes, receive_sizes = tables.send_RP.sum(axis=1).tolist(), tables.receive_RP.sum(axis=1).tolist()
-    arrived_YH = _Exchange.apply(hidden_TH[sent_from_X // top_k], receive_sizes, send_sizes, group)
-    return Dispatched(
-        rows_YH=_Permute.apply(arrived_YH, compute_order_Y),
-        slot_Y=torch.from_numpy(tables.slot_Y).to(device, non_blocking=True),
-        sent_from_X=sent_from_X,
-        compute_order_Y=compute_order_Y,
-        send_sizes=send_sizes,
-        receive_sizes=receive_sizes,
-        group=group,
-    )
-
-
-def combine(
-    dispatched: Dispatched, output_YH: Float[Tensor, "Y H"], weights_TK: Float[Tensor, "T K"]
+def dispatch_and_combine(
+    tables: RankTables,
+    lists: RowLists,
+    hidden_TH: Float[Tensor, "T H"],
+    weights_TK: Float[Tensor, "T K"],
+    group: dist.ProcessGroup,
+    compute: Compute,
 ) -> Float[Tensor, "T H"]:
-    """Bring the results back to the ranks that sent the rows; weigh and add them there, in the order of choices."""
-    arrived_YH = _Permute.apply(output_YH, _inverse(dispatched.compute_order_Y))
-    back_XH = _Exchange.apply(arrived_YH, dispatched.send_sizes, dispatched.receive_sizes, dispatched.group)
-    output_TKH = _Permute.apply(back_XH, _inverse(dispatched.sent_from_X)).view(*weights_TK.shape, output_YH.shape[1])
+    """Return the weighted results of this rank's tokens; collective over the expert-parallel group.
+
+    weights_TK   gate weights of the token-slots, in the order of choices
+    compute      runs the experts of this rank on the rows that arrived
+    raises       EngineError when a peer is gone or the group's time-out has passed
+    """
+    place = Place(tables.rank, tables.layer_id, tables.micro_batch)
+    send_R, receive_R = tables.send_RP.sum(axis=1).tolist(), tables.receive_RP.sum(axis=1).tolist()
+    choices = Route(send_R=send_R, receive_R=receive_R, group=group, place=place)
+    if lists.once is None:
+        return _per_choice(lists, hidden_TH, weights_TK, choices, compute)
+    once = lists.once
+    rows = Route(send_R=once.send_R, receive_R=once.receive_R, group=group, place=place)
+    arrived_ZH = exchange(_Gather.apply(hidden_TH, once.token_Z), rows)
+    weight_Y1 = exchange(_Permute.apply(weights_TK.reshape(-1, 1), lists.choice_X), choices)
+    output_YH = compute(_Gather.apply(arrived_ZH, once.arrived_Y))
+    weighted_YH = output_YH * _Permute.apply(weight_Y1, lists.compute_order_Y)
+    summed_ZH = _Sum.apply(weighted_YH, once.arrived_Y, len(arrived_ZH)).to(hidden_TH.dtype)
+    return _Sum.apply(exchange(summed_ZH, rows.back), once.token_Z, len(hidden_TH))
+
+
+def _per_choice(
+    lists: RowLists, hidden_TH: Tensor, weights_TK: Tensor, choices: Route, compute: Compute
+) -> Float[Tensor, "T H"]:
+    hidden_TKH = hidden_TH.unsqueeze(1).expand(-1, weights_TK.shape[1], -1)  # backward adds K rows in their order
+    arrived_YH = exchange(_Permute.apply(hidden_TKH.flatten(0, 1), lists.choice_X), choices)
+    output_YH = compute(_Permute.apply(arrived_YH, lists.compute_order_Y))
+    back_XH = exchange(_Permute.apply(output_YH, _inverse(lists.compute_order_Y)), choices.back)
+    output_TKH = _Permute.apply(back_XH, _inverse(lists.choice_X)).unflatten(0, weights_TK.shape)
     return (output_TKH * weights_TK.unsqueeze(-1)).sum(dim=1)
 
 
-def check_routes(tables: RankTables, actual_E: Int64[Tensor, " E"]) -> None:
-    """Hold the token-slots per expert of this rank against the plan; waits for the device.
-
-    raises   EngineError at the first expert that differs
-    """
-    planned_E = torch.from_numpy(tables.tokens_E)
-    wrong = (planned_E != actual_E.cpu()).nonzero().flatten().tolist()
-    if wrong:
-        raise EngineError(
-            f"layer {tables.layer_id}, micro-batch {tables.micro_batch}, rank {tables.rank}: expert {wrong[0]} was "
-            f"planned to get {planned_E[wrong[0]]} token-slots from this rank and gets {actual_E[wrong[0]]} "
-            f"({len(wrong)} of {len(planned_E)} experts differ): replay the routes that the plan was made for, on the "
-            "rank and in the micro-batch of its schedule, and pass rows without routes as not valid"
-        )
-
-
-class _Exchange(torch.autograd.Function):
-    """All-to-all of rows with known sizes; gradients take the way back."""
+class _Gather(torch.autograd.Function):
+    """Rows by number, any number of times; gradients of one row are added in single precision or better."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows_XH: Tensor, receive_sizes: list[int], send_sizes: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.sizes, ctx.group = (receive_sizes, send_sizes), group
-        return _all_to_all(rows_XH, receive_sizes, send_sizes, group)
+    def forward(ctx: Any, rows_ZH: Tensor, number_Y: Tensor) -> Tensor:
+        ctx.save_for_backward(number_Y)
+        ctx.num_rows = len(rows_ZH)
+        return rows_ZH.index_select(0, number_Y)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        receive_sizes, send_sizes = ctx.sizes
-        return _all_to_all(gradients[0], send_sizes, receive_sizes, ctx.group), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (number_Y,) = ctx.saved_tensors
+        return _add_up(gradients[0], number_Y, ctx.num_rows), None
 
 
-def _all_to_all(rows: Tensor, receive_sizes: list[int], send_sizes: list[int], group: dist.ProcessGroup) -> Tensor:
-    received = rows.new_empty((sum(receive_sizes), rows.shape[1]))
-    dist.all_to_all_single(received, rows.contiguous(), receive_sizes, send_sizes, group=group)
-    return received
+class _Sum(torch.autograd.Function):
+    """The reverse of `_Gather`: each row is added to the row of its number."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_YH: Tensor, number_Y: Tensor, num_rows: int) -> Tensor:
+        ctx.save_for_backward(number_Y)
+        return _add_up(rows_YH, number_Y, num_rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0].index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def _add_up(rows_YH: Tensor, number_Y: Tensor, num_rows: int) -> Tensor:
+    wide = torch.promote_types(rows_YH.dtype, torch.float32)
+    sums_ZH = torch.zeros((num_rows, rows_YH.shape[1]), dtype=wide, device=rows_YH.device)
+    return sums_ZH.index_add_(0, number_Y, rows_YH.to(wide)).to(rows_YH.dtype)
 
 
 class _Permute(torch.autograd.Function):

@@ -3,184 +3,357 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from relibra.cluster import cluster_preset
-from relibra.errors import EngineError
+from relibra.errors import EngineError, PlanError
 from relibra.parallel.balanced import BalancedEP, balanced_layers
-from relibra.parallel.dispatch import check_routes
-from relibra.parallel.rank_tables import RankTables, rank_tables
+from relibra.parallel.canonical import CHUNK
+from relibra.parallel.exchange import Place, waiting
+from relibra.parallel.host_pool import HostPool
+from relibra.parallel.micro_batch import PlannedMicroBatch, make_row_lists, mismatch, recorded
+from relibra.parallel.planned_layer import run_at_home_canonically, run_planned
+from relibra.parallel.rank_tables import rank_tables
+from relibra.parallel.replica_slots import LayerReplicas, ReplicaSlots
 from relibra.planning.plan import StepPlan
+from relibra.replay import BatchRoutes, RoutingReplay, replay_routing
 from relibra.replay.checkpointing import is_recompute
 from relibra.routing.demand import Demand
+from relibra.timeline import Timeline, TimelineRecorder
+
+Sums = Literal["fast", "canonical"]
+
+_log = logging.getLogger(__name__)
 
 
 class PlanExecution:
-    """A plan on its way through a model; see `execute_plan`."""
+    """A plan on its way through a model; see `execute_plan`.
 
-    def __init__(self, plan: StepPlan, demand: Demand, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Take a plan that has been validated, and the demand under its schedule."""
-        self._plan, self._demand, self._group, self._device = plan, demand, group, device
-        self._micro_batch: int | None = None
-        self._valid_T: Tensor | None = None
-        self._any_live = False
-        self._tables: dict[int, RankTables] = {}
-        self._unchecked: list[tuple[RankTables, Tensor]] = []
+    follows_plan   whether plan and model fit and all ranks hold the same plan; else every layer runs at home
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: list[BalancedEP],
+        plan: StepPlan,
+        demand: Demand,
+        sums: Sums,
+        pool: HostPool | None,
+        follows_plan: bool,
+    ) -> None:
+        """Take a plan, and the demand under its schedule."""
+        self._model, self._layers, self._plan, self._demand = model, layers, plan, demand
+        self._sums, self._pool, self.follows_plan = sums, pool, follows_plan
+        self._group = layers[0].ep_mesh.get_group()
+        self._rank, self._num_ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._device = next(model.parameters()).device
+        self._recorder = TimelineRecorder(self._rank, self._num_ranks)
+        self._homes_stay_whole = layers[0].homes_stay_whole
+        self._pool_is_current = False
+        self._source: HostPool | None = None  # of the weights of replicas in this micro-batch; None: their homes
+        self._number: int | None = None
+        self._micro_batch: PlannedMicroBatch | None = None  # None inside a micro-batch: it runs at home
 
     @contextmanager
-    def micro_batch(self, number: int, valid_T: Bool[Tensor, " T"] | None = None) -> Iterator[None]:
-        """Run what happens inside, forward and backward, as the plan says for this micro-batch; collective.
+    def micro_batch(self, number: int, routes: BatchRoutes | None = None) -> Iterator[RoutingReplay | None]:
+        """Replay routes inside, forward and backward, and run the experts as the plan says; collective.
 
         With activation checkpointing the backward pass has to be inside too. Several micro-batches may be in flight:
-        enter the context of one again around its backward pass.
+        enter the context of one again, with the same `BatchRoutes`, around its backward pass.
 
         number    micro-batch of the plan, from 0
-        valid_T   rows that the plan knows (`BatchRoutes.valid_T`), None: all. The others, such as padding and last
-                  tokens, are exchanged as `all_to_all` does it, on the static layout, beside the planned ones
-        raises    EngineError when the routes of a layer are not those of the plan, inside another micro-batch, or for a
-                  number that the plan does not have
+        routes    recorded routes of this rank's batch. Rows that are not valid, such as padding and last tokens, go
+                  where the router sends them, on the static layout, beside the planned ones. None: this rank has no
+                  sample in this micro-batch, and its whole batch is filler
+        raises    EngineError inside another micro-batch, for a number that the plan does not have, or when a peer is
+                  gone
+
+        Where the routes of any rank are not those of the plan, all ranks run this micro-batch at home, and the first of
+        them that differs logs a warning that says where.
         """
-        if self._micro_batch is not None:
-            raise EngineError(
-                f"micro-batch {number} begins inside micro-batch {self._micro_batch}: leave that one first"
-            )
+        if self._number is not None:
+            raise EngineError(f"micro-batch {number} begins inside micro-batch {self._number}: leave that one first")
         if not 0 <= number < len(self._plan.replica_MLRB):
             raise EngineError(f"the plan has micro-batches 0 to {len(self._plan.replica_MLRB) - 1}, not {number}")
-        self._any_live = self._agree_on_live_rows(valid_T)
-        self._valid_T, self._micro_batch = valid_T, number
+        self._micro_batch = self._prepare(number, routes) if self.follows_plan else None
+        self._number = number
+        if self._slots is not None:
+            self._slots.pool, self._slots.recorder = self._source, self._recorder
         try:
-            yield
+            with nullcontext() if routes is None else replay_routing(self._model, routes) as replay:
+                yield replay
+            if self._slots is not None:
+                self._slots.forget()
+        except BaseException:
+            if self._slots is not None:
+                self._slots.close()
+            raise
         finally:
-            unchecked, self._unchecked = self._unchecked, []
-            self._micro_batch, self._valid_T = None, None
-            self._tables.clear()
-        for tables, actual_E in unchecked:
-            check_routes(tables, actual_E)
+            self._number, self._micro_batch = None, None
 
-    def tables(self, layer: int) -> RankTables | None:
-        """Return what this rank does in a layer (position) of the current micro-batch; None outside of any."""
-        if self._micro_batch is None:
-            if is_recompute():
-                raise EngineError(
-                    f"layer {self._plan.layer_ids[layer]}: activation checkpointing recomputes it outside of any "
-                    "micro-batch of the plan: call backward() inside micro_batch(...) of its forward pass"
+    def timeline(self) -> Timeline:
+        """Return what this rank did so far: pushes, returns, exchanges, and how long it waited for them."""
+        return self._recorder.timeline()
+
+    def run_layer(
+        self,
+        layer: BalancedEP,
+        position: int,
+        hidden_TH: Float[Tensor, "T H"],
+        experts_TK: Int64[Tensor, "T K"],
+        weights_TK: Float[Tensor, "T K"],
+    ) -> Float[Tensor, "T H"]:
+        """Run one layer as the plan says; what has no plan runs at home. Collective."""
+        if self._number is None and is_recompute():
+            raise EngineError(
+                f"layer {self._plan.layer_ids[position]}: activation checkpointing recomputes it outside of any "
+                "micro-batch of the plan: call backward() inside micro_batch(...) of its forward pass"
+            )
+        current = self._micro_batch
+        if current is None:
+            return self._run_at_home(layer, position, hidden_TH, experts_TK, weights_TK)
+        rows = current.rows(len(hidden_TH), position)
+        if rows is None:
+            return self._run_planned(current, position, hidden_TH, experts_TK, weights_TK)
+        planned, live = rows
+        outputs = [
+            self._run_planned(current, position, hidden_TH[planned], experts_TK[planned], weights_TK[planned]),
+            self._run_at_home(layer, position, hidden_TH[live], experts_TK[live], weights_TK[live]),
+        ]
+        return torch.cat(outputs)[torch.argsort(torch.cat([planned, live]))]
+
+    def _run_planned(
+        self, current: PlannedMicroBatch, position: int, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor:
+        current.check(position, experts_TK)
+        layer, tables = self._layers[position], current.tables_L[position]
+        replicas = None
+        if tables.pushes:
+            slots = self._slots_for(layer)
+            replicas = LayerReplicas(
+                slots,
+                tables,
+                fill=lambda: self._begin_push(current, position),
+                next_before=lambda: self._begin_push_of_neighbour(current, position, -1),
+            )
+        output_TH = run_planned(layer, tables, current.lists_L[position], replicas, hidden_TH, weights_TK)
+        if not is_recompute():
+            self._begin_push_of_neighbour(current, position, +1)
+        return output_TH
+
+    def _run_at_home(
+        self, layer: BalancedEP, position: int, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor:
+        place = Place(self._rank, int(self._plan.layer_ids[position]), -1 if self._number is None else self._number)
+        with waiting("the exchange of rows", place, range(self._num_ranks)):
+            if self._sums == "canonical":
+                return run_at_home_canonically(
+                    layer, place.layer_id, place.micro_batch, hidden_TH, experts_TK, weights_TK
+                )
+            return layer.run_at_home(hidden_TH, experts_TK, weights_TK)
+
+    def _begin_push(self, current: PlannedMicroBatch, position: int) -> None:
+        layer = self._layers[position]
+        self._slots_for(layer).begin(current.tables_L[position], position, layer.homes)
+
+    def _begin_push_of_neighbour(self, current: PlannedMicroBatch, position: int, step: Literal[1, -1]) -> None:
+        """Begin the pushes of the next layer with replicas: its weights are known, and the slots are free now."""
+        if not self._homes_stay_whole or self._slots is None:
+            return
+        position += step
+        while 0 <= position < len(self._layers) and not current.tables_L[position].pushes:
+            position += step
+        if 0 <= position < len(self._layers):
+            self._begin_push(current, position)
+
+    def begin_first_push(self) -> None:
+        """Begin the pushes of the first layer, when the forward pass of a micro-batch begins."""
+        if self._micro_batch is not None and not is_recompute():
+            self._begin_push_of_neighbour(self._micro_batch, -1, +1)
+
+    @property
+    def _slots(self) -> ReplicaSlots | None:
+        return self._layers[0].slots
+
+    def _slots_for(self, layer: BalancedEP) -> ReplicaSlots:
+        """Return the slots of all layers, made by the first layer that needs them."""
+        slots = self._layers[0].slots
+        if slots is None or slots.num_slots != self._plan.slots:
+            assert layer.push_group is not None, "execute_plan made the group"
+            slots = ReplicaSlots(layer.homes(), self._plan.slots, layer.push_group, self._recorder)
+            slots.pool = self._source
+            self._layers[0].slots = slots
+        return slots
+
+    def _prepare(self, number: int, routes: BatchRoutes | None) -> PlannedMicroBatch | None:
+        """Make the tables and row lists of a micro-batch; None: routes differ from the plan. Collective."""
+        if self._slots is not None:
+            self._slots.forget()  # weights may have changed since
+        chunk = CHUNK if self._sums == "canonical" else None
+        tables_L = [
+            rank_tables(self._plan, self._demand, self._rank, number, layer, chunk)
+            for layer in range(len(self._layers))
+        ]
+        experts_PLK = recorded(routes, len(self._layers))
+        problem = mismatch(tables_L, experts_PLK) if self._fits(routes) else "they are of other layers"
+        any_live = routes is None or not bool(routes.valid_T.all())
+        place = Place(self._rank, -1, number)
+        differs_R, live_R = self._told_by_all([problem is not None, any_live], place).unbind(1)
+        if differs_R.any():
+            if self._rank == int(differs_R.nonzero()[0]):
+                _log.warning(
+                    "%s: the routes are not those of the plan (%s), so all ranks run this micro-batch without it: "
+                    "replay the routes that the plan was made for, on the ranks and in the micro-batches it says",
+                    place,
+                    problem,
                 )
             return None
-        if layer not in self._tables:
-            rank = dist.get_rank(self._group)
-            self._tables[layer] = rank_tables(self._plan, self._demand, rank, self._micro_batch, layer)
-        return self._tables[layer]
+        self._choose_source(place)
+        return PlannedMicroBatch(
+            number=number,
+            tables_L=tables_L,
+            lists_L=make_row_lists(tables_L, experts_PLK, self._group, self._device, once=chunk is None),
+            routes=routes,
+            any_live=bool(live_R.any()),
+            device=self._device,
+        )
 
-    def check(self, tables: RankTables, experts_TK: Int64[Tensor, "T K"]) -> None:
-        """Hold the routes of a layer against the plan before anything is sent.
+    def _fits(self, routes: BatchRoutes | None) -> bool:
+        return routes is None or list(routes.layer_ids) == self._plan.layer_ids.tolist()
 
-        On an accelerator the comparison would make the host wait in every layer, so there only the number of
-        token-slots is checked now, and the rest when the micro-batch ends.
-        """
-        experts = experts_TK.flatten()
-        actual_E = experts.new_zeros(len(tables.tokens_E)).scatter_add_(0, experts, torch.ones_like(experts))
-        if experts.is_cpu or len(experts) != len(tables.send_order_X):
-            check_routes(tables, actual_E)
-        else:
-            self._unchecked.append((tables, actual_E))
+    def _choose_source(self, place: Place) -> None:
+        """Fetch from the pool where nobody needs gradients, after a look at its age; collective."""
+        if self._pool is None:
+            return
+        from_pool = not torch.is_grad_enabled()
+        if from_pool and not self._pool_is_current:
+            if not self._told_by_all([self._pool.is_current()], place).all():
+                self._pool.refresh()
+            self._pool_is_current = True
+        self._pool_is_current &= from_pool  # an optimizer step may follow a pass with gradients
+        self._source = self._pool if from_pool else None
 
-    def rows(self, tables: RankTables, num_rows: int) -> tuple[Int64[Tensor, " P"], Int64[Tensor, " Q"]] | None:
-        """Return the numbers of the planned and the live rows of this rank; None: all are planned, on every rank."""
-        if not self._any_live:
-            return None
-        valid_T = torch.ones(num_rows, dtype=torch.bool) if self._valid_T is None else self._valid_T
-        if len(valid_T) != num_rows:
-            raise EngineError(
-                f"layer {tables.layer_id}, micro-batch {tables.micro_batch}, rank {tables.rank}: valid_T has "
-                f"{len(valid_T)} rows, the layer sees {num_rows}: pass the valid_T of exactly this batch"
-            )
-        planned, live = (mask.nonzero().flatten().to(self._device) for mask in (valid_T, ~valid_T))
-        return planned, live
-
-    def _agree_on_live_rows(self, valid_T: Tensor | None) -> bool:
-        """Find out whether any rank has rows without a plan: then all have to take part in their exchange."""
-        any_live = torch.zeros(1, dtype=torch.int32, device=self._device)
-        if valid_T is not None:
-            any_live += (~valid_T).any().to(self._device)
-        dist.all_reduce(any_live, dist.ReduceOp.MAX, group=self._group)
-        return bool(any_live.item())
+    def _told_by_all(self, own: list[bool], place: Place) -> Tensor:
+        """Return what every rank says, `[R, n]`; collective."""
+        mine = torch.tensor(own, dtype=torch.uint8, device=self._device)
+        everyone = [torch.empty_like(mine) for _ in range(self._num_ranks)]
+        with waiting("the agreement", place, range(self._num_ranks)):
+            dist.all_gather(everyone, mine, group=self._group)
+        return torch.stack(everyone).cpu()
 
 
 @contextmanager
-def execute_plan(model: nn.Module, plan: StepPlan, demand: Demand) -> Iterator[PlanExecution]:
+def execute_plan(
+    model: nn.Module, plan: StepPlan, demand: Demand, *, sums: Sums = "fast", pool: HostPool | None = None
+) -> Iterator[PlanExecution]:
     """Execute a plan inside a model that was loaded with `ep_implementation="relibra"`; collective.
 
     Outputs and gradients are those of the same model without a plan, up to the order of sums. Outside of
     `micro_batch` the model runs as with `all_to_all`.
 
-    model    holds all experts in the static order: rank r those from r E / R on
-    plan     of the same layers, experts and ranks, with homes that stay (`Budget(move_homes=False)`)
+    plan     of the same layers, experts and ranks; its homes are where the model's experts are (`relocate`)
     demand   what the plan was made for; its own schedule does not matter
-    raises   EngineError when plan and model do not fit, ranks hold different plans, or another plan is being executed;
-             PlanError when the plan breaks a rule
+    sums     "fast", or "canonical": outputs, gradients and so the whole run have the same bits under every plan of one
+             schedule, at a price (docs/execution.md)
+    pool     weights of replicas come from it in micro-batches without gradients (log-probabilities of the old policy);
+             with gradients they come from their homes
+    raises   EngineError when plan and model do not fit, or another plan is being executed
+
+    A plan that breaks a rule, or that ranks disagree on, is not followed: every micro-batch runs at home, and one rank
+    logs one warning that says why.
 
         with execute_plan(model, plan, demand) as step:
             for m, batch in enumerate(batches):
-                with step.micro_batch(m), replay_routing(model, batch.routes):
+                with step.micro_batch(m, batch.routes):
                     loss(model(batch.input_ids)).backward()
     """
-    layers = balanced_layers(model)
-    if any(layer.execution is not None for layer in layers.values()):
+    by_layer = balanced_layers(model)
+    layers = list(by_layer.values())
+    if any(layer.execution is not None for layer in layers):
         raise EngineError("the model is executing another plan: leave its execute_plan context first")
-    group, device = _push_group(list(layers.values())), next(model.parameters()).device
+    _make_push_group(layers)
+    group, device = layers[0].ep_mesh.get_group(), next(model.parameters()).device
     demand = plan.scheduled(demand)
-    _check_agreement(plan, demand, group, device)
-    _check_fit(plan, layers)
-    plan.validate(cluster_preset("h100x8", plan.num_ranks, plan.ranks_per_node), demand)  # only its shape is looked at
-    execution = PlanExecution(plan, demand, group, device)
+    problem = _disagreement(plan, demand, layers, sums, group, device)
+    if problem is None:
+        _check_fit(plan, by_layer)
+        problem = _broken_rule(plan, demand)
+    if problem is not None and dist.get_rank(group) == 0:
+        _log.warning("the plan is not followed, every expert runs at home: %s", problem)
+    execution = PlanExecution(model, layers, plan, demand, sums, pool, follows_plan=problem is None)
+    handle = model.register_forward_pre_hook(lambda *_: execution.begin_first_push())
     try:
-        for position, layer in enumerate(layers.values()):
+        for position, layer in enumerate(layers):
             layer.execution = (execution, position)
         yield execution
     finally:
-        for layer in layers.values():
-            layer.execution = None
-
-
-def _push_group(layers: list[BalancedEP]) -> dist.ProcessGroup:
-    """Return the group for pushes, made once per model over the ranks of its expert-parallel group; collective."""
-    if layers[0].push_group is None:
-        group = layers[0].ep_mesh.get_group()
-        ranks = dist.get_process_group_ranks(group)
-        device = torch.device(layers[0].ep_mesh.device_type)
-        timeout = group._get_backend(device).options._timeout  # else the default of half an hour
-        made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-        assert dist.get_rank(made) == dist.get_rank(group), "both groups number their ranks alike"
+        handle.remove()
         for layer in layers:
-            layer.push_group = made
-    assert layers[0].push_group is not None, "the group was made above"
-    return layers[0].push_group
+            layer.execution = None
+        if layers[0].slots is not None:
+            layers[0].slots.close()
 
 
-def _check_agreement(plan: StepPlan, demand: Demand, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Compare plan and demand across ranks: ranks that do different things would wait for each other forever."""
+def _make_push_group(layers: list[BalancedEP]) -> None:
+    """Make the group for pushes, once per model, over the ranks of its expert-parallel group; collective."""
+    if layers[0].push_group is not None:
+        return
+    group = layers[0].ep_mesh.get_group()
+    ranks = dist.get_process_group_ranks(group)
+    device = torch.device(layers[0].ep_mesh.device_type)
+    timeout = group._get_backend(device).options._timeout  # else the default of half an hour
+    made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    assert dist.get_rank(made) == dist.get_rank(group), "both groups number their ranks alike"
+    for layer in layers:
+        layer.push_group = made
+
+
+def _disagreement(
+    plan: StepPlan,
+    demand: Demand,
+    layers: list[BalancedEP],
+    sums: Sums,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> str | None:
+    """Compare what ranks are about to do: if they did different things they would wait for each other; collective."""
     assert demand.tokens_MLRE is not None, "plan.scheduled gives a schedule"
-    digest = hashlib.sha256(plan.digest().encode() + np.ascontiguousarray(demand.tokens_MLRE).tobytes()).digest()
-    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+    digest = hashlib.sha256(f"{sums} {plan.digest()}".encode() + np.ascontiguousarray(demand.tokens_MLRE).tobytes())
+    for layer in layers:
+        digest.update(layer.physical_to_logical_E.astype("<i8").tobytes())
+    own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8).to(device)
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, own, group=group)
+    with waiting("the agreement on the plan", Place(dist.get_rank(group), -1, -1), range(len(everyone))):
+        dist.all_gather(everyone, own, group=group)
     differing = [rank for rank, other in enumerate(everyone) if not torch.equal(other, everyone[0])]
-    if differing:
-        raise EngineError(
-            f"ranks {differing} hold another plan or demand than rank 0: make the plan on one rank and send it to the "
-            "others, or plan with the same demand and version everywhere and without a deadline"
-        )
+    if not differing:
+        return None
+    return (
+        f"ranks {differing} hold another plan, demand, homes or mode of sums than rank 0: make the plan on one rank "
+        "and send it to the others, or plan with the same demand and version everywhere and without a deadline"
+    )
+
+
+def _broken_rule(plan: StepPlan, demand: Demand) -> str | None:
+    try:
+        plan.validate(cluster_preset("h100x8", plan.num_ranks, plan.ranks_per_node), demand)  # only its shape counts
+    except PlanError as error:
+        return str(error)
+    return None
 
 
 def _check_fit(plan: StepPlan, layers: dict[int, BalancedEP]) -> None:
-    """Hold layers, ranks, experts and homes of the plan against those of the model."""
+    """Hold layers, ranks, experts and homes of the plan against those of the model; all ranks see the same."""
     first = next(iter(layers.values()))
     num_ranks, per_rank = first.ep_mesh.size(), first.num_local_experts
     for what, ours, theirs in (
@@ -190,9 +363,10 @@ def _check_fit(plan: StepPlan, layers: dict[int, BalancedEP]) -> None:
     ):
         if ours != theirs:
             raise EngineError(f"the plan is for {what} {ours}, the model has {theirs}: plan for this very model")
-    if (plan.physical_to_logical_map != np.arange(plan.num_experts)).any():
-        moved = plan.layer_ids[(plan.physical_to_logical_map != np.arange(plan.num_experts)).any(axis=1)]
+    homes_LE = np.stack([layer.physical_to_logical_E for layer in layers.values()])
+    elsewhere_L = (plan.physical_to_logical_map != homes_LE).any(axis=1)
+    if elsewhere_L.any():
         raise EngineError(
-            f"the plan moves homes in layers {moved.tolist()}, and moving experts is not built yet: plan with "
-            "Budget(move_homes=False)"
+            f"the plan has other homes than the model in layers {plan.layer_ids[elsewhere_L].tolist()}: call "
+            "relocate(model, plan.physical_to_logical_map, optimizer) first, or plan with Budget(move_homes=False)"
         )

@@ -1,18 +1,26 @@
-"""`HomeShard`: the rows of one expert parameter that this rank stores, and which experts they are.
+"""`HomeShard`: the rows of one expert parameter that this rank stores, which experts they are, and what goes along.
 
-An expert parameter is a DTensor `[E, ...]` on the mesh (efsdp, ep): rank `r` of the expert-parallel group is home to
-positions `r E / R` and on, and FSDP shares these out over the efsdp ranks by `torch.chunk`. Position `p` holds logical
-expert `physical_to_logical_E[p]`.
+An expert parameter is a DTensor `[E, ...]` on the mesh (efsdp, ep), or one such mesh per data-parallel replica: rank
+`r` of the expert-parallel group is home to positions `r E / R` and on, and FSDP shares these out over the efsdp ranks
+by `torch.chunk`. Position `p` holds logical expert `physical_to_logical_E[p]`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from jaxtyping import Int64
+from numpy import ndarray
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from relibra.errors import EngineError
 from relibra.parallel.balanced import BalancedEP
 
 
@@ -33,21 +41,117 @@ class HomeShard:
     first: int
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HomeRanks:
+    """Where the rows of each position are stored, inside the data-parallel replica of this rank.
+
+    rank_E   global rank
+    row_E    local row there
+    """
+
+    rank_E: Int64[ndarray, " E"]
+    row_E: Int64[ndarray, " E"]
+
+
+class StoredRows(NamedTuple):
+    """A tensor that holds one row per expert at home here; `rows` shares its memory."""
+
+    name: str
+    rows: Tensor
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one expert."""
+        return prod(self.rows.shape[1:]) * self.rows.element_size()
+
+
 def home_shards(layer: BalancedEP) -> list[HomeShard]:
     """List the expert parameters of a layer, outside of its forward and backward pass, in the module's order."""
     return [_home_shard(layer, name) for name in layer.names]
 
 
+def home_ranks(layer: BalancedEP) -> HomeRanks:
+    """Say where each position of a layer is stored; every rank of a replica gets the same answer."""
+    mesh, sizes = home_mesh(layer), _chunk_sizes(layer)
+    replicas = mesh.mesh.cpu().numpy().reshape(-1, len(sizes), layer.ep_mesh.size())
+    [own] = replicas[(replicas == dist.get_rank()).any(axis=(1, 2))]
+    shard_of_row = np.repeat(np.arange(len(sizes)), sizes)
+    row = np.concatenate([np.arange(size) for size in sizes])
+    return HomeRanks(rank_E=own[shard_of_row].T.reshape(-1).astype(np.int64), row_E=np.tile(row, own.shape[1]))
+
+
+def home_mesh(layer: BalancedEP) -> DeviceMesh:
+    """Return the mesh that the expert parameters of a layer are spread over; ep is its last dimension."""
+    return _sharded(layer, layer.names[0]).device_mesh
+
+
+def rows_by_expert(layer_id: int, layer: BalancedEP, optimizer: torch.optim.Optimizer | None) -> list[StoredRows]:
+    """List all tensors of a layer that hold a row per expert: parameters, gradients, optimizer states.
+
+    optimizer   the one that trains the experts; None: there is none yet
+    raises      EngineError when it trains others, or keeps a state that cannot be cut by experts
+    """
+    trained = {id(p) for settings in optimizer.param_groups for p in settings["params"]} if optimizer else set()
+    freight = []
+    for shard in home_shards(layer):
+        freight.append(StoredRows(shard.name, shard.rows))
+        parameter: Any = shard.parameter
+        if parameter.grad is not None:
+            freight.append(StoredRows(f"{shard.name}.grad", _local(parameter.grad)))
+        if optimizer is None:
+            continue
+        if parameter.requires_grad and id(parameter) not in trained:
+            raise EngineError(
+                f"layer {layer_id}: the optimizer does not train {shard.name}, which asks for gradients: pass the "
+                "optimizer that does, or None while there is none"
+            )
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            if _is_per_expert(value, shard.rows, f"layer {layer_id}: optimizer state {key!r} of {shard.name}"):
+                freight.append(StoredRows(f"{shard.name}.{key}", _local(value)))
+    return freight
+
+
 def _home_shard(layer: BalancedEP, name: str) -> HomeShard:
-    parameter = getattr(layer.experts, name)
-    assert isinstance(parameter, DTensor), f"{name} is not sharded: read shards between passes"
+    parameter, sizes = _sharded(layer, name), _chunk_sizes(layer)
     rows = parameter.to_local().detach()
-    mesh = parameter.device_mesh
-    num_shards, own = 1, 0
-    if "efsdp" in (mesh.mesh_dim_names or ()):
-        num_shards, own = mesh["efsdp"].size(), mesh["efsdp"].get_local_rank()
-    sizes = [len(chunk) for chunk in torch.arange(layer.num_local_experts).chunk(num_shards)]
-    sizes += [0] * (num_shards - len(sizes))
+    own = home_mesh(layer)["efsdp"].get_local_rank() if len(sizes) > 1 else 0
     assert len(rows) == sizes[own], f"{name}: {len(rows)} rows here, where chunks of {sizes} were expected"
     first = layer.ep_mesh.get_local_rank() * layer.num_local_experts + sum(sizes[:own])
     return HomeShard(name=name, parameter=parameter, rows=rows, first=first)
+
+
+def _sharded(layer: BalancedEP, name: str) -> DTensor:
+    parameter = getattr(layer.experts, name)
+    assert isinstance(parameter, DTensor), f"{name} is not sharded: read shards between passes"
+    return parameter
+
+
+def _chunk_sizes(layer: BalancedEP) -> list[int]:
+    """Rows on each efsdp rank."""
+    mesh = home_mesh(layer)
+    num_shards = mesh["efsdp"].size() if "efsdp" in (mesh.mesh_dim_names or ()) else 1
+    sizes = [len(chunk) for chunk in torch.arange(layer.num_local_experts).chunk(num_shards)]
+    return sizes + [0] * (num_shards - len(sizes))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _is_per_expert(value: object, rows: Tensor, what: str) -> bool:
+    """Tell a state that follows its expert from one of the whole parameter, such as a count of steps."""
+    if isinstance(value, Tensor):
+        local = _local(value)
+        if local.shape == rows.shape and type(local) is Tensor:
+            return True
+        kind = f"a {type(local).__name__} of shape {tuple(local.shape)}"
+        belongs_to_all = local.numel() == 1
+    else:
+        kind = f"a {type(value).__name__}"
+        belongs_to_all = value is None or isinstance(value, bool | int | float | str)
+    if not belongs_to_all:
+        raise EngineError(
+            f"{what} is {kind} where rows have shape {tuple(rows.shape)}, so it cannot be cut by experts: use an "
+            "optimizer whose states are single numbers or plain tensors of the parameter's shape, such as AdamW"
+        )
+    return False

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Int64
 from numpy import ndarray
 
+from relibra.parallel.chunked_split import chunked_split
 from relibra.planning.plan import StepPlan
 from relibra.planning.split import TokenSplit, split_tokens
 from relibra.routing.demand import Demand
@@ -21,14 +22,18 @@ from relibra.routing.demand import Demand
 class Push(NamedTuple):
     """One expert's way from its home to a replica slot; gradients take it back.
 
+    expert            logical expert
     home, home_slot   rank of the home, and the expert's position in that rank's parameters
     replica, slot     rank of the replica, and its spare slot (0..B-1)
+    tokens            token-slots that the replica computes
     """
 
+    expert: int
     home: int
     home_slot: int
     replica: int
     slot: int
+    tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,33 +84,67 @@ class RankTables:
         return [(n, push) for n, push in enumerate(self.pushes) if push.replica == self.rank]
 
 
-def rank_tables(plan: StepPlan, demand: Demand, rank: int, micro_batch: int, layer: int) -> RankTables:
+def rank_tables(
+    plan: StepPlan, demand: Demand, rank: int, micro_batch: int, layer: int, chunk: int | None = None
+) -> RankTables:
     """Derive the tables of a rank in a micro-batch and layer.
 
     demand   under the schedule of the plan (`plan.scheduled`)
     layer    position in the plan's layers, not the decoder layer
+    chunk    whole chunks of this many token-slots per instance, see `chunked_split`; None: the quotas of the plan
     """
     assert demand.tokens_MLRE is not None, "tables need a scheduled demand: call plan.scheduled first"
     tokens_RE = demand.tokens_MLRE[micro_batch, layer]
-    num_homes = plan.num_experts // plan.num_ranks
     replica_RB, quota_RB = plan.replica_MLRB[micro_batch, layer], plan.quota_MLRB[micro_batch, layer]
     split = split_tokens(tokens_RE, plan.home_LE[layer], replica_RB, quota_RB, plan.ranks_per_node)
-    home_slot_E = np.argsort(plan.physical_to_logical_map[layer], kind="stable") % num_homes
-    local_I = np.where(split.slot_I < 0, home_slot_E[split.expert_I], num_homes + split.slot_I)
+    if chunk is not None:
+        split = chunked_split(split, chunk)
+    return _of_split(
+        split, tokens_RE, plan.physical_to_logical_map[layer], plan.slots, rank, int(plan.layer_ids[layer]), micro_batch
+    )
 
-    send_RP = np.zeros((plan.num_ranks, num_homes + plan.slots), dtype=np.int64)
+
+def home_tables(
+    tokens_RE: Int64[ndarray, "R E"],
+    physical_to_logical_E: Int64[ndarray, " E"],
+    rank: int,
+    layer_id: int,
+    micro_batch: int,
+) -> RankTables:
+    """Derive the tables of a rank where every expert is computed at home, as without a plan."""
+    num_ranks, E = tokens_RE.shape
+    home_E = np.argsort(physical_to_logical_E, kind="stable") // (E // num_ranks)
+    none_RB = np.zeros((num_ranks, 0), dtype=np.int64)
+    split = split_tokens(tokens_RE, home_E, none_RB, none_RB, num_ranks)
+    return _of_split(split, tokens_RE, physical_to_logical_E, 0, rank, layer_id, micro_batch)
+
+
+def _of_split(
+    split: TokenSplit,
+    tokens_RE: ndarray,
+    physical_to_logical_E: ndarray,
+    slots: int,
+    rank: int,
+    layer_id: int,
+    micro_batch: int,
+) -> RankTables:
+    num_ranks, E = tokens_RE.shape
+    num_homes = E // num_ranks
+    home_slot_E = np.argsort(physical_to_logical_E, kind="stable") % num_homes
+    local_I = np.where(split.slot_I < 0, home_slot_E[split.expert_I], num_homes + split.slot_I)
+    send_RP = np.zeros((num_ranks, num_homes + slots), dtype=np.int64)
     send_RP[split.rank_I, local_I] = split.tokens_RI[rank]
     receive_RP = np.zeros_like(send_RP)
     own_I = split.rank_I == rank
     receive_RP[:, local_I[own_I]] = split.tokens_RI[:, own_I]
-    arrived_Y = np.repeat(np.tile(np.arange(send_RP.shape[1]), plan.num_ranks), receive_RP.ravel())
+    arrived_Y = np.repeat(np.tile(np.arange(send_RP.shape[1]), num_ranks), receive_RP.ravel())
     compute_order_Y = np.argsort(arrived_Y, kind="stable")
     return RankTables(
-        layer_id=int(plan.layer_ids[layer]),
+        layer_id=layer_id,
         micro_batch=micro_batch,
         rank=rank,
         num_homes=num_homes,
-        num_spare=plan.slots,
+        num_spare=slots,
         tokens_E=tokens_RE[rank].astype(np.int64),
         send_RP=send_RP,
         receive_RP=receive_RP,
@@ -128,8 +167,16 @@ def _send_order(tokens_I: ndarray, rank_I: ndarray, local_I: ndarray) -> Int64[n
 def _pushes(split: TokenSplit, home_slot_E: ndarray) -> tuple[Push, ...]:
     """List the replicas that get tokens; an idle one needs no weights."""
     home_E = split.rank_I[split.slot_I < 0]  # one home per expert, in the order of experts
-    busy_I = np.flatnonzero((split.slot_I >= 0) & (split.tokens_RI.sum(axis=0) > 0))
+    tokens_I = split.tokens_RI.sum(axis=0)
+    busy_I = np.flatnonzero((split.slot_I >= 0) & (tokens_I > 0))
     expert_I = split.expert_I[busy_I]
-    columns = (home_E[expert_I], home_slot_E[expert_I], split.rank_I[busy_I], split.slot_I[busy_I])
+    columns = (
+        expert_I,
+        home_E[expert_I],
+        home_slot_E[expert_I],
+        split.rank_I[busy_I],
+        split.slot_I[busy_I],
+        tokens_I[busy_I],
+    )
     pushes = [Push(*row) for row in np.stack(columns, axis=1).tolist()]
     return tuple(sorted(pushes, key=lambda push: (push.replica, push.slot)))

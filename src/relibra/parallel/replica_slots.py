@@ -1,67 +1,197 @@
-"""Replica slots: weights of hot experts on other ranks, for one (micro-batch, layer), and their gradients back home.
+"""Replica slots: weights of hot experts on other ranks, for one (layer, micro-batch) at a time, and their gradients.
 
-A replica is never a parameter. Its weights are the output of an autograd function whose input are the home parameters,
-so the gradients of all replicas end up in those of the home before anybody (FSDP, clipping, the optimizer) sees them.
+A rank has B slots, allocated once and used by every layer. Weights are pushed from the homes into them before the
+experts run, and again before the backward pass, because other layers used the slots in between: what autograd saves of
+a replica is the slot itself, and whoever runs backward has put the right weights into it by then. Nothing of a replica
+is a parameter; its gradient is added into that of its home before anybody (FSDP, clipping, the optimizer) sees it.
 
-Every rank has to run its collectives in the same order, in the backward pass too. Autograd runs what is ready, the
-latest made first. So `push_weights` comes first in the layer: its backward then runs after those of the experts and of
-the dispatch, and before that of everything in front of the layer. `tie` makes sure that it does run on every rank.
+One layer, in the order of the forward pass; the backward pass runs the right column upwards, on every rank alike:
+
+    begin    start the push, unless it is on its way         hold     add the gradients that arrived to the homes'
+    hold     tie the homes to the graph                      launch   send gradients home; the next push may start
+    experts at home                                          experts at home
+    launch   wait for the weights                            replicas
+    replicas                                                 tie      wait for the weights, pushed again
+    tie      the next layer's push may start
+
+Autograd runs what is ready, the latest made first. So gradients of replicas are on their way before the backward pass
+of the experts at home begins, and arrive behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
 from torch import Tensor, nn
 
+from relibra.parallel.host_pool import HostPool, Prefetcher
 from relibra.parallel.rank_tables import RankTables
+from relibra.parallel.transfer import Transfer, place_of
+from relibra.timeline import TimelineRecorder
+
+Homes = Callable[[], dict[str, Tensor]]
+"""Returns the local expert parameters `[E / R, ...]` of a layer, by name."""
+
+FETCH_TIMEOUT_S = 60.0
+"""Copying a few experts from memory takes milliseconds; whatever takes this long hangs."""
 
 
-@dataclass(frozen=True, eq=False)
-class ReplicaWeights:
-    """Weights in the spare slots of this rank; to be read after `wait`.
+class ReplicaSlots:
+    """The slots of one rank, and how weights get into them.
 
-    by_name   `[B, ...]` for each parameter of the experts module; `[0, ...]` where no replica comes to this rank
+    weights   `[B, ...]` per parameter of the experts modules, by name
+    num_slots B
+    pool      where weights are fetched from while set; None: from the homes
     """
 
-    by_name: dict[str, Tensor]
-    _transfers: list[dist.Work]
+    pool: HostPool | None = None
+
+    def __init__(
+        self, like_homes: dict[str, Tensor], num_slots: int, group: dist.ProcessGroup, recorder: TimelineRecorder
+    ) -> None:
+        """Allocate the slots.
+
+        like_homes   local parameters of any layer as its forward pass sees them; those of other layers are like them
+        group        a process group for pushes alone, so that they can run beside the exchange of rows
+        """
+        self.weights = {name: home.new_zeros((num_slots, *home.shape[1:])) for name, home in like_homes.items()}
+        self.num_slots, self.group, self.recorder = num_slots, group, recorder
+        self._holds: RankTables | None = None
+        self._transfer: Transfer | None = None
+        self._prefetcher: Prefetcher | None = None
+        self._fetching = False
+
+    def begin(self, tables: RankTables, position: int, homes: Homes) -> None:
+        """Start filling the slots for a (layer, micro-batch), unless its weights are here or on their way; collective.
+
+        position   of the layer among those of the model
+        """
+        if not tables.pushes or (self._holds is not None and place_of(self._holds) == place_of(tables)):
+            return
+        self.wait()
+        self._holds = tables
+        if self.pool is not None:
+            self._fetch(self.pool, tables, position)
+            return
+        rows = homes() if tables.pushes_from_here else {}
+        self._transfer = Transfer(tables, self.group, self.recorder, homewards=False)
+        for name, slots in self.weights.items():
+            # Cast as FSDP casts for the forward pass, and written past autograd's version counters: see above.
+            self._transfer.start(
+                outgoing={n: rows[name][push.home_slot].to(slots.dtype) for n, push in tables.pushes_from_here},
+                incoming={n: slots.data[push.slot] for n, push in tables.pushes_to_here},
+            )
 
     def wait(self) -> None:
         """Return when the weights of this rank's replicas are here, and those of its homes are gone."""
-        _finish(self._transfers)
+        if self._transfer is not None:
+            self._transfer.finish()
+            self._transfer = None
+        if self._fetching:
+            assert self._prefetcher is not None, "begin made it"
+            assert self._holds is not None, "begin noted what it started"
+            place = place_of(self._holds)
+            with self.recorder.record("wait push", layer=place.layer_id, micro_batch=place.micro_batch):
+                self._prefetcher.wait(place, timeout=FETCH_TIMEOUT_S)
+            self._fetching = False
+
+    def forget(self) -> None:
+        """Take no weights in the slots for current any more."""
+        self.wait()
+        self._holds = None
+
+    def close(self) -> None:
+        """End the thread that fetches from a pool, and drop what was under way: the step is over or has failed."""
+        self._holds, self._transfer = None, None
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher, self._fetching = None, False
+
+    def _fetch(self, pool: HostPool, tables: RankTables, position: int) -> None:
+        if self._prefetcher is None:
+            self._prefetcher = Prefetcher(pool)
+        slots = [
+            (position, push.expert, {name: slots.data[push.slot] for name, slots in self.weights.items()})
+            for _, push in tables.pushes_to_here
+        ]
+        self._prefetcher.start(place_of(tables), slots)
+        self._fetching = True
 
 
-def push_weights(tables: RankTables, home: dict[str, Tensor], group: dist.ProcessGroup) -> ReplicaWeights:
-    """Start all pushes of a (micro-batch, layer); the backward pass adds gradients to the homes, by replica rank.
+class LayerReplicas:
+    """The replicas of one (layer, micro-batch) in one forward pass and its backward pass.
 
-    home    local parameters `[E / R, ...]` of the experts module, by name; the same names in the same order everywhere
-    group   a process group for pushes alone, so that they can run beside the exchange of rows
+    fill          starts the push of their weights, unless it is done; collective
+    next_before   called in the backward pass when the slots are free: starts the push of the layer before; collective
     """
-    transfers: list[dist.Work] = []
-    slots = _Push.apply(tables, group, transfers, *home.values())
-    return ReplicaWeights(dict(zip(home, slots, strict=True)), transfers)
 
+    def __init__(
+        self,
+        slots: ReplicaSlots,
+        tables: RankTables,
+        fill: Callable[[], None],
+        next_before: Callable[[], None],
+    ) -> None:
+        self.slots, self.tables, self.fill, self.next_before = slots, tables, fill, next_before
+        self._return: Transfer | None = None
+        self._arriving: dict[str, dict[int, Tensor]] = {}
 
-def tie(output_YH: Float[Tensor, "Y H"], replicas: ReplicaWeights) -> Float[Tensor, "Y H"]:
-    """Return the output as it is; on ranks whose slots stay unused, its backward pass still returns the gradients."""
-    return _Tie.apply(output_YH, *replicas.by_name.values())
+    def hold(self, homes: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return (an anchor for `launch`, the homes); backward adds the gradients of replicas to those of homes."""
+        anchor, *held = _Hold.apply(self, list(homes), *homes.values())
+        return anchor, dict(zip(homes, held, strict=True))
+
+    def launch(self, anchor: Tensor, needs_gradient: list[str]) -> dict[str, Tensor]:
+        """Wait for the weights and return them; in the backward pass their gradients leave for the homes."""
+        self.slots.wait()
+        weights = _Launch.apply(self, needs_gradient, anchor)
+        return dict(zip(self.slots.weights, weights, strict=True))
+
+    def tie(self, output_YH: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        """Return the output as it is; its backward pass puts the weights into the slots again, also for idle ones."""
+        return _Tie.apply(self, output_YH, *weights.values())
+
+    def send_gradients(self, of_slots: dict[str, Tensor | None], needs_gradient: list[str]) -> None:
+        """Start the way home of all gradients; collective."""
+        tables = self.tables
+        self._return = Transfer(tables, self.slots.group, self.slots.recorder, homewards=True)
+        for name in needs_gradient:
+            gradient, slots = of_slots[name], self.slots.weights[name]
+            self._arriving[name] = {n: slots.new_empty(slots.shape[1:]) for n, _ in tables.pushes_from_here}
+            self._return.start(
+                outgoing={
+                    n: slots.new_zeros(slots.shape[1:]) if gradient is None else gradient[push.slot]
+                    for n, push in tables.pushes_to_here
+                },
+                incoming=self._arriving[name],
+            )
+
+    def add_gradients(self, of_homes: dict[str, Tensor | None]) -> None:
+        """Add what arrived to the gradients of the homes, in place, in the order of pushes."""
+        if self._return is None:  # frozen
+            return
+        self._return.finish()
+        arriving, self._arriving, self._return = self._arriving, {}, None
+        for name, rows in arriving.items():
+            of_home = of_homes[name]
+            for n, row in rows.items():
+                assert of_home is not None, "experts at home run on every rank, if only on a dummy row"
+                own = of_home[self.tables.pushes[n].home_slot]
+                wide = torch.promote_types(own.dtype, torch.float32)
+                own.copy_(own.to(wide) + row.to(wide))
 
 
 @contextmanager
-def replicas_in(experts: nn.Module, replicas: ReplicaWeights) -> Iterator[None]:
-    """Make the experts module compute with the spare slots instead of its own parameters."""
+def parameters_replaced(experts: nn.Module, by: dict[str, Tensor]) -> Iterator[None]:
+    """Make the experts module compute with other weights `[n, ...]` than its parameters."""
     module: Any = experts
-    own, num_experts = {name: module._parameters[name] for name in replicas.by_name}, module.num_experts
-    module._parameters.update(replicas.by_name)
-    module.num_experts = len(next(iter(replicas.by_name.values())))
+    own, num_experts = {name: module._parameters[name] for name in by}, module.num_experts
+    module._parameters.update(by)
+    module.num_experts = len(next(iter(by.values())))
     try:
         yield
     finally:
@@ -69,83 +199,42 @@ def replicas_in(experts: nn.Module, replicas: ReplicaWeights) -> Iterator[None]:
         module.num_experts = num_experts
 
 
-class _Push(torch.autograd.Function):
-    """Home parameters into slots; gradients of the slots back into those of the homes."""
-
+class _Hold(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, tables: RankTables, group: dist.ProcessGroup, transfers: list[dist.Work], *home: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, replicas: LayerReplicas, names: list[str], *homes: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.tables, ctx.group, ctx.device = tables, group, home[0].device
-        ctx.like_home = [torch.empty_like(weight, device="meta") for weight in home]
-        held = tables.num_spare if tables.pushes_to_here else 0
-        slots = tuple(weight.new_empty((held, *weight.shape[1:])) for weight in home)
-        for which, (weight, slot) in enumerate(zip(home, slots, strict=True)):
-            outgoing = {n: weight[push.home_slot] for n, push in tables.pushes_from_here}
-            incoming = {n: slot[push.slot] for n, push in tables.pushes_to_here}
-            transfers += _start(tables, which, group, outgoing | incoming, homewards=False)
-        return slots
+        ctx.replicas, ctx.names = replicas, names
+        return (homes[0].new_zeros(()), *(home.view_as(home) for home in homes))
 
     @staticmethod
-    def backward(ctx: Any, *of_slots: Tensor | None) -> tuple[Tensor | None, ...]:
-        tables: RankTables = ctx.tables
-        of_homes: list[Tensor | None] = [None] * len(of_slots)
-        transfers, incoming = [], {}
-        for which, (like, of_slot) in enumerate(zip(ctx.like_home, of_slots, strict=True)):
-            if not ctx.needs_input_grad[_WEIGHTS_FROM + which]:  # frozen, on every rank alike
-                continue
-            zeros = partial(torch.zeros, like.shape[1:], dtype=like.dtype, device=ctx.device)
-            arriving = {n: zeros() for n, _ in tables.pushes_from_here}
-            leaving = {n: zeros() if of_slot is None else of_slot[push.slot] for n, push in tables.pushes_to_here}
-            transfers += _start(tables, which, ctx.group, arriving | leaving, homewards=True)
-            incoming[which] = arriving
-        _finish(transfers)
-        for which, arrived in incoming.items():
-            if arrived:
-                of_homes[which] = of_home = torch.zeros_like(ctx.like_home[which], device=ctx.device)
-                for n, gradient in arrived.items():  # in the order of pushes: by replica rank
-                    of_home[tables.pushes[n].home_slot] += gradient
-        return (None,) * _WEIGHTS_FROM + tuple(of_homes)
+    def backward(ctx: Any, _anchor: Tensor | None, *of_homes: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.replicas.add_gradients(dict(zip(ctx.names, of_homes, strict=True)))
+        return (None, None, *of_homes)
 
 
-_WEIGHTS_FROM = 3
-"""Arguments of `_Push` before its weights."""
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, replicas: LayerReplicas, needs_gradient: list[str], _anchor: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.replicas, ctx.needs_gradient = replicas, needs_gradient
+        return tuple(slots.detach() for slots in replicas.slots.weights.values())
+
+    @staticmethod
+    def backward(ctx: Any, *of_slots: Tensor | None) -> tuple[None, None, None]:
+        replicas: LayerReplicas = ctx.replicas
+        replicas.send_gradients(dict(zip(replicas.slots.weights, of_slots, strict=True)), ctx.needs_gradient)
+        replicas.next_before()
+        return None, None, None
 
 
 class _Tie(torch.autograd.Function):
-    """Identity that makes whatever it is tied to part of the backward pass, without a gradient of its own."""
-
     @staticmethod
-    def forward(ctx: Any, output: Tensor, *tied: Tensor) -> Tensor:
-        ctx.num_tied = len(tied)
+    def forward(ctx: Any, replicas: LayerReplicas, output: Tensor, *tied: Tensor) -> Tensor:
+        ctx.replicas, ctx.num_tied = replicas, len(tied)
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (gradients[0], *[None] * ctx.num_tied)
-
-
-def _start(
-    tables: RankTables, which: int, group: dist.ProcessGroup, tensor_of: dict[int, Tensor], *, homewards: bool
-) -> list[dist.Work]:
-    """Start this rank's share of the pushes of parameter number `which`, in the order of pushes."""
-    operations = []
-    for n in sorted(tensor_of):
-        push = tables.pushes[n]
-        outwards = (push.home == tables.rank) != homewards
-        operations.append(
-            dist.P2POp(
-                dist.isend if outwards else dist.irecv,
-                tensor_of[n].contiguous() if outwards else tensor_of[n],
-                group=group,
-                tag=which * len(tables.pushes) + n,
-                group_peer=push.replica if push.home == tables.rank else push.home,
-            )
-        )
-    return dist.batch_isend_irecv(operations) if operations else []
-
-
-def _finish(transfers: list[dist.Work]) -> None:
-    while transfers:
-        transfers.pop().wait()
+        ctx.replicas.fill()
+        ctx.replicas.slots.wait()
+        return (None, gradients[0], *[None] * ctx.num_tied)

@@ -1,0 +1,277 @@
+"""What one GPU can say: does an even load take even time, and do copies into slots hide under computing?
+
+First the grouped experts are held against float64; a product that is wrong is not timed. Then every rank of an
+expert-parallel group is run one after another, in bfloat16 and at the sizes of real models (see emulated_ranks.py), and
+slots are copied on a stream of their own while experts compute. Rows go to results/gpu.json and gpu_overlap.json.
+Run: python benchmarks/gpu.py [--quick] [--json] [--data FOLDER] [--output FOLDER]   (or: make bench-gpu)
+--quick takes 8 ranks alone and writes no rows; with --device cpu it runs toy sizes, to try the program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import emulated_ranks as emulated
+import torch
+from grouped_experts import bytes_needed, grouped_experts
+from jaxtyping import Float64
+from numpy import ndarray
+from planner_steps import domain_step
+from provenance import RESULTS, write_results
+
+from relibra.errors import ConfigError, RelibraError
+from relibra.planning.objective import ExpertShape, expert_shape
+from relibra.routing.demand import Demand
+from relibra.routing.micro_batches import cut_recorded, select_micro_batches
+
+MODELS = {"Qwen3-30B-A3B": "qwen3-30b-a3b", "Qwen3-235B-A22B": "qwen3-235b-a22b"}
+EXPERTS, TOP_K, TOKENS = 128, 8, 4096
+RECORDED_TOKENS = 1024
+"""Per rank: 32 ranks then still find two micro-batches in the recording."""
+RECORDED_MICRO_BATCHES = 12
+"""The last ones, at most: fewer tokens would cut more, and all of them would have to be planned."""
+
+TOY = ExpertShape(hidden=32, width=16)
+MEMORY_SHARE = 0.8
+"""Of the free memory; the allocator loses some to pieces that fit nothing else."""
+
+SLOT_COPIES = 8
+OVERLAP_UNIT = (
+    f"milliseconds, median: {SLOT_COPIES} copies of one expert's weights into a slot; experts of one rank with an even "
+    "load, forward and backward; both at once on two streams. hidden: (copy + compute - together) / copy"
+)
+OVERLAP_FIGURES = ("copy ms", "compute ms", "together ms", "hidden")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Experts of one size under one kind of routes.
+
+    tokens    per rank and micro-batch
+    demand    makes a step from ranks and tokens
+    """
+
+    source: str
+    shape: ExpertShape
+    tokens: int
+    demand: Callable[[int, int], Demand]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much is measured: sizes of the group, pairs of micro-batch and layer, repetitions of each time."""
+
+    ranks: tuple[int, ...] = emulated.RANKS
+    pairs: int = 4
+    repetitions: int = 5
+
+
+QUICK = Effort(ranks=(8,), pairs=2, repetitions=2)
+
+
+def settings(data: Path) -> list[Setting]:
+    """Return made-up routes for each model of MODELS, and recorded ones where they are."""
+
+    def made_up(ranks: int, tokens: int) -> Demand:
+        # Four samples of a quarter of the tokens for each rank and micro-batch.
+        sizes = {"ranks": ranks, "layers": 4, "experts": EXPERTS, "micro_batches": 4, "samples": 16 * ranks}
+        return domain_step(tokens=max(1, tokens // 4), seed=emulated.SEED, top_k=TOP_K, **sizes)
+
+    found = [
+        Setting(source=f"{name}, synthetic domains", shape=expert_shape(key), tokens=TOKENS, demand=made_up)
+        for name, key in MODELS.items()
+    ]
+    source, trace = emulated.routes(data)
+
+    def cut(ranks: int, tokens: int) -> Demand:
+        whole = cut_recorded(trace, ranks * tokens, ranks)
+        return select_micro_batches(whole, max(0, len(whole.load_MLE) - RECORDED_MICRO_BATCHES))
+
+    shape = expert_shape("gpt-oss-20b")
+    return [*found, Setting(source=source, shape=shape, tokens=RECORDED_TOKENS, demand=cut)]
+
+
+def as_toy(setting: Setting) -> Setting:
+    """Shrink experts and micro-batches until a CPU is done in seconds."""
+    return replace(setting, source=f"toy experts, routes of {setting.source}", shape=TOY, tokens=64)
+
+
+def emulated_rows(setting: Setting, effort: Effort, device: torch.device, limit_bytes: int) -> Iterator[dict]:
+    """Check the experts, then time every rank of each size of the group.
+
+    raises    EngineError when the experts differ from float64
+    """
+    shape = setting.shape
+    for ranks in effort.ranks:
+        fitted = fitting(setting, ranks, effort.pairs, limit_bytes)
+        if fitted is None:
+            continue
+        tokens, works = fitted
+        seconds, error = _timed(works, shape, effort, device)
+        facts = {
+            "repetitions": effort.repetitions,
+            "device": device_name(device),
+            "error": error,
+            "configuration": f"{device_name(device)}; {tokens:,} tokens per rank, {len(works[0].counts)} pairs of "
+            f"micro-batch and layer, {emulated.SLOTS} spare slot per rank, nodes of 8; experts {shape.hidden} x "
+            f"{shape.width}, bfloat16, off by {error:.1e} from float64",
+        }
+        yield from emulated.result_rows(works, seconds, setting.source, **facts)
+
+
+def _timed(
+    works: list[emulated.RankWork], shape: ExpertShape, effort: Effort, device: torch.device
+) -> tuple[dict[str, Float64[ndarray, "P R"]], float]:
+    """Return seconds and the error of the check; memory is free again afterwards."""
+    groups, most = emulated.sizes_needed(works)
+    experts = grouped_experts(groups, most, shape.hidden, shape.width, device, torch.bfloat16, emulated.SEED)
+    error = experts.check()
+    return emulated.measured_seconds(works, experts, effort.repetitions), error
+
+
+def fitting(setting: Setting, ranks: int, number: int, limit_bytes: int) -> tuple[int, list[emulated.RankWork]] | None:
+    """Plan at the setting's tokens per rank, or at halves of it until the fullest rank fits; None: none did."""
+    shape, tokens = setting.shape, setting.tokens
+    while tokens:
+        demand = setting.demand(ranks, tokens)
+        works = emulated.rank_works(demand, ranks, shape, emulated.choose_pairs(demand, number))
+        needed = bytes_needed(*emulated.sizes_needed(works), shape.hidden, shape.width, torch.bfloat16)
+        if needed <= limit_bytes:
+            return tokens, works
+        print(
+            f"{setting.source}, EP {ranks}: {tokens:,} tokens per rank need {needed / 2**30:.2f} GiB, there are "
+            f"{limit_bytes / 2**30:.2f}: half of the tokens is next",
+            file=sys.stderr,
+        )
+        tokens //= 2
+    print(f"skipped: {setting.source}, EP {ranks}, which does not fit into memory", file=sys.stderr)
+    return None
+
+
+def hidden_fraction(copy: float, compute: float, together: float) -> float:
+    """Return the share of a copy that took no time of its own: 1 hidden, 0 as if one after the other."""
+    return (copy + compute - together) / copy
+
+
+def overlap_rows(setting: Setting, effort: Effort, device: torch.device, limit_bytes: int) -> Iterator[dict]:
+    """Copy slots beside the experts of one rank of 16; needs CUDA, and skips aloud what does not fit."""
+    shape, groups = setting.shape, EXPERTS // 16
+    counts = emulated.equal_counts(setting.tokens * TOP_K, groups, 1)[0]
+    if bytes_needed(groups + 2, sum(counts), shape.hidden, shape.width, torch.bfloat16) > limit_bytes:
+        print(f"skipped: copies beside {setting.source}, which do not fit into memory", file=sys.stderr)
+        return
+    experts = grouped_experts(groups, sum(counts), shape.hidden, shape.width, device, torch.bfloat16, emulated.SEED)
+    experts.check()
+    compute = experts.work(counts)
+    slot = torch.empty(shape.parameters, dtype=torch.bfloat16, device=device)
+    side = torch.cuda.Stream(device)
+    homes = {"host to device": torch.empty_like(slot, device="cpu").pin_memory(), "device to device": slot.clone()}
+    for way, home in homes.items():
+
+        def copy(home: torch.Tensor = home) -> None:
+            for _ in range(SLOT_COPIES):
+                slot.copy_(home, non_blocking=True)
+
+        turns = [(copy, None), (None, compute), (copy, compute)]
+        found = [[_span(*turn, compute, side) for turn in turns] for _ in range(effort.repetitions + 1)]
+        alone, computing, together = (statistics.median(times) for times in zip(*found[1:], strict=True))
+        yield {
+            "case": f"{setting.source.split(',')[0]}, {way}", "label": "measured", "unit": OVERLAP_UNIT,
+            "copy ms": 1000 * alone, "compute ms": 1000 * computing, "together ms": 1000 * together,
+            "hidden": hidden_fraction(alone, computing, together), "seed": emulated.SEED,
+            "repetitions": effort.repetitions, "device": device_name(device),
+            "configuration": f"{device_name(device)}; {SLOT_COPIES} x {shape.weight_bytes / 2**20:.0f} MiB beside "
+            f"{groups} experts of {shape.hidden} x {shape.width} with {sum(counts):,} token-slots, bfloat16",
+        }  # fmt: skip
+
+
+def _span(
+    copy: Callable[[], None] | None,
+    compute: Callable[[], object] | None,
+    lead: Callable[[], object],
+    side: torch.cuda.Stream,
+) -> float:
+    """Return the seconds until both are done; `lead` runs before, so that the host gets ahead of the device."""
+    main = torch.cuda.current_stream(side.device)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(side.device)
+    lead()
+    start.record(main)
+    side.wait_event(start)
+    if copy is not None:
+        with torch.cuda.stream(side):
+            copy()
+    if compute is not None:
+        compute()
+    main.wait_stream(side)
+    end.record(main)
+    torch.cuda.synchronize(side.device)
+    return start.elapsed_time(end) / 1000
+
+
+def memory_limit(device: torch.device) -> int:
+    """Return the bytes that a case may take: a share of what is free on a GPU, 1 GiB on a CPU."""
+    if device.type == "cpu":
+        return 1 << 30
+    torch.cuda.empty_cache()
+    return int(MEMORY_SHARE * torch.cuda.mem_get_info(device)[0])
+
+
+def device_name(device: torch.device) -> str:
+    """Return what the maker calls it; "CPU" for any CPU, which the rows name elsewhere."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _print_overlaps(rows: list[dict]) -> None:
+    for row in rows:
+        figures = ", ".join(f"{name.removesuffix(' ms')} {row[name]:.3f}" for name in OVERLAP_FIGURES)
+        print(f"{row['case']}: {figures}")
+    if rows:
+        print(OVERLAP_UNIT)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--data", type=Path, default=emulated.DATA)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    if options.device == "cpu" and not options.quick:
+        raise ConfigError("--device cpu would take hours at real sizes: add --quick for toy sizes, or leave it out")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("skipped: torch sees no CUDA device here, so nothing was measured and no rows were written")
+        return
+    device = torch.device(options.device)
+    effort = QUICK if options.quick else Effort()
+    rows, overlaps = [], []
+    torch.set_num_threads(1)
+    for setting in settings(options.data):
+        if device.type == "cpu":
+            rows += emulated_rows(as_toy(setting), effort, device, memory_limit(device))
+            continue
+        rows += emulated_rows(setting, effort, device, memory_limit(device))
+        if setting.tokens == TOKENS:
+            overlaps += overlap_rows(setting, effort, device, memory_limit(device))
+    if options.json:
+        print(json.dumps(rows + overlaps, indent=1))
+    else:
+        emulated.print_rows(rows)
+        _print_overlaps(overlaps)
+    if not options.quick:
+        for name, found in (("gpu", rows), ("gpu_overlap", overlaps)):
+            print(write_results(name, found, "make bench-gpu", options.output), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except RelibraError as error:
+        sys.exit(f"error: {error}")

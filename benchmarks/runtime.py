@@ -1,0 +1,183 @@
+"""What executing plans buys, side by side with transformers' `all_to_all`. Rows go to results/runtime.json.
+
+Run: python benchmarks/runtime.py [--quick] [--json] [--data FOLDER] [--output FOLDER]   (or: relibra bench runtime)
+Two processes of one thread each, forward and backward passes of all micro-batches of a step, replayed routes, no
+optimizer; medians over repetitions in which the variants take turns. --quick takes a smaller model, few repetitions,
+and writes no rows. The recordings are not part of the project.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+os.environ.update(dict.fromkeys(THREADS, "1"))  # before numpy and torch start their threads
+
+import numpy as np  # noqa: E402
+import runtime_steps as steps  # noqa: E402
+from provenance import RESULTS, write_results  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from relibra import Budget, plan_step  # noqa: E402
+from relibra.cluster import cluster_preset  # noqa: E402
+from relibra.routing.demand import Demand  # noqa: E402
+from relibra.routing.readers import open_trace  # noqa: E402
+from relibra.routing.trace import RoutingTrace  # noqa: E402
+
+DATA = Path(__file__).parents[2] / "shared" / "data"
+RECORDING = "gpt_oss_20b_decode_topk.npz"
+SYNTHETIC = steps.Sizes(layers=2, experts=8, top_k=2, hidden=512, width=1024, samples=8, length=256, micro_batches=2)
+RECORDED = steps.Sizes(layers=3, experts=32, top_k=4, hidden=384, width=512, samples=6, length=256, micro_batches=2)
+TINY = {"hidden": 64, "width": 64, "samples": 2, "length": 32}
+TARGETS = {1.25: 1.12, 1.5: 1.28, 1.75: 1.45}
+"""Throughput over `all_to_all` to reach at a rank skew."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--data", type=Path, default=DATA)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    rows = list(_rows(options.data, options.quick))
+    if options.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        _print(rows)
+    if not options.quick:
+        print(write_results("runtime", rows, "relibra bench runtime", options.output), file=sys.stderr)
+
+
+def _rows(data: Path, quick: bool) -> Iterator[dict]:
+    repetitions = 1 if quick else 7
+    sizes = replace(SYNTHETIC, **TINY) if quick else SYNTHETIC
+    for alike in (False, True):
+        for skew, target in TARGETS.items():
+            name = f"synthetic, micro-batches {'alike' if alike else 'differ'}"
+            trace = steps.skewed_routes(sizes, skew, seed=0, alike=alike)
+            balancers = ["eplb", "relibra"] + ["canonical"] * (skew == 1.5 and not alike)
+            yield from _measured(name, sizes, trace, balancers, repetitions, target)
+    if not (data / RECORDING).exists():
+        print(
+            f"skipped: recorded routes, because {data / RECORDING} is not there; name it with --data", file=sys.stderr
+        )
+        return
+    sizes = replace(RECORDED, **TINY) if quick else RECORDED
+    yield from _measured(
+        "recorded gpt-oss-20b", sizes, _recorded(data / RECORDING, sizes), ["eplb", "relibra"], repetitions, 0.99
+    )
+
+
+def _recorded(path: Path, sizes: steps.Sizes) -> RoutingTrace:
+    """Cut samples of equal length from the recording, in its order, with every eighth layer."""
+    trace = open_trace(path, sizes.experts)
+    layers = np.arange(trace.num_layers)[4::8][: sizes.layers]
+    rows = np.flatnonzero(np.asarray(trace.valid_T))[: sizes.tokens]
+    experts_TLK = np.asarray(trace.experts_TLK)[rows][:, layers]
+    return RoutingTrace.from_samples(
+        np.split(experts_TLK, sizes.tokens // sizes.length),
+        num_experts=sizes.experts,
+        layer_ids=list(range(sizes.layers)),
+    )
+
+
+def _measured(
+    case: str, sizes: steps.Sizes, trace: RoutingTrace, balancers: list[str], repetitions: int, target: float
+) -> Iterator[dict]:
+    start = time.perf_counter()
+    variants = [_variant(sizes, trace, name) for name in ("all_to_all", *balancers)]
+    balanced = steps.balanced_routes(sizes)
+    variants += [
+        replace(_variant(sizes, balanced, "static", slots=0), name="balanced routes"),
+        replace(_variant(sizes, balanced, "all_to_all"), name="balanced routes, all_to_all"),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        timed = steps.on_ranks(sizes, variants, Path(folder), repetitions)
+        memory = steps.on_ranks(sizes, variants, Path(folder), 0)
+    print(f"{case}, skew {variants[0].skew:.2f}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    seconds = {name: np.array(found) for name, found in timed.seconds.items()}
+    for variant in variants:
+        own = seconds[variant.name]
+        exposed = float(np.median(timed.exposed[variant.name]))
+        yield {
+            "case": case,
+            "label": "measured",
+            "unit": "tokens per second of forward and backward passes; ratios of throughput, medians over repetitions",
+            "seed": 0,
+            "repetitions": repetitions,
+            "skew": variant.skew,
+            "planned_skew": variant.planned_skew,
+            "balancer": variant.name,
+            "tokens_per_second": sizes.tokens / float(np.median(own)),
+            "seconds": sorted(own.tolist()),
+            "ratio_to_all_to_all": float(np.median(seconds["all_to_all"] / own)),
+            "ratio_to_balanced": float(np.median(seconds["balanced routes"] / own)),
+            "exposed_seconds": exposed,
+            "exposed_share": exposed / float(np.median(own)),
+            "relocation_seconds": float(np.max(timed.moved[variant.name])),
+            "peak_bytes": int(np.max(memory.peak[variant.name])),
+            "slot_bytes": variant.slots * sizes.expert_bytes,
+            "copies": variant.copies,
+            "expert_share": timed.expert_seconds / float(np.median(seconds["balanced routes"])),
+            "target": target if variant.name == "relibra" else None,
+            "sizes": vars(sizes),
+        }
+
+
+def _variant(sizes: steps.Sizes, trace: RoutingTrace, name: str, slots: int = 1) -> steps.Variant:
+    demand = Demand.from_trace(trace).with_schedule(*steps.schedule(sizes), steps.NUM_RANKS)
+    cluster = cluster_preset("h100x8", steps.NUM_RANKS, steps.NUM_RANKS)
+    budget = Budget(slots=slots, place_samples=False, objective="tokens")
+    static = plan_step(demand, cluster, replace(budget, slots=0), "static")
+    if name == "all_to_all":
+        plan = None
+    else:
+        plan = plan_step(demand, cluster, budget, "relibra" if name == "canonical" else name)
+    return steps.Variant(
+        name=name,
+        trace=trace,
+        demand=demand,
+        plan=plan,
+        sums="canonical" if name == "canonical" else "fast",
+        skew=static.skew(demand),
+        planned_skew=(plan or static).skew(demand),
+    )
+
+
+def _print(rows: list[dict]) -> None:
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
+    for title in ("case", "balancer"):
+        table.add_column(title, overflow="fold", max_width=30)
+    for title in ("skew", "tokens/s", "/ all_to_all", "/ balanced", "target", "exposed", "peak MiB"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["case"],
+            row["balancer"],
+            f"{row['skew']:.2f}",
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['ratio_to_all_to_all']:.3f}",
+            f"{row['ratio_to_balanced']:.3f}",
+            "" if row["target"] is None else f"{row['target']:.2f}",
+            f"{100 * row['exposed_share']:.1f} %",
+            f"{row['peak_bytes'] / 2**20:.0f}",
+        )
+    Console().print(table)
+    print(
+        "balanced: the same step with as many token-slots for every expert, by the same runtime; exposed: waiting for "
+        "pushes and\nreturns; peak: memory of the busier rank above what it had before the step"
+    )
+
+
+if __name__ == "__main__":
+    main()

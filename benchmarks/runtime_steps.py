@@ -1,0 +1,286 @@
+"""Steps for `runtime.py`: routes of a wanted rank skew, the model, and one rank's forward and backward passes."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.utils import logging as transformers_logging
+
+from relibra.parallel import execute_plan, register, relocate
+from relibra.parallel.replica_slots import parameters_replaced
+from relibra.planning.plan import StepPlan
+from relibra.replay import BatchRoutes, replay_routing
+from relibra.routing.demand import Demand
+from relibra.routing.trace import RoutingTrace
+
+NUM_RANKS = 2
+VOCAB = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of the model and its batches; samples of `length` tokens, `samples` per rank and micro-batch."""
+
+    layers: int
+    experts: int
+    top_k: int
+    hidden: int
+    width: int
+    samples: int
+    length: int
+    micro_batches: int
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a rank in a micro-batch."""
+        return self.samples * self.length
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.rows * NUM_RANKS * self.micro_batches
+
+    @property
+    def expert_bytes(self) -> int:
+        """Weights of one expert in single precision."""
+        return 3 * self.hidden * self.width * 4
+
+    def config(self) -> Qwen3MoeConfig:
+        """Describe the model to transformers."""
+        return Qwen3MoeConfig(
+            vocab_size=VOCAB,
+            hidden_size=self.hidden,
+            intermediate_size=self.width,
+            moe_intermediate_size=self.width,
+            num_hidden_layers=self.layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=self.hidden // 8,
+            num_experts=self.experts,
+            num_experts_per_tok=self.top_k,
+            norm_topk_prob=True,
+            max_position_embeddings=max(512, self.length),
+            tie_word_embeddings=False,
+        )
+
+
+def skewed_routes(sizes: Sizes, skew: float, seed: int, *, alike: bool) -> RoutingTrace:
+    """Draw routes where one rank gets skew / 2 of the token-slots of each (micro-batch, layer).
+
+    alike   the same rank and the same popular experts in every micro-batch; else both are drawn again
+    """
+    rng = np.random.default_rng(seed)
+    half, shape = sizes.experts // NUM_RANKS, (sizes.rows * NUM_RANKS, sizes.layers, sizes.top_k)
+    samples, popularity = [], {}
+    for m in range(sizes.micro_batches):
+        experts_TLK = np.empty(shape, dtype=np.uint8)
+        for layer in range(sizes.layers):
+            key = layer if alike else (m, layer)
+            if key not in popularity:
+                popularity[key] = rng.integers(NUM_RANKS), rng.dirichlet(np.full(half, 2.0), size=NUM_RANKS)
+            hot, weight_RE = popularity[key]
+            on_hot_TK = rng.random((len(experts_TLK), sizes.top_k)) < skew / NUM_RANKS
+            rank_TK = np.where(on_hot_TK, hot, 1 - hot)
+            # Gumbel top-k per rank: distinct experts, popular ones first.
+            keys_RTE = np.log(weight_RE)[:, None] + rng.gumbel(size=(NUM_RANKS, len(experts_TLK), half))
+            order_RTE = np.argsort(-keys_RTE, axis=2)
+            for rank in range(NUM_RANKS):
+                nth_TK = np.cumsum(rank_TK == rank, axis=1) - 1
+                chosen_TK = np.take_along_axis(order_RTE[rank], np.maximum(nth_TK, 0), axis=1) + rank * half
+                experts_TLK[:, layer] = np.where(rank_TK == rank, chosen_TK, experts_TLK[:, layer])
+        samples += np.split(experts_TLK, sizes.samples * NUM_RANKS)
+    return _trace(samples, sizes)
+
+
+def balanced_routes(sizes: Sizes) -> RoutingTrace:
+    """Give every expert the same number of token-slots, and tokens choices on any ranks."""
+    t = np.arange(sizes.tokens)
+    first_T, step_T = t % sizes.experts, 1 + (t // sizes.experts) % (sizes.experts - 1)
+    chosen_TK = np.stack([first_T, (first_T + step_T) % sizes.experts], axis=1)
+    for k in range(2, sizes.top_k):
+        step_T = 1 + (step_T + k) % (sizes.experts - 1)
+        chosen_TK = np.concatenate([chosen_TK, ((chosen_TK[:, -1] + step_T) % sizes.experts)[:, None]], axis=1)
+    experts_TLK = np.repeat(chosen_TK[:, None].astype(np.uint8), sizes.layers, axis=1)
+    return _trace(np.split(experts_TLK, sizes.samples * NUM_RANKS * sizes.micro_batches), sizes)
+
+
+def _trace(samples: list[np.ndarray], sizes: Sizes) -> RoutingTrace:
+    return RoutingTrace.from_samples(samples, num_experts=sizes.experts, layer_ids=list(range(sizes.layers)))
+
+
+def schedule(sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
+    """Return (micro-batch, rank) of each sample, in their order."""
+    number = np.arange(sizes.samples * NUM_RANKS * sizes.micro_batches)
+    return number // (sizes.samples * NUM_RANKS), number // sizes.samples % NUM_RANKS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What is measured: routes, who executes them, and under which plan (None: `all_to_all`).
+
+    skew, planned_skew   of the routes on the static layout, and under the plan
+    """
+
+    name: str
+    trace: RoutingTrace
+    demand: Demand
+    plan: StepPlan | None
+    skew: float
+    planned_skew: float
+    sums: str = "fast"
+
+    @property
+    def slots(self) -> int:
+        """Spare slots per rank."""
+        return 0 if self.plan is None else self.plan.slots
+
+    @property
+    def copies(self) -> int:
+        """Replicas that compute something, over all micro-batches and layers."""
+        return 0 if self.plan is None else int((self.plan.quota_MLRB > 0).sum())
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What the ranks found, by name of the variant, one entry per repetition; the worse rank counts.
+
+    expert_seconds   of one rank for the experts of a step of balanced routes, and nothing else
+    """
+
+    seconds: dict[str, list[float]]
+    exposed: dict[str, list[float]]
+    moved: dict[str, list[float]]
+    peak: dict[str, list[int]]
+    expert_seconds: float
+
+
+def on_ranks(sizes: Sizes, variants: list[Variant], folder: Path, repetitions: int) -> Found:
+    """Run all variants in two processes, taking turns; without repetitions, once each, looking at memory instead."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(sizes.config()).save_pretrained(folder)
+    (folder / "rendezvous").unlink(missing_ok=True)
+    memory = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed leaves the process at once
+    os.environ.update(memory if repetitions == 0 else {})
+    try:
+        mp.spawn(_work, (sizes, variants, folder, repetitions), nprocs=NUM_RANKS)
+    finally:
+        for name in memory:
+            os.environ.pop(name, None)
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+    worse = {
+        key: {
+            name: [max(pair) for pair in zip(*(one[key][name] for one in found), strict=True)] for name in found[0][key]
+        }
+        for key in ("seconds", "exposed", "moved", "peak")
+    }
+    return Found(**worse, expert_seconds=max(one["expert_seconds"] for one in found))
+
+
+def _work(rank: int, sizes: Sizes, variants: list[Variant], folder: Path, repetitions: int) -> None:
+    torch.set_num_threads(1)
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    register()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=NUM_RANKS)
+    models = {name: load(folder, name) for name in ("all_to_all", "relibra")}
+    steps = [Step(variant, sizes, models["all_to_all" if variant.plan is None else "relibra"]) for variant in variants]
+    found = {key: {step.variant.name: [] for step in steps} for key in ("seconds", "exposed", "moved", "peak")}
+    for step in steps:  # the first step of each also warms up
+        measured = step.run()
+        if repetitions == 0:
+            for key, value in measured.items():
+                found[key][step.variant.name].append(value)
+    for repetition in range(repetitions):
+        for turn in range(len(steps)):
+            step = steps[(turn + repetition) % len(steps)]
+            for key, value in step.run().items():
+                found[key][step.variant.name].append(value)
+    result = {**found, "expert_seconds": _expert_seconds(sizes, models["all_to_all"], max(1, repetitions))}
+    (folder / f"{rank}.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def load(folder: Path, implementation: str) -> nn.Module:
+    """Load the model with its experts spread over the ranks."""
+    config = DistributedConfig(fsdp_size=NUM_RANKS, ep_size=NUM_RANKS, ep_implementation=implementation)
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32).train()
+
+
+class Step:
+    """Forward and backward passes of one variant on one rank."""
+
+    def __init__(self, variant: Variant, sizes: Sizes, model: nn.Module) -> None:
+        self.variant, self.model = variant, model
+        micro_batch_S, rank_S = schedule(sizes)
+        self.batches: list[tuple[BatchRoutes, Tensor]] = []
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for m in range(sizes.micro_batches):
+            own = np.flatnonzero((micro_batch_S == m) & (rank_S == dist.get_rank())).tolist()
+            tokens_BN = torch.randint(VOCAB, (sizes.samples, sizes.length), generator=generator)
+            routes = BatchRoutes.padded(variant.trace.select(own), torch.ones_like(tokens_BN))
+            self.batches.append((routes, tokens_BN))
+
+    def run(self) -> dict[str, float]:
+        """Return seconds until all ranks are done, seconds exposed and of relocation before, and peak bytes here."""
+        plan, moved, exposed = self.variant.plan, 0.0, 0.0
+        if plan is not None:
+            moved = relocate(self.model, plan.physical_to_logical_map).seconds
+        self.model.zero_grad()
+        before = _memory("VmRSS", reset_peak=True)
+        dist.barrier()
+        start = time.perf_counter()
+        with self._execution() as step:
+            for m, (routes, tokens_BN) in enumerate(self.batches):
+                with replay_routing(self.model, routes) if step is None else step.micro_batch(m, routes):
+                    logits = self.model(tokens_BN, use_cache=False).logits
+                    cross_entropy(logits[:, :-1].flatten(0, 1), tokens_BN[:, 1:].flatten()).backward()
+            dist.barrier()
+            seconds = time.perf_counter() - start
+            if step is not None:
+                exposed = float(step.timeline().exposed_seconds()[dist.get_rank()])
+        return {"seconds": seconds, "exposed": exposed, "moved": moved, "peak": _memory("VmHWM") - before}
+
+    def _execution(self):
+        plan, demand, sums = self.variant.plan, self.variant.demand, self.variant.sums
+        return nullcontext() if plan is None else execute_plan(self.model, plan, demand, sums=sums)
+
+
+def _expert_seconds(sizes: Sizes, model: nn.Module, repetitions: int) -> float:
+    """Time what one rank's experts compute in a step of balanced routes, forward and backward."""
+    experts = next(module for name, module in model.named_modules() if name.endswith(".experts"))
+    local = {name: p.to_local().detach().requires_grad_() for name, p in experts.named_parameters(recurse=False)}
+    rows = torch.randn(sizes.rows * sizes.top_k, sizes.hidden, requires_grad=True)
+    slot_Y1 = (torch.arange(len(rows)) * (sizes.experts // NUM_RANKS) // len(rows)).unsqueeze(1)
+    seconds = []
+    for _ in range(1 + repetitions):
+        dist.barrier()
+        start = time.perf_counter()
+        with parameters_replaced(experts, local):
+            type(experts).forward(experts, rows, slot_Y1, torch.ones(len(rows), 1)).sum().backward()
+        seconds.append(time.perf_counter() - start)
+    return float(np.median(seconds[1:])) * sizes.layers * sizes.micro_batches
+
+
+def _memory(key: str, *, reset_peak: bool = False) -> int:
+    """Return bytes of this process as Linux counts them."""
+    if reset_peak:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith(key)).split()[1]) * 1024

@@ -1,0 +1,348 @@
+"""`Timeline`: what each rank did when, for how long and with how many bytes, measured or simulated.
+
+What a stage is called is up to the writer ("push", "dispatch", "experts", "step", ...). One convention has a meaning: a
+stage that begins with "wait" is time in which the rank had nothing else to do (`exposed_seconds`).
+
+A file holds a header and one event per line, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float64
+from numpy import ndarray
+
+from relibra.errors import TraceError
+from relibra.files import atomic_path, write_text
+
+FORMAT, VERSION = "relibra timeline", 1
+LABELS = ("measured", "model", "simulated", "cited")
+"""Where the figures come from, as in result rows."""
+MAX_EVENTS, MAX_RANKS, MAX_LINE_BYTES = 1 << 24, 1 << 15, 1 << 13
+MAX_STAGE, MAX_LABEL = 100, 200
+_LARGEST = 1 << 53  # whole numbers up to here survive every reader of JSON
+
+
+class Event(NamedTuple):
+    """One stage of one rank.
+
+    layer, micro_batch   -1 where they do not apply
+    start, seconds       start since the origin of the timeline
+    bytes                moved by the rank, 0 where nothing moves
+    label                free text, such as which expert goes where
+    """
+
+    stage: str
+    layer: int
+    micro_batch: int
+    rank: int
+    start: float
+    seconds: float
+    bytes: int
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """Events of one run, in the order in which they were recorded.
+
+    origin      Unix time in seconds that `start` counts from; 0 in a simulation
+    num_ranks   of the run; those without an event count
+    label       one of LABELS
+    """
+
+    events: tuple[Event, ...]
+    num_ranks: int
+    label: str
+    origin: float = 0.0
+
+    def validate(self) -> None:
+        """Raise TraceError when a field or an event cannot be."""
+        header = {"label": self.label, "origin": self.origin, "ranks": self.num_ranks, "events": len(self.events)}
+        if problem := _problem_of_header(header):
+            raise TraceError(f"the timeline cannot be: {problem}")
+        for number, event in enumerate(self.events):
+            if problem := _problem(event, self.num_ranks):
+                raise TraceError(f"event {number} of the timeline cannot be: {problem}")
+
+    def seconds(self, stage: str) -> Float64[ndarray, " R"]:
+        """Return how long each rank spent in a stage; events that overlap count each."""
+        return self._total(event for event in self.events if event.stage == stage)
+
+    def exposed_seconds(self) -> Float64[ndarray, " R"]:
+        """Return how long each rank waited: all stages that begin with "wait"."""
+        return self._total(event for event in self.events if event.stage.startswith("wait"))
+
+    def perfetto(self) -> dict[str, Any]:
+        """Return a Chrome trace, to be opened at ui.perfetto.dev: a process per rank, a track per stage.
+
+        Events of a stage that overlap get tracks of their own, since slices of one track have to nest.
+        """
+        slices: list[dict[str, Any]] = []
+        tracks: dict[tuple[int, str, int], int] = {}
+        ends: dict[tuple[int, str], list[float]] = {}  # when each lane of a stage is free again
+        for event in sorted(self.events, key=lambda event: (event.start, event.rank)):
+            lanes = ends.setdefault((event.rank, event.stage), [])
+            lane = next((i for i, end in enumerate(lanes) if end <= event.start), len(lanes))
+            lanes[lane:] = [event.start + event.seconds, *lanes[lane + 1 :]]
+            track = tracks.setdefault((event.rank, event.stage, lane), len(tracks) + 1)
+            slices.append(_slice(event, track))
+        return {
+            "traceEvents": [*_names(tracks), *slices],
+            "displayTimeUnit": "ms",
+            "otherData": {"format": FORMAT, "version": VERSION, "label": self.label, "origin": self.origin},
+        }
+
+    def save_perfetto(self, path: Path | str) -> None:
+        """Write `perfetto()` as JSON, whole or not at all."""
+        write_text(Path(path), json.dumps(self.perfetto(), allow_nan=False) + "\n")
+
+    def _total(self, events: Iterable[Event]) -> Float64[ndarray, " R"]:
+        seconds_R = np.zeros(self.num_ranks)
+        for event in events:
+            seconds_R[event.rank] += event.seconds
+        return seconds_R
+
+
+class TimelineRecorder:
+    """Takes the events of one rank by its host clock, a few microseconds each; any thread may add one.
+
+    A stage on an accelerator lasts until the host has seen its end: one that only enqueues work looks short.
+    """
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        """Start the clock: the origin is now."""
+        self._rank, self._num_ranks = rank, num_ranks
+        self._origin, self._zero = time.time(), time.perf_counter()
+        self._events: list[Event] = []
+
+    @contextmanager
+    def record(
+        self, stage: str, *, layer: int = -1, micro_batch: int = -1, bytes: int = 0, label: str = ""
+    ) -> Iterator[None]:
+        """Add an event that lasts as long as the block, also when that raises."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            self._events.append(Event(stage, layer, micro_batch, self._rank, start - self._zero, seconds, bytes, label))
+
+    def add(
+        self,
+        stage: str,
+        *,
+        start: float,
+        seconds: float,
+        layer: int = -1,
+        micro_batch: int = -1,
+        bytes: int = 0,
+        label: str = "",
+    ) -> None:
+        """Add an event whose times were taken elsewhere; `start` is what `time.perf_counter` said then."""
+        self._events.append(Event(stage, layer, micro_batch, self._rank, start - self._zero, seconds, bytes, label))
+
+    def timeline(self) -> Timeline:
+        """Return what has been recorded up to now.
+
+        raises   TraceError when an event cannot be
+        """
+        timeline = Timeline(
+            events=tuple(self._events), num_ranks=self._num_ranks, label="measured", origin=self._origin
+        )
+        timeline.validate()
+        return timeline
+
+
+def merged(timelines: Sequence[Timeline]) -> Timeline:
+    """Join the timelines of the ranks of one run; the origin is the earliest.
+
+    Clocks of different machines agree as well as their system times do.
+
+    raises   TraceError for none, for timelines that differ in label or number of ranks, or have a rank in common
+    """
+    kinds = sorted({(one.label, one.num_ranks) for one in timelines})
+    if len(kinds) != 1:
+        raise TraceError(
+            f"timelines of (label, ranks) {kinds} make no run together: merge one timeline per rank of a single run"
+        )
+    times = Counter(rank for one in timelines for rank in {event.rank for event in one.events})
+    twice = sorted(rank for rank, count in times.items() if count > 1)
+    if twice:
+        raise TraceError(f"ranks {twice} have events in two timelines: pass each rank of a run once")
+    origin = min(one.origin for one in timelines)
+    events = [event._replace(start=event.start + (one.origin - origin)) for one in timelines for event in one.events]
+    label, num_ranks = kinds[0]
+    return Timeline(events=tuple(events), num_ranks=num_ranks, label=label, origin=origin)
+
+
+def write_timeline(path: Path | str, timeline: Timeline) -> None:
+    """Write a timeline, whole or not at all.
+
+    raises   TraceError when it cannot be
+    """
+    timeline.validate()
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "label": timeline.label,
+        "origin": timeline.origin,
+        "ranks": timeline.num_ranks,
+        "events": len(timeline.events),
+    }
+    with atomic_path(Path(path)) as temporary, temporary.open("w", encoding="ascii") as file:
+        file.write(json.dumps(header) + "\n")
+        file.writelines(json.dumps(event._asdict(), allow_nan=False) + "\n" for event in timeline.events)
+
+
+def read_timeline(path: Path | str) -> Timeline:
+    """Read a timeline that `write_timeline` wrote.
+
+    raises   TraceError, with the number of the line, when the file is missing, foreign, of another version or damaged
+    """
+    path = Path(path)
+    events: list[Event] = []
+    try:
+        with path.open("rb") as file:
+            header = _header(_object(file.readline(MAX_LINE_BYTES + 1), path, 1), path)
+            for number in range(2, header["events"] + 2):
+                fields = _object(file.readline(MAX_LINE_BYTES + 1), path, number)
+                events.append(_event(fields, header["ranks"], path, number))
+            if file.read(1):
+                raise TraceError(f"{path}:{header['events'] + 2}: the header announces {header['events']} events only")
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read ({error.strerror}): name a file of write_timeline") from error
+    return Timeline(
+        events=tuple(events), num_ranks=header["ranks"], label=header["label"], origin=float(header["origin"])
+    )
+
+
+def _object(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    """Parse one line."""
+    where = f"{path}:{number}"
+    if not line.endswith(b"\n"):
+        what = f"is longer than {MAX_LINE_BYTES} bytes" if len(line) > MAX_LINE_BYTES else "is missing or cut off"
+        raise TraceError(f"{where}: the line {what}: the file is no timeline, or only part of one; write it again")
+    try:
+        value = json.loads(line, object_pairs_hook=_without_repetition)
+    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, JSON nested without end, a key twice
+        raise TraceError(f"{where}: the line is no JSON ({error}): the file is damaged; write it again") from error
+    if not isinstance(value, dict):
+        raise TraceError(f"{where}: the line holds no JSON object: the file is no timeline")
+    return value
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return value
+
+
+def _header(fields: dict[str, Any], path: Path) -> dict[str, Any]:
+    if fields.get("format") != FORMAT or not _is_whole(fields.get("version"), 0, _LARGEST):
+        raise TraceError(f"{path}:1: this is no header of a timeline: name a file of write_timeline")
+    if fields["version"] != VERSION:
+        raise TraceError(
+            f"{path}:1: the timeline has version {fields['version']}, this relibra reads {VERSION}: use the relibra "
+            "that wrote it"
+        )
+    expected = {"format", "version", "label", "origin", "ranks", "events"}
+    problem = _names_problem(fields, expected) or _problem_of_header(fields)
+    if problem:
+        raise TraceError(f"{path}:1: the header cannot be: {problem}")
+    return fields
+
+
+def _event(fields: dict[str, Any], num_ranks: int, path: Path, number: int) -> Event:
+    problem = _names_problem(fields, set(Event._fields))
+    if not problem:
+        event = Event(**fields)
+        problem = _problem(event, num_ranks)
+    if problem:
+        raise TraceError(f"{path}:{number}: the event cannot be: {problem}")
+    return event._replace(start=float(event.start), seconds=float(event.seconds))
+
+
+def _names_problem(fields: Mapping[str, Any], expected: set[str]) -> str:
+    return "" if fields.keys() == expected else f"it has {sorted(fields)}, where {sorted(expected)} were expected"
+
+
+def _problem_of_header(header: Mapping[str, Any]) -> str:
+    """Say what is wrong with label, origin and numbers of ranks and events; nothing: ''."""
+    if header["label"] not in LABELS:
+        return f"label is {header['label']!r}, allowed are {LABELS}"
+    if not _is_number(header["origin"]):
+        return f"origin is {header['origin']!r}, allowed are seconds since 1970, >= 0"
+    for name, low, high in (("ranks", 1, MAX_RANKS), ("events", 0, MAX_EVENTS)):
+        if not _is_whole(header[name], low, high):
+            return f"{name} is {header[name]!r}, allowed are whole numbers from {low} to {high}"
+    return ""
+
+
+def _problem(event: Event, num_ranks: int) -> str:
+    """Say what is wrong with an event; nothing: ''."""
+    for name, text, longest in (("stage", event.stage, MAX_STAGE), ("label", event.label, MAX_LABEL)):
+        if not isinstance(text, str) or len(text) > longest or (name == "stage" and not text):
+            return f"{name} is {text!r}, allowed are texts of up to {longest} characters, and a stage has a name"
+    for name, value, low, high in (
+        ("layer", event.layer, -1, _LARGEST),
+        ("micro_batch", event.micro_batch, -1, _LARGEST),
+        ("rank", event.rank, 0, num_ranks - 1),
+        ("bytes", event.bytes, 0, _LARGEST),
+    ):
+        if not _is_whole(value, low, high):
+            return f"{name} is {value!r}, allowed are whole numbers from {low} to {high}"
+    for name, seconds in (("start", event.start), ("seconds", event.seconds)):
+        if not _is_number(seconds):
+            return f"{name} is {seconds!r}, allowed are seconds >= 0"
+    return ""
+
+
+def _is_whole(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_number(value: object) -> bool:
+    """Tell seconds: finite, not negative, and small enough for a float to count nanoseconds or so."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LARGEST
+
+
+def _slice(event: Event, track: int) -> dict[str, Any]:
+    """One "complete" event of the Chrome trace format; times in microseconds."""
+    where = [f"L{event.layer}"] if event.layer >= 0 else []
+    where += [f"m{event.micro_batch}"] if event.micro_batch >= 0 else []
+    return {
+        "ph": "X",
+        "name": " ".join([event.stage, *where]),
+        "cat": event.stage,
+        "pid": event.rank,
+        "tid": track,
+        "ts": event.start * 1e6,
+        "dur": event.seconds * 1e6,
+        "args": {
+            "layer": event.layer,
+            "micro_batch": event.micro_batch,
+            "bytes": event.bytes,
+            "label": event.label,
+        },
+    }
+
+
+def _names(tracks: Mapping[tuple[int, str, int], int]) -> Iterator[dict[str, Any]]:
+    """Yield the metadata events that name processes and tracks."""
+    for rank in sorted({rank for rank, _, _ in tracks}):
+        yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
+    for (rank, stage, lane), track in tracks.items():
+        name = stage if lane == 0 else f"{stage} {lane + 1}"
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": name}}
