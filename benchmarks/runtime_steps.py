@@ -7,7 +7,8 @@ import json
 import logging
 import os
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,15 +109,12 @@ def skewed_routes(sizes: Sizes, skew: float, seed: int, *, alike: bool) -> Routi
 
 
 def balanced_routes(sizes: Sizes) -> RoutingTrace:
-    """Give every expert the same number of token-slots, and tokens choices on any ranks."""
-    t = np.arange(sizes.tokens)
-    first_T, step_T = t % sizes.experts, 1 + (t // sizes.experts) % (sizes.experts - 1)
-    chosen_TK = np.stack([first_T, (first_T + step_T) % sizes.experts], axis=1)
-    for k in range(2, sizes.top_k):
-        step_T = 1 + (step_T + k) % (sizes.experts - 1)
-        chosen_TK = np.concatenate([chosen_TK, ((chosen_TK[:, -1] + step_T) % sizes.experts)[:, None]], axis=1)
-    experts_TLK = np.repeat(chosen_TK[:, None].astype(np.uint8), sizes.layers, axis=1)
-    return _trace(np.split(experts_TLK, sizes.samples * NUM_RANKS * sizes.micro_batches), sizes)
+    """Give every expert the same number of token-slots: each E / K tokens share out a permutation of the experts."""
+    rng = np.random.default_rng(0)
+    blocks = -(-sizes.tokens * sizes.top_k // sizes.experts) * sizes.layers
+    drawn = rng.permuted(np.tile(np.arange(sizes.experts, dtype=np.uint8), (blocks, 1)), axis=1)
+    experts_LTK = drawn.reshape(sizes.layers, -1, sizes.top_k)[:, : sizes.tokens]
+    return _trace(np.split(experts_LTK.swapaxes(0, 1), sizes.samples * NUM_RANKS * sizes.micro_batches), sizes)
 
 
 def _trace(samples: list[np.ndarray], sizes: Sizes) -> RoutingTrace:
@@ -174,13 +172,11 @@ def on_ranks(sizes: Sizes, variants: list[Variant], folder: Path, repetitions: i
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(sizes.config()).save_pretrained(folder)
     (folder / "rendezvous").unlink(missing_ok=True)
-    memory = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed leaves the process at once
-    os.environ.update(memory if repetitions == 0 else {})
-    try:
+    # Timed, freed memory stays in the process, as with the caching allocator of an accelerator; looking at memory, it
+    # leaves at once.
+    kept = 1 << (16 if repetitions == 0 else 40)
+    with _environment({"MALLOC_MMAP_THRESHOLD_": str(kept), "MALLOC_TRIM_THRESHOLD_": str(kept)}):
         mp.spawn(_work, (sizes, variants, folder, repetitions), nprocs=NUM_RANKS)
-    finally:
-        for name in memory:
-            os.environ.pop(name, None)
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
     worse = {
         key: {
@@ -189,6 +185,16 @@ def on_ranks(sizes: Sizes, variants: list[Variant], folder: Path, repetitions: i
         for key in ("seconds", "exposed", "moved", "peak")
     }
     return Found(**worse, expert_seconds=max(one["expert_seconds"] for one in found))
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
 
 
 def _work(rank: int, sizes: Sizes, variants: list[Variant], folder: Path, repetitions: int) -> None:

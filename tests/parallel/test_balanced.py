@@ -9,8 +9,6 @@ import torch
 from .ranks_at_work import dense_step, on_ranks
 from .steps import of_experts, random_step, step
 
-pytestmark = pytest.mark.slow
-
 
 def assert_equals_dense(case, results_R):
     expected = dense_step(case)
@@ -24,6 +22,14 @@ def assert_equals_dense(case, results_R):
             torch.testing.assert_close(result["gradients"][name], gradient, rtol=1e-5, atol=1e-5, msg=name)
 
 
+def test_a_planned_step_equals_the_dense_model(tmp_path):
+    cases = {"fast": step(unrouted_last=True), "canonical, checkpointed": step(sums="canonical", checkpointing=True)}
+    assert all((case.plan.quota_MLRB > 0).any() for case in cases.values())
+    for name, results_R in on_ranks(2, cases, tmp_path).items():
+        assert_equals_dense(cases[name], results_R)
+
+
+@pytest.mark.slow
 def test_planned_steps_equal_the_dense_model(tmp_path):
     cases = {
         "qwen3": step(),
@@ -45,6 +51,7 @@ def test_planned_steps_equal_the_dense_model(tmp_path):
         assert_equals_dense(cases[name], results_R)
 
 
+@pytest.mark.slow
 def test_plans_at_the_edge_equal_the_dense_model(tmp_path):
     everything_to_rank_0 = [(0, slot, 4 + slot, 1.0) for slot in range(4)]
     one_hot = of_experts([np.tile([5, 0], (n, 3, 1)) for n in (9, 12)])
@@ -55,18 +62,24 @@ def test_plans_at_the_edge_equal_the_dense_model(tmp_path):
         "an idle replica": step(replicas=[(1, 0, 0, 0.0), (0, 0, 7, 0.5)]),
         "one expert with all tokens": step(trace=one_hot, schedule=([0, 0], [0, 1]), replicas=[(0, 0, 5, 0.5)]),
         "no slots": step(slots=0),
+        "no slots, canonical": step(slots=0, sums="canonical"),
+        "all replicas on one rank, canonical": step(replicas=everything_to_rank_0, sums="canonical"),
+        "an idle replica, canonical": step(replicas=[(1, 0, 0, 0.0), (0, 0, 7, 0.5)], sums="canonical"),
         "a rank without samples": step(schedule=([0, 0, 1, 1], [0, 0, 0, 1])),
     }
     for name, results_R in on_ranks(2, cases, tmp_path).items():
         assert_equals_dense(cases[name], results_R)
 
 
+@pytest.mark.slow
 def test_random_plans_equal_the_dense_model(tmp_path):
     cases = {f"seed {seed}": random_step(seed, 2) for seed in range(8)}
+    cases |= {f"seed {seed}, canonical": replace(random_step(seed, 2), sums="canonical") for seed in range(8, 12)}
     for name, results_R in on_ranks(2, cases, tmp_path).items():
         assert_equals_dense(cases[name], results_R)
 
 
+@pytest.mark.slow
 def test_four_ranks_and_two_groups_equal_the_dense_model(tmp_path):
     schedule = ([0] * 4 + [1] * 4, [0, 1, 2, 3] * 2)
     four = step(4, lengths=range(5, 13), schedule=schedule, slots=2, checkpointing=True)
@@ -79,6 +92,7 @@ def test_four_ranks_and_two_groups_equal_the_dense_model(tmp_path):
         assert_equals_dense(cases[name], results_R)
 
 
+@pytest.mark.slow
 def test_without_a_plan_it_is_all_to_all(tmp_path):
     case = replace(step(), follow_plan=False)
     cases = {"relibra": case, "all_to_all": replace(case, implementation="all_to_all")}

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from relibra.cluster import cluster_preset
-from relibra.errors import EngineError, PlanError
+from relibra.errors import EngineError
 from relibra.parallel.balanced import BalancedEP, balanced_layers
 from relibra.parallel.canonical import CHUNK
 from relibra.parallel.exchange import Place, waiting
 from relibra.parallel.host_pool import HostPool
 from relibra.parallel.micro_batch import PlannedMicroBatch, make_row_lists, mismatch, recorded
+from relibra.parallel.plan_checks import broken_rule, check_fit, disagreement
 from relibra.parallel.planned_layer import run_at_home_canonically, run_planned
 from relibra.parallel.rank_tables import rank_tables
 from relibra.parallel.replica_slots import LayerReplicas, ReplicaSlots
@@ -59,6 +57,7 @@ class PlanExecution:
         self._device = next(model.parameters()).device
         self._recorder = TimelineRecorder(self._rank, self._num_ranks)
         self._homes_stay_whole = layers[0].homes_stay_whole
+        self._chunk = CHUNK if sums == "canonical" else None
         self._pool_is_current = False
         self._source: HostPool | None = None  # of the weights of replicas in this micro-batch; None: their homes
         self._number: int | None = None
@@ -92,7 +91,7 @@ class PlanExecution:
         try:
             with nullcontext() if routes is None else replay_routing(self._model, routes) as replay:
                 yield replay
-            if self._slots is not None:
+            if self._slots is not None and self._source is None:
                 self._slots.forget()
         except BaseException:
             if self._slots is not None:
@@ -168,13 +167,25 @@ class PlanExecution:
 
     def _begin_push_of_neighbour(self, current: PlannedMicroBatch, position: int, step: Literal[1, -1]) -> None:
         """Begin the pushes of the next layer with replicas: its weights are known, and the slots are free now."""
-        if not self._homes_stay_whole or self._slots is None:
+        if self._slots is None or (self._source is None and not self._homes_stay_whole):
             return
         position += step
         while 0 <= position < len(self._layers) and not current.tables_L[position].pushes:
             position += step
         if 0 <= position < len(self._layers):
             self._begin_push(current, position)
+        elif step == 1 and self._source is not None:
+            self._begin_fetch_of_next(current.number + 1)
+
+    def _begin_fetch_of_next(self, number: int) -> None:
+        """Begin to fetch the first replicas of the next micro-batch: what is in a pool does not change meanwhile."""
+        if self._slots is None or number == len(self._plan.replica_MLRB):
+            return
+        for position in range(len(self._layers)):
+            tables = rank_tables(self._plan, self._demand, self._rank, number, position, self._chunk)
+            if tables.pushes:
+                self._slots.begin(tables, position, self._layers[position].homes)
+                return
 
     def begin_first_push(self) -> None:
         """Begin the pushes of the first layer, when the forward pass of a micro-batch begins."""
@@ -197,11 +208,8 @@ class PlanExecution:
 
     def _prepare(self, number: int, routes: BatchRoutes | None) -> PlannedMicroBatch | None:
         """Make the tables and row lists of a micro-batch; None: routes differ from the plan. Collective."""
-        if self._slots is not None:
-            self._slots.forget()  # weights may have changed since
-        chunk = CHUNK if self._sums == "canonical" else None
         tables_L = [
-            rank_tables(self._plan, self._demand, self._rank, number, layer, chunk)
+            rank_tables(self._plan, self._demand, self._rank, number, layer, self._chunk)
             for layer in range(len(self._layers))
         ]
         experts_PLK = recorded(routes, len(self._layers))
@@ -209,6 +217,7 @@ class PlanExecution:
         any_live = routes is None or not bool(routes.valid_T.all())
         place = Place(self._rank, -1, number)
         differs_R, live_R = self._told_by_all([problem is not None, any_live], place).unbind(1)
+        self._choose_source()
         if differs_R.any():
             if self._rank == int(differs_R.nonzero()[0]):
                 _log.warning(
@@ -218,11 +227,10 @@ class PlanExecution:
                     problem,
                 )
             return None
-        self._choose_source(place)
         return PlannedMicroBatch(
             number=number,
             tables_L=tables_L,
-            lists_L=make_row_lists(tables_L, experts_PLK, self._group, self._device, once=chunk is None),
+            lists_L=make_row_lists(tables_L, experts_PLK, self._group, self._device, once=self._chunk is None),
             routes=routes,
             any_live=bool(live_R.any()),
             device=self._device,
@@ -231,16 +239,14 @@ class PlanExecution:
     def _fits(self, routes: BatchRoutes | None) -> bool:
         return routes is None or list(routes.layer_ids) == self._plan.layer_ids.tolist()
 
-    def _choose_source(self, place: Place) -> None:
-        """Fetch from the pool where nobody needs gradients, after a look at its age; collective."""
-        if self._pool is None:
-            return
-        from_pool = not torch.is_grad_enabled()
-        if from_pool and not self._pool_is_current:
-            if not self._told_by_all([self._pool.is_current()], place).all():
-                self._pool.refresh()
-            self._pool_is_current = True
-        self._pool_is_current &= from_pool  # an optimizer step may follow a pass with gradients
+    def _choose_source(self) -> None:
+        """Fetch weights from the pool where nobody needs gradients, after a look at its age; collective."""
+        from_pool = self._pool is not None and not torch.is_grad_enabled()
+        if self._slots is not None and not (from_pool and self._pool_is_current):
+            self._slots.forget()  # weights may have changed since
+        if self._pool is not None and from_pool and not self._pool_is_current:
+            self._pool.keep_current()
+        self._pool_is_current = from_pool  # after a pass with gradients, an optimizer step may follow
         self._source = self._pool if from_pool else None
 
     def _told_by_all(self, own: list[bool], place: Place) -> Tensor:
@@ -284,10 +290,10 @@ def execute_plan(
     _make_push_group(layers)
     group, device = layers[0].ep_mesh.get_group(), next(model.parameters()).device
     demand = plan.scheduled(demand)
-    problem = _disagreement(plan, demand, layers, sums, group, device)
+    problem = disagreement(plan, demand, layers, sums, group, device)
     if problem is None:
-        _check_fit(plan, by_layer)
-        problem = _broken_rule(plan, demand)
+        check_fit(plan, by_layer)
+        problem = broken_rule(plan, demand)
     if problem is not None and dist.get_rank(group) == 0:
         _log.warning("the plan is not followed, every expert runs at home: %s", problem)
     execution = PlanExecution(model, layers, plan, demand, sums, pool, follows_plan=problem is None)
@@ -316,57 +322,3 @@ def _make_push_group(layers: list[BalancedEP]) -> None:
     assert dist.get_rank(made) == dist.get_rank(group), "both groups number their ranks alike"
     for layer in layers:
         layer.push_group = made
-
-
-def _disagreement(
-    plan: StepPlan,
-    demand: Demand,
-    layers: list[BalancedEP],
-    sums: Sums,
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> str | None:
-    """Compare what ranks are about to do: if they did different things they would wait for each other; collective."""
-    assert demand.tokens_MLRE is not None, "plan.scheduled gives a schedule"
-    digest = hashlib.sha256(f"{sums} {plan.digest()}".encode() + np.ascontiguousarray(demand.tokens_MLRE).tobytes())
-    for layer in layers:
-        digest.update(layer.physical_to_logical_E.astype("<i8").tobytes())
-    own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8).to(device)
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    with waiting("the agreement on the plan", Place(dist.get_rank(group), -1, -1), range(len(everyone))):
-        dist.all_gather(everyone, own, group=group)
-    differing = [rank for rank, other in enumerate(everyone) if not torch.equal(other, everyone[0])]
-    if not differing:
-        return None
-    return (
-        f"ranks {differing} hold another plan, demand, homes or mode of sums than rank 0: make the plan on one rank "
-        "and send it to the others, or plan with the same demand and version everywhere and without a deadline"
-    )
-
-
-def _broken_rule(plan: StepPlan, demand: Demand) -> str | None:
-    try:
-        plan.validate(cluster_preset("h100x8", plan.num_ranks, plan.ranks_per_node), demand)  # only its shape counts
-    except PlanError as error:
-        return str(error)
-    return None
-
-
-def _check_fit(plan: StepPlan, layers: dict[int, BalancedEP]) -> None:
-    """Hold layers, ranks, experts and homes of the plan against those of the model; all ranks see the same."""
-    first = next(iter(layers.values()))
-    num_ranks, per_rank = first.ep_mesh.size(), first.num_local_experts
-    for what, ours, theirs in (
-        ("layers", plan.layer_ids.tolist(), list(layers)),
-        ("ranks", plan.num_ranks, num_ranks),
-        ("experts", plan.num_experts, num_ranks * per_rank),
-    ):
-        if ours != theirs:
-            raise EngineError(f"the plan is for {what} {ours}, the model has {theirs}: plan for this very model")
-    homes_LE = np.stack([layer.physical_to_logical_E for layer in layers.values()])
-    elsewhere_L = (plan.physical_to_logical_map != homes_LE).any(axis=1)
-    if elsewhere_L.any():
-        raise EngineError(
-            f"the plan has other homes than the model in layers {plan.layer_ids[elsewhere_L].tolist()}: call "
-            "relocate(model, plan.physical_to_logical_map, optimizer) first, or plan with Budget(move_homes=False)"
-        )

@@ -94,6 +94,11 @@ class HostPool:
         dist.barrier(self._everyone)
         self._refreshed = (fingerprint, maps)
 
+    def keep_current(self) -> None:
+        """Refresh if the homes of any rank are not what they were; collective. Nobody may be prefetching."""
+        if gather_integers([int(self.is_current())], self._everyone).min() == 0:
+            self.refresh()
+
     def is_current(self) -> bool:
         """Say whether the homes of this rank are what they were at the last refresh, weights and places; local.
 
