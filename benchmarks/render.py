@@ -5,13 +5,29 @@ Run: python benchmarks/render.py
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from relibra.files import write_text
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-COLUMNS = {
+Column = str | tuple[str, Callable[[dict], object]]
+"""A key of the rows, or a title and what to make of a row."""
+
+_OF_RANKS: tuple[Column, ...] = (
+    "ep",
+    "balancer",
+    "sees",
+    "token_skew",
+    "straggler",
+    "straggler / token skew",
+    "busiest ms",
+    "time / static",
+    "time / equal",
+    "configuration",
+)
+COLUMNS: dict[str, tuple[Column, ...]] = {
     "recordings": ("case", "ranks", "mean", "median", "p95", "configuration"),
     "streaming": ("case", "million_rows", "seconds", "gb_per_second", "peak_mib", "configuration"),
     "routing": ("case", "median", "min", "max", "configuration"),
@@ -22,6 +38,30 @@ COLUMNS = {
     "planner": ("case", "ranks", "reached", "target", "ok", "bound", "copies", "unit", "configuration"),
     "planner_model": ("case", "ranks", "static", "plan", "ratio", "configuration"),
     "planner_growth": ("layers", "micro_batches", "ranks", "experts", "seconds", "ms_each", "configuration"),
+    "runtime": (
+        "case",
+        "balancer",
+        "skew",
+        "planned_skew",
+        ("tokens/s", lambda row: f"{row['tokens_per_second']:,.0f}"),
+        ("/ all_to_all", lambda row: row["ratio_to_all_to_all"]),
+        ("/ balanced", lambda row: row["ratio_to_balanced"]),
+        ("exposed %", lambda row: f"{100 * row['exposed_share']:.1f}"),
+        ("peak MiB", lambda row: f"{row['peak_bytes'] / 2**20:,.0f}"),
+        ("slot MiB", lambda row: f"{row['slot_bytes'] / 2**20:,.1f}"),
+        ("relocation s", lambda row: row["relocation_seconds"]),
+        ("configuration", lambda row: sizes(row["sizes"])),
+    ),
+    "runtime_targets": (
+        "case",
+        "what",
+        "reached",
+        ("target", lambda row: f"{'<=' if row['at_most'] else '>='} {_shown(row['target'])}"),
+        ("ok", lambda row: "yes" if row["ok"] else "NO"),
+    ),
+    "emulated_ranks": _OF_RANKS,
+    "gpu": _OF_RANKS,
+    "gpu_overlap": ("case", "copy ms", "compute ms", "together ms", "hidden", "configuration"),
     "demo": (
         "case",
         "seed",
@@ -49,23 +89,38 @@ def rendered(page: str) -> str:
 
 
 def table(name: str) -> str:
-    """Return the rows of one result file as Markdown, with their common provenance underneath."""
-    rows = json.loads((RESULTS / f"{name}.json").read_text())
-    columns = COLUMNS[name]
-    lines = [" | ".join(["", *(column.replace("_", " ") for column in columns), ""]).strip()]
-    lines.append("|" + "---|" * len(columns))
-    lines += [" | ".join(["", *(_shown(row[column]) for column in columns), ""]).strip() for row in rows]
+    """Return the rows of one result file as Markdown, with their common provenance underneath.
+
+    Without the file it says that there are no rows yet, so that a page can have its place ready.
+    """
+    columns, path = COLUMNS[name], RESULTS / f"{name}.json"
+    if not path.exists():
+        return f"*Not measured yet: there is no `benchmarks/results/{name}.json`.*\n"
+    rows = json.loads(path.read_text())
+    titles = [column.replace("_", " ") if isinstance(column, str) else column[0] for column in columns]
+    lines = [" | ".join(["", *titles, ""]).strip(), "|" + "---|" * len(columns)]
+    for row in rows:
+        cells = [row[column] if isinstance(column, str) else column[1](row) for column in columns]
+        lines.append(" | ".join(["", *map(_shown, cells), ""]).strip())
     first = rows[0]
     versions = ", ".join(f"{package} {number}" for package, number in first["versions"].items())
     dirty = " with uncommitted changes" if first["dirty"] else ""
-    units = "; ".join(dict.fromkeys(row["unit"] for row in rows)) if "unit" not in columns else "see each row"
+    units = [row["unit"] for row in rows if "unit" in row and "unit" not in columns]
     counts = sorted({row["repetitions"] for row in rows})
     repetitions = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
     note = (
-        f"*{first['label']}: {units}; {repetitions} repetition(s); `{first['command']}` at commit "
-        f"{first['commit'][:12]}{dirty}; {first['machine']}; {versions}.*"
+        f"*{first['label']}: {'; '.join(dict.fromkeys(units)) or 'see each row'}; {repetitions} repetition(s); "
+        f"`{first['command']}` at commit {first['commit'][:12]}{dirty}; {first['machine']}; {versions}.*"
     )
     return "\n".join([*lines, "", note, ""])
+
+
+def sizes(of: dict) -> str:
+    """Say in words what runtime.py notes about a model and its batches."""
+    return (
+        f"{of['layers']} layers, {of['top_k']} of {of['experts']} experts of {of['hidden']} x {of['width']}, "
+        f"{of['micro_batches']} micro-batches of {of['samples']} x {of['length']:,} tokens per rank, 1 thread per rank"
+    )
 
 
 def _shown(value: object) -> str:

@@ -206,12 +206,9 @@ def _work(rank: int, sizes: Sizes, variants: list[Variant], folder: Path, repeti
     models = {name: load(folder, name) for name in ("all_to_all", "relibra")}
     steps = [Step(variant, sizes, models["all_to_all" if variant.plan is None else "relibra"]) for variant in variants]
     found = {key: {step.variant.name: [] for step in steps} for key in ("seconds", "exposed", "moved", "peak")}
-    for step in steps:  # the first step of each also warms up
-        measured = step.run()
-        if repetitions == 0:
-            for key, value in measured.items():
-                found[key][step.variant.name].append(value)
-    for repetition in range(repetitions):
+    for step in steps:  # warm-up
+        step.run()
+    for repetition in range(max(1, repetitions)):
         for turn in range(len(steps)):
             step = steps[(turn + repetition) % len(steps)]
             for key, value in step.run().items():

@@ -1,6 +1,8 @@
 """What the documents print is what the code prints."""
 
+import ast
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -10,11 +12,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+GUIDE = (ROOT / "docs" / "execution.md").read_text()
+EXAMPLES = [
+    pytest.param(path, marks=[pytest.mark.slow] * (path.name == "execute_plan.py"), id=path.name)
+    for path in sorted((ROOT / "examples").glob("*.py"))
+]
 
 
-def _output_of(program):
-    done = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", program], capture_output=True, text=True)
+def _output_of(*program):
+    done = subprocess.run([sys.executable, "-W", "error::UserWarning", *program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -23,14 +29,38 @@ def test_readme_blocks_print_what_they_say():
     blocks = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, flags=re.DOTALL)
     assert len(blocks) == README.count("```python")
     for program, output in blocks:
-        assert _output_of(program) == output
+        assert _output_of("-c", program) == output
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_examples_print_what_they_say(example):
-    text = example.read_text()
-    expected = text.split("# Output:\n")[1]
-    assert "".join(f"# {line}\n" for line in _output_of(text).splitlines()) == expected
+    expected = example.read_text().split("# Output:\n")[1]
+    assert "".join(f"# {line}\n" for line in _output_of(str(example)).splitlines()) == expected
+
+
+@pytest.mark.slow
+def test_blocks_of_the_execution_guide_run(tmp_path):
+    from tests.guide_at_work import run_blocks
+
+    found = run_blocks(re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL), tmp_path)
+    assert all(found["saved"].values())
+    assert len(found["saved"]) > 10
+    assert found["trained"]
+    assert found["homes"]
+    assert found["replicas"] > 0
+    assert "wait push" in found["stages"]
+
+
+def test_execution_guide_quotes_messages_that_exist():
+    said = []
+    for file in (ROOT / "src" / "relibra" / "parallel").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            said.append("".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in parts))
+    quoted = re.findall(r"^\| `([^`]+)` \|", GUIDE.split("## What can go wrong")[1], flags=re.MULTILINE)
+    assert len(quoted) > 10
+    for message in quoted:
+        assert any(message in text for text in said), message
 
 
 def test_readme_names_commands_that_exist():
@@ -58,13 +88,34 @@ def test_links_lead_somewhere():
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
-def test_tables_come_from_result_files(page):
+@pytest.fixture
+def render():
     spec = importlib.util.spec_from_file_location("render", ROOT / "benchmarks" / "render.py")
-    render = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(render)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+def test_tables_come_from_result_files(render, page):
     text = (ROOT / page).read_text()
     assert render.rendered(text) == text, "run python benchmarks/render.py"
+    assert set(re.findall(r"<!-- results: (\w+) -->", text)) <= set(render.COLUMNS)
+
+
+def test_a_table_without_rows_says_so_until_there_are_some(render, monkeypatch, tmp_path):
+    page = "<!-- results: runtime_targets -->\n<!-- end -->"
+    monkeypatch.setattr(render, "RESULTS", tmp_path)
+    assert "Not measured yet: there is no `benchmarks/results/runtime_targets.json`." in render.rendered(page)
+    origin = {"commit": "0" * 40, "dirty": False, "machine": "m", "versions": {"torch": "2"}, "command": "c"}
+    row = {"case": "x", "what": "w", "reached": 0.0123456, "target": 0.02, "at_most": True, "ok": True}
+    row |= {"label": "measured", "seed": 0, "repetitions": 9, **origin}
+    (tmp_path / "runtime_targets.json").write_text(json.dumps([row, row | {"at_most": False, "ok": False}]))
+    table = render.rendered(page).splitlines()
+    assert table[1] == "| case | what | reached | target | ok |"
+    assert table[3:5] == ["| x | w | 0.012 | <= 0.02 | yes |", "| x | w | 0.012 | >= 0.02 | NO |"]
+    assert table[6].startswith("*measured: see each row; 9 repetition(s); `c` at commit 000000000000; m; torch 2.*")
+    assert render.rendered("\n".join(table)) == "\n".join(table)
 
 
 def test_result_rows_without_provenance_are_refused(monkeypatch):

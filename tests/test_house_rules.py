@@ -138,6 +138,16 @@ def test_public_names_of_replay_are_frozen():
     assert set(relibra.replay.__all__) == expected | {"replay_routing"}
 
 
+def test_public_names_of_parallel_are_frozen():
+    import relibra.parallel
+
+    classes = {"BalancedEP", "HostPool", "PlanExecution", "Relocation"}
+    functions = {"execute_plan", "logical_order", "logical_parameters", "register", "relocate"}
+    assert set(relibra.parallel.__all__) == classes | functions
+    for name in relibra.parallel.__all__:
+        assert name in relibra.parallel.__doc__ or name in classes - {"HostPool"}, f"{name} is explained nowhere"
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
 def test_one_module_reads_the_environment_and_nobody_pickles(file):
     text = file.read_text()

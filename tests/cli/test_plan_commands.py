@@ -1,4 +1,4 @@
-"""`relibra plan`, `compare`, `explain` and `bench`, as a shell would call them."""
+"""`relibra plan`, `compare` and `explain`, as a shell would call them."""
 
 import json
 import subprocess
@@ -372,30 +372,11 @@ def test_mistakes_get_a_sentence_and_a_code(run, trace, plan, arguments, code, m
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("verb", [["plan"], ["compare"], ["explain"], ["bench", "planner"]])
+@pytest.mark.parametrize("verb", [["plan"], ["compare"], ["explain"]])
 def test_help_has_an_example(run, verb):
     code, out, _ = run(*verb, "--help")
     assert code == 0
     assert f"Example: relibra {' '.join(verb)}" in " ".join(out.split())
-
-
-def test_bench_hands_its_options_to_the_program_of_the_checkout(run, monkeypatch, tmp_path):
-    called = []
-
-    def fake(command, check):
-        called.append(command)
-        return subprocess.CompletedProcess(command, 3)
-
-    monkeypatch.setattr(subprocess, "run", fake)
-    code, _, _ = run("bench", "planner", "--quick", "--data", "d", "--output", "o")
-    assert code == 3
-    assert called[0][0] == sys.executable
-    assert called[0][1].endswith("planner.py")
-    assert called[0][2:] == ["--quick", "--data", "d", "--output", "o"]
-    monkeypatch.setattr("relibra.__file__", str(tmp_path / "lib" / "relibra" / "__init__.py"))
-    code, _, err = run("bench", "planner")
-    assert code == 1
-    assert "run from a checkout" in err
 
 
 def test_the_program_starts_fast_whatever_the_verbs_need():

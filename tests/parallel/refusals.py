@@ -1,8 +1,9 @@
-"""What a rank does to be refused; each returns the message."""
+"""What ranks do that cannot be planned: some of it is refused with a message, some of it runs at home instead."""
 
 from __future__ import annotations
 
-import time
+import logging
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -10,9 +11,10 @@ import torch.distributed as dist
 
 from relibra.errors import RelibraError
 from relibra.parallel import execute_plan
-from relibra.replay import BatchRoutes, replay_routing
+from relibra.replay import BatchRoutes
 
-from .ranks_at_work import load, run_batch
+from .ranks_at_work import load, run_batch, step_on_rank
+from .trainings import noted_timelines
 
 
 def message_of(action) -> str:
@@ -27,62 +29,90 @@ def refuse_all(case, folder) -> dict[str, str]:
     rank = dist.get_rank()
     model = load(case, folder)
 
-    def execute(plan=case.plan, demand=case.demand, model=model, micro_batch=0, routes=case, valid_T=None):
-        with execute_plan(model, plan, demand) as step:
-            if valid_T is None:
-                run_batch(model, routes, micro_batch, rank, 1.0, step)
-            else:
-                with step.micro_batch(micro_batch, valid_T):
-                    model(case.batch(0, rank)[1], use_cache=False)
+    def execute(plan=case.plan, model=model, micro_batch=0):
+        with execute_plan(model, plan, case.demand) as step:
+            run_batch(model, case, micro_batch, rank, 1.0, step)
 
     def nest():
-        with execute_plan(model, case.plan, case.demand) as step, step.micro_batch(0), step.micro_batch(1):
-            pass
+        with execute_plan(model, case.plan, case.demand) as step:
+            samples, _, mask_BN = case.batch(0, rank)
+            routes = BatchRoutes.padded(case.trace.select(samples), mask_BN)
+            with step.micro_batch(0, routes), step.micro_batch(1, routes):
+                pass
 
     def nest_plans():
         with execute_plan(model, case.plan, case.demand):
             execute()
 
+    def other_rows():
+        samples, tokens_BN, mask_BN = case.batch(0, rank)
+        longer_BN = torch.nn.functional.pad(mask_BN, (0, 1))
+        routes = BatchRoutes.padded(case.trace.select(samples), longer_BN)
+        with execute_plan(model, case.plan, case.demand) as step, step.micro_batch(0, routes):
+            model(tokens_BN, use_cache=False)
+
     moved = case.plan.physical_to_logical_map[:, ::-1].copy()
-    negative = replace(case.plan, balancer="by hand", quota_MLRB=case.plan.quota_MLRB - 1)
     return {
-        "wrong routes": message_of(lambda: execute(routes=replace(case, trace=case.trace.select([2, 3, 0, 1])))),
         "wrong micro-batch": message_of(lambda: execute(micro_batch=5)),
         "micro-batch in micro-batch": message_of(nest),
         "plan in plan": message_of(nest_plans),
         "moved homes": message_of(lambda: execute(plan=replace(case.plan, physical_to_logical_map=moved))),
         "other layers": message_of(lambda: execute(plan=replace(case.plan, layer_ids=case.plan.layer_ids + 1))),
-        "different plans": message_of(lambda: execute(plan=negative if rank else case.plan)),
-        "illegal plan": message_of(lambda: execute(plan=negative)),
-        "valid_T of another batch": message_of(lambda: execute(valid_T=torch.zeros(3, dtype=torch.bool))),
+        "routes of another batch": message_of(other_rows),
         "all_to_all": message_of(lambda: execute(model=load(replace(case, implementation="all_to_all"), folder))),
         "tensor parallelism": message_of(lambda: load(case, folder, tp_size=2)),
-        "recompute outside": message_of(lambda: recompute_outside(case, folder)),
+        "recompute outside": message_of(lambda: recompute_outside(case, folder, routed=True)),
+        "recompute filler outside": message_of(lambda: recompute_outside(case, folder, routed=False)),
+        "an error of the user": user_error(case, model),
         "afterwards": message_of(execute),
     }
 
 
-def recompute_outside(case, folder) -> None:
-    """Leave the micro-batch, but not the plan and the replay, before a backward pass that recomputes the layers."""
+def recompute_outside(case, folder, *, routed: bool) -> None:
+    """Leave the micro-batch, but not the plan, before a backward pass that recomputes the layers."""
     model = load(replace(case, checkpointing=True), folder)
     samples, tokens_BN, mask_BN = case.batch(0, dist.get_rank())
-    routes = BatchRoutes.padded(case.trace.select(samples), mask_BN)
-    with execute_plan(model, case.plan, case.demand) as step, replay_routing(model, routes):
-        with step.micro_batch(0):
-            loss = model(tokens_BN, use_cache=False).logits.sum()
+    routes = BatchRoutes.padded(case.trace.select(samples), mask_BN) if routed else None
+    with execute_plan(model, case.plan, case.demand) as step:
+        with step.micro_batch(0, routes):
+            loss = model(tokens_BN, attention_mask=mask_BN, use_cache=False).logits.sum()
         loss.backward()
 
 
-def one_rank_is_wrong(case, folder) -> tuple[str, float]:
-    """Rank 0 has other routes than the plan and leaves; return what each rank says, and after how many seconds."""
-    rank, start = dist.get_rank(), time.monotonic()
-    model = load(case, folder)
-    trace = case.trace.select([2, 1, 0, 3]) if rank == 0 else case.trace
-    message = "no error"
+def user_error(case, model) -> str:
+    """Raise what is no failure of a peer, though it names one, where pushes are on their way; return what arrives."""
+    samples, tokens_BN, mask_BN = case.batch(0, dist.get_rank())
+    routes = BatchRoutes.padded(case.trace.select(samples), mask_BN)
     try:
-        with execute_plan(model, case.plan, case.demand) as step:
-            run_batch(model, replace(case, trace=trace), 0, rank, 1.0, step)
-    except RuntimeError as error:  # EngineError is one; so is what gloo raises about a peer that went away
-        message = f"{type(error).__name__}: {error}"
-    dist.destroy_process_group()
-    return message, time.monotonic() - start
+        with execute_plan(model, case.plan, case.demand) as step, step.micro_batch(0, routes):
+            model(tokens_BN, attention_mask=mask_BN, use_cache=False)
+            raise RuntimeError("the reward model has no connection to its peer")
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def fall_back(case, folder) -> dict:
+    """Do a step of which something cannot be followed; return also the log, and which micro-batches ran at home.
+
+    Rank r has `case.plans[r]`, if there are any.
+    """
+    if case.plans:
+        case = replace(case, plan=case.plans[dist.get_rank()])
+    with logged() as lines, noted_timelines() as timelines:
+        result = step_on_rank(case, folder)
+    at_home = sorted({event.micro_batch for event in timelines[0].events if event.stage == "at home"})
+    return result | {"lines": lines, "at home": at_home}
+
+
+@contextmanager
+def logged():
+    """Collect the lines that the executor logs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    log = logging.getLogger("relibra.parallel.execution")
+    log.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)

@@ -1,26 +1,30 @@
-"""Whoever asks for what cannot be done gets a sentence, on the rank that sees it, and nobody waits forever."""
+"""Whoever asks for what cannot be done gets a sentence; routes and plans that cannot be followed run at home."""
+
+from dataclasses import replace
 
 import pytest
 
 from .ranks_at_work import on_ranks
-from .refusals import one_rank_is_wrong, refuse_all
-from .steps import step
+from .refusals import fall_back, refuse_all
+from .steps import of_experts, skewed_trace, step
+from .test_balanced import assert_equals_dense
 
 pytestmark = pytest.mark.slow
 
 EXPECTED = {
-    "wrong routes": ("EngineError: layer 0, micro-batch 0, rank ", "was planned to get", "replay the routes"),
     "wrong micro-batch": ("EngineError: the plan has micro-batches 0 to 1, not 5",),
     "micro-batch in micro-batch": ("EngineError: micro-batch 1 begins inside micro-batch 0",),
     "plan in plan": ("EngineError: the model is executing another plan",),
-    "moved homes": ("EngineError: the plan moves homes in layers [0, 1, 2]", "Budget(move_homes=False)"),
+    "moved homes": ("EngineError: the plan has other homes than the model in layers [0, 1, 2]", "relocate(model"),
     "other layers": ("EngineError: the plan is for layers [1, 2, 3], the model has [0, 1, 2]",),
-    "different plans": ("EngineError: ranks [1] hold another plan or demand than rank 0",),
-    "illegal plan": ("PlanError: a quota is negative",),
-    "valid_T of another batch": ("EngineError: layer 0, micro-batch 0, rank ", "valid_T has 3 rows"),
+    "routes of another batch": ("TraceError: layer 0: its router sees ", " rows, the routes have 1"),
     "all_to_all": ("EngineError: no experts of ", "relibra.parallel.register()"),
     "tensor parallelism": ("EngineError: ep_implementation 'relibra' does not run under tensor parallelism",),
-    "recompute outside": ("EngineError: layer 2: activation checkpointing recomputes it outside of any micro-batch",),
+    "recompute outside": ("EngineError: ", "recomputes a forward pass that was replayed", "the same BatchRoutes"),
+    "recompute filler outside": (
+        "EngineError: layer 2: activation checkpointing recomputes it outside of any micro-batch",
+    ),
+    "an error of the user": ("RuntimeError: the reward model has no connection",),
     "afterwards": ("no error",),
 }
 
@@ -32,8 +36,44 @@ def test_refusals_name_what_is_wrong_and_leave_the_model_usable(tmp_path):
             assert all(part in message for part in EXPECTED[name]), (name, message)
 
 
-def test_one_wrong_rank_ends_the_step_of_all(tmp_path):
-    (wrong, _), (other, seconds) = on_ranks(2, {"wrong": step()}, tmp_path, one_rank_is_wrong)["wrong"]
-    assert wrong.startswith("EngineError: layer 0, micro-batch 0, rank 0: expert ")
-    assert other != "no error"
-    assert seconds < 30
+def with_other_routes(case, sample):
+    """Give a sample routes that the plan was not made for."""
+    others = skewed_trace(case.trace.rows_per_sample.tolist(), seed=50)
+    experts = [(others if s == sample else case.trace).select([s]).experts_TLK for s in range(case.trace.num_samples)]
+    return replace(case, trace=of_experts(experts))
+
+
+def test_what_cannot_be_followed_runs_at_home_with_one_warning(tmp_path):
+    case = step()
+    static = step(slots=0).plan
+    illegal = replace(case.plan, balancer="by hand", quota_MLRB=case.plan.quota_MLRB - 1)
+    cases = {
+        "routes on rank 0": with_other_routes(case, 0),
+        "routes on rank 1": with_other_routes(case, 1),
+        "routes, canonical": with_other_routes(replace(case, sums="canonical"), 0),
+        "routes, checkpointed": with_other_routes(replace(case, checkpointing=True), 0),
+        "plans that differ": replace(case, plans=(case.plan, static)),
+        "illegal plan": replace(case, plan=illegal),
+        "nothing": case,
+    }
+    warnings = {
+        "routes": (
+            "rank {}, micro-batch 0: the routes are not those of the plan (in layer 0 expert ",
+            "replay the routes",
+        ),
+        "plans that differ": ("every expert runs at home: ranks [1] hold another plan", "make the plan on one rank"),
+        "illegal plan": ("every expert runs at home: a quota is negative",),
+    }
+    for name, results_R in on_ranks(2, cases, tmp_path, fall_back).items():
+        kind = name if name in warnings else "routes"
+        assert_equals_dense(cases[name], results_R)
+        lines_R = [result["lines"] for result in results_R]
+        at_home = [] if name == "nothing" else [0] if kind == "routes" else [0, 1]
+        assert [result["at home"] for result in results_R] == [at_home] * 2, name
+        if name == "nothing":
+            assert lines_R == [[], []]
+            continue
+        rank = 1 if name == "routes on rank 1" else 0
+        assert [len(lines) for lines in lines_R] == [rank == 0, rank == 1], (name, lines_R)
+        for part in warnings[kind]:
+            assert part.format(rank) in lines_R[rank][0], (name, lines_R)

@@ -1,16 +1,30 @@
 """Training under plans: the weights of the dense model after AdamW, and with canonical sums the same bits under all."""
 
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from relibra.parallel.canonical import CHUNK
+from relibra.parallel.rank_tables import rank_tables
+from tests.replay.tiny_models import tiny_model
 
-from .ranks_at_work import on_ranks
-from .steps import random_step, step
-from .trainings import moved, plans_of, train_dense, train_on_rank
+from . import ranks_at_work
+from .ranks_at_work import dense_step, on_ranks
+from .steps import step
+from .test_balanced import assert_equals_dense
+from .trainings import (
+    moved,
+    plans_of,
+    step_with_a_slow_rank,
+    step_with_frozen_experts,
+    train_dense,
+    train_on_rank,
+    use_a_pool,
+    watched_step,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -92,17 +106,148 @@ def test_eight_ranks_with_one_expert_each(tmp_path):
             torch.testing.assert_close(results_R[5]["weights"][parameter], weight, rtol=1e-5, atol=1e-5, msg=parameter)
 
 
-def test_bf16_is_as_close_to_single_precision_as_all_to_all(tmp_path):
+def rounded(family):
+    """The model with the weights that it has in bfloat16, to be run in single precision."""
+    model = tiny_model(family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16))
+    return model
+
+
+def relative_error(results_R, exact):
+    gradients = results_R[0]["gradients"]
+    squares = sum(float((gradients[name].float() - gradient).square().sum()) for name, gradient in exact.items())
+    return (squares / sum(float(gradient.square().sum()) for gradient in exact.values())) ** 0.5
+
+
+def test_bf16_gradients_are_as_good_as_those_of_all_to_all(tmp_path):
+    steps = {"planner": step(slots=2), "everything on rank 0": step(replicas=[(0, s, 4 + s, 1.0) for s in range(4)])}
     cases = {}
-    for name, case in {"planner": step(slots=2), "random": random_step(3, 2)}.items():
-        one = replace(case, num_steps=1, plans=plans_of(case), dtype="bfloat16", checkpointing=False, in_flight=False)
-        cases |= {name: one, f"{name}, canonical": replace(one, sums="canonical")}
-        cases[f"{name}, all_to_all"] = replace(one, follow_plan=False, implementation="all_to_all")
-    found = on_ranks(2, cases, tmp_path, train_on_rank)
-    for name in ("planner", "random"):
-        exact = train_dense(replace(cases[name], dtype="float32"))
-        error = {
-            kind: abs(losses(found[name + kind])[0] - exact["losses"][0]) / exact["losses"][0]
-            for kind in ("", ", canonical", ", all_to_all")
+    for name, case in steps.items():
+        case = replace(case, dtype="bfloat16")
+        theirs = replace(case, follow_plan=False, implementation="all_to_all")
+        cases |= {
+            (name, "fast"): case,
+            (name, "canonical"): replace(case, sums="canonical"),
+            (name, "all_to_all"): theirs,
         }
-        assert max(error.values()) < 2e-2
+    found = on_ranks(2, {" ".join(key): case for key, case in cases.items()}, tmp_path)
+    for name, case in steps.items():
+        with mock.patch.object(ranks_at_work, "tiny_model", rounded):
+            exact = dense_step(case)["gradients"]
+        error = {kind: relative_error(found[f"{name} {kind}"], exact) for kind in ("fast", "canonical", "all_to_all")}
+        assert 1e-4 < error["all_to_all"] < 0.1, error
+        assert max(error["fast"], error["canonical"]) <= 1.5 * error["all_to_all"], error
+
+
+STAGES = {"push", "wait push", "return", "wait return", "dispatch", "combine", "at home"}
+BYTES_OF_EXPERT = (2 * 16 * 32 + 32 * 16) * 4  # gate and up, down, float32
+
+
+def of(timeline, stage, micro_batch, layer):
+    """Events of a stage in the order of their beginnings."""
+    events = [e for e in timeline.events if (e.stage, e.micro_batch, e.layer) == (stage, micro_batch, layer)]
+    return sorted(events, key=lambda event: event.start)
+
+
+def test_slots_hold_the_weights_of_homes_and_the_timeline_says_when_they_came(tmp_path):
+    replicas = [(1, 0, 0, 0.5), (1, 1, 3, 0.5), (0, 0, 6, 0.5)]
+    cases = {"plain": step(replicas=replicas), "checkpointed": step(replicas=replicas, checkpointing=True)}
+    for name, results_R in on_ranks(2, cases, tmp_path, watched_step).items():
+        assert_equals_dense(cases[name], results_R)
+        for rank, result in enumerate(results_R):
+            assert_slots_are_right(result)
+            assert_weights_moved_as_planned(cases[name], rank, result["timeline"])
+            assert_next_weights_came_early(cases[name], rank, result["timeline"])
+
+
+def assert_slots_are_right(result):
+    assert result["interrupted"] == "in layer 1"
+    assert result["wrong"] == []
+    assert result["compared"]["forward"]
+    assert result["compared"]["backward"]
+    assert len(result["memory"]) == 2  # two parameters, in all layers, micro-batches and contexts
+    assert result["tracked"] == set()
+
+
+def assert_weights_moved_as_planned(case, rank, timeline):
+    """Forward and backward, but the last layer's weights are still there when the backward pass begins."""
+    assert {event.stage for event in timeline.events} <= STAGES
+    waits = sum(event.seconds for event in timeline.events if event.stage in ("wait push", "wait return"))
+    assert timeline.exposed_seconds()[rank] == pytest.approx(waits)
+    for m, layer in np.ndindex(2, 3):
+        tables = rank_tables(case.plan, case.demand, rank, m, layer)
+        pushes, returns = of(timeline, "push", m, layer), of(timeline, "return", m, layer)
+        assert len(pushes) == len(of(timeline, "wait push", m, layer)) == 1 + (layer < 2)
+        assert {event.bytes for event in pushes} == {len(tables.pushes_from_here) * BYTES_OF_EXPERT}
+        assert len(returns) == len(of(timeline, "wait return", m, layer)) == 1
+        assert returns[0].bytes == len(tables.pushes_to_here) * BYTES_OF_EXPERT
+        dispatch, combine = of(timeline, "dispatch", m, layer), of(timeline, "combine", m, layer)
+        assert len(dispatch) == 3 + 2 * case.checkpointing  # rows and gate weights, and the gradients of results
+        assert len(combine) == 3 + case.checkpointing
+        rows, weights = dispatch[0].bytes // (4 * 32), dispatch[1].bytes // 4
+        assert weights == tables.send_RP[1 - rank].sum()
+        assert 0 < rows <= weights
+
+
+def assert_next_weights_came_early(case, rank, timeline):
+    for m, layer in np.ndindex(2, 2):
+        forward, backward = of(timeline, "push", m, layer)[0], of(timeline, "push", m, layer)[-1]
+        following = of(timeline, "push", m, layer + 1)[0]
+        assert following.start < of(timeline, "dispatch", m, layer + 1)[0].start
+        assert following.start > of(timeline, "combine", m, layer)[0].start
+        assert forward.start < backward.start < of(timeline, "combine", m, layer + 1)[-1].start
+
+
+def test_two_data_parallel_groups_with_checkpoints_and_micro_batches_in_flight(tmp_path):
+    schedule = ([0, 0, 1, 1, 2, 2, 3, 3], [0, 1] * 4)
+    case = step(2, lengths=range(5, 13), schedule=schedule, replicas=[(1, 0, 0, 0.5), (1, 1, 3, 0.5), (0, 0, 6, 0.5)])
+    case = replace(case, num_ranks=4, checkpointing=True, in_flight=True)
+    cases = {"fast": case, "no checkpoints": replace(case, checkpointing=False)}
+    for name, results_R in on_ranks(4, cases, tmp_path, watched_step).items():
+        assert_equals_dense(cases[name], results_R)
+        for result in results_R:
+            assert_slots_are_right(result)
+
+
+def test_waiting_for_a_slow_rank_is_no_exposed_transfer(tmp_path):
+    found = on_ranks(2, {"slow": step(replicas=[(1, 0, 0, 0.5), (0, 0, 6, 0.5)])}, tmp_path, step_with_a_slow_rank)
+    timeline = found["slow"][0]["timeline"]
+    assert sum(event.seconds for event in timeline.events if event.layer == 1 and event.stage == "dispatch") > 1.5
+    assert timeline.exposed_seconds()[0] < 1
+
+
+def test_frozen_experts_leave_the_gradients_of_the_rest(tmp_path):
+    cases = {"fast": step(slots=2), "canonical": step(slots=2, sums="canonical"), "gpt-oss": step(family="gpt_oss")}
+    for name, results_R in on_ranks(2, cases, tmp_path, step_with_frozen_experts).items():
+        expected = dense_step(cases[name])["gradients"]
+        for result in results_R:
+            for parameter, gradient in result["gradients"].items():
+                assert (gradient is None) == (".experts." in parameter), parameter
+                if gradient is not None:
+                    torch.testing.assert_close(gradient, expected[parameter], rtol=1e-5, atol=1e-5, msg=parameter)
+
+
+def test_a_host_pool_serves_log_probabilities_of_the_same_bits(tmp_path):
+    cases = {
+        "planner": step(slots=2),
+        "canonical": step(replicas=[(1, 0, 0, 0.9), (0, 0, 6, 0.9)], sums="canonical"),
+        "all replicas on rank 0": step(replicas=[(0, s, 4 + s, 1.0) for s in range(4)]),
+        "no replicas": step(slots=0),
+    }
+    for name, results_R in on_ranks(2, cases, tmp_path, use_a_pool).items():
+        case = cases[name]
+        for rank, result in enumerate(results_R):
+            chunk = CHUNK if case.sums == "canonical" else None
+            of_layers = [rank_tables(case.plan, case.demand, rank, m, x, chunk) for m, x in np.ndindex(2, 3)]
+            num_replicas = sum(len(tables.pushes_to_here) for tables in of_layers)
+            for machines, of_pool in result.items():
+                assert all(all(equal) and equal for equal in of_pool["equal"]), (name, machines)
+                assert of_pool["copies"] == [num_replicas] * 2, (name, machines)  # each is fetched once
+                assert of_pool["copies of training"] == 0
+                for own, with_pool in of_pool["stages"]:
+                    assert ("push" in own) == (name != "no replicas")
+                    assert "push" not in with_pool
+                before, after = of_pool["logits"]
+                assert not any(torch.equal(before[s], after[s]) for s in before)

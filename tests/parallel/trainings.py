@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from contextlib import nullcontext
+import time
+from collections import Counter
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -12,11 +14,19 @@ import torch.distributed as dist
 
 from relibra import Budget, plan_step
 from relibra.parallel import execute_plan, logical_parameters, relocate
+from relibra.parallel.exchange import Route
+from relibra.parallel.host_pool import HostPool
+from relibra.parallel.replica_slots import LayerReplicas
 from relibra.planning.plan import StepPlan
+from relibra.replay import BatchRoutes
+from relibra.replay.checkpointing import is_recompute
+from relibra.timeline import Timeline
 from tests.planning.cases import cluster
 from tests.replay.tiny_models import tiny_model
 
-from .ranks_at_work import Case, load, num_targets, run_batch
+from . import ranks_at_work
+from .faults import before
+from .ranks_at_work import Case, load, num_targets, run_batch, step_on_rank
 
 SETTINGS = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.01, "foreach": False}
 """Of AdamW; an epsilon far above the rounding of gradients, so that no sign of a tiny one decides a whole step."""
@@ -75,18 +85,145 @@ def train_dense(case: Case) -> dict:
     return {"losses": losses, "weights": {name: p.detach() for name, p in model.named_parameters()}}
 
 
-def disagree_on_rank(case: Case, folder) -> dict:
-    """Run a step with routes of other samples on rank 1; return what was logged, and the losses."""
+def watched_step(case: Case, folder) -> dict:
+    """Fail in the middle of a step, then do it twice; return the last one with its timeline, and what the slots held.
+
+    wrong       replicas whose weights were not those of their homes, in a forward or backward pass
+    memory      where the slots were
+    tracked     parameters, entries of the state and of the optimizer that share memory with the slots
+    """
     model = load(case, folder)
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("relibra.parallel.execution").addHandler(handler)
-    rank = dist.get_rank()
-    trace = case.trace.select([2, 1, 0, 3]) if rank == 1 else case.trace
-    with execute_plan(model, case.plan, case.demand) as step:
-        own, _, _ = run_batch(model, replace(case, trace=trace), 0, rank, 1.0, step)
-    return {"lines": lines, "logits": own, "follows": step.follows_plan}
+    experts = {name: weight.clone() for name, weight in logical_parameters(model) if ".experts." in name}
+    found: dict = {"wrong": [], "compared": Counter(), "memory": set()}
+
+    def compare(replicas: LayerReplicas, when: str) -> None:
+        replicas.slots.wait()
+        for name, slots in replicas.slots.weights.items():
+            found["memory"].add((name, slots.data_ptr()))
+            home_E = experts[f"model.layers.{replicas.tables.layer_id}.mlp.experts.{name}"]
+            for _, push in replicas.tables.pushes_to_here:
+                found["compared"][when] += 1
+                if not torch.equal(slots[push.slot], home_E[push.expert].to(slots.dtype)):
+                    found["wrong"].append((when, replicas.tables.layer_id, name, push))
+
+    with (
+        before(LayerReplicas, "launch", lambda replicas, *_: compare(replicas, "forward")),
+        before(LayerReplicas, "send_gradients", lambda replicas, *_: compare(replicas, "backward")),
+        mock.patch.object(ranks_at_work, "load", return_value=model),
+        noted_timelines() as timelines,
+    ):
+        try:
+            with before(Route, "move", interrupt):
+                step_on_rank(case, folder)
+        except InterruptedError as error:
+            found["interrupted"] = str(error)
+        step_on_rank(case, folder)
+        model.zero_grad()
+        found |= step_on_rank(case, folder) | {"timeline": timelines[-1]}
+    optimizer = torch.optim.AdamW(model.parameters())
+    kept = [*model.parameters(), *model.state_dict().values(), *optimizer.param_groups[0]["params"]]
+    places = {getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr() for tensor in kept}
+    found["tracked"] = places & {place for _, place in found["memory"]}
+    return found
+
+
+def interrupt(route: Route, *_: object) -> None:
+    """Fail on all ranks alike where rows of the second layer are about to go, and weights are on their way."""
+    if route.place.layer_id == 1:
+        raise InterruptedError("in layer 1")
+
+
+def step_with_a_slow_rank(case: Case, folder) -> dict:
+    """Do a step in which rank 1 thinks before the exchanges of the second layer."""
+    slow = dist.get_rank() == 1
+
+    def think(route: Route, *_: object) -> None:
+        if slow and route.place.layer_id == 1 and route.stage == "dispatch" and not is_recompute():
+            time.sleep(0.5)
+
+    with before(Route, "move", think), noted_timelines() as timelines:
+        step_on_rank(case, folder)
+    return {"timeline": timelines[0]}
+
+
+@contextmanager
+def noted_timelines():
+    """Collect the timeline of each plan that `step_on_rank` executes."""
+    timelines: list[Timeline] = []
+
+    @contextmanager
+    def noted(*args, **kwargs):
+        with execute_plan(*args, **kwargs) as step:
+            yield step
+        timelines.append(step.timeline())
+
+    with mock.patch.object(ranks_at_work, "execute_plan", noted):
+        yield timelines
+
+
+def step_with_frozen_experts(case: Case, folder) -> dict:
+    """Do a step in which only the rest of the model is trained."""
+
+    def load_frozen(*args):
+        model = load(*args)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".experts." not in name)
+        return model
+
+    with mock.patch.object(ranks_at_work, "load", load_frozen):
+        return step_on_rank(case, folder)
+
+
+def use_a_pool(case: Case, folder) -> dict:
+    """Compute log-probabilities with and without a pool, before and after a training step, on one machine and on two.
+
+    found   by number of ranks per machine: whether the bits are equal, copies from the pool, and stages of the timeline
+    """
+    model = load(case, folder)
+    optimizer = torch.optim.AdamW(model.parameters(), **SETTINGS)
+    found: dict = {}
+    for ranks_per_machine in (None, 1):
+        with HostPool(model, ranks_per_machine=ranks_per_machine) as pool:
+            of_pool: dict = {"equal": [], "copies": [], "stages": [], "logits": []}
+            for _ in range(2):
+                own, stages, _ = log_probabilities(model, case, None)
+                with_pool, pool_stages, copies = log_probabilities(model, case, pool)
+                of_pool["equal"].append([torch.equal(own[s], with_pool[s]) for s in own])
+                of_pool["copies"].append(copies)
+                of_pool["stages"].append((stages, pool_stages))
+                of_pool["logits"].append(own)
+                with counted_copies() as trained, execute_plan(model, case.plan, case.demand, pool=pool) as step:
+                    for m in range(case.plan.replica_MLRB.shape[0]):
+                        run_batch(model, case, m, dist.get_rank(), case.num_ranks / num_targets(case), step)
+                of_pool["copies of training"] = len(trained)
+                optimizer.step()
+                optimizer.zero_grad()
+            found[str(ranks_per_machine)] = of_pool
+    return found
+
+
+def log_probabilities(model, case: Case, pool: HostPool | None) -> tuple[dict, set[str], int]:
+    """Return logits by sample, stages of the timeline, and how many experts came from the pool; no gradients."""
+    logits: dict = {}
+    with torch.no_grad(), counted_copies() as copies:
+        with execute_plan(model, case.plan, case.demand, sums=case.sums, pool=pool) as step:
+            for m in range(case.plan.replica_MLRB.shape[0]):
+                samples, tokens_BN, mask_BN = case.batch(m, dist.get_rank())
+                routes = BatchRoutes.padded(case.trace.select(samples), mask_BN) if samples else None
+                with step.micro_batch(m, routes):
+                    attention = mask_BN if samples else torch.ones_like(mask_BN)
+                    of_batch = model(tokens_BN, attention_mask=attention, use_cache=False).logits
+                logits |= {s: of_batch[row, : int(mask_BN[row].sum())] for row, s in enumerate(samples)}
+        stages = {event.stage for event in step.timeline().events}
+    return logits, stages, len(copies)
+
+
+@contextmanager
+def counted_copies():
+    """Note each expert that is copied out of a pool."""
+    copies: list[tuple[int, int]] = []
+    with before(HostPool, "copy_to", lambda _, position, expert, __: copies.append((position, expert))):
+        yield copies
 
 
 def plans_of(*cases: Case) -> tuple[StepPlan, ...]:

@@ -6,7 +6,9 @@ Without a plan it is transformers' own `all_to_all`, so one model serves planned
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
 
 from relibra.errors import EngineError
+from relibra.timeline import TimelineRecorder
 
 if TYPE_CHECKING:
     from relibra.parallel.execution import PlanExecution
@@ -78,14 +81,24 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
             experts_TK = torch.from_numpy(position_E).to(experts_TK.device)[experts_TK]
         return super().__call__(hidden_TH, experts_TK, weights_TK)
 
-    def run_rows(self, rows_YH: Tensor, slot_Y: Tensor) -> Tensor:
-        """Run the module's own forward on rows that chose one local expert each, with weight 1.
+    @property
+    def recorder(self) -> TimelineRecorder:
+        """What notes the events of the plan that is being executed."""
+        assert self.execution is not None, "nothing is noted outside of execute_plan"
+        return self.execution[0].recorder
+
+    def run_rows(
+        self, rows_YH: Float[Tensor, "Y H"], slot_Y: Int64[Tensor, " Y"], weight_Y1: Float[Tensor, "Y 1"]
+    ) -> Float[Tensor, "Y H"]:
+        """Run the module's own forward on rows that chose one local expert each; return their weighted results.
 
         Without rows it runs a dummy: parameters then get a gradient of zero, so that FSDP reduces them on every rank.
         """
         if len(rows_YH) == 0:
-            return self.run_rows(rows_YH.sum(dim=0, keepdim=True), slot_Y.new_zeros(1))[:0]
-        return self.experts_forward(rows_YH, slot_Y.unsqueeze(1), rows_YH.new_ones((len(rows_YH), 1)))
+            dummy_1H = rows_YH.sum(dim=0, keepdim=True)
+            return self.run_rows(dummy_1H, slot_Y.new_zeros(1), weight_Y1.sum(dim=0, keepdim=True))[:0]
+        with _no_rows_of_others(self.experts):
+            return self.experts_forward(rows_YH, slot_Y.unsqueeze(1), weight_Y1)
 
     def homes(self) -> dict[str, Tensor]:
         """Return the local parameters `[E / R, ...]`: in a pass of this layer, or any time if they `stay_whole`."""
@@ -99,6 +112,18 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
         """Whether the experts of this rank are whole between passes too: FSDP spreads them over no other ranks."""
         mesh = getattr(self.experts, self.names[0]).device_mesh
         return "efsdp" not in (mesh.mesh_dim_names or ()) or mesh["efsdp"].size() == 1
+
+
+@contextmanager
+def _no_rows_of_others(experts: nn.Module) -> Iterator[None]:
+    """Spare the experts the masking of rows that chose an expert elsewhere: several passes over all activations."""
+    module: Any = experts
+    masks = getattr(module, "_is_expert_parallel", False)
+    module._is_expert_parallel = False
+    try:
+        yield
+    finally:
+        module._is_expert_parallel = masks
 
 
 def register() -> None:

@@ -12,6 +12,7 @@ per choice   one row per token-slot in both directions; the sender weighs and ad
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from torch import Tensor
 from relibra.parallel.exchange import Place, Route, exchange
 from relibra.parallel.rank_tables import RankTables
 from relibra.parallel.row_lists import RowLists
+from relibra.timeline import TimelineRecorder
 
-Compute = Callable[[Tensor], Tensor]
-"""Rows `[Y, H]` in the order of computation (local slot, source rank, position) to their results `[Y, H]`."""
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""Rows `[Y, H]` in the order of computation (local slot, source rank, position), and their weights `[Y, 1]`, to their
+weighted results `[Y, H]`."""
 
 
 def dispatch_and_combine(
@@ -33,26 +36,28 @@ def dispatch_and_combine(
     hidden_TH: Float[Tensor, "T H"],
     weights_TK: Float[Tensor, "T K"],
     group: dist.ProcessGroup,
+    recorder: TimelineRecorder,
     compute: Compute,
 ) -> Float[Tensor, "T H"]:
     """Return the weighted results of this rank's tokens; collective over the expert-parallel group.
 
     weights_TK   gate weights of the token-slots, in the order of choices
+    recorder     notes the exchanges
     compute      runs the experts of this rank on the rows that arrived
     raises       EngineError when a peer is gone or the group's time-out has passed
     """
     place = Place(tables.rank, tables.layer_id, tables.micro_batch)
     send_R, receive_R = tables.send_RP.sum(axis=1).tolist(), tables.receive_RP.sum(axis=1).tolist()
-    choices = Route(send_R=send_R, receive_R=receive_R, group=group, place=place)
+    choices = Route(send_R=send_R, receive_R=receive_R, group=group, place=place, recorder=recorder)
     if lists.once is None:
         return _per_choice(lists, hidden_TH, weights_TK, choices, compute)
     once = lists.once
-    rows = Route(send_R=once.send_R, receive_R=once.receive_R, group=group, place=place)
+    rows = replace(choices, send_R=once.send_R, receive_R=once.receive_R)
     arrived_ZH = exchange(_Gather.apply(hidden_TH, once.token_Z), rows)
     weight_Y1 = exchange(_Permute.apply(weights_TK.reshape(-1, 1), lists.choice_X), choices)
-    output_YH = compute(_Gather.apply(arrived_ZH, once.arrived_Y))
-    weighted_YH = output_YH * _Permute.apply(weight_Y1, lists.compute_order_Y)
-    summed_ZH = _Sum.apply(weighted_YH, once.arrived_Y, len(arrived_ZH)).to(hidden_TH.dtype)
+    weight_Y1 = _Permute.apply(weight_Y1, lists.compute_order_Y)
+    output_YH = compute(_Gather.apply(arrived_ZH, once.arrived_Y), weight_Y1)
+    summed_ZH = _Sum.apply(output_YH, once.arrived_Y, len(arrived_ZH))
     return _Sum.apply(exchange(summed_ZH, rows.back), once.token_Z, len(hidden_TH))
 
 
@@ -61,7 +66,8 @@ def _per_choice(
 ) -> Float[Tensor, "T H"]:
     hidden_TKH = hidden_TH.unsqueeze(1).expand(-1, weights_TK.shape[1], -1)  # backward adds K rows in their order
     arrived_YH = exchange(_Permute.apply(hidden_TKH.flatten(0, 1), lists.choice_X), choices)
-    output_YH = compute(_Permute.apply(arrived_YH, lists.compute_order_Y))
+    rows_YH = _Permute.apply(arrived_YH, lists.compute_order_Y)
+    output_YH = compute(rows_YH, rows_YH.new_ones((len(rows_YH), 1)))
     back_XH = exchange(_Permute.apply(output_YH, _inverse(lists.compute_order_Y)), choices.back)
     output_TKH = _Permute.apply(back_XH, _inverse(lists.choice_X)).unflatten(0, weights_TK.shape)
     return (output_TKH * weights_TK.unsqueeze(-1)).sum(dim=1)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,11 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from relibra.errors import EngineError
+from relibra.timeline import TimelineRecorder
 
-_OF_A_PEER = re.compile(r"gloo|nccl|connection|timed out|timeout|socket|peer", re.IGNORECASE)
-"""What is found in the messages of process groups about a peer that is gone, slow or elsewhere."""
+_OF_A_PEER = re.compile(r"gloo/(transport|rendezvous)|closed by peer|reset by peer|timed out waiting", re.IGNORECASE)
+"""What gloo says about a peer that is gone, slow or elsewhere. It has no error class of its own, and what it says about
+wrong arguments names it too; NCCL raises `DistError`."""
 
 
 class Place(NamedTuple):
@@ -45,8 +47,9 @@ def waiting(what: str, place: Place, peers: Sequence[int]) -> Iterator[None]:
     except EngineError:
         raise
     except RuntimeError as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if not isinstance(error, dist.DistError) and not _OF_A_PEER.search(reason):
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0]
+        of_a_peer = isinstance(error, dist.DistError) or _OF_A_PEER.search(reason)
+        if not of_a_peer or "out of memory" in str(error):
             raise
         others = sorted(set(peers) - {place.rank})
         raise EngineError(
@@ -60,27 +63,43 @@ class Route:
     """One all-to-all of an expert-parallel group: sizes of this rank, and where it happens.
 
     send_R, receive_R   rows to and from each rank
+    recorder            notes each exchange with the bytes for other ranks; None: nobody does
+    stage               what it notes: "dispatch" to where rows are computed, "combine" on the way back
     """
 
     send_R: list[int]
     receive_R: list[int]
     group: dist.ProcessGroup
     place: Place
+    recorder: TimelineRecorder | None = None
+    stage: Literal["dispatch", "combine"] = "dispatch"
 
     @property
     def back(self) -> Route:
         """The way back."""
-        return Route(send_R=self.receive_R, receive_R=self.send_R, group=self.group, place=self.place)
+        back: Literal["dispatch", "combine"] = "combine" if self.stage == "dispatch" else "dispatch"
+        return replace(self, send_R=self.receive_R, receive_R=self.send_R, stage=back)
 
-    def move(self, rows: Shaped[Tensor, X * H]) -> Shaped[Tensor, Y * H]:
+    def move(self, rows: Shaped[Tensor, "X ..."]) -> Shaped[Tensor, "Y ..."]:
         """Send rows, ordered by destination; return those that arrive, ordered by source. Not differentiable."""
         received = rows.new_empty((sum(self.receive_R), *rows.shape[1:]))
-        with waiting("the exchange of rows", self.place, range(len(self.send_R))):
+        with self._recorded(rows), waiting("the exchange of rows", self.place, range(len(self.send_R))):
             dist.all_to_all_single(received, rows.contiguous(), self.receive_R, self.send_R, group=self.group)
         return received
 
+    def _recorded(self, rows: Tensor) -> AbstractContextManager[None]:
+        if self.recorder is None:
+            return nullcontext()
+        elsewhere = sum(self.send_R) - self.send_R[self.place.rank]
+        return self.recorder.record(
+            self.stage,
+            layer=self.place.layer_id,
+            micro_batch=self.place.micro_batch,
+            bytes=elsewhere * rows[:1].nbytes,
+        )
 
-def exchange(rows: Shaped[Tensor, X * H], route: Route) -> Shaped[Tensor, Y * H]:
+
+def exchange(rows: Shaped[Tensor, "X ..."], route: Route) -> Shaped[Tensor, "Y ..."]:
     """Send rows, ordered by destination; return those that arrive, ordered by source. Gradients take the way back.
 
     raises   EngineError when a peer is gone or the group's time-out has passed

@@ -37,6 +37,7 @@ class PlanExecution:
     """A plan on its way through a model; see `execute_plan`.
 
     follows_plan   whether plan and model fit and all ranks hold the same plan; else every layer runs at home
+    recorder       notes the events of `timeline`
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class PlanExecution:
         self._group = layers[0].ep_mesh.get_group()
         self._rank, self._num_ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._device = next(model.parameters()).device
-        self._recorder = TimelineRecorder(self._rank, self._num_ranks)
+        self.recorder = TimelineRecorder(dist.get_rank(), dist.get_world_size())
         self._homes_stay_whole = layers[0].homes_stay_whole
         self._chunk = CHUNK if sums == "canonical" else None
         self._pool_is_current = False
@@ -87,7 +88,7 @@ class PlanExecution:
         self._micro_batch = self._prepare(number, routes) if self.follows_plan else None
         self._number = number
         if self._slots is not None:
-            self._slots.pool, self._slots.recorder = self._source, self._recorder
+            self._slots.pool, self._slots.recorder = self._source, self.recorder
         try:
             with nullcontext() if routes is None else replay_routing(self._model, routes) as replay:
                 yield replay
@@ -96,13 +97,15 @@ class PlanExecution:
         except BaseException:
             if self._slots is not None:
                 self._slots.close()
-            raise
+            # What FSDP exchanges fails here without a word about where.
+            with waiting("the model's own communication", self._last_place(number), range(self._num_ranks)):
+                raise
         finally:
             self._number, self._micro_batch = None, None
 
     def timeline(self) -> Timeline:
         """Return what this rank did so far: pushes, returns, exchanges, and how long it waited for them."""
-        return self._recorder.timeline()
+        return self.recorder.timeline()
 
     def run_layer(
         self,
@@ -124,12 +127,12 @@ class PlanExecution:
         rows = current.rows(len(hidden_TH), position)
         if rows is None:
             return self._run_planned(current, position, hidden_TH, experts_TK, weights_TK)
-        planned, live = rows
+        planned, live, back = rows
         outputs = [
             self._run_planned(current, position, hidden_TH[planned], experts_TK[planned], weights_TK[planned]),
             self._run_at_home(layer, position, hidden_TH[live], experts_TK[live], weights_TK[live]),
         ]
-        return torch.cat(outputs)[torch.argsort(torch.cat([planned, live]))]
+        return torch.cat(outputs)[back]
 
     def _run_planned(
         self, current: PlannedMicroBatch, position: int, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor
@@ -154,7 +157,10 @@ class PlanExecution:
         self, layer: BalancedEP, position: int, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor
     ) -> Tensor:
         place = Place(self._rank, int(self._plan.layer_ids[position]), -1 if self._number is None else self._number)
-        with waiting("the exchange of rows", place, range(self._num_ranks)):
+        with (
+            self.recorder.record("at home", layer=place.layer_id, micro_batch=place.micro_batch),
+            waiting("the exchange of rows", place, range(self._num_ranks)),
+        ):
             if self._sums == "canonical":
                 return run_at_home_canonically(
                     layer, place.layer_id, place.micro_batch, hidden_TH, experts_TK, weights_TK
@@ -201,7 +207,7 @@ class PlanExecution:
         slots = self._layers[0].slots
         if slots is None or slots.num_slots != self._plan.slots:
             assert layer.push_group is not None, "execute_plan made the group"
-            slots = ReplicaSlots(layer.homes(), self._plan.slots, layer.push_group, self._recorder)
+            slots = ReplicaSlots(layer.homes(), self._plan.slots, layer.push_group, self.recorder)
             slots.pool = self._source
             self._layers[0].slots = slots
         return slots
@@ -248,6 +254,11 @@ class PlanExecution:
             self._pool.keep_current()
         self._pool_is_current = from_pool  # after a pass with gradients, an optimizer step may follow
         self._source = self._pool if from_pool else None
+
+    def _last_place(self, number: int) -> Place:
+        """Return where this rank was last seen: in the layer that last exchanged something."""
+        events = self.recorder.timeline().events
+        return Place(self._rank, events[-1].layer if events else -1, number)
 
     def _told_by_all(self, own: list[bool], place: Place) -> Tensor:
         """Return what every rank says, `[R, n]`; collective."""
@@ -311,14 +322,23 @@ def execute_plan(
 
 
 def _make_push_group(layers: list[BalancedEP]) -> None:
-    """Make the group for pushes, once per model, over the ranks of its expert-parallel group; collective."""
+    """Make groups for pushes, once per model, one for each expert-parallel group; collective over all ranks.
+
+    Groups that only their members make (`use_local_synchronization`) would do, but torch names them after the number of
+    groups that a rank has, and ranks that have unequally many, as in a `HostPool`, would wait for each other forever.
+    """
     if layers[0].push_group is not None:
         return
     group = layers[0].ep_mesh.get_group()
     ranks = dist.get_process_group_ranks(group)
     device = torch.device(layers[0].ep_mesh.device_type)
     timeout = group._get_backend(device).options._timeout  # else the default of half an hour
-    made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-    assert dist.get_rank(made) == dist.get_rank(group), "both groups number their ranks alike"
+    own_R = torch.tensor(ranks, device=device)
+    everyone = [torch.empty_like(own_R) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own_R)
+    all_groups = sorted({tuple(ranks_R.tolist()) for ranks_R in everyone})
+    made = {members: dist.new_group(members, timeout=timeout) for members in all_groups}
+    push_group = made[tuple(ranks)]
+    assert dist.get_rank(push_group) == dist.get_rank(group), "both groups number their ranks alike"
     for layer in layers:
-        layer.push_group = made
+        layer.push_group = push_group

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +19,18 @@ from relibra.parallel.exchange import Place
 from relibra.parallel.rank_tables import RankTables
 from relibra.parallel.row_lists import RowLists, exchange_row_lists, row_lists
 from relibra.replay import BatchRoutes
+
+
+class Rows(NamedTuple):
+    """Rows of a batch with recorded routes, and the others.
+
+    planned_P, live_Q   numbers of the rows
+    back_T              where each row is found among the planned ones followed by the live ones
+    """
+
+    planned_P: Int64[Tensor, " P"]
+    live_Q: Int64[Tensor, " Q"]
+    back_T: Int64[Tensor, " T"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,8 +49,8 @@ class PlannedMicroBatch:
     any_live: bool
     device: torch.device
 
-    def rows(self, num_rows: int, layer: int) -> tuple[Int64[Tensor, " P"], Int64[Tensor, " Q"]] | None:
-        """Return the numbers of the planned and the live rows of this rank; None: all are planned, on every rank.
+    def rows(self, num_rows: int, layer: int) -> Rows | None:
+        """Return the planned and the live rows of this rank; None: all are planned, on every rank.
 
         raises   EngineError when the layer sees another number of rows than the routes have
         """
@@ -48,10 +62,18 @@ class PlannedMicroBatch:
             )
         if not self.any_live:
             return None
-        none_T = torch.zeros(num_rows, dtype=torch.bool)
-        valid_T = none_T if self.routes is None else self.routes.valid_T.cpu()
-        planned_T, live_T = (mask.nonzero().flatten().to(self.device) for mask in (valid_T, ~valid_T))
-        return planned_T, live_T
+        if self.routes is None:
+            all_T = torch.arange(num_rows, device=self.device)
+            return Rows(all_T[:0], all_T, all_T)
+        return self._rows
+
+    @cached_property
+    def _rows(self) -> Rows:
+        assert self.routes is not None, "only routes tell rows apart"
+        valid_T = self.routes.valid_T.cpu()
+        planned_P, live_Q = valid_T.nonzero().flatten(), (~valid_T).nonzero().flatten()
+        back_T = torch.argsort(torch.cat([planned_P, live_Q]))
+        return Rows(planned_P.to(self.device), live_Q.to(self.device), back_T.to(self.device))
 
     def check(self, layer: int, experts_PK: Int64[Tensor, "P K"]) -> None:
         """Hold what the router chose against the routes; on an accelerator only the number of rows, without waiting.

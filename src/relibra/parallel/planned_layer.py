@@ -35,7 +35,8 @@ def run_planned(
         compute = partial(_canonical, layer, tables, replicas)
     else:
         compute = partial(_fast, layer, tables, lists, replicas)
-    return dispatch_and_combine(tables, lists, hidden_TH, weights_TK, layer.ep_mesh.get_group(), compute)
+    group, recorder = layer.ep_mesh.get_group(), layer.recorder
+    return dispatch_and_combine(tables, lists, hidden_TH, weights_TK, group, recorder, compute)
 
 
 def run_at_home_canonically(
@@ -54,22 +55,30 @@ def run_at_home_canonically(
 
 
 def _fast(
-    layer: BalancedEP, tables: RankTables, lists: RowLists, replicas: LayerReplicas | None, rows_YH: Tensor
+    layer: BalancedEP,
+    tables: RankTables,
+    lists: RowLists,
+    replicas: LayerReplicas | None,
+    rows_YH: Tensor,
+    weight_Y1: Tensor,
 ) -> Tensor:
     if replicas is None:
-        return layer.run_rows(rows_YH, lists.slot_Y)
+        return layer.run_rows(rows_YH, lists.slot_Y, weight_Y1)
     n, homes = tables.num_home_rows, layer.homes()
     anchor, held = replicas.hold(homes)
     with parameters_replaced(layer.experts, held):
-        output_YH = layer.run_rows(rows_YH[:n], lists.slot_Y[:n])  # while replicas arrive
+        output_YH = layer.run_rows(rows_YH[:n], lists.slot_Y[:n], weight_Y1[:n])  # while replicas arrive
     spare = replicas.launch(anchor, [name for name, home in homes.items() if home.requires_grad])
     if n < len(rows_YH):
         with parameters_replaced(layer.experts, spare):
-            of_replicas_YH = layer.run_rows(rows_YH[n:], lists.slot_Y[n:] - tables.num_homes)
+            spare_slot_Y = lists.slot_Y[n:] - tables.num_homes
+            of_replicas_YH = layer.run_rows(rows_YH[n:], spare_slot_Y, weight_Y1[n:])
         output_YH = torch.cat([output_YH, of_replicas_YH])
     return replicas.tie(output_YH, spare)
 
 
-def _canonical(layer: BalancedEP, tables: RankTables, replicas: LayerReplicas | None, rows_YH: Tensor) -> Tensor:
+def _canonical(
+    layer: BalancedEP, tables: RankTables, replicas: LayerReplicas | None, rows_YH: Tensor, _weight_Y1: Tensor
+) -> Tensor:
     experts = CanonicalExperts(experts=layer.experts, forward=layer.experts_forward, tables=tables, replicas=replicas)
     return experts(rows_YH, layer.homes())

@@ -105,8 +105,12 @@ class ReplicaSlots:
         self._holds = None
 
     def close(self) -> None:
-        """End the thread that fetches from a pool, and drop what was under way: the step is over or has failed."""
-        self._holds, self._transfer = None, None
+        """End the thread that fetches from a pool: the step is over or has failed.
+
+        Pushes under way stay so until the slots are used again: if they were forgotten, later ones could take their
+        messages for their own.
+        """
+        self._holds = None
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher, self._fetching = None, False

@@ -1,0 +1,163 @@
+"""Ranks that die or hang at a chosen moment of a step, and what the others say about it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from relibra.errors import EngineError
+from relibra.parallel import execute_plan, register
+from relibra.parallel.exchange import Route
+from relibra.parallel.rank_tables import RankTables
+from relibra.parallel.replica_slots import LayerReplicas, ReplicaSlots
+from relibra.parallel.transfer import Transfer
+from relibra.replay.checkpointing import is_recompute
+from tests.replay.tiny_models import tiny_model
+
+from .ranks_at_work import Case, load, num_targets, run_batch
+
+GROUP_TIMEOUT_S, START_S = 15, 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What happens to one rank.
+
+    moment   just before "exchange": rows go to the experts; "exchange of gradients": they come back; "push": homes of
+             this rank send weights; "return": gradients of replicas leave, as "canonical return" with canonical sums;
+             "model": a micro-batch begins
+    hangs    it sleeps instead of being killed
+    layer    -1: in any
+    """
+
+    moment: str
+    rank: int
+    layer: int = -1
+    micro_batch: int = 1
+    hangs: bool = False
+
+    def strike(self, layer_id: int, micro_batch: int) -> None:
+        """End or stop this process if this is the moment."""
+        if dist.get_rank() == self.rank and (self.layer in (-1, layer_id)) and self.micro_batch == micro_batch:
+            Path(f"struck-{self.rank}").write_text(str(time.time()))
+            if self.hangs:
+                time.sleep(600)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before(owner: type, name: str, action: Callable[..., None]) -> Any:
+    """Do something before each call of a method."""
+    own = getattr(owner, name)
+
+    def replaced(self, *args, **kwargs):
+        action(self, *args)
+        return own(self, *args, **kwargs)
+
+    return mock.patch.object(owner, name, replaced)
+
+
+def armed(fault: Fault, step: Any) -> Any:
+    """Make the fault happen when its moment comes."""
+
+    def in_exchange(route: Route, *_: object) -> None:
+        if is_recompute() == (fault.moment == "exchange of gradients"):
+            fault.strike(route.place.layer_id, route.place.micro_batch)
+
+    def in_push(_: ReplicaSlots, tables: RankTables, *__: object) -> None:
+        if tables.pushes_from_here:
+            fault.strike(tables.layer_id, tables.micro_batch)
+
+    def in_return(replicas: LayerReplicas, *_: object) -> None:
+        fault.strike(replicas.tables.layer_id, replicas.tables.micro_batch)
+
+    def in_canonical_return(transfer: Transfer, *_: object) -> None:
+        if is_recompute():
+            fault.strike(transfer.tables.layer_id, transfer.tables.micro_batch)
+
+    if fault.moment == "canonical return":
+        return before(Transfer, "start", in_canonical_return)
+    if fault.moment == "push":
+        return before(ReplicaSlots, "begin", in_push)
+    if fault.moment == "return":
+        return before(LayerReplicas, "send_gradients", in_return)
+    if fault.moment == "model":
+        return before(torch.nn.Embedding, "forward", lambda *_: fault.strike(-1, step._number))
+    return before(Route, "move", in_exchange)
+
+
+def train_until_it_fails(rank: int, num_ranks: int, case: Case, fault: Fault, folder: Path) -> None:
+    """Run a step, write down what it ended with, and exit as a program does that has caught an error."""
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    register()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+    )
+    model = load(case, folder)
+    message = "no error"
+    try:
+        with execute_plan(model, case.plan, case.demand, sums=case.sums) as step, armed(fault, step):
+            backwards = [
+                run_batch(model, case, m, rank, case.num_ranks / num_targets(case), step)[2]
+                for m in range(case.plan.replica_MLRB.shape[0])
+            ]
+            for backward in backwards:
+                backward()
+    except EngineError as error:
+        message = str(error)
+    found = {"message": message, "time": time.time()}
+    dist.destroy_process_group()
+    Path(f"found-{rank}").write_text(json.dumps(found))
+
+
+def start(num_ranks: int, case: Case, fault: Fault, folder: Path) -> list[BaseProcess]:
+    """Start the ranks; forked from a server that has imported everything, so that it takes no ten seconds each."""
+    folder.mkdir()
+    tiny_model(case.family).save_pretrained(folder / case.family)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    processes = [
+        context.Process(target=train_until_it_fails, args=(rank, num_ranks, case, fault, folder))
+        for rank in range(num_ranks)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def survivors_of(num_ranks: int, case: Case, fault: Fault, folder: Path) -> dict[int, dict]:
+    """Run a step with a fault; return what each survivor said, and how many seconds after the fault."""
+    processes = start(num_ranks, case, fault, folder)
+    others = [process for rank, process in enumerate(processes) if rank != fault.rank]
+    try:
+        deadline = time.monotonic() + START_S + 2 * GROUP_TIMEOUT_S
+        for process in others:
+            process.join(max(0.0, deadline - time.monotonic()))
+        assert [process.exitcode for process in others] == [0] * len(others), fault
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    struck = float((folder / f"struck-{fault.rank}").read_text())
+    found = {
+        rank: json.loads((folder / f"found-{rank}").read_text()) for rank in range(num_ranks) if rank != fault.rank
+    }
+    return {rank: {**one, "seconds": one["time"] - struck} for rank, one in found.items()}
