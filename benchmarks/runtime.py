@@ -58,7 +58,10 @@ def main() -> None:
         print(json.dumps(rows, indent=1))
     else:
         _print(rows)
-        _print_reached(reached)
+        if options.quick:
+            print("--quick: a toy model, one repetition. It shows that the program runs; the figures say nothing")
+        else:
+            _print_reached(reached)
     if not options.quick:
         command = "relibra bench runtime"
         print(write_results("runtime", rows, command, options.output), file=sys.stderr)
@@ -131,7 +134,8 @@ def _measured(
             "exposed_seconds": exposed,
             "exposed_share": exposed / float(np.median(own)),
             "relocation_seconds": float(np.max(timed.moved[variant.name])),
-            "peak_bytes": int(np.max(memory.peak[variant.name])),
+            # The slots are there since the warm-up, so that the peak above what was there before lacks them.
+            "peak_bytes": int(np.max(memory.peak[variant.name])) + variant.slots * sizes.expert_bytes,
             "slot_bytes": variant.slots * sizes.expert_bytes,
             "copies": variant.copies,
             "expert_share": timed.expert_seconds / float(np.median(seconds["balanced routes"])),
@@ -194,8 +198,8 @@ def _ratio(one: dict, other: dict) -> float:
 
 def _print_reached(reached: list[dict]) -> None:
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
-    table.add_column("case", overflow="fold", max_width=34)
-    table.add_column("what", overflow="fold", max_width=34)
+    table.add_column("case", overflow="fold", max_width=26)
+    table.add_column("what", overflow="fold", max_width=28)
     for title in ("reached", "target", "ok"):
         table.add_column(title, justify="right", no_wrap=True)
     for one in reached:
@@ -212,26 +216,29 @@ def _print_reached(reached: list[dict]) -> None:
 
 
 def _print(rows: list[dict]) -> None:
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
-    for title in ("case", "balancer"):
-        table.add_column(title, overflow="fold", min_width=12, max_width=30)
-    for title in ("skew", "tokens/s", "/ all_to_all", "/ balanced", "exposed", "peak MiB"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row["case"],
-            row["balancer"],
-            f"{row['skew']:.2f}",
-            f"{row['tokens_per_second']:.0f}",
-            f"{row['ratio_to_all_to_all']:.3f}",
-            f"{row['ratio_to_balanced']:.3f}",
-            f"{100 * row['exposed_share']:.1f} %",
-            f"{row['peak_bytes'] / 2**20:.0f}",
+    for case, skew in dict.fromkeys((one["case"], one["case_skew"]) for one in rows):
+        table = Table(
+            title=f"{case}, rank skew {skew:.2f}", title_justify="left", box=None, padding=(0, 1), pad_edge=False
         )
-    Console().print(table)
+        table.add_column("balancer", no_wrap=True)
+        for title in ("planned", "tokens/s", "/ a2a", "/ balanced", "exposed", "MiB"):
+            table.add_column(title, justify="right", no_wrap=True)
+        for row in rows:
+            if (row["case"], row["case_skew"]) == (case, skew):
+                table.add_row(
+                    row["balancer"],
+                    f"{row['planned_skew']:.2f}",
+                    f"{row['tokens_per_second']:.0f}",
+                    f"{row['ratio_to_all_to_all']:.3f}",
+                    f"{row['ratio_to_balanced']:.3f}",
+                    f"{100 * row['exposed_share']:.1f} %",
+                    f"{row['peak_bytes'] / 2**20:.0f}",
+                )
+        Console().print(table, "")
     print(
-        "balanced: the same step with as many token-slots for every expert, by the same runtime; exposed: waiting for "
-        "pushes and\nreturns; peak: memory of the busier rank above what it had before the step"
+        "planned: skew under the plan; a2a: transformers' all_to_all; balanced: the same step with as many token-slots for\n"
+        "every expert, by the same runtime; exposed: waiting for pushes and returns, share of the step; MiB: memory of the\n"
+        "busier rank at its peak, above what it had before the step"
     )
 
 

@@ -169,6 +169,7 @@ class Found:
 
 def on_ranks(sizes: Sizes, variants: list[Variant], folder: Path, repetitions: int) -> Found:
     """Run all variants in two processes, taking turns; without repetitions, once each, looking at memory instead."""
+    transformers_logging.disable_progress_bar()
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(sizes.config()).save_pretrained(folder)
     (folder / "rendezvous").unlink(missing_ok=True)

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from relibra.errors import RelibraError
-from relibra.parallel import execute_plan
+from relibra.parallel import HostPool, execute_plan, relocate
+from relibra.parallel.balanced import balanced_layers
 from relibra.replay import BatchRoutes
 
 from .ranks_at_work import load, run_batch, step_on_rank
@@ -29,9 +30,31 @@ def refuse_all(case, folder) -> dict[str, str]:
     rank = dist.get_rank()
     model = load(case, folder)
 
-    def execute(plan=case.plan, model=model, micro_batch=0):
-        with execute_plan(model, plan, case.demand) as step:
+    moved = case.plan.physical_to_logical_map[:, ::-1].copy()
+
+    def execute(plan=case.plan, model=model, micro_batch=0, **settings):
+        with execute_plan(model, plan, case.demand, **settings) as step:
             run_batch(model, case, micro_batch, rank, 1.0, step)
+
+    def other_homes():
+        layers = list(balanced_layers(model).values())
+        homes_E = layers[1].physical_to_logical_E
+        layers[1].physical_to_logical_E = homes_E[::-1].copy() if rank else homes_E
+        try:
+            execute()
+        finally:
+            layers[1].physical_to_logical_E = homes_E
+
+    def without_pool_on_one():
+        with HostPool(model) as pool:
+            execute(pool=pool if rank else None)
+
+    def state_dict_of_moved():
+        relocate(model, moved)
+        try:
+            model.state_dict()
+        finally:
+            relocate(model, case.plan.physical_to_logical_map)
 
     def nest():
         with execute_plan(model, case.plan, case.demand) as step:
@@ -51,11 +74,15 @@ def refuse_all(case, folder) -> dict[str, str]:
         with execute_plan(model, case.plan, case.demand) as step, step.micro_batch(0, routes):
             model(tokens_BN, use_cache=False)
 
-    moved = case.plan.physical_to_logical_map[:, ::-1].copy()
     return {
         "wrong micro-batch": message_of(lambda: execute(micro_batch=5)),
         "micro-batch in micro-batch": message_of(nest),
         "plan in plan": message_of(nest_plans),
+        "different micro-batches": message_of(lambda: execute(micro_batch=rank)),
+        "different sums": message_of(lambda: execute(sums="canonical" if rank else "fast")),
+        "different homes": message_of(other_homes),
+        "a pool on one rank": message_of(without_pool_on_one),
+        "a state dict of moved experts": message_of(state_dict_of_moved),
         "moved homes": message_of(lambda: execute(plan=replace(case.plan, physical_to_logical_map=moved))),
         "other layers": message_of(lambda: execute(plan=replace(case.plan, layer_ids=case.plan.layer_ids + 1))),
         "routes of another batch": message_of(other_rows),

@@ -58,9 +58,11 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
             )
         self.experts = experts
         self.physical_to_logical_E = np.arange(self.num_local_experts * ep_mesh.size())
+        self._positions: tuple[np.ndarray | None, Tensor | None] = (None, None)  # of which map, and its inverse
         self.names = [name for name, p in experts.named_parameters(recurse=False) if isinstance(p, DTensor)]
         assert self.names, "transformers installs the expert parallelism of a module before it shards its parameters"
         setattr(experts, _ATTRIBUTE, self)
+        experts.register_state_dict_pre_hook(self._refuse_physical_order)
 
     def __call__(
         self,
@@ -76,10 +78,26 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
 
     def run_at_home(self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Run every expert where it is at home, as `all_to_all` does; collective."""
-        position_E = np.argsort(self.physical_to_logical_E)
-        if (position_E != np.arange(len(position_E))).any():
-            experts_TK = torch.from_numpy(position_E).to(experts_TK.device)[experts_TK]
-        return super().__call__(hidden_TH, experts_TK, weights_TK)
+        position_E = self._position_of(experts_TK.device)
+        return super().__call__(hidden_TH, experts_TK if position_E is None else position_E[experts_TK], weights_TK)
+
+    def _refuse_physical_order(self, *_: object) -> None:
+        if (self.physical_to_logical_E != np.arange(len(self.physical_to_logical_E))).any():
+            raise EngineError(
+                "a state dict is wanted while experts are away from their first homes: it would hold them in another "
+                "order than readers expect. Save inside `with logical_order(model, optimizer)`, or take "
+                "logical_parameters(model)"
+            )
+
+    def _position_of(self, device: torch.device) -> Tensor | None:
+        """Return the position of each logical expert; None: experts are at their own numbers."""
+        known, position_E = self._positions
+        if known is not self.physical_to_logical_E:
+            order_E = np.argsort(self.physical_to_logical_E)
+            moved = (order_E != np.arange(len(order_E))).any()
+            position_E = torch.from_numpy(order_E).to(device) if moved else None
+            self._positions = (self.physical_to_logical_E, position_E)
+        return position_E
 
     @property
     def recorder(self) -> TimelineRecorder:
@@ -150,7 +168,8 @@ def balanced_layers(model: nn.Module) -> dict[int, BalancedEP]:
         layers[int(match.group(1))] = layer
     if not layers:
         raise EngineError(
-            f"no experts of {type(model).__name__} can follow a plan: call relibra.parallel.register() and load the "
-            f"model with DistributedConfig(fsdp_size=R, ep_size=R, ep_implementation={NAME!r})"
+            f"no experts of {type(model).__name__} can follow a plan: it has none, or one rank holds them all (ep_size "
+            "is 1), or they are run by another implementation: call relibra.parallel.register() and load an MoE model "
+            f"with DistributedConfig(fsdp_size=R, ep_size=R, ep_implementation={NAME!r})"
         )
     return dict(sorted(layers.items()))

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from relibra.parallel.balanced import BalancedEP
 from relibra.parallel.rank_tables import RankTables
 from relibra.parallel.replica_slots import LayerReplicas, parameters_replaced
 from relibra.parallel.transfer import Transfer
@@ -37,13 +39,10 @@ def num_chunks(rows: int) -> int:
 class CanonicalExperts:
     """The experts of one (layer, micro-batch) on this rank, computed chunk by chunk.
 
-    experts    the experts module
-    forward    its own forward pass: rows, local expert ids `[n, 1]`, gate weights `[n, 1]`
     replicas   of this (layer, micro-batch), on every rank if on any; None: nobody has replicas
     """
 
-    experts: nn.Module
-    forward: Callable[[Tensor, Tensor, Tensor], Tensor]
+    layer: BalancedEP
     tables: RankTables
     replicas: LayerReplicas | None
 
@@ -64,15 +63,15 @@ class CanonicalExperts:
         """Run one expert `[1, ...]` on one chunk, padded; return the results of its rows."""
         padded_CH = rows_nH.new_zeros((CHUNK, rows_nH.shape[1]))
         padded_CH = torch.cat([rows_nH, padded_CH[len(rows_nH) :]])
-        ids_C1 = torch.zeros((CHUNK, 1), dtype=torch.int64, device=rows_nH.device)
-        with parameters_replaced(self.experts, weights):
-            return self.forward(padded_CH, ids_C1, padded_CH.new_ones((CHUNK, 1)))[: len(rows_nH)]
+        ids_C = torch.zeros(CHUNK, dtype=torch.int64, device=rows_nH.device)
+        with parameters_replaced(self.layer.experts, weights):
+            return self.layer.run_rows(padded_CH, ids_C, padded_CH.new_ones((CHUNK, 1)))[: len(rows_nH)]
 
     def gradients(
         self, weights: dict[str, Tensor], rows_nH: Tensor, of_output_nH: Tensor, wanted: list[str]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the gradients of a chunk: of its rows, and its partial ones of the wanted weights `[1, ...]`."""
-        with torch.enable_grad():
+        with torch.enable_grad():  # autograd enters backward passes without
             rows = rows_nH.detach().requires_grad_()
             leaves = {name: weight.detach().requires_grad_(name in wanted) for name, weight in weights.items()}
             output = self.run(leaves, rows)
@@ -83,7 +82,7 @@ class CanonicalExperts:
 class _Canonical(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer: CanonicalExperts, names: list[str], rows_YH: Tensor, *homes: Tensor) -> Tensor:
-        ctx.layer, ctx.names = layer, names
+        ctx.layer, ctx.names, ctx.autocast = layer, names, _autocast_now(rows_YH.device.type)
         ctx.save_for_backward(rows_YH, *homes)
         output_YH = torch.empty_like(rows_YH)
         weights = dict(zip(names, homes, strict=True))
@@ -98,6 +97,11 @@ class _Canonical(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        with ctx.autocast():  # the experts run forward once more
+            return _Canonical._backward(ctx, *gradients)
+
+    @staticmethod
+    def _backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         layer: CanonicalExperts = ctx.layer
         rows_YH, *homes = ctx.saved_tensors
         weights = dict(zip(ctx.names, homes, strict=True))
@@ -111,12 +115,12 @@ class _Canonical(torch.autograd.Function):
             of_rows_YH[rows], of_weights = layer.gradients(
                 _only(weights, slot), rows_YH[rows], gradients[0][rows], wanted
             )
-            for name, partial in of_weights.items():
-                _add(sums[name], slot, partial[0])
+            for name, of_chunk in of_weights.items():
+                _add(sums[name], slot, of_chunk[0])
         for name in wanted:
             for n, push in layer.tables.pushes_from_here:
-                for partial in partials[name][n]:
-                    _add(sums[name], push.home_slot, partial)
+                for of_chunk in partials[name][n]:
+                    _add(sums[name], push.home_slot, of_chunk)
         of_homes: list[Tensor | None] = []
         for name, home in weights.items():
             of_home = torch.zeros_like(home) if name in wanted else None
@@ -139,32 +143,49 @@ def _of_replicas(
     replicas.fill()
     replicas.slots.wait()
     tables, spare_weights = layer.tables, replicas.slots.weights
-    own: dict[int, dict[str, list[Tensor]]] = {}
+    rows_of = {push.slot: push.tokens for _, push in tables.pushes_to_here}
+    own = {name: {spare: _room(spare_weights[name], n) for spare, n in rows_of.items()} for name in wanted}
+    done = dict.fromkeys(rows_of, 0)
     for slot, rows in layer.chunks(of_homes=False):
         spare = slot - tables.num_homes
         of_rows_YH[rows], of_weights = layer.gradients(
             _only(spare_weights, spare), rows_YH[rows], gradient_YH[rows], wanted
         )
-        for name, partial in of_weights.items():
-            own.setdefault(spare, {}).setdefault(name, []).append(partial[0])
+        for name, of_chunk in of_weights.items():
+            own[name][spare][done[spare]] = of_chunk[0]
+        done[spare] += 1
     replicas.next_before()
     transfer = Transfer(tables, replicas.slots.group, replicas.slots.recorder, homewards=True)
     partials: dict[str, dict[int, Tensor]] = {}
     for name in wanted:
-        shape = spare_weights[name].shape[1:]
-        partials[name] = {
-            n: spare_weights[name].new_empty((num_chunks(push.tokens), *shape)) for n, push in tables.pushes_from_here
-        }
-        outgoing = {n: torch.stack(own[push.slot][name]) for n, push in tables.pushes_to_here}
-        transfer.start(outgoing, partials[name])
+        partials[name] = {n: _room(spare_weights[name], push.tokens) for n, push in tables.pushes_from_here}
+        transfer.start({n: own[name][push.slot] for n, push in tables.pushes_to_here}, partials[name])
     transfer.finish()
     return partials
+
+
+def _room(slots: Tensor, rows: int) -> Tensor:
+    """Make room for the partial gradients `[chunks, ...]` of so many rows."""
+    return slots.new_empty((num_chunks(rows), *slots.shape[1:]))
+
+
+def _autocast_now(device_type: str) -> Callable[[], torch.autocast]:
+    """Return what makes a context of the same automatic casts as now."""
+    return partial(
+        torch.autocast,
+        device_type,
+        dtype=torch.get_autocast_dtype(device_type),
+        enabled=torch.is_autocast_enabled(device_type),
+    )
 
 
 def _only(weights: dict[str, Tensor], slot: int) -> dict[str, Tensor]:
     return {name: weight[slot : slot + 1] for name, weight in weights.items()}
 
 
-def _add(sums: dict[int, Tensor], slot: int, partial: Tensor) -> None:
-    wide = partial.to(torch.promote_types(partial.dtype, torch.float32))
-    sums[slot] = wide if slot not in sums else sums[slot] + wide
+def _add(sums: dict[int, Tensor], slot: int, of_chunk: Tensor) -> None:
+    wide = of_chunk.to(torch.promote_types(of_chunk.dtype, torch.float32))
+    if slot in sums:
+        sums[slot] += wide
+    else:
+        sums[slot] = wide

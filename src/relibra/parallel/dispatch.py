@@ -20,7 +20,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from relibra.parallel.exchange import Place, Route, exchange
+from relibra.parallel.exchange import Route, exchange
 from relibra.parallel.rank_tables import RankTables
 from relibra.parallel.row_lists import RowLists
 from relibra.timeline import TimelineRecorder
@@ -46,9 +46,8 @@ def dispatch_and_combine(
     compute      runs the experts of this rank on the rows that arrived
     raises       EngineError when a peer is gone or the group's time-out has passed
     """
-    place = Place(tables.rank, tables.layer_id, tables.micro_batch)
     send_R, receive_R = tables.send_RP.sum(axis=1).tolist(), tables.receive_RP.sum(axis=1).tolist()
-    choices = Route(send_R=send_R, receive_R=receive_R, group=group, place=place, recorder=recorder)
+    choices = Route(send_R=send_R, receive_R=receive_R, group=group, place=tables.place, recorder=recorder)
     if lists.once is None:
         return _per_choice(lists, hidden_TH, weights_TK, choices, compute)
     once = lists.once

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,24 +14,12 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from relibra.errors import EngineError
+from relibra.parallel.rank_tables import Place
 from relibra.timeline import TimelineRecorder
 
 _OF_A_PEER = re.compile(r"gloo/(transport|rendezvous)|closed by peer|reset by peer|timed out waiting", re.IGNORECASE)
 """What gloo says about a peer that is gone, slow or elsewhere. It has no error class of its own, and what it says about
 wrong arguments names it too; NCCL raises `DistError`."""
-
-
-class Place(NamedTuple):
-    """Where in a step something happens, for messages; -1: it belongs to no layer or micro-batch."""
-
-    rank: int
-    layer_id: int
-    micro_batch: int
-
-    def __str__(self) -> str:
-        """Name what applies."""
-        layer = f", layer {self.layer_id}" * (self.layer_id >= 0)
-        return f"rank {self.rank}{layer}" + f", micro-batch {self.micro_batch}" * (self.micro_batch >= 0)
 
 
 @contextmanager
@@ -56,6 +44,18 @@ def waiting(what: str, place: Place, peers: Sequence[int]) -> Iterator[None]:
             f"{place}: {what} with ranks {others} failed: {reason}. One of them died, hangs or is elsewhere in the "
             "step: look for the first error among those ranks, and resume from the last checkpoint"
         ) from error
+
+
+def gathered(own: Tensor, group: dist.ProcessGroup, what: str, place: Place) -> list[Tensor]:
+    """Return the tensor of every rank of a group, of one shape; collective.
+
+    what     for the message when a peer is gone, such as "the agreement on the plan"
+    raises   EngineError
+    """
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    with waiting(what, place, range(len(everyone))):
+        dist.all_gather(everyone, own, group=group)
+    return everyone
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -12,15 +12,15 @@ import torch.distributed as dist
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from relibra.errors import EngineError
+from relibra.errors import EngineError, PlanError
 from relibra.parallel.balanced import BalancedEP, balanced_layers
 from relibra.parallel.canonical import CHUNK
-from relibra.parallel.exchange import Place, waiting
+from relibra.parallel.exchange import gathered, waiting
 from relibra.parallel.host_pool import HostPool
 from relibra.parallel.micro_batch import PlannedMicroBatch, make_row_lists, mismatch, recorded
 from relibra.parallel.plan_checks import broken_rule, check_fit, disagreement
 from relibra.parallel.planned_layer import run_at_home_canonically, run_planned
-from relibra.parallel.rank_tables import rank_tables
+from relibra.parallel.rank_tables import Place, RankTables, rank_tables
 from relibra.parallel.replica_slots import LayerReplicas, ReplicaSlots
 from relibra.planning.plan import StepPlan
 from relibra.replay import BatchRoutes, RoutingReplay, replay_routing
@@ -37,6 +37,7 @@ class PlanExecution:
     """A plan on its way through a model; see `execute_plan`.
 
     follows_plan   whether plan and model fit and all ranks hold the same plan; else every layer runs at home
+    ran_at_home    micro-batches that did not follow the plan, each time one was entered
     recorder       notes the events of `timeline`
     """
 
@@ -45,14 +46,15 @@ class PlanExecution:
         model: nn.Module,
         layers: list[BalancedEP],
         plan: StepPlan,
-        demand: Demand,
+        demand: Demand | None,
         sums: Sums,
         pool: HostPool | None,
-        follows_plan: bool,
     ) -> None:
-        """Take a plan, and the demand under its schedule."""
+        """Take a plan, and the demand under its schedule; without a demand every micro-batch runs at home."""
         self._model, self._layers, self._plan, self._demand = model, layers, plan, demand
-        self._sums, self._pool, self.follows_plan = sums, pool, follows_plan
+        self._sums, self._pool, self.follows_plan = sums, pool, demand is not None
+        self.ran_at_home: list[int] = []
+        self._awaiting_recompute: set[int] = set()
         self._group = layers[0].ep_mesh.get_group()
         self._rank, self._num_ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._device = next(model.parameters()).device
@@ -85,7 +87,11 @@ class PlanExecution:
             raise EngineError(f"micro-batch {number} begins inside micro-batch {self._number}: leave that one first")
         if not 0 <= number < len(self._plan.replica_MLRB):
             raise EngineError(f"the plan has micro-batches 0 to {len(self._plan.replica_MLRB) - 1}, not {number}")
-        self._micro_batch = self._prepare(number, routes) if self.follows_plan else None
+        if routes is not None and routes.num_rows == 0:
+            routes = None
+        self._micro_batch = self._prepare(number, routes)
+        if self._micro_batch is None:
+            self.ran_at_home.append(number)
         self._number = number
         if self._slots is not None:
             self._slots.pool, self._slots.recorder = self._source, self.recorder
@@ -116,7 +122,12 @@ class PlanExecution:
         weights_TK: Float[Tensor, "T K"],
     ) -> Float[Tensor, "T H"]:
         """Run one layer as the plan says; what has no plan runs at home. Collective."""
-        if self._number is None and is_recompute():
+        if not is_recompute():
+            inside = self._number is not None
+            (self._awaiting_recompute.add if inside else self._awaiting_recompute.discard)(position)
+            if not inside and torch.is_grad_enabled():
+                self._pool_is_current = False  # an optimizer step may follow
+        elif self._number is None and position in self._awaiting_recompute:
             raise EngineError(
                 f"layer {self._plan.layer_ids[position]}: activation checkpointing recomputes it outside of any "
                 "micro-batch of the plan: call backward() inside micro_batch(...) of its forward pass"
@@ -188,7 +199,7 @@ class PlanExecution:
         if self._slots is None or number == len(self._plan.replica_MLRB):
             return
         for position in range(len(self._layers)):
-            tables = rank_tables(self._plan, self._demand, self._rank, number, position, self._chunk)
+            tables = self._tables(number, position)
             if tables.pushes:
                 self._slots.begin(tables, position, self._layers[position].homes)
                 return
@@ -207,23 +218,28 @@ class PlanExecution:
         slots = self._layers[0].slots
         if slots is None or slots.num_slots != self._plan.slots:
             assert layer.push_group is not None, "execute_plan made the group"
-            slots = ReplicaSlots(layer.homes(), self._plan.slots, layer.push_group, self.recorder)
+            homes = layer.homes()
+            alike = [{name: getattr(other.experts, name).shape[1:] for name in other.names} for other in self._layers]
+            assert all(shapes == alike[0] for shapes in alike), "all layers have experts of one shape"
+            slots = ReplicaSlots(homes, self._plan.slots, layer.push_group, self.recorder)
             slots.pool = self._source
             self._layers[0].slots = slots
         return slots
 
     def _prepare(self, number: int, routes: BatchRoutes | None) -> PlannedMicroBatch | None:
         """Make the tables and row lists of a micro-batch; None: routes differ from the plan. Collective."""
-        tables_L = [
-            rank_tables(self._plan, self._demand, self._rank, number, layer, self._chunk)
-            for layer in range(len(self._layers))
-        ]
-        experts_PLK = recorded(routes, len(self._layers))
-        problem = mismatch(tables_L, experts_PLK) if self._fits(routes) else "they are of other layers"
-        any_live = routes is None or not bool(routes.valid_T.all())
         place = Place(self._rank, -1, number)
-        differs_R, live_R = self._told_by_all([problem is not None, any_live], place).unbind(1)
-        self._choose_source()
+        problem, tables_L, experts_PLK = None, [], recorded(routes, len(self._layers))
+        if self._demand is not None:
+            tables_L = [self._tables(number, layer) for layer in range(len(self._layers))]
+            problem = mismatch(tables_L, experts_PLK) if self._fits(routes) else "they are of other layers"
+        any_live = routes is None or not bool(routes.valid_T.all())
+        from_pool = self._pool is not None and not torch.is_grad_enabled()
+        told_Rn = self._told_by_all([number, from_pool, problem is not None, any_live], place)
+        differs_R, live_R = told_Rn[:, 2], told_Rn[:, 3]
+        self._choose_source(place, from_pool)
+        if self._demand is None:
+            return None
         if differs_R.any():
             if self._rank == int(differs_R.nonzero()[0]):
                 _log.warning(
@@ -245,13 +261,17 @@ class PlanExecution:
     def _fits(self, routes: BatchRoutes | None) -> bool:
         return routes is None or list(routes.layer_ids) == self._plan.layer_ids.tolist()
 
-    def _choose_source(self) -> None:
+    def _tables(self, number: int, position: int) -> RankTables:
+        assert self._demand is not None, "tables are of micro-batches that follow the plan"
+        return rank_tables(self._plan, self._demand, self._rank, number, position, self._chunk)
+
+    def _choose_source(self, place: Place, from_pool: bool) -> None:
         """Fetch weights from the pool where nobody needs gradients, after a look at its age; collective."""
-        from_pool = self._pool is not None and not torch.is_grad_enabled()
         if self._slots is not None and not (from_pool and self._pool_is_current):
             self._slots.forget()  # weights may have changed since
         if self._pool is not None and from_pool and not self._pool_is_current:
-            self._pool.keep_current()
+            with waiting("a look at the host pool", place, range(dist.get_world_size())):
+                self._pool.keep_current()
         self._pool_is_current = from_pool  # after a pass with gradients, an optimizer step may follow
         self._source = self._pool if from_pool else None
 
@@ -260,21 +280,30 @@ class PlanExecution:
         events = self.recorder.timeline().events
         return Place(self._rank, events[-1].layer if events else -1, number)
 
-    def _told_by_all(self, own: list[bool], place: Place) -> Tensor:
-        """Return what every rank says, `[R, n]`; collective."""
-        mine = torch.tensor(own, dtype=torch.uint8, device=self._device)
-        everyone = [torch.empty_like(mine) for _ in range(self._num_ranks)]
-        with waiting("the agreement", place, range(self._num_ranks)):
-            dist.all_gather(everyone, mine, group=self._group)
-        return torch.stack(everyone).cpu()
+    def _told_by_all(self, own: list[int], place: Place) -> Tensor:
+        """Return what every rank says, `[R, n]`, after all have come to one micro-batch in one mode; collective.
+
+        The first two numbers are the micro-batch and whether weights come from the pool. Ranks that differ in them do
+        other things from here on, with messages that may fit by chance.
+        """
+        mine = torch.tensor(own, dtype=torch.int64, device=self._device)
+        told_Rn = torch.stack(gathered(mine, self._group, "the agreement", place)).cpu()
+        for column, what in enumerate(("micro-batches", "modes (1: without gradients and with a pool)")):
+            if (told_Rn[:, column] != told_Rn[0, column]).any():
+                raise EngineError(
+                    f"{place}: the ranks of the group are in {what} {told_Rn[:, column].tolist()}: enter micro-batches "
+                    "in one order on all ranks, all with gradients or all without; a rank without samples passes None"
+                )
+        return told_Rn
 
 
 @contextmanager
 def execute_plan(
     model: nn.Module, plan: StepPlan, demand: Demand, *, sums: Sums = "fast", pool: HostPool | None = None
 ) -> Iterator[PlanExecution]:
-    """Execute a plan inside a model that was loaded with `ep_implementation="relibra"`; collective.
+    """Execute a plan inside a model that was loaded with `ep_implementation="relibra"`.
 
+    Collective over the expert-parallel group; the first time for a model, which makes process groups, over all ranks.
     Outputs and gradients are those of the same model without a plan, up to the order of sums. Outside of
     `micro_batch` the model runs as with `all_to_all`.
 
@@ -300,14 +329,16 @@ def execute_plan(
         raise EngineError("the model is executing another plan: leave its execute_plan context first")
     _make_push_group(layers)
     group, device = layers[0].ep_mesh.get_group(), next(model.parameters()).device
-    demand = plan.scheduled(demand)
-    problem = disagreement(plan, demand, layers, sums, group, device)
+    scheduled = _scheduled(plan, demand)
+    problem = disagreement(plan, scheduled, layers, f"{sums}, pool: {pool is not None}", group, device)
     if problem is None:
+        assert isinstance(scheduled, Demand), "a rank without a demand is a disagreement"
         check_fit(plan, by_layer)
-        problem = broken_rule(plan, demand)
+        problem = broken_rule(plan, scheduled)
     if problem is not None and dist.get_rank(group) == 0:
         _log.warning("the plan is not followed, every expert runs at home: %s", problem)
-    execution = PlanExecution(model, layers, plan, demand, sums, pool, follows_plan=problem is None)
+    usable = scheduled if problem is None and isinstance(scheduled, Demand) else None
+    execution = PlanExecution(model, layers, plan, usable, sums, pool)
     handle = model.register_forward_pre_hook(lambda *_: execution.begin_first_push())
     try:
         for position, layer in enumerate(layers):
@@ -334,11 +365,21 @@ def _make_push_group(layers: list[BalancedEP]) -> None:
     device = torch.device(layers[0].ep_mesh.device_type)
     timeout = group._get_backend(device).options._timeout  # else the default of half an hour
     own_R = torch.tensor(ranks, device=device)
-    everyone = [torch.empty_like(own_R) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, own_R)
+    assert dist.group.WORLD is not None, "a model on several ranks has process groups"
+    everyone = gathered(own_R, dist.group.WORLD, "making groups for pushes", Place(dist.get_rank(), -1, -1))
     all_groups = sorted({tuple(ranks_R.tolist()) for ranks_R in everyone})
     made = {members: dist.new_group(members, timeout=timeout) for members in all_groups}
     push_group = made[tuple(ranks)]
     assert dist.get_rank(push_group) == dist.get_rank(group), "both groups number their ranks alike"
+    # NCCL wants all ranks in the first operation of a group, and not every rank takes part in every push.
+    dist.all_reduce(torch.zeros(1, device=device), group=push_group)
     for layer in layers:
         layer.push_group = push_group
+
+
+def _scheduled(plan: StepPlan, demand: Demand) -> Demand | PlanError:
+    """Return the demand under the schedule of the plan, or why there is none: the others have to hear of it first."""
+    try:
+        return plan.scheduled(demand)
+    except PlanError as error:
+        return error

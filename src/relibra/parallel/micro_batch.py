@@ -15,7 +15,6 @@ from numpy import ndarray
 from torch import Tensor
 
 from relibra.errors import EngineError
-from relibra.parallel.exchange import Place
 from relibra.parallel.rank_tables import RankTables
 from relibra.parallel.row_lists import RowLists, exchange_row_lists, row_lists
 from relibra.replay import BatchRoutes
@@ -57,7 +56,7 @@ class PlannedMicroBatch:
         tables = self.tables_L[layer]
         if self.routes is not None and len(self.routes.valid_T) != num_rows:
             raise EngineError(
-                f"{Place(tables.rank, tables.layer_id, self.number)}: the routes have {len(self.routes.valid_T)} rows, "
+                f"{tables.place}: the routes have {len(self.routes.valid_T)} rows, "
                 f"the layer sees {num_rows}: pass micro_batch the BatchRoutes of exactly this batch"
             )
         if not self.any_live:
@@ -90,7 +89,7 @@ class PlannedMicroBatch:
             wrong = len(actual_E) != len(tables.tokens_E) or (actual_E != tables.tokens_E).any()
         if wrong:
             raise EngineError(
-                f"{Place(tables.rank, tables.layer_id, self.number)}: the layer does not follow the recorded routes "
+                f"{tables.place}: the layer does not follow the recorded routes "
                 "that the plan was made for: run the model that execute_plan was given, and do not change what its "
                 "routers choose"
             )

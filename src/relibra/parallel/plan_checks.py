@@ -11,35 +11,56 @@ import torch.distributed as dist
 from relibra.cluster import cluster_preset
 from relibra.errors import EngineError, PlanError
 from relibra.parallel.balanced import BalancedEP
-from relibra.parallel.exchange import Place, waiting
+from relibra.parallel.exchange import gathered
+from relibra.parallel.rank_tables import Place
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import Demand
 
 
 def disagreement(
     plan: StepPlan,
-    demand: Demand,
+    demand: Demand | PlanError,
     layers: list[BalancedEP],
-    sums: str,
+    modes: str,
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> str | None:
-    """Compare what ranks are about to do: if they did different things they would wait for each other; collective."""
-    assert demand.tokens_MLRE is not None, "plan.scheduled gives a schedule"
-    digest = hashlib.sha256(f"{sums} {plan.digest()}".encode() + np.ascontiguousarray(demand.tokens_MLRE).tobytes())
-    for layer in layers:
-        digest.update(layer.physical_to_logical_E.astype("<i8").tobytes())
-    own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8).to(device)
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    with waiting("the agreement on the plan", Place(dist.get_rank(group), -1, -1), range(len(everyone))):
-        dist.all_gather(everyone, own, group=group)
-    differing = [rank for rank, other in enumerate(everyone) if not torch.equal(other, everyone[0])]
-    if not differing:
-        return None
-    return (
-        f"ranks {differing} hold another plan, demand, homes or mode of sums than rank 0: make the plan on one rank "
-        "and send it to the others, or plan with the same demand and version everywhere and without a deadline"
-    )
+    """Compare what ranks are about to do, and say why they cannot follow a plan together; collective.
+
+    demand   under the schedule of the plan, or why this rank cannot have it
+    modes    what else has to be the same: sums, pool
+    raises   EngineError on all ranks where running at home would not help: other homes, other modes
+    """
+    homes = np.stack([layer.physical_to_logical_E for layer in layers]).astype("<i8").tobytes()
+    usable = not isinstance(demand, PlanError)
+    tokens = b"" if isinstance(demand, PlanError) else np.ascontiguousarray(demand.tokens_MLRE).tobytes()
+    parts = [hashlib.sha256(part).digest() for part in (homes, modes.encode(), plan.digest().encode() + tokens)]
+    own = torch.frombuffer(bytearray(bytes([usable]) + b"".join(parts)), dtype=torch.uint8).to(device)
+    everyone = gathered(own, group, "the agreement on the plan", Place(dist.get_rank(group), -1, -1))
+    told_R = [bytes(other.tolist()) for other in everyone]
+
+    def differing(part: slice) -> list[int]:
+        return [rank for rank, told in enumerate(told_R) if told[part] != told_R[0][part]]
+
+    if ranks := differing(slice(1, 33)):
+        raise EngineError(
+            f"ranks {ranks} have experts at other homes than rank 0, so weights are mixed up: relocate on all ranks "
+            "alike, and resume from the last checkpoint"
+        )
+    if ranks := differing(slice(33, 65)):
+        raise EngineError(
+            f"ranks {ranks} execute with other sums than rank 0, or with a pool where it has none or the reverse: pass "
+            "the same to execute_plan on all ranks"
+        )
+    if unusable := [rank for rank, told in enumerate(told_R) if not told[0]]:
+        own_reason = f" ({demand})" if isinstance(demand, PlanError) else ""
+        return f"ranks {unusable} hold a demand that the plan was not made for{own_reason}"
+    if ranks := differing(slice(65, None)):
+        return (
+            f"ranks {ranks} hold another plan or demand than rank 0: make the plan on one rank and send it to the "
+            "others, or plan with the same demand and version everywhere and without a deadline"
+        )
+    return None
 
 
 def broken_rule(plan: StepPlan, demand: Demand) -> str | None:

@@ -11,7 +11,8 @@ from torch import Tensor
 from relibra.parallel.balanced import BalancedEP
 from relibra.parallel.canonical import CanonicalExperts
 from relibra.parallel.dispatch import dispatch_and_combine
-from relibra.parallel.rank_tables import RankTables, home_tables
+from relibra.parallel.exchange import gathered
+from relibra.parallel.rank_tables import Place, RankTables, home_tables
 from relibra.parallel.replica_slots import LayerReplicas, parameters_replaced
 from relibra.parallel.row_lists import RowLists, row_lists
 
@@ -46,8 +47,8 @@ def run_at_home_canonically(
     group = layer.ep_mesh.get_group()
     E = len(layer.physical_to_logical_E)
     own_E = torch.bincount(experts_TK.flatten(), minlength=E)
-    counts_RE = [torch.empty_like(own_E) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(counts_RE, own_E, group=group)
+    place = Place(dist.get_rank(group), layer_id, micro_batch)
+    counts_RE = gathered(own_E, group, "the exchange of counts", place)
     tokens_RE = torch.stack(counts_RE).cpu().numpy()
     tables = home_tables(tokens_RE, layer.physical_to_logical_E, dist.get_rank(group), layer_id, micro_batch)
     lists = row_lists(tables, experts_TK.cpu().numpy(), hidden_TH.device)
@@ -78,7 +79,8 @@ def _fast(
 
 
 def _canonical(
-    layer: BalancedEP, tables: RankTables, replicas: LayerReplicas | None, rows_YH: Tensor, _weight_Y1: Tensor
+    layer: BalancedEP, tables: RankTables, replicas: LayerReplicas | None, rows_YH: Tensor, _ones_Y1: Tensor
 ) -> Tensor:
-    experts = CanonicalExperts(experts=layer.experts, forward=layer.experts_forward, tables=tables, replicas=replicas)
+    """Run the experts; results are weighted where the tokens came from."""
+    experts = CanonicalExperts(layer=layer, tables=tables, replicas=replicas)
     return experts(rows_YH, layer.homes())

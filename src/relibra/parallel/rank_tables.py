@@ -19,6 +19,19 @@ from relibra.planning.split import TokenSplit, split_tokens
 from relibra.routing.demand import Demand
 
 
+class Place(NamedTuple):
+    """Where in a step something happens, for messages; -1: it belongs to no layer or micro-batch."""
+
+    rank: int
+    layer_id: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        """Name what applies."""
+        layer = f", layer {self.layer_id}" * (self.layer_id >= 0)
+        return f"rank {self.rank}{layer}" + f", micro-batch {self.micro_batch}" * (self.micro_batch >= 0)
+
+
 class Push(NamedTuple):
     """One expert's way from its home to a replica slot; gradients take it back.
 
@@ -67,6 +80,11 @@ class RankTables:
     compute_order_Y: Int64[ndarray, " Y"]
     slot_Y: Int64[ndarray, " Y"]
     pushes: tuple[Push, ...]
+
+    @property
+    def place(self) -> Place:
+        """Where this is, for messages."""
+        return Place(self.rank, self.layer_id, self.micro_batch)
 
     @property
     def num_home_rows(self) -> int:

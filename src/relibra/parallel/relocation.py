@@ -241,7 +241,8 @@ def _transfer(doing: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise EngineError(
-            f"rank {dist.get_rank()} could not {doing} ({str(error).splitlines()[0]}): a peer may be lost or late, end "
+            f"rank {dist.get_rank()} could not {doing} ({reason}): a peer may be lost or late, end "
             "the job and resume from its last checkpoint"
         ) from error

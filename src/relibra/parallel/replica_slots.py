@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from relibra.parallel.host_pool import HostPool, Prefetcher
 from relibra.parallel.rank_tables import RankTables
-from relibra.parallel.transfer import Transfer, place_of
+from relibra.parallel.transfer import Transfer
 from relibra.timeline import TimelineRecorder
 
 Homes = Callable[[], dict[str, Tensor]]
@@ -70,7 +70,7 @@ class ReplicaSlots:
 
         position   of the layer among those of the model
         """
-        if not tables.pushes or (self._holds is not None and place_of(self._holds) == place_of(tables)):
+        if not tables.pushes or (self._holds is not None and self._holds.place == tables.place):
             return
         self.wait()
         self._holds = tables
@@ -94,7 +94,7 @@ class ReplicaSlots:
         if self._fetching:
             assert self._prefetcher is not None, "begin made it"
             assert self._holds is not None, "begin noted what it started"
-            place = place_of(self._holds)
+            place = self._holds.place
             with self.recorder.record("wait push", layer=place.layer_id, micro_batch=place.micro_batch):
                 self._prefetcher.wait(place, timeout=FETCH_TIMEOUT_S)
             self._fetching = False
@@ -110,7 +110,7 @@ class ReplicaSlots:
         Pushes under way stay so until the slots are used again: if they were forgotten, later ones could take their
         messages for their own.
         """
-        self._holds = None
+        self._holds, self.pool = None, None
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher, self._fetching = None, False
@@ -122,7 +122,7 @@ class ReplicaSlots:
             (position, push.expert, {name: slots.data[push.slot] for name, slots in self.weights.items()})
             for _, push in tables.pushes_to_here
         ]
-        self._prefetcher.start(place_of(tables), slots)
+        self._prefetcher.start(tables.place, slots)
         self._fetching = True
 
 
@@ -140,6 +140,7 @@ class LayerReplicas:
         fill: Callable[[], None],
         next_before: Callable[[], None],
     ) -> None:
+        """Prepare; nothing moves yet."""
         self.slots, self.tables, self.fill, self.next_before = slots, tables, fill, next_before
         self._return: Transfer | None = None
         self._arriving: dict[str, dict[int, Tensor]] = {}
@@ -181,12 +182,14 @@ class LayerReplicas:
         self._return.finish()
         arriving, self._arriving, self._return = self._arriving, {}, None
         for name, rows in arriving.items():
-            of_home = of_homes[name]
+            of_home, sums = of_homes[name], dict[int, Tensor]()
             for n, row in rows.items():
                 assert of_home is not None, "experts at home run on every rank, if only on a dummy row"
-                own = of_home[self.tables.pushes[n].home_slot]
-                wide = torch.promote_types(own.dtype, torch.float32)
-                own.copy_(own.to(wide) + row.to(wide))
+                slot, wide = self.tables.pushes[n].home_slot, torch.promote_types(row.dtype, torch.float32)
+                sums[slot] = (sums[slot] if slot in sums else of_home[slot].to(wide)) + row.to(wide)
+            for slot, total in sums.items():  # rounded once
+                assert of_home is not None, "experts at home run on every rank, if only on a dummy row"
+                of_home[slot] = total
 
 
 @contextmanager

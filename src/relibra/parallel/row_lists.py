@@ -18,8 +18,8 @@ from jaxtyping import Int, Int32, Int64
 from numpy import ndarray
 from torch import Tensor
 
-from relibra.parallel.exchange import Place, Route
-from relibra.parallel.rank_tables import RankTables
+from relibra.parallel.exchange import Route
+from relibra.parallel.rank_tables import Place, RankTables
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,14 +54,18 @@ class RowLists:
     once: SendOnce | None = None
 
 
+def sent_order(tables: RankTables, experts_TK: Int[ndarray, "T K"]) -> Int64[ndarray, " X"]:
+    """Return the token-slots of this rank in the order in which they go out."""
+    return np.argsort(experts_TK, axis=None, kind="stable")[tables.send_order_X]
+
+
 def row_lists(tables: RankTables, experts_TK: Int[ndarray, "T K"], device: torch.device) -> RowLists:
     """Make the row lists of a layer in which each token-slot is a row of its own.
 
     experts_TK   logical ids of the rows of this rank, with the counts of the tables
     """
-    by_expert_X = np.argsort(experts_TK, axis=None, kind="stable")
     return RowLists(
-        choice_X=_on(device, by_expert_X[tables.send_order_X]),
+        choice_X=_on(device, sent_order(tables, experts_TK)),
         compute_order_Y=_on(device, tables.compute_order_Y),
         slot_Y=_on(device, tables.slot_Y),
     )
@@ -75,12 +79,13 @@ def rows_to_send(
     Return (token of each row, rows per destination, for each token-slot the number of its row in the message to its
     destination).
     """
-    token_X, choices_R = choice_X // top_k, tables.send_RP.sum(axis=1)
+    choices_R = tables.send_RP.sum(axis=1)
     rank_X = np.repeat(np.arange(len(choices_R)), choices_R)
-    goes_RT = np.zeros((len(choices_R), num_rows), dtype=bool)
-    goes_RT[rank_X, token_X] = True
-    row_RT = np.cumsum(goes_RT, axis=1, dtype=np.int32) - 1
-    return goes_RT.nonzero()[1], goes_RT.sum(axis=1), row_RT[rank_X, token_X]
+    # One sort of (rank, token): a table of ranks x tokens would take longer where there are many ranks.
+    row_Z, number_X = np.unique(rank_X * num_rows + choice_X // top_k, return_inverse=True)
+    rows_R = np.bincount(row_Z // max(1, num_rows), minlength=len(choices_R))
+    first_R = np.cumsum(rows_R) - rows_R
+    return row_Z % max(1, num_rows), rows_R, (number_X - first_R[rank_X]).astype(np.int32)
 
 
 def exchange_row_lists(
@@ -97,7 +102,7 @@ def exchange_row_lists(
     """
     T, L, K = experts_TLK.shape
     lists_L = [row_lists(tables, experts_TLK[:, layer], device) for layer, tables in enumerate(tables_L)]
-    own_L = [rows_to_send(tables_L[i], lists_L[i].choice_X.cpu().numpy(), T, K) for i in range(L)]
+    own_L = [rows_to_send(tables, sent_order(tables, experts_TLK[:, i]), T, K) for i, tables in enumerate(tables_L)]
     told_R = _tell(tables_L, own_L, group, device)
     read_R = [L] * len(told_R)
     result = []

@@ -7,14 +7,9 @@ import time
 import torch.distributed as dist
 from torch import Tensor
 
-from relibra.parallel.exchange import Place, waiting
+from relibra.parallel.exchange import waiting
 from relibra.parallel.rank_tables import RankTables
 from relibra.timeline import TimelineRecorder
-
-
-def place_of(tables: RankTables) -> Place:
-    """Return where the tables belong."""
-    return Place(tables.rank, tables.layer_id, tables.micro_batch)
 
 
 class Transfer:
@@ -55,7 +50,7 @@ class Transfer:
                 self._bytes += tensor.nbytes
         self._parts += 1
         if operations:
-            with waiting(f"the {self._stage} of replicas", place_of(self.tables), self._peers()):
+            with waiting(f"the {self._stage} of replicas", self.tables.place, self._peers()):
                 self._works += dist.batch_isend_irecv(operations)
 
     def finish(self) -> None:
@@ -68,7 +63,7 @@ class Transfer:
         layer, micro_batch = self.tables.layer_id, self.tables.micro_batch
         with (
             self._recorder.record(f"wait {self._stage}", layer=layer, micro_batch=micro_batch),
-            waiting(f"the {self._stage} of replicas", place_of(self.tables), self._peers()),
+            waiting(f"the {self._stage} of replicas", self.tables.place, self._peers()),
         ):
             while self._works:
                 self._works.pop().wait()
