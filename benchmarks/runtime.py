@@ -236,9 +236,9 @@ def _print(rows: list[dict]) -> None:
                 )
         Console().print(table, "")
     print(
-        "planned: skew under the plan; a2a: transformers' all_to_all; balanced: the same step with as many token-slots for\n"
-        "every expert, by the same runtime; exposed: waiting for pushes and returns, share of the step; MiB: memory of the\n"
-        "busier rank at its peak, above what it had before the step"
+        "planned: skew under the plan; a2a: transformers' all_to_all; balanced: the same step with as many token-slots\n"
+        "for every expert, by the same runtime; exposed: waiting for pushes and returns, share of the step; MiB: memory\n"
+        "of the busier rank at its peak, above what it had before the step"
     )
 
 
