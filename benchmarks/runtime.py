@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def _rows(data: Path, quick: bool) -> Iterator[dict]:
-    repetitions = 1 if quick else 9
+    repetitions = 1 if quick else 5
     sizes = replace(SYNTHETIC, **TINY) if quick else SYNTHETIC
     for skew, alike in [(skew, False) for skew in TARGETS] + [(1.5, True)]:
         name = f"synthetic, micro-batches {'alike' if alike else 'differ'}"
@@ -236,9 +236,9 @@ def _print(rows: list[dict]) -> None:
                 )
         Console().print(table, "")
     print(
-        "planned: skew under the plan; a2a: transformers' all_to_all; balanced: the same step with as many token-slots\n"
-        "for every expert, by the same runtime; exposed: waiting for pushes and returns, share of the step; MiB: memory\n"
-        "of the busier rank at its peak, above what it had before the step"
+        "planned: skew under the plan; a2a: transformers' all_to_all; balanced: the same step with as many\n"
+        "token-slots for every expert, by the same runtime; exposed: waiting for pushes and returns, share of the\n"
+        "step; MiB: memory of the busier rank at its peak, above what it had before the step"
     )
 
 

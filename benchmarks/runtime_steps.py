@@ -207,7 +207,8 @@ def _work(rank: int, sizes: Sizes, variants: list[Variant], folder: Path, repeti
     models = {name: load(folder, name) for name in ("all_to_all", "relibra")}
     steps = [Step(variant, sizes, models["all_to_all" if variant.plan is None else "relibra"]) for variant in variants]
     found = {key: {step.variant.name: [] for step in steps} for key in ("seconds", "exposed", "moved", "peak")}
-    for step in steps:  # warm-up
+    first_of_each_model = {step.variant.plan is None: step for step in reversed(steps)}.values()
+    for step in steps if repetitions else first_of_each_model:  # warm-up
         step.run()
     for repetition in range(max(1, repetitions)):
         for turn in range(len(steps)):

@@ -75,7 +75,8 @@ class CanonicalExperts:
             rows = rows_nH.detach().requires_grad_()
             leaves = {name: weight.detach().requires_grad_(name in wanted) for name, weight in weights.items()}
             output = self.run(leaves, rows)
-        of_rows, *of_weights = torch.autograd.grad(output, [rows, *(leaves[name] for name in wanted)], of_output_nH)
+        inputs = [rows, *(leaves[name] for name in wanted)]
+        of_rows, *of_weights = torch.autograd.grad(output, inputs, of_output_nH.to(output.dtype))
         return of_rows, dict(zip(wanted, of_weights, strict=True))
 
 
