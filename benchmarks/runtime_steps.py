@@ -80,21 +80,18 @@ class Sizes:
         )
 
 
-def skewed_routes(sizes: Sizes, skew: float, seed: int, *, alike: bool) -> RoutingTrace:
+def skewed_routes(sizes: Sizes, skew: float, seed: int) -> RoutingTrace:
     """Draw routes where one rank gets skew / 2 of the token-slots of each (micro-batch, layer).
 
-    alike   the same rank and the same popular experts in every micro-batch; else both are drawn again
+    Which rank, and which of its experts are popular, is drawn again for each.
     """
     rng = np.random.default_rng(seed)
     half, shape = sizes.experts // NUM_RANKS, (sizes.rows * NUM_RANKS, sizes.layers, sizes.top_k)
-    samples, popularity = [], {}
-    for m in range(sizes.micro_batches):
+    samples: list[np.ndarray] = []
+    for _ in range(sizes.micro_batches):
         experts_TLK = np.empty(shape, dtype=np.uint8)
         for layer in range(sizes.layers):
-            key = layer if alike else (m, layer)
-            if key not in popularity:
-                popularity[key] = rng.integers(NUM_RANKS), rng.dirichlet(np.full(half, 2.0), size=NUM_RANKS)
-            hot, weight_RE = popularity[key]
+            hot, weight_RE = rng.integers(NUM_RANKS), rng.dirichlet(np.full(half, 2.0), size=NUM_RANKS)
             on_hot_TK = rng.random((len(experts_TLK), sizes.top_k)) < skew / NUM_RANKS
             rank_TK = np.where(on_hot_TK, hot, 1 - hot)
             # Gumbel top-k per rank: distinct experts, popular ones first.

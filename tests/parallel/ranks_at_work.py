@@ -23,7 +23,7 @@ from relibra.routing.demand import Demand
 from relibra.routing.trace import RoutingTrace
 from tests.replay.tiny_models import random_tokens, tiny_model
 
-GROUP_TIMEOUT_S, TIMEOUT_S = 60, 120
+GROUP_TIMEOUT_S, TIMEOUT_S = 60, 300
 
 
 @dataclass(frozen=True, kw_only=True)
