@@ -1,6 +1,7 @@
 """What executing plans buys, side by side with transformers' `all_to_all`. Rows go to results/runtime.json.
 
-Run: python benchmarks/runtime.py [--quick] [--json] [--data FOLDER] [--output FOLDER]   (or: relibra bench runtime)
+Run: python benchmarks/runtime.py [--quick] [--json] [--repetitions N] [--data FOLDER] [--output FOLDER]
+(or: relibra bench runtime). Six minutes per case with nine repetitions.
 Two processes of one thread each, forward and backward passes of all micro-batches of a step, replayed routes, no
 optimizer; medians over repetitions in which the variants take turns. --quick takes a smaller model, few repetitions,
 and writes no rows. The recordings are not part of the project.
@@ -49,10 +50,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    rows = list(_rows(options.data, options.quick))
+    rows = list(_rows(options.data, options.quick, options.repetitions))
     reached = list(_reached(rows))
     if options.json:
         print(json.dumps(rows, indent=1))
@@ -63,13 +65,13 @@ def main() -> None:
         else:
             _print_reached(reached)
     if not options.quick:
-        command = "relibra bench runtime"
+        command = f"python benchmarks/runtime.py --repetitions {options.repetitions}"
         print(write_results("runtime", rows, command, options.output), file=sys.stderr)
         print(write_results("runtime_targets", reached, command, options.output), file=sys.stderr)
 
 
-def _rows(data: Path, quick: bool) -> Iterator[dict]:
-    repetitions = 1 if quick else 5
+def _rows(data: Path, quick: bool, repetitions: int) -> Iterator[dict]:
+    repetitions = 1 if quick else repetitions
     sizes = replace(SYNTHETIC, **TINY) if quick else SYNTHETIC
     for skew in TARGETS:
         trace = steps.skewed_routes(sizes, skew, seed=0)
