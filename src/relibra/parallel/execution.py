@@ -54,7 +54,7 @@ class PlanExecution:
         self._model, self._layers, self._plan, self._demand = model, layers, plan, demand
         self._sums, self._pool, self.follows_plan = sums, pool, demand is not None
         self.ran_at_home: list[int] = []
-        self._awaiting_recompute: set[int] = set()
+        self._awaiting_recompute: set[int] = set()  # layers whose last forward pass was inside a micro-batch
         self._group = layers[0].ep_mesh.get_group()
         self._rank, self._num_ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._device = next(model.parameters()).device
@@ -227,7 +227,7 @@ class PlanExecution:
         return slots
 
     def _prepare(self, number: int, routes: BatchRoutes | None) -> PlannedMicroBatch | None:
-        """Make the tables and row lists of a micro-batch; None: routes differ from the plan. Collective."""
+        """Make the tables and row lists of a micro-batch; None: it does not follow the plan. Collective."""
         place = Place(self._rank, -1, number)
         problem, tables_L, experts_PLK = None, [], recorded(routes, len(self._layers))
         if self._demand is not None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -28,7 +27,9 @@ from torch import nn
 
 from relibra.errors import EngineError
 from relibra.parallel.balanced import BalancedEP, balanced_layers
+from relibra.parallel.exchange import gathered, waiting
 from relibra.parallel.home_shards import StoredRows, home_mesh, home_ranks, rows_by_expert
+from relibra.parallel.rank_tables import Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +130,8 @@ def _relocate_layer(
     for stored, columns in _columns(freight):
         rows = stored.rows[leave_X.to(stored.rows.device)].reshape(len(leave_X), prod(stored.rows.shape[1:]))
         sent[:, columns] = rows.view(torch.uint8).to(device)
-    with _transfer(f"move experts of layer {layer_id}; the layer is as it was"):
+    place = Place(dist.get_rank(), layer_id, -1)
+    with waiting("moving experts (the layer is as it was)", place, list(number_of)):
         dist.all_to_all_single(received, sent, moves.num_received_R.tolist(), moves.num_sent_R.tolist(), group=group)
         arrived = torch.zeros(1, dtype=torch.int32, device=device)
         dist.all_reduce(arrived, group=group)
@@ -212,10 +214,9 @@ def _agree(
     payload = bytes([refusal is not None, has_rows]) + maps.digest() + hashlib.sha256(repr(freight).encode()).digest()
     own = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     own = own.to(next(iter(layers.values())).ep_mesh.device_type)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    with _transfer("agree on a map of homes; nothing has moved"):
-        dist.all_gather(gathered, own, group=group)
-        everyone = [bytes(other.tolist()) for other in gathered]
+    place = Place(dist.get_rank(group), -1, -1)
+    told = gathered(own, group, "the agreement on a map of homes (nothing has moved)", place)
+    everyone = [bytes(other.tolist()) for other in told]
     if refusal is not None:
         raise refusal
     members = dist.get_process_group_ranks(group)
@@ -233,16 +234,3 @@ def _agree(
                 f"ranks {differing} have {what} than rank {members[compared[0]]}, so nothing has moved: make the plan "
                 "on one rank and send it to the others, and move experts at the same point of a step everywhere"
             )
-
-
-@contextmanager
-def _transfer(doing: str) -> Iterator[None]:
-    """Turn what a backend raises about lost or late peers into a sentence."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise EngineError(
-            f"rank {dist.get_rank()} could not {doing} ({reason}): a peer may be lost or late, end "
-            "the job and resume from its last checkpoint"
-        ) from error

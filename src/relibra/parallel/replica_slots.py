@@ -43,9 +43,9 @@ FETCH_TIMEOUT_S = 60.0
 class ReplicaSlots:
     """The slots of one rank, and how weights get into them.
 
-    weights   `[B, ...]` per parameter of the experts modules, by name
-    num_slots B
-    pool      where weights are fetched from while set; None: from the homes
+    weights     `[B, ...]` per parameter of the experts modules, by name
+    num_slots   B
+    pool        where weights are fetched from while set; None: from the homes
     """
 
     pool: HostPool | None = None

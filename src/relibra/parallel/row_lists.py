@@ -64,8 +64,12 @@ def row_lists(tables: RankTables, experts_TK: Int[ndarray, "T K"], device: torch
 
     experts_TK   logical ids of the rows of this rank, with the counts of the tables
     """
+    return _row_lists(tables, sent_order(tables, experts_TK), device)
+
+
+def _row_lists(tables: RankTables, choice_X: Int64[ndarray, " X"], device: torch.device) -> RowLists:
     return RowLists(
-        choice_X=_on(device, sent_order(tables, experts_TK)),
+        choice_X=_on(device, choice_X),
         compute_order_Y=_on(device, tables.compute_order_Y),
         slot_Y=_on(device, tables.slot_Y),
     )
@@ -101,8 +105,8 @@ def exchange_row_lists(
     raises        EngineError when a peer is gone or the group's time-out has passed
     """
     T, L, K = experts_TLK.shape
-    lists_L = [row_lists(tables, experts_TLK[:, layer], device) for layer, tables in enumerate(tables_L)]
-    own_L = [rows_to_send(tables, sent_order(tables, experts_TLK[:, i]), T, K) for i, tables in enumerate(tables_L)]
+    choices_L = [sent_order(tables, experts_TLK[:, layer]) for layer, tables in enumerate(tables_L)]
+    own_L = [rows_to_send(tables, choice_X, T, K) for tables, choice_X in zip(tables_L, choices_L, strict=True)]
     told_R = _tell(tables_L, own_L, group, device)
     read_R = [L] * len(told_R)
     result = []
@@ -121,7 +125,7 @@ def exchange_row_lists(
             receive_R=receive_R.tolist(),
             arrived_Y=_on(device, np.concatenate(arrived)[tables.compute_order_Y]),
         )
-        result.append(replace(lists_L[layer], once=once))
+        result.append(replace(_row_lists(tables, choices_L[layer], device), once=once))
     return result
 
 

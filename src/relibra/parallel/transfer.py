@@ -20,7 +20,7 @@ class Transfer:
     ) -> None:
         """Prepare; nothing moves yet."""
         self.tables = tables
-        self._group, self._recorder, self._homewards = group, recorder, homewards
+        self._group, self._recorder = group, recorder
         self._stage = "return" if homewards else "push"
         self._works: list[dist.Work] = []
         self._sent: list[Tensor] = []  # alive until they are gone
