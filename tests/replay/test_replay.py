@@ -1,13 +1,17 @@
 import copy
 import math
+from dataclasses import astuple
 
 import jaxtyping
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from relibra.errors import EngineError, TraceError
 from relibra.replay import BatchRoutes, RouterSite, find_routers, record_routing, replay_routing
+from relibra.replay.replay import RouterComparison
 from relibra.routing.trace import RoutingTrace
 
 from .test_record import watch_experts
@@ -103,6 +107,32 @@ def test_disagreement_is_the_share_of_rows_and_layers_with_another_set():
         assert math.isnan(replay.disagreement)
         model(ids_BN, use_cache=False)
     assert replay.disagreement == 2 / 8
+
+
+@settings(max_examples=8)
+@given(st.integers(0, 1 << 32))
+def test_comparison_counts_pairs_rows_and_choices_that_differ(seed):
+    """Against a slow count; a hook that was there before sees what each router chose by itself."""
+    model = tiny_model()
+    routes, _ = other_routes(model, seed=seed)
+    native = []
+    for site in find_routers(model):
+        site.module.register_forward_hook(lambda *call: native.append(call[2][2].clone()))
+    with replay_routing(model, routes) as replay, torch.no_grad():
+        assert replay.comparison() == RouterComparison()
+        model(random_tokens(2, 7, seed % 1000), use_cache=False)
+    valid = np.flatnonzero(routes.valid_T.numpy())
+    missed = [
+        [len(set(routes.experts_TLK[t, layer].tolist()) - set(native[layer][t].tolist())) for layer in range(3)]
+        for t in valid
+    ]
+    pairs = 3 * len(valid)
+    differing = sum(m > 0 for row in missed for m in row)
+    rows, choices = sum(any(row) for row in missed), sum(map(sum, missed))
+    found = replay.comparison()
+    assert found == RouterComparison(len(valid), pairs, 2 * pairs, differing, rows, choices)
+    assert replay.disagreement == differing / pairs
+    assert found + found == RouterComparison(*(2 * count for count in astuple(found)))
 
 
 @pytest.mark.parametrize("left", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,30 @@ _SUSPICIOUS_ROWS = 16
 
 _RULE_CHECKED = "_relibra_rule_checked"
 """Set on a router to what its gate rule was last seen to hold for: the check synchronises the device."""
+
+
+@dataclass(frozen=True)
+class RouterComparison:
+    """What the router itself would have taken beside what was replayed; sums that add up over batches and ranks.
+
+    rows                replayed rows
+    pairs               (row, layer) of them
+    choices             (row, layer, choice): K per pair
+    differing_pairs     with another *set* of experts
+    differing_rows      with such a layer
+    differing_choices   replayed experts that the router itself would not have taken
+    """
+
+    rows: int = 0
+    pairs: int = 0
+    choices: int = 0
+    differing_pairs: int = 0
+    differing_rows: int = 0
+    differing_choices: int = 0
+
+    def __add__(self, other: RouterComparison) -> RouterComparison:
+        """Return the sums over the rows of both."""
+        return RouterComparison(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class RoutingReplay:
@@ -42,9 +67,23 @@ class RoutingReplay:
 
         Counted in the forward pass, read back from the device only here; nan when nothing was compared.
         """
-        differing = [hook.differing for hook in self._hooks if hook.differing is not None]
-        compared = int(self._valid_T.sum()) * len(differing)
-        return float(torch.stack(differing).sum()) / compared if compared else float("nan")
+        compared = self.comparison()
+        return compared.differing_pairs / compared.pairs if compared.pairs else float("nan")
+
+    def comparison(self) -> RouterComparison:
+        """Compare routers with routes over the rows that were replayed, as counted in the forward pass.
+
+        Read back from the device only here; all 0 before the forward pass.
+        """
+        missed = [hook.missed_T for hook in self._hooks if hook.missed_T is not None]
+        if not missed:
+            return RouterComparison()
+        missed_LT = torch.stack(missed)
+        differs_LT = missed_LT > 0
+        rows = self._valid_T.sum().to(missed_LT.device)
+        counts = torch.stack([rows, differs_LT.sum(), differs_LT.any(0).sum(), missed_LT.sum()]).tolist()
+        pairs = counts[0] * len(missed)
+        return RouterComparison(counts[0], pairs, pairs * self._experts_TLK.shape[2], *counts[1:])
 
     def _routes_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return (experts `[T, L, K]`, valid `[T]`) on a device, moving all layers at once when it changes."""
@@ -97,7 +136,7 @@ class _RouterReplay:
         self.forwards = 0
         self.recomputes = 0
         self.awaits = False  # whether the backward pass of that forward will recompute this layer
-        self.differing: Tensor | None = None
+        self.missed_T: Tensor | None = None  # replayed experts per row that the router itself would not have taken
 
     def __call__(self, router: nn.Module, _args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         native_TK = output[2]
@@ -123,8 +162,7 @@ class _RouterReplay:
             self.forwards += 1
             self.awaits = awaits_recompute(output[0], with_grad=self.replay._with_grad)
             # Ids of a row differ, so two sets of one size are equal when every member of one is in the other.
-            same_T = (native_TK.unsqueeze(2) == ids_TK.unsqueeze(1)).any(2).all(1)
-            self.differing = (~same_T).sum()
+            self.missed_T = (ids_TK.unsqueeze(2) != native_TK.unsqueeze(1)).all(2).sum(1)
         return (output[0], self.site.gates(output, ids_TK), ids_TK, *output[3:])
 
 

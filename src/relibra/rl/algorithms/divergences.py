@@ -1,0 +1,35 @@
+"""Divergence from a reference policy, estimated from tokens that the trained policy sampled."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Estimator = Literal["k1", "k2", "k3"]
+"""See `kl_estimate`."""
+
+
+def kl_estimate(
+    kind: Estimator, logp_X: Float[Tensor, " X"], logp_reference_X: Float[Tensor, " X"]
+) -> Float[Tensor, " X"]:
+    """Estimate KL(policy, reference) token by token, to be made small.
+
+    Schulman, "Approximating KL divergence" (2020), with d = logp - logp of the reference:
+
+    k1   d, which may be negative; right in the mean
+    k2   d^2 / 2, never negative; a little off in the mean
+    k3   exp(-d) - 1 + d, never negative; right in the mean. GRPO's, arXiv 2402.03300, eq. 4
+
+    The gradient of k2 is in the mean that of KL(policy, reference); that of k3 is that of KL(reference, policy), large
+    where the reference is much likelier. That of k1 is 0 in the mean and teaches nothing: k1 has the gradient of k2.
+    """
+    difference_X = logp_X - logp_reference_X
+    if kind == "k3":
+        return torch.expm1(-difference_X) + difference_X
+    half_square_X = difference_X.square() / 2
+    if kind == "k2":
+        return half_square_X
+    return difference_X.detach() + (half_square_X - half_square_X.detach())

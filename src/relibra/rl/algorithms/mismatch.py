@@ -1,0 +1,169 @@
+"""How far trainer and sampler are apart at the same weights: sums that add up over ranks, metrics, alarms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from relibra.replay.replay import RouterComparison
+
+_NUM_TOTALS = 8
+_BINS_PER_DECADE, _FIRST_DECADE, _DECADES = 50, -8, 10
+_NUM_BINS = _BINS_PER_DECADE * _DECADES
+"""Bins of abs(log-ratio) from 1e-8 to 100, each 4.7 % wider than the last; the outermost take what is beyond."""
+
+_LARGEST_LOG_RATIO = 20.0
+"""Importance weights are taken of log-ratios cut here, so that their squares stay finite."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MismatchSums:
+    """What the metrics are made of; over ranks, `sums` add up and of `largest` the largest is taken.
+
+    sums      8 totals, then a histogram of abs(log-ratio)
+    largest   abs(log-ratio)
+    """
+
+    sums: Float64[Tensor, " Z"]
+    largest: float
+
+    def __add__(self, other: MismatchSums) -> MismatchSums:
+        """Return the sums over the tokens of both."""
+        return MismatchSums(sums=self.sums + other.sums, largest=max(self.largest, other.largest))
+
+
+def no_mismatch() -> MismatchSums:
+    """Return the sums over no tokens."""
+    return MismatchSums(sums=torch.zeros(_NUM_TOTALS + _NUM_BINS, dtype=torch.float64), largest=0.0)
+
+
+def mismatch_sums(
+    log_probs_X: Float[Tensor, " X"], sampled_X: Float[Tensor, " X"], weight_X: Float[Tensor, " X"]
+) -> MismatchSums:
+    """Compare log-probs of response tokens by the trainer, at the weights that sampled, with those by the sampler.
+
+    weight_X   by `correction_weights`; tokens of weight 0 count as masked
+    """
+    trainer_X, sampler_X = log_probs_X.detach().double().cpu(), sampled_X.double().cpu()
+    difference_X = trainer_X - sampler_X
+    size_X = difference_X.abs().nan_to_num(nan=math.inf, posinf=math.inf)  # a nan fits into no bin
+    ratio_X = difference_X.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
+    totals = [
+        torch.tensor(float(len(size_X)), dtype=torch.float64),
+        (ratio_X - 1 - difference_X).sum(),
+        (size_X > math.log(2)).sum().double(),
+        (trainer_X.exp() - sampler_X.exp()).abs().sum(),
+        ratio_X.sum(),
+        ratio_X.square().sum(),
+        (weight_X == 0).sum().double().cpu(),
+        size_X.sum(),
+    ]
+    bin_X = ((size_X.clamp(min=1e-300).log10() - _FIRST_DECADE) * _BINS_PER_DECADE).floor()
+    histogram = torch.bincount(bin_X.clamp(0, _NUM_BINS - 1).long(), minlength=_NUM_BINS)
+    return MismatchSums(
+        sums=torch.cat([torch.stack(totals), histogram.double()]),
+        largest=float(size_X.max()) if len(size_X) else 0.0,
+    )
+
+
+def mismatch_metrics(mismatch: MismatchSums) -> dict[str, float]:
+    """Turn sums over tokens into metrics; d = log-prob by trainer - by sampler, w = exp(d). Without tokens: none.
+
+    k3_kl                    mean of w - 1 - d, estimates KL(sampler, trainer)
+    ratio_above_2            share of tokens with w or 1 / w above 2
+    log_ratio_mean_abs       mean of abs(d)
+    log_ratio_p99            abs(d) that 1 % of tokens exceed, at most 5 % too large
+    log_ratio_max            largest abs(d)
+    probability_difference   mean of abs(difference of probabilities)
+    weight_mean, weight_std  of w
+    ess                      (sum w)^2 / (count x sum w^2): share of tokens that importance sampling leaves
+    chi2                     mean of w^2, minus 1
+    masked_share             tokens that the correction left out
+    """
+    totals = mismatch.sums[:_NUM_TOTALS].tolist()
+    count, k3, above, probability, weight, squared_weight, masked, size = totals
+    if not count:
+        return {}
+    mean = weight / count
+    return {
+        "k3_kl": k3 / count,
+        "ratio_above_2": above / count,
+        "log_ratio_mean_abs": size / count,
+        "log_ratio_p99": min(_quantile(mismatch.sums[_NUM_TOTALS:], 0.99), mismatch.largest),
+        "log_ratio_max": mismatch.largest,
+        "probability_difference": probability / count,
+        "weight_mean": mean,
+        "weight_std": math.sqrt(max(0.0, squared_weight / count - mean**2)),
+        "ess": weight**2 / (count * squared_weight),
+        "chi2": squared_weight / count - 1,
+        "masked_share": masked / count,
+    }
+
+
+def router_metrics(comparison: RouterComparison) -> dict[str, float]:
+    """Turn what a replay compared into shares; without rows: none.
+
+    router_disagreement       share of (row, layer) where the trainer's router would have taken another set of experts
+    router_rows_differing     share of rows with such a layer
+    router_layers_differing   such layers, per row
+    router_choices_differing  share of choices: 1 - overlap of the two sets / K
+    """
+    if not comparison.pairs:
+        return {}
+    return {
+        "router_disagreement": comparison.differing_pairs / comparison.pairs,
+        "router_rows_differing": comparison.differing_rows / comparison.rows,
+        "router_layers_differing": comparison.differing_pairs / comparison.rows,
+        "router_choices_differing": comparison.differing_choices / comparison.choices,
+    }
+
+
+@dataclass(frozen=True)
+class _Alarm:
+    """A metric, the range where it is harmless, and what is the matter outside of it."""
+
+    metric: str
+    low: float
+    high: float
+    meaning: str
+
+
+_ALARMS = (
+    _Alarm("probability_difference", 0.0, 0.01, "trainer and sampler give the same tokens other probabilities"),
+    _Alarm("k3_kl", 0.0, 0.1, "the sampler is another policy than the trainer's"),
+    _Alarm("ess", 0.3, 1.0, "few tokens carry most of the importance weight"),
+    _Alarm("weight_mean", 0.5, 2.0, "importance weights are off in the mean"),
+    _Alarm("weight_std", 0.0, 1.0, "importance weights scatter"),
+    _Alarm("chi2", 0.0, 1.0, "importance weights scatter in their squares"),
+    _Alarm("ratio_above_2", 0.0, 0.1, "runs have collapsed soon after this"),
+)
+
+
+def alarms(metrics: Mapping[str, float | None]) -> list[str]:
+    """Say in a sentence each which metrics of trainer against sampler are at a level that has preceded trouble.
+
+    The levels are those of verl's documentation of rollout corrections; the last is from arXiv 2510.11370.
+    """
+    sentences = []
+    for alarm in _ALARMS:
+        value = metrics.get(alarm.metric)
+        if value is None or (not math.isnan(value) and _within(value, alarm)):
+            continue
+        sentences.append(f"{alarm.metric} is {value:.3g}, harmless is {alarm.low:g} to {alarm.high:g}: {alarm.meaning}")
+    return sentences
+
+
+def _within(value: float, alarm: _Alarm) -> bool:
+    rounding = 1e-6  # an ess of 1 or a chi2 of 0 may come out a little beyond
+    return alarm.low - rounding <= value <= alarm.high + rounding
+
+
+def _quantile(histogram: Tensor, share: float) -> float:
+    """Return the upper edge of the bin in which the share is reached."""
+    reached = torch.searchsorted(histogram.cumsum(0), share * histogram.sum())
+    return float(10 ** ((float(reached) + 1) / _BINS_PER_DECADE + _FIRST_DECADE))

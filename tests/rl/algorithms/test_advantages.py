@@ -1,0 +1,242 @@
+"""Advantages against slow Python that repeats their formulas, and against what theory says of them."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relibra.rl.algorithms.advantages import (
+    egae,
+    gae,
+    group_advantages,
+    length_adaptive_lambda,
+    mixed_groups,
+    moments,
+    monte_carlo_returns,
+    overlong_penalty,
+    whiten,
+)
+
+GAMMAS, LAMBDAS = (1.0, 0.99), (1.0, 0.95, 0.5)
+
+
+def egae_reference(values, rewards, finished, gamma, lam, bootstrap):
+    """Walk one window back from its last token; values has one entry more than rewards."""
+    n = len(rewards)
+    if n == 0:
+        return []
+    following = {"hold": values[n - 1], "value": values[n], "zero": 0.0}[bootstrap]
+    if finished:
+        following = 0.0
+    advantages, last = [0.0] * n, 0.0
+    for t in reversed(range(n)):
+        residual = rewards[t] + gamma * following - values[t]
+        last = residual + gamma * lam * last
+        advantages[t], following = last, values[t]
+    return advantages
+
+
+def random_windows(seed, rows, columns, dtype=torch.float64, shortest=0):
+    """Values, rewards, lengths; nan beyond the length, where nothing may look."""
+    rng = np.random.default_rng(seed)
+    length_B = rng.integers(shortest, columns + 1, size=rows)
+    values_BN1, rewards_BN = rng.normal(size=(rows, columns + 1)), rng.normal(size=(rows, columns))
+    values_BN1[np.arange(columns + 1) > length_B[:, None]] = math.nan
+    rewards_BN[np.arange(columns) >= length_B[:, None]] = math.nan
+    return torch.from_numpy(values_BN1).to(dtype), torch.from_numpy(rewards_BN).to(dtype), torch.from_numpy(length_B)
+
+
+def unfinished(values_BN1, rewards_BN, length_B, *, gamma, lam, bootstrap="hold"):
+    rows = len(length_B)
+    return egae(
+        values_BN1,
+        rewards_BN,
+        length_B,
+        torch.zeros(rows, dtype=torch.bool),
+        gamma=gamma,
+        lambda_B=torch.full((rows,), lam, dtype=values_BN1.dtype),
+        bootstrap=bootstrap,
+    )
+
+
+@given(
+    st.integers(0, 1 << 32),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.sampled_from(["hold", "value", "zero"]),
+    st.floats(0.5, 1.0),
+)
+def test_egae_is_its_walk_back(seed, rows, columns, bootstrap, gamma):
+    values_BN1, rewards_BN, length_B = random_windows(seed, rows, columns)
+    rng = np.random.default_rng(seed)
+    lambda_B, finished_B = rng.random(rows), rng.random(rows) < 0.5
+    got_BN = egae(
+        values_BN1,
+        rewards_BN,
+        length_B,
+        torch.from_numpy(finished_B),
+        gamma=gamma,
+        lambda_B=torch.from_numpy(lambda_B),
+        bootstrap=bootstrap,
+    )
+    for b, n in enumerate(length_B.tolist()):
+        values, rewards = values_BN1[b, : n + 1].tolist(), rewards_BN[b, :n].tolist()
+        expected = egae_reference(values, rewards, finished_B[b], gamma, lambda_B[b], bootstrap)
+        assert got_BN[b, :n].tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+        assert not got_BN[b, n:].any()
+
+
+@pytest.mark.parametrize("gamma", GAMMAS)
+@pytest.mark.parametrize("lam", LAMBDAS)
+@pytest.mark.parametrize("bootstrap", ["hold", "value"])
+def test_egae_of_complete_responses_is_gae(gamma, lam, bootstrap):
+    values_BN1, rewards_BN, length_B = random_windows(1, 1000, 40, torch.float32, shortest=1)
+    lambda_B = torch.full((1000,), lam)
+    done_B = torch.ones(1000, dtype=torch.bool)
+    extended_BN = egae(values_BN1, rewards_BN, length_B, done_B, gamma=gamma, lambda_B=lambda_B, bootstrap=bootstrap)
+    classic_BN = gae(values_BN1[:, :-1], rewards_BN, length_B, gamma=gamma, lambda_B=lambda_B)
+    assert torch.equal(extended_BN, classic_BN)
+    for b in range(0, 1000, 97):
+        n = int(length_B[b])
+        rewards, values = rewards_BN[b, :n].double().tolist(), values_BN1[b, : n + 1].double().tolist()
+        residuals = [rewards[t] + gamma * (values[t + 1] if t + 1 < n else 0.0) - values[t] for t in range(n)]
+        for t in range(n):
+            total = sum((gamma * lam) ** k * residual for k, residual in enumerate(residuals[t:]))
+            assert float(classic_BN[b, t]) == pytest.approx(total, rel=1e-5, abs=1e-5)
+
+
+def test_the_last_token_of_an_unfinished_window_gets_nothing_without_a_discount():
+    values_BN1, _, length_B = random_windows(2, 50, 20, shortest=1)
+    rewards_BN = torch.zeros(50, 20, dtype=torch.float64)
+    row_B, last_B = torch.arange(50), length_B - 1
+    for gamma in GAMMAS:
+        got_BN = unfinished(values_BN1, rewards_BN, length_B, gamma=gamma, lam=0.95)
+        wanted_B = (gamma - 1) * values_BN1[row_B, last_B]
+        torch.testing.assert_close(got_BN[row_B, last_B], wanted_B, rtol=0, atol=0 if gamma == 1 else 1e-15)
+
+
+def test_without_decay_an_unfinished_window_telescopes():
+    values_BN1, _, length_B = random_windows(3, 50, 20, torch.float32, shortest=1)
+    got_BN = unfinished(values_BN1, torch.zeros(50, 20), length_B, gamma=1.0, lam=1.0)
+    for b, n in enumerate(length_B.tolist()):
+        torch.testing.assert_close(got_BN[b, :n], values_BN1[b, n - 1] - values_BN1[b, :n], rtol=0, atol=3e-6)
+
+
+@given(st.integers(0, 1 << 32), st.sampled_from(GAMMAS), st.sampled_from(LAMBDAS))
+def test_cutting_a_response_removes_one_damped_tail(seed, gamma, lam):
+    rng = np.random.default_rng(seed)
+    whole = int(rng.integers(2, 30))
+    cut = int(rng.integers(1, whole))
+    values_11N = torch.from_numpy(rng.normal(size=(1, whole + 1)))
+    rewards_1N = torch.zeros(1, whole, dtype=torch.float64)
+    rewards_1N[0, -1] = float(rng.normal())
+    lambda_B = torch.tensor([lam], dtype=torch.float64)
+    full = gae(values_11N[:, :-1], rewards_1N, torch.tensor([whole]), gamma=gamma, lambda_B=lambda_B)[0]
+    short = unfinished(values_11N[:, : cut + 1], rewards_1N[:, :cut], torch.tensor([cut]), gamma=gamma, lam=lam)[0]
+    tail = full[cut - 1] - (gamma - 1) * values_11N[0, cut - 1]
+    damping = (gamma * lam) ** torch.arange(cut - 1, -1, -1, dtype=torch.float64)
+    torch.testing.assert_close(full[:cut] - short, damping * tail, rtol=0, atol=2e-14)
+
+
+def test_with_an_exact_value_model_the_cut_has_no_bias():
+    """A symmetric walk from 10 ends at 0 or at 20, worth 1: V = place / 20. All walks count, not only those cut."""
+    rng = np.random.default_rng(0)
+    walks, cut = 4000, 30
+    place_BN1 = np.full((walks, cut + 1), 10)
+    length_B, finished_B = np.full(walks, cut), np.zeros(walks, dtype=bool)
+    for t in range(cut):
+        place_BN1[:, t + 1] = place_BN1[:, t] + np.where(finished_B, 0, rng.choice([-1, 1], size=walks))
+        ends_B = ~finished_B & np.isin(place_BN1[:, t + 1], (0, 20))
+        length_B[ends_B], finished_B = t + 1, finished_B | ends_B
+    assert 0.02 < finished_B.mean() < 0.9
+    rewards_BN = np.zeros((walks, cut))
+    rewards_BN[np.arange(walks), length_B - 1] = finished_B & (place_BN1[np.arange(walks), length_B] == 20)
+    advantage_BN = egae(
+        torch.from_numpy(place_BN1 / 20),
+        torch.from_numpy(rewards_BN),
+        torch.from_numpy(length_B),
+        torch.from_numpy(finished_B),
+        gamma=1.0,
+        lambda_B=torch.full((walks,), 0.95, dtype=torch.float64),
+        bootstrap="hold",
+    ).numpy()
+    for t in (0, 5, 10):
+        here_B = advantage_BN[length_B > t, t]
+        assert abs(here_B.mean()) <= 3 * here_B.std() / math.sqrt(len(here_B))
+
+
+def test_lambda_follows_the_length_and_has_a_floor():
+    lengths = torch.tensor([1, 100, 400, 1024, 8192, 8192 + 4096, 24576])
+    got = length_adaptive_lambda(lengths, alpha=0.05, floor=0.95).tolist()
+    assert got == pytest.approx([0.95, 0.95, 0.95, 0.98047, 0.997559, 0.998372, 0.999186], abs=5e-7 * 10)
+    assert [round(x, 6) for x in got[-3:]] == [0.997559, 0.998372, 0.999186]
+
+
+def test_returns_are_what_comes_later():
+    rewards_BN = torch.tensor([[0.0, 0.0, 1.0, 7.0], [1.0, 2.0, 4.0, 8.0]])
+    plain = monte_carlo_returns(rewards_BN, torch.tensor([3, 4]), 1.0)
+    assert plain.tolist() == [[1.0, 1.0, 1.0, 0.0], [15.0, 14.0, 12.0, 8.0]]
+    halved = monte_carlo_returns(rewards_BN, torch.tensor([3, 4]), 0.5)
+    assert halved.tolist() == [[0.25, 0.5, 1.0, 0.0], [4.0, 6.0, 8.0, 8.0]]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.5, 1.0])), max_size=12), st.booleans())
+def test_group_advantages_centre_and_scale_each_group(pairs, divide_by_std):
+    groups = torch.tensor([group for group, _ in pairs], dtype=torch.int64)
+    rewards = torch.tensor([reward for _, reward in pairs])
+    got = group_advantages(rewards, groups, divide_by_std=divide_by_std).tolist()
+    mixed = mixed_groups(rewards, groups).tolist()
+    for (group, reward), advantage, differs in zip(pairs, got, mixed, strict=True):
+        own = [r for g, r in pairs if g == group]
+        spread = float(np.std(own, ddof=1)) if len(own) > 1 else 0.0
+        scale = spread + 1e-6 if divide_by_std else 1.0
+        assert advantage == pytest.approx((reward - float(np.mean(own))) / scale, abs=2e-4)
+        assert differs == (len(set(own)) > 1)
+
+
+def test_groups_with_equal_rewards_teach_nothing():
+    rewards, groups = torch.tensor([0.1, 0.1, 0.0, 1.0]), torch.tensor([9, 9, -4, 3])
+    assert group_advantages(rewards, groups).tolist() == [0.0, 0.0, 0.0, 0.0]
+    assert not mixed_groups(rewards, groups).any()
+
+
+def test_long_responses_lose_evenly_within_the_buffer():
+    lengths = torch.tensor([1, 16384, 16385, 18432, 20480, 30000])
+    got = overlong_penalty(lengths, max_response=20480, buffer=4096).tolist()
+    assert got == [0.0, 0.0, -1 / 4096, -0.5, -1.0, -1.0]
+    assert not overlong_penalty(lengths, max_response=20480, buffer=0).any()
+
+
+@given(st.integers(0, 1 << 32), st.integers(1, 4))
+def test_whitening_over_several_ranks_is_whitening_of_all(seed, ranks):
+    rng = np.random.default_rng(seed)
+    x_BN = torch.from_numpy(rng.normal(3.0, 5.0, size=(8, 6)).astype(np.float32))
+    mask_BN = torch.from_numpy(rng.random((8, 6)) < 0.7)
+    mask_BN[0, :2] = True
+    shares = np.array_split(np.arange(8), ranks)
+    together = sum(moments(x_BN[share], mask_BN[share]) for share in shares)
+    got_BN = torch.cat([whiten(x_BN[share], mask_BN[share], together) for share in shares])
+    chosen = x_BN[mask_BN].double()
+    torch.testing.assert_close(
+        got_BN[mask_BN].double(), (chosen - chosen.mean()) / chosen.std(unbiased=False), rtol=1e-5, atol=1e-5
+    )
+    assert not got_BN[~mask_BN].any()
+
+
+def test_what_is_outside_of_the_mask_does_not_move_mean_or_spread():
+    """The dropped tail of an unfinished window: tokens that nothing is learned from."""
+    x_BN = torch.tensor([[1.0, 2.0, 3.0, 1e9], [2.0, 2.0, math.nan, -math.inf]])
+    mask_BN = torch.tensor([[True, True, True, False], [True, True, False, False]])
+    assert moments(x_BN, mask_BN).tolist() == [5.0, 10.0, 22.0]
+    got_BN = whiten(x_BN, mask_BN, moments(x_BN, mask_BN))
+    root = math.sqrt(0.4)
+    assert got_BN.flatten().tolist() == pytest.approx([-1 / root, 0, 1 / root, 0, 0, 0, 0, 0], abs=1e-6)
+
+
+def test_whitening_nothing_or_one_value_gives_zeros():
+    x_BN, nothing = torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool)
+    assert not whiten(x_BN, nothing, moments(x_BN, nothing)).any()
+    assert not whiten(x_BN, ~nothing, moments(x_BN, ~nothing)).any()

@@ -1,0 +1,264 @@
+"""The policy's loss against slow Python that repeats its formulas, hand tables, and identities between its forms."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relibra.rl.algorithms.advantages import egae, gae, moments, whiten
+from relibra.rl.algorithms.policy_loss import (
+    clipped_surrogate,
+    sequence_log_ratio,
+    token_entropy,
+    token_log_probs,
+    token_weights,
+)
+
+AGGREGATES = ("token", "token_over_step", "response", "constant")
+
+
+def random_responses(seed, responses, longest=7):
+    """Tokens of each response, and place of the response of each token, in random order of tokens."""
+    rng = np.random.default_rng(seed)
+    tokens_S = rng.integers(1, longest + 1, size=responses)
+    response_X = rng.permutation(np.repeat(np.arange(responses), tokens_S))
+    return rng, tokens_S, response_X
+
+
+@given(st.integers(0, 1 << 32), st.floats(0.2, 5.0), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_log_probs_and_entropy_are_those_of_the_tempered_policy(seed, temperature, dtype):
+    rng = np.random.default_rng(seed)
+    logits_XV = torch.from_numpy(rng.normal(size=(6, 5))).to(dtype)
+    tokens_X = torch.from_numpy(rng.integers(5, size=6))
+    got_X, entropy_X = token_log_probs(logits_XV, tokens_X, temperature), token_entropy(logits_XV, temperature)
+    assert got_X.dtype == entropy_X.dtype == torch.float32
+    for x in range(6):
+        weights = np.exp(logits_XV[x].double().numpy() / temperature)
+        p = weights / weights.sum()
+        assert float(got_X[x]) == pytest.approx(math.log(p[tokens_X[x]]), abs=1e-5)
+        assert float(entropy_X[x]) == pytest.approx(-(p * np.log(p)).sum(), abs=1e-5)
+
+
+@given(st.integers(0, 1 << 32), st.integers(1, 5))
+def test_the_ratio_of_a_sequence_is_the_geometric_mean_with_gradients_per_token(seed, responses):
+    rng, tokens_S, response_X = random_responses(seed, responses)
+    log_ratio_X = torch.from_numpy(rng.normal(size=len(response_X))).requires_grad_()
+    advantage_S, weight_X = rng.normal(size=responses), rng.normal(size=len(response_X))
+    got_X = sequence_log_ratio(log_ratio_X, torch.from_numpy(response_X), responses)
+    (torch.from_numpy(weight_X * advantage_S[response_X]) * got_X.exp()).sum().backward()
+    for x, s in enumerate(response_X):
+        own = [log_ratio_X[y].item() for y in range(len(response_X)) if response_X[y] == s]
+        mean = sum(own) / tokens_S[s]
+        assert got_X[x].item() == pytest.approx(mean, rel=1e-9, abs=1e-12)
+        expected = weight_X[x] * advantage_S[s] * math.exp(mean)
+        assert log_ratio_X.grad[x].item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_with_one_advantage_per_response_the_token_form_has_the_gradient_of_the_sequence_form():
+    """Section 4.3 of GSPO: mean over responses of s A equals mean over responses and tokens of s_t A."""
+    _, tokens_S, response_X = random_responses(5, 4)
+    response_X, tokens_S = torch.from_numpy(response_X), torch.from_numpy(tokens_S)
+    advantage_S = torch.tensor([1.0, -0.5, 2.0, -1.5], dtype=torch.float64)
+    start_X = torch.from_numpy(np.random.default_rng(5).normal(scale=0.1, size=len(response_X)))
+    gradients = []
+    for token_form in (True, False):
+        log_ratio_X = start_X.clone().requires_grad_()
+        if token_form:
+            ratio_X = sequence_log_ratio(log_ratio_X, response_X, 4).exp()
+            total = (ratio_X * advantage_S[response_X] / tokens_S[response_X]).sum()
+        else:
+            ratio_S = (log_ratio_X.new_zeros(4).index_add(0, response_X, log_ratio_X) / tokens_S).exp()
+            total = (ratio_S * advantage_S).sum()
+        gradients.append(torch.autograd.grad(total, log_ratio_X)[0])
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "surrogate", "clipped", "slope"),
+    [  # clip 0.8 .. 1.28, dual clip 3; slope = derivative by the ratio
+        (1.0, 2.0, 2.0, False, 2.0),
+        (1.25, 2.0, 2.5, False, 2.0),
+        (1.5, 2.0, 2.56, True, 0.0),
+        (0.5, 2.0, 1.0, False, 2.0),
+        (1.0, -2.0, -2.0, False, -2.0),
+        (0.9, -2.0, -1.8, False, -2.0),
+        (0.5, -2.0, -1.6, True, 0.0),
+        (1.5, -2.0, -3.0, False, -2.0),
+        (2.9, -2.0, -5.8, False, -2.0),
+        (4.0, -2.0, -6.0, True, 0.0),
+        (4.0, 2.0, 2.56, True, 0.0),
+        (7.0, 0.0, 0.0, False, 0.0),
+    ],
+)
+def test_clips_against_a_table_by_hand(ratio, advantage, surrogate, clipped, slope):
+    log_ratio_X = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    got_X, clipped_X = clipped_surrogate(
+        log_ratio_X,
+        torch.tensor([advantage], dtype=torch.float64),
+        clip_low=0.2,
+        clip_high=0.28,
+        dual_clip=3.0,
+    )
+    got_X.sum().backward()
+    assert got_X.item() == pytest.approx(surrogate, rel=1e-12)
+    assert clipped_X.tolist() == [clipped]
+    assert log_ratio_X.grad.item() == pytest.approx(slope * ratio, rel=1e-12)
+
+
+@given(st.integers(0, 1 << 32), st.floats(0.05, 0.9), st.floats(0.05, 3.0), st.sampled_from([0.0, 1.5, 10.0]))
+def test_the_surrogate_is_its_formula(seed, low, high, dual):
+    rng = np.random.default_rng(seed)
+    log_ratio, advantage = rng.normal(size=(2, 20))
+    got_X, _ = clipped_surrogate(
+        torch.from_numpy(log_ratio), torch.from_numpy(advantage), clip_low=low, clip_high=high, dual_clip=dual
+    )
+    for x in range(20):
+        r, a = math.exp(log_ratio[x]), advantage[x]
+        expected = min(r * a, min(max(r, 1 - low), 1 + high) * a)
+        if dual and a < 0:
+            expected = max(expected, dual * a)
+        assert float(got_X[x]) == pytest.approx(expected, rel=1e-12)
+
+
+def test_extreme_log_ratios_leave_gradients_finite():
+    log_ratio_X = torch.tensor([500.0, 500.0, -500.0, -500.0], requires_grad=True)
+    got_X, _ = clipped_surrogate(log_ratio_X, torch.tensor([1.0, -1.0, 1.0, -1.0]), clip_low=0.2, clip_high=0.2)
+    got_X.sum().backward()
+    assert got_X.isfinite().all()
+    assert log_ratio_X.grad.isfinite().all()
+    assert got_X[0].item() == pytest.approx(1.2)
+
+
+def test_before_the_first_step_every_ratio_is_one_and_nothing_is_clipped():
+    rng = np.random.default_rng(0)
+    logits_XV = torch.from_numpy(rng.normal(size=(50, 9)).astype(np.float32)).requires_grad_()
+    tokens_X, response_X = torch.from_numpy(rng.integers(9, size=50)), torch.arange(5).repeat_interleave(10)
+    advantage_X = torch.from_numpy(rng.normal(size=50).astype(np.float32))
+    now_X, old_X = token_log_probs(logits_XV, tokens_X, 0.7), token_log_probs(logits_XV, tokens_X, 0.7).detach()
+    for log_ratio_X in (now_X - old_X, sequence_log_ratio(now_X - old_X, response_X, 5)):
+        surrogate_X, clipped_X = clipped_surrogate(log_ratio_X, advantage_X, clip_low=3e-4, clip_high=4e-4)
+        assert torch.equal(surrogate_X, advantage_X)
+        assert not clipped_X.any()
+
+
+def test_with_a_window_as_long_as_the_response_truncated_ppo_is_ppo_to_the_bit():
+    rng = np.random.default_rng(1)
+    length_B = torch.from_numpy(rng.integers(1, 13, size=16))
+    mask_BN = torch.arange(12) < length_B[:, None]
+    values_BN1, rewards_BN = torch.from_numpy(rng.normal(size=(2, 16, 13)).astype(np.float32))
+    rewards_BN, lambda_B = rewards_BN[:, :-1], torch.full((16,), 0.95)
+    tokens_X, tokens = torch.from_numpy(rng.integers(7, size=int(mask_BN.sum()))), int(mask_BN.sum())
+    start_XV = torch.from_numpy(rng.normal(size=(tokens, 7)).astype(np.float32))
+    old_X = token_log_probs(start_XV, tokens_X, 1.0) + 0.1
+    advantages = (
+        gae(values_BN1[:, :-1], rewards_BN, length_B, gamma=1.0, lambda_B=lambda_B),
+        egae(
+            values_BN1,
+            rewards_BN,
+            length_B,
+            torch.ones(16, dtype=torch.bool),
+            gamma=1.0,
+            lambda_B=lambda_B,
+            bootstrap="hold",
+        ),
+    )
+    losses, gradients = [], []
+    for advantage_BN in advantages:
+        logits_XV = start_XV.clone().requires_grad_()
+        advantage_X = whiten(advantage_BN, mask_BN, moments(advantage_BN, mask_BN))[mask_BN]
+        surrogate_X, _ = clipped_surrogate(
+            token_log_probs(logits_XV, tokens_X, 1.0) - old_X, advantage_X, clip_low=0.2, clip_high=0.28
+        )
+        weight_X = weights("token_over_step", length_B[:, None].expand(16, 12)[mask_BN], step=tokens, own=tokens)
+        loss = -(weight_X * surrogate_X).sum()
+        losses.append(loss)
+        gradients.append(torch.autograd.grad(loss, logits_XV)[0])
+    assert torch.equal(*losses)
+    assert torch.equal(*gradients)
+
+
+def weights(aggregate, tokens_of_response_X, *, step, own, mini_batches=1, responses=16, max_response=12):
+    return token_weights(
+        aggregate,
+        tokens_of_response_X,
+        tokens_of_mini_batch=own,
+        tokens_of_step=step,
+        mini_batches=mini_batches,
+        responses_of_mini_batch=responses,
+        max_response=max_response,
+    )
+
+
+@given(st.integers(0, 1 << 32), st.integers(1, 6), st.integers(1, 4))
+def test_weights_are_the_means_they_stand_for(seed, responses, mini_batches):
+    rng, tokens_S, response_X = random_responses(seed, responses)
+    surrogate_X, step = rng.normal(size=len(response_X)), 3 * len(response_X)
+    means = [surrogate_X[response_X == s].mean() for s in range(responses)]
+    expected = {
+        "token": surrogate_X.mean(),
+        "token_over_step": surrogate_X.sum() / (step / mini_batches),
+        "response": np.mean(means),
+        "constant": np.mean([surrogate_X[response_X == s].sum() / 100 for s in range(responses)]),
+    }
+    for aggregate in AGGREGATES:
+        weight_X = weights(
+            aggregate,
+            torch.from_numpy(tokens_S[response_X]),
+            step=step,
+            own=len(response_X),
+            mini_batches=mini_batches,
+            responses=responses,
+            max_response=100,
+        )
+        got = float((weight_X.double() * torch.from_numpy(surrogate_X)).sum())
+        assert got == pytest.approx(expected[aggregate], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2, 7])
+@pytest.mark.parametrize("aggregate", ["token_over_step", "response", "constant"])
+def test_however_a_step_is_cut_its_mini_batches_have_the_same_mean_gradient(aggregate, mini_batches):
+    """14 responses in equal mini-batches without an update between; a mean over a mini-batch's own tokens cannot."""
+    rng, tokens_S, response_X = random_responses(11, 14, longest=30)
+    logits_XV = torch.from_numpy(rng.normal(size=(len(response_X), 5))).requires_grad_()
+    tokens_X = torch.from_numpy(rng.integers(5, size=len(response_X)))
+    advantage_X = torch.from_numpy(rng.normal(size=len(response_X)))
+
+    def gradient(parts):
+        total = torch.zeros_like(logits_XV)
+        for part in np.array_split(np.arange(14), parts):
+            chosen_X = torch.from_numpy(np.isin(response_X, part))
+            old_X = token_log_probs(logits_XV, tokens_X, 1.0).detach()[chosen_X] - 0.05
+            surrogate_X, _ = clipped_surrogate(
+                token_log_probs(logits_XV, tokens_X, 1.0)[chosen_X] - old_X,
+                advantage_X[chosen_X],
+                clip_low=0.2,
+                clip_high=0.28,
+            )
+            weight_X = weights(
+                aggregate,
+                torch.from_numpy(tokens_S[response_X])[chosen_X],
+                step=len(response_X),
+                own=int(chosen_X.sum()),
+                mini_batches=parts,
+                responses=len(part),
+                max_response=30,
+            )
+            total += torch.autograd.grad(-(weight_X * surrogate_X).sum(), logits_XV)[0]
+        return total / parts
+
+    torch.testing.assert_close(gradient(mini_batches), gradient(1), rtol=0, atol=1e-6)
+    assert gradient(1).abs().max() > 1e-4
+
+
+def test_dropped_tokens_have_no_gradient_and_are_in_no_denominator():
+    """A window of 6 and one of 4 tokens, the last 2 of each dropped: 6 trained tokens weigh 1/6 each."""
+    length_B = torch.tensor([6, 4])
+    mask_BN = torch.arange(6) < (length_B - 2)[:, None]
+    log_ratio_BN = torch.zeros(2, 6, requires_grad=True)
+    trained_X = mask_BN.sum(1, keepdim=True).expand_as(mask_BN)[mask_BN]
+    surrogate_X, _ = clipped_surrogate(log_ratio_BN[mask_BN], torch.ones(6), clip_low=0.2, clip_high=0.2)
+    (weights("token", trained_X, step=6, own=6) * surrogate_X).sum().backward()
+    torch.testing.assert_close(log_ratio_BN.grad, mask_BN.float() / 6)

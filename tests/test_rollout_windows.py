@@ -1,0 +1,78 @@
+"""The model of windows against the grid it was worked out with elsewhere, and against a slow decoder of one example."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+GRID = {  # case: idle when synchronous and in windows, tokens per time at b = 0 and 1/512, continued, fed again
+    (3_000, 0.9, 8_192): (0.82, 0.54, 2.6, 2.1, 0.13, 0.34),
+    (6_000, 0.6, 8_192): (0.71, 0.36, 2.2, 1.7, 0.26, 0.45),
+    (6_000, 0.9, 8_192): (0.67, 0.33, 2.0, 1.6, 0.33, 0.63),
+    (8_000, 0.5, 8_192): (0.63, 0.29, 1.9, 1.5, 0.36, 0.58),
+    (6_000, 0.6, 4_096): (0.71, 0.22, 2.7, 1.9, 0.55, 1.13),
+    (3_000, 0.9, 4_096): (0.82, 0.33, 3.7, 2.7, 0.37, 0.93),
+}
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+
+
+def test_the_grid_comes_out():
+    """Ratios within 5 %, shares within 0.02; the grid itself is rounded."""
+    from rollout_windows import modelled
+
+    rows = modelled(list(GRID), 3)
+    for row, (idle_sync, idle_window, free, dear, continued, fed_again) in zip(rows, GRID.values(), strict=True):
+        assert row["label"] == "model"
+        assert row["idle sync"] == pytest.approx(idle_sync, abs=0.02)
+        assert row["idle window"] == pytest.approx(idle_window, abs=0.02)
+        assert row["continued"] == pytest.approx(continued, abs=0.02)
+        assert row["rate, b = 0"] == pytest.approx(free, rel=0.05)
+        assert row["rate, b = 1/512"] == pytest.approx(dear, rel=0.05)
+        assert row["fed again"] == pytest.approx(fed_again, rel=0.05)
+
+
+def test_totals_are_those_of_decoding_token_by_token(monkeypatch):
+    import rollout_windows as model
+
+    monkeypatch.setattr(model, "SLOTS", 5)
+    monkeypatch.setattr(model, "LONGEST", 40)
+    got = model.run(8, 0.8, 12, np.random.default_rng(3), steps=7)
+    rng = np.random.default_rng(3)
+    length, done, busy, decode_steps, fed_again, continued = model._lengths(8, 0.8, rng), [0] * 5, 0, 0, 0, 0
+    time = 0.0
+    for step in range(model.BURN_IN + 7):
+        counted = step >= model.BURN_IN
+        fed_again += counted * sum(done)
+        continued += counted * sum(d > 0 for d in done)
+        for _ in range(12):
+            active = [b for b in range(5) if done[b] < length[b]]
+            if not active:
+                break
+            for b in active:
+                done[b] += 1
+            busy += counted * len(active)
+            decode_steps += counted
+            time += counted * (1 + 0.25 * len(active))
+        fresh = model._lengths(8, 0.8, rng)
+        for b in range(5):
+            if done[b] == length[b]:
+                length[b], done[b] = fresh[b], 0
+    assert (got.tokens, got.decode_steps, got.fed_again, got.continued) == (busy, decode_steps, fed_again, continued)
+    assert got.idle == pytest.approx(1 - busy / (5 * decode_steps))
+    assert got.tokens_per_time(0.25) == pytest.approx(busy / time)
+
+
+def test_the_program_prints_its_rows_and_writes_none_when_quick(tmp_path):
+    command = [sys.executable, "-W", "error", str(BENCHMARKS / "rollout_windows.py"), "--quick"]
+    done = subprocess.run([*command, "--output", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "8,000" in done.stdout
+    assert not list(tmp_path.iterdir())
