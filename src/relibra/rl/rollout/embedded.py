@@ -1,144 +1,259 @@
 """The embedded engine: batched sampling with a KV cache inside the training process, routes recorded on the way.
 
-It knows token ids only, no text. Every rank holds a full copy of the policy and samples its own share of prompts.
+It knows token ids only, no text. Every rank holds a full copy of the policy and samples its own share of the responses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Float64, Int
+from numpy import ndarray
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
+from relibra.errors import EngineError
 from relibra.replay import RoutingRecorder, record_routing
-from relibra.rl.rollout.sample import RolloutSample
+from relibra.rl.rollout.draws import uniform_numbers
+from relibra.rl.rollout.kv_caches import can_join, join_caches, last_columns
+from relibra.rl.rollout.response import Response, RolloutCost, Window
+
+PREFILL_TOKENS = 1 << 15
+"""Most tokens, padding included, of one prefill pass, unless a single response has more: bounds its memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddedEngine:
     """Samples from a model that is already in this process.
 
-    model            full copy of the policy, in evaluation mode
-    weight_version   of the weights it holds; the trainer replaces the engine at every weight sync
+    model         full copy of the policy, in evaluation mode
+    stop_ids      tokens that end a response
+    temperature   of sampling; log-probs are those of the tempered policy
+    seed          decides every token, together with the sample's id and the token's place in the response
+    max_batch     responses decoded at once
+    record        note which experts every token takes; False: a model without experts, or with unknown routers
+
+    Where there are more responses than places, waiting ones take the places of those that ended (refill): they are
+    prefilled together and joined to the running batch. A refill costs about one decode step of the whole batch, so it
+    waits until the places standing empty have cost as much, which is the cheapest rate whatever the lengths are (the
+    rule of economic order quantities). Models whose caches cannot be joined get a new batch when the old one has ended.
+
+    In the cost, the pass that fills an empty batch counts as a decode step, for it adds a token to every response under
+    way; a refill does not.
     """
 
     model: nn.Module
-    weight_version: int
     pad_id: int
-    stop_id: int
-    max_new_tokens: int
+    stop_ids: tuple[int, ...]
     temperature: float
+    seed: int
+    max_batch: int
+    record: bool = True
 
     @torch.inference_mode()
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        sample_ids: Sequence[int],
-        group_ids: Sequence[int],
-        generator: torch.Generator,
-    ) -> list[RolloutSample]:
-        """Sample one response per prompt, all in one batch; finished responses leave it.
+        self, responses: Sequence[Response], *, window: int, max_response: int
+    ) -> tuple[list[Window], RolloutCost]:
+        """Add up to `window` tokens to each response, none beyond `max_response`; see `RolloutEngine`.
 
-        generator   decides every token; the same one over the same prompts gives the same samples
+        raises    EngineError for an empty prompt, probabilities that are not finite, or where the model's routes cannot
+                  be recorded (`record_routing`)
         """
-        if not prompts:
-            return []
-        with record_routing(self.model) as recorder:
-            rows = self._decode(prompts, recorder, generator)
-        return [
-            RolloutSample(
-                sample_id=sample_id,
-                group_id=group_id,
-                tokens_n=np.array([*prompt, *row.tokens], dtype=np.int64),
-                prompt_length=len(prompt),
-                log_probs_r=np.array(row.log_probs, dtype=np.float32),
-                experts_nLK=_routes(row.experts),
-                weight_version=self.weight_version,
-                finish_reason="stop" if row.tokens[-1] == self.stop_id else "length",
-            )
-            for prompt, row, sample_id, group_id in zip(prompts, rows, sample_ids, group_ids, strict=True)
-        ]
+        rows = [_Row(response, min(window, max_response - response.length)) for response in responses]
+        with record_routing(self.model) if self.record else nullcontext() as recorder:
+            cost = self._decode(rows, recorder)
+        return [row.window() for row in rows], cost
 
-    def _decode(
-        self, prompts: Sequence[Sequence[int]], recorder: RoutingRecorder, generator: torch.Generator
-    ) -> list[_Row]:
+    def _decode(self, rows: Sequence[_Row], recorder: RoutingRecorder | None) -> RolloutCost:
+        """Sample until every row has ended."""
+        waiting, places = deque(rows), min(self.max_batch, len(rows))
+        steps = busy = prefilled = idle_since_refill = 0
+        batch: _Batch | None = None
+        while waiting or batch:
+            if waiting and (batch is None or (idle_since_refill >= places and can_join(batch.cache))):
+                free = places - (len(batch.rows) if batch else 0)
+                fresh = [waiting.popleft() for _ in range(min(free, len(waiting)))]
+                if batch is None:
+                    steps, busy = steps + 1, busy + len(fresh)
+                prefilled += sum(len(row.response.tokens_n) for row in fresh)
+                batch = _joined([*([batch] if batch else []), *self._prefilled(fresh, recorder)])
+                idle_since_refill = 0
+            if batch:
+                steps, busy = steps + 1, busy + len(batch.rows)
+                batch = self._step(batch, recorder)
+                idle_since_refill += places - (len(batch.rows) if batch else 0)
+        return RolloutCost(
+            decode_steps=steps, slot_steps=steps * places, busy_slot_steps=busy, prefilled_tokens=prefilled
+        )
+
+    def _prefilled(self, rows: Sequence[_Row], recorder: RoutingRecorder | None) -> Iterator[_Batch]:
+        """Feed rows that start or go on, and sample the first token of each.
+
+        Rows of like length go together, none below half the longest: responses that go on are much longer than prompts.
+        """
         device = next(self.model.parameters()).device
-        rows = [_Row() for _ in prompts]
-        input_BN, mask_BN = _left_pad(prompts, self.pad_id)
-        input_BN, mask_BN = input_BN.to(device), mask_BN.to(device)
-        active = list(range(len(prompts)))
-        cache = DynamicCache(config=self.model.config)
-        prefill = True
-        for _ in range(self.max_new_tokens):
-            position_BN = (mask_BN.cumsum(dim=1) - 1).clamp(min=0)[:, -input_BN.shape[1] :]
-            logits_BV = self.model(
-                input_ids=input_BN,
-                attention_mask=mask_BN.long(),
-                position_ids=position_BN,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits[:, -1]
-            [experts_TLK] = recorder.take()
-            experts_BNLK = experts_TLK.view(*input_BN.shape, *experts_TLK.shape[1:]).cpu().numpy()
-            kept_BN = mask_BN.cpu().numpy() if prefill else np.ones((len(active), 1), dtype=bool)
-            token_B, log_prob_B = _sample(logits_BV, self.temperature, generator)
-            for b, (token, log_prob) in enumerate(zip(token_B.tolist(), log_prob_B.tolist(), strict=True)):
-                rows[active[b]].add(token, log_prob, experts_BNLK[b][kept_BN[b]])
-            going_B = token_B != self.stop_id
-            if not going_B.any():
-                break
-            mask_BN = torch.cat([mask_BN, torch.ones_like(mask_BN[:, :1])], dim=1)
-            if not going_B.all():
-                cache.batch_select_indices(going_B)
-                mask_BN, token_B = mask_BN[going_B], token_B[going_B]
-                active = [row for row, going in zip(active, going_B.tolist(), strict=True) if going]
-            input_BN, prefill = token_B[:, None], False
-        return rows
+        by_length = sorted(rows, key=lambda row: -len(row.response.tokens_n))
+        while by_length:
+            cache = DynamicCache(config=self.model.config)
+            width = len(by_length[0].response.tokens_n)
+            alike = sum(2 * len(row.response.tokens_n) >= width for row in by_length)
+            count = max(1, min(alike, PREFILL_TOKENS // width)) if can_join(cache) else len(by_length)
+            chunk, by_length = by_length[:count], by_length[count:]
+            input_BN, mask_BN = _left_pad([row.response.tokens_n for row in chunk], self.pad_id)
+            batch = self._step(_Batch(chunk, input_BN.to(device), mask_BN.to(device), cache), recorder)
+            if batch:
+                yield batch
+
+    def _step(self, batch: _Batch, recorder: RoutingRecorder | None) -> _Batch | None:
+        """Feed what is due and sample one more token for each row; return the rows that go on, None if none does."""
+        width = batch.input_BN.shape[1]
+        logits_BV = self.model(
+            input_ids=batch.input_BN,
+            attention_mask=batch.mask_BC.long(),
+            position_ids=(batch.mask_BC.cumsum(dim=1) - 1).clamp(min=0)[:, -width:],
+            past_key_values=batch.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        uniform_B = uniform_numbers(
+            self.seed,
+            np.array([row.response.sample_id for row in batch.rows]),
+            np.array([row.place for row in batch.rows]),
+        )
+        token_B, log_prob_B = _sample(logits_BV, self.temperature, uniform_B)
+        for row, token, log_prob in zip(batch.rows, token_B.tolist(), log_prob_B.tolist(), strict=True):
+            row.add(token, log_prob, stopped=token in self.stop_ids)
+        if recorder is not None:
+            _hand_out_routes(batch, recorder)
+        return batch.going_on(token_B)
 
 
 @dataclass
 class _Row:
-    """A response under way: its tokens, their log-probs, and the routes of each position fed so far."""
+    """A response under way: what this window added to it, and the routes of each position fed so far."""
 
+    response: Response
+    limit: int
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    experts: list[np.ndarray] = field(default_factory=list)
+    experts: list[ndarray] = field(default_factory=list)
+    stopped: bool = False
 
-    def add(self, token: int, log_prob: float, experts_nLK: np.ndarray) -> None:
+    def __post_init__(self) -> None:
+        sample = f"sample {self.response.sample_id}"
+        assert self.response.finish_reason is None, f"{sample} is finished: it cannot go on"
+        assert self.limit > 0, f"{sample} may not grow: its window is {self.limit}"
+        if not len(self.response.tokens_n):
+            raise EngineError(f"{sample} has an empty prompt: a policy needs one token to start from; drop this prompt")
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.response.tokens_n) + len(self.tokens)
+
+    @property
+    def place(self) -> int:
+        """Place of the next token in the response."""
+        return self.response.length + len(self.tokens)
+
+    @property
+    def ended(self) -> bool:
+        return self.stopped or len(self.tokens) == self.limit
+
+    def add(self, token: int, log_prob: float, *, stopped: bool) -> None:
+        if not math.isfinite(log_prob):
+            raise EngineError(
+                f"sample {self.response.sample_id}: the policy gives response token {self.place} "
+                f"the log-prob {log_prob}: its weights are broken; go on from an earlier checkpoint with a lower "
+                "update.learning_rate"
+            )
         self.tokens.append(token)
         self.log_probs.append(log_prob)
-        self.experts.append(experts_nLK)
+        self.stopped = stopped
+
+    def window(self) -> Window:
+        return Window(
+            tokens_w=np.array(self.tokens, dtype=np.int64),
+            log_probs_w=np.array(self.log_probs, dtype=np.float32),
+            experts_mLK=np.concatenate(self.experts) if self.experts else None,
+            stopped=self.stopped,
+        )
 
 
-def _routes(pieces: list[np.ndarray]) -> np.ndarray:
-    """Join the routes of the positions fed and add a row of legal ids for the last token, which never was."""
-    *_, L, K = pieces[0].shape
-    filler_1LK = np.broadcast_to(np.arange(K, dtype=pieces[0].dtype), (1, L, K))
-    return np.concatenate([*pieces, filler_1LK])
+@dataclass(frozen=True)
+class _Batch:
+    """Rows decoded together.
+
+    input_BN   tokens to be fed next: the prefix, left-padded, and after that the latest token
+    mask_BC    which columns of the cache, and then of the input, hold tokens; in each row padding comes first
+    """
+
+    rows: list[_Row]
+    input_BN: Int[Tensor, "B N"]
+    mask_BC: Bool[Tensor, "B C"]
+    cache: Cache
+
+    def going_on(self, token_B: Int[Tensor, " B"]) -> _Batch | None:
+        """Return the batch that feeds these tokens, after rows that have ended left it."""
+        kept = [b for b, row in enumerate(self.rows) if not row.ended]
+        if not kept:
+            return None
+        mask_BC = torch.nn.functional.pad(self.mask_BC, (0, 1), value=True)
+        if len(kept) < len(self.rows):
+            kept_B = torch.tensor(kept, device=token_B.device)
+            self.cache.reorder_cache(kept_B)
+            mask_BC, token_B = mask_BC[kept_B], token_B[kept_B]
+        return _joined([_Batch([self.rows[b] for b in kept], token_B[:, None], mask_BC, self.cache)])
 
 
-def _left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Int[Tensor, "B N"], Bool[Tensor, "B N"]]:
-    width = max(map(len, prompts))
-    input_BN = torch.tensor([[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-    mask_BN = torch.tensor([[False] * (width - len(prompt)) + [True] * len(prompt) for prompt in prompts])
-    return input_BN, mask_BN
+def _joined(batches: Sequence[_Batch]) -> _Batch | None:
+    """Make one batch of several that are due to feed one token, without columns that are padding in all rows."""
+    if not batches:
+        return None
+    rows = [row for batch in batches for row in batch.rows]
+    columns = max(row.length for row in rows)
+    if len(batches) == 1 and (columns == batches[0].mask_BC.shape[1] or not can_join(batches[0].cache)):
+        return batches[0]
+    return _Batch(
+        rows,
+        torch.cat([batch.input_BN for batch in batches]),
+        torch.cat([last_columns(batch.mask_BC, columns, dim=1) for batch in batches]),
+        join_caches([batch.cache for batch in batches], columns - 1),
+    )
+
+
+def _hand_out_routes(batch: _Batch, recorder: RoutingRecorder) -> None:
+    """Give each row the routes of its tokens of the last forward pass; those of padding are dropped."""
+    [experts_TLK] = recorder.take()
+    experts_BNLK = experts_TLK.view(*batch.input_BN.shape, *experts_TLK.shape[1:]).cpu().numpy()
+    width = batch.input_BN.shape[1]
+    token_BN = batch.mask_BC[:, -width:].cpu().numpy()
+    for b, row in enumerate(batch.rows):
+        row.experts.append(experts_BNLK[b] if width == 1 else experts_BNLK[b][token_BN[b]])
+
+
+def _left_pad(sequences: Sequence[ndarray], pad_id: int) -> tuple[Int[Tensor, "B N"], Bool[Tensor, "B N"]]:
+    width = max(map(len, sequences))
+    input_BN = np.full((len(sequences), width), pad_id, dtype=np.int64)
+    mask_BN = np.zeros((len(sequences), width), dtype=bool)
+    for b, tokens_n in enumerate(sequences):
+        input_BN[b, width - len(tokens_n) :] = tokens_n
+        mask_BN[b, width - len(tokens_n) :] = True
+    return torch.from_numpy(input_BN), torch.from_numpy(mask_BN)
 
 
 def _sample(
-    logits_BV: Float[Tensor, "B V"], temperature: float, generator: torch.Generator
+    logits_BV: Float[Tensor, "B V"], temperature: float, uniform_B: Float64[ndarray, " B"]
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-    """Draw one token per row and return it with its log-probability.
-
-    The uniform draws are made on the generator's device, so that CPU and GPU runs consume the same numbers.
-    """
+    """Return the token of each row at which the cumulative distribution passes its uniform number, and its log-prob."""
     log_prob_BV = torch.log_softmax(logits_BV.float() / temperature, dim=-1)
-    uniform_B1 = torch.rand(len(logits_BV), 1, generator=generator, dtype=torch.float64).to(logits_BV.device)
+    uniform_B1 = torch.from_numpy(uniform_B).to(logits_BV.device)[:, None]
     cumulative_BV = log_prob_BV.double().exp().cumsum(dim=-1)
     token_B = torch.searchsorted(cumulative_BV, uniform_B1 * cumulative_BV[:, -1:], right=True).squeeze(1)
     token_B = token_B.clamp(max=logits_BV.shape[1] - 1)

@@ -1,0 +1,50 @@
+"""The uniform numbers that decide sampled tokens: a function of seed, response and place."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float64, Integer, UInt64
+from numpy import ndarray
+
+_STREAM = 4
+"""Apart from whatever else follows from the run's seed."""
+_ROUNDS = 10
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_KEY_STEPS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+
+
+def uniform_numbers(
+    seed: int, sample_ids_B: Integer[ndarray, " B"], positions_B: Integer[ndarray, " B"]
+) -> Float64[ndarray, " B"]:
+    """Return the number in [0, 1) that belongs to each (seed, sample, place in the response).
+
+    A counter-based generator needs no state: batches may be put together, cut and continued at will, and every token
+    keeps its number.
+
+    source    Philox4x32-10: Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3"
+    """
+    sample_B = sample_ids_B.astype(np.int64).view(np.uint64)
+    position_B = positions_B.astype(np.int64).view(np.uint64)
+    counter_4B = np.stack([sample_B & _LOW, sample_B >> _HALF, position_B & _LOW, position_B >> _HALF])
+    key = np.random.SeedSequence([seed, _STREAM]).generate_state(2, np.uint32)
+    word_4B = philox(counter_4B, int(key[0]), int(key[1]))
+    high_B, low_B = word_4B[0] >> np.uint64(5), word_4B[1] >> np.uint64(6)  # 27 + 26 bits fill a float64's fraction
+    return (high_B * np.uint64(1 << 26) + low_B).astype(np.float64) / float(1 << 53)
+
+
+def philox(counter_4B: UInt64[ndarray, "4 B"], key_0: int, key_1: int) -> UInt64[ndarray, "4 B"]:
+    """Return the four 32-bit words that Philox4x32-10 makes of each counter, each word in a uint64."""
+    x0, x1, x2, x3 = counter_4B
+    k0, k1 = np.uint64(key_0), np.uint64(key_1)
+    for _ in range(_ROUNDS):
+        product_0, product_1 = _MULTIPLIERS[0] * x0, _MULTIPLIERS[1] * x2
+        x0, x1, x2, x3 = (
+            (product_1 >> _HALF) ^ x1 ^ k0,
+            product_1 & _LOW,
+            (product_0 >> _HALF) ^ x3 ^ k1,
+            product_0 & _LOW,
+        )
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW, (k1 + _KEY_STEPS[1]) & _LOW
+    return np.stack([x0, x1, x2, x3])

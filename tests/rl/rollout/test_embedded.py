@@ -1,0 +1,309 @@
+"""The embedded engine against teacher-forced passes of the same model over what it sampled."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from relibra.errors import EngineError
+from relibra.replay import record_routing
+from relibra.rl.rollout import embedded
+from relibra.rl.rollout.embedded import EmbeddedEngine
+from relibra.rl.rollout.response import Response, RolloutEngine, new_response, trace_of
+from tests.replay.tiny_models import tiny_model
+
+VOCAB, STOP_IDS = 64, (7, 11, 40)
+PROMPTS = [[3, 4, 5, 6, 2], [1], [8, 9], [3, 4, 5], [1], list(range(3, 30)), [9] * 12, [5, 4], [33]]
+MODELS: dict[str, torch.nn.Module] = {}
+
+
+def model_of(family: str) -> torch.nn.Module:
+    """Return a tiny model.
+
+    `gpt_oss` and `qwen3` (dense) slide their attention windows over 16 and 8 tokens; `qwen3_next` has linear attention.
+    """
+    if family not in MODELS:
+        MODELS[family] = (_further_model(family) if family in FURTHER else tiny_model(family)).eval()
+        MODELS[family].requires_grad_(False)
+    return MODELS[family]
+
+
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+FURTHER = {
+    "qwen3": (
+        "Qwen3Config",
+        {"num_hidden_layers": 3, "max_window_layers": 1, "use_sliding_window": True, "sliding_window": 8},
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            "num_hidden_layers": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
+}
+
+
+def _further_model(family: str) -> torch.nn.Module:
+    name, settings = FURTHER[family]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**COMMON, **settings))
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.data.normal_(std=0.2)
+    return model
+
+
+def engine(model, *, seed=0, stop_ids=STOP_IDS, temperature=1.0, max_batch=64) -> EmbeddedEngine:
+    return EmbeddedEngine(
+        model=model,
+        pad_id=0,
+        stop_ids=stop_ids,
+        temperature=temperature,
+        seed=seed,
+        max_batch=max_batch,
+        record=model.config.model_type != "qwen3",
+    )
+
+
+def fresh(prompts=PROMPTS) -> list[Response]:
+    return [new_response(10 + number, number, prompt) for number, prompt in enumerate(prompts)]
+
+
+def roll_out(sampler, responses, *, window=24, max_response=24, version=4):
+    """Generate one window each; return the extended responses and the cost."""
+    windows, cost = sampler.generate(responses, window=window, max_response=max_response)
+    extended = [
+        response.extended(one, weight_version=version, max_response=max_response)
+        for response, one in zip(responses, windows, strict=True)
+    ]
+    return extended, cost
+
+
+def tokens_of(responses):
+    return {response.sample_id: response.tokens_n.tolist() for response in responses}
+
+
+@torch.inference_mode()
+def check_against_forward_pass(model, response, temperature=1.0, *, start=0, experts=True, tolerance=2e-5):
+    """Hold log-probs (from response token `start` on) and routes against one pass over the whole response."""
+    tokens_1N = torch.from_numpy(response.tokens_n)[None]
+    if experts:
+        with record_routing(model) as recorder:
+            logits = model(tokens_1N, use_cache=False).logits[0]
+        [experts_TLK] = recorder.take()
+        assert response.experts_nLK.shape == (len(response.tokens_n), *experts_TLK.shape[1:])
+        assert np.array_equal(response.experts_nLK[:-1], experts_TLK[:-1].numpy())
+    else:
+        logits = model(tokens_1N, use_cache=False).logits[0]
+        assert response.experts_nLK is None
+    log_prob_NV = torch.log_softmax(logits.float() / temperature, dim=-1)
+    each_r = log_prob_NV[:-1].gather(1, tokens_1N[0, 1:, None])[response.prompt_length - 1 :, 0]
+    np.testing.assert_allclose(response.log_probs_r[start:], each_r[start:].numpy(), atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("max_batch", [64, 3])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3", "qwen3_next"])
+def test_log_probs_and_routes_are_those_of_a_forward_pass_over_the_whole_response(family, max_batch):
+    """In one batch and with refills; attention windows slide; rows leave and join at different times."""
+    model = model_of(family)
+    responses, _ = roll_out(engine(model, temperature=0.8, max_batch=max_batch), fresh())
+    assert len({response.length for response in responses}) > 3
+    assert {response.finish_reason for response in responses} == {"stop", "length"}
+    tolerance = (
+        5e-4 if family == "qwen3_next" else 2e-5
+    )  # linear attention sums in chunks, and step by step in decoding
+    for response in responses:
+        check_against_forward_pass(model, response, 0.8, experts=family != "qwen3", tolerance=tolerance)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_continued_response_has_the_routes_of_its_last_weights_from_the_first_token_on(family):
+    """Three windows under two sets of weights: log-probs stay those of the sampling weights, routes are all new."""
+    old, new = model_of(family), tiny_model(family, seed=1).eval().requires_grad_(False)
+    responses, _ = roll_out(engine(old, stop_ids=()), fresh(), window=8)
+    assert all(response.finish_reason is None and response.length == 8 for response in responses)
+    first = {response.sample_id: response.log_probs_r for response in responses}
+    responses, cost = roll_out(engine(new, stop_ids=(), max_batch=4), responses, window=8, version=5)
+    assert cost.prefilled_tokens == sum(len(prompt) + 8 for prompt in PROMPTS)
+    for response in responses:
+        assert np.array_equal(response.log_probs_r[:8], first[response.sample_id])
+        assert response.versions_r.tolist() == [4] * 8 + [5] * 8
+        assert (response.windows, response.window_length, response.finish_reason) == (2, 8, None)
+        check_against_forward_pass(new, response, start=8)
+    responses, _ = roll_out(engine(new, stop_ids=(), max_batch=4), responses, window=100, version=5)
+    assert {response.finish_reason for response in responses} == {"length"}
+    assert {response.length for response in responses} == {24}
+
+
+def test_tokens_depend_on_seed_sample_and_place_alone():
+    """Any order, any company, any number of places, any cut into windows: the same tokens."""
+    model = model_of("qwen3_moe")
+    expected = tokens_of(roll_out(engine(model), fresh())[0])
+    assert expected != tokens_of(roll_out(engine(model, seed=1), fresh())[0])
+    assert tokens_of(roll_out(engine(model, max_batch=2), fresh()[::-1])[0]) == expected
+    for response in fresh()[:3]:
+        assert tokens_of(roll_out(engine(model), [response])[0])[response.sample_id] == expected[response.sample_id]
+    done, live = [], fresh()
+    while live:
+        responses, _ = roll_out(engine(model, max_batch=5), live, window=6)
+        done += [response for response in responses if response.finish_reason]
+        live = [response for response in responses if not response.finish_reason]
+    assert tokens_of(done) == expected
+
+
+def test_attention_windows_slide_in_these_tests():
+    for family, window in (("gpt_oss", 16), ("qwen3", 8)):
+        layers = transformers.DynamicCache(config=model_of(family).config).layers
+        assert {getattr(layer, "sliding_window", None) for layer in layers} == {None, window}
+        assert window < 24
+
+
+def test_caches_of_linear_attention_are_not_joined_but_batches_follow_one_another():
+    model, responses = model_of("qwen3_next"), fresh()
+    assert not embedded.can_join(transformers.DynamicCache(config=model.config))
+    responses, cost = roll_out(engine(model, max_batch=3), responses)
+    lengths = [response.length for response in responses]
+    assert cost.decode_steps == sum(max(lengths[i : i + 3]) for i in range(0, 9, 3))
+    assert cost.busy_slot_steps == sum(lengths)
+
+
+def test_global_random_state_is_left_alone():
+    before = torch.get_rng_state()
+    roll_out(engine(model_of("qwen3_moe")), fresh())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_prefill_in_pieces_changes_nothing(monkeypatch):
+    model = model_of("gpt_oss")
+    expected = roll_out(engine(model), fresh())[0]
+    shapes = []
+    monkeypatch.setattr(embedded, "PREFILL_TOKENS", 10)
+    handle = model.register_forward_pre_hook(
+        lambda _, _args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    responses = roll_out(engine(model), fresh())[0]
+    handle.remove()
+    assert tokens_of(responses) == tokens_of(expected)
+    assert shapes[:4] == [(1, 27), (1, 12), (2, 5), (5, 2)], "those of like length go together, ten tokens at once"
+    for response in responses:
+        check_against_forward_pass(model, response)
+
+
+def test_responses_say_how_they_ended():
+    responses, _ = roll_out(engine(model_of("qwen3_moe")), fresh())
+    for response, prompt in zip(responses, PROMPTS, strict=True):
+        assert response.tokens_n[: len(prompt)].tolist() == prompt
+        added = response.tokens_n[len(prompt) :].tolist()
+        assert not set(STOP_IDS) & set(added[:-1])
+        assert response.finish_reason == ("stop" if added[-1] in STOP_IDS else "length")
+        assert response.finish_reason == "stop" or len(added) == 24
+    trace = trace_of(responses, num_experts=8, layer_ids=range(3), source="test")
+    assert trace.valid_T.sum() == trace.num_rows - len(responses)
+
+
+def test_every_stop_token_stops_and_does_so_at_once():
+    model = model_of("qwen3_moe")
+    for max_batch in (1, 64):
+        responses, cost = roll_out(engine(model, stop_ids=tuple(range(VOCAB)), max_batch=max_batch), fresh())
+        assert {(response.length, response.finish_reason) for response in responses} == {(1, "stop")}
+        places = min(max_batch, len(PROMPTS))
+        steps = len(PROMPTS) // places
+        assert (cost.decode_steps, cost.slot_steps, cost.busy_slot_steps) == (steps, steps * places, steps * places)
+
+
+def test_no_response_grows_beyond_its_window_or_the_longest_allowed():
+    model = model_of("qwen3_moe")
+    responses, _ = roll_out(engine(model, stop_ids=()), fresh()[:3], window=3, max_response=9)
+    assert [response.length for response in responses] == [3, 3, 3]
+    mixed = [*responses, *fresh([[5], [6, 5]])]
+    windows, _ = engine(model, stop_ids=()).generate(mixed, window=7, max_response=9)
+    assert [len(window.tokens_w) for window in windows] == [6, 6, 6, 7, 7]
+
+
+def test_no_responses_cost_nothing():
+    windows, cost = engine(model_of("qwen3_moe")).generate([], window=4, max_response=4)
+    assert windows == []
+    assert (cost.decode_steps, cost.slot_steps, cost.busy_slot_steps, cost.prefilled_tokens) == (0, 0, 0, 0)
+
+
+def test_an_empty_prompt_is_refused_by_name():
+    with pytest.raises(EngineError, match="sample 3 has an empty prompt"):
+        engine(model_of("qwen3_moe")).generate([new_response(3, 0, [])], window=4, max_response=4)
+
+
+def test_broken_weights_are_told():
+    model = tiny_model("qwen3_moe").eval().requires_grad_(False)
+    model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(EngineError, match="sample 3: the policy gives response token 0 the log-prob nan: its weights"):
+        engine(model).generate([new_response(3, 0, [1, 2])], window=4, max_response=4)
+
+
+def test_a_finished_response_cannot_go_on():
+    done = replace(new_response(3, 0, [1]), finish_reason="stop")
+    with pytest.raises(AssertionError, match="sample 3 is finished"):
+        engine(model_of("qwen3_moe")).generate([done], window=4, max_response=4)
+
+
+def test_cost_without_refill_is_that_of_the_longest_response():
+    responses, cost = roll_out(engine(model_of("qwen3_moe")), fresh())
+    lengths = [response.length for response in responses]
+    assert cost.decode_steps == max(lengths)
+    assert cost.slot_steps == max(lengths) * len(PROMPTS)
+    assert cost.busy_slot_steps == sum(lengths)
+    assert cost.prefilled_tokens == sum(map(len, PROMPTS))
+
+
+def test_refill_keeps_places_busy_and_its_cost_adds_up(monkeypatch):
+    """60 responses in 12 places; without joining, each batch waits for its longest."""
+    model, prompts = model_of("qwen3_moe"), [[3 + n % 50] for n in range(60)]
+    widths = []
+    handle = model.register_forward_pre_hook(
+        lambda _, _args, kwargs: widths.append(kwargs["attention_mask"].shape), with_kwargs=True
+    )
+    responses, cost = roll_out(engine(model, max_batch=12), fresh(prompts))
+    handle.remove()
+    lengths = np.array([response.length for response in responses])
+    assert max(rows for rows, _ in widths) == 12
+    assert max(columns for _, columns in widths) <= 1 + 24, "columns that are padding in all rows are cut off"
+    assert cost.slot_steps == 12 * cost.decode_steps
+    assert lengths.sum() - (60 - 12) <= cost.busy_slot_steps <= lengths.sum(), "a refill is no decode step"
+    monkeypatch.setattr(embedded, "can_join", lambda _: False)
+    again, in_batches = roll_out(engine(model, max_batch=12), fresh(prompts))
+    assert tokens_of(again) == tokens_of(responses)
+    assert in_batches.decode_steps == sum(max(lengths[i : i + 12]) for i in range(0, 60, 12))
+    idle, idle_in_batches = (1 - c.busy_slot_steps / c.slot_steps for c in (cost, in_batches))
+    assert idle < 0.75 * idle_in_batches
+    refills = len(widths) - cost.decode_steps
+    assert 5 <= refills <= 48 / 3, "several places are filled at once"
+    assert cost.decode_steps + refills < 0.9 * in_batches.decode_steps
+
+
+def test_tokens_are_drawn_with_their_probabilities():
+    """1,000 copies of one prompt: the share of each first token lies within five standard errors of its probability."""
+    model = model_of("qwen3_moe")
+    responses, _ = roll_out(engine(model, stop_ids=()), fresh([[1]] * 1000), window=1)
+    expected = model(torch.tensor([[1]])).logits[0, -1].softmax(-1).numpy()
+    share = np.bincount([response.tokens_n[1] for response in responses], minlength=VOCAB) / 1000
+    assert (np.abs(share - expected) <= 5 * np.sqrt(expected * (1 - expected) / 1000) + 1e-3).all()
+
+
+def test_it_is_a_rollout_engine():
+    assert isinstance(engine(model_of("qwen3_moe")), RolloutEngine)

@@ -1,0 +1,86 @@
+"""All-to-all of responses between processes."""
+
+import socket
+import time
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from relibra.errors import EngineError
+from relibra.rl.rollout import exchange
+
+from .made_up import random_response, same
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT_S = 120
+TYPES = [None, "uint8", "int16", "int32"]
+
+
+def responses_of(case, rank, num_ranks):
+    """What a rank holds before the exchange, and where each goes."""
+    name, count = case
+    rng = np.random.default_rng([len(name), rank])
+    count = {"one rank only": count if rank == 1 else 0}.get(name, count)
+    responses = [
+        random_response(int(i * num_ranks + rank), 5, dtype=TYPES[int(rng.integers(4))], longest=200)
+        for i in rng.permutation(count)
+    ]
+    targets = {
+        "all to the last": [num_ranks - 1] * count,
+        "all stay": [rank] * count,
+        "in a ring": [(rank + 1) % num_ranks] * count,
+    }.get(name, rng.integers(0, num_ranks, count).tolist())
+    return responses, targets
+
+
+CASES = [("random", 9), ("all to the last", 4), ("all stay", 3), ("in a ring", 5), ("one rank only", 6), ("nothing", 0)]
+
+
+def expected_on(case, target, num_ranks):
+    pairs = [pair for rank in range(num_ranks) for pair in zip(*responses_of(case, rank, num_ranks), strict=True)]
+    return sorted((one for one, to in pairs if to == target), key=lambda one: one.sample_id)
+
+
+def work(rank, num_ranks, port):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=60),
+    )
+    for round_bytes in (exchange.ROUND_BYTES, 2003 * num_ranks):  # one round; several, cut at odd places
+        exchange.ROUND_BYTES = round_bytes
+        for case in CASES:
+            arrived = exchange.exchange_responses(*responses_of(case, rank, num_ranks))
+            wanted = expected_on(case, rank, num_ranks)
+            assert [one.sample_id for one in arrived] == [one.sample_id for one in wanted], case
+            assert all(same(one, other) for one, other in zip(arrived, wanted, strict=True)), case
+    limit, exchange.MAX_EXCHANGE_BYTES = exchange.MAX_EXCHANGE_BYTES, 5000
+    with pytest.raises(EngineError, match=r"a rank would receive .* at most 5000 are allowed"):
+        exchange.exchange_responses(*responses_of(("all to the last", 9), rank, num_ranks))
+    exchange.MAX_EXCHANGE_BYTES = limit
+    exchange.exchange_responses(*responses_of(CASES[0], rank, num_ranks))  # all refused together, so all go on together
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_responses_arrive_where_they_belong_bit_for_bit(num_ranks):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    processes = mp.spawn(work, args=(num_ranks, port), nprocs=num_ranks, join=False)
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        while not processes.join(timeout=deadline - time.monotonic()):
+            assert time.monotonic() < deadline, "the processes did not finish in time"
+    finally:
+        for process in processes.processes:
+            if process.is_alive():
+                process.kill()

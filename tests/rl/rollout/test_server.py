@@ -1,0 +1,257 @@
+"""The client of served engines against a small server that speaks both dialects, and now and then fails."""
+
+import base64
+import io
+import json
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from relibra.errors import EngineError
+from relibra.rl.rollout import server
+from relibra.rl.rollout.response import RolloutEngine, new_response
+from relibra.rl.rollout.server import ServedRoutes, ServerEngine, publish_weights
+from tests.replay.tiny_models import tiny_model
+
+ROUTES = ServedRoutes(num_experts=8, layer_ids=(1, 2), num_layers=3, top_k=2)
+STOP = 7
+
+
+def ids_of(tokens):
+    """Routes that a test can predict: expert ids from token, layer and choice; the dense layer 0 is all zero."""
+    rows = np.array(tokens[:-1])[:, None, None]
+    ids = (rows + np.arange(3)[None, :, None] * 3 + np.arange(2)) % 8
+    ids[:, 0] = 0
+    return ids
+
+
+def answer_of(tokens, limit):
+    """The server's whole policy: count on from the last token; 7 ends."""
+    added = []
+    while len(added) < limit and (not added or added[-1] != STOP):
+        added.append(([*tokens, *added][-1] + 1) % 50)
+    return added
+
+
+class Server(ThreadingHTTPServer):
+    """What it was asked, and what goes wrong: statuses for the next requests, or a change to every answer."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked, self.failures, self.change = [], [], lambda answer: answer
+
+    def handle_error(self, *_):
+        """A client that stopped waiting is no error of the server."""
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.path, body))
+        status = self.server.failures.pop(0) if self.server.failures else 200
+        answer = {"error": "not now"} if status != 200 else self.server.change(self.answer(body))
+        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def answer(self, body):
+        if self.path == "/generate":
+            tokens, limit = body["input_ids"], body["sampling_params"]["max_new_tokens"]
+            added = answer_of(tokens, limit)
+            routes = ids_of([*tokens, *added]).astype("<i4").tobytes()
+            return {
+                "meta_info": {
+                    "output_token_logprobs": [[-0.5 - token / 100, token, None] for token in added],
+                    "finish_reason": {"type": "stop" if added[-1] == STOP else "length"},
+                    "routed_experts": base64.b64encode(routes).decode(),
+                }
+            }
+        if self.path == "/inference/v1/generate":
+            tokens, limit = body["token_ids"], body["sampling_params"]["max_tokens"]
+            added, file = answer_of(tokens, limit), io.BytesIO()
+            np.save(file, ids_of([*tokens, *added]).astype(np.uint8))
+            choice = {
+                "token_ids": added,
+                "logprobs": {"content": [{"token": "x", "logprob": -0.5 - token / 100} for token in added]},
+                "finish_reason": "stop" if added[-1] == STOP else "length",
+                "routed_experts": base64.b64encode(file.getvalue()).decode(),
+            }
+            return {"choices": [choice]}
+        if self.path == "/update_weights_from_disk":
+            return {"success": True, "message": "done"}
+        return b"" if self.path == "/reset_prefix_cache" else {"results": []}
+
+
+@pytest.fixture
+def served(monkeypatch):
+    monkeypatch.setattr(server, "_PAUSE_SECONDS", 0.001)
+    with Server() as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()
+
+
+def engine_of(served, dialect="sglang", **changes):
+    return replace(
+        ServerEngine(
+            url=served.url,
+            dialect=dialect,
+            routes=ROUTES,
+            stop_ids=(STOP,),
+            temperature=0.8,
+            seed=3,
+            max_batch=4,
+            timeout_seconds=10.0,
+        ),
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("dialect", ["sglang", "vllm"])
+def test_tokens_log_probs_and_routes_come_back_in_the_order_of_the_responses(served, dialect):
+    responses = [new_response(n, 0, [n, n + 1]) for n in (2, 20, 30, 4, 5, 40, 11)]
+    engine = engine_of(served, dialect)
+    assert isinstance(engine, RolloutEngine)
+    windows, cost = engine.generate(responses, window=5, max_response=8)
+    for response, window in zip(responses, windows, strict=True):
+        added = answer_of(response.tokens_n.tolist(), 5)
+        assert window.tokens_w.tolist() == added
+        assert window.stopped == (added[-1] == STOP)
+        np.testing.assert_allclose(window.log_probs_w, [-0.5 - token / 100 for token in added], rtol=1e-6)
+        expected = ids_of([*response.tokens_n.tolist(), *added])[:, [1, 2]]
+        assert window.experts_mLK.dtype == np.uint8
+        assert np.array_equal(window.experts_mLK, expected)
+        one = response.extended(window, weight_version=0, max_response=8)
+        assert len(one.experts_nLK) == len(one.tokens_n)
+    lengths = [len(window.tokens_w) for window in windows]
+    steps = -(-sum(lengths) // 4)
+    assert (cost.decode_steps, cost.slot_steps, cost.prefilled_tokens) == (steps, 4 * steps, 14)
+    assert max(lengths) <= steps
+    assert cost.busy_slot_steps == sum(lengths)
+    seeds = {
+        body["sampling_params"].get("seed", body["sampling_params"].get("sampling_seed")) for _, body in served.asked
+    }
+    assert len(seeds) == 7
+    assert all(body["sampling_params"]["stop_token_ids"] == [STOP] for _, body in served.asked)
+
+
+def test_a_window_is_cut_at_the_longest_response(served):
+    response = new_response(1, 0, [20])
+    window = engine_of(served).generate([response], window=4, max_response=6)[0][0]
+    response = response.extended(window, weight_version=0, max_response=6)
+    [window] = engine_of(served).generate([response], window=4, max_response=6)[0]
+    assert len(window.tokens_w) == 2
+    assert len(window.experts_mLK) == 1 + 6 - 1
+
+
+def test_a_model_without_experts_has_no_routes(served):
+    [window], _ = engine_of(served, routes=None).generate([new_response(1, 0, [20])], window=4, max_response=6)
+    assert window.experts_mLK is None
+    assert served.asked[0][1]["return_routed_experts"] is False
+
+
+def test_no_responses_ask_for_nothing(served):
+    windows, cost = engine_of(served).generate([], window=4, max_response=4)
+    assert (windows, cost.slot_steps, served.asked) == ([], 0, [])
+
+
+def test_a_busy_server_is_asked_again_and_a_refusal_is_told(served):
+    one = [new_response(1, 0, [20])]
+    served.failures = [503, 429, 502]
+    assert len(engine_of(served).generate(one, window=4, max_response=4)[0]) == 1
+    served.failures = [503] * server.ATTEMPTS
+    with pytest.raises(EngineError, match=rf"{served.url}/generate did not do what was asked.*status 503"):
+        engine_of(served).generate(one, window=4, max_response=4)
+    served.asked.clear()
+    served.failures = [400]
+    with pytest.raises(EngineError, match=r"status 400, .*not now"):
+        engine_of(served).generate(one, window=4, max_response=4)
+    assert len(served.asked) == 1, "what is wrong stays wrong"
+
+
+def test_a_server_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setattr(server, "_PAUSE_SECONDS", 0.001)
+    with Server() as gone:
+        url = gone.url
+    engine = ServerEngine(url=url, dialect="vllm", routes=None, stop_ids=(), temperature=1.0, seed=0)
+    with pytest.raises(EngineError, match=rf"{url}/inference/v1/generate .*refused"):
+        engine.generate([new_response(1, 0, [20])], window=4, max_response=4)
+
+
+def test_a_server_that_never_answers_is_not_waited_for_twice(served):
+    waiting = threading.Event()
+    served.change = lambda answer: waiting.wait(5) and answer
+    engine = engine_of(served, timeout_seconds=0.2)
+    with pytest.raises(EngineError, match=rf"{served.url}/generate .*timed out"):
+        engine.generate([new_response(1, 0, [20])], window=4, max_response=4)
+    waiting.set()
+    assert len(served.asked) == 1
+
+
+def change_meta(**changes):
+    return lambda answer: {"meta_info": answer["meta_info"] | changes}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda _: b"<html>", "JSONDecodeError"),
+        (lambda _: {"text": "hello"}, r"without what was asked for \(KeyError\('meta_info'\)\)"),
+        (change_meta(routed_experts=None), "without what was asked for"),
+        (change_meta(output_token_logprobs=[]), "0 of 4 tokens"),
+        (change_meta(output_token_logprobs=[[-1.0, 3, None]]), "1 of 4 tokens, ended by 'length'"),
+        (change_meta(output_token_logprobs=[[float("-inf"), 3, None]] * 4), "not finite"),
+        (change_meta(finish_reason={"type": "abort"}), "ended by 'abort'"),
+        (change_meta(routed_experts=base64.b64encode(b"\0" * 40).decode()), r"shape \(10,\): expected 4 rows"),
+        (change_meta(routed_experts=base64.b64encode(b"\x09" * 96).decode()), "expert ids 151587081"),
+    ],
+)
+def test_answers_that_cannot_be_trained_on_are_refused(served, change, message):
+    served.change = change
+    with pytest.raises(EngineError, match=message) as refusal:
+        engine_of(served).generate([new_response(1, 0, [20])], window=4, max_response=4)
+    assert served.url in str(refusal.value)
+
+
+@pytest.mark.parametrize("dialect", ["sglang", "vllm"])
+def test_published_weights_are_a_plain_folder_that_the_server_is_told_to_load(served, dialect, tmp_path):
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "tokenizer.json").write_text("{}")
+    (tmp_path / "policy" / "model-00002-of-00002.safetensors").write_text("stale")
+    model = tiny_model("qwen3_moe")
+    publish_weights(model, tmp_path / "policy", engine_of(served, dialect), 12)
+    names = {path.name for path in (tmp_path / "policy").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
+    assert "model-00002-of-00002.safetensors" not in names
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
+    assert all((loaded[name] == value).all() for name, value in model.state_dict().items())
+    if dialect == "vllm":
+        assert served.asked == [("/collective_rpc", {"method": "reload_weights"}), ("/reset_prefix_cache", {})]
+    else:
+        [(path, body)] = served.asked
+        assert path == "/update_weights_from_disk"
+        assert body == {"model_path": str(tmp_path / "policy"), "weight_version": "12", "flush_cache": True}
+        served.change = lambda _: {"success": False, "message": "shapes differ"}
+        with pytest.raises(EngineError, match=r"did not load .*policy: shapes differ"):
+            publish_weights(model, tmp_path / "policy", engine_of(served), 13)
+
+
+def test_weights_that_cannot_be_written_are_told_in_a_sentence(served, tmp_path):
+    (tmp_path / "policy").write_text("a file where a folder should be")
+    with pytest.raises(EngineError, match=rf"cannot write weights for {served.url} into .*policy"):
+        publish_weights(tiny_model("qwen3_moe"), tmp_path / "policy", engine_of(served), 1)
