@@ -1,0 +1,23 @@
+"""The task that the settings ask for."""
+
+from __future__ import annotations
+
+from relibra.rl.settings import TaskSettings
+from relibra.rl.tasks.arithmetic import Arithmetic
+from relibra.rl.tasks.prompts import open_prompts
+from relibra.rl.tasks.strings import Strings
+from relibra.rl.tasks.task import Task
+
+
+def make_task(settings: TaskSettings, seed: int, evaluation_prompts: int) -> Task:
+    """Return the task of a run.
+
+    seed                  of the run: the order of the prompts follows from it
+    evaluation_prompts    prompts that a file without a file for evaluation has to spare; 0: none
+    raises                ConfigError where the user's file, row or function cannot be used
+    """
+    if settings.name == "arithmetic":
+        return Arithmetic(seed, settings.max_terms, settings.continue_probability)
+    if settings.name == "strings":
+        return Strings(seed, settings.operation, settings.max_letters, settings.continue_probability)
+    return open_prompts(settings, seed, evaluation_prompts)

@@ -1,0 +1,129 @@
+"""Prompts of your own: rows of a file, in an order of their own each time through, rated by a reward you choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from jaxtyping import Int64
+from numpy import ndarray
+
+from relibra.errors import ConfigError
+from relibra.rl.settings import TaskSettings
+from relibra.rl.tasks.rewards import NEEDS_ANSWER, Reward, make_reward, right_answer
+from relibra.rl.tasks.rows import Rows, column, excerpt, open_rows
+from relibra.rl.tasks.task import TRAINING_STREAM, Prompt
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prompts:
+    """The task.
+
+    rows            the file
+    num_training    its first so many rows are trained on
+    held            rows for evaluation, from the place `first_held` on
+    """
+
+    seed: int
+    rows: Rows
+    num_training: int
+    held: Rows
+    first_held: int
+    prompt_column: str
+    rate: Reward
+
+    characters: ClassVar[str | None] = None
+
+    def prompt(self, number: int) -> Prompt:
+        """Return a prompt of the training stream: row after row, each time through the file in another order."""
+        epoch, place = divmod(number, self.num_training)
+        return self._at(self.rows, int(_order(self.seed, epoch, self.num_training)[place]))
+
+    def evaluation_prompts(self, count: int) -> list[Prompt]:
+        """Return the first held-out prompts, in the order of the file; fewer where it has no more."""
+        last = min(self.first_held + count, len(self.held))
+        return [self._at(self.held, place) for place in range(self.first_held, last)]
+
+    def reward(self, prompt: Prompt, response: str, *, stopped: bool) -> float:  # noqa: ARG002
+        """Return what the chosen reward says of the text, whether it ended itself or was cut.
+
+        raises    ConfigError as `Reward` does
+        """
+        return self.rate(prompt, response)
+
+    def _at(self, rows: Rows, place: int) -> Prompt:
+        return _prompt(rows.row(place), self.prompt_column, rows.name(place))
+
+
+def open_prompts(settings: TaskSettings, seed: int, evaluation_prompts: int) -> Prompts:
+    """Open the files of a task, look at every row once, and hold out what the evaluation asks for.
+
+    evaluation_prompts    prompts that will be held out: without a file of their own the last rows, at most half
+    raises                ConfigError naming file and line, where a row cannot be used; or the reward's name
+    """
+    assert settings.file is not None, "RunConfig refuses the task 'prompts' without a file"
+    rate = make_reward(settings.reward, settings.answer_column)
+    rows = _checked(settings.file, "task.file", settings)
+    if settings.evaluation_file is not None:
+        held = _checked(settings.evaluation_file, "task.evaluation_file", settings)
+        num_training, first_held = len(rows), 0
+    else:
+        if evaluation_prompts and len(rows) == 1:
+            raise ConfigError(
+                f"task.file {str(settings.file)!r} holds one row, which cannot be trained on and held out as well: set "
+                "task.evaluation_file, or evaluation.every=0"
+            )
+        held, num_training = rows, len(rows) - min(evaluation_prompts, len(rows) // 2)
+        first_held = num_training
+    return Prompts(
+        seed=seed,
+        rows=rows,
+        num_training=num_training,
+        held=held,
+        first_held=first_held,
+        prompt_column=settings.prompt_column,
+        rate=rate,
+    )
+
+
+def _checked(path: Path, setting: str, settings: TaskSettings) -> Rows:
+    """Open a file and look at every row, so that a bad one ends the run before it starts."""
+    rows = open_rows(path, setting)
+    for place, row in enumerate(rows):
+        origin = rows.name(place)
+        _prompt(row, settings.prompt_column, origin)
+        if settings.reward in NEEDS_ANSWER:
+            right_answer(row, settings.answer_column, origin)
+    return rows
+
+
+def _prompt(row: Mapping[str, Any], name: str, origin: str) -> Prompt:
+    value = column(row, name, origin=origin, remedy="set task.prompt_column")
+    if isinstance(value, str) and value:
+        return Prompt(text=value, row=row, origin=origin)
+    if isinstance(value, list) and value:
+        return Prompt(text=[_message(message, name, origin) for message in value], row=row, origin=origin)
+    raise ConfigError(
+        f"{origin}: column {name!r} is {excerpt(value)}; a prompt is a text, or a list of chat messages, not empty"
+    )
+
+
+def _message(message: object, name: str, origin: str) -> dict[str, str]:
+    """Return a chat message without the fields it leaves open, as Parquet files have them."""
+    given = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
+    if not {"role", "content"} <= set(given) or not all(isinstance(value, str) for value in given.values()):
+        raise ConfigError(
+            f"{origin}: column {name!r} has the message {excerpt(message)}; a chat message is an object of texts with "
+            '"role" and "content"'
+        )
+    return given
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, num_rows: int) -> Int64[ndarray, " r"]:
+    """Return the order of the rows in one time through."""
+    return np.random.default_rng([seed, TRAINING_STREAM, epoch]).permutation(num_rows)

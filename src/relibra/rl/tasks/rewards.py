@@ -1,0 +1,124 @@
+"""Rewards for prompts of your own: "exact", "maths", or a function of yours."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relibra.errors import ConfigError, RelibraError
+from relibra.rl.tasks.maths import MathsJudge
+from relibra.rl.tasks.rows import column, excerpt
+from relibra.rl.tasks.task import Prompt
+
+NEEDS_ANSWER = ("exact", "maths")
+"""Rewards that compare with the right answer of the row."""
+
+RewardFunction = Callable[[str, Mapping[str, Any]], Any]
+"""What users write: from a response and the row of its prompt to a number."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reward:
+    """A reward function with its name as it was set, for messages."""
+
+    name: str
+    function: RewardFunction
+
+    def __call__(self, prompt: Prompt, response: str) -> float:
+        """Return what a response is worth.
+
+        raises    ConfigError naming function and row, where the function raises or returns no finite number
+        """
+        where = f"task.reward {self.name!r} at {prompt.origin or 'a prompt'}, response {excerpt(response)}"
+        try:
+            value = self.function(response, prompt.row)
+        except RelibraError as error:
+            raise type(error)(f"{where}: {error}") from error
+        except Exception as error:  # whatever it is, the user has to read it
+            raise ConfigError(
+                f"{where}: raised {type(error).__name__}: {error}; a reward returns a number for every response"
+            ) from error
+        number = _finite(value)
+        if number is None:
+            raise ConfigError(f"{where}: returned {excerpt(value)}; a reward is a finite number, or True or False")
+        return number
+
+
+def make_reward(name: str, answer_column: str) -> Reward:
+    """Return the reward that a setting names.
+
+    name             "exact", "maths" or `module:function`
+    answer_column    of the row, with the right answer
+    raises           ConfigError where there is no such reward, module or function, or a library is missing
+    """
+    if name == "exact":
+        return Reward(name, lambda response, row: same_text(response, right_answer(row, answer_column)))
+    if name == "maths":
+        judge = MathsJudge()
+        return Reward(name, lambda response, row: judge(response, right_answer(row, answer_column)))
+    module, colon, function = name.partition(":")
+    if not (module and colon and function):
+        raise ConfigError(
+            f"task.reward is {name!r}: allowed are 'exact', 'maths', or a function of yours as 'module:function'"
+        )
+    return Reward(name, _imported(module, function))
+
+
+def same_text(response: str, answer: str) -> bool:
+    r"""Say whether two texts are equal but for white space at the ends, and how much of it there is in between.
+
+    >>> same_text(" forty \n two", "forty two"), same_text("forty-two", "forty two")
+    (True, False)
+    """
+    return response.split() == answer.split()
+
+
+def right_answer(row: Mapping[str, Any], name: str, origin: str = "its row") -> str:
+    """Return the right answer of a row as text.
+
+    origin    which row it is, for messages
+    raises    ConfigError where the column is missing or holds neither text nor number
+    """
+    answer = column(row, name, origin=origin, remedy="set task.answer_column, or a task.reward that needs none")
+    if isinstance(answer, str | int | float) and not isinstance(answer, bool) and str(answer).strip():
+        return str(answer)
+    raise ConfigError(f"{origin}: column {name!r} is {excerpt(answer)}; a right answer is a text or number, not empty")
+
+
+def _imported(module_name: str, function_name: str) -> RewardFunction:
+    """Import a user's function, from the current folder too; an installed module of the same name goes first."""
+    where = f"task.reward is '{module_name}:{function_name}'"
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # importing runs the user's code
+        raise ConfigError(
+            f"{where}: importing {module_name!r} raised {type(error).__name__}: {error}; looked in {Path.cwd()} and "
+            "where Python finds modules"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        got = "has no such function" if function is None else f"has {excerpt(function)} there, which cannot be called"
+        raise ConfigError(f"{where}: {getattr(module, '__file__', None) or module_name} {got}; check the name")
+    imported: RewardFunction = function
+    return imported
+
+
+def _finite(value: object) -> float | None:
+    """Return a value as a number; None where it is none, or not finite."""
+    if not isinstance(value, Real | np.bool_):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

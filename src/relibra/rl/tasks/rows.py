@@ -1,0 +1,182 @@
+"""Rows of a `.jsonl` or `.parquet` file. JSON lines are read on demand: of a large file only the offsets are kept."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int64
+from numpy import ndarray
+
+from relibra.errors import ConfigError
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """Rows by place, each a dictionary of columns."""
+
+    def __len__(self) -> int:
+        """Return how many rows there are."""
+        ...
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield all rows in their order."""
+        ...
+
+    def row(self, place: int) -> dict[str, Any]:
+        """Return one row."""
+        ...
+
+    def name(self, place: int) -> str:
+        """Say which row it is, for messages."""
+        ...
+
+
+def open_rows(path: Path, setting: str) -> Rows:
+    """Open a file by its suffix.
+
+    setting   that names the file, for messages
+    raises    ConfigError where the file is missing, empty, of another kind, or unreadable
+    """
+    kinds: dict[str, Callable[[Path], Rows]] = {".jsonl": JsonLines.open, ".parquet": Parquet.open}
+    kind = kinds.get(path.suffix.lower())
+    if kind is None:
+        raise ConfigError(
+            f"{setting} is {str(path)!r}: a file of prompts ends in {' or '.join(kinds)}; convert it, or rename it"
+        )
+    if not path.is_file():
+        raise ConfigError(f"{setting} is {str(path)!r}, and there is no such file: it was looked for from {Path.cwd()}")
+    try:
+        rows = kind(path)
+    except OSError as error:
+        raise ConfigError(f"{setting} {str(path)!r} cannot be read: {error}; check the file") from error
+    if not len(rows):
+        raise ConfigError(f"{setting} {str(path)!r} holds no rows: at least one prompt is needed")
+    return rows
+
+
+@dataclass(frozen=True, eq=False)
+class JsonLines:
+    """A file with one JSON object per line; blank lines are passed over. Lines are parsed when they are asked for.
+
+    offset_r   bytes before each row
+    line_r     number of its line, counted from 1
+    """
+
+    path: Path
+    offset_r: Int64[ndarray, " r"]
+    line_r: Int64[ndarray, " r"]
+
+    @classmethod
+    def open(cls, path: Path) -> JsonLines:
+        """Find where lines start."""
+        offsets, lines = array("q"), array("q")
+        offset = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    offsets.append(offset)
+                    lines.append(number)
+                offset += len(line)
+        return cls(path, np.array(offsets, dtype=np.int64), np.array(lines, dtype=np.int64))
+
+    def __len__(self) -> int:
+        """Return how many rows there are."""
+        return len(self.offset_r)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield all rows in their order; raises ConfigError as `row` does."""
+        with self.path.open("rb") as file:
+            for place, line in enumerate(line for line in file if line.strip()):
+                yield self._parsed(line, place)
+
+    def row(self, place: int) -> dict[str, Any]:
+        """Return one row; raises ConfigError where the line is no JSON object."""
+        with self.path.open("rb") as file:
+            file.seek(self.offset_r[place])
+            return self._parsed(file.readline(), place)
+
+    def name(self, place: int) -> str:
+        """Say which row it is, for messages."""
+        return f"{self.path}, line {self.line_r[place]}"
+
+    def _parsed(self, line: bytes, place: int) -> dict[str, Any]:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{self.name(place)}: not JSON ({error}); a .jsonl file holds one JSON object per line"
+            ) from error
+        if not isinstance(row, dict):
+            raise ConfigError(
+                f"{self.name(place)}: got a JSON {type(row).__name__}; a .jsonl file holds one JSON object per line"
+            )
+        return row
+
+
+@dataclass(frozen=True, eq=False)
+class Parquet:
+    """A Parquet file, whole in memory in Arrow's own form: a `pyarrow.Table`."""
+
+    path: Path
+    table: Any
+
+    @classmethod
+    def open(cls, path: Path) -> Parquet:
+        """Read the file; raises ConfigError where pyarrow is missing or the file is no Parquet file."""
+        try:
+            from pyarrow import parquet
+        except ImportError as error:
+            raise ConfigError(
+                f"{path} is read with pyarrow, which is not installed: pip install 'relibra[data]', or use .jsonl"
+            ) from error
+        try:
+            return cls(path, parquet.read_table(path))
+        except ValueError as error:  # pyarrow's ArrowInvalid is one
+            raise ConfigError(f"{path} is not a readable Parquet file: {error}") from error
+
+    def __len__(self) -> int:
+        """Return how many rows there are."""
+        return int(self.table.num_rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield all rows in their order."""
+        for batch in self.table.to_batches(max_chunksize=1024):
+            yield from batch.to_pylist()
+
+    def row(self, place: int) -> dict[str, Any]:
+        """Return one row."""
+        row: dict[str, Any] = self.table.slice(place, 1).to_pylist()[0]
+        return row
+
+    def name(self, place: int) -> str:
+        """Say which row it is, for messages; counted from 1."""
+        return f"{self.path}, row {place + 1}"
+
+
+def column(row: Mapping[str, Any], name: str, *, origin: str, remedy: str) -> Any:
+    """Return the value in a column of a row.
+
+    origin    which row it is, for messages
+    remedy    what to do where there is no such column
+    raises    ConfigError where there is no such column
+    """
+    if name not in row:
+        there = ", ".join(map(repr, row)) or "none"
+        raise ConfigError(f"{origin}: no column {name!r}; its columns are {there}: {remedy}")
+    return row[name]
+
+
+def excerpt(value: object) -> str:
+    """Return how a value looks in a message: its beginning.
+
+    >>> excerpt("a" * 100)[-6:]
+    'aaa...'
+    """
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

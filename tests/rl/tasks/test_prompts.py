@@ -1,0 +1,138 @@
+"""Prompts of your own: order, held-out rows, and what is said of rows that cannot be used."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relibra.errors import ConfigError
+from relibra.rl.settings import TaskSettings
+from relibra.rl.tasks.make import make_task
+from relibra.rl.tasks.task import Demonstrating, Task
+
+
+def write(path: Path, rows) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def numbered(count):
+    return [{"prompt": f"question {i}", "answer": i} for i in range(count)]
+
+
+def make(path, *, seed=0, evaluation_prompts=0, **settings):
+    settings = {"reward": "exact", **settings}
+    return make_task(TaskSettings(name="prompts", file=path, **settings), seed, evaluation_prompts)
+
+
+def texts(prompts):
+    return [prompt.text for prompt in prompts]
+
+
+def test_it_is_a_task_that_needs_a_model_and_demonstrates_nothing(tmp_path):
+    task = make(write(tmp_path / "rows.jsonl", numbered(3)))
+    assert isinstance(task, Task)
+    assert not isinstance(task, Demonstrating)
+    assert task.characters is None
+
+
+@given(rows=st.integers(1, 30), asked=st.integers(0, 40), seed=st.integers(0, 3))
+def test_every_epoch_is_every_training_row_once_and_held_out_rows_never_train(tmp_path_factory, rows, asked, seed):
+    path = write(tmp_path_factory.mktemp("p") / "rows.jsonl", numbered(rows))
+    if asked and rows == 1:
+        with pytest.raises(ConfigError, match=r"holds one row, .*set task\.evaluation_file, or evaluation\.every=0"):
+            make(path, seed=seed, evaluation_prompts=asked)
+        return
+    task = make(path, seed=seed, evaluation_prompts=asked)
+    held = texts(task.evaluation_prompts(asked))
+    assert len(held) == min(asked, rows // 2)
+    training = [f"question {i}" for i in range(rows - len(held))]
+    assert held == [f"question {i}" for i in range(rows - len(held), rows)]
+    for epoch in range(3):
+        numbers = range(epoch * len(training), (epoch + 1) * len(training))
+        assert sorted(texts(map(task.prompt, numbers))) == sorted(training)
+
+
+def test_the_order_follows_from_seed_and_epoch(tmp_path):
+    path = write(tmp_path / "rows.jsonl", numbered(50))
+    first, again, other = make(path), make(path), make(path, seed=1)
+    epochs = [texts(map(first.prompt, range(start, start + 50))) for start in (0, 50)]
+    assert epochs[0] == texts(map(again.prompt, range(50)))
+    assert epochs[0] != epochs[1]
+    assert epochs[0] != texts(map(other.prompt, range(50)))
+
+
+def test_a_file_for_evaluation_leaves_all_rows_to_training(tmp_path):
+    path = write(tmp_path / "rows.jsonl", numbered(4))
+    held = write(tmp_path / "held.jsonl", [{"prompt": f"held {i}", "answer": "x"} for i in range(3)])
+    task = make(path, evaluation_prompts=2, evaluation_file=held)
+    assert texts(task.evaluation_prompts(2)) == ["held 0", "held 1"]
+    assert texts(task.evaluation_prompts(9)) == ["held 0", "held 1", "held 2"]
+    assert {task.prompt(number).text for number in range(4)} == {f"question {i}" for i in range(4)}
+    assert task.evaluation_prompts(1)[0].origin == f"{held}, line 1"
+
+
+def test_equal_rows_are_fine(tmp_path):
+    task = make(write(tmp_path / "rows.jsonl", numbered(1) * 4), evaluation_prompts=1)
+    assert {task.prompt(number).text for number in range(9)} == {"question 0"}
+
+
+def test_chat_messages_come_through_and_the_reward_sees_the_row(tmp_path):
+    messages = [{"role": "system", "content": "be short"}, {"role": "user", "content": "1+1?"}]
+    task = make(
+        write(tmp_path / "rows.jsonl", [{"q": messages, "a": 2, "level": 3}]), prompt_column="q", answer_column="a"
+    )
+    prompt = task.prompt(0)
+    assert prompt.text == messages
+    assert prompt.row == {"q": messages, "a": 2, "level": 3}
+    assert task.reward(prompt, " 2\n", stopped=True) == 1.0
+    assert task.reward(prompt, "3", stopped=True) == 0.0
+
+
+def test_parquet_leaves_absent_fields_of_messages_open(tmp_path):
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: Parquet files are not tested")
+    from pyarrow import parquet
+
+    rows = [
+        {"prompt": [{"role": "user", "content": "a", "name": "n"}], "answer": "x"},
+        {"prompt": [{"role": "user", "content": "b"}], "answer": "y"},
+    ]
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pa.Table.from_pylist(rows), path)
+    task = make(path)
+    assert sorted((task.prompt(number).text for number in range(2)), key=str) == sorted(
+        (row["prompt"] for row in rows), key=str
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (
+            {"question": "x", "answer": 1},
+            r"no column 'prompt'; its columns are 'question', 'answer': set task\.prompt_c",
+        ),
+        (
+            {"prompt": 7, "answer": 1},
+            r"column 'prompt' is 7; a prompt is a text, or a list of chat messages, not empty",
+        ),
+        ({"prompt": "", "answer": 1}, r"column 'prompt' is ''; a prompt is a text"),
+        ({"prompt": [], "answer": 1}, r"column 'prompt' is \[\]; a prompt is a text"),
+        ({"prompt": None, "answer": 1}, r"column 'prompt' is None; a prompt is a text"),
+        ({"prompt": ["x"], "answer": 1}, r"has the message 'x'; a chat message is an object of texts"),
+        ({"prompt": [{"role": "user"}], "answer": 1}, r"has the message \{'role': 'user'\}; a chat message"),
+        ({"prompt": [{"role": "user", "content": ["x"]}], "answer": 1}, r"a chat message is an object of texts"),
+        ({"prompt": "x"}, r"no column 'answer'; its columns are 'prompt': set task\.answer_column, or a task\.reward"),
+        ({"prompt": "x", "answer": None}, r"column 'answer' is None; a right answer is a text or number, not empty"),
+        ({"prompt": "x", "answer": " "}, r"column 'answer' is ' '; a right answer"),
+        ({"prompt": "x", "answer": True}, r"column 'answer' is True; a right answer"),
+    ],
+)
+def test_a_row_that_cannot_be_used_stops_the_run_before_it_starts(tmp_path, row, says):
+    path = write(tmp_path / "rows.jsonl", [*numbered(2), row])
+    with pytest.raises(ConfigError, match=rf"^{path}, line 3: .*{says}"):
+        make(path)
+    with pytest.raises(ConfigError, match=rf"^{path}, line 3: "):
+        make(write(tmp_path / "good.jsonl", numbered(2)), evaluation_file=path)

@@ -1,0 +1,109 @@
+"""Rewards: what is equal text, how users' functions are found, and what is said of those that fail."""
+
+import sys
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from relibra.errors import ConfigError
+from relibra.rl.tasks.rewards import make_reward, same_text
+from relibra.rl.tasks.task import Prompt
+
+PROMPT = Prompt(text="?", row={"answer": "4 2", "level": 3}, origin="rows.jsonl, line 7")
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "same"),
+    [
+        ("42", "42", True),
+        ("  a\tb\n", "a b", True),
+        ("ab", "a b", False),
+        ("A", "a", False),
+        ("42.", "42", False),
+        ("", "42", False),
+    ],
+)
+def test_exact_looks_past_white_space_only(response, answer, same):
+    assert same_text(response, answer) is same
+    reward = make_reward("exact", "right")
+    assert reward(Prompt(text="?", row={"right": answer}), response) == float(same)
+
+
+def test_exact_compares_numbers_as_they_are_written():
+    reward = make_reward("exact", "answer")
+    assert reward(Prompt(text="?", row={"answer": 42}), "42") == 1.0
+    assert reward(Prompt(text="?", row={"answer": 0.5}), "0.5") == 1.0
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """Return a function that makes a reward of Python code in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    sys.modules.pop("my_own_reward", None)
+
+    def reward(body, name="score"):
+        (tmp_path / "my_own_reward.py").write_text(body)
+        return make_reward(f"my_own_reward:{name}", "answer")
+
+    yield reward
+    sys.modules.pop("my_own_reward", None)
+
+
+def test_a_function_of_the_current_folder_sees_response_and_row(mine):
+    reward = mine("def score(response, row):\n    return len(response) / row['level']\n")
+    assert reward(PROMPT, "sixsix") == 2.0
+
+
+@pytest.mark.parametrize(
+    "value", ["True", "1", "1.0", "__import__('fractions').Fraction(1)", "__import__('numpy').True_"]
+)
+def test_whatever_is_a_number_is_a_reward(mine, value):
+    got = mine(f"def score(response, row):\n    return {value}\n")(PROMPT, "x")
+    assert type(got) is float
+    assert got == Fraction(1) == np.float32(1)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("None", "returned None"),
+        ("float('nan')", "returned nan"),
+        ("float('-inf')", "returned -inf"),
+        ("'1.0'", "returned '1.0'"),
+        ("[1.0]", r"returned \[1.0\]"),
+        ("1j", "returned 1j"),
+        ("10 ** 400", "returned 1000"),
+        ("1 // 0", "raised ZeroDivisionError: .*zero"),
+        ("row['grade']", "raised KeyError: 'grade'"),
+    ],
+)
+def test_a_function_that_gives_no_finite_number_is_named_with_row_and_response(mine, value, says):
+    reward = mine(f"def score(response, row):\n    return {value}\n")
+    where = r"task\.reward 'my_own_reward:score' at rows\.jsonl, line 7, response 'so'"
+    with pytest.raises(ConfigError, match=f"^{where}: {says}.*; a reward (is a finite number|returns a number)"):
+        reward(PROMPT, "so")
+
+
+def test_names_that_lead_nowhere_are_told_apart(mine):
+    body = "score = 3\n"
+    with pytest.raises(ConfigError, match=r"my_own_reward\.py has 3 there, which cannot be called; check the name"):
+        mine(body)
+    with pytest.raises(ConfigError, match=r"my_own_reward\.py has no such function; check the name"):
+        mine(body, name="scoer")
+    with pytest.raises(
+        ConfigError, match=r"importing 'nowhere_to_be_found' raised ModuleNotFoundError: No module named"
+    ):
+        make_reward("nowhere_to_be_found:score", "answer")
+    for name in ("math", "", "my_own_reward:", ":score"):
+        with pytest.raises(
+            ConfigError, match=r"allowed are 'exact', 'maths', or a function of yours as 'module:functi"
+        ):
+            make_reward(name, "answer")
+
+
+def test_a_module_that_fails_to_import_is_quoted(mine):
+    with pytest.raises(ConfigError, match=r"importing 'my_own_reward' raised NameError: name 'wrong' is not defined"):
+        mine("wrong\n")
