@@ -1,0 +1,80 @@
+"""The manifest of a checkpoint: what its files have to be, byte for byte, before anybody reads them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from relibra.files import write_text
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+Digest = list[int | str]
+"""Size in bytes, SHA-256."""
+
+
+def digest_files(folder: Path, share: int, shares: int) -> dict[str, Digest]:
+    """Return size and SHA-256 of a share of the files below a folder, by relative path, and sync them to the disk.
+
+    share   which of `shares`: the files are dealt out in the order of their names
+    """
+    return {name: _digest(folder / name, sync=True) for name in _files(folder)[share::shares]}
+
+
+def write_manifest(folder: Path, files: Mapping[str, Digest]) -> None:
+    """Write the manifest of a folder whose files are on the disk."""
+    for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
+        sync_folder(path)
+    text = json.dumps({"format": FORMAT, "files": dict(sorted(files.items()))}, indent=1)
+    write_text(folder / MANIFEST, text + "\n")
+
+
+def what_is_wrong(folder: Path, share: int, shares: int) -> str | None:
+    """Hold a share of the files of a folder against its manifest; None: they are as they were written.
+
+    share   which of `shares`, as in `digest_files`; together they see every file
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        wanted = manifest["files"]
+        if manifest["format"] != FORMAT:
+            return f"its format is {manifest['format']}, this version of relibra reads {FORMAT}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"its {MANIFEST} cannot be read ({type(error).__name__})"
+    if extra := set(_files(folder)) - set(wanted):
+        return f"{min(extra)} does not belong to it"
+    for name in sorted(wanted)[share::shares]:
+        try:
+            found = _digest(folder / name, sync=False)
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        if found[0] != wanted[name][0]:
+            return f"{name} has {found[0]} bytes instead of {wanted[name][0]}"
+        if found != wanted[name]:
+            return f"{name} has other contents than were written"
+    return None
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _files(folder: Path) -> list[str]:
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(name for path in paths if (name := path.relative_to(folder).as_posix()) != MANIFEST)
+
+
+def _digest(path: Path, *, sync: bool) -> Digest:
+    with path.open("rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()]

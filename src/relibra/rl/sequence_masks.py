@@ -1,0 +1,56 @@
+"""Sequences laid end to end in one row: does a model keep them apart, and masks for those that do not.
+
+Most decoders of transformers 5.23 see from positions that start anew where a sequence ends. Some never hand positions
+to their masks (gpt-oss, AFMoE): their tokens read the sequences before their own, and nothing says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor, nn
+from transformers.masking_utils import create_masks_for_generate
+
+_LENGTH = 6
+_NOISE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
+"""What rounding may change, as a share of the logits' deviation: other neighbours in a group of rows, other kernels."""
+
+
+@torch.no_grad()
+def reads_across(model: nn.Module) -> bool:
+    """Tell whether a sequence changes the logits of the one laid behind it; the model is whole, in evaluation mode."""
+    vocab_size = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+    tokens_3N = torch.arange(3 * _LENGTH).view(3, _LENGTH) % vocab_size
+    position_1T = torch.arange(_LENGTH).repeat(2)[None]
+    behind = [_logits(model, torch.cat([tokens_3N[first], tokens_3N[2]])[None], position_1T) for first in (0, 1)]
+    change_N = (behind[0] - behind[1]).abs().amax(dim=1)
+    # The median: where rounding sends a token to another expert, its logits change without any reading.
+    return bool(change_N.median() > _NOISE[model.dtype] * behind[0].std())  # type: ignore[index]
+
+
+def give_masks(model: nn.Module, dtype: torch.dtype) -> None:
+    """Hand the decoder of a model the masks that follow from positions, where it is called with nothing but those.
+
+    dtype    that the model computes in
+    """
+
+    def with_masks(_decoder: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        positions_BN, tokens_BN = named.get("position_ids"), named.get("input_ids", given[0] if given else None)
+        unmasked = named.get("attention_mask") is None and named.get("past_key_values") is None
+        if positions_BN is None or tokens_BN is None or not unmasked:
+            return None
+        shape_only = torch.empty((*tokens_BN.shape, 0), dtype=dtype, device=tokens_BN.device)
+        masks = create_masks_for_generate(model.config, shape_only, None, None, positions_BN)
+        return given, {**named, "attention_mask": masks}
+
+    decoder: Any = model.base_model
+    decoder.register_forward_pre_hook(with_masks, with_kwargs=True)
+
+
+def _logits(model: nn.Module, tokens_1T: Int64[Tensor, "1 T"], position_1T: Int64[Tensor, "1 T"]) -> Tensor:
+    """Return the logits of the second half."""
+    device = next(model.parameters()).device
+    output = model(input_ids=tokens_1T.to(device), position_ids=position_1T.to(device), use_cache=False)
+    return output.logits[0, _LENGTH:].float()

@@ -1,0 +1,71 @@
+"""Work of tests in a joined group: of this process alone, or of processes of their own."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from relibra.rl.config import RunConfig, load_config
+from relibra.rl.ranks import Meeting, joined_ranks
+
+CPU = torch.device("cpu")
+VOCAB = 64
+GROUP_TIMEOUT_S, TIMEOUT_S = 120.0, 480.0
+TINY = (
+    "model.num_layers=2",
+    "model.hidden_size=16",
+    "model.num_experts=4",
+    "rollout.prompts_per_step=8",
+    "update.mini_batches=2",
+)
+
+
+def tiny_config(*overrides: str, ranks: int = 1) -> RunConfig:
+    return load_config(None, [*TINY, f"parallel.ranks={ranks}", *overrides])
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Be the only rank of a group."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    with joined_ranks(GROUP_TIMEOUT_S, CPU, Meeting(0, 1, listener.getsockname()[1], listener)):
+        yield
+
+
+def on_ranks(num_ranks: int, work: Callable[..., Any], folder: Path, *, expect_deaths: bool = False) -> list[Any]:
+    """Run `work(folder)` on joined processes; return what each found, None of one that was killed."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    processes = mp.spawn(_work, args=(num_ranks, port, work, folder), nprocs=num_ranks, join=False)
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        if expect_deaths:
+            for process in processes.processes:
+                process.join(deadline - time.monotonic())
+                assert process.exitcode is not None, "a process hangs"
+        else:
+            while not processes.join(timeout=deadline - time.monotonic()):
+                assert time.monotonic() < deadline, "the processes did not finish in time"
+    finally:
+        for process in processes.processes:
+            if process.is_alive():
+                process.kill()
+    files = [folder / f"found-{rank}.pt" for rank in range(num_ranks)]
+    found = [torch.load(file, weights_only=False) if file.exists() else None for file in files]
+    for file in files:
+        file.unlink(missing_ok=True)
+    return found
+
+
+def _work(rank: int, num_ranks: int, port: int, work: Callable[..., Any], folder: Path) -> None:
+    torch.set_num_threads(1)
+    listener = socket.create_server(("127.0.0.1", port)) if rank == 0 else None
+    with joined_ranks(GROUP_TIMEOUT_S, CPU, Meeting(rank, num_ranks, port, listener)):
+        torch.save(work(folder), folder / f"found-{rank}.pt")
