@@ -1,42 +1,47 @@
-"""RL steps of a tiny policy on one rank or two, with samples that do not depend on the number of ranks."""
+"""Whole runs of tiny policies inside this process, alone, or inside a few processes that make many runs each."""
 
 from __future__ import annotations
 
+import json
+import signal
 import socket
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from unittest.mock import patch
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from safetensors.torch import load_file
 
+from relibra.rl import step, trainer
 from relibra.rl.config import RunConfig, load_config
-from relibra.rl.policy import build_policy, full_tensor
 from relibra.rl.ranks import Meeting, joined_ranks
-from relibra.rl.rollout.embedded import EmbeddedEngine
-from relibra.rl.step import rl_step
-from relibra.rl.tasks.arithmetic import CHARACTERS, STOP
-from relibra.rl.tokenizer import CharacterTokenizer
+from relibra.rl.tasks.arithmetic import Arithmetic
+from relibra.rl.tasks.task import Prompt
 
 TINY = (
     "warmup.steps=2",
+    "warmup.batch=8",
     "run.steps=2",
     "rollout.prompts_per_step=4",
     "rollout.responses_per_prompt=2",
-    "rollout.max_new_tokens=12",
+    "rollout.max_response=12",
     "model.num_layers=2",
     "model.hidden_size=16",
     "model.num_experts=4",
     "update.mini_batches=2",
-    "update.max_grad_norm=0.05",  # so low that clipping is always at work
 )
 CPU = torch.device("cpu")
-TOKENIZER = CharacterTokenizer(CHARACTERS, STOP)
+GROUP_TIMEOUT_S = 120.0
 
 
-def tiny_config(*overrides: str) -> RunConfig:
-    return load_config(None, [*TINY, *overrides])
+def tiny_config(*overrides: str, ranks: int = 2) -> RunConfig:
+    return load_config(None, [*TINY, f"parallel.ranks={ranks}", *overrides])
 
 
 def meeting(rank: int = 0, num_ranks: int = 1, port: int = 0) -> Meeting:
@@ -46,84 +51,139 @@ def meeting(rank: int = 0, num_ranks: int = 1, port: int = 0) -> Meeting:
 
 
 @dataclass(frozen=True)
-class SampleBySample:
-    """An engine that draws each sample from a generator of its own, so that ranks can share prompts out at will."""
+class ByLetters(Arithmetic):
+    """The task with a reward that an untrained policy earns now and then, so that there is something to learn."""
 
-    inner: EmbeddedEngine
-
-    def generate(self, prompts, *, sample_ids, group_ids, generator):  # noqa: ARG002
-        return [
-            self.inner.generate(
-                [prompt],
-                sample_ids=[sample_id],
-                group_ids=[group_id],
-                generator=torch.Generator().manual_seed(sample_id),
-            )[0]
-            for prompt, sample_id, group_id in zip(prompts, sample_ids, group_ids, strict=True)
-        ]
+    def reward(self, prompt: Prompt, response: str, *, stopped: bool) -> float:  # noqa: ARG002
+        return sum(map(ord, response)) % 3 / 2
 
 
-def reward_of_length(_problem: object, response: str) -> float:
-    """Stand in for the task: an untrained policy earns nothing there, so nothing would be trained."""
-    return float(len(response) % 3)
+def _task(settings: Any, seed: int, _held_out: int) -> ByLetters:
+    return ByLetters(seed, settings.max_terms, settings.continue_probability)
 
 
-@patch("relibra.rl.step.reward", reward_of_length)
-def train_steps(config: RunConfig, folder: Path) -> dict:
-    """Make two steps in a joined group; return metrics, whole weights, and how far the copy is from the trained model.
+def _plain_descent(model: torch.nn.Module, _learning_rate: float, _decay: float) -> torch.optim.Optimizer:
+    """Stand in for AdamW, which would blow up the last bits of gradients that are zero but for rounding."""
+    return torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, foreach=False)
 
-    Plain descent with momentum: Adam would blow up the last bits of gradients that are zero but for rounding.
+
+def run_in_group(overrides: Sequence[str], run: Path, *, descent: bool = False, note: Any = None) -> list[dict]:
+    """Make a whole run, or go on with it, as a rank of the joined group; return this rank's metrics.
+
+    descent   plain descent instead of AdamW
+    note      called with (learner, batch) of every step before the update
     """
+    config = tiny_config(*overrides, ranks=dist.get_world_size())
+    if dist.get_rank() == 0:
+        run.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    rows: list[dict] = []
+
+    def rl_step(*args: Any) -> Any:
+        metrics, responses = step.rl_step(*args)
+        rows.append(metrics)
+        return metrics, responses
+
+    before = signal.getsignal(signal.SIGINT)
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(trainer, "make_task", _task))
+        patches.enter_context(mock.patch.object(trainer, "rl_step", rl_step))
+        if descent:
+            patches.enter_context(mock.patch.object(trainer, "make_optimizer", _plain_descent))
+        if note:
+            patches.enter_context(mock.patch.object(step, "_update", _noting(note)))
+        trainer.train_rank(config, run, CPU)
+    signal.signal(signal.SIGINT, before)
+    return rows
+
+
+def _noting(note: Any) -> Any:
+    update = step._update
+
+    def noted(learner: Any, batch: Any, *args: Any) -> Any:
+        note(learner, batch, *args)
+        return update(learner, batch, *args)
+
+    return noted
+
+
+def run_alone(overrides: Sequence[str], run: Path, **options: Any) -> list[dict]:
+    """Make a whole run on one rank, in this process."""
+    with joined_ranks(GROUP_TIMEOUT_S, CPU, meeting()):
+        return run_in_group(overrides, run, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run left: metrics as rank 0 wrote them, those of every rank, and the weights of the policy."""
+
+    run: Path
+    rows: list[dict]
+    of_ranks: list[list[dict]]
+    weights: dict[str, torch.Tensor]
+
+
+def outcome_of(run: Path, of_ranks: list[list[dict]]) -> Outcome:
+    """Read what a run left."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return Outcome(run=run, rows=rows, of_ranks=of_ranks, weights=load_file(run / "policy" / "model.safetensors"))
+
+
+def run_on_ranks(
+    num_ranks: int, cases: Mapping[str, Sequence[str]], folder: Path, *, descent: bool = False
+) -> dict[str, Outcome]:
+    """Make all runs one after another in a few processes; return what each left, by case."""
     folder.mkdir(parents=True, exist_ok=True)
-    policy = build_policy(config.model, TOKENIZER.vocab_size, config.run.seed, folder, CPU)
-    optimizer = torch.optim.SGD(policy.trained.parameters(), lr=1.0, momentum=0.9, foreach=False)
-    metrics = []
-    for step in range(2):
-        engine = EmbeddedEngine(
-            model=policy.copy,
-            weight_version=step,
-            pad_id=TOKENIZER.pad_id,
-            stop_id=TOKENIZER.stop_id,
-            max_new_tokens=config.rollout.max_new_tokens,
-            temperature=1.0,
-        )
-        metrics.append(
-            rl_step(
-                step,
-                policy=policy,
-                engine=SampleBySample(engine),
-                optimizer=optimizer,
-                tokenizer=TOKENIZER,
-                config=config,
-                run=folder,
-            )
-        )
-    tokens_BN = torch.arange(1, 13).view(2, 6)
-    with torch.no_grad():
-        logits = [model(input_ids=tokens_BN, use_cache=False).logits for model in (policy.trained, policy.copy)]
-    weights = {name: full_tensor(parameter).clone() for name, parameter in policy.trained.named_parameters()}
-    return {"metrics": metrics, "weights": weights, "copy_is_off_by": float((logits[0] - logits[1]).abs().max())}
-
-
-def train_on_one_rank(config: RunConfig, folder: Path) -> dict:
-    with joined_ranks(60.0, CPU, meeting()):
-        return train_steps(config, folder)
-
-
-def _train_scenarios(rank: int, num_ranks: int, port: int, scenarios: dict, folder: Path) -> None:
-    torch.set_num_threads(1)
-    own = meeting(rank, num_ranks, port)
-    with joined_ranks(60.0, CPU, own):
-        for name, overrides in scenarios.items():
-            config = tiny_config(f"parallel.ranks={num_ranks}", *overrides)
-            outcome = train_steps(config, folder / name)
-            torch.save(outcome, folder / f"{name}-rank-{rank}.pt")
-            dist.barrier()
-
-
-def train_on_ranks(num_ranks: int, scenarios: dict[str, tuple[str, ...]], folder: Path) -> dict[str, list[dict]]:
-    """Run all scenarios in processes of their own; return what each rank found, by scenario."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    mp.spawn(_train_scenarios, (num_ranks, port, scenarios, folder), nprocs=num_ranks)
-    return {name: [torch.load(folder / f"{name}-rank-{rank}.pt") for rank in range(num_ranks)] for name in scenarios}
+    mp.spawn(
+        partial(_work, num_ranks=num_ranks, port=port, cases=dict(cases), folder=folder, descent=descent),
+        nprocs=num_ranks,
+    )
+    found = {}
+    for name in cases:
+        of_ranks = [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(num_ranks)]
+        found[name] = outcome_of(folder / name, of_ranks)
+    return found
+
+
+def _work(rank: int, *, num_ranks: int, port: int, cases: dict, folder: Path, descent: bool) -> None:
+    torch.set_num_threads(1)
+    with joined_ranks(GROUP_TIMEOUT_S, CPU, meeting(rank, num_ranks, port)):
+        for name, overrides in cases.items():
+            rows = run_in_group(overrides, folder / name, descent=descent)
+            (folder / f"{name}-{rank}.json").write_text(json.dumps(rows))
+
+
+_MAY_DIFFER = ("seconds", "plan_seconds")
+PLAN_COLUMNS = ("planned_skew", "plan_bound", "replicas", "moved_experts", "rank_skew", "expert_skew")
+"""What a plan changes in the metrics of the same training."""
+
+
+def comparable(rows: Sequence[dict], *without: str) -> list[dict]:
+    """Return metrics without what may differ between equal runs."""
+    return [{name: value for name, value in row.items() if name not in (*_MAY_DIFFER, *without)} for row in rows]
+
+
+def assert_same_bits(one: Outcome, other: Outcome, *without: str) -> None:
+    """Two runs have trained the same, to the last bit."""
+    for a, b in zip(comparable(one.rows, *without), comparable(other.rows, *without), strict=True):
+        assert a == b, f"step {a['step']}: { {name: (a[name], b.get(name)) for name in a if a[name] != b.get(name)} }"
+    assert one.weights.keys() == other.weights.keys()
+    assert [name for name in one.weights if not torch.equal(one.weights[name], other.weights[name])] == []
+
+
+def assert_near(one: Outcome, other: Outcome, tolerance: float) -> None:
+    """The policies of two runs are the same but for rounding."""
+    assert one.weights.keys() == other.weights.keys()
+    for name, weights in one.weights.items():
+        torch.testing.assert_close(
+            other.weights[name], weights, atol=tolerance, rtol=0, msg=lambda text, at=name: f"{at}: {text}"
+        )
+
+
+def assert_trained(outcome: Outcome) -> None:
+    """Guard against tests that compare models nobody trained."""
+    assert any((row["grad_norm"] or 0) > 1e-3 for row in outcome.rows), [row["grad_norm"] for row in outcome.rows]
+    assert sum(row["trained_tokens"] for row in outcome.rows) > 0

@@ -17,37 +17,86 @@ from relibra.routing.trace_files import read_trace
 from .ranks_at_work import TINY
 
 RELIBRA = (sys.executable, "-m", "relibra")
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 """How long a tiny run may take to say something: most of it is the import of torch on a busy machine."""
+REWARD = """
+def by_letters(response, row):
+    return sum(map(ord, response)) % 3 / 2
+
+def raising(response, row):
+    raise ValueError("no idea")
+
+def nothing(response, row):
+    return float("nan")
+"""
 
 
-def train(folder: Path, *overrides: str, command=RELIBRA) -> subprocess.CompletedProcess:
+def run_command(words: list[str], folder: Path | None = None, **options) -> subprocess.CompletedProcess:
+    """Run relibra to its end, in a folder."""
+    return subprocess.run(
+        [*RELIBRA, *words],
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE_S,
+        env=_environment(),
+        cwd=folder,
+        **options,
+    )
+
+
+def train(folder: Path, *overrides: str, command=RELIBRA, **options) -> subprocess.CompletedProcess:
     """Run a tiny training to its end."""
     words = [*command, "train", *TINY, f"run.folder={folder}", *overrides, "--json"]
-    return subprocess.run(words, capture_output=True, text=True, timeout=2 * PATIENCE_S, env=_environment())
+    return subprocess.run(words, capture_output=True, text=True, timeout=2 * PATIENCE_S, env=_environment(), **options)
 
 
 def report(run: Path) -> subprocess.CompletedProcess:
     """Ask for the report of a run."""
-    words = [*RELIBRA, "report", str(run), "--json"]
-    return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, env=_environment())
+    return run_command(["report", str(run), "--json"])
+
+
+def make_user_task(folder: Path, characters: str = "0123456789+=,.") -> tuple[str, ...]:
+    """Write a tiny model, prompts and a reward function into a folder; return the settings that train on them there."""
+    from transformers import AutoModelForCausalLM
+
+    from relibra.rl.config import load_config
+    from relibra.rl.policy import built_in_config
+    from relibra.rl.tokenizer import CharacterTokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = CharacterTokenizer(characters, characters[-1])
+    sizes = load_config(None, ["model.hidden_size=16", "model.num_experts=4", "model.num_layers=2"]).model
+    AutoModelForCausalLM.from_config(built_in_config(sizes, tokenizer.vocab_size)).save_pretrained(folder / "model")
+    tokenizer.save(folder / "model")
+    rows = [{"prompt": f"{a}+{b}=", "answer": (a + b) % 10} for a in range(10) for b in range(10)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "my_rewards.py").write_text(REWARD)
+    return (
+        "task.name=prompts",
+        "task.file=prompts.jsonl",
+        "task.reward=my_rewards:by_letters",
+        "model.path=model",
+        "warmup.steps=0",
+    )
 
 
 class LongRun:
     """A training under way, in a process group of its own that ends with the `with` block."""
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
+    def __init__(self, folder: Path, *overrides: str, resume: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.run = folder / "run"
         self._texts = {name: folder / f"{name}.txt" for name in ("stdout", "stderr")}
+        about = ["--resume", str(self.run)] if resume else [*TINY, "run.steps=5000", f"run.folder={folder}"]
         with self._texts["stdout"].open("w") as out, self._texts["stderr"].open("w") as err:
             self.process = subprocess.Popen(
-                [*RELIBRA, "train", *TINY, "run.steps=5000", f"run.folder={folder}", *overrides, "--json"],
+                [*RELIBRA, "train", *about, *overrides, "--json"],
                 stdout=out,
                 stderr=err,
                 stdin=subprocess.DEVNULL,
                 env=_environment(),
                 start_new_session=True,
+                cwd=folder,
             )
 
     def __enter__(self) -> LongRun:
@@ -91,7 +140,7 @@ class LongRun:
         """Send a signal to every process of the run, as a terminal does."""
         os.killpg(self.process.pid, number)
 
-    def exit_code(self, seconds: float = 60.0) -> int:
+    def exit_code(self, seconds: float = 120.0) -> int:
         return self.process.wait(seconds)
 
 
@@ -111,7 +160,7 @@ def wait_until_gone(pids: list[int], seconds: float) -> None:
         time.sleep(0.05)
 
 
-def check_whole(run: Path) -> int:
+def check_whole(run: Path, responses: int = 8) -> int:
     """Check that what an ended run left is whole or refused by its reader; return the number of finished steps."""
     assert json.loads((run / "config.json").read_text())["run"]["steps"] >= 0
     metrics = read_metrics(run / "metrics.jsonl")
@@ -125,10 +174,18 @@ def check_whole(run: Path) -> int:
         except TraceError:
             continue
         trace.validate()
-        assert trace.num_samples == 8, "a readable trace holds the samples of all ranks"
+        assert trace.num_samples == responses, "a readable trace holds the samples of all ranks"
         readable.add(int(folder.name.removeprefix("step-")))
     assert readable >= set(metrics.steps), "a finished step has a readable trace"
     return len(metrics.steps)
+
+
+def check_samples(run: Path, steps: int) -> None:
+    """Check that samples.jsonl holds each sample of a step once, of finished steps in their order."""
+    lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    seen = [(line["step"], line["sample"]) for line in lines]
+    assert seen == sorted(set(seen))
+    assert {step for step, _ in seen} <= set(range(steps))
 
 
 def check_report(run: Path) -> None:

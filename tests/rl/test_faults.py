@@ -57,12 +57,12 @@ def test_a_killed_rank_ends_the_run_with_its_name(rank, tmp_path):
         going.wait_for("step 2/")
         workers = going.workers()
         os.kill(workers[rank], signal.SIGKILL)
-        assert going.exit_code(20) == 1
+        assert going.exit_code(60) == 1
         wait_until_gone(workers, 1)
     last = going.stderr.splitlines()[-1]
     assert last == (
         f"error: the run ended early: rank {rank} was ended by SIGKILL; "
-        f"{going.run} keeps every finished step: look there, or start again"
+        f"{going.run} keeps every finished step; to go on from its last checkpoint: relibra train --resume {going.run}"
     )
     assert "Traceback" not in going.stderr
     assert going.stdout == ""
@@ -83,7 +83,7 @@ def test_a_disk_that_refuses_is_told_in_one_sentence_per_rank(tmp_path):
     with LongRun(tmp_path) as going:
         going.wait_for_workers(2)
         (going.run / "traces").write_text("in the way")
-        assert going.exit_code() == 1
+        assert going.exit_code(240) == 1
     assert f"rank 0: [Errno 20] Not a directory: '{going.run}/traces/step-00000'" in going.stderr
     assert "error: the run ended early: rank 0 failed (its message stands above), rank 1 failed" in going.stderr
     assert "Traceback" not in going.stderr
@@ -101,6 +101,19 @@ def test_a_rank_that_hangs_ends_the_run_in_time(tmp_path):
     check_whole(going.run)
 
 
+def test_a_killed_run_leaves_whole_checkpoints_and_nothing_of_an_unfinished_one_counts(tmp_path):
+    with LongRun(tmp_path, "checkpoint.every=1") as going:
+        going.wait_for("step 3/")
+        workers = going.workers()
+        going.signal_all(signal.SIGKILL)
+        going.exit_code()
+        wait_until_gone(workers, 5)
+    kept = sorted(folder.name for folder in (going.run / "checkpoints").glob("step-*"))
+    assert 1 <= len(kept) <= 3, "checkpoint.keep is 2, and a kill may come before the oldest is removed"
+    for name in kept:
+        assert json.loads((going.run / "checkpoints" / name / "manifest.json").read_text())
+
+
 @pytest.mark.parametrize("whom", ["group", "parent"])
 def test_ctrl_c_lets_the_step_finish_and_leaves_policy_and_report(whom, tmp_path):
     with LongRun(tmp_path) as going:
@@ -113,6 +126,7 @@ def test_ctrl_c_lets_the_step_finish_and_leaves_policy_and_report(whom, tmp_path
     assert outcome["complete"] is False
     assert outcome["steps"] == check_whole(going.run) >= 1
     assert (going.run / "policy" / "model.safetensors").is_file()
+    assert (going.run / "checkpoints" / f"step-{outcome['steps']:05d}").is_dir(), "the stopped run can go on"
     assert (going.run / "report.html").is_file()
     assert going.stderr.count("stopping after this step; press Ctrl-C again to stop at once") == 1
     assert "Traceback" not in going.stderr

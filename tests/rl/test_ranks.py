@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,12 +16,14 @@ from relibra.rl.config import RunConfig
 from relibra.rl.ranks import (
     LostPeerError,
     broadcast_json,
+    gather_arrays,
     gather_json,
     joined_ranks,
     largest_over_ranks,
     sum_over_ranks,
 )
 
+from .joined import on_ranks
 from .ranks_at_work import CPU, meeting
 
 
@@ -42,6 +45,51 @@ def test_a_rank_alone_gets_back_what_it_gives(monkeypatch):
         with pytest.raises(EngineError, match="a rank wants to exchange 12 bytes of JSON: at most 10 are allowed"):
             gather_json("x" * 10)
     assert not dist.is_initialized()
+
+
+def test_arrays_of_any_type_and_shape_come_back_as_they_were(monkeypatch):
+    arrays = [
+        np.arange(6, dtype=np.int16).reshape(2, 3),
+        np.zeros((0, 4), dtype=np.float32),
+        np.array([True, False]),
+        np.array(["a", "bc"]),
+        np.arange(8).reshape(2, 4).T,
+    ]
+    with joined_ranks(60.0, CPU, meeting()):
+        for array in arrays:
+            [found] = gather_arrays(array)
+            assert found.dtype == array.dtype
+            assert found.shape == array.shape
+            assert found.tolist() == array.tolist()
+        monkeypatch.setattr(ranks, "MAX_ARRAY_BYTES", 10)
+        with pytest.raises(EngineError, match="a rank wants to exchange an array of 16 bytes: at most 10 are allowed"):
+            gather_arrays(np.zeros(2))
+
+
+def _exchange_on_a_rank(_folder):
+    """Exchange arrays whose sizes differ between ranks, and JSON, on one of two ranks."""
+    rank = dist.get_rank()
+    arrays = gather_arrays(np.arange(3 * rank, dtype=np.int32).reshape(-1, 3))
+    return {
+        "arrays": [array.tolist() for array in arrays],
+        "json": gather_json({"rank": rank, "text": "x" * rank}),
+        "told": broadcast_json(rank),
+        "sum": sum_over_ranks(torch.tensor([rank, 1])).tolist(),
+        "largest": largest_over_ranks(5 - rank),
+    }
+
+
+@pytest.mark.slow
+def test_ranks_exchange_pieces_of_different_sizes(tmp_path):
+    first, second = on_ranks(2, _exchange_on_a_rank, tmp_path)
+    assert first == second
+    assert first == {
+        "arrays": [[], [[0, 1, 2]]],
+        "json": [{"rank": 0, "text": ""}, {"rank": 1, "text": "x"}],
+        "told": 0,
+        "sum": [1, 2],
+        "largest": 5,
+    }
 
 
 def test_sums_leave_their_argument_alone():

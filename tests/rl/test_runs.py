@@ -8,21 +8,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from relibra.reporting.metrics import read_metrics
+from relibra.rl.presets import PRESETS
 from relibra.rl.tasks.arithmetic import CHARACTERS, STOP
 from relibra.rl.tokenizer import CharacterTokenizer
 from relibra.routing.trace_files import read_trace
 
-from .runs import check_whole, train
+from .ranks_at_work import comparable
+from .runs import check_samples, check_whole, make_user_task, train
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "relibra")
 
 
+UNFILTERED = "algorithm.group_filter=off"
+"""An untrained policy earns nothing, so every group is all alike: train on them all the same."""
+
+
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("runs"))
+    return train(tmp_path_factory.mktemp("runs"), UNFILTERED)
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +38,8 @@ def run(done):
 
 
 def rows_of(run):
-    """Metrics without the one thing that may differ between equal runs."""
-    return [{name: row[name] for name in row if name != "seconds"} for row in read_metrics(run / "metrics.jsonl").rows]
+    """Metrics without what may differ between equal runs."""
+    return comparable(read_metrics(run / "metrics.jsonl").rows)
 
 
 def shards_of(run):
@@ -64,7 +70,10 @@ def test_stderr_is_progress_in_plain_lines_and_nothing_else(done):
 def test_the_run_folder_is_complete(run):
     assert check_whole(run) == 2
     names = {path.name for path in run.iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "tensorboard", "traces", "policy", "report.html"}
+    logs = {"config.json", "metrics.jsonl", "samples.jsonl", "tensorboard", "report.html"}
+    assert names == logs | {"traces", "policy", "checkpoints"}
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000", "step-00002"]
+    check_samples(run, 2)
     config = json.loads((run / "config.json").read_text())
     assert config["rollout"]["prompts_per_step"] == 4
     assert config["versions"]["torch"] == torch.__version__
@@ -74,10 +83,11 @@ def test_the_run_folder_is_complete(run):
 
 def test_metrics_are_finite_and_training_agrees_with_the_sampler(run):
     for row in rows_of(run):
-        assert all(math.isfinite(value) for value in row.values())
+        assert all(math.isfinite(value) for value in row.values() if isinstance(value, int | float))
         assert abs(row["k3_kl"]) < 1e-8
+        assert row["alarms"] == []
         assert row["router_disagreement"] == 0
-        assert 1 <= row["rank_skew"] <= 2
+        assert 1 <= row["planned_skew"] <= row["rank_skew"] + 1e-9 <= 2 + 2e-9
         assert 1 <= row["expert_skew"] <= 4
         assert row["response_length_max"] <= 12
 
@@ -101,7 +111,7 @@ def test_the_policy_loads_without_relibra(run):
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_numbers_and_the_same_bytes(run, tmp_path):
-    again, other = train(tmp_path / "again"), train(tmp_path / "other", "run.seed=1")
+    again, other = train(tmp_path / "again", UNFILTERED), train(tmp_path / "other", UNFILTERED, "run.seed=1")
     assert again.returncode == other.returncode == 0
     assert rows_of(tmp_path / "again" / "run") == rows_of(run)
     assert shards_of(tmp_path / "again" / "run") == shards_of(run)
@@ -110,7 +120,7 @@ def test_the_same_seed_gives_the_same_numbers_and_the_same_bytes(run, tmp_path):
 
 @pytest.mark.slow
 def test_torchrun_makes_the_same_run(run, tmp_path):
-    done = train(tmp_path, command=TORCHRUN)
+    done = train(tmp_path, UNFILTERED, command=TORCHRUN)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["complete"] is True
     assert rows_of(tmp_path / "run") == rows_of(run)
@@ -121,23 +131,40 @@ def test_torchrun_makes_the_same_run(run, tmp_path):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("parallel.ranks=1",),
-        ("update.replay=off",),
-        ("update.mini_batches=1",),
         ("parallel.ranks=4", "rollout.prompts_per_step=4"),
         ("parallel.ranks=3", "model.num_experts=6", "update.micro_batch_tokens=1"),
-        ("warmup.steps=0", "run.steps=1"),
+        ("warmup.steps=0", "run.steps=1", "task.name=strings", "checkpoint.every=0"),
     ],
     ids=" ".join,
 )
 def test_other_shapes_of_a_run(overrides, tmp_path):
-    done = train(tmp_path, *overrides)
+    done = train(tmp_path, UNFILTERED, *overrides)
     assert done.returncode == 0, done.stderr
     steps = 1 if "run.steps=1" in overrides else 2
     assert check_whole(tmp_path / "run") == steps
     for row in rows_of(tmp_path / "run"):
         assert abs(row["k3_kl"]) < 1e-8
-        assert (row["router_disagreement"] is None) == ("update.replay=off" in overrides)
+        assert row["router_disagreement"] == 0
+    assert (tmp_path / "run" / "checkpoints").exists() == ("checkpoint.every=0" not in overrides)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_model_prompts_and_a_reward_of_ones_own(preset, tmp_path):
+    task = make_user_task(tmp_path)
+    window = ("rollout.window=4", "algorithm.tail_drop=1") if preset == "tppo" else ()
+    done = train(
+        tmp_path, *task, f"algorithm.preset={preset}", *window, "evaluation.every=1", "run.steps=3", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert check_whole(tmp_path / "run") == 3
+    rows = rows_of(tmp_path / "run")
+    assert any((row["grad_norm"] or 0) > 1e-3 for row in rows)
+    assert all(abs(row["k3_kl"] or 0) < 1e-8 for row in rows)
+    assert all(0 < row["evaluation"]["reward"] < 1 for row in rows)
+    prompts = {json.loads(line)["prompt"] for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()}
+    assert prompts <= {f"{a}+{b}=" for a in range(10) for b in range(10)}
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "policy").encode("1+2=")
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from relibra.errors import RelibraError
+from relibra.errors import ConfigError, RelibraError
 
 
 def train(
@@ -20,37 +20,47 @@ def train(
             show_default=False,
         ),
     ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Go on with the run in this folder from its last checkpoint; overrides change settings."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print the resolved settings as TOML and leave.")
     ] = False,
 ) -> None:
-    """Post-train a small MoE policy with RL, its routes recorded at rollout and replayed in training.
+    """Post-train a model with RL: PPO, T-PPO, GRPO, DAPO or GSPO, experts balanced from the routes of the rollout.
 
     Progress goes to stderr. The first Ctrl-C lets the current step finish and leaves a readable run folder; the second
     stops at once. Under torchrun the command becomes one of its ranks.
 
     Example: relibra train run.steps=3 warmup.steps=20   (a smoke run, too short to learn)
     """
-    from relibra.rl.config import as_toml, load_config
+    from relibra.rl.config import as_toml, check_resumable, load_config
+    from relibra.rl.run_folder import open_run_folder
 
     words = settings or []
     file = Path(words[0]) if words and "=" not in words[0] else None
-    config = load_config(file, words[1:] if file else words)
+    if resume is not None and file is not None:
+        raise ConfigError(f"--resume {resume} and a settings file {file} contradict each other: leave the file out")
+    base = None if resume is None else open_run_folder(resume)
+    config = load_config(file, words[1:] if file else words, base=base)
+    if base is not None:
+        check_resumable(load_config(None, base=base), config)
     if show_config:
         typer.echo(config.model_dump_json(indent=1) if as_json else as_toml(config))
         return
 
     from relibra.rl.launch import launch
 
-    finished = launch(config)
+    finished = launch(config, resume)
     if finished is None:
         return
     from relibra.reporting import write_report
     from relibra.reporting.metrics import read_metrics
 
     steps = read_metrics(finished.run / "metrics.jsonl").rows
-    rewards = [row["reward"] for row in steps]
+    rewards = [row["reward"] for row in steps if row["reward"] is not None]
     page = None
     if steps:
         try:

@@ -1,4 +1,4 @@
-"""Micro-batches: responses, right-padded, cut by a token budget, with the routes that belong to them."""
+"""Micro-batches: responses laid end to end, without padding, with the routes that belong to them."""
 
 from __future__ import annotations
 
@@ -7,97 +7,130 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int, Int64, Shaped
 from numpy import ndarray
 from torch import Tensor
 
 from relibra.replay import BatchRoutes
-from relibra.rl.rollout.sample import RolloutSample
+from relibra.rl.rollout.response import Response
 from relibra.routing.trace import RoutingTrace
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
-    """Right-padded responses that go through the model together.
+    """Responses that go through a model together: `B` of them in a row of `T` tokens.
 
-    samples_B       positions of the responses among the rank's samples; -1: filler, of a rank with nothing to do
-    response_BN     True on response tokens: those that are trained
-    sampled_BN      log-probs under the sampler on response tokens, 0 elsewhere
-    routes          rollout routes of these rows; None: route natively
+    The model tells them apart by positions that begin again at 0.
+
+    samples_B     which of the rank's responses; none: filler, for a rank that keeps its peers company
+    tokens_1T     what is fed: without the last token of a response, whose output nobody needs (or with it: `whole`)
+    position_1T   place of each token in its response
+    row_X         rows whose output belongs to a response token, X of them: that of the token before it
+    target_X      the response tokens
+    response_X    the response of each, as an index into `samples_B`
+    place_X       its place among the response tokens of its response
+    after_B       with `whole`: the row of the last token of each response
+    routes        experts to replay; None: the model routes itself
     """
 
-    samples_B: Int[ndarray, " B"]
-    tokens_BN: Int[Tensor, "B N"]
-    attention_BN: Int[Tensor, "B N"]
-    response_BN: Bool[Tensor, "B N"]
-    sampled_BN: Float[Tensor, "B N"]
-    advantage_B: Float[Tensor, " B"]
+    samples_B: Int64[ndarray, " B"]
+    tokens_1T: Int[Tensor, "1 T"]
+    position_1T: Int[Tensor, "1 T"]
+    row_X: Int[Tensor, " X"]
+    target_X: Int[Tensor, " X"]
+    response_X: Int[Tensor, " X"]
+    place_X: Int[Tensor, " X"]
+    after_B: Int[Tensor, " B"]
     routes: BatchRoutes | None
 
+    @property
+    def num_responses(self) -> int:
+        """Responses in it, B."""
+        return len(self.samples_B)
 
-def assign_micro_batches(lengths_S: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Cut samples, in order, into runs whose padded size (longest x count) stays within `max_tokens`.
+    def gather(self, values_Sr: Sequence[Shaped[ndarray, " _"]]) -> Float[Tensor, " X"]:
+        """Pick the value of each response token from one array per response of the rank, as float32."""
+        pieces = [values_Sr[s] for s in self.samples_B]
+        joined = np.concatenate(pieces) if pieces else np.zeros(0)
+        return torch.from_numpy(joined.astype(np.float32))
 
-    A sample longer than `max_tokens` goes alone.
-
-    >>> assign_micro_batches([3, 4, 2, 9], 8)
-    [[0, 1], [2], [3]]
-    """
-    batches: list[list[int]] = []
-    longest = 0
-    for sample, length in enumerate(lengths_S):
-        longest = max(longest, length)
-        if not batches or longest * (len(batches[-1]) + 1) > max_tokens:
-            batches.append([])
-            longest = length
-        batches[-1].append(sample)
-    return batches
+    def scatter(self, values_X: Float[Tensor, " X"], into_Sr: list[Float[ndarray, " _"]]) -> None:
+        """Put values of response tokens where the arrays of their responses stand: the reverse of `gather`."""
+        lengths = torch.bincount(self.response_X, minlength=self.num_responses).tolist()
+        pieces = values_X.detach().float().cpu().split(lengths)
+        for s, piece in zip(self.samples_B.tolist(), pieces, strict=True):
+            into_Sr[s] = piece.numpy()
 
 
 def make_micro_batch(
-    samples: Sequence[RolloutSample],
-    advantages_S: Float[Tensor, " S"],
-    chosen: Sequence[int],
-    trace: RoutingTrace | None,
-    pad_id: int,
+    responses: Sequence[Response], chosen: Sequence[int], trace: RoutingTrace | None, *, whole: bool = False
 ) -> MicroBatch:
-    """Lay out the chosen samples.
+    """Lay out the chosen responses; none of them: filler.
 
-    trace    routes of all `samples`, in their order; None: route natively
+    trace    routes of all `responses`, in their order, without the rows of last tokens; None: the model routes itself
+    whole    feed last tokens too
     raises   TraceError when routes and tokens disagree
     """
-    width = max(len(samples[s].tokens_n) for s in chosen)
-    shape = (len(chosen), width)
-    tokens_BN = torch.full(shape, pad_id)
-    attention_BN = torch.zeros(shape, dtype=torch.int64)
-    response_BN = torch.zeros(shape, dtype=torch.bool)
-    sampled_BN = torch.zeros(shape)
-    for b, sample in enumerate(samples[s] for s in chosen):
-        length = len(sample.tokens_n)
-        tokens_BN[b, :length] = torch.from_numpy(sample.tokens_n)
-        attention_BN[b, :length] = 1
-        response_BN[b, sample.prompt_length : length] = True
-        sampled_BN[b, sample.prompt_length : length] = torch.from_numpy(sample.log_probs_r)
-    routes = None if trace is None else BatchRoutes.padded(trace.select(chosen), attention_BN, tokens_BN)
+    if not len(chosen):
+        return _filler()
+    picked = [responses[s] for s in chosen]
+    fed = [len(response.tokens_n) - (not whole) for response in picked]
+    starts = np.cumsum([0, *fed])[:-1]
+    tokens_T = np.concatenate([response.tokens_n[:length] for response, length in zip(picked, fed, strict=True)])
+    routes = None
+    if trace is not None:
+        routes = BatchRoutes.packed(trace.select(list(chosen)), input_ids_T=torch.from_numpy(tokens_T), lengths=fed)
+    lengths = [response.length for response in picked]
+    first = [start + response.prompt_length - 1 for start, response in zip(starts, picked, strict=True)]
     return MicroBatch(
-        samples_B=np.asarray(chosen),
-        tokens_BN=tokens_BN,
-        attention_BN=attention_BN,
-        response_BN=response_BN,
-        sampled_BN=sampled_BN,
-        advantage_B=advantages_S[torch.as_tensor(chosen)],
+        samples_B=np.asarray(chosen, dtype=np.int64),
+        tokens_1T=torch.from_numpy(tokens_T)[None],
+        position_1T=torch.from_numpy(np.concatenate([np.arange(length) for length in fed]))[None],
+        row_X=torch.from_numpy(
+            np.concatenate([np.arange(row, row + length) for row, length in zip(first, lengths, strict=True)])
+        ),
+        target_X=torch.from_numpy(np.concatenate([response.tokens_n[response.prompt_length :] for response in picked])),
+        response_X=torch.from_numpy(np.repeat(np.arange(len(picked)), lengths)),
+        place_X=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])),
+        after_B=torch.from_numpy(starts + np.array(fed) - 1),
         routes=routes,
     )
 
 
-def filler_micro_batch(pad_id: int) -> MicroBatch:
-    """Return a micro-batch that trains nothing, for a rank that must keep its peers company in their collectives."""
+def routes_of(
+    responses: Sequence[Response], *, num_experts: int, layer_ids: Sequence[int], source: str
+) -> RoutingTrace | None:
+    """Gather the rows of all tokens that are fed in training, none of them a last token; None without responses.
+
+    raises    TraceError when an engine delivered illegal routes
+    """
+    if not responses:
+        return None
+    experts = [response.experts_nLK for response in responses]
+    return RoutingTrace.from_samples(
+        [experts_nLK[:-1] for experts_nLK in experts if experts_nLK is not None],
+        num_experts=num_experts,
+        layer_ids=layer_ids,
+        tokens=[response.tokens_n[:-1] for response in responses],
+        sample_ids=[response.sample_id for response in responses],
+        group_ids=[response.group_id for response in responses],
+        prompt_lengths=[response.prompt_length for response in responses],
+        weight_versions=[int(response.versions_r[-1]) for response in responses],
+        source=source,
+    )
+
+
+def _filler() -> MicroBatch:
+    """Return a micro-batch that trains nothing."""
+    none_X = torch.zeros(0, dtype=torch.int64)
     return MicroBatch(
-        samples_B=np.full(1, -1),
-        tokens_BN=torch.full((1, 2), pad_id),
-        attention_BN=torch.ones(1, 2, dtype=torch.int64),
-        response_BN=torch.zeros(1, 2, dtype=torch.bool),
-        sampled_BN=torch.zeros(1, 2),
-        advantage_B=torch.zeros(1),
+        samples_B=np.zeros(0, dtype=np.int64),
+        tokens_1T=torch.zeros(1, 1, dtype=torch.int64),
+        position_1T=torch.zeros(1, 1, dtype=torch.int64),
+        row_X=none_X,
+        target_X=none_X,
+        response_X=none_X,
+        place_X=none_X,
+        after_B=none_X,
         routes=None,
     )

@@ -2,123 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ValidationError, model_validator
 
 from relibra.errors import ConfigError
-
-
-class Section(BaseModel):
-    """A group of settings; unknown keys are refused, values never change."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-
-
-class RunSettings(Section):
-    """What the run is called and how long it goes on."""
-
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the run folder; a number is added when it exists."""
-    folder: Path = Path("runs")
-    """Folder that holds run folders."""
-    seed: int = Field(0, ge=0)
-    """Everything random follows from it: weights, problems, samples."""
-    steps: int = Field(60, ge=0)
-    """RL steps: rollout, reward, recompute, update, weight sync."""
-
-
-class TaskSettings(Section):
-    """Chains of additions whose length has a long tail."""
-
-    max_terms: int = Field(12, ge=2, le=64)
-    """Longest chain."""
-    continue_probability: float = Field(0.72, ge=0, lt=1)
-    """Chance that a chain goes on after each term from the second: the tail of the length distribution."""
-
-
-class ModelSettings(Section):
-    """A tiny Qwen3-MoE-shaped policy, built from configuration."""
-
-    hidden_size: int = Field(64, ge=8, multiple_of=8)
-    """Width; experts are half as wide inside."""
-    num_layers: int = Field(3, ge=1)
-    """Decoder layers, all of them MoE."""
-    num_heads: int = Field(4, ge=2, multiple_of=2)
-    """Attention heads; half as many for keys and values."""
-    num_experts: int = Field(16, ge=1)
-    """Routed experts per layer."""
-    experts_per_token: int = Field(2, ge=1)
-    """Choices per token, K."""
-
-    @model_validator(mode="after")
-    def _sizes_fit(self) -> ModelSettings:
-        if self.experts_per_token > self.num_experts:
-            raise ValueError(f"experts_per_token {self.experts_per_token} exceeds num_experts {self.num_experts}")
-        if self.hidden_size % (2 * self.num_heads):
-            raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of 2 x num_heads {self.num_heads}")
-        return self
-
-
-class WarmupSettings(Section):
-    """Supervised steps before RL, on demonstrations that slip now and then."""
-
-    steps: int = Field(320, ge=0)
-    """Optimizer steps."""
-    batch: int = Field(128, ge=1)
-    """Demonstrations per step, over all ranks."""
-    learning_rate: float = Field(5e-3, gt=0)
-    """AdamW's at its height: a ramp over the first 20 steps, then a linear fall to a tenth."""
-    slip: float = Field(0.3, ge=0, le=1)
-    """Chance, at the end, of a wrong sum at each link of a demonstration; RL has to unlearn it. The first half of the
-    warm-up is without slips, then the chance grows evenly."""
-
-
-class RolloutSettings(Section):
-    """How responses are sampled."""
-
-    prompts_per_step: int = Field(32, ge=1)
-    """Problems per step, over all ranks."""
-    responses_per_prompt: int = Field(8, ge=2)
-    """Responses to each problem: the group that an advantage is measured in."""
-    max_new_tokens: int = Field(80, ge=1)
-    """Longest response."""
-    temperature: float = Field(1.0, gt=0)
-    """Of sampling; log-probs are those of the tempered policy, in rollout and in training."""
-
-
-class UpdateSettings(Section):
-    """How the policy learns from a step's responses."""
-
-    learning_rate: float = Field(2e-4, gt=0)
-    """AdamW's."""
-    mini_batches: int = Field(8, ge=1)
-    """Optimizer steps per rollout batch."""
-    micro_batch_tokens: int = Field(2048, ge=1)
-    """Tokens, padding included, that one rank feeds at once; a longer sample goes alone."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    """Lower clip of the probability ratio is 1 - clip_low."""
-    clip_high: float = Field(0.28, gt=0)
-    """Upper clip of the probability ratio is 1 + clip_high."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    """Gradients are scaled down to this global norm."""
-    replay: Literal["off", "R3"] = "R3"
-    """"R3": training takes the experts that the rollout took (arXiv 2510.11370). "off": it routes anew."""
-
-
-class ParallelSettings(Section):
-    """Processes of the run; expert parallelism and FSDP both span all of them."""
-
-    ranks: int = Field(2, ge=1)
-    """Processes; they must divide the experts. `torchrun` overrides it."""
-    threads_per_rank: int = Field(1, ge=1)
-    """CPU threads of each process."""
-    timeout_seconds: float = Field(120.0, gt=0)
-    """How long a rank waits for its peers in one collective before the run ends with an error."""
+from relibra.rl.settings import (
+    AlgorithmSettings,
+    CheckpointSettings,
+    CriticSettings,
+    EvaluationSettings,
+    ModelSettings,
+    ParallelSettings,
+    PlanSettings,
+    RolloutSettings,
+    RunSettings,
+    Section,
+    TaskSettings,
+    UpdateSettings,
+    WarmupSettings,
+)
 
 
 class RunConfig(Section):
@@ -129,30 +37,114 @@ class RunConfig(Section):
     model: ModelSettings = ModelSettings()
     warmup: WarmupSettings = WarmupSettings()
     rollout: RolloutSettings = RolloutSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
     update: UpdateSettings = UpdateSettings()
+    critic: CriticSettings = CriticSettings()
+    plan: PlanSettings = PlanSettings()
     parallel: ParallelSettings = ParallelSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+
+    @property
+    def responses_per_step(self) -> int:
+        """Responses under way in a step, over all ranks."""
+        return self.rollout.prompts_per_step * self.rollout.responses_per_prompt
 
     @model_validator(mode="after")
     def _parts_fit(self) -> RunConfig:
-        if self.model.num_experts % self.parallel.ranks:
-            raise ValueError(
+        for problem in (
+            self._misfit_of_model(),
+            self._misfit_of_task(),
+            self._misfit_of_groups(),
+            self._misfit_of_windows(),
+            self._misfit_of_plan(),
+        ):
+            if problem:
+                raise ValueError(problem)
+        return self
+
+    def _misfit_of_model(self) -> str | None:
+        if self.model.path:
+            return None  # its sizes are known when it is loaded
+        if not self.model.num_experts:
+            if self.algorithm.replay != "off":
+                return (
+                    f"algorithm.replay {self.algorithm.replay!r} needs a model with experts, and model.num_experts is "
+                    "0: set algorithm.replay=off"
+                )
+        elif self.model.num_experts % self.parallel.ranks:
+            return (
                 f"parallel.ranks {self.parallel.ranks} does not divide model.num_experts {self.model.num_experts}: "
                 "every rank holds the same number of experts"
             )
-        if self.update.mini_batches > self.rollout.prompts_per_step:
-            raise ValueError(
-                f"update.mini_batches {self.update.mini_batches} exceeds rollout.prompts_per_step "
-                f"{self.rollout.prompts_per_step}: a mini-batch holds at least one whole group"
+        return None
+
+    def _misfit_of_task(self) -> str | None:
+        if self.task.name != "prompts":
+            return None
+        if self.task.file is None:
+            return "task.name 'prompts' needs task.file: a .jsonl or .parquet file with one prompt per row"
+        if not self.model.path:
+            return "task.name 'prompts' needs model.path: the built-in model knows only its own tasks"
+        return None
+
+    def _misfit_of_groups(self) -> str | None:
+        rollout, mini_batches = self.rollout, self.update.mini_batches
+        if self.algorithm.advantage == "gae":
+            if mini_batches > self.responses_per_step:
+                return (
+                    f"update.mini_batches {mini_batches} exceeds the {self.responses_per_step} responses of a step "
+                    "(rollout.prompts_per_step x rollout.responses_per_prompt)"
+                )
+            return None
+        if rollout.responses_per_prompt < 2:
+            return (
+                "rollout.responses_per_prompt 1 with algorithm.advantage 'group': a response is compared with others "
+                "to the same prompt; ask for 2 or more, or take preset 'ppo'"
             )
-        return self
+        if mini_batches > rollout.prompts_per_step:
+            return (
+                f"update.mini_batches {mini_batches} exceeds rollout.prompts_per_step {rollout.prompts_per_step}: a "
+                "mini-batch holds at least one whole group"
+            )
+        return None
+
+    def _misfit_of_plan(self) -> str | None:
+        if self.plan.balancer in ("relibra", "static"):
+            return None  # the others load numba
+        from relibra.planning import BALANCERS
+
+        if self.plan.balancer not in (*BALANCERS, "auto"):
+            return f"plan.balancer {self.plan.balancer!r} is unknown: allowed are {', '.join([*BALANCERS, 'auto'])}"
+        return None
+
+    def _misfit_of_windows(self) -> str | None:
+        window, longest = self.rollout.window_tokens, self.rollout.max_response
+        if window < longest and self.algorithm.advantage == "group":
+            return (
+                f"rollout.window {window} is below rollout.max_response {longest}, which algorithm.advantage 'group' "
+                "cannot train: the reward of an unfinished response is not known; take preset 'tppo', or window 0"
+            )
+        if window < longest and self.algorithm.group_filter != "off":
+            return (
+                f"algorithm.group_filter {self.algorithm.group_filter!r} compares the responses of a group, and with "
+                f"rollout.window {window} below rollout.max_response {longest} they do not finish together: set it to "
+                "off"
+            )
+        if window < longest and self.algorithm.tail_drop >= window:
+            return f"algorithm.tail_drop {self.algorithm.tail_drop} leaves nothing of rollout.window {window}"
+        if self.algorithm.overlong_buffer > longest:
+            return f"algorithm.overlong_buffer {self.algorithm.overlong_buffer} exceeds rollout.max_response {longest}"
+        return None
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: Path | None, overrides: Sequence[str] = (), *, base: dict[str, Any] | None = None) -> RunConfig:
     """Read a TOML file (None: defaults) and apply `section.key=value` overrides, the last one wins.
 
+    base      settings instead of a file: those of a run that goes on
     raises    ConfigError naming key, value, what is allowed and where it was set
     """
-    settings = _read_toml(path) if path else {}
+    settings = _read_toml(path) if path else copy.deepcopy(base or {})
     origin: dict[tuple[str, ...], str] = {}
     for override in overrides:
         key, value = _parse_override(override)
@@ -164,6 +156,27 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(_sentence(error, str(path) if path else "the defaults", origin)) from error
 
 
+_MAY_CHANGE = ("run.steps", "run.name", "run.folder", "update.", "critic.", "plan.", "parallel.", "checkpoint.")
+_MAY_CHANGE_TOO = ("evaluation.stop_at", "rollout.max_batch", "rollout.url", "rollout.server_weights")
+
+
+def check_resumable(before: RunConfig, after: RunConfig) -> None:
+    """Make sure that a run goes on as what it is: settings that what was sampled or saved rests on have to stay.
+
+    raises    ConfigError naming the first setting that may not change
+    """
+    old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
+    for section, settings in new.items():
+        for key, value in settings.items():
+            name = f"{section}.{key}"
+            if value != old[section][key] and not name.startswith((*_MAY_CHANGE, *_MAY_CHANGE_TOO)):
+                raise ConfigError(
+                    f"{name} was {old[section][key]!r} and cannot become {value!r} in a run that goes on: start a new "
+                    "one, from its policy if you like (model.path=RUN/policy); what may change are "
+                    f"{', '.join(part.rstrip('.') for part in (*_MAY_CHANGE, *_MAY_CHANGE_TOO))}"
+                )
+
+
 def as_toml(config: RunConfig) -> str:
     """Return the configuration as a TOML file that explains every setting and can be edited and run."""
     lines = []
@@ -171,7 +184,8 @@ def as_toml(config: RunConfig) -> str:
         lines += ["", f"[{name}]  # {type(section).__doc__}"]
         for key, value in section.model_dump(mode="json").items():
             description = " ".join((type(section).model_fields[key].description or "").split())
-            lines += [f"# {description}", f"{key} = {json.dumps(value)}"]
+            setting = f"# {key} =" if value is None else f"{key} = {json.dumps(value)}"  # TOML has no null
+            lines += [f"# {description}", setting]
     return "\n".join(lines[1:])
 
 

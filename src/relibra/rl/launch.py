@@ -24,7 +24,7 @@ from types import FrameType
 from relibra.environment import launched_rank
 from relibra.errors import ConfigError, EngineError
 from relibra.rl.config import RunConfig
-from relibra.rl.run_folder import create_run_folder
+from relibra.rl.run_folder import has_checkpoint, open_or_create
 from relibra.rl.worker import Exit, run_launched, run_worker
 
 GRACE_SECONDS = 10.0
@@ -39,9 +39,10 @@ class Finished:
     complete: bool
 
 
-def launch(config: RunConfig) -> Finished | None:
+def launch(config: RunConfig, resume: Path | None = None) -> Finished | None:
     """Run a configuration to its end, or until Ctrl-C, which lets the current step finish.
 
+    resume    folder of a run to go on with; None: a new one
     returns   None on every rank but the first under `torchrun`
     raises    ConfigError when a package is missing or the run folder cannot be made; EngineError when a rank failed or
               was killed: the run folder keeps the finished steps
@@ -54,9 +55,9 @@ def launch(config: RunConfig) -> Finished | None:
             )
     launched = launched_rank()
     if launched is not None:
-        run, complete = run_launched(config, launched)
+        run, complete = run_launched(config, launched, resume)
         return Finished(run, complete) if launched.rank == 0 else None
-    run = create_run_folder(config)
+    run = open_or_create(config, resume)
     print(f"starting {config.parallel.ranks} processes; run folder {run}", file=sys.stderr, flush=True)
     return Finished(run, _run_processes(config, run))
 
@@ -162,7 +163,10 @@ def _explain(codes: Sequence[int | None], run: Path) -> str:
     if not causes:
         lost = ", ".join(str(rank) for rank, code in enumerate(codes) if code == Exit.LOST_PEER)
         causes.append(f"rank {lost} waited for its peers in vain (its message stands above)")
-    return f"the run ended early: {', '.join(causes)}; {run} keeps every finished step: look there, or start again"
+    next_step = "look there, or start again"
+    if has_checkpoint(run):
+        next_step = f"to go on from its last checkpoint: relibra train --resume {run}"
+    return f"the run ended early: {', '.join(causes)}; {run} keeps every finished step; {next_step}"
 
 
 def _signal_name(number: int) -> str:

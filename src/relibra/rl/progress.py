@@ -1,11 +1,14 @@
-"""What a person sees while a run goes on: bars on a terminal, plain lines elsewhere. Everything goes to stderr."""
+"""What a person sees while a run goes on: a live table on a terminal, plain lines elsewhere; all of it on stderr."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -15,11 +18,14 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Column
+from rich.table import Column, Table
+from rich.text import Text
 
 LINE_EVERY_WARMUP_STEPS = 40
-NARROW = 110
-"""Terminals of fewer columns see no bar and a shorter note, but always the step and the time left."""
+NARROW = 100
+"""Terminals of fewer columns see no curves beside the numbers."""
+CURVE_STEPS = 40
+_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class TrainingProgress:
@@ -29,7 +35,6 @@ class TrainingProgress:
         """Prepare the display; nothing is drawn before the `with` block."""
         self.console = Console(stderr=True, quiet=not enabled)
         self._totals = {"warm-up": warmup_steps, "RL": rl_steps}
-        self._narrow = self.console.width < NARROW
         columns: list[ProgressColumn] = [
             TextColumn("[bold]{task.description:>8}", table_column=_fixed()),
             BarColumn(bar_width=24),
@@ -37,30 +42,37 @@ class TrainingProgress:
             TimeRemainingColumn(compact=True, table_column=_fixed()),
             TextColumn("{task.fields[note]}", table_column=Column(no_wrap=True)),
         ]
-        if self._narrow:
-            del columns[1]
-        self._bars = Progress(
-            *columns,
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
+        self._bars = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self._live = Live(console=self.console, auto_refresh=True, refresh_per_second=4, transient=False)
         self._tasks: dict[str, TaskID] = {}
+        self._rows: deque[dict[str, Any]] = deque(maxlen=CURVE_STEPS)
 
     def __enter__(self) -> TrainingProgress:
         """Start drawing."""
-        self._bars.start()
         self._tasks = {
             name: self._bars.add_task(name, total=total, note="", start=False)
             for name, total in self._totals.items()
             if total
         }
+        if self.console.is_terminal:
+            self._live.update(self._bars)
+            self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Stop drawing."""
-        self._bars.stop()
+        if self.console.is_terminal:
+            self._live.stop()
+
+    def resumed(self, step: int) -> None:
+        """Say that a run goes on after so many steps."""
+        self.console.print(f"going on from the checkpoint after step {step}", highlight=False)
+        if "warm-up" in self._tasks:
+            self._bars.update(self._tasks["warm-up"], completed=self._totals["warm-up"])
+        if "RL" in self._tasks:
+            self._bars.update(self._tasks["RL"], completed=step)
 
     def warmup_step(self, step: int, loss: float) -> None:
         """Show a finished warm-up step."""
@@ -71,19 +83,21 @@ class TrainingProgress:
 
     def rl_step(self, metrics: dict[str, Any]) -> None:
         """Show a finished RL step."""
-        note = (
-            f"reward {metrics['reward']:.2f}  length {metrics['response_length']:.0f}"
-            f" (max {metrics['response_length_max']})  rank skew {metrics['rank_skew']:.2f}  k3 {metrics['k3_kl']:.1e}"
-        )
-        short = f"reward {metrics['reward']:.2f}  length {metrics['response_length']:.0f}"
-        self._advance("RL", f"{short}  rank skew {metrics['rank_skew']:.2f}" if self._narrow else note)
-        if not self.console.is_terminal:
-            seconds = sum(metrics["seconds"].values())
-            line = f"step {metrics['step'] + 1}/{self._totals['RL']}  {note}  {seconds:.1f} s"
+        self._rows.append(metrics)
+        seconds = sum(metrics["seconds"].values())
+        self._advance("RL", f"{seconds:.1f} s per step")
+        if self.console.is_terminal:
+            self._live.update(Group(self._bars, _table(self._rows, wide=self.console.width >= NARROW)))
+        else:
+            line = f"step {metrics['step'] + 1}/{self._totals['RL']}  {_note(metrics)}  {seconds:.1f} s"
             self.console.print(line, highlight=False, soft_wrap=True)
+        for sentence in metrics["alarms"]:
+            self.console.print(
+                f"step {metrics['step'] + 1}: {sentence}", style="yellow", highlight=False, soft_wrap=True
+            )
 
     def stopping(self) -> None:
-        """Say above the bars, which would overwrite what others print, that Ctrl-C was heard."""
+        """Say above the table, which would overwrite what others print, that Ctrl-C was heard."""
         if self.console.is_terminal:
             text = "stopping after this step; press Ctrl-C again to stop at once"
             self.console.print(text, highlight=False, soft_wrap=True)
@@ -92,6 +106,79 @@ class TrainingProgress:
         task = self._tasks[name]
         self._bars.start_task(task)
         self._bars.update(task, advance=1, note=note)
+
+
+def curve(values: Sequence[float | None]) -> str:
+    """Draw numbers as a line of blocks, the smallest lowest; a gap where there is none.
+
+    >>> curve([0.0, None, 1.0, 0.5])
+    '▁ █▅'
+    """
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    low, span = min(known), (max(known) - min(known)) or 1.0
+    top = len(_BLOCKS) - 1
+    return "".join(" " if v is None else _BLOCKS[int((v - low) / span * top + 0.5)] for v in values)
+
+
+def _note(metrics: dict[str, Any]) -> str:
+    """Return the step in one plain line."""
+    parts = [
+        _part("reward", metrics["reward"], "{:.2f}"),
+        _part("length", metrics["response_length"], "{:.0f}")
+        + ("" if metrics["response_length_max"] is None else f" (max {metrics['response_length_max']})"),
+    ]
+    if metrics["unfinished_share"]:
+        parts.append(f"unfinished {metrics['unfinished_share']:.0%}")
+    if metrics["rank_skew"] is not None:
+        planned = metrics["planned_skew"]
+        parts.append(f"rank skew {metrics['rank_skew']:.2f}" + ("" if planned is None else f" -> {planned:.2f}"))
+    parts.append(_part("k3", metrics["k3_kl"], "{:.1e}"))
+    if metrics["explained_variance"] is not None:
+        parts.append(f"explained {metrics['explained_variance']:.2f}")
+    if metrics["evaluation"]:
+        parts.append(f"evaluation {metrics['evaluation']['reward']:.2f}")
+    return "  ".join(parts)
+
+
+def _part(name: str, value: float | None, form: str) -> str:
+    return f"{name} " + ("-" if value is None else form.format(value))
+
+
+_SHOWN = (
+    ("reward", "reward", "{:.3f}"),
+    ("response length", "response_length", "{:.1f}"),
+    ("unfinished", "unfinished_share", "{:.1%}"),
+    ("idle places in rollout", "idle_share", "{:.1%}"),
+    ("k3, trainer to sampler", "k3_kl", "{:.1e}"),
+    ("entropy", "entropy", "{:.3f}"),
+    ("clipped", "clip_fraction", "{:.2%}"),
+    ("explained variance", "explained_variance", "{:.2f}"),
+    ("rank skew, static", "rank_skew", "{:.3f}"),
+    ("rank skew, planned", "planned_skew", "{:.3f}"),
+)
+
+
+def _table(rows: Sequence[dict[str, Any]], *, wide: bool) -> Table:
+    """Return the latest step as a table, with the curve of the last ones where there is room."""
+    table = Table(box=None, show_header=False, padding=(0, 2))
+    last = rows[-1]
+    for label, name, form in _SHOWN:
+        values = [row.get(name) for row in rows]
+        if all(value is None for value in values):
+            continue
+        shown = "-" if last[name] is None else form.format(last[name])
+        table.add_row(label, Text(shown, justify="right"), *([Text(curve(values), style="cyan")] if wide else []))
+    evaluations = [row["evaluation"]["reward"] for row in rows if row.get("evaluation")]
+    if evaluations:
+        table.add_row("evaluation", Text(f"{evaluations[-1]:.3f}", justify="right"))
+    total = sum(last["seconds"].values())
+    stages = "  ".join(
+        f"{name} {seconds / total:.0%}" for name, seconds in last["seconds"].items() if seconds > total / 200
+    )
+    table.add_row("seconds", Text(f"{total:.2f}", justify="right"), *([stages] if wide else []))
+    return table
 
 
 def _fixed() -> Column:

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy import ndarray
 
 from relibra.errors import EngineError
 
 MAX_PAYLOAD_BYTES = 64 << 20
+MAX_ARRAY_BYTES = 4 << 30
 
 
 class LostPeerError(EngineError):
@@ -98,6 +101,31 @@ def gather_json(value: Any) -> list[Any]:
     gathered = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(gathered, padded)
     return [json.loads(bytes(piece[: int(size)].tolist())) for piece, size in zip(gathered, sizes, strict=True)]
+
+
+def gather_arrays(array: ndarray) -> list[ndarray]:
+    """Give every rank the arrays of all ranks, in rank order; collective.
+
+    array     of one type and number of axes on all ranks; sizes may differ
+    raises    EngineError when a rank announces more than MAX_ARRAY_BYTES
+    """
+    flat = torch.from_numpy(np.frombuffer(np.ascontiguousarray(array).tobytes(), dtype=np.uint8).copy())
+    shape = torch.tensor([len(flat), *array.shape])
+    shapes = [torch.zeros_like(shape) for _ in range(dist.get_world_size())]
+    dist.all_gather(shapes, shape)
+    largest = max(int(other[0]) for other in shapes)
+    if largest > MAX_ARRAY_BYTES:
+        raise EngineError(
+            f"a rank wants to exchange an array of {largest} bytes: at most {MAX_ARRAY_BYTES} are allowed"
+        )
+    padded = torch.zeros(largest, dtype=torch.uint8)
+    padded[: len(flat)] = flat
+    gathered = [torch.empty_like(padded) for _ in shapes]
+    dist.all_gather(gathered, padded)
+    return [
+        np.frombuffer(piece[: int(size[0])].numpy().tobytes(), dtype=array.dtype).reshape(size[1:].tolist())
+        for piece, size in zip(gathered, shapes, strict=True)
+    ]
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -1,46 +1,116 @@
-"""One RL step: rollout, reward, trace, recompute, update, weight sync."""
+"""One RL step: rollout, reward, plan, recompute, values, update, weight sync. A thin composition of the other files."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Float64, Int64
-from numpy import ndarray
-from torch import Tensor
+from torch import nn
 
-from relibra.rl.advantages import group_advantages
-from relibra.rl.batch import MicroBatch, assign_micro_batches, filler_micro_batch, make_micro_batch
+from relibra.parallel import relocate
+from relibra.rl.collect import collect, length_penalty, rate
 from relibra.rl.config import RunConfig
-from relibra.rl.losses import k3_divergence
+from relibra.rl.credit import Credit, compare_groups, estimate, spread, useful_groups, variance_explained
+from relibra.rl.engines import server_folder, sync_weights
+from relibra.rl.learn_values import expect, update_values
 from relibra.rl.policy import Policy
-from relibra.rl.ranks import gather_json, largest_over_ranks, sum_over_ranks
-from relibra.rl.rollout.sample import RolloutEngine, RolloutSample, trace_of
-from relibra.rl.run_folder import trace_folder
-from relibra.rl.tasks.arithmetic import Problem, draw_problem, reward
-from relibra.rl.tokenizer import CharacterTokenizer
-from relibra.rl.update import Recomputed, recompute_log_probs, update_policy
-from relibra.routing.demand import Demand
-from relibra.routing.statistics import rank_skew, skew
-from relibra.routing.trace import RoutingTrace
-from relibra.routing.trace_files import ShardEntry, TraceWriter, index_of, write_index
+from relibra.rl.ranks import sum_over_ranks
+from relibra.rl.recompute import Recomputed, recompute, reference_log_probs
+from relibra.rl.rollout.pool import check_versions
+from relibra.rl.rollout.response import Response, RolloutCost, RolloutEngine
+from relibra.rl.step_metrics import balance_metrics, mismatch_of_ranks, rollout_metrics, update_metrics
+from relibra.rl.step_trace import write_step_trace
+from relibra.rl.tasks.task import Task
+from relibra.rl.tokenizer import Tokenizer
+from relibra.rl.training_batch import TrainingBatch, executing, homes_at_rest, place, with_recorded_routes
+from relibra.rl.update import (
+    Around,
+    MiniBatchTotals,
+    PolicyTargets,
+    StepTotals,
+    UpdateSums,
+    own_totals,
+    update_policy,
+)
 
-_STREAM = 2
-"""Random stream of problems and samples, apart from that of the demonstrations."""
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A model that is trained, and what trains it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """What goes on from step to step, beside weights; a checkpoint keeps all of it.
+
+    live                  unfinished responses of this rank
+    for_values            finished ones that the value model has not been trained on yet
+    next_sample           id of the first response that has not begun
+    policy_steps          optimizer steps of the policy so far
+    value_steps           of the value model
+    explained_variance    share of the variance of returns that the value model explained last; None: not known
+    planned               a step has been planned, so the next plan starts from the homes there are
+    """
+
+    live: list[Response] = field(default_factory=list)
+    for_values: list[Response] = field(default_factory=list)
+    next_sample: int = 0
+    policy_steps: int = 0
+    value_steps: int = 0
+    explained_variance: float | None = None
+    planned: bool = False
+
+    def as_state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps beside responses, for `from_state`; the same on all ranks."""
+        return {name: getattr(self, name) for name in _STATE}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], responses: Sequence[Response]) -> Progress:
+        """Return the progress of a checkpoint; `responses` are this rank's."""
+        return cls(
+            live=[response for response in responses if response.finish_reason is None],
+            for_values=[response for response in responses if response.finish_reason is not None],
+            **{name: state[name] for name in _STATE},
+        )
+
+
+_STATE = ("next_sample", "policy_steps", "value_steps", "explained_variance", "planned")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learner:
+    """Everything one rank trains with.
+
+    critic      value model of the "gae" algorithms
+    reference   frozen policy that the trained one is held near; None: there is none
+    """
+
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    critic: Trained | None
+    reference: nn.Module | None
+    engine: RolloutEngine
+    task: Task
+    tokenizer: Tokenizer
+    progress: Progress
+    ranks_per_node: int
 
 
 @dataclass
 class Stopwatch:
     """Seconds per stage."""
 
-    seconds: dict[str, float]
+    seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -50,204 +120,195 @@ class Stopwatch:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-def rl_step(
-    step: int,
-    *,
-    policy: Policy,
-    engine: RolloutEngine,
-    optimizer: torch.optim.Optimizer,
-    tokenizer: CharacterTokenizer,
-    config: RunConfig,
-    run: Path,
-) -> dict[str, Any]:
-    """Go through one step and return its metrics, the same on every rank; collective."""
-    clock = Stopwatch({})
-    with clock.stage("rollout"):
-        problems, samples = _roll_out(step, engine, tokenizer, config)
-    with clock.stage("reward"):
-        rewards_S = torch.tensor([_reward(problems, sample, tokenizer) for sample in samples])
-        advantages_S = group_advantages(rewards_S, torch.tensor([sample.group_id for sample in samples]))
+def rl_step(step: int, learner: Learner, config: RunConfig, run: Path) -> tuple[dict[str, Any], list[Response]]:
+    """Go through one step; return its metrics, the same on every rank, and what this rank sampled; collective."""
+    policy, clock = learner.policy, Stopwatch()
+    responses, cost = _roll_out(step, learner, config, clock)
     with clock.stage("trace"):
-        trace = _write_step_trace(trace_folder(run, step), samples, config, step)
-    batches, load_MLE = _make_mini_batches(samples, advantages_S, trace, config, tokenizer.pad_id)
-    with clock.stage("recompute"):
-        recomputed = [
-            [
-                recompute_log_probs(policy.trained, batch, config.rollout.temperature, weight_version=step)
-                for batch in mini_batch
-            ]
-            for mini_batch in batches
-        ]
-    with clock.stage("update"):
-        loss, grad_norm = _update(policy, optimizer, batches, recomputed, config)
+        write_step_trace(run, step, responses, policy, config)
+    with clock.stage("reward"):
+        kept_S = useful_groups(responses, config)
+        advantage_of = compare_groups(responses, config) if config.algorithm.advantage == "group" else {}
+    kept = [response for response, is_kept in zip(responses, kept_S, strict=True) if is_kept]
+    if config.algorithm.replay != "R3":
+        kept = [_without_routes(response) for response in kept]
+    responses = [_without_routes(response) for response in responses]  # those kept go on, and are many bytes
+    batch, recomputed = _place_and_recompute(learner, kept, config, clock)
+    credit, value_metrics = _assign_credit(learner, batch, advantage_of, config, clock)
+    targets = _targets(learner, batch, credit, recomputed, config, clock)
+    sums, norms = UpdateSums(), []
+    if step >= config.critic.warmup_steps or learner.critic is None:
+        with clock.stage("update"), executing(policy.trained, batch, config) as around:
+            norms = _update(learner, batch, targets, around, config, sums)
     with clock.stage("sync"):
-        policy.sync()
-    return {
+        sync_weights(learner.engine, policy, server_folder(config, run), step + 1)
+    metrics = {
         "step": step,
-        **_rollout_metrics(samples, rewards_S),
-        "loss": loss,
-        "grad_norm": grad_norm,
-        **_mismatch_metrics(batches, recomputed, replayed=config.update.replay == "R3"),
-        "rank_skew": float(rank_skew(load_MLE, dist.get_world_size()).mean()),
-        "expert_skew": float(skew(load_MLE).mean()),
+        **rollout_metrics(responses, cost),
+        **update_metrics(sums, norms, referenced=learner.reference is not None),
+        **value_metrics,
+        **mismatch_of_ranks(recomputed),
+        **balance_metrics(batch),
         "seconds": {name: round(seconds, 4) for name, seconds in clock.seconds.items()},
     }
+    return metrics, responses
 
 
-def _roll_out(
-    step: int, engine: RolloutEngine, tokenizer: CharacterTokenizer, config: RunConfig
-) -> tuple[dict[int, Problem], list[RolloutSample]]:
-    """Draw the step's problems, the same on every rank, and sample responses to this rank's share of them."""
-    rng = np.random.default_rng([config.run.seed, _STREAM, step])
-    per_step, per_prompt = config.rollout.prompts_per_step, config.rollout.responses_per_prompt
-    problems = {
-        step * per_step + i: draw_problem(
-            rng, max_terms=config.task.max_terms, continue_probability=config.task.continue_probability
+def _roll_out(step: int, learner: Learner, config: RunConfig, clock: Stopwatch) -> tuple[list[Response], RolloutCost]:
+    """Sample a window of every response under way, and rate those that end."""
+    progress = learner.progress
+    with clock.stage("rollout"):
+        rollout = collect(
+            progress.live,
+            progress.next_sample,
+            engine=learner.engine,
+            task=learner.task,
+            tokenizer=learner.tokenizer,
+            config=config,
+            weight_version=step,
         )
-        for i in range(per_step)
-    }
-    mine = list(problems)[dist.get_rank() :: dist.get_world_size()]
-    group_ids = [group for group in mine for _ in range(per_prompt)]
-    seed = np.random.SeedSequence([config.run.seed, _STREAM, step, dist.get_rank()]).generate_state(1, np.uint64)[0]
-    samples = engine.generate(
-        [tokenizer.encode(problems[group].prompt) for group in group_ids],
-        sample_ids=[group * per_prompt + i for group in mine for i in range(per_prompt)],
-        group_ids=group_ids,
-        generator=torch.Generator().manual_seed(int(seed >> np.uint64(1))),
-    )
-    return problems, samples
+        progress.next_sample = rollout.next_sample
+    with clock.stage("reward"):
+        responses = rate(rollout.responses, learner.task, learner.tokenizer, config)
+        check_versions(responses, step)
+    return responses, rollout.cost
 
 
-def _reward(problems: dict[int, Problem], sample: RolloutSample, tokenizer: CharacterTokenizer) -> float:
-    return reward(problems[sample.group_id], tokenizer.decode(sample.tokens_n[sample.prompt_length :].tolist()))
+def _place_and_recompute(
+    learner: Learner, responses: Sequence[Response], config: RunConfig, clock: Stopwatch
+) -> tuple[TrainingBatch, Recomputed]:
+    """Bring responses where they are trained, plan from the routes to be replayed, and take the old log-probs.
 
-
-def _write_step_trace(
-    folder: Path, samples: Sequence[RolloutSample], config: RunConfig, step: int
-) -> RoutingTrace | None:
-    """Write this rank's routes as shards, and on rank 0 the index over the shards of all; None without samples."""
-    writer = TraceWriter(folder, shard_prefix=f"rank-{dist.get_rank():03d}")
-    trace = None
-    if samples:
-        trace = trace_of(
-            samples,
-            num_experts=config.model.num_experts,
-            layer_ids=range(config.model.num_layers),
-            source=f"embedded engine, step {step}",
-        )
-        writer.append(trace)
-    entries = gather_json([entry.model_dump() for entry in writer.shards])
-    if dist.get_rank() == 0:
-        assert trace is not None, "rank 0 has the first prompt of every step"
-        shards = [ShardEntry(**entry) for of_rank in entries for entry in of_rank]
-        write_index(folder, index_of(trace, shards))
-    return trace
-
-
-def _make_mini_batches(
-    samples: Sequence[RolloutSample],
-    advantages_S: Float[Tensor, " S"],
-    trace: RoutingTrace | None,
-    config: RunConfig,
-    pad_id: int,
-) -> tuple[list[list[MicroBatch]], Int64[ndarray, "M L E"]]:
-    """Cut the step into mini-batches of whole groups, and this rank's share of each into micro-batches.
-
-    Which groups a mini-batch holds does not depend on the number of ranks. Every rank gets the same number of
-    micro-batches in each; fillers make up for missing ones.
-
-    returns   the micro-batches, and the load of each of them over all ranks
+    Routes are those of the rollout (R3), and known before the recompute pass; or those of that very pass (R2).
     """
-    num_groups = config.rollout.prompts_per_step
-    group_S = np.array([sample.group_id for sample in samples], dtype=np.int64) % num_groups
-    num_micro_batches = 0
-    micro_batch_S = np.full(len(samples), -1)
-    mini_batches = []
-    replayed = trace if config.update.replay == "R3" else None
-    for groups in np.array_split(np.arange(num_groups), config.update.mini_batches):
-        chosen = np.flatnonzero(np.isin(group_S, groups)).tolist()
-        runs = assign_micro_batches([len(samples[s].tokens_n) for s in chosen], config.update.micro_batch_tokens)
-        count = largest_over_ranks(len(runs))
-        batches = [make_micro_batch(samples, advantages_S, [chosen[i] for i in run], replayed, pad_id) for run in runs]
-        for i, batch in enumerate(batches):
-            micro_batch_S[batch.samples_B] = num_micro_batches + i
-        batches += [filler_micro_batch(pad_id) for _ in range(count - len(runs))]
-        num_micro_batches += count
-        mini_batches.append(batches)
-    return mini_batches, _load_of_all_ranks(trace, micro_batch_S, num_micro_batches, config)
+    policy, replay, nodes = learner.policy, config.algorithm.replay, learner.ranks_per_node
+    with clock.stage("plan"):
+        previous = homes_at_rest(policy, nodes) if learner.progress.planned else None
+        batch = place(responses, policy, config, previous=previous, ranks_per_node=nodes, plan=replay == "R3")
+    _move_homes(learner, batch, clock)
+    with clock.stage("recompute"), executing(policy.trained, batch, config) as around:
+        recomputed = recompute(policy.trained, batch, around, config, record=replay == "R2")
+    if replay == "R2":
+        with clock.stage("plan"):
+            own = recomputed.responses
+            batch = with_recorded_routes(batch, own, policy, config, previous=previous, ranks_per_node=nodes)
+        _move_homes(learner, batch, clock)
+    return batch, recomputed
 
 
-def _load_of_all_ranks(
-    trace: RoutingTrace | None, micro_batch_S: ndarray, num_micro_batches: int, config: RunConfig
-) -> Int64[ndarray, "M L E"]:
-    load_MLE = np.zeros((num_micro_batches, config.model.num_layers, config.model.num_experts), dtype=np.int64)
-    if trace is not None:
-        own_MLE = Demand.from_trace(trace).with_schedule(micro_batch_S, np.zeros_like(micro_batch_S), 1).load_MLE
-        load_MLE[: len(own_MLE)] = own_MLE
-    return sum_over_ranks(torch.from_numpy(load_MLE)).numpy()
+def _move_homes(learner: Learner, batch: TrainingBatch, clock: Stopwatch) -> None:
+    """Bring experts where the plan wants them, with their optimizer states."""
+    if batch.plan is None:
+        return
+    with clock.stage("relocate"):
+        relocate(learner.policy.trained, batch.plan.physical_to_logical_map, learner.optimizer)
+    learner.progress.planned = True
+
+
+def _assign_credit(
+    learner: Learner, batch: TrainingBatch, advantage_of: Mapping[int, float], config: RunConfig, clock: Stopwatch
+) -> tuple[Credit, dict[str, Any]]:
+    """Turn rewards into advantages, train the value model if there is one, and put unfinished responses aside."""
+    progress, critic = learner.progress, learner.critic
+    responses: Sequence[Response] = batch.responses
+    if critic is None:
+        return spread(responses, advantage_of), {"explained_variance": None, "value_loss": None}
+    with clock.stage("values"):
+        expected_Sr = expect(critic.model, responses, config)
+        explained = variance_explained(responses, expected_Sr, config.algorithm.gamma)
+        progress.explained_variance = progress.explained_variance if explained is None else explained
+        gate, known = config.critic.explained_variance_gate, progress.explained_variance
+        is_open = gate is None or (known is not None and known > gate)
+        credit = estimate(responses, expected_Sr, config, train_unfinished=is_open)
+    valued = [_with_values(response, values) for response, values in zip(responses, expected_Sr, strict=True)]
+    progress.live = [_without_routes(response) for response in valued if response.finish_reason is None]
+    progress.for_values += [_without_routes(response) for response in valued if response.finish_reason is not None]
+    value_loss, steps = None, 0
+    if int(sum_over_ranks(torch.tensor([len(progress.for_values)]))) >= config.critic.min_finished:
+        with clock.stage("update values"):
+            value_loss, steps = update_values(
+                critic.model,
+                critic.optimizer,
+                progress.for_values,
+                config,
+                optimizer_step=progress.value_steps,
+                num_ranks=dist.get_world_size(),
+            )
+        progress.for_values = []
+        progress.value_steps += steps
+    return credit, {"explained_variance": progress.explained_variance, "value_loss": value_loss}
+
+
+def _without_routes(response: Response) -> Response:
+    """Forget routes that nobody replays any more: the next window feeds the prefix anew, the critic routes itself."""
+    return replace(response, experts_nLK=None)
+
+
+def _with_values(response: Response, values: np.ndarray) -> Response:
+    """Record what was expected of the tokens of the last window; those of earlier ones were recorded then."""
+    start = response.length - response.window_length
+    return replace(response, values_r=np.concatenate([response.values_r[:start], values[start:-1]]))
+
+
+def _targets(
+    learner: Learner,
+    batch: TrainingBatch,
+    credit: Credit,
+    recomputed: Recomputed,
+    config: RunConfig,
+    clock: Stopwatch,
+) -> PolicyTargets:
+    reference_Sr = None
+    if learner.reference is not None:
+        with clock.stage("reference"):
+            reference_Sr = reference_log_probs(learner.reference, batch, config)
+    return PolicyTargets(
+        log_probs_old_Sr=recomputed.log_probs_Sr,
+        sampled_Sr=[response.log_probs_r for response in batch.responses],
+        advantage_Sr=credit.advantage_Sr,
+        trained_Sr=credit.trained_Sr,
+        reference_Sr=reference_Sr,
+        positive_S=np.array([_is_positive(response, config) for response in batch.responses], dtype=bool),
+    )
+
+
+def _is_positive(response: Response, config: RunConfig) -> bool:
+    """Say whether the task gave a reward above 0, whatever the length cost."""
+    return response.reward is not None and response.reward - length_penalty(response, config) > 0
 
 
 def _update(
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    batches: Sequence[Sequence[MicroBatch]],
-    recomputed: Sequence[Sequence[Recomputed]],
+    learner: Learner,
+    batch: TrainingBatch,
+    targets: PolicyTargets,
+    around: Around,
     config: RunConfig,
-) -> tuple[float, float]:
-    """Make one optimizer step per mini-batch; return the mean loss over all ranks and the mean gradient norm."""
-    losses, norms = [], []
-    for mini_batch, old in zip(batches, recomputed, strict=True):
-        tokens = sum_over_ranks(torch.tensor([sum(int(batch.response_BN.sum()) for batch in mini_batch)]))
-        loss, norm = update_policy(
-            policy.trained,
-            optimizer,
-            mini_batch,
-            [one.log_probs_BN for one in old],
-            settings=config.update,
-            temperature=config.rollout.temperature,
-            tokens_of_all_ranks=int(tokens),
-            num_ranks=dist.get_world_size(),
-        )
-        losses.append(loss)
-        norms.append(norm)
-    return float(sum_over_ranks(torch.tensor(losses)).mean()), float(np.mean(norms))
-
-
-def _rollout_metrics(samples: Sequence[RolloutSample], rewards_S: Float[Tensor, " S"]) -> dict[str, Any]:
-    own = {
-        "reward": rewards_S.tolist(),
-        "length": [len(sample.log_probs_r) for sample in samples],
-        "tokens": [len(sample.tokens_n) for sample in samples],
-        "cut": [sample.finish_reason == "length" for sample in samples],
-    }
-    of_ranks = gather_json(own)
-    every = {name: np.array([x for of_rank in of_ranks for x in of_rank[name]], dtype=np.float64) for name in own}
-    return {
-        "reward": float(every["reward"].mean()),
-        "reward_std": float(every["reward"].std()),
-        "response_length": float(every["length"].mean()),
-        "response_length_p95": float(np.percentile(every["length"], 95)),
-        "response_length_max": int(every["length"].max()),
-        "cut_share": float(every["cut"].mean()),
-        "tokens": int(every["tokens"].sum()),
-    }
-
-
-def _mismatch_metrics(
-    batches: Sequence[Sequence[MicroBatch]], recomputed: Sequence[Sequence[Recomputed]], *, replayed: bool
-) -> dict[str, Any]:
-    """Compare trainer and sampler at the same weights over response tokens: k3 divergence and router disagreement."""
-    totals: Float64[ndarray, " 4"] = np.zeros(4)  # sum of k3, tokens, disagreement x rows, rows
-    for mini_batch, of_mini_batch in zip(batches, recomputed, strict=True):
-        for batch, one in zip(mini_batch, of_mini_batch, strict=True):
-            difference = (one.log_probs_BN.cpu() - batch.sampled_BN)[batch.response_BN]
-            totals[:2] += float(k3_divergence(difference).sum()), len(difference)
-            if one.disagreement is not None and batch.routes is not None:
-                rows = int(batch.routes.valid_T.sum())
-                if rows:  # none to compare in a micro-batch that ran native
-                    totals[2:] += one.disagreement * rows, rows
-    k3, tokens, differing, rows = sum_over_ranks(torch.from_numpy(totals)).tolist()
-    return {
-        "k3_kl": k3 / max(1, tokens),
-        "router_disagreement": differing / max(1, rows) if replayed else None,
-    }
+    sums: UpdateSums,
+) -> list[float]:
+    """Make one optimizer step per mini-batch and epoch; return the gradient norms."""
+    numbers = np.unique(batch.schedule.mini_batch_M)
+    counts_n3 = own_totals(targets, batch.mini_batch_S, len(numbers))
+    counts = sum_over_ranks(torch.from_numpy(counts_n3)).tolist()
+    totals = StepTotals(of_mini_batch=[MiniBatchTotals(tokens=a, responses=b, positive_tokens=c) for a, b, c in counts])
+    norms: list[float] = []
+    for _ in range(config.update.epochs):
+        for number in numbers.tolist():
+            if not totals.of_mini_batch[number].tokens and not totals.of_mini_batch[number].positive_tokens:
+                continue  # nothing of it is trained on any rank
+            norms.append(
+                update_policy(
+                    learner.policy.trained,
+                    learner.optimizer,
+                    batch.of_mini_batch(number),
+                    targets,
+                    totals,
+                    number,
+                    config,
+                    around=around,
+                    optimizer_step=learner.progress.policy_steps,
+                    num_ranks=dist.get_world_size(),
+                    sums=sums,
+                )
+            )
+            learner.progress.policy_steps += 1
+    return norms

@@ -1,4 +1,4 @@
-"""The main job on one rank: warm-up, RL steps, and the policy in the end. A thin composition of the other files."""
+"""The main job on one rank: warm-up, RL steps, checkpoints, the policy in the end; a thin composition of the rest."""
 
 from __future__ import annotations
 
@@ -6,19 +6,28 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from relibra.environment import launched_rank
+from relibra.rl.checkpoint import load_checkpoint, save_checkpoint
 from relibra.rl.config import RunConfig
-from relibra.rl.policy import build_policy
+from relibra.rl.critic import build_critic
+from relibra.rl.engines import make_engine, server_folder, sync_weights
+from relibra.rl.evaluation import evaluate
+from relibra.rl.optimizer import make_optimizer
+from relibra.rl.policy import Policy, build_policy
 from relibra.rl.progress import TrainingProgress
-from relibra.rl.ranks import largest_over_ranks
-from relibra.rl.rollout.embedded import EmbeddedEngine
-from relibra.rl.run_folder import MetricsLog, save_policy
-from relibra.rl.step import rl_step
-from relibra.rl.tasks.arithmetic import CHARACTERS, STOP
-from relibra.rl.tokenizer import CharacterTokenizer
+from relibra.rl.ranks import broadcast_json, largest_over_ranks
+from relibra.rl.reference import reference_policy
+from relibra.rl.run_folder import MetricsLog, SamplesLog, forget_steps_from, has_checkpoint, save_policy, write_config
+from relibra.rl.step import Learner, Progress, Trained, rl_step
+from relibra.rl.tasks.make import make_task
+from relibra.rl.tasks.task import Task
+from relibra.rl.tokenizer import Tokenizer, make_tokenizer
 from relibra.rl.warmup import warm_up
 
 
@@ -44,8 +53,8 @@ class StopRequest:
 def train_rank(config: RunConfig, run: Path, device: torch.device) -> bool:
     """Train as one of the joined ranks; return False when stopped by Ctrl-C before the last step; collective.
 
-    Every rank passes the same configuration and run folder. After a stop the folder holds all finished steps and the
-    policy as it was after the last of them.
+    Every rank passes the same configuration and run folder. Where the folder has a checkpoint, the run goes on from it.
+    After a stop the folder holds all finished steps, a checkpoint and the policy as it was after the last of them.
     """
     torch.set_num_threads(config.parallel.threads_per_rank)
     stop = StopRequest()
@@ -56,40 +65,122 @@ def train_rank(config: RunConfig, run: Path, device: torch.device) -> bool:
         return _train(config, run, device, progress, stop)
 
 
-def _train(config: RunConfig, run: Path, device: torch.device, progress: TrainingProgress, stop: StopRequest) -> bool:
-    tokenizer = CharacterTokenizer(CHARACTERS, STOP)
-    policy = build_policy(config.model, tokenizer.vocab_size, config.run.seed, run, device)
+def _train(config: RunConfig, run: Path, device: torch.device, display: TrainingProgress, stop: StopRequest) -> bool:
+    task = make_task(config.task, config.run.seed, config.evaluation.prompts if config.evaluation.every else 0)
+    tokenizer = make_tokenizer(config.model.path, task.characters)
+    policy = build_policy(config, tokenizer.vocab_size, run, device)
+    learner, step = _begin_or_resume(config, run, device, policy, task, tokenizer, display, stop)
+    rank_0 = dist.get_rank() == 0
+    log = MetricsLog(run, step) if rank_0 else None
+    samples = SamplesLog(run) if rank_0 else None
+    stopped, reached, saved = stop.agreed(), False, step
+    while step < config.run.steps and not stopped and not reached:
+        metrics, responses = rl_step(step, learner, config, run)
+        metrics["evaluation"] = None
+        if config.evaluation.every and (step + 1) % config.evaluation.every == 0:
+            found = evaluate(learner.engine, task, tokenizer, config)
+            metrics["evaluation"] = found
+            reached = config.evaluation.stop_at is not None and found["reward"] >= config.evaluation.stop_at
+        if log and samples:
+            log.append(metrics)
+            samples.append(step, responses, task, tokenizer)
+        display.rl_step(metrics)
+        step += 1
+        if config.checkpoint.every and step % config.checkpoint.every == 0:
+            saved = _save(config, run, step, learner)
+        stopped = stop.agreed()
+    if config.checkpoint.every and saved < step:
+        _save(config, run, step, learner)
+    if log and samples:
+        log.close()
+        samples.close()
+    save_policy(run, policy, tokenizer)
+    return not stopped or step == config.run.steps or reached
 
-    def after_warmup_step(step: int, loss: float) -> bool:
-        progress.warmup_step(step, loss)
+
+def _begin_or_resume(
+    config: RunConfig,
+    run: Path,
+    device: torch.device,
+    policy: Policy,
+    task: Task,
+    tokenizer: Tokenizer,
+    display: TrainingProgress,
+    stop: StopRequest,
+) -> tuple[Learner, int]:
+    """Warm up, or load the latest checkpoint; return what trains, and the step to go on with."""
+    warm = True
+    from_checkpoint = broadcast_json(has_checkpoint(run) if dist.get_rank() == 0 else None)
+    if not from_checkpoint:
+        warm = warm_up(policy.trained, task, tokenizer, config, _warmup_hook(display, stop))
+    optimizer = make_optimizer(policy.trained, config.update.learning_rate, config.update.weight_decay)
+    critic_model = build_critic(config, policy, run, device)
+    critic = None
+    if critic_model is not None:
+        critic_optimizer = make_optimizer(critic_model, config.critic.learning_rate, config.update.weight_decay)
+        critic = Trained(model=critic_model, optimizer=critic_optimizer)
+    progress, step = Progress(), 0
+    if from_checkpoint:
+        loaded = load_checkpoint(run, models=_models(policy, optimizer, critic))
+        assert loaded is not None, "there is a checkpoint, and a damaged one raises"
+        progress, step = Progress.from_state(loaded.state, loaded.responses), loaded.step
+        forget_steps_from(run, step)
+        if dist.get_rank() == 0:
+            write_config(run, config)  # now that it has proved to fit
+        display.resumed(step)
+    engine = make_engine(config, policy, tokenizer)
+    sync_weights(engine, policy, server_folder(config, run), step)
+    reference = None
+    if config.algorithm.kl_coefficient:
+        reference = reference_policy(policy, run / "reference", device, dtype=config.model.dtype, begun=from_checkpoint)
+    learner = Learner(
+        policy=policy,
+        optimizer=optimizer,
+        critic=critic,
+        reference=reference,
+        engine=engine,
+        task=task,
+        tokenizer=tokenizer,
+        progress=progress,
+        ranks_per_node=_ranks_per_node(),
+    )
+    if not from_checkpoint and config.checkpoint.every and warm:
+        _save(config, run, 0, learner)  # a warm-up is not made twice
+    return learner, step
+
+
+def _warmup_hook(display: TrainingProgress, stop: StopRequest) -> Callable[[int, float], bool]:
+    def after_step(step: int, loss: float) -> bool:
+        display.warmup_step(step, loss)
         return stop.agreed()
 
-    warm_up(policy.trained, tokenizer, config, after_warmup_step)
-    policy.sync()
-    optimizer = torch.optim.AdamW(
-        policy.trained.parameters(), lr=config.update.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, foreach=False
+    return after_step
+
+
+def _models(
+    policy: Policy, optimizer: torch.optim.Optimizer, critic: Trained | None
+) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
+    models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {"policy": (policy.trained, optimizer)}
+    if critic is not None:
+        models["critic"] = (critic.model, critic.optimizer)
+    return models
+
+
+def _save(config: RunConfig, run: Path, step: int, learner: Learner) -> int:
+    progress = learner.progress
+    state: dict[str, Any] = progress.as_state()
+    save_checkpoint(
+        run,
+        step,
+        models=_models(learner.policy, learner.optimizer, learner.critic),
+        responses=[*progress.live, *progress.for_values],
+        state=state,
+        keep=config.checkpoint.keep,
     )
-    log = MetricsLog(run) if dist.get_rank() == 0 else None
-    stopped = stopped_in_warmup = stop.agreed()
-    step = 0
-    while step < config.run.steps and not stopped:
-        engine = EmbeddedEngine(
-            model=policy.copy,
-            weight_version=step,
-            pad_id=tokenizer.pad_id,
-            stop_id=tokenizer.stop_id,
-            max_new_tokens=config.rollout.max_new_tokens,
-            temperature=config.rollout.temperature,
-        )
-        metrics = rl_step(
-            step, policy=policy, engine=engine, optimizer=optimizer, tokenizer=tokenizer, config=config, run=run
-        )
-        if log:
-            log.append(metrics)
-        progress.rl_step(metrics)
-        step += 1
-        stopped = stop.agreed()
-    if log:
-        log.close()
-        save_policy(run, policy.copy)
-    return step == config.run.steps and not stopped_in_warmup
+    return step
+
+
+def _ranks_per_node() -> int:
+    """Return how many ranks share this machine, as `torchrun` says it; without it all do."""
+    launched = launched_rank()
+    return dist.get_world_size() if launched is None else launched.num_local_ranks

@@ -1,4 +1,4 @@
-"""Supervised warm-up: the policy learns the form of an answer and the sums, then the slips of a teacher who tires.
+"""Supervised warm-up: the policy learns what an answer looks like and how to find it, then a tired teacher's slips.
 
 So it knows better than it writes, which is what RL can then bring out.
 """
@@ -10,33 +10,43 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import torch.distributed as dist
+from jaxtyping import Int
 from torch import Tensor, nn
 
+from relibra.errors import ConfigError
 from relibra.rl.config import RunConfig
-from relibra.rl.policy import clip_gradients
-from relibra.rl.tasks.arithmetic import demonstrate, draw_problem
-from relibra.rl.tokenizer import CharacterTokenizer
+from relibra.rl.optimizer import clip_gradients, make_optimizer
+from relibra.rl.tasks.task import Demonstrating, Task
+from relibra.rl.tokenizer import Tokenizer
 
 RAMP_STEPS = 20
 _STREAM = 1
-"""Random stream of the demonstrations, apart from that of the RL problems."""
+"""Random stream of the slips, apart from that of the prompts."""
+_FIRST_NUMBER = 1 << 40
+"""Demonstrations answer prompts of the same stream, far beyond those that RL comes to."""
 
 
 def warm_up(
-    model: nn.Module, tokenizer: CharacterTokenizer, config: RunConfig, on_step: Callable[[int, float], bool]
-) -> None:
-    """Train on demonstrations; collective.
+    model: nn.Module, task: Task, tokenizer: Tokenizer, config: RunConfig, on_step: Callable[[int, float], bool]
+) -> bool:
+    """Train on demonstrations; return False when it was stopped before the last step; collective.
 
     on_step   called on every rank after each step with (step, loss of this rank); True stops, on all ranks or on none
+    raises    ConfigError for a task that cannot demonstrate
     """
     settings = config.warmup
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, foreach=False
-    )
+    if not settings.steps:
+        return True
+    if not isinstance(task, Demonstrating):
+        raise ConfigError(
+            f"warmup.steps is {settings.steps}, and the task {config.task.name!r} has no demonstrations: set "
+            "warmup.steps=0, and start from a model that can answer now and then"
+        )
+    optimizer = make_optimizer(model, settings.learning_rate, weight_decay=0.0)
     for step in range(settings.steps):
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * min((step + 1) / RAMP_STEPS, 1 - 0.9 * step / settings.steps)
-        tokens_BN, attention_BN, target_BN = _demonstrations(config, tokenizer, step)
+        tokens_BN, attention_BN, target_BN = _demonstrations(task, config, tokenizer, step)
         device = next(model.parameters()).device
         logits_BNV = model(
             input_ids=tokens_BN.to(device), attention_mask=attention_BN.to(device), use_cache=False
@@ -45,33 +55,36 @@ def warm_up(
             logits_BNV[:, :-1].flatten(0, 1).float(), target_BN[:, 1:].flatten().to(device), ignore_index=-100
         )
         loss.backward()
-        clip_gradients(model.parameters(), config.update.max_grad_norm)
+        clip_gradients(
+            model.parameters(), config.update.max_grad_norm, what=f"the policy's gradient in warm-up step {step}"
+        )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if on_step(step, float(loss.detach())):
-            return
+            return step + 1 == settings.steps
+    return True
 
 
-def _demonstrations(config: RunConfig, tokenizer: CharacterTokenizer, step: int) -> tuple[Tensor, Tensor, Tensor]:
+def _demonstrations(
+    task: Demonstrating, config: RunConfig, tokenizer: Tokenizer, step: int
+) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, "B N"]]:
     """Return this rank's share of a step's demonstrations: tokens, attention mask, targets (-100 where not trained)."""
+    assert isinstance(task, Task), "a task that demonstrates has prompts"
     rng = np.random.default_rng([config.run.seed, _STREAM, step])
     slip = config.warmup.slip * max(0.0, 2 * (step + 1) / config.warmup.steps - 1)
-    texts = []
-    for _ in range(config.warmup.batch):
-        problem = draw_problem(
-            rng, max_terms=config.task.max_terms, continue_probability=config.task.continue_probability
-        )
-        texts.append((problem.prompt, demonstrate(problem, rng, slip=slip)))
-    share = texts[dist.get_rank() :: dist.get_world_size()] or texts[:1]
-    encoded = [(tokenizer.encode(prompt), tokenizer.encode(answer)) for prompt, answer in share]
-    width = max(len(prompt) + len(answer) for prompt, answer in encoded)
-    shape = (len(encoded), width)
+    pairs = []
+    for i in range(config.warmup.batch):
+        prompt = task.prompt(_FIRST_NUMBER + step * config.warmup.batch + i)
+        pairs.append((prompt.text, task.demonstrate(prompt, rng, slip=slip)))
+    share = pairs[dist.get_rank() :: dist.get_world_size()] or pairs[:1]
+    encoded = [(tokenizer.encode(text), tokenizer.encode_response(answer)) for text, answer in share]
+    shape = (len(encoded), max(len(asked) + len(answer) for asked, answer in encoded))
     tokens_BN = torch.full(shape, tokenizer.pad_id)
     attention_BN = torch.zeros(shape, dtype=torch.int64)
     target_BN = torch.full(shape, -100)
-    for b, (prompt, answer) in enumerate(encoded):
-        row = torch.tensor(prompt + answer)
+    for b, (asked, answer) in enumerate(encoded):
+        row = torch.tensor(asked + answer)
         tokens_BN[b, : len(row)] = row
         attention_BN[b, : len(row)] = 1
-        target_BN[b, len(prompt) : len(row)] = row[len(prompt) :]
+        target_BN[b, len(asked) : len(row)] = row[len(asked) :]
     return tokens_BN, attention_BN, target_BN

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from relibra.environment import LaunchedRank, set_rendezvous
 from relibra.errors import RelibraError
 from relibra.rl.config import RunConfig, with_ranks
-from relibra.rl.run_folder import create_run_folder
+from relibra.rl.run_folder import open_or_create
 
 if TYPE_CHECKING:
     import torch
@@ -58,9 +58,10 @@ def run_worker(rank: int, config_json: str, run: str, port: int, listener: socke
     sys.exit(Exit.DONE if complete else Exit.STOPPED)
 
 
-def run_launched(config: RunConfig, launched: LaunchedRank) -> tuple[Path, bool]:
+def run_launched(config: RunConfig, launched: LaunchedRank, resume: Path | None) -> tuple[Path, bool]:
     """Be one of the ranks that `torchrun` started; return the run folder, and False when stopped by Ctrl-C.
 
+    resume   folder of a run to go on with; None: a new one
     raises   ConfigError when the number of ranks does not fit the configuration
     """
     config = with_ranks(config, launched.num_ranks)
@@ -70,7 +71,7 @@ def run_launched(config: RunConfig, launched: LaunchedRank) -> tuple[Path, bool]
 
         device = _device(launched.local_rank, launched.num_local_ranks)
         with joined_ranks(config.parallel.timeout_seconds, device):
-            run = Path(broadcast_json(str(create_run_folder(config)) if launched.rank == 0 else None))
+            run = Path(broadcast_json(str(open_or_create(config, resume)) if launched.rank == 0 else None))
             complete = train_rank(config, run, device)
     return run, complete
 

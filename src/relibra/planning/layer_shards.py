@@ -1,0 +1,73 @@
+"""Layers are planned by themselves once the schedule is fixed: cut a demand by layers, join the plans of the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from jaxtyping import Int64
+from numpy import ndarray
+
+from relibra.planning.plan import StepPlan
+from relibra.routing.demand import Demand
+
+
+def layers_of_rank(num_layers: int, rank: int, num_ranks: int) -> Int64[ndarray, " l"]:
+    """Return the layers that a rank plans, as positions on the layer axis; none where there are more ranks."""
+    return np.array_split(np.arange(num_layers), num_ranks)[rank]
+
+
+def demand_of_layers(demand: Demand, layers: Int64[ndarray, " l"]) -> Demand:
+    """Return the demand of some layers, with its schedule."""
+    return replace(
+        demand,
+        counts_SLE=demand.counts_SLE[:, layers],
+        layer_ids=demand.layer_ids[layers],
+        tokens_MLRE=None if demand.tokens_MLRE is None else demand.tokens_MLRE[:, layers],
+        pairs_LEE=None if demand.pairs_LEE is None else demand.pairs_LEE[layers],
+    )
+
+
+def plan_of_layers(plan: StepPlan, layers: Int64[ndarray, " l"]) -> StepPlan:
+    """Return what a plan decides about some layers; its predicted seconds, which are of all layers, are left out."""
+    return replace(
+        plan,
+        layer_ids=plan.layer_ids[layers],
+        physical_to_logical_map=plan.physical_to_logical_map[layers],
+        previous_map=plan.previous_map[layers],
+        replica_MLRB=plan.replica_MLRB[:, layers],
+        quota_MLRB=plan.quota_MLRB[:, layers],
+        bound_ML=plan.bound_ML[:, layers],
+        predicted={},
+        demand_digest="",
+    )
+
+
+def join_layers(parts: Sequence[StepPlan], demand: Demand) -> StepPlan:
+    """Join plans of consecutive layers under one schedule into the plan of all of them.
+
+    Seconds of planning are those of the slowest part, for they are made side by side. Nothing is predicted.
+
+    demand   of all layers
+    """
+    first = parts[0]
+    assert all(np.array_equal(part.micro_batch_S, first.micro_batch_S) for part in parts), "parts share a schedule"
+    assert all(np.array_equal(part.rank_S, first.rank_S) for part in parts), "parts share a schedule"
+    names = list(dict.fromkeys(part.balancer for part in parts))
+    return replace(
+        first,
+        balancer=" + ".join(names),
+        layer_ids=np.concatenate([part.layer_ids for part in parts]),
+        physical_to_logical_map=np.concatenate([part.physical_to_logical_map for part in parts]),
+        previous_map=np.concatenate([part.previous_map for part in parts]),
+        replica_MLRB=np.concatenate([part.replica_MLRB for part in parts], axis=1),
+        quota_MLRB=np.concatenate([part.quota_MLRB for part in parts], axis=1),
+        bound_ML=np.concatenate([part.bound_ML for part in parts], axis=1),
+        resident=any(part.resident for part in parts),
+        scope="cluster" if any(part.scope == "cluster" for part in parts) else "node",
+        predicted={},
+        plan_seconds=max(part.plan_seconds for part in parts),
+        demand_digest=demand.digest(),
+        cut_short=any(part.cut_short for part in parts),
+    )

@@ -1,0 +1,45 @@
+"""Presets: published algorithms as settings of the same pieces. Sizes and learning rates are the run's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_PPO: dict[str, Any] = {
+    "advantage": "gae",
+    "lambda_mode": "fixed",
+    "whiten": True,
+    "ratio": "token",
+    "aggregate": "token_over_step",
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "correction": "tis",
+}
+_GRPO: dict[str, Any] = {
+    "advantage": "group",
+    "divide_by_std": True,
+    "ratio": "token",
+    "aggregate": "response",
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "correction": "tis",
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # arXiv 1707.06347
+    "ppo": _PPO,
+    # arXiv 2506.15050; lambda, clips and the loss on positive examples as in VAPO, arXiv 2504.05118
+    "tppo": {
+        **_PPO,
+        "lambda_mode": "length_adaptive",
+        "bootstrap": "hold",
+        "clip_high": 0.28,
+        "dual_clip": 10.0,
+        "positive_coefficient": 0.1,
+    },
+    # arXiv 2402.03300
+    "grpo": _GRPO,
+    # arXiv 2503.14476; the length penalty needs the run's own lengths: overlong_buffer
+    "dapo": {**_GRPO, "aggregate": "token", "clip_high": 0.28, "group_filter": "mixed"},
+    # arXiv 2507.18071
+    "gspo": {**_GRPO, "ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+}

@@ -1,0 +1,109 @@
+"""`Schedule`: which response is trained in which mini-batch and micro-batch, and on which rank. No torch in here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int, Int32, Int64
+from numpy import ndarray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Schedule:
+    """Micro-batches of a step, in the order they run; every rank takes part in each, with or without a response.
+
+    mini_batch_M    mini-batch of each micro-batch: ascending, none of them empty
+    micro_batch_S   of each response
+    rank_S          of each response
+    """
+
+    mini_batch_M: Int32[ndarray, " M"]
+    micro_batch_S: Int32[ndarray, " S"]
+    rank_S: Int32[ndarray, " S"]
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of the step, M."""
+        return len(self.mini_batch_M)
+
+    @property
+    def mini_batch_S(self) -> Int32[ndarray, " S"]:
+        """Mini-batch of each response."""
+        return self.mini_batch_M[self.micro_batch_S]
+
+
+def make_schedule(
+    tokens_S: Int[ndarray, " S"],
+    unit_S: Int[ndarray, " S"],
+    *,
+    mini_batches: int,
+    micro_batch_tokens: int,
+    num_ranks: int,
+) -> Schedule:
+    """Deal responses to mini-batches by unit, and inside each to as few micro-batches as their tokens allow.
+
+    A mini-batch takes whole units in ascending order, as evenly as possible, whatever the number of ranks. Inside it
+    the longest response goes first, each to the emptiest (micro-batch, rank); only a response longer than the limit
+    breaks it, and goes alone.
+
+    tokens_S             of each response
+    unit_S               what stays together in a mini-batch: the group, or the response itself
+    mini_batches         at most; fewer where there are fewer units
+    micro_batch_tokens   limit of one rank in one micro-batch
+
+    >>> tokens_S = np.array([5, 3, 4, 4])
+    >>> schedule = make_schedule(tokens_S, np.arange(4), mini_batches=2, micro_batch_tokens=8, num_ranks=1)
+    >>> schedule.mini_batch_M.tolist(), schedule.micro_batch_S.tolist()
+    ([0, 1], [0, 0, 1, 1])
+    """
+    micro_batch_S, rank_S = np.full((2, len(tokens_S)), -1, dtype=np.int32)
+    mini_batch_M: list[int] = []
+    units = np.unique(unit_S)
+    parts = [part for part in np.array_split(units, mini_batches) if len(part)]
+    for number, part in enumerate(parts):
+        chosen = np.flatnonzero(np.isin(unit_S, part))
+        bin_X = _fill(tokens_S[chosen], micro_batch_tokens, num_ranks)
+        micro_batch_S[chosen] = len(mini_batch_M) + bin_X // num_ranks
+        rank_S[chosen] = bin_X % num_ranks
+        mini_batch_M += [number] * (int(bin_X.max()) // num_ranks + 1)
+    return Schedule(
+        mini_batch_M=np.array(mini_batch_M, dtype=np.int32),
+        micro_batch_S=micro_batch_S,
+        rank_S=rank_S,
+    )
+
+
+def _fill(tokens_X: Int[ndarray, " X"], limit: int, num_ranks: int) -> Int64[ndarray, " X"]:
+    """Choose a bin, micro-batch x ranks + rank, for each response: one row of bins more until all of them fit."""
+    order = np.argsort(-tokens_X, kind="stable")
+    rows = max(1, -(-int(np.minimum(tokens_X, limit).sum()) // (limit * num_ranks)))
+    while True:
+        bin_X = np.zeros(len(tokens_X), dtype=np.int64)
+        tokens_of_bin, count_of_bin = np.zeros((2, rows * num_ranks), dtype=np.int64)
+        for x in order:
+            chosen = int(np.argmin(tokens_of_bin))
+            bin_X[x] = chosen
+            tokens_of_bin[chosen] += tokens_X[x]
+            count_of_bin[chosen] += 1
+        if not ((tokens_of_bin > limit) & (count_of_bin > 1)).any():
+            return bin_X
+        rows += 1
+
+
+def own_micro_batches(tokens_S: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
+    """Cut one rank's responses, in order, into runs within a token limit; a longer response goes alone.
+
+    >>> own_micro_batches([3, 4, 2, 9], 8)
+    [[0, 1], [2], [3]]
+    """
+    runs: list[list[int]] = []
+    filled = 0
+    for s, tokens in enumerate(tokens_S):
+        if not runs or filled + tokens > micro_batch_tokens:
+            runs.append([])
+            filled = 0
+        runs[-1].append(s)
+        filled += tokens
+    return runs

@@ -1,0 +1,116 @@
+"""Bad input: one clear sentence on stderr, exit code 1, and nothing that looks whole."""
+
+import json
+import resource
+
+import pytest
+
+from .runs import make_user_task, train
+
+ONE_RANK = "parallel.ranks=1"
+
+
+def refused(done):
+    """Check that a run was refused before it made a step, and return what it said."""
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("update.lr=1", "update.lr is not a setting"),
+        ("model.num_experts=0", "needs a model with experts, and model.num_experts is 0: set algorithm.replay=off"),
+        ("parallel.ranks=3", "parallel.ranks 3 does not divide model.num_experts 4"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_anything_is_made(override, said, tmp_path):
+    stderr = refused(train(tmp_path / "runs", override))
+    assert stderr.startswith("error: ")
+    assert stderr.count("\n") == 1
+    assert said in stderr
+    assert override in stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture(scope="module")
+def user_task(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("user")
+    task = make_user_task(folder)
+    (folder / "broken.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n{"prompt": "1+')
+    return folder, task
+
+
+BAD_TASKS = {
+    "no_such_column": ("task.prompt_column=question", "prompts.jsonl, line 1: no column 'question'"),
+    "no_such_answer": (
+        ("task.reward=exact", "task.answer_column=solution"),
+        "prompts.jsonl, line 1: no column 'solution'",
+    ),
+    "no_such_file": ("task.file=missing.jsonl", "task.file is 'missing.jsonl', and there is no such file"),
+    "broken_line": ("task.file=broken.jsonl", "broken.jsonl, line 2: not JSON"),
+    "no_such_function": ("task.reward=my_rewards:absent", "has no such function"),
+    "raises": ("task.reward=my_rewards:raising", "raised ValueError: no idea; a reward returns a number"),
+    "returns_nan": ("task.reward=my_rewards:nothing", "returned nan; a reward is a finite number"),
+    "long_prompt": (
+        "rollout.max_prompt=3",
+        "of the task 'prompts' has 4 tokens: allowed are 1 to 3 (rollout.max_prompt)",
+    ),
+    "warm_up": ("warmup.steps=3", "the task 'prompts' has no demonstrations: set warmup.steps=0"),
+    "no_such_model": ("model.path=nowhere", "nowhere"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BAD_TASKS)
+def test_a_task_that_cannot_be_used_is_one_sentence(name, user_task, tmp_path):
+    folder, task = user_task
+    overrides, said = BAD_TASKS[name]
+    overrides = (overrides,) if isinstance(overrides, str) else overrides
+    stderr = refused(train(tmp_path, *task, ONE_RANK, *overrides, cwd=folder))
+    [message] = [line for line in stderr.splitlines() if line.startswith("rank 0: ")]
+    assert said in message
+    assert stderr.splitlines()[-1].startswith("error: the run ended early: rank 0 failed (its message stands above)")
+    check_nothing_half_written(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_every_rank_says_the_same_of_a_bad_reward(user_task, tmp_path):
+    folder, task = user_task
+    stderr = refused(train(tmp_path, *task, "task.reward=my_rewards:raising", cwd=folder))
+    assert 1 <= stderr.count("raised ValueError: no idea") <= 2
+    assert "rank 0 failed" in stderr or "rank 1 failed" in stderr
+    check_nothing_half_written(tmp_path / "run")
+
+
+def check_nothing_half_written(run):
+    """What a refused run leaves is whole: its settings, and what it had finished."""
+    assert json.loads((run / "config.json").read_text())["run"]["name"] == "run"
+    assert not (run / "policy").exists()
+    hidden = {path.name for path in run.iterdir() if path.name.startswith(".")}
+    assert hidden == set(), "weights that were on their way are left"
+    for line in (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []:
+        json.loads(line)
+    for folder in (run / "checkpoints").glob("step-*"):
+        assert (folder / "manifest.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kib", "what"), [(8, "cannot write weights into"), (700, "cannot write the checkpoint")])
+def test_a_full_disk_is_one_sentence(kib, what, tmp_path):
+    """No file may grow beyond a limit, which the run meets at its first weights, or when it has states of AdamW."""
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (kib << 10, kib << 10))
+
+    sizes = ("model.hidden_size=64", "algorithm.group_filter=off")
+    done = train(tmp_path, ONE_RANK, *sizes, preexec_fn=limited)
+    stderr = refused(done)
+    [message] = [line for line in stderr.splitlines() if line.startswith("rank 0: ")]
+    assert message.count("rank 0") <= 2, "one sentence"
+    assert what in message
+    assert "File too large" in message
+    assert stderr.splitlines()[-1].startswith("error: the run ended early: rank 0 failed")
+    check_nothing_half_written(tmp_path / "run")

@@ -1,0 +1,151 @@
+"""Runs that are killed at any moment and go on: the same numbers and the same bits as one that never was."""
+
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from relibra.reporting.metrics import read_metrics
+from relibra.routing.trace_files import read_trace
+
+from .ranks_at_work import assert_same_bits, comparable, outcome_of, run_alone, run_on_ranks
+from .runs import LongRun, check_samples, check_whole, make_user_task, run_command, train, wait_until_gone
+
+pytestmark = pytest.mark.slow
+
+STEPS = 16
+TPPO = (
+    "algorithm.preset=tppo",
+    "rollout.window=4",
+    "algorithm.tail_drop=1",
+    "critic.min_finished=5",  # so that finished responses wait in the checkpoint too
+    "update.warmup_steps=9",
+    f"run.steps={STEPS}",
+    "checkpoint.every=3",
+)
+
+
+def shards_of(run):
+    return {path.relative_to(run): path.read_bytes() for path in sorted((run / "traces").rglob("*.safetensors"))}
+
+
+def test_a_run_killed_six_times_ends_as_one_that_never_was(tmp_path):
+    """T-PPO with unfinished responses, a critic and experts that moved; every second time only one rank is killed."""
+    task = make_user_task(tmp_path / "calm")
+    calm = train(tmp_path / "calm", *task, *TPPO, cwd=tmp_path / "calm")
+    assert calm.returncode == 0, calm.stderr
+    make_user_task(tmp_path / "killed")
+    (tmp_path / "killed" / "model").rename(tmp_path / "killed" / "other")
+    os.symlink(tmp_path / "calm" / "model", tmp_path / "killed" / "model")
+    rng = random.Random(0)
+    moments = sorted(rng.sample(range(2, STEPS), 6))
+    for attempt, step in enumerate(moments):
+        with LongRun(tmp_path / "killed", *(() if attempt else (*task, *TPPO)), resume=attempt > 0) as going:
+            going.wait_for(f"step {step}/")
+            time.sleep(rng.random() * 0.4)  # somewhere in the next steps
+            workers = going.workers()
+            if going.process.poll() is None and workers:
+                if attempt % 2:
+                    os.kill(workers[attempt // 2 % 2], signal.SIGKILL)
+                    going.exit_code()
+                else:
+                    going.signal_all(signal.SIGKILL)
+                    going.exit_code()
+                wait_until_gone(workers, 20)
+        check_whole(tmp_path / "killed" / "run")
+    done = run_command(["train", "--resume", str(tmp_path / "killed" / "run"), "--json"], tmp_path / "killed")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["complete"] is True
+    assert "going on from the checkpoint after step " in done.stderr
+    one, other = (outcome_of(tmp_path / name / "run", []) for name in ("calm", "killed"))
+    assert len(other.rows) == STEPS
+    assert any(row["unfinished_share"] for row in one.rows)
+    assert sum(row["moved_experts"] or 0 for row in one.rows) > 0, "no expert moved, so less was tested"
+    assert any(row["value_loss"] is None for row in one.rows), "no finished response had to wait for the value model"
+    assert_same_bits(one, other)
+    assert shards_of(one.run) == shards_of(other.run)
+    assert (one.run / "samples.jsonl").read_text() == (other.run / "samples.jsonl").read_text()
+    check_samples(other.run, STEPS)
+    assert check_whole(other.run) == STEPS
+
+
+CASES = {
+    "tppo": (*TPPO[:-2], "run.steps=6", "checkpoint.every=3"),
+    "dapo": ("run.steps=4", "checkpoint.every=2"),
+    "r2": ("algorithm.replay=R2", "run.steps=4", "checkpoint.every=2"),
+    "reference": ("algorithm.preset=grpo", "algorithm.kl_coefficient=0.2", "run.steps=4", "checkpoint.every=2"),
+    "dense": (
+        "algorithm.preset=ppo",
+        "model.num_experts=0",
+        "algorithm.replay=off",
+        "run.steps=4",
+        "checkpoint.every=2",
+    ),
+    "bf16": ("model.dtype=bfloat16", "run.steps=4", "checkpoint.every=2"),
+}
+
+
+def rewound(run, step):
+    """Take a run back to its checkpoint after `step`, as if it had been killed a moment before the next one."""
+    for folder in sorted((run / "checkpoints").glob("step-*")):
+        if int(folder.name.removeprefix("step-")) > step:
+            folder.rename(run / f"later-{folder.name}")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_on_one_rank_goes_on_bit_for_bit(name, tmp_path):
+    case, run = CASES[name], tmp_path / "run"
+    whole = outcome_of(run, [run_alone(case, run)])
+    shards, samples = shards_of(run), (run / "samples.jsonl").read_text()
+    rewound(run, int(case[-1][-1]))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "re')
+    again = outcome_of(run, [run_alone(case, run)])
+    assert again.of_ranks[0], "nothing was made again"
+    assert_same_bits(whole, again)
+    assert shards_of(run) == shards
+    assert (run / "samples.jsonl").read_text() == samples
+
+
+def test_a_run_goes_on_on_another_number_of_ranks(tmp_path):
+    cases = {name: (*CASES[name], "checkpoint.keep=9") for name in ("tppo", "dapo", "dense")}
+    two = run_on_ranks(2, cases, tmp_path)
+    for name, case in cases.items():
+        run = tmp_path / name
+        rewound(run, int(CASES[name][-1][-1]))
+        one = outcome_of(run, [run_alone(case, run)])
+        assert [row["step"] for row in one.rows] == [row["step"] for row in two[name].rows]
+        before = int(CASES[name][-1][-1])
+        assert comparable(one.rows)[:before] == comparable(two[name].rows)[:before]
+        assert one.rows[before]["finished"] == two[name].rows[before]["finished"]
+        assert one.rows[before]["reward"] == pytest.approx(two[name].rows[before]["reward"], abs=1e-5)
+        if name == "dense":
+            continue
+        ids = [sorted(read_trace(run / "traces" / f"step-{step:05d}").sample_ids) for step in range(len(one.rows))]
+        live = set()
+        for step, own in enumerate(ids):
+            assert live <= set(own) or step != before, "a response that was under way is lost"
+            assert len(own) == 8
+
+
+def test_more_steps_can_be_asked_of_a_finished_run(tmp_path):
+    run = tmp_path / "run"
+    short, long = ("run.steps=2", "algorithm.preset=grpo"), ("run.steps=4", "algorithm.preset=grpo")
+    run_alone(short, run)
+    longer = outcome_of(run, [run_alone(long, run)])
+    at_once = outcome_of(tmp_path / "at_once", [run_alone(long, tmp_path / "at_once")])
+    assert_same_bits(longer, at_once)
+    assert read_metrics(run / "metrics.jsonl").steps == [0, 1, 2, 3]
+
+
+def test_what_cannot_be_resumed_is_one_sentence(tmp_path):
+    done = run_command(["train", "--resume", str(tmp_path / "none")])
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"error: cannot resume {tmp_path / 'none'}: it has no checkpoints/step-*")
+    assert done.stderr.count("\n") == 1
+    done = run_command(["train", "some.toml", "--resume", str(tmp_path)])
+    assert done.returncode == 1
+    assert "contradict each other: leave the file out" in done.stderr
