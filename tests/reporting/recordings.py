@@ -15,6 +15,37 @@ def small_trace(seed: int = 0, *, num_layers: int = 3, num_experts: int = 8, row
     return domain_trace(shape, np.random.default_rng(seed), num_domains=2)
 
 
+def sample_row(step: int, sample: int, **other: object) -> dict[str, object]:
+    about = {"prompt": "7+5=", "response": "7+5=2", "reward": sample / 10, "tokens": 6, "finish": "stop", "windows": 1}
+    return {"step": step, "sample": sample, **about, **other}
+
+
+def full_row(step: int) -> dict[str, object]:
+    """A row as a run with a value model, plans and evaluations writes it."""
+    return metrics_row(step) | {
+        "unfinished_share": 0.25,
+        "cut_share": 0.5,
+        "idle_share": 0.3,
+        "k3_kl": 1e-4 * (step + 1),
+        "probability_difference": 1e-5,
+        "ess": 0.99,
+        "weight_mean": 1.0,
+        "router_disagreement": 0.0125,
+        "entropy": 0.9,
+        "clip_fraction": 0.01,
+        "grad_norm": 1.5,
+        "explained_variance": 0.4,
+        "value_loss": None if step % 2 else 0.05,
+        "rank_skew": 1.5,
+        "planned_skew": 1.02,
+        "plan_bound": 1.0,
+        "replicas": 3,
+        "moved_experts": 4,
+        "evaluation": {"reward": 0.6, "response_length": 40.0} if step == 1 else None,
+        "alarms": ["k3_kl is 0.2, harmless is 0 to 0.1: the sampler is another policy"] if step == 2 else [],
+    }
+
+
 def metrics_row(step: int) -> dict[str, object]:
     return {
         "step": step,

@@ -15,6 +15,8 @@ import pytest
 
 from relibra.reporting.page import write_report
 
+from .recordings import HOSTILE, sample_row
+
 pytest.importorskip("plotly", reason="the report needs plotly: pip install 'relibra[report]'")
 
 FLAGS = (
@@ -174,3 +176,47 @@ def test_step_selector_is_reached_and_moved_by_keys(tab: Tab, run_folder: Path) 
     tab.press("ArrowDown")
     tab.press("ArrowDown")
     assert tab.evaluate(visible) == 2
+
+
+@pytest.mark.slow
+def test_the_sample_browser_chooses_by_step_and_order(tab: Tab, run_folder: Path) -> None:
+    rows = [
+        sample_row(step, i, reward=None if i == 4 else i / 20, tokens=100 - i, response=HOSTILE * 50)
+        for step in range(3)
+        for i in range(20)
+    ]
+    (run_folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = write_report(run_folder)
+    tab.open(page, width=390, phone=True)
+    shown = (
+        "[...document.querySelectorAll('.sample')].filter((one) => !one.hidden)"
+        ".map((one) => [Number(one.dataset.step), one.dataset.reward ?? null, Number(one.dataset.tokens)])"
+    )
+    choose = (
+        "for (const [id, value] of %s) { const box = document.getElementById(id); box.value = value; "
+        "box.dispatchEvent(new Event('change')); }"
+    )
+    assert tab.evaluate(shown)[:2] == [[2, "0.95", 81], [2, "0.9", 82]]
+    assert tab.evaluate("document.getElementById('sample-count').textContent") == "12 of 20 samples"
+    tab.evaluate(choose % [["sample-step", "1"], ["sample-order", "worst"]])
+    assert tab.evaluate(shown)[0] == [1, "0.0", 100]
+    assert [1, None, 96] not in tab.evaluate(shown), "what has no reward is neither best nor worst"
+    tab.evaluate(choose % [["sample-step", ""], ["sample-order", "longest"]])
+    assert tab.evaluate(shown)[:4] == [[0, "0.0", 100], [1, "0.0", 100], [2, "0.0", 100], [0, "0.05", 99]]
+    tab.evaluate("document.querySelectorAll('.sample').forEach((one) => { one.open = true; })")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 390, "the page scrolls sideways"
+    assert tab.complaints() == []
+    assert tab.evaluate("document.images.length") == 0
+
+
+@pytest.mark.slow
+def test_without_javascript_every_sample_can_be_read(tab: Tab, run_folder: Path) -> None:
+    rows = [sample_row(step, sample) for step in range(2) for sample in range(9)]
+    (run_folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = write_report(run_folder)
+    page.write_text(page.read_text().replace("script-src 'unsafe-inline'", "script-src 'none'"))
+    tab.call("Page.navigate", url=page.resolve().as_uri())
+    while not any(event["method"] == "Page.loadEventFired" for event in tab.events):
+        tab.evaluate("1")
+    assert tab.evaluate("[...document.querySelectorAll('.sample')].filter((one) => one.offsetHeight > 0).length") == 18
+    assert tab.evaluate("document.querySelector('.choices').offsetHeight") == 0

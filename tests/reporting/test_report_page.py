@@ -21,8 +21,10 @@ from relibra.cli.main import app
 from relibra.errors import ConfigError, TraceError
 from relibra.reporting.metrics import Metrics, read_metrics
 from relibra.reporting.page import render_page, summarize_recording, write_report
-from relibra.reporting.pictures import MAX_HEATMAP_STEPS, plotly_script, stage_seconds
+from relibra.reporting.pictures import MAX_HEATMAP_STEPS, plotly_script
 from relibra.reporting.recording import open_recording
+from relibra.reporting.run_pictures import stage_seconds
+from relibra.reporting.samples import Samples
 from relibra.reporting.sentences import percent
 from relibra.routing.trace_files import iterate_trace, write_trace
 
@@ -64,7 +66,8 @@ def test_report_of_a_run(run_folder: Path) -> None:
     assert output.stat().st_size < 8_000_000
     elements = Elements(own_page(output.read_text()))
     titles = re.findall(r'<h2 id="([a-z-]+)-title">', output.read_text())
-    assert titles == ["learning", "load", "micro-batches", "sizes", "hottest", "groups", "stability", "glossary"]
+    of_routes = ["load", "micro-batches", "sizes", "hottest", "groups", "stability", "glossary"]
+    assert titles == ["learning", "time", *of_routes]
     for words in (
         "On this run’s 2 ranks",
         "2 ranks (this run)",
@@ -105,7 +108,7 @@ def test_page_loads_nothing(run_folder: Path) -> None:
 
 def test_same_values_give_the_same_page(run_folder: Path) -> None:
     recording, made = open_recording(run_folder), datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
-    first, second = (render_page(recording, summarize_recording(recording), made) for _ in range(2))
+    first, second = (render_page(recording, summarize_recording(recording), Samples(), made) for _ in range(2))
     assert first == second
     assert "2026-01-02 03:04 UTC" in first
 

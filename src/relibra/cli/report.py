@@ -16,7 +16,7 @@ def report(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the page.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the page's path as JSON.")] = False,
 ) -> None:
-    """Write a self-contained HTML page: how unevenly the experts were loaded, and what that costs.
+    """Write a self-contained HTML page: curves and samples of a run, and how evenly its experts were loaded.
 
     Example: relibra report runs/demo
     """

@@ -21,6 +21,12 @@ def paragraph(text: str, kind: str = "") -> str:
     return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
 
 
+def bullets(sentences: Sequence[str], kind: str = "") -> str:
+    """Return a list of sentences; `kind` is a class of the style sheet."""
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+    return f'<ul class="{kind}">{items}</ul>'
+
+
 def plot(identifier: str, figure: Any, alternative: str) -> str:
     """Place a plotly figure, with a sentence for those who do not see it.
 

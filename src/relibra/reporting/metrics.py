@@ -42,6 +42,16 @@ class Metrics:
         """Return the latest number under this name."""
         return next((value for value in reversed(self.column(name)) if value is not None), None)
 
+    def nested(self, name: str, part: str) -> list[float | None]:
+        """Return one number per row from the table under `name`; None where there is none."""
+        tables = [row.get(name) for row in self.rows]
+        return [number(table.get(part)) if isinstance(table, dict) else None for table in tables]
+
+    def texts(self, name: str) -> list[list[str]]:
+        """Return the texts in the list under `name`, per row."""
+        lists = [row.get(name) for row in self.rows]
+        return [[text for text in texts if isinstance(text, str)] if isinstance(texts, list) else [] for texts in lists]
+
     def seconds(self) -> dict[str, list[float | None]]:
         """Return the seconds of each stage per row; stages in order of first appearance."""
         tables = [table if isinstance(table := row.get("seconds"), dict) else {} for row in self.rows]

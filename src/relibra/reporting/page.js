@@ -1,4 +1,4 @@
-// Draws the figures that lie in the page as JSON, in the colours of the page's theme, and serves the step selector.
+// Draws the figures that lie in the page as JSON, in the colours of the page's theme, and serves the selectors.
 (() => {
   const plots = [...document.querySelectorAll(".plot")];
   const narrow = () => window.innerWidth < 600;
@@ -42,6 +42,29 @@
       const view = (trace, i) => trace.meta ?? i; // traces of one view share a number, or each is a view of its own
       Plotly.restyle(plot, { visible: plot.data.map((trace, i) => view(trace, i) === Number(select.value)) });
     });
+  }
+  const list = document.getElementById("sample-list");
+  if (list) {
+    const [step, order] = [document.getElementById("sample-step"), document.getElementById("sample-order")];
+    const samples = [...list.querySelectorAll(".sample")];
+    const reward = (sample, missing) => (sample.dataset.reward === undefined ? missing : Number(sample.dataset.reward));
+    const value = {
+      best: (sample) => -reward(sample, -Infinity),
+      worst: (sample) => reward(sample, Infinity),
+      longest: (sample) => -Number(sample.dataset.tokens),
+    };
+    const show = () => {
+      const chosen = samples.filter((sample) => !step.value || sample.dataset.step === step.value);
+      const by = value[order.value];
+      chosen.sort((a, b) => (by(a) === by(b) ? 0 : by(a) - by(b))); // stable: ties stay in the order of the file
+      const shown = chosen.slice(0, Number(list.dataset.shown));
+      for (const sample of samples) sample.hidden = true;
+      for (const sample of shown) { sample.hidden = false; list.append(sample); }
+      document.getElementById("sample-count").textContent = `${shown.length} of ${chosen.length} samples`;
+    };
+    for (const choice of [step, order]) choice.addEventListener("change", show);
+    document.querySelector(".choices").hidden = false; // without this script all samples are there, and no choice
+    show();
   }
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   matchMedia("(max-width: 599px)").addEventListener("change", draw);

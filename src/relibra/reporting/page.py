@@ -1,4 +1,4 @@
-"""`write_report`: one self-contained HTML page about the routes of a run or a trace.
+"""`write_report`: one self-contained HTML page about a run, or about the routes of a trace.
 
 The page holds its script, its style and its data, and forbids itself any network request by a content security policy,
 so it can be mailed, archived and opened offline.
@@ -17,10 +17,12 @@ from pathlib import Path
 import relibra
 from relibra.errors import ConfigError
 from relibra.files import write_text
-from relibra.reporting import sections
+from relibra.reporting import run_sections, sections
 from relibra.reporting.elements import paragraph
 from relibra.reporting.pictures import plotly_figures, plotly_script
 from relibra.reporting.recording import Recording, open_recording
+from relibra.reporting.sample_browser import browser
+from relibra.reporting.samples import Samples, read_samples
 from relibra.reporting.sentences import count, plural, verdict
 from relibra.reporting.summary import Step, Summary, possible_ranks, summarize
 from relibra.routing.survey import survey_step
@@ -33,18 +35,20 @@ def write_report(path: Path | str, output: Path | str | None = None) -> Path:
 
     path      a run folder, a trace folder, or an `.npz` of expert choices
     output    the HTML file; None: `report.html` in the run folder, or `NAME.report.html` beside the trace
-    raises    TraceError when there is no finished trace, or one is damaged; ConfigError without plotly, or when
-              `output` cannot be written
+    raises    TraceError when there is neither a finished trace nor a finished step, or a trace is damaged; ConfigError
+              without plotly, or when `output` cannot be written
     """
     plotly_figures()  # before minutes of reading
     recording = open_recording(path)
+    samples = read_samples(recording.path / "samples.jsonl") if recording.is_run else Samples()
     if output is None:
         place = recording.path.resolve()
         output = place / "report.html" if recording.is_run else place.with_name(f"{place.name}.report.html")
     output = Path(output)
     with place_problems(output):
         refuse_folder(output)
-    page = render_page(recording, summarize_recording(recording), datetime.now(UTC))
+    summary = summarize_recording(recording) if recording.traces else None
+    page = render_page(recording, summary, samples, datetime.now(UTC))
     with place_problems(output):
         write_text(output, page)
     return output
@@ -86,25 +90,43 @@ def summarize_recording(recording: Recording) -> Summary:
     return summarize(steps, own_ranks=recording.num_ranks)
 
 
-def render_page(recording: Recording, summary: Summary, made: datetime) -> str:
-    """Return the page as text; the same values give the same bytes."""
-    body = "\n".join(
-        piece
-        for piece in (
-            sections.summary_cards(summary, recording.metrics),
-            sections.learning(recording.metrics),
-            sections.expert_load(summary),
-            sections.micro_batch_skew(summary),
-            sections.rank_sizes(summary),
-            sections.hottest_experts(summary),
-            sections.groups(summary),
-            sections.stability(summary),
-            sections.glossary(),
-        )
-        if piece
+def render_page(recording: Recording, summary: Summary | None, samples: Samples, made: datetime) -> str:
+    """Return the page as text; the same values give the same bytes.
+
+    summary   of the routes; None: the run recorded none, as that of a dense model
+    """
+    metrics = recording.metrics
+    of_run = (
+        run_sections.learning(metrics),
+        run_sections.balance(metrics),
+        run_sections.value_model(metrics),
+        run_sections.mismatch(metrics),
+        run_sections.update(metrics),
+        run_sections.time(metrics),
+        run_sections.unreadable(metrics),
+        browser(samples),
     )
+    of_routes = () if summary is None else _of_routes(summary)
+    cost = verdict(summary, planned=metrics.has("planned_skew")) if summary else ""
+    first = (*run_sections.headline(metrics), cost)
     return html_page(
-        recording.name, "expert load report", verdict(summary), body, _provenance(recording, summary, made)
+        recording.name,
+        "run report" if recording.is_run else "expert load report",
+        " ".join(sentence for sentence in first if sentence),
+        "\n".join(piece for piece in (sections.summary_cards(summary, metrics), *of_run, *of_routes) if piece),
+        _provenance(recording, summary, made),
+    )
+
+
+def _of_routes(summary: Summary) -> tuple[str, ...]:
+    return (
+        sections.expert_load(summary),
+        sections.micro_batch_skew(summary),
+        sections.rank_sizes(summary),
+        sections.hottest_experts(summary),
+        sections.groups(summary),
+        sections.stability(summary),
+        sections.glossary(),
     )
 
 
@@ -148,11 +170,20 @@ def html_page(name: str, kind: str, first_sentence: str, body: str, footer: str)
     return re.sub(r"[\ud800-\udfff]", "\ufffd", page)  # halves of characters in a name: no file can hold them
 
 
-def _provenance(recording: Recording, summary: Summary, made: datetime) -> str:
-    num_layers, num_experts = summary.load_LE.shape
+def _provenance(recording: Recording, summary: Summary | None, made: datetime) -> str:
     facts = [
         f"relibra {relibra.__version__}, {made:%Y-%m-%d %H:%M} UTC",
         f"source {recording.path.resolve().name}",
+        *(_provenance_of_routes(recording, summary) if summary else [plural(len(recording.metrics.rows), "step")]),
+    ]
+    if recording.unfinished:
+        facts.append(f"{plural(recording.unfinished, 'step')} without a finished trace left out")
+    return paragraph(" · ".join(facts))
+
+
+def _provenance_of_routes(recording: Recording, summary: Summary) -> list[str]:
+    num_layers, num_experts = summary.load_LE.shape
+    return [
         f"recorded by {summary.sources[0]}" + (f" and {len(summary.sources) - 1} more" * (len(summary.sources) > 1)),
         plural(len(summary.steps), "step"),
         f"{count(summary.tokens)} routed tokens",
@@ -162,9 +193,6 @@ def _provenance(recording: Recording, summary: Summary, made: datetime) -> str:
         f"micro-batches of {count(summary.micro_batch_tokens)} tokens "
         + ("(the run’s)" if recording.micro_batch_tokens else "(chosen by the report)"),
     ]
-    if recording.unfinished:
-        facts.append(f"{plural(recording.unfinished, 'step')} without a finished trace left out")
-    return paragraph(" · ".join(facts))
 
 
 def _asset(name: str) -> str:

@@ -7,7 +7,6 @@ palette of Okabe and Ito, areas cividis: both are read alike with any common col
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +14,6 @@ import numpy as np
 from numpy import ndarray
 
 from relibra.errors import ConfigError
-from relibra.reporting.metrics import Metrics
 from relibra.reporting.summary import RankView, Stability, Summary, evenly_chosen
 from relibra.routing.survey import RankSkew
 
@@ -46,54 +44,6 @@ def plotly_script() -> str:
     import plotly.offline
 
     return str(plotly.offline.get_plotlyjs())
-
-
-def learning_curve(metrics: Metrics) -> Any:
-    """Draw reward (with one standard deviation) above response length, over RL steps."""
-    figure = plotly_figures().Figure()
-    steps, reward = metrics.steps, metrics.column("reward")
-    spread = metrics.column("reward_std")
-    both = [(r, s) for r, s in zip(reward, spread, strict=True) if r is not None and s is not None]
-    if len(both) == len(reward):  # a band with holes would be filled across them
-        _band(figure, steps, [r - s for r, s in both], [r + s for r, s in both], PALETTE[0], "reward")
-    _line(figure, steps, reward, PALETTE[0], "reward", "step %{x}: reward %{y:.3f}")
-    lengths = [
-        ("response_length", "mean length"),
-        ("response_length_p95", "95th percentile"),
-        ("response_length_max", "longest"),
-    ]
-    for i, (key, name) in enumerate(pair for pair in lengths if metrics.has(pair[0])):
-        hover = f"step %{{x}}: {name} %{{y:,.0f}} tokens"
-        _line(figure, steps, metrics.column(key), PALETTE[1], name, hover, dash=DASHES[i], yaxis="y2")
-    figure.update_layout(
-        height=440,
-        xaxis={"title": {"text": "RL step"}, "anchor": "y2"},
-        yaxis={"title": {"text": "reward"}, "domain": [0.56, 1.0]},
-        yaxis2={"title": {"text": "response (tokens)"}, "domain": [0.0, 0.46], "rangemode": "tozero"},
-    )
-    return figure
-
-
-def stage_seconds(metrics: Metrics) -> Any:
-    """Draw the seconds of each step as bars stacked by stage."""
-    figure = plotly_figures().Figure()
-    for i, (stage, seconds) in enumerate(metrics.seconds().items()):
-        name = escape(stage.encode("utf-8", "replace").decode())  # from a file; plotly reads some HTML in names
-        figure.add_bar(
-            x=metrics.steps,
-            y=seconds,
-            name=name,
-            marker={"color": PALETTE[i % len(PALETTE)], "line": {"width": 0}},
-            hovertemplate=f"step %{{x}}: {name.replace('%', '')} %{{y:.2f}} s<extra></extra>",
-        )
-    figure.update_layout(
-        height=320,
-        barmode="stack",
-        bargap=0.15,
-        xaxis={"title": {"text": "RL step"}},
-        yaxis={"title": {"text": "seconds"}},
-    )
-    return figure
 
 
 def heatmap_views(summary: Summary) -> list[tuple[str, ndarray]]:
@@ -152,9 +102,9 @@ def skew_by_micro_batch(summary: Summary) -> Any:
     several = len(summary.steps) > 1
     for i, (view, found) in reversed(list(enumerate(summary.possible))):
         skew_ML, name = found.skew_ML[kept], ranks_in_words(view)
-        _band(figure, kept, skew_ML.min(axis=1), skew_ML.max(axis=1), PALETTE[i % len(PALETTE)], name)
+        band(figure, kept, skew_ML.min(axis=1), skew_ML.max(axis=1), PALETTE[i % len(PALETTE)], name)
         hover = f"{name}, micro-batch %{{x}}{', step %{customdata}' if several else ''}: mean rank skew %{{y:.2f}}"
-        _line(figure, kept, skew_ML.mean(axis=1), PALETTE[i % len(PALETTE)], name, hover)
+        line(figure, kept, skew_ML.mean(axis=1), PALETTE[i % len(PALETTE)], name, hover)
         figure.data[-1].customdata = summary.step_M[kept]
     order = "micro-batch, in order of the recording"
     figure.update_layout(
@@ -247,9 +197,10 @@ def _times_mean(load_LE: ndarray) -> ndarray:
     return np.divide(load_LE, mean_L1, out=np.zeros(load_LE.shape), where=mean_L1 > 0)
 
 
-def _line(
+def line(
     figure: Any, x: Any, y: Any, colour: str, name: str, hover: str, *, dash: str = "solid", yaxis: str = "y"
 ) -> None:
+    """Add a curve; where it has one point only, a mark."""
     mode = "lines" if len(x) > 1 else "markers"
     figure.add_scatter(
         x=x,
@@ -264,9 +215,10 @@ def _line(
     )
 
 
-def _band(figure: Any, x: Any, low: Any, high: Any, colour: str, name: str) -> None:
+def band(figure: Any, x: Any, low: Any, high: Any, colour: str, name: str, yaxis: str = "y") -> None:
     """Add a filled band between two curves; it has no legend entry of its own and follows that of `name`."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False, "legendgroup": name}
+    edge["yaxis"] = yaxis
     figure.add_scatter(x=x, y=low, **edge)
     figure.add_scatter(x=x, y=high, fill="tonexty", fillcolor=f"rgba({red},{green},{blue},0.16)", **edge)

@@ -28,7 +28,7 @@ class Recording:
     """Traces in order of their step, with what the run said about itself.
 
     path         what the user named
-    traces       (RL step, trace path); a trace outside a run has step None
+    traces       (RL step, trace path); a trace outside a run has step None; none for a run of a dense model
     unfinished   step folders whose writer was stopped before the end; they are left out
     config       the resolved configuration of the run, {} without one
     """
@@ -48,7 +48,7 @@ class Recording:
     @property
     def is_run(self) -> bool:
         """Say whether the path is a run folder, not a single trace."""
-        return self.traces[0][0] is not None
+        return not self.traces or self.traces[0][0] is not None
 
     @property
     def num_ranks(self) -> int | None:
@@ -81,7 +81,7 @@ class Recording:
 def open_recording(path: Path | str) -> Recording:
     """Find the traces of a run folder, or take the path as a single trace.
 
-    raises    TraceError when there is no finished trace, or the path is neither
+    raises    TraceError when there is neither a finished trace nor a finished step, or the path is neither
     """
     path = Path(path)
     if not path.is_dir() or (path / INDEX).is_file():
@@ -95,17 +95,18 @@ def open_recording(path: Path | str) -> Recording:
         )
     folders = _step_folders(path / "traces")
     finished = tuple((step, folder) for step, folder in folders if (folder / INDEX).is_file())
-    if not finished:
+    metrics = read_metrics(path / "metrics.jsonl")
+    if not finished and not metrics.rows:
         raise TraceError(
-            f"run {path} has no finished trace under traces/ ({len(folders)} unfinished): let it complete one step, "
-            "then ask again"
+            f"run {path} has no finished trace under traces/ ({len(folders)} unfinished) and no finished step: let it "
+            "complete one step, then ask again"
         )
     return Recording(
         path=path,
         traces=finished,
         unfinished=len(folders) - len(finished),
         config=_read_config(path / "config.json"),
-        metrics=read_metrics(path / "metrics.jsonl"),
+        metrics=metrics,
     )
 
 

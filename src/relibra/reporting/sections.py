@@ -1,4 +1,4 @@
-"""The sections of the report, each a function from values to HTML, in the order of the page.
+"""The sections of the report about routes, each a function from values to HTML, in the order of the page.
 
 Every figure has its unit and its definition beside it.
 """
@@ -70,16 +70,35 @@ GLOSSARY = (
 )
 
 
-def summary_cards(summary: Summary, metrics: Metrics) -> str:
-    """Show the key figures at a glance."""
+def summary_cards(summary: Summary | None, metrics: Metrics) -> str:
+    """Show the key figures at a glance; without a summary those of the run alone."""
+    items = [*_run_figures(metrics), *(_load_figures(summary) if summary else [])]
+    return cards(items[:8]) if items else ""
+
+
+def _run_figures(metrics: Metrics) -> list[tuple[str, str, str]]:
+    items = []
+    if (reward := metrics.last("reward")) is not None:
+        items.append(("Reward", f"{reward:.3f}", "mean of the last step"))
+    evaluations = [value for value in metrics.nested("evaluation", "reward") if value is not None]
+    if evaluations:
+        items.append(("Evaluation", f"{evaluations[-1]:.3f}", "mean reward on held-out prompts"))
+    if (length := metrics.last("response_length")) is not None:
+        items.append(("Response length", count(round(length)), "tokens, mean of the last step"))
+    if (planned := metrics.last("planned_skew")) is not None:
+        items.append(("Rank skew, planned", times(planned), "last step, as it was trained"))
+    return items
+
+
+def _load_figures(summary: Summary) -> list[tuple[str, str, str]]:
     L, E = summary.load_LE.shape
     items = [
+        ("Model", f"{L} × {E}", f"layers × experts, {plural(summary.top_k, 'choice')} per token"),
         (
             "Routed tokens",
             count(summary.tokens),
             f"{plural(summary.samples, 'sample')}, {plural(len(summary.steps), 'step')}",
         ),
-        ("Model", f"{L} × {E}", f"layers × experts, {plural(summary.top_k, 'choice')} per token"),
     ]
     if summary.headline:
         view, found = summary.headline
@@ -88,55 +107,11 @@ def summary_cards(summary: Summary, metrics: Metrics) -> str:
             (f"Waiting, {view.ranks} ranks", percent(found.idle_share), "of the expert time, mean over ranks"),
         ]
     hottest = summary.hottest[0]
-    items += [
+    return [
+        *items,
         ("Hottest expert", times(hottest.times_mean), f"the mean: layer {hottest.layer}, expert {hottest.expert}"),
         ("Micro-batch to step", f"{summary.stability.cosine:.3f}", "cosine of expert loads; 1 = alike"),
     ]
-    if (reward := metrics.last("reward")) is not None:
-        items.append(("Reward", f"{reward:.3f}", "mean of the last step"))
-    if (length := metrics.last("response_length")) is not None:
-        items.append(("Response length", count(round(length)), "tokens, mean of the last step"))
-    return cards(items)
-
-
-def learning(metrics: Metrics) -> str:
-    """Show reward, response length and where the time goes; nothing without metrics."""
-    pieces = []
-    if metrics.has("reward") or metrics.has("response_length"):
-        first = next((value for value in metrics.column("reward") if value is not None), None)
-        last = metrics.last("reward")
-        moved = (
-            f"reward from {first:.3f} to {last:.3f}" if first is not None and last is not None else "no reward recorded"
-        )
-        pieces += [
-            paragraph(
-                "Reward: mean over the samples of a step, with a band of one standard deviation. "
-                "Response length: tokens per response.",
-                "how",
-            ),
-            plot(
-                "learning-plot", pictures.learning_curve(metrics), f"Reward and response length over RL steps: {moved}."
-            ),
-        ]
-    seconds = metrics.seconds()
-    if seconds:
-        totals = {stage: sum(value or 0.0 for value in column) for stage, column in seconds.items()}
-        whole = sum(totals.values()) or 1.0
-        shares = ", ".join(
-            f"{stage} {percent(total / whole)}" for stage, total in sorted(totals.items(), key=lambda p: -p[1])
-        )
-        pieces += [
-            "<h3>Seconds per stage</h3>",
-            paragraph(f"Wall-clock seconds of each step, by stage. Over all steps: {shares}.", "how"),
-            plot("seconds-plot", pictures.stage_seconds(metrics), f"Seconds per RL step by stage: {shares}."),
-        ]
-    if metrics.unreadable:
-        pieces.append(
-            paragraph(
-                f"{plural(metrics.unreadable, 'line')} of metrics.jsonl could not be read and were left out.", "notice"
-            )
-        )
-    return section("learning", "Learning", *pieces) if pieces else ""
 
 
 def expert_load(summary: Summary) -> str:

@@ -50,12 +50,16 @@ def plural(value: int, noun: str) -> str:
     return f"{count(value)} {noun}{ending}"
 
 
-def verdict(summary: Summary) -> str:
-    """Say in one or two sentences what the load costs, at the run's own size and, where it is small, at 8 ranks."""
+def verdict(summary: Summary, *, planned: bool = False) -> str:
+    """Say in one or two sentences what the load costs, at the run's own size and, where it is small, at 8 ranks.
+
+    planned   the run followed plans, so that this is what it was spared
+    """
     if summary.headline is None:
         return "With one expert per layer there is nothing to balance."
     view, found = summary.headline
     where = f"On this run’s {view.ranks} ranks" if view.is_own else f"On {view.ranks} ranks"
+    where = f"Without plans, o{where[1:]}" if planned else where
     even = "the expert work is close to even: " if found.skew_weighted < 1.05 else ""
     first = (
         f"{where} {even}the busiest one does {times(found.skew_weighted)} the mean expert work; "
