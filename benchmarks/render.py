@@ -62,6 +62,65 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
     "emulated_ranks": _OF_RANKS,
     "gpu": _OF_RANKS,
     "gpu_overlap": ("case", "copy ms", "compute ms", "together ms", "hidden", "configuration"),
+    "rl": (
+        "case",
+        "steps",
+        ("s / step", lambda row: row["step_seconds"]),
+        ("/ static", lambda row: row["ratio_to_static"]),
+        ("rollout s", lambda row: row["seconds_per_stage"]["rollout"]),
+        ("recompute s", lambda row: row["seconds_per_stage"]["recompute"]),
+        ("update s", lambda row: row["seconds_per_stage"]["update"]),
+        ("relocate s", lambda row: row["seconds_per_stage"].get("relocate", 0.0)),
+        ("plan %", lambda row: f"{100 * row['plan_share']:.1f}"),
+        ("skew", lambda row: row["rank_skew"]),
+        "planned_skew",
+        "reward_first",
+        "reward_last",
+        "configuration",
+    ),
+    "tppo": (
+        "algorithm",
+        "seed",
+        ("updates", lambda row: _or_never(row["updates"])),
+        ("decode steps", lambda row: _or_never(row["decode_steps"])),
+        ("seconds", lambda row: _or_never(row["wall_seconds"])),
+        ("PPO / updates", lambda row: _or_never(row["updates_ratio"])),
+        ("PPO / decode steps", lambda row: _or_never(row["decode_ratio"])),
+        ("PPO / seconds", lambda row: _or_never(row["wall_ratio"])),
+        ("idle", lambda row: row["idle_share"]),
+        ("unfinished", lambda row: row["unfinished_share"]),
+        ("fed again", lambda row: row["fed_again"]),
+        ("rollout us / token", lambda row: row["rollout_us"]),
+        ("other us / token", lambda row: row["training_us"]),
+        "first_reward",
+        "final_reward",
+        ("to reach", lambda row: row["target"]),
+        "configuration",
+    ),
+    "tppo_toy": (
+        "targets",
+        "setting",
+        "updates",
+        ("/ sync", lambda row: row["updates / sync"]),
+        "decode_steps",
+        ("/ sync", lambda row: row["decode_steps / sync"]),
+        "idle",
+        "continued",
+        ("solved", lambda row: f"{row['solved']} of {row['repetitions']}"),
+        "configuration",
+    ),
+    "rollout_windows": (
+        "median",
+        "sigma",
+        "window",
+        ("idle, sync", lambda row: row["idle sync"]),
+        ("idle, window", lambda row: row["idle window"]),
+        "rate, b = 0",
+        ("rate, b = 1/512", lambda row: row["rate, b = 1/512"]),
+        "continued",
+        "fed again",
+        "configuration",
+    ),
     "demo": (
         "case",
         "seed",
@@ -121,6 +180,10 @@ def sizes(of: dict) -> str:
         f"{of['layers']} layers, {of['top_k']} of {of['experts']} experts of {of['hidden']} x {of['width']}, "
         f"{of['micro_batches']} micro-batches of {of['samples']} x {of['length']:,} tokens per rank, 1 thread per rank"
     )
+
+
+def _or_never(value: float | None) -> object:
+    return "never" if value is None else value
 
 
 def _shown(value: object) -> str:

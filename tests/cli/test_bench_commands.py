@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 PROGRAMS = {"planner": "planner.py", "runtime": "runtime.py", "ranks": "emulated_ranks.py", "gpu": "gpu.py"}
+WITHOUT_DATA = {"rl": "rl.py", "tppo": "tppo.py"}
+"""Programs that make up their own routes: no recording is read."""
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -26,11 +28,11 @@ def started(monkeypatch):
 def test_help_names_every_program(run):
     code, out, _ = run("bench", "--help")
     assert code == 0
-    assert all(f" {verb} " in out for verb in PROGRAMS)
+    assert all(f" {verb} " in out for verb in (*PROGRAMS, *WITHOUT_DATA))
     assert "Measure on this machine" in out
 
 
-@pytest.mark.parametrize("verb", PROGRAMS)
+@pytest.mark.parametrize("verb", [*PROGRAMS, *WITHOUT_DATA])
 def test_help_has_an_example(run, verb):
     code, out, _ = run("bench", verb, "--help")
     assert code == 0
@@ -53,6 +55,18 @@ def test_programs_take_the_options_that_reach_them(verb):
     text = (BENCHMARKS / PROGRAMS[verb]).read_text()
     for option in ("--quick", "--data", "--output", *["--json"] * (verb != "planner")):
         assert f'add_argument("{option}"' in text
+
+
+@pytest.mark.parametrize("verb", WITHOUT_DATA)
+def test_whole_runs_take_no_recordings(run, started, verb):
+    assert run("bench", verb, "--quick", "--json", "--output", "o")[0] == 3
+    program = BENCHMARKS / WITHOUT_DATA[verb]
+    assert started == [[sys.executable, str(program), "--quick", "--json", "--output", "o"]]
+    text = program.read_text()
+    assert all(f'add_argument("{option}"' in text for option in ("--quick", "--json", "--output"))
+    code, _, err = run("bench", verb, "--data", "d")
+    assert (code, len(started)) == (2, 1)
+    assert "--data" in err
 
 
 def test_planner_prints_no_json(run, started):

@@ -12,7 +12,7 @@ import typer
 import relibra
 from relibra.errors import ConfigError
 
-app = typer.Typer(no_args_is_help=True, help="Measure on this machine: planner, runtime, ranks, gpu.")
+app = typer.Typer(no_args_is_help=True, help="Measure on this machine: planner, runtime, ranks, gpu, rl, tppo.")
 
 Quick = Annotated[bool, typer.Option("--quick", help="Smaller cases, fewer repetitions; writes no rows.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the rows as JSON instead of a table.")]
@@ -63,7 +63,25 @@ def gpu(quick: Quick = False, as_json: Json = False, data: Data = None, output: 
     _run("gpu.py", quick=quick, as_json=as_json, data=data, output=output)
 
 
-def _run(name: str, *, quick: bool, data: Path | None, output: Path | None, as_json: bool = False) -> NoReturn:
+@app.command()
+def rl(quick: Quick = False, as_json: Json = False, output: Output = None) -> None:
+    """Train by RL with experts at their homes and by plans, on two processes: seconds per stage, skew, reward.
+
+    Example: relibra bench rl --quick
+    """
+    _run("rl.py", quick=quick, as_json=as_json, output=output)
+
+
+@app.command()
+def tppo(quick: Quick = False, as_json: Json = False, output: Output = None) -> None:
+    """Train a tiny model with PPO and with T-PPO: decode steps and seconds to the same reward.
+
+    Example: relibra bench tppo --quick
+    """
+    _run("tppo.py", quick=quick, as_json=as_json, output=output)
+
+
+def _run(name: str, *, quick: bool, output: Path | None, data: Path | None = None, as_json: bool = False) -> NoReturn:
     """Run a program of the checkout and leave with its exit code.
 
     raises   ConfigError where relibra is installed without its checkout

@@ -1,0 +1,170 @@
+"""What do balanced experts do for RL training? Whole runs of `relibra train` on two processes, side by side.
+
+The same policy, from one warm-up, is trained with every expert at its home (transformers' `all_to_all`) and by plans;
+with canonical sums both follow the same bits. Rows go to results/rl.json.
+Run: python benchmarks/rl.py [--quick] [--json] [--output FOLDER]   (or: relibra bench rl). Six minutes.
+--quick takes a small model and few steps, and writes no rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from provenance import RESULTS, write_results
+from rich.console import Console
+from rich.table import Table
+from rl_runs import Rows, trained, warmed_up
+
+SETTINGS = (
+    "parallel.ranks=2",
+    "run.seed=0",
+    "model.hidden_size=256",
+    "model.num_layers=4",
+    "model.num_experts=32",
+    "model.experts_per_token=4",
+    "rollout.prompts_per_step=16",
+    "rollout.responses_per_prompt=8",
+    "algorithm.preset=grpo",
+    "update.mini_batches=4",
+)
+WARM_UP = ("warmup.steps=60", "warmup.batch=64", "warmup.learning_rate=2e-3")
+CASES = (("static", "fast"), ("relibra", "fast"), ("static", "canonical"), ("relibra", "canonical"))
+STEPS = {"fast": 10, "canonical": 4}
+QUICK = ("model.hidden_size=32", "model.num_layers=2", "rollout.prompts_per_step=8", "rollout.max_response=24")
+PLAN_TARGET = 0.02
+"""Planning, as a share of the step."""
+EDGE = 3
+"""Steps that the first and last reward are the mean of."""
+UNIT = (
+    "seconds per stage and step: medians over steps without the first one; plan share: planning with what it has to "
+    "tell other ranks and the move of responses, share of the step; skew: busiest / mean rank in token-slots, static "
+    "layout and plan; ratio: step time of static with the same sums, over the row's"
+)
+
+
+def runs(folder: Path, *, quick: bool) -> Iterator[tuple[str, str, Rows]]:
+    """Train every case from one warm-up."""
+    settings = (*SETTINGS, *(QUICK if quick else ()))
+    policy = warmed_up((*settings, *WARM_UP, *(("warmup.steps=4",) if quick else ())), folder, "warm-up")
+    for balancer, sums in CASES:
+        steps = 3 if quick else STEPS[sums]
+        own = (*settings, f"run.steps={steps}", f"plan.balancer={balancer}", f"plan.sums={sums}")
+        yield balancer, sums, trained(own, policy, folder, f"{balancer}-{sums}")
+
+
+def result_rows(found: list[tuple[str, str, Rows]]) -> list[dict]:
+    """Make a row of each case."""
+    rows: list[dict] = []
+    seconds_of: dict[tuple[str, str], float] = {}
+    for balancer, sums, steps in found:
+        later = steps[1:]  # the first one compiles
+        stages = {stage: _median([row["seconds"].get(stage, 0.0) for row in later]) for stage in later[0]["seconds"]}
+        totals = [sum(row["seconds"].values()) for row in later]
+        seconds_of[balancer, sums] = _median(totals)
+        rewards = [row["reward"] for row in steps]
+        edge = min(EDGE, len(steps))
+        rows.append({
+            "case": f"{balancer}, {sums} sums", "label": "measured", "unit": UNIT, "seed": 0,
+            "repetitions": len(later), "balancer": balancer, "sums": sums, "steps": len(steps),
+            "seconds_per_stage": stages, "step_seconds": _median(totals),
+            "reward_first": float(np.mean(rewards[:edge])), "reward_last": float(np.mean(rewards[-edge:])),
+            "rewards": rewards,
+            "same_as_static": _curve(steps) == next(_curve(other) for _, s, other in found if s == sums),
+            "rank_skew": _median([row["rank_skew"] for row in later]),
+            "planned_skew": _median([row["planned_skew"] or row["rank_skew"] for row in later]),
+            "plan_share": _median(
+                [row["seconds"].get("plan", 0.0) / total for row, total in zip(later, totals, strict=True)]
+            ),
+            "moved_experts": [row["moved_experts"] for row in steps],
+            "ratio_to_static": seconds_of["static", sums] / _median(totals),
+            "settings": [*SETTINGS, *WARM_UP],
+            "configuration": _configuration(),
+        })  # fmt: skip
+    return rows
+
+
+def _curve(steps: Rows) -> list[tuple]:
+    """Return what canonical sums keep the same under every plan."""
+    return [(row["reward"], row["response_length"], row["loss"]) for row in steps]
+
+
+def _median(numbers: Iterable[float | None]) -> float | None:
+    """Return the median of the numbers that there are."""
+    known = [number for number in numbers if number is not None]
+    return float(np.median(known)) if known else None
+
+
+def _configuration() -> str:
+    of = dict(setting.split("=") for setting in SETTINGS)
+    return (
+        f"{of['model.num_layers']} layers, {of['model.experts_per_token']} of {of['model.num_experts']} experts of "
+        f"{of['model.hidden_size']} x {int(of['model.hidden_size']) // 2}, {of['rollout.prompts_per_step']} x "
+        f"{of['rollout.responses_per_prompt']} responses, {of['update.mini_batches']} mini-batches, 2 processes of 1 "
+        "thread"
+    )
+
+
+def print_rows(rows: list[dict]) -> None:
+    """Print a table, and the seconds of the stages under it."""
+    titles = ("case", "steps", "s / step", "/ static", "skew", "planned", "plan %", "reward\nfirst", "reward\nlast")
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for title in titles:
+        table.add_column(title, justify="left" if title == "case" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["case"],
+            str(row["steps"]),
+            f"{row['step_seconds']:.2f}",
+            f"{row['ratio_to_static']:.3f}",
+            f"{row['rank_skew']:.2f}",
+            f"{row['planned_skew']:.2f}",
+            f"{100 * row['plan_share']:.1f}",
+            f"{row['reward_first']:.3f}",
+            f"{row['reward_last']:.3f}",
+        )
+    Console().print(table)
+    for row in rows:
+        stages = ", ".join(f"{stage} {spent:.2f}" for stage, spent in row["seconds_per_stage"].items())
+        print(f"{row['case']}: {stages}")
+    print(UNIT)
+
+
+def summary(rows: list[dict]) -> list[str]:
+    """Say whether planning is as short as it should be, and whether canonical sums hide the plan."""
+    of = {(row["balancer"], row["sums"]): row for row in rows}
+    planned, canonical = of["relibra", "fast"], of["relibra", "canonical"]
+    met = "reached" if planned["plan_share"] <= PLAN_TARGET else "MISSED"
+    same = "the same" if canonical["same_as_static"] else "NOT the same"
+    return [
+        f"planning takes {planned['plan_share']:.1%} of a step, target {PLAN_TARGET:.0%}: {met}",
+        f"canonical sums: rewards, lengths and losses of both balancers are {same}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = result_rows(list(runs(Path(folder), quick=options.quick)))
+    if options.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        print_rows(rows)
+        print(*summary(rows), sep="\n")
+        if options.quick:
+            print("--quick: a small model, few steps. It shows that the program runs; the figures say nothing")
+    if not options.quick:
+        print(write_results("rl", rows, "python benchmarks/rl.py", options.output), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Does T-PPO reach PPO's reward in less decoding and less time? Whole runs of `relibra train`, side by side.
+
+Chains of additions with a long tail of lengths, and the built-in tiny transformer. Both runs of a seed start from one
+warm-up and differ in the window: PPO decodes until the longest response of a step has ended, T-PPO adds at most a
+window to each response and goes on in the next step. What is compared is what it took to come to PPO's final reward.
+Rows go to results/tppo.json.
+Run: python benchmarks/tppo.py [--quick] [--json] [--output FOLDER]   (or: relibra bench tppo). Twelve minutes.
+One process of one thread trains at a time. --quick takes one seed and few steps, and writes no rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from provenance import RESULTS, write_results
+from rich.console import Console
+from rich.table import Table
+from rl_runs import Rows, first_at, idle_share, points, stage_seconds, trained, warmed_up
+
+SETTINGS = (
+    "parallel.ranks=1",
+    "task.max_terms=24",
+    "task.continue_probability=0.8",
+    "model.num_layers=2",
+    "model.num_experts=8",
+    "algorithm.preset=tppo",
+    "rollout.prompts_per_step=64",
+    "rollout.responses_per_prompt=1",
+    "rollout.max_response=144",
+    "update.mini_batches=2",
+    "update.micro_batch_tokens=1024",
+    "update.learning_rate=1.5e-4",
+    "update.warmup_steps=10",
+    "evaluation.every=5",
+    "evaluation.prompts=128",
+)
+WARM_UP = ("parallel.ranks=2", "warmup.steps=400", "warmup.batch=64", "warmup.slip=0.2")
+MORE = {
+    "PPO": ("run.steps=50", "critic.warmup_steps=12"),
+    "T-PPO": ("run.steps=110", "critic.warmup_steps=24", "rollout.window=24", "algorithm.tail_drop=2"),
+}
+"""The steps in which only the value model learns see about as many finished responses in both."""
+QUICK = ("run.steps=4", "evaluation.every=2", "evaluation.prompts=16", "critic.warmup_steps=1")
+SEEDS = 3
+LAST = 3
+"""Evaluations that a reward is the mean of."""
+TARGETS = {"decode_ratio": 2.5, "wall_ratio": 1.8}
+"""What PPO takes to come to its final reward, over what T-PPO takes; medians over seeds."""
+UNIT = (
+    "RL steps, decode steps and seconds until the held-out reward is PPO's final one; seconds are those of whole RL "
+    "steps: rollout with prompts fed again, reward, routes on disk, recompute, values, both updates, weight sync; "
+    "steps in which only the value model learns are in, warm-up and evaluations are not"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Race:
+    """Both runs of a seed, by algorithm."""
+
+    seed: int
+    rows: dict[str, Rows]
+
+
+def races(seeds: int, folder: Path, *, quick: bool) -> Iterator[Race]:
+    """Train with both algorithms from one warm-up per seed; who goes first takes turns."""
+    for seed in range(seeds):
+        own = (*SETTINGS, f"run.seed={seed}")
+        warm_up = (*own, *WARM_UP, *(("warmup.steps=8",) if quick else ()))
+        policy = warmed_up(warm_up, folder, f"warm-up-{seed}")
+        rows: dict[str, Rows] = {}
+        for algorithm in sorted(MORE, reverse=bool(seed % 2)):
+            settings = (*own, *MORE[algorithm], *(QUICK if quick else ()))
+            rows[algorithm] = trained(settings, policy, folder, f"{algorithm}-{seed}")
+        yield Race(seed=seed, rows=rows)
+
+
+def reward_to_reach(ppo: Rows) -> float:
+    """Return PPO's final reward, less its standard error: the mean of the last evaluations."""
+    last = [point.reward for point in points(ppo)][-LAST:]
+    mean = sum(last) / len(last)
+    prompts = next(int(setting.partition("=")[2]) for setting in SETTINGS if setting.startswith("evaluation.prompts"))
+    return mean - math.sqrt(mean * (1 - mean) / (prompts * len(last)))
+
+
+def result_rows(race: Race) -> list[dict]:
+    """Make a row of each algorithm, PPO first; what was never reached is None."""
+    target = reward_to_reach(race.rows["PPO"])
+    found: list[dict] = []
+    for algorithm in MORE:
+        rows = race.rows[algorithm]
+        curve = points(rows)
+        reached = first_at(curve, target, LAST)
+        # Steps of the value model alone are left out: what a token costs is that of both updates.
+        whole = [one for one in rows if "update" in one["seconds"]] or rows
+        spent, sampled = stage_seconds(whole), sum(one["sampled_tokens"] for one in whole)
+        row = {
+            "case": f"{algorithm}, seed {race.seed}", "label": "measured", "unit": UNIT, "seed": race.seed,
+            "repetitions": 1, "algorithm": algorithm, "target": target,
+            "updates": reached.updates if reached else None,
+            "decode_steps": reached.decode_steps if reached else None,
+            "wall_seconds": reached.seconds if reached else None,
+            "final_reward": float(np.mean([point.reward for point in curve[-LAST:]])),
+            "first_reward": curve[0].reward,
+            "idle_share": idle_share(rows),
+            "unfinished_share": float(np.mean([one["unfinished_share"] for one in rows])),
+            "fed_again": sum(one["prefilled_tokens"] for one in rows) / sum(one["sampled_tokens"] for one in rows),
+            "seconds_per_stage": {stage: seconds / len(whole) for stage, seconds in spent.items()},
+            "rollout_us": 1e6 * spent["rollout"] / sampled,
+            "training_us": 1e6 * (sum(spent.values()) - spent["rollout"]) / sampled,
+            "steps": len(rows),
+            "evaluations": [asdict(point) for point in curve],
+            "settings": [*SETTINGS, *WARM_UP, *MORE[algorithm]],
+            "configuration": _configuration(algorithm, rows),
+        }  # fmt: skip
+        ppo = found[0] if found else row
+        for name, cost in (("updates", "updates"), ("decode", "decode_steps"), ("wall", "wall_seconds")):
+            row[f"{name}_ratio"] = ppo[cost] / row[cost] if ppo[cost] and row[cost] else None
+        found.append(row)
+    return found
+
+
+def _configuration(algorithm: str, rows: Rows) -> str:
+    of = dict(setting.split("=") for setting in (*SETTINGS, *MORE[algorithm]))
+    longest = of["rollout.max_response"]
+    return (
+        f"{of['rollout.prompts_per_step']} x {of['rollout.responses_per_prompt']} slots, window "
+        f"{of.get('rollout.window', longest)} of {longest} tokens, {of['model.num_layers']} layers of "
+        f"{of['model.num_experts']} experts, {len(rows)} steps, 1 process of 1 thread; reward: mean of {LAST} "
+        f"evaluations of {of['evaluation.prompts']} held-out prompts, at the first that reaches it"
+    )
+
+
+def summary(rows: list[dict]) -> list[str]:
+    """Hold the medians over seeds against what should be reached, one sentence each; say what bounds the seconds."""
+    lines = []
+    for name, target in TARGETS.items():
+        median = float(np.median([row[name] or 0.0 for row in rows if row["algorithm"] == "T-PPO"]))
+        sign = "reached" if median >= target else "MISSED"
+        lines.append(f"{name.replace('_', ' ')}: PPO / T-PPO {median:.2f}, target {target}: {sign}")
+    return [*lines, _bound(rows)]
+
+
+def _bound(rows: list[dict]) -> str:
+    """Say how much of PPO's time rollout would have to be, if the same number of sampled tokens teaches the same.
+
+    Then T-PPO saves rollout / (saved rollout per token) and pays for training prefixes again: with s the share of
+    rollout, PPO / T-PPO in seconds is 1 / (s / cheaper + (1 - s) x dearer).
+    """
+
+    def per_token(algorithm: str, rollout: bool) -> float:
+        own = [row for row in rows if row["algorithm"] == algorithm]
+        return float(np.median([row["rollout_us" if rollout else "training_us"] for row in own]))
+
+    share = per_token("PPO", True) / (per_token("PPO", True) + per_token("PPO", False))
+    cheaper = per_token("PPO", True) / per_token("T-PPO", True)
+    dearer = per_token("T-PPO", False) / per_token("PPO", False)
+    target = TARGETS["wall_ratio"]
+    at_equal_tokens = 1 / (share / cheaper + (1 - share) * dearer)
+    spread = dearer - 1 / cheaper
+    needed = (dearer - 1 / target) / spread if spread else math.nan
+    reachable = f"{target} needs {needed:.0%}" if 0 <= needed <= 1 else f"no share gives {target}"
+    return (
+        f"per sampled token rollout is {cheaper:.2f} times cheaper and the rest {dearer:.2f} times dearer; rollout is "
+        f"{share:.0%} of PPO's time, so equal tokens give {at_equal_tokens:.2f}, and {reachable}"
+    )
+
+
+def print_rows(rows: list[dict]) -> None:
+    """Print a table."""
+    titles = ("seed", "algorithm", "steps", "decode\nsteps", "\nseconds", "PPO/T\ndecode", "PPO/T\nseconds")
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for title in (*titles, "\nidle", "final\nreward", "reward\nto reach"):
+        table.add_column(title, justify="left" if title == "algorithm" else "right", no_wrap=True)
+    for row in rows:
+        ratios = (row["wall_seconds"], row["decode_ratio"], row["wall_ratio"])
+        table.add_row(
+            str(row["seed"]),
+            row["algorithm"],
+            *("never" if number is None else str(number) for number in (row["updates"], row["decode_steps"])),
+            *("-" if number is None else f"{number:.2f}" for number in ratios),
+            *(f"{number:.3f}" for number in (row["idle_share"], row["final_reward"], row["target"])),
+        )
+    Console().print(table)
+    stages = {row["algorithm"]: row["seconds_per_stage"] for row in rows}
+    for algorithm, seconds in stages.items():
+        parts = ", ".join(f"{stage} {spent:.2f}" for stage, spent in seconds.items())
+        print(f"seconds per step of {algorithm}, last seed: {parts}")
+    print(UNIT)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = races(1 if options.quick else SEEDS, Path(folder), quick=options.quick)
+        rows = [row for race in found for row in result_rows(race)]
+    if options.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        print_rows(rows)
+        if options.quick:
+            print(
+                "--quick: a few steps after hardly any warm-up. It shows that the program runs; the figures say nothing"
+            )
+        else:
+            print(*summary(rows), sep="\n")
+    if not options.quick:
+        print(write_results("tppo", rows, "python benchmarks/tppo.py", options.output), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
