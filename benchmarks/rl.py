@@ -33,7 +33,7 @@ SETTINGS = (
     "algorithm.preset=grpo",
     "update.mini_batches=4",
 )
-WARM_UP = ("warmup.steps=60", "warmup.batch=64", "warmup.learning_rate=2e-3")
+WARM_UP = ("warmup.steps=150", "warmup.batch=64", "warmup.learning_rate=2e-3")
 CASES = (("static", "fast"), ("relibra", "fast"), ("static", "canonical"), ("relibra", "canonical"))
 STEPS = {"fast": 10, "canonical": 4}
 QUICK = ("model.hidden_size=32", "model.num_layers=2", "rollout.prompts_per_step=8", "rollout.max_response=24")

@@ -42,7 +42,7 @@ SETTINGS = (
     "evaluation.every=5",
     "evaluation.prompts=128",
 )
-WARM_UP = ("parallel.ranks=2", "warmup.steps=400", "warmup.batch=64", "warmup.slip=0.2")
+WARM_UP = ("parallel.ranks=2", "warmup.steps=500", "warmup.batch=64", "warmup.slip=0.2")
 MORE = {
     "PPO": ("run.steps=50", "critic.warmup_steps=12"),
     "T-PPO": ("run.steps=110", "critic.warmup_steps=24", "rollout.window=24", "algorithm.tail_drop=2"),

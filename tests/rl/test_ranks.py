@@ -18,6 +18,7 @@ from relibra.rl.ranks import (
     broadcast_json,
     gather_arrays,
     gather_json,
+    gather_several,
     joined_ranks,
     largest_over_ranks,
     sum_over_ranks,
@@ -61,6 +62,9 @@ def test_arrays_of_any_type_and_shape_come_back_as_they_were(monkeypatch):
             assert found.dtype == array.dtype
             assert found.shape == array.shape
             assert found.tolist() == array.tolist()
+        [together] = gather_several(arrays)
+        for found, array in zip(together, arrays, strict=True):
+            assert (found.dtype, found.shape, found.tolist()) == (array.dtype, array.shape, array.tolist())
         monkeypatch.setattr(ranks, "MAX_ARRAY_BYTES", 10)
         with pytest.raises(EngineError, match="a rank wants to exchange an array of 16 bytes: at most 10 are allowed"):
             gather_arrays(np.zeros(2))
@@ -72,6 +76,10 @@ def _exchange_on_a_rank(_folder):
     arrays = gather_arrays(np.arange(3 * rank, dtype=np.int32).reshape(-1, 3))
     return {
         "arrays": [array.tolist() for array in arrays],
+        "together": [
+            [array.tolist() for array in of_rank]
+            for of_rank in gather_several([np.arange(rank, dtype=np.int16), np.full((1, 2 - rank), 0.5)])
+        ],
         "json": gather_json({"rank": rank, "text": "x" * rank}),
         "told": broadcast_json(rank),
         "sum": sum_over_ranks(torch.tensor([rank, 1])).tolist(),
@@ -85,6 +93,7 @@ def test_ranks_exchange_pieces_of_different_sizes(tmp_path):
     assert first == second
     assert first == {
         "arrays": [[], [[0, 1, 2]]],
+        "together": [[[], [[0.5, 0.5]]], [[0], [[0.5]]]],
         "json": [{"rank": 0, "text": ""}, {"rank": 1, "text": "x"}],
         "told": 0,
         "sum": [1, 2],

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -109,23 +110,44 @@ def gather_arrays(array: ndarray) -> list[ndarray]:
     array     of one type and number of axes on all ranks; sizes may differ
     raises    EngineError when a rank announces more than MAX_ARRAY_BYTES
     """
-    flat = torch.from_numpy(np.frombuffer(np.ascontiguousarray(array).tobytes(), dtype=np.uint8).copy())
-    shape = torch.tensor([len(flat), *array.shape])
-    shapes = [torch.zeros_like(shape) for _ in range(dist.get_world_size())]
-    dist.all_gather(shapes, shape)
-    largest = max(int(other[0]) for other in shapes)
+    return [one for (one,) in gather_several([array])]
+
+
+def gather_several(arrays: Sequence[ndarray]) -> list[list[ndarray]]:
+    """Give every rank several arrays of all ranks, in rank order, for the price of one; collective.
+
+    arrays    each of one type and number of axes on all ranks; sizes may differ
+    raises    EngineError when a rank announces more than MAX_ARRAY_BYTES
+    """
+    joined = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
+    flat = torch.frombuffer(bytearray(joined), dtype=torch.uint8) if joined else torch.zeros(0, dtype=torch.uint8)
+    about = torch.tensor([len(flat), *(size for array in arrays for size in array.shape)])
+    about_of = [torch.zeros_like(about) for _ in range(dist.get_world_size())]
+    dist.all_gather(about_of, about)
+    largest = max(int(other[0]) for other in about_of)
     if largest > MAX_ARRAY_BYTES:
         raise EngineError(
             f"a rank wants to exchange an array of {largest} bytes: at most {MAX_ARRAY_BYTES} are allowed"
         )
     padded = torch.zeros(largest, dtype=torch.uint8)
     padded[: len(flat)] = flat
-    gathered = [torch.empty_like(padded) for _ in shapes]
+    gathered = [torch.empty_like(padded) for _ in about_of]
     dist.all_gather(gathered, padded)
     return [
-        np.frombuffer(piece[: int(size[0])].numpy().tobytes(), dtype=array.dtype).reshape(size[1:].tolist())
-        for piece, size in zip(gathered, shapes, strict=True)
+        _taken_apart(piece.numpy().tobytes(), other[1:].tolist(), arrays)
+        for piece, other in zip(gathered, about_of, strict=True)
     ]
+
+
+def _taken_apart(joined: bytes, sizes: Sequence[int], like: Sequence[ndarray]) -> list[ndarray]:
+    """Return arrays laid end to end, of the types and numbers of axes of others."""
+    found, start, axis = [], 0, 0
+    for array in like:
+        shape = sizes[axis : axis + array.ndim]
+        count = math.prod(shape)
+        found.append(np.frombuffer(joined, dtype=array.dtype, count=count, offset=start).reshape(shape))
+        start, axis = start + count * array.itemsize, axis + array.ndim
+    return found
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

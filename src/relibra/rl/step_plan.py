@@ -17,7 +17,7 @@ from relibra.planning.layer_shards import demand_of_layers, join_layers, layers_
 from relibra.planning.plan import StepPlan
 from relibra.planning.step import plan_step
 from relibra.rl.config import RunConfig
-from relibra.rl.ranks import gather_arrays, gather_json
+from relibra.rl.ranks import gather_arrays, gather_json, gather_several
 from relibra.rl.rollout.response import Response
 from relibra.rl.schedule import Schedule, make_schedule
 from relibra.routing.demand import Demand
@@ -74,9 +74,11 @@ def demand_of(
     if trace is not None:
         own = Demand.from_trace(trace)
         counts_sLE, own_ids = own.counts_SLE, own.sample_ids.astype(np.int64)
-    counts_SLE = np.concatenate(gather_arrays(counts_sLE))
-    order = np.argsort(np.concatenate(gather_arrays(own_ids)), kind="stable")
-    layer_ids = np.concatenate(gather_arrays(np.array([] if trace is None else trace.layer_ids, dtype=np.int64)))
+    own_layers = np.array([] if trace is None else trace.layer_ids, dtype=np.int64)
+    counts_SLE, ids_S, layer_ids = (
+        np.concatenate(pieces) for pieces in zip(*gather_several([counts_sLE, own_ids, own_layers]), strict=True)
+    )
+    order = np.argsort(ids_S, kind="stable")
     demand = Demand(
         counts_SLE=counts_SLE[order], layer_ids=layer_ids[: model_LE[0]].astype(np.int32), sample_ids=table.sample_id_S
     )
@@ -149,7 +151,7 @@ def _gather_parts(part: StepPlan | None, demand: Demand, cluster: Cluster, slots
     if part is not None:
         told = {name: getattr(part, name) for name in told}
         about = [part.balancer, part.resident, part.scope, part.plan_seconds]
-    gathered = {name: gather_arrays(array) for name, array in told.items()}
+    gathered = gather_several(list(told.values()))
     about_R = gather_json(about)
     micro_batch_S, rank_S = demand.schedule
     parts = []
@@ -157,6 +159,7 @@ def _gather_parts(part: StepPlan | None, demand: Demand, cluster: Cluster, slots
         if not about_R[rank]:
             continue
         balancer, resident, scope, seconds = about_R[rank]
+        of = dict(zip(told, gathered[rank], strict=True))
         parts.append(
             StepPlan(
                 balancer=balancer,
@@ -169,11 +172,11 @@ def _gather_parts(part: StepPlan | None, demand: Demand, cluster: Cluster, slots
                 scope=scope,
                 plan_seconds=seconds,
                 objective="tokens",
-                physical_to_logical_map=gathered["physical_to_logical_map"][rank],
-                previous_map=gathered["previous_map"][rank],
-                replica_MLRB=gathered["replica_MLRB"][rank],
-                quota_MLRB=gathered["quota_MLRB"][rank],
-                bound_ML=gathered["bound_ML"][rank],
+                physical_to_logical_map=of["physical_to_logical_map"],
+                previous_map=of["previous_map"],
+                replica_MLRB=of["replica_MLRB"],
+                quota_MLRB=of["quota_MLRB"],
+                bound_ML=of["bound_ML"],
             )
         )
     return join_layers(parts, demand)
