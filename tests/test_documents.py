@@ -52,16 +52,18 @@ def test_blocks_of_the_execution_guide_run(tmp_path):
     assert "wait push" in found["stages"]
 
 
-def test_execution_guide_quotes_messages_that_exist():
+@pytest.mark.parametrize(("guide", "package"), [("execution", "parallel"), ("training", "rl")])
+def test_guides_quote_messages_that_exist(guide, package):
     said = []
-    for file in (ROOT / "src" / "relibra" / "parallel").glob("*.py"):
+    for file in (ROOT / "src" / "relibra" / package).rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             said.append("".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in parts))
-    quoted = re.findall(r"^\| `([^`]+)` \|", GUIDE.split("## What can go wrong")[1], flags=re.MULTILINE)
+    text = (ROOT / "docs" / f"{guide}.md").read_text()
+    quoted = re.findall(r"^\| `([^`]+)` \|", text.split("## What can go wrong")[1], flags=re.MULTILINE)
     assert len(quoted) > 10
     for message in quoted:
-        assert any(message in text for text in said), message
+        assert any(message in one for one in said), message
 
 
 def test_readme_names_commands_that_exist():

@@ -48,7 +48,6 @@ def test_layout_of_a_micro_batch():
     assert batch.row_X.tolist() == [2, 3, 4, 5]
     assert batch.target_X.tolist() == [11, 12, 6, 7]
     assert batch.response_X.tolist() == [0, 0, 1, 1]
-    assert batch.place_X.tolist() == [0, 1, 0, 1]
     assert batch.samples_B.tolist() == [1, 0]
     assert batch.num_responses == 2
 
@@ -141,8 +140,7 @@ def test_what_is_gathered_is_scattered_back(lengths, data):
         batch = make_micro_batch(responses, chosen, None)
         gathered_X = batch.gather(values_Sr)
         assert len(gathered_X) == len(batch.row_X)
-        places = zip(batch.response_X.tolist(), batch.place_X.tolist(), strict=True)
-        assert gathered_X.tolist() == [float(values_Sr[chosen[b]][place]) for b, place in places]
+        assert gathered_X.tolist() == [float(value) for s in chosen for value in values_Sr[s]]
         batch.scatter(gathered_X, back_Sr)
     assert all(np.array_equal(one, other) for one, other in zip(values_Sr, back_Sr, strict=True))
 

@@ -67,10 +67,11 @@ def config_of(*overrides):
     )
 
 
-def collected(live, next_sample, config, engine=None, version=0):
+def collected(live, started, config, engine=None, version=0):
     return collect(
         live,
-        next_sample,
+        started=started,
+        finished=started - len(live),
         engine=engine or ScriptedEngine(),
         task=TASK,
         tokenizer=TOKENIZER,
@@ -123,6 +124,17 @@ def test_over_many_steps_no_response_is_lost_and_none_lives_too_long():
             max_windows=4,
         )
         assert len(engine.served[-1]) == 12, "the number of responses under way is constant"
+    with pytest.raises(AssertionError, match="some were lost"):
+        collect(
+            live[1:],
+            started=next_sample,
+            finished=len(finished),
+            engine=engine,
+            task=TASK,
+            tokenizer=TOKENIZER,
+            config=config,
+            weight_version=60,
+        )
     assert len(finished) == len(set(finished))
     assert {one.finish_reason for one in rated} >= {"stop", None}
 

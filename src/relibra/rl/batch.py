@@ -28,7 +28,6 @@ class MicroBatch:
     row_X         rows whose output belongs to a response token, X of them: that of the token before it
     target_X      the response tokens
     response_X    the response of each, as an index into `samples_B`
-    place_X       its place among the response tokens of its response
     after_B       with `whole`: the row of the last token of each response
     routes        experts to replay; None: the model routes itself
     """
@@ -39,7 +38,6 @@ class MicroBatch:
     row_X: Int[Tensor, " X"]
     target_X: Int[Tensor, " X"]
     response_X: Int[Tensor, " X"]
-    place_X: Int[Tensor, " X"]
     after_B: Int[Tensor, " B"]
     routes: BatchRoutes | None
 
@@ -91,7 +89,6 @@ def make_micro_batch(
         ),
         target_X=torch.from_numpy(np.concatenate([response.tokens_n[response.prompt_length :] for response in picked])),
         response_X=torch.from_numpy(np.repeat(np.arange(len(picked)), lengths)),
-        place_X=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])),
         after_B=torch.from_numpy(starts + np.array(fed) - 1),
         routes=routes,
     )
@@ -130,7 +127,6 @@ def _filler() -> MicroBatch:
         row_X=none_X,
         target_X=none_X,
         response_X=none_X,
-        place_X=none_X,
         after_B=none_X,
         routes=None,
     )

@@ -14,7 +14,7 @@ from relibra.rl.algorithms.advantages import overlong_penalty
 from relibra.rl.config import RunConfig
 from relibra.rl.ranks import gather_arrays
 from relibra.rl.rollout.exchange import exchange_responses
-from relibra.rl.rollout.pool import plan_admission
+from relibra.rl.rollout.pool import check_pool, plan_admission
 from relibra.rl.rollout.response import Response, RolloutCost, RolloutEngine, new_response
 from relibra.rl.tasks.task import Task
 from relibra.rl.tokenizer import Tokenizer
@@ -35,8 +35,9 @@ class Rollout:
 
 def collect(
     live: Sequence[Response],
-    next_sample: int,
     *,
+    started: int,
+    finished: int,
     engine: RolloutEngine,
     task: Task,
     tokenizer: Tokenizer,
@@ -45,10 +46,11 @@ def collect(
 ) -> Rollout:
     """Go on with unfinished responses, and begin as many new ones as places are free; collective.
 
-    live     unfinished responses of this rank
-    raises   ConfigError for a prompt that is too long
+    live                unfinished responses of this rank
+    started, finished   responses of all ranks since the start of the run
+    raises              ConfigError for a prompt that is too long
     """
-    active, next_sample = _admit(live, next_sample, task, tokenizer, config)
+    active, next_sample = _admit(live, started, finished, task, tokenizer, config)
     rollout = config.rollout
     windows, cost = engine.generate(active, window=rollout.window_tokens, max_response=rollout.max_response)
     extended = [
@@ -72,17 +74,14 @@ def rate(responses: Sequence[Response], task: Task, tokenizer: Tokenizer, config
 
 
 def _admit(
-    live: Sequence[Response], next_sample: int, task: Task, tokenizer: Tokenizer, config: RunConfig
+    live: Sequence[Response], started: int, finished: int, task: Task, tokenizer: Tokenizer, config: RunConfig
 ) -> tuple[list[Response], int]:
     """Deal unfinished and new responses evenly over the ranks."""
     own = np.array([(response.sample_id, response.windows) for response in live], dtype=np.int64).reshape(-1, 2)
-    everybody = np.concatenate(gather_arrays(own))
-    admission = plan_admission(
-        [(int(sample), int(windows)) for sample, windows in everybody],
-        config.responses_per_step,
-        next_sample,
-        dist.get_world_size(),
-    )
+    everybody = [(int(sample), int(windows)) for sample, windows in np.concatenate(gather_arrays(own))]
+    slots, max_windows = config.responses_per_step, config.rollout.max_response // config.rollout.window_tokens
+    check_pool(started=started, finished=finished, live=everybody, slots=slots, max_windows=max_windows)
+    admission = plan_admission(everybody, slots, started, dist.get_world_size())
     active = exchange_responses(live, [admission.rank_of[response.sample_id] for response in live])
     rank, per_prompt = dist.get_rank(), config.rollout.responses_per_prompt
     fresh = [sample for sample in admission.fresh if admission.rank_of[sample] == rank]

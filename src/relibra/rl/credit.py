@@ -24,7 +24,7 @@ from relibra.rl.algorithms.value_loss import explained_variance, value_sums
 from relibra.rl.collect import length_penalty
 from relibra.rl.config import RunConfig
 from relibra.rl.learn_values import discounted_returns
-from relibra.rl.ranks import gather_arrays, sum_over_ranks
+from relibra.rl.ranks import gather_several, sum_over_ranks
 from relibra.rl.rollout.response import Response
 from relibra.rl.settings import AlgorithmSettings
 
@@ -81,11 +81,14 @@ class _Rated(NamedTuple):
 
 def _rated_of_all(responses: Sequence[Response]) -> _Rated:
     finished = [response for response in responses if response.finish_reason is not None]
-    own = [(response.sample_id, response.group_id) for response in finished]
-    ids = np.concatenate(gather_arrays(np.array(own, dtype=np.int64).reshape(-1, 2)))
-    rewards = np.concatenate(gather_arrays(np.array([response.reward for response in finished], dtype=np.float32)))
-    order = np.argsort(ids[:, 0], kind="stable")  # sums of a group do not depend on who sampled it
-    return _Rated(ids[order, 0], ids[order, 1], rewards[order])
+    own = _Rated(
+        np.array([response.sample_id for response in finished], dtype=np.int64),
+        np.array([response.group_id for response in finished], dtype=np.int64),
+        np.array([response.reward for response in finished], dtype=np.float32),
+    )
+    every = _Rated(*map(np.concatenate, zip(*gather_several(own), strict=True)))
+    order = np.argsort(every.sample_id_S, kind="stable")  # sums of a group do not depend on who sampled it
+    return _Rated(*(column[order] for column in every))
 
 
 def spread(responses: Sequence[Response], advantage_of: Mapping[int, float]) -> Credit:

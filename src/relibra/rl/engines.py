@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch.distributed as dist
 
 from relibra.rl.config import RunConfig
@@ -47,19 +45,15 @@ def make_engine(config: RunConfig, policy: Policy, tokenizer: Tokenizer) -> Roll
     )
 
 
-def sync_weights(engine: RolloutEngine, policy: Policy, folder: Path, weight_version: int) -> None:
+def sync_weights(engine: RolloutEngine, policy: Policy, config: RunConfig, weight_version: int) -> None:
     """Bring the trained weights to the full copies, and to the server if there is one; collective.
 
-    folder    where a server reads weights from
     raises    EngineError where the server does not load them
     """
     policy.sync()
+    folder = config.rollout.server_weights
     if isinstance(engine, ServerEngine):
+        assert folder is not None, "RolloutSettings asks for a folder that the server sees"
         if dist.get_rank() == 0:
             publish_weights(policy.copy, folder, engine, weight_version)
         dist.barrier()  # nobody asks the server before it has the weights
-
-
-def server_folder(config: RunConfig, run: Path) -> Path:
-    """Return where a server reads weights from."""
-    return config.rollout.server_weights or run / "server-weights"

@@ -26,7 +26,7 @@ def expect(critic: nn.Module, responses: Sequence[Response], config: RunConfig) 
     expected: list[Float32[ndarray, " _"]] = [np.zeros(0, dtype=np.float32) for _ in responses]
     for batch in _cut(responses, range(len(responses)), config):
         with torch.no_grad():
-            values_T = _values(critic, batch).cpu()
+            values_T = values(critic, batch.tokens_1T, batch.position_1T).cpu()
         before_Sr = list(expected)
         batch.scatter(values_T[batch.row_X], before_Sr)
         for s, after in zip(batch.samples_B.tolist(), values_T[batch.after_B].numpy(), strict=True):
@@ -80,11 +80,6 @@ def update_values(
     return float(sum_over_ranks(torch.tensor(losses)).mean()), len(losses)
 
 
-def _values(critic: nn.Module, batch: MicroBatch) -> Float32[Tensor, " T"]:
-    device = next(critic.parameters()).device
-    return values(critic, batch.tokens_1T.to(device), batch.position_1T.to(device))
-
-
 def _loss(
     critic: nn.Module,
     batch: MicroBatch,
@@ -94,7 +89,7 @@ def _loss(
     *,
     nominal: int,
 ) -> Float[Tensor, ""]:
-    values_T = _values(critic, batch)
+    values_T = values(critic, batch.tokens_1T, batch.position_1T)
     if not batch.num_responses:
         return values_T.sum() * 0.0
     device = values_T.device

@@ -18,7 +18,7 @@ from relibra.rl.algorithms.corrections import correction_weights
 from relibra.rl.algorithms.mismatch import MismatchSums, mismatch_sums, no_mismatch
 from relibra.rl.batch import MicroBatch
 from relibra.rl.config import RunConfig
-from relibra.rl.rollout.response import Response
+from relibra.rl.rollout.response import Response, with_last_row
 from relibra.rl.training_batch import TrainingBatch
 from relibra.rl.update import Around, log_probs_and_entropy
 
@@ -114,6 +114,4 @@ def _keep_routes(recorder: RoutingRecorder, batch: MicroBatch, responses: list[R
         return
     rows = [len(responses[s].tokens_n) - 1 for s in batch.samples_B]
     for s, piece in zip(batch.samples_B.tolist(), experts_TLK.cpu().split(rows), strict=True):
-        last = np.arange(piece.shape[2], dtype=piece.numpy().dtype)
-        filler_1LK = np.broadcast_to(last, (1, *piece.shape[1:]))
-        responses[s] = replace(responses[s], experts_nLK=np.concatenate([piece.numpy(), filler_1LK]))
+        responses[s] = replace(responses[s], experts_nLK=with_last_row(piece.numpy()))

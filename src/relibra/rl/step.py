@@ -18,7 +18,7 @@ from relibra.parallel import relocate
 from relibra.rl.collect import collect, length_penalty, rate
 from relibra.rl.config import RunConfig
 from relibra.rl.credit import Credit, compare_groups, estimate, spread, useful_groups, variance_explained
-from relibra.rl.engines import server_folder, sync_weights
+from relibra.rl.engines import sync_weights
 from relibra.rl.learn_values import expect, update_values
 from relibra.rl.policy import Policy
 from relibra.rl.ranks import sum_over_ranks
@@ -56,6 +56,7 @@ class Progress:
     live                  unfinished responses of this rank
     for_values            finished ones that the value model has not been trained on yet
     next_sample           id of the first response that has not begun
+    finished              responses of all ranks that have ended
     policy_steps          optimizer steps of the policy so far
     value_steps           of the value model
     explained_variance    share of the variance of returns that the value model explained last; None: not known
@@ -65,6 +66,7 @@ class Progress:
     live: list[Response] = field(default_factory=list)
     for_values: list[Response] = field(default_factory=list)
     next_sample: int = 0
+    finished: int = 0
     policy_steps: int = 0
     value_steps: int = 0
     explained_variance: float | None = None
@@ -84,7 +86,7 @@ class Progress:
         )
 
 
-_STATE = ("next_sample", "policy_steps", "value_steps", "explained_variance", "planned")
+_STATE = ("next_sample", "finished", "policy_steps", "value_steps", "explained_variance", "planned")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,10 +143,12 @@ def rl_step(step: int, learner: Learner, config: RunConfig, run: Path) -> tuple[
         with clock.stage("update"), executing(policy.trained, batch, config) as around:
             norms = _update(learner, batch, targets, around, config, sums)
     with clock.stage("sync"):
-        sync_weights(learner.engine, policy, server_folder(config, run), step + 1)
+        sync_weights(learner.engine, policy, config, step + 1)
+    rollout = rollout_metrics(responses, cost)
+    learner.progress.finished += rollout["finished"]
     metrics = {
         "step": step,
-        **rollout_metrics(responses, cost),
+        **rollout,
         **update_metrics(sums, norms, referenced=learner.reference is not None),
         **value_metrics,
         **mismatch_of_ranks(recomputed),
@@ -160,7 +164,8 @@ def _roll_out(step: int, learner: Learner, config: RunConfig, clock: Stopwatch) 
     with clock.stage("rollout"):
         rollout = collect(
             progress.live,
-            progress.next_sample,
+            started=progress.next_sample,
+            finished=progress.finished,
             engine=learner.engine,
             task=learner.task,
             tokenizer=learner.tokenizer,

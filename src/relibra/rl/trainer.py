@@ -6,7 +6,6 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from relibra.environment import launched_rank
 from relibra.rl.checkpoint import load_checkpoint, save_checkpoint
 from relibra.rl.config import RunConfig
 from relibra.rl.critic import build_critic
-from relibra.rl.engines import make_engine, server_folder, sync_weights
+from relibra.rl.engines import make_engine, sync_weights
 from relibra.rl.evaluation import evaluate
 from relibra.rl.optimizer import make_optimizer
 from relibra.rl.policy import Policy, build_policy
@@ -69,7 +68,7 @@ def _train(config: RunConfig, run: Path, device: torch.device, display: Training
     task = make_task(config.task, config.run.seed, config.evaluation.prompts if config.evaluation.every else 0)
     tokenizer = make_tokenizer(config.model.path, task.characters)
     policy = build_policy(config, tokenizer.vocab_size, run, device)
-    learner, step = _begin_or_resume(config, run, device, policy, task, tokenizer, display, stop)
+    learner, step, warm = _begin_or_resume(config, run, device, policy, task, tokenizer, display, stop)
     rank_0 = dist.get_rank() == 0
     log = MetricsLog(run, step) if rank_0 else None
     samples = SamplesLog(run) if rank_0 else None
@@ -95,7 +94,7 @@ def _train(config: RunConfig, run: Path, device: torch.device, display: Training
         log.close()
         samples.close()
     save_policy(run, policy, tokenizer)
-    return not stopped or step == config.run.steps or reached
+    return warm and (step >= config.run.steps or reached)
 
 
 def _begin_or_resume(
@@ -107,8 +106,11 @@ def _begin_or_resume(
     tokenizer: Tokenizer,
     display: TrainingProgress,
     stop: StopRequest,
-) -> tuple[Learner, int]:
-    """Warm up, or load the latest checkpoint; return what trains, and the step to go on with."""
+) -> tuple[Learner, int, bool]:
+    """Warm up, or load the latest checkpoint.
+
+    returns   what trains, the step to go on with, and False where the warm-up was stopped before its end
+    """
     warm = True
     from_checkpoint = broadcast_json(has_checkpoint(run) if dist.get_rank() == 0 else None)
     if not from_checkpoint:
@@ -129,7 +131,7 @@ def _begin_or_resume(
             write_config(run, config)  # now that it has proved to fit
         display.resumed(step)
     engine = make_engine(config, policy, tokenizer)
-    sync_weights(engine, policy, server_folder(config, run), step)
+    sync_weights(engine, policy, config, step)
     reference = None
     if config.algorithm.kl_coefficient:
         reference = reference_policy(policy, run / "reference", device, dtype=config.model.dtype, begun=from_checkpoint)
@@ -146,7 +148,7 @@ def _begin_or_resume(
     )
     if not from_checkpoint and config.checkpoint.every and warm:
         _save(config, run, 0, learner)  # a warm-up is not made twice
-    return learner, step
+    return learner, step, warm
 
 
 def _warmup_hook(display: TrainingProgress, stop: StopRequest) -> Callable[[int, float], bool]:
@@ -168,13 +170,12 @@ def _models(
 
 def _save(config: RunConfig, run: Path, step: int, learner: Learner) -> int:
     progress = learner.progress
-    state: dict[str, Any] = progress.as_state()
     save_checkpoint(
         run,
         step,
         models=_models(learner.policy, learner.optimizer, learner.critic),
         responses=[*progress.live, *progress.for_values],
-        state=state,
+        state=progress.as_state(),
         keep=config.checkpoint.keep,
     )
     return step

@@ -125,7 +125,7 @@ def _cut(
             for m in range(schedule.num_micro_batches)
         ],
         schedule=schedule,
-        mini_batch_S=schedule.mini_batch_M[micro_batch_s].astype(np.int64),
+        mini_batch_S=schedule.mini_batch_S[place_s].astype(np.int64),
         demand=demand,
         plan=plan,
     )

@@ -89,7 +89,7 @@ class Response:
             log_probs_r=np.concatenate([self.log_probs_r, window.log_probs_w]),
             versions_r=np.concatenate([self.versions_r, np.full(added, weight_version, np.int32)]),
             values_r=np.concatenate([self.values_r, np.full(added, np.nan, np.float32)]),
-            experts_nLK=None if window.experts_mLK is None else _with_last_row(window.experts_mLK),
+            experts_nLK=None if window.experts_mLK is None else with_last_row(window.experts_mLK),
             windows=self.windows + 1,
             window_length=added,
             finish_reason="stop" if window.stopped else cut,
@@ -163,7 +163,7 @@ def trace_of(responses: Sequence[Response], *, num_experts: int, layer_ids: Sequ
     )
 
 
-def _with_last_row(experts_mLK: Shaped[ndarray, "m L K"]) -> Shaped[ndarray, "n L K"]:
+def with_last_row(experts_mLK: Shaped[ndarray, "m L K"]) -> Shaped[ndarray, "n L K"]:
     """Add a row of legal ids for the last token, which never was fed."""
     _, L, K = experts_mLK.shape
     filler_1LK = np.broadcast_to(np.arange(K, dtype=experts_mLK.dtype), (1, L, K))
