@@ -1,8 +1,9 @@
 """Does T-PPO reach PPO's reward in less decoding and less time? Whole runs of `relibra train`, side by side.
 
-Chains of additions with a long tail of lengths, and the built-in tiny transformer. Both runs of a seed start from one
-warm-up and differ in the window: PPO decodes until the longest response of a step has ended, T-PPO adds at most a
-window to each response and goes on in the next step. What is compared is what it took to come to PPO's final reward.
+Chains of additions whose lengths have a heavy tail (a power law), and the built-in tiny transformer. Both runs of a
+seed start from one warm-up and differ in the window: PPO decodes until the longest response of a step has ended, T-PPO
+adds at most a window to each response and goes on in the next step. What is compared is what it took to come to PPO's
+final reward.
 Rows go to results/tppo.json.
 Run: python benchmarks/tppo.py [--quick] [--json] [--output FOLDER]   (or: relibra bench tppo). Twelve minutes.
 One process of one thread trains at a time. --quick takes one seed and few steps, and writes no rows.
@@ -27,25 +28,25 @@ from rl_runs import Rows, first_at, idle_share, points, stage_seconds, trained, 
 
 SETTINGS = (
     "parallel.ranks=1",
-    "task.max_terms=24",
-    "task.continue_probability=0.8",
+    "task.max_terms=64",
+    "task.tail_exponent=1.2",
     "model.num_layers=2",
     "model.num_experts=8",
     "algorithm.preset=tppo",
-    "rollout.prompts_per_step=64",
+    "rollout.prompts_per_step=32",
     "rollout.responses_per_prompt=1",
-    "rollout.max_response=144",
-    "update.mini_batches=2",
-    "update.micro_batch_tokens=1024",
+    "rollout.max_response=384",
+    "update.mini_batches=1",
+    "update.micro_batch_tokens=4096",
     "update.learning_rate=1.5e-4",
     "update.warmup_steps=10",
     "evaluation.every=5",
-    "evaluation.prompts=128",
+    "evaluation.prompts=192",
 )
 WARM_UP = ("parallel.ranks=2", "warmup.steps=500", "warmup.batch=64", "warmup.slip=0.2")
 MORE = {
-    "PPO": ("run.steps=50", "critic.warmup_steps=12"),
-    "T-PPO": ("run.steps=110", "critic.warmup_steps=24", "rollout.window=24", "algorithm.tail_drop=2"),
+    "PPO": ("run.steps=80", "critic.warmup_steps=10"),
+    "T-PPO": ("run.steps=130", "critic.warmup_steps=14", "rollout.window=48", "algorithm.tail_drop=2"),
 }
 """The steps in which only the value model learns see about as many finished responses in both."""
 QUICK = ("run.steps=4", "evaluation.every=2", "evaluation.prompts=16", "critic.warmup_steps=1")

@@ -15,7 +15,6 @@ from transformers.modeling_layers import GenericForTokenClassification
 
 from relibra.rl.config import RunConfig
 from relibra.rl.policy import Policy, write_weights
-from relibra.rl.sequence_masks import give_masks
 from relibra.rl.sharding import load_sharded, without_randomness
 
 
@@ -43,8 +42,7 @@ def build_critic(config: RunConfig, policy: Policy, folder: Path, device: torch.
         device=device,
         has_experts=policy.num_experts > 0,
     )
-    if policy.given_masks:
-        give_masks(critic, getattr(torch, config.model.dtype))
+    policy.keep_sequences_apart(critic)
     head: Any = critic.score
     with torch.no_grad():
         head.weight.zero_()

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3Moe
 from relibra.errors import ConfigError, EngineError
 from relibra.replay import find_routers
 from relibra.rl.config import RunConfig
+from relibra.rl.packed_attention import can_attend_packed, use_packed_attention
 from relibra.rl.sequence_masks import give_masks, reads_across
 from relibra.rl.settings import ModelSettings
 from relibra.rl.sharding import (
@@ -50,7 +51,8 @@ class Policy:
                   off) one whose routers relibra does not know
     top_k         experts that a token takes in each of them; 0 where there are none
     balanced      the experts of `trained` can follow plans
-    given_masks   both models, and a critic made from them, need masks from us to keep sequences laid end to end apart
+    packed        the family can attend to sequences laid end to end one by one (`attend_packed`)
+    given_masks   it needs masks from us to keep such sequences apart
     """
 
     trained: nn.Module
@@ -59,6 +61,7 @@ class Policy:
     layer_ids: tuple[int, ...]
     top_k: int
     balanced: bool
+    packed: bool = False
     given_masks: bool = False
 
     def sync(self) -> None:
@@ -67,6 +70,13 @@ class Policy:
         with torch.no_grad():
             for name, whole in whole_parameters(self.trained):
                 targets[name].copy_(whole)
+
+    def keep_sequences_apart(self, model: nn.Module) -> None:
+        """Make a model of this family keep sequences apart that are laid end to end, as cheaply as it can."""
+        if self.given_masks:
+            give_masks(model, self.copy.dtype)  # type: ignore[arg-type]
+        if self.packed:
+            use_packed_attention(model)
 
 
 def balanced(config: RunConfig) -> bool:
@@ -96,6 +106,7 @@ def build_policy(config: RunConfig, vocab_size: int, folder: Path, device: torch
 
         full = agreed(load_copy).to(device).eval().requires_grad_(False)
         given_masks = agreed(lambda: _keep_apart(full, config.model))
+        packed = agreed(lambda: not given_masks and can_attend_packed(full))
         try:
             trained = load_sharded(
                 AutoModelForCausalLM,
@@ -111,17 +122,18 @@ def build_policy(config: RunConfig, vocab_size: int, folder: Path, device: torch
                 f"{_name(config.model)} cannot be spread over {config.parallel.ranks} ranks: "
                 f"{str(error).splitlines()[0].rstrip('.')}; use parallel.ranks=1, or a model of another family"
             ) from error
-    if given_masks:
-        give_masks(trained, getattr(torch, config.model.dtype))
-    return Policy(
+    policy = Policy(
         trained=trained,
         copy=full,
         num_experts=anatomy.num_experts,
         layer_ids=anatomy.layer_ids,
         top_k=anatomy.top_k,
         balanced=balanced(config) and anatomy.num_experts > 0,
+        packed=packed,
         given_masks=given_masks,
     )
+    policy.keep_sequences_apart(trained)
+    return policy
 
 
 def write_weights(policy: Policy, folder: Path) -> None:

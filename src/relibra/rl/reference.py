@@ -9,7 +9,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from relibra.rl.policy import Policy, write_weights
-from relibra.rl.sequence_masks import give_masks
 from relibra.rl.sharding import agreed, loading, quiet_loading
 
 
@@ -28,6 +27,5 @@ def reference_policy(policy: Policy, folder: Path, device: torch.device, *, dtyp
             return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
 
     reference = agreed(load).to(device).eval().requires_grad_(False)
-    if policy.given_masks:
-        give_masks(reference, getattr(torch, dtype))
+    policy.keep_sequences_apart(reference)
     return reference

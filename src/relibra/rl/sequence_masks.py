@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Int64
 from torch import Tensor, nn
 from transformers.masking_utils import create_masks_for_generate
 
@@ -21,13 +20,27 @@ _NOISE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 @torch.no_grad()
 def reads_across(model: nn.Module) -> bool:
     """Tell whether a sequence changes the logits of the one laid behind it; the model is whole, in evaluation mode."""
+    behind = [logits_of_pair(model, first)[_LENGTH:] for first in (0, 1)]
+    return not same_logits(model, *behind)
+
+
+@torch.no_grad()
+def logits_of_pair(model: nn.Module, first: int = 0) -> Tensor:
+    """Return the logits `[tokens, vocabulary]` of two short sequences laid end to end; `first` of two to begin with."""
     vocab_size = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+    device = next(model.parameters()).device
     tokens_3N = torch.arange(3 * _LENGTH).view(3, _LENGTH) % vocab_size
+    tokens_1T = torch.cat([tokens_3N[first], tokens_3N[2]])[None]
     position_1T = torch.arange(_LENGTH).repeat(2)[None]
-    behind = [_logits(model, torch.cat([tokens_3N[first], tokens_3N[2]])[None], position_1T) for first in (0, 1)]
-    change_N = (behind[0] - behind[1]).abs().amax(dim=1)
+    output = model(input_ids=tokens_1T.to(device), position_ids=position_1T.to(device), use_cache=False)
+    return output.logits[0].float()
+
+
+def same_logits(model: nn.Module, left_TV: Tensor, right_TV: Tensor) -> bool:
+    """Tell whether two logits of a model differ by no more than what rounding does to them."""
+    change_T = (left_TV - right_TV).abs().amax(dim=1)
     # The median: where rounding sends a token to another expert, its logits change without any reading.
-    return bool(change_N.median() > _NOISE[model.dtype] * behind[0].std())  # type: ignore[index]
+    return bool(change_T.median() <= _NOISE[model.dtype] * left_TV.std())  # type: ignore[index]
 
 
 def give_masks(model: nn.Module, dtype: torch.dtype) -> None:
@@ -47,10 +60,3 @@ def give_masks(model: nn.Module, dtype: torch.dtype) -> None:
 
     decoder: Any = model.base_model
     decoder.register_forward_pre_hook(with_masks, with_kwargs=True)
-
-
-def _logits(model: nn.Module, tokens_1T: Int64[Tensor, "1 T"], position_1T: Int64[Tensor, "1 T"]) -> Tensor:
-    """Return the logits of the second half."""
-    device = next(model.parameters()).device
-    output = model(input_ids=tokens_1T.to(device), position_ids=position_1T.to(device), use_cache=False)
-    return output.logits[0, _LENGTH:].float()

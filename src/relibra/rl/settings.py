@@ -38,6 +38,8 @@ class TaskSettings(Section):
     """arithmetic: longest chain."""
     continue_probability: float = Field(0.72, ge=0, lt=1)
     """arithmetic, strings: chance that a chain or a word goes on after each term or letter: the tail of the lengths."""
+    tail_exponent: float = Field(0.0, ge=0)
+    """arithmetic: above 0, lengths follow a power law instead: P(more than n terms) = (2 / (n + 1)) ^ tail_exponent."""
     operation: Literal["sort", "reverse"] = "reverse"
     """strings: what to do with the letters."""
     max_letters: int = Field(12, ge=2, le=64)

@@ -67,6 +67,16 @@ def test_evaluation_prompts_are_the_same_for_every_seed_and_longer_lists_go_on()
     assert sum(prompt == TASK.prompt(number) for number, prompt in enumerate(held)) < 5
 
 
+@pytest.mark.parametrize("exponent", [0.8, 1.2, 2.0])
+def test_a_tail_exponent_makes_the_tail_a_power_law(exponent):
+    task = Arithmetic(seed=0, max_terms=64, continue_probability=0.72, tail_exponent=exponent)
+    lengths = np.array([len(task.prompt(number).row["terms"]) for number in range(4000)], dtype=float)
+    assert lengths.min() == 2
+    assert lengths.max() <= 64
+    for terms in (2, 4, 8, 32):
+        assert np.mean(lengths > terms) == pytest.approx((2 / (terms + 1)) ** exponent, abs=0.03)
+
+
 def test_lengths_have_a_long_tail():
     lengths = np.array([len(TASK.prompt(number).row["terms"]) for number in range(4000)], dtype=float)
     assert lengths.min() == 2

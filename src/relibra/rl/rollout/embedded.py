@@ -16,12 +16,12 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int
 from numpy import ndarray
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
 from relibra.errors import EngineError
 from relibra.replay import RoutingRecorder, record_routing
 from relibra.rl.rollout.draws import uniform_numbers
-from relibra.rl.rollout.kv_caches import can_join, join_caches, last_columns
+from relibra.rl.rollout.kv_caches import can_join, growing_cache, join_caches, last_columns
 from relibra.rl.rollout.response import Response, RolloutCost, Window
 
 PREFILL_TOKENS = 1 << 15
@@ -100,7 +100,7 @@ class EmbeddedEngine:
         device = next(self.model.parameters()).device
         by_length = sorted(rows, key=lambda row: -len(row.response.tokens_n))
         while by_length:
-            cache = DynamicCache(config=self.model.config)
+            cache = growing_cache(self.model.config)
             width = len(by_length[0].response.tokens_n)
             alike = sum(2 * len(row.response.tokens_n) >= width for row in by_length)
             count = max(1, min(alike, PREFILL_TOKENS // width)) if can_join(cache) else len(by_length)

@@ -25,11 +25,12 @@ CHARACTERS = "0123456789+=," + STOP
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The task; two terms at least, then one more with `continue_probability` each time, up to `max_terms`."""
+    """The task; two terms at least, `max_terms` at most; `draw_length` says how many."""
 
     seed: int
     max_terms: int
     continue_probability: float
+    tail_exponent: float = 0.0
 
     characters: ClassVar[str] = CHARACTERS
 
@@ -55,7 +56,14 @@ class Arithmetic:
         return write_chain(prompt.row["terms"], rng, slip=slip)
 
     def _draw(self, rng: Generator) -> Prompt:
-        return draw_problem(rng, max_terms=self.max_terms, continue_probability=self.continue_probability)
+        length = draw_length(
+            rng,
+            shortest=2,
+            longest=self.max_terms,
+            continue_probability=self.continue_probability,
+            tail_exponent=self.tail_exponent,
+        )
+        return problem([int(term) for term in rng.integers(10, size=length)])
 
 
 def problem(terms: Sequence[int]) -> Prompt:
@@ -65,12 +73,6 @@ def problem(terms: Sequence[int]) -> Prompt:
     '7+5+8='
     """
     return Prompt(text="+".join(map(str, terms)) + "=", row={"terms": tuple(terms)})
-
-
-def draw_problem(rng: Generator, *, max_terms: int, continue_probability: float) -> Prompt:
-    """Draw how many digits to add, then the digits."""
-    length = draw_length(rng, shortest=2, longest=max_terms, continue_probability=continue_probability)
-    return problem([int(term) for term in rng.integers(10, size=length)])
 
 
 def write_chain(terms: Sequence[int], rng: Generator, *, slip: float = 0.0) -> str:

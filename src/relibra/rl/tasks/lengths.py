@@ -5,16 +5,21 @@ from __future__ import annotations
 from numpy.random import Generator
 
 
-def draw_length(rng: Generator, *, shortest: int, longest: int, continue_probability: float) -> int:
-    """Draw a length: start at `shortest`, go on with `continue_probability` each time, end at `longest`.
+def draw_length(
+    rng: Generator, *, shortest: int, longest: int, continue_probability: float, tail_exponent: float = 0.0
+) -> int:
+    """Draw a length from `shortest` to `longest`.
 
-    So P(length > n) = continue_probability ^ (n - shortest + 1) below `longest`.
+    tail_exponent   0: a geometric tail, P(length > n) = continue_probability ^ (n - shortest + 1) below `longest`;
+                    above 0: a power law, P(length > n) = (shortest / (n + 1)) ^ tail_exponent, a much heavier tail
 
     >>> import numpy as np
     >>> rng = np.random.default_rng(0)
     >>> [draw_length(rng, shortest=2, longest=5, continue_probability=0.5) for _ in range(8)]
     [2, 5, 2, 2, 2, 2, 2, 2]
     """
+    if tail_exponent:
+        return min(longest, int(shortest * (1 - rng.random()) ** (-1 / tail_exponent)))
     length = shortest
     while length < longest and rng.random() < continue_probability:
         length += 1

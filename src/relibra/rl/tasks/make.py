@@ -17,7 +17,7 @@ def make_task(settings: TaskSettings, seed: int, evaluation_prompts: int) -> Tas
     raises                ConfigError where the user's file, row or function cannot be used
     """
     if settings.name == "arithmetic":
-        return Arithmetic(seed, settings.max_terms, settings.continue_probability)
+        return Arithmetic(seed, settings.max_terms, settings.continue_probability, settings.tail_exponent)
     if settings.name == "strings":
         return Strings(seed, settings.operation, settings.max_letters, settings.continue_probability)
     return open_prompts(settings, seed, evaluation_prompts)
