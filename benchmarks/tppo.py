@@ -1,9 +1,9 @@
 """Does T-PPO reach PPO's reward in less decoding and less time? Whole runs of `relibra train`, side by side.
 
-Chains of additions whose lengths have a heavy tail (a power law), and the built-in tiny transformer. Both runs of a
-seed start from one warm-up and differ in the window: PPO decodes until the longest response of a step has ended, T-PPO
-adds at most a window to each response and goes on in the next step. What is compared is what it took to come to PPO's
-final reward.
+Chains of additions whose lengths have a heavy tail (a power law), and the built-in tiny transformer. All runs start
+from one warm-up, and the two of a seed differ in the window: PPO decodes until the longest response of a step has
+ended, T-PPO adds at most a window to each response and goes on in the next step. What is compared is what it took to
+come to PPO's final reward.
 Rows go to results/tppo.json.
 Run: python benchmarks/tppo.py [--quick] [--json] [--output FOLDER]   (or: relibra bench tppo). Twelve minutes.
 One process of one thread trains at a time. --quick takes one seed and few steps, and writes no rows.
@@ -71,11 +71,10 @@ class Race:
 
 
 def races(seeds: int, folder: Path, *, quick: bool) -> Iterator[Race]:
-    """Train with both algorithms from one warm-up per seed; who goes first takes turns."""
+    """Train with both algorithms from one warm-up; who goes first takes turns."""
+    policy = warmed_up((*SETTINGS, *WARM_UP, *(("warmup.steps=8",) if quick else ())), folder, "warm-up")
     for seed in range(seeds):
         own = (*SETTINGS, f"run.seed={seed}")
-        warm_up = (*own, *WARM_UP, *(("warmup.steps=8",) if quick else ()))
-        policy = warmed_up(warm_up, folder, f"warm-up-{seed}")
         rows: dict[str, Rows] = {}
         for algorithm in sorted(MORE, reverse=bool(seed % 2)):
             settings = (*own, *MORE[algorithm], *(QUICK if quick else ()))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.rl.config import load_config
-from relibra.rl.credit import compare_groups, estimate, spread, useful_groups, variance_explained
+from relibra.rl.credit import auroc_at_cuts, compare_groups, estimate, spread, useful_groups, variance_explained
 
 from .joined import alone
 from .made_up import response_of
@@ -236,3 +236,22 @@ def test_a_finished_response_without_a_reward_is_a_mistake_of_ours():
     response = replace(response_of(0), reward=None)
     with pytest.raises(AssertionError, match="sample 0 is finished, so it has a reward"):
         estimate([response], values_for([response]), config_of(), train_unfinished=True)
+
+
+def test_values_at_cuts_are_held_against_how_responses_ended():
+    config = config_of()
+
+    def ended(sample_id, values_at_cuts, reward):
+        response = response_of(sample_id, earlier=WINDOW * len(values_at_cuts), length=2, reward=reward)
+        values_r = np.zeros(response.length, dtype=np.float32)
+        values_r[WINDOW - 1 :: WINDOW][: len(values_at_cuts)] = values_at_cuts
+        return replace(response, values_r=values_r)
+
+    right, wrong = ended(0, [0.6, 0.9], 1.0), ended(1, [0.2, 0.7], 0.0)
+    # of the pairs (0.6, 0.9) x (0.2, 0.7) three are in the right order
+    assert auroc_at_cuts([right, wrong], config) == 0.75
+    never_cut = response_of(2, length=WINDOW, reward=1.0)
+    unfinished = response_of(3, earlier=WINDOW, finished=False)
+    assert auroc_at_cuts([right, wrong, never_cut, unfinished], config) == 0.75
+    assert auroc_at_cuts([right], config) is None
+    assert auroc_at_cuts([], config) is None

@@ -57,10 +57,19 @@ def test_the_table_is_by_sample_id_and_finds_places():
 def test_groups_stay_together_where_advantages_are_measured_in_them():
     table = tabulate(RESPONSES)
     by_group = schedule_of(table, config_of("algorithm.preset=grpo")).mini_batch_S
-    assert by_group.tolist() == [0] * 6 + [1] * 6
+    assert [len(set(group)) for group in by_group.reshape(4, 3).tolist()] == [1] * 4
+    assert np.bincount(by_group).tolist() == [6, 6]
     uneven = schedule_of(table, config_of("algorithm.preset=ppo", "update.mini_batches=8")).mini_batch_S
-    assert uneven.tolist() == sorted(uneven.tolist())
     assert np.bincount(uneven).tolist() == [2, 2, 2, 2, 1, 1, 1, 1]
+
+
+@pytest.mark.usefixtures("_group")
+def test_lots_decide_the_mini_batch_the_same_ones_whenever_the_step_is_made():
+    table, settings = tabulate(RESPONSES), ("algorithm.preset=ppo", "update.mini_batches=6")
+    dealt = schedule_of(table, config_of(*settings)).mini_batch_S.tolist()
+    assert dealt == schedule_of(table, config_of(*settings)).mini_batch_S.tolist()
+    assert dealt != sorted(dealt), "old responses would always be trained first"
+    assert dealt != schedule_of(table, config_of(*settings, "run.seed=1")).mini_batch_S.tolist()
 
 
 @pytest.mark.usefixtures("_group")

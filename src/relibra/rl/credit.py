@@ -20,11 +20,11 @@ from relibra.rl.algorithms.advantages import (
     moments,
     whiten,
 )
-from relibra.rl.algorithms.value_loss import explained_variance, value_sums
+from relibra.rl.algorithms.value_loss import auroc, explained_variance, value_sums
 from relibra.rl.collect import length_penalty
 from relibra.rl.config import RunConfig
 from relibra.rl.learn_values import discounted_returns
-from relibra.rl.ranks import gather_several, sum_over_ranks
+from relibra.rl.ranks import gather_arrays, gather_several, sum_over_ranks
 from relibra.rl.rollout.response import Response
 from relibra.rl.settings import AlgorithmSettings
 
@@ -158,6 +158,29 @@ def variance_explained(
     )
     share = explained_variance(sum_over_ranks(value_sums(torch.from_numpy(values), torch.from_numpy(returns))))
     return None if math.isnan(share) else share
+
+
+def auroc_at_cuts(responses: Sequence[Response], config: RunConfig) -> float | None:
+    """Return how well the value at a cut told whether the response would end right: 0.5 is chance; collective.
+
+    Over all cuts, at the ends of earlier windows, of the responses of all ranks that finished in this step, with what
+    the value model said then; None where all of them ended right, or none did.
+    """
+    window = config.rollout.window_tokens
+    cuts = [
+        (response.values_r[cut - 1], is_correct(response, config))
+        for response in responses
+        if response.finish_reason is not None
+        for cut in range(window, response.length, window)
+    ]
+    value_C, correct_C = np.concatenate(gather_arrays(np.array(cuts, dtype=np.float64).reshape(-1, 2))).T
+    found = auroc(value_C, correct_C > 0)
+    return None if math.isnan(found) else found
+
+
+def is_correct(response: Response, config: RunConfig) -> bool:
+    """Say whether the task gave a reward above 0, whatever the length cost."""
+    return response.reward is not None and response.reward - length_penalty(response, config) > 0
 
 
 def _lambda(length_S: Float[torch.Tensor, " S"], settings: AlgorithmSettings) -> Float[torch.Tensor, " S"]:

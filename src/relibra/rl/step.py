@@ -15,9 +15,18 @@ import torch.distributed as dist
 from torch import nn
 
 from relibra.parallel import relocate
-from relibra.rl.collect import collect, length_penalty, rate
+from relibra.rl.collect import collect, rate
 from relibra.rl.config import RunConfig
-from relibra.rl.credit import Credit, compare_groups, estimate, spread, useful_groups, variance_explained
+from relibra.rl.credit import (
+    Credit,
+    auroc_at_cuts,
+    compare_groups,
+    estimate,
+    is_correct,
+    spread,
+    useful_groups,
+    variance_explained,
+)
 from relibra.rl.engines import sync_weights
 from relibra.rl.learn_values import expect, update_values
 from relibra.rl.policy import Policy
@@ -217,7 +226,7 @@ def _assign_credit(
     progress, critic = learner.progress, learner.critic
     responses: Sequence[Response] = batch.responses
     if critic is None:
-        return spread(responses, advantage_of), {"explained_variance": None, "value_loss": None}
+        return spread(responses, advantage_of), dict.fromkeys(("explained_variance", "cut_auroc", "value_loss"))
     with clock.stage("values"):
         expected_Sr = expect(critic.model, responses, config)
         explained = variance_explained(responses, expected_Sr, config.algorithm.gamma)
@@ -241,7 +250,11 @@ def _assign_credit(
             )
         progress.for_values = []
         progress.value_steps += steps
-    return credit, {"explained_variance": progress.explained_variance, "value_loss": value_loss}
+    return credit, {
+        "explained_variance": progress.explained_variance,
+        "cut_auroc": auroc_at_cuts(responses, config),
+        "value_loss": value_loss,
+    }
 
 
 def _without_routes(response: Response) -> Response:
@@ -273,13 +286,8 @@ def _targets(
         advantage_Sr=credit.advantage_Sr,
         trained_Sr=credit.trained_Sr,
         reference_Sr=reference_Sr,
-        positive_S=np.array([_is_positive(response, config) for response in batch.responses], dtype=bool),
+        positive_S=np.array([is_correct(response, config) for response in batch.responses], dtype=bool),
     )
-
-
-def _is_positive(response: Response, config: RunConfig) -> bool:
-    """Say whether the task gave a reward above 0, whatever the length cost."""
-    return response.reward is not None and response.reward - length_penalty(response, config) > 0
 
 
 def _update(

@@ -23,6 +23,9 @@ from relibra.rl.schedule import Schedule, make_schedule
 from relibra.routing.demand import Demand
 from relibra.routing.trace import RoutingTrace
 
+_LOT_STREAM = 5
+"""Random stream of the lots that deal responses to mini-batches, apart from those of prompts and slips."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ResponseTable:
@@ -50,11 +53,17 @@ def tabulate(responses: Sequence[Response]) -> ResponseTable:
 
 
 def schedule_of(table: ResponseTable, config: RunConfig) -> Schedule:
-    """Deal the responses of a step to mini-batches, micro-batches and ranks, by length; the same on all ranks."""
+    """Deal the responses of a step to mini-batches, by lot, and inside them by length; the same on all ranks.
+
+    By number, responses that go on would always be in the first mini-batches (T-PPO).
+    """
     by_group = config.algorithm.advantage == "group"
+    units, unit_S = np.unique(table.group_id_S if by_group else table.sample_id_S, return_inverse=True)
+    newest = int(table.sample_id_S.max(initial=0))  # no two steps have the same
+    lot_U = np.random.default_rng([config.run.seed, _LOT_STREAM, newest]).permutation(len(units))
     return make_schedule(
         table.tokens_S,
-        table.group_id_S if by_group else table.sample_id_S,
+        lot_U[unit_S],
         mini_batches=config.update.mini_batches,
         micro_batch_tokens=config.update.micro_batch_tokens,
         num_ranks=dist.get_world_size(),

@@ -25,6 +25,8 @@ _STREAM = 1
 _FIRST_NUMBER = 1 << 40
 """Demonstrations answer prompts of the same stream, far beyond those that RL comes to."""
 
+_NOT_TRAINED = -100
+
 
 def warm_up(
     model: nn.Module, task: Task, tokenizer: Tokenizer, config: RunConfig, on_step: Callable[[int, float], bool]
@@ -46,14 +48,12 @@ def warm_up(
     for step in range(settings.steps):
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * min((step + 1) / RAMP_STEPS, 1 - 0.9 * step / settings.steps)
-        tokens_BN, attention_BN, target_BN = _demonstrations(task, config, tokenizer, step)
+        tokens_1T, position_1T, target_T = _demonstrations(task, config, tokenizer, step)
         device = next(model.parameters()).device
-        logits_BNV = model(
-            input_ids=tokens_BN.to(device), attention_mask=attention_BN.to(device), use_cache=False
-        ).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits_BNV[:, :-1].flatten(0, 1).float(), target_BN[:, 1:].flatten().to(device), ignore_index=-100
-        )
+        logits_TV = model(input_ids=tokens_1T.to(device), position_ids=position_1T.to(device), use_cache=False).logits[
+            0
+        ]
+        loss = torch.nn.functional.cross_entropy(logits_TV.float(), target_T.to(device), ignore_index=_NOT_TRAINED)
         loss.backward()
         clip_gradients(
             model.parameters(), config.update.max_grad_norm, what=f"the policy's gradient in warm-up step {step}"
@@ -67,8 +67,8 @@ def warm_up(
 
 def _demonstrations(
     task: Demonstrating, config: RunConfig, tokenizer: Tokenizer, step: int
-) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, "B N"]]:
-    """Return this rank's share of a step's demonstrations: tokens, attention mask, targets (-100 where not trained)."""
+) -> tuple[Int[Tensor, "1 T"], Int[Tensor, "1 T"], Int[Tensor, " T"]]:
+    """Return this rank's share of a step's demonstrations, laid end to end: tokens, positions, what follows each."""
     assert isinstance(task, Task), "a task that demonstrates has prompts"
     rng = np.random.default_rng([config.run.seed, _STREAM, step])
     slip = config.warmup.slip * max(0.0, 2 * (step + 1) / config.warmup.steps - 1)
@@ -77,14 +77,12 @@ def _demonstrations(
         prompt = task.prompt(_FIRST_NUMBER + step * config.warmup.batch + i)
         pairs.append((prompt.text, task.demonstrate(prompt, rng, slip=slip)))
     share = pairs[dist.get_rank() :: dist.get_world_size()] or pairs[:1]
-    encoded = [(tokenizer.encode(text), tokenizer.encode_response(answer)) for text, answer in share]
-    shape = (len(encoded), max(len(asked) + len(answer) for asked, answer in encoded))
-    tokens_BN = torch.full(shape, tokenizer.pad_id)
-    attention_BN = torch.zeros(shape, dtype=torch.int64)
-    target_BN = torch.full(shape, -100)
-    for b, (asked, answer) in enumerate(encoded):
-        row = torch.tensor(asked + answer)
-        tokens_BN[b, : len(row)] = row
-        attention_BN[b, : len(row)] = 1
-        target_BN[b, len(asked) : len(row)] = row[len(asked) :]
-    return tokens_BN, attention_BN, target_BN
+    tokens: list[int] = []
+    positions: list[int] = []
+    targets: list[int] = []
+    for text, answer in share:
+        asked, answered = tokenizer.encode(text), tokenizer.encode_response(answer)
+        tokens += [*asked, *answered]
+        positions += range(len(asked) + len(answered))
+        targets += [*[_NOT_TRAINED] * (len(asked) - 1), *answered, _NOT_TRAINED]
+    return torch.tensor([tokens]), torch.tensor([positions]), torch.tensor(targets)
