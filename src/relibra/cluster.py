@@ -60,6 +60,7 @@ class Cluster:
     inter_send, inter_receive    a rank's share of its node's network, out and in
     host                         host memory to rank and back, the same in each direction
     memory_bytes                 device memory per rank
+    memory_bytes_per_second      of the device's own memory, which bounds decoding and the optimizer; 0: not known
     peak_flops_per_second        dense bf16 per rank; `efficiency` is the share that grouped GEMMs sustain
     gemm_table                   measured (rows of one expert, flops per second), rows rising; empty: the sustained rate
     source, label                where the figures come from: cited, measured or model
@@ -77,6 +78,7 @@ class Cluster:
     peak_flops_per_second: float
     efficiency: float
     gemm_table: tuple[tuple[int, float], ...] = ()
+    memory_bytes_per_second: float = 0.0
     source: str
     label: Label
 
@@ -88,6 +90,8 @@ class Cluster:
             raise ClusterError(f"cluster of {self.num_nodes} x {self.ranks_per_node} ranks: at most {MAX_RANKS} ranks")
         _check_number("peak_flops_per_second", self.peak_flops_per_second)
         _check_number("efficiency", self.efficiency, most=1)
+        if self.memory_bytes_per_second != 0:
+            _check_number("memory_bytes_per_second", self.memory_bytes_per_second)
         for key in ("name", "source"):
             text = getattr(self, key)
             if not isinstance(text, str) or not text or not text.isprintable():
@@ -217,6 +221,7 @@ def read_cluster(path: Path | str) -> Cluster:
         raise ClusterError(f"cluster file {path}: {error}") from error
 
 
+_OPTIONAL = ("gemm_table", "memory_bytes_per_second")
 _LINKS = ("intra", "inter_send", "inter_receive", "host")
 Built = TypeVar("Built", Link, Cluster)
 
@@ -227,7 +232,7 @@ def _from_table(kind: type[Built], table: Any, where: str) -> Built:
     if not isinstance(table, dict):
         raise ClusterError(f"{where} is {table!r}: expected a table with {', '.join(allowed)}")
     unknown = sorted(set(table) - set(allowed))
-    missing = [name for name in allowed if name not in table and name != "gemm_table"]
+    missing = [name for name in allowed if name not in table and name not in _OPTIONAL]
     if unknown or missing:
         found = f"unknown entry {unknown[0]!r}" if unknown else f"no entry {missing[0]!r}"
         raise ClusterError(f"{where} has {found}: expected are {', '.join(allowed)}")
@@ -261,10 +266,10 @@ def _toml(value: Any) -> str:
 
 
 def _gpus(
-    name: str, ranks: int, gb: int, tflops: float, efficiency: float, links_gb: tuple[float, float, float], source: str
+    name: str, ranks: int, gb: int, tflops: float, efficiency: float, rates_gb: tuple[float, ...], source: str
 ) -> Cluster:
-    """Describe one node; `links_gb` are intra, inter and host bandwidths in GB/s per rank and direction."""
-    intra, inter, host = (rate * 1e9 for rate in links_gb)
+    """Describe one node; `rates_gb` are GB/s per rank: intra, inter and host per direction, and its own memory."""
+    intra, inter, host, memory = (rate * 1e9 for rate in rates_gb)
     return Cluster(
         name=name,
         num_nodes=1,
@@ -274,6 +279,7 @@ def _gpus(
         inter_receive=Link(latency_seconds=10e-6, bytes_per_second=inter),
         host=Link(latency_seconds=10e-6, bytes_per_second=host),
         memory_bytes=gb * 10**9,
+        memory_bytes_per_second=memory,
         peak_flops_per_second=tflops * 1e12,
         efficiency=efficiency,
         source=f"{source}; efficiency and latencies are assumptions",
@@ -285,14 +291,14 @@ _IB8 = "InfiniBand 8 x 400 Gb/s per node"
 PRESETS: dict[str, Cluster] = {
     cluster.name: cluster
     for cluster in (
-        _gpus("h100x8", 8, 80, 989.4, 0.5, (450, 50, 64), f"NVIDIA H100 SXM data sheet, NVLink 900 GB/s, {_IB8}"),
-        _gpus("h800x8", 8, 80, 989.4, 0.5, (200, 50, 64), f"H800: H100 SXM figures, NVLink 400 GB/s, {_IB8}"),
-        _gpus("h200x8", 8, 141, 989.4, 0.5, (450, 50, 64), f"NVIDIA H200 SXM data sheet, NVLink 900 GB/s, {_IB8}"),
-        _gpus("h20x8", 8, 96, 148, 0.7, (450, 25, 64), "H20: 148 TFLOP/s, NVLink 900 GB/s, 4 x 400 Gb/s per node"),
-        _gpus("nvl72", 72, 186, 2500, 0.5, (900, 50, 225), "NVIDIA GB200 NVL72 data sheet, NVLink 1.8 TB/s per GPU"),
-        _gpus("rtx4090x8", 8, 24, 165.2, 0.6, (32, 1.5625, 32), "RTX 4090 data sheet, PCIe 4.0 x16, 100 Gb/s per node"),
+        _gpus("h100x8", 8, 80, 989.4, 0.5, (450, 50, 64, 3350), f"H100 SXM data sheet, NVLink 900 GB/s, {_IB8}"),
+        _gpus("h800x8", 8, 80, 989.4, 0.5, (200, 50, 64, 3350), f"H800: H100 SXM figures, NVLink 400 GB/s, {_IB8}"),
+        _gpus("h200x8", 8, 141, 989.4, 0.5, (450, 50, 64, 4800), f"H200 SXM data sheet, NVLink 900 GB/s, {_IB8}"),
+        _gpus("h20x8", 8, 96, 148, 0.7, (450, 25, 64, 4000), "H20: NVLink 900 GB/s, 4 x 400 Gb/s per node"),
+        _gpus("nvl72", 72, 186, 2500, 0.5, (900, 50, 225, 8000), "GB200 NVL72 data sheet, NVLink 1.8 TB/s per GPU"),
+        _gpus("rtx4090x8", 8, 24, 165.2, 0.6, (32, 1.5625, 32, 1008), "RTX 4090 data sheet, PCIe 4.0 x16, 100 Gb/s"),
         replace(
-            _gpus("laptop", 4, 4, 0.2, 0.5, (2, 0.1, 10), "a 4-process gloo job on one CPU, order of magnitude"),
+            _gpus("laptop", 4, 4, 0.2, 0.5, (2, 0.1, 10, 20), "a 4-process gloo job on one CPU, order of magnitude"),
             label="model",
         ),
     )

@@ -262,9 +262,9 @@ def exposed_copy_seconds(
 ) -> Float64[ndarray, "M L"]:
     """Return the seconds of copies that attention does not hide; each phase hides under its own direction."""
     forward, backward, gradients = pushed_copies(plan)
-    forward_ML = _copy_seconds(plan, forward, cluster, expert.weight_bytes)
-    backward_ML = _copy_seconds(plan, backward, cluster, expert.weight_bytes)
-    backward_ML += _copy_seconds(plan, gradients, cluster, expert.gradient_bytes, to_home=True)
+    forward_ML = copy_seconds(plan, forward, cluster, expert.weight_bytes)
+    backward_ML = copy_seconds(plan, backward, cluster, expert.weight_bytes)
+    backward_ML += copy_seconds(plan, gradients, cluster, expert.gradient_bytes, to_home=True)
     return np.maximum(0, forward_ML - attention_seconds) + np.maximum(0, backward_ML - 2 * attention_seconds)
 
 
@@ -273,7 +273,7 @@ def _copy_bytes(plan: StepPlan, expert: ExpertShape) -> int:
     return (forward + backward) * expert.weight_bytes + gradients * expert.gradient_bytes
 
 
-def _copy_seconds(
+def copy_seconds(
     plan: StepPlan, copied_MLRB: Bool[ndarray, "M L R B"], cluster: Cluster, bytes_each: int, *, to_home: bool = False
 ) -> Float64[ndarray, "M L"]:
     """Time one transfer per copy: by `intra` where the home is on the replica's node, else through the host pool.

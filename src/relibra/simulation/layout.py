@@ -1,0 +1,77 @@
+"""`ParallelLayout`: how the ranks of a training job are cut into expert-parallel groups, pipeline stages and copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relibra.cluster import MAX_RANKS, Cluster
+from relibra.errors import ConfigError
+from relibra.simulation.model_shape import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelLayout:
+    """R ranks share the experts of a layer; stages share the layers; groups hold the same experts (EDP).
+
+    Rank numbers of the whole job: (stage x data_parallel + group) x R + rank of the expert-parallel group.
+
+    expert_parallel   R, ranks of one expert-parallel group; attention runs data-parallel on the same ranks
+    pipeline_stages   consecutive parts of the layers, each on ranks of its own, run one forward one backward (1F1B)
+    data_parallel     Q, expert-parallel groups of a stage; each runs its own micro-batches, gradients are summed
+    raises            ConfigError for numbers that no job has
+    """
+
+    expert_parallel: int
+    pipeline_stages: int = 1
+    data_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what no job has."""
+        for name in ("expert_parallel", "pipeline_stages", "data_parallel"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"layout has {name} {value!r}: it must be a whole number of at least 1")
+        if self.num_ranks > MAX_RANKS:
+            raise ConfigError(f"layout {self} has {self.num_ranks} ranks: at most {MAX_RANKS}")
+
+    def __str__(self) -> str:
+        """Name the three numbers as the field does."""
+        return f"EP {self.expert_parallel} x PP {self.pipeline_stages} x DP {self.data_parallel}"
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the whole job."""
+        return self.expert_parallel * self.pipeline_stages * self.data_parallel
+
+    def check(self, cluster: Cluster, model: ModelShape) -> None:
+        """Refuse a layout that does not fit.
+
+        cluster   of one expert-parallel group, as plans are made for
+        raises    ConfigError
+        """
+        R, stages = self.expert_parallel, self.pipeline_stages
+        if cluster.num_ranks != R:
+            raise ConfigError(
+                f"layout {self} has expert-parallel groups of {R} ranks, cluster {cluster.name!r} has "
+                f"{cluster.num_ranks}: pass the part that one group runs on, cluster.with_ranks({R})"
+            )
+        if model.experts % R:
+            raise ConfigError(
+                f"layout {self}: {model.experts} experts of {model.name!r} do not spread evenly over {R} ranks: choose "
+                f"expert_parallel among the divisors of {model.experts}"
+            )
+        if stages > model.moe_layers:
+            raise ConfigError(
+                f"layout {self}: {model.moe_layers} expert layers of {model.name!r} do not fill {stages} pipeline "
+                f"stages: choose at most {model.moe_layers}"
+            )
+
+    def stage_layers(self, num_layers: int) -> list[slice]:
+        """Cut the expert layers into stages, as evenly as whole layers allow; the first stages take the remainder.
+
+        >>> ParallelLayout(expert_parallel=8, pipeline_stages=3).stage_layers(8)
+        [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None)]
+        """
+        base, rest = divmod(num_layers, self.pipeline_stages)
+        ends = [base * (s + 1) + min(s + 1, rest) for s in range(self.pipeline_stages)]
+        return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]

@@ -1,0 +1,280 @@
+"""`ModelShape`: the sizes of a mixture-of-experts transformer that decide seconds and bytes, with presets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float64, Int
+from numpy import ndarray
+
+from relibra.errors import ConfigError
+from relibra.planning.objective import EXPERT_SHAPES, ExpertShape
+
+_LARGEST = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values from one narrow vector.
+
+    query_rank   width that queries are made from; 0: from the hidden state at once
+    kv_rank      width that keys and values are made from, which is what a cache holds
+    rope_dim     width of the part of a key with positions, one for all heads; a cache holds it too
+    nope_dim     width per head of the part of a key without positions
+    value_dim    width of a value per head
+    """
+
+    query_rank: int
+    kv_rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a decoder in which `dense_layers` come first and `moe_layers` after them.
+
+    query_heads, kv_heads, head_dim    grouped-query attention; with `latent` only query_heads counts
+    experts, top_k, expert             routed experts of a layer, choices per token, size of one
+    shared_width                       width of what every token runs through beside its choices; 0: nothing
+    dense_width                        width of the gated feed-forward of a dense layer
+    tied_embeddings                    the output matrix is the input embedding
+    context_length                     longest sequence
+    window, windowed_layers            attention reaches back that many tokens in so many layers; 0: everywhere all
+    raises                             ConfigError for sizes that no model has
+    """
+
+    name: str
+    moe_layers: int
+    hidden: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int
+    top_k: int
+    expert: ExpertShape
+    vocabulary: int
+    context_length: int
+    dense_layers: int = 0
+    dense_width: int = 0
+    shared_width: int = 0
+    tied_embeddings: bool = False
+    window: int = 0
+    windowed_layers: int = 0
+    latent: LatentAttention | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse shapes that no model has."""
+        may_be_0 = {"dense_layers", "dense_width", "shared_width", "window", "windowed_layers"}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" and not int(field.name not in may_be_0) <= value <= _LARGEST:
+                raise ConfigError(f"model {self.name!r} has {field.name} {value}: allowed are sizes up to 2^30")
+        if self.top_k > self.experts:
+            raise ConfigError(f"model {self.name!r} picks {self.top_k} of {self.experts} experts: choose fewer")
+        if self.expert.hidden != self.hidden:
+            raise ConfigError(
+                f"model {self.name!r} has hidden {self.hidden} and experts of hidden {self.expert.hidden}: make them "
+                "equal"
+            )
+        if self.dense_layers and not self.dense_width:
+            raise ConfigError(f"model {self.name!r} has {self.dense_layers} dense layers: give dense_width too")
+        if self.windowed_layers > self.layers or (self.windowed_layers and not self.window):
+            raise ConfigError(
+                f"model {self.name!r} has a window of {self.window} in {self.windowed_layers} of {self.layers} layers: "
+                "give a window of at least 1, in at most all layers"
+            )
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers, dense and with experts."""
+        return self.dense_layers + self.moe_layers
+
+    @property
+    def attention_parameters(self) -> int:
+        """Weights of the attention of one layer: projections, without norms and biases."""
+        H, heads = self.hidden, self.query_heads
+        if self.latent is None:
+            return 2 * H * self.head_dim * (heads + self.kv_heads)
+        one, key = self.latent, self.latent.nope_dim + self.latent.rope_dim
+        queries = H * one.query_rank + one.query_rank * heads * key if one.query_rank else H * heads * key
+        keys_and_values = H * (one.kv_rank + one.rope_dim) + one.kv_rank * heads * (one.nope_dim + one.value_dim)
+        return queries + keys_and_values + heads * one.value_dim * H
+
+    @property
+    def always_parameters(self) -> int:
+        """Weights of an expert layer that every token meets: attention, router, shared experts."""
+        return self.attention_parameters + self.hidden * self.experts + 3 * self.hidden * self.shared_width
+
+    @property
+    def dense_layer_parameters(self) -> int:
+        """Weights of a layer without experts."""
+        return self.attention_parameters + 3 * self.hidden * self.dense_width
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights of the output matrix."""
+        return self.hidden * self.vocabulary
+
+    @property
+    def routed_parameters(self) -> int:
+        """Weights of all routed experts."""
+        return self.moe_layers * self.experts * self.expert.parameters
+
+    @property
+    def shared_parameters(self) -> int:
+        """Weights outside of routed experts: what expert parallelism does not spread."""
+        embeddings = self.head_parameters * (1 if self.tied_embeddings else 2)
+        return self.moe_layers * self.always_parameters + self.dense_layers * self.dense_layer_parameters + embeddings
+
+    @property
+    def parameters(self) -> int:
+        """All weights; norms, biases and heads for several tokens are left out (under 1 %)."""
+        return self.routed_parameters + self.shared_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token is multiplied with: its choices instead of all experts, and no input embedding."""
+        chosen = self.moe_layers * self.top_k * self.expert.parameters
+        always = self.moe_layers * self.always_parameters + self.dense_layers * self.dense_layer_parameters
+        return chosen + always + self.head_parameters
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token over all layers; a window does not make it smaller."""
+        one = self.latent
+        values = 2 * self.kv_heads * self.head_dim if one is None else one.kv_rank + one.rope_dim
+        return self.layers * values * self.expert.bytes_per_value
+
+    def score_flops(self, rows_S: Int[ndarray, " S"]) -> Float64[ndarray, " S"]:
+        """Return forward flops of attention scores per layer, mean over layers, of each sequence.
+
+        A causal token at position p meets p + 1 keys, or as many as its window holds; each costs two flops per value
+        of the key and two per value of the value, in each head.
+        """
+        one = self.latent
+        width = 2 * self.head_dim if one is None else one.nope_dim + one.rope_dim + one.value_dim
+        rows = rows_S.astype(np.float64)
+        pairs = rows * (rows + 1) / 2
+        beyond = np.maximum(0.0, rows - self.window)
+        windowed = pairs - beyond * (beyond + 1) / 2
+        share = self.windowed_layers / self.layers
+        return 2.0 * self.query_heads * width * (pairs * (1 - share) + windowed * share)
+
+
+def model_shape(name: str) -> ModelShape:
+    """Return the shape of a known model; see `MODEL_SHAPES`.
+
+    raises    ConfigError for an unknown name
+
+    >>> round(model_shape("qwen3-30b-a3b").parameters / 1e9, 1)
+    30.5
+    """
+    if name not in MODEL_SHAPES:
+        raise ConfigError(
+            f"model {name!r} is unknown: allowed are {', '.join(MODEL_SHAPES)}; for another one give its config.json "
+            "to model_shape_from_config"
+        )
+    return MODEL_SHAPES[name]
+
+
+def model_shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
+    """Read the sizes of a model from its `config.json`, as `transformers` writes it for families with experts.
+
+    name      of the shape; "": the model type of the configuration
+    raises    ConfigError when a size is missing, or the model has no experts
+    """
+    name = name or str(config.get("model_type", "model"))
+
+    def size(*keys: str, default: int | None = None) -> int:
+        value = next((config[key] for key in keys if config.get(key) is not None), default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"config of {name!r} has no {' or '.join(keys)}: give that of a model with experts")
+        return value
+
+    hidden, heads, layers = size("hidden_size"), size("num_attention_heads"), size("num_hidden_layers")
+    width = size("moe_intermediate_size", "intermediate_size")
+    dense = size("first_k_dense_replace", default=len(config.get("mlp_only_layers") or ()))
+    shared = size("shared_expert_intermediate_size", default=0) or size("n_shared_experts", default=0) * width
+    kinds = config.get("layer_types") or ()
+    windowed = sum(kind == "sliding_attention" for kind in kinds)
+    return ModelShape(
+        name=name,
+        moe_layers=layers - dense,
+        dense_layers=dense,
+        hidden=hidden,
+        query_heads=heads,
+        kv_heads=size("num_key_value_heads", default=heads),
+        head_dim=size("head_dim", default=hidden // heads),
+        experts=size("num_experts", "num_local_experts", "n_routed_experts"),
+        top_k=size("num_experts_per_tok"),
+        expert=ExpertShape(hidden=hidden, width=width),
+        dense_width=size("intermediate_size") if dense else 0,
+        shared_width=shared,
+        vocabulary=size("vocab_size"),
+        context_length=size("max_position_embeddings"),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        window=size("sliding_window", default=0) if windowed else 0,
+        windowed_layers=windowed,
+        latent=_latent(config, size) if config.get("kv_lora_rank") else None,
+    )
+
+
+def _latent(config: Mapping[str, Any], size: Any) -> LatentAttention:
+    return LatentAttention(
+        query_rank=config.get("q_lora_rank") or 0,
+        kv_rank=size("kv_lora_rank"),
+        rope_dim=size("qk_rope_head_dim"),
+        nope_dim=size("qk_nope_head_dim"),
+        value_dim=size("v_head_dim"),
+    )
+
+
+def _preset(
+    name: str, layers: int, heads: tuple[int, int, int], choices: tuple[int, int], words: tuple[int, int], **more: Any
+) -> ModelShape:
+    """Fill in a shape: layers with experts; heads (query, key, width); (experts, top k); (vocabulary, context)."""
+    return ModelShape(
+        name=name,
+        moe_layers=layers,
+        hidden=EXPERT_SHAPES[name].hidden,
+        query_heads=heads[0],
+        kv_heads=heads[1],
+        head_dim=heads[2],
+        experts=choices[0],
+        top_k=choices[1],
+        expert=EXPERT_SHAPES[name],
+        vocabulary=words[0],
+        context_length=words[1],
+        **more,
+    )
+
+
+_V3 = LatentAttention(query_rank=1536, kv_rank=512, rope_dim=64, nope_dim=128, value_dim=128)
+_V2_LITE = LatentAttention(query_rank=0, kv_rank=512, rope_dim=64, nope_dim=128, value_dim=128)
+MODEL_SHAPES: dict[str, ModelShape] = {
+    shape.name: shape
+    for shape in (
+        _preset("qwen3-30b-a3b", 48, (32, 4, 128), (128, 8), (151_936, 40_960)),
+        _preset("qwen3-235b-a22b", 94, (64, 4, 128), (128, 8), (151_936, 40_960)),
+        _preset(
+            "glm4.5-106b-a12b", 45, (96, 8, 128), (128, 8), (151_552, 131_072),
+            dense_layers=1, dense_width=10_944, shared_width=1408,
+        ),
+        _preset(
+            "deepseek-v3", 58, (128, 128, 192), (256, 8), (129_280, 163_840),
+            dense_layers=3, dense_width=18_432, shared_width=2048, latent=_V3,
+        ),
+        _preset(
+            "deepseek-v2-lite", 26, (16, 16, 192), (64, 6), (102_400, 163_840),
+            dense_layers=1, dense_width=10_944, shared_width=2816, latent=_V2_LITE,
+        ),
+        _preset("gpt-oss-20b", 24, (64, 8, 64), (32, 4), (201_088, 131_072), window=128, windowed_layers=12),
+        _preset("mixtral-8x7b", 32, (32, 8, 128), (8, 2), (32_000, 32_768)),
+    )
+}  # fmt: skip
+"""Sizes by name, of the models whose experts `planning.objective` knows, from their published `config.json`."""

@@ -1,0 +1,97 @@
+"""When pipeline stages run which micro-batch: one forward one backward (1F1B), as events on a heap.
+
+Each stage runs its tasks in a fixed order and one at a time; a task starts when its input has arrived from the
+neighbouring stage. One stage is the simple case: forward, backward, forward, backward, ...
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float64
+from numpy import ndarray
+
+FORWARD, BACKWARD = 0, 1
+
+
+class Task(NamedTuple):
+    """One pass of one micro-batch through one stage."""
+
+    direction: int
+    micro_batch: int
+
+
+def stage_tasks(stage: int, num_stages: int, num_micro_batches: int, *, forward_only: bool = False) -> list[Task]:
+    """Return the tasks of a stage in the order of 1F1B (PipeDream-Flush, arXiv 2006.09503).
+
+    A stage runs as many forward passes ahead as there are stages behind it, then one backward and one forward in turn.
+
+    >>> [("FB"[task.direction], task.micro_batch) for task in stage_tasks(0, 2, 3)]
+    [('F', 0), ('F', 1), ('B', 0), ('F', 2), ('B', 1), ('B', 2)]
+    """
+    if forward_only:
+        return [Task(FORWARD, m) for m in range(num_micro_batches)]
+    ahead = min(num_stages - 1 - stage, num_micro_batches)
+    tasks = [Task(FORWARD, m) for m in range(ahead)]
+    for m in range(ahead, num_micro_batches):
+        tasks += [Task(FORWARD, m), Task(BACKWARD, m - ahead)]
+    return tasks + [Task(BACKWARD, m) for m in range(num_micro_batches - ahead, num_micro_batches)]
+
+
+def run_schedule(
+    seconds_2SM: Float64[ndarray, "2 S M"], handover_M: Float64[ndarray, " M"], *, forward_only: bool = False
+) -> tuple[Float64[ndarray, "2 S M"], float]:
+    """Return when each task starts, and when the last one ends.
+
+    seconds_2SM   [forward or backward, stage, micro-batch]
+    handover_M    from the end of a task to the arrival of its output at the next stage; nobody is busy with it
+
+    Events on the heap are ends of tasks, (time, stage, micro-batch, direction): ties have one order.
+    """
+    _, S, M = seconds_2SM.shape
+    tasks_S = [stage_tasks(s, S, M, forward_only=forward_only) for s in range(S)]
+    start_2SM, end_2SM = np.full(seconds_2SM.shape, np.nan), np.full(seconds_2SM.shape, np.nan)
+    next_S, free_S = [0] * S, [0.0] * S
+    heap: list[tuple[float, int, int, int]] = []
+
+    def arrival(stage: int, task: Task) -> float:
+        """NaN: not known yet."""
+        direction, m = task
+        before = stage - 1 if direction == FORWARD else stage + 1
+        if direction == FORWARD and stage == 0:
+            return 0.0
+        if direction == BACKWARD and stage == S - 1:
+            return float(end_2SM[FORWARD, stage, m])
+        return float(end_2SM[direction, before, m] + handover_M[m])
+
+    def start_next(stage: int) -> None:
+        if next_S[stage] == len(tasks_S[stage]):
+            return
+        task = tasks_S[stage][next_S[stage]]
+        ready = arrival(stage, task)
+        if np.isnan(ready):
+            return
+        next_S[stage] += 1
+        begin = max(ready, free_S[stage])
+        start_2SM[task.direction, stage, task.micro_batch] = begin
+        free_S[stage] = float(begin + seconds_2SM[task.direction, stage, task.micro_batch])
+        heapq.heappush(heap, (free_S[stage], stage, task.micro_batch, task.direction))
+
+    running = [False] * S
+    end = 0.0
+    for stage in range(S):
+        start_next(stage)
+        running[stage] = next_S[stage] > 0
+    while heap:
+        end, stage, m, direction = heapq.heappop(heap)
+        end_2SM[direction, stage, m] = end
+        running[stage] = False
+        for other in (stage - 1, stage, stage + 1):
+            if 0 <= other < S and not running[other]:
+                before = next_S[other]
+                start_next(other)
+                running[other] = next_S[other] > before
+    assert all(done == len(tasks) for done, tasks in zip(next_S, tasks_S, strict=True)), "the schedule has no deadlock"
+    return start_2SM, end

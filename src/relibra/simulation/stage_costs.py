@@ -1,0 +1,145 @@
+"""`StageCosts`: all seconds and rows of one pipeline stage of one expert-parallel group, ready to be walked through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+import numpy as np
+from jaxtyping import Float64, Int64
+from numpy import ndarray
+
+from relibra.cluster import Cluster
+from relibra.planning.plan import StepPlan
+from relibra.routing.demand import Demand
+from relibra.simulation.cost_model import (
+    CopyCosts,
+    ExchangeCosts,
+    attention_seconds,
+    copy_costs,
+    dense_layer_seconds,
+    exchange_costs,
+    expert_seconds,
+    handover_seconds,
+    head_seconds,
+    rows_and_scores,
+)
+from relibra.simulation.layout import ParallelLayout
+from relibra.simulation.model_shape import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageCosts:
+    """Costs of the layers of one stage in each micro-batch; seconds are of a forward pass, backward takes twice them.
+
+    layer_ids                  decoder layer of each entry of the layer axis
+    rows_MR                    tokens that each rank feeds in
+    attention_MR               what comes before the experts of a layer, the same in all layers
+    first_MR, last_MR          what comes before the first layer (dense layers) and after the last one (output matrix)
+    home_MLR, replica_MLR      experts at home, and replicas
+    exchange, push, again, gradients   exchanges; copies of weights before forward and before backward, gradients home
+    handover_M                 to the neighbouring stage
+    load_MLR                   token-slots that each rank computes
+    flops                      useful flops of all ranks, forward and backward
+    row_bytes, gate_bytes      of one hidden state, and of one gate weight
+    resident                   replicas have slots of their own in each layer, so their pushes wait for no other layer
+    """
+
+    layer_ids: Int64[ndarray, " L"]
+    rows_MR: Float64[ndarray, "M R"]
+    attention_MR: Float64[ndarray, "M R"]
+    first_MR: Float64[ndarray, "M R"]
+    last_MR: Float64[ndarray, "M R"]
+    home_MLR: Float64[ndarray, "M L R"]
+    replica_MLR: Float64[ndarray, "M L R"]
+    exchange: ExchangeCosts
+    push: CopyCosts
+    again: CopyCosts
+    gradients: CopyCosts
+    handover_M: Float64[ndarray, " M"]
+    load_MLR: Int64[ndarray, "M L R"]
+    flops: float
+    row_bytes: int
+    gate_bytes: int
+    resident: bool
+
+    def before_MR(self, layer: int) -> Float64[ndarray, "M R"]:
+        """Return the forward seconds of each rank between the experts of the layer before and those of this one."""
+        return self.attention_MR + self.first_MR if layer == 0 else self.attention_MR
+
+
+def stage_costs(
+    plan: StepPlan, demand: Demand, cluster: Cluster, model: ModelShape, layout: ParallelLayout, *, overlap: bool
+) -> list[StageCosts]:
+    """Price one expert-parallel group: the plan's arrays hold the micro-batches of this group alone, in their order.
+
+    In the last stage the backward pass of a micro-batch follows its forward pass at once, so the replicas of the last
+    layer are still in the slots, and nobody pushes them again.
+
+    demand    under the schedule of the plan
+    overlap   False: every copy that the objective counts is made
+    """
+    expert = model.expert
+    rows_MR, score_flops_MR = rows_and_scores(plan, demand, model)
+    attention_MR = attention_seconds(model, cluster, rows_MR, score_flops_MR)
+    dense_MR = model.dense_layers * dense_layer_seconds(model, cluster, rows_MR, score_flops_MR)
+    head_MR = head_seconds(model, cluster, rows_MR)
+    home_MLR, replica_MLR = expert_seconds(plan, demand, cluster, expert)
+    exchanged = exchange_costs(plan, demand, cluster, expert)
+    copies = copy_costs(plan, cluster, expert)
+    load_MLR, nothing_MR = plan.rank_load(demand), np.zeros_like(rows_MR)
+    found = []
+    for stage, layers in enumerate(layout.stage_layers(len(plan.layer_ids))):
+        first, last = stage == 0, stage == layout.pipeline_stages - 1
+        around_MR = (layers.stop - layers.start) * attention_MR + first * dense_MR + last * head_MR
+        flops = 3 * float(around_MR.sum()) * cluster.flops_per_second
+        flops += 3.0 * expert.flops_per_token_slot * float(load_MLR[:, layers].sum())
+        push, again, gradients = (_cut(one, layers) for one in copies)
+        found.append(
+            StageCosts(
+                layer_ids=plan.layer_ids[layers].astype(np.int64),
+                rows_MR=rows_MR,
+                attention_MR=attention_MR,
+                first_MR=dense_MR if first else nothing_MR,
+                last_MR=head_MR if last else nothing_MR,
+                home_MLR=home_MLR[:, layers],
+                replica_MLR=replica_MLR[:, layers],
+                exchange=_cut(exchanged, layers),
+                push=push,
+                again=_without_last(again) if last and overlap else again,
+                gradients=gradients,
+                handover_M=handover_seconds(model, cluster, rows_MR),
+                load_MLR=load_MLR[:, layers],
+                flops=flops,
+                row_bytes=expert.row_bytes,
+                gate_bytes=expert.bytes_per_value,
+                resident=plan.resident,
+            )
+        )
+    return found
+
+
+Costs = TypeVar("Costs", ExchangeCosts, CopyCosts)
+
+
+def _cut(costs: Costs, layers: slice) -> Costs:
+    """Keep some layers."""
+    arrays = {field.name: getattr(costs, field.name) for field in fields(costs)}
+    kept = {name: array[:, layers] for name, array in arrays.items() if isinstance(array, np.ndarray)}
+    return replace(costs, **kept)
+
+
+def _without_last(copies: CopyCosts) -> CopyCosts:
+    """Leave out the copies of the last layer that has any, per micro-batch."""
+    L = copies.seconds_ML.shape[1]
+    has_ML = copies.takes_part_MLR.any(axis=2)
+    last_M = L - 1 - np.argmax(has_ML[:, ::-1], axis=1)
+    keep_ML = np.arange(L) != last_M[:, None]
+    return replace(
+        copies,
+        seconds_ML=np.where(keep_ML, copies.seconds_ML, 0.0),
+        takes_part_MLR=copies.takes_part_MLR & keep_ML[..., None],
+        sent_MLR=copies.sent_MLR * keep_ML[..., None],
+        received_MLR=copies.received_MLR * keep_ML[..., None],
+        from_host_MLR=copies.from_host_MLR * keep_ML[..., None],
+    )

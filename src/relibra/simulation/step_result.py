@@ -1,0 +1,95 @@
+"""`SimulatedStep`: what a simulated training step took, on what, and where ranks waited."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float64, Int64
+from numpy import ndarray
+
+from relibra.simulation.layout import ParallelLayout
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SimulatedStep:
+    """A step of all ranks (label `simulated`); ranks are numbered as in `ParallelLayout`.
+
+    seconds            from the first micro-batch to the end of the optimizer, and the relocation before it
+    terms              parts of `seconds`, which they add up to. Of the slowest expert-parallel group and its busiest
+                       pipeline stage: attention (router, shared experts, dense layers and output matrix with it),
+                       exchange (rows), gates (their gate weights), compute (experts), copies (not hidden), pipeline
+                       (waiting for other stages), gradients (their sum over ranks, not hidden), optimizer, relocation
+    stage_seconds      by stage of the timeline, of each rank: stages overlap, and dispatch and combine include waiting
+                       for the last rank
+    waited_R           seconds that each rank waited before exchanges until the last rank was there
+    sent_bytes, received_bytes   by kind, of each rank: dispatch, combine, gates, push, return, handover
+    host_bytes_R       weights that each rank fetched from host memory
+    token_slots_R      that each rank computed in a forward pass
+    copy_seconds       of copies between experts, hidden or not, in the slowest group and its busiest stage
+    useful_flops       of all ranks: forward and backward once, without recomputation
+    peak_flops_per_second   of one rank
+    notes              what the figures leave out, as sentences
+    """
+
+    layout: ParallelLayout
+    seconds: float
+    terms: Mapping[str, float]
+    stage_seconds: Mapping[str, Float64[ndarray, " R"]]
+    waited_R: Float64[ndarray, " R"]
+    sent_bytes: Mapping[str, Float64[ndarray, " R"]]
+    received_bytes: Mapping[str, Float64[ndarray, " R"]]
+    host_bytes_R: Float64[ndarray, " R"]
+    token_slots_R: Int64[ndarray, " R"]
+    copy_seconds: float
+    useful_flops: float
+    peak_flops_per_second: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the seconds of all ranks in which they compute: attention and experts."""
+        busy_R = self.stage_seconds["attention"] + self.stage_seconds["experts"]
+        return float(busy_R.mean() / self.seconds) if self.seconds else 0.0
+
+    @property
+    def model_flops_utilisation(self) -> float:
+        """Useful flops per second of all ranks / their peak (MFU)."""
+        possible = self.seconds * self.layout.num_ranks * self.peak_flops_per_second
+        return self.useful_flops / possible if possible else 0.0
+
+    @property
+    def expert_skew(self) -> float:
+        """Seconds of experts in the sum of layers: busiest rank / mean rank, 1 for none (layer by layer it is more)."""
+        seconds_R = self.stage_seconds["experts"]
+        return float(seconds_R.max() / seconds_R.mean()) if seconds_R.any() else 1.0
+
+    @property
+    def hidden_copy_seconds(self) -> float:
+        """Seconds of copies that other work hid."""
+        return self.copy_seconds - self.terms["copies"]
+
+    def figures(self) -> dict[str, object]:
+        """Return what a table or a JSON file shows: whole step, no arrays."""
+        seconds = {name: _of_ranks(value_R) for name, value_R in self.stage_seconds.items()}
+        return {
+            "label": "simulated",
+            "ranks": self.layout.num_ranks,
+            "layout": str(self.layout),
+            "seconds": self.seconds,
+            "terms": dict(self.terms),
+            "stage_seconds": seconds,
+            "waited_before_exchanges": _of_ranks(self.waited_R),
+            "bytes": {name: float(value_R.sum()) for name, value_R in self.sent_bytes.items()}
+            | {"host": float(self.host_bytes_R.sum())},
+            "hidden_copy_seconds": self.hidden_copy_seconds,
+            "expert_skew": self.expert_skew,
+            "utilisation": self.utilisation,
+            "model_flops_utilisation": self.model_flops_utilisation,
+            "notes": list(self.notes),
+        }
+
+
+def _of_ranks(value_R: Float64[ndarray, " R"]) -> dict[str, float]:
+    return {"busiest": float(np.max(value_R)), "mean": float(np.mean(value_R))}

@@ -1,0 +1,162 @@
+"""The slow and obvious simulator: every rank is a little program, and a heap says whose turn it is.
+
+It shares the costs with the fast one and nothing else: meetings, waits and copies are what happens, not arrays.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+
+class OnePass:
+    """One forward or backward pass of one micro-batch through one stage.
+
+    meetings   how many ranks have come, and when the last one did
+    copies     when the copies (kind, layer) are done; missing: not begun
+    """
+
+    def __init__(self, costs, m, *, backward, overlap, recompute=False):
+        self.costs, self.m, self.overlap, self.backward, self.recompute = costs, m, overlap, backward, recompute
+        self.L, self.R = len(costs.layer_ids), costs.attention_MR.shape[1]
+        self.arrived, self.copies, self.sleepers, self.blocked = {}, {}, {}, {}
+        self.replicas_done = {layer: [] for layer in range(self.L)}
+        self.trace = []  # (rank, stage, layer, start, end)
+        self.waited, self.end = [0.0] * self.R, [0.0] * self.R
+
+    def run(self):
+        self.heap = []
+        self.programs = [(self.backward_program if self.backward else self.forward_program)(r) for r in range(self.R)]
+        if self.overlap:
+            self.begin_next_push(self.L if self.backward else -1, 0.0)
+        for r in range(self.R):
+            self.resume(r, 0.0)
+        while self.heap:
+            time, r = heapq.heappop(self.heap)
+            self.resume(r, time)
+        return max(self.end)
+
+    def resume(self, r, time):
+        """Let a rank go on to its next step that takes time."""
+        self.now = time
+        try:
+            step = next(self.programs[r]) if time == 0.0 and r not in self.sleepers else self.programs[r].send(time)
+        except StopIteration:
+            self.end[r] = time
+            return
+        self.sleepers[r] = time
+        kind, *rest = step
+        if kind == "until":
+            heapq.heappush(self.heap, (rest[0], r))
+        elif kind == "meet":
+            key, seconds = rest
+            self.arrived.setdefault(key, []).append((r, time))
+            if len(self.arrived[key]) == self.R:
+                last = max(t for _, t in self.arrived[key])
+                for other, t in self.arrived[key]:
+                    self.waited[other] += last - t
+                    heapq.heappush(self.heap, (last + seconds, other))
+        else:
+            assert kind == "copy"
+            key = rest[0]
+            if key in self.copies:
+                heapq.heappush(self.heap, (max(time, self.copies[key]), r))
+            else:
+                self.blocked.setdefault(key, []).append((r, time))
+
+    def begin_copy(self, kind, layer, copies, time):
+        done = time + float(copies.seconds_ML[self.m, layer])
+        self.copies[kind, layer] = done
+        for r, since in self.blocked.pop((kind, layer), []):
+            heapq.heappush(self.heap, (max(since, done), r))
+        return done
+
+    def begin_next_push(self, after, time):
+        """Begin the push of the next layer with copies, in the direction of the pass."""
+        copies = self.costs.again if self.backward else self.costs.push
+        layers = range(after - 1, -1, -1) if self.backward else range(after + 1, self.L)
+        for layer in layers:
+            if copies.takes_part_MLR[self.m, layer].any():
+                done = self.begin_copy("push", layer, copies, time)
+                if self.costs.resident:
+                    self.begin_next_push(layer, done)
+                return
+
+    def work(self, r, stage, layer, seconds) -> Iterator:
+        start = self.now
+        time = yield ("until", start + float(seconds))
+        self.trace.append((r, stage, layer, start, time))
+
+    def meet(self, r, key, seconds, stage) -> Iterator:
+        start = self.now
+        time = yield ("meet", key, float(seconds))
+        self.trace.append((r, stage, key[1], start, time))
+
+    def wait(self, r, kind, layer, copies) -> Iterator:
+        if copies.takes_part_MLR[self.m, layer, r]:
+            start = self.now
+            time = yield ("copy", (kind, layer))
+            self.trace.append((r, f"wait {kind}", layer, start, time))
+
+    def wait_together(self, r, kind, layer, copies) -> Iterator:
+        seconds = float(copies.seconds_ML[self.m, layer])
+        if seconds:
+            yield from self.meet(r, (f"{kind} together", layer), seconds, f"wait {kind}")
+
+    def experts_forward(self, r, layer, push, name) -> Iterator:
+        costs, exchange, m = self.costs, self.costs.exchange, self.m
+        if not self.overlap:
+            yield from self.wait_together(r, f"push {name}", layer, push)
+        yield from self.meet(r, (f"dispatch {name}", layer), exchange.dispatch_ML[m, layer], "dispatch")
+        yield from self.meet(r, (f"gates {name}", layer), exchange.gates_ML[m, layer], "dispatch")
+        yield from self.work(r, "experts", layer, costs.home_MLR[m, layer, r])
+        if self.overlap:
+            yield from self.wait(r, "push", layer, push)
+        yield from self.work(r, "experts", layer, costs.replica_MLR[m, layer, r])
+        yield from self.meet(r, (f"combine {name}", layer), exchange.combine_ML[m, layer], "combine")
+
+    def forward_program(self, r) -> Iterator:
+        costs, m = self.costs, self.m
+        for layer in range(self.L):
+            yield from self.work(r, "attention", layer, costs.before_MR(layer)[m, r])
+            yield from self.experts_forward(r, layer, costs.push, "")
+            if r == 0 and self.overlap and not costs.resident and costs.push.takes_part_MLR[m, layer].any():
+                self.begin_next_push(layer, self.now)
+        yield from self.work(r, "attention", -1, costs.last_MR[m, r])
+
+    def backward_program(self, r) -> Iterator:
+        costs, exchange, m = self.costs, self.costs.exchange, self.m
+        yield from self.work(r, "attention", -1, 2 * costs.last_MR[m, r])
+        for layer in reversed(range(self.L)):
+            if self.recompute:
+                yield from self.work(r, "attention", layer, costs.before_MR(layer)[m, r])
+                yield from self.experts_forward(r, layer, costs.again, "again")
+            elif not self.overlap:
+                yield from self.wait_together(r, "push", layer, costs.again)
+            yield from self.meet(r, ("dispatch", layer), exchange.dispatch_ML[m, layer], "dispatch")
+            if not self.recompute and self.overlap:
+                yield from self.wait(r, "push", layer, costs.again)
+            yield from self.work(r, "experts", layer, 2 * costs.replica_MLR[m, layer, r])
+            self.replicas_done[layer].append(self.now)
+            if self.overlap and len(self.replicas_done[layer]) == self.R:
+                back = self.begin_copy("return", layer, costs.gradients, max(self.replicas_done[layer]))
+                if not costs.resident and costs.gradients.takes_part_MLR[m, layer].any():
+                    self.begin_next_push(layer, back)
+            yield from self.work(r, "experts", layer, 2 * costs.home_MLR[m, layer, r])
+            if self.overlap:
+                yield from self.wait(r, "return", layer, costs.gradients)
+            else:
+                yield from self.wait_together(r, "return", layer, costs.gradients)
+            yield from self.meet(r, ("gates", layer), exchange.gates_back_ML[m, layer], "combine")
+            yield from self.meet(r, ("combine", layer), exchange.combine_ML[m, layer], "combine")
+            yield from self.work(r, "attention", layer, 2 * costs.before_MR(layer)[m, r])
+
+
+def pass_seconds(costs, *, backward, overlap, recompute=False):
+    """Return seconds of the pass in each micro-batch, and what each rank waited before exchanges in all."""
+    found, waited = [], [0.0] * costs.attention_MR.shape[1]
+    for m in range(len(costs.attention_MR)):
+        one = OnePass(costs, m, backward=backward, overlap=overlap, recompute=recompute)
+        found.append(one.run())
+        waited = [a + b for a, b in zip(waited, one.waited, strict=True)]
+    return found, waited

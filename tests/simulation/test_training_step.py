@@ -1,0 +1,221 @@
+"""Simulated steps against the objective, a slow simulator, closed forms and bounds."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relibra import Budget, ConfigError, Demand, PlanError, cluster_preset, plan_step
+from relibra.planning.objective import compute_seconds, predict
+from relibra.simulation import Execution, ParallelLayout, model_shape, simulate_groups, simulate_step
+from relibra.simulation.passes import backward_pass, forward_pass
+from relibra.simulation.stage_costs import stage_costs
+from tests.planning.cases import make_demand
+from tests.simulation.reference import pass_seconds
+from tests.simulation.steps import free_links, machine, random_step, tiny_model
+
+SEEDS = st.integers(0, 2**32 - 1)
+FEW = settings(max_examples=25, deadline=None)  # a step takes some 20 ms under the shape checker
+
+
+@given(SEEDS)
+@FEW
+def test_without_overlap_the_terms_are_those_of_the_objective(seed):
+    plan, demand, cluster, model = random_step(seed)
+    step = simulate_step(plan, demand, cluster, model, Execution(overlap=False))
+    prediction = predict(plan, demand, cluster, model.expert)
+    for term in ("compute", "exchange", "copies", "relocation"):
+        assert step.terms[term] == pytest.approx(getattr(prediction, term), rel=1e-9, abs=1e-9), term
+    sent = sum(float(step.sent_bytes[kind].sum()) for kind in ("dispatch", "combine"))
+    assert sent == pytest.approx(prediction.sent_bytes)
+    copied = sum(float(step.received_bytes[kind].sum()) for kind in ("push", "return")) + step.host_bytes_R.sum()
+    assert copied == prediction.copy_bytes
+
+
+def test_with_pairs_too_and_the_planner_s_own_plan():
+    demand = make_demand(24, 3, 16, 4, 8, 0, tokens=400)
+    pairs_LEE = np.einsum("sle,slf->lef", demand.counts_SLE, demand.counts_SLE).astype(np.int64)
+    demand, cluster = replace(demand, pairs_LEE=pairs_LEE), cluster_preset("h100x8", 8, 4)
+    model = replace(model_shape("qwen3-30b-a3b"), moe_layers=3, experts=16, top_k=4)
+    plan = plan_step(demand, cluster, Budget(slots=2), expert=model.expert)
+    demand = plan.scheduled(demand)
+    prediction = predict(plan, demand, cluster, model.expert, pairs_LEE=pairs_LEE)
+    step = simulate_step(plan, demand, cluster, model, Execution(overlap=False))
+    for term in ("compute", "exchange", "copies", "relocation"):
+        assert step.terms[term] == pytest.approx(getattr(prediction, term), rel=1e-9), term
+    assert step.terms["copies"] > 0
+
+
+@given(SEEDS, st.booleans(), st.booleans())
+@FEW
+def test_the_fast_simulator_equals_the_slow_one(seed, overlap, recompute):
+    plan, demand, cluster, model = random_step(seed)
+    layout = ParallelLayout(expert_parallel=plan.num_ranks)
+    (costs,) = stage_costs(plan, demand, cluster, model, layout, overlap=overlap)
+    fast = forward_pass(costs, overlap=overlap)
+    slow, waited = pass_seconds(costs, backward=False, overlap=overlap)
+    np.testing.assert_allclose(fast.seconds_M, slow, rtol=1e-12)
+    if overlap:
+        np.testing.assert_allclose(fast.waited_R, waited, rtol=1e-9, atol=1e-9)
+    fast = backward_pass(costs, overlap=overlap, recompute_activations=recompute)
+    slow, waited = pass_seconds(costs, backward=True, overlap=overlap, recompute=recompute)
+    np.testing.assert_allclose(fast.seconds_M, slow, rtol=1e-12)
+    if overlap:
+        np.testing.assert_allclose(fast.waited_R, waited, rtol=1e-9, atol=1e-9)
+
+
+@given(SEEDS, st.booleans(), st.booleans(), st.booleans())
+@FEW
+def test_what_is_sent_is_received_and_every_token_slot_is_computed_once(seed, overlap, recompute, forward_only):
+    plan, demand, cluster, model = random_step(seed)
+    stages = 1 + seed % len(plan.layer_ids)
+    how = Execution(overlap=overlap, recompute_activations=recompute, forward_only=forward_only, pipeline_stages=stages)
+    step = simulate_step(plan, demand, cluster, model, how)
+    assert set(step.sent_bytes) == {"dispatch", "combine", "gates", "push", "return", "handover"}
+    for kind, sent_R in step.sent_bytes.items():
+        assert sent_R.sum() == pytest.approx(step.received_bytes[kind].sum()), kind
+        assert (sent_R >= 0).all()
+    assert step.token_slots_R.sum() == demand.tokens_MLRE.sum()
+    assert step.seconds == pytest.approx(sum(step.terms.values()))
+    assert min(step.terms.values()) >= -1e-9
+    assert len(step.waited_R) == step.layout.num_ranks == plan.num_ranks * stages
+
+
+@given(SEEDS)
+@FEW
+def test_no_step_is_faster_than_its_busiest_ranks_and_overlap_never_hurts(seed):
+    plan, demand, cluster, model = random_step(seed)
+    fast, slow = (simulate_step(plan, demand, cluster, model, Execution(overlap=how)) for how in (True, False))
+    bound = compute_seconds(plan, demand, cluster, model.expert).sum()
+    assert bound - 1e-9 <= fast.seconds <= slow.seconds + 1e-9
+    assert fast.terms["compute"] == pytest.approx(bound)
+    assert 0 <= fast.terms["copies"] <= slow.terms["copies"] + 1e-9
+    assert fast.hidden_copy_seconds >= -1e-9
+    assert 0 <= fast.utilisation <= 1 + 1e-9
+
+
+@given(SEEDS)
+@FEW
+def test_free_links_leave_the_busiest_ranks_compute_and_attention(seed):
+    plan, demand, _, model = random_step(seed)
+    cluster = free_links(plan)
+    step = simulate_step(plan, demand, cluster, model)
+    rows_MR, scores_MR = np.zeros((2, len(plan.replica_MLRB), plan.num_ranks))
+    for s, (m, r) in enumerate(zip(plan.micro_batch_S, plan.rank_S, strict=True)):
+        if m >= 0:
+            rows = int(demand.counts_SLE[s, 0].sum())
+            rows_MR[m, r] += rows
+            # 2 heads, keys and values of 2: 2 x 2 x (2 + 2) flops per pair of a token and one before it, or itself
+            scores_MR[m, r] += 16 * rows * (rows + 1) / 2
+    flops_MR = len(plan.layer_ids) * (2 * model.always_parameters * rows_MR + scores_MR)
+    flops_MR += model.dense_layers * (2 * model.dense_layer_parameters * rows_MR + scores_MR)
+    # Ranks meet after each layer, and all layers of a rank take the same share of its time: maxima add up.
+    attention = 3 * (flops_MR.max(axis=1).sum() + 0) / cluster.flops_per_second
+    head = 3 * 2 * model.head_parameters * rows_MR.max(axis=1).sum() / cluster.flops_per_second
+    bound = compute_seconds(plan, demand, cluster, model.expert).sum()
+    expected = bound + attention + head + step.terms["optimizer"]
+    if model.dense_layers == 0 or plan.num_ranks == 1:
+        assert step.seconds == pytest.approx(expected)
+    else:  # the first layer may have another slowest rank than the others
+        assert step.seconds <= expected + 1e-9
+
+
+def test_same_input_same_bytes():
+    found = []
+    for _ in range(2):
+        plan, demand, cluster, model = random_step(5)
+        step = simulate_step(plan, demand, cluster, model, Execution(pipeline_stages=len(plan.layer_ids)))
+        found.append((repr(step.figures()), [value_R.tobytes() for value_R in step.stage_seconds.values()]))
+    assert found[0] == found[1]
+
+
+def test_groups_run_side_by_side_and_meet_at_the_gradients():
+    plan, demand, cluster, model = random_step(3, micro_batches=4, layers=2, nodes=1, per_node=2)
+    group_M = np.array([0, 1, 0, 1], np.int32)
+    step = simulate_step(plan, replace(demand, group_M=group_M), cluster, model)
+    alone = [
+        simulate_step(*one, cluster, model) for one in (_part(plan, demand, group_M == group) for group in range(2))
+    ]
+    assert step.layout == ParallelLayout(expert_parallel=2, data_parallel=2)
+    own = [sum(one.terms[name] for name in ("attention", "exchange", "gates", "compute", "copies")) for one in alone]
+    got = sum(step.terms[name] for name in ("attention", "exchange", "gates", "compute", "copies"))
+    assert got == pytest.approx(max(own))
+    assert step.terms["gradients"] > alone[0].terms["gradients"]  # twice as many ranks, over the network
+    assert step.token_slots_R.sum() == demand.tokens_MLRE.sum()
+    np.testing.assert_allclose(step.waited_R, np.concatenate([one.waited_R for one in alone]))
+
+
+def _part(plan, demand, chosen_M):
+    from relibra.simulation.training_step import _of_micro_batches
+
+    return _of_micro_batches(plan, demand, np.flatnonzero(chosen_M))
+
+
+def test_mini_batches_end_with_an_optimizer_step_each():
+    plan, demand, cluster, model = random_step(8, micro_batches=4, layers=2, nodes=2, per_node=1)
+    one = simulate_step(plan, demand, cluster, model)
+    two = simulate_step(plan, demand, cluster, model, Execution(mini_batches=2))
+    assert two.terms["optimizer"] == pytest.approx(2 * one.terms["optimizer"])
+    assert two.terms["compute"] == pytest.approx(one.terms["compute"])
+    assert two.terms["gradients"] > one.terms["gradients"]
+
+
+def test_log_probabilities_run_forward_only():
+    plan, demand, cluster, model = random_step(8, micro_batches=2, layers=2, nodes=2, per_node=2, resident=False)
+    step = simulate_step(plan, demand, cluster, model)
+    forward = simulate_step(plan, demand, cluster, model, Execution(forward_only=True))
+    assert forward.terms["compute"] == pytest.approx(step.terms["compute"] / 3)
+    assert forward.terms["exchange"] == pytest.approx(step.terms["exchange"] / 2)
+    assert forward.terms["optimizer"] == forward.terms["gradients"] == 0
+    assert forward.useful_flops == pytest.approx(step.useful_flops / 3)
+    again = simulate_step(plan, demand, cluster, model, Execution(recompute_activations=True))
+    assert again.terms["compute"] == pytest.approx(step.terms["compute"] * 4 / 3)
+    assert again.useful_flops == step.useful_flops
+
+
+def test_what_does_not_fit_is_refused_with_a_sentence():
+    plan, demand, cluster, model = random_step(1, nodes=2, per_node=2, layers=2, experts_per_rank=2)
+    with pytest.raises(PlanError, match=r"without a schedule cannot be simulated: pass plan.scheduled"):
+        simulate_step(plan, replace(demand, tokens_MLRE=None), cluster, model)
+    with pytest.raises(ConfigError, match=r"groups of 4 ranks, cluster 'made up' has 6: .*with_ranks\(4\)"):
+        simulate_step(plan, demand, replace(cluster, num_nodes=3), model)
+    with pytest.raises(PlanError, match="a plan for 2 x 2 ranks meets cluster 'made up' of 1 x 4"):
+        simulate_step(plan, demand, replace(cluster, num_nodes=1, ranks_per_node=4), model)
+    with pytest.raises(ConfigError, match="a plan of 2 layers and 8 experts meets model 'tiny' of 5 and 8"):
+        simulate_step(plan, demand, cluster, replace(model, moe_layers=5))
+    with pytest.raises(ConfigError, match="2 expert layers of 'tiny' do not fill 3 pipeline stages"):
+        simulate_step(plan, demand, cluster, model, Execution(pipeline_stages=3))
+    with pytest.raises(ConfigError, match="picked 2 experts, those of model 'tiny' pick 1"):
+        simulate_step(plan, replace(demand, top_k=2), cluster, model)
+    with pytest.raises(ConfigError, match="9 mini-batches of"):
+        simulate_step(plan, demand, cluster, model, Execution(mini_batches=9))
+    with pytest.raises(ConfigError, match="both are at least 1"):
+        Execution(mini_batches=0)
+    with pytest.raises(ConfigError, match="without expert-parallel groups"):
+        simulate_groups([], cluster, model)
+    other = replace(plan, physical_to_logical_map=plan.physical_to_logical_map[:, ::-1].copy())
+    with pytest.raises(ConfigError, match="group 1 has other homes than group 0"):
+        simulate_groups([(plan, demand), (other, demand)], cluster, model)
+
+
+def test_an_unknown_memory_bandwidth_leaves_the_optimizer_out_and_says_so():
+    plan, demand, cluster, model = random_step(1)
+    step = simulate_step(plan, demand, replace(cluster, memory_bytes_per_second=0), model)
+    assert step.terms["optimizer"] == 0
+    assert "the optimizer is left out" in step.notes[0]
+    assert simulate_step(plan, demand, cluster, model).notes == ()
+
+
+def test_a_step_without_tokens_takes_the_optimizer_s_time():
+    plan, demand, cluster, model = random_step(2, slots=0, layers=1)
+    nothing = replace(demand, counts_SLE=np.zeros_like(demand.counts_SLE))
+    nothing = plan.scheduled(nothing)
+    plan = replace(plan, previous_map=plan.physical_to_logical_map)
+    step = simulate_step(plan, nothing, cluster, model)
+    assert step.terms["compute"] == step.terms["exchange"] == step.terms["attention"] == 0
+    assert step.expert_skew == 1
+    assert isinstance(nothing, Demand)
+    assert machine(plan).num_ranks == plan.num_ranks
+    assert tiny_model(plan).moe_layers == 1
