@@ -4,6 +4,8 @@ from relibra.simulation.group_run import Execution
 from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.model_shape import MODEL_SHAPES, ModelShape, model_shape, model_shape_from_config
 from relibra.simulation.step_result import SimulatedStep
+from relibra.simulation.step_timeline import simulated_timeline
+from relibra.simulation.timeline_difference import TimelineDifference, diff_timelines
 from relibra.simulation.training_step import simulate_groups, simulate_step
 
 __all__ = [
@@ -12,8 +14,11 @@ __all__ = [
     "ModelShape",
     "ParallelLayout",
     "SimulatedStep",
+    "TimelineDifference",
+    "diff_timelines",
     "model_shape",
     "model_shape_from_config",
     "simulate_groups",
     "simulate_step",
+    "simulated_timeline",
 ]

@@ -50,6 +50,7 @@ class Execution:
 class MiniBatchRun:
     """The passes of one mini-batch in one group.
 
+    number_M         its micro-batches, as positions among those of the group
     seconds          from its first forward to its last backward pass
     busy             seconds of the busiest stage, by term
     copying          seconds of copies in that stage
@@ -57,6 +58,7 @@ class MiniBatchRun:
     start_2SM        when each pass starts, counted from the start of the mini-batch
     """
 
+    number_M: Int64[ndarray, " M"]
     seconds: float
     busy: dict[str, float]
     copying: float
@@ -130,6 +132,7 @@ def _mini_batch(
     busiest = int(np.argmax(seconds_2SM.sum(axis=(0, 2))))
     busy = {name: float(sum(one.terms[name][number_M].sum() for one in pairs_S[busiest])) for name in TERMS}
     return MiniBatchRun(
+        number_M=number_M,
         seconds=end,
         busy=busy,
         copying=float(sum(one.copying_M[number_M].sum() for one in pairs_S[busiest])),

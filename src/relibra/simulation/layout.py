@@ -43,6 +43,14 @@ class ParallelLayout:
         """Ranks of the whole job."""
         return self.expert_parallel * self.pipeline_stages * self.data_parallel
 
+    def place(self, rank: int) -> tuple[int, int]:
+        """Return pipeline stage and expert-parallel group of a rank of the job."""
+        return divmod(rank // self.expert_parallel, self.data_parallel)
+
+    def rank_in_group(self, rank: int) -> int:
+        """Return the number of a rank of the job in its expert-parallel group."""
+        return rank % self.expert_parallel
+
     def check(self, cluster: Cluster, model: ModelShape) -> None:
         """Refuse a layout that does not fit.
 

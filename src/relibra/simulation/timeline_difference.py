@@ -1,0 +1,121 @@
+"""Two timelines side by side: do ranks do the same things in the same order, and how long does each stage take?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from relibra.timeline import Event, Timeline
+
+Key = tuple[str, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRow:
+    """One stage in both timelines: events, seconds of the busiest rank, bytes of all; 0 where it does not occur."""
+
+    stage: str
+    events: tuple[int, int]
+    seconds: tuple[float, float]
+    bytes: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineDifference:
+    """What `diff_timelines` found.
+
+    same_order      on every rank, events of the compared stages are the same in the same order
+    compared        stages that both timelines have: only their events are compared
+    only_first, only_second   stages that just one of them has
+    sentences       one or two that say what differs, or that nothing does
+    stages          side by side, in order of names; labels are those of the timelines
+    labels          where the figures come from: first, second
+    """
+
+    same_order: bool
+    compared: tuple[str, ...]
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    sentences: tuple[str, ...]
+    stages: tuple[StageRow, ...]
+    labels: tuple[str, str]
+
+
+def diff_timelines(first: Timeline, second: Timeline) -> TimelineDifference:
+    """Compare two timelines of the same step, such as a measured and a simulated one.
+
+    An event is compared by (stage, layer, micro-batch): not by time, bytes and label, which depend on the machine, the
+    type of numbers and the writer. Order is that of recording on each rank; order between ranks does not count. A stage
+    that one of them never has (attention and experts are simulated, "at home" is recorded) is not compared: it stands
+    in `only_first` or `only_second`.
+    """
+    names = [{event.stage for event in timeline.events} for timeline in (first, second)]
+    compared = names[0] & names[1]
+    orders = [_orders(timeline, compared) for timeline in (first, second)]
+    wrong = [rank for rank in sorted(orders[0].keys() | orders[1].keys()) if orders[0].get(rank) != orders[1].get(rank)]
+    only = [tuple(sorted(names[i] - compared)) for i in (0, 1)]
+    return TimelineDifference(
+        same_order=not wrong,
+        compared=tuple(sorted(compared)),
+        only_first=only[0],
+        only_second=only[1],
+        sentences=tuple(_sentences(orders, wrong, only)),
+        stages=tuple(_row(stage, first, second) for stage in sorted(names[0] | names[1])),
+        labels=(first.label, second.label),
+    )
+
+
+def _orders(timeline: Timeline, compared: set[str]) -> dict[int, list[Key]]:
+    orders: dict[int, list[Key]] = {}
+    for event in timeline.events:
+        if event.stage in compared:
+            orders.setdefault(event.rank, []).append((event.stage, event.layer, event.micro_batch))
+    return orders
+
+
+def _sentences(orders: Sequence[dict[int, list[Key]]], wrong: list[int], only: Sequence[tuple[str, ...]]) -> list[str]:
+    sentences = []
+    if not wrong:
+        events, ranks = sum(map(len, orders[0].values())), len(orders[0])
+        sentences.append(f"All {events} compared events are the same in the same order on {ranks} ranks.")
+    else:
+        rank = wrong[0]
+        left, right = (orders[i].get(rank, []) for i in (0, 1))
+        at, pair = next((i, pair) for i, pair in enumerate(zip_longest(left, right)) if pair[0] != pair[1])
+        counts = Counter(left), Counter(right)
+        again = "with the same events in another order" if counts[0] == counts[1] else "with other events"
+        more = f", and so do {len(wrong) - 1} other ranks" if len(wrong) > 1 else ""
+        sentences.append(
+            f"Rank {rank} differs first at its event {at}, {again}: {_in_words(pair[0])} in the first timeline, "
+            f"{_in_words(pair[1])} in the second{more}."
+        )
+    named = [
+        f"{', '.join(stages)} only in the {which}"
+        for stages, which in zip(only, ("first", "second"), strict=True)
+        if stages
+    ]
+    if named:
+        sentences.append(f"Not compared: {'; '.join(named)}.")
+    return sentences
+
+
+def _in_words(key: Key | None) -> str:
+    if key is None:
+        return "nothing more"
+    stage, layer, micro_batch = key
+    return f"{stage!r} of layer {layer}, micro-batch {micro_batch}"
+
+
+def _row(stage: str, first: Timeline, second: Timeline) -> StageRow:
+    found: list[tuple[list[Event], float]] = []
+    for timeline in (first, second):
+        own = [event for event in timeline.events if event.stage == stage]
+        found.append((own, float(timeline.seconds(stage).max(initial=0.0))))
+    return StageRow(
+        stage=stage,
+        events=(len(found[0][0]), len(found[1][0])),
+        seconds=(found[0][1], found[1][1]),
+        bytes=(sum(event.bytes for event in found[0][0]), sum(event.bytes for event in found[1][0])),
+    )
