@@ -20,7 +20,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-from grouped_experts import GroupedExperts, grouped_experts, seconds_each
 from jaxtyping import Float64, Int64
 from numpy import ndarray
 from provenance import RESULTS, write_results
@@ -29,6 +28,7 @@ from rich.table import Table
 
 from relibra.cluster import cluster_preset
 from relibra.errors import RelibraError
+from relibra.parallel.grouped_experts import GroupedExperts, grouped_experts, seconds_each
 from relibra.planning.budget import Budget
 from relibra.planning.comparison import iterate_comparison
 from relibra.planning.objective import ExpertShape

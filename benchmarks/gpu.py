@@ -19,13 +19,13 @@ from pathlib import Path
 
 import emulated_ranks as emulated
 import torch
-from grouped_experts import bytes_needed, grouped_experts
 from jaxtyping import Float64
 from numpy import ndarray
 from planner_steps import domain_step
 from provenance import RESULTS, write_results
 
 from relibra.errors import ConfigError, RelibraError
+from relibra.parallel.grouped_experts import bytes_needed, grouped_experts
 from relibra.planning.objective import ExpertShape, expert_shape
 from relibra.routing.demand import Demand
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
