@@ -8,7 +8,7 @@ TORCH  ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test test-all lint types format bench-gpu clean
+.PHONY: demo test test-all lint types format bench bench-all bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,8 @@ help:
 	@echo "make test       lint, types and the quick tests"
 	@echo "make test-all   the same with the slow tests"
 	@echo "make format     put the code into its canonical form"
+	@echo "make bench      measure what fits into 15 minutes, then write docs/results.md from all results"
+	@echo "make bench-all  measure everything (more than an hour)"
 	@echo "make bench-gpu  measure experts and copies on one CUDA GPU (needs a CUDA build of torch, see TORCH)"
 	@echo "make clean      remove the virtual environment and caches"
 
@@ -61,6 +63,12 @@ test-all: lint types
 format: $(VENV)/.dev
 	$(BIN)/ruff format src tests examples benchmarks
 	$(BIN)/ruff check --fix src tests examples benchmarks
+
+bench: $(VENV)/.run
+	$(BIN)/python benchmarks/all.py
+
+bench-all: $(VENV)/.run
+	$(BIN)/python benchmarks/all.py --long
 
 bench-gpu: $(VENV)/.run
 	$(BIN)/python benchmarks/gpu.py

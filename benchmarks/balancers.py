@@ -1,14 +1,20 @@
 """Every balancer on recorded routes, side by side. Rows go to results/balancers_{gpt_oss,v2_lite}.json.
 
 The later half of the micro-batches is planned; balancers that see the past plan from the earlier half. The recordings
-are not part of the project; the script says so and stops when they are not there.
-Run: python benchmarks/balancers.py FOLDER
+are not part of the project; the program says so and writes nothing when they are not there.
+Run: python benchmarks/balancers.py [--quick] [--json] [--data FOLDER] [--output FOLDER]
+(or: relibra bench balancers). Two minutes. --quick plans for 8 ranks only, once, and writes no rows.
 """
 
+import argparse
+import json
+import statistics
 import sys
 from pathlib import Path
 
-from provenance import write_results
+from provenance import DATA, RESULTS, quartiles, write_results
+from rich.console import Console
+from rich.table import Table
 
 from relibra.cluster import cluster_preset
 from relibra.planning.budget import Budget
@@ -24,38 +30,79 @@ CASES = {
 RANKS = (8, 16, 32)
 
 
+REPETITIONS = 3
+"""Of planning, for its time; skew and copies are the same each time."""
+
+
 def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) == 2 else Path("recordings")
-    for name, (file, experts, tokens, model) in CASES.items():
-        if not (folder / file).exists():
-            sys.exit(f"skipped: {folder / file} is not there; name the folder that holds the recordings")
-        trace = open_trace(folder / file, experts)
-        half = len(cut_recorded(trace, tokens, RANKS[0]).load_MLE) // 2
-        token_slots = half * tokens * trace.top_k * trace.num_layers
-        tables = {ranks: _compared(trace, ranks, tokens, model) for ranks in RANKS}
-        rows = []
-        for balancer, last in tables[RANKS[-1]].items():
-            found = {ranks: tables[ranks][balancer] for ranks in RANKS}
-            assert all(row.valid for row in found.values()), f"{balancer} made a plan that is not valid"
-            rows.append(
-                {
-                    "case": f"{model}, {balancer}",
-                    "label": "measured",
-                    "unit": "skew, 1 spare slot per rank, nodes of 8 ranks, later half of the micro-batches of "
-                    f"{tokens} tokens in recorded order; on 32 ranks: copies per micro-batch and layer, share of "
-                    "token-slots computed on another node, milliseconds of planning per layer",
-                    "seed": 0,
-                    "repetitions": 1,
-                    "balancer": balancer,
-                    "sees": last.sees,
-                    **{f"{ranks} ranks": found[ranks].skew for ranks in RANKS},
-                    "copies": last.copies_per_micro_batch_layer,
-                    "across nodes": last.cross_node_token_slots / token_slots,
-                    "plan ms": 1000 * last.plan_seconds / trace.num_layers,
-                }
-            )
-        # Where the recordings lie says something of a machine, not of the result.
-        print(write_results(name, rows, command="python benchmarks/balancers.py FOLDER"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--data", type=Path, default=DATA)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    for file, *_ in CASES.values():
+        if not (options.data / file).exists():
+            print(f"skipped: {options.data / file} is not there; name its folder with --data", file=sys.stderr)
+            return
+    ranks, repetitions = (RANKS[:1], 1) if options.quick else (RANKS, REPETITIONS)
+    tables = {name: _rows(options.data, *case, ranks, repetitions) for name, case in CASES.items()}
+    if options.json:
+        print(json.dumps([row for rows in tables.values() for row in rows], indent=1))
+    else:
+        for rows in tables.values():
+            print_rows(rows, ranks)
+    if not options.quick:
+        for name, rows in tables.items():
+            # Where the recordings lie says something of a machine, not of the result.
+            print(write_results(name, rows, "python benchmarks/balancers.py", options.output), file=sys.stderr)
+
+
+def _rows(
+    data: Path, file: str, experts: int, tokens: int, model: str, all_ranks: tuple[int, ...], repetitions: int
+) -> list[dict]:
+    trace = open_trace(data / file, experts)
+    half = len(cut_recorded(trace, tokens, all_ranks[0]).load_MLE) // 2
+    token_slots = half * tokens * trace.top_k * trace.num_layers
+    tables = {ranks: _compared(trace, ranks, tokens, model) for ranks in all_ranks[:-1]}
+    # All balancers once, then all again: a slow moment of the machine falls on none of them alone.
+    rounds = [_compared(trace, all_ranks[-1], tokens, model) for _ in range(repetitions)]
+    rows = []
+    for balancer, last in rounds[0].items():
+        found = {**{ranks: table[balancer] for ranks, table in tables.items()}, all_ranks[-1]: last}
+        assert all(row.valid for row in found.values()), f"{balancer} made a plan that is not valid"
+        milliseconds = [1000 * one[balancer].plan_seconds / trace.num_layers for one in rounds]
+        rows.append(
+            {
+                "case": f"{model}, {balancer}",
+                "label": "measured",
+                "unit": "skew, 1 spare slot per rank, nodes of 8 ranks, later half of the micro-batches of "
+                f"{tokens} tokens in recorded order; on {all_ranks[-1]} ranks: copies per micro-batch and layer, share "
+                "of token-slots computed on another node, milliseconds of planning per layer, median",
+                "seed": 0,
+                "repetitions": repetitions,
+                "balancer": balancer,
+                "sees": last.sees,
+                **{f"{ranks} ranks": found[ranks].skew for ranks in all_ranks},
+                "copies": last.copies_per_micro_batch_layer,
+                "across nodes": last.cross_node_token_slots / token_slots,
+                "plan ms": statistics.median(milliseconds),
+                **quartiles(milliseconds, "plan ms"),
+            }
+        )
+    return rows
+
+
+def print_rows(rows: list[dict], all_ranks: tuple[int, ...]) -> None:
+    """Print the skews and what planning takes."""
+    columns = ("balancer", "sees", *(f"{ranks} ranks" for ranks in all_ranks), "copies", "plan ms")
+    table = Table(title=rows[0]["case"].split(",")[0], title_justify="left", box=None, padding=(0, 1), pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("balancer", "sees") else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(f"{row[c]:.3f}" if isinstance(row[c], float) else str(row[c]) for c in columns))
+    Console().print(table)
+    print(rows[0]["unit"])
 
 
 def _compared(trace, ranks: int, tokens: int, model: str) -> dict:

@@ -20,15 +20,15 @@ from typing import Literal
 
 import numpy as np
 import torch
-from grouped_experts import GroupedExperts, grouped_experts, seconds_each
 from jaxtyping import Float64, Int64
 from numpy import ndarray
-from provenance import RESULTS, write_results
+from provenance import DATA, RESULTS, quartiles, write_results
 from rich.console import Console
 from rich.table import Table
 
 from relibra.cluster import cluster_preset
 from relibra.errors import RelibraError
+from relibra.parallel.grouped_experts import GroupedExperts, grouped_experts, seconds_each
 from relibra.planning.budget import Budget
 from relibra.planning.comparison import iterate_comparison
 from relibra.planning.objective import ExpertShape
@@ -40,7 +40,6 @@ from relibra.routing.readers import open_trace
 from relibra.routing.synthetic import TraceShape, domain_trace
 from relibra.routing.trace import RoutingTrace
 
-DATA = Path(__file__).parents[2] / "shared" / "data"
 RECORDING = "gpt_oss_20b_decode_topk.npz"
 EXPERTS, TOP_K, TOKENS = 32, 4, 2048
 RANKS = (8, 16, 32)
@@ -145,12 +144,11 @@ def rank_works(
 
 def measured_seconds(
     works: list[RankWork], experts: GroupedExperts, repetitions: int
-) -> dict[str, Float64[ndarray, "P R"]]:
-    """Time every rank of every balancer; medians over repetitions, the first one warms up and is thrown away.
+) -> dict[str, Float64[ndarray, "N P R"]]:
+    """Time every rank of every balancer, repetition by repetition; the first one warms up and is thrown away.
 
     Balancers take turns inside a repetition, forwards and backwards, so that a slow moment of the machine, or its
-    warming up, does not fall on one of them alone. The median is taken rank by rank, before the busiest is looked for:
-    the largest of many noisy times would be too large.
+    warming up, does not fall on one of them alone.
     """
     prepared = [[[experts.work(counts_I) for counts_I in ranks] for ranks in work.counts] for work in works]
     seconds: dict[str, list[list[list[float]]]] = {work.balancer: [] for work in works}
@@ -160,17 +158,23 @@ def measured_seconds(
             found = [seconds_each(ranks, experts.rows_NH.device) for ranks in pairs]
             if repetition:
                 seconds[work.balancer].append(found)
-    return {balancer: np.median(np.array(found), axis=0) for balancer, found in seconds.items()}
+    return {balancer: np.array(found) for balancer, found in seconds.items()}
 
 
 def result_rows(
-    works: list[RankWork], seconds: dict[str, Float64[ndarray, "P R"]], source: str, **facts: object
+    works: list[RankWork], seconds: dict[str, Float64[ndarray, "N P R"]], source: str, **facts: object
 ) -> list[dict]:
-    """Make a row of each balancer; ratios compare seconds per token-slot, as packing may fill micro-batches anew."""
-    per_slot = {work.balancer: float(seconds[work.balancer].max(axis=1).sum() / work.load_PR.sum()) for work in works}
+    """Make a row of each balancer; ratios compare seconds per token-slot, as packing may fill micro-batches anew.
+
+    The median over repetitions is taken rank by rank, before the busiest is looked for: the largest of many noisy times
+    would be too large. The quartiles are those of the rank that is busiest by its median.
+    """
+    medians = {balancer: np.median(found, axis=0) for balancer, found in seconds.items()}
+    per_slot = {work.balancer: float(medians[work.balancer].max(axis=1).sum() / work.load_PR.sum()) for work in works}
     rows = []
     for work in works:
-        own_PR, load_PR = seconds[work.balancer], work.load_PR
+        own_PR, load_PR = medians[work.balancer], work.load_PR
+        busiest_NP = seconds[work.balancer][:, np.arange(len(own_PR)), own_PR.argmax(axis=1)]
         ranks = load_PR.shape[1]
         skew, straggler = busiest_over_mean(load_PR), busiest_over_mean(own_PR)
         rows.append({
@@ -178,6 +182,7 @@ def result_rows(
             "ep": ranks, "balancer": work.balancer, "sees": work.sees, "pairs": len(load_PR), "token_skew": skew,
             "straggler": straggler, "straggler / token skew": straggler / skew,
             "busiest ms": 1000 * float(own_PR.max(axis=1).mean()),
+            **quartiles(1000 * busiest_NP.mean(axis=1), "busiest ms"),
             "time / static": per_slot[work.balancer] / per_slot["static"],
             "time / equal": per_slot[work.balancer] / per_slot[EQUAL], "seed": SEED, **facts,
         })  # fmt: skip

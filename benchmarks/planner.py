@@ -1,6 +1,7 @@
 """What the planner reaches beside what it should reach. Rows go to results/planner*.json.
 
-Run: python benchmarks/planner.py [--quick] [--data FOLDER] [--output FOLDER]   (or: relibra bench planner)
+Run: python benchmarks/planner.py [--quick] [--json] [--data FOLDER] [--output FOLDER]
+(or: relibra bench planner). Two minutes.
 --quick takes smaller cases and writes no rows. The recordings are not part of the project.
 """
 
@@ -13,19 +14,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import planner_cases as cases
-from provenance import RESULTS, write_results
+from provenance import DATA, RESULTS, write_results
 from rich.console import Console
 from rich.table import Table
 
 from relibra.errors import RelibraError
 
-DATA = Path(__file__).parents[2] / "shared" / "data"
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "2")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--whole-step", type=json.loads, help=argparse.SUPPRESS)
@@ -35,21 +36,16 @@ def main() -> None:
         return
     grown, modelled = [], []
     rows = list(_rows(options.data, options.quick, grown, modelled))
-    _print(rows)
-    for one in modelled:
-        print(
-            f"{one['case']}, by the model: {one['plan']:.3g} s planned, {one['static']:.3g} s static, "
-            f"ratio {one['ratio']:.3f}"
-        )
-    print(
-        "rows in seconds and microseconds are medians of this machine: they grow with whatever else it does meanwhile"
-    )
+    if options.json:
+        print(json.dumps([*rows, *grown, *modelled], indent=1))
+    else:
+        _print(rows)
+        _print_modelled(modelled)
     if not options.quick:
         # Where the recordings lie says something of a machine, not of the result.
         command = "relibra bench planner"
-        print(write_results("planner", rows, command, options.output))
-        print(write_results("planner_growth", grown, command, options.output))
-        print(write_results("planner_model", modelled, command, options.output))
+        for name, found in (("planner", rows), ("planner_growth", grown), ("planner_model", modelled)):
+            print(write_results(name, found, command, options.output), file=sys.stderr)
 
 
 def _rows(data: Path, quick: bool, grown: list[dict], modelled: list[dict]) -> Iterator[dict]:
@@ -85,6 +81,17 @@ def _print(rows: list[dict]) -> None:
     missed = sum(one["ok"] == "NO" for one in rows)
     judged = sum(bool(one["ok"]) for one in rows)
     print(f"{judged - missed} of {judged} targets reached")
+
+
+def _print_modelled(modelled: list[dict]) -> None:
+    for one in modelled:
+        print(
+            f"{one['case']}, by the model: {one['plan']:.3g} s planned, {one['static']:.3g} s static, "
+            f"ratio {one['ratio']:.3f}"
+        )
+    print(
+        "rows in seconds and microseconds are medians of this machine: they grow with whatever else it does meanwhile"
+    )
 
 
 def _shown(value: object) -> str:

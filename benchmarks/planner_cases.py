@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from planner_steps import domain_step, skewed_load
+from provenance import quartiles
 
 from relibra.cluster import cluster_preset
 from relibra.planning.balancers.ultraep import solve as ultraep_solve
@@ -52,6 +53,12 @@ def row(case: str, reached: float, target: float | None, unit: str, **more: obje
     ok = "" if target is None else "yes" if reached <= target else "NO"
     shown = "" if target is None else target
     return {"case": case, "label": "measured", "unit": unit, "reached": reached, "target": shown, "ok": ok, **facts}
+
+
+def timing(case: str, amounts: list[float], target: float | None, unit: str, **more: object) -> dict:
+    """Make a row of the median over repetitions, with the quartiles."""
+    facts = {**more, **quartiles(amounts, "reached"), "repetitions": len(amounts)}
+    return row(case, statistics.median(amounts), target, unit, **facts)
 
 
 def planned(demand, ranks: int, slots: int, levers: str = "relibra", **options: object):
@@ -136,9 +143,8 @@ def solves(quick: bool) -> Iterator[dict]:
         facts = {"ranks": 64, "configuration": f"256 experts, one domain, {draws} draws at start skew {start:g}"}
         case = f"replication solve, start skew {start:g}"
         micro = "microseconds per solve, one core, median"
-        yield row(case, 1e6 * statistics.median(loop), 60.0, micro, repetitions=repetitions, **facts)
-        yield row(f"{case}, called from Python", 1e6 * statistics.median(calls), None, micro,
-                  repetitions=20 * repetitions, **facts)  # fmt: skip
+        yield timing(case, [1e6 * one for one in loop], 60.0, micro, **facts)
+        yield timing(f"{case}, called from Python", [1e6 * one for one in calls], None, micro, **facts)
         skew = float((load_MR.max(axis=1) / load_MR.mean(axis=1)).mean())
         copies = float((replica_MRB >= 0).sum() / draws)
         yield row(f"{case}, skew", skew, 1.01, "busiest / mean rank, mean of draws", repetitions=draws, **facts)
@@ -170,12 +176,12 @@ def whole_step(program: Path, quick: bool, modelled: list[dict]) -> Iterator[dic
         "ranks": sizes["ranks"],
         "configuration": "{layers} layers x {experts} experts x {micro_batches} micro-batches x {samples} samples, "
         "2 slots, objective in seconds, 2 threads, kernels compiled before".format(**sizes),
-        "repetitions": found["repetitions"],
     }
-    yield row("whole step, cold", found["cold"], 5.0, "seconds, median", **facts, bound=found["cold_bound"])
-    yield row("whole step, warm start", found["warm"], 1.5, "seconds, median", **facts, bound=found["warm_bound"])
-    facts_of_memory = facts | {"configuration": f"the whole process; planning added {found['added_mib']:.0f} MiB of it"}
-    yield row("whole step, memory", found["mib"], 1024.0, "MiB resident at the peak", **facts_of_memory)
+    yield timing("whole step, cold", found["cold"], 5.0, "seconds, median", **facts, bound=found["cold_bound"])
+    yield timing("whole step, warm start", found["warm"], 1.5, "seconds, median", **facts, bound=found["warm_bound"])
+    memory = "MiB resident at the peak"
+    yield row("whole step, memory", found["mib"], 1024.0, memory, **facts)
+    yield row("whole step, memory that planning added", found["added_mib"], None, memory, **facts)
     yield row("whole step, cold, skew", found["cold_skew"], None, SKEW, **facts, bound=found["cold_bound"])
     yield row("whole step, warm start, skew", found["warm_skew"], None, SKEW, **facts, bound=found["warm_bound"])
     configuration = facts["configuration"].removesuffix(", 2 threads, kernels compiled before")
@@ -203,17 +209,20 @@ def plan_whole_step(sizes: dict, repetitions: int = 3) -> dict:
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
     resident = _status_mib("VmRSS")
     previous = plan_step(before, cluster, budget, expert=EXPERT)
-    cold = timed(lambda: plan_step(demand, cluster, budget, expert=EXPERT), repetitions)
-    warm = timed(lambda: plan_step(demand, cluster, budget, expert=EXPERT, previous=previous), repetitions)
+    starts = {"cold": None, "warm": previous}
+    seconds: dict[str, list[float]] = {name: [] for name in starts}
+    for _ in range(repetitions):  # in turn
+        for name, start in starts.items():
+            seconds[name] += timed(
+                lambda start=start: plan_step(demand, cluster, budget, expert=EXPERT, previous=start), 1
+            )
     found = {
-        "cold": statistics.median(cold),
-        "warm": statistics.median(warm),
+        **seconds,
         "mib": _status_mib("VmHWM"),
         "added_mib": _status_mib("VmHWM") - resident,
-        "repetitions": repetitions,
     }
     static = plan_step(demand, cluster, budget, "static", expert=EXPERT)
-    for name, start in (("cold", None), ("warm", previous)):
+    for name, start in starts.items():
         plan = plan_step(demand, cluster, budget, expert=EXPERT, previous=start)
         scheduled = plan.scheduled(demand)
         found |= {f"{name}_skew": plan.skew(scheduled), f"{name}_bound": plan.bound(scheduled)}
@@ -283,7 +292,8 @@ def growth(quick: bool) -> list[dict]:
         cells = sizes["layers"] * sizes["micro_batches"]
         rows.append({
             "case": "cold plan", "label": "measured", "unit": "seconds, median; milliseconds per (layer, micro-batch)",
-            **sizes, "seconds": round(seconds, 3), "ms_each": round(1e3 * seconds / cells, 3),
+            **sizes, "seconds": round(seconds, 3), **quartiles(found, "seconds"),
+            "ms_each": round(1e3 * seconds / cells, 3),
             "seed": 0, "repetitions": repetitions, "configuration": "2 slots, token objective, 2 threads",
         })  # fmt: skip
     return rows

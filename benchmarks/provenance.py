@@ -5,15 +5,22 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+
+import numpy as np
 
 from relibra.errors import ConfigError
 from relibra.files import write_text
 
 LABELS = ("measured", "model", "simulated", "cited")
 REQUIRED = ("case", "label", "seed", "repetitions")
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DATA = ROOT.parent / "shared" / "data"
+"""Where recorded routes lie beside a checkout; they are not part of the project."""
+
 PACKAGES = ("relibra", "numpy", "numba", "scipy", "safetensors", "torch", "transformers")
 
 
@@ -28,7 +35,7 @@ def write_results(name: str, rows: list[dict], command: str | None = None, folde
         if missing or row["label"] not in LABELS:
             raise ConfigError(f"result row {row} lacks {missing} or its label is not one of {LABELS}")
     origin = {
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": commit(),
         # Results of other benchmarks, and the pages made of them, are no part of what was measured.
         "dirty": bool(
             _git("status", "--porcelain", "--untracked-files=no", ":!benchmarks/results", ":!docs", ":!README.md")
@@ -42,8 +49,23 @@ def write_results(name: str, rows: list[dict], command: str | None = None, folde
     return path
 
 
+def commit() -> str:
+    """Return the commit that is checked out."""
+    return _git("rev-parse", "HEAD")
+
+
+def quartiles(numbers: Sequence[float], name: str) -> dict[str, float]:
+    """Return how far a figure strays over repetitions, as two entries of its row.
+
+    >>> quartiles([1.0, 2.0, 3.0, 4.0, 5.0], "seconds")
+    {'seconds low': 2.0, 'seconds high': 4.0}
+    """
+    low, high = np.quantile(np.asarray(numbers, dtype=np.float64), (0.25, 0.75))
+    return {f"{name} low": float(low), f"{name} high": float(high)}
+
+
 def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(Path(__file__).parent.parent), *arguments]
+    command = ["git", "-C", str(ROOT), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 

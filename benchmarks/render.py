@@ -1,17 +1,25 @@
-"""Write the tables of docs/results.md and of the README from result files, so that no figure is typed by hand.
+"""Write the tables and figures of docs/results.md and of the README from result files: none is typed by hand.
 
-Run: python benchmarks/render.py
+Run: python benchmarks/render.py [--check] [--json]   (or: relibra bench render)
+--check writes nothing and exits with 1 when a page is not what the result files say.
+
+    <!-- results: NAME -->          a table up to the next <!-- end -->
+    <!-- figure: NAME KEY -->       a figure up to the next <!-- end -->, which is the same in all rows
+    <!-- figure: NAME KEY @ CASE --> the same, of the rows of one case
 """
 
+import argparse
 import json
 import re
+import statistics
+import sys
 from collections.abc import Callable
-from pathlib import Path
 
+from provenance import RESULTS, ROOT, quartiles
+
+from relibra.errors import ConfigError, RelibraError
 from relibra.files import write_text
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 Column = str | tuple[str, Callable[[dict], object]]
 """A key of the rows, or a title and what to make of a row."""
 
@@ -23,27 +31,67 @@ _OF_RANKS: tuple[Column, ...] = (
     "straggler",
     "straggler / token skew",
     "busiest ms",
+    ("quartiles", lambda row: between(row, "busiest ms")),
     "time / static",
     "time / equal",
     "configuration",
 )
 COLUMNS: dict[str, tuple[Column, ...]] = {
     "recordings": ("case", "ranks", "mean", "median", "p95", "configuration"),
-    "streaming": ("case", "million_rows", "seconds", "gb_per_second", "peak_mib", "configuration"),
+    "streaming": (
+        "case",
+        "million_rows",
+        "seconds",
+        ("quartiles", lambda row: between(row, "seconds")),
+        "gb_per_second",
+        "peak_mib",
+        "configuration",
+    ),
     "routing": ("case", "median", "min", "max", "configuration"),
     "balancers_gpt_oss": (
-        _BALANCERS := ("balancer", "sees", "8 ranks", "16 ranks", "32 ranks", "copies", "across nodes", "plan ms")
+        _BALANCERS := (
+            "balancer",
+            "sees",
+            "8 ranks",
+            "16 ranks",
+            "32 ranks",
+            "copies",
+            "across nodes",
+            "plan ms",
+            ("quartiles", lambda row: between(row, "plan ms")),
+        )
     ),
     "balancers_v2_lite": _BALANCERS,
-    "planner": ("case", "ranks", "reached", "target", "ok", "bound", "copies", "unit", "configuration"),
+    "planner": (
+        "case",
+        "ranks",
+        "reached",
+        ("quartiles", lambda row: between(row, "reached")),
+        "target",
+        "ok",
+        "bound",
+        "copies",
+        "unit",
+        "configuration",
+    ),
     "planner_model": ("case", "ranks", "static", "plan", "ratio", "configuration"),
-    "planner_growth": ("layers", "micro_batches", "ranks", "experts", "seconds", "ms_each", "configuration"),
+    "planner_growth": (
+        "layers",
+        "micro_batches",
+        "ranks",
+        "experts",
+        "seconds",
+        ("quartiles", lambda row: between(row, "seconds")),
+        "ms_each",
+        "configuration",
+    ),
     "runtime": (
         "case",
         "balancer",
         "skew",
         "planned_skew",
         ("tokens/s", lambda row: f"{row['tokens_per_second']:,.0f}"),
+        ("quartiles", lambda row: _tokens_between(row)),
         ("/ all_to_all", lambda row: row["ratio_to_all_to_all"]),
         ("/ balanced", lambda row: row["ratio_to_balanced"]),
         ("exposed %", lambda row: f"{100 * row['exposed_share']:.1f}"),
@@ -61,11 +109,20 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
     ),
     "emulated_ranks": _OF_RANKS,
     "gpu": _OF_RANKS,
-    "gpu_overlap": ("case", "copy ms", "compute ms", "together ms", "hidden", "configuration"),
+    "gpu_overlap": (
+        "case",
+        "copy ms",
+        "compute ms",
+        "together ms",
+        ("quartiles", lambda row: between(row, "together ms")),
+        "hidden",
+        "configuration",
+    ),
     "rl": (
         "case",
         "steps",
         ("s / step", lambda row: row["step_seconds"]),
+        ("quartiles", lambda row: between(row, "step_seconds")),
         ("/ static", lambda row: row["ratio_to_static"]),
         ("rollout s", lambda row: row["seconds_per_stage"]["rollout"]),
         ("recompute s", lambda row: row["seconds_per_stage"]["recompute"]),
@@ -101,6 +158,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         "targets",
         "setting",
         "updates",
+        ("quartiles", lambda row: between(row, "updates")),
         ("/ sync", lambda row: row["updates / sync"]),
         "decode_steps",
         ("/ sync", lambda row: row["decode_steps / sync"]),
@@ -134,17 +192,63 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
 }
 
 
-def main() -> None:
-    for path in (ROOT / "docs" / "results.md", ROOT / "README.md"):
+PAGES = (ROOT / "docs" / "results.md", ROOT / "README.md")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    stale = [str(path.relative_to(ROOT)) for path in PAGES if rendered(text := path.read_text()) != text]
+    written = [] if options.check else write_pages()
+    if options.json:
+        print(json.dumps({"stale": stale, "written": written}))
+    elif options.check:
+        for page in stale:
+            print(f"{page} is not what the result files say: relibra bench render")
+    else:
+        print(*written, sep="\n")
+    return int(options.check and bool(stale))
+
+
+def write_pages() -> list[str]:
+    """Write the pages anew and return their names."""
+    for path in PAGES:
         write_text(path, rendered(path.read_text()))
-        print(path.relative_to(ROOT))
+    return [str(path.relative_to(ROOT)) for path in PAGES]
 
 
 def rendered(page: str) -> str:
-    """Return a page with the table after each `<!-- results: NAME -->` made anew, up to `<!-- end -->`."""
-    return re.sub(
+    """Return a page with every table and figure that stands between a marker and `<!-- end -->` made anew."""
+    page = re.sub(
         r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", lambda m: m[1] + table(m[2]) + m[3], page, flags=re.DOTALL
     )
+    return re.sub(
+        r"(<!-- figure: (\w+) (.+?)(?: @ (.+?))? -->).*?(<!-- end -->)",
+        lambda m: m[1] + figure(m[2], m[3], m[4]) + m[5],
+        page,
+        flags=re.DOTALL,
+    )
+
+
+def figure(name: str, key: str, case: str | None = None) -> str:
+    """Return one figure of a result file as text; says so where there is no such file.
+
+    raises    ConfigError when no row has it, or rows have different ones
+    """
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        return "(not measured yet)"
+    rows = [row for row in json.loads(path.read_text()) if case in (None, row["case"])]
+    found = {_shown(row[key]) for row in rows if key in row}
+    if len(found) != 1:
+        of_case = "" if case is None else f" of case {case!r}"
+        raise ConfigError(
+            f"figure {key!r}{of_case} in {path.name} is {sorted(found) or 'not there'}: a figure in prose needs "
+            "exactly one value; name a case, or another key"
+        )
+    return found.pop()
 
 
 def table(name: str) -> str:
@@ -182,6 +286,19 @@ def sizes(of: dict) -> str:
     )
 
 
+def between(row: dict, key: str) -> str:
+    """Write the quartiles of a figure; nothing where a row has none."""
+    ends = [row[name] for name in (f"{key} low", f"{key} high") if name in row]
+    return " to ".join(map(_shown, ends))
+
+
+def _tokens_between(row: dict) -> str:
+    """Write the quartiles of the throughput, which follow from the seconds of each repetition."""
+    total = row["tokens_per_second"] * statistics.median(row["seconds"])
+    rates = quartiles([total / seconds for seconds in row["seconds"]], "rate")
+    return " to ".join(f"{rate:,.0f}" for rate in rates.values())
+
+
 def _or_never(value: float | None) -> object:
     return "never" if value is None else value
 
@@ -193,4 +310,7 @@ def _shown(value: object) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        sys.exit(main())
+    except RelibraError as error:
+        sys.exit(f"error: {error}")

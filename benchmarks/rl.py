@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
-from provenance import RESULTS, write_results
+from provenance import RESULTS, quartiles, write_results
 from rich.console import Console
 from rich.table import Table
 from rl_runs import Rows, trained, warmed_up
@@ -72,7 +72,7 @@ def result_rows(found: list[tuple[str, str, Rows]]) -> list[dict]:
         rows.append({
             "case": f"{balancer}, {sums} sums", "label": "measured", "unit": UNIT, "seed": 0,
             "repetitions": len(later), "balancer": balancer, "sums": sums, "steps": len(steps),
-            "seconds_per_stage": stages, "step_seconds": _median(totals),
+            "seconds_per_stage": stages, "step_seconds": _median(totals), **quartiles(totals, "step_seconds"),
             "reward_first": float(np.mean(rewards[:edge])), "reward_last": float(np.mean(rewards[-edge:])),
             "rewards": rewards,
             "same_as_static": _curve(steps) == next(_curve(other) for _, s, other in found if s == sums),
@@ -112,10 +112,20 @@ def _configuration() -> str:
 
 def print_rows(rows: list[dict]) -> None:
     """Print a table, and the seconds of the stages under it."""
-    titles = ("case", "steps", "s / step", "/ static", "skew", "planned", "plan %", "reward\nfirst", "reward\nlast")
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    titles = (
+        "\ncase",
+        "\nsteps",
+        "s /\nstep",
+        "/\nstatic",
+        "static\nskew",
+        "plan's\nskew",
+        "plan\n%",
+        "reward\nfirst",
+        "reward\nlast",
+    )
+    table = Table(box=None, padding=(0, 1), pad_edge=False, collapse_padding=True)
     for title in titles:
-        table.add_column(title, justify="left" if title == "case" else "right", no_wrap=True)
+        table.add_column(title, justify="left" if title.endswith("case") else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             row["case"],
@@ -128,11 +138,12 @@ def print_rows(rows: list[dict]) -> None:
             f"{row['reward_first']:.3f}",
             f"{row['reward_last']:.3f}",
         )
-    Console().print(table)
+    console = Console()
+    console.print(table)
     for row in rows:
         stages = ", ".join(f"{stage} {spent:.2f}" for stage, spent in row["seconds_per_stage"].items())
-        print(f"{row['case']}: {stages}")
-    print(UNIT)
+        console.print(f"{row['case']}: {stages}", highlight=False)
+    console.print(UNIT, highlight=False)
 
 
 def summary(rows: list[dict]) -> list[str]:

@@ -24,7 +24,7 @@ os.environ.update(dict.fromkeys(THREADS, "1"))  # before numpy and torch start t
 
 import numpy as np  # noqa: E402
 import runtime_steps as steps  # noqa: E402
-from provenance import RESULTS, write_results  # noqa: E402
+from provenance import DATA, RESULTS, quartiles, write_results  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
@@ -35,7 +35,6 @@ from relibra.routing.demand import Demand  # noqa: E402
 from relibra.routing.readers import open_trace  # noqa: E402
 from relibra.routing.trace import RoutingTrace  # noqa: E402
 
-DATA = Path(__file__).parents[2] / "shared" / "data"
 RECORDING = "gpt_oss_20b_decode_topk.npz"
 SYNTHETIC = steps.Sizes(layers=2, experts=16, top_k=4, hidden=384, width=896, samples=4, length=256, micro_batches=4)
 RECORDED = steps.Sizes(layers=2, experts=32, top_k=4, hidden=384, width=896, samples=4, length=256, micro_batches=4)
@@ -129,6 +128,7 @@ def _measured(
             "planned_skew": variant.planned_skew,
             "balancer": variant.name,
             "tokens_per_second": sizes.tokens / float(np.median(own)),
+            **quartiles(sizes.tokens / own, "tokens_per_second"),
             "seconds": own.tolist(),
             "ratio_to_all_to_all": float(np.median(seconds["all_to_all"] / own)),
             "ratio_to_balanced": float(np.median(seconds["balanced routes"] / own)),

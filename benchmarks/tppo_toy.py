@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy import ndarray
 from numpy.random import Generator
-from provenance import RESULTS, write_results
+from provenance import RESULTS, quartiles, write_results
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -298,7 +298,9 @@ def measured(settings: Iterable[Setting], seeds: int) -> list[dict]:
             "case": f"{setting.targets}, {setting.name}", "label": "measured", "unit": UNIT, "seed": 0,
             "repetitions": seeds, "targets": setting.targets, "setting": setting.name,
             "updates": float(np.median([one.updates for one in outcomes])),
+            **quartiles([one.updates for one in outcomes], "updates"),
             "decode_steps": float(np.median([one.decode_steps for one in outcomes])),
+            **quartiles([one.decode_steps for one in outcomes], "decode_steps"),
             "idle": float(np.median([one.idle for one in outcomes])),
             "continued": float(np.median([one.continued for one in outcomes])),
             "solved": sum(one.solved for one in outcomes),

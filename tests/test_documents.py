@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import importlib.util
 import json
 import re
 import subprocess
@@ -92,11 +91,9 @@ def test_links_lead_somewhere():
 
 
 @pytest.fixture
-def render():
-    spec = importlib.util.spec_from_file_location("render", ROOT / "benchmarks" / "render.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def render(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("render")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
@@ -104,6 +101,52 @@ def test_tables_come_from_result_files(render, page):
     text = (ROOT / page).read_text()
     assert render.rendered(text) == text, "run python benchmarks/render.py"
     assert set(re.findall(r"<!-- results: (\w+) -->", text)) <= set(render.COLUMNS)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+def test_figures_in_prose_come_from_result_files(page):
+    """What a person typed on these pages holds no measured number: on the page of results none at all."""
+    typed = typed_prose((ROOT / page).read_text())
+    if page == "README.md":  # where versions and papers have numbers; measured ones carry a unit or a sign
+        found = re.findall(r"\d[\d.,]*\s*(?:%|x faster|times|tokens/s|GB/s|ms\b|us\b|MiB|GiB)", typed)
+    else:
+        found = re.findall(r"(?<![\w.-])\d[\w.,-]*", typed)
+    assert not found, f"{page} has typed figures {found}: write <!-- figure: NAME KEY --><!-- end --> instead"
+
+
+def typed_prose(text):
+    """Leave out what is generated, code, and the targets of links."""
+    text = re.sub(r"<!-- (?:results|figure): .*?<!-- end -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    text = re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE)
+    return re.sub(r"`[^`]*`|\]\([^)]*\)", "", text)
+
+
+def test_typed_figures_are_seen():
+    page = "It is <!-- figure: a b -->5<!-- end --> s, `x 7`, [a](b/9), gpt-oss-20b.\n\n    code 8\n"
+    assert not re.findall(r"(?<![\w.-])\d[\w.,-]*", typed_prose(page))
+    assert re.findall(r"(?<![\w.-])\d[\w.,-]*", typed_prose("It takes 3.5 s, 48-layer.")) == ["3.5", "48-layer."]
+
+
+def test_a_figure_is_the_same_in_all_rows_it_stands_for(render, monkeypatch, tmp_path):
+    monkeypatch.setattr(render, "RESULTS", tmp_path)
+    page = "<!-- figure: made size -->?<!-- end --> GB, <!-- figure: made speed @ b, c -->?<!-- end -->"
+    assert "(not measured yet)<!-- end --> GB" in render.rendered(page)
+    rows = [{"case": "a", "size": 38.4, "speed": 1}, {"case": "b, c", "size": 38.4, "speed": 20000.0}]
+    (tmp_path / "made.json").write_text(json.dumps(rows))
+    made = render.rendered(page)
+    assert made == "<!-- figure: made size -->38.4<!-- end --> GB, <!-- figure: made speed @ b, c -->20,000<!-- end -->"
+    assert render.rendered(made) == made
+    for wrong in ("made speed", "made nothing", "made speed @ d"):
+        with pytest.raises(ValueError, match="a figure in prose needs exactly one value"):
+            render.rendered(f"<!-- figure: {wrong} --><!-- end -->")
+
+
+def test_quartiles_stand_in_tables_where_rows_have_them(render):
+    assert render.between({"seconds low": 1.0, "seconds high": 2.5}, "seconds") == "1 to 2.5"
+    assert render.between({"seconds": 2.0}, "seconds") == ""
+    row = {"tokens_per_second": 100.0, "seconds": [1.0, 2.0, 4.0]}
+    assert render._tokens_between(row) == "75 to 150"
 
 
 def test_a_table_without_rows_says_so_until_there_are_some(render, monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from relibra import Budget, ConfigError, EngineError, cluster_preset, plan_step
+from relibra import Budget, ConfigError, cluster_preset, plan_step
 from relibra.planning.objective import ExpertShape
 from relibra.routing.micro_batches import cut_recorded
 from relibra.routing.synthetic import TraceShape, domain_trace
@@ -93,7 +93,8 @@ def test_pairs_differ_and_repeat(demand):
 def test_time_in_proportion_to_rows_gives_the_skew_of_the_rows(demand, monkeypatch):
     """With a clock that counts rows, the measured straggler is the token skew and ratios are ratios of loads."""
     import emulated_ranks as emulated
-    from grouped_experts import GroupedExperts
+
+    from relibra.parallel.grouped_experts import GroupedExperts
 
     works = emulated.rank_works(demand, 8, SHAPE, [(0, 0), (1, 1)], balancers=("static", "relibra"))
     order = []
@@ -104,8 +105,8 @@ def test_time_in_proportion_to_rows_gives_the_skew_of_the_rows(demand, monkeypat
 
     monkeypatch.setattr(emulated, "seconds_each", count_rows)
     monkeypatch.setattr(GroupedExperts, "work", lambda _, counts_I: sum(counts_I))
-    nothing = torch.zeros(0)
-    experts = GroupedExperts(gate_up_GWH=nothing, down_GHF=nothing, rows_NH=nothing, gradient_NH=nothing)
+    none_GWH, none_NH = torch.zeros(0, 2, 1), torch.zeros(0, 1)
+    experts = GroupedExperts(gate_up_GWH=none_GWH, down_GHF=none_GWH[:, :1], rows_NH=none_NH, gradient_NH=none_NH)
     seconds = emulated.measured_seconds(works, experts, repetitions=2)
     turns = [order[i : i + 2] for i in range(0, 18, 2)]  # two pairs each, three balancers, a warm-up and two rounds
     assert turns[0:3] == turns[6:9] == turns[5:2:-1]
@@ -121,42 +122,11 @@ def test_time_in_proportion_to_rows_gives_the_skew_of_the_rows(demand, monkeypat
     assert rows["relibra"]["time / static"] < 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_experts_are_right(dtype):
-    from grouped_experts import ERROR_BOUNDS, grouped_experts
-
-    experts = grouped_experts(5, 300, 48, 32, CPU, dtype)
-    assert 0 < experts.check() < ERROR_BOUNDS[dtype]
-    assert experts.check([0, 3, 0, 40]) < ERROR_BOUNDS[dtype]
-    assert experts.work([0, 0])() == ()
-    output, of_rows, of_gate_up, of_down = experts.work([7, 0, 5])()
-    assert output.shape == of_rows.shape == (12, 48)
-    assert (of_gate_up.shape, of_down.shape) == ((2, 64, 48), (2, 48, 32))
-
-
-@pytest.mark.parametrize("factor", [1.1, float("nan")])
-def test_wrong_experts_are_not_timed(monkeypatch, factor):
-    import grouped_experts as grouped
-
-    right = grouped._forward
-    monkeypatch.setattr(grouped, "_forward", lambda *parts: right(*parts) * factor)
-    with pytest.raises(EngineError, match="nothing is timed"):
-        grouped.grouped_experts(2, 10, 16, 16, CPU, torch.bfloat16).check()
-
-
-def test_seconds_are_those_of_each_piece():
-    from grouped_experts import grouped_experts, seconds_each
-
-    experts = grouped_experts(1, 4000, 64, 64, CPU, torch.float32)
-    found = [seconds_each([experts.work([rows]) for rows in (4000, 20, 0)], CPU) for _ in range(5)]
-    many, few, none = np.median(found, axis=0)
-    assert many > 2 * few > few > 2 * none
-
-
 def test_what_does_not_fit_is_halved_or_skipped(monkeypatch, capsys):
     import emulated_ranks as emulated
     import gpu
-    from grouped_experts import bytes_needed
+
+    from relibra.parallel.grouped_experts import bytes_needed
 
     def two_micro_batches(ranks, tokens):
         shape = TraceShape(rows_per_sample=[tokens] * 2 * ranks, num_layers=1, num_experts=16, top_k=2)

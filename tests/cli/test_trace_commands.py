@@ -62,6 +62,21 @@ def test_stats(run, skewed):
     assert result["layouts"][1]["skew_mean"] == pytest.approx(2.0, rel=0.03)
 
 
+def test_stats_fit_into_80_columns(run, skewed, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run("trace", "stats", skewed, "--micro-batch-tokens", "500")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    assert "\nweighted:    sum of the busiest ranks' loads" in out
+
+
+def test_verbs_call_the_same_thing_by_the_same_name(run, skewed):
+    sizes = [json.loads(run("trace", verb, skewed, "--json")[1]) for verb in ("inspect", "stats")]
+    for key in ("top_k", "samples", "rows", "layers", "experts"):
+        assert key in sizes[0]
+        assert sizes[0][key] == sizes[1][key], key
+
+
 def test_stats_of_balanced_routes_are_even(run, tmp_path):
     write_trace(balanced_trace(TraceShape(rows_per_sample=[64], num_layers=1, num_experts=8, top_k=2)), tmp_path / "t")
     arguments = ("trace", "stats", tmp_path / "t", "--ranks", "2", "--micro-batch-tokens", "8", "--json")

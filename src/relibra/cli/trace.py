@@ -48,7 +48,7 @@ def inspect(path: TracePath, num_experts: NumExperts = None, as_json: Json = Fal
             "layers": len(index.layer_ids),
             "layer_ids": (layer_ids := index.layer_ids),
             "experts": index.num_experts,
-            "choices_per_token": index.top_k,
+            "top_k": index.top_k,
             "shards": len(index.shards),
             "bytes": sum(shard.size for shard in index.shards),
             "groups": index.group_names,
@@ -62,7 +62,7 @@ def inspect(path: TracePath, num_experts: NumExperts = None, as_json: Json = Fal
             "layers": trace.num_layers,
             "layer_ids": (layer_ids := trace.layer_ids.tolist()),
             "experts": trace.num_experts,
-            "choices_per_token": trace.top_k,
+            "top_k": trace.top_k,
             "shards": 1,
             "bytes": path.stat().st_size,
             "groups": list(trace.group_names),
@@ -151,9 +151,9 @@ def _print_survey(result: Survey) -> None:
     figures = result.figures()
     typer.echo(
         f"{result.rows:,} rows of {result.samples:,} samples, {result.layers} layers, "
-        f"{result.top_k} of {result.experts} experts per token; "
-        f"{result.micro_batches} micro-batches of {result.micro_batch_tokens:,} tokens"
+        f"{result.top_k} of {result.experts} experts per token"
     )
+    typer.echo(f"{result.micro_batches} micro-batches of {result.micro_batch_tokens:,} tokens")
     table = Table(title="rank skew (max / mean token-slots), static layout", title_justify="left")
     for column in ("ranks", "mean", "median", "p95", "max", "weighted", "idle"):
         table.add_column(column, justify="right")
@@ -161,14 +161,13 @@ def _print_survey(result: Survey) -> None:
         skews = (row.skew_mean, row.skew_median, row.skew_p95, row.skew_max, row.skew_weighted)
         table.add_row(str(row.ranks), *(f"{figure:.2f}" for figure in skews), f"{row.idle_share:.1%}")
     Console().print(table)
+    typer.echo("mean to max: over pairs of micro-batch and layer")
+    typer.echo("weighted:    sum of the busiest ranks' loads / sum of the mean loads")
+    typer.echo("idle:        share of the expert time that ranks wait, 1 - 1 / weighted")
     typer.echo(
-        "mean to max: over pairs of micro-batch and layer; weighted: sum of the busiest ranks' loads / sum of the mean "
-        "loads; idle: share of the expert time that ranks wait, 1 - 1 / weighted"
+        f"expert skew {result.expert_skew:.2f} per micro-batch, {figures['step_expert_skew']:.2f} over the whole trace"
     )
-    typer.echo(
-        f"expert skew {result.expert_skew:.2f} per micro-batch, {figures['step_expert_skew']:.2f} over the whole trace "
-        f"(max_vio {figures['max_vio']:.2f}, load cv {figures['load_cv']:.2f})"
-    )
+    typer.echo(f"over the whole trace: max_vio {figures['max_vio']:.2f}, load cv {figures['load_cv']:.2f}")
     typer.echo(
         f"cosine of a micro-batch's expert load to the whole trace's: {figures['cosine_to_mean']:.3f} on average"
     )

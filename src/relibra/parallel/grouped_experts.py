@@ -56,7 +56,7 @@ class GroupedExperts:
         gradient_NH = self.gradient_NH[:rows]
 
         def run() -> tuple[Tensor, ...]:
-            output_NH = _forward(*leaves, ends_G)
+            output_NH = _forward(leaves[0], leaves[1], leaves[2], ends_G)
             return (output_NH, *torch.autograd.grad(output_NH, leaves, gradient_NH))
 
         return run

@@ -1,0 +1,122 @@
+"""`relibra calibrate`: measure this machine, and write it as a cluster that plans are priced with."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from relibra.cli import workload
+from relibra.errors import ConfigError
+
+if TYPE_CHECKING:
+    from relibra.parallel.calibration import Calibration, LinkFit, Spread
+
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="Where to write the cluster, as TOML.")]
+
+
+def calibrate(
+    output: Output = Path("cluster.toml"),
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, max=1024, metavar="R", help="Ranks of this machine; default: its GPUs, else 2 processes."),
+    ] = None,
+    model: Annotated[
+        str, typer.Option(metavar="NAME", help="Model whose experts are timed, or HIDDENxWIDTH, like 2880x2880.")
+    ] = workload.DEFAULT_MODEL,
+    links_of: Annotated[
+        str | None,
+        typer.Option(
+            "--links-of",
+            metavar="NAME",
+            help="With one GPU, which has nobody to send to: cluster whose links between ranks are taken. The file is "
+            "then labelled model.",
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few sizes and repetitions: shows that it runs.")] = False,
+    as_json: workload.Json = False,
+) -> None:
+    """Measure experts, copies and the exchange between ranks on this machine; write a cluster for plan and compare.
+
+    Each figure is a median over repetitions in which the sizes take turns; the slowest rank counts. Some two minutes.
+
+    Example: relibra calibrate --output cluster.toml --model qwen3-30b-a3b
+    """
+    inputs = [("--links-of", Path(links_of))] if links_of and links_of.endswith(".toml") else []
+    workload.check_outputs([("--output", output)], inputs)
+    expert = workload.open_expert(model)
+    cited = None if links_of is None else workload.open_cluster(links_of)
+    for package in ("torch", "transformers"):
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"calibrating needs the package {package!r}: install torch (choose its build), then, in the checkout, "
+                "pip install -e '.[train]'"
+            )
+    from relibra.cluster import write_cluster
+    from relibra.parallel.calibration import calibrated
+    from relibra.parallel.calibration_ranks import choose_job, describe, measure
+
+    job = choose_job(ranks, expert, quick=quick)
+    if job.ranks == 1 and cited is None:
+        raise ConfigError(
+            "one GPU has nobody to exchange with, so links between ranks cannot be measured: say whose to take, for "
+            "example --links-of h100x8"
+        )
+    if job.ranks > 1 and cited is not None:
+        raise ConfigError(f"--links-of {links_of} is for one GPU: with {job.ranks} ranks links are measured")
+    machine = describe(job)
+    with workload.progress(f"measuring {machine.words}"):
+        found = calibrated(measure(job), machine, expert, cited)
+    with workload.writing(output):
+        write_cluster(output, found.cluster)
+    if as_json:
+        typer.echo(json.dumps(_facts(found, output)))
+    else:
+        _print(found, output)
+
+
+def _facts(found: Calibration, output: Path) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {"written": str(output), **asdict(found)}
+
+
+def _print(found: Calibration, output: Path) -> None:
+    cluster = found.cluster
+    typer.echo(cluster.source)
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for title in ("what", "size", "median", "quartiles", "unit"):
+        table.add_column(title, justify="left" if title in ("what", "unit") else "right", no_wrap=True)
+    for row in found.gemm:
+        table.add_row("experts", f"{row.rows:,} rows each", *_shown(row.flops_per_second, 1e-9), "Gflop/s")
+    table.add_row("large product", "", *_shown(found.dense_flops_per_second, 1e-9), "Gflop/s")
+    for what, fit in (("host copies", found.host), ("exchange", found.exchange)):
+        if fit is not None:
+            for size, seconds in zip(fit.bytes, fit.seconds, strict=True):
+                table.add_row(what, f"{size / 1024:,.0f} KiB", *_shown(seconds, 1e3), "ms")
+    Console().print(table)
+    typer.echo(f"host copies: {_line(found.host)}")
+    if found.exchange is not None:
+        typer.echo(f"exchange: {_line(found.exchange)}")
+    typer.echo(
+        f"peak {cluster.peak_flops_per_second / 1e9:,.1f} Gflop/s per rank, experts reach {cluster.efficiency:.0%} of "
+        f"it; memory {cluster.memory_bytes / 1e9:,.1f} GB per rank"
+    )
+    typer.echo(f"{output}: label {cluster.label}; relibra plan TRACE --ranks {cluster.num_ranks} --cluster {output}")
+
+
+def _shown(spread: Spread, scale: float) -> tuple[str, str]:
+    low, median, high = (f"{figure * scale:,.4g}" for figure in (spread.low, spread.median, spread.high))
+    return median, f"{low} to {high}"
+
+
+def _line(fit: LinkFit) -> str:
+    return (
+        f"alpha {1e6 * fit.link.latency_seconds:,.1f} us, 1 / beta {fit.link.bytes_per_second / 1e9:,.2f} GB/s; the "
+        f"line is off by {fit.error:.0%} (root mean square), {fit.worst:.0%} at worst"
+    )
