@@ -15,14 +15,14 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.random import Generator
 from provenance import RESULTS, write_results
 from rich.console import Console
 from rich.table import Table
+
+from relibra.simulation.rollout import LengthDistribution, decode_in_windows
 
 SLOTS, LONGEST = 512, 24_576
 BURN_IN, STEPS, REPETITIONS, SEED = 20, 50, 5, 0
@@ -44,49 +44,6 @@ UNIT = (
 )
 
 
-@dataclass(frozen=True)
-class Steps:
-    """Totals over some steps."""
-
-    tokens: int
-    decode_steps: int
-    continued: int
-    fed_again: int
-    slots: int
-
-    @property
-    def idle(self) -> float:
-        """Share of slots x decode steps without a response."""
-        return 1 - self.tokens / (SLOTS * self.decode_steps)
-
-    def tokens_per_time(self, cost_per_response: float) -> float:
-        """Return the rate if a decode step costs 1 + cost x responses under way; summed up, those are the tokens."""
-        return self.tokens / (self.decode_steps + cost_per_response * self.tokens)
-
-
-def run(median: float, sigma: float, window: int, rng: Generator, *, steps: int = STEPS) -> Steps:
-    """Decode steps of at most `window` tokens per response, after a burn-in; unfinished responses go on first."""
-    length_B = _lengths(median, sigma, rng)
-    done_B = np.zeros(SLOTS, dtype=np.int64)
-    tokens = decode_steps = continued = fed_again = 0
-    for step in range(BURN_IN + steps):
-        added_B = np.minimum(length_B - done_B, window)
-        if step >= BURN_IN:
-            tokens += int(added_B.sum())
-            decode_steps += int(added_B.max())
-            continued += int((done_B > 0).sum())
-            fed_again += int(done_B.sum())
-        done_B += added_B
-        finished_B = done_B == length_B
-        length_B = np.where(finished_B, _lengths(median, sigma, rng), length_B)
-        done_B[finished_B] = 0
-    return Steps(tokens, decode_steps, continued, fed_again, SLOTS * steps)
-
-
-def _lengths(median: float, sigma: float, rng: Generator) -> np.ndarray:
-    return np.clip(np.rint(rng.lognormal(np.log(median), sigma, SLOTS)), 1, LONGEST).astype(np.int64)
-
-
 def modelled(cases: Sequence[tuple[float, float, int]], repetitions: int) -> list[dict]:
     """Hold windows against synchronous steps; one row per case."""
     rows = []
@@ -94,12 +51,16 @@ def modelled(cases: Sequence[tuple[float, float, int]], repetitions: int) -> lis
         found = []
         for repetition in range(repetitions):
             rng = np.random.default_rng([SEED, repetition])
-            sync, windowed = (run(median, sigma, tokens, rng) for tokens in (LONGEST, window))
+            draw = LengthDistribution(median=float(median), sigma=sigma, longest=LONGEST).draw
+            sync, windowed = (
+                decode_in_windows(draw, SLOTS, tokens, rng, steps=STEPS, burn_in=BURN_IN)
+                for tokens in (LONGEST, window)
+            )
             found.append(
                 {
-                    "idle sync": sync.idle,
-                    "idle window": windowed.idle,
-                    "rate, b = 0": windowed.tokens_per_time(0) / sync.tokens_per_time(0),
+                    "idle sync": sync.idle(SLOTS),
+                    "idle window": windowed.idle(SLOTS),
+                    "rate, b = 0": windowed.tokens_per_time(0.0) / sync.tokens_per_time(0.0),
                     f"rate, b = 1/{SLOTS}": windowed.tokens_per_time(COST_PER_RESPONSE)
                     / sync.tokens_per_time(COST_PER_RESPONSE),
                     "continued": windowed.continued / windowed.slots,

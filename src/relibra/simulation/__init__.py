@@ -1,8 +1,31 @@
-"""Clusters nobody has at hand: training steps and RL iterations as events, from a plan, a model and a machine."""
+"""Clusters nobody has at hand: training steps and RL iterations as events, from a plan, a model and a machine.
+
+model_shape, ModelShape       sizes of a model; `model_shape_from_config` reads a config.json
+simulate_step                 one training step under a plan; `simulate_groups`: of many expert-parallel groups
+Execution, ParallelLayout     pipeline stages, mini-batches, overlap; how ranks are numbered
+simulated_timeline            its events, as the executor records them; `diff_timelines` holds two side by side
+memory_use, advice            does it fit, and what limits it; `overlap_ratio` needs no simulation
+simulate_rollout, rl_iteration, speedup   the stages around a training step (docs/simulation.md)
+"""
 
 from relibra.simulation.group_run import Execution
 from relibra.simulation.layout import ParallelLayout
+from relibra.simulation.limits import advice, overlap_ratio
+from relibra.simulation.memory import MemoryUse, memory_use
 from relibra.simulation.model_shape import MODEL_SHAPES, ModelShape, model_shape, model_shape_from_config
+from relibra.simulation.rl_iteration import (
+    Engines,
+    RlIteration,
+    Rollout,
+    Speedup,
+    end_to_end_speedup,
+    needed_stage_speedup,
+    rl_iteration,
+    simulate_rollout,
+    simulate_windowed_rollout,
+    speedup,
+)
+from relibra.simulation.rollout import LengthDistribution
 from relibra.simulation.step_result import SimulatedStep
 from relibra.simulation.step_timeline import simulated_timeline
 from relibra.simulation.timeline_difference import TimelineDifference, diff_timelines
@@ -10,15 +33,30 @@ from relibra.simulation.training_step import simulate_groups, simulate_step
 
 __all__ = [
     "MODEL_SHAPES",
+    "Engines",
     "Execution",
+    "LengthDistribution",
+    "MemoryUse",
     "ModelShape",
     "ParallelLayout",
+    "RlIteration",
+    "Rollout",
     "SimulatedStep",
+    "Speedup",
     "TimelineDifference",
+    "advice",
     "diff_timelines",
+    "end_to_end_speedup",
+    "memory_use",
     "model_shape",
     "model_shape_from_config",
+    "needed_stage_speedup",
+    "overlap_ratio",
+    "rl_iteration",
     "simulate_groups",
+    "simulate_rollout",
     "simulate_step",
+    "simulate_windowed_rollout",
     "simulated_timeline",
+    "speedup",
 ]

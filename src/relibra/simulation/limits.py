@@ -1,0 +1,101 @@
+"""What limits a model on a cluster: one ratio known before any simulation, and sentences about a simulated step."""
+
+from __future__ import annotations
+
+from relibra.cluster import Cluster
+from relibra.planning.objective import ExpertShape
+from relibra.simulation.memory import MemoryUse
+from relibra.simulation.model_shape import ModelShape
+from relibra.simulation.step_result import SimulatedStep
+
+_WORTH_SAYING = 0.01
+"""A part of the step that is smaller than this share is left out of the advice."""
+
+
+def overlap_ratio(expert: ExpertShape, bytes_per_second: float, peak_flops_per_second: float) -> float:
+    """Return seconds that one token-slot computes in its expert / seconds that it travels, there and back.
+
+    Above 1 a layer can hide its exchange behind its experts. For gated bf16 experts this is
+    1.5 width x bandwidth / peak: neither hidden, K nor E matter (MegaScale-MoE, arXiv 2505.11432).
+
+    bytes_per_second   in one direction
+
+    >>> round(overlap_ratio(ExpertShape(hidden=7168, width=2048), 50e9, 989e12), 2)
+    0.16
+    """
+    computing = expert.flops_per_token_slot / peak_flops_per_second
+    return computing / (2 * expert.row_bytes / bytes_per_second)
+
+
+def advice(step: SimulatedStep, cluster: Cluster, model: ModelShape, memory: MemoryUse | None = None) -> list[str]:
+    """Say what limits the step, with numbers: the largest part first, then the ratio of work to traffic.
+
+    cluster   of one expert-parallel group
+    memory    of `memory_use`: a sentence about what does not fit
+    """
+    found = []
+    for name, seconds, sentence in _parts(step):
+        share = seconds / step.seconds if step.seconds else 0.0
+        if share >= _WORTH_SAYING:
+            found.append((-seconds, name, f"{sentence} ({share:.0%} of {step.seconds:.3g} s)."))
+    sentences = [sentence for _, _, sentence in sorted(found)]
+    sentences.append(_of_overlap(cluster, model))
+    if memory is not None:
+        gain = memory.activations_static - memory.parts["activations"]
+        if memory.activations_static and gain / memory.activations_static >= _WORTH_SAYING:
+            sentences.append(
+                f"Balance saves {gain / 1e9:.1f} GB of activations on the fullest rank "
+                f"({memory.activations_static / 1e9:.1f} GB without)."
+            )
+        if memory.warning:
+            sentences.append(f"Memory: {memory.warning}.")
+    return sentences
+
+
+def _parts(step: SimulatedStep) -> list[tuple[str, float, str]]:
+    """Return (name, seconds, sentence without its end) of each part."""
+    terms, found = step.terms, []
+    for name, stage, what in (
+        ("compute", "experts", "experts"),
+        ("attention", "attention", "attention and dense parts"),
+    ):
+        even = min(terms[name], float(step.stage_seconds[stage].mean()))
+        lost = terms[name] - even
+        found.append((f"even {name}", even, f"Work: {what} take {even:.3g} s even if all ranks had equally much"))
+        tail = "more even experts would save it" if name == "compute" else "place or pack samples to save it"
+        found.append(
+            (f"uneven {name}", lost, f"Straggler: {lost:.3g} s of {what} are waits for the busiest rank; {tail}")
+        )
+    exchange = terms["exchange"] + terms["gates"]
+    hidden = step.hidden_copy_seconds
+    found += [
+        ("exchange", exchange, f"Traffic: rows between ranks take {exchange:.3g} s; locality and sending once save it"),
+        (
+            "copies",
+            terms["copies"],
+            f"Copies: {terms['copies']:.3g} s of experts on their way are in the open, {hidden:.3g} s hidden; fewer "
+            "replicas save it",
+        ),
+        ("pipeline", terms["pipeline"], f"Pipeline: the busiest stage waits {terms['pipeline']:.3g} s for others"),
+        (
+            "gradients",
+            terms["gradients"],
+            f"Gradients: their sums over ranks take {terms['gradients']:.3g} s in the open",
+        ),
+        ("optimizer", terms["optimizer"], f"Optimizer: {terms['optimizer']:.3g} s"),
+        ("relocation", terms["relocation"], f"Relocation: experts change homes for {terms['relocation']:.3g} s"),
+    ]
+    return found
+
+
+def _of_overlap(cluster: Cluster, model: ModelShape) -> str:
+    inside, between = (
+        overlap_ratio(model.expert, link.bytes_per_second, cluster.peak_flops_per_second)
+        for link in (cluster.intra, cluster.inter_send)
+    )
+    if cluster.num_nodes == 1:
+        ratio, links = inside, f"{inside:.2f} inside the node"
+    else:
+        ratio, links = min(inside, between), f"{inside:.2f} inside a node and {between:.2f} between nodes"
+    weigh = "so work could hide the traffic" if ratio > 1 else "so traffic, not work, sets the pace of an uneven layer"
+    return f"Overlap ratio (seconds of work per second of travel of a token-slot): {links}, {weigh}."

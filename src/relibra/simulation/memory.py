@@ -1,0 +1,141 @@
+"""Device memory of a training step: what the busiest rank holds, and what it would hold without balancing.
+
+A model of bytes, not of an allocator: logits, workspaces, communication buffers and fragmentation are left out, so
+leave a tenth or so free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int64
+from numpy import ndarray
+
+from relibra.cluster import Cluster
+from relibra.planning.loads import home_rank_load
+from relibra.planning.plan import StepPlan
+from relibra.routing.demand import Demand
+from relibra.simulation.cost_model import owned_parameters, rows_and_scores
+from relibra.simulation.group_run import Execution
+from relibra.simulation.layout import ParallelLayout
+from relibra.simulation.model_shape import ModelShape
+
+_STATE_BYTES = 12
+"""fp32 master and two Adam moments per parameter; each rank keeps its share of what it holds together with others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """Bytes of the fullest rank, in its fullest pipeline stage.
+
+    parts                weights, gradients (fp32), optimizer, slots (weights and gradients of replicas), activations
+    activations_static   activations with the same schedule, every expert at its first home and no replicas
+    capacity             memory of a rank
+    """
+
+    stage: int
+    parts: Mapping[str, float]
+    activations_static: float
+    capacity: int
+
+    @property
+    def total(self) -> float:
+        """All parts."""
+        return sum(self.parts.values())
+
+    @property
+    def total_static(self) -> float:
+        """The same without balancing: other activations, no slots."""
+        return self.total - self.parts["activations"] - self.parts["slots"] + self.activations_static
+
+    @property
+    def warning(self) -> str:
+        """One sentence if it does not fit, else ''."""
+        if self.total <= self.capacity:
+            return ""
+        largest = max(self.parts, key=lambda name: self.parts[name])
+        return (
+            f"a rank of stage {self.stage} would hold {self.total / 1e9:.1f} GB of {self.capacity / 1e9:.1f} GB, most "
+            f"of it {largest} ({self.parts[largest] / 1e9:.1f} GB): use more ranks or pipeline stages, smaller "
+            "micro-batches, or recompute activations"
+        )
+
+
+def memory_use(
+    plan: StepPlan, demand: Demand, cluster: Cluster, model: ModelShape, how: Execution | None = None
+) -> MemoryUse:
+    """Estimate the memory of a step.
+
+    Weights outside of routed experts are whole on every rank of a stage, with gradients; optimizer state is spread over
+    all ranks that hold the same weights. A stage keeps activations of as many micro-batches as are in flight: as there
+    are stages from it to the last.
+
+    demand   under the schedule of the plan
+    """
+    how = how or Execution()
+    groups = 1 if demand.group_M is None else int(demand.group_M.max(initial=0)) + 1
+    layout = ParallelLayout(expert_parallel=plan.num_ranks, pipeline_stages=how.pipeline_stages, data_parallel=groups)
+    rows_MR, _ = rows_and_scores(plan, demand, model)
+    static_E = np.repeat(np.arange(plan.num_ranks), plan.num_experts // plan.num_ranks)
+    loads = (
+        plan.rank_load(demand),
+        home_rank_load(demand.load_MLE, np.tile(static_E, (len(plan.layer_ids), 1)), plan.num_ranks),
+    )
+    found = []
+    for stage, layers in enumerate(layout.stage_layers(len(plan.layer_ids))):
+        num_layers, last = layers.stop - layers.start, stage == how.pipeline_stages - 1
+        in_flight = 1 if how.forward_only else min(how.pipeline_stages - stage, len(rows_MR))
+        kept = [
+            _activations(model, rows_MR, load_MLR[:, layers], in_flight, how)
+            + (stage == 0) * model.dense_layers * _dense_bytes(model) * float(rows_MR.max(initial=0)) * in_flight
+            for load_MLR in loads
+        ]
+        shared, experts = owned_parameters(model, layout, num_layers, first=stage == 0, last=last)
+        own = shared / (layout.data_parallel * layout.expert_parallel) + experts / layout.data_parallel
+        trained = 0 if how.forward_only else 1
+        expert = model.expert
+        sets = num_layers if plan.resident else 1
+        parts = {
+            "weights": float((shared + experts) * expert.bytes_per_value),
+            "gradients": trained * 4.0 * (shared + experts),
+            "optimizer": trained * _STATE_BYTES * own,
+            "slots": float(sets * plan.slots * (expert.weight_bytes + trained * expert.gradient_bytes)),
+            "activations": kept[0],
+        }
+        found.append(MemoryUse(stage=stage, parts=parts, activations_static=kept[1], capacity=cluster.memory_bytes))
+    return max(found, key=lambda use: use.total)
+
+
+def _activations(
+    model: ModelShape, rows_MR: ndarray, load_MLR: Int64[ndarray, "M L R"], in_flight: int, how: Execution
+) -> float:
+    """Return bytes of the rank and micro-batch with most, times micro-batches in flight.
+
+    Kept for backward, per token and layer: residual, two normed copies and the attention's output projection (4 hidden
+    values), queries, keys, values, and the attention's result; per token-slot: its row in and out, gate, up and their
+    product (2 hidden + 3 width). With recomputation: the residual of each layer, and all of this of one layer.
+    """
+    expert = model.expert
+    per_slot = (2 * expert.hidden + 3 * expert.width) * expert.bytes_per_value
+    per_row = _attention_bytes(model) + 3 * model.shared_width * expert.bytes_per_value
+    of_layers_MLR = per_row * rows_MR[:, None, :] + per_slot * load_MLR
+    if not of_layers_MLR.size:
+        return 0.0
+    if not (how.recompute_activations or how.forward_only):
+        return in_flight * float(of_layers_MLR.sum(axis=1).max())
+    residuals = 0 if how.forward_only else load_MLR.shape[1] * model.expert.row_bytes * float(rows_MR.max())
+    return in_flight * residuals + float(of_layers_MLR.max())
+
+
+def _attention_bytes(model: ModelShape) -> int:
+    heads = 2 * (model.query_heads + model.kv_heads) * model.head_dim
+    if model.latent is not None:
+        one = model.latent
+        heads = model.query_heads * (2 * (one.nope_dim + one.rope_dim) + 2 * one.value_dim) + one.kv_rank
+    return (4 * model.hidden + heads) * model.expert.bytes_per_value
+
+
+def _dense_bytes(model: ModelShape) -> int:
+    return _attention_bytes(model) + 3 * model.dense_width * model.expert.bytes_per_value

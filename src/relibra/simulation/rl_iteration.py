@@ -1,0 +1,249 @@
+"""One RL iteration: rollout, reward, recompute, update, relocation and weight sync, and what a faster stage buys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int
+from numpy import ndarray
+from numpy.random import Generator
+
+from relibra.cluster import Cluster
+from relibra.errors import ConfigError
+from relibra.simulation.cost_model import weight_sync_seconds
+from relibra.simulation.model_shape import ModelShape
+from relibra.simulation.rollout import (
+    Draw,
+    decode_cost,
+    decode_in_windows,
+    decode_whole,
+    prefill_seconds,
+)
+from relibra.simulation.step_result import SimulatedStep
+
+STAGES = ("rollout", "reward", "recompute", "relocation", "update", "weight sync")
+_WINDOW_STEPS, _WINDOW_BURN_IN = 20, 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engines:
+    """Rollout engines of one job.
+
+    num_engines   each with a copy of the model
+    ranks         of one engine, which share that copy
+    slots         responses that one engine decodes at a time
+    raises        ConfigError for numbers below 1
+    """
+
+    num_engines: int
+    ranks: int
+    slots: int
+
+    def __post_init__(self) -> None:
+        """Refuse what decodes nothing."""
+        for name in ("num_engines", "ranks", "slots"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"engines have {name} {getattr(self, name)}: it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """Seconds of the rollout of one iteration, of the slowest engine.
+
+    decode, prefill, fed_again   seconds; `fed_again`: earlier tokens of responses that a window cut
+    tokens                       decoded by all engines
+    idle                         share of slots x decode steps without a response, mean over engines
+    """
+
+    decode: float
+    prefill: float
+    fed_again: float
+    tokens: int
+    idle: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.decode + self.prefill + self.fed_again
+
+
+def simulate_rollout(
+    lengths_S: Int[ndarray, " S"], prompt_tokens: float, engines: Engines, model: ModelShape, cluster: Cluster
+) -> Rollout:
+    """Decode responses of known lengths to their end; response s goes to engine s modulo the number of engines.
+
+    prompt_tokens   mean length of a prompt
+    cluster         whose ranks the engines run on
+    """
+    cost = decode_cost(model, cluster, engines.ranks, prompt_tokens + _mean_context(lengths_S))
+    parts = [lengths_S[engine :: engines.num_engines] for engine in range(engines.num_engines)]
+    decoded = [decode_whole(part_S, engines.slots) for part_S in parts]
+    prefill = [
+        prefill_seconds(model, cluster, engines.ranks, np.full(len(part_S), round(prompt_tokens))) for part_S in parts
+    ]
+    seconds = [cost.seconds(one.decode_steps, one.tokens) for one in decoded]
+    slowest = int(np.argmax(np.add(seconds, prefill)))
+    return Rollout(
+        decode=seconds[slowest],
+        prefill=prefill[slowest],
+        fed_again=0.0,
+        tokens=int(lengths_S.sum()),
+        idle=float(np.mean([one.idle for one in decoded])),
+    )
+
+
+def simulate_windowed_rollout(
+    draw: Draw,
+    window: int,
+    prompt_tokens: float,
+    engines: Engines,
+    model: ModelShape,
+    cluster: Cluster,
+    *,
+    rng: Generator,
+) -> Rollout:
+    """Decode at most `window` tokens of each response (T-PPO): the mean of some iterations after the first ones.
+
+    Slots stay full: a response that ends makes room for a new one in the next iteration, one that is cut goes on there
+    after its earlier tokens were fed in again.
+
+    draw    lengths of whole responses
+    """
+    own = [
+        decode_in_windows(draw, engines.slots, window, rng, steps=_WINDOW_STEPS, burn_in=_WINDOW_BURN_IN)
+        for _ in range(engines.num_engines)
+    ]
+    context = prompt_tokens + _mean_context(draw(1000, rng))
+    cost = decode_cost(model, cluster, engines.ranks, context)
+    seconds = [cost.seconds(one.decode_steps, one.tokens) / _WINDOW_STEPS for one in own]
+    slowest = int(np.argmax(seconds))
+    one = own[slowest]
+    fed_again = 0.0
+    if one.continued:
+        again = np.full(one.continued, round(one.fed_again / one.continued + prompt_tokens))
+        fed_again = prefill_seconds(model, cluster, engines.ranks, again) / _WINDOW_STEPS
+    fresh = np.full(one.slots - one.continued, round(prompt_tokens))
+    return Rollout(
+        decode=seconds[slowest],
+        prefill=prefill_seconds(model, cluster, engines.ranks, fresh) / _WINDOW_STEPS,
+        fed_again=fed_again,
+        tokens=round(sum(each.tokens for each in own) / _WINDOW_STEPS),
+        idle=float(np.mean([each.idle(engines.slots) for each in own])),
+    )
+
+
+def _mean_context(lengths_S: Int[ndarray, " S"]) -> float:
+    """Return how many tokens of its own a decoding response has behind it, mean over all decoded tokens."""
+    total = float(lengths_S.sum())
+    return float((lengths_S.astype(np.float64) ** 2).sum()) / (2 * total) if total else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlIteration:
+    """Seconds of one RL iteration by stage (STAGES), one after the other (label `simulated`)."""
+
+    stages: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from rollout to rollout."""
+        return sum(self.stages.values())
+
+    def share(self, stage: str) -> float:
+        """Return the share of a stage, such as "rollout"."""
+        return self.stages[stage] / self.seconds if self.seconds else 0.0
+
+    def figures(self) -> dict[str, object]:
+        """Return what a table or a JSON file shows."""
+        return {
+            "label": "simulated",
+            "seconds": self.seconds,
+            "stages": dict(self.stages),
+            "rollout_share": self.share("rollout"),
+        }
+
+
+def rl_iteration(
+    rollout: Rollout,
+    update: SimulatedStep,
+    model: ModelShape,
+    cluster: Cluster,
+    engines: Engines,
+    *,
+    recompute: SimulatedStep | None = None,
+    reward_seconds: float = 0.0,
+) -> RlIteration:
+    """Put the stages of an iteration together; planning is hidden behind reward and the first micro-batches.
+
+    update       with `Execution(mini_batches=...)`; its relocation is the iteration's
+    recompute    with `Execution(forward_only=True)` and a plan of its own or the same; its relocation counts too where
+                 it moves experts that the update does not find there. None: no log-probabilities are computed again
+    """
+    moved = update.terms["relocation"]
+    again = 0.0 if recompute is None else recompute.seconds - recompute.terms["relocation"]
+    return RlIteration(
+        stages={
+            "rollout": rollout.seconds,
+            "reward": reward_seconds,
+            "recompute": again,
+            "relocation": moved,
+            "update": update.seconds - moved,
+            "weight sync": weight_sync_seconds(model, cluster, engines.ranks),
+        }
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speedup:
+    """What one iteration gains over another: stage by stage, training stages together, and end to end.
+
+    stages          seconds before / after of each stage that both have
+    training        recompute, relocation and update together
+    end_to_end      the whole iteration
+    rollout_share   of the iteration before
+    """
+
+    stages: Mapping[str, float]
+    training: float
+    end_to_end: float
+    rollout_share: float
+
+    def __str__(self) -> str:
+        """Say it in one sentence."""
+        return (
+            f"training {self.training:.2f}x, end to end {self.end_to_end:.2f}x with a rollout share of "
+            f"{self.rollout_share:.0%}"
+        )
+
+
+def speedup(before: RlIteration, after: RlIteration) -> Speedup:
+    """Hold two iterations against each other; stage and end-to-end figures are never the same claim."""
+    training = ("recompute", "relocation", "update")
+    seconds = [sum(one.stages[name] for name in training) for one in (before, after)]
+    return Speedup(
+        stages={name: before.stages[name] / after.stages[name] for name in STAGES if after.stages[name]},
+        training=seconds[0] / seconds[1] if seconds[1] else 1.0,
+        end_to_end=before.seconds / after.seconds if after.seconds else 1.0,
+        rollout_share=before.share("rollout"),
+    )
+
+
+def end_to_end_speedup(stage_speedup: float, other_share: float) -> float:
+    """Return what a speed-up of all but `other_share` of the time makes of the whole (Amdahl).
+
+    >>> round(end_to_end_speedup(1.8, 0.3), 2)
+    1.45
+    """
+    return 1 / (other_share + (1 - other_share) / stage_speedup)
+
+
+def needed_stage_speedup(end_to_end: float, other_share: float) -> float:
+    """Return how much faster the rest must get for a speed-up of the whole; infinite where nothing is enough.
+
+    >>> [round(needed_stage_speedup(1.45, share), 1) for share in (0.2, 0.3, 0.4, 0.5, 0.6)]
+    [1.6, 1.8, 2.1, 2.6, 4.5]
+    """
+    left = 1 / end_to_end - other_share
+    return (1 - other_share) / left if left > 0 else float("inf")

@@ -1,0 +1,101 @@
+"""Formulas by hand: what no other test adds up."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relibra import ClusterError, cluster_preset
+from relibra.cluster import Link
+from relibra.planning.objective import compute_seconds, exchange, pushed_copies
+from relibra.simulation import ParallelLayout, model_shape
+from relibra.simulation.cost_model import (
+    copy_costs,
+    exchange_costs,
+    expert_seconds,
+    gradient_reduction_seconds,
+    handover_seconds,
+    optimizer_seconds,
+    owned_parameters,
+    rows_and_scores,
+    weight_sync_seconds,
+)
+from tests.simulation.steps import random_step
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@given(SEEDS)
+@settings(max_examples=30, deadline=None)
+def test_experts_and_exchanges_are_those_of_the_objective(seed):
+    plan, demand, cluster, model = random_step(seed)
+    home_MLR, replica_MLR = expert_seconds(plan, demand, cluster, model.expert)
+    busiest_ML = 3 * (home_MLR + replica_MLR).max(axis=2)
+    np.testing.assert_allclose(busiest_ML, compute_seconds(plan, demand, cluster, model.expert), rtol=1e-12)
+    costs = exchange_costs(plan, demand, cluster, model.expert)
+    whole_ML = exchange(plan, demand, cluster, model.expert).seconds_ML
+    np.testing.assert_allclose(2 * (costs.dispatch_ML + costs.combine_ML), whole_ML, rtol=1e-12)
+    assert costs.out_MLR.sum() == pytest.approx(costs.in_MLR.sum())
+    push, again, home = copy_costs(plan, cluster, model.expert)
+    for copies, copied_MLRB in zip((push, again, home), pushed_copies(plan), strict=True):
+        assert copies.received_MLR.sum() == copied_MLRB.sum() == (copies.sent_MLR + copies.from_host_MLR).sum()
+    assert home.from_host_MLR.sum() == 0
+
+
+def test_rows_count_tokens_and_the_squares_of_samples():
+    plan, demand, _, model = random_step(0, nodes=1, per_node=1, micro_batches=1, layers=1)
+    model = replace(model, top_k=2)
+    demand = replace(demand, counts_SLE=np.array([[[6, 0]], [[4, 4]], [[9, 9]]], np.int32)[:, :, : plan.num_experts])
+    plan = replace(plan, micro_batch_S=np.array([0, 0, -1], np.int32), rank_S=np.zeros(3, np.int32))
+    rows_MR, flops_MR = rows_and_scores(plan, demand, model)
+    lengths = demand.counts_SLE[:2, 0].sum(axis=1) // 2
+    assert rows_MR.tolist() == [[lengths.sum()]]
+    assert flops_MR[0, 0] == sum(16 * n * (n + 1) / 2 for n in lengths)
+
+
+def test_gradients_are_summed_by_rings_over_those_who_hold_the_same():
+    cluster = replace(
+        cluster_preset("h100x8"),
+        intra=Link(latency_seconds=0, bytes_per_second=100),
+        inter_send=Link(latency_seconds=1, bytes_per_second=10),
+    )
+    alone, twice = ParallelLayout(expert_parallel=8), ParallelLayout(expert_parallel=8, data_parallel=2)
+    assert gradient_reduction_seconds(cluster, alone, 80, 1000) == 2 * 7 / 8 * 80 * 4 / 100
+    shared, experts = 30 + 2 * 15 / 16 * 80 * 4 / 10, 2 + 2 * 1 / 2 * 1000 * 4 / 10
+    assert gradient_reduction_seconds(cluster, twice, 80, 1000) == shared + experts
+    assert gradient_reduction_seconds(cluster, ParallelLayout(expert_parallel=1), 80, 1000) == 0
+
+
+def test_the_optimizer_touches_30_bytes_of_each_weight_once():
+    cluster = replace(cluster_preset("h100x8"), memory_bytes_per_second=10.0)
+    layout = ParallelLayout(expert_parallel=8, data_parallel=2)
+    assert optimizer_seconds(cluster, layout, 1600, 40) == (100 + 20) * 30 / 10
+    with pytest.raises(ClusterError, match="'h100x8' does not say memory_bytes_per_second"):
+        optimizer_seconds(replace(cluster, memory_bytes_per_second=0.0), layout, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3"])
+def test_stages_and_ranks_together_own_every_weight_once(name):
+    model, stages, R = model_shape(name), 4, 8
+    layout = ParallelLayout(expert_parallel=R, pipeline_stages=stages)
+    owned = [
+        owned_parameters(model, layout, cut.stop - cut.start, first=s == 0, last=s == stages - 1)
+        for s, cut in enumerate(layout.stage_layers(model.moe_layers))
+    ]
+    assert sum(shared for shared, _ in owned) == model.shared_parameters
+    assert R * sum(experts for _, experts in owned) == model.routed_parameters
+
+
+def test_tied_embeddings_are_one_matrix_where_both_ends_are_one_stage():
+    model = replace(model_shape("qwen3-30b-a3b"), tied_embeddings=True)
+    shared, _ = owned_parameters(model, ParallelLayout(expert_parallel=8), 48, first=True, last=True)
+    assert shared == model.shared_parameters
+
+
+def test_handover_and_weight_sync_take_the_network():
+    model, cluster = model_shape("qwen3-30b-a3b"), cluster_preset("h100x8", 16)
+    rows_MR = np.array([[0.0, 500.0]])
+    assert handover_seconds(model, cluster, rows_MR)[0] == pytest.approx(10e-6 + 500 * 4096 / 50e9)
+    assert weight_sync_seconds(model, cluster, 8) == pytest.approx(10e-6 + model.parameters * 2 / 8 / 50e9)

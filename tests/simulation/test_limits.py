@@ -1,0 +1,53 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relibra import Budget, cluster_preset, plan_step
+from relibra.planning.objective import ExpertShape
+from relibra.simulation import Execution, advice, memory_use, model_shape, overlap_ratio, simulate_step
+from tests.planning.cases import make_demand
+
+
+@pytest.mark.parametrize(
+    ("width", "gigabytes", "ratio"),
+    [(14_336, 200, 4.35), (2048, 200, 0.62), (2048, 50, 0.16), (768, 450, 0.52), (1536, 50, 0.12)],
+)
+def test_the_overlap_ratio_of_known_experts_at_989_tflops(width, gigabytes, ratio):
+    shape = ExpertShape(hidden=4096, width=width)
+    assert overlap_ratio(shape, gigabytes * 1e9, 989e12) == pytest.approx(ratio, abs=0.005)
+
+
+@given(st.integers(1, 10_000), st.integers(1, 20_000), st.floats(1e9, 1e12), st.floats(1e12, 1e15))
+def test_the_overlap_ratio_does_not_depend_on_hidden(hidden, width, bandwidth, peak):
+    expected = 1.5 * width * bandwidth / peak
+    assert overlap_ratio(ExpertShape(hidden=hidden, width=width), bandwidth, peak) == pytest.approx(expected)
+
+
+def test_advice_names_the_largest_part_first_with_its_share():
+    demand = make_demand(64, 4, 32, 4, 16, 1, sigma=1.5, tokens=4000)
+    cluster, model = cluster_preset("h100x8", 16), model_shape("qwen3-30b-a3b")
+    model = replace(model, moe_layers=4, experts=32, top_k=4)
+    plan = plan_step(demand, cluster, Budget(slots=2), expert=model.expert)
+    demand = plan.scheduled(demand)
+    step = simulate_step(plan, demand, cluster, model)
+    said = advice(step, cluster, model, memory_use(plan, demand, replace(cluster, memory_bytes=10**9), model))
+    largest = max(step.terms, key=lambda name: step.terms[name])
+    assert said[0].split(":")[0] == {"exchange": "Traffic", "gradients": "Gradients"}[largest]
+    assert f"({step.terms[largest] / step.seconds:.0%} of" in said[0] or largest == "exchange"
+    assert any(sentence.startswith("Straggler: ") for sentence in said)
+    assert any("0.52 inside a node and 0.06 between nodes, so traffic, not work" in sentence for sentence in said)
+    assert any("of activations on the fullest rank" in sentence for sentence in said)
+    assert said[-1].startswith("Memory: a rank of stage 0 would hold")
+    slow = simulate_step(plan, demand, cluster, model, Execution(overlap=False))
+    assert any(sentence.startswith("Copies: ") for sentence in advice(slow, cluster, model))
+
+
+def test_a_wide_expert_on_fast_links_hides_its_traffic():
+    cluster = cluster_preset("h100x8")
+    demand = make_demand(16, 2, 8, 2, 8, 1)
+    model = replace(model_shape("mixtral-8x7b"), moe_layers=2, top_k=4)
+    plan = plan_step(demand, cluster, Budget(slots=0), expert=model.expert)
+    said = advice(simulate_step(plan, plan.scheduled(demand), cluster, model), cluster, model)
+    assert any("9.78 inside the node, so work could hide the traffic" in sentence for sentence in said)

@@ -1,0 +1,69 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from relibra import Budget, cluster_preset, plan_step
+from relibra.simulation import Execution, memory_use, model_shape
+from tests.planning.cases import make_demand
+from tests.simulation.steps import random_step
+
+
+def test_a_case_by_hand():
+    plan, demand, cluster, model = random_step(0, nodes=1, per_node=2, layers=2, slots=0, experts_per_rank=1)
+    model = replace(model, moe_layers=2, dense_layers=0, dense_width=0, shared_width=0)
+    use = memory_use(plan, demand, cluster, model)
+    shared = 2 * model.always_parameters + 2 * 7 * 2  # both embeddings of 7 x 2
+    assert use.parts["weights"] == 2 * (shared + 2 * 30)
+    assert use.parts["gradients"] == 4 * (shared + 2 * 30)
+    assert use.parts["optimizer"] == 12 * (shared / 2 + 2 * 30)
+    assert use.parts["slots"] == 0
+    rows_MR = np.zeros((len(plan.replica_MLRB), 2))
+    for s in np.flatnonzero(plan.micro_batch_S >= 0):
+        rows_MR[plan.micro_batch_S[s], plan.rank_S[s]] += demand.counts_SLE[s, 0].sum()
+    per_row = 2 * (4 * 2 + 2 * (2 + 1) * 2)
+    per_slot = 2 * (2 * 2 + 3 * 5)
+    expected = (2 * per_row * rows_MR + per_slot * plan.rank_load(demand).sum(axis=1)).max()
+    assert use.parts["activations"] == pytest.approx(expected)
+    assert use.total == sum(use.parts.values())
+    assert use.warning == ""
+
+
+def test_balance_lowers_activations_and_slots_cost_little():
+    demand = make_demand(64, 4, 32, 4, 8, 1, sigma=1.5, tokens=4000)
+    cluster, model = cluster_preset("h100x8", 8), model_shape("qwen3-30b-a3b")
+    model = replace(model, moe_layers=4, experts=32, top_k=4)
+    plan = plan_step(demand, cluster, Budget(slots=2), expert=model.expert)
+    use = memory_use(plan, plan.scheduled(demand), cluster, model)
+    assert use.parts["activations"] < 0.9 * use.activations_static
+    assert use.parts["slots"] == 2 * 6 * 3 * 2048 * 768
+    assert use.total_static == pytest.approx(
+        use.total + use.activations_static - use.parts["activations"] - use.parts["slots"]
+    )
+
+
+def test_stages_keep_activations_in_flight_and_recomputation_drops_them():
+    plan, demand, cluster, model = random_step(3, nodes=1, per_node=2, layers=2, micro_batches=3)
+    model = replace(model, dense_layers=0, dense_width=0)
+    whole = memory_use(plan, demand, cluster, model)
+    cut = memory_use(plan, demand, cluster, model, Execution(pipeline_stages=2))
+    assert cut.parts["weights"] < whole.parts["weights"]
+    again = memory_use(plan, demand, cluster, model, Execution(recompute_activations=True))
+    assert again.parts["activations"] < whole.parts["activations"]
+    forward = memory_use(plan, demand, cluster, model, Execution(forward_only=True))
+    assert forward.parts["gradients"] == forward.parts["optimizer"] == 0
+    assert forward.parts["activations"] <= again.parts["activations"]
+
+
+def test_groups_share_the_optimizer_state_of_experts():
+    plan, demand, cluster, model = random_step(3, nodes=1, per_node=2, layers=2, micro_batches=2)
+    two = replace(demand, group_M=np.array([0, 1], np.int32))
+    one, both = (memory_use(plan, each, cluster, model).parts["optimizer"] for each in (demand, two))
+    assert both == pytest.approx(one / 2)
+
+
+def test_what_does_not_fit_is_a_sentence_and_no_error():
+    plan, demand, cluster, model = random_step(3)
+    use = memory_use(plan, demand, replace(cluster, memory_bytes=10), model)
+    assert "a rank of stage 0 would hold" in use.warning
+    assert "use more ranks or pipeline stages" in use.warning

@@ -1,0 +1,102 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relibra import ConfigError
+from relibra.planning.objective import EXPERT_SHAPES, ExpertShape
+from relibra.simulation import MODEL_SHAPES, model_shape, model_shape_from_config
+from tests.simulation.steps import random_step
+
+PUBLISHED = {  # billions of weights, all and active, as the models' own pages say
+    "qwen3-30b-a3b": (30.5, 3.3),
+    "qwen3-235b-a22b": (235, 22),
+    "glm4.5-106b-a12b": (106, 12),
+    "deepseek-v3": (671, 37),
+    "deepseek-v2-lite": (15.7, 2.4),
+    "gpt-oss-20b": (20.9, 3.6),
+    "mixtral-8x7b": (46.7, 12.9),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_weights_of_known_models_add_up(name):
+    total, active = PUBLISHED[name]
+    assert model_shape(name).parameters / 1e9 == pytest.approx(total, rel=0.01)
+    assert model_shape(name).active_parameters / 1e9 == pytest.approx(active, rel=0.1)  # some count the embedding too
+
+
+def test_every_known_expert_has_its_model():
+    assert MODEL_SHAPES.keys() == EXPERT_SHAPES.keys() == PUBLISHED.keys()
+    for name, shape in MODEL_SHAPES.items():
+        assert shape.expert is EXPERT_SHAPES[name]
+        assert shape.name == name
+
+
+def test_a_cache_of_latents_is_small():
+    assert model_shape("qwen3-30b-a3b").cache_bytes_per_token == 48 * 2 * 4 * 128 * 2
+    assert model_shape("deepseek-v3").cache_bytes_per_token == 61 * (512 + 64) * 2
+
+
+def test_a_config_json_gives_the_same_shape():
+    qwen = {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "intermediate_size": 6144, "vocab_size": 151_936, "mlp_only_layers": [],
+        "max_position_embeddings": 40_960, "tie_word_embeddings": False, "sliding_window": None,
+    }  # fmt: skip
+    assert model_shape_from_config(qwen, "qwen3-30b-a3b") == model_shape("qwen3-30b-a3b")
+    deepseek = {
+        "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "head_dim": 192, "n_routed_experts": 256, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048, "intermediate_size": 18_432, "vocab_size": 129_280, "n_shared_experts": 1,
+        "first_k_dense_replace": 3, "max_position_embeddings": 163_840, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    }  # fmt: skip
+    assert model_shape_from_config(deepseek, "deepseek-v3") == model_shape("deepseek-v3")
+    gpt_oss = {
+        "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "intermediate_size": 2880, "vocab_size": 201_088, "max_position_embeddings": 131_072, "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+    }  # fmt: skip
+    assert model_shape_from_config(gpt_oss, "gpt-oss-20b") == model_shape("gpt-oss-20b")
+    with pytest.raises(ConfigError, match="config of 'llama' has no num_experts or num_local_experts"):
+        model_shape_from_config({**qwen, "model_type": "llama", "num_experts": None})
+
+
+@pytest.mark.slow
+def test_a_real_config_of_transformers_can_be_read():
+    from transformers import MixtralConfig
+
+    shape = model_shape_from_config(MixtralConfig().to_dict(), "mixtral-8x7b")
+    assert replace(shape, vocabulary=32_000, context_length=32_768) == model_shape("mixtral-8x7b")
+
+
+@given(st.integers(0, 40), st.integers(0, 12))
+def test_scores_count_pairs_of_a_token_and_the_tokens_it_sees(rows, window):
+    plan, _, _, model = random_step(0, layers=2)
+    model = replace(model, moe_layers=2, window=window, windowed_layers=1 if window else 0)
+    full = sum(p + 1 for p in range(rows))
+    seen = sum(min(p + 1, window) for p in range(rows)) if window else full
+    flops = 2 * 2 * (2 + 2) * (full + seen) / 2  # 2 heads, keys and values of 2, mean over two layers
+    assert model.score_flops(np.array([rows]))[0] == pytest.approx(flops)
+    assert len(plan.layer_ids) == 2
+
+
+def test_impossible_shapes_are_refused():
+    shape = model_shape("mixtral-8x7b")
+    with pytest.raises(ConfigError, match=r"model .gpt-5. is unknown: allowed are qwen3-30b-a3b, .* model_shape_from"):
+        model_shape("gpt-5")
+    with pytest.raises(ConfigError, match="has hidden 0"):
+        replace(shape, hidden=0)
+    with pytest.raises(ConfigError, match="picks 9 of 8 experts: choose fewer"):
+        replace(shape, top_k=9)
+    with pytest.raises(ConfigError, match="experts of hidden 5: make them equal"):
+        replace(shape, expert=ExpertShape(hidden=5, width=1))
+    with pytest.raises(ConfigError, match="has 2 dense layers: give dense_width too"):
+        replace(shape, dense_layers=2)
+    with pytest.raises(ConfigError, match="a window of 0 in 3 of 32 layers"):
+        replace(shape, windowed_layers=3)
