@@ -121,7 +121,8 @@ def compared(quick: bool, repetitions: int) -> tuple[list[Pair], Cluster]:
 
 def _calibrated(sizes: steps.Sizes, quick: bool) -> Cluster:
     expert = _expert(sizes)
-    timed = QUICK_SIZES if quick else replace(CPU_SIZES, rows=ROWS, repetitions=5, seconds=15.0)
+    rows = QUICK_SIZES.rows if quick else ROWS
+    timed = replace(CPU_SIZES, rows=rows, repetitions=3 if quick else 5, seconds=15.0)
     job = Job(ranks=steps.NUM_RANKS, cuda=False, expert=expert, sizes=timed)
     return calibrated(measure(job), describe(job), expert).cluster
 
