@@ -81,7 +81,7 @@ def run(program: Program, data: Path, results: Path) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         words = [*arguments, *(["--data", str(data)] if name in TAKES_DATA else []), "--output", folder]
         command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *words]
-        code, skipped = _watched(command)
+        code, skipped = _watched(command, folder)
         seconds = time.perf_counter() - start
         if code:
             reason = f"exit code {code}, its message stands above; the committed rows stay"
@@ -96,14 +96,18 @@ def run(program: Program, data: Path, results: Path) -> Outcome:
     return Outcome(program=name, outcome="measured", seconds=seconds, files=files)
 
 
-def _watched(command: list[str]) -> tuple[int, str]:
-    """Run a command, pass on what it says on stderr, and return its exit code and what it says it skipped."""
+def _watched(command: list[str], folder: str) -> tuple[int, str]:
+    """Run a command, pass on what it says on stderr, and return its exit code and what it says it skipped.
+
+    folder    where its rows go for now: lines that only name files there are not passed on
+    """
     skipped: list[str] = []
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None, "stderr is a pipe"
         try:
             for line in process.stderr:
-                print(f"  {line}", end="", file=sys.stderr, flush=True)
+                if not line.startswith(folder):
+                    print(f"  {line}", end="", file=sys.stderr, flush=True)
                 skipped += [line.removeprefix("skipped:").strip()] * line.startswith("skipped:")
         except BaseException:
             process.kill()

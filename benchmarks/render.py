@@ -323,10 +323,10 @@ def table(name: str) -> str:
         return f"*Not measured yet: there is no `benchmarks/results/{file}.json`.*\n"
     rows = [row for row in json.loads(path.read_text()) if not part or row["table"] == part]
     titles = [column.replace("_", " ") if isinstance(column, str) else column[0] for column in columns]
-    lines = [" | ".join(["", *titles, ""]).strip(), "|" + "---|" * len(columns)]
-    for row in rows:
-        cells = [row[column] if isinstance(column, str) else column[1](row) for column in columns]
-        lines.append(" | ".join(["", *map(_shown, cells), ""]).strip())
+    cells = [[_shown(row[column] if isinstance(column, str) else column[1](row)) for column in columns] for row in rows]
+    filled = [n for n, title in enumerate(titles) if title != "quartiles" or any(row[n] for row in cells)]
+    lines = [" | ".join(["", *(row[n] for n in filled), ""]).strip() for row in (titles, *cells)]
+    lines.insert(1, "|" + "---|" * len(filled))
     first = rows[0]
     versions = ", ".join(f"{package} {number}" for package, number in first["versions"].items())
     dirty = " with uncommitted changes" if first["dirty"] else ""

@@ -1,7 +1,7 @@
 """What executing plans buys, side by side with transformers' `all_to_all`. Rows go to results/runtime.json.
 
 Run: python benchmarks/runtime.py [--quick] [--json] [--repetitions N] [--data FOLDER] [--output FOLDER]
-(or: relibra bench runtime). Six minutes per case with nine repetitions.
+(or: relibra bench runtime). Twenty-five minutes with nine repetitions.
 Two processes of one thread each, forward and backward passes of all micro-batches of a step, replayed routes, no
 optimizer; medians over repetitions in which the variants take turns. --quick takes a smaller model, few repetitions,
 and writes no rows. The recordings are not part of the project.
@@ -131,7 +131,9 @@ def _measured(
             **quartiles(sizes.tokens / own, "tokens_per_second"),
             "seconds": own.tolist(),
             "ratio_to_all_to_all": float(np.median(seconds["all_to_all"] / own)),
+            **quartiles(seconds["all_to_all"] / own, "ratio_to_all_to_all"),
             "ratio_to_balanced": float(np.median(seconds["balanced routes"] / own)),
+            **quartiles(seconds["balanced routes"] / own, "ratio_to_balanced"),
             "exposed_seconds": exposed,
             "exposed_share": exposed / float(np.median(own)),
             "relocation_seconds": float(np.max(timed.moved[variant.name])),
