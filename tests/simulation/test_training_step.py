@@ -39,7 +39,7 @@ def test_with_pairs_too_and_the_planner_s_own_plan():
     pairs_LEE = np.einsum("sle,slf->lef", demand.counts_SLE, demand.counts_SLE).astype(np.int64)
     demand, cluster = replace(demand, pairs_LEE=pairs_LEE), cluster_preset("h100x8", 8, 4)
     model = replace(model_shape("qwen3-30b-a3b"), moe_layers=3, experts=16, top_k=4)
-    plan = plan_step(demand, cluster, Budget(slots=2), expert=model.expert)
+    plan = plan_step(demand, cluster, Budget(slots=2, objective="tokens"), expert=model.expert)
     demand = plan.scheduled(demand)
     prediction = predict(plan, demand, cluster, model.expert, pairs_LEE=pairs_LEE)
     step = simulate_step(plan, demand, cluster, model, Execution(overlap=False))

@@ -145,12 +145,12 @@ def assemble(
     for slowest, gradients, optimizer in ends:
         for name, seconds in slowest.busy.items():
             terms[name] += seconds
-        terms["pipeline"] += slowest.seconds - sum(slowest.busy.values())
+        terms["pipeline"] += max(0.0, slowest.seconds - sum(slowest.busy.values())) if how.pipeline_stages > 1 else 0.0
         terms["gradients"] += gradients
         terms["optimizer"] += optimizer
         copying += slowest.copying
     terms["relocation"] = _relocation(plan, cluster, model, layout)
-    notes = ()
+    notes: tuple[str, ...] = ()
     if not how.forward_only and not cluster.memory_bytes_per_second:
         notes = (f"the optimizer is left out: cluster {cluster.name!r} does not say memory_bytes_per_second",)
 
