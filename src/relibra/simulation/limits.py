@@ -55,11 +55,11 @@ def advice(step: SimulatedStep, cluster: Cluster, model: ModelShape, memory: Mem
 def _parts(step: SimulatedStep) -> list[tuple[str, float, str]]:
     """Return (name, seconds, sentence without its end) of each part."""
     terms, found = step.terms, []
-    for name, stage, what in (
-        ("compute", "experts", "experts"),
-        ("attention", "attention", "attention and dense parts"),
+    for name, skew, what in (
+        ("compute", step.expert_skew, "experts"),
+        ("attention", step.attention_skew, "attention and dense parts"),
     ):
-        even = min(terms[name], float(step.stage_seconds[stage].mean()))
+        even = terms[name] / skew
         lost = terms[name] - even
         found.append((f"even {name}", even, f"Work: {what} take {_time(even)} even if all ranks had equally much"))
         tail = "more even experts would save it" if name == "compute" else "place or pack samples to save it"
