@@ -132,7 +132,7 @@ def _cut(costs: Costs, layers: slice) -> Costs:
 def _without_last(copies: CopyCosts) -> CopyCosts:
     """Leave out the copies of the last layer that has any, per micro-batch."""
     L = copies.seconds_ML.shape[1]
-    has_ML = copies.takes_part_MLR.any(axis=2)
+    has_ML: ndarray = np.any(copies.takes_part_MLR, axis=2)
     last_M = L - 1 - np.argmax(has_ML[:, ::-1], axis=1)
     keep_ML: ndarray = np.not_equal(np.arange(L), last_M[:, None])
     return replace(
