@@ -177,3 +177,16 @@ def test_a_link_written_as_a_number_is_refused(tmp_path):
     path.write_text("host = 3\n" + path.read_text().split("[host]")[0])
     with pytest.raises(ClusterError, match=r"\[host\] is 3: expected a table"):
         read_cluster(path)
+
+
+def test_a_cluster_may_leave_its_memory_bandwidth_open(tmp_path):
+    known = cluster_preset("h100x8")
+    assert known.memory_bytes_per_second == 3.35e12
+    open_ = replace(known, memory_bytes_per_second=0.0)
+    write_cluster(tmp_path / "open.toml", open_)
+    assert read_cluster(tmp_path / "open.toml") == open_
+    text = (tmp_path / "open.toml").read_text()
+    (tmp_path / "old.toml").write_text(text.replace("memory_bytes_per_second = 0.0\n", ""))
+    assert read_cluster(tmp_path / "old.toml") == open_
+    with pytest.raises(ClusterError, match="memory_bytes_per_second is -1"):
+        replace(known, memory_bytes_per_second=-1.0)

@@ -148,6 +148,18 @@ def test_public_names_of_parallel_are_frozen():
         assert name in relibra.parallel.__doc__ or name in classes - {"HostPool"}, f"{name} is explained nowhere"
 
 
+def test_public_names_of_simulation_are_frozen():
+    import relibra.simulation
+
+    classes = {"Engines", "Execution", "LengthDistribution", "MemoryUse", "ModelShape", "ParallelLayout", "RlIteration"}
+    classes |= {"Rollout", "SimulatedStep", "Speedup", "TimelineDifference", "MODEL_SHAPES"}
+    of_a_step = {"advice", "diff_timelines", "memory_use", "overlap_ratio", "simulate_groups", "simulate_step"}
+    of_a_model = {"model_shape", "model_shape_from_config", "simulated_timeline"}
+    of_an_iteration = {"rl_iteration", "simulate_rollout", "simulate_windowed_rollout", "speedup"}
+    of_an_iteration |= {"end_to_end_speedup", "needed_stage_speedup"}
+    assert set(relibra.simulation.__all__) == classes | of_a_step | of_a_model | of_an_iteration
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
 def test_one_module_reads_the_environment_and_nobody_pickles(file):
     text = file.read_text()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from relibra import ConfigError
 from relibra.simulation import Execution, diff_timelines, model_shape, simulate_step, simulated_timeline
-from tests.simulation.steps import random_step
+from tests.simulation.steps import random_step, without_idle_replicas
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -110,32 +110,35 @@ def _record(case, folder):
 
 @pytest.mark.slow
 def test_the_executor_does_the_same_things_in_the_same_order(tmp_path):
-    """Every rank feeds one sample of one length, so no row is padding and nothing runs at home besides."""
+    """Also with activation checkpointing, in every layer with and without replicas."""
     from relibra.timeline import merged
     from tests.parallel.ranks_at_work import on_ranks
+    from tests.parallel.steps import random_step as random_case
     from tests.parallel.steps import step
+    from tests.planning.cases import cluster
 
-    lengths = {"lengths": (9, 9, 7, 7)}
     cases = {
-        "planned": step(slots=2, **lengths),
-        "by hand": step(replicas=[(1, 0, 0, 0.5), (0, 0, 5, 0.4), (0, 1, 6, 0.3)], **lengths),
-        "one way": step(replicas=[(1, 0, 1, 0.5)], **lengths),
-        "no replicas": step(slots=0, **lengths),
-        "checkpointing": step(slots=2, checkpointing=True, **lengths),
+        "planned": step(slots=2),
+        "by hand": step(replicas=[(1, 0, 0, 0.5), (0, 0, 5, 0.4), (0, 1, 6, 0.3)]),
+        "one way": step(replicas=[(1, 0, 1, 0.5)]),
+        "no replicas": step(slots=0),
+        "checkpointing": step(slots=2, checkpointing=True),
+        "last tokens without routes": step(slots=2, unrouted_last=True),
     }
+    # Ranks without samples, padding, any slots: what has no routes runs at home, beside the rest.
+    cases |= {f"drawn {seed}": replace(random_case(seed, 2), in_flight=False) for seed in range(4)}
     recorded = on_ranks(2, cases, tmp_path, _record)
     for name, case in cases.items():
-        plan = case.plan
+        plan = without_idle_replicas(case.plan)
         model = replace(
             model_shape("qwen3-30b-a3b"), moe_layers=plan.home_LE.shape[0], experts=plan.num_experts, top_k=2
         )
-        from tests.planning.cases import cluster
-
         how = Execution(recompute_activations=case.checkpointing)
         simulated = simulated_timeline(plan, plan.scheduled(case.demand), cluster(1, 2), model, how)
         found = diff_timelines(merged(recorded[name]), simulated)
         assert found.same_order, (name, found.sentences)
-        assert found.only_first == ()
+        at_home = ("at home",) * (name.startswith(("last", "drawn")))
+        assert found.only_first == at_home
         assert found.only_second == ("attention", "experts", "gradients", "optimizer")
         assert {"dispatch", "combine"} <= set(found.compared)
         assert ("push" in found.compared) == (plan.num_copies > 0)

@@ -39,7 +39,7 @@ def test_with_pairs_too_and_the_planner_s_own_plan():
     pairs_LEE = np.einsum("sle,slf->lef", demand.counts_SLE, demand.counts_SLE).astype(np.int64)
     demand, cluster = replace(demand, pairs_LEE=pairs_LEE), cluster_preset("h100x8", 8, 4)
     model = replace(model_shape("qwen3-30b-a3b"), moe_layers=3, experts=16, top_k=4)
-    plan = plan_step(demand, cluster, Budget(slots=2), expert=model.expert)
+    plan = plan_step(demand, cluster, Budget(slots=2, objective="tokens"), expert=model.expert)
     demand = plan.scheduled(demand)
     prediction = predict(plan, demand, cluster, model.expert, pairs_LEE=pairs_LEE)
     step = simulate_step(plan, demand, cluster, model, Execution(overlap=False))
@@ -122,6 +122,15 @@ def test_free_links_leave_the_busiest_ranks_compute_and_attention(seed):
         assert step.seconds <= expected + 1e-9
 
 
+@given(SEEDS)
+@FEW
+def test_without_a_gemm_table_skew_of_seconds_is_skew_of_tokens(seed):
+    plan, demand, cluster, model = random_step(seed)
+    step = simulate_step(plan, demand, replace(cluster, gemm_table=()), model)
+    assert step.expert_skew == pytest.approx(plan.skew(demand))
+    assert step.attention_skew >= 1 - 1e-12
+
+
 def test_same_input_same_bytes():
     found = []
     for _ in range(2):
@@ -176,9 +185,11 @@ def test_log_probabilities_run_forward_only():
 
 
 def test_what_does_not_fit_is_refused_with_a_sentence():
-    plan, demand, cluster, model = random_step(1, nodes=2, per_node=2, layers=2, experts_per_rank=2)
+    plan, demand, cluster, model = random_step(1, nodes=2, per_node=2, layers=2, experts_per_rank=2, micro_batches=3)
     with pytest.raises(PlanError, match=r"without a schedule cannot be simulated: pass plan.scheduled"):
         simulate_step(plan, replace(demand, tokens_MLRE=None), cluster, model)
+    with pytest.raises(PlanError, match=r"ranks, experts\) \(7, 3, 2, 4, 8\) meets a demand of \(6, 3, 2, 4, 8\)"):
+        simulate_step(plan, _without_first_sample(demand), cluster, model)
     with pytest.raises(ConfigError, match=r"groups of 4 ranks, cluster 'made up' has 6: .*with_ranks\(4\)"):
         simulate_step(plan, demand, replace(cluster, num_nodes=3), model)
     with pytest.raises(PlanError, match="a plan for 2 x 2 ranks meets cluster 'made up' of 1 x 4"):
@@ -198,6 +209,11 @@ def test_what_does_not_fit_is_refused_with_a_sentence():
     other = replace(plan, physical_to_logical_map=plan.physical_to_logical_map[:, ::-1].copy())
     with pytest.raises(ConfigError, match="group 1 has other homes than group 0"):
         simulate_groups([(plan, demand), (other, demand)], cluster, model)
+
+
+def _without_first_sample(demand):
+    per_sample = ("counts_SLE", "sample_ids", "micro_batch_S", "rank_S")
+    return replace(demand, **{name: getattr(demand, name)[1:] for name in per_sample})
 
 
 def test_an_unknown_memory_bandwidth_leaves_the_optimizer_out_and_says_so():

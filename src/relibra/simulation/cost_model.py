@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 from numpy import ndarray
 
-from relibra.cluster import Cluster
+from relibra.cluster import Cluster, Link
 from relibra.errors import ClusterError
 from relibra.planning.objective import ExpertShape, copy_seconds, pushed_copies
 from relibra.planning.plan import StepPlan
@@ -214,18 +214,21 @@ def owned_parameters(
 
 
 def gradient_reduction_seconds(cluster: Cluster, layout: ParallelLayout, shared: int, experts: int) -> float:
-    """Time the sum of gradients over the ranks that hold the same weights, fp32, as a ring.
+    """Time the sum of gradients over the ranks that hold the same weights, fp32, as rings: 2 (n - 1) / n x bytes.
 
-    2 (n - 1) / n x bytes through every rank's network link, and 2 (n - 1) messages: n = all ranks of the stage for
-    shared weights, n = expert-parallel groups for experts. Inside one node the links of the node carry it.
+    Shared weights are on all ranks of a stage: rings go through the ranks of a node and through the nodes at once, and
+    each of the node's G network links carries a G-th of the bytes. Experts are on one rank of each expert-parallel
+    group, which are on other nodes: all bytes of a rank go through its own link. A ring of n takes 2 (n - 1) messages.
+
+    cluster   of one expert-parallel group
     """
-    Q, R = layout.data_parallel, layout.expert_parallel
-    seconds = 0.0
-    for n, parameters in ((Q * R, shared), (Q, experts)):
-        one_node = n == R and cluster.num_nodes == 1
-        link = cluster.intra if one_node else cluster.inter_send
-        seconds += float(link.seconds(2 * (n - 1) / n * parameters * 4.0, 2 * (n - 1)))
-    return seconds
+    G, nodes = cluster.ranks_per_node, cluster.num_nodes * layout.data_parallel
+
+    def ring(link: Link, n: int, num_bytes: float) -> float:
+        return float(link.seconds(2 * (n - 1) / n * num_bytes, 2 * (n - 1)))
+
+    of_shared = max(ring(cluster.intra, G, 4.0 * shared), ring(cluster.inter_send, nodes, 4.0 * shared / G))
+    return of_shared + ring(cluster.inter_send, layout.data_parallel, 4.0 * experts)
 
 
 def optimizer_seconds(cluster: Cluster, layout: ParallelLayout, shared: int, experts: int) -> float:

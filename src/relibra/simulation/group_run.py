@@ -68,7 +68,11 @@ class MiniBatchRun:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GroupRun:
-    """A step of one group; arrays are [stage, rank of the group]."""
+    """A step of one group; arrays are [stage, rank of the group].
+
+    uneven   forward seconds of the busiest and of the mean rank, summed over micro-batches and layers: attention (with
+             dense parts), experts
+    """
 
     mini_batches: tuple[MiniBatchRun, ...]
     spent: dict[str, Float64[ndarray, "S R"]]
@@ -77,6 +81,7 @@ class GroupRun:
     received: dict[str, Float64[ndarray, "S R"]]
     host_SR: Float64[ndarray, "S R"]
     token_slots_SR: Int64[ndarray, "S R"]
+    uneven: dict[str, tuple[float, float]]
     flops: float
 
 
@@ -111,8 +116,21 @@ def run_group(costs_S: list[StageCosts], how: Execution, note_of: NoteOf | None 
         received={kind: value_S2R[:, 1] for kind, value_S2R in moved.items()},
         host_SR=np.stack([_from_host(costs, how) for costs in costs_S]),
         token_slots_SR=np.stack([costs.load_MLR.sum(axis=(0, 1)) for costs in costs_S]),
+        uneven={name: _uneven(costs_S, name) for name in ("attention", "experts")},
         flops=sum(costs.flops for costs in costs_S) / (3 if how.forward_only else 1),
     )
+
+
+def _uneven(costs_S: list[StageCosts], name: str) -> tuple[float, float]:
+    busiest = mean = 0.0
+    for costs in costs_S:
+        if name == "experts":
+            seconds_XR = (costs.home_MLR + costs.replica_MLR).reshape(-1, costs.home_MLR.shape[2])
+        else:
+            seconds_XR = len(costs.layer_ids) * costs.attention_MR + costs.first_MR + costs.last_MR
+        busiest += float(seconds_XR.max(axis=1).sum())
+        mean += float(seconds_XR.mean(axis=1).sum())
+    return busiest, mean
 
 
 def mini_batches_of(costs: StageCosts, mini_batches: int) -> list[Int64[ndarray, " M"]]:

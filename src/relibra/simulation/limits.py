@@ -37,7 +37,7 @@ def advice(step: SimulatedStep, cluster: Cluster, model: ModelShape, memory: Mem
     for name, seconds, sentence in _parts(step):
         share = seconds / step.seconds if step.seconds else 0.0
         if share >= _WORTH_SAYING:
-            found.append((-seconds, name, f"{sentence} ({share:.0%} of {step.seconds:.3g} s)."))
+            found.append((-seconds, name, f"{sentence} ({share:.0%} of {_time(step.seconds)})."))
     sentences = [sentence for _, _, sentence in sorted(found)]
     sentences.append(_of_overlap(cluster, model))
     if memory is not None:
@@ -55,37 +55,45 @@ def advice(step: SimulatedStep, cluster: Cluster, model: ModelShape, memory: Mem
 def _parts(step: SimulatedStep) -> list[tuple[str, float, str]]:
     """Return (name, seconds, sentence without its end) of each part."""
     terms, found = step.terms, []
-    for name, stage, what in (
-        ("compute", "experts", "experts"),
-        ("attention", "attention", "attention and dense parts"),
+    for name, skew, what in (
+        ("compute", step.expert_skew, "experts"),
+        ("attention", step.attention_skew, "attention and dense parts"),
     ):
-        even = min(terms[name], float(step.stage_seconds[stage].mean()))
+        even = terms[name] / skew
         lost = terms[name] - even
-        found.append((f"even {name}", even, f"Work: {what} take {even:.3g} s even if all ranks had equally much"))
+        found.append((f"even {name}", even, f"Work: {what} take {_time(even)} even if all ranks had equally much"))
         tail = "more even experts would save it" if name == "compute" else "place or pack samples to save it"
         found.append(
-            (f"uneven {name}", lost, f"Straggler: {lost:.3g} s of {what} are waits for the busiest rank; {tail}")
+            (f"uneven {name}", lost, f"Straggler: {_time(lost)} of {what} are waits for the busiest rank; {tail}")
         )
     exchange = terms["exchange"] + terms["gates"]
     hidden = step.hidden_copy_seconds
     found += [
-        ("exchange", exchange, f"Traffic: rows between ranks take {exchange:.3g} s; locality and sending once save it"),
+        (
+            "exchange",
+            exchange,
+            f"Traffic: rows between ranks take {_time(exchange)}; locality and sending once save it",
+        ),
         (
             "copies",
             terms["copies"],
-            f"Copies: {terms['copies']:.3g} s of experts on their way are in the open, {hidden:.3g} s hidden; fewer "
+            f"Copies: {_time(terms['copies'])} of experts on their way are in the open, {_time(hidden)} hidden; fewer "
             "replicas save it",
         ),
-        ("pipeline", terms["pipeline"], f"Pipeline: the busiest stage waits {terms['pipeline']:.3g} s for others"),
+        ("pipeline", terms["pipeline"], f"Pipeline: the busiest stage waits {_time(terms['pipeline'])} for others"),
         (
             "gradients",
             terms["gradients"],
-            f"Gradients: their sums over ranks take {terms['gradients']:.3g} s in the open",
+            f"Gradients: their sums over ranks take {_time(terms['gradients'])} in the open",
         ),
-        ("optimizer", terms["optimizer"], f"Optimizer: {terms['optimizer']:.3g} s"),
-        ("relocation", terms["relocation"], f"Relocation: experts change homes for {terms['relocation']:.3g} s"),
+        ("optimizer", terms["optimizer"], f"Optimizer: {_time(terms['optimizer'])}"),
+        ("relocation", terms["relocation"], f"Relocation: experts change homes for {_time(terms['relocation'])}"),
     ]
     return found
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _of_overlap(cluster: Cluster, model: ModelShape) -> str:

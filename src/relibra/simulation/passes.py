@@ -31,6 +31,9 @@ TERMS = ("attention", "exchange", "gates", "compute", "copies")
 STAGES = ("attention", "dispatch", "experts", "combine", "wait push", "push", "wait return", "return")
 """Stages of events, named as the executor names those that it records."""
 
+_ROUNDING = 1e-12
+"""Differences of clocks below this share of them are none."""
+
 Note = Callable[[str, int, ndarray, ndarray, ndarray | None, ndarray | None, str], None]
 """Takes one kind of event of all micro-batches and ranks: stage, layer id, start and end [M, R], bytes [M, R] or None,
 who has it [M, R] or None for all, label."""
@@ -192,9 +195,10 @@ class _Walk:
         met_M = self.now_MR.max(axis=1)
         passed_M = met_M - self.met_M
         if work_MR is not None:
-            worked_M = work_MR.max(axis=1)
-            self.terms["copies"] += np.maximum(0.0, passed_M - worked_M)
-            passed_M = np.minimum(passed_M, worked_M)
+            more_M = passed_M - work_MR.max(axis=1)
+            waited_M = np.where(more_M > _ROUNDING * met_M, more_M, 0.0)
+            self.terms["copies"] += waited_M
+            passed_M = passed_M - waited_M
         self.terms[term] += passed_M
         self.met_M = met_M
 

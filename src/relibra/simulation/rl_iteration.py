@@ -178,8 +178,8 @@ def rl_iteration(
     """Put the stages of an iteration together; planning is hidden behind reward and the first micro-batches.
 
     update       with `Execution(mini_batches=...)`; its relocation is the iteration's
-    recompute    with `Execution(forward_only=True)` and a plan of its own or the same; its relocation counts too where
-                 it moves experts that the update does not find there. None: no log-probabilities are computed again
+    recompute    with `Execution(forward_only=True)`; replicas and schedule of its own, homes of the update's plan: they
+                 move once, before it. None: no log-probabilities are computed again
     """
     moved = update.terms["relocation"]
     again = 0.0 if recompute is None else recompute.seconds - recompute.terms["relocation"]

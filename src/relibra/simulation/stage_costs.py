@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -125,16 +125,16 @@ Costs = TypeVar("Costs", ExchangeCosts, CopyCosts)
 def _cut(costs: Costs, layers: slice) -> Costs:
     """Keep some layers."""
     arrays = {field.name: getattr(costs, field.name) for field in fields(costs)}
-    kept = {name: array[:, layers] for name, array in arrays.items() if isinstance(array, np.ndarray)}
+    kept: dict[str, Any] = {name: array[:, layers] for name, array in arrays.items() if isinstance(array, ndarray)}
     return replace(costs, **kept)
 
 
 def _without_last(copies: CopyCosts) -> CopyCosts:
     """Leave out the copies of the last layer that has any, per micro-batch."""
     L = copies.seconds_ML.shape[1]
-    has_ML = copies.takes_part_MLR.any(axis=2)
+    has_ML: ndarray = np.any(copies.takes_part_MLR, axis=2)
     last_M = L - 1 - np.argmax(has_ML[:, ::-1], axis=1)
-    keep_ML = np.arange(L) != last_M[:, None]
+    keep_ML: ndarray = np.not_equal(np.arange(L), last_M[:, None])
     return replace(
         copies,
         seconds_ML=np.where(keep_ML, copies.seconds_ML, 0.0),

@@ -27,6 +27,8 @@ class SimulatedStep:
     sent_bytes, received_bytes   by kind, of each rank: dispatch, combine, gates, push, return, handover
     host_bytes_R       weights that each rank fetched from host memory
     token_slots_R      that each rank computed in a forward pass
+    expert_skew, attention_skew   seconds of the busiest rank / of the mean rank, each summed over micro-batches and
+                       layers: what ranks wait for each other; 1 where nobody has work
     copy_seconds       of copies between experts, hidden or not, in the slowest group and its busiest stage
     useful_flops       of all ranks: forward and backward once, without recomputation
     peak_flops_per_second   of one rank
@@ -42,6 +44,8 @@ class SimulatedStep:
     received_bytes: Mapping[str, Float64[ndarray, " R"]]
     host_bytes_R: Float64[ndarray, " R"]
     token_slots_R: Int64[ndarray, " R"]
+    expert_skew: float
+    attention_skew: float
     copy_seconds: float
     useful_flops: float
     peak_flops_per_second: float
@@ -58,12 +62,6 @@ class SimulatedStep:
         """Useful flops per second of all ranks / their peak (MFU)."""
         possible = self.seconds * self.layout.num_ranks * self.peak_flops_per_second
         return self.useful_flops / possible if possible else 0.0
-
-    @property
-    def expert_skew(self) -> float:
-        """Seconds of experts in the sum of layers: busiest rank / mean rank, 1 for none (layer by layer it is more)."""
-        seconds_R = self.stage_seconds["experts"]
-        return float(seconds_R.max() / seconds_R.mean()) if seconds_R.any() else 1.0
 
     @property
     def hidden_copy_seconds(self) -> float:
@@ -85,6 +83,7 @@ class SimulatedStep:
             | {"host": float(self.host_bytes_R.sum())},
             "hidden_copy_seconds": self.hidden_copy_seconds,
             "expert_skew": self.expert_skew,
+            "attention_skew": self.attention_skew,
             "utilisation": self.utilisation,
             "model_flops_utilisation": self.model_flops_utilisation,
             "notes": list(self.notes),

@@ -103,7 +103,7 @@ def simulated_timeline(
                     `simulate_step`
     """
     how = how or Execution()
-    numbers = micro_batches_of_groups(demand)
+    numbers = micro_batches_of_groups(plan, demand)
     layout = ParallelLayout(
         expert_parallel=plan.num_ranks, pipeline_stages=how.pipeline_stages, data_parallel=len(numbers)
     )

@@ -70,20 +70,34 @@ def simulate_groups(
 
 def groups_of(plan: StepPlan, demand: Demand) -> Iterator[tuple[StepPlan, Demand]]:
     """Yield plan and demand of each expert-parallel group: its own micro-batches, in their order."""
-    for number_M in micro_batches_of_groups(demand):
+    for number_M in micro_batches_of_groups(plan, demand):
         if demand.group_M is None:
             yield plan, demand
         else:
             yield _of_micro_batches(plan, demand, number_M)
 
 
-def micro_batches_of_groups(demand: Demand) -> list[Int64[ndarray, " M"]]:
-    """Return the numbers of each group's micro-batches."""
+def micro_batches_of_groups(plan: StepPlan, demand: Demand) -> list[Int64[ndarray, " M"]]:
+    """Return the numbers of each group's micro-batches.
+
+    raises   PlanError when the demand is not the plan's
+    """
+    _check_demand(plan, demand)
+    if demand.group_M is None:
+        return [np.arange(len(plan.replica_MLRB))]
+    return [np.flatnonzero(demand.group_M == group) for group in range(int(demand.group_M.max(initial=0)) + 1)]
+
+
+def _check_demand(plan: StepPlan, demand: Demand) -> None:
     if demand.tokens_MLRE is None:
         raise PlanError("a demand without a schedule cannot be simulated: pass plan.scheduled(demand)")
-    if demand.group_M is None:
-        return [np.arange(len(demand.tokens_MLRE))]
-    return [np.flatnonzero(demand.group_M == group) for group in range(int(demand.group_M.max(initial=0)) + 1)]
+    planned = (len(plan.micro_batch_S), *plan.replica_MLRB.shape[:3], plan.num_experts)
+    found = (len(demand.counts_SLE), *demand.tokens_MLRE.shape)
+    if planned != found:
+        raise PlanError(
+            f"a plan for (samples, micro-batches, layers, ranks, experts) {planned} meets a demand of {found}: pass "
+            "plan.scheduled(demand)"
+        )
 
 
 def _of_micro_batches(plan: StepPlan, demand: Demand, number_M: Int64[ndarray, " M"]) -> tuple[StepPlan, Demand]:
@@ -106,12 +120,8 @@ def costs_of(plan: StepPlan, demand: Demand, cluster: Cluster, model: ModelShape
     """Check that everything fits, and price one group."""
     layout = ParallelLayout(expert_parallel=plan.num_ranks, pipeline_stages=how.pipeline_stages)
     layout.check(cluster, model)
+    _check_demand(plan, demand)
     planned = (*plan.replica_MLRB.shape[:3], plan.num_experts)
-    if demand.tokens_MLRE is None or demand.tokens_MLRE.shape != planned:
-        raise PlanError(
-            f"a plan for (micro-batches, layers, ranks, experts) {planned} meets a demand of "
-            f"{None if demand.tokens_MLRE is None else demand.tokens_MLRE.shape}: pass plan.scheduled(demand)"
-        )
     if (plan.num_nodes, plan.ranks_per_node) != (cluster.num_nodes, cluster.ranks_per_node):
         raise PlanError(
             f"a plan for {plan.num_nodes} x {plan.ranks_per_node} ranks meets cluster {cluster.name!r} of "
@@ -145,12 +155,12 @@ def assemble(
     for slowest, gradients, optimizer in ends:
         for name, seconds in slowest.busy.items():
             terms[name] += seconds
-        terms["pipeline"] += slowest.seconds - sum(slowest.busy.values())
+        terms["pipeline"] += max(0.0, slowest.seconds - sum(slowest.busy.values())) if how.pipeline_stages > 1 else 0.0
         terms["gradients"] += gradients
         terms["optimizer"] += optimizer
         copying += slowest.copying
     terms["relocation"] = _relocation(plan, cluster, model, layout)
-    notes = ()
+    notes: tuple[str, ...] = ()
     if not how.forward_only and not cluster.memory_bytes_per_second:
         notes = (f"the optimizer is left out: cluster {cluster.name!r} does not say memory_bytes_per_second",)
 
@@ -167,11 +177,18 @@ def assemble(
         received_bytes={name: of_ranks([run.received[name] for run in runs]) for name in runs[0].received},
         host_bytes_R=of_ranks([run.host_SR for run in runs]),
         token_slots_R=of_ranks([run.token_slots_SR for run in runs]),
+        expert_skew=_skew(runs, "experts"),
+        attention_skew=_skew(runs, "attention"),
         copy_seconds=copying,
         useful_flops=sum(run.flops for run in runs),
         peak_flops_per_second=cluster.peak_flops_per_second,
         notes=notes,
     )
+
+
+def _skew(runs: list[GroupRun], name: str) -> float:
+    busiest, mean = (sum(run.uneven[name][i] for run in runs) for i in (0, 1))
+    return busiest / mean if mean else 1.0
 
 
 def ends_of_mini_batches(
