@@ -37,10 +37,13 @@ PROGRAMS: tuple[Program, ...] = (
     ("tppo_toy", (), 2),
     ("streaming", ("10", "--repetitions", "3"), 2),
     ("emulated_ranks", (), 3),
+    ("papers", (), 2.5),
+    ("simulation", (), 0.5),
 )
 """What `make bench` runs; together at most MOST_MINUTES."""
 
 LONG: tuple[Program, ...] = (
+    ("validation", ("--repetitions", "3"), 4),
     ("rl", (), 6),
     ("demo", ("0", "1", "2"), 10),
     ("tppo", (), 12),
@@ -50,7 +53,7 @@ LONG: tuple[Program, ...] = (
 """What `make bench-all` runs besides."""
 
 MOST_MINUTES = 15
-TAKES_DATA = {"recordings", "planner", "balancers", "emulated_ranks", "runtime", "gpu"}
+TAKES_DATA = {"recordings", "planner", "balancers", "emulated_ranks", "papers", "runtime", "gpu"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ def domain_step(
     counts_SLE = np.empty((samples, layers, experts), dtype=np.int32)
     for s, domain in enumerate(rng.integers(DOMAINS, size=samples)):
         weight_LE = np.exp(layer_LE + domain_DLE[domain] + rng.normal(scale=0.3, size=(layers, experts)))
-        counts_SLE[s] = rng.multinomial(length_S[s] * top_k, _at_most(weight_LE, 1 / top_k))
+        counts_SLE[s] = rng.multinomial(length_S[s] * top_k, at_most(weight_LE, 1 / top_k))
     demand = Demand(
         counts_SLE=counts_SLE, layer_ids=np.arange(layers, dtype=np.int32), sample_ids=np.arange(samples), top_k=top_k
     )
@@ -76,7 +76,7 @@ def _inclusion(weight_E: np.ndarray, top_k: int) -> np.ndarray:
     return 1 - np.exp(-np.exp(c) * weight_E)
 
 
-def _at_most(weight_LE: np.ndarray, share: float) -> np.ndarray:
+def at_most(weight_LE: np.ndarray, share: float) -> np.ndarray:
     """Scale rows to sum 1 with no entry above `share`: a token picks an expert once at most."""
     p_LE = weight_LE / weight_LE.sum(axis=1, keepdims=True)
     for _ in range(50):

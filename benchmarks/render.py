@@ -36,6 +36,7 @@ _OF_RANKS: tuple[Column, ...] = (
     "time / equal",
     "configuration",
 )
+_VALUES: tuple[Column, ...] = ("case", ("simulated", lambda row: row["value"]), "cited")
 COLUMNS: dict[str, tuple[Column, ...]] = {
     "recordings": ("case", "ranks", "mean", "median", "p95", "configuration"),
     "streaming": (
@@ -179,6 +180,64 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         "fed again",
         "configuration",
     ),
+    "papers_throughput": (
+        "model",
+        "ranks",
+        "load",
+        "balancer",
+        ("simulated / static", lambda row: row["ratio_to_static"]),
+        ("simulated / Balanced", lambda row: row["ratio_to_balanced"]),
+        ("simulated relibra / it", lambda row: row["relibra_over_it"]),
+        ("skew", lambda row: row["skew"]),
+        "cited",
+        ("goal", lambda row: row["ok"]),
+        "why",
+    ),
+    "papers_ablation": (
+        *(
+            _RATIOS := (
+                "case",
+                ("simulated / static", lambda row: row["ratio_to_static"]),
+                ("simulated / Balanced", lambda row: row["ratio_to_balanced"]),
+                "skew",
+            )
+        ),
+        "cited",
+        "why",
+    ),
+    "papers_skew": ("case", ("simulated skew", lambda row: row["skew"]), "cited", "why"),
+    "papers_cost": (*_VALUES, "unit", "why"),
+    "papers_planner": ("case", ("simulated skew", lambda row: row["skew"]), *_VALUES[1:], "unit", "why"),
+    "papers_training": (*_RATIOS, "cited", "load", "why"),
+    "papers_straggler": (*_VALUES, "skew", "unit", "why"),
+    "papers_iteration": (
+        *_RATIOS,
+        "recompute",
+        "update",
+        "end_to_end",
+        ("rollout share of static", lambda row: row["rollout_share"]),
+        "cited",
+        "why",
+    ),
+    "papers_needed": (*_VALUES, "unit"),
+    "papers_windows": (
+        "case",
+        ("simulated, b = 0", lambda row: row["value"]),
+        ("simulated, b = 1/512", lambda row: row["slow_decoder"]),
+        "fed_again",
+        "cited",
+        "why",
+    ),
+    "validation": (
+        ("skew", lambda row: row["case_skew"]),
+        "balancer",
+        ("measured s", lambda row: row["measured_seconds"]),
+        ("quartiles", lambda row: between(row, "measured_seconds")),
+        ("simulated s", lambda row: row["simulated_seconds"]),
+        ("error %", lambda row: f"{100 * row['error']:+.1f}"),
+        "ranking",
+    ),
+    "simulation": ("case", "layers", "seconds", "target", "ok", "peak_mib", "added_mib", "configuration"),
     "demo": (
         "case",
         "seed",
@@ -254,12 +313,15 @@ def figure(name: str, key: str, case: str | None = None) -> str:
 def table(name: str) -> str:
     """Return the rows of one result file as Markdown, with their common provenance underneath.
 
+    "papers_TABLE" takes the rows of one table of papers.json.
+
     Without the file it says that there are no rows yet, so that a page can have its place ready.
     """
-    columns, path = COLUMNS[name], RESULTS / f"{name}.json"
+    file, _, part = name.partition("_") if name.startswith("papers_") else (name, "", "")
+    columns, path = COLUMNS[name], RESULTS / f"{file}.json"
     if not path.exists():
-        return f"*Not measured yet: there is no `benchmarks/results/{name}.json`.*\n"
-    rows = json.loads(path.read_text())
+        return f"*Not measured yet: there is no `benchmarks/results/{file}.json`.*\n"
+    rows = [row for row in json.loads(path.read_text()) if not part or row["table"] == part]
     titles = [column.replace("_", " ") if isinstance(column, str) else column[0] for column in columns]
     cells = [[_shown(row[column] if isinstance(column, str) else column[1](row)) for column in columns] for row in rows]
     filled = [n for n, title in enumerate(titles) if title != "quartiles" or any(row[n] for row in cells)]

@@ -12,12 +12,15 @@ WITH_DATA = {
     "planner": "planner.py",
     "recordings": "recordings.py",
     "balancers": "balancers.py",
+    "papers": "papers.py",
     "ranks": "emulated_ranks.py",
     "runtime": "runtime.py",
     "gpu": "gpu.py",
 }
 WITHOUT_DATA = {
     "routing": "routing.py",
+    "simulation": "simulation.py",
+    "validation": "validation.py",
     "streaming": "streaming.py",
     "windows": "rollout_windows.py",
     "toy": "tppo_toy.py",

@@ -111,6 +111,33 @@ def ranks(quick: Quick = False, as_json: Json = False, data: Data = None, output
 
 
 @app.command(rich_help_panel=_MEASURE)
+def papers(quick: Quick = False, as_json: Json = False, data: Data = None, output: Output = None) -> None:
+    """What papers report beside what our balancers reach in the simulator; 2.5 min.
+
+    Example: relibra bench papers --quick
+    """
+    _run("papers.py", _words(quick, as_json, data, output))
+
+
+@app.command(rich_help_panel=_MEASURE)
+def simulation(quick: Quick = False, as_json: Json = False, output: Output = None) -> None:
+    """Speed and memory of the simulator, up to some thousand ranks; 0.5 min.
+
+    Example: relibra bench simulation --quick
+    """
+    _run("simulation.py", _words(quick, as_json, None, output))
+
+
+@app.command(rich_help_panel=_MEASURE)
+def validation(quick: Quick = False, as_json: Json = False, output: Output = None) -> None:
+    """The simulator against this machine: the runs of runtime, predicted and measured; 4 min, on a quiet machine.
+
+    Example: relibra bench validation --quick
+    """
+    _run("validation.py", _words(quick, as_json, None, output))
+
+
+@app.command(rich_help_panel=_MEASURE)
 def runtime(quick: Quick = False, as_json: Json = False, data: Data = None, output: Output = None) -> None:
     """Training by plans beside all_to_all and beside balanced routes, on two processes; 25 min.
 

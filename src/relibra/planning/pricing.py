@@ -3,6 +3,8 @@
 A replica is worth its push, its second push and its gradient only where it shortens compute and exchange by more than
 attention fails to hide. So replicas are chosen for a range of tolerances, each with fewer copies than the one before,
 and every (micro-batch, layer) takes the cheapest; none at all is one of them (ForeMoE's fallback, arXiv 2606.11867).
+Where copies may cross nodes, those that keep a node's own tokens inside it are priced too
+(`relibra.planning.traffic_copies`): as many as gradients can come home unseen, half and twice that.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from relibra.planning.objective import (
 )
 from relibra.planning.plan import StepPlan, map_of
 from relibra.planning.replication import replicate
+from relibra.planning.traffic_copies import replicate_for_traffic
 from relibra.routing.demand import Demand
 
 TOLERANCES = (0.1,)
@@ -30,7 +33,7 @@ TOLERANCES = (0.1,)
 
 
 def choose_replicas(
-    question: Question, demand: Demand, home_LE: Int64[ndarray, "L E"], tolerance: float
+    question: Question, demand: Demand, home_LE: Int64[ndarray, "L E"], tolerance: float, *, cross_node: bool
 ) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]:
     """Choose replicas for every micro-batch and layer at one tolerance: some 10 microseconds each."""
     cluster, budget = question.cluster, question.budget
@@ -44,7 +47,7 @@ def choose_replicas(
             cluster.ranks_per_node,
             slots=budget.slots,
             tolerance=tolerance,
-            cross_node=budget.cross_node_copies,
+            cross_node=cross_node,
         )
 
     M, L, _ = load_MLE.shape
@@ -53,6 +56,36 @@ def choose_replicas(
     for layer, (replica_MRB, quota_MRB) in enumerate(side_by_side(place, L, budget.threads)):
         replica_MLRB[:, layer], quota_MLRB[:, layer] = replica_MRB, quota_MRB
     return replica_MLRB, quota_MLRB
+
+
+def copies_against_traffic(
+    question: Question, demand: Demand, home_LE: Int64[ndarray, "L E"], traffic_slots: int, most_per_home: int
+) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]:
+    """Choose replicas that keep tokens inside their node, and even out the rest with the slots that are left."""
+    cluster, budget, tokens_MLRE = question.cluster, question.budget, demand.tokens_MLRE
+    assert tokens_MLRE is not None, "checked by plan_step"
+
+    def place(layer: int) -> tuple[ndarray, ndarray]:
+        return replicate_for_traffic(
+            tokens_MLRE[:, layer],
+            home_LE[layer],
+            cluster.ranks_per_node,
+            slots=budget.slots,
+            traffic_slots=traffic_slots,
+            most_per_home=most_per_home,
+            tolerance=budget.tolerance,
+        )
+
+    layers = side_by_side(place, len(home_LE), budget.threads)
+    replica, quota = (np.stack([pair[part] for pair in layers], axis=1) for part in (0, 1))
+    return replica, quota
+
+
+def _returns_hidden(question: Question, demand: Demand) -> int:
+    """Count the gradients from other nodes that a rank can receive while attention runs backward."""
+    cluster, expert = question.cluster, question.expert
+    each = expert.gradient_bytes / cluster.inter_receive.bytes_per_second
+    return int(2 * attention_seconds(demand, cluster, expert) / each)
 
 
 def cheapest_replicas(
@@ -68,10 +101,21 @@ def cheapest_replicas(
     best_quota = np.zeros(best_replica.shape, dtype=np.int32)
     # few copies first: at equal seconds they stay
     tolerances = sorted({t for t in (budget.tolerance, *TOLERANCES) if t >= budget.tolerance}, reverse=True)
-    choices = [(best_replica, best_quota)]
+    choices, across = [(best_replica, best_quota)], False
     if budget.slots:
         tolerances = tolerances if clock.allows(0.6) else tolerances[:1]
-        choices += [choose_replicas(question, demand, home_LE, tolerance) for tolerance in tolerances]
+        across = budget.cross_node_copies and question.cluster.num_nodes > 1
+        choices += [
+            choose_replicas(question, demand, home_LE, tolerance, cross_node=cross_node)
+            for cross_node in (False, True)[: 1 + across]
+            for tolerance in tolerances
+        ]
+    if budget.slots > 1 and across and clock.allows(0.6):
+        hidden = _returns_hidden(question, demand)
+        choices += [
+            copies_against_traffic(question, demand, home_LE, budget.slots // 2, most)
+            for most in sorted({hidden // 2, hidden, 2 * hidden} - {0})
+        ]
 
     def price(choice: int) -> Float64[ndarray, "M L"]:
         return seconds(question, demand, home_LE, *choices[choice])

@@ -41,7 +41,9 @@ def decide(question: Question) -> Decision:
     if question.cluster.num_nodes > 1:
         demand, home_LE = _schedule(question, demand, home_LE, clock)
     if budget.objective == "tokens":
-        replica_MLRB, quota_MLRB = choose_replicas(question, demand, home_LE, budget.tolerance)
+        replica_MLRB, quota_MLRB = choose_replicas(
+            question, demand, home_LE, budget.tolerance, cross_node=budget.cross_node_copies
+        )
     else:
         home_LE, replica_MLRB, quota_MLRB = _cheapest(question, demand, home_LE, previous_LE, clock)
     return Decision(

@@ -1,0 +1,123 @@
+"""What the tables of papers are made of: even routes, pairs, dealt sequences; and what their rows must hold."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relibra.routing.demand import Demand
+
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+
+
+def small_demand(seed):
+    rng = np.random.default_rng(seed)
+    S, L, E, K = 12, 2, 8, 4
+    counts_SLE = np.stack([rng.multinomial(K * (s + 1), rng.dirichlet(np.ones(E)), size=L) for s in range(S)])
+    demand = Demand(
+        counts_SLE=counts_SLE.astype(np.int32), layer_ids=np.arange(L, dtype=np.int32), sample_ids=np.arange(S), top_k=K
+    )
+    return demand.with_schedule(np.arange(S) % 3, np.arange(S) // 3 % 4, 4)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 1000))
+def test_forced_balance_keeps_samples_and_schedule_and_evens_out_experts(seed):
+    from paper_steps import forced_balance
+
+    demand = small_demand(seed)
+    even = forced_balance(demand)
+    assert (even.counts_SLE.sum(axis=2) == demand.counts_SLE.sum(axis=2)).all()
+    assert (even.tokens_MLRE.sum(axis=3) == demand.tokens_MLRE.sum(axis=3)).all()
+    assert np.ptp(even.counts_SLE.sum(axis=0), axis=1).max() <= 1
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 1000))
+def test_pairs_are_symmetric_and_no_expert_meets_another_more_often_than_it_is_picked(seed):
+    from paper_steps import with_pairs
+
+    demand = with_pairs(small_demand(seed))
+    picked_LE = demand.counts_SLE.sum(axis=0)
+    assert (demand.pairs_LEE == demand.pairs_LEE.swapaxes(1, 2)).all()
+    assert (np.diagonal(demand.pairs_LEE, axis1=1, axis2=2) == picked_LE).all()
+    assert (demand.pairs_LEE <= picked_LE[:, None, :]).all()
+
+
+def test_sequences_are_dealt_so_that_ranks_have_about_as_many_tokens():
+    from paper_steps import _dealt
+
+    length_S = np.random.default_rng(0).lognormal(7, 0.6, 64).astype(np.int64)
+    micro_step_S = np.repeat(np.arange(2), 32)
+    rank_S = _dealt(micro_step_S, length_S, 4)
+    for step in range(2):
+        tokens_R = np.bincount(rank_S[micro_step_S == step], length_S[micro_step_S == step])
+        assert tokens_R.max() / tokens_R.mean() < 1.05
+
+
+def test_a_cut_model_keeps_the_share_of_its_output_matrix():
+    from paper_steps import cut_model
+
+    from relibra.simulation import model_shape
+
+    whole, cut = model_shape("qwen3-30b-a3b"), cut_model("qwen3-30b-a3b", small_demand(0))
+    assert cut.moe_layers == 2
+    assert cut.head_parameters / cut.layers == pytest.approx(whole.head_parameters / whole.layers, rel=1e-3)
+
+
+def test_committed_rows_of_papers_keep_ours_and_cited_apart_and_explain_what_misses_a_goal():
+    path = BENCHMARKS / "results" / "papers.json"
+    rows = json.loads(path.read_text())
+    assert {row["label"] for row in rows} == {"simulated"}
+    for row in rows:
+        assert isinstance(row["cited"], str)
+        assert row["ok"] == "" or row["why"], row["case"]
+    for row in (row for row in rows if row["table"] == "throughput"):
+        assert isinstance(row["ratio_to_static"], float)
+        assert row["why"]
+    judged = [row for row in rows if row["ok"]]
+    assert len(judged) >= 8
+    assert {row["load"].split(",")[0] for row in judged} >= {"domains", "domain_trace"}
+
+
+@pytest.mark.slow
+def test_quick_papers_say_aloud_what_they_skip(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "papers.py"), "--quick", "--json", "--data", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = json.loads(done.stdout)
+    assert {row["table"] for row in rows} >= {"throughput", "ablation", "skew", "planner", "straggler", "windows"}
+    assert done.stderr.count("skipped: recorded routes of") == 2
+
+
+@pytest.mark.slow
+def test_quick_validation_predicts_every_run():
+    command = [sys.executable, str(BENCHMARKS / "validation.py"), "--quick", "--json"]
+    rows = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert [row["balancer"] for row in rows] == ["all_to_all", "eplb", "relibra", "relibra, homes stay"]
+    for row in rows:
+        assert row["error"] == pytest.approx(row["simulated_seconds"] / row["measured_seconds"] - 1)
+        assert sum(row["parts"].values()) == pytest.approx(row["simulated_seconds"])
+
+
+@pytest.mark.slow
+def test_runs_that_overlap_have_no_order():
+    from validation import Pair, disagreements
+
+    def pair(name, measured, simulated):
+        return Pair(skew=1.5, balancer=name, measured=measured, simulated=simulated, parts={})
+
+    fast, slow = pair("a", [1.0, 1.1], 1.3), pair("b", [1.2, 1.3], 1.2)
+    assert disagreements([fast, slow]) == [(fast, slow)]
+    assert disagreements([fast, pair("b", [1.05, 1.3], 1.2)]) == []
+    assert disagreements([fast, pair("b", [1.2, 1.3], 1.4)]) == []
