@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from relibra.rl.config import load_config
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
@@ -60,24 +62,48 @@ def test_idle_places_weigh_as_long_as_the_step_decodes():
     assert rl_runs.idle_share(steps) == pytest.approx(0.7)
 
 
-def test_both_algorithms_are_measured_to_the_reward_that_ppo_ends_with():
+def test_all_algorithms_are_measured_to_the_reward_that_ppo_ends_with(capsys):
     import tppo
 
     waiting = rows_of([0.2, 0.4, 0.6, 0.6, 0.6], decode_steps=100, seconds=2.0)
     windowed = rows_of([0.2, 0.4, 0.5, 0.6, 0.6, 0.6, 0.7], decode_steps=20, seconds=0.5)
-    ppo, other = tppo.result_rows(tppo.Race(seed=1, rows={"PPO": waiting, "T-PPO": windowed}))
+    refilled = rows_of([0.2, 0.5, 0.6, 0.6, 0.6], decode_steps=20, seconds=1.0)
+    race = tppo.Race(seed=1, rows={"PPO": waiting, "T-PPO": windowed, "T-PPO, refill": refilled})
+    ppo, other, third = tppo.result_rows(race)
+    assert third["decode_ratio"] == pytest.approx(1000 / 200)
+    assert third["wall_ratio"] == pytest.approx(20 / 10)
     assert 0.56 < ppo["target"] == other["target"] < 0.6
     assert (ppo["updates"], ppo["decode_steps"], ppo["wall_seconds"]) == (10, 1000, 20.0)
     assert (other["updates"], other["decode_steps"], other["wall_seconds"]) == (12, 240, 6.0)
     assert other["decode_ratio"] == pytest.approx(1000 / 240)
     assert other["wall_ratio"] == pytest.approx(20 / 6)
     assert [ppo[f"{name}_ratio"] for name in ("updates", "decode", "wall")] == [1, 1, 1]
-    lines = tppo.summary([ppo, other])
-    assert "reached" in lines[0]
+    lines = tppo.summary([ppo, other, third])
+    assert lines[0] == "decode ratio: PPO / T-PPO 4.17; PPO / T-PPO, refill 5.00; target 2.5 by T-PPO: reached"
+    assert lines[1].endswith("PPO / T-PPO 3.33; PPO / T-PPO, refill 2.00; target 1.8 by T-PPO: reached")
     # Per token a step costs a quarter in rollout and in the rest, so equal tokens would give 4, whatever the share.
     assert "4.00 times cheaper" in lines[2]
     assert "equal tokens give 4.00" in lines[2]
-    tppo.print_rows([ppo, other])
+    assert lines[3].startswith("T-PPO, refill: per sampled token rollout is 2.00 times cheaper")
+    tppo.print_rows([ppo, other, third])
+    assert all(len(line) <= 80 for line in capsys.readouterr().out.splitlines() if "T-PPO" in line[:20])
+
+
+def test_who_goes_first_takes_turns(monkeypatch, tmp_path):
+    import tppo
+
+    order = []
+    monkeypatch.setattr(tppo, "warmed_up", lambda *_: tmp_path)
+    monkeypatch.setattr(tppo, "trained", lambda settings, _policy, _folder, name: order.append((name, settings)) or [])
+    races = list(tppo.races(3, tmp_path, quick=False))
+    assert [list(race.rows) for race in races] == [
+        ["PPO", "T-PPO", "T-PPO, refill"],
+        ["T-PPO", "T-PPO, refill", "PPO"],
+        ["T-PPO, refill", "PPO", "T-PPO"],
+    ]
+    assert [name for name, _ in order][:3] == ["PPO-0", "T-PPO-0", "T-PPO-refill-0"]
+    for _, settings in order:
+        load_config(None, settings)
 
 
 def test_a_reward_that_is_never_reached_is_no_ratio_and_misses_the_target(capsys):
@@ -85,7 +111,8 @@ def test_a_reward_that_is_never_reached_is_no_ratio_and_misses_the_target(capsys
 
     waiting = rows_of([0.2, 0.6, 0.6, 0.6], decode_steps=100, seconds=2.0)
     windowed = rows_of([0.2, 0.2], decode_steps=20, seconds=0.5)
-    rows = tppo.result_rows(tppo.Race(seed=0, rows={"PPO": waiting, "T-PPO": windowed}))
+    runs = {"PPO": waiting, "T-PPO": windowed, "T-PPO, refill": windowed}
+    rows = tppo.result_rows(tppo.Race(seed=0, rows=runs))
     assert rows[1]["decode_steps"] is rows[1]["wall_ratio"] is None
     assert all("MISSED" in line for line in tppo.summary(rows)[: len(tppo.TARGETS)])
     tppo.print_rows(rows)

@@ -33,6 +33,7 @@ ALGORITHMS = {
     "replay_off": ("algorithm.replay=off",),
     "dense": ("model.num_experts=0", "algorithm.replay=off"),
     "dense_tppo": (*TPPO, "model.num_experts=0", "algorithm.replay=off"),
+    "tppo_refill": (*TPPO, "rollout.refill=true"),
     "r2_tppo": (*TPPO, "algorithm.replay=R2"),
     "bf16": ("model.dtype=bfloat16",),
     "checkpointing": ("model.activation_checkpointing=true",),
@@ -97,6 +98,18 @@ def test_t_ppo_goes_on_with_unfinished_responses(alone):
     assert any(row["unfinished_share"] > 0 for row in rows)
     assert all(row["decode_steps"] <= 4 for row in rows), "no step decodes more than a window"
     assert max(row["response_length_max"] or 0 for row in rows) > 4, "no response spans windows"
+
+
+@pytest.mark.slow
+def test_refills_keep_places_busy_to_the_end_of_the_window(alone):
+    plain, refilled = alone("tppo").rows, alone("tppo_refill").rows
+    assert all(row["decode_steps"] == 4 for row in refilled)
+    assert sum(row["idle_share"] for row in refilled) < sum(row["idle_share"] for row in plain)
+    assert sum(row["sampled_tokens"] for row in refilled) > sum(row["sampled_tokens"] for row in plain)
+    for row in refilled:
+        under_way = row["finished"] / (1 - row["unfinished_share"])
+        assert under_way == pytest.approx(round(under_way))
+        assert round(under_way) - row["finished"] <= 8, "more are live than there are places"
 
 
 @pytest.mark.slow
@@ -187,6 +200,7 @@ BALANCED = {
     "fast_relibra": (),
     "r2_relibra": ("algorithm.replay=R2",),
     "tppo": TPPO,
+    "tppo_refill": (*TPPO, "rollout.refill=true"),
     "reference": ("algorithm.preset=gspo", "algorithm.kl_coefficient=0.1"),
     "checkpointing": ("model.activation_checkpointing=true",),
     "bf16": ("model.dtype=bfloat16",),

@@ -106,6 +106,25 @@ def test_refused_overrides(override, said):
             ("algorithm.tail_drop 20 leaves nothing of rollout.window 20",),
         ),
         (
+            ("algorithm.preset=tppo", "rollout.refill=true"),
+            ("rollout.refill needs rollout.window below rollout.max_response 80", "set a window"),
+        ),
+        (
+            ("algorithm.preset=tppo", "rollout.window=80", "rollout.refill=true"),
+            ("rollout.refill needs rollout.window below rollout.max_response 80", "rollout.refill=false"),
+        ),
+        (
+            ("algorithm.preset=tppo", "rollout.window=20", "rollout.refill=true", "rollout.max_batch=127"),
+            ("rollout.max_batch 127 is below the 128 responses of a rank", "decodes all of them at once"),
+        ),
+        (
+            (
+                *("algorithm.preset=tppo", "rollout.window=20", "rollout.url=http://h:1", "rollout.server_weights=w"),
+                *("rollout.refill=true", "rollout.engine=vllm"),
+            ),
+            ("refill needs engine 'embedded', and it is 'vllm'", "set refill=false"),
+        ),
+        (
             ("algorithm.overlong_buffer=81",),
             ("algorithm.overlong_buffer 81 exceeds rollout.max_response 80",),
         ),
@@ -122,6 +141,7 @@ def test_settings_that_do_not_fit_each_other(overrides, said):
 def test_what_just_fits_is_taken():
     load_config(None, ["model.num_experts=0", "algorithm.replay=off", "parallel.ranks=3"])
     load_config(None, ["algorithm.preset=tppo", "rollout.window=20", "algorithm.tail_drop=19"])
+    load_config(None, ["algorithm.preset=tppo", "rollout.window=20", "rollout.refill=true", "rollout.max_batch=128"])
     load_config(None, ["algorithm.preset=ppo", "rollout.responses_per_prompt=1", "update.mini_batches=32"])
     load_config(None, ["rollout.window=80", "algorithm.overlong_buffer=80", "update.mini_batches=32"])
     load_config(None, ["model.path=somewhere", "parallel.ranks=3", "model.num_experts=0"])  # sizes are known later
@@ -195,7 +215,9 @@ def test_responses_and_windows_follow_from_the_settings():
     assert config.responses_per_step == 15
     assert config.rollout.window_tokens == 80
     windowed = load_config(None, ["algorithm.preset=tppo", "rollout.window=16"])
-    assert windowed.rollout.window_tokens == 16
+    assert (windowed.rollout.window_tokens, windowed.rollout.max_windows) == (16, 5)
+    refilled = load_config(None, ["rollout.refill=true"], base=windowed.model_dump(mode="json"))
+    assert refilled.rollout.max_windows == 6, "the first window may be a short one"
 
 
 def test_an_override_cannot_go_into_a_value():

@@ -160,6 +160,26 @@ def test_a_window_shorter_than_the_dropped_tail_trains_nothing():
     assert credit.trained_Sr[0].tolist() == [False] * 4
 
 
+def test_windows_of_any_length_have_advantages_of_their_own():
+    """Of a response that began inside a step: the first window is short, later ones do not begin at multiples."""
+    config = config_of("algorithm.whiten=false")
+    responses = [
+        response_of(0, length=3, finished=False, routed=False),
+        response_of(1, length=2, finished=False, routed=False),
+        response_of(2, earlier=2, length=WINDOW, finished=False, routed=False),
+        response_of(3, earlier=14, length=4, reward=1.0, routed=False),
+    ]
+    expected_Sr = values_for(responses)
+    credit = estimate(responses, expected_Sr, config, train_unfinished=True)
+    assert [trained.sum() for trained in credit.trained_Sr] == [1, 0, WINDOW - 2, 4]
+    for response, expected, advantage, trained in zip(
+        responses, expected_Sr, credit.advantage_Sr, credit.trained_Sr, strict=True
+    ):
+        by_hand = advantages_by_hand(response, expected, config)
+        own = advantage[response.length - response.window_length :]
+        assert own[trained[-len(own) :]] == pytest.approx(by_hand[: trained.sum()], abs=1e-4)
+
+
 def test_a_rank_without_responses_takes_part():
     credit = estimate([], [], config_of(), train_unfinished=True)
     assert (credit.advantage_Sr, credit.trained_Sr) == ([], [])
@@ -238,16 +258,20 @@ def test_a_finished_response_without_a_reward_is_a_mistake_of_ours():
         estimate([response], values_for([response]), config_of(), train_unfinished=True)
 
 
-def test_values_at_cuts_are_held_against_how_responses_ended():
+@pytest.mark.parametrize("first", [WINDOW, 2])
+def test_values_at_cuts_are_held_against_how_responses_ended(first):
+    """Also where the first window was a short one, of a place refilled inside a step."""
     config = config_of()
 
-    def ended(sample_id, values_at_cuts, reward):
-        response = response_of(sample_id, earlier=WINDOW * len(values_at_cuts), length=2, reward=reward)
+    def ended(sample_id, values_at_cuts, reward, first=WINDOW):
+        earlier = first + WINDOW * (len(values_at_cuts) - 1)
+        response = response_of(sample_id, earlier=earlier, length=2, reward=reward)
         values_r = np.zeros(response.length, dtype=np.float32)
-        values_r[WINDOW - 1 :: WINDOW][: len(values_at_cuts)] = values_at_cuts
-        return replace(response, values_r=values_r)
+        values_r[first - 1 :: WINDOW][: len(values_at_cuts)] = values_at_cuts
+        versions_r = (np.arange(response.length) + WINDOW - first) // WINDOW + 5
+        return replace(response, values_r=values_r, versions_r=versions_r.astype(np.int32))
 
-    right, wrong = ended(0, [0.6, 0.9], 1.0), ended(1, [0.2, 0.7], 0.0)
+    right, wrong = ended(0, [0.6, 0.9], 1.0), ended(1, [0.2, 0.7], 0.0, first=first)
     # of the pairs (0.6, 0.9) x (0.2, 0.7) three are in the right order
     assert auroc_at_cuts([right, wrong], config) == 0.75
     never_cut = response_of(2, length=WINDOW, reward=1.0)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import time
 
@@ -74,6 +75,7 @@ def test_a_run_killed_six_times_ends_as_one_that_never_was(tmp_path):
 
 CASES = {
     "tppo": (*TPPO[:-2], "run.steps=6", "checkpoint.every=3"),
+    "refill": (*TPPO[:-2], "rollout.refill=true", "run.steps=6", "checkpoint.every=3"),
     "dapo": ("run.steps=4", "checkpoint.every=2"),
     "r2": ("algorithm.replay=R2", "run.steps=4", "checkpoint.every=2"),
     "reference": ("algorithm.preset=grpo", "algorithm.kl_coefficient=0.2", "run.steps=4", "checkpoint.every=2"),
@@ -129,6 +131,29 @@ def test_a_run_goes_on_on_another_number_of_ranks(tmp_path):
         for step, own in enumerate(ids):
             assert live <= set(own) or step != before, "a response that was under way is lost"
             assert len(own) == 8
+
+
+def test_responses_that_were_passed_over_begin_after_a_resume(tmp_path):
+    """Two ranks use their spares at different speeds; what one did not use is in the checkpoint."""
+    longer = ("rollout.window=6", "checkpoint.every=1", "checkpoint.keep=9")
+    case = {"refill": (*CASES["refill"], *longer)}
+    whole = run_on_ranks(2, case, tmp_path)["refill"]
+    shards = shards_of(whole.run)
+    told = [json.loads(path.read_text()) for path in sorted(whole.run.glob("checkpoints/*/state.json"))]
+    steps = [one["step"] for one in told[:-1] if one["state"]["passed_over"]]
+    assert steps, "nothing was passed over, so nothing was tested"
+    rewound(whole.run, steps[0])
+    again = run_on_ranks(2, case, tmp_path)["refill"]
+    assert [len(rows) for rows in again.of_ranks] == [6 - steps[0]] * 2
+    assert_same_bits(whole, again)
+    assert shards_of(whole.run) == shards
+    for folder in whole.run.glob("later-*"):
+        shutil.rmtree(folder)
+    rewound(whole.run, steps[0])
+    alone = outcome_of(whole.run, [run_alone(case["refill"], whole.run)])
+    assert [row["step"] for row in alone.rows] == list(range(6))
+    ids = [set(read_trace(whole.run / "traces" / f"step-{step:05d}").sample_ids.tolist()) for step in range(6)]
+    assert set().union(*ids) == set(range(max(map(max, ids)) + 1)), "a response never began"
 
 
 def test_more_steps_can_be_asked_of_a_finished_run(tmp_path):

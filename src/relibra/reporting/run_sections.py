@@ -168,7 +168,7 @@ def time(metrics: Metrics) -> str:
             "<h3>Idle places in rollout</h3>",
             paragraph(
                 "Share of (place, decode step) without a response: places whose response has ended wait until the "
-                f"longest one, or the window, is done. {words}",
+                f"longest one, or the window, is done, or for a refill. {words}",
                 "how",
             ),
             plot("idle-plot", step_panels(metrics, run_pictures.IDLE), words),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from relibra.rl.algorithms.advantages import overlong_penalty
 from relibra.rl.config import RunConfig
 from relibra.rl.ranks import gather_arrays
 from relibra.rl.rollout.exchange import exchange_responses
-from relibra.rl.rollout.pool import check_pool, plan_admission
+from relibra.rl.rollout.pool import Fresh, check_pool, plan_admission
 from relibra.rl.rollout.response import Response, RolloutCost, RolloutEngine, new_response
 from relibra.rl.tasks.task import Task
 from relibra.rl.tokenizer import Tokenizer
@@ -24,19 +25,19 @@ from relibra.rl.tokenizer import Tokenizer
 class Rollout:
     """What came out of a rollout on this rank.
 
-    responses     all that were under way, by sample id; each has a window more
-    next_sample   id of the first response that has not begun, the same on all ranks
+    responses   all that were under way, by sample id; each has a window more
+    fresh       what has not begun, the same on all ranks
     """
 
     responses: list[Response]
     cost: RolloutCost
-    next_sample: int
+    fresh: Fresh
 
 
 def collect(
     live: Sequence[Response],
     *,
-    started: int,
+    fresh: Fresh,
     finished: int,
     engine: RolloutEngine,
     task: Task,
@@ -46,18 +47,36 @@ def collect(
 ) -> Rollout:
     """Go on with unfinished responses, and begin as many new ones as places are free; collective.
 
-    live                unfinished responses of this rank
-    started, finished   responses of all ranks since the start of the run
-    raises              ConfigError for a prompt that is too long
+    With `rollout.refill` more begin where places fall free before the step ends.
+
+    live       unfinished responses of this rank
+    fresh      what had not begun before this step
+    finished   responses of all ranks that ended since the start of the run
+    raises     ConfigError for a prompt that is too long
     """
-    active, next_sample = _admit(live, started, finished, task, tokenizer, config)
-    rollout = config.rollout
-    windows, cost = engine.generate(active, window=rollout.window_tokens, max_response=rollout.max_response)
+    begin = _beginner(task, tokenizer, config)
+    active, fresh = _admit(live, fresh, finished, begin, config)
+    rollout, refilled = config.rollout, list[Response]()
+
+    def spares() -> Iterator[Response]:
+        for sample in fresh.spares(dist.get_rank(), dist.get_world_size()):
+            refilled.append(begin(sample))
+            yield refilled[-1]
+
+    windows, cost = engine.generate(
+        active,
+        window=rollout.window_tokens,
+        max_response=rollout.max_response,
+        spare=spares() if rollout.refill else None,
+    )
     extended = [
         response.extended(window, weight_version=weight_version, max_response=rollout.max_response)
-        for response, window in zip(active, windows, strict=True)
+        for response, window in zip([*active, *refilled], windows, strict=True)
     ]
-    return Rollout(responses=extended, cost=cost, next_sample=next_sample)
+    if rollout.refill:
+        own = np.array([response.sample_id for response in refilled], dtype=np.int64)
+        fresh = fresh.without(np.concatenate(gather_arrays(own)).tolist())
+    return Rollout(responses=sorted(extended, key=lambda response: response.sample_id), cost=cost, fresh=fresh)
 
 
 def rate(responses: Sequence[Response], task: Task, tokenizer: Tokenizer, config: RunConfig) -> list[Response]:
@@ -74,20 +93,24 @@ def rate(responses: Sequence[Response], task: Task, tokenizer: Tokenizer, config
 
 
 def _admit(
-    live: Sequence[Response], started: int, finished: int, task: Task, tokenizer: Tokenizer, config: RunConfig
-) -> tuple[list[Response], int]:
+    live: Sequence[Response], fresh: Fresh, finished: int, begin: Callable[[int], Response], config: RunConfig
+) -> tuple[list[Response], Fresh]:
     """Deal unfinished and new responses evenly over the ranks."""
     own = np.array([(response.sample_id, response.windows) for response in live], dtype=np.int64).reshape(-1, 2)
     everybody = [(int(sample), int(windows)) for sample, windows in np.concatenate(gather_arrays(own))]
-    slots, max_windows = config.responses_per_step, config.rollout.max_response // config.rollout.window_tokens
-    check_pool(started=started, finished=finished, live=everybody, slots=slots, max_windows=max_windows)
-    admission = plan_admission(everybody, slots, started, dist.get_world_size())
+    slots, max_windows = config.responses_per_step, config.rollout.max_windows
+    check_pool(started=fresh.started, finished=finished, live=everybody, slots=slots, max_windows=max_windows)
+    admission = plan_admission(everybody, slots, fresh, dist.get_world_size())
     active = exchange_responses(live, [admission.rank_of[response.sample_id] for response in live])
-    rank, per_prompt = dist.get_rank(), config.rollout.responses_per_prompt
-    fresh = [sample for sample in admission.fresh if admission.rank_of[sample] == rank]
-    prompts = {group: _encode(group, task, tokenizer, config) for group in {sample // per_prompt for sample in fresh}}
-    active += [new_response(sample, sample // per_prompt, prompts[sample // per_prompt]) for sample in fresh]
-    return sorted(active, key=lambda response: response.sample_id), admission.next_sample
+    active += [begin(sample) for sample in admission.begun if admission.rank_of[sample] == dist.get_rank()]
+    return sorted(active, key=lambda response: response.sample_id), admission.fresh
+
+
+def _beginner(task: Task, tokenizer: Tokenizer, config: RunConfig) -> Callable[[int], Response]:
+    """Return what makes a new response of a sample id; a prompt is encoded once for its whole group."""
+    per_prompt = config.rollout.responses_per_prompt
+    prompt_of = cache(lambda group: _encode(group, task, tokenizer, config))
+    return lambda sample: new_response(sample, sample // per_prompt, prompt_of(sample // per_prompt))
 
 
 def _encode(group: int, task: Task, tokenizer: Tokenizer, config: RunConfig) -> list[int]:

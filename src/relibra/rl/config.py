@@ -131,6 +131,18 @@ class RunConfig(Section):
                 f"rollout.window {window} below rollout.max_response {longest} they do not finish together: set it to "
                 "off"
             )
+        if self.rollout.refill and window == longest:
+            return (
+                f"rollout.refill needs rollout.window below rollout.max_response {longest}: without windows a step "
+                "waits for its responses, and places that fall free stay so; set a window, or rollout.refill=false"
+            )
+        own = -(-self.responses_per_step // self.parallel.ranks)
+        if self.rollout.refill and own > self.rollout.max_batch:
+            return (
+                f"rollout.max_batch {self.rollout.max_batch} is below the {own} responses of a rank "
+                "(rollout.prompts_per_step x rollout.responses_per_prompt / parallel.ranks), and rollout.refill "
+                "decodes all of them at once: raise it, or set rollout.refill=false"
+            )
         if window < longest and self.algorithm.tail_drop >= window:
             return f"algorithm.tail_drop {self.algorithm.tail_drop} leaves nothing of rollout.window {window}"
         if self.algorithm.overlong_buffer > longest:

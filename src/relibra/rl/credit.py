@@ -164,14 +164,13 @@ def auroc_at_cuts(responses: Sequence[Response], config: RunConfig) -> float | N
     """Return how well the value at a cut told whether the response would end right: 0.5 is chance; collective.
 
     Over all cuts, at the ends of earlier windows, of the responses of all ranks that finished in this step, with what
-    the value model said then; None where all of them ended right, or none did.
+    the value model said then; None where all of them ended right, or none did. No two windows are of one version.
     """
-    window = config.rollout.window_tokens
     cuts = [
         (response.values_r[cut - 1], is_correct(response, config))
         for response in responses
         if response.finish_reason is not None
-        for cut in range(window, response.length, window)
+        for cut in np.flatnonzero(np.diff(response.versions_r)) + 1
     ]
     value_C, correct_C = np.concatenate(gather_arrays(np.array(cuts, dtype=np.float64).reshape(-1, 2))).T
     found = auroc(value_C, correct_C > 0)

@@ -110,6 +110,8 @@ class RolloutSettings(Section):
     """Longest response, in tokens."""
     window: int = Field(0, ge=0)
     """Tokens that a step adds to a response at most (T-PPO); unfinished ones go on in the next. 0: max_response."""
+    refill: bool = False
+    """Places of responses that end inside a window take fresh ones at once: a step is `window` decode steps."""
     max_prompt: int = Field(1024, ge=1)
     """Longest prompt, in tokens; a longer one ends the run with an error that names it."""
     max_batch: int = Field(256, ge=1)
@@ -128,10 +130,20 @@ class RolloutSettings(Section):
         """Tokens that a step adds to a response at most."""
         return self.window or self.max_response
 
+    @property
+    def max_windows(self) -> int:
+        """Windows of a response at most; with `refill` the first may be shorter than others, which makes one more."""
+        return self.max_response // self.window_tokens + self.refill
+
     @model_validator(mode="after")
     def _parts_fit(self) -> RolloutSettings:
         if self.engine != "embedded" and not (self.url and self.server_weights):
             raise ValueError(f"engine {self.engine!r} needs url and server_weights: the server, and a folder both see")
+        if self.refill and self.engine != "embedded":
+            raise ValueError(
+                f"refill needs engine 'embedded', and it is {self.engine!r}: a server does not count decode steps; set "
+                "refill=false"
+            )
         if self.max_response % self.window_tokens:
             raise ValueError(
                 f"window {self.window} does not divide max_response {self.max_response}: a response has a whole number "

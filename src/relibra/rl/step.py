@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from relibra.rl.learn_values import expect, update_values
 from relibra.rl.policy import Policy
 from relibra.rl.ranks import sum_over_ranks
 from relibra.rl.recompute import Recomputed, recompute, reference_log_probs
-from relibra.rl.rollout.pool import check_versions
+from relibra.rl.rollout.pool import Fresh, check_versions
 from relibra.rl.rollout.response import Response, RolloutCost, RolloutEngine
 from relibra.rl.step_metrics import balance_metrics, mismatch_of_ranks, rollout_metrics, update_metrics
 from relibra.rl.step_trace import write_step_trace
@@ -64,7 +64,7 @@ class Progress:
 
     live                  unfinished responses of this rank
     for_values            finished ones that the value model has not been trained on yet
-    next_sample           id of the first response that has not begun
+    fresh                 responses that have not begun
     finished              responses of all ranks that have ended
     policy_steps          optimizer steps of the policy so far
     value_steps           of the value model
@@ -74,7 +74,7 @@ class Progress:
 
     live: list[Response] = field(default_factory=list)
     for_values: list[Response] = field(default_factory=list)
-    next_sample: int = 0
+    fresh: Fresh = field(default_factory=Fresh)
     finished: int = 0
     policy_steps: int = 0
     value_steps: int = 0
@@ -83,7 +83,7 @@ class Progress:
 
     def as_state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps beside responses, for `from_state`; the same on all ranks."""
-        return {name: getattr(self, name) for name in _STATE}
+        return {**asdict(self.fresh), **{name: getattr(self, name) for name in _STATE}}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], responses: Sequence[Response]) -> Progress:
@@ -91,11 +91,12 @@ class Progress:
         return cls(
             live=[response for response in responses if response.finish_reason is None],
             for_values=[response for response in responses if response.finish_reason is not None],
+            fresh=Fresh(next_sample=state["next_sample"], passed_over=tuple(state["passed_over"])),
             **{name: state[name] for name in _STATE},
         )
 
 
-_STATE = ("next_sample", "finished", "policy_steps", "value_steps", "explained_variance", "planned")
+_STATE = ("finished", "policy_steps", "value_steps", "explained_variance", "planned")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +174,7 @@ def _roll_out(step: int, learner: Learner, config: RunConfig, clock: Stopwatch) 
     with clock.stage("rollout"):
         rollout = collect(
             progress.live,
-            started=progress.next_sample,
+            fresh=progress.fresh,
             finished=progress.finished,
             engine=learner.engine,
             task=learner.task,
@@ -181,7 +182,7 @@ def _roll_out(step: int, learner: Learner, config: RunConfig, clock: Stopwatch) 
             config=config,
             weight_version=step,
         )
-        progress.next_sample = rollout.next_sample
+        progress.fresh = rollout.fresh
     with clock.stage("reward"):
         responses = rate(rollout.responses, learner.task, learner.tokenizer, config)
         check_versions(responses, step)

@@ -1,5 +1,6 @@
 """The embedded engine against teacher-forced passes of the same model over what it sampled."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -294,6 +295,97 @@ def test_refill_keeps_places_busy_and_its_cost_adds_up(monkeypatch):
     refills = len(widths) - cost.decode_steps
     assert 5 <= refills <= 48 / 3, "several places are filled at once"
     assert cost.decode_steps + refills < 0.9 * in_batches.decode_steps
+
+
+def refilled(sampler, responses, spares, *, window, max_response=24):
+    """Generate with spares; return the extended responses, those that began last, and the cost."""
+    drawn = []
+
+    def spare():
+        for response in spares:
+            drawn.append(response)
+            yield response
+
+    windows, cost = sampler.generate(responses, window=window, max_response=max_response, spare=spare())
+    extended = [
+        response.extended(one, weight_version=4, max_response=max_response)
+        for response, one in zip([*responses, *drawn], windows, strict=True)
+    ]
+    return extended, cost
+
+
+def many(first=100):
+    return (new_response(first + n, n, [3 + n % 50, 2 + n % 7]) for n in itertools.count())
+
+
+@pytest.mark.parametrize(("window", "places"), [(1, 3), (2, 9), (9, 1), (16, 4), (24, 9)])
+def test_with_spares_a_step_is_so_many_decode_steps_and_no_window_is_longer_than_what_was_left(window, places):
+    model = model_of("qwen3_moe")
+    first = fresh()[:places]
+    responses, cost = refilled(engine(model), first, many(), window=window)
+    assert cost.decode_steps == window
+    assert cost.slot_steps == window * places
+    assert [response.sample_id for response in responses[places:]] == list(range(100, 100 + len(responses) - places))
+    assert cost.prefilled_tokens == sum(response.prompt_length for response in responses)
+    sampled = sum(response.length for response in responses)
+    assert cost.busy_slot_steps <= cost.slot_steps
+    refills = len(responses) - places
+    assert sampled - refills <= cost.busy_slot_steps <= sampled, "a refill is no decode step"
+    for response in responses:
+        assert 1 <= response.length <= window
+    unfinished = [response for response in responses if response.finish_reason is None]
+    assert len(unfinished) <= places, "what goes on in the next step has its place there"
+    again = {}
+    for response in responses:  # what each would have said in a batch of its own
+        start = new_response(response.sample_id, 0, response.tokens_n[: response.prompt_length].tolist())
+        [alone], _ = roll_out(engine(model), [start], window=24)
+        again[response.sample_id] = alone.tokens_n[: len(response.tokens_n)].tolist()
+        check_against_forward_pass(model, response)
+    assert tokens_of(responses) == again
+
+
+def test_places_that_fall_free_are_refilled_while_the_steps_left_repay_it():
+    """24 places: with spares hardly any place is idle, but for the last steps and for waiting until it pays."""
+    model, prompts = model_of("qwen3_moe"), [[3 + n % 50] for n in range(24)]
+    passes = []
+    handle = model.register_forward_pre_hook(
+        lambda _, _args, kwargs: passes.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    _, without = roll_out(engine(model), fresh(prompts), window=24, max_response=48)
+    assert len(passes) == without.decode_steps
+    passes.clear()
+    responses, cost = refilled(engine(model), fresh(prompts), many(), window=24, max_response=48)
+    handle.remove()
+    idle, idle_without = (1 - one.busy_slot_steps / one.slot_steps for one in (cost, without))
+    assert idle < 0.5 * idle_without
+    rows = [shape[0] for shape in passes if shape[1] == 1]
+    assert max(rows) <= 24
+    lengths = [response.length for response in responses[24:] if response.finish_reason is None]
+    assert min(lengths) >= 3, "nobody begins for a token or two: one decode step of all places costs as much"
+    assert len(passes) - cost.decode_steps <= 24 / 3
+
+
+def test_a_rank_without_responses_begins_none():
+    windows, cost = engine(model_of("qwen3_moe")).generate([], window=4, max_response=8, spare=many())
+    assert windows == []
+    assert (cost.decode_steps, cost.slot_steps, cost.prefilled_tokens) == (0, 0, 0)
+
+
+def test_models_whose_caches_cannot_be_joined_refill_when_the_batch_has_ended():
+    model = model_of("qwen3_next")
+    responses, cost = refilled(engine(model), fresh()[:1], many(), window=24)
+    assert cost.decode_steps == cost.busy_slot_steps == sum(response.length for response in responses) == 24
+    assert len(responses) > 1
+
+
+def test_responses_that_go_on_end_at_the_longest_allowed_and_give_their_places_away():
+    model = model_of("qwen3_moe")
+    responses, _ = roll_out(engine(model, stop_ids=()), fresh()[:4], window=7, max_response=9)
+    responses, cost = refilled(engine(model, stop_ids=()), responses, many(), window=8, max_response=9)
+    assert [response.length for response in responses[:4]] == [9, 9, 9, 9]
+    assert [response.finish_reason for response in responses] == ["length"] * 4 + [None] * 4
+    assert [response.length for response in responses[4:]] == [6, 6, 6, 6]
+    assert (cost.decode_steps, cost.busy_slot_steps) == (8, 4 * 2 + 4 * 6)
 
 
 def test_tokens_are_drawn_with_their_probabilities():

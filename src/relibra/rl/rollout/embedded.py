@@ -6,10 +6,10 @@ It knows token ids only, no text. Every rank holds a full copy of the policy and
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import torch
@@ -46,6 +46,9 @@ class EmbeddedEngine:
 
     In the cost, the pass that fills an empty batch counts as a decode step, for it adds a token to every response under
     way; a refill does not.
+
+    With spares a call is `window` decode steps: places that fall free take a spare by the same rule, as long as the
+    steps left repay the refill. It may add a token in the refill and one in each step left.
     """
 
     model: nn.Module
@@ -58,29 +61,39 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def generate(
-        self, responses: Sequence[Response], *, window: int, max_response: int
+        self,
+        responses: Sequence[Response],
+        *,
+        window: int,
+        max_response: int,
+        spare: Iterator[Response] | None = None,
     ) -> tuple[list[Window], RolloutCost]:
         """Add up to `window` tokens to each response, none beyond `max_response`; see `RolloutEngine`.
 
         raises    EngineError for an empty prompt, probabilities that are not finite, or where the model's routes cannot
                   be recorded (`record_routing`)
         """
+        assert spare is None or len(responses) <= self.max_batch, "spares are for places: each response needs its own"
         rows = [_Row(response, min(window, max_response - response.length)) for response in responses]
+        queue = _Queue(rows, spare if rows else None, window, max_response)
         with record_routing(self.model) if self.record else nullcontext() as recorder:
-            cost = self._decode(rows, recorder)
-        return [row.window() for row in rows], cost
+            cost = self._decode(queue, min(self.max_batch, len(rows)), recorder)
+        return [row.window() for row in queue.rows], cost
 
-    def _decode(self, rows: Sequence[_Row], recorder: RoutingRecorder | None) -> RolloutCost:
-        """Sample until every row has ended."""
-        waiting, places = deque(rows), min(self.max_batch, len(rows))
+    def _decode(self, queue: _Queue, places: int, recorder: RoutingRecorder | None) -> RolloutCost:
+        """Sample until every row has ended, and none is left to begin."""
         steps = busy = prefilled = idle_since_refill = 0
         batch: _Batch | None = None
-        while waiting or batch:
-            if waiting and (batch is None or (idle_since_refill >= places and can_join(batch.cache))):
-                free = places - (len(batch.rows) if batch else 0)
-                fresh = [waiting.popleft() for _ in range(min(free, len(waiting)))]
+        while batch or queue.has_more(steps):
+            free = places - (len(batch.rows) if batch else 0)
+            due = batch is None or (
+                idle_since_refill >= places and can_join(batch.cache) and queue.repays(free, places, steps)
+            )
+            if due and queue.has_more(steps):
                 if batch is None:
-                    steps, busy = steps + 1, busy + len(fresh)
+                    steps += 1
+                fresh = queue.take(free, steps)
+                busy += 0 if batch else len(fresh)
                 prefilled += sum(len(row.response.tokens_n) for row in fresh)
                 batch = _joined([*([batch] if batch else []), *self._prefilled(fresh, recorder)])
                 idle_since_refill = 0
@@ -132,6 +145,39 @@ class EmbeddedEngine:
         if recorder is not None:
             _hand_out_routes(batch, recorder)
         return batch.going_on(token_B)
+
+
+@dataclass
+class _Queue:
+    """Rows of a call in the order in which they begin: those it was given, and spares as long as there are steps left.
+
+    rows      all that have begun or surely will
+    spare     what may begin beyond them; None: nothing
+    taken     rows that have begun
+    """
+
+    rows: list[_Row]
+    spare: Iterator[Response] | None
+    window: int
+    max_response: int
+    taken: int = 0
+
+    def has_more(self, steps: int) -> bool:
+        """Say whether a row may begin after so many decode steps."""
+        return self.taken < len(self.rows) or (self.spare is not None and steps < self.window)
+
+    def repays(self, free: int, places: int, steps: int) -> bool:
+        """Say whether filling free places saves as much as it costs: about one decode step of all places."""
+        return self.spare is None or free * (self.window - steps) >= places
+
+    def take(self, count: int, steps: int) -> list[_Row]:
+        """Let so many rows begin; `steps`: so far, with the pass that feeds them if it is one."""
+        if self.spare is not None and self.taken == len(self.rows):
+            limit = min(self.window - steps + 1, self.max_response)
+            self.rows += [_Row(response, limit) for response in islice(self.spare, count)]
+        fresh = self.rows[self.taken : self.taken + count]
+        self.taken += len(fresh)
+        return fresh
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, runtime_checkable
 
@@ -134,11 +134,20 @@ class RolloutEngine(Protocol):
     """
 
     def generate(
-        self, responses: Sequence[Response], *, window: int, max_response: int
+        self,
+        responses: Sequence[Response],
+        *,
+        window: int,
+        max_response: int,
+        spare: Iterator[Response] | None = None,
     ) -> tuple[list[Window], RolloutCost]:
         """Add up to `window` tokens to each response, none beyond `max_response`; one window each, in their order.
 
         What is sampled follows from the run's seed, the sample's id and the token's place, whoever shares the batch.
+
+        spare   responses that may begin in places of others that have ended (`rollout.refill`): sampling then takes
+                exactly `window` decode steps. Those that are drawn begin, and their windows follow the others; None:
+                places stay idle
         """
         ...
 

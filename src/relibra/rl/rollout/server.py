@@ -9,7 +9,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,12 +65,18 @@ class ServerEngine:
     timeout_seconds: float = 600.0
 
     def generate(
-        self, responses: Sequence[Response], *, window: int, max_response: int
+        self,
+        responses: Sequence[Response],
+        *,
+        window: int,
+        max_response: int,
+        spare: Iterator[Response] | None = None,
     ) -> tuple[list[Window], RolloutCost]:
         """Add up to `window` tokens to each response, none beyond `max_response`; see `RolloutEngine`.
 
         raises    EngineError when the server cannot be reached, refuses, or answers something else than was asked
         """
+        assert spare is None, "the settings refuse rollout.refill with a server, which counts no decode steps"
         places = min(self.max_batch, len(responses))
         with ThreadPoolExecutor(max_workers=max(1, places)) as threads:
             limits = [min(window, max_response - response.length) for response in responses]
