@@ -111,6 +111,11 @@ def compared(quick: bool, repetitions: int) -> tuple[list[Pair], Cluster]:
     with tempfile.TemporaryDirectory() as folder:
         found = steps.on_ranks(sizes, list(variants.values()), Path(folder), repetitions)
     rest = {name: float(np.median(found.seconds[name])) - sum(simulated[1.0, name].values()) for name in (OURS, NATIVE)}
+    print(
+        f"experts of a step of balanced routes: {found.expert_seconds:.2f} s measured alone in the model, "
+        f"{simulated[1.0, OURS]['compute']:.2f} s by the calibrated table",
+        file=sys.stderr,
+    )
     pairs = []
     for (skew, name), variant in variants.items():
         parts = {**simulated[skew, name], "rest": rest[NATIVE if variant.plan is None else OURS]}
