@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import relibra
-from relibra.cli import bench, calibrate, compare, explain, plan, report, trace, train
+from relibra.cli import bench, calibrate, compare, explain, plan, report, simulate, sweep, trace, train
 from relibra.errors import RelibraError
 
 app = typer.Typer(
@@ -25,6 +25,8 @@ app.command(name="plan")(plan.plan)
 app.command(name="compare", context_settings={"allow_extra_args": True})(compare.compare)
 app.command(name="calibrate")(calibrate.calibrate)
 app.command(name="explain")(explain.explain)
+app.command(name="simulate")(simulate.simulate)
+app.command(name="sweep")(sweep.sweep)
 app.add_typer(trace.app, name="trace")
 app.add_typer(bench.app, name="bench")
 

@@ -1,0 +1,193 @@
+"""What `relibra simulate` and `relibra sweep` share: where routes come from, whose sizes, and one simulated step."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+from rich.console import Console
+
+from relibra.cli import workload
+from relibra.cli.trace import visible
+from relibra.errors import ConfigError
+
+if TYPE_CHECKING:
+    from relibra.cluster import Cluster
+    from relibra.planning.budget import Budget
+    from relibra.planning.plan import StepPlan
+    from relibra.routing.demand import Demand
+    from relibra.simulation import Execution, MemoryUse, ModelShape, SimulatedStep
+
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN.toml|RUN|TRACE",
+        help="Settings or folder of a training run, whose last recorded step is taken; or a trace folder, or .npz.",
+    ),
+]
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="NAME",
+        help="Model whose sizes are simulated: a name, a config.json, or HIDDENxWIDTH of an expert; default: what the "
+        "run trained, else Qwen3-30B-A3B.",
+    ),
+]
+
+
+class Routes(NamedTuple):
+    """Recorded routes: where they lie, the config.json of the model that was routed ("": not known), and in words."""
+
+    trace: Path
+    config: str
+    words: str
+
+
+def find_routes(source: Path) -> Routes:
+    """Take a trace as it is; of a run's settings or folder the last recorded step.
+
+    raises    ConfigError when a run has recorded nothing
+    """
+    if source.suffix == ".toml":
+        from relibra.rl.config import load_config
+
+        run = load_config(source).run
+        folders = [run.folder / run.name, *sorted(run.folder.glob(f"{run.name}-*"), key=lambda path: path.name)]
+        recorded = [folder for folder in folders if _steps(folder)]
+        if not recorded:
+            raise ConfigError(
+                f"{source}: the run has no recorded routes in {folders[0] / 'traces'}: train first (relibra train "
+                f"{source}), or name a trace"
+            )
+        return _of_run(recorded[-1])
+    if (source / "traces").is_dir() or (source / "config.json").is_file():
+        if not _steps(source):
+            raise ConfigError(f"{source} is the folder of a run without recorded routes: it has no traces/step-*")
+        return _of_run(source)
+    return Routes(source, "", "")
+
+
+def _steps(run: Path) -> list[Path]:
+    return sorted((run / "traces").glob("step-*"))
+
+
+def _of_run(run: Path) -> Routes:
+    last, config = _steps(run)[-1], run / "policy" / "config.json"
+    number = int(last.name.removeprefix("step-"))
+    return Routes(last, str(config) if config.is_file() else "", f"step {number} of run {run.name}")
+
+
+def open_model(name: str) -> ModelShape:
+    """Return the sizes of a known model, of a config.json (or the folder it is in), or around an expert's sizes.
+
+    raises    ConfigError for anything else
+    """
+    from relibra.simulation import MODEL_SHAPES, ModelShape, model_shape_from_config
+
+    if name in MODEL_SHAPES:
+        return MODEL_SHAPES[name]
+    if re.fullmatch(r"[0-9]{1,9}x[0-9]{1,9}", name):
+        expert = workload.open_expert(name)
+        heads = max(1, expert.hidden // 128)
+        return ModelShape(
+            name=name, moe_layers=1, hidden=expert.hidden, query_heads=heads, kv_heads=heads, head_dim=128, experts=1,
+            top_k=1, expert=expert, vocabulary=1, context_length=1,
+        )  # fmt: skip
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if not path.is_file():
+        raise ConfigError(
+            f"--model {name!r} is unknown: allowed are {', '.join(MODEL_SHAPES)}, the path of a config.json, or "
+            "HIDDENxWIDTH of one of its experts, for example 2880x2880"
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"--model {name}: {path} is not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"--model {name}: {path} holds no settings of a model")
+    return model_shape_from_config(config, str(config.get("model_type", path.parent.name)))
+
+
+def as_routed(model: ModelShape, demand: Demand) -> ModelShape:
+    """Return the model with the layers, experts and choices per token that were routed."""
+    L, E = demand.counts_SLE.shape[1:]
+    return replace(model, moe_layers=L, experts=E, top_k=demand.top_k or model.top_k)
+
+
+def model_in_words(model: ModelShape, routed: ModelShape) -> str:
+    """Say whose sizes are simulated, and what the routes say otherwise."""
+    same = (model.moe_layers, model.experts, model.top_k) == (routed.moe_layers, routed.experts, routed.top_k)
+    if same:
+        return f"model {model.name}"
+    return (
+        f"sizes of {model.name}; from the routes {workload.plural(routed.moe_layers, 'expert layer')}, {routed.top_k} "
+        f"of {workload.plural(routed.experts, 'expert')} per token"
+    )
+
+
+class Simulated(NamedTuple):
+    """One balancer's step: its plan, what the events say, and memory."""
+
+    plan: StepPlan
+    step: SimulatedStep
+    memory: MemoryUse
+    skew: float
+
+
+def simulate(
+    demand: Demand, history_MLE: object, machine: Cluster, model: ModelShape, how: Execution, name: str, budget: Budget
+) -> Simulated:
+    """Plan with one balancer, as it decides, and simulate the step.
+
+    name      as the registry and relibra's sets of levers know it
+    """
+    from relibra.planning.comparison import with_levers
+    from relibra.planning.step import plan_step
+    from relibra.simulation import memory_use, simulate_step
+
+    registered, allowed = with_levers(name, budget)
+    question = {"expert": model.expert, "history_MLE": history_MLE, "never_worse": False}
+    plan = plan_step(demand, machine, allowed, registered, **question)  # type: ignore[arg-type]
+    scheduled = plan.scheduled(demand)
+    step = simulate_step(plan, scheduled, machine, model, how)
+    return Simulated(plan, step, memory_use(plan, scheduled, machine, model, how), plan.skew(scheduled))
+
+
+def advised(found: Simulated, machine: Cluster, model: ModelShape) -> list[str]:
+    """Return what limits this model on this machine, the overlap ratio first."""
+    from relibra.simulation import advice
+
+    sentences = advice(found.step, machine, model, found.memory)
+    return sorted(sentences, key=lambda sentence: not sentence.startswith("Overlap ratio"))
+
+
+def ratios(machine: Cluster, model: ModelShape) -> dict[str, float]:
+    """Return the overlap ratio inside a node and, where there are several, between nodes."""
+    from relibra.simulation import overlap_ratio
+
+    links = {"inside a node": machine.intra, "between nodes": machine.inter_send}
+    return {
+        where: overlap_ratio(model.expert, link.bytes_per_second, machine.peak_flops_per_second)
+        for where, link in links.items()
+        if machine.num_nodes > 1 or where == "inside a node"
+    }
+
+
+def tokens_of(demand: Demand, model: ModelShape) -> int:
+    """Return the tokens of a scheduled step."""
+    return int(demand.load_MLE[:, 0].sum()) // model.top_k
+
+
+def straggler_seconds(step: SimulatedStep) -> float:
+    """Return the seconds of experts in which only the busiest ranks computed."""
+    return max(0.0, step.terms["compute"] - float(step.stage_seconds["experts"].mean()))
+
+
+def in_lines(text: str) -> None:
+    """Print a sentence, broken between words where the terminal ends."""
+    Console().print(visible(text), highlight=False, markup=False)

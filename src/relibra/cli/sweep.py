@@ -1,0 +1,255 @@
+"""`relibra sweep`: the same routes simulated for many machines and settings, in one table."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from relibra.cli import simulated, workload
+from relibra.cli.trace import visible
+from relibra.errors import ConfigError
+
+if TYPE_CHECKING:
+    from relibra.cli.simulated import Simulated
+    from relibra.cluster import Cluster
+    from relibra.simulation import ModelShape
+
+SETTINGS = ("ranks", "ranks_per_node", "slots", "micro_batch_tokens", "pipeline_stages", "balancer")
+MOST_POINTS = 500
+
+
+def _list(metavar: str, words: str) -> Any:
+    return typer.Option(metavar=metavar, help=f"{words}; one, or a comma list.")
+
+
+def sweep(
+    source: simulated.Source,
+    ranks: Annotated[str, _list("R,...", "Ranks of the expert-parallel group")],
+    ranks_per_node: Annotated[str | None, _list("G,...", "Ranks on one node; default: what the cluster has")] = None,
+    cluster: workload.ClusterName = "h100x8",
+    slots: Annotated[str, _list("B,...", "Spare expert slots per rank")] = "1",
+    micro_batch_tokens: Annotated[
+        str | None, _list("T,...", "Tokens per micro-batch; default: by the size of the trace")
+    ] = None,
+    pipeline_stages: Annotated[str, _list("S,...", "Pipeline stages")] = "1",
+    balancer: Annotated[str, _list("NAME,...", "Who decides; relibra compare lists them")] = "relibra",
+    order: workload.OrderOption = workload.Order.RECORDED,
+    seed: workload.Seed = 0,
+    take: workload.TakeOption = workload.Take.ALL,
+    objective: workload.ObjectiveOption = workload.Measure.SECONDS,
+    model: simulated.ModelName = None,
+    num_experts: workload.NumExperts = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also draw it: .png (matplotlib) or .html (plotly).")
+    ] = None,
+    as_json: workload.Json = False,
+) -> None:
+    """Simulate a step for every combination of the given settings, each beside the static layout of the same machine.
+
+    Example: relibra sweep runs/demo --ranks 2,4,8 --balancer relibra,eplb
+    """
+    from relibra.planning.budget import Budget
+    from relibra.planning.comparison import with_levers
+
+    points = _points(ranks, ranks_per_node, slots, micro_batch_tokens, pipeline_stages, balancer)
+    for name in dict.fromkeys(point["balancer"] for point in points):
+        with_levers(name, Budget())
+    routes = simulated.find_routes(source)
+    workload.check_outputs([] if plot is None else [("--plot", plot)], workload.inputs_of(routes.trace, cluster))
+    if plot is not None:
+        from relibra.reporting.sweep_pictures import check_plot
+
+        check_plot(plot)
+    shape = simulated.open_model(model or routes.config or workload.DEFAULT_MODEL)
+    question = Question(
+        routes.trace, num_experts, workload.open_cluster(cluster), shape, order, seed, take, objective.value
+    )
+    found = _simulated(points, question)
+    if plot is not None:
+        from relibra.reporting.sweep_pictures import draw_sweep
+
+        title = f"{shape.name} on {question.machine.name}, simulated"
+        with workload.writing(plot):
+            draw_sweep(plot, [one.row for one in found], _varied(points), title)
+        typer.echo(f"plot: {visible(str(plot))}", err=True)
+    best = max(found, key=lambda one: one.row["tokens_per_second"])
+    sentences = simulated.advised(best.simulated, best.machine, best.model)
+    if as_json:
+        overlap = simulated.ratios(best.machine, best.model)
+        typer.echo(json.dumps({"overlap_ratio": overlap, "advice": sentences, "rows": [one.row for one in found]}))
+        return
+    for sentence in sentences:
+        simulated.in_lines(sentence)
+    simulated.in_lines(f"said of the fastest row, {_in_words(best.row, _varied(points) or ['ranks', 'balancer'])}")
+    typer.echo()
+    if routes.words:
+        typer.echo(visible(routes.words))
+    simulated.in_lines(f"{simulated.model_in_words(shape, best.model)}; label: simulated, on {question.machine.name}")
+    _print(found, _varied(points))
+
+
+class Question(NamedTuple):
+    """What all points of a sweep have in common."""
+
+    trace: Path
+    num_experts: int | None
+    machine: Cluster
+    shape: ModelShape
+    order: workload.Order
+    seed: int
+    take: workload.Take
+    objective: str
+
+
+class Point(NamedTuple):
+    """One point: what was simulated, and its row."""
+
+    row: dict[str, Any]
+    simulated: Simulated
+    machine: Cluster
+    model: ModelShape
+
+
+def _points(
+    ranks: str, per_node: str | None, slots: str, tokens: str | None, stages: str, balancers: str
+) -> list[dict[str, Any]]:
+    """Return every combination, as a dict of SETTINGS.
+
+    raises    ConfigError for an item that is no number, or too many combinations
+    """
+    lists = (
+        _numbers("--ranks", ranks, 1, 1 << 15),
+        _numbers("--ranks-per-node", per_node, 1, 1 << 15),
+        _numbers("--slots", slots, 0, 1024),
+        _numbers("--micro-batch-tokens", tokens, 1, 1 << 40),
+        _numbers("--pipeline-stages", stages, 1, 1 << 15),
+        _items("--balancer", balancers),
+    )
+    points = [dict(zip(SETTINGS, values, strict=True)) for values in itertools.product(*lists)]
+    if len(points) > MOST_POINTS:
+        raise ConfigError(f"the lists make {len(points)} combinations: at most {MOST_POINTS}, shorten one")
+    return points
+
+
+def _items(option: str, text: str) -> list[str]:
+    items = [item.strip() for item in text.split(",")]
+    if "" in items:
+        raise ConfigError(f"{option} {text!r} has an empty item: write it like relibra,eplb")
+    return list(dict.fromkeys(items))
+
+
+def _numbers(option: str, text: str | None, least: int, most: int) -> list[int | None]:
+    if text is None:
+        return [None]
+    numbers: list[int | None] = []
+    for item in _items(option, text):
+        number = int(item) if item.isascii() and item.isdigit() and len(item) < 16 else -1
+        if not least <= number <= most:
+            raise ConfigError(f"{option} {text!r} holds {item!r}: expected whole numbers from {least} to {most:,}")
+        numbers.append(number)
+    return list(dict.fromkeys(numbers))
+
+
+def _simulated(points: list[dict[str, Any]], question: Question) -> list[Point]:
+    """Simulate point by point; steps are cut, and static layouts simulated, once each."""
+    from relibra.planning.budget import Budget
+    from relibra.simulation import Execution
+
+    steps: dict[tuple[Any, ...], tuple[Cluster, workload.Step]] = {}
+    statics: dict[tuple[Any, ...], Simulated] = {}
+    found = []
+    for point in points:  # machines that cannot be are told before anything is simulated
+        question.machine.with_ranks(point["ranks"], point["ranks_per_node"])
+    for number, point in enumerate(points):
+        key = (point["ranks"], point["ranks_per_node"], point["micro_batch_tokens"])
+        with workload.progress(f"simulating {number + 1} of {len(points)} (a first run compiles kernels)"):
+            if key not in steps:
+                cut = (point["micro_batch_tokens"], question.order, question.seed, question.take)
+                steps[key] = workload.open_step(
+                    question.trace, question.num_experts, question.machine, *key[:2], cut=cut
+                )
+            machine, step = steps[key]
+            model = simulated.as_routed(question.shape, step.demand)
+            how = Execution(pipeline_stages=point["pipeline_stages"])
+            budget = Budget(slots=point["slots"], objective=question.objective, seed=question.seed)  # type: ignore[arg-type]
+            asked = (step.demand, step.history_MLE, machine, model, how)
+            place = (*key, point["pipeline_stages"])
+            if place not in statics:
+                statics[place] = simulated.simulate(*asked, "static", budget)
+            one = (
+                statics[place]
+                if point["balancer"] == "static"
+                else simulated.simulate(*asked, point["balancer"], budget)
+            )
+        found.append(
+            Point(
+                _row(point, machine, one, statics[place], simulated.tokens_of(step.demand, model)), one, machine, model
+            )
+        )
+    return found
+
+
+def _row(point: dict[str, Any], machine: Cluster, one: Simulated, static: Simulated, tokens: int) -> dict[str, Any]:
+    step = one.step
+    per_node = min(machine.ranks_per_node, machine.num_ranks)
+    return {
+        **point,
+        "ranks_per_node": per_node,
+        **step.figures(),
+        "ranks": point["ranks"],
+        "all_ranks": step.layout.num_ranks,
+        "ratio_to_static": static.step.seconds / step.seconds,
+        "tokens": tokens,
+        "tokens_per_second": tokens / step.seconds,
+        "tokens_per_second_per_rank": tokens / step.seconds / step.layout.num_ranks,
+        "exchange_share": (step.terms["exchange"] + step.terms["gates"]) / step.seconds,
+        "straggler_share": simulated.straggler_seconds(step) / step.seconds,
+        "copies_share": step.terms["copies"] / step.seconds,
+        "skew": one.skew,
+        "copies": one.plan.num_copies,
+        "memory_bytes": one.memory.total,
+        "memory_warning": one.memory.warning,
+    }
+
+
+def _varied(points: list[dict[str, Any]]) -> list[str]:
+    """Return the settings that differ between points."""
+    return [name for name in SETTINGS if len({point[name] for point in points}) > 1]
+
+
+def _in_words(row: dict[str, Any], names: list[str]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {row[name]}" for name in names)
+
+
+def _print(found: list[Point], varied: list[str]) -> None:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    short = {
+        "ranks": "ranks", "ranks_per_node": "per\nnode", "slots": "slots", "micro_batch_tokens": "mb\ntokens",
+        "pipeline_stages": "stages", "balancer": "balancer",
+    }  # fmt: skip
+    for name in varied or ["ranks", "balancer"]:
+        table.add_column(short[name], justify="left" if name == "balancer" else "right", overflow="fold")
+    for title in ("seconds", "/ static", "tokens/s\nper rank", "exch\n%", "strag\n%", "copy\n%", "skew", "GB"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in (point.row for point in found):
+        table.add_row(
+            *(str(row[name]) for name in varied or ["ranks", "balancer"]),
+            f"{row['seconds']:.4g}",
+            f"{row['ratio_to_static']:.3f}",
+            f"{row['tokens_per_second_per_rank']:,.0f}",
+            *(f"{100 * row[name]:.0f}" for name in ("exchange_share", "straggler_share", "copies_share")),
+            f"{row['skew']:.3f}",
+            f"{row['memory_bytes'] / 1e9:.0f}{'!' if row['memory_warning'] else ''}",
+        )
+    Console().print(table)
+    simulated.in_lines(
+        "/ static: throughput over the static layout of the same machine and cut; exch, strag, copy: shares of the "
+        "step for rows on their way, experts of which only the busiest ranks have work, and copies in the open; skew: "
+        "token-slots of the busiest / mean ranks; GB: memory of the fullest rank, ! where it does not fit"
+    )

@@ -1,0 +1,176 @@
+"""`relibra simulate` and `relibra sweep`, as a shell would call them."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from relibra import write_trace
+from relibra.cluster import cluster_preset, write_cluster
+from relibra.planning.budget import Budget
+from relibra.planning.step import plan_step
+from relibra.routing.micro_batches import cut_recorded
+from relibra.routing.synthetic import TraceShape, domain_trace
+from relibra.simulation import model_shape, overlap_ratio, simulate_step
+
+CUT = ("--ranks", "4", "--ranks-per-node", "2", "--micro-batch-tokens", "100")
+
+
+@pytest.fixture
+def routes():
+    shape = TraceShape(rows_per_sample=[40] * 20, num_layers=2, num_experts=8, top_k=2)
+    return domain_trace(shape, np.random.default_rng(0), num_domains=2)
+
+
+@pytest.fixture
+def trace(tmp_path, routes):
+    write_trace(routes, tmp_path / "t")
+    return tmp_path / "t"
+
+
+@pytest.fixture
+def run_folder(tmp_path, routes):
+    for step in (0, 3):
+        write_trace(routes, tmp_path / "runs" / "mine" / "traces" / f"step-{step:05d}")
+    settings = tmp_path / "run.toml"
+    settings.write_text(f'[run]\nname = "mine"\nfolder = "{tmp_path / "runs"}"\n')
+    return settings
+
+
+def test_what_limits_the_step_comes_first_and_the_figures_are_those_of_the_library(run, trace, routes):
+    code, out, _ = run("simulate", trace, *CUT, "--slots", "1", "--model", "qwen3-30b-a3b")
+    assert code == 0
+    assert out.startswith("Overlap ratio")
+    assert max(map(len, out.splitlines())) <= 80
+    cluster, demand = cluster_preset("h100x8", 4, 2), cut_recorded(routes, 100, 4)
+    model = replace(model_shape("qwen3-30b-a3b"), moe_layers=2, experts=8, top_k=2)
+    budget = Budget(slots=1, objective="seconds")
+    plan = plan_step(demand, cluster, budget, expert=model.expert, never_worse=False)
+    step = simulate_step(plan, plan.scheduled(demand), cluster, model)
+    facts = json.loads(run("simulate", trace, *CUT, "--slots", "1", "--json")[1])
+    assert facts["seconds"] == step.seconds
+    assert f"{step.seconds:.4g}" in out
+    assert facts["label"] == "simulated"
+    assert list(facts)[:2] == ["overlap_ratio", "advice"]
+    ratio = overlap_ratio(model.expert, cluster.inter_send.bytes_per_second, cluster.peak_flops_per_second)
+    assert facts["overlap_ratio"]["between nodes"] == ratio
+
+
+def test_a_run_is_simulated_by_its_last_recorded_step(run, run_folder, tmp_path):
+    for source in (run_folder, tmp_path / "runs" / "mine"):
+        code, out, _ = run("simulate", source, *CUT, "--balancer", "static")
+        assert code == 0
+        assert "step 3 of run mine" in out
+
+
+def test_a_run_without_routes_says_what_to_do(run, tmp_path):
+    settings = tmp_path / "run.toml"
+    settings.write_text(f'[run]\nname = "other"\nfolder = "{tmp_path}"\n')
+    assert "has no recorded routes" in run("simulate", settings, *CUT)[2]
+    (tmp_path / "bare" / "traces").mkdir(parents=True)
+    assert "without recorded routes" in run("simulate", tmp_path / "bare", *CUT)[2]
+
+
+def test_the_timeline_opens_in_perfetto(run, trace, tmp_path):
+    path = tmp_path / "new" / "step.json"
+    assert run("simulate", trace, *CUT, "--timeline", path)[0] == 0
+    names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+    assert any(name.startswith("dispatch") for name in names)
+
+
+def test_a_model_comes_from_its_config(run, trace, tmp_path):
+    config = {
+        "model_type": "mine", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "num_experts": 8,
+        "moe_intermediate_size": 32, "num_experts_per_tok": 2, "vocab_size": 100, "max_position_embeddings": 128,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name in (tmp_path, tmp_path / "config.json"):
+        facts = json.loads(run("simulate", trace, *CUT, "--model", name, "--json")[1])
+        assert facts["model"] == "mine"
+    assert json.loads(run("simulate", trace, *CUT, "--model", "256x64", "--json")[1])["model"] == "256x64"
+
+
+def test_what_cannot_be_simulated_gets_a_sentence(run, trace, tmp_path):
+    (tmp_path / "bad.toml").write_text("name = ")
+    for words, message in (
+        (("--balancer", "nobody"), "balancer 'nobody' is unknown"),
+        (("--model", "nothing"), "--model 'nothing' is unknown"),
+        (("--cluster", tmp_path / "bad.toml"), "is not valid TOML"),
+        (("--pipeline-stages", "3"), "do not fill 3 pipeline stages"),
+        (("--ranks", "3"), "--ranks 3: 8 experts cannot be shared evenly"),
+        (("--timeline", tmp_path), "is a folder"),
+    ):
+        code, out, err = run("simulate", trace, *CUT, *words)
+        assert (code, out) == (1, ""), words
+        assert message in err
+        assert len(err.strip().splitlines()) == 1
+
+
+def test_a_sweep_has_a_row_for_every_combination_beside_the_same_static_layout(run, trace):
+    lists = ("--ranks", "2,4", "--ranks-per-node", "2", "--slots", "0,1", "--balancer", "relibra,static")
+    code, out, _ = run("sweep", trace, *lists, "--micro-batch-tokens", "100", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert list(found)[:2] == ["overlap_ratio", "advice"]
+    rows = found["rows"]
+    assert [(row["ranks"], row["slots"], row["balancer"]) for row in rows] == [
+        (ranks, slots, name) for ranks in (2, 4) for slots in (0, 1) for name in ("relibra", "static")
+    ]
+    assert all(row["ratio_to_static"] == 1 for row in rows if row["balancer"] == "static")
+    one = json.loads(run("simulate", trace, *CUT, "--slots", "1", "--json")[1])
+    same = next(row for row in rows if (row["ranks"], row["slots"], row["balancer"]) == (4, 1, "relibra"))
+    assert same["seconds"] == one["seconds"]
+    assert same["ratio_to_static"] == one["ratio_to_static"]
+
+
+def test_the_table_of_a_sweep_fits_a_terminal(run, trace):
+    lists = ("--ranks", "2,4", "--micro-batch-tokens", "100,200", "--slots", "0,1", "--balancer", "eplb,relibra")
+    code, out, _ = run("sweep", trace, *lists)
+    assert code == 0
+    assert out.startswith("Overlap ratio")
+    assert "fastest row, ranks" in out.replace("\n", " ")
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_impossible_lists_get_a_sentence(run, trace):
+    for words, message in (
+        (("--ranks", "2,x"), "--ranks '2,x' holds 'x'"),
+        (("--ranks", "2,"), "has an empty item"),
+        (("--ranks", "2", "--slots", "-1"), "--slots '-1' holds '-1'"),
+        (("--ranks", "2", "--balancer", "eplb,nobody"), "balancer 'nobody' is unknown"),
+        (("--ranks", "4,6", "--ranks-per-node", "4"), "6 ranks do not fill nodes of 4"),
+        (("--ranks", "2", "--plot", "x.pdf"), "is neither a .png nor a .html file"),
+        (("--ranks", "2", "--slots", ",".join(map(str, range(600)))), "600 combinations"),
+    ):
+        code, out, err = run("sweep", trace, *words)
+        assert (code, out) == (1, ""), words
+        assert message in err
+
+
+def test_a_missing_plot_package_names_what_to_install(run, trace, monkeypatch):
+    for package, file in (("matplotlib.figure", "a.png"), ("plotly.graph_objects", "a.html")):
+        monkeypatch.setitem(__import__("sys").modules, package, None)
+        code, out, err = run("sweep", trace, "--ranks", "2", "--plot", file)
+        assert (code, out) == (1, "")
+        assert "pip install 'relibra[report]'" in err
+
+
+def test_plots_are_written_over_numbers_and_over_names(run, trace, tmp_path):
+    for words, file in (
+        (("--ranks", "2,4", "--balancer", "static,eplb"), "a.png"),
+        (("--ranks", "2,4", "--balancer", "static,eplb"), "a.html"),
+        (("--ranks", "2", "--balancer", "static,eplb"), "b.png"),
+        (("--ranks", "2", "--balancer", "static,eplb"), "b.html"),
+    ):
+        assert run("sweep", trace, *words, "--plot", tmp_path / file)[0] == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert "tokens per second and rank" in (tmp_path / "a.html").read_text()
+    assert "eplb" in (tmp_path / "b.html").read_text()
+
+
+def test_a_cluster_file_is_simulated(run, trace, tmp_path):
+    write_cluster(tmp_path / "mine.toml", replace(cluster_preset("h20x8"), name="my rack", label="measured"))
+    code, out, _ = run("simulate", trace, *CUT, "--cluster", tmp_path / "mine.toml")
+    assert code == 0
+    assert "on my rack (measured" in out
