@@ -27,7 +27,7 @@ ABOVE = {
         "routing",
         "timeline",
     },
-    "reporting": {"planning", "cluster", "routing", "timeline"},
+    "reporting": {"simulation", "planning", "cluster", "routing", "timeline"},
     "rl": {"parallel", "replay", "planning", "cluster", "routing", "timeline"},
     "serving": {"parallel", "replay", "planning", "cluster", "routing", "timeline"},
     "simulation": {"planning", "cluster", "routing", "timeline"},

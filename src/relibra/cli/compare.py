@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from relibra.cli import workload
+from relibra.cli import pages, workload
 from relibra.cli.trace import visible
 from relibra.errors import PlanError
 
@@ -52,9 +52,8 @@ def compare(
     from relibra.planning.budget import Budget
     from relibra.planning.comparison import comparable, iterate_comparison, with_levers
 
-    pages = [] if html is None else [("--html", html)]
-    workload.check_outputs(pages, workload.inputs_of(trace, cluster))
-    workload.check_page(html)
+    outputs = [] if html is None else [("--html", html)]
+    workload.check_outputs(outputs, workload.inputs_of(trace, cluster))
     machine, expert = workload.open_cluster(cluster), workload.open_expert(model)
     budget = Budget(slots=slots, objective=objective.value, seed=seed)
     names = _chosen(balancer, context.args) or comparable()
@@ -75,7 +74,7 @@ def compare(
     if all(plan is None for _, plan in found):
         raise PlanError(rows[0].message)  # nobody could: a fault of the question
     if html is not None:
-        _write_page(html, found, demand)
+        _write_page(html, found, demand, (machine, model, trace, num_experts))
     if as_json:
         typer.echo(json.dumps([row.figures() for row in rows]))
         return
@@ -94,18 +93,17 @@ def _chosen(balancers: list[str] | None, more: list[str]) -> list[str]:
     return list(dict.fromkeys([*(balancers or []), *more]))
 
 
-def _write_page(html: Path, found: list[tuple[ComparisonRow, StepPlan | None]], demand: Demand) -> None:
+def _write_page(
+    html: Path, found: list[tuple[ComparisonRow, StepPlan | None]], demand: Demand, about: pages.About
+) -> None:
     """Draw the most even of relibra's plans or, without one, of all plans."""
-    from relibra.reporting.plan_page import write_plan_page
-
     valid = [(row, plan) for row, plan in found if plan is not None and row.valid]
     if not valid:
         typer.echo("no page: no balancer made a valid plan", err=True)
         return
     own = [pair for pair in valid if pair[0].balancer.startswith("relibra")]
     _, shown = min(own or valid, key=lambda pair: pair[0].skew or 0.0)
-    page = write_plan_page(html, shown, demand, [row for row, _ in found])
-    typer.echo(f"page: {visible(str(page))}", err=True)
+    pages.write_page_of_plan(html, shown, demand, about, [row for row, _ in found])
 
 
 class Column(NamedTuple):

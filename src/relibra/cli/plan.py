@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from relibra.cli import workload
+from relibra.cli import pages, workload
 from relibra.cli.trace import visible
 from relibra.errors import ConfigError, PlanError
 
@@ -68,7 +68,6 @@ def plan(
 
     exports = _exports(export or [])
     workload.check_outputs(_outputs(output, html, exports), workload.inputs_of(trace, cluster, previous))
-    workload.check_page(html)
     machine, expert = workload.open_cluster(cluster), workload.open_expert(model or workload.DEFAULT_MODEL)
     budget = Budget(
         slots=slots, pack_samples=pack, cross_node_copies=cross_node_copies, deadline_seconds=deadline, seed=seed
@@ -87,7 +86,10 @@ def plan(
     row = measure(made, step.demand, machine, expert, balancer=made.balancer, sees="")
     if not row.valid:
         raise PlanError(row.message)
-    _write(made, step.demand, output, exports, html)
+    _write(made, step.demand, output, exports)
+    if html is not None:
+        about = (machine, model or workload.DEFAULT_MODEL, trace, num_experts)
+        pages.write_page_of_plan(html, made, step.demand, about)
     result = Result(made, row, static, step, machine, model, output)
     if as_json:
         typer.echo(json.dumps(_facts(result)))
@@ -109,9 +111,9 @@ class Result(NamedTuple):
 
 def _outputs(output: Path, html: Path | None, exports: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
     """Return every file that is written, and what it is called on the command line."""
-    pages = [] if html is None else [("--html", html)]
+    page = [] if html is None else [("--html", html)]
     places = [(f"--export {form}", path) for form, path in exports]
-    return [("--output", output), ("the demand of --output", demand_path(output)), *pages, *places]
+    return [("--output", output), ("the demand of --output", demand_path(output)), *page, *places]
 
 
 def _judged_by(
@@ -155,7 +157,7 @@ def _compile_kernels(demand: Demand, machine: Cluster, budget: Budget, name: str
         typer.echo(f"kernels compiled in {seconds:.0f} s", err=True)
 
 
-def _write(made: StepPlan, demand: Demand, output: Path, exports: list[tuple[str, Path]], html: Path | None) -> None:
+def _write(made: StepPlan, demand: Demand, output: Path, exports: list[tuple[str, Path]]) -> None:
     from relibra.planning.plan_files import write_plan
     from relibra.routing.demand_files import write_demand
 
@@ -166,10 +168,6 @@ def _write(made: StepPlan, demand: Demand, output: Path, exports: list[tuple[str
     for form, path in exports:
         with workload.writing(path):
             _write_export(form, path, made, demand)
-    if html is not None:
-        from relibra.reporting.plan_page import write_plan_page
-
-        typer.echo(f"page: {visible(str(write_plan_page(html, made, demand)))}", err=True)
 
 
 def demand_path(plan_path: Path) -> Path:

@@ -303,11 +303,3 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or os.strerror(error.errno or errno.EIO)
         raise ConfigError(f"{path} cannot be written: {reason}") from error
-
-
-def check_page(page: Path | None) -> None:
-    """Refuse a page before minutes of planning; raises ConfigError when plotly is not installed."""
-    if page is not None:
-        from relibra.reporting.pictures import plotly_figures
-
-        plotly_figures()

@@ -1,45 +1,54 @@
-"""`write_report`: one self-contained HTML page about a run, or about the routes of a trace.
-
-The page holds its script, its style and its data, and forbids itself any network request by a content security policy,
-so it can be mailed, archived and opened offline.
-"""
+"""`write_report`: one self-contained HTML page about a run, or about the routes of a trace."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
-from html import escape
-from importlib.resources import files
 from pathlib import Path
 
 import relibra
-from relibra.errors import ConfigError
+from relibra.cluster import Cluster
 from relibra.files import write_text
 from relibra.reporting import run_sections, sections
-from relibra.reporting.elements import paragraph
-from relibra.reporting.pictures import plotly_figures, plotly_script
+from relibra.reporting.elements import paragraph, section
+from relibra.reporting.html_page import html_page, place_problems, refuse_folder
+from relibra.reporting.pictures import plotly_figures
+from relibra.reporting.plan_page import SCRIPTS, step_sections
+from relibra.reporting.plan_page import verdict as verdict_of_sides
+from relibra.reporting.planned_step import PlannedStep, plan_last_step
 from relibra.reporting.recording import Recording, open_recording
 from relibra.reporting.sample_browser import browser
 from relibra.reporting.samples import Samples, read_samples
 from relibra.reporting.sentences import count, plural, verdict
 from relibra.reporting.summary import Step, Summary, possible_ranks, summarize
 from relibra.routing.survey import survey_step
+from relibra.simulation import ModelShape
+from relibra.timeline import Timeline
 
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
-
-def write_report(path: Path | str, output: Path | str | None = None) -> Path:
+def write_report(
+    path: Path | str,
+    output: Path | str | None = None,
+    *,
+    num_experts: int | None = None,
+    ranks: int | None = None,
+    cluster: Cluster | None = None,
+    model: ModelShape | None = None,
+    timelines: Sequence[tuple[str, Timeline]] = (),
+) -> Path:
     """Write the report of a run folder or a single trace, whole or not at all, and return where it is.
 
-    path      a run folder, a trace folder, or an `.npz` of expert choices
-    output    the HTML file; None: `report.html` in the run folder, or `NAME.report.html` beside the trace
+    path          a run folder, a trace folder, or an `.npz` of expert choices
+    output        the HTML file; None: `report.html` in the run folder, or `NAME.report.html` beside the trace
+    num_experts   experts per layer, for an `.npz`
+    ranks, cluster, model   what the last step is planned for (`plan_last_step`)
+    timelines     (name, timeline) to be shown with it
     raises    TraceError when there is neither a finished trace nor a finished step, or a trace is damaged; ConfigError
               without plotly, or when `output` cannot be written
     """
     plotly_figures()  # before minutes of reading
-    recording = open_recording(path)
+    recording = open_recording(path, num_experts)
     samples = read_samples(recording.path / "samples.jsonl") if recording.is_run else Samples()
     if output is None:
         place = recording.path.resolve()
@@ -48,27 +57,13 @@ def write_report(path: Path | str, output: Path | str | None = None) -> Path:
     with place_problems(output):
         refuse_folder(output)
     summary = summarize_recording(recording) if recording.traces else None
-    page = render_page(recording, summary, samples, datetime.now(UTC))
+    planned = plan_last_step(recording, ranks=ranks, cluster=cluster, model=model)
+    if planned is not None:
+        planned = planned._replace(question=replace(planned.question, timelines=timelines))
+    page = render_page(recording, summary, samples, datetime.now(UTC), planned)
     with place_problems(output):
         write_text(output, page)
     return output
-
-
-def refuse_folder(output: Path) -> None:
-    """Raise a ConfigError when the place for a page is a folder."""
-    if output.is_dir():
-        raise ConfigError(f"the report cannot be written to {output}, which is a folder: name an .html file in it")
-
-
-@contextmanager
-def place_problems(output: Path) -> Iterator[None]:
-    """Tell what the file system says of the place for the report in one sentence."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"the report cannot be written to {output} ({error.strerror or error}): name another file with --output"
-        ) from error
 
 
 def summarize_recording(recording: Recording) -> Summary:
@@ -90,10 +85,17 @@ def summarize_recording(recording: Recording) -> Summary:
     return summarize(steps, own_ranks=recording.num_ranks)
 
 
-def render_page(recording: Recording, summary: Summary | None, samples: Samples, made: datetime) -> str:
+def render_page(
+    recording: Recording,
+    summary: Summary | None,
+    samples: Samples,
+    made: datetime,
+    planned: PlannedStep | None = None,
+) -> str:
     """Return the page as text; the same values give the same bytes.
 
     summary   of the routes; None: the run recorded none, as that of a dense model
+    planned   the last step, to be shown before and after planning
     """
     metrics = recording.metrics
     of_run = (
@@ -106,6 +108,7 @@ def render_page(recording: Recording, summary: Summary | None, samples: Samples,
         run_sections.unreadable(metrics),
         browser(samples),
     )
+    of_step = () if planned is None else _of_step(planned)
     of_routes = () if summary is None else _of_routes(summary)
     cost = verdict(summary, planned=metrics.has("planned_skew")) if summary else ""
     first = (*run_sections.headline(metrics), cost)
@@ -113,9 +116,20 @@ def render_page(recording: Recording, summary: Summary | None, samples: Samples,
         recording.name,
         "run report" if recording.is_run else "expert load report",
         " ".join(sentence for sentence in first if sentence),
-        "\n".join(piece for piece in (sections.summary_cards(summary, metrics), *of_run, *of_routes) if piece),
+        "\n".join(
+            piece for piece in (sections.summary_cards(summary, metrics), *of_run, *of_step, *of_routes) if piece
+        ),
         _provenance(recording, summary, made),
+        scripts=("page.js", *SCRIPTS * bool(of_step)),
+        plotly=True,
     )
+
+
+def _of_step(planned: PlannedStep) -> tuple[str, ...]:
+    """Return what the page of a plan shows, after a word about where it comes from."""
+    pieces = step_sections(planned.before, planned.after, planned.question)
+    words = paragraph(f"{verdict_of_sides(planned.before, planned.after)} {planned.about}")
+    return section("planned", "The last step, before and after planning", words), *pieces
 
 
 def _of_routes(summary: Summary) -> tuple[str, ...]:
@@ -128,46 +142,6 @@ def _of_routes(summary: Summary) -> tuple[str, ...]:
         sections.stability(summary),
         sections.glossary(),
     )
-
-
-def html_page(name: str, kind: str, first_sentence: str, body: str, footer: str) -> str:
-    """Return a whole page with its script and style in it.
-
-    name, kind, first_sentence   plain text
-    body, footer                 trusted HTML
-    """
-    page = f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="generator" content="relibra {relibra.__version__}">
-<title>{escape(name)}: {escape(kind)}</title>
-<link rel="icon" href="data:,">
-<style>
-{_asset("page.css")}</style>
-</head>
-<body>
-<header>
-<p class="kicker">relibra {escape(kind)}</p>
-<h1>{escape(name)}</h1>
-{paragraph(first_sentence, "verdict")}
-</header>
-<main>
-{body}
-</main>
-<footer>{footer}</footer>
-<noscript><p class="notice">The figures need JavaScript; the sentences and tables do not.</p></noscript>
-<script>
-{plotly_script()}
-</script>
-<script>
-{_asset("page.js")}</script>
-</body>
-</html>
-"""
-    return re.sub(r"[\ud800-\udfff]", "\ufffd", page)  # halves of characters in a name: no file can hold them
 
 
 def _provenance(recording: Recording, summary: Summary | None, made: datetime) -> str:
@@ -193,9 +167,3 @@ def _provenance_of_routes(recording: Recording, summary: Summary) -> list[str]:
         f"micro-batches of {count(summary.micro_batch_tokens)} tokens "
         + ("(the run’s)" if recording.micro_batch_tokens else "(chosen by the report)"),
     ]
-
-
-def _asset(name: str) -> str:
-    text = files("relibra.reporting").joinpath(name).read_text(encoding="utf-8")
-    assert not re.search(r"</(script|style)", text), f"{name} would end its own element"
-    return text

@@ -1,26 +1,40 @@
-"""`write_plan_page`: one self-contained HTML page about a plan, and about the balancers it was compared with."""
+"""`write_plan_page`: one self-contained HTML page about a plan, and about what it is compared with.
+
+Beside the plan stands the static layout or another plan. Pictures are HTML, SVG and canvases drawn by two small
+scripts; nothing of it needs plotly.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+from numpy import ndarray
 
 import relibra
+from relibra.cluster import Cluster
 from relibra.files import write_text
-from relibra.planning.comparison import LEVERS_IN_WORDS, ComparisonRow, scopes_in_words
+from relibra.planning.comparison import ComparisonRow
 from relibra.planning.levers import lever_bounds, lever_gaps
-from relibra.planning.loads import home_rank_load
-from relibra.planning.plan import StepPlan, cross_node_copies
-from relibra.reporting import plan_pictures as pictures
-from relibra.reporting.elements import cards, definitions, paragraph, plot, section, selector, table
-from relibra.reporting.page import html_page, place_problems, refuse_folder
-from relibra.reporting.pictures import plotly_figures
+from relibra.planning.objective import predict
+from relibra.planning.plan import cross_node_copies
+from relibra.reporting.balancers_section import balancers_section
+from relibra.reporting.bars import waterfall
+from relibra.reporting.elements import cards, definitions, paragraph, section
+from relibra.reporting.html_page import html_page, place_problems, refuse_folder
+from relibra.reporting.ledger_section import cover_section, ledger_section, ledgers
+from relibra.reporting.limits_section import SimulatedSides, limits_section, simulate_sides, simulated_timelines
+from relibra.reporting.load_section import load_section
 from relibra.reporting.sentences import count, percent, plural
-from relibra.routing.demand import Demand
-from relibra.routing.statistics import contiguous_homes
+from relibra.reporting.sides import Side, refuse_other_sizes
+from relibra.reporting.timeline_section import timeline_section
+from relibra.simulation import ModelShape
+from relibra.timeline import Timeline
+
+SCRIPTS = ("loads.js", "timeline.js")
 
 GLOSSARY = (
     (
@@ -41,152 +55,147 @@ GLOSSARY = (
         "What a plan may change: which samples meet in a micro-batch and on which rank (schedule), which rank owns "
         "which expert (homes), copies inside a node (replicas), copies on other nodes.",
     ),
+    ("Simulated", "Events of a step on a cluster described by figures; see docs/simulation.md. Nothing was measured."),
 )
 
 
-def write_plan_page(
-    path: Path | str, plan: StepPlan, demand: Demand, rows: Sequence[ComparisonRow] | None = None
-) -> Path:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Question:
+    """What a page is about, beside the plans.
+
+    model       with the layers, experts and choices per token that were routed
+    rows        balancers on the same step, to be shown beside the plan
+    timelines   (name, timeline) of the step, measured or simulated elsewhere
+    distinct    tokens that each source sends to each rank, [M, L, R, R] by name of the side: exact bytes
+    """
+
+    cluster: Cluster
+    model: ModelShape
+    rows: Sequence[ComparisonRow] = ()
+    timelines: Sequence[tuple[str, Timeline]] = ()
+    distinct: Mapping[str, ndarray] | None = field(default=None)
+
+
+def write_plan_page(path: Path | str, before: Side, after: Side, question: Question) -> Path:
     """Write the page of a plan, whole or not at all, and return where it is.
 
-    demand    with the schedule that the balancer was given
-    rows      balancers on the same step, to be shown beside the plan
-    raises    ConfigError without plotly, or when the page cannot be written there
+    before    what the plan is compared with: the static layout (`static_side`), or another plan
+    raises    ConfigError when the page cannot be written there, or when the sides differ in size
     """
-    plotly_figures()
     output = Path(path)
     with place_problems(output):
         refuse_folder(output)
-    page = render_plan_page(plan, demand, rows or (), datetime.now(UTC))
+    page = render_plan_page(before, after, question, datetime.now(UTC))
     with place_problems(output):
         write_text(output, page)
     return output
 
 
-def render_plan_page(plan: StepPlan, demand: Demand, rows: Sequence[ComparisonRow], made: datetime) -> str:
+def render_plan_page(before: Side, after: Side, question: Question, made: datetime) -> str:
     """Return the page as text; the same values give the same bytes."""
-    levers = lever_gaps(plan, demand)
-    pieces = [_cards(plan, levers), _levers(levers, lever_bounds(plan, demand)), _heatmaps(plan, demand)]
-    if rows:
-        pieces.append(_balancers(rows))
-    pieces.append(section("glossary", "Words", definitions(GLOSSARY)))
+    plan = after.plan
     M, L, R, _ = plan.replica_MLRB.shape
+    refuse_other_sizes(before, after)
+    planned = [after] if before.plan.balancer == "static" else [before, after]
     facts = [
         f"relibra {relibra.__version__}, {made:%Y-%m-%d %H:%M} UTC",
-        f"plan {plan.digest()[:16]} by {plan.balancer}",
+        *(f"plan {side.plan.digest()[:16]} by {side.plan.balancer}" for side in planned),
         f"{plural(M, 'micro-batch')}, {plural(L, 'layer')}, {plural(plan.num_experts, 'expert')}",
         f"{plural(R, 'rank')} on {plural(plan.num_nodes, 'node')}, {plural(plan.slots, 'spare slot')} per rank",
     ]
-    title = f"{plan.num_experts} experts on {R} ranks"
-    return html_page(title, "plan of a step", _verdict(levers), "\n".join(pieces), paragraph(" · ".join(facts)))
-
-
-def _verdict(levers: Sequence[tuple[str, float]]) -> str:
-    values = dict(levers)
-    before, after, bound = values["static"], values["cross-node copies"], values["bound"]
-    near = "exactly the bound" if after <= bound else f"{percent(after / bound - 1)} above the bound"
-    return (
-        f"In the static layout the busiest ranks compute {before:.2f}× the mean; with this plan {after:.3f}×, {near}. "
-        f"Ranks would wait {percent(1 - 1 / before)} of the expert time without it, {percent(1 - 1 / after)} with it."
+    title = f"{plan.num_experts} experts on {R} ranks" + f": {before.name} and {after.name}" * (len(planned) > 1)
+    pieces = [*step_sections(before, after, question), section("glossary", "Words", definitions(GLOSSARY))]
+    body = "\n".join(pieces)
+    return html_page(
+        title, "plan of a step", verdict(before, after), body, paragraph(" · ".join(facts)), scripts=SCRIPTS
     )
 
 
-def _cards(plan: StepPlan, levers: Sequence[tuple[str, float]]) -> str:
-    values = dict(levers)
+def step_sections(before: Side, after: Side, question: Question) -> list[str]:
+    """Return the cards and sections about two sides of a step, in the order of the page."""
+    cluster, model = question.cluster, question.model
+    loaded = bool(after.demand.load_MLE.any())
+    found = simulate_sides(before, after, cluster, model) if loaded else None
+    known = after.demand.pairs_LEE is not None and before.demand.pairs_LEE is not None
+    byte_ledgers = ledgers(before, after, cluster, model.expert, question.distinct)
+    pieces = [
+        _cards(before, after, question),
+        limits_section(found, before, after, cluster, model) if found else "",
+        *(_levers(side, number) for number, side in enumerate((after, before)) if side.plan.balancer != "static"),
+        load_section(before, after),
+        _timelines(found, before, after, question),
+        ledger_section(byte_ledgers, after.plan.layer_ids, cluster, known=known),
+        cover_section(before, after),
+        balancers_section(question.rows) if question.rows else "",
+    ]
+    return [piece for piece in pieces if piece]
+
+
+def _timelines(found: SimulatedSides | None, before: Side, after: Side, question: Question) -> str:
+    timelines, about = [], []
+    if found is not None:
+        gain_M = _gain_M(before, after)
+        drawn, words = simulated_timelines(found, before, after, question.cluster, question.model, int(gain_M.argmax()))
+        timelines += drawn
+        about.append(words)
+    timelines += question.timelines
+    about.append(
+        "Three lines per rank: work, rows on their way, copies of experts and waits for them. All share one scale; a "
+        "layer starts at the left in each. Dispatch and combine begin when a rank is ready, so they hold its wait for "
+        "the last rank. Time counts from the first event shown."
+    )
+    return timeline_section(timelines, " ".join(about))
+
+
+def _gain_M(before: Side, after: Side) -> ndarray:
+    tops = [side.rank_load_MLR.max(axis=2).sum(axis=1) for side in (before, after)]
+    shared = min(map(len, tops))
+    return np.asarray(tops[0][:shared] - tops[1][:shared])
+
+
+def verdict(before: Side, after: Side) -> str:
+    """Say in two sentences what the second side makes of the first."""
+    near = (
+        "exactly the bound" if after.skew <= after.bound else f"{percent(after.skew / after.bound - 1)} above the bound"
+    )
+    with_it = "this plan" if before.plan.balancer == "static" else after.name
+    return (
+        f"In the {before.name} the busiest ranks compute {before.skew:.2f}× the mean; with {with_it} "
+        f"{after.skew:.3f}×, {near}. Ranks would wait {percent(1 - 1 / before.skew)} of the expert time without it, "
+        f"{percent(1 - 1 / after.skew)} with it."
+    )
+
+
+def _cards(before: Side, after: Side, question: Question) -> str:
+    plan = after.plan
     M, L, _, _ = plan.replica_MLRB.shape
     away = cross_node_copies(plan)
-    items = [
-        ("Skew before", f"{values['static']:.3f}", "static layout, token objective"),
-        ("Skew planned", f"{values['cross-node copies']:.3f}", f"bound {values['bound']:.3f}"),
-        ("Copies", count(plan.num_copies), f"{plan.num_copies / max(1, M * L):.1f} per micro-batch and layer"),
-        ("Copies across nodes", count(away), "fed from a host pool" if away else "none"),
-        ("Experts moved", count(plan.num_moved), f"of {count(plan.home_LE.size)}, before the step"),
-    ]
-    if "total" in plan.predicted:
-        items.append(("Step", f"{plan.predicted['total']:.3g} s", "model of the MoE layers, not a measurement"))
-    return cards(items)
+    cost = [predict(side.plan, side.demand, question.cluster, question.model.expert).total for side in (before, after)]
+    return cards(
+        [
+            ("Skew before", f"{before.skew:.3f}", f"{before.name}, token objective"),
+            (
+                "Skew planned",
+                f"{after.skew:.3f}",
+                f"bound {after.bound:.3f}, gap {percent(after.skew / after.bound - 1)}",
+            ),
+            ("Copies", count(plan.num_copies), f"{plan.num_copies / max(1, M * L):.1f} per micro-batch and layer"),
+            ("Copies across nodes", count(away), "fed from a host pool" if away else "none"),
+            ("Experts moved", count(plan.num_moved), f"of {count(plan.home_LE.size)}, before the step"),
+            ("MoE layers", f"{cost[1]:.3g} s", f"{before.name} {cost[0]:.3g} s; model, not a measurement"),
+        ]
+    )
 
 
-def _levers(levers: Sequence[tuple[str, float]], bounds: Sequence[tuple[str, float]]) -> str:
-    words = "; ".join(f"{name} {value:.3f}" for name, value in levers)
-    cells = [
-        [name, f"{value:.3f}", f"{reachable:.3f}"]
-        for (name, value), (_, reachable) in zip(levers, bounds, strict=True)
-        if name != "bound"
-    ]
+def _levers(side: Side, number: int) -> str:
     return section(
-        "levers",
-        "What each lever bought",
+        f"levers-{number}" if number else "levers",
+        "What each lever bought" + f": {side.name}" * bool(number),
         paragraph(
             "Skew (token objective) as the levers are pulled one after the other. A lever that makes others possible "
             "may buy little by itself: reachable is the lowest skew that the plan’s slots and scope of copies allow "
             "with the homes and the schedule so far.",
             "how",
         ),
-        plot("levers-plot", pictures.lever_waterfall(levers), f"Skew after each lever: {words}."),
-        table("What each lever bought", ("lever", "skew", "reachable"), cells, text_columns=(0,)),
-    )
-
-
-def _heatmaps(plan: StepPlan, demand: Demand) -> str:
-    scheduled = plan.scheduled(demand)
-    static_LE = np.tile(contiguous_homes(plan.num_experts, plan.num_ranks), (len(plan.layer_ids), 1))
-    before_MLR = home_rank_load(demand.load_MLE, static_LE, plan.num_ranks)
-    after_MLR = plan.rank_load(scheduled)
-    if not before_MLR.sum() or not after_MLR.size:
-        return ""
-    layers = pictures.heatmap_layers(before_MLR, after_MLR)
-    names = [f"layer {plan.layer_ids[layer]}" + " (gains most)" * (i == 0) for i, layer in enumerate(layers)]
-    return section(
-        "ranks",
-        "Load of every rank",
-        paragraph(
-            "Colour: token-slots of the rank / mean over ranks, in each micro-batch. 1 is an equal share: after "
-            "planning, all cells should have one colour. Both share a scale, which ends at the 99th percentile "
-            "of the busiest ranks before.",
-            "how",
-        ),
-        selector("Show", "ranks-plot", names),
-        plot(
-            "ranks-plot",
-            pictures.rank_heatmaps(before_MLR, after_MLR, plan.layer_ids),
-            f"Two heatmaps of {plan.num_ranks} ranks by {len(before_MLR)} micro-batches, before and after planning.",
-        ),
-    )
-
-
-def _balancers(rows: Sequence[ComparisonRow]) -> str:
-    cells = [
-        [
-            row.balancer.replace("+", "\u200b+"),  # a long set of levers may break before a lever, and nowhere else
-            row.sees,
-            f"{row.skew:.3f}",
-            f"{row.gap:.1%}",
-            f"{row.copies_per_micro_batch_layer:.1f}",
-            f"{(row.moved_bytes or 0) / 1e9:.1f}",
-            count(row.cross_node_token_slots or 0),
-            f"{row.plan_seconds:.2f}",
-            f"{row.predicted_seconds:.3g}",
-        ]
-        for row in rows
-        if row.skew is not None
-    ]
-    header = ("balancer", "sees", "skew", "gap", "copies", "moved GB", "across nodes", "plan s", "step s (model)")
-    failed = [f"{row.balancer}: {row.message}" for row in rows if row.message]
-    return section(
-        "balancers",
-        "Balancers side by side",
-        paragraph(
-            "Skew: token objective. Sees: what the balancer may know of the step. Copies: per micro-batch and layer. "
-            "Across nodes: token-slots computed on another node than they come from. Plan s: measured on the machine "
-            "that planned. Step s: a model of the MoE layers, not a measurement.",
-            "how",
-        ),
-        paragraph(
-            f"{LEVERS_IN_WORDS}. Bounds compare only between rows whose copies may sit alike: {scopes_in_words(rows)}.",
-            "how",
-        ),
-        plot("balancers-plot", pictures.balancer_skews(rows), "Skew of each balancer; the table has the figures."),
-        table("Balancers side by side", header, cells, text_columns=(0, 1)),
-        *(paragraph(text, "notice") for text in failed),
+        waterfall(lever_gaps(side.plan, side.given), lever_bounds(side.plan, side.given)),
     )

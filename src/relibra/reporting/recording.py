@@ -31,6 +31,7 @@ class Recording:
     traces       (RL step, trace path); a trace outside a run has step None; none for a run of a dense model
     unfinished   step folders whose writer was stopped before the end; they are left out
     config       the resolved configuration of the run, {} without one
+    num_experts  for traces that do not say; None: see their reader
     """
 
     path: Path
@@ -38,6 +39,7 @@ class Recording:
     unfinished: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=Metrics)
+    num_experts: int | None = None
 
     @property
     def name(self) -> str:
@@ -71,23 +73,24 @@ class Recording:
     def steps(self) -> Iterator[tuple[int | None, Pieces]]:
         """Yield (RL step, what starts a pass over the pieces of its trace)."""
         for step, path in self.traces:
-            yield step, partial(iterate_routes, path)
+            yield step, partial(iterate_routes, path, self.num_experts)
 
     def _count(self, *keys: str) -> int | None:
         value = self.setting(*keys)
         return value if isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 1 << 31 else None
 
 
-def open_recording(path: Path | str) -> Recording:
+def open_recording(path: Path | str, num_experts: int | None = None) -> Recording:
     """Find the traces of a run folder, or take the path as a single trace.
 
+    num_experts   experts per layer, for an `.npz` of choices, which does not say; None: see the reader
     raises    TraceError when there is neither a finished trace nor a finished step, or the path is neither
     """
     path = Path(path)
     if not path.is_dir() or (path / INDEX).is_file():
         if not path.exists():
             raise TraceError(f"{path} does not exist: name a run folder, a trace folder or an .npz of expert choices")
-        return Recording(path=path, traces=((None, path),))
+        return Recording(path=path, traces=((None, path),), num_experts=num_experts)
     if not any((path / name).exists() for name in ("traces", "metrics.jsonl", "config.json")):
         raise TraceError(
             f"{path} is neither a run folder (it has no traces/, metrics.jsonl or config.json) nor a trace "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from math import ceil, log10
 from typing import Any, Literal
@@ -171,7 +171,7 @@ def stage_seconds(metrics: Metrics) -> Any:
     """Draw the seconds of each step as bars stacked by stage."""
     figure = plotly_figures().Figure()
     for i, (stage, seconds) in enumerate(metrics.seconds().items()):
-        name = escape(stage.encode("utf-8", "replace").decode())  # from a file; plotly reads some HTML in names
+        name = _plain(stage)
         figure.add_bar(
             x=metrics.steps,
             y=seconds,
@@ -181,7 +181,7 @@ def stage_seconds(metrics: Metrics) -> Any:
                 "line": {"width": 0},
                 "pattern": {"shape": "/" if i >= len(PALETTE) else ""},  # more stages than colours
             },
-            hovertemplate=f"step %{{x}}: {name.replace('%', '')} %{{y:.2f}} s<extra></extra>",
+            hovertemplate=f"step %{{x}}: {name} %{{y:.2f}} s<extra></extra>",
         )
     figure.update_layout(
         height=360,
@@ -231,3 +231,38 @@ def _decades(metrics: Metrics, panel: Panel) -> int:
     """Return how many decades lie between ticks of a logarithmic axis, so that there are few."""
     found = [log10(value) for curve in panel.curves for value in curve.of(metrics) if value is not None and value > 0]
     return max(1, ceil((max(found) - min(found)) / 5))
+
+
+def compared_panels(runs: Sequence[tuple[str, Metrics]], panels: Sequence[Panel]) -> Any:
+    """Draw panels above one another, the curves of each run in a colour of its own, dashed by what they are.
+
+    runs    (name, metrics); at least one of them has something to draw
+    """
+    figure = plotly_figures().Figure()
+    shown = [panel for panel in panels if any(has_any(metrics, [panel]) for _, metrics in runs)]
+    height = len(shown) * PANEL_PIXELS + (len(shown) - 1) * _GAP_PIXELS
+    for i, panel in enumerate(shown):
+        axis = "y" if i == 0 else f"y{i + 1}"
+        for number, (name, metrics) in enumerate(runs):
+            for place, curve in enumerate(panel.curves):
+                if _is_drawn(curve, panel, metrics):
+                    own = replace(
+                        curve, name=f"{_plain(name)}: {curve.name}", spread="", colour=number, dash=place % len(DASHES)
+                    )
+                    _draw(figure, metrics, own, panel, axis)
+        top = 1 - i * (PANEL_PIXELS + _GAP_PIXELS) / height
+        setting: dict[str, Any] = {
+            "title": {"text": panel.title},
+            "domain": [max(0.0, top - PANEL_PIXELS / height), top],
+        }
+        setting |= {"log": {"type": "log"}, "share": {"tickformat": ".1%", "rangemode": "tozero"}}.get(panel.axis, {})
+        setting |= {"rangemode": "tozero"} if panel.axis == "from zero" else {}
+        figure.update_layout({axis.replace("y", "yaxis"): setting})
+    last = "y" if len(shown) == 1 else f"y{len(shown)}"
+    figure.update_layout(height=height + 150, xaxis={"title": {"text": "RL step"}, "anchor": last})
+    return figure
+
+
+def _plain(name: str) -> str:
+    """Make a name safe for plotly, which reads some HTML in names."""
+    return escape(name.encode("utf-8", "replace").decode()).replace("%", "")

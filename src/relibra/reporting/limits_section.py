@@ -1,0 +1,141 @@
+"""The section that comes first: what limits this model on this cluster, simulated before and after."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from relibra.cluster import Cluster
+from relibra.reporting.bars import Bar, bar_table
+from relibra.reporting.elements import bullets, cards, paragraph, section
+from relibra.reporting.sentences import percent
+from relibra.reporting.sides import Side
+from relibra.reporting.timeline_section import chosen_ranks
+from relibra.simulation import (
+    MemoryUse,
+    ModelShape,
+    SimulatedStep,
+    advice,
+    memory_use,
+    overlap_ratio,
+    simulate_step,
+    simulated_timeline,
+)
+from relibra.timeline import Timeline
+
+
+class SimulatedSides(NamedTuple):
+    """Both sides as simulated on a cluster: seconds, and memory of the second."""
+
+    before: SimulatedStep
+    after: SimulatedStep
+    memory: MemoryUse
+
+
+def simulate_sides(before: Side, after: Side, cluster: Cluster, model: ModelShape) -> SimulatedSides:
+    """Simulate both sides in one pipeline stage and one optimizer step, copies overlapped.
+
+    model    with the layers, experts and choices per token that were routed
+    raises   as `simulate_step`
+    """
+    steps = [simulate_step(side.plan, side.demand, cluster, model) for side in (before, after)]
+    return SimulatedSides(*steps, memory_use(after.plan, after.demand, cluster, model))
+
+
+def limits_section(found: SimulatedSides, before: Side, after: Side, cluster: Cluster, model: ModelShape) -> str:
+    """Show the overlap ratio, what limits the step in words, and its seconds part by part."""
+    sentences = advice(found.after, cluster, model, found.memory)
+    sentences = sorted(sentences, key=lambda sentence: not sentence.startswith("Overlap ratio"))
+    faster = found.before.seconds / found.after.seconds if found.after.seconds else 1.0
+    items = [
+        (
+            "Overlap ratio inside a node",
+            _ratio(model, cluster, "intra"),
+            "work / travel of a token-slot; above 1 work can hide it",
+        ),
+        *(
+            [("Overlap ratio between nodes", _ratio(model, cluster, "inter_send"), "the same over the network")]
+            if cluster.num_nodes > 1
+            else []
+        ),
+        (
+            "Step, simulated",
+            seconds_in_words(found.after.seconds),
+            f"{before.name} {seconds_in_words(found.before.seconds)}, {faster:.2f}×",
+        ),
+        (
+            "Flops used",
+            percent(found.after.model_flops_utilisation),
+            f"of the peak, simulated; {before.name} {percent(found.before.model_flops_utilisation)}",
+        ),
+    ]
+    names = [name for name in found.after.terms if found.before.terms[name] > 0 or found.after.terms[name] > 0]
+    longest = max((max(found.before.terms[n], found.after.terms[n]) for n in names), default=0.0) or 1.0
+    bars = [
+        Bar(
+            name=name,
+            low=0.0,
+            high=found.after.terms[name],
+            kind="whole",
+            cells=(
+                seconds_in_words(found.before.terms[name]),
+                seconds_in_words(found.after.terms[name]),
+                percent(found.after.terms[name] / (found.after.seconds or 1.0)),
+            ),
+        )
+        for name in sorted(names, key=lambda name: -found.after.terms[name])
+    ]
+    return section(
+        "limits",
+        f"What limits {model.name} on {cluster.name} first",
+        cards(items),
+        bullets(sentences),
+        bar_table(
+            "Parts of the step, simulated; bars from 0",
+            ("part", before.name, after.name, "share"),
+            bars,
+            start=0.0,
+            end=longest,
+        ),
+        paragraph(
+            f"Simulated: {cluster.num_ranks} ranks of {cluster.name} ({cluster.label}: {cluster.source}); sizes of "
+            f"{model.name} with {model.moe_layers} expert layers, {model.top_k} of {model.experts} experts per token; "
+            "one pipeline stage, one optimizer step, copies beside other work. Parts add up to the step. "
+            + " ".join(found.after.notes),
+            "how",
+        ),
+    )
+
+
+def _ratio(model: ModelShape, cluster: Cluster, link: str) -> str:
+    rate = getattr(cluster, link).bytes_per_second
+    return f"{overlap_ratio(model.expert, rate, cluster.peak_flops_per_second):.2f}"
+
+
+def seconds_in_words(seconds: float) -> str:
+    """Write a duration with three digits.
+
+    >>> seconds_in_words(0.01234), seconds_in_words(2.5), seconds_in_words(0.0)
+    ('12.3 ms', '2.5 s', '0 s')
+    """
+    if seconds >= 1 or seconds == 0:
+        return f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"
+
+
+def simulated_timelines(
+    found: SimulatedSides, before: Side, after: Side, cluster: Cluster, model: ModelShape, micro_batch: int
+) -> tuple[list[tuple[str, Timeline]], str]:
+    """Return both sides' events of one micro-batch on some ranks, and which ones that are."""
+    ranks = chosen_ranks(found.before.token_slots_R.tolist())
+    timelines = [
+        (
+            side.name,
+            simulated_timeline(side.plan, side.demand, cluster, model, ranks=ranks, micro_batches=[micro_batch]),
+        )
+        for side in (before, after)
+    ]
+    listed = ", ".join(map(str, ranks))
+    return timelines, (
+        f"Micro-batch {micro_batch}, which gains most, on ranks {listed}: the busiest and the idlest of the "
+        f"{before.name} and some between."
+    )

@@ -1,0 +1,189 @@
+// Draws loads of ranks or experts, before and after, for the layer and the micro-batch that the sliders choose.
+(() => {
+  const root = document.getElementById("load-explorer");
+  if (!root) return;
+  const byId = (id) => document.getElementById(id);
+  const data = JSON.parse(byId("load-data").textContent);
+  const ABOVE = 255;
+  const unpack = (cube) => ({ ...cube, values: Uint8Array.from(atob(cube.data), (c) => c.charCodeAt(0)) });
+  for (const side of data.sides) for (const rows of ["ranks", "experts"]) side[rows] = unpack(side[rows]);
+  const [rows, layer, microBatch] = [byId("load-rows"), byId("load-layer"), byId("load-micro-batch")];
+  const canvases = [...root.querySelectorAll("canvas[data-axis]")];
+  const PROFILE = 34, LEFT = 30, BOTTOM = 18;
+  const CIVIDIS = ["00224e", "123570", "3b496c", "575d6d", "707173", "8a8678", "a59c74", "c3b369", "e1cc55", "fee838"]
+    .map((hex) => [0, 2, 4].map((i) => parseInt(hex.slice(i, i + 2), 16)));
+  const paint = Array.from({ length: 256 }, (_, value) => {
+    const place = (Math.min(value, ABOVE - 1) / (ABOVE - 1)) * (CIVIDIS.length - 1);
+    const low = Math.min(Math.floor(place), CIVIDIS.length - 2);
+    return CIVIDIS[low].map((c, i) => Math.round(c + (CIVIDIS[low + 1][i] - c) * (place - low)));
+  });
+  let row = 0; // the cell that is read out: at first the busiest, its column is that of the slider
+
+  const number = (input) => Number(input.value);
+  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const cell = (cube, m, l, r) => (m < cube.shape[0] ? cube.values[(m * cube.shape[1] + l) * cube.shape[2] + r] : null);
+  const words = (value) => value === null ? "none"
+    : value === ABOVE ? `over ${data.end.toFixed(2)}×` : `${((value / (ABOVE - 1)) * data.end).toFixed(2)}×`;
+
+  function columns(canvas) { // what one picture shows: how many columns, a cell of it, and names of columns
+    const side = data.sides[Number(canvas.dataset.side)], cube = side[rows.value];
+    const overLayers = canvas.dataset.axis === "l";
+    return {
+      cube,
+      count: overLayers ? cube.shape[1] : cube.shape[0],
+      chosen: number(overLayers ? layer : microBatch),
+      at: overLayers ? (c, r) => cell(cube, number(microBatch), c, r) : (c, r) => cell(cube, c, number(layer), r),
+      name: (c) => (overLayers ? data.layers[c] : side.micro_batches[c]),
+      what: overLayers ? "layer" : "micro-batch",
+    };
+  }
+
+  function draw(canvas) {
+    const { cube, count, chosen, at, name, what } = columns(canvas), size = cube.shape[2];
+    const width = canvas.clientWidth, high = Math.max(2, Math.min(14, 300 / size)), height = Math.max(48, high * size);
+    const scale = devicePixelRatio || 1;
+    canvas.style.height = `${PROFILE + height + BOTTOM}px`;
+    canvas.width = Math.round(width * scale);
+    canvas.height = Math.round((PROFILE + height + BOTTOM) * scale);
+    const context = canvas.getContext("2d");
+    context.scale(scale, scale);
+    context.font = `11px ${getComputedStyle(document.body).fontFamily}`;
+    const [text, soft, accent] = [colour("--text"), colour("--soft"), colour("--accent")];
+    const inner = width - LEFT, wide = inner / count, step = height / size;
+    const image = new ImageData(count, size), busiest = new Float64Array(count);
+    for (let c = 0; c < count; c++) for (let r = 0; r < size; r++) {
+      const value = at(c, r);
+      if (value === null) continue;
+      image.data.set([...paint[value], 255], 4 * (r * count + c));
+      busiest[c] = Math.max(busiest[c], value);
+    }
+    const small = document.createElement("canvas");
+    [small.width, small.height] = [count, size];
+    small.getContext("2d").putImageData(image, 0, 0);
+    context.imageSmoothingEnabled = false;
+    context.drawImage(small, LEFT, PROFILE, inner, height);
+    context.strokeStyle = "#d55e00"; // hatches: beyond the scale
+    context.lineWidth = 1;
+    for (let c = 0; c < count; c++) for (let r = 0; r < size; r++) {
+      if (at(c, r) !== ABOVE) continue;
+      context.beginPath();
+      context.moveTo(LEFT + c * wide, PROFILE + (r + 1) * step);
+      context.lineTo(LEFT + (c + 1) * wide, PROFILE + r * step);
+      context.stroke();
+    }
+    const level = (value) => (PROFILE - 4) * (1 - value / ABOVE);
+    context.fillStyle = soft;
+    for (let c = 0; c < count; c++) {
+      const gap = wide > 4 ? 1 : 0;
+      context.fillRect(LEFT + c * wide, level(busiest[c]), wide - gap, PROFILE - 4 - level(busiest[c]));
+    }
+    const mean = level((ABOVE - 1) / data.end);
+    context.strokeStyle = text;
+    context.setLineDash([3, 3]);
+    context.beginPath();
+    context.moveTo(LEFT, mean);
+    context.lineTo(width, mean);
+    context.stroke();
+    context.setLineDash([]);
+    context.fillStyle = soft;
+    context.textAlign = "right";
+    context.textBaseline = "middle";
+    context.fillText("max", LEFT - 5, PROFILE / 2);
+    for (const r of size * step < 40 ? [0] : [0, size - 1]) {
+      context.fillText(String(r), LEFT - 5, Math.min(PROFILE + height - 6, Math.max(PROFILE + 6, PROFILE + (r + 0.5) * step)));
+    }
+    context.textBaseline = "bottom";
+    context.textAlign = "left";
+    context.fillText(`${what} ${name(0)}`, LEFT, PROFILE + height + BOTTOM - 1);
+    if (count > 1) {
+      context.textAlign = "right";
+      context.fillText(String(name(count - 1)), width, PROFILE + height + BOTTOM - 1);
+    }
+    if (chosen < count) {
+      const frames = [[LEFT + chosen * wide, 1.5, wide, PROFILE + height - 3], [LEFT + chosen * wide, PROFILE + row * step, wide, step]];
+      for (const [pen, thick] of [["#ffffff", 4], [accent, 2]]) { // two tones: seen on dark and on light cells
+        context.strokeStyle = pen;
+        context.lineWidth = thick;
+        for (const frame of frames) context.strokeRect(...frame);
+      }
+    }
+  }
+
+  function drawScale() {
+    const bar = byId("load-scale"), canvas = bar.querySelector("canvas"), context = canvas.getContext("2d");
+    [canvas.width, canvas.height] = [ABOVE, 1];
+    for (let value = 0; value < ABOVE; value++) {
+      context.fillStyle = `rgb(${paint[value]})`;
+      context.fillRect(value, 0, 1, 1);
+    }
+    const ticks = [0, 1, ...(data.end >= 2.5 ? [2] : []), data.end];
+    bar.querySelector("div").replaceChildren(...ticks.map((tick, i) => {
+      const label = document.createElement("span");
+      label.textContent = i === ticks.length - 1 ? `${tick.toFixed(2)}× mean` : `${tick}×`;
+      label.style.left = `${(100 * tick) / data.end}%`;
+      return label;
+    }));
+  }
+
+  function readOut() {
+    const kind = rows.value === "ranks" ? "rank" : "expert";
+    const [l, m] = [number(layer), number(microBatch)];
+    const largest = (cube) => m >= cube.shape[0] ? null
+      : Math.max(...cube.values.subarray((m * cube.shape[1] + l) * cube.shape[2], (m * cube.shape[1] + l + 1) * cube.shape[2]));
+    const [first, second] = data.sides.map((side) => side[rows.value]);
+    const names = data.sides.map((side) => (side.micro_batches[m] === undefined ? "–" : side.micro_batches[m]));
+    byId("load-layer-value").textContent = data.layers[l];
+    byId("load-micro-batch-value").textContent = names[0] === "–" ? names[1] : names[0];
+    layer.setAttribute("aria-valuetext", `layer ${data.layers[l]}`);
+    root.querySelector('[data-title="m"]').textContent = data.layers[l];
+    root.querySelector('[data-title="l"]').textContent = byId("load-micro-batch-value").textContent;
+    const node = kind === "rank" && data.ranks_per_node < first.shape[2] ? ` (node ${Math.floor(row / data.ranks_per_node)})` : "";
+    byId("load-readout").textContent =
+      `Layer ${data.layers[l]}, micro-batch ${byId("load-micro-batch-value").textContent}: busiest ${kind} ` +
+      `${words(largest(first))} → ${words(largest(second))} the mean; ${kind} ${row}${node} ` +
+      `${words(cell(first, m, l, row))} → ${words(cell(second, m, l, row))}.`;
+  }
+
+  function busiestRow() {
+    const cube = data.sides[0][rows.value], m = Math.min(number(microBatch), cube.shape[0] - 1);
+    const values = Array.from({ length: cube.shape[2] }, (_, r) => cell(cube, m, number(layer), r));
+    return values.indexOf(Math.max(...values));
+  }
+
+  function show() {
+    row = Math.min(row, data.sides[0][rows.value].shape[2] - 1);
+    for (const canvas of canvases) draw(canvas);
+    readOut();
+  }
+
+  const move = (input, by) => { input.value = number(input) + by; };
+  for (const canvas of canvases) {
+    const along = canvas.dataset.axis === "l" ? layer : microBatch;
+    canvas.addEventListener("keydown", (event) => {
+      const size = data.sides[0][rows.value].shape[2];
+      if (event.key === "ArrowLeft") move(along, -1);
+      else if (event.key === "ArrowRight") move(along, 1);
+      else if (event.key === "ArrowUp") row = Math.max(0, row - 1);
+      else if (event.key === "ArrowDown") row = Math.min(size - 1, row + 1);
+      else return;
+      event.preventDefault();
+      show();
+    });
+    canvas.addEventListener("click", (event) => {
+      const { count, cube } = columns(canvas), box = canvas.getBoundingClientRect(), size = cube.shape[2];
+      const inside = (value, most) => Math.max(0, Math.min(most - 1, Math.floor(value)));
+      along.value = inside(((event.clientX - box.left - LEFT) / (box.width - LEFT)) * count, count);
+      row = inside(((event.clientY - box.top - PROFILE) / (box.height - PROFILE - BOTTOM)) * size, size);
+      show();
+    });
+  }
+  rows.value = "ranks"; // browsers keep a choice over a reload
+  [layer.value, microBatch.value] = data.first;
+  for (const input of [rows, layer, microBatch]) input.addEventListener("input", show);
+  new ResizeObserver(show).observe(root);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
+  rows.addEventListener("input", () => { row = busiestRow(); show(); });
+  row = busiestRow();
+  drawScale();
+  show();
+})();

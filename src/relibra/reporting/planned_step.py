@@ -1,0 +1,108 @@
+"""The last recorded step of a run, planned again: what a page about a run shows beside its curves.
+
+A run keeps its routes, not its plans. So micro-batches are cut from the recording as large as the run's, which is not
+the schedule that the trainer had.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy import ndarray
+
+from relibra.cluster import Cluster, cluster_preset
+from relibra.errors import RelibraError, TraceError
+from relibra.planning.budget import Budget
+from relibra.planning.byte_ledger import distinct_rows_of_step
+from relibra.planning.step import plan_step
+from relibra.reporting.plan_page import Question
+from relibra.reporting.recording import Recording
+from relibra.reporting.sides import Side, side_of, static_side
+from relibra.routing.demand import Demand
+from relibra.routing.demand_rows import sample_of_rows
+from relibra.routing.micro_batches import cut_recorded
+from relibra.routing.readers import open_trace
+from relibra.routing.survey import default_micro_batch_tokens
+from relibra.routing.trace import RoutingTrace
+from relibra.simulation import ModelShape, model_shape, model_shape_from_config
+
+DEFAULT_MODEL = "qwen3-30b-a3b"
+MAX_PAIRS = 1 << 26
+"""Entries of the tables of distinct rows; larger steps get bounds instead of a count token by token."""
+
+
+class PlannedStep(NamedTuple):
+    """Both sides of a step, what the page needs to know about them, and in words where they come from."""
+
+    before: Side
+    after: Side
+    question: Question
+    about: str
+
+
+def plan_last_step(
+    recording: Recording, *, ranks: int | None = None, cluster: Cluster | None = None, model: ModelShape | None = None
+) -> PlannedStep | None:
+    """Plan the last recorded step; None where there is nothing to share out: one rank, or too few rows.
+
+    ranks     None: the run's own
+    cluster   is resized to the ranks; None: H100 nodes of 8
+    model     None: what the run trained, else Qwen3-30B-A3B
+    raises    TraceError for a damaged trace; ClusterError when the ranks do not fill nodes of the cluster
+    """
+    ranks = ranks or recording.num_ranks
+    if not recording.traces or ranks is None or ranks < 2:
+        return None
+    number, path = recording.traces[-1]
+    trace = open_trace(path, recording.num_experts)
+    tokens = recording.micro_batch_tokens or default_micro_batch_tokens(trace.num_rows)
+    if trace.num_experts % ranks or trace.num_rows == 0:
+        return None
+    demand = cut_recorded(trace, min(tokens, trace.num_rows), ranks)
+    machine = (cluster or cluster_preset("h100x8")).with_ranks(ranks)
+    routed = as_routed(model or model_of_run(recording) or model_shape(DEFAULT_MODEL), demand)
+    slots = recording.setting("plan", "slots")
+    budget = Budget(slots=slots if isinstance(slots, int) and slots >= 0 else 1, objective="tokens")
+    plan = plan_step(demand, machine, budget, expert=routed.expert)
+    before, after = static_side(plan, demand), side_of("the plan", plan, demand)
+    which = "The recording" if number is None else f"Step {number}, the last recorded one,"
+    about = (
+        f"{which} is planned here again, on {ranks} ranks, in micro-batches of {min(tokens, trace.num_rows):,} tokens "
+        "cut in recorded order: not the schedule that a trainer had, so figures differ from those of the run."
+    )
+    question = Question(cluster=machine, model=routed, distinct=distinct_of(trace, before, after))
+    return PlannedStep(before, after, question, about)
+
+
+def model_of_run(recording: Recording) -> ModelShape | None:
+    """Read the sizes of the policy that a run left; None without one, or of a family that is not known."""
+    path = recording.path / "policy" / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+        return model_shape_from_config(config, str(config.get("model_type", "policy")))
+    except (OSError, ValueError, AttributeError, RelibraError):
+        return None
+
+
+def as_routed(model: ModelShape, demand: Demand) -> ModelShape:
+    """Return the model with the layers, experts and choices per token that were routed."""
+    L, E = demand.counts_SLE.shape[1:]
+    return replace(model, moe_layers=L, experts=E, top_k=demand.top_k or model.top_k)
+
+
+def distinct_of(trace: RoutingTrace | None, *sides: Side) -> dict[str, ndarray] | None:
+    """Count distinct rows of both sides token by token; None without the tokens, or where that would take too long.
+
+    raises    TraceError when a demand was not counted from this trace
+    """
+    pairs = max(side.rank_load_MLR.size * side.plan.num_ranks for side in sides)
+    if trace is None or pairs > MAX_PAIRS:
+        return None
+    experts_TLK = np.asarray(trace.experts_TLK)
+    sample_T = sample_of_rows(trace, sides[0].given)
+    if any(not np.array_equal(side.given.sample_ids, sides[0].given.sample_ids) for side in sides):
+        raise TraceError("the plans were made for other samples, so one trace does not hold both: name none")
+    return {side.name: distinct_rows_of_step(side.plan, side.demand, experts_TLK, sample_T) for side in sides}
