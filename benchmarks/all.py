@@ -43,7 +43,7 @@ PROGRAMS: tuple[Program, ...] = (
 LONG: tuple[Program, ...] = (
     ("rl", (), 6),
     ("demo", ("0", "1", "2"), 10),
-    ("tppo", (), 12),
+    ("tppo", (), 15),
     ("runtime", ("--repetitions", "9"), 25),
     ("gpu", (), 10),
 )

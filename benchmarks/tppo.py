@@ -48,7 +48,7 @@ WINDOWS = ("rollout.window=48", "algorithm.tail_drop=2")
 MORE = {
     "PPO": ("run.steps=80", "critic.warmup_steps=10"),
     "T-PPO": ("run.steps=130", "critic.warmup_steps=14", *WINDOWS),
-    "T-PPO, refill": ("run.steps=75", "critic.warmup_steps=9", *WINDOWS, "rollout.refill=true"),
+    "T-PPO, refill": ("run.steps=70", "critic.warmup_steps=8", *WINDOWS, "rollout.refill=true"),
 }
 """Steps in which only the value model learns see about as many finished responses in all, and runs sample about as many
 tokens: with refill a step has more of both."""
