@@ -46,7 +46,7 @@ LONG: tuple[Program, ...] = (
     ("validation", ("--repetitions", "3"), 4),
     ("rl", (), 6),
     ("demo", ("0", "1", "2"), 10),
-    ("tppo", (), 12),
+    ("tppo", (), 15),
     ("runtime", ("--repetitions", "9"), 25),
     ("gpu", (), 10),
 )

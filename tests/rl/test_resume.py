@@ -75,7 +75,7 @@ def test_a_run_killed_six_times_ends_as_one_that_never_was(tmp_path):
 
 CASES = {
     "tppo": (*TPPO[:-2], "run.steps=6", "checkpoint.every=3"),
-    "refill": (*TPPO[:-2], "rollout.refill=true", "run.steps=6", "checkpoint.every=3"),
+    "refill": (*TPPO[:-2], "rollout.window=6", "rollout.refill=true", "run.steps=6", "checkpoint.every=3"),
     "dapo": ("run.steps=4", "checkpoint.every=2"),
     "r2": ("algorithm.replay=R2", "run.steps=4", "checkpoint.every=2"),
     "reference": ("algorithm.preset=grpo", "algorithm.kl_coefficient=0.2", "run.steps=4", "checkpoint.every=2"),
@@ -135,8 +135,7 @@ def test_a_run_goes_on_on_another_number_of_ranks(tmp_path):
 
 def test_responses_that_were_passed_over_begin_after_a_resume(tmp_path):
     """Two ranks use their spares at different speeds; what one did not use is in the checkpoint."""
-    longer = ("rollout.window=6", "checkpoint.every=1", "checkpoint.keep=9")
-    case = {"refill": (*CASES["refill"], *longer)}
+    case = {"refill": (*CASES["refill"], "checkpoint.every=1", "checkpoint.keep=9")}
     whole = run_on_ranks(2, case, tmp_path)["refill"]
     shards = shards_of(whole.run)
     told = [json.loads(path.read_text()) for path in sorted(whole.run.glob("checkpoints/*/state.json"))]

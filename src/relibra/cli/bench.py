@@ -157,7 +157,7 @@ def rl(quick: Quick = False, as_json: Json = False, output: Output = None) -> No
 
 @app.command(rich_help_panel=_MEASURE)
 def tppo(quick: Quick = False, as_json: Json = False, output: Output = None) -> None:
-    """RL training with PPO and with T-PPO: decode steps and seconds to the same reward; 12 min.
+    """RL training with PPO and with T-PPO: decode steps and seconds to the same reward; 15 min.
 
     Example: relibra bench tppo --quick
     """

@@ -47,7 +47,7 @@ class RunConfig(Section):
 
     @property
     def responses_per_step(self) -> int:
-        """Responses under way in a step, over all ranks."""
+        """Responses under way at once, over all ranks."""
         return self.rollout.prompts_per_step * self.rollout.responses_per_prompt
 
     @model_validator(mode="after")

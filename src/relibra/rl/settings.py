@@ -103,7 +103,7 @@ class RolloutSettings(Section):
     """How responses are sampled."""
 
     prompts_per_step: int = Field(32, ge=1)
-    """Prompts per step, over all ranks; times `responses_per_prompt` they are the responses under way in a step."""
+    """Prompts per step, over all ranks; times `responses_per_prompt` they are the responses under way at once."""
     responses_per_prompt: int = Field(8, ge=1)
     """Responses to each prompt: the group that an advantage may be measured in."""
     max_response: int = Field(80, ge=1)

@@ -59,7 +59,7 @@ def schedule_of(table: ResponseTable, config: RunConfig) -> Schedule:
     """
     by_group = config.algorithm.advantage == "group"
     units, unit_S = np.unique(table.group_id_S if by_group else table.sample_id_S, return_inverse=True)
-    newest = int(table.sample_id_S.max(initial=0))  # no two steps have the same
+    newest = int(table.sample_id_S.max(initial=0))  # other steps hardly ever have the same
     lot_U = np.random.default_rng([config.run.seed, _LOT_STREAM, newest]).permutation(len(units))
     return make_schedule(
         table.tokens_S,
