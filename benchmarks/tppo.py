@@ -191,10 +191,10 @@ def _bound(rows: list[dict], windowed: str) -> str:
 
 def print_rows(rows: list[dict]) -> None:
     """Print a table."""
-    titles = ("seed", "algorithm", "steps", "decode\nsteps", "\nseconds", "PPO/T\ndecode", "PPO/T\nseconds")
+    titles = ("seed", "algorithm", "steps", "decode\nsteps", "\ntime s", "PPO/it\ndecode", "PPO/it\ntime")
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for title in (*titles, "\nidle", "final\nreward", "reward\nto reach"):
-        table.add_column(title, justify="left" if title == "algorithm" else "right", no_wrap=True)
+    for title in (*titles, "\nidle", "final\nreward", "to\nreach"):
+        table.add_column(title, justify="left" if title == "algorithm" else "right", no_wrap=True, overflow="ignore")
     for row in rows:
         ratios = (row["wall_seconds"], row["decode_ratio"], row["wall_ratio"])
         table.add_row(
@@ -202,7 +202,7 @@ def print_rows(rows: list[dict]) -> None:
             row["algorithm"],
             *("never" if number is None else str(number) for number in (row["updates"], row["decode_steps"])),
             *("-" if number is None else f"{number:.2f}" for number in ratios),
-            *(f"{number:.3f}" for number in (row["idle_share"], row["final_reward"], row["target"])),
+            *(f"{number:.2f}" for number in (row["idle_share"], row["final_reward"], row["target"])),
         )
     Console().print(table)
     stages = {row["algorithm"]: row["seconds_per_stage"] for row in rows}
