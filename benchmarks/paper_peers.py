@@ -35,6 +35,9 @@ ULTRAEP = {
 """Start skew of a training run on 64 ranks, and TFLOPS per GPU; `eplb` is its EPLB+, with exact loads."""
 
 
+HOMES_STAY = "relibra, homes stay"
+
+
 def ultraep(quick: bool) -> Iterator[dict]:
     """UltraEP's planner table, and its training table, by its own generator of loads."""
     paper = "UltraEP, arXiv 2606.04101"
@@ -59,6 +62,7 @@ def ultraep(quick: bool) -> Iterator[dict]:
     for name, (start, tflops) in ULTRAEP.items() if not quick else ():
         case = _ultraep_case(name, start)
         found = steps.all_made(case, ("eplb", "lplb", "ultraep", RELIBRA))
+        found[HOMES_STAY] = steps.made(case, RELIBRA, move_homes=False)
         for balancer, one in found.items():
             cited = tflops.get(balancer)
             ratio = (
@@ -107,6 +111,12 @@ def _why_ultraep(balancer: str, found: dict[str, Made]) -> str:
     share = (static.terms["exchange"] + static.terms["compute"]) / static.seconds
     if balancer == "static":
         return f"experts and exchange are {share:.0%} of this step; 72 ranks per NVLink domain are assumed"
+    if balancer == RELIBRA:
+        exposed = found[RELIBRA].step.terms["copies"] / found[RELIBRA].step.seconds
+        return (
+            f"{exposed:.1%} of its step are copies in the open: homes laid for the hot experts of the step before "
+            "send more copies from fewer ranks; see the row in which homes stay, as UltraEP's do"
+        )
     if balancer in ("eplb", "lplb"):
         return "from the totals of the step; their copies are pushed for every pass, as the buffer is shared by layers"
     return ""

@@ -170,6 +170,7 @@ def as_rows(pairs: list[Pair], cluster: Cluster, repetitions: int) -> list[dict]
     """Return a row per predicted run; the balanced runs, which the rest was taken from, are no predictions."""
     predicted = [pair for pair in pairs if pair.balancer in BALANCERS]
     wrong = disagreements(predicted)
+    ordered = sum(apart(*both) for both in same_case(predicted))
     median = float(np.median([abs(pair.error) for pair in predicted]))
     return [
         {
@@ -177,12 +178,20 @@ def as_rows(pairs: list[Pair], cluster: Cluster, repetitions: int) -> list[dict]
             "repetitions": repetitions, "case_skew": pair.skew, "balancer": pair.balancer,
             "measured_seconds": pair.median, **quartiles(pair.measured, "measured_seconds"),
             "simulated_seconds": pair.simulated, "error": pair.error, "parts": pair.parts,
-            "median_error": median, "goal": GOAL, "ok": "yes" if median <= GOAL and not wrong else "NO",
-            "ranking": "as measured" if not any(pair in both for both in wrong) else "differs",
+            "median_error": median, "goal": GOAL, "ordered_pairs": ordered,
+            "ok": "yes" if median <= GOAL and not wrong else "NO",
+            "ranking": _ranking(pair, predicted, wrong),
             "configuration": f"{runtime.SYNTHETIC.layers} layers, 2 processes; {cluster.source}",
         }
         for pair in predicted
     ]  # fmt: skip
+
+
+def _ranking(pair: Pair, predicted: list[Pair], wrong: list[tuple[Pair, Pair]]) -> str:
+    if any(pair in both for both in wrong):
+        return "differs"
+    ordered = any(pair in both and apart(*both) for both in same_case(predicted))
+    return "as measured" if ordered else "no measured order"
 
 
 def disagreements(pairs: list[Pair]) -> list[tuple[Pair, Pair]]:
@@ -191,13 +200,20 @@ def disagreements(pairs: list[Pair]) -> list[tuple[Pair, Pair]]:
     Runs whose measured ranges overlap, from the fastest to the slowest repetition, are equal: no order is asked for.
     """
     found = []
-    for one, other in itertools.combinations(pairs, 2):
-        if one.skew != other.skew:
-            continue
-        apart = max(one.measured) < min(other.measured) or max(other.measured) < min(one.measured)
-        if apart and (one.median < other.median) != (one.simulated < other.simulated):
+    for one, other in same_case(pairs):
+        if apart(one, other) and (one.median < other.median) != (one.simulated < other.simulated):
             found.append((one, other))
     return found
+
+
+def same_case(pairs: list[Pair]) -> list[tuple[Pair, Pair]]:
+    """Return every two runs of one case."""
+    return [both for both in itertools.combinations(pairs, 2) if both[0].skew == both[1].skew]
+
+
+def apart(one: Pair, other: Pair) -> bool:
+    """Say whether the measured ranges leave a gap, so that there is an order to predict."""
+    return max(one.measured) < min(other.measured) or max(other.measured) < min(one.measured)
 
 
 def _print(pairs: list[Pair], cluster: Cluster) -> None:
@@ -217,8 +233,12 @@ def _print(pairs: list[Pair], cluster: Cluster) -> None:
     wrong = disagreements(predicted)
     for one, other in wrong:
         print(f"order differs at skew {one.skew:g}: {one.balancer} and {other.balancer}")
-    if not wrong:
-        print("the order of the balancers is the measured one; runs whose measured ranges overlap count as equal")
+    all_pairs = same_case(predicted)
+    ordered = sum(apart(*both) for both in all_pairs)
+    print(
+        f"{ordered} of {len(all_pairs)} pairs of runs have a measured order (their ranges do not overlap); the "
+        f"simulator has {ordered - len(wrong)} of them right"
+    )
     print(f"balanced routes are no prediction: what the simulator leaves out was taken from them; {cluster.source}")
 
 
