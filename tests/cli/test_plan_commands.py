@@ -15,6 +15,7 @@ from relibra.planning.plan_files import read_plan
 from relibra.routing.demand_files import read_demand
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
 from relibra.routing.synthetic import TraceShape, domain_trace
+from relibra.timeline import Event, Timeline, write_timeline
 
 KEYS = {
     "balancer", "skew", "bound", "gap", "copies", "moved_bytes", "cross_node_token_slots", "plan_seconds",
@@ -312,13 +313,39 @@ def test_explain(run, plan):
 
 
 def test_pages_are_written(run, trace, tmp_path):
-    pytest.importorskip("plotly", reason="pages need plotly: pip install 'relibra[report]'")
     for verb, more in (("plan", ("-o", tmp_path / "p.safetensors")), ("compare", ("--balancer", "static"))):
         page = tmp_path / f"{verb}.html"
         code, _, err = run(verb, trace, *CUT, *more, "--html", page)
         assert code == 0
         assert str(page) in err
         assert ("Balancers side by side" in page.read_text()) == (verb == "compare")
+
+
+def test_reports_of_plans(run, trace, plan, tmp_path):
+    page = tmp_path / "page.html"
+    code, out, _ = run("report", plan, "-o", page)
+    assert (code, out.strip()) == (0, str(page))
+    bounded = page.read_text()
+    assert "lower bound" in bounded
+    assert run("report", plan, "--trace", trace, "-o", page)[0] == 0
+    assert "counted token by token" in page.read_text()
+    other = tmp_path / "other.safetensors"
+    assert run("plan", trace, *CUT, "--balancer", "static", "-o", other)[0] == 0
+    facts = json.loads(run("report", other, plan, "--json", "-o", page)[1])
+    assert facts == {"report": str(page)}
+    assert f"other and plan {plan.stem}" in page.read_text()
+    timeline, event = tmp_path / "ran.jsonl", Event("experts", 1, 0, 0, 0.0, 1.0, 0, "")
+    write_timeline(timeline, Timeline(events=(event,), num_ranks=4, label="measured"))
+    assert run("report", plan, "--timeline", timeline, "-o", page)[0] == 0
+    assert "ran (measured)" in page.read_text()
+
+
+def test_reports_of_what_has_no_demand_or_is_no_plan(run, trace, plan, tmp_path):
+    lonely = tmp_path / "lonely.safetensors"
+    lonely.write_bytes(plan.read_bytes())
+    assert "without the demand a plan has no loads" in run("report", lonely)[2]
+    assert "is no plan" in run("report", plan, trace)[2]
+    assert "is no plan" in run("report", tmp_path / "none.safetensors")[2]
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ class Tab:
         return answer["result"].get("value")
 
     def press(self, key: str) -> None:
-        code = {"Tab": 9, "ArrowDown": 40}[key]
+        code = {"Tab": 9, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}[key]
         for kind in ("rawKeyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
 

@@ -131,7 +131,7 @@ def _of_plans(
 
 
 def _short_name(path: Path, beside: Path) -> str:
-    return str(path) if path.stem == beside.stem else path.stem
+    return f"plan {path}" if path.stem == beside.stem else f"plan {path.stem}"
 
 
 def _side(path: Path, demand: Path | None, name: str) -> Side:

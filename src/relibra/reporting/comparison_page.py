@@ -61,9 +61,8 @@ def write_comparison(first: Path | str, second: Path | str, output: Path | str) 
 
 def render_comparison(runs: Sequence[Recording], made: datetime) -> str:
     """Return the page as text; the same values give the same bytes."""
-    names = [run.name for run in runs]
-    if len(set(names)) < len(names):
-        names = [str(run.path) for run in runs]
+    choices = ([run.name for run in runs], [run.path.resolve().name for run in runs], [str(run.path) for run in runs])
+    names = next(names for names in choices if len(set(names)) == len(runs) or names is choices[-1])
     metrics = [run.metrics for run in runs]
     pairs = list(zip(names, metrics, strict=True))
     pieces = [section("figures", "At a glance", _figures(pairs))]

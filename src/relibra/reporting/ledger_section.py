@@ -15,7 +15,7 @@ from relibra.reporting.bars import Bar, bar_table
 from relibra.reporting.elements import paragraph, section, table
 from relibra.reporting.lines import line_legend, line_panel
 from relibra.reporting.sentences import percent
-from relibra.reporting.sides import Side
+from relibra.reporting.sides import STATIC, Side
 
 MAX_COVER_ROWS = 16
 
@@ -107,6 +107,7 @@ def ledger_section(
 
 def _ledger_in_words(totals: Sequence[tuple[str, ByteLedger]]) -> str:
     before, after = totals[0], totals[1]
+    first = f"the {STATIC}" if before[0] == STATIC else before[0]
     factors = [
         (name, float(getattr(before[1], key)[0]), float(getattr(after[1], key)[0])) for key, name, _ in FACTORS[1:]
     ]
@@ -117,7 +118,7 @@ def _ledger_in_words(totals: Sequence[tuple[str, ByteLedger]]) -> str:
         "port factor": "waiting ports weigh most: of busy ranks, or because one kind of link is slower than the other",
     }
     return (
-        f"The links carry {percent(float(before[1].efficiency_L[0]))} of what they could in the {before[0]}, "
+        f"The links carry {percent(float(before[1].efficiency_L[0]))} of what they could with {first}, "
         f"{percent(float(after[1].efficiency_L[0]))} with {after[0]}. The lowest factor then is the {worst[0]}, "
         f"{percent(worst[2])}: {levers[worst[0]]}."
     )
@@ -175,7 +176,7 @@ def cover_section(before: Side, after: Side) -> str:
         "If a rank were lost: replicas as spares",
         paragraph(
             f"On average {percent(float(cover_2R[1].mean()))} of the routed load has its expert on another rank when "
-            f"one is lost ({percent(float(cover_2R[0].mean()))} in the {before.name}); the worst is rank {worst} with "
+            f"one is lost ({percent(float(cover_2R[0].mean()))} with {before.words}); the worst is rank {worst} with "
             f"{percent(float(cover_2R[1][worst]))}, and layer {after.plan.layer_ids[least]} is covered least "
             f"({percent(float(layer_LR[least].min()))}). The price is {copies:.1f} copies per micro-batch and layer, "
             "which balance asked for anyway."

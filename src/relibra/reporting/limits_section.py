@@ -136,6 +136,6 @@ def simulated_timelines(
     ]
     listed = ", ".join(map(str, ranks))
     return timelines, (
-        f"Micro-batch {micro_batch}, which gains most, on ranks {listed}: the busiest and the idlest of the "
-        f"{before.name} and some between."
+        f"Micro-batch {micro_batch}, which gains most, on ranks {listed}: the busiest and the idlest with "
+        f"{before.words} and some between."
     )

@@ -30,6 +30,7 @@ def line_panel(
     least, most = min(values), max(values)
     low = (0.0 if least < 0.5 * most else least - 0.08 * (most - least)) if low is None else low
     high = most + 0.06 * (most - low) if high is None else high
+    high = min(1.0, high) if unit == "%" else high
     span = (high - low) or 1.0
     last = max(1, len(layer_ids) - 1)
     paths = []

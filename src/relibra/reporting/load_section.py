@@ -11,7 +11,7 @@ from numpy import ndarray
 
 from relibra.reporting.elements import paragraph, section
 from relibra.reporting.packed import data_element, packed, quantised
-from relibra.reporting.sides import Side, times_mean
+from relibra.reporting.sides import Side, most_gaining, times_mean
 from relibra.reporting.summary import evenly_chosen
 
 MAX_CELLS = 3_000_000
@@ -34,7 +34,7 @@ def load_section(before: Side, after: Side) -> str:
             "Colour: token-slots / mean over ranks (or experts) in the same layer and micro-batch; 1 is an equal "
             "share. An expert with replicas shows its busiest instance. Bars above: the busiest of the column; the "
             "dashed line is the mean. Both sides share a scale, which ends at the 99th percentile of the busiest ranks "
-            f"of the {before.name}; beyond it cells are hatched.{thinned}",
+            f"of {before.words}; beyond it cells are hatched.{thinned}",
             "how",
         ),
         '<div class="explorer" id="load-explorer">',
@@ -67,7 +67,7 @@ def slider(identifier: str, label: str, last: int, value: int = 0) -> str:
 def load_facts(before: Side, after: Side) -> dict[str, Any]:
     """Return what loads.js draws: layer ids, the end of the scale, and for each side cubes [micro-batch, layer, row].
 
-    "first" names the layer and micro-batch (places on their axes) that gain most.
+    "first" names the layer and micro-batch (places on their axes) to begin with: those that gain most.
     """
     loads = [side.rank_load_MLR for side in (before, after)]
     end = max(2.0, float(np.quantile(times_mean(loads[0]).max(axis=-1), 0.99)))
@@ -84,14 +84,13 @@ def load_facts(before: Side, after: Side) -> dict[str, Any]:
                 "experts": packed(quantised(_instances_times_mean(side, shown), end)),
             }
         )
-    shared = evenly_chosen(min(map(len, loads)), room)
-    gain_ML = loads[0][shared].max(axis=2) - loads[1][shared].max(axis=2)
-    m, layer = np.unravel_index(int(np.argmax(gain_ML)), gain_ML.shape)
+    m, layer = most_gaining(before, after)
+    nearest = int(np.abs(np.array(sides[0]["micro_batches"]) - m).argmin())
     return {
         "layers": before.plan.layer_ids.tolist(),
         "end": round(end, 3),
         "ranks_per_node": before.plan.ranks_per_node,
-        "first": [int(layer), int(m)],
+        "first": [layer, nearest],
         "sides": sides,
     }
 

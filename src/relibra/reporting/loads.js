@@ -101,7 +101,7 @@
     }
     if (chosen < count) {
       const frames = [[LEFT + chosen * wide, 1.5, wide, PROFILE + height - 3], [LEFT + chosen * wide, PROFILE + row * step, wide, step]];
-      for (const [pen, thick] of [["#ffffff", 4], [accent, 2]]) { // two tones: seen on dark and on light cells
+      for (const [pen, thick] of wide < 8 ? [["#ffffff", 2], [accent, 1]] : [["#ffffff", 4], [accent, 2]]) { // two tones: seen on dark and on light cells
         context.strokeStyle = pen;
         context.lineWidth = thick;
         for (const frame of frames) context.strokeRect(...frame);

@@ -14,7 +14,7 @@ from relibra.reporting import run_sections, sections
 from relibra.reporting.elements import paragraph, section
 from relibra.reporting.html_page import html_page, place_problems, refuse_folder
 from relibra.reporting.pictures import plotly_figures
-from relibra.reporting.plan_page import SCRIPTS, step_sections
+from relibra.reporting.plan_page import SCRIPTS, StepSections, step_sections
 from relibra.reporting.plan_page import verdict as verdict_of_sides
 from relibra.reporting.planned_step import PlannedStep, plan_last_step
 from relibra.reporting.recording import Recording, open_recording
@@ -58,7 +58,7 @@ def write_report(
         refuse_folder(output)
     summary = summarize_recording(recording) if recording.traces else None
     planned = plan_last_step(recording, ranks=ranks, cluster=cluster, model=model)
-    if planned is not None:
+    if isinstance(planned, PlannedStep):
         planned = planned._replace(question=replace(planned.question, timelines=timelines))
     page = render_page(recording, summary, samples, datetime.now(UTC), planned)
     with place_problems(output):
@@ -90,12 +90,12 @@ def render_page(
     summary: Summary | None,
     samples: Samples,
     made: datetime,
-    planned: PlannedStep | None = None,
+    planned: PlannedStep | str = "",
 ) -> str:
     """Return the page as text; the same values give the same bytes.
 
     summary   of the routes; None: the run recorded none, as that of a dense model
-    planned   the last step, to be shown before and after planning
+    planned   the last step, to be shown before and after planning, or why it is not
     """
     metrics = recording.metrics
     of_run = (
@@ -108,28 +108,35 @@ def render_page(
         run_sections.unreadable(metrics),
         browser(samples),
     )
-    of_step = () if planned is None else _of_step(planned)
+    step = None if isinstance(planned, str) else step_sections(planned.before, planned.after, planned.question)
     of_routes = () if summary is None else _of_routes(summary)
     cost = verdict(summary, planned=metrics.has("planned_skew")) if summary else ""
     first = (*run_sections.headline(metrics), cost)
+    body = (
+        sections.summary_cards(summary, metrics),
+        step.limits if step else "",
+        *of_run,
+        *_of_step(planned, step),
+        *of_routes,
+    )
     return html_page(
         recording.name,
         "run report" if recording.is_run else "expert load report",
         " ".join(sentence for sentence in first if sentence),
-        "\n".join(
-            piece for piece in (sections.summary_cards(summary, metrics), *of_run, *of_step, *of_routes) if piece
-        ),
+        "\n".join(piece for piece in body if piece),
         _provenance(recording, summary, made),
-        scripts=("page.js", *SCRIPTS * bool(of_step)),
+        scripts=("page.js", *SCRIPTS * bool(step)),
         plotly=True,
     )
 
 
-def _of_step(planned: PlannedStep) -> tuple[str, ...]:
+def _of_step(planned: PlannedStep | str, step: StepSections | None) -> tuple[str, ...]:
     """Return what the page of a plan shows, after a word about where it comes from."""
-    pieces = step_sections(planned.before, planned.after, planned.question)
-    words = paragraph(f"{verdict_of_sides(planned.before, planned.after)} {planned.about}")
-    return section("planned", "The last step, before and after planning", words), *pieces
+    if isinstance(planned, str) or step is None:
+        return (paragraph(str(planned), "notice"),) if planned else ()
+    words = f"{verdict_of_sides(planned.before, planned.after)} {planned.about}"
+    title = "The last step, before and after planning"
+    return section("planned", title, paragraph(words), step.cards), *step.others
 
 
 def _of_routes(summary: Summary) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from relibra.reporting.summary import RankView, Stability, Summary, evenly_chose
 from relibra.routing.survey import RankSkew
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
-DASHES = ("solid", "dash", "dot")
+DASHES = ("solid", "dash", "dot", "dashdot")
 MAX_POINTS = 400
 MAX_HEATMAP_STEPS = 12
 MAX_HEATMAP_CELLS = 150_000

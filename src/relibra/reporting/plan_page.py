@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
 from numpy import ndarray
 
 import relibra
@@ -29,7 +29,7 @@ from relibra.reporting.ledger_section import cover_section, ledger_section, ledg
 from relibra.reporting.limits_section import SimulatedSides, limits_section, simulate_sides, simulated_timelines
 from relibra.reporting.load_section import load_section
 from relibra.reporting.sentences import count, percent, plural
-from relibra.reporting.sides import Side, refuse_other_sizes
+from relibra.reporting.sides import Side, most_gaining, refuse_other_sizes
 from relibra.reporting.timeline_section import timeline_section
 from relibra.simulation import ModelShape
 from relibra.timeline import Timeline
@@ -104,38 +104,45 @@ def render_plan_page(before: Side, after: Side, question: Question, made: dateti
         f"{plural(R, 'rank')} on {plural(plan.num_nodes, 'node')}, {plural(plan.slots, 'spare slot')} per rank",
     ]
     title = f"{plan.num_experts} experts on {R} ranks" + f": {before.name} and {after.name}" * (len(planned) > 1)
-    pieces = [*step_sections(before, after, question), section("glossary", "Words", definitions(GLOSSARY))]
-    body = "\n".join(pieces)
+    step = step_sections(before, after, question)
+    body = "\n".join([step.cards, step.limits, *step.others, section("glossary", "Words", definitions(GLOSSARY))])
     return html_page(
         title, "plan of a step", verdict(before, after), body, paragraph(" · ".join(facts)), scripts=SCRIPTS
     )
 
 
-def step_sections(before: Side, after: Side, question: Question) -> list[str]:
-    """Return the cards and sections about two sides of a step, in the order of the page."""
+class StepSections(NamedTuple):
+    """What a page says about two sides of a step: key figures, what limits it first, and everything else in order."""
+
+    cards: str
+    limits: str
+    others: list[str]
+
+
+def step_sections(before: Side, after: Side, question: Question) -> StepSections:
+    """Simulate, count and draw both sides."""
     cluster, model = question.cluster, question.model
     loaded = bool(after.demand.load_MLE.any())
     found = simulate_sides(before, after, cluster, model) if loaded else None
     known = after.demand.pairs_LEE is not None and before.demand.pairs_LEE is not None
     byte_ledgers = ledgers(before, after, cluster, model.expert, question.distinct)
-    pieces = [
-        _cards(before, after, question),
-        limits_section(found, before, after, cluster, model) if found else "",
-        *(_levers(side, number) for number, side in enumerate((after, before)) if side.plan.balancer != "static"),
+    others = [
+        *(_levers(side, number) for number, side in enumerate((before, after)) if side.plan.balancer != "static"),
         load_section(before, after),
         _timelines(found, before, after, question),
         ledger_section(byte_ledgers, after.plan.layer_ids, cluster, known=known),
         cover_section(before, after),
         balancers_section(question.rows) if question.rows else "",
     ]
-    return [piece for piece in pieces if piece]
+    limits = limits_section(found, before, after, cluster, model) if found else ""
+    return StepSections(_cards(before, after, question), limits, [piece for piece in others if piece])
 
 
 def _timelines(found: SimulatedSides | None, before: Side, after: Side, question: Question) -> str:
     timelines, about = [], []
+    micro_batch, layer = most_gaining(before, after)
     if found is not None:
-        gain_M = _gain_M(before, after)
-        drawn, words = simulated_timelines(found, before, after, question.cluster, question.model, int(gain_M.argmax()))
+        drawn, words = simulated_timelines(found, before, after, question.cluster, question.model, micro_batch)
         timelines += drawn
         about.append(words)
     timelines += question.timelines
@@ -144,13 +151,7 @@ def _timelines(found: SimulatedSides | None, before: Side, after: Side, question
         "layer starts at the left in each. Dispatch and combine begin when a rank is ready, so they hold its wait for "
         "the last rank. Time counts from the first event shown."
     )
-    return timeline_section(timelines, " ".join(about))
-
-
-def _gain_M(before: Side, after: Side) -> ndarray:
-    tops = [side.rank_load_MLR.max(axis=2).sum(axis=1) for side in (before, after)]
-    shared = min(map(len, tops))
-    return np.asarray(tops[0][:shared] - tops[1][:shared])
+    return timeline_section(timelines, " ".join(about), first_layer=int(after.plan.layer_ids[layer]))
 
 
 def verdict(before: Side, after: Side) -> str:
@@ -158,11 +159,10 @@ def verdict(before: Side, after: Side) -> str:
     near = (
         "exactly the bound" if after.skew <= after.bound else f"{percent(after.skew / after.bound - 1)} above the bound"
     )
-    with_it = "this plan" if before.plan.balancer == "static" else after.name
     return (
-        f"In the {before.name} the busiest ranks compute {before.skew:.2f}× the mean; with {with_it} "
-        f"{after.skew:.3f}×, {near}. Ranks would wait {percent(1 - 1 / before.skew)} of the expert time without it, "
-        f"{percent(1 - 1 / after.skew)} with it."
+        f"With {before.words} the busiest ranks compute {before.skew:.2f}× the mean, with {after.words} "
+        f"{after.skew:.3f}×, {near}. Ranks would wait {percent(1 - 1 / before.skew)} of the expert time, or "
+        f"{percent(1 - 1 / after.skew)}."
     )
 
 
@@ -189,8 +189,8 @@ def _cards(before: Side, after: Side, question: Question) -> str:
 
 def _levers(side: Side, number: int) -> str:
     return section(
-        f"levers-{number}" if number else "levers",
-        "What each lever bought" + f": {side.name}" * bool(number),
+        f"levers-{number}",
+        f"What each lever bought: {side.name}",
         paragraph(
             "Skew (token objective) as the levers are pulled one after the other. A lever that makes others possible "
             "may buy little by itself: reachable is the lowest skew that the plan’s slots and scope of copies allow "

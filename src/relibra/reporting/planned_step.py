@@ -7,6 +7,7 @@ the schedule that the trainer had.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,6 +31,8 @@ from relibra.routing.trace import RoutingTrace
 from relibra.simulation import ModelShape, model_shape, model_shape_from_config
 
 DEFAULT_MODEL = "qwen3-30b-a3b"
+MAX_CHOICES = 1 << 28
+"""Choices (row, layer, k) of a step that is planned for a page; more take minutes and gigabytes."""
 MAX_PAIRS = 1 << 26
 """Entries of the tables of distinct rows; larger steps get bounds instead of a count token by token."""
 
@@ -45,24 +48,30 @@ class PlannedStep(NamedTuple):
 
 def plan_last_step(
     recording: Recording, *, ranks: int | None = None, cluster: Cluster | None = None, model: ModelShape | None = None
-) -> PlannedStep | None:
-    """Plan the last recorded step; None where there is nothing to share out: one rank, or too few rows.
+) -> PlannedStep | str:
+    """Plan the last recorded step, or say in a sentence why not; "" where nobody would ask: on one rank.
 
     ranks     None: the run's own
-    cluster   is resized to the ranks; None: H100 nodes of 8
+    cluster   is resized to the ranks, with as many on a node as fill nodes; None: H100 nodes of 8
     model     None: what the run trained, else Qwen3-30B-A3B
-    raises    TraceError for a damaged trace; ClusterError when the ranks do not fill nodes of the cluster
+    raises    TraceError for a damaged trace
     """
     ranks = ranks or recording.num_ranks
     if not recording.traces or ranks is None or ranks < 2:
-        return None
+        return ""
     number, path = recording.traces[-1]
     trace = open_trace(path, recording.num_experts)
     tokens = recording.micro_batch_tokens or default_micro_batch_tokens(trace.num_rows)
-    if trace.num_experts % ranks or trace.num_rows == 0:
-        return None
+    if trace.num_experts % ranks or trace.num_rows == 0 or trace.experts_TLK.size > MAX_CHOICES:
+        return (
+            f"The last recorded step, {trace.num_rows:,} rows of {trace.num_experts} experts in {trace.num_layers} layers, "
+            f"was not planned here for {ranks} ranks: experts have to be shared evenly, and a page plans at most "
+            f"{MAX_CHOICES:,} choices; see relibra plan."
+        )
     demand = cut_recorded(trace, min(tokens, trace.num_rows), ranks)
-    machine = (cluster or cluster_preset("h100x8")).with_ranks(ranks)
+    machine = cluster or cluster_preset("h100x8")
+    per_node = ranks if ranks < machine.ranks_per_node else math.gcd(ranks, machine.ranks_per_node)
+    machine = machine.with_ranks(ranks, per_node)
     routed = as_routed(model or model_of_run(recording) or model_shape(DEFAULT_MODEL), demand)
     slots = recording.setting("plan", "slots")
     budget = Budget(slots=slots if isinstance(slots, int) and slots >= 0 else 1, objective="tokens")

@@ -234,7 +234,7 @@ def _decades(metrics: Metrics, panel: Panel) -> int:
 
 
 def compared_panels(runs: Sequence[tuple[str, Metrics]], panels: Sequence[Panel]) -> Any:
-    """Draw panels above one another, the curves of each run in a colour of its own, dashed by what they are.
+    """Draw the first two curves of panels above one another: a colour for each run, dashes of its own for each curve.
 
     runs    (name, metrics); at least one of them has something to draw
     """
@@ -244,11 +244,10 @@ def compared_panels(runs: Sequence[tuple[str, Metrics]], panels: Sequence[Panel]
     for i, panel in enumerate(shown):
         axis = "y" if i == 0 else f"y{i + 1}"
         for number, (name, metrics) in enumerate(runs):
-            for place, curve in enumerate(panel.curves):
+            for place, curve in enumerate(panel.curves[:2]):
                 if _is_drawn(curve, panel, metrics):
-                    own = replace(
-                        curve, name=f"{_plain(name)}: {curve.name}", spread="", colour=number, dash=place % len(DASHES)
-                    )
+                    full_name, dash = f"{_plain(name)}: {curve.name}", 2 * place + number
+                    own = replace(curve, name=full_name, spread="", colour=number, dash=dash % len(DASHES))
                     _draw(figure, metrics, own, panel, axis)
         top = 1 - i * (PANEL_PIXELS + _GAP_PIXELS) / height
         setting: dict[str, Any] = {

@@ -14,6 +14,8 @@ from relibra.planning.plan import StepPlan
 from relibra.routing.demand import Demand
 from relibra.routing.statistics import contiguous_homes
 
+STATIC = "static layout"
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Side:
@@ -28,6 +30,11 @@ class Side:
     plan: StepPlan
     given: Demand
     demand: Demand
+
+    @property
+    def words(self) -> str:
+        """The name inside of a sentence."""
+        return f"the {self.name}" if self.name == STATIC else self.name
 
     @property
     def rank_load_MLR(self) -> Int64[ndarray, "M L R"]:
@@ -85,7 +92,7 @@ def static_side(plan: StepPlan, demand: Demand) -> Side:
         predicted={},
         plan_seconds=0.0,
     )
-    return Side(name="static layout", plan=static, given=demand, demand=demand)
+    return Side(name=STATIC, plan=static, given=demand, demand=demand)
 
 
 def refuse_other_sizes(before: Side, after: Side) -> None:
@@ -100,6 +107,15 @@ def refuse_other_sizes(before: Side, after: Side) -> None:
                 f"{before.name} is for {sizes[0]:,} {noun}s, {after.name} for {sizes[1]:,}: only plans for equal "
                 "ranks, experts and layers can be compared"
             )
+
+
+def most_gaining(before: Side, after: Side) -> tuple[int, int]:
+    """Return the micro-batch whose busiest ranks lose most over all layers, and the layer in which most of it is."""
+    tops = [side.rank_load_MLR.max(axis=2, initial=0) for side in (before, after)]
+    shared = min(map(len, tops))
+    gain_ML = tops[0][:shared] - tops[1][:shared]
+    m = int(gain_ML.sum(axis=1).argmax())
+    return m, int(gain_ML[m].argmax())
 
 
 def times_mean(load: Int64[ndarray, "*X R"]) -> Float64[ndarray, "*X R"]:

@@ -211,7 +211,7 @@
       context.strokeRect(0.5, 0.5, 23, 11);
     }
   }
-  layer.value = data.layers.length ? 1 + Math.floor(data.layers.length / 2) : 0; // browsers keep a choice over a reload
+  layer.value = data.first; // browsers keep a choice over a reload
   [zoom.value, time.value] = [0, 0];
   for (const input of [layer, zoom, time]) input.addEventListener("input", show);
   layer.addEventListener("input", () => { time.value = 0; show(); });

@@ -36,11 +36,12 @@ def chosen_ranks(busy_R: Sequence[float], limit: int = MAX_RANKS) -> list[int]:
     return sorted(int(rank) for rank in order[places])
 
 
-def timeline_section(timelines: Sequence[tuple[str, Timeline]], about: str) -> str:
+def timeline_section(timelines: Sequence[tuple[str, Timeline]], about: str, *, first_layer: int) -> str:
     """Show timelines below each other on one scale of time; nothing without events.
 
     timelines   (name, timeline); those with more than MAX_EVENTS events show the first ones
     about       which step, ranks and micro-batch they are of
+    first_layer decoder layer to begin with
     """
     drawn = [(name, _thinned(timeline), timeline) for name, timeline in timelines if timeline.events]
     if not drawn:
@@ -49,6 +50,7 @@ def timeline_section(timelines: Sequence[tuple[str, Timeline]], about: str) -> s
     facts = {
         "lanes": [name for name, _ in LANES],
         "layers": layers,
+        "first": 1 + layers.index(first_layer) if first_layer in layers else 0,
         "timelines": [_facts(name, events, timeline) for name, events, timeline in drawn],
     }
     cut = [name for name, events, timeline in drawn if len(events) < len(timeline.events)]

@@ -1,0 +1,44 @@
+"""A planned step on two nodes, small enough for every test and large enough to have hot experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from relibra.cluster import cluster_preset
+from relibra.planning.budget import Budget
+from relibra.planning.objective import expert_shape
+from relibra.planning.plan import StepPlan
+from relibra.planning.step import plan_step
+from relibra.reporting.plan_page import Question
+from relibra.reporting.sides import Side, side_of, static_side
+from relibra.routing.demand import Demand
+from relibra.simulation import model_shape
+
+CLUSTER = cluster_preset("h100x8", 4, 2)
+EXPERT = expert_shape("qwen3-30b-a3b")
+
+
+def planned_step(layers: int = 3, *, slots: int = 1) -> tuple[StepPlan, Demand]:
+    rng = np.random.default_rng(0)
+    popularity = rng.dirichlet(np.full(16, 0.5), layers)
+    counts_SLE = np.stack([rng.multinomial(4 * 64, popularity[layer], 40) for layer in range(layers)], axis=1)
+    demand = Demand(
+        counts_SLE=counts_SLE.astype(np.int32),
+        layer_ids=np.arange(1, layers + 1),
+        sample_ids=np.arange(40),
+        top_k=4,
+    )
+    demand = demand.with_schedule(np.arange(40) % 5, np.arange(40) // 5 % 4, 4)
+    return plan_step(demand, CLUSTER, Budget(slots=slots, objective="tokens"), expert=EXPERT), demand
+
+
+def sides(layers: int = 3) -> tuple[Side, Side]:
+    plan, demand = planned_step(layers)
+    return static_side(plan, demand), side_of("the plan", plan, demand)
+
+
+def question(layers: int = 3, **more: object) -> Question:
+    model = replace(model_shape("qwen3-30b-a3b"), moe_layers=layers, experts=16, top_k=4)
+    return Question(cluster=CLUSTER, model=model, **more)  # type: ignore[arg-type]
