@@ -37,8 +37,11 @@ def simulate_sides(before: Side, after: Side, cluster: Cluster, model: ModelShap
     model    with the layers, experts and choices per token that were routed
     raises   as `simulate_step`
     """
-    steps = [simulate_step(side.plan, side.demand, cluster, model) for side in (before, after)]
-    return SimulatedSides(*steps, memory_use(after.plan, after.demand, cluster, model))
+    return SimulatedSides(
+        before=simulate_step(before.plan, before.demand, cluster, model),
+        after=simulate_step(after.plan, after.demand, cluster, model),
+        memory=memory_use(after.plan, after.demand, cluster, model),
+    )
 
 
 def limits_section(found: SimulatedSides, before: Side, after: Side, cluster: Cluster, model: ModelShape) -> str:
