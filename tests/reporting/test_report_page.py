@@ -65,9 +65,10 @@ def test_report_of_a_run(run_folder: Path) -> None:
     assert output.resolve() == (run_folder / "report.html").resolve()
     assert output.stat().st_size < 8_000_000
     elements = Elements(own_page(output.read_text()))
-    titles = re.findall(r'<h2 id="([a-z-]+)-title">', output.read_text())
+    titles = re.findall(r'<h2 id="([a-z0-9-]+)-title">', output.read_text())
     of_routes = ["load", "micro-batches", "sizes", "hottest", "groups", "stability", "glossary"]
-    assert titles == ["learning", "time", *of_routes]
+    of_step = ["planned", "levers-1", "loads", "timeline", "bytes", "cover"]
+    assert titles == ["limits", "learning", "time", *of_step, *of_routes]
     for words in (
         "On this run’s 2 ranks",
         "2 ranks (this run)",
@@ -77,13 +78,14 @@ def test_report_of_a_run(run_folder: Path) -> None:
         "1 step without a finished trace left out",
         "3 steps",
         "360 routed tokens",
+        "Step 2, the last recorded one, is planned here again, on 2 ranks, in micro-batches of 64 tokens",
     ):
         assert words in elements.text, words
     plots = [attrs for _, attrs in elements.found if attrs.get("class") == "plot"]
     assert len(plots) == 6
     assert all(attrs["aria-label"] for attrs in plots)
     options = [attrs["value"] for tag, attrs in elements.found if tag == "option"]
-    assert options == ["0", "1", "2", "3"]
+    assert options == ["ranks", "experts", "0", "1", "2", "3"]
 
 
 def test_names_from_files_stay_text(run_folder: Path) -> None:
@@ -217,7 +219,7 @@ def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     whole = summarize_recording(open_recording(tmp_path / "trace"))
     sizes = []
 
-    def pieces(path: Path):
+    def pieces(path: Path, num_experts: int | None):
         for piece in iterate_trace(path, max_rows=20):
             sizes.append(piece.num_rows)
             yield piece

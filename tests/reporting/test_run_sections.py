@@ -39,7 +39,7 @@ def test_a_full_run_has_every_section_and_says_what_its_numbers_mean(full: Path)
     page = own_page(write_report(full).read_text())
     elements = Elements(page)
     ids = [attrs["id"] for tag, attrs in elements.found if tag == "section"]
-    assert ids[:7] == ["learning", "balance", "values", "mismatch", "update", "time", "samples"]
+    assert ids[:8] == ["limits", "learning", "balance", "values", "mismatch", "update", "time", "samples"]
     for words in (
         "The reward went from 0.000 to 0.200 in 3 steps (first and last step).",
         "Plans brought rank skew from 1.50× to 1.02× in the mean of 3 steps, with 9 copies of experts and 12 moves.",
@@ -136,7 +136,7 @@ def test_texts_of_the_policy_stay_texts(full: Path) -> None:
     elements = Elements(page)
     assert "Say </pre></details>" + HOSTILE in elements.text
     assert not any(tag == "img" or "onerror" in attrs for tag, attrs in elements.found)
-    assert page.count("<details") == page.count("</details>") == 3
+    assert page.count("<details") == page.count("</details>") == 4  # the last one holds figures of layers
     assert page.count("<pre>") == page.count("</pre>") == 6
     assert "␛[31m␀ red␡" in page
 

@@ -17,14 +17,16 @@ if TYPE_CHECKING:
     from relibra.planning.plan import StepPlan
     from relibra.routing.demand import Demand
 
-About = tuple["Cluster", str, Path, int | None]
-"""Machine, name of the model, trace, and experts per layer where the trace does not say."""
+About = tuple["Cluster", str | None, Path, int | None]
+"""Machine, name of the model (None: the default), trace, and experts per layer where the trace does not say."""
 
 
 def write_page_of_plan(
-    html: Path, plan: StepPlan, demand: Demand, about: About, rows: Sequence[ComparisonRow] = ()
+    html: Path | None, plan: StepPlan, demand: Demand, about: About, rows: Sequence[ComparisonRow] = ()
 ) -> None:
-    """Write the page of a plan beside the static layout, and say where it is."""
+    """Write the page of a plan beside the static layout, if somebody wants one, and say where it is."""
+    if html is None:
+        return
     from relibra.reporting.plan_page import Question, write_plan_page
     from relibra.reporting.planned_step import distinct_of
     from relibra.reporting.sides import side_of, static_side
@@ -35,7 +37,7 @@ def write_page_of_plan(
     with workload.progress(f"simulating and drawing {html}"):
         question = Question(
             cluster=machine,
-            model=simulated.as_routed(simulated.open_model(model), demand),
+            model=simulated.as_routed(simulated.open_model(model or workload.DEFAULT_MODEL), demand),
             rows=rows,
             distinct=distinct_of(open_trace(trace, num_experts), before, after),
         )

@@ -87,9 +87,7 @@ def plan(
     if not row.valid:
         raise PlanError(row.message)
     _write(made, step.demand, output, exports)
-    if html is not None:
-        about = (machine, model or workload.DEFAULT_MODEL, trace, num_experts)
-        pages.write_page_of_plan(html, made, step.demand, about)
+    pages.write_page_of_plan(html, made, step.demand, (machine, model, trace, num_experts))
     result = Result(made, row, static, step, machine, model, output)
     if as_json:
         typer.echo(json.dumps(_facts(result)))

@@ -61,20 +61,20 @@ def waterfall(levers: Sequence[tuple[str, float]], reachable: Sequence[tuple[str
     start, steps, bound = levers[0], levers[1:-1], levers[-1]
     could = dict(reachable)
     bars = [
-        Bar(name=start[0], low=1, high=start[1], kind="whole", cells=(f"{start[1]:.3f}", "", _could(could, start[0])))
+        Bar(name=start[0], low=1.0, high=start[1], kind="whole", cells=(f"{start[1]:.3f}", "", _could(could, start[0])))
     ]
     for (_, previous), (name, value) in zip(levers[:-2], steps, strict=True):
         kind = "saved" if value <= previous else "added"
         cells = (f"{value:.3f}", f"{value - previous:+.3f}", _could(could, name))
         bars.append(Bar(name=name, low=min(previous, value), high=max(previous, value), kind=kind, cells=cells))
-    bars.append(Bar(name="the plan", low=1, high=steps[-1][1], kind="whole", cells=(f"{steps[-1][1]:.3f}", "", "")))
-    bars.append(Bar(name="its bound", low=1, high=bound[1], kind="limit", cells=(f"{bound[1]:.3f}", "", "")))
+    bars.append(Bar(name="the plan", low=1.0, high=steps[-1][1], kind="whole", cells=(f"{steps[-1][1]:.3f}", "", "")))
+    bars.append(Bar(name="its bound", low=1.0, high=bound[1], kind="limit", cells=(f"{bound[1]:.3f}", "", "")))
     end = max(max(bar.high for bar in bars), 1.01)
     return bar_table(
         "Skew after each lever; bars begin at 1, which is even",
         ("lever", "skew", "change", "reachable"),
         bars,
-        start=1,
+        start=1.0,
         end=end,
     )
 

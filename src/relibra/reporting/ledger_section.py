@@ -74,12 +74,10 @@ def ledger_section(
         else " On a single node nothing is forwarded."
     )
     names = [name for name, _ in found]
+    shown = [factor for factor in FACTORS if known or factor[1] != "data factor"]
     panels = "".join(
-        line_panel(
-            f"{title}: {what}", layer_ids.tolist(), [(n, getattr(one, key)) for n, one in found], unit="%", low=0
-        )
-        for key, title, what in FACTORS
-        if known or key != "data_factor_L"
+        line_panel(f"{title}: {what}", layer_ids.tolist(), [(name, getattr(one, key)) for name, one in found])
+        for key, title, what in shown
     )
     return section(
         "bytes",

@@ -12,30 +12,13 @@ CURVES = ("before", "after", "third")
 """Classes of the style sheet, in the order of the curves: colour and dashes."""
 
 
-def line_panel(
-    title: str,
-    layer_ids: Sequence[int],
-    curves: Sequence[tuple[str, Float64[ndarray, " L"]]],
-    *,
-    unit: str,
-    low: float | None = None,
-    high: float | None = None,
-) -> str:
-    """Return a panel with one line per curve over the layers, and the ends of both axes.
-
-    unit        how a figure of the axis is written: "%" for shares, else what stands behind it
-    low, high   ends of the axis; None: those of the curves, with 0 if they come near
-    """
-    values = [float(v) for _, curve in curves for v in curve]
-    least, most = min(values), max(values)
-    low = (0.0 if least < 0.5 * most else least - 0.08 * (most - least)) if low is None else low
-    high = most + 0.06 * (most - low) if high is None else high
-    high = min(1.0, high) if unit == "%" else high
-    span = (high - low) or 1.0
+def line_panel(title: str, layer_ids: Sequence[int], curves: Sequence[tuple[str, Float64[ndarray, " L"]]]) -> str:
+    """Return a panel of shares of one over the layers, one line per (name, share); the axis begins at 0."""
+    high = min(1.0, 1.06 * max(float(share_L.max()) for _, share_L in curves)) or 1.0
     last = max(1, len(layer_ids) - 1)
     paths = []
     for kind, (name, curve) in zip(CURVES, curves, strict=False):
-        points = [(100 * i / last, 100 - 100 * (float(v) - low) / span) for i, v in enumerate(curve)]
+        points = [(100 * i / last, 100 - 100 * float(v) / high) for i, v in enumerate(curve)]
         if len(points) == 1:
             points.append((100.0, points[0][1]))
         path = "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in points)
@@ -44,10 +27,10 @@ def line_panel(
         )
     last_layer = f"layer {layer_ids[-1]}" if len(layer_ids) > 1 else ""
     frame = '<path class="frame" d="M0 0V100H100" vector-effect="non-scaling-stroke"/>'
-    words = "; ".join(f"{name}: {_write(float(c.min()), unit)} to {_write(float(c.max()), unit)}" for name, c in curves)
+    words = "; ".join(f"{name}: {_percent(c.min())} to {_percent(c.max())}" for name, c in curves)
     return (
         f'<figure class="panel"><figcaption>{escape(title)}</figcaption>'
-        f'<div class="axis"><span>{_write(high, unit)}</span><span>{_write(low, unit)}</span></div>'
+        f'<div class="axis"><span>{_percent(high)}</span><span>0 %</span></div>'
         f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{escape(title)} over layers. '
         f'{escape(words)}">{frame}{"".join(paths)}</svg>'
         f'<div class="axis-x"><span>layer {layer_ids[0]}</span><span>{last_layer}</span></div></figure>'
@@ -63,5 +46,5 @@ def line_legend(names: Sequence[str]) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
-def _write(value: float, unit: str) -> str:
-    return f"{100 * value:.3g} %" if unit == "%" else f"{value:.3g} {unit}".strip()
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"

@@ -29,7 +29,7 @@ from relibra.reporting.ledger_section import cover_section, ledger_section, ledg
 from relibra.reporting.limits_section import SimulatedSides, limits_section, simulate_sides, simulated_timelines
 from relibra.reporting.load_section import load_section
 from relibra.reporting.sentences import count, percent, plural
-from relibra.reporting.sides import Side, most_gaining, refuse_other_sizes
+from relibra.reporting.sides import STATIC, Side, most_gaining, refuse_other_sizes
 from relibra.reporting.timeline_section import timeline_section
 from relibra.simulation import ModelShape
 from relibra.timeline import Timeline
@@ -96,7 +96,7 @@ def render_plan_page(before: Side, after: Side, question: Question, made: dateti
     plan = after.plan
     M, L, R, _ = plan.replica_MLRB.shape
     refuse_other_sizes(before, after)
-    planned = [after] if before.plan.balancer == "static" else [before, after]
+    planned = [after] if before.name == STATIC else [before, after]
     facts = [
         f"relibra {relibra.__version__}, {made:%Y-%m-%d %H:%M} UTC",
         *(f"plan {side.plan.digest()[:16]} by {side.plan.balancer}" for side in planned),
@@ -127,7 +127,7 @@ def step_sections(before: Side, after: Side, question: Question) -> StepSections
     known = after.demand.pairs_LEE is not None and before.demand.pairs_LEE is not None
     byte_ledgers = ledgers(before, after, cluster, model.expert, question.distinct)
     others = [
-        *(_levers(side, number) for number, side in enumerate((before, after)) if side.plan.balancer != "static"),
+        *(_levers(side, number) for number, side in enumerate((before, after)) if side.name != STATIC),
         load_section(before, after),
         _timelines(found, before, after, question),
         ledger_section(byte_ledgers, after.plan.layer_ids, cluster, known=known),

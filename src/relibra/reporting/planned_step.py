@@ -64,8 +64,8 @@ def plan_last_step(
     tokens = recording.micro_batch_tokens or default_micro_batch_tokens(trace.num_rows)
     if trace.num_experts % ranks or trace.num_rows == 0 or trace.experts_TLK.size > MAX_CHOICES:
         return (
-            f"The last recorded step, {trace.num_rows:,} rows of {trace.num_experts} experts in {trace.num_layers} "
-            f"layers, was not planned here for {ranks} ranks: experts have to be shared evenly, and a page plans at most "
+            f"The last recorded step ({trace.num_rows:,} rows, {trace.num_layers} layers, {trace.num_experts} experts) "
+            f"was not planned here for {ranks} ranks: experts have to be shared evenly, and a page plans at most "
             f"{MAX_CHOICES:,} choices; see relibra plan."
         )
     demand = cut_recorded(trace, min(tokens, trace.num_rows), ranks)

@@ -25,7 +25,7 @@ LANES = (
 """What runs beside each other on a rank has a line of its own; stages that nobody knows work."""
 
 
-def chosen_ranks(busy_R: Sequence[float], limit: int = MAX_RANKS) -> list[int]:
+def chosen_ranks(busy_R: Sequence[float] | Sequence[int], limit: int = MAX_RANKS) -> list[int]:
     """Return the busiest and the idlest rank and some between them by load, in order of their numbers.
 
     >>> chosen_ranks([3, 9, 1, 4, 5], 3)
