@@ -57,6 +57,8 @@ def test_tab_reaches_every_control_and_shows_where_it_is(tab: Tab, page: Path) -
         reached.append(tab.evaluate(FOCUS))
         outline = tab.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert reached[-1] == "" or outline != "none", f"{reached[-1]} has no visible focus"
+        if reached[-1] == "1":
+            break
     controls = ["load-rows", "load-layer", "load-micro-batch", "timeline-layer", "timeline-zoom", "timeline-move"]
     assert [one for one in reached if one in controls] == controls
     assert [one for one in reached if one in ("m", "l", "0", "1")] == ["m", "m", "l", "l", "0", "1"]

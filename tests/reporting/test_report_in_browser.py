@@ -168,11 +168,11 @@ def test_step_selector_is_reached_and_moved_by_keys(tab: Tab, run_folder: Path) 
     tab.open(write_report(run_folder), width=1280)
     visible = "document.getElementById('load-plot').data.findIndex((trace) => trace.visible === true)"
     assert tab.evaluate(visible) == 0
-    for _ in range(20):
+    for _ in range(40):
         tab.press("Tab")
-        if tab.evaluate("document.activeElement.tagName") == "SELECT":
+        if tab.evaluate("document.activeElement.dataset.plot") == "load-plot":
             break
-    assert tab.evaluate("document.activeElement.tagName") == "SELECT"
+    assert tab.evaluate("document.activeElement.dataset.plot") == "load-plot"
     tab.press("ArrowDown")
     tab.press("ArrowDown")
     assert tab.evaluate(visible) == 2
