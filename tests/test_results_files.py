@@ -241,13 +241,13 @@ def test_what_takes_long_is_kept_and_said_aloud(load, monkeypatch, tmp_path):
 def test_every_program_is_there_and_all_short_ones_fit_into_a_quarter_of_an_hour(load):
     everything, render = load("all"), load("render")
     assert sum(minutes for _, _, minutes in everything.PROGRAMS) <= everything.MOST_MINUTES
-    made = set()
+    made, tables = set(), {re.sub("^papers_.*", "papers", table) for table in render.COLUMNS}  # one file of many tables
     for name, _, _ in (*everything.PROGRAMS, *everything.LONG):
         text = (ROOT / "benchmarks" / f"{name}.py").read_text()
         assert '"--output"' in text
         assert ('"--data"' in text) == (name in everything.TAKES_DATA), name
-        made |= {found for found in render.COLUMNS if re.search(rf'"{found}"', text)}
-    assert made == set(render.COLUMNS)
+        made |= {found for found in tables if re.search(rf'"{found}"', text)}
+    assert made == tables
 
 
 def test_a_program_without_rows_is_an_error_for_rerun(load, monkeypatch):
