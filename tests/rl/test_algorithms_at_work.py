@@ -20,7 +20,7 @@ from .ranks_at_work import (
 )
 
 TPPO = ("algorithm.preset=tppo", "rollout.window=4", "algorithm.tail_drop=1", "run.steps=4")
-REFILL = (*TPPO, "rollout.window=6", "rollout.refill=true")
+REFILL = (*TPPO, "rollout.window=12", "rollout.max_response=24", "rollout.refill=true")
 SETTINGS_OF_PPO = {
     "lambda_mode": "fixed",
     "dual_clip": 0,
@@ -107,9 +107,9 @@ def test_refills_keep_places_busy_to_the_end_of_the_window(alone):
     for row in rows:
         under_way.append(row["finished"] / (1 - row["unfinished_share"]))
         assert under_way[-1] == pytest.approx(round(under_way[-1]))
-        assert row["decode_steps"] == 6
+        assert row["decode_steps"] == 12
         assert round(under_way[-1]) - row["finished"] <= 8, "more are live than there are places"
-        assert row["sampled_tokens"] >= round((1 - row["idle_share"]) * 6 * 8), "a token per place that is taken"
+        assert row["sampled_tokens"] >= round((1 - row["idle_share"]) * 12 * 8), "a token per place that is taken"
     assert max(under_way) > 8.5, "no place was refilled, so nothing was tested"
 
 

@@ -75,7 +75,11 @@ def test_a_run_killed_six_times_ends_as_one_that_never_was(tmp_path):
 
 CASES = {
     "tppo": (*TPPO[:-2], "run.steps=6", "checkpoint.every=3"),
-    "refill": (*TPPO[:-2], "rollout.window=6", "rollout.refill=true", "run.steps=6", "checkpoint.every=3"),
+    "refill": (
+        *TPPO[:-2],
+        *("rollout.window=12", "rollout.max_response=24", "rollout.refill=true"),
+        *("run.steps=6", "checkpoint.every=3"),
+    ),
     "dapo": ("run.steps=4", "checkpoint.every=2"),
     "r2": ("algorithm.replay=R2", "run.steps=4", "checkpoint.every=2"),
     "reference": ("algorithm.preset=grpo", "algorithm.kl_coefficient=0.2", "run.steps=4", "checkpoint.every=2"),
@@ -107,6 +111,8 @@ def test_a_run_on_one_rank_goes_on_bit_for_bit(name, tmp_path):
         file.write('{"step": 9, "re')
     again = outcome_of(run, [run_alone(case, run)])
     assert again.of_ranks[0], "nothing was made again"
+    under_way = [row["finished"] / (1 - row["unfinished_share"]) for row in again.rows if row["finished"]]
+    assert (max(under_way) > 8.5) == (name == "refill"), "only refills bring more responses than places"
     assert_same_bits(whole, again)
     assert shards_of(run) == shards
     assert (run / "samples.jsonl").read_text() == samples
