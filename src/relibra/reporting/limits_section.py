@@ -37,8 +37,8 @@ def simulate_sides(before: Side, after: Side, cluster: Cluster, model: ModelShap
     model    with the layers, experts and choices per token that were routed
     raises   as `simulate_step`
     """
-    steps = [simulate_step(side.plan, side.demand, cluster, model) for side in (before, after)]
-    return SimulatedSides(*steps, memory_use(after.plan, after.demand, cluster, model))
+    first, second = (simulate_step(side.plan, side.demand, cluster, model) for side in (before, after))
+    return SimulatedSides(first, second, memory_use(after.plan, after.demand, cluster, model))
 
 
 def limits_section(found: SimulatedSides, before: Side, after: Side, cluster: Cluster, model: ModelShape) -> str:
