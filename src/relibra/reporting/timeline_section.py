@@ -29,7 +29,7 @@ def chosen_ranks(busy_R: Sequence[float] | Sequence[int], limit: int = MAX_RANKS
     """Return the busiest and the idlest rank and some between them by load, in order of their numbers.
 
     >>> chosen_ranks([3, 9, 1, 4, 5], 3)
-    [0, 1, 2]
+    [1, 2, 3]
     """
     order = np.argsort(-np.asarray(busy_R), kind="stable")
     places = np.unique(np.linspace(0, len(order) - 1, min(limit, len(order))).round().astype(int))
