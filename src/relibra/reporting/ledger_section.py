@@ -14,7 +14,7 @@ from relibra.planning.objective import ExpertShape
 from relibra.reporting.bars import Bar, bar_table
 from relibra.reporting.elements import paragraph, section, table
 from relibra.reporting.lines import line_legend, line_panel
-from relibra.reporting.sentences import percent
+from relibra.reporting.sentences import count, percent
 from relibra.reporting.sides import STATIC, Side
 
 MAX_COVER_ROWS = 16
@@ -125,12 +125,16 @@ def _ledger_in_words(totals: Sequence[tuple[str, ByteLedger]]) -> str:
 def _ledger_rows(totals: Sequence[ByteLedger]) -> list[list[str]]:
     sizes = (("useful_L", "useful, GB"), ("duplicate_L", "duplicate, GB"), ("forwarded_L", "forwarded, GB"))
     return [
-        *([name, *(f"{getattr(one, key)[0] / 1e9:.3g}" for one in totals)] for key, name in sizes),
+        *([name, *(_gigabytes(getattr(one, key)[0]) for one in totals)] for key, name in sizes),
         *(
             [f"{name}: {what}", *(percent(float(getattr(one, key)[0])) for one in totals)]
             for key, name, what in FACTORS
         ),
     ]
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.3g}" if size < 1e12 else count(round(size / 1e9))
 
 
 def _per_layer(found: Sequence[tuple[str, ByteLedger]], layer_ids: np.ndarray) -> str:

@@ -129,7 +129,9 @@ def simulated_timelines(
     found: SimulatedSides, before: Side, after: Side, cluster: Cluster, model: ModelShape, micro_batch: int
 ) -> tuple[list[tuple[str, Timeline]], str]:
     """Return both sides' events of one micro-batch on some ranks, and which ones that are."""
-    ranks = chosen_ranks(found.before.token_slots_R.tolist())
+    one_group = before.demand.group_M is None
+    busy_R = before.rank_load_MLR[micro_batch].sum(axis=0) if one_group else found.before.token_slots_R
+    ranks = chosen_ranks(busy_R.tolist())
     timelines = [
         (
             side.name,
@@ -139,6 +141,6 @@ def simulated_timelines(
     ]
     listed = ", ".join(map(str, ranks))
     return timelines, (
-        f"Micro-batch {micro_batch}, which gains most, on ranks {listed}: the busiest and the idlest with "
+        f"Micro-batch {micro_batch}, which gains most, on ranks {listed}: its busiest and its idlest with "
         f"{before.words} and some between."
     )

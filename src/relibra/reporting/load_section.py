@@ -14,8 +14,8 @@ from relibra.reporting.packed import data_element, packed, quantised
 from relibra.reporting.sides import Side, most_gaining, times_mean
 from relibra.reporting.summary import evenly_chosen
 
-MAX_CELLS = 3_000_000
-"""Cells of all pictures together, a byte each on the page and a third more as base64."""
+MAX_BYTES = 3_000_000
+"""Of all pictures together, a third more as base64: two for a rank in a micro-batch and layer, one for an expert."""
 
 
 def load_section(before: Side, after: Side) -> str:
@@ -72,7 +72,8 @@ def load_facts(before: Side, after: Side) -> dict[str, Any]:
     loads = [side.rank_load_MLR for side in (before, after)]
     end = max(2.0, float(np.quantile(times_mean(loads[0]).max(axis=-1), 0.99)))
     L, R, E = len(before.plan.layer_ids), before.plan.num_ranks, before.plan.num_experts
-    room = max(1, MAX_CELLS // (2 * L * (R + E)))
+    largest = max(end, float(max(times_mean(load_MLR).max() for load_MLR in loads)))
+    room = max(1, MAX_BYTES // (2 * L * (2 * R + E)))
     sides = []
     for side, load_MLR in zip((before, after), loads, strict=True):
         shown = evenly_chosen(len(load_MLR), room)
@@ -80,15 +81,15 @@ def load_facts(before: Side, after: Side) -> dict[str, Any]:
             {
                 "name": side.name,
                 "micro_batches": shown,
-                "ranks": packed(quantised(times_mean(load_MLR[shown]), end)),
-                "experts": packed(quantised(_instances_times_mean(side, shown), end)),
+                "ranks": packed(quantised(times_mean(load_MLR[shown]), largest, np.uint16)) | {"end": largest},
+                "experts": packed(quantised(_instances_times_mean(side, shown), end)) | {"end": end},
             }
         )
     m, layer = most_gaining(before, after)
     nearest = int(np.abs(np.array(sides[0]["micro_batches"]) - m).argmin())
     return {
         "layers": before.plan.layer_ids.tolist(),
-        "end": round(end, 3),
+        "end": end,
         "ranks_per_node": before.plan.ranks_per_node,
         "first": [layer, nearest],
         "sides": sides,

@@ -4,26 +4,32 @@
   if (!root) return;
   const byId = (id) => document.getElementById(id);
   const data = JSON.parse(byId("load-data").textContent);
-  const ABOVE = 255;
-  const unpack = (cube) => ({ ...cube, values: Uint8Array.from(atob(cube.data), (c) => c.charCodeAt(0)) });
+  const KINDS = { Uint8Array, Uint16Array };
+  const unpack = (cube) => { // the last number of a type stands for all that is beyond the end
+    const values = new KINDS[cube.type](Uint8Array.from(atob(cube.data), (c) => c.charCodeAt(0)).buffer);
+    return { ...cube, values, above: 2 ** (8 * values.BYTES_PER_ELEMENT) - 1 };
+  };
   for (const side of data.sides) for (const rows of ["ranks", "experts"]) side[rows] = unpack(side[rows]);
   const [rows, layer, microBatch] = [byId("load-rows"), byId("load-layer"), byId("load-micro-batch")];
   const canvases = [...root.querySelectorAll("canvas[data-axis]")];
   const PROFILE = 34, LEFT = 30, BOTTOM = 18;
   const CIVIDIS = ["00224e", "123570", "3b496c", "575d6d", "707173", "8a8678", "a59c74", "c3b369", "e1cc55", "fee838"]
     .map((hex) => [0, 2, 4].map((i) => parseInt(hex.slice(i, i + 2), 16)));
-  const paint = Array.from({ length: 256 }, (_, value) => {
-    const place = (Math.min(value, ABOVE - 1) / (ABOVE - 1)) * (CIVIDIS.length - 1);
+  function paint(times) {
+    const place = (Math.min(times, data.end) / data.end) * (CIVIDIS.length - 1);
     const low = Math.min(Math.floor(place), CIVIDIS.length - 2);
     return CIVIDIS[low].map((c, i) => Math.round(c + (CIVIDIS[low + 1][i] - c) * (place - low)));
-  });
+  }
   let row = 0; // the cell that is read out: at first the busiest, its column is that of the slider
 
   const number = (input) => Number(input.value);
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const cell = (cube, m, l, r) => (m < cube.shape[0] ? cube.values[(m * cube.shape[1] + l) * cube.shape[2] + r] : null);
-  const words = (value) => value === null ? "none"
-    : value === ABOVE ? `over ${data.end.toFixed(2)}×` : `${((value / (ABOVE - 1)) * data.end).toFixed(2)}×`;
+  function cell(cube, m, l, r) { // load / mean; null where there is no such micro-batch
+    if (m >= cube.shape[0]) return null;
+    const raw = cube.values[(m * cube.shape[1] + l) * cube.shape[2] + r];
+    return raw === cube.above ? Infinity : (raw / (cube.above - 1)) * cube.end;
+  }
+  const words = (times) => times === null ? "none" : times === Infinity ? `over ${data.end.toFixed(2)}×` : `${times.toFixed(2)}×`;
 
   function columns(canvas) { // what one picture shows: how many columns, a cell of it, and names of columns
     const side = data.sides[Number(canvas.dataset.side)], cube = side[rows.value];
@@ -54,7 +60,7 @@
     for (let c = 0; c < count; c++) for (let r = 0; r < size; r++) {
       const value = at(c, r);
       if (value === null) continue;
-      image.data.set([...paint[value], 255], 4 * (r * count + c));
+      image.data.set([...paint(value), 255], 4 * (r * count + c));
       busiest[c] = Math.max(busiest[c], value);
     }
     const small = document.createElement("canvas");
@@ -65,19 +71,19 @@
     context.strokeStyle = "#d55e00"; // hatches: beyond the scale
     context.lineWidth = 1;
     for (let c = 0; c < count; c++) for (let r = 0; r < size; r++) {
-      if (at(c, r) !== ABOVE) continue;
+      if (!(at(c, r) > data.end)) continue;
       context.beginPath();
       context.moveTo(LEFT + c * wide, PROFILE + (r + 1) * step);
       context.lineTo(LEFT + (c + 1) * wide, PROFILE + r * step);
       context.stroke();
     }
-    const level = (value) => (PROFILE - 4) * (1 - value / ABOVE);
+    const level = (times) => (PROFILE - 4) * (1 - Math.min(times, data.end) / data.end);
     context.fillStyle = soft;
     for (let c = 0; c < count; c++) {
       const gap = wide > 4 ? 1 : 0;
       context.fillRect(LEFT + c * wide, level(busiest[c]), wide - gap, PROFILE - 4 - level(busiest[c]));
     }
-    const mean = level((ABOVE - 1) / data.end);
+    const mean = level(1);
     context.strokeStyle = text;
     context.setLineDash([3, 3]);
     context.beginPath();
@@ -111,10 +117,10 @@
 
   function drawScale() {
     const bar = byId("load-scale"), canvas = bar.querySelector("canvas"), context = canvas.getContext("2d");
-    [canvas.width, canvas.height] = [ABOVE, 1];
-    for (let value = 0; value < ABOVE; value++) {
-      context.fillStyle = `rgb(${paint[value]})`;
-      context.fillRect(value, 0, 1, 1);
+    [canvas.width, canvas.height] = [256, 1];
+    for (let x = 0; x < 256; x++) {
+      context.fillStyle = `rgb(${paint((x / 255) * data.end)})`;
+      context.fillRect(x, 0, 1, 1);
     }
     const ticks = [0, 1, ...(data.end >= 2.5 ? [2] : []), data.end];
     bar.querySelector("div").replaceChildren(...ticks.map((tick, i) => {
@@ -129,7 +135,7 @@
     const kind = rows.value === "ranks" ? "rank" : "expert";
     const [l, m] = [number(layer), number(microBatch)];
     const largest = (cube) => m >= cube.shape[0] ? null
-      : Math.max(...cube.values.subarray((m * cube.shape[1] + l) * cube.shape[2], (m * cube.shape[1] + l + 1) * cube.shape[2]));
+      : Math.max(...Array.from({ length: cube.shape[2] }, (_, r) => cell(cube, m, l, r)));
     const [first, second] = data.sides.map((side) => side[rows.value]);
     const names = data.sides.map((side) => (side.micro_batches[m] === undefined ? "–" : side.micro_batches[m]));
     byId("load-layer-value").textContent = data.layers[l];

@@ -1,6 +1,6 @@
 """Numbers for scripts of the page: arrays as base64 of their bytes, which is a fifth of their JSON.
 
-A picture has few colours, so what is only painted travels as one byte per cell.
+A picture has few colours, so what is only painted travels as one byte per cell; what is also read out takes two.
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Shaped, UInt8
+from jaxtyping import Float, Shaped, UInt
 from numpy import ndarray
-
-ABOVE = 255
-"""Cells beyond the end of the scale; the others are 0 to 254 from 0 to its end."""
 
 
 def packed(array: Shaped[ndarray, "*X"]) -> dict[str, Any]:
@@ -33,14 +30,15 @@ def packed(array: Shaped[ndarray, "*X"]) -> dict[str, Any]:
     }
 
 
-def quantised(value: Float[ndarray, "*X"], end: float) -> UInt8[ndarray, "*X"]:
-    """Return values from 0 to `end` as 0 to 254, and larger ones as `ABOVE`.
+def quantised(value: Float[ndarray, "*X"], end: float, dtype: type = np.uint8) -> UInt[ndarray, "*X"]:
+    """Return values from 0 to `end` as 0 to the last but one number of an unsigned type, and larger ones as the last.
 
     >>> quantised(np.array([0.0, 1.0, 2.0, 2.1]), 2.0).tolist()
     [0, 127, 254, 255]
     """
-    steps = np.rint(value * ((ABOVE - 1) / end))
-    return np.where(value > end, ABOVE, np.clip(steps, 0, ABOVE - 1)).astype(np.uint8)
+    above = int(np.iinfo(dtype).max)
+    steps = np.rint(value * ((above - 1) / end))
+    return np.where(value > end, above, np.clip(steps, 0, above - 1)).astype(dtype)
 
 
 def data_element(identifier: str, facts: Mapping[str, Any]) -> str:

@@ -26,7 +26,13 @@ from relibra.reporting.bars import waterfall
 from relibra.reporting.elements import cards, definitions, paragraph, section
 from relibra.reporting.html_page import html_page, place_problems, refuse_folder
 from relibra.reporting.ledger_section import cover_section, ledger_section, ledgers
-from relibra.reporting.limits_section import SimulatedSides, limits_section, simulate_sides, simulated_timelines
+from relibra.reporting.limits_section import (
+    SimulatedSides,
+    limits_section,
+    seconds_in_words,
+    simulate_sides,
+    simulated_timelines,
+)
 from relibra.reporting.load_section import load_section
 from relibra.reporting.sentences import count, percent, plural
 from relibra.reporting.sides import STATIC, Side, most_gaining, refuse_other_sizes
@@ -182,7 +188,11 @@ def _cards(before: Side, after: Side, question: Question) -> str:
             ("Copies", count(plan.num_copies), f"{plan.num_copies / max(1, M * L):.1f} per micro-batch and layer"),
             ("Copies across nodes", count(away), "fed from a host pool" if away else "none"),
             ("Experts moved", count(plan.num_moved), f"of {count(plan.home_LE.size)}, before the step"),
-            ("MoE layers", f"{cost[1]:.3g} s", f"{before.name} {cost[0]:.3g} s; model, not a measurement"),
+            (
+                "MoE layers",
+                seconds_in_words(cost[1]),
+                f"{before.name} {seconds_in_words(cost[0])}; model, not measured",
+            ),
         ]
     )
 
