@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from relibra.errors import ConfigError
 from relibra.parallel import relocate
 from relibra.rl.collect import collect, rate
 from relibra.rl.config import RunConfig
@@ -87,7 +88,15 @@ class Progress:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], responses: Sequence[Response]) -> Progress:
-        """Return the progress of a checkpoint; `responses` are this rank's."""
+        """Return the progress of a checkpoint; `responses` are this rank's.
+
+        raises    ConfigError for a checkpoint of another version of relibra
+        """
+        if missing := [name for name in ("next_sample", "passed_over", *_STATE) if name not in state]:
+            raise ConfigError(
+                f"the checkpoint lacks {', '.join(missing)}: another version of relibra wrote it; finish the run with "
+                "that version, or begin a new one"
+            )
         return cls(
             live=[response for response in responses if response.finish_reason is None],
             for_values=[response for response in responses if response.finish_reason is not None],
