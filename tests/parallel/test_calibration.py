@@ -33,6 +33,8 @@ def timings(**changes):
         "dense": [0.1, 0.2],
         "copies": {1000: [1e-4], 2000: [2e-4]},
         "exchange": {1000: [1.1e-3], 9000: [1.9e-3]},
+        "memory_bytes": 1e6,
+        "memory": [1e-3, 2e-3, 4e-3],
     }
     return Timings(**{**of, **changes})
 
@@ -96,6 +98,7 @@ def test_what_was_measured_becomes_a_cluster(tmp_path):
     assert cluster.intra.bytes_per_second == pytest.approx(1e7)
     assert cluster.host.bytes_per_second == pytest.approx(1e7)
     assert cluster.peak_flops_per_second == pytest.approx(7.5e9)
+    assert cluster.memory_bytes_per_second == pytest.approx(5e8)
     assert "links between nodes were not measured" in cluster.source
     # the table prices the work that it was made of: one expert of four, forward and backward
     flops = 3 * SHAPE.flops_per_token_slot

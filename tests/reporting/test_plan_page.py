@@ -18,11 +18,11 @@ from relibra.planning.comparison import ComparisonRow, compare
 from relibra.planning.levers import lever_bounds, lever_gaps
 from relibra.planning.step import plan_step
 from relibra.reporting.bars import waterfall
-from relibra.reporting.limits_section import seconds_in_words
 from relibra.reporting.plan_page import Question, render_plan_page, write_plan_page
 from relibra.reporting.sides import Side, side_of, static_side
 from relibra.routing.demand import Demand
 from relibra.simulation import model_shape, overlap_ratio, simulate_step
+from relibra.simulation.quantities import seconds_in_words
 from relibra.timeline import Event, Timeline
 
 from .planned import CLUSTER, EXPERT, planned_step, question, sides

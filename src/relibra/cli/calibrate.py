@@ -105,7 +105,8 @@ def _print(found: Calibration, output: Path) -> None:
         typer.echo(f"exchange: {_line(found.exchange)}")
     typer.echo(
         f"peak {cluster.peak_flops_per_second / 1e9:,.1f} Gflop/s per rank, experts reach {cluster.efficiency:.0%} of "
-        f"it; memory {cluster.memory_bytes / 1e9:,.1f} GB per rank"
+        f"it; memory {cluster.memory_bytes / 1e9:,.1f} GB per rank, read and written at "
+        f"{cluster.memory_bytes_per_second / 1e9:,.1f} GB/s"
     )
     typer.echo(f"{output}: label {cluster.label}; relibra plan TRACE --ranks {cluster.num_ranks} --cluster {output}")
 

@@ -146,6 +146,8 @@ def _print(result: Result) -> None:
 
 def _table(result: Result) -> Table:
     """One column per balancer, the parts of its seconds below each other."""
+    from relibra.simulation.quantities import bytes_in_words
+
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("")
     for name in result.found:
@@ -174,7 +176,7 @@ def _table(result: Result) -> Table:
     row("model flops utilisation", [f"{step.model_flops_utilisation:.1%}" for step in steps])
     row("skew", [f"{one.skew:.3f}" for one in result.found.values()])
     row("copies", [f"{one.plan.num_copies:,}" for one in result.found.values()])
-    row("memory, GB", [f"{one.memory.total / 1e9:.1f}" for one in result.found.values()])
+    row("memory", [bytes_in_words(one.memory.total) for one in result.found.values()])
     return table
 
 

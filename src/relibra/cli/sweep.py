@@ -245,7 +245,7 @@ def _print(found: list[Point], varied: list[str]) -> None:
             f"{row['tokens_per_second_per_rank']:,.0f}",
             *(f"{100 * row[name]:.0f}" for name in ("exchange_share", "straggler_share", "copies_share")),
             f"{row['skew']:.3f}",
-            f"{row['memory_bytes'] / 1e9:.0f}{'!' if row['memory_warning'] else ''}",
+            f"{row['memory_bytes'] / 1e9:.3g}{'!' if row['memory_warning'] else ''}",
         )
     Console().print(table)
     simulated.in_lines(

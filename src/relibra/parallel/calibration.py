@@ -137,6 +137,7 @@ class Calibration:
     cluster: Cluster
     gemm: list[GemmRow]
     dense_flops_per_second: Spread
+    memory_bytes_per_second: Spread
     host: LinkFit
     exchange: LinkFit | None
 
@@ -148,6 +149,8 @@ class Timings:
     experts             by rows of each expert: forward and backward of `num_experts` experts
     dense               of one large product of `dense_flops`
     copies, exchange    by bytes; exchange: sent by each rank to the others
+    memory_bytes        read and written by a copy inside the device's own memory
+    memory              that copy
     """
 
     num_experts: int
@@ -156,6 +159,8 @@ class Timings:
     dense: Sequence[float]
     copies: Samples
     exchange: Samples
+    memory_bytes: float
+    memory: Sequence[float]
 
 
 def calibrated(timings: Timings, machine: Machine, expert: ExpertShape, links_of: Cluster | None = None) -> Calibration:
@@ -169,6 +174,7 @@ def calibrated(timings: Timings, machine: Machine, expert: ExpertShape, links_of
     gemm = gemm_rows(timings.experts, timings.num_experts, PASSES * expert.flops_per_token_slot)
     table = monotone_table(gemm)
     dense = Spread.of([timings.dense_flops / seconds for seconds in timings.dense])
+    memory = Spread.of([timings.memory_bytes / seconds for seconds in timings.memory])
     peak = max(dense.median, table[-1][1])
     host = fit_link(timings.copies, "copies in host memory")
     exchange = fit_link(timings.exchange, "the exchange between ranks") if links_of is None else None
@@ -191,7 +197,15 @@ def calibrated(timings: Timings, machine: Machine, expert: ExpertShape, links_of
         peak_flops_per_second=peak,
         efficiency=min(1.0, table[-1][1] / peak),
         gemm_table=table,
+        memory_bytes_per_second=memory.median,
         source=f"relibra calibrate: {machine.words}; experts of {expert.hidden} x {expert.width}; {links}",
         label="measured" if exchange is not None else "model",
     )
-    return Calibration(cluster=cluster, gemm=gemm, dense_flops_per_second=dense, host=host, exchange=exchange)
+    return Calibration(
+        cluster=cluster,
+        gemm=gemm,
+        dense_flops_per_second=dense,
+        memory_bytes_per_second=memory,
+        host=host,
+        exchange=exchange,
+    )

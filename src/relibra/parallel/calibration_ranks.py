@@ -1,7 +1,7 @@
 """Calibration: the processes that measure, one per rank, all at once, as in training.
 
-Each rank times its experts, a large product, copies in host memory and the all-to-all; of every size the slowest rank
-counts. Sizes take turns, forwards and backwards, so that a slow moment falls on no size alone.
+Each rank times its experts, a large product, copies in host and device memory, and the all-to-all; of every size the
+slowest rank counts. Sizes take turns, forwards and backwards, so that a slow moment falls on no size alone.
 """
 
 from __future__ import annotations
@@ -139,6 +139,8 @@ def measure(job: Job) -> Timings:
         dense_flops=2.0 * job.sizes.dense**3,
         dense=_slowest([one["dense"] for one in found]),
         copies={size: _slowest([one["copies"][n] for one in found]) for n, size in enumerate(job.sizes.copies)},
+        memory_bytes=2.0 * max(job.sizes.copies),
+        memory=_slowest([one["memory"] for one in found]),
         exchange={
             bytes_to_others(size, job.ranks): [
                 max(of_ranks) for of_ranks in zip(*(one["exchange"][n] for one in found), strict=True)
@@ -209,6 +211,8 @@ def _work(rank: int, job: Job, folder: Path) -> None:
     dist.barrier()
     found["copies"] = _time_copies(job, device)
     dist.barrier()
+    found["memory"] = _time_memory(job, device)
+    dist.barrier()
     found["exchange"] = _time_exchange(job, device) if job.ranks > 1 else []
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
@@ -257,6 +261,19 @@ def _time_copies(job: Job, device: torch.device) -> list[list[float]]:
         return [copied(sizes.copies[n]) for n in order]
 
     return _repeated(len(sizes.copies), once, sizes, lambda elapsed: elapsed > sizes.seconds)
+
+
+def _time_memory(job: Job, device: torch.device) -> list[float]:
+    """Return seconds of copies inside the device's own memory, of the largest size."""
+    source = torch.ones(max(job.sizes.copies), dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+
+    def once(_: list[int]) -> list[float]:
+        start = _now(device)
+        target.copy_(source)
+        return [_now(device) - start]
+
+    return _repeated(1, once, job.sizes, lambda elapsed: elapsed > job.sizes.seconds)[0]
 
 
 def _time_exchange(job: Job, device: torch.device) -> list[list[float]]:

@@ -20,6 +20,7 @@ from relibra.simulation import (
     simulate_step,
     simulated_timeline,
 )
+from relibra.simulation.quantities import seconds_in_words
 from relibra.timeline import Timeline
 
 
@@ -112,17 +113,6 @@ def limits_section(found: SimulatedSides, before: Side, after: Side, cluster: Cl
 def _ratio(model: ModelShape, cluster: Cluster, link: str) -> str:
     rate = getattr(cluster, link).bytes_per_second
     return f"{overlap_ratio(model.expert, rate, cluster.peak_flops_per_second):.2f}"
-
-
-def seconds_in_words(seconds: float) -> str:
-    """Write a duration with three digits.
-
-    >>> seconds_in_words(0.01234), seconds_in_words(2.5), seconds_in_words(0.0)
-    ('12.3 ms', '2.5 s', '0 s')
-    """
-    if seconds >= 1 or seconds == 0:
-        return f"{seconds:.3g} s"
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"
 
 
 def simulated_timelines(

@@ -29,7 +29,6 @@ from relibra.reporting.ledger_section import cover_section, ledger_section, ledg
 from relibra.reporting.limits_section import (
     SimulatedSides,
     limits_section,
-    seconds_in_words,
     simulate_sides,
     simulated_timelines,
 )
@@ -38,6 +37,7 @@ from relibra.reporting.sentences import count, percent, plural
 from relibra.reporting.sides import STATIC, Side, most_gaining, refuse_other_sizes
 from relibra.reporting.timeline_section import timeline_section
 from relibra.simulation import ModelShape
+from relibra.simulation.quantities import seconds_in_words
 from relibra.timeline import Timeline
 
 SCRIPTS = ("loads.js", "timeline.js")

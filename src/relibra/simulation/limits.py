@@ -6,6 +6,7 @@ from relibra.cluster import Cluster
 from relibra.planning.objective import ExpertShape
 from relibra.simulation.memory import MemoryUse
 from relibra.simulation.model_shape import ModelShape
+from relibra.simulation.quantities import bytes_in_words, seconds_in_words
 from relibra.simulation.step_result import SimulatedStep
 
 _WORTH_SAYING = 0.01
@@ -37,15 +38,15 @@ def advice(step: SimulatedStep, cluster: Cluster, model: ModelShape, memory: Mem
     for name, seconds, sentence in _parts(step):
         share = seconds / step.seconds if step.seconds else 0.0
         if share >= _WORTH_SAYING:
-            found.append((-seconds, name, f"{sentence} ({share:.0%} of {_time(step.seconds)})."))
+            found.append((-seconds, name, f"{sentence} ({share:.0%} of {seconds_in_words(step.seconds)})."))
     sentences = [sentence for _, _, sentence in sorted(found)]
     sentences.append(_of_overlap(cluster, model))
     if memory is not None:
         gain = memory.activations_static - memory.parts["activations"]
         if memory.activations_static and gain / memory.activations_static >= _WORTH_SAYING:
             sentences.append(
-                f"Balance saves {gain / 1e9:.1f} GB of activations on the fullest rank "
-                f"({memory.activations_static / 1e9:.1f} GB without)."
+                f"Balance saves {bytes_in_words(gain)} of activations on the fullest rank "
+                f"({bytes_in_words(memory.activations_static)} without)."
             )
         if memory.warning:
             sentences.append(f"Memory: {memory.warning}.")
@@ -61,39 +62,49 @@ def _parts(step: SimulatedStep) -> list[tuple[str, float, str]]:
     ):
         even = terms[name] / skew
         lost = terms[name] - even
-        found.append((f"even {name}", even, f"Work: {what} take {_time(even)} even if all ranks had equally much"))
+        found.append(
+            (f"even {name}", even, f"Work: {what} take {seconds_in_words(even)} even if all ranks had equally much")
+        )
         tail = "more even experts would save it" if name == "compute" else "place or pack samples to save it"
         found.append(
-            (f"uneven {name}", lost, f"Straggler: {_time(lost)} of {what} are waits for the busiest rank; {tail}")
+            (
+                f"uneven {name}",
+                lost,
+                f"Straggler: {seconds_in_words(lost)} of {what} are waits for the busiest rank; {tail}",
+            )
         )
     exchange = terms["exchange"] + terms["gates"]
-    hidden = step.hidden_copy_seconds
+    hidden = seconds_in_words(step.hidden_copy_seconds)
     found += [
         (
             "exchange",
             exchange,
-            f"Traffic: rows between ranks take {_time(exchange)}; locality and sending once save it",
+            f"Traffic: rows between ranks take {seconds_in_words(exchange)}; locality and sending once save it",
         ),
         (
             "copies",
             terms["copies"],
-            f"Copies: {_time(terms['copies'])} of experts on their way are in the open, {_time(hidden)} hidden; fewer "
-            "replicas save it",
+            f"Copies: {seconds_in_words(terms['copies'])} of experts on their way are in the open, {hidden} hidden; "
+            "fewer replicas save it",
         ),
-        ("pipeline", terms["pipeline"], f"Pipeline: the busiest stage waits {_time(terms['pipeline'])} for others"),
+        (
+            "pipeline",
+            terms["pipeline"],
+            f"Pipeline: the busiest stage waits {seconds_in_words(terms['pipeline'])} for others",
+        ),
         (
             "gradients",
             terms["gradients"],
-            f"Gradients: their sums over ranks take {_time(terms['gradients'])} in the open",
+            f"Gradients: their sums over ranks take {seconds_in_words(terms['gradients'])} in the open",
         ),
-        ("optimizer", terms["optimizer"], f"Optimizer: {_time(terms['optimizer'])}"),
-        ("relocation", terms["relocation"], f"Relocation: experts change homes for {_time(terms['relocation'])}"),
+        ("optimizer", terms["optimizer"], f"Optimizer: {seconds_in_words(terms['optimizer'])}"),
+        (
+            "relocation",
+            terms["relocation"],
+            f"Relocation: experts change homes for {seconds_in_words(terms['relocation'])}",
+        ),
     ]
     return found
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _of_overlap(cluster: Cluster, model: ModelShape) -> str:

@@ -21,6 +21,7 @@ from relibra.simulation.cost_model import owned_parameters, rows_and_scores
 from relibra.simulation.group_run import Execution
 from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.model_shape import ModelShape
+from relibra.simulation.quantities import bytes_in_words
 
 _STATE_BYTES = 12
 """fp32 master and two Adam moments per parameter; each rank keeps its share of what it holds together with others."""
@@ -57,8 +58,8 @@ class MemoryUse:
             return ""
         largest = max(self.parts, key=lambda name: self.parts[name])
         return (
-            f"a rank of stage {self.stage} would hold {self.total / 1e9:.1f} GB of {self.capacity / 1e9:.1f} GB, most "
-            f"of it {largest} ({self.parts[largest] / 1e9:.1f} GB): use more ranks or pipeline stages, smaller "
+            f"a rank of stage {self.stage} would hold {bytes_in_words(self.total)} of {bytes_in_words(self.capacity)}, "
+            f"most of it {largest} ({bytes_in_words(self.parts[largest])}): use more ranks or pipeline stages, smaller "
             "micro-batches, or recompute activations"
         )
 

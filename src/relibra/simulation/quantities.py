@@ -1,0 +1,24 @@
+"""Durations and sizes as a reader wants them: three digits and a unit that fits, from toy models to clusters."""
+
+from __future__ import annotations
+
+
+def seconds_in_words(seconds: float) -> str:
+    """Write a duration.
+
+    >>> seconds_in_words(0.01234), seconds_in_words(2.5), seconds_in_words(0.0)
+    ('12.3 ms', '2.5 s', '0 s')
+    """
+    if seconds >= 1 or seconds == 0:
+        return f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"
+
+
+def bytes_in_words(size: int | float) -> str:
+    """Write a size.
+
+    >>> bytes_in_words(80e9), bytes_in_words(1_234_567), bytes_in_words(900)
+    ('80.0 GB', '1.2 MB', '0.9 kB')
+    """
+    unit, scale = ("GB", 1e9) if size >= 1e9 else ("MB", 1e6) if size >= 1e6 else ("kB", 1e3)
+    return f"{size / scale:.1f} {unit}"
