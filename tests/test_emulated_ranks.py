@@ -120,6 +120,10 @@ def test_time_in_proportion_to_rows_gives_the_skew_of_the_rows(demand, monkeypat
     assert rows["static"]["time / static"] == rows["equal counts"]["time / equal"] == 1
     assert rows["static"]["time / equal"] == pytest.approx(rows["static"]["token_skew"])
     assert rows["relibra"]["time / static"] < 1
+    noise = np.random.default_rng(0)
+    noisy = {name: found[:1] * noise.lognormal(0, 0.5, (9, *found.shape[1:])) for name, found in seconds.items()}
+    for row in emulated.result_rows(works, noisy, "here", repetitions=9):
+        assert row["busiest ms low"] < row["busiest ms"] < row["busiest ms high"]
 
 
 def test_what_does_not_fit_is_halved_or_skipped(monkeypatch, capsys):
