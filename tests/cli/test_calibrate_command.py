@@ -23,6 +23,8 @@ def measured(monkeypatch):
             dense=[0.02],
             copies={1 << 20: [1e-4], 1 << 24: [16e-4]},
             exchange={1 << 12: [3e-4], 1 << 24: [16e-3]} if job.ranks > 1 else {},
+            memory_bytes=2e8,
+            memory=[0.02],
         )
 
     monkeypatch.setattr(calibration_ranks, "measure", fake)
@@ -37,6 +39,7 @@ def test_it_prints_every_figure_with_its_spread_and_writes_the_cluster(run, meas
     assert out.count(" to ") >= 7
     assert "exchange: alpha " in out
     assert "the line is off by" in out
+    assert "read and written at 10.0 GB/s" in " ".join(out.split())
     assert "label measured" in out
     cluster = read_cluster(tmp_path / "c.toml")
     assert (cluster.label, cluster.num_ranks, cluster.name) == ("measured", 4, "calibrated-cpu-x4")
