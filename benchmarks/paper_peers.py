@@ -51,7 +51,8 @@ def ultraep(quick: bool) -> Iterator[dict]:
             load_MR[m, r] += quota_MRB[m, r, b]
             load_MR[m, home_E[replica_MRB[m, r, b]]] -= quota_MRB[m, r, b]
         yield row(
-            paper, "planner", f"planner, start skew {start:g}", ranks=64, balancer=RELIBRA, load="UltraEP's generator",
+            paper, "planner", f"planner, start skew {start:g}", label="model", ranks=64, balancer=RELIBRA,
+            load="UltraEP's generator",
             skew=float((load_MR.max(axis=1) / load_MR.mean(axis=1)).mean()),
             value=float((replica_MRB >= 0).sum() / len(load_ME)),
             cited=f"skew 1.01, {copies} copies, 67 to 78 us on a GPU",
@@ -99,11 +100,7 @@ def _ultraep_case(name: str, start: float) -> Case:
         )
         halves.append(steps.with_pairs(demand.with_schedule(place // R, place % R, R)))
     load = f"UltraEP's generator, skew {start:g}, hot experts change every fourth micro-batch"
-    return Case(
-        load=load, cluster=steps.cluster_preset("nvl72", R, R), model=steps.cut_model(name, halves[1]),
-        before=halves[0],
-        demand=halves[1],
-    )  # fmt: skip
+    return steps.case_of(steps.Routes(load, *halves), name, cluster=steps.cluster_preset("nvl72", R, R))
 
 
 def _why_ultraep(balancer: str, found: dict[str, Made]) -> str:
@@ -126,22 +123,14 @@ def feplb(quick: bool) -> Iterator[dict]:
     """FEPLB's cut of the straggler, (max - mean) token-slots of a layer, on one node."""
     cited = {2: (2278, 1107), 4: (4649, 1697), 8: (6666, 2021)}
     for ranks, (before_cut, after_cut) in cited.items():
-        load, before, demand = steps.domains(ranks, 1 if quick else 4, samples=32 * ranks)
-        case = Case(
-            load=load,
-            cluster=steps.machine(ranks),
-            model=steps.cut_model(MODELS[1], demand),
-            before=before,
-            demand=demand,
-        )
+        case = steps.case_of(steps.domains(ranks, 1 if quick else 4), MODELS[1], count_rows=False)
         static = steps.made(case, "static")
         for name in ("feplb", RELIBRA):
             one = steps.made(case, name, slots=4 if name == "feplb" else 2)
-            cut = 1 - _straggler(one, demand) / _straggler(static, demand)
+            cut = 1 - _straggler(one, case.demand) / _straggler(static, case.demand)
             yield row(
-                "FEPLB, arXiv 2604.19654", "straggler", f"EP {ranks}, {name}", model=MODELS[1], ranks=ranks,
-                balancer=name, load=load, value=-100 * cut, skew=one.skew,
-                ratio_to_static=static.step.seconds / one.step.seconds,
+                "FEPLB, arXiv 2604.19654", "straggler", f"EP {ranks}, {name}", label="model", model=MODELS[1],
+                ranks=ranks, balancer=name, load=case.load, value=-100 * cut, skew=one.skew,
                 cited=f"{-100 * (1 - after_cut / before_cut):.0f}" if name == "feplb" else "",
                 unit="% change of (max - mean) token-slots, mean of micro-batches and layers",
                 configuration=configuration(case) + (", 4 dynamic experts" if name == "feplb" else ""),
@@ -160,10 +149,8 @@ def foremoe(quick: bool) -> Iterator[dict]:
     paper, name, ranks = "ForeMoE, arXiv 2606.11867", MODELS[0], 16 if quick else 64
     lengths = LengthDistribution(median=1000.0, sigma=0.6, longest=16_384)
     length_S = lengths.draw(16 * 4 * ranks, np.random.default_rng(0))
-    load, before, demand = steps.sequences(ranks, 1 if quick else 3, per_micro_step=4 * ranks, length_S=length_S)
-    case = Case(
-        load=load, cluster=steps.machine(ranks), model=steps.cut_model(name, demand), before=before, demand=demand
-    )
+    routes = steps.sequences(ranks, 1 if quick else 3, per_micro_step=4 * ranks, length_S=length_S)
+    case = steps.case_of(routes, name)
     engines = Engines(num_engines=ranks // 8, ranks=8, slots=128)
     rollout = simulate_rollout(length_S, 300.0, engines, model_shape(name), case.cluster)
     scale = model_shape(name).layers / case.model.moe_layers
@@ -185,10 +172,10 @@ def foremoe(quick: bool) -> Iterator[dict]:
         yield _iteration_row(paper, case, balancer, pair, static, ideal, rollout=rollout, engines=engines, scale=scale)
     for share in (0.2, 0.3, 0.4, 0.5):
         yield row(
-            paper, "needed", f"needed for 1.45 at a rollout share of {share:.0%}",
-            value=needed_stage_speedup(1.45, share),
-            ratio_to_static=end_to_end_speedup(1.8, share), cited="up to 1.45 end to end, share not said",
-            unit="stage speed-up needed; / static: end to end of a 1.8-fold training stage", configuration="Amdahl",
+            paper, "needed", f"needed for 1.45 at a rollout share of {share:.0%}", label="model",
+            value=needed_stage_speedup(1.45, share), end_to_end=end_to_end_speedup(1.8, share),
+            cited="up to 1.45 end to end, share not said",
+            unit="stage speed-up needed; end to end of a 1.8-fold training stage", configuration="Amdahl",
         )  # fmt: skip
 
 
@@ -204,7 +191,7 @@ def _iteration_row(
         steps_of = [_times(one.step, scale) for one in made]
         return rl_iteration(rollout, steps_of[0], whole, case.cluster, engines, recompute=steps_of[1])
 
-    gain = speedup(iteration(static), iteration(pair))
+    gain, of_ideal = speedup(iteration(static), iteration(pair)), speedup(iteration(ideal), iteration(pair))
     cited = {"foremoe": "up to 1.45 end to end; unconfirmed: 1.45 and 1.38", RELIBRA: ""}
     cited |= {
         "relibra, homes only": "unconfirmed: base only 1.21",
@@ -213,9 +200,10 @@ def _iteration_row(
     return row(
         paper, "iteration", f"{case.model.name}, EP {case.ranks}, {balancer}", model=case.model.name, ranks=case.ranks,
         balancer=balancer, load=case.load, skew=pair[0].skew, ratio_to_static=gain.training,
-        ratio_to_balanced=ideal[0].step.seconds / pair[0].step.seconds, end_to_end=gain.end_to_end,
+        ratio_to_balanced=of_ideal.training, end_to_end=gain.end_to_end,
         rollout_share=gain.rollout_share, recompute=gain.stages["recompute"], update=gain.stages["update"],
-        cited=cited.get(balancer, ""), unit="speed-up over static of recompute, update, training stages and end to end",
+        cited=cited.get(balancer, ""),
+        unit="speed-up over static of recompute, update, training stages and end to end; / Balanced: training stages",
         configuration=f"{case.ranks} GPUs as one group, 16 micro-steps, lengths log-normal (median 1,000, sigma 0.6), "
         f"{engines.num_engines} engines of {engines.ranks} with {engines.slots} slots",
         why="" if balancer != "foremoe" else "end to end follows from the rollout share, which the paper does not say",
@@ -232,7 +220,7 @@ def tppo(quick: bool) -> Iterator[dict]:
     """The scheduler ratios behind T-PPO's claim, by `rollout_windows.py`."""
     for one in rollout_windows.modelled(rollout_windows.CASES, 1 if quick else rollout_windows.REPETITIONS):
         yield row(
-            "T-PPO, arXiv 2506.15050", "windows", one["case"], value=one["rate, b = 0"],
+            "T-PPO, arXiv 2506.15050", "windows", one["case"], label="model", value=one["rate, b = 0"],
             slow_decoder=one["rate, b = 1/512"],
             fed_again=one["fed again"], idle_sync=one["idle sync"], idle_window=one["idle window"],
             cited="about 2.5 end to end", unit="tokens per time, windows / synchronous",

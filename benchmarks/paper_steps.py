@@ -1,10 +1,10 @@
 """Steps for `papers.py`: loads with published profiles or recorded routes, and balancers simulated on them.
 
 What holds for every step: a few layers stand for the whole model, with the output matrix cut in the same proportion,
-so that shares of the step are those of the whole model; tokens are sent once per (token, rank) from co-routing pairs;
-copies live in a buffer shared by all layers, as in all systems that the papers compare, so EPLB and its like push their
-copies for each pass instead of keeping slots in every layer; every step follows one of the same model, which its homes
-and history come from.
+so that shares of the step are those of the whole model; a token is sent once to a rank, counted from single tokens
+(`paper_tokens`) where seconds are reported, while balancers plan from co-routing pairs; copies live in a buffer shared
+by all layers, as in all systems that the papers compare, so EPLB and its like push their copies for each pass instead
+of keeping slots in every layer; every step follows one of the same model, which its homes and history come from.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from paper_tokens import Tokens, draw_tokens, repeated
 from planner_steps import at_most, domain_step
 
 from relibra.cluster import Cluster, cluster_preset
@@ -22,6 +24,7 @@ from relibra.planning.comparison import LEVER_SETS
 from relibra.planning.plan import StepPlan
 from relibra.planning.step import plan_step
 from relibra.routing.demand import Demand
+from relibra.routing.demand_rows import sample_of_rows
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
 from relibra.routing.readers import open_trace
 from relibra.routing.statistics import co_activation
@@ -43,9 +46,22 @@ STAYS = ("static", "ultraep", "feplb", "llep", "popfetcher")
 """Whose homes never move: they need no step before."""
 
 
+class Routes(NamedTuple):
+    """Where routes come from, two steps of one model under their schedule, and tokens of the second (None: draw)."""
+
+    load: str
+    before: Demand
+    demand: Demand
+    tokens: Tokens | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One step on one machine, and the step before it; `load` says where the routes come from."""
+    """One step on one machine, and the step before it.
+
+    load     says where the routes come from
+    tokens   of `demand`: rows between ranks are then counted; None: bounded from pairs
+    """
 
     load: str
     cluster: Cluster
@@ -53,6 +69,7 @@ class Case:
     before: Demand
     demand: Demand
     slots: int = 2
+    tokens: Tokens | None = None
 
     @property
     def ranks(self) -> int:
@@ -82,32 +99,32 @@ def cut_model(name: str, demand: Demand) -> ModelShape:
     )
 
 
-def domains(ranks: int, layers: int, *, samples: int, micro_batches: int = 32) -> tuple[str, Demand, Demand]:
+def domains(ranks: int, layers: int, *, micro_batches: int = 32, seed: int = 0) -> Routes:
     """Three domains, log-normal factors of layer, domain and sample (relibra's own profile); two steps."""
     sizes = {"ranks": ranks, "layers": layers, "experts": 128, "micro_batches": micro_batches, "tokens": TOKENS}
-    steps = (domain_step(samples=samples, seed=0, step=step, **sizes) for step in (0, 1))
+    steps = (domain_step(samples=micro_batches * ranks, seed=seed, step=step, **sizes) for step in (0, 1))
     before, demand = (with_pairs(step) for step in steps)
-    return "domains", before, demand
+    return Routes("domains", before, demand)
 
 
-def drifting(ranks: int, layers: int, *, samples: int, micro_batches: int = 32) -> tuple[str, Demand, Demand]:
+def drifting(ranks: int, layers: int, *, micro_batches: int = 32, seed: int = 0) -> Routes:
     """`relibra.routing.synthetic.domain_trace` as it comes: 4 domains, sigma 0.8, drift 0.5; first and second half.
 
-    Single tokens are drawn, one for sixteen.
+    One token is drawn for sixteen.
     """
-    rows = TOKENS // 16
+    rows, samples = TOKENS // 16, micro_batches * ranks
     shape = TraceShape(rows_per_sample=[rows] * (2 * samples), num_layers=layers, num_experts=128, top_k=8)
-    whole = Demand.from_trace(domain_trace(shape, np.random.default_rng(0)))
+    whole = Demand.from_trace(domain_trace(shape, np.random.default_rng(seed)))
     place = np.arange(samples)
     halves = []
     for first in (0, samples):
         counts_SLE = whole.counts_SLE[first : first + samples] * np.int32(16)
         half = replace(whole, counts_SLE=counts_SLE, sample_ids=place)
         halves.append(with_pairs(half.with_schedule(place % micro_batches, place // micro_batches % ranks, ranks)))
-    return "domain_trace", halves[0], halves[1]
+    return Routes("domain_trace", *halves)
 
 
-def sequences(ranks: int, layers: int, *, per_micro_step: int, length_S: np.ndarray) -> tuple[str, Demand, Demand]:
+def sequences(ranks: int, layers: int, *, per_micro_step: int, length_S: np.ndarray) -> Routes:
     """ForeMoE's profile: per-layer popularity softmax(N(0, 0.8)), a shift N(0, 1) per sequence, 16 micro-steps."""
     model = np.random.default_rng(0)
     popular_LE = model.normal(scale=0.8, size=(layers, 128))
@@ -122,7 +139,7 @@ def sequences(ranks: int, layers: int, *, per_micro_step: int, length_S: np.ndar
         demand = Demand(counts_SLE=counts_SLE, layer_ids=np.arange(layers, dtype=np.int32), sample_ids=place, top_k=8)
         micro_step_S = (place // per_micro_step).astype(np.int32)
         steps.append(with_pairs(demand.with_schedule(micro_step_S, _dealt(micro_step_S, length_S, ranks), ranks)))
-    return f"sequences, {per_micro_step} per micro-step", steps[0], steps[1]
+    return Routes(f"sequences, {per_micro_step} per micro-step", *steps)
 
 
 def _dealt(micro_step_S: np.ndarray, length_S: np.ndarray, ranks: int) -> np.ndarray:
@@ -135,7 +152,7 @@ def _dealt(micro_step_S: np.ndarray, length_S: np.ndarray, ranks: int) -> np.nda
     return rank_S
 
 
-def recorded(path: Path, experts: int, ranks: int, tokens: int) -> tuple[str, Demand, Demand]:
+def recorded(path: Path, experts: int, ranks: int, tokens: int) -> Routes:
     """Return the first and the second half of a recording; a recorded token stands for as many as fill the ranks."""
     trace = open_trace(path, experts)
     whole = cut_recorded(trace, tokens, ranks)
@@ -147,7 +164,9 @@ def recorded(path: Path, experts: int, ranks: int, tokens: int) -> tuple[str, De
     bare = replace(whole, counts_SLE=whole.counts_SLE[kept], sample_ids=whole.sample_ids[kept], tokens_MLRE=None)
     parts = (bare.with_schedule(micro_batch_S[kept], rank_S[kept], ranks), select_micro_batches(whole, half))
     before, demand = (_scaled(part, scale, pairs_LEE) for part in parts)
-    return f"recorded, {scale} tokens for one", before, demand
+    # Recorded samples are cut into runs of rows, so the places of the second half are looked up in its own demand.
+    tokens_of = repeated(np.asarray(trace.experts_TLK), sample_of_rows(trace, parts[1]), scale)
+    return Routes(f"recorded, {scale} tokens for one", before, demand, tokens_of)
 
 
 def _scaled(demand: Demand, scale: int, pairs_LEE: np.ndarray) -> Demand:
@@ -187,7 +206,8 @@ def forced_balance(demand: Demand) -> Demand:
 
 def balanced(case: Case, how: Execution | None = None) -> Made:
     """Simulate forced balance: the upper bound that papers call Balanced or ideal."""
-    even = replace(case, demand=forced_balance(case.demand))
+    demand = forced_balance(case.demand)
+    even = replace(case, demand=demand, tokens=draw_tokens(demand) if case.tokens else None)
     return made(even, "static", how=how)
 
 
@@ -211,8 +231,26 @@ def made(case: Case, name: str, *, how: Execution | None = None, **changes: obje
     )
     plan = replace(plan, resident=False)
     scheduled = plan.scheduled(case.demand)
-    step = simulate_step(plan, scheduled, case.cluster, case.model, how)
+    rows_MLRR = case.tokens.rows(plan, scheduled) if case.tokens else None
+    step = simulate_step(plan, scheduled, case.cluster, case.model, how, distinct_MLRR=rows_MLRR)
     return Made(plan=plan, step=step, skew=plan.skew(scheduled))
+
+
+def case_of(routes: Routes, model: str, *, count_rows: bool = True, **facts: object) -> Case:
+    """Make a case of routes; rows between ranks are counted from tokens, which are drawn where there are none.
+
+    facts   of the case
+    """
+    tokens = (routes.tokens or draw_tokens(routes.demand)) if count_rows else None
+    found = {"cluster": machine(routes.demand.tokens_MLRE.shape[2])} | facts
+    return Case(
+        load=routes.load,
+        before=routes.before,
+        demand=routes.demand,
+        tokens=tokens,
+        model=cut_model(model, routes.demand),
+        **found,
+    )
 
 
 def machine(ranks: int, name: str = "h100x8") -> Cluster:
@@ -226,13 +264,16 @@ def all_made(case: Case, names: Sequence[str]) -> dict[str, Made]:
     return found | {name: made(case, name) for name in names}
 
 
-def row(paper: str, table: str, case: str, **figures: object) -> dict:
-    """Fill in what every row has."""
+def row(paper: str, table: str, case: str, *, label: str = "simulated", **figures: object) -> dict:
+    """Fill in what every row has.
+
+    label   "model" for formulas and for token-slots of plans: nothing is simulated in them
+    """
     empty = {
         "model": "", "ranks": "", "balancer": "", "load": "", "ratio_to_static": "", "ratio_to_balanced": "",
         "skew": "", "cited": "", "why": "", "unit": "", "configuration": "", "seed": 0, "repetitions": 1, "ok": "",
     }  # fmt: skip
-    return {"case": case, "paper": paper, "table": table, "label": "simulated", **empty, **figures}
+    return {"case": case, "paper": paper, "table": table, "label": label, **empty, **figures}
 
 
 def configuration(case: Case) -> str:

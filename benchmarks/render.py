@@ -37,6 +37,7 @@ _OF_RANKS: tuple[Column, ...] = (
     "configuration",
 )
 _VALUES: tuple[Column, ...] = ("case", ("simulated", lambda row: row["value"]), "cited")
+_MODELLED: tuple[Column, ...] = ("case", ("model", lambda row: row["value"]), "cited")
 COLUMNS: dict[str, tuple[Column, ...]] = {
     "recordings": ("case", "ranks", "mean", "median", "p95", "configuration"),
     "streaming": (
@@ -186,6 +187,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         "load",
         "balancer",
         ("simulated / static", lambda row: row["ratio_to_static"]),
+        ("seeds", lambda row: between(row, "ratio_to_static")),
         ("simulated / Balanced", lambda row: row["ratio_to_balanced"]),
         ("simulated relibra / it", lambda row: row["relibra_over_it"]),
         ("skew", lambda row: row["skew"]),
@@ -205,11 +207,12 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         "cited",
         "why",
     ),
-    "papers_skew": ("case", ("simulated skew", lambda row: row["skew"]), "cited", "why"),
+    "papers_skew": ("case", "skew", "cited", "why"),
     "papers_cost": (*_VALUES, "unit", "why"),
-    "papers_planner": ("case", ("simulated skew", lambda row: row["skew"]), *_VALUES[1:], "unit", "why"),
+    "papers_memory": (*_MODELLED, "unit", "why"),
+    "papers_planner": ("case", "skew", *_MODELLED[1:], "unit", "why"),
     "papers_training": (*_RATIOS, "cited", "load", "why"),
-    "papers_straggler": (*_VALUES, "skew", "unit", "why"),
+    "papers_straggler": (*_MODELLED, "skew", "unit", "why"),
     "papers_iteration": (
         *_RATIOS,
         "recompute",
@@ -219,11 +222,11 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         "cited",
         "why",
     ),
-    "papers_needed": (*_VALUES, "unit"),
+    "papers_needed": (*_MODELLED, "end_to_end", "unit"),
     "papers_windows": (
         "case",
-        ("simulated, b = 0", lambda row: row["value"]),
-        ("simulated, b = 1/512", lambda row: row["slow_decoder"]),
+        ("b = 0", lambda row: row["value"]),
+        ("b = 1/512", lambda row: row["slow_decoder"]),
         "fed_again",
         "cited",
         "why",
@@ -235,6 +238,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("quartiles", lambda row: between(row, "measured_seconds")),
         ("simulated s", lambda row: row["simulated_seconds"]),
         ("error %", lambda row: f"{100 * row['error']:+.1f}"),
+        ("without rest %", lambda row: f"{100 * row['error_without_rest']:+.1f}"),
         "ranking",
     ),
     "simulation": ("case", "layers", "seconds", "target", "ok", "peak_mib", "added_mib", "configuration"),

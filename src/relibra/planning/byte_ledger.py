@@ -27,6 +27,7 @@ from jaxtyping import Float64, Int, Int32, Int64, Shaped
 from numpy import ndarray
 
 from relibra.cluster import Cluster
+from relibra.planning.concurrency import side_by_side
 from relibra.planning.plan import StepPlan
 from relibra.planning.split import TokenSplit, split_tokens
 from relibra.planning.traffic import iterate_traffic, send_once_share
@@ -192,7 +193,12 @@ def _count_distinct(experts_TK, source_T, starts_E1, rank_I, left_RI, distinct_R
 
 
 def distinct_rows_of_step(
-    plan: StepPlan, demand: Demand, experts_TLK: Shaped[ndarray, "T L K"], sample_T: Int[ndarray, " T"]
+    plan: StepPlan,
+    demand: Demand,
+    experts_TLK: Shaped[ndarray, "T L K"],
+    sample_T: Int[ndarray, " T"],
+    *,
+    threads: int = 1,
 ) -> Int32[ndarray, "M L R R2"]:
     """Count (token, destination) pairs by source rank, in every micro-batch and layer of a plan.
 
@@ -205,14 +211,18 @@ def distinct_rows_of_step(
     micro_batch_S, rank_S = demand.schedule
     micro_batch_T = np.where(sample_T >= 0, micro_batch_S[sample_T], -1)
     distinct_MLRR = np.zeros((M, L, R, R), dtype=np.int32)
-    for m in range(M):
+    tokens_MLRE = demand.tokens_MLRE
+
+    def count(m: int) -> None:
         rows = np.flatnonzero(micro_batch_T == m)
         source_t = rank_S[sample_T[rows]]
         for layer in range(L):
             at = (m, layer)
-            arrays = (demand.tokens_MLRE[at], plan.home_LE[layer], plan.replica_MLRB[at], plan.quota_MLRB[at])
+            arrays = (tokens_MLRE[at], plan.home_LE[layer], plan.replica_MLRB[at], plan.quota_MLRB[at])
             split = split_tokens(*arrays, plan.ranks_per_node)
             distinct_MLRR[at] = distinct_rows(experts_TLK[rows, layer], source_t, split, R)
+
+    side_by_side(count, M, threads)
     return distinct_MLRR
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Bool, Float64, Int, Int64
 from numpy import ndarray
 
 from relibra.cluster import Cluster, Link
@@ -110,21 +110,34 @@ class ExchangeCosts:
     gates_in_MLR: Float64[ndarray, "M L R"]
 
 
-def exchange_costs(plan: StepPlan, demand: Demand, cluster: Cluster, expert: ExpertShape) -> ExchangeCosts:
+def exchange_costs(
+    plan: StepPlan,
+    demand: Demand,
+    cluster: Cluster,
+    expert: ExpertShape,
+    distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,
+) -> ExchangeCosts:
     """Time the exchanges of each micro-batch and layer: the busiest rank of the busier kind of link.
 
-    With co-routing pairs (`demand.pairs_LEE`) a token travels once per destination rank (`send_once_share`), without
-    them once per choice, as in `objective.exchange`; twice `dispatch_ML` + `combine_ML` is what that returns.
+    With co-routing pairs (`demand.pairs_LEE`) a token travels once per destination rank, of which pairs tell a lower
+    bound (`send_once_share`), without them once per choice, as in `objective.exchange`; twice `dispatch_ML` +
+    `combine_ML` is what that returns.
+
+    distinct_MLRR   tokens that travel from rank to rank, counted (`byte_ledger.distinct_rows_of_step`), instead
     """
     M, L, R, _ = plan.replica_MLRB.shape
     share_LR = np.ones((L, R))
-    if demand.pairs_LEE is not None:
+    if distinct_MLRR is None and demand.pairs_LEE is not None:
         share_LR = send_once_share(demand.pairs_LEE, plan.home_LE, R)
     seconds_4ML, rows_4MLR = np.zeros((4, M, L)), np.zeros((4, M, L, R))
     for m, layers, traffic_LRR in iterate_traffic(plan, demand):
-        for first, share, row_bytes in ((0, share_LR[layers], expert.row_bytes), (2, None, expert.bytes_per_value)):
-            share = np.ones_like(share_LR[layers]) if share is None else share
-            inside_L2R, between_L2R, _ = link_rows(traffic_LRR, share, plan.ranks_per_node)
+        rows_LRR = traffic_LRR if distinct_MLRR is None else distinct_MLRR[m, layers].astype(np.int64)
+        all_LR = np.ones_like(share_LR[layers])
+        for first, moved_LRR, share, row_bytes in (
+            (0, rows_LRR, share_LR[layers], expert.row_bytes),
+            (2, traffic_LRR, all_LR, expert.bytes_per_value),
+        ):
+            inside_L2R, between_L2R, _ = link_rows(moved_LRR, share, plan.ranks_per_node)
             inside_L2 = inside_L2R.max(axis=-1) * float(row_bytes)
             between_L2 = between_L2R.max(axis=-1) * float(row_bytes)
             intra_L = cluster.intra.seconds(inside_L2.max(axis=-1))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
-from jaxtyping import Float64, Int64
+from jaxtyping import Float64, Int, Int64
 from numpy import ndarray
 
 from relibra.cluster import Cluster
@@ -69,15 +69,23 @@ class StageCosts:
 
 
 def stage_costs(
-    plan: StepPlan, demand: Demand, cluster: Cluster, model: ModelShape, layout: ParallelLayout, *, overlap: bool
+    plan: StepPlan,
+    demand: Demand,
+    cluster: Cluster,
+    model: ModelShape,
+    layout: ParallelLayout,
+    *,
+    overlap: bool,
+    distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,
 ) -> list[StageCosts]:
     """Price one expert-parallel group: the plan's arrays hold the micro-batches of this group alone, in their order.
 
     In the last stage the backward pass of a micro-batch follows its forward pass at once, so the replicas of the last
     layer are still in the slots, and nobody pushes them again.
 
-    demand    under the schedule of the plan
-    overlap   False: every copy that the objective counts is made
+    demand          under the schedule of the plan
+    overlap         False: every copy that the objective counts is made
+    distinct_MLRR   as for `exchange_costs`
     """
     expert = model.expert
     rows_MR, score_flops_MR = rows_and_scores(plan, demand, model)
@@ -85,7 +93,7 @@ def stage_costs(
     dense_MR = model.dense_layers * dense_layer_seconds(model, cluster, rows_MR, score_flops_MR)
     head_MR = head_seconds(model, cluster, rows_MR)
     home_MLR, replica_MLR = expert_seconds(plan, demand, cluster, expert)
-    exchanged = exchange_costs(plan, demand, cluster, expert)
+    exchanged = exchange_costs(plan, demand, cluster, expert, distinct_MLRR)
     copies = copy_costs(plan, cluster, expert)
     load_MLR, nothing_MR = plan.rank_load(demand), np.zeros_like(rows_MR)
     found = []

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int, Int64
 from numpy import ndarray
 
 from relibra.cluster import Cluster
@@ -31,17 +31,32 @@ ALL_TERMS = (*TERMS, "pipeline", "gradients", "optimizer", "relocation")
 
 
 def simulate_step(
-    plan: StepPlan, demand: Demand, cluster: Cluster, model: ModelShape, how: Execution | None = None
+    plan: StepPlan,
+    demand: Demand,
+    cluster: Cluster,
+    model: ModelShape,
+    how: Execution | None = None,
+    *,
+    distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,
 ) -> SimulatedStep:
     """Simulate one training step.
 
-    demand    under the schedule of the plan (`plan.scheduled`). With `group_M` (`Demand.of_groups`) each group runs its
-              own micro-batches, on ranks of its own
-    cluster   of one expert-parallel group, as for `plan_step`; other groups and stages run on more of the same
-    how       None: one stage, one optimizer step, copies overlapped
-    raises    PlanError, ConfigError when plan, demand, cluster and model do not fit together
+    demand          under the schedule of the plan (`plan.scheduled`). With `group_M` (`Demand.of_groups`) each group
+                    runs its own micro-batches, on ranks of its own
+    cluster         of one expert-parallel group, as for `plan_step`; other groups and stages run on more of the same
+    how             None: one stage, one optimizer step, copies overlapped
+    distinct_MLRR   tokens that travel from rank to rank (`byte_ledger.distinct_rows_of_step`), of all micro-batches;
+                    None: their lower bound from `demand.pairs_LEE`, or every token-slot without
+    raises          PlanError, ConfigError when plan, demand, cluster and model do not fit together
     """
-    return simulate_groups(groups_of(plan, demand), cluster, model, how)
+    how = how or Execution()
+    runs = [
+        run_group(
+            costs_of(*group, cluster, model, how, None if distinct_MLRR is None else distinct_MLRR[number_M]), how
+        )
+        for group, number_M in zip(groups_of(plan, demand), micro_batches_of_groups(plan, demand), strict=True)
+    ]
+    return assemble(plan, runs, cluster, model, how)
 
 
 def simulate_groups(
@@ -116,7 +131,14 @@ def _of_micro_batches(plan: StepPlan, demand: Demand, number_M: Int64[ndarray, "
     return own_plan, own_demand
 
 
-def costs_of(plan: StepPlan, demand: Demand, cluster: Cluster, model: ModelShape, how: Execution) -> list[StageCosts]:
+def costs_of(
+    plan: StepPlan,
+    demand: Demand,
+    cluster: Cluster,
+    model: ModelShape,
+    how: Execution,
+    distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,
+) -> list[StageCosts]:
     """Check that everything fits, and price one group."""
     layout = ParallelLayout(expert_parallel=plan.num_ranks, pipeline_stages=how.pipeline_stages)
     layout.check(cluster, model)
@@ -139,7 +161,7 @@ def costs_of(plan: StepPlan, demand: Demand, cluster: Cluster, model: ModelShape
         )
     if how.mini_batches > planned[0]:
         raise ConfigError(f"{how.mini_batches} mini-batches of {planned[0]} micro-batches: use at most {planned[0]}")
-    return stage_costs(plan, demand, cluster, model, layout, overlap=how.overlap)
+    return stage_costs(plan, demand, cluster, model, layout, overlap=how.overlap, distinct_MLRR=distinct_MLRR)
 
 
 def assemble(
