@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra import Budget, ConfigError, Demand, PlanError, cluster_preset, plan_step
+from relibra.planning.byte_ledger import distinct_rows_of_step
 from relibra.planning.objective import compute_seconds, predict
+from relibra.routing.demand_rows import sample_of_rows
+from relibra.routing.micro_batches import cut_recorded
+from relibra.routing.statistics import co_activation
+from relibra.routing.synthetic import TraceShape, domain_trace
 from relibra.simulation import Execution, ParallelLayout, model_shape, simulate_groups, simulate_step
 from relibra.simulation.passes import backward_pass, forward_pass
 from relibra.simulation.stage_costs import stage_costs
@@ -160,6 +165,28 @@ def _part(plan, demand, chosen_M):
     from relibra.simulation.training_step import _of_micro_batches
 
     return _of_micro_batches(plan, demand, np.flatnonzero(chosen_M))
+
+
+def test_counted_rows_are_sent_and_lie_between_their_bounds():
+    shape = TraceShape(rows_per_sample=[50] * 16, num_layers=2, num_experts=16, top_k=4)
+    trace = domain_trace(shape, np.random.default_rng(0))
+    demand, cluster = cut_recorded(trace, 200, 8), cluster_preset("h100x8", 8, 4)
+    model = replace(model_shape("qwen3-30b-a3b"), moe_layers=2, experts=16, top_k=4)
+    plan = plan_step(demand, cluster, Budget(slots=1, objective="tokens"), expert=model.expert)
+    scheduled = plan.scheduled(demand)
+    rows_MLRR = distinct_rows_of_step(plan, scheduled, trace.experts_TLK, sample_of_rows(trace, demand))
+    counted = simulate_step(plan, scheduled, cluster, model, distinct_MLRR=rows_MLRR)
+    assert counted.sent_bytes["dispatch"].sum() == pytest.approx(
+        2 * model.expert.row_bytes * (rows_MLRR.sum() - np.trace(rows_MLRR, axis1=2, axis2=3).sum())
+    )
+    bounded = simulate_step(plan, replace(scheduled, pairs_LEE=co_activation(trace)), cluster, model)
+    every_slot = simulate_step(plan, replace(scheduled, pairs_LEE=None), cluster, model)
+    sent = [float(step.sent_bytes["dispatch"].sum()) for step in (bounded, counted, every_slot)]
+    assert sent[0] < sent[1] < sent[2]
+    assert counted.sent_bytes["gates"].sum() == pytest.approx(every_slot.sent_bytes["gates"].sum())
+    group_M = np.arange(len(rows_MLRR), dtype=np.int32) % 2
+    grouped = simulate_step(plan, replace(scheduled, group_M=group_M), cluster, model, distinct_MLRR=rows_MLRR)
+    assert grouped.sent_bytes["dispatch"].sum() == pytest.approx(sent[1])
 
 
 def test_mini_batches_end_with_an_optimizer_step_each():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
+
+from numpy import ndarray
 
 from relibra.cluster import Cluster
 from relibra.reporting.bars import Bar, bar_table
@@ -32,15 +35,23 @@ class SimulatedSides(NamedTuple):
     memory: MemoryUse
 
 
-def simulate_sides(before: Side, after: Side, cluster: Cluster, model: ModelShape) -> SimulatedSides:
+def simulate_sides(
+    before: Side, after: Side, cluster: Cluster, model: ModelShape, distinct: Mapping[str, ndarray] | None = None
+) -> SimulatedSides:
     """Simulate both sides in one pipeline stage and one optimizer step, copies overlapped.
 
-    model    with the layers, experts and choices per token that were routed
-    raises   as `simulate_step`
+    model      with the layers, experts and choices per token that were routed
+    distinct   tokens that travel, of each side by name, as in `Question`; None: bounds from pairs
+    raises     as `simulate_step`
     """
+
+    def simulated(side: Side) -> SimulatedStep:
+        rows_MLRR = None if distinct is None else distinct[side.name]
+        return simulate_step(side.plan, side.demand, cluster, model, distinct_MLRR=rows_MLRR)
+
     return SimulatedSides(
-        before=simulate_step(before.plan, before.demand, cluster, model),
-        after=simulate_step(after.plan, after.demand, cluster, model),
+        before=simulated(before),
+        after=simulated(after),
         memory=memory_use(after.plan, after.demand, cluster, model),
     )
 

@@ -129,7 +129,7 @@ def step_sections(before: Side, after: Side, question: Question) -> StepSections
     """Simulate, count and draw both sides."""
     cluster, model = question.cluster, question.model
     loaded = bool(after.demand.load_MLE.any())
-    found = simulate_sides(before, after, cluster, model) if loaded else None
+    found = simulate_sides(before, after, cluster, model, question.distinct) if loaded else None
     known = after.demand.pairs_LEE is not None and before.demand.pairs_LEE is not None
     byte_ledgers = ledgers(before, after, cluster, model.expert, question.distinct)
     others = [
