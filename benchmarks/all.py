@@ -32,19 +32,19 @@ PROGRAMS: tuple[Program, ...] = (
     ("recordings", (), 0.1),
     ("routing", (), 0.2),
     ("rollout_windows", (), 0.1),
-    ("planner", (), 2),
-    ("balancers", (), 2),
-    ("tppo_toy", (), 2),
-    ("streaming", ("10", "--repetitions", "3"), 2),
+    ("planner", (), 3.5),
+    ("balancers", (), 1.5),
+    ("tppo_toy", (), 1),
     ("emulated_ranks", (), 3),
-    ("papers", (), 2.5),
-    ("simulation", (), 0.5),
+    ("papers", (), 4),
+    ("simulation", (), 1),
 )
 """What `make bench` runs; together at most MOST_MINUTES."""
 
 LONG: tuple[Program, ...] = (
-    ("validation", ("--repetitions", "3"), 4),
-    ("rl", (), 6),
+    ("streaming", ("10", "--repetitions", "3"), 2),
+    ("validation", ("--repetitions", "3"), 6),
+    ("rl", (), 4),
     ("demo", ("0", "1", "2"), 10),
     ("tppo", (), 15),
     ("runtime", ("--repetitions", "9"), 25),

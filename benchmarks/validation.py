@@ -2,7 +2,7 @@
 
 Rows go to results/validation.json.
 Run: python benchmarks/validation.py [--quick] [--json] [--repetitions N] [--output FOLDER]
-(or: relibra bench validation). Four minutes with three repetitions, on a quiet machine.
+(or: relibra bench validation). Six minutes with three repetitions, on a quiet machine.
 Two processes of one thread each train the sizes, routes and plans of `runtime.py`. The simulator gets a cluster that is
 calibrated here, in the same run: experts, exchange and copies by the functions of `relibra calibrate`; what it does not
 model (norms, copies of rows, autograd) is the measured step of *balanced routes* less the simulated one, once for our

@@ -130,7 +130,7 @@ def simulation(quick: Quick = False, as_json: Json = False, output: Output = Non
 
 @app.command(rich_help_panel=_MEASURE)
 def validation(quick: Quick = False, as_json: Json = False, output: Output = None) -> None:
-    """The simulator against this machine: the runs of runtime, predicted and measured; 4 min, on a quiet machine.
+    """The simulator against this machine: the runs of runtime, predicted and measured; 6 min, on a quiet machine.
 
     Example: relibra bench validation --quick
     """
