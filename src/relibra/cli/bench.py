@@ -32,7 +32,7 @@ _MEASURE, _RESULTS = "Programs", "Results"
 
 @app.command(rich_help_panel=_MEASURE)
 def planner(quick: Quick = False, as_json: Json = False, data: Data = None, output: Output = None) -> None:
-    """What the planner reaches beside what it should reach; 2 min.
+    """What the planner reaches beside what it should reach; 3.5 min.
 
     Example: relibra bench planner --quick
     """
@@ -50,7 +50,7 @@ def recordings(quick: Quick = False, as_json: Json = False, data: Data = None, o
 
 @app.command(rich_help_panel=_MEASURE)
 def balancers(quick: Quick = False, as_json: Json = False, data: Data = None, output: Output = None) -> None:
-    """Every balancer on recorded routes, side by side; 2 min.
+    """Every balancer on recorded routes, side by side; 1.5 min.
 
     Example: relibra bench balancers --quick
     """
@@ -94,7 +94,7 @@ def windows(quick: Quick = False, as_json: Json = False, output: Output = None) 
 
 @app.command(rich_help_panel=_MEASURE)
 def toy(quick: Quick = False, as_json: Json = False, output: Output = None) -> None:
-    """PPO and T-PPO on a toy of two tables; 2 min.
+    """PPO and T-PPO on a toy of two tables; 1 min.
 
     Example: relibra bench toy --quick
     """
@@ -112,7 +112,7 @@ def ranks(quick: Quick = False, as_json: Json = False, data: Data = None, output
 
 @app.command(rich_help_panel=_MEASURE)
 def papers(quick: Quick = False, as_json: Json = False, data: Data = None, output: Output = None) -> None:
-    """What papers report beside what our balancers reach in the simulator; 2.5 min.
+    """What papers report beside what our balancers reach in the simulator; 4 min.
 
     Example: relibra bench papers --quick
     """
@@ -121,7 +121,7 @@ def papers(quick: Quick = False, as_json: Json = False, data: Data = None, outpu
 
 @app.command(rich_help_panel=_MEASURE)
 def simulation(quick: Quick = False, as_json: Json = False, output: Output = None) -> None:
-    """Speed and memory of the simulator, up to some thousand ranks; 0.5 min.
+    """Speed and memory of the simulator, up to some thousand ranks; 1 min.
 
     Example: relibra bench simulation --quick
     """
@@ -148,7 +148,7 @@ def runtime(quick: Quick = False, as_json: Json = False, data: Data = None, outp
 
 @app.command(rich_help_panel=_MEASURE)
 def rl(quick: Quick = False, as_json: Json = False, output: Output = None) -> None:
-    """RL training with experts at their homes and by plans, on two processes; 6 min.
+    """RL training with experts at their homes and by plans, on two processes; 4 min.
 
     Example: relibra bench rl --quick
     """
