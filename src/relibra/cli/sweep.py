@@ -59,8 +59,6 @@ def sweep(
     """
     from relibra.planning.budget import Budget
     from relibra.planning.comparison import with_levers
-    from relibra.simulation import advice
-    from relibra.simulation.limits import overlap_ratios
 
     points = _points(ranks, ranks_per_node, slots, micro_batch_tokens, pipeline_stages, balancer)
     for name in dict.fromkeys(point["balancer"] for point in points):
@@ -83,24 +81,10 @@ def sweep(
         with workload.writing(plot):
             draw_sweep(plot, [one.row for one in found], _varied(points), title)
         typer.echo(f"plot: {visible(str(plot))}", err=True)
-    best = max(found, key=lambda one: one.row["tokens_per_second"])
-    sentences = advice(best.simulated.step, best.machine, best.model, best.simulated.memory)
     if as_json:
-        facts = {"overlap_ratio": overlap_ratios(best.machine, best.model.expert), "advice": sentences}
-        typer.echo(json.dumps({**facts, "rows": [one.row for one in found], "left_out": left_out}))
+        _print_json(found, left_out)
         return
-    for sentence in sentences:
-        simulated.in_lines(sentence)
-    simulated.in_lines(f"said of the fastest row, {_in_words(best.row, _varied(points) or ['ranks', 'balancer'])}")
-    typer.echo()
-    if routes.words:
-        typer.echo(visible(routes.words))
-    simulated.in_lines(f"{simulated.model_in_words(shape, best.model)}; label: simulated, on {question.machine.name}")
-    _print(found, _varied(points))
-    for why in dict.fromkeys(point["why"] for point in left_out):
-        same = [point for point in left_out if point["why"] == why]
-        more = f" and {len(same) - 1} more" * (len(same) > 1)
-        simulated.in_lines(f"left out: {_in_words(same[0], _varied(points))}{more}: {why}")
+    _print(found, left_out, _varied(points), (routes, question))
 
 
 class Question(NamedTuple):
@@ -249,7 +233,44 @@ def _in_words(row: dict[str, Any], names: list[str]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {row[name]}" for name in names)
 
 
-def _print(found: list[Point], varied: list[str]) -> None:
+def _best(found: list[Point]) -> tuple[Point, list[str]]:
+    """Return the fastest point, and what limits it."""
+    from relibra.simulation import advice
+
+    best = max(found, key=lambda one: one.row["tokens_per_second"])
+    return best, advice(best.simulated.step, best.machine, best.model, best.simulated.memory)
+
+
+def _print_json(found: list[Point], left_out: list[dict[str, Any]]) -> None:
+    from relibra.simulation.limits import overlap_ratios
+
+    best, sentences = _best(found)
+    facts = {"overlap_ratio": overlap_ratios(best.machine, best.model.expert), "advice": sentences}
+    typer.echo(json.dumps({**facts, "rows": [one.row for one in found], "left_out": left_out}))
+
+
+def _print(
+    found: list[Point], left_out: list[dict[str, Any]], varied: list[str], about: tuple[simulated.Routes, Question]
+) -> None:
+    """Say what limits the fastest point, then show all of them, then those that cannot be."""
+    routes, question = about
+    best, sentences = _best(found)
+    for sentence in sentences:
+        simulated.in_lines(sentence)
+    simulated.in_lines(f"said of the fastest row, {_in_words(best.row, varied or ['ranks', 'balancer'])}")
+    typer.echo()
+    if routes.words:
+        typer.echo(visible(routes.words))
+    words = simulated.model_in_words(question.shape, best.model)
+    simulated.in_lines(f"{words}; label: simulated, on {question.machine.name}")
+    _print_table(found, varied)
+    for why in dict.fromkeys(point["why"] for point in left_out):
+        same = [point for point in left_out if point["why"] == why]
+        more = f" and {len(same) - 1} more" * (len(same) > 1)
+        simulated.in_lines(f"left out: {_in_words(same[0], varied)}{more}: {why}")
+
+
+def _print_table(found: list[Point], varied: list[str]) -> None:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     short = {
         "ranks": "ranks", "ranks_per_node": "per\nnode", "slots": "slots", "micro_batch_tokens": "mb\ntokens",
