@@ -18,6 +18,7 @@ import numpy as np
 from paper_tokens import Tokens, draw_tokens, repeated
 from planner_steps import at_most, domain_step
 
+from relibra import simulation
 from relibra.cluster import Cluster, cluster_preset
 from relibra.planning.budget import Budget
 from relibra.planning.comparison import LEVER_SETS
@@ -88,15 +89,7 @@ class Made:
 
 def cut_model(name: str, demand: Demand) -> ModelShape:
     """Return a model with the layers of a demand, and as much of its output matrix."""
-    whole, layers = model_shape(name), demand.counts_SLE.shape[1]
-    share = layers / whole.layers
-    return replace(
-        whole,
-        moe_layers=layers,
-        dense_layers=0,
-        windowed_layers=round(whole.windowed_layers * share),
-        vocabulary=max(1, round(whole.vocabulary * share)),
-    )
+    return simulation.cut_model(model_shape(name), demand)
 
 
 def domains(ranks: int, layers: int, *, micro_batches: int = 32, seed: int = 0) -> Routes:

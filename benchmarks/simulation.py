@@ -70,6 +70,8 @@ def _row(name: str, sizes: dict[str, int], most: float, quick: bool) -> dict:
 
 def timed(*, layers: int, micro_batches: int, ranks: int, stages: int, groups: int, repetitions: int) -> dict:
     """Simulate in this process; groups come one at a time, as on a machine that could not hold all of them."""
+    from dataclasses import replace
+
     import numpy as np
 
     from relibra.cluster import cluster_preset
@@ -79,7 +81,7 @@ def timed(*, layers: int, micro_batches: int, ranks: int, stages: int, groups: i
     from relibra.simulation import Execution, model_shape, simulate_groups
 
     model, cluster = model_shape("qwen3-235b-a22b"), cluster_preset("h100x8", ranks)
-    model = type(model)(**{**vars(model), "moe_layers": layers})
+    model = replace(model, moe_layers=layers)
     place = np.arange(micro_batches * ranks)
 
     def group(number: int):

@@ -12,7 +12,7 @@ from relibra.planning.budget import Budget
 from relibra.planning.step import plan_step
 from relibra.routing.micro_batches import cut_recorded
 from relibra.routing.synthetic import TraceShape, domain_trace
-from relibra.simulation import model_shape, overlap_ratio, simulate_step
+from relibra.simulation import cut_model, model_shape, overlap_ratio, simulate_step
 
 CUT = ("--ranks", "4", "--ranks-per-node", "2", "--micro-batch-tokens", "100")
 
@@ -44,7 +44,9 @@ def test_what_limits_the_step_comes_first_and_the_figures_are_those_of_the_libra
     assert out.startswith("Overlap ratio")
     assert max(map(len, out.splitlines())) <= 80
     cluster, demand = cluster_preset("h100x8", 4, 2), cut_recorded(routes, 100, 4)
-    model = replace(model_shape("qwen3-30b-a3b"), moe_layers=2, experts=8, top_k=2)
+    model = cut_model(model_shape("qwen3-30b-a3b"), demand)
+    assert (model.moe_layers, model.experts, model.top_k) == (2, 8, 2)
+    assert "(2 of 48 layers, vocabulary in proportion)" in " ".join(out.split())
     budget = Budget(slots=1, objective="seconds")
     plan = plan_step(demand, cluster, budget, expert=model.expert, never_worse=False)
     step = simulate_step(plan, plan.scheduled(demand), cluster, model)
@@ -91,6 +93,33 @@ def test_a_model_comes_from_its_config(run, trace, tmp_path):
     assert json.loads(run("simulate", trace, *CUT, "--model", "256x64", "--json")[1])["model"] == "256x64"
 
 
+@pytest.mark.parametrize(("name", "layers"), [("gpt-oss-20b", 24), ("deepseek-v3", 61)])
+def test_two_layers_of_a_model_are_not_all_vocabulary(run, trace, name, layers):
+    facts = json.loads(run("simulate", trace, *CUT, "--model", name, "--balancer", "static", "--json")[1])
+    assert facts["model_part"] == f"2 of {layers} layers, vocabulary in proportion"
+    whole = model_shape(name)
+    shared = 2 * whole.always_parameters + 2 * 2 / layers * whole.head_parameters
+    assert facts["memory"]["weights"] < 2 * 1.01 * (shared + 2 * 2 * whole.expert.parameters)
+
+
+def test_recomputation_keeps_fewer_activations_and_takes_longer(run, trace):
+    words = ("simulate", trace, *CUT, "--balancer", "static", "--json")
+    kept, again = (json.loads(run(*words, *more)[1]) for more in ((), ("--recompute",)))
+    assert again["memory"]["activations"] < kept["memory"]["activations"]
+    assert again["terms"]["compute"] == pytest.approx(kept["terms"]["compute"] * 4 / 3)
+
+
+def test_a_damaged_config_gets_a_sentence(run, trace, tmp_path):
+    config = {
+        "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "num_experts": 8, "vocab_size": 100,
+        "moe_intermediate_size": 32, "num_experts_per_tok": 2, "max_position_embeddings": 128,
+    }  # fmt: skip
+    for change in ({"num_attention_heads": 0}, {"layer_types": 3}, {"mlp_only_layers": 2}):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        code, out, err = run("simulate", trace, *CUT, "--model", tmp_path)
+        assert (code, out, len(err.strip().splitlines())) == (1, "", 1)
+
+
 def test_what_cannot_be_simulated_gets_a_sentence(run, trace, tmp_path):
     (tmp_path / "bad.toml").write_text("name = ")
     for words, message in (
@@ -124,6 +153,25 @@ def test_a_sweep_has_a_row_for_every_combination_beside_the_same_static_layout(r
     assert same["ratio_to_static"] == one["ratio_to_static"]
 
 
+def test_points_that_cannot_be_are_named_and_the_others_computed(run, trace):
+    words = ("sweep", trace, "--ranks", "2,3", "--pipeline-stages", "1,2,8", "--micro-batch-tokens", "100")
+    code, out, _ = run(*words, "--balancer", "static", "--slots", "0,4", "--recompute", "--json")
+    found = json.loads(out)
+    assert code == 0
+    rows = {(row["ranks"], row["pipeline_stages"], row["slots"]): row for row in found["rows"]}
+    assert rows.keys() == {(2, 1, 0), (2, 1, 4), (2, 2, 0), (2, 2, 4)}
+    assert rows[2, 1, 0]["memory_bytes"] == rows[2, 1, 4]["memory_bytes"]  # a static layout fills no slots
+    for row in rows.values():
+        even = row["terms"]["compute"] / row["expert_skew"]
+        assert row["straggler_share"] == pytest.approx((row["terms"]["compute"] - even) / row["seconds"])
+    why = {(point["ranks"], point["pipeline_stages"]): point["why"] for point in found["left_out"]}
+    assert why.keys() == {(2, 8), (3, 1), (3, 2), (3, 8)}
+    assert "2 expert layers of 'qwen3-30b-a3b' do not fill 8 pipeline stages" in why[2, 8]
+    told = " ".join(run(*words, "--balancer", "static")[1].split())
+    assert "left out: ranks 2, pipeline stages 8: layout EP 2 x PP 8" in told
+    assert "left out: ranks 3, pipeline stages 1 and 2 more: --ranks 3: 8 experts cannot be shared evenly" in told
+
+
 def test_the_table_of_a_sweep_fits_a_terminal(run, trace):
     lists = ("--ranks", "2,4", "--micro-batch-tokens", "100,200", "--slots", "0,1", "--balancer", "eplb,relibra")
     code, out, _ = run("sweep", trace, *lists)
@@ -139,7 +187,7 @@ def test_impossible_lists_get_a_sentence(run, trace):
         (("--ranks", "2,"), "has an empty item"),
         (("--ranks", "2", "--slots", "-1"), "--slots '-1' holds '-1'"),
         (("--ranks", "2", "--balancer", "eplb,nobody"), "balancer 'nobody' is unknown"),
-        (("--ranks", "4,6", "--ranks-per-node", "4"), "6 ranks do not fill nodes of 4"),
+        (("--ranks", "3,6", "--ranks-per-node", "4"), "--ranks 3: 8 experts cannot be shared evenly"),
         (("--ranks", "2", "--plot", "x.pdf"), "is neither a .png nor a .html file"),
         (("--ranks", "2", "--slots", ",".join(map(str, range(600)))), "600 combinations"),
     ):

@@ -55,6 +55,35 @@ def test_stages_keep_activations_in_flight_and_recomputation_drops_them():
     assert forward.parts["activations"] <= again.parts["activations"]
 
 
+def test_dense_layers_keep_what_expert_layers_keep():
+    plan, demand, cluster, model = random_step(3, nodes=1, per_node=2, layers=2, micro_batches=3, slots=0)
+    model = replace(model, dense_layers=0, dense_width=0, shared_width=0)
+    dense = replace(model, dense_layers=40, dense_width=5)
+    rows_MR = np.zeros((len(plan.replica_MLRB), 2))
+    for s in np.flatnonzero(plan.micro_batch_S >= 0):
+        rows_MR[plan.micro_batch_S[s], plan.rank_S[s]] += demand.counts_SLE[s, 0].sum()
+    of_dense_MR = 2 * (4 * 2 + 2 * (2 + 1) * 2 + 3 * 5) * rows_MR
+
+    def activations(of, **how):
+        return memory_use(plan, demand, cluster, of, Execution(**how)).parts["activations"]
+
+    again = activations(model, recompute_activations=True), activations(dense, recompute_activations=True)
+    assert again[0] + 40 * 2 * 2 * rows_MR.max() <= again[1]  # 40 residuals of 2 bf16 values
+    assert again[1] <= max(again[0], 2 * 2 * 2 * rows_MR.max() + of_dense_MR.max()) + 40 * 2 * 2 * rows_MR.max()
+    forward = activations(dense, forward_only=True)
+    assert forward == max(activations(model, forward_only=True), of_dense_MR.max())
+    assert activations(dense) > activations(model) + 39 * of_dense_MR.mean()
+
+
+def test_a_layout_without_replicas_needs_no_slots():
+    demand = make_demand(16, 2, 8, 2, 4, 1)
+    cluster = cluster_preset("h100x8", 4)
+    model = replace(model_shape("qwen3-30b-a3b"), moe_layers=2, experts=8, top_k=2)
+    for slots in (0, 4):
+        plan = plan_step(demand, cluster, Budget(slots=slots), "static", expert=model.expert)
+        assert memory_use(plan, plan.scheduled(demand), cluster, model).parts["slots"] == 0
+
+
 def test_groups_share_the_optimizer_state_of_experts():
     plan, demand, cluster, model = random_step(3, nodes=1, per_node=2, layers=2, micro_batches=2)
     two = replace(demand, group_M=np.array([0, 1], np.int32))

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra import ConfigError
+from relibra import ConfigError, Demand
 from relibra.planning.objective import EXPERT_SHAPES, ExpertShape
-from relibra.simulation import MODEL_SHAPES, model_shape, model_shape_from_config
+from relibra.simulation import MODEL_SHAPES, cut_model, model_shape, model_shape_from_config
 from tests.simulation.steps import random_step
 
 PUBLISHED = {  # billions of weights, all and active, as the models' own pages say
@@ -84,6 +84,57 @@ def test_scores_count_pairs_of_a_token_and_the_tokens_it_sees(rows, window):
     flops = 2 * 2 * (2 + 2) * (full + seen) / 2  # 2 heads, keys and values of 2, mean over two layers
     assert model.score_flops(np.array([rows]))[0] == pytest.approx(flops)
     assert len(plan.layer_ids) == 2
+
+
+def routed(layers, experts, top_k):
+    counts_SLE = np.ones((2, layers, experts), dtype=np.int32)
+    return Demand(counts_SLE=counts_SLE, layer_ids=np.arange(layers), sample_ids=np.arange(2), top_k=top_k)
+
+
+@pytest.mark.parametrize("name", MODEL_SHAPES)
+def test_a_part_of_a_model_keeps_the_shares_of_the_whole_one(name):
+    whole = model_shape(name)
+    assert cut_model(whole, routed(whole.moe_layers, whole.experts, whole.top_k)) == whole
+    for layers in (1, 4, whole.moe_layers // 2):
+        cut = cut_model(whole, routed(layers, whole.experts, whole.top_k))
+        assert cut.moe_layers == layers
+        assert cut.head_parameters / cut.layers == pytest.approx(whole.head_parameters / whole.layers, rel=0.01)
+        assert cut.dense_layers == pytest.approx(whole.dense_layers * layers / whole.moe_layers, abs=0.5)
+        assert cut.windowed_layers == pytest.approx(whole.windowed_layers * layers / whole.moe_layers, abs=0.5)
+        assert cut.part_in_words == f"{cut.layers} of {whole.layers} layers, vocabulary in proportion"
+        again = cut_model(cut, routed(1, whole.experts, whole.top_k))
+        assert again.part_in_words == f"1 of {whole.layers} layers, vocabulary in proportion"
+
+
+def test_routes_say_which_experts_and_how_many_layers_there_are():
+    model = cut_model(model_shape("gpt-oss-20b"), routed(4, 16, 2))
+    assert (model.experts, model.top_k, model.windowed_layers) == (16, 2, 2)
+    more = cut_model(model_shape("gpt-oss-20b"), routed(48, 32, None))
+    assert (more.moe_layers, more.windowed_layers, more.top_k) == (48, 24, 4)
+    assert more.vocabulary == model_shape("gpt-oss-20b").vocabulary
+    assert more.part_in_words == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_attention_heads": 0}, "has query_heads 0: allowed are sizes from 1 to"),
+        ({"layer_types": 3}, "has layer_types 3: it must be a list"),
+        ({"mlp_only_layers": 2}, "has mlp_only_layers 2: it must be a list"),
+        ({"num_experts": "8"}, "has num_experts '8': it must be a whole number"),
+        ({"kv_lora_rank": 8, "q_lora_rank": "a"}, "has q_lora_rank 'a': it must be a whole number"),
+        ({"kv_lora_rank": 8, "qk_rope_head_dim": -1}, "latent attention has rope_dim -1"),
+    ],
+)
+def test_damaged_configs_get_a_sentence(change, message):
+    config = {
+        "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "moe_intermediate_size": 32,
+        "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 100, "max_position_embeddings": 128,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    }  # fmt: skip
+    assert model_shape_from_config(config).moe_layers == 2
+    with pytest.raises(ConfigError, match=message):
+        model_shape_from_config(config | change)
 
 
 def test_impossible_shapes_are_refused():

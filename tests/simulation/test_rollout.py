@@ -78,3 +78,7 @@ def test_what_decodes_nothing_is_refused():
         LengthDistribution(median=0.0, sigma=1.0, longest=5)
     with pytest.raises(ConfigError, match="an engine of 0 slots"):
         decode_whole(np.array([1]), 0)
+    draw = LengthDistribution(median=5.0, sigma=1.0, longest=5).draw
+    for slots, window in ((0, 3), (3, 0)):
+        with pytest.raises(ConfigError, match=f"an engine of {slots} slots and windows of {window} tokens"):
+            decode_in_windows(draw, slots, window, np.random.default_rng(0), steps=1, burn_in=0)

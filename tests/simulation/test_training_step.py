@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra import Budget, ConfigError, Demand, PlanError, cluster_preset, plan_step
+from relibra.cluster import Link
 from relibra.planning.byte_ledger import distinct_rows_of_step
 from relibra.planning.objective import compute_seconds, predict
 from relibra.routing.demand_rows import sample_of_rows
@@ -15,10 +16,13 @@ from relibra.routing.micro_batches import cut_recorded
 from relibra.routing.statistics import co_activation
 from relibra.routing.synthetic import TraceShape, domain_trace
 from relibra.simulation import Execution, ParallelLayout, model_shape, simulate_groups, simulate_step
+from relibra.simulation.cost_model import gradient_reduction_seconds, owned_parameters
+from relibra.simulation.group_run import run_group
 from relibra.simulation.passes import backward_pass, forward_pass
 from relibra.simulation.stage_costs import stage_costs
+from relibra.simulation.training_step import costs_of
 from tests.planning.cases import make_demand
-from tests.simulation.reference import pass_seconds
+from tests.simulation.reference import gradients_after_the_end, pass_seconds
 from tests.simulation.steps import free_links, machine, random_step, tiny_model
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -196,6 +200,32 @@ def test_mini_batches_end_with_an_optimizer_step_each():
     assert two.terms["optimizer"] == pytest.approx(2 * one.terms["optimizer"])
     assert two.terms["compute"] == pytest.approx(one.terms["compute"])
     assert two.terms["gradients"] > one.terms["gradients"]
+
+
+@given(SEEDS, st.integers(1, 4))
+@FEW
+def test_sums_of_gradients_count_from_the_end_of_their_own_stage(seed, stages):
+    plan, demand, cluster, model = random_step(seed, layers=4, micro_batches=3)
+    cluster = replace(cluster, inter_send=Link(latency_seconds=0.01 * (seed % 100), bytes_per_second=100))
+    how = Execution(pipeline_stages=stages)
+    run = run_group(costs_of(plan, demand, cluster, model, how), how)
+    (mini_batch,) = run.mini_batches
+    start_S = mini_batch.start_2SM[1, :, -1]
+    end_S = start_S + mini_batch.last_backward_S
+    assert max(end_S) == pytest.approx(mini_batch.seconds)
+    layout = ParallelLayout(expert_parallel=plan.num_ranks, pipeline_stages=stages)
+    layers_S = [part.stop - part.start for part in layout.stage_layers(4)]
+    whole_S = [
+        gradient_reduction_seconds(
+            cluster, layout, *owned_parameters(model, layout, layers, first=s == 0, last=s == stages - 1)
+        )
+        for s, layers in enumerate(layers_S)
+    ]
+    step = simulate_step(plan, demand, cluster, model, how)
+    expected = gradients_after_the_end(start_S.tolist(), end_S.tolist(), whole_S, layers_S)
+    assert step.terms["gradients"] == pytest.approx(expected)
+    waits = simulate_step(plan, demand, cluster, model, replace(how, overlap=False))
+    assert waits.terms["gradients"] == pytest.approx(max(whole_S))
 
 
 def test_log_probabilities_run_forward_only():

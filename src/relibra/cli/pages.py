@@ -31,13 +31,14 @@ def write_page_of_plan(
     from relibra.reporting.planned_step import distinct_of
     from relibra.reporting.sides import side_of, static_side
     from relibra.routing.readers import open_trace
+    from relibra.simulation import cut_model
 
     machine, model, trace, num_experts = about
     before, after = static_side(plan, demand), side_of("the plan", plan, demand)
     with workload.progress(f"simulating and drawing {html}"):
         question = Question(
             cluster=machine,
-            model=simulated.as_routed(simulated.open_model(model or workload.DEFAULT_MODEL), demand),
+            model=cut_model(simulated.open_model(model or workload.DEFAULT_MODEL), demand),
             rows=rows,
             distinct=distinct_of(open_trace(trace, num_experts), before, after),
         )

@@ -109,6 +109,7 @@ def _of_plans(
     from relibra.reporting.planned_step import distinct_of
     from relibra.reporting.sides import refuse_other_sizes, static_side
     from relibra.routing.readers import open_trace
+    from relibra.simulation import cut_model
 
     cluster, model, num_experts = machine
     first = _side(path, demand, "the plan" if other is None else _short_name(path, other))
@@ -123,7 +124,7 @@ def _of_plans(
     with workload.progress("simulating and drawing"):
         question = Question(
             cluster=workload.open_cluster(cluster).with_ranks(plan.num_ranks, plan.ranks_per_node),
-            model=simulated.as_routed(simulated.open_model(model or workload.DEFAULT_MODEL), after.given),
+            model=cut_model(simulated.open_model(model or workload.DEFAULT_MODEL), after.given),
             timelines=timelines,
             distinct=None if trace is None else distinct_of(open_trace(trace, num_experts), before, after),
         )

@@ -40,6 +40,7 @@ def simulate(
     objective: workload.ObjectiveOption = workload.Measure.SECONDS,
     model: simulated.ModelName = None,
     pipeline_stages: Stages = 1,
+    recompute: simulated.Recompute = False,
     timeline: Annotated[
         Path | None,
         typer.Option(metavar="PATH", help="Also write the first micro-batch as a trace for ui.perfetto.dev."),
@@ -53,7 +54,7 @@ def simulate(
     """
     from relibra.planning.budget import Budget
     from relibra.planning.comparison import with_levers
-    from relibra.simulation import Execution
+    from relibra.simulation import Execution, cut_model
 
     outputs = [] if timeline is None else [("--timeline", timeline)]
     budget = Budget(slots=slots, objective=objective.value, seed=seed)
@@ -66,7 +67,8 @@ def simulate(
         machine, step = workload.open_step(
             routes.trace, num_experts, machine, ranks, ranks_per_node, cut=(micro_batch_tokens, order, seed, take)
         )
-    routed, how = simulated.as_routed(shape, step.demand), Execution(pipeline_stages=pipeline_stages)
+    routed = cut_model(shape, step.demand)
+    how = Execution(pipeline_stages=pipeline_stages, recompute_activations=recompute)
     found = {}
     for name in dict.fromkeys(("static", balancer)):
         with workload.progress(f"planning and simulating {name} (a first run compiles kernels)"):
@@ -95,11 +97,14 @@ class Result(NamedTuple):
 
 def _facts(result: Result) -> dict[str, object]:
     """Return what --json prints; what limits the step comes first."""
+    from relibra.simulation import advice
+    from relibra.simulation.limits import overlap_ratios
+
     chosen, static = result.found[result.balancer], result.found["static"]
     tokens = simulated.tokens_of(result.step.demand, result.routed)
     return {
-        "overlap_ratio": simulated.ratios(result.machine, result.routed),
-        "advice": simulated.advised(chosen, result.machine, result.routed),
+        "overlap_ratio": overlap_ratios(result.machine, result.routed.expert),
+        "advice": advice(chosen.step, result.machine, result.routed, chosen.memory),
         **chosen.step.figures(),
         "balancer": result.balancer,
         "ratio_to_static": static.step.seconds / chosen.step.seconds,
@@ -113,6 +118,7 @@ def _facts(result: Result) -> dict[str, object]:
         "memory": dict(chosen.memory.parts),
         "memory_warning": chosen.memory.warning,
         "model": result.model.name,
+        "model_part": result.routed.part_in_words,
         "cluster": result.machine.name,
         "cluster_label": result.machine.label,
         "trace": str(result.routes.trace),
@@ -121,9 +127,11 @@ def _facts(result: Result) -> dict[str, object]:
 
 
 def _print(result: Result) -> None:
+    from relibra.simulation import advice
+
     chosen = result.found[result.balancer]
     say = simulated.in_lines
-    for sentence in simulated.advised(chosen, result.machine, result.routed):
+    for sentence in advice(chosen.step, result.machine, result.routed, chosen.memory):
         say(sentence)
     typer.echo()
     if result.routes.words:
@@ -131,6 +139,7 @@ def _print(result: Result) -> None:
     say(workload.size_in_words(result.step.demand, result.machine))
     say(result.step.cut)
     stages = f", {result.how.pipeline_stages} pipeline stages" * (result.how.pipeline_stages > 1)
+    stages += ", activations recomputed" * result.how.recompute_activations
     slots = workload.plural(chosen.plan.slots, "spare slot")
     say(f"{simulated.model_in_words(result.model, result.routed)}; {slots} per rank{stages}")
     Console().print(_table(result))
@@ -171,7 +180,7 @@ def _table(result: Result) -> Table:
             ]
             row(f"  {'experts' if term == 'compute' else term}", cells)
         if term == "compute":
-            row("    straggler", [f"{simulated.straggler_seconds(step):.4g}" for step in steps])
+            row("    straggler", [f"{step.straggler_seconds():.4g}" for step in steps])
     row("hidden copies, seconds", [f"{max(0.0, step.hidden_copy_seconds):.4g}" for step in steps])
     row("model flops utilisation", [f"{step.model_flops_utilisation:.1%}" for step in steps])
     row("skew", [f"{one.skew:.3f}" for one in result.found.values()])

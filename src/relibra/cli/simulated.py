@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -37,6 +36,10 @@ ModelName = Annotated[
         help="Model whose sizes are simulated: a name, a config.json, or HIDDENxWIDTH of an expert; default: what the "
         "run trained, else Qwen3-30B-A3B.",
     ),
+]
+
+Recompute = Annotated[
+    bool, typer.Option("--recompute", help="Run layers forward again in the backward pass instead of keeping all.")
 ]
 
 
@@ -113,20 +116,15 @@ def open_model(name: str) -> ModelShape:
     return model_shape_from_config(config, str(config.get("model_type", path.parent.name)))
 
 
-def as_routed(model: ModelShape, demand: Demand) -> ModelShape:
-    """Return the model with the layers, experts and choices per token that were routed."""
-    L, E = demand.counts_SLE.shape[1:]
-    return replace(model, moe_layers=L, experts=E, top_k=demand.top_k or model.top_k)
-
-
 def model_in_words(model: ModelShape, routed: ModelShape) -> str:
     """Say whose sizes are simulated, and what the routes say otherwise."""
     same = (model.moe_layers, model.experts, model.top_k) == (routed.moe_layers, routed.experts, routed.top_k)
     if same:
         return f"model {model.name}"
+    part = f" ({routed.part_in_words})" if routed.part_in_words else ""
     return (
-        f"sizes of {model.name}; from the routes {workload.plural(routed.moe_layers, 'expert layer')}, {routed.top_k} "
-        f"of {workload.plural(routed.experts, 'expert')} per token"
+        f"sizes of {model.name}; from the routes {workload.plural(routed.moe_layers, 'expert layer')}{part}, "
+        f"{routed.top_k} of {workload.plural(routed.experts, 'expert')} per token"
     )
 
 
@@ -145,11 +143,14 @@ def simulate(
     """Plan with one balancer, as it decides, and simulate the step.
 
     name      as the registry and relibra's sets of levers know it
+    raises    ConfigError for a layout that does not fit, before anything is planned
     """
     from relibra.planning.comparison import with_levers
     from relibra.planning.step import plan_step
-    from relibra.simulation import memory_use, simulate_step
+    from relibra.simulation import ParallelLayout, memory_use, simulate_step
 
+    layout = ParallelLayout(expert_parallel=machine.num_ranks, pipeline_stages=how.pipeline_stages)
+    layout.check(machine, model)
     registered, allowed = with_levers(name, budget)
     question = {"expert": model.expert, "history_MLE": history_MLE, "never_worse": False}
     plan = plan_step(demand, machine, allowed, registered, **question)  # type: ignore[arg-type]
@@ -158,34 +159,9 @@ def simulate(
     return Simulated(plan, step, memory_use(plan, scheduled, machine, model, how), plan.skew(scheduled))
 
 
-def advised(found: Simulated, machine: Cluster, model: ModelShape) -> list[str]:
-    """Return what limits this model on this machine, the overlap ratio first."""
-    from relibra.simulation import advice
-
-    sentences = advice(found.step, machine, model, found.memory)
-    return sorted(sentences, key=lambda sentence: not sentence.startswith("Overlap ratio"))
-
-
-def ratios(machine: Cluster, model: ModelShape) -> dict[str, float]:
-    """Return the overlap ratio inside a node and, where there are several, between nodes."""
-    from relibra.simulation import overlap_ratio
-
-    links = {"inside a node": machine.intra, "between nodes": machine.inter_send}
-    return {
-        where: overlap_ratio(model.expert, link.bytes_per_second, machine.peak_flops_per_second)
-        for where, link in links.items()
-        if machine.num_nodes > 1 or where == "inside a node"
-    }
-
-
 def tokens_of(demand: Demand, model: ModelShape) -> int:
     """Return the tokens of a scheduled step."""
     return int(demand.load_MLE[:, 0].sum()) // model.top_k
-
-
-def straggler_seconds(step: SimulatedStep) -> float:
-    """Return the seconds of experts in which only the busiest ranks computed."""
-    return max(0.0, step.terms["compute"] - float(step.stage_seconds["experts"].mean()))
 
 
 def in_lines(text: str) -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from relibra.cli import simulated, workload
 from relibra.cli.trace import visible
-from relibra.errors import ConfigError
+from relibra.errors import ConfigError, RelibraError
 
 if TYPE_CHECKING:
     from relibra.cli.simulated import Simulated
@@ -38,6 +38,7 @@ def sweep(
         str | None, _list("T,...", "Tokens per micro-batch; default: by the size of the trace")
     ] = None,
     pipeline_stages: Annotated[str, _list("S,...", "Pipeline stages")] = "1",
+    recompute: simulated.Recompute = False,
     balancer: Annotated[str, _list("NAME,...", "Who decides; relibra compare lists them")] = "relibra",
     order: workload.OrderOption = workload.Order.RECORDED,
     seed: workload.Seed = 0,
@@ -51,6 +52,8 @@ def sweep(
     as_json: workload.Json = False,
 ) -> None:
     """Simulate a step for every combination of the given settings, each beside the static layout of the same machine.
+
+    Combinations that cannot be are named and left out.
 
     Example: relibra sweep runs/demo --ranks 2,4,8 --balancer relibra,eplb
     """
@@ -68,9 +71,9 @@ def sweep(
         check_plot(plot)
     shape = simulated.open_model(model or routes.config or workload.DEFAULT_MODEL)
     question = Question(
-        routes.trace, num_experts, workload.open_cluster(cluster), shape, order, seed, take, objective.value
+        routes.trace, num_experts, workload.open_cluster(cluster), shape, order, seed, take, objective.value, recompute
     )
-    found = _simulated(points, question)
+    found, left_out = _simulated(points, question)
     if plot is not None:
         from relibra.reporting.sweep_pictures import draw_sweep
 
@@ -78,20 +81,10 @@ def sweep(
         with workload.writing(plot):
             draw_sweep(plot, [one.row for one in found], _varied(points), title)
         typer.echo(f"plot: {visible(str(plot))}", err=True)
-    best = max(found, key=lambda one: one.row["tokens_per_second"])
-    sentences = simulated.advised(best.simulated, best.machine, best.model)
     if as_json:
-        overlap = simulated.ratios(best.machine, best.model)
-        typer.echo(json.dumps({"overlap_ratio": overlap, "advice": sentences, "rows": [one.row for one in found]}))
+        _print_json(found, left_out)
         return
-    for sentence in sentences:
-        simulated.in_lines(sentence)
-    simulated.in_lines(f"said of the fastest row, {_in_words(best.row, _varied(points) or ['ranks', 'balancer'])}")
-    typer.echo()
-    if routes.words:
-        typer.echo(visible(routes.words))
-    simulated.in_lines(f"{simulated.model_in_words(shape, best.model)}; label: simulated, on {question.machine.name}")
-    _print(found, _varied(points))
+    _print(found, left_out, _varied(points), (routes, question))
 
 
 class Question(NamedTuple):
@@ -105,6 +98,7 @@ class Question(NamedTuple):
     seed: int
     take: workload.Take
     objective: str
+    recompute: bool
 
 
 class Point(NamedTuple):
@@ -156,43 +150,55 @@ def _numbers(option: str, text: str | None, least: int, most: int) -> list[int |
     return list(dict.fromkeys(numbers))
 
 
-def _simulated(points: list[dict[str, Any]], question: Question) -> list[Point]:
-    """Simulate point by point; steps are cut, and static layouts simulated, once each."""
-    from relibra.planning.budget import Budget
-    from relibra.simulation import Execution
+def _simulated(points: list[dict[str, Any]], question: Question) -> tuple[list[Point], list[dict[str, Any]]]:
+    """Simulate point by point; steps are cut, and static layouts simulated, once each.
 
+    returns   what was simulated; and the points that cannot be, each with the reason as "why"
+    raises    the reason of the first point, when no point can be
+    """
     steps: dict[tuple[Any, ...], tuple[Cluster, workload.Step]] = {}
     statics: dict[tuple[Any, ...], Simulated] = {}
-    found = []
-    for point in points:  # machines that cannot be are told before anything is simulated
-        question.machine.with_ranks(point["ranks"], point["ranks_per_node"])
+    found, left_out = [], []
+    first: RelibraError | None = None
     for number, point in enumerate(points):
-        key = (point["ranks"], point["ranks_per_node"], point["micro_batch_tokens"])
         with workload.progress(f"simulating {number + 1} of {len(points)} (a first run compiles kernels)"):
-            if key not in steps:
-                cut = (point["micro_batch_tokens"], question.order, question.seed, question.take)
-                steps[key] = workload.open_step(
-                    question.trace, question.num_experts, question.machine, *key[:2], cut=cut
-                )
-            machine, step = steps[key]
-            model = simulated.as_routed(question.shape, step.demand)
-            how = Execution(pipeline_stages=point["pipeline_stages"])
-            budget = Budget(slots=point["slots"], objective=question.objective, seed=question.seed)  # type: ignore[arg-type]
-            asked = (step.demand, step.history_MLE, machine, model, how)
-            place = (*key, point["pipeline_stages"])
-            if place not in statics:
-                statics[place] = simulated.simulate(*asked, "static", budget)
-            one = (
-                statics[place]
-                if point["balancer"] == "static"
-                else simulated.simulate(*asked, point["balancer"], budget)
-            )
-        found.append(
-            Point(
-                _row(point, machine, one, statics[place], simulated.tokens_of(step.demand, model)), one, machine, model
-            )
-        )
-    return found
+            try:
+                found.append(_point(point, question, steps, statics))
+            except RelibraError as error:
+                first = first or error
+                left_out.append({**point, "why": str(error)})
+    if not found and first is not None:
+        raise first
+    return found, left_out
+
+
+def _point(
+    point: dict[str, Any],
+    question: Question,
+    steps: dict[tuple[Any, ...], tuple[Cluster, workload.Step]],
+    statics: dict[tuple[Any, ...], Simulated],
+) -> Point:
+    """Simulate one point, with what others have left in `steps` and `statics`."""
+    from relibra.planning.budget import Budget
+    from relibra.simulation import Execution, cut_model
+
+    key = (point["ranks"], point["ranks_per_node"], point["micro_batch_tokens"])
+    if key not in steps:
+        cut = (point["micro_batch_tokens"], question.order, question.seed, question.take)
+        steps[key] = workload.open_step(question.trace, question.num_experts, question.machine, *key[:2], cut=cut)
+    machine, step = steps[key]
+    model = cut_model(question.shape, step.demand)
+    how = Execution(pipeline_stages=point["pipeline_stages"], recompute_activations=question.recompute)
+    budget = Budget(slots=point["slots"], objective=question.objective, seed=question.seed)  # type: ignore[arg-type]
+    asked = (step.demand, step.history_MLE, machine, model, how)
+    place = (*key, point["pipeline_stages"])  # a static layout is the same whatever slots it could have
+    if place not in statics:
+        statics[place] = simulated.simulate(*asked, "static", budget)
+    static = one = statics[place]
+    if point["balancer"] != "static":
+        one = simulated.simulate(*asked, point["balancer"], budget)
+    row = _row(point, machine, one, static, simulated.tokens_of(step.demand, model))
+    return Point(row, one, machine, model)
 
 
 def _row(point: dict[str, Any], machine: Cluster, one: Simulated, static: Simulated, tokens: int) -> dict[str, Any]:
@@ -209,7 +215,7 @@ def _row(point: dict[str, Any], machine: Cluster, one: Simulated, static: Simula
         "tokens_per_second": tokens / step.seconds,
         "tokens_per_second_per_rank": tokens / step.seconds / step.layout.num_ranks,
         "exchange_share": (step.terms["exchange"] + step.terms["gates"]) / step.seconds,
-        "straggler_share": simulated.straggler_seconds(step) / step.seconds,
+        "straggler_share": step.straggler_seconds() / step.seconds,
         "copies_share": step.terms["copies"] / step.seconds,
         "skew": one.skew,
         "copies": one.plan.num_copies,
@@ -227,7 +233,44 @@ def _in_words(row: dict[str, Any], names: list[str]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {row[name]}" for name in names)
 
 
-def _print(found: list[Point], varied: list[str]) -> None:
+def _best(found: list[Point]) -> tuple[Point, list[str]]:
+    """Return the fastest point, and what limits it."""
+    from relibra.simulation import advice
+
+    best = max(found, key=lambda one: one.row["tokens_per_second"])
+    return best, advice(best.simulated.step, best.machine, best.model, best.simulated.memory)
+
+
+def _print_json(found: list[Point], left_out: list[dict[str, Any]]) -> None:
+    from relibra.simulation.limits import overlap_ratios
+
+    best, sentences = _best(found)
+    facts = {"overlap_ratio": overlap_ratios(best.machine, best.model.expert), "advice": sentences}
+    typer.echo(json.dumps({**facts, "rows": [one.row for one in found], "left_out": left_out}))
+
+
+def _print(
+    found: list[Point], left_out: list[dict[str, Any]], varied: list[str], about: tuple[simulated.Routes, Question]
+) -> None:
+    """Say what limits the fastest point, then show all of them, then those that cannot be."""
+    routes, question = about
+    best, sentences = _best(found)
+    for sentence in sentences:
+        simulated.in_lines(sentence)
+    simulated.in_lines(f"said of the fastest row, {_in_words(best.row, varied or ['ranks', 'balancer'])}")
+    typer.echo()
+    if routes.words:
+        typer.echo(visible(routes.words))
+    words = simulated.model_in_words(question.shape, best.model)
+    simulated.in_lines(f"{words}; label: simulated, on {question.machine.name}")
+    _print_table(found, varied)
+    for why in dict.fromkeys(point["why"] for point in left_out):
+        same = [point for point in left_out if point["why"] == why]
+        more = f" and {len(same) - 1} more" * (len(same) > 1)
+        simulated.in_lines(f"left out: {_in_words(same[0], varied)}{more}: {why}")
+
+
+def _print_table(found: list[Point], varied: list[str]) -> None:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     short = {
         "ranks": "ranks", "ranks_per_node": "per\nnode", "slots": "slots", "micro_batch_tokens": "mb\ntokens",

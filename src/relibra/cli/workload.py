@@ -15,8 +15,9 @@ import typer
 
 from relibra.cli.trace import Json, NumExperts, progress, refuse_other_experts
 from relibra.errors import ConfigError
+from relibra.planning.budget import DEFAULT_MODEL
 
-__all__ = ["Json", "NumExperts", "progress"]  # shared with the verbs on traces
+__all__ = ["DEFAULT_MODEL", "Json", "NumExperts", "progress"]  # what all verbs take from one place
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -104,7 +105,6 @@ OptionalObjective = Annotated[
     ),
 ]
 Page = Annotated[Path | None, typer.Option(metavar="PATH", help="Also write a page with pictures.")]
-DEFAULT_MODEL = "qwen3-30b-a3b"
 
 
 class Step(NamedTuple):

@@ -8,6 +8,8 @@ from typing import Literal
 from relibra.errors import PlanError
 
 Objective = Literal["seconds", "tokens"]
+DEFAULT_MODEL = "qwen3-30b-a3b"
+"""Whose sizes price a plan where nobody names a model."""
 
 
 @dataclass(frozen=True, kw_only=True)

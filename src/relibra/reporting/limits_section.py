@@ -19,10 +19,10 @@ from relibra.simulation import (
     SimulatedStep,
     advice,
     memory_use,
-    overlap_ratio,
     simulate_step,
     simulated_timeline,
 )
+from relibra.simulation.limits import overlap_ratios
 from relibra.simulation.quantities import seconds_in_words
 from relibra.timeline import Timeline
 
@@ -59,18 +59,11 @@ def simulate_sides(
 def limits_section(found: SimulatedSides, before: Side, after: Side, cluster: Cluster, model: ModelShape) -> str:
     """Show the overlap ratio, what limits the step in words, and its seconds part by part."""
     sentences = advice(found.after, cluster, model, found.memory)
-    sentences = sorted(sentences, key=lambda sentence: not sentence.startswith("Overlap ratio"))
     faster = found.before.seconds / found.after.seconds if found.after.seconds else 1.0
     items = [
-        (
-            "Overlap ratio inside a node",
-            _ratio(model, cluster, "intra"),
-            "work / travel of a token-slot; above 1 work can hide it",
-        ),
         *(
-            [("Overlap ratio between nodes", _ratio(model, cluster, "inter_send"), "the same over the network")]
-            if cluster.num_nodes > 1
-            else []
+            (f"Overlap ratio {where}", f"{ratio:.2f}", "work / travel of a token-slot; above 1 work can hide it")
+            for where, ratio in overlap_ratios(cluster, model.expert).items()
         ),
         (
             "Step, simulated",
@@ -84,6 +77,7 @@ def limits_section(found: SimulatedSides, before: Side, after: Side, cluster: Cl
         ),
     ]
     names = [name for name in found.after.terms if found.before.terms[name] > 0 or found.after.terms[name] > 0]
+    part = f" ({model.part_in_words})" if model.part_in_words else ""
     longest = max((max(found.before.terms[n], found.after.terms[n]) for n in names), default=0.0) or 1.0
     bars = [
         Bar(
@@ -113,17 +107,13 @@ def limits_section(found: SimulatedSides, before: Side, after: Side, cluster: Cl
         ),
         paragraph(
             f"Simulated: {cluster.num_ranks} ranks of {cluster.name} ({cluster.label}: {cluster.source}); sizes of "
-            f"{model.name} with {model.moe_layers} expert layers, {model.top_k} of {model.experts} experts per token; "
+            f"{model.name} with {model.moe_layers} expert layers{part}, {model.top_k} of {model.experts} experts per "
+            "token; "
             "one pipeline stage, one optimizer step, copies beside other work. Parts add up to the step. "
             + " ".join(found.after.notes),
             "how",
         ),
     )
-
-
-def _ratio(model: ModelShape, cluster: Cluster, link: str) -> str:
-    rate = getattr(cluster, link).bytes_per_second
-    return f"{overlap_ratio(model.expert, rate, cluster.peak_flops_per_second):.2f}"
 
 
 def simulated_timelines(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,21 +15,19 @@ from numpy import ndarray
 
 from relibra.cluster import Cluster, cluster_preset
 from relibra.errors import RelibraError, TraceError
-from relibra.planning.budget import Budget
+from relibra.planning.budget import DEFAULT_MODEL, Budget
 from relibra.planning.byte_ledger import distinct_rows_of_step
 from relibra.planning.step import plan_step
 from relibra.reporting.plan_page import Question
 from relibra.reporting.recording import Recording
 from relibra.reporting.sides import Side, side_of, static_side
-from relibra.routing.demand import Demand
 from relibra.routing.demand_rows import sample_of_rows
 from relibra.routing.micro_batches import cut_recorded
 from relibra.routing.readers import open_trace
 from relibra.routing.survey import default_micro_batch_tokens
 from relibra.routing.trace import RoutingTrace
-from relibra.simulation import ModelShape, model_shape, model_shape_from_config
+from relibra.simulation import ModelShape, cut_model, model_shape, model_shape_from_config
 
-DEFAULT_MODEL = "qwen3-30b-a3b"
 MAX_CHOICES = 1 << 28
 """Choices (row, layer, k) of a step that is planned for a page; more take minutes and gigabytes."""
 MAX_PAIRS = 1 << 26
@@ -72,7 +69,7 @@ def plan_last_step(
     machine = cluster or cluster_preset("h100x8")
     per_node = ranks if ranks < machine.ranks_per_node else math.gcd(ranks, machine.ranks_per_node)
     machine = machine.with_ranks(ranks, per_node)
-    routed = as_routed(model or model_of_run(recording) or model_shape(DEFAULT_MODEL), demand)
+    routed = cut_model(model or model_of_run(recording) or model_shape(DEFAULT_MODEL), demand)
     slots = recording.setting("plan", "slots")
     budget = Budget(slots=slots if isinstance(slots, int) and slots >= 0 else 1, objective="tokens")
     plan = plan_step(demand, machine, budget, expert=routed.expert)
@@ -94,12 +91,6 @@ def model_of_run(recording: Recording) -> ModelShape | None:
         return model_shape_from_config(config, str(config.get("model_type", "policy")))
     except (OSError, ValueError, AttributeError, RelibraError):
         return None
-
-
-def as_routed(model: ModelShape, demand: Demand) -> ModelShape:
-    """Return the model with the layers, experts and choices per token that were routed."""
-    L, E = demand.counts_SLE.shape[1:]
-    return replace(model, moe_layers=L, experts=E, top_k=demand.top_k or model.top_k)
 
 
 def distinct_of(trace: RoutingTrace | None, *sides: Side) -> dict[str, ndarray] | None:

@@ -1,6 +1,6 @@
 """Clusters nobody has at hand: training steps and RL iterations as events, from a plan, a model and a machine.
 
-model_shape, ModelShape       sizes of a model; `model_shape_from_config` reads a config.json
+model_shape, ModelShape       sizes of a model; `model_shape_from_config` reads a config.json, `cut_model` keeps a part
 simulate_step                 one training step under a plan; `simulate_groups`: of many expert-parallel groups
 Execution, ParallelLayout     pipeline stages, mini-batches, overlap; how ranks are numbered
 simulated_timeline            its events, as the executor records them; `diff_timelines` holds two side by side
@@ -12,7 +12,7 @@ from relibra.simulation.group_run import Execution
 from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.limits import advice, overlap_ratio
 from relibra.simulation.memory import MemoryUse, memory_use
-from relibra.simulation.model_shape import MODEL_SHAPES, ModelShape, model_shape, model_shape_from_config
+from relibra.simulation.model_shape import MODEL_SHAPES, ModelShape, cut_model, model_shape, model_shape_from_config
 from relibra.simulation.rl_iteration import (
     Engines,
     RlIteration,
@@ -45,6 +45,7 @@ __all__ = [
     "Speedup",
     "TimelineDifference",
     "advice",
+    "cut_model",
     "diff_timelines",
     "end_to_end_speedup",
     "memory_use",

@@ -65,6 +65,11 @@ class MiniBatchRun:
     last_backward_S: Float64[ndarray, " S"]
     start_2SM: Float64[ndarray, "2 S M"]
 
+    @property
+    def end_S(self) -> Float64[ndarray, " S"]:
+        """Return when each stage ends its last backward pass, counted from the start of the mini-batch."""
+        return self.start_2SM[BACKWARD, :, -1] + self.last_backward_S if len(self.number_M) else self.last_backward_S
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GroupRun:

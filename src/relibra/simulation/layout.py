@@ -13,7 +13,8 @@ from relibra.simulation.model_shape import ModelShape
 class ParallelLayout:
     """R ranks share the experts of a layer; stages share the layers; groups hold the same experts (EDP).
 
-    Rank numbers of the whole job: (stage x data_parallel + group) x R + rank of the expert-parallel group.
+    Rank numbers of the whole job: (stage x data_parallel + group) x R + rank of the expert-parallel group. Each group
+    and stage is on nodes of its own: a cluster describes those of one group and not who else is on them.
 
     expert_parallel   R, ranks of one expert-parallel group; attention runs data-parallel on the same ranks
     pipeline_stages   consecutive parts of the layers, each on ranks of its own, run one forward one backward (1F1B)

@@ -28,8 +28,19 @@ def overlap_ratio(expert: ExpertShape, bytes_per_second: float, peak_flops_per_s
     return computing / (2 * expert.row_bytes / bytes_per_second)
 
 
+def overlap_ratios(cluster: Cluster, expert: ExpertShape) -> dict[str, float]:
+    """Return the overlap ratio "inside a node" and, where there are several, "between nodes"."""
+    links = {"inside a node": cluster.intra}
+    if cluster.num_nodes > 1:
+        links["between nodes"] = cluster.inter_send
+    return {
+        where: overlap_ratio(expert, link.bytes_per_second, cluster.peak_flops_per_second)
+        for where, link in links.items()
+    }
+
+
 def advice(step: SimulatedStep, cluster: Cluster, model: ModelShape, memory: MemoryUse | None = None) -> list[str]:
-    """Say what limits the step, with numbers: the largest part first, then the ratio of work to traffic.
+    """Say what limits the step, with numbers: the ratio of work to traffic, then its parts, the largest first.
 
     cluster   of one expert-parallel group
     memory    of `memory_use`: a sentence about what does not fit
@@ -39,8 +50,7 @@ def advice(step: SimulatedStep, cluster: Cluster, model: ModelShape, memory: Mem
         share = seconds / step.seconds if step.seconds else 0.0
         if share >= _WORTH_SAYING:
             found.append((-seconds, name, f"{sentence} ({share:.0%} of {seconds_in_words(step.seconds)})."))
-    sentences = [sentence for _, _, sentence in sorted(found)]
-    sentences.append(_of_overlap(cluster, model))
+    sentences = [_of_overlap(cluster, model), *(sentence for _, _, sentence in sorted(found))]
     if memory is not None:
         gain = memory.activations_static - memory.parts["activations"]
         if memory.activations_static and gain / memory.activations_static >= _WORTH_SAYING:
@@ -56,12 +66,9 @@ def advice(step: SimulatedStep, cluster: Cluster, model: ModelShape, memory: Mem
 def _parts(step: SimulatedStep) -> list[tuple[str, float, str]]:
     """Return (name, seconds, sentence without its end) of each part."""
     terms, found = step.terms, []
-    for name, skew, what in (
-        ("compute", step.expert_skew, "experts"),
-        ("attention", step.attention_skew, "attention and dense parts"),
-    ):
-        even = terms[name] / skew
-        lost = terms[name] - even
+    for name, what in (("compute", "experts"), ("attention", "attention and dense parts")):
+        lost = step.straggler_seconds(name)
+        even = terms[name] - lost
         found.append(
             (f"even {name}", even, f"Work: {what} take {seconds_in_words(even)} even if all ranks had equally much")
         )
@@ -108,13 +115,11 @@ def _parts(step: SimulatedStep) -> list[tuple[str, float, str]]:
 
 
 def _of_overlap(cluster: Cluster, model: ModelShape) -> str:
-    inside, between = (
-        overlap_ratio(model.expert, link.bytes_per_second, cluster.peak_flops_per_second)
-        for link in (cluster.intra, cluster.inter_send)
+    ratios = overlap_ratios(cluster, model.expert)
+    links = " and ".join(f"{ratio:.2f} {where}" for where, ratio in ratios.items())
+    weigh = (
+        "so work could hide the traffic"
+        if min(ratios.values()) > 1
+        else "so traffic, not work, sets the pace of an uneven layer"
     )
-    if cluster.num_nodes == 1:
-        ratio, links = inside, f"{inside:.2f} inside the node"
-    else:
-        ratio, links = min(inside, between), f"{inside:.2f} inside a node and {between:.2f} between nodes"
-    weigh = "so work could hide the traffic" if ratio > 1 else "so traffic, not work, sets the pace of an uneven layer"
     return f"Overlap ratio (seconds of work per second of travel of a token-slot): {links}, {weigh}."

@@ -88,16 +88,13 @@ def memory_use(
     for stage, layers in enumerate(layout.stage_layers(len(plan.layer_ids))):
         num_layers, last = layers.stop - layers.start, stage == how.pipeline_stages - 1
         in_flight = 1 if how.forward_only else min(how.pipeline_stages - stage, len(rows_MR))
-        kept = [
-            _activations(model, rows_MR, load_MLR[:, layers], in_flight, how)
-            + (stage == 0) * model.dense_layers * _dense_bytes(model) * float(rows_MR.max(initial=0)) * in_flight
-            for load_MLR in loads
-        ]
+        dense_layers = model.dense_layers if stage == 0 else 0
+        kept = [_activations(model, rows_MR, load_MLR[:, layers], dense_layers, in_flight, how) for load_MLR in loads]
         shared, experts = owned_parameters(model, layout, num_layers, first=stage == 0, last=last)
         own = shared / (layout.data_parallel * layout.expert_parallel) + experts / layout.data_parallel
         trained = 0 if how.forward_only else 1
         expert = model.expert
-        sets = num_layers if plan.resident else 1
+        sets = (num_layers if plan.resident else 1) if plan.num_copies else 0  # without replicas nobody needs slots
         parts = {
             "weights": float((shared + experts) * expert.bytes_per_value),
             "gradients": trained * 4.0 * (shared + experts),
@@ -110,13 +107,19 @@ def memory_use(
 
 
 def _activations(
-    model: ModelShape, rows_MR: ndarray, load_MLR: Int64[ndarray, "M L R"], in_flight: int, how: Execution
+    model: ModelShape,
+    rows_MR: ndarray,
+    load_MLR: Int64[ndarray, "M L R"],
+    dense_layers: int,
+    in_flight: int,
+    how: Execution,
 ) -> float:
     """Return bytes of the rank and micro-batch with most, times micro-batches in flight.
 
     Kept for backward, per token and layer: residual, two normed copies and the attention's output projection (4 hidden
     values), queries, keys, values, and the attention's result; per token-slot: its row in and out, gate, up and their
-    product (2 hidden + 3 width). With recomputation: the residual of each layer, and all of this of one layer.
+    product (2 hidden + 3 width), in a dense layer 3 dense widths per token. With recomputation: the residual of each
+    layer, and all of this of one layer. Forward only: of one layer.
     """
     expert = model.expert
     per_slot = (2 * expert.hidden + 3 * expert.width) * expert.bytes_per_value
@@ -124,10 +127,13 @@ def _activations(
     of_layers_MLR = per_row * rows_MR[:, None, :] + per_slot * load_MLR
     if not of_layers_MLR.size:
         return 0.0
+    of_dense_MR = _dense_bytes(model) * rows_MR
     if not (how.recompute_activations or how.forward_only):
-        return in_flight * float(of_layers_MLR.sum(axis=1).max())
-    residuals = 0 if how.forward_only else load_MLR.shape[1] * model.expert.row_bytes * float(rows_MR.max())
-    return in_flight * residuals + float(of_layers_MLR.max())
+        return in_flight * float((of_layers_MLR.sum(axis=1) + dense_layers * of_dense_MR).max())
+    num_layers = load_MLR.shape[1] + dense_layers
+    residuals = 0 if how.forward_only else num_layers * model.expert.row_bytes * float(rows_MR.max())
+    largest = max(float(of_layers_MLR.max()), float(of_dense_MR.max()) if dense_layers else 0.0)
+    return in_flight * residuals + largest
 
 
 def _attention_bytes(model: ModelShape) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy import ndarray
 
 from relibra.errors import ConfigError
 from relibra.planning.objective import EXPERT_SHAPES, ExpertShape
+from relibra.routing.demand import Demand
 
 _LARGEST = 1 << 30
 
@@ -25,6 +26,7 @@ class LatentAttention:
     rope_dim     width of the part of a key with positions, one for all heads; a cache holds it too
     nope_dim     width per head of the part of a key without positions
     value_dim    width of a value per head
+    raises       ConfigError for sizes that no model has
     """
 
     query_rank: int
@@ -32,6 +34,10 @@ class LatentAttention:
     rope_dim: int
     nope_dim: int
     value_dim: int
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no model has."""
+        _check_sizes(self, "latent attention", {"query_rank"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,7 @@ class ModelShape:
     tied_embeddings                    the output matrix is the input embedding
     context_length                     longest sequence
     window, windowed_layers            attention reaches back that many tokens in so many layers; 0: everywhere all
+    part_of                            layers of the model that this is a part of (`cut_model`); 0: it is whole
     raises                             ConfigError for sizes that no model has
     """
 
@@ -65,15 +72,13 @@ class ModelShape:
     tied_embeddings: bool = False
     window: int = 0
     windowed_layers: int = 0
+    part_of: int = 0
     latent: LatentAttention | None = None
 
     def __post_init__(self) -> None:
         """Refuse shapes that no model has."""
-        may_be_0 = {"dense_layers", "dense_width", "shared_width", "window", "windowed_layers"}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "int" and not int(field.name not in may_be_0) <= value <= _LARGEST:
-                raise ConfigError(f"model {self.name!r} has {field.name} {value}: allowed are sizes up to 2^30")
+        may_be_0 = {"dense_layers", "dense_width", "shared_width", "window", "windowed_layers", "part_of"}
+        _check_sizes(self, f"model {self.name!r}", may_be_0)
         if self.top_k > self.experts:
             raise ConfigError(f"model {self.name!r} picks {self.top_k} of {self.experts} experts: choose fewer")
         if self.expert.hidden != self.hidden:
@@ -93,6 +98,11 @@ class ModelShape:
     def layers(self) -> int:
         """Decoder layers, dense and with experts."""
         return self.dense_layers + self.moe_layers
+
+    @property
+    def part_in_words(self) -> str:
+        """Say which part of a model this is, '' where it is whole."""
+        return f"{self.layers} of {self.part_of} layers, vocabulary in proportion" if self.part_of else ""
 
     @property
     def attention_parameters(self) -> int:
@@ -166,6 +176,13 @@ class ModelShape:
         return 2.0 * self.query_heads * width * (pairs * (1 - share) + windowed * share)
 
 
+def _check_sizes(shape: object, owner: str, may_be_0: Set[str]) -> None:
+    for field in fields(shape):  # type: ignore[arg-type]
+        value, least = getattr(shape, field.name), 0 if field.name in may_be_0 else 1
+        if field.type == "int" and not least <= value <= _LARGEST:
+            raise ConfigError(f"{owner} has {field.name} {value}: allowed are sizes from {least} to 2^30")
+
+
 def model_shape(name: str) -> ModelShape:
     """Return the shape of a known model; see `MODEL_SHAPES`.
 
@@ -182,26 +199,61 @@ def model_shape(name: str) -> ModelShape:
     return MODEL_SHAPES[name]
 
 
+def cut_model(model: ModelShape, demand: Demand) -> ModelShape:
+    """Return the part of a model that was routed: the layers, experts and choices per token of a demand.
+
+    Of what belongs to no expert layer (dense layers, layers with a window, vocabulary) it keeps as large a share as of
+    the layers, so that shares of a step are about those of the whole model.
+
+    >>> from relibra.routing.demand import Demand
+    >>> counts_SLE = np.ones((1, 4, 256), dtype=np.int32)
+    >>> demand = Demand(counts_SLE=counts_SLE, layer_ids=np.arange(4), sample_ids=np.arange(1), top_k=8)
+    >>> cut_model(model_shape("deepseek-v3"), demand).part_in_words
+    '4 of 61 layers, vocabulary in proportion'
+    """
+    L, E = demand.counts_SLE.shape[1:]
+    dense = round(model.dense_layers * min(1.0, L / model.moe_layers))
+    share = (L + dense) / model.layers
+    return replace(
+        model,
+        moe_layers=L,
+        dense_layers=dense,
+        windowed_layers=round(model.windowed_layers * share),
+        vocabulary=max(1, round(model.vocabulary * min(1.0, share))),
+        experts=E,
+        top_k=demand.top_k or model.top_k,
+        part_of=(model.part_of or model.layers) if share < 1 else model.part_of,
+    )
+
+
 def model_shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
     """Read the sizes of a model from its `config.json`, as `transformers` writes it for families with experts.
 
     name      of the shape; "": the model type of the configuration
-    raises    ConfigError when a size is missing, or the model has no experts
+    raises    ConfigError when a size is missing or not one, or the model has no experts
     """
     name = name or str(config.get("model_type", "model"))
 
     def size(*keys: str, default: int | None = None) -> int:
-        value = next((config[key] for key in keys if config.get(key) is not None), default)
-        if isinstance(value, bool) or not isinstance(value, int):
+        key = next((key for key in keys if config.get(key) is not None), "")
+        value = config[key] if key else default
+        if value is None:
             raise ConfigError(f"config of {name!r} has no {' or '.join(keys)}: give that of a model with experts")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"config of {name!r} has {key} {value!r}: it must be a whole number")
         return value
+
+    def listed(key: str) -> list[object]:
+        value = config.get(key)
+        if value is not None and not isinstance(value, list | tuple):
+            raise ConfigError(f"config of {name!r} has {key} {value!r}: it must be a list")
+        return list(value or ())
 
     hidden, heads, layers = size("hidden_size"), size("num_attention_heads"), size("num_hidden_layers")
     width = size("moe_intermediate_size", "intermediate_size")
-    dense = size("first_k_dense_replace", default=len(config.get("mlp_only_layers") or ()))
+    dense = size("first_k_dense_replace", default=len(listed("mlp_only_layers")))
     shared = size("shared_expert_intermediate_size", default=0) or size("n_shared_experts", default=0) * width
-    kinds = config.get("layer_types") or ()
-    windowed = sum(kind == "sliding_attention" for kind in kinds)
+    windowed = listed("layer_types").count("sliding_attention")
     return ModelShape(
         name=name,
         moe_layers=layers - dense,
@@ -209,7 +261,7 @@ def model_shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelS
         hidden=hidden,
         query_heads=heads,
         kv_heads=size("num_key_value_heads", default=heads),
-        head_dim=size("head_dim", default=hidden // heads),
+        head_dim=size("head_dim", default=hidden // max(1, heads)),
         experts=size("num_experts", "num_local_experts", "n_routed_experts"),
         top_k=size("num_experts_per_tok"),
         expert=ExpertShape(hidden=hidden, width=width),
@@ -220,13 +272,13 @@ def model_shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelS
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         window=size("sliding_window", default=0) if windowed else 0,
         windowed_layers=windowed,
-        latent=_latent(config, size) if config.get("kv_lora_rank") else None,
+        latent=_latent(size) if config.get("kv_lora_rank") else None,
     )
 
 
-def _latent(config: Mapping[str, Any], size: Any) -> LatentAttention:
+def _latent(size: Any) -> LatentAttention:
     return LatentAttention(
-        query_rank=config.get("q_lora_rank") or 0,
+        query_rank=size("q_lora_rank", default=0),
         kv_rank=size("kv_lora_rank"),
         rope_dim=size("qk_rope_head_dim"),
         nope_dim=size("qk_nope_head_dim"),

@@ -152,7 +152,10 @@ def decode_in_windows(draw: Draw, slots: int, window: int, rng: Generator, *, st
 
     draw      lengths of new responses, such as `LengthDistribution.draw`
     steps     that count, after `burn_in` steps that do not
+    raises    ConfigError for an engine without slots, or windows without tokens
     """
+    if slots < 1 or window < 1:
+        raise ConfigError(f"an engine of {slots} slots and windows of {window} tokens decodes nothing: give at least 1")
     length_B = draw(slots, rng)
     done_B = np.zeros(slots, dtype=np.int64)
     tokens = decode_steps = continued = fed_again = 0

@@ -68,6 +68,11 @@ class SimulatedStep:
         """Seconds of copies that other work hid."""
         return self.copy_seconds - self.terms["copies"]
 
+    def straggler_seconds(self, term: str = "compute") -> float:
+        """Return the seconds of a term, compute or attention, in which only the busiest ranks work."""
+        skew = {"compute": self.expert_skew, "attention": self.attention_skew}[term]
+        return self.terms[term] * (1 - 1 / max(1.0, skew))
+
     def figures(self) -> dict[str, object]:
         """Return what a table or a JSON file shows: whole step, no arrays."""
         seconds = {name: _of_ranks(value_R) for name, value_R in self.stage_seconds.items()}

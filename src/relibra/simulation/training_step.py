@@ -43,7 +43,8 @@ def simulate_step(
 
     demand          under the schedule of the plan (`plan.scheduled`). With `group_M` (`Demand.of_groups`) each group
                     runs its own micro-batches, on ranks of its own
-    cluster         of one expert-parallel group, as for `plan_step`; other groups and stages run on more of the same
+    cluster         of one expert-parallel group, as for `plan_step`; other groups and stages run on more of the same, on
+                    other nodes even where a group has fewer ranks than a machine's node
     how             None: one stage, one optimizer step, copies overlapped
     distinct_MLRR   tokens that travel from rank to rank (`byte_ledger.distinct_rows_of_step`), of all micro-batches;
                     None: their lower bound from `demand.pairs_LEE`, or every token-slot without
@@ -216,7 +217,11 @@ def _skew(runs: list[GroupRun], name: str) -> float:
 def ends_of_mini_batches(
     plan: StepPlan, runs: list[GroupRun], cluster: Cluster, model: ModelShape, how: Execution
 ) -> list[tuple[MiniBatchRun, float, float]]:
-    """Return the slowest group of each mini-batch, and the seconds of gradients (not hidden) and optimizer after it."""
+    """Return the slowest group of each mini-batch, and the seconds of gradients (not hidden) and optimizer after it.
+
+    A stage sums its gradients beside its last backward pass and while stages before it still run; at least one layer's
+    come after that pass. What counts is how long after the end of the last stage the last sum is done.
+    """
     layout = ParallelLayout(
         expert_parallel=plan.num_ranks, pipeline_stages=how.pipeline_stages, data_parallel=len(runs)
     )
@@ -230,8 +235,10 @@ def ends_of_mini_batches(
             num_layers = layers.stop - layers.start
             own = owned_parameters(model, layout, num_layers, first=stage == 0, last=stage == how.pipeline_stages - 1)
             whole = gradient_reduction_seconds(cluster, layout, *own)
-            hidden = float(slowest.last_backward_S[stage]) if how.overlap else 0.0
-            exposed = max(whole - hidden, whole / num_layers if how.overlap else whole)
+            exposed = whole
+            if how.overlap:
+                exposed = max(whole - float(slowest.last_backward_S[stage]), whole / num_layers)
+                exposed -= slowest.seconds - float(slowest.end_S[stage])
             gradients = max(gradients, exposed)
             if cluster.memory_bytes_per_second:
                 optimizer = max(optimizer, optimizer_seconds(cluster, layout, *own))
