@@ -69,10 +69,11 @@ def simulate(
         )
     routed = cut_model(shape, step.demand)
     how = Execution(pipeline_stages=pipeline_stages, recompute_activations=recompute)
+    tokens = simulated.open_tokens(routes.trace, num_experts, step.demand)
     found = {}
     for name in dict.fromkeys(("static", balancer)):
         with workload.progress(f"planning and simulating {name} (a first run compiles kernels)"):
-            found[name] = simulated.simulate(step.demand, step.history_MLE, machine, routed, how, name, budget)
+            found[name] = simulated.simulate(step.demand, step.history_MLE, tokens, machine, routed, how, name, budget)
     result = Result(routes, step, machine, shape, routed, how, found, balancer)
     if timeline is not None:
         _write_timeline(timeline, result)
@@ -121,6 +122,7 @@ def _facts(result: Result) -> dict[str, object]:
         "model_part": result.routed.part_in_words,
         "cluster": result.machine.name,
         "cluster_label": result.machine.label,
+        "rows_counted": chosen.counted,
         "trace": str(result.routes.trace),
         "cut": result.step.cut,
     }
@@ -147,7 +149,7 @@ def _print(result: Result) -> None:
     say(f"label: simulated, on {machine.name} ({machine.label}: {machine.source})")
     say(
         "straggler: seconds of experts in which only the busiest ranks compute; skew: token-slots of the busiest ranks "
-        "/ mean ranks; memory: of the fullest rank"
+        f"/ mean ranks; memory: of the fullest rank; {simulated.rows_in_words(chosen)}"
     )
     for note in chosen.step.notes:
         say(note)

@@ -15,6 +15,8 @@ from relibra.cli.trace import visible
 from relibra.errors import ConfigError
 
 if TYPE_CHECKING:
+    from numpy import ndarray
+
     from relibra.cluster import Cluster
     from relibra.planning.budget import Budget
     from relibra.planning.plan import StepPlan
@@ -129,19 +131,63 @@ def model_in_words(model: ModelShape, routed: ModelShape) -> str:
 
 
 class Simulated(NamedTuple):
-    """One balancer's step: its plan, what the events say, and memory."""
+    """One balancer's step: its plan, what the events say, memory, and whether rows were counted token by token."""
 
     plan: StepPlan
     step: SimulatedStep
     memory: MemoryUse
     skew: float
+    counted: bool
+
+
+class Tokens(NamedTuple):
+    """Choices of the tokens of a trace, and the place of each token's sample in a demand."""
+
+    experts_TLK: ndarray
+    sample_T: ndarray
+
+    def rows(self, plan: StepPlan, scheduled: Demand) -> ndarray | None:
+        """Count the tokens that travel from rank to rank; None where that would take too long."""
+        from relibra.planning.byte_ledger import MAX_PAIRS, distinct_rows_of_step
+
+        assert scheduled.tokens_MLRE is not None, "scheduled by the plan"
+        M, L, R, _ = scheduled.tokens_MLRE.shape
+        if M * L * R * R > MAX_PAIRS:
+            return None
+        return distinct_rows_of_step(plan, scheduled, self.experts_TLK, self.sample_T)
+
+
+def open_tokens(trace: Path, num_experts: int | None, demand: Demand) -> Tokens:
+    """Return the tokens that a demand was counted from."""
+    from relibra.routing.demand_rows import sample_of_rows
+    from relibra.routing.readers import open_trace
+
+    opened = open_trace(trace, num_experts)
+    return Tokens(opened.experts_TLK, sample_of_rows(opened, demand))
+
+
+def rows_in_words(step: Simulated) -> str:
+    """Say where the rows between ranks come from."""
+    return (
+        "rows between ranks are counted token by token"
+        if step.counted
+        else "rows between ranks are a lower bound from pairs of experts: this step is too large to count them"
+    )
 
 
 def simulate(
-    demand: Demand, history_MLE: object, machine: Cluster, model: ModelShape, how: Execution, name: str, budget: Budget
+    demand: Demand,
+    history_MLE: object,
+    tokens: Tokens,
+    machine: Cluster,
+    model: ModelShape,
+    how: Execution,
+    name: str,
+    budget: Budget,
 ) -> Simulated:
     """Plan with one balancer, as it decides, and simulate the step.
 
+    tokens    of the demand
     name      as the registry and relibra's sets of levers know it
     raises    ConfigError for a layout that does not fit, before anything is planned
     """
@@ -155,8 +201,10 @@ def simulate(
     question = {"expert": model.expert, "history_MLE": history_MLE, "never_worse": False}
     plan = plan_step(demand, machine, allowed, registered, **question)  # type: ignore[arg-type]
     scheduled = plan.scheduled(demand)
-    step = simulate_step(plan, scheduled, machine, model, how)
-    return Simulated(plan, step, memory_use(plan, scheduled, machine, model, how), plan.skew(scheduled))
+    rows_MLRR = tokens.rows(plan, scheduled)
+    step = simulate_step(plan, scheduled, machine, model, how, distinct_MLRR=rows_MLRR)
+    memory = memory_use(plan, scheduled, machine, model, how)
+    return Simulated(plan, step, memory, plan.skew(scheduled), rows_MLRR is not None)
 
 
 def tokens_of(demand: Demand, model: ModelShape) -> int:

@@ -16,7 +16,7 @@ from relibra.cli.trace import visible
 from relibra.errors import ConfigError, RelibraError
 
 if TYPE_CHECKING:
-    from relibra.cli.simulated import Simulated
+    from relibra.cli.simulated import Simulated, Tokens
     from relibra.cluster import Cluster
     from relibra.simulation import ModelShape
 
@@ -156,7 +156,7 @@ def _simulated(points: list[dict[str, Any]], question: Question) -> tuple[list[P
     returns   what was simulated; and the points that cannot be, each with the reason as "why"
     raises    the reason of the first point, when no point can be
     """
-    steps: dict[tuple[Any, ...], tuple[Cluster, workload.Step]] = {}
+    steps: dict[tuple[Any, ...], tuple[Cluster, workload.Step, Tokens]] = {}
     statics: dict[tuple[Any, ...], Simulated] = {}
     found, left_out = [], []
     first: RelibraError | None = None
@@ -175,7 +175,7 @@ def _simulated(points: list[dict[str, Any]], question: Question) -> tuple[list[P
 def _point(
     point: dict[str, Any],
     question: Question,
-    steps: dict[tuple[Any, ...], tuple[Cluster, workload.Step]],
+    steps: dict[tuple[Any, ...], tuple[Cluster, workload.Step, Tokens]],
     statics: dict[tuple[Any, ...], Simulated],
 ) -> Point:
     """Simulate one point, with what others have left in `steps` and `statics`."""
@@ -185,12 +185,13 @@ def _point(
     key = (point["ranks"], point["ranks_per_node"], point["micro_batch_tokens"])
     if key not in steps:
         cut = (point["micro_batch_tokens"], question.order, question.seed, question.take)
-        steps[key] = workload.open_step(question.trace, question.num_experts, question.machine, *key[:2], cut=cut)
-    machine, step = steps[key]
+        machine, step = workload.open_step(question.trace, question.num_experts, question.machine, *key[:2], cut=cut)
+        steps[key] = machine, step, simulated.open_tokens(question.trace, question.num_experts, step.demand)
+    machine, step, tokens = steps[key]
     model = cut_model(question.shape, step.demand)
     how = Execution(pipeline_stages=point["pipeline_stages"], recompute_activations=question.recompute)
     budget = Budget(slots=point["slots"], objective=question.objective, seed=question.seed)  # type: ignore[arg-type]
-    asked = (step.demand, step.history_MLE, machine, model, how)
+    asked = (step.demand, step.history_MLE, tokens, machine, model, how)
     place = (*key, point["pipeline_stages"])  # a static layout is the same whatever slots it could have
     if place not in statics:
         statics[place] = simulated.simulate(*asked, "static", budget)
@@ -208,6 +209,7 @@ def _row(point: dict[str, Any], machine: Cluster, one: Simulated, static: Simula
         **point,
         "ranks_per_node": per_node,
         **step.figures(),
+        "rows_counted": one.counted,
         "ranks": point["ranks"],
         "all_ranks": step.layout.num_ranks,
         "ratio_to_static": static.step.seconds / step.seconds,
@@ -262,7 +264,8 @@ def _print(
     if routes.words:
         typer.echo(visible(routes.words))
     words = simulated.model_in_words(question.shape, best.model)
-    simulated.in_lines(f"{words}; label: simulated, on {question.machine.name}")
+    rows = simulated.rows_in_words(best.simulated)
+    simulated.in_lines(f"{words}; {rows}; label: simulated, on {question.machine.name}")
     _print_table(found, varied)
     for why in dict.fromkeys(point["why"] for point in left_out):
         same = [point for point in left_out if point["why"] == why]

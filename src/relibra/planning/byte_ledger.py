@@ -34,6 +34,9 @@ from relibra.planning.traffic import iterate_traffic, send_once_share
 from relibra.routing.compiled import compiled
 from relibra.routing.demand import Demand
 
+MAX_PAIRS = 1 << 26
+"""Entries of the tables of distinct rows; for larger steps callers take bounds instead of a count token by token."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ByteLedger:

@@ -16,7 +16,7 @@ from numpy import ndarray
 from relibra.cluster import Cluster, cluster_preset
 from relibra.errors import RelibraError, TraceError
 from relibra.planning.budget import DEFAULT_MODEL, Budget
-from relibra.planning.byte_ledger import distinct_rows_of_step
+from relibra.planning.byte_ledger import MAX_PAIRS, distinct_rows_of_step
 from relibra.planning.step import plan_step
 from relibra.reporting.plan_page import Question
 from relibra.reporting.recording import Recording
@@ -30,8 +30,6 @@ from relibra.simulation import ModelShape, cut_model, model_shape, model_shape_f
 
 MAX_CHOICES = 1 << 28
 """Choices (row, layer, k) of a step that is planned for a page; more take minutes and gigabytes."""
-MAX_PAIRS = 1 << 26
-"""Entries of the tables of distinct rows; larger steps get bounds instead of a count token by token."""
 
 
 class PlannedStep(NamedTuple):

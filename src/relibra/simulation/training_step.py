@@ -43,8 +43,8 @@ def simulate_step(
 
     demand          under the schedule of the plan (`plan.scheduled`). With `group_M` (`Demand.of_groups`) each group
                     runs its own micro-batches, on ranks of its own
-    cluster         of one expert-parallel group, as for `plan_step`; other groups and stages run on more of the same, on
-                    other nodes even where a group has fewer ranks than a machine's node
+    cluster         of one expert-parallel group, as for `plan_step`; other groups and stages run on more of the same,
+                    on other nodes even where a group has fewer ranks than a machine's node
     how             None: one stage, one optimizer step, copies overlapped
     distinct_MLRR   tokens that travel from rank to rank (`byte_ledger.distinct_rows_of_step`), of all micro-batches;
                     None: their lower bound from `demand.pairs_LEE`, or every token-slot without
