@@ -139,7 +139,8 @@ def costs_of(plan: StepPlan, demand: Demand, cluster: Cluster, model: ModelShape
         )
     if how.mini_batches > planned[0]:
         raise ConfigError(f"{how.mini_batches} mini-batches of {planned[0]} micro-batches: use at most {planned[0]}")
-    return stage_costs(plan, demand, cluster, model, layout, overlap=how.overlap)
+    from_pool = how.forward_only and how.host_pool
+    return stage_costs(plan, demand, cluster, model, layout, overlap=how.overlap, from_pool=from_pool)
 
 
 def assemble(
