@@ -122,7 +122,7 @@ def _choices(question: Question, demand: Demand, home_LE: Int64[ndarray, "L E"])
         for tolerance in tolerances
     ]
     if budget.slots > 1 and across:
-        hidden = _copies_hidden(question, demand)
+        hidden = max(1, _copies_hidden(question, demand))  # one copy in the open may still save more than it costs
         choices += [
             partial(copies_against_traffic, question, demand, home_LE, budget.slots // 2, most)
             for most in sorted({hidden // 2, hidden, 2 * hidden} - {0})
