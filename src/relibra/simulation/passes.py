@@ -247,7 +247,7 @@ class _Walk:
         self.spent[kind] += ((self.now_MR - begun_MR) * part_MR).sum(axis=0)
         if self.note is not None:
             # With a pool the executor has every rank look whether its copies are there, also those that have none.
-            looks_MR = part_MR | copies.from_host_MLR[:, layer].any(axis=1)[:, None]
+            looks_MR = part_MR | (copies.from_host_MLR[:, layer].sum(axis=1, keepdims=True) > 0)
             self.note(f"wait {kind}", self._id(layer), start_MR, self.now_MR, None, looks_MR, "")
             sent_MR = copies.sent_MLR[:, layer] * copies.bytes_each
             self.note(kind, self._id(layer), begun_MR, self.now_MR, sent_MR, part_MR, "")
