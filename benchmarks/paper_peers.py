@@ -145,7 +145,11 @@ def _straggler(one: Made, demand: Demand) -> float:
 
 
 def foremoe(quick: bool) -> Iterator[dict]:
-    """ForeMoE's stages and its end to end, apart, with the share of the rollout; and ablations of what is planned."""
+    """ForeMoE's stages and its end to end, apart, with the share of the rollout; and ablations of what is planned.
+
+    Homes send the weights of replicas in both stages, as in `relibra train`; ForeMoE recomputes from pools in host
+    memory (`Execution(host_pool=True)`).
+    """
     paper, name, ranks = "ForeMoE, arXiv 2606.11867", MODELS[0], 16 if quick else 64
     lengths = LengthDistribution(median=1000.0, sigma=0.6, longest=16_384)
     length_S = lengths.draw(16 * 4 * ranks, np.random.default_rng(0))

@@ -9,7 +9,9 @@ import pytest
 from relibra import write_trace
 from relibra.cluster import cluster_preset, write_cluster
 from relibra.planning.budget import Budget
+from relibra.planning.byte_ledger import distinct_rows_of_step
 from relibra.planning.step import plan_step
+from relibra.routing.demand_rows import sample_of_rows
 from relibra.routing.micro_batches import cut_recorded
 from relibra.routing.synthetic import TraceShape, domain_trace
 from relibra.simulation import cut_model, model_shape, overlap_ratio, simulate_step
@@ -49,8 +51,12 @@ def test_what_limits_the_step_comes_first_and_the_figures_are_those_of_the_libra
     assert "(2 of 48 layers, vocabulary in proportion)" in " ".join(out.split())
     budget = Budget(slots=1, objective="seconds")
     plan = plan_step(demand, cluster, budget, expert=model.expert, never_worse=False)
-    step = simulate_step(plan, plan.scheduled(demand), cluster, model)
+    scheduled = plan.scheduled(demand)
+    rows_MLRR = distinct_rows_of_step(plan, scheduled, routes.experts_TLK, sample_of_rows(routes, demand))
+    step = simulate_step(plan, scheduled, cluster, model, distinct_MLRR=rows_MLRR)
     facts = json.loads(run("simulate", trace, *CUT, "--slots", "1", "--json")[1])
+    assert facts["rows_counted"]
+    assert "rows between ranks are counted token by token" in " ".join(out.split())
     assert facts["seconds"] == step.seconds
     assert f"{step.seconds:.4g}" in out
     assert facts["label"] == "simulated"

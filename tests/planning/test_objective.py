@@ -1,3 +1,4 @@
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,8 @@ from relibra.planning.objective import (
     EXPERT_SHAPES,
     ExpertShape,
     compute_seconds,
+    copy_seconds,
+    copy_seconds_of_links,
     expert_shape,
     predict,
     pushed_copies,
@@ -157,7 +160,7 @@ def test_a_case_by_hand():
     assert predict(plan, demand, slow, EXPERT).exchange == 4 * (7 + 160)
 
 
-def test_copies_come_from_the_node_or_from_the_host_pool():
+def test_homes_send_weights_and_receive_gradients_inside_the_node_and_across_the_network():
     plan, demand = two_nodes(replica=(1, 0), quota=4)  # expert 0 copied to rank 1, on the node of its home
     assert predict(plan, demand, cluster_for(plan), EXPERT).copies == (60 + 60 + 120) / 10
     assert predict(plan, demand, cluster_for(plan), EXPERT).copy_bytes == 240
@@ -165,9 +168,10 @@ def test_copies_come_from_the_node_or_from_the_host_pool():
     assert predict(plan, demand, cluster_for(plan), EXPERT, attention_seconds=2.0).copies == 4 + 14
     assert predict(plan, demand, cluster_for(plan), EXPERT, attention_seconds=100.0).copies == 0
     plan, demand = two_nodes(replica=(1, 2), quota=4)  # expert 2 lives on the other node
-    assert (
-        predict(plan, demand, cluster_for(plan), EXPERT).copies == (60 + 60) / 5 + 120 / 1
-    )  # the gradient crosses the network
+    # In through the replica's NIC at 1 B/s, and the gradient in through the home's; sending takes half as long.
+    assert predict(plan, demand, cluster_for(plan), EXPERT).copies == (60 + 60) / 1 + 120 / 1
+    fast_in = cluster_for(plan, inter_receive=Link(latency_seconds=0, bytes_per_second=1e9))
+    assert predict(plan, demand, fast_in, EXPERT).copies == (60 + 60) / 2 + 120 / 2
     assert predict(plan, demand, cluster_for(plan), EXPERT).cross_node_token_slots == 26
 
 
@@ -178,6 +182,51 @@ def test_a_home_that_feeds_several_replicas_sends_to_one_after_the_other():
         replica_MLRB[0, 0, rank, 0] = 0
     plan = replace(plan, replica_MLRB=replica_MLRB, quota_MLRB=np.zeros_like(plan.quota_MLRB))
     assert predict(plan, demand, cluster_for(plan), EXPERT).copies == 3 * (60 + 60 + 120) / 10
+
+
+def test_a_home_that_feeds_several_nodes_sends_to_one_after_the_other_and_a_pool_relieves_it():
+    plan, _ = planned_step(
+        np.random.default_rng(0), nodes=4, per_node=1, experts_per_rank=1, micro_batches=1, layers=1, slots=1
+    )
+    replica_MLRB = np.full_like(plan.replica_MLRB, -1)
+    for rank in set(range(4)) - {plan.home_LE[0, 0]}:
+        replica_MLRB[0, 0, rank, 0] = 0
+    plan, machine = replace(plan, replica_MLRB=replica_MLRB), cluster_for(plan)
+    used_MLRB = replica_MLRB >= 0
+    assert copy_seconds(plan, used_MLRB, machine, 60) == 3 * 60 / 2  # fan-out at 2 B/s; each replica takes 60 s
+    assert copy_seconds(plan, used_MLRB, machine, 60, to_home=True) == 3 * 60 / 1
+    assert copy_seconds(plan, used_MLRB, machine, 60, from_pool=True) == 60 / 5
+    with pytest.raises(AssertionError, match="never into a pool"):
+        copy_seconds(plan, used_MLRB, machine, 60, to_home=True, from_pool=True)
+
+
+@given(planned_steps(), st.booleans())
+def test_copies_take_as_long_as_the_busiest_port_of_any_rank(case, to_home):
+    """Slow and obvious: one copy at a time, out of one rank and into another."""
+    plan, _ = case
+    machine = cluster_for(plan, intra=Link(latency_seconds=3, bytes_per_second=10))
+    inside_ML, network_ML = copy_seconds_of_links(plan, plan.replica_MLRB >= 0, machine, 60, to_home=to_home)
+    pool_ML, nothing_ML = copy_seconds_of_links(plan, plan.replica_MLRB >= 0, machine, 60, from_pool=True)
+    assert not nothing_ML.any()
+    for m, layer in np.ndindex(*plan.replica_MLRB.shape[:2]):
+        copies = Counter()
+        for rank, expert in zip(*np.nonzero(plan.replica_MLRB[m, layer] >= 0), strict=True):
+            home = int(plan.home_LE[layer, plan.replica_MLRB[m, layer, rank, expert]])
+            kind = "intra" if home // plan.ranks_per_node == rank // plan.ranks_per_node else "inter"
+            source, target = (rank, home) if to_home else (home, rank)
+            copies[kind, "send", source] += 1
+            copies[kind, "receive", target] += 1
+            copies["host", "receive", rank] += 1
+
+        def slowest(kind, copies=copies):
+            links = {"intra": (machine.intra,) * 2, "inter": (machine.inter_send, machine.inter_receive)}
+            send, receive = links.get(kind, (machine.host,) * 2)
+            port = {"send": send, "receive": receive}
+            return max((port[way].seconds(60.0 * n) for (k, way, _), n in copies.items() if k == kind), default=0.0)
+
+        assert inside_ML[m, layer] == pytest.approx(slowest("intra"))
+        assert network_ML[m, layer] == pytest.approx(slowest("inter"))
+        assert pool_ML[m, layer] == pytest.approx(slowest("host"))
 
 
 def test_resident_replicas_are_pushed_when_they_arrive_and_return_gradients_when_they_leave():

@@ -16,6 +16,7 @@ from relibra.errors import ConfigError
 from relibra.planning.budget import Budget
 from relibra.planning.comparison import ComparisonRow, compare
 from relibra.planning.levers import lever_bounds, lever_gaps
+from relibra.planning.objective import predict
 from relibra.planning.step import plan_step
 from relibra.reporting.bars import waterfall
 from relibra.reporting.plan_page import Question, render_plan_page, write_plan_page
@@ -50,6 +51,22 @@ def test_the_page_says_what_the_plan_says() -> None:
     assert ">static</th>" + "".join(f'<td class="number">{cell}</td>' for cell in cells) in page
     assert "inside the node: static, ultraep, relibra" in page
     assert page == render_plan_page(*sides(), question(rows=rows), MADE)
+
+
+def test_the_card_of_the_moe_layers_shows_what_the_plan_predicts() -> None:
+    _, demand = planned_step()
+    pairs_LEE = np.einsum("sle,slf->lef", demand.counts_SLE, demand.counts_SLE).astype(np.int64)
+    demand = replace(demand, pairs_LEE=pairs_LEE)
+    budget = Budget(slots=2, objective="tokens", cross_node_copies=True)
+    plan = plan_step(demand, CLUSTER, budget, expert=EXPERT, never_worse=False)
+    static = plan_step(demand, CLUSTER, budget, "static", expert=EXPERT)
+    page = render_plan_page(static_side(plan, demand), side_of("the plan", plan, demand), question(), MADE)
+    card = page[page.index("MoE layers") :]
+    card = card[: card.index("model, not measured")]
+    assert seconds_in_words(plan.predicted["total"]) in card
+    assert seconds_in_words(static.predicted["total"]) in card
+    bare = predict(plan, plan.scheduled(demand), CLUSTER, EXPERT)
+    assert seconds_in_words(bare.total) not in card  # without pairs, and with all copies in the open
 
 
 def test_what_limits_the_model_comes_first_and_is_what_the_simulator_says() -> None:

@@ -13,27 +13,32 @@ class OnePass:
     """One forward or backward pass of one micro-batch through one stage.
 
     meetings   how many ranks have come, and when the last one did
-    copies     when the copies (kind, layer) are done; missing: not begun
+    begun      copies (kind, layer) under way: when they began, and their costs
+    copies     when the copies (kind, layer) were done; missing: not done yet
+    rows       from when to when rows were on their way between ranks
     """
 
     def __init__(self, costs, m, *, backward, overlap, recompute=False):
         self.costs, self.m, self.overlap, self.backward, self.recompute = costs, m, overlap, backward, recompute
         self.L, self.R = len(costs.layer_ids), costs.attention_MR.shape[1]
         self.arrived, self.copies, self.sleepers, self.blocked = {}, {}, {}, {}
+        self.begun, self.rows, self.heap = {}, [], []
         self.replicas_done = {layer: [] for layer in range(self.L)}
         self.trace = []  # (rank, stage, layer, start, end)
         self.waited, self.end = [0.0] * self.R, [0.0] * self.R
 
     def run(self):
-        self.heap = []
         self.programs = [(self.backward_program if self.backward else self.forward_program)(r) for r in range(self.R)]
         if self.overlap:
             self.begin_next_push(self.L if self.backward else -1, 0.0)
         for r in range(self.R):
             self.resume(r, 0.0)
         while self.heap:
-            time, r = heapq.heappop(self.heap)
-            self.resume(r, time)
+            time, r, *copy = heapq.heappop(self.heap)
+            if copy:
+                self.look_at_copy(*copy, time)
+            else:
+                self.resume(r, time)
         return max(self.end)
 
     def resume(self, r, time):
@@ -53,6 +58,8 @@ class OnePass:
             self.arrived.setdefault(key, []).append((r, time))
             if len(self.arrived[key]) == self.R:
                 last = max(t for _, t in self.arrived[key])
+                if "together" not in key[0]:
+                    self.rows.append((last, last + seconds))
                 for other, t in self.arrived[key]:
                     self.waited[other] += last - t
                     heapq.heappush(self.heap, (last + seconds, other))
@@ -65,11 +72,25 @@ class OnePass:
                 self.blocked.setdefault(key, []).append((r, time))
 
     def begin_copy(self, kind, layer, copies, time):
-        done = time + float(copies.seconds_ML[self.m, layer])
-        self.copies[kind, layer] = done
+        self.begun[kind, layer] = (time, copies)
+        heapq.heappush(self.heap, (time + float(copies.seconds_ML[self.m, layer]), -1, kind, layer))
+
+    def look_at_copy(self, kind, layer, time):
+        """See whether copies are through: those between nodes have rested for as long as rows were on their way."""
+        begun, copies = self.begun[kind, layer]
+        network = float(copies.network_ML[self.m, layer])
+        rested = sum(end - max(start, begun) for start, end in self.rows if end > begun and start < time * (1 - 1e-12))
+        through = begun + network + rested
+        if network and through > time * (1 + 1e-12):
+            heapq.heappush(self.heap, (through, -1, kind, layer))
+            return
+        self.copies[kind, layer] = time
         for r, since in self.blocked.pop((kind, layer), []):
-            heapq.heappush(self.heap, (max(since, done), r))
-        return done
+            heapq.heappush(self.heap, (max(since, time), r))
+        if kind == "push" and self.costs.resident:
+            self.begin_next_push(layer, time)
+        if kind == "return" and not self.costs.resident and copies.takes_part_MLR[self.m, layer].any():
+            self.begin_next_push(layer, time)
 
     def begin_next_push(self, after, time):
         """Begin the push of the next layer with copies, in the direction of the pass."""
@@ -77,9 +98,7 @@ class OnePass:
         layers = range(after - 1, -1, -1) if self.backward else range(after + 1, self.L)
         for layer in layers:
             if copies.takes_part_MLR[self.m, layer].any():
-                done = self.begin_copy("push", layer, copies, time)
-                if self.costs.resident:
-                    self.begin_next_push(layer, done)
+                self.begin_copy("push", layer, copies, time)
                 return
 
     def work(self, r, stage, layer, seconds) -> Iterator:
@@ -139,9 +158,7 @@ class OnePass:
             yield from self.work(r, "experts", layer, 2 * costs.replica_MLR[m, layer, r])
             self.replicas_done[layer].append(self.now)
             if self.overlap and len(self.replicas_done[layer]) == self.R:
-                back = self.begin_copy("return", layer, costs.gradients, max(self.replicas_done[layer]))
-                if not costs.resident and costs.gradients.takes_part_MLR[m, layer].any():
-                    self.begin_next_push(layer, back)
+                self.begin_copy("return", layer, costs.gradients, max(self.replicas_done[layer]))
             yield from self.work(r, "experts", layer, 2 * costs.home_MLR[m, layer, r])
             if self.overlap:
                 yield from self.wait(r, "return", layer, costs.gradients)

@@ -40,8 +40,13 @@ def test_experts_and_exchanges_are_those_of_the_objective(seed):
     assert costs.out_MLR.sum() == pytest.approx(costs.in_MLR.sum())
     push, again, home = copy_costs(plan, cluster, model.expert)
     for copies, copied_MLRB in zip((push, again, home), pushed_copies(plan), strict=True):
-        assert copies.received_MLR.sum() == copied_MLRB.sum() == (copies.sent_MLR + copies.from_host_MLR).sum()
-    assert home.from_host_MLR.sum() == 0
+        assert copies.received_MLR.sum() == copied_MLRB.sum() == copies.sent_MLR.sum()
+        assert copies.from_host_MLR.sum() == 0
+    fetched = copy_costs(plan, cluster, model.expert, from_pool=True)
+    assert fetched[0].from_host_MLR.sum() == push.received_MLR.sum()
+    assert fetched[0].sent_MLR.sum() == fetched[0].network_ML.sum() == 0
+    for one, other in zip(fetched[1:], (again, home), strict=True):
+        assert (one.seconds_ML == other.seconds_ML).all()
 
 
 def test_rows_count_tokens_and_the_squares_of_samples():

@@ -94,18 +94,28 @@ def test_too_many_events_and_foreign_ranks_are_refused(monkeypatch):
 
 
 def _record(case, folder):
-    """Run one step on this rank; return its timeline."""
+    """Run one step on this rank; return its timeline, and that of log-probabilities from a host pool."""
+    import torch
     import torch.distributed as dist
 
-    from relibra.parallel import execute_plan
+    from relibra.parallel import HostPool, execute_plan
+    from relibra.replay.batch import BatchRoutes
     from tests.parallel.ranks_at_work import load, run_batch
 
     model = load(case, folder)
+    with HostPool(model) as pool, torch.no_grad(), execute_plan(model, case.plan, case.demand, pool=pool) as forward:
+        for m in range(len(case.plan.replica_MLRB)):
+            samples, tokens_BN, mask_BN = case.batch(m, dist.get_rank())
+            routes = BatchRoutes.padded(case.trace.select(samples), mask_BN) if samples else None
+            with forward.micro_batch(m, routes):
+                attention = mask_BN if samples else torch.ones_like(mask_BN)
+                model(tokens_BN, attention_mask=attention, use_cache=False)
     with execute_plan(model, case.plan, case.demand) as step:
         for m in range(len(case.plan.replica_MLRB)):
             run_batch(model, case, m, dist.get_rank(), 1.0, step)
     assert not step.ran_at_home
-    return step.timeline()
+    assert not forward.ran_at_home
+    return step.timeline(), forward.timeline()
 
 
 @pytest.mark.slow
@@ -135,10 +145,18 @@ def test_the_executor_does_the_same_things_in_the_same_order(tmp_path):
         )
         how = Execution(recompute_activations=case.checkpointing)
         simulated = simulated_timeline(plan, plan.scheduled(case.demand), cluster(1, 2), model, how)
-        found = diff_timelines(merged(recorded[name]), simulated)
+        trained, forward = zip(*recorded[name], strict=True)
+        found = diff_timelines(merged(trained), simulated)
         assert found.same_order, (name, found.sentences)
         at_home = ("at home",) * (name.startswith(("last", "drawn")))
         assert found.only_first == at_home
         assert found.only_second == ("attention", "experts", "gradients", "optimizer")
         assert {"dispatch", "combine"} <= set(found.compared)
         assert ("push" in found.compared) == (plan.num_copies > 0)
+        from_pool = Execution(forward_only=True, host_pool=True)
+        simulated = simulated_timeline(plan, plan.scheduled(case.demand), cluster(1, 2), model, from_pool)
+        found = diff_timelines(merged(forward), simulated)
+        assert found.same_order, (name, found.sentences)
+        assert found.only_first == at_home
+        assert found.only_second == ("attention", "experts", *("push",) * (plan.num_copies > 0))
+        assert ("wait push" in found.compared) == (plan.num_copies > 0)

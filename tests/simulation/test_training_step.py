@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from relibra import Budget, ConfigError, Demand, PlanError, cluster_preset, plan_step
 from relibra.cluster import Link
 from relibra.planning.byte_ledger import distinct_rows_of_step
-from relibra.planning.objective import compute_seconds, predict
+from relibra.planning.objective import compute_seconds, predict, pushed_copies
 from relibra.routing.demand_rows import sample_of_rows
 from relibra.routing.micro_batches import cut_recorded
 from relibra.routing.statistics import co_activation
@@ -39,8 +39,9 @@ def test_without_overlap_the_terms_are_those_of_the_objective(seed):
         assert step.terms[term] == pytest.approx(getattr(prediction, term), rel=1e-9, abs=1e-9), term
     sent = sum(float(step.sent_bytes[kind].sum()) for kind in ("dispatch", "combine"))
     assert sent == pytest.approx(prediction.sent_bytes)
-    copied = sum(float(step.received_bytes[kind].sum()) for kind in ("push", "return")) + step.host_bytes_R.sum()
+    copied = sum(float(step.received_bytes[kind].sum()) for kind in ("push", "return"))
     assert copied == prediction.copy_bytes
+    assert not step.host_bytes_R.any()
 
 
 def test_with_pairs_too_and_the_planner_s_own_plan():
@@ -57,11 +58,15 @@ def test_with_pairs_too_and_the_planner_s_own_plan():
     assert step.terms["copies"] > 0
 
 
-@given(SEEDS, st.booleans(), st.booleans())
+@given(SEEDS, st.booleans(), st.booleans(), st.sampled_from([1, 10]))
 @FEW
-def test_the_fast_simulator_equals_the_slow_one(seed, overlap, recompute):
+def test_the_fast_simulator_equals_the_slow_one(seed, overlap, recompute, slower):
     plan, demand, cluster, model = random_step(seed)
+    cluster = replace(cluster, inter_send=Link(latency_seconds=1, bytes_per_second=4 / slower))
     layout = ParallelLayout(expert_parallel=plan.num_ranks)
+    (costs,) = stage_costs(plan, demand, cluster, model, layout, overlap=overlap, from_pool=True)
+    slow, _ = pass_seconds(costs, backward=False, overlap=overlap)
+    np.testing.assert_allclose(forward_pass(costs, overlap=overlap).seconds_M, slow, rtol=1e-12)
     (costs,) = stage_costs(plan, demand, cluster, model, layout, overlap=overlap)
     fast = forward_pass(costs, overlap=overlap)
     slow, waited = pass_seconds(costs, backward=False, overlap=overlap)
@@ -73,6 +78,63 @@ def test_the_fast_simulator_equals_the_slow_one(seed, overlap, recompute):
     np.testing.assert_allclose(fast.seconds_M, slow, rtol=1e-12)
     if overlap:
         np.testing.assert_allclose(fast.waited_R, waited, rtol=1e-9, atol=1e-9)
+
+
+def test_a_push_to_another_node_rests_while_rows_travel():
+    plan, demand, cluster, model = random_step(
+        0, nodes=2, per_node=1, experts_per_rank=1, layers=2, micro_batches=1, slots=1, resident=False
+    )
+    counts_SLE = np.zeros_like(demand.counts_SLE)
+    counts_SLE[0], counts_SLE[1] = [5, 0], [3, 0]  # all tokens of rank 0 and of rank 1 take expert 0
+    demand = replace(demand, counts_SLE=counts_SLE, top_k=1).with_schedule(
+        np.array([0, 0, -1], np.int32), np.array([0, 1, 0], np.int32), 2
+    )
+    home_LE = np.tile(np.arange(2, dtype=np.int16), (2, 1))
+    replica_MLRB, quota_MLRB = np.full((1, 2, 2, 1), -1, np.int16), np.zeros((1, 2, 2, 1), np.int32)
+    replica_MLRB[0, 1, 1, 0], quota_MLRB[0, 1, 1, 0] = 0, 2  # in the second layer rank 1 computes two of its three
+    plan = replace(
+        plan,
+        physical_to_logical_map=home_LE,
+        previous_map=home_LE,
+        micro_batch_S=np.array([0, 0, -1], np.int32),
+        rank_S=np.array([0, 1, 0], np.int32),
+        replica_MLRB=replica_MLRB,
+        quota_MLRB=quota_MLRB,
+    )
+    slow = Link(latency_seconds=0, bytes_per_second=0.01)  # an expert takes 6000 s, a row of 4 bytes 400 s
+    machine_, layout = replace(cluster, inter_send=slow, inter_receive=slow), ParallelLayout(expert_parallel=2)
+    (costs,) = stage_costs(plan, demand, machine_, model, layout, overlap=True)
+    assert costs.push.seconds_ML.tolist() == costs.push.network_ML.tolist() == [[0, 60 / 0.01]]
+    one = forward_pass(costs)
+    # Three rows each way in the first layer, one in the second, and a gate weight of 2 bytes with each row.
+    rows = 400 * (3 + 3 + 1 + 1)
+    gates = 200 * (3 + 1)
+    assert one.terms["exchange"] == pytest.approx(rows)
+    assert one.terms["gates"] == pytest.approx(gates)
+    # The push begins at 0 and rests for all rows but those of the last combine; what comes after it is work.
+    end = 60 / 0.01 + rows + gates + costs.replica_MLR[0, 1, 1] + float(costs.last_MR.max())
+    assert one.seconds_M[0] == pytest.approx(end)
+    (costs,) = stage_costs(plan, demand, machine_, model, layout, overlap=True, from_pool=True)
+    hidden = forward_pass(costs)
+    assert hidden.terms["copies"][0] == 0
+    assert hidden.copying_M[0] == pytest.approx(60 / 5 + 0.125)
+
+
+@given(SEEDS)
+@FEW
+def test_a_host_pool_relieves_homes_in_passes_without_gradients_only(seed):
+    plan, demand, cluster, model = random_step(seed)
+    homes, pool = (
+        simulate_step(plan, demand, cluster, model, Execution(forward_only=True, host_pool=has))
+        for has in (False, True)
+    )
+    pushed = int(pushed_copies(plan)[0].sum()) * model.expert.weight_bytes
+    assert homes.sent_bytes["push"].sum() == homes.received_bytes["push"].sum() == pushed
+    assert pool.host_bytes_R.sum() == pushed
+    assert pool.sent_bytes["push"].sum() == pool.received_bytes["push"].sum() == homes.host_bytes_R.sum() == 0
+    updates = [simulate_step(plan, demand, cluster, model, Execution(host_pool=has)) for has in (False, True)]
+    assert repr(updates[0].figures()) == repr(updates[1].figures())
+    assert not updates[1].host_bytes_R.any()
 
 
 @given(SEEDS, st.booleans(), st.booleans(), st.booleans())

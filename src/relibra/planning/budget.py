@@ -23,7 +23,7 @@ class Budget:
     place_samples       may samples change the rank they are fed from, inside their micro-batch
     pack_samples        may samples change their micro-batch (which rows meet in one forward pass changes; the gradient
                         of a step is the same sum)
-    cross_node_copies   may a replica sit on another node than its home: it is then fed from that node's host pool
+    cross_node_copies   may a replica sit on another node than its home: weights and gradients then cross the network
     tolerance           accepted load of the busiest rank above the lowest reachable one; larger means fewer copies
     token_slack         how far packing may fill a micro-batch beyond the largest of the given schedule
     attention_slack     the same for the attention cost of a micro-batch (sum of squared lengths)

@@ -80,7 +80,7 @@ def _replica_sentences(
             why = f"its home, rank {home}, is at {before_R[home] / mean:.2f} x mean"
         else:
             why = f"its home, rank {home}, makes room for what it takes over from busier ranks"
-        network = f"; rank {', '.join(map(str, away))} on another node, fed from the host pool" if away else ""
+        network = f"; rank {', '.join(map(str, away))} on another node than its home" if away else ""
         word = "a copy" if len(ranks) == 1 else "copies"
         sentences.append(f"expert {e} ({load_E[e]:,} token-slots) gets {word}: {parts}, because {why}{network}")
     return sentences

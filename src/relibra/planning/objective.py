@@ -274,29 +274,58 @@ def _copy_bytes(plan: StepPlan, expert: ExpertShape) -> int:
 
 
 def copy_seconds(
-    plan: StepPlan, copied_MLRB: Bool[ndarray, "M L R B"], cluster: Cluster, bytes_each: int, *, to_home: bool = False
+    plan: StepPlan,
+    copied_MLRB: Bool[ndarray, "M L R B"],
+    cluster: Cluster,
+    bytes_each: int,
+    *,
+    to_home: bool = False,
+    from_pool: bool = False,
 ) -> Float64[ndarray, "M L"]:
-    """Time one transfer per copy: by `intra` where the home is on the replica's node, else through the host pool.
+    """Time copies as `copy_seconds_of_links` does, both kinds of links at once."""
+    return np.maximum(
+        *copy_seconds_of_links(plan, copied_MLRB, cluster, bytes_each, to_home=to_home, from_pool=from_pool)
+    )
 
-    to_home   a gradient: from a replica on another node it also crosses the network
+
+def copy_seconds_of_links(
+    plan: StepPlan,
+    copied_MLRB: Bool[ndarray, "M L R B"],
+    cluster: Cluster,
+    bytes_each: int,
+    *,
+    to_home: bool = False,
+    from_pool: bool = False,
+) -> tuple[Float64[ndarray, "M L"], Float64[ndarray, "M L"]]:
+    """Time one transfer per copy on the busiest rank, as the executor makes them: inside nodes, and between nodes.
+
+    Homes send weights, one replica after another, and receive gradients: by `intra` where home and replica share a
+    node, else out through `inter_send` of one and in through `inter_receive` of the other.
+
+    to_home     gradients on their way home; False: weights on their way out
+    from_pool   weights come from the host memory of each replica's own node (`parallel.HostPool`), inside a node too:
+                only in passes without gradients
     """
+    assert not (to_home and from_pool), "gradients go to homes, never into a pool"
     M, L, R, _ = copied_MLRB.shape
     m_X, layer_X, rank_X, slot_X = np.nonzero(copied_MLRB)
     home_X = plan.home_LE[layer_X, plan.replica_MLRB[m_X, layer_X, rank_X, slot_X]]
-    inside_X = rank_X // plan.ranks_per_node == home_X // plan.ranks_per_node
 
     def busiest(ranks: ndarray, chosen_X: ndarray) -> Float64[ndarray, "M L"]:
         counts_MLR = np.zeros((M, L, R), dtype=np.int64)
         np.add.at(counts_MLR, (m_X[chosen_X], layer_X[chosen_X], ranks[chosen_X]), 1)
         return counts_MLR.max(axis=-1) * float(bytes_each)
 
-    intra_ML = np.maximum(busiest(rank_X, inside_X), busiest(home_X, inside_X))
-    away_ML = busiest(rank_X, ~inside_X)
-    seconds_ML = np.maximum(cluster.intra.seconds(intra_ML), cluster.host.seconds(away_ML))
-    if to_home and not inside_X.all():
-        seconds_ML = np.maximum(seconds_ML, cluster.inter_send.seconds(away_ML))
-        seconds_ML = np.maximum(seconds_ML, cluster.inter_receive.seconds(busiest(home_X, ~inside_X)))
-    return seconds_ML
+    nothing_ML = np.zeros((M, L))
+    if from_pool:
+        return cluster.host.seconds(busiest(rank_X, np.ones(len(rank_X), dtype=np.bool_))), nothing_ML
+    inside_X = rank_X // plan.ranks_per_node == home_X // plan.ranks_per_node
+    inside_ML = cluster.intra.seconds(np.maximum(busiest(rank_X, inside_X), busiest(home_X, inside_X)))
+    if inside_X.all():
+        return inside_ML, nothing_ML
+    from_X, to_X = (rank_X, home_X) if to_home else (home_X, rank_X)
+    sent_ML = cluster.inter_send.seconds(busiest(from_X, ~inside_X))
+    return inside_ML, np.maximum(sent_ML, cluster.inter_receive.seconds(busiest(to_X, ~inside_X)))
 
 
 def relocation_seconds(plan: StepPlan, cluster: Cluster, expert: ExpertShape) -> float:

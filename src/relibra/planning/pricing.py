@@ -4,10 +4,13 @@ A replica is worth its push, its second push and its gradient only where it shor
 attention fails to hide. So replicas are chosen for a range of tolerances, each with fewer copies than the one before,
 and every (micro-batch, layer) takes the cheapest; none at all is one of them (ForeMoE's fallback, arXiv 2606.11867).
 Where copies may cross nodes, those that keep a node's own tokens inside it are priced too
-(`relibra.planning.traffic_copies`): as many as gradients can come home unseen, half and twice that.
+(`relibra.planning.traffic_copies`): as many as attention hides at their homes, half and twice that.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from jaxtyping import Float64, Int, Int16, Int32, Int64
@@ -18,9 +21,11 @@ from relibra.planning.concurrency import Deadline, side_by_side
 from relibra.planning.decision import Question
 from relibra.planning.objective import (
     ExpertShape,
+    Prediction,
     compute_seconds,
     exchange,
     exposed_copy_seconds,
+    predict,
     relocation_seconds,
 )
 from relibra.planning.plan import StepPlan, map_of
@@ -81,52 +86,88 @@ def copies_against_traffic(
     return replica, quota
 
 
-def _returns_hidden(question: Question, demand: Demand) -> int:
-    """Count the gradients from other nodes that a rank can receive while attention runs backward."""
+def _copies_hidden(question: Question, demand: Demand) -> int:
+    """Count the copies on other nodes that one home rank can serve while attention runs, forward and backward.
+
+    Weights leave it before the forward pass; before the backward pass, which takes twice as long, they leave it again,
+    and after it gradients come in.
+    """
     cluster, expert = question.cluster, question.expert
-    each = expert.gradient_bytes / cluster.inter_receive.bytes_per_second
-    return int(2 * attention_seconds(demand, cluster, expert) / each)
+    attention = attention_seconds(demand, cluster, expert)
+    out = expert.weight_bytes / cluster.inter_send.bytes_per_second
+    back = expert.gradient_bytes / cluster.inter_receive.bytes_per_second
+    return int(min(attention / out, 2 * attention / (out + back)))
+
+
+Replicas = tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]
+
+
+def _choices(question: Question, demand: Demand, home_LE: Int64[ndarray, "L E"]) -> list[Callable[[], Replicas]]:
+    """List ways to choose replicas, to be called: none, then few copies first, so that they stay at equal seconds."""
+    budget, cluster = question.budget, question.cluster
+
+    def none() -> Replicas:
+        M, L, _ = demand.load_MLE.shape
+        replica_MLRB = np.full((M, L, cluster.num_ranks, budget.slots), -1, dtype=np.int16)
+        return replica_MLRB, np.zeros(replica_MLRB.shape, dtype=np.int32)
+
+    choices: list[Callable[[], Replicas]] = [none]
+    if not budget.slots:
+        return choices
+    tolerances = sorted({t for t in (budget.tolerance, *TOLERANCES) if t >= budget.tolerance}, reverse=True)
+    across = budget.cross_node_copies and cluster.num_nodes > 1
+    choices += [
+        partial(choose_replicas, question, demand, home_LE, tolerance, cross_node=cross_node)
+        for cross_node in (False, True)[: 1 + across]
+        for tolerance in tolerances
+    ]
+    if budget.slots > 1 and across:
+        hidden = max(1, _copies_hidden(question, demand))  # one copy in the open may still save more than it costs
+        choices += [
+            partial(copies_against_traffic, question, demand, home_LE, budget.slots // 2, most)
+            for most in sorted({hidden // 2, hidden, 2 * hidden} - {0})
+        ]
+    return choices
 
 
 def cheapest_replicas(
-    question: Question, demand: Demand, home_LE: Int64[ndarray, "L E"], clock: Deadline
+    question: Question, demand: Demand, home_LE: Int64[ndarray, "L E"], clock: Deadline, *, share: float
 ) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"], Float64[ndarray, "M L"]]:
     """Choose, per micro-batch and layer, the replicas that make it cheapest; return also its seconds.
 
     The seconds are compute, exchange and exposed copies; what homes cost to move is not in them.
+
+    share   of the planning time that may be over in the end. No replicas and one choice of them are priced in any case,
+            each further one only if it is done by then, going by those before
     """
-    M, L, _ = demand.load_MLE.shape
-    budget = question.budget
-    best_replica = np.full((M, L, question.cluster.num_ranks, budget.slots), -1, dtype=np.int16)
-    best_quota = np.zeros(best_replica.shape, dtype=np.int32)
-    # few copies first: at equal seconds they stay
-    tolerances = sorted({t for t in (budget.tolerance, *TOLERANCES) if t >= budget.tolerance}, reverse=True)
-    choices, across = [(best_replica, best_quota)], False
-    if budget.slots:
-        tolerances = tolerances if clock.allows(0.6) else tolerances[:1]
-        across = budget.cross_node_copies and question.cluster.num_nodes > 1
-        choices += [
-            choose_replicas(question, demand, home_LE, tolerance, cross_node=cross_node)
-            for cross_node in (False, True)[: 1 + across]
-            for tolerance in tolerances
-        ]
-    if budget.slots > 1 and across and clock.allows(0.6):
-        hidden = _returns_hidden(question, demand)
-        choices += [
-            copies_against_traffic(question, demand, home_LE, budget.slots // 2, most)
-            for most in sorted({hidden // 2, hidden, 2 * hidden} - {0})
-        ]
+    choices = _choices(question, demand, home_LE)
+    together = len(choices) if clock.seconds is None else 1
+    best: tuple[ndarray, ndarray, ndarray] | None = None
+    longest = 0.0
+    for first in range(0, len(choices), together):
+        if first > 1 and not clock.allows(share, estimate=longest):
+            break
+        begun = clock.elapsed()
+        made = [choose() for choose in choices[first : first + together]]
+        price = partial(_price, question, demand, home_LE, made)
+        for (replica, quota), seconds_ML in zip(
+            made, side_by_side(price, len(made), question.budget.threads), strict=True
+        ):
+            if best is None:
+                best = replica, quota, seconds_ML
+                continue
+            cheaper_ML = seconds_ML < best[2]
+            for chosen, new in zip(best, (replica, quota, seconds_ML), strict=True):
+                chosen[cheaper_ML] = new[cheaper_ML]
+        longest = max(longest, clock.elapsed() - begun)
+    assert best is not None, "no replicas are always among the choices"
+    return best
 
-    def price(choice: int) -> Float64[ndarray, "M L"]:
-        return seconds(question, demand, home_LE, *choices[choice])
 
-    priced = side_by_side(price, len(choices), budget.threads)
-    best_ML = priced[0]
-    for (replica, quota), seconds_ML in zip(choices[1:], priced[1:], strict=True):
-        cheaper_ML = seconds_ML < best_ML
-        best_replica[cheaper_ML], best_quota[cheaper_ML] = replica[cheaper_ML], quota[cheaper_ML]
-        best_ML = np.where(cheaper_ML, seconds_ML, best_ML)
-    return best_replica, best_quota, best_ML
+def _price(
+    question: Question, demand: Demand, home_LE: Int64[ndarray, "L E"], made: list[Replicas], number: int
+) -> Float64[ndarray, "M L"]:
+    return seconds(question, demand, home_LE, *made[number])
 
 
 def seconds(
@@ -188,3 +229,19 @@ def attention_seconds(demand: Demand, cluster: Cluster, expert: ExpertShape) -> 
         return 0.0
     tokens = demand.load_MLE[:, 0].sum() / demand.top_k / len(demand.load_MLE) / cluster.num_ranks
     return float(tokens * 8 * expert.hidden**2 / cluster.flops_per_second)
+
+
+def predict_planned(plan: StepPlan, demand: Demand, cluster: Cluster, expert: ExpertShape) -> Prediction:
+    """Predict as `plan_step` does for `StepPlan.predicted`: with the pairs of the demand, copies under attention.
+
+    demand    with the plan's schedule (`plan.scheduled`)
+    raises    PlanError when plan, demand and cluster do not fit together
+    """
+    return predict(
+        plan,
+        demand,
+        cluster,
+        expert,
+        pairs_LEE=demand.pairs_LEE,
+        attention_seconds=attention_seconds(demand, cluster, expert),
+    )

@@ -16,9 +16,9 @@ from relibra.planning.bounds import reachable_bound
 from relibra.planning.budget import Budget
 from relibra.planning.concurrency import Deadline
 from relibra.planning.decision import Balancer, Decision, Question
-from relibra.planning.objective import EXPERT_SHAPES, ExpertShape, predict
+from relibra.planning.objective import EXPERT_SHAPES, ExpertShape
 from relibra.planning.plan import StepPlan, cross_node_copies, map_of
-from relibra.planning.pricing import attention_seconds
+from relibra.planning.pricing import predict_planned
 from relibra.routing.demand import Demand
 
 DEFAULT_EXPERT = EXPERT_SHAPES["qwen3-30b-a3b"]
@@ -190,15 +190,7 @@ def _plan(balancer: str, decision: Decision, question: Question, expert: ExpertS
         ),
     )
     plan.validate(cluster, scheduled)  # before anything is computed from it
-    prediction = predict(
-        plan,
-        scheduled,
-        cluster,
-        expert,
-        pairs_LEE=demand.pairs_LEE,
-        attention_seconds=attention_seconds(scheduled, cluster, expert),
-    )
-    return replace(plan, predicted=prediction.as_dict())
+    return replace(plan, predicted=predict_planned(plan, scheduled, cluster, expert).as_dict())
 
 
 def _cost(plan: StepPlan, demand: Demand, budget: Budget) -> float:

@@ -35,8 +35,10 @@ def replicate_for_traffic(
 
     tokens_MRE      token-slots that each source rank sends to each expert
     traffic_slots   of the `slots` of each rank, those that may hold copies from other nodes; they come first
-    most_per_home   such copies of the experts of one rank: each returns a gradient to it
-    returns         expert per slot (-1: empty) and its token-slots; a node has at most one such copy of an expert
+    most_per_home   (node, expert) pairs among them, per rank that is home to the expert. Evening out may split what a
+                    node holds over more of its ranks; each part is a copy that this rank sends and gets a gradient of,
+                    so its copies can be more. They are priced as they are
+    returns         expert per slot (-1: empty) and its token-slots
     """
     M, R, E = tokens_MRE.shape
     home_E = home_E.astype(np.int64)

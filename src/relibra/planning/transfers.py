@@ -15,9 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Int16, Int32, Int64
 from numpy import ndarray
 
-from relibra.cluster import Cluster
 from relibra.errors import PlanError
-from relibra.planning.objective import ExpertShape
 from relibra.planning.plan import StepPlan
 from relibra.routing.compiled import compiled
 
@@ -52,20 +50,14 @@ class TransferList:
 
 
 def list_transfers(
-    plan: StepPlan,
-    cluster: Cluster,
-    expert: ExpertShape,
-    *,
-    residency: Residency,
-    slots: int | None = None,
-    pool: bool = True,
+    plan: StepPlan, *, residency: Residency, slots: int | None = None, pool: bool = False
 ) -> TransferList:
     """List the pushes that a plan's replicas need.
 
     slots    physical slots per rank (and layer, if resident), at least the plan's B; None: B
-    pool     host memory of every node holds fresh weights of all experts: after an optimizer step only once these were
-             written back. Inside a node the faster of home and pool sends; between nodes only the pool does
-    raises   PlanError for too few slots, or replicas on other nodes without a pool
+    pool     every copy is read from host memory, as in passes without gradients that have a `parallel.HostPool`; False:
+             homes send, to other nodes too
+    raises   PlanError for too few slots
     """
     slots = plan.slots if slots is None else slots
     if slots < plan.slots:
@@ -78,22 +70,13 @@ def list_transfers(
     micro_batch_X, layer_X, rank_X, b_X = np.nonzero(loaded)
     expert_X = plan.replica_MLRB[micro_batch_X, layer_X, rank_X, b_X].astype(np.int32)
     home_X = plan.home_LE[layer_X, expert_X].astype(np.int32)
-    away_X = home_X // plan.ranks_per_node != rank_X // plan.ranks_per_node
-    if away_X.any() and not pool:
-        x = int(np.argmax(away_X))
-        raise PlanError(
-            f"expert {expert_X[x]} has a replica on another node (rank {rank_X[x]}) and there is no host pool to feed "
-            "it: keep a pool, or plan with cross_node_copies=False"
-        )
-    weights = expert.weight_bytes
-    pool_is_faster = pool and cluster.host.seconds(weights) < cluster.intra.seconds(weights)
     return TransferList(
         micro_batch_X=micro_batch_X.astype(np.int32),
         layer_X=layer_X.astype(np.int32),
         rank_X=rank_X.astype(np.int32),
         slot_X=placed[micro_batch_X, layer_X, rank_X, b_X].astype(np.int32),
         expert_X=expert_X,
-        source_X=np.where(away_X | pool_is_faster, FROM_POOL, home_X).astype(np.int32),
+        source_X=np.full_like(home_X, FROM_POOL) if pool else home_X,
         slot_MLRB=placed,
     )
 

@@ -19,8 +19,8 @@ from relibra.cluster import Cluster
 from relibra.files import write_text
 from relibra.planning.comparison import ComparisonRow
 from relibra.planning.levers import lever_bounds, lever_gaps
-from relibra.planning.objective import predict
 from relibra.planning.plan import cross_node_copies
+from relibra.planning.pricing import predict_planned
 from relibra.reporting.balancers_section import balancers_section
 from relibra.reporting.bars import waterfall
 from relibra.reporting.elements import cards, definitions, paragraph, section
@@ -176,7 +176,8 @@ def _cards(before: Side, after: Side, question: Question) -> str:
     plan = after.plan
     M, L, _, _ = plan.replica_MLRB.shape
     away = cross_node_copies(plan)
-    cost = [predict(side.plan, side.demand, question.cluster, question.model.expert).total for side in (before, after)]
+    cluster, expert = question.cluster, question.model.expert
+    cost = [predict_planned(side.plan, side.demand, cluster, expert).total for side in (before, after)]
     return cards(
         [
             ("Skew before", f"{before.skew:.3f}", f"{before.name}, token objective"),
@@ -186,7 +187,7 @@ def _cards(before: Side, after: Side, question: Question) -> str:
                 f"bound {after.bound:.3f}, gap {percent(after.skew / after.bound - 1)}",
             ),
             ("Copies", count(plan.num_copies), f"{plan.num_copies / max(1, M * L):.1f} per micro-batch and layer"),
-            ("Copies across nodes", count(away), "fed from a host pool" if away else "none"),
+            ("Copies across nodes", count(away), "sent by homes on another node" if away else "none"),
             ("Experts moved", count(plan.num_moved), f"of {count(plan.home_LE.size)}, before the step"),
             (
                 "MoE layers",

@@ -16,7 +16,7 @@ from numpy import ndarray
 
 from relibra.cluster import Cluster, Link
 from relibra.errors import ClusterError
-from relibra.planning.objective import ExpertShape, copy_seconds, pushed_copies
+from relibra.planning.objective import ExpertShape, copy_seconds_of_links, pushed_copies
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic import IN, OUT, iterate_traffic, link_rows, send_once_share
 from relibra.routing.demand import Demand
@@ -156,13 +156,15 @@ class CopyCosts:
     """Copies of experts in one kind of transfer: weights out before a pass, or gradients home after it.
 
     seconds_ML             of the busiest rank, over whichever link is slowest (`objective.copy_seconds`)
+    network_ML             of the busiest rank between nodes alone, on links that rows use too
     takes_part_MLR         ranks that send or receive
     sent_MLR, received_MLR experts that leave and enter a rank
-    from_host_MLR          of those received, how many come from the pool in host memory and from no rank
+    from_host_MLR          of those received, how many come from a pool in host memory and from no rank: all or none
     bytes_each             of one expert
     """
 
     seconds_ML: Float64[ndarray, "M L"]
+    network_ML: Float64[ndarray, "M L"]
     takes_part_MLR: Bool[ndarray, "M L R"]
     sent_MLR: Int64[ndarray, "M L R"]
     received_MLR: Int64[ndarray, "M L R"]
@@ -170,38 +172,52 @@ class CopyCosts:
     bytes_each: int
 
 
-def copy_costs(plan: StepPlan, cluster: Cluster, expert: ExpertShape) -> tuple[CopyCosts, CopyCosts, CopyCosts]:
-    """Time pushes before forward, pushes again before backward, and gradients home after it."""
+def copy_costs(
+    plan: StepPlan, cluster: Cluster, expert: ExpertShape, *, from_pool: bool = False
+) -> tuple[CopyCosts, CopyCosts, CopyCosts]:
+    """Time pushes before forward, pushes again before backward, and gradients home after it.
+
+    from_pool   the pushes before forward are copies out of host memory, as in a pass without gradients that has a pool
+    """
     forward, backward, gradients = pushed_copies(plan)
     return (
-        _copies(plan, forward, cluster, expert.weight_bytes, to_home=False),
-        _copies(plan, backward, cluster, expert.weight_bytes, to_home=False),
+        _copies(plan, forward, cluster, expert.weight_bytes, from_pool=from_pool),
+        _copies(plan, backward, cluster, expert.weight_bytes),
         _copies(plan, gradients, cluster, expert.gradient_bytes, to_home=True),
     )
 
 
 def _copies(
-    plan: StepPlan, copied_MLRB: Bool[ndarray, "M L R B"], cluster: Cluster, bytes_each: int, *, to_home: bool
+    plan: StepPlan,
+    copied_MLRB: Bool[ndarray, "M L R B"],
+    cluster: Cluster,
+    bytes_each: int,
+    *,
+    to_home: bool = False,
+    from_pool: bool = False,
 ) -> CopyCosts:
     m_X, layer_X, rank_X, slot_X = np.nonzero(copied_MLRB)
     home_X = plan.home_LE[layer_X, plan.replica_MLRB[m_X, layer_X, rank_X, slot_X]].astype(np.int64)
-    inside_X = home_X // plan.ranks_per_node == rank_X // plan.ranks_per_node
-    via_host_X = ~inside_X & (not to_home)
 
-    def count(rank_of_X: ndarray, chosen_X: ndarray) -> Int64[ndarray, "M L R"]:
+    def count(rank_of_X: ndarray) -> Int64[ndarray, "M L R"]:
         counts_MLR = np.zeros(copied_MLRB.shape[:3], dtype=np.int64)
-        np.add.at(counts_MLR, (m_X[chosen_X], layer_X[chosen_X], rank_of_X[chosen_X]), 1)
+        np.add.at(counts_MLR, (m_X, layer_X, rank_of_X), 1)
         return counts_MLR
 
-    everything_X = np.ones_like(inside_X)
     from_X, to_X = (rank_X, home_X) if to_home else (home_X, rank_X)
-    sent_MLR, received_MLR = count(from_X, ~via_host_X), count(to_X, everything_X)
+    received_MLR = count(to_X)
+    nothing_MLR = np.zeros_like(received_MLR)
+    sent_MLR = nothing_MLR if from_pool else count(from_X)
+    inside_ML, network_ML = copy_seconds_of_links(
+        plan, copied_MLRB, cluster, bytes_each, to_home=to_home, from_pool=from_pool
+    )
     return CopyCosts(
-        seconds_ML=copy_seconds(plan, copied_MLRB, cluster, bytes_each, to_home=to_home),
+        seconds_ML=np.maximum(inside_ML, network_ML),
+        network_ML=network_ML,
         takes_part_MLR=(sent_MLR > 0) | (received_MLR > 0),
         sent_MLR=sent_MLR,
         received_MLR=received_MLR,
-        from_host_MLR=count(rank_X, via_host_X),
+        from_host_MLR=received_MLR if from_pool else nothing_MLR,
         bytes_each=bytes_each,
     )
 

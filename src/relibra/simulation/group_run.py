@@ -26,6 +26,9 @@ class Execution:
     pipeline_stages          parts of the layers, each on ranks of its own
     mini_batches             optimizer steps; each takes a run of consecutive micro-batches
     forward_only             log-probabilities under the current policy: no backward pass, no optimizer
+    host_pool                with forward_only: replicas are copied out of a `parallel.HostPool`, all of them, and no
+                             home sends. False, as `relibra.rl` computes log-probabilities: homes send. Passes with
+                             gradients have homes send in either case
     overlap                  copies of experts and sums of gradients run beside other work; False: everybody waits
     recompute_activations    layers run forward again in the backward pass
     raises                   ConfigError
@@ -34,6 +37,7 @@ class Execution:
     pipeline_stages: int = 1
     mini_batches: int = 1
     forward_only: bool = False
+    host_pool: bool = False
     overlap: bool = True
     recompute_activations: bool = False
 
@@ -119,7 +123,7 @@ def run_group(costs_S: list[StageCosts], how: Execution, note_of: NoteOf | None 
         waited_SR=np.stack([sum(one.waited_R for one in pair) for pair in pairs_S]),
         sent={kind: value_S2R[:, 0] for kind, value_S2R in moved.items()},
         received={kind: value_S2R[:, 1] for kind, value_S2R in moved.items()},
-        host_SR=np.stack([_from_host(costs, how) for costs in costs_S]),
+        host_SR=np.stack([_from_host(costs) for costs in costs_S]),
         token_slots_SR=np.stack([costs.load_MLR.sum(axis=(0, 1)) for costs in costs_S]),
         uneven={name: _uneven(costs_S, name) for name in ("attention", "experts")},
         flops=sum(costs.flops for costs in costs_S) / (3 if how.forward_only else 1),
@@ -164,9 +168,8 @@ def _mini_batch(
     )
 
 
-def _from_host(costs: StageCosts, how: Execution) -> Float64[ndarray, " R"]:
-    kinds = [costs.push] if how.forward_only else [costs.push, costs.again]
-    return np.sum([one.from_host_MLR.sum(axis=(0, 1)) * float(one.bytes_each) for one in kinds], axis=0)
+def _from_host(costs: StageCosts) -> Float64[ndarray, " R"]:
+    return costs.push.from_host_MLR.sum(axis=(0, 1)) * float(costs.push.bytes_each)
 
 
 def _bytes(costs: StageCosts, how: Execution, neighbours: tuple[int, int]) -> dict[str, Float64[ndarray, "2 R"]]:

@@ -8,8 +8,9 @@ does (`relibra.parallel`, docs/execution.md), in its order:
     backward   dispatch, wait push, replicas, experts at home, wait return, combine (gate weights, rows), attention
 
 Copies run beside all of this, one transfer after another. A push begins when the slots are free: at the start of the
-pass, then when the layer with the replicas before is done with them. Gradients leave when the last rank has computed
-those of its replicas. Without overlap everybody waits for each copy: what `objective.predict` adds up.
+pass, then when the layer with the replicas before is done with them. Between nodes a push shares links with rows, and
+rests while these travel. Gradients leave when the last rank has computed those of its replicas, and have arrived before
+rows travel again. Without overlap everybody waits for each copy: what `objective.predict` adds up.
 """
 
 from __future__ import annotations
@@ -85,13 +86,12 @@ def backward_pass(
 
 
 class _Transfer(NamedTuple):
-    """Copies of one kind in one layer: from when to when, per micro-batch."""
+    """Copies of one kind in one layer, and when they began in each micro-batch."""
 
     kind: str
     layer: int
     copies: CopyCosts
     begun_M: ndarray
-    done_M: ndarray
 
 
 @dataclass(eq=False)
@@ -101,6 +101,7 @@ class _Walk:
     now_MR      when each rank is done with what it did last
     met_M       when all ranks were last at the same time
     free_M      when the next push may begin
+    rows        from when to when rows were on their way, in order
     """
 
     costs: StageCosts
@@ -109,6 +110,7 @@ class _Walk:
     now_MR: ndarray = field(init=False)
     met_M: ndarray = field(init=False)
     free_M: ndarray = field(init=False)
+    rows: list[tuple[ndarray, ndarray]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         M, R = self.costs.attention_MR.shape
@@ -139,17 +141,17 @@ class _Walk:
         self._meet("attention")
         pushed = self._begin("push", layer, push, self.free_M)
         if not self.overlap:
-            self._wait_for_all(pushed)
+            arrived_M = self._wait_for_all(pushed)
         self._exchange("dispatch", layer, exchange.dispatch_ML, exchange.out_MLR, "exchange")
         self._exchange("dispatch", layer, exchange.gates_ML, exchange.gates_out_MLR, "gates")
         self._work("experts", layer, costs.home_MLR[:, layer], "homes")
         if self.overlap:
-            self._wait(pushed)
+            arrived_M = self._wait(pushed)
         self._work("experts", layer, costs.replica_MLR[:, layer], "replicas")
         self._meet("compute", costs.home_MLR[:, layer] + costs.replica_MLR[:, layer])
         self._exchange("combine", layer, exchange.combine_ML, exchange.in_MLR, "exchange")
         has_M = push.takes_part_MLR[:, layer].any(axis=1)
-        after_M = pushed.done_M if costs.resident else self.met_M
+        after_M = arrived_M if costs.resident else self.met_M
         if frees_slots:
             self.free_M = np.where(has_M, after_M, self.free_M)
 
@@ -170,15 +172,13 @@ class _Walk:
         leave_M = self.now_MR.max(axis=1)
         self._work("experts", layer, 2 * costs.home_MLR[:, layer], "homes")
         if self.overlap:
-            back = self._begin("return", layer, home, leave_M)
-            self._wait(back)
+            back_M = self._wait(self._begin("return", layer, home, leave_M))
         self._meet("compute", 2 * (costs.home_MLR[:, layer] + costs.replica_MLR[:, layer]))
         if not self.overlap:
-            back = self._begin("return", layer, home, self.met_M)
-            self._wait_for_all(back)
+            back_M = self._wait_for_all(self._begin("return", layer, home, self.met_M))
         has_M = home.takes_part_MLR[:, layer].any(axis=1)
         if not costs.resident:
-            self.free_M = np.where(has_M, back.done_M, self.free_M)
+            self.free_M = np.where(has_M, back_M, self.free_M)
         self._exchange("combine", layer, exchange.gates_back_ML, exchange.gates_in_MLR, "gates")
         self._exchange("combine", layer, exchange.combine_ML, exchange.in_MLR, "exchange")
 
@@ -205,6 +205,7 @@ class _Walk:
     def _exchange(self, stage: str, layer: int, seconds_ML: ndarray, rows_MLR: ndarray, term: str) -> None:
         """Wait for the last rank, then move rows; all ranks are done together."""
         start_MR, end_M = self.now_MR, self.met_M + seconds_ML[:, layer]
+        self.rows.append((self.met_M, end_M))
         self.terms[term] += seconds_ML[:, layer]
         self.waited_R += (self.met_M[:, None] - start_MR).sum(axis=0)
         self.met_M = end_M
@@ -216,30 +217,48 @@ class _Walk:
             self.note(stage, self._id(layer), start_MR, self.now_MR, rows_MLR[:, layer] * row_bytes, None, label)
 
     def _begin(self, kind: str, layer: int, copies: CopyCosts, begin_M: ndarray) -> _Transfer:
-        seconds_M = copies.seconds_ML[:, layer]
-        self.copying_M += seconds_M
-        return _Transfer(kind, layer, copies, begin_M, begin_M + seconds_M)
+        self.copying_M += copies.seconds_ML[:, layer]
+        return _Transfer(kind, layer, copies, begin_M)
 
-    def _wait(self, transfer: _Transfer) -> None:
-        """Let the ranks that take part wait; a transfer counts as going on until its rank has seen its end."""
-        kind, layer, copies, begun_M, done_M = transfer
+    def _arrival(self, transfer: _Transfer) -> Float64[ndarray, " M"]:
+        """Say when copies are done: those between nodes rest while rows travel, of which none may come any more."""
+        _, layer, copies, begun_M = transfer
+        done_M, network_M = begun_M + copies.seconds_ML[:, layer], copies.network_ML[:, layer]
+        if not network_M.any():
+            return done_M
+        self.rows = [pair for pair in self.rows if (pair[1] > self.free_M).any()]
+        through_M = begun_M + network_M
+        for start_M, end_M in self.rows:
+            rests_M = (start_M < through_M * (1 - _ROUNDING)) & (end_M > begun_M)
+            through_M = through_M + np.where(rests_M, end_M - np.maximum(start_M, begun_M), 0.0)
+        return np.where(network_M > 0, np.maximum(done_M, through_M), done_M)
+
+    def _wait(self, transfer: _Transfer) -> Float64[ndarray, " M"]:
+        """Let the ranks that take part wait; return when the copies were done.
+
+        A transfer counts as going on until its rank has seen its end.
+        """
+        kind, layer, copies, begun_M = transfer
+        done_M = self._arrival(transfer)
         part_MR, start_MR = copies.takes_part_MLR[:, layer], self.now_MR
         self.now_MR = np.where(part_MR, np.maximum(start_MR, done_M[:, None]), start_MR)
         begun_MR = np.broadcast_to(begun_M[:, None], start_MR.shape)
         self.spent[f"wait {kind}"] += (self.now_MR - start_MR).sum(axis=0)
         self.spent[kind] += ((self.now_MR - begun_MR) * part_MR).sum(axis=0)
         if self.note is not None:
-            self.note(f"wait {kind}", self._id(layer), start_MR, self.now_MR, None, part_MR, "")
+            # With a pool the executor has every rank look whether its copies are there, also those that have none.
+            looks_MR = part_MR | (copies.from_host_MLR[:, layer].sum(axis=1, keepdims=True) > 0)
+            self.note(f"wait {kind}", self._id(layer), start_MR, self.now_MR, None, looks_MR, "")
             sent_MR = copies.sent_MLR[:, layer] * copies.bytes_each
             self.note(kind, self._id(layer), begun_MR, self.now_MR, sent_MR, part_MR, "")
+        return done_M
 
-    def _wait_for_all(self, transfer: _Transfer) -> None:
+    def _wait_for_all(self, transfer: _Transfer) -> Float64[ndarray, " M"]:
         """Without overlap: copies begin when all ranks are there, and nobody goes on before they are done."""
-        seconds_M = transfer.done_M - transfer.begun_M
-        done_M = self.met_M + seconds_M
-        self._wait(transfer._replace(begun_M=self.met_M, done_M=done_M))
-        self.terms["copies"] += seconds_M
+        done_M = self._wait(transfer._replace(begun_M=self.met_M))
+        self.terms["copies"] += transfer.copies.seconds_ML[:, transfer.layer]
         self.met_M = done_M
+        return done_M
 
     def _id(self, layer: int) -> int:
         return int(self.costs.layer_ids[layer]) if layer >= 0 else -1

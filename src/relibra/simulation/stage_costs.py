@@ -77,6 +77,7 @@ def stage_costs(
     *,
     overlap: bool,
     distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,
+    from_pool: bool = False,
 ) -> list[StageCosts]:
     """Price one expert-parallel group: the plan's arrays hold the micro-batches of this group alone, in their order.
 
@@ -86,6 +87,7 @@ def stage_costs(
     demand          under the schedule of the plan
     overlap         False: every copy that the objective counts is made
     distinct_MLRR   as for `exchange_costs`
+    from_pool       weights of replicas come from a pool in host memory before forward, as in passes without gradients
     """
     expert = model.expert
     rows_MR, score_flops_MR = rows_and_scores(plan, demand, model)
@@ -94,7 +96,7 @@ def stage_costs(
     head_MR = head_seconds(model, cluster, rows_MR)
     home_MLR, replica_MLR = expert_seconds(plan, demand, cluster, expert)
     exchanged = exchange_costs(plan, demand, cluster, expert, distinct_MLRR)
-    copies = copy_costs(plan, cluster, expert)
+    copies = copy_costs(plan, cluster, expert, from_pool=from_pool)
     load_MLR, nothing_MR = plan.rank_load(demand), np.zeros_like(rows_MR)
     found = []
     for stage, layers in enumerate(layout.stage_layers(len(plan.layer_ids))):
@@ -146,6 +148,7 @@ def _without_last(copies: CopyCosts) -> CopyCosts:
     return replace(
         copies,
         seconds_ML=np.where(keep_ML, copies.seconds_ML, 0.0),
+        network_ML=np.where(keep_ML, copies.network_ML, 0.0),
         takes_part_MLR=copies.takes_part_MLR & keep_ML[..., None],
         sent_MLR=copies.sent_MLR * keep_ML[..., None],
         received_MLR=copies.received_MLR * keep_ML[..., None],

@@ -162,7 +162,16 @@ def costs_of(
         )
     if how.mini_batches > planned[0]:
         raise ConfigError(f"{how.mini_batches} mini-batches of {planned[0]} micro-batches: use at most {planned[0]}")
-    return stage_costs(plan, demand, cluster, model, layout, overlap=how.overlap, distinct_MLRR=distinct_MLRR)
+    return stage_costs(
+        plan,
+        demand,
+        cluster,
+        model,
+        layout,
+        overlap=how.overlap,
+        from_pool=how.forward_only and how.host_pool,
+        distinct_MLRR=distinct_MLRR,
+    )
 
 
 def assemble(

@@ -90,10 +90,10 @@ def _cheapest(
     they are, have to pay, or nobody moves.
     """
     cluster = question.cluster
-    replica_MLRB, quota_MLRB, new_ML = cheapest_replicas(question, demand, home_LE, clock)
+    replica_MLRB, quota_MLRB, new_ML = cheapest_replicas(question, demand, home_LE, clock, share=0.8)
     if np.array_equal(home_LE, previous_LE):
         return home_LE, replica_MLRB, quota_MLRB
-    kept_replica, kept_quota, kept_ML = cheapest_replicas(question, demand, previous_LE, clock)
+    kept_replica, kept_quota, kept_ML = cheapest_replicas(question, demand, previous_LE, clock, share=0.95)
     move_seconds = question.expert.state_bytes / _slowest_link(cluster)
     moved_L = (home_LE != previous_LE).sum(axis=1) / cluster.num_ranks
     new_L, kept_L = new_ML.sum(axis=0), kept_ML.sum(axis=0)
