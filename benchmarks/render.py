@@ -326,6 +326,8 @@ def table(name: str) -> str:
     if not path.exists():
         return f"*Not measured yet: there is no `benchmarks/results/{file}.json`.*\n"
     rows = [row for row in json.loads(path.read_text()) if not part or row["table"] == part]
+    if not rows:
+        return f"*Not measured yet: `benchmarks/results/{file}.json` has no rows of {part}.*\n"
     titles = [column.replace("_", " ") if isinstance(column, str) else column[0] for column in columns]
     cells = [[_shown(row[column] if isinstance(column, str) else column[1](row)) for column in columns] for row in rows]
     filled = [n for n, title in enumerate(titles) if title != "quartiles" or any(row[n] for row in cells)]
