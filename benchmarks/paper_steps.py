@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -197,10 +198,16 @@ def forced_balance(demand: Demand) -> Demand:
     return with_pairs(bare.with_schedule(*demand.schedule, demand.tokens_MLRE.shape[2]))
 
 
+@lru_cache(maxsize=3)  # the seeds of a case: models follow one another on the same demands
+def _even(demand: Demand) -> tuple[Demand, Tokens]:
+    even = forced_balance(demand)
+    return even, draw_tokens(even)
+
+
 def balanced(case: Case, how: Execution | None = None) -> Made:
     """Simulate forced balance: the upper bound that papers call Balanced or ideal."""
-    demand = forced_balance(case.demand)
-    even = replace(case, demand=demand, tokens=draw_tokens(demand) if case.tokens else None)
+    demand, tokens = _even(case.demand)
+    even = replace(case, demand=demand, tokens=tokens if case.tokens else None)
     return made(even, "static", how=how)
 
 

@@ -158,6 +158,7 @@ def test_ranks_make_one_plan_together_and_it_is_that_of_a_single_planner(tmp_pat
                 assert found["digest"] == found["whole"], f"{case}: {found}"
             assert found["skews"][0] <= 1.02 * found["skews"][1]
             assert found["skews"][2] <= found["skews"][0] + 1e-12
-    assert first["relibra", 0]["copies"] > 0
+    assert first["relibra", 0]["moved"] > 0  # which evens out these few responses, so there is nothing to copy
+    assert first["homes_stay", 0]["copies"] > 0
     assert first["homes_stay", 0]["moved"] == first["no_copies", 0]["copies"] == 0
     assert first["relibra", 1]["moved"] <= first["relibra", 0]["moved"], "a second plan starts where the first left off"
