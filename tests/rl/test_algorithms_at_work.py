@@ -107,9 +107,12 @@ def test_refills_keep_places_busy_to_the_end_of_the_window(alone):
     for row in rows:
         under_way.append(row["finished"] / (1 - row["unfinished_share"]))
         assert under_way[-1] == pytest.approx(round(under_way[-1]))
-        assert row["decode_steps"] == 12
+        assert 12 - 1 <= row["decode_steps"] <= 12, "it ends early only when no window of use fits any more"
+        assert row["passes"] > row["decode_steps"], "prefills of other responses"
         assert round(under_way[-1]) - row["finished"] <= 8, "more are live than there are places"
-        assert row["sampled_tokens"] >= round((1 - row["idle_share"]) * 12 * 8), "a token per place that is taken"
+        assert row["sampled_tokens"] >= round((1 - row["idle_share"]) * row["decode_steps"] * 8), (
+            "a token per place that is taken"
+        )
     assert max(under_way) > 8.5, "no place was refilled, so nothing was tested"
 
 
@@ -296,7 +299,16 @@ def test_two_ranks_train_what_one_trains(name, on_two_ranks, tmp_path):
     single = outcome_of(folder, [run_alone((*RANKS[name], *ALIKE), folder, descent=True)])
     assert_trained(single)
     assert_near(single, on_two_ranks[name], 1e-5)
-    about_ranks = {*PLAN_COLUMNS, "k3_kl", "idle_share", "decode_steps", "log_ratio_p99", "log_ratio_max", "seconds"}
+    about_ranks = {
+        *PLAN_COLUMNS,
+        "k3_kl",
+        "idle_share",
+        "decode_steps",
+        "passes",
+        "log_ratio_p99",
+        "log_ratio_max",
+        "seconds",
+    }
     for one, other in zip(single.rows, on_two_ranks[name].rows, strict=True):
         # each rank cuts its own finished responses into mini-batches for the value model
         about_values = {"value_loss", "explained_variance"}

@@ -45,7 +45,7 @@ class ScriptedEngine:
             while spare is not None and left:
                 of_spares.append(scripted_window(next(spare), left, max_response))
                 left -= len(of_spares[-1].tokens_w)
-        cost = RolloutCost(decode_steps=1, slot_steps=1, busy_slot_steps=1, prefilled_tokens=0)
+        cost = RolloutCost(decode_steps=1, passes=1, slot_steps=1, busy_slot_steps=1, prefilled_tokens=0)
         return [*windows, *of_spares], cost
 
 
