@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from relibra.rl import step
 from relibra.rl.presets import PRESETS
 from relibra.rl.step import Learner
 
@@ -99,6 +100,21 @@ def test_t_ppo_goes_on_with_unfinished_responses(alone):
     assert any(row["unfinished_share"] > 0 for row in rows)
     assert all(row["decode_steps"] <= 4 for row in rows), "no step decodes more than a window"
     assert max(row["response_length_max"] or 0 for row in rows) > 4, "no response spans windows"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a process that ends closes its logs
+def test_a_response_that_is_lost_in_the_last_step_is_in_no_checkpoint(tmp_path, monkeypatch):
+    whole = step._assign_credit
+
+    def losing_one(learner, *others):
+        found = whole(learner, *others)
+        learner.progress.live.pop()
+        return found
+
+    monkeypatch.setattr(step, "_assign_credit", losing_one)
+    with pytest.raises(AssertionError, match=r"8 responses started, .* some were lost"):
+        run_alone((*TPPO, "run.steps=1", "checkpoint.every=1"), tmp_path)
+    assert [folder.name for folder in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["step-00000"]
 
 
 @pytest.mark.slow
