@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from relibra.rl import step
+from relibra.rl import step, trainer
+from relibra.rl.collect import check_live
 from relibra.rl.presets import PRESETS
 from relibra.rl.step import Learner
 
@@ -102,19 +103,21 @@ def test_t_ppo_goes_on_with_unfinished_responses(alone):
     assert max(row["response_length_max"] or 0 for row in rows) > 4, "no response spans windows"
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a process that ends closes its logs
-def test_a_response_that_is_lost_in_the_last_step_is_in_no_checkpoint(tmp_path, monkeypatch):
-    whole = step._assign_credit
+def test_each_step_is_checked_for_lost_responses_before_its_checkpoint_is_written(tmp_path, monkeypatch):
+    events = []
 
-    def losing_one(learner, *others):
-        found = whole(learner, *others)
-        learner.progress.live.pop()
-        return found
+    def check(live, *, fresh, finished, config):
+        events.append((fresh.started, finished, len(live)))
+        check_live(live, fresh=fresh, finished=finished, config=config)
 
-    monkeypatch.setattr(step, "_assign_credit", losing_one)
-    with pytest.raises(AssertionError, match=r"8 responses started, .* some were lost"):
-        run_alone((*TPPO, "run.steps=1", "checkpoint.every=1"), tmp_path)
-    assert [folder.name for folder in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["step-00000"]
+    monkeypatch.setattr(step, "check_live", check)
+    monkeypatch.setattr(trainer, "save_checkpoint", lambda _run, number, **_: events.append(number))
+    run_alone((*TPPO, "run.steps=2", "checkpoint.every=1"), tmp_path)
+    before, (begun, ended, under_way), first, (begun_then, ended_then, under_way_then), last = events
+    assert (before, first, last) == (0, 1, 2)
+    assert begun == 8 == ended + under_way
+    assert begun_then == 8 + ended == ended_then + under_way_then
+    assert under_way_then > 0
 
 
 @pytest.mark.slow
