@@ -239,7 +239,7 @@ class UpdateSettings(Section):
     epochs: int = Field(1, ge=1)
     """Times that a rollout batch is trained on."""
     micro_batch_tokens: int = Field(2048, ge=1)
-    """Tokens that one rank feeds at once; a longer response goes alone."""
+    """Tokens that one rank feeds at once, in the warm-up too; a longer response goes alone."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm."""
 
