@@ -237,13 +237,13 @@ def _bound(rows: list[dict], windowed: str) -> str:
 
 def print_rows(rows: list[dict]) -> None:
     """Print a table."""
-    titles = ("seed", "algorithm", "steps", "decode\nsteps", "\npasses", "\ntime s")
+    titles = ("seed", "algorithm", "decode\nsteps", "\npasses", "\ntime s")
     titles = (*titles, "PPO/it\ndecode", "PPO/it\npasses", "PPO/it\ntime")
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for title in (*titles, "\nidle", "final\nreward", "to\nreach"):
+    for title in (*titles, "\nidle", "\nfinal", "to\nreach"):
         table.add_column(title, justify="left" if title == "algorithm" else "right", no_wrap=True, overflow="ignore")
     for row in rows:
-        costs = (row["updates"], row["decode_steps"], row["passes"])
+        costs = (row["decode_steps"], row["passes"])
         ratios = (row["wall_seconds"], row["decode_ratio"], row["passes_ratio"], row["wall_ratio"])
         table.add_row(
             str(row["seed"]),

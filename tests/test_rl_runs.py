@@ -97,7 +97,8 @@ def test_all_algorithms_are_measured_to_the_plateau_of_ppo(capsys):
     assert "equal tokens give 4.00" in lines[4]
     assert lines[5].startswith("T-PPO, refill: per sampled token rollout is 2.00 times cheaper")
     tppo.print_rows(rows)
-    assert all(len(line) <= 100 for line in capsys.readouterr().out.splitlines() if "PPO" in line[:20])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "PPO" in line[:20] and len(line) <= 80]
+    assert [line[-2:] for line in lines[:4]] == [[reward, "0.58"] for reward in ("0.60", "0.60", "0.63", "0.60")]
 
 
 def test_the_plateau_is_the_best_of_the_last_third_and_what_still_moves_is_told():
