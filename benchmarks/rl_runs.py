@@ -23,12 +23,14 @@ class Point:
     """An evaluation: the mean reward on held-out prompts, and what RL had taken until then.
 
     updates        RL steps
-    decode_steps   passes that add a token to each response under way; evaluations not counted
+    decode_steps   rounds that add a token to each response under way; evaluations not counted
+    passes         forward passes of the sampler: decode steps, refills, pieces of prefills
     seconds        of all stages of the steps; neither warm-up nor evaluations
     """
 
     updates: int
     decode_steps: int
+    passes: int
     seconds: float
     reward: float
 
@@ -54,13 +56,16 @@ def _launched(words: list[str]) -> Path:
 
 def points(rows: Rows) -> list[Point]:
     """Return the evaluations of a run."""
-    found, decode_steps, seconds = [], 0, 0.0
+    found, decode_steps, passes, seconds = [], 0, 0, 0.0
     for row in rows:
         decode_steps += row["decode_steps"]
+        passes += row["passes"]
         seconds += sum(row["seconds"].values())
         if row["evaluation"]:
             reward = row["evaluation"]["reward"]
-            found.append(Point(updates=row["step"] + 1, decode_steps=decode_steps, seconds=seconds, reward=reward))
+            found.append(
+                Point(updates=row["step"] + 1, decode_steps=decode_steps, passes=passes, seconds=seconds, reward=reward)
+            )
     return found
 
 
@@ -74,9 +79,10 @@ def smoothed(rewards: Sequence[float], last: int) -> list[float]:
 
 
 def first_at(curve: Sequence[Point], reward: float, last: int) -> Point | None:
-    """Return the first evaluation whose mean with those before it, `last` of them, is as high; None: never."""
+    """Return the first evaluation whose mean with the `last - 1` before it is as high; None: never."""
     means = smoothed([point.reward for point in curve], last)
-    return next((point for point, mean in zip(curve, means, strict=True) if mean >= reward), None)
+    whole = [*zip(curve, means, strict=True)][last - 1 :]
+    return next((point for point, mean in whole if mean >= reward), None)
 
 
 def idle_share(rows: Rows) -> float:

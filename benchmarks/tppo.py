@@ -1,11 +1,16 @@
 """Does T-PPO reach PPO's reward in less decoding and less time? Whole runs of `relibra train`, side by side.
 
 Chains of additions whose lengths have a heavy tail (a power law), and the built-in tiny transformer. All runs start
-from one warm-up, and the three of a seed differ in the window: PPO decodes until the longest response of a step has
-ended, T-PPO adds at most a window to each response and goes on in the next step, and with refill the places of
-responses that end inside a window take fresh ones. What is compared is what it took to come to PPO's final reward.
+from one warm-up. PPO decodes as many responses as there are places until the longest of a step has ended; "queued" it
+has three times as many responses per step, and three optimizer steps, in the same places, so that those that fall free
+take waiting ones; T-PPO adds at most a window to each response and goes on in the next step, and with refill the places
+of responses that end inside a window take fresh ones.
+
+What is compared is what it took to come to PPO's plateau: the best mean of three consecutive evaluations among those
+that end in the last third of its run, less its standard error. A run is there at the first mean of three as high.
+Whether PPO was still moving (the last mean of three, less the one before) is told beside it.
 Rows go to results/tppo.json.
-Run: python benchmarks/tppo.py [--quick] [--json] [--output FOLDER]   (or: relibra bench tppo). A quarter of an hour.
+Run: python benchmarks/tppo.py [--quick] [--json] [--output FOLDER]   (or: relibra bench tppo). Below twenty minutes.
 One process of one thread trains at a time. --quick takes one seed and few steps, and writes no rows.
 """
 
@@ -24,7 +29,7 @@ import numpy as np
 from provenance import RESULTS, write_results
 from rich.console import Console
 from rich.table import Table
-from rl_runs import Rows, first_at, idle_share, points, stage_seconds, trained, warmed_up
+from rl_runs import Rows, first_at, idle_share, points, smoothed, stage_seconds, trained, warmed_up
 
 SETTINGS = (
     "parallel.ranks=1",
@@ -45,24 +50,41 @@ SETTINGS = (
 )
 WARM_UP = ("parallel.ranks=2", "warmup.steps=500", "warmup.batch=64", "warmup.slip=0.2")
 WINDOWS = ("rollout.window=48", "algorithm.tail_drop=2")
+QUEUE = 3
+"""Times as many responses per step as places, where PPO queues them."""
 MORE = {
     "PPO": ("run.steps=65", "critic.warmup_steps=10"),
+    "PPO, queued": (
+        "run.steps=24",
+        "critic.warmup_steps=4",
+        f"rollout.prompts_per_step={QUEUE * 32}",
+        "rollout.max_batch=32",
+        f"update.mini_batches={QUEUE}",
+        "evaluation.every=2",
+    ),
     "T-PPO": ("run.steps=105", "critic.warmup_steps=14", *WINDOWS),
     "T-PPO, refill": ("run.steps=62", "critic.warmup_steps=9", *WINDOWS, "rollout.refill=true"),
 }
 """Steps in which only the value model learns see about as many finished responses in all, and runs sample about as many
 tokens: with refill a step has more of both."""
-WINDOWED = tuple(algorithm for algorithm in MORE if algorithm != "PPO")
+WINDOWED = tuple(algorithm for algorithm in MORE if algorithm.startswith("T-PPO"))
 QUICK = ("run.steps=4", "evaluation.every=2", "evaluation.prompts=16", "critic.warmup_steps=1")
 SEEDS = 3
 LAST = 3
 """Evaluations that a reward is the mean of."""
 TARGETS = {"decode_ratio": 2.5, "wall_ratio": 1.8}
-"""What PPO takes to come to its final reward, over what T-PPO takes, in the form that is faster; medians over seeds."""
+"""What PPO takes to come to its plateau, over what T-PPO takes, in the form that is faster; medians over seeds."""
+RATIOS = {
+    "updates": "updates",
+    "decode": "decode_steps",
+    "passes": "passes",
+    "wall": "wall_seconds",
+}
+"""Ratio to PPO, and the cost it is of."""
 UNIT = (
-    "RL steps, decode steps and seconds until the held-out reward is PPO's final one; seconds are those of whole RL "
-    "steps: rollout with prompts fed again, reward, routes on disk, recompute, values, both updates, weight sync; "
-    "steps in which only the value model learns are in, warm-up and evaluations are not"
+    "RL steps, decode steps, forward passes of the sampler and seconds until the held-out reward is PPO's plateau; "
+    "seconds are those of whole RL steps: rollout with prompts fed again, reward, routes on disk, recompute, values, "
+    "both updates, weight sync; steps in which only the value model learns are in, warm-up and evaluations are not"
 )
 
 
@@ -78,20 +100,30 @@ def races(seeds: int, folder: Path, *, quick: bool) -> Iterator[Race]:
     """Train with all algorithms from one warm-up; who goes first takes turns."""
     policy = warmed_up((*SETTINGS, *WARM_UP, *(("warmup.steps=8",) if quick else ())), folder, "warm-up")
     for seed in range(seeds):
-        own = (*SETTINGS, f"run.seed={seed}")
         rows: dict[str, Rows] = {}
         for algorithm in [*MORE, *MORE][seed % len(MORE) :][: len(MORE)]:
-            settings = (*own, *MORE[algorithm], *(QUICK if quick else ()))
+            settings = (*settings_of(algorithm, seed), *(QUICK if quick else ()))
             rows[algorithm] = trained(settings, policy, folder, f"{algorithm.replace(', ', '-')}-{seed}")
         yield Race(seed=seed, rows=rows)
 
 
+def settings_of(algorithm: str, seed: int) -> tuple[str, ...]:
+    """Return the overrides of a run after its warm-up; the last one of a setting wins."""
+    return (*SETTINGS, f"run.seed={seed}", *MORE[algorithm])
+
+
 def reward_to_reach(ppo: Rows) -> float:
-    """Return PPO's final reward, less its standard error: the mean of the last evaluations."""
-    last = [point.reward for point in points(ppo)][-LAST:]
-    mean = sum(last) / len(last)
+    """Return PPO's plateau, less its standard error: the best mean of consecutive evaluations in the last third."""
+    means = smoothed([point.reward for point in points(ppo)], LAST)
+    mean = max(means[-max(1, len(means) // 3) :])
     prompts = next(int(setting.partition("=")[2]) for setting in SETTINGS if setting.startswith("evaluation.prompts"))
-    return mean - math.sqrt(mean * (1 - mean) / (prompts * len(last)))
+    return mean - math.sqrt(mean * (1 - mean) / (prompts * LAST))
+
+
+def last_move(rows: Rows) -> float:
+    """Return how far the reward still moved at the end of a run: the last mean of evaluations, less the one before."""
+    means = smoothed([point.reward for point in points(rows)], LAST)
+    return means[-1] - means[-2]
 
 
 def result_rows(race: Race) -> list[dict]:
@@ -110,9 +142,11 @@ def result_rows(race: Race) -> list[dict]:
             "repetitions": 1, "algorithm": algorithm, "target": target,
             "updates": reached.updates if reached else None,
             "decode_steps": reached.decode_steps if reached else None,
+            "passes": reached.passes if reached else None,
             "wall_seconds": reached.seconds if reached else None,
             "final_reward": float(np.mean([point.reward for point in curve[-LAST:]])),
             "first_reward": curve[0].reward,
+            "last_move": last_move(rows),
             "idle_share": idle_share(rows),
             "unfinished_share": float(np.mean([one["unfinished_share"] for one in rows])),
             "fed_again": sum(one["prefilled_tokens"] for one in rows) / sum(one["sampled_tokens"] for one in rows),
@@ -121,11 +155,12 @@ def result_rows(race: Race) -> list[dict]:
             "training_us": 1e6 * (sum(spent.values()) - spent["rollout"]) / sampled,
             "steps": len(rows),
             "evaluations": [asdict(point) for point in curve],
-            "settings": [*SETTINGS, *WARM_UP, *MORE[algorithm]],
+            "warm_up_settings": [*SETTINGS, *WARM_UP],
+            "settings": [*settings_of(algorithm, race.seed)],
             "configuration": _configuration(algorithm, rows),
         }  # fmt: skip
         ppo = found[0] if found else row
-        for name, cost in (("updates", "updates"), ("decode", "decode_steps"), ("wall", "wall_seconds")):
+        for name, cost in RATIOS.items():
             row[f"{name}_ratio"] = ppo[cost] / row[cost] if ppo[cost] and row[cost] else None
         found.append(row)
     return found
@@ -133,10 +168,11 @@ def result_rows(race: Race) -> list[dict]:
 
 def _configuration(algorithm: str, rows: Rows) -> str:
     of = dict(setting.split("=") for setting in (*SETTINGS, *MORE[algorithm]))
-    longest = of["rollout.max_response"]
+    longest, prompts = of["rollout.max_response"], of["rollout.prompts_per_step"]
+    places = min(int(prompts), int(of.get("rollout.max_batch", prompts)))
     refilled = ", refilled inside" if "rollout.refill" in of else ""
     return (
-        f"{of['rollout.prompts_per_step']} x {of['rollout.responses_per_prompt']} slots, window "
+        f"{places} slots, {prompts} responses of a step begin in them, window "
         f"{of.get('rollout.window', longest)} of {longest} tokens{refilled}, {of['model.num_layers']} layers of "
         f"{of['model.num_experts']} experts, {len(rows)} steps, 1 process of 1 thread; reward: mean of {LAST} "
         f"evaluations of {of['evaluation.prompts']} held-out prompts, at the first that reaches it"
@@ -146,22 +182,32 @@ def _configuration(algorithm: str, rows: Rows) -> str:
 def summary(rows: list[dict]) -> list[str]:
     """Hold the medians over seeds against what should be reached, one sentence each; say what bounds the seconds.
 
-    Both targets are held against the form of T-PPO that is faster.
+    Both targets are held against the form of T-PPO that is faster. Passes are told beside decode steps, which hide
+    refills.
     """
+    others = [algorithm for algorithm in MORE if algorithm != "PPO"]
     medians = {
         algorithm: {
             name: float(np.median([row[name] or 0.0 for row in rows if row["algorithm"] == algorithm]))
-            for name in TARGETS
+            for name in (*TARGETS, "passes_ratio")
         }
-        for algorithm in WINDOWED
+        for algorithm in others
     }
+
+    def each(name: str) -> str:
+        return "; ".join(f"PPO / {algorithm} {medians[algorithm][name]:.2f}" for algorithm in others)
+
     better = max(WINDOWED, key=lambda algorithm: medians[algorithm]["wall_ratio"])
     lines = []
     for name, target in TARGETS.items():
         sign = "reached" if medians[better][name] >= target else "MISSED"
-        each = "; ".join(f"PPO / {algorithm} {medians[algorithm][name]:.2f}" for algorithm in WINDOWED)
-        lines.append(f"{name.replace('_', ' ')}: {each}; target {target} by {better}: {sign}")
-    return [*lines, *(_bound(rows, algorithm) for algorithm in WINDOWED)]
+        lines.append(f"{name.replace('_', ' ')}: {each(name)}; target {target} by {better}: {sign}")
+    moves = ", ".join(f"{row['last_move']:+.3f}" for row in rows if row["algorithm"] == "PPO")
+    told = [
+        f"passes ratio: {each('passes_ratio')}",
+        f"PPO's reward still moved at its end by {moves}: mean of {LAST} evaluations, less the one before; by seed",
+    ]
+    return [*lines, *told, *(_bound(rows, algorithm) for algorithm in WINDOWED)]
 
 
 def _bound(rows: list[dict], windowed: str) -> str:
@@ -191,16 +237,18 @@ def _bound(rows: list[dict], windowed: str) -> str:
 
 def print_rows(rows: list[dict]) -> None:
     """Print a table."""
-    titles = ("seed", "algorithm", "steps", "decode\nsteps", "\ntime s", "PPO/it\ndecode", "PPO/it\ntime")
+    titles = ("seed", "algorithm", "decode\nsteps", "\npasses", "\ntime s")
+    titles = (*titles, "PPO/it\ndecode", "PPO/it\npasses", "PPO/it\ntime")
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for title in (*titles, "\nidle", "final\nreward", "to\nreach"):
+    for title in (*titles, "\nidle", "\nfinal", "to\nreach"):
         table.add_column(title, justify="left" if title == "algorithm" else "right", no_wrap=True, overflow="ignore")
     for row in rows:
-        ratios = (row["wall_seconds"], row["decode_ratio"], row["wall_ratio"])
+        costs = (row["decode_steps"], row["passes"])
+        ratios = (row["wall_seconds"], row["decode_ratio"], row["passes_ratio"], row["wall_ratio"])
         table.add_row(
             str(row["seed"]),
             row["algorithm"],
-            *("never" if number is None else str(number) for number in (row["updates"], row["decode_steps"])),
+            *("never" if number is None else str(number) for number in costs),
             *("-" if number is None else f"{number:.2f}" for number in ratios),
             *(f"{number:.2f}" for number in (row["idle_share"], row["final_reward"], row["target"])),
         )

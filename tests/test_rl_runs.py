@@ -20,6 +20,7 @@ def rows_of(rewards, *, decode_steps, seconds, every=2):
         {
             "step": step,
             "decode_steps": decode_steps,
+            "passes": decode_steps + 5,
             "seconds": {"rollout": 0.75 * seconds, "update": 0.125 * seconds, "plan": 0.125 * seconds},
             "idle_share": 0.5,
             "unfinished_share": 0.25,
@@ -36,14 +37,15 @@ def test_costs_add_up_to_each_evaluation():
 
     rows = rows_of([0.1, 0.3, 0.5, 0.5], decode_steps=10, seconds=2.0)
     curve = rl_runs.points(rows)
-    assert [(one.updates, one.decode_steps, one.seconds, one.reward) for one in curve] == [
-        (2, 20, 4.0, 0.1),
-        (4, 40, 8.0, 0.3),
-        (6, 60, 12.0, 0.5),
-        (8, 80, 16.0, 0.5),
+    assert [(one.updates, one.decode_steps, one.passes, one.seconds, one.reward) for one in curve] == [
+        (2, 20, 30, 4.0, 0.1),
+        (4, 40, 60, 8.0, 0.3),
+        (6, 60, 90, 12.0, 0.5),
+        (8, 80, 120, 16.0, 0.5),
     ]
     assert rl_runs.first_at(curve, 0.3, last=1) == curve[1]
     assert rl_runs.first_at(curve, 0.3, last=2) == curve[2], "one lucky evaluation is not enough"
+    assert rl_runs.first_at(curve, 0.1, last=3) == curve[2], "fewer than three are no mean of three"
     assert rl_runs.first_at(curve, 0.6, last=1) is None
     assert rl_runs.stage_seconds(rows) == {
         "rollout": 12.0,
@@ -62,31 +64,64 @@ def test_idle_places_weigh_as_long_as_the_step_decodes():
     assert rl_runs.idle_share(steps) == pytest.approx(0.7)
 
 
-def test_all_algorithms_are_measured_to_the_reward_that_ppo_ends_with(capsys):
+def test_all_algorithms_are_measured_to_the_plateau_of_ppo(capsys):
     import tppo
 
-    waiting = rows_of([0.2, 0.4, 0.6, 0.6, 0.6], decode_steps=100, seconds=2.0)
+    waiting = rows_of([0.2, 0.4, 0.6, 0.6, 0.6, 0.6], decode_steps=100, seconds=2.0)
+    queued = rows_of([0.3, 0.6, 0.6, 0.6], decode_steps=95, seconds=2.0)
     windowed = rows_of([0.2, 0.4, 0.5, 0.6, 0.6, 0.6, 0.7], decode_steps=20, seconds=0.5)
     refilled = rows_of([0.2, 0.5, 0.6, 0.6, 0.6], decode_steps=20, seconds=1.0)
-    race = tppo.Race(seed=1, rows={"PPO": waiting, "T-PPO": windowed, "T-PPO, refill": refilled})
-    ppo, other, third = tppo.result_rows(race)
+    runs = {"PPO": waiting, "PPO, queued": queued, "T-PPO": windowed, "T-PPO, refill": refilled}
+    rows = tppo.result_rows(tppo.Race(seed=1, rows=runs))
+    ppo, queue, other, third = rows
+    assert [row["algorithm"] for row in rows] == list(runs)
+    assert 0.56 < ppo["target"] == other["target"] < 0.6
+    assert (ppo["updates"], ppo["decode_steps"], ppo["passes"], ppo["wall_seconds"]) == (10, 1000, 1050, 20.0)
+    assert (other["updates"], other["decode_steps"], other["passes"], other["wall_seconds"]) == (12, 240, 300, 6.0)
+    assert queue["decode_ratio"] == pytest.approx(1000 / (8 * 95))
+    assert other["decode_ratio"] == pytest.approx(1000 / 240)
+    assert other["passes_ratio"] == pytest.approx(1050 / 300)
+    assert other["wall_ratio"] == pytest.approx(20 / 6)
     assert third["decode_ratio"] == pytest.approx(1000 / 200)
     assert third["wall_ratio"] == pytest.approx(20 / 10)
-    assert 0.56 < ppo["target"] == other["target"] < 0.6
-    assert (ppo["updates"], ppo["decode_steps"], ppo["wall_seconds"]) == (10, 1000, 20.0)
-    assert (other["updates"], other["decode_steps"], other["wall_seconds"]) == (12, 240, 6.0)
-    assert other["decode_ratio"] == pytest.approx(1000 / 240)
-    assert other["wall_ratio"] == pytest.approx(20 / 6)
-    assert [ppo[f"{name}_ratio"] for name in ("updates", "decode", "wall")] == [1, 1, 1]
-    lines = tppo.summary([ppo, other, third])
-    assert lines[0] == "decode ratio: PPO / T-PPO 4.17; PPO / T-PPO, refill 5.00; target 2.5 by T-PPO: reached"
+    assert [ppo[f"{name}_ratio"] for name in tppo.RATIOS] == [1, 1, 1, 1]
+    lines = tppo.summary(rows)
+    assert lines[0] == (
+        "decode ratio: PPO / PPO, queued 1.32; PPO / T-PPO 4.17; PPO / T-PPO, refill 5.00; target 2.5 by T-PPO: reached"
+    )
     assert lines[1].endswith("PPO / T-PPO 3.33; PPO / T-PPO, refill 2.00; target 1.8 by T-PPO: reached")
+    assert lines[2].endswith("PPO / T-PPO 3.50; PPO / T-PPO, refill 4.20")
+    assert lines[3].startswith("PPO's reward still moved at its end by +0.000")
     # Per token a step costs a quarter in rollout and in the rest, so equal tokens would give 4, whatever the share.
-    assert "4.00 times cheaper" in lines[2]
-    assert "equal tokens give 4.00" in lines[2]
-    assert lines[3].startswith("T-PPO, refill: per sampled token rollout is 2.00 times cheaper")
-    tppo.print_rows([ppo, other, third])
-    assert all(len(line) <= 80 for line in capsys.readouterr().out.splitlines() if "T-PPO" in line[:20])
+    assert "4.00 times cheaper" in lines[4]
+    assert "equal tokens give 4.00" in lines[4]
+    assert lines[5].startswith("T-PPO, refill: per sampled token rollout is 2.00 times cheaper")
+    tppo.print_rows(rows)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "PPO" in line[:20] and len(line) <= 80]
+    assert [line[-2:] for line in lines[:4]] == [[reward, "0.58"] for reward in ("0.60", "0.60", "0.63", "0.60")]
+
+
+def test_the_plateau_is_the_best_of_the_last_third_and_what_still_moves_is_told():
+    import tppo
+
+    falling = rows_of([0.9, 0.9, 0.9, 0.2, 0.2, 0.5, 0.5, 0.5, 0.2], decode_steps=1, seconds=1.0)
+    error = (0.5 * 0.5 / (192 * 3)) ** 0.5
+    assert tppo.reward_to_reach(falling) == pytest.approx(0.5 - error), "what came early and went is no plateau"
+    assert tppo.last_move(falling) == pytest.approx(-0.1)
+    rising = rows_of([0.1 * i for i in range(1, 10)], decode_steps=1, seconds=1.0)
+    assert tppo.last_move(rising) == pytest.approx(0.1)
+
+
+def test_rows_hold_the_settings_of_the_warm_up_and_of_the_run_apart():
+    import tppo
+
+    runs = {name: rows_of([0.2, 0.6, 0.6, 0.6], decode_steps=9, seconds=1.0) for name in tppo.MORE}
+    for row in tppo.result_rows(tppo.Race(seed=2, rows=runs)):
+        warm_up, run = (load_config(None, row[name]) for name in ("warm_up_settings", "settings"))
+        assert (warm_up.parallel.ranks, run.parallel.ranks, run.run.seed) == (2, 1, 2)
+        places = min(run.rollout.max_batch, run.responses_per_step)
+        assert places == 32, "all decode in the same places"
+        assert run.responses_per_step / run.update.mini_batches == 32, "and learn from as many responses at once"
 
 
 def test_who_goes_first_takes_turns(monkeypatch, tmp_path):
@@ -97,11 +132,11 @@ def test_who_goes_first_takes_turns(monkeypatch, tmp_path):
     monkeypatch.setattr(tppo, "trained", lambda settings, _policy, _folder, name: order.append((name, settings)) or [])
     races = list(tppo.races(3, tmp_path, quick=False))
     assert [list(race.rows) for race in races] == [
-        ["PPO", "T-PPO", "T-PPO, refill"],
-        ["T-PPO", "T-PPO, refill", "PPO"],
-        ["T-PPO, refill", "PPO", "T-PPO"],
+        ["PPO", "PPO, queued", "T-PPO", "T-PPO, refill"],
+        ["PPO, queued", "T-PPO", "T-PPO, refill", "PPO"],
+        ["T-PPO", "T-PPO, refill", "PPO", "PPO, queued"],
     ]
-    assert [name for name, _ in order][:3] == ["PPO-0", "T-PPO-0", "T-PPO-refill-0"]
+    assert [name for name, _ in order][:4] == ["PPO-0", "PPO-queued-0", "T-PPO-0", "T-PPO-refill-0"]
     for _, settings in order:
         load_config(None, settings)
 
@@ -111,9 +146,9 @@ def test_a_reward_that_is_never_reached_is_no_ratio_and_misses_the_target(capsys
 
     waiting = rows_of([0.2, 0.6, 0.6, 0.6], decode_steps=100, seconds=2.0)
     windowed = rows_of([0.2, 0.2], decode_steps=20, seconds=0.5)
-    runs = {"PPO": waiting, "T-PPO": windowed, "T-PPO, refill": windowed}
+    runs = {"PPO": waiting, "PPO, queued": windowed, "T-PPO": windowed, "T-PPO, refill": windowed}
     rows = tppo.result_rows(tppo.Race(seed=0, rows=runs))
-    assert rows[1]["decode_steps"] is rows[1]["wall_ratio"] is None
+    assert rows[2]["decode_steps"] is rows[2]["wall_ratio"] is None
     assert all("MISSED" in line for line in tppo.summary(rows)[: len(tppo.TARGETS)])
     tppo.print_rows(rows)
     assert "never" in capsys.readouterr().out

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.errors import ConfigError
-from relibra.rl.collect import collect, rate
+from relibra.rl.collect import check_live, collect, rate
 from relibra.rl.config import load_config
 from relibra.rl.rollout.embedded import EmbeddedEngine
-from relibra.rl.rollout.pool import Fresh, check_pool, check_versions
+from relibra.rl.rollout.pool import Fresh, check_versions
 from relibra.rl.rollout.response import RolloutCost, Window, new_response
 from relibra.rl.tasks.arithmetic import Arithmetic
 from relibra.rl.tokenizer import CharacterTokenizer
@@ -45,7 +45,7 @@ class ScriptedEngine:
             while spare is not None and left:
                 of_spares.append(scripted_window(next(spare), left, max_response))
                 left -= len(of_spares[-1].tokens_w)
-        cost = RolloutCost(decode_steps=1, slot_steps=1, busy_slot_steps=1, prefilled_tokens=0)
+        cost = RolloutCost(decode_steps=1, passes=1, slot_steps=1, busy_slot_steps=1, prefilled_tokens=0)
         return [*windows, *of_spares], cost
 
 
@@ -82,7 +82,6 @@ def collected(live, fresh, config, engine=None, version=0):
     return collect(
         live,
         fresh=fresh,
-        finished=fresh.started - len(live),
         engine=engine or ScriptedEngine(),
         task=TASK,
         tokenizer=TOKENIZER,
@@ -127,25 +126,10 @@ def test_over_many_steps_no_response_is_lost_and_none_lives_too_long():
         rated = rate(rollout.responses, TASK, TOKENIZER, config)
         live, fresh = [one for one in rated if one.finish_reason is None], rollout.fresh
         finished += [one.sample_id for one in rated if one.finish_reason is not None]
-        check_pool(
-            started=fresh.started,
-            finished=len(finished),
-            live=[(one.sample_id, one.windows) for one in live],
-            slots=12,
-            max_windows=4,
-        )
+        check_live(live, fresh=fresh, finished=len(finished), config=config)
         assert len(engine.served[-1]) == 12, "the number of responses under way is constant"
     with pytest.raises(AssertionError, match="some were lost"):
-        collect(
-            live[1:],
-            fresh=fresh,
-            finished=len(finished),
-            engine=engine,
-            task=TASK,
-            tokenizer=TOKENIZER,
-            config=config,
-            weight_version=60,
-        )
+        check_live(live[1:], fresh=fresh, finished=len(finished), config=config)
     assert len(finished) == len(set(finished))
     assert {one.finish_reason for one in rated} >= {"stop", None}
 

@@ -11,9 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from relibra.errors import ConfigError
 from relibra.rl.config import load_config
+from relibra.rl.engines import make_engine
+from relibra.rl.policy import Policy
 from relibra.rl.rollout.embedded import EmbeddedEngine
 from relibra.rl.rollout.response import new_response
 from relibra.rl.tasks.arithmetic import CHARACTERS
+from relibra.rl.tokenizer import CharacterTokenizer
+from tests.replay.tiny_models import tiny_model
 
 from .ranks_at_work import run_alone
 
@@ -104,3 +108,10 @@ def test_a_server_samples_with_the_weights_of_each_step(served, tmp_path):
 def test_a_server_needs_an_address_and_a_folder():
     with pytest.raises(ConfigError, match="engine 'vllm' needs url and server_weights"):
         load_config(None, ["rollout.engine=vllm"])
+
+
+def test_spares_begin_only_where_the_policy_will_train_on_them():
+    config = load_config(None, ["algorithm.preset=tppo", "algorithm.tail_drop=5", "rollout.window=20"])
+    model = tiny_model()
+    policy = Policy(trained=model, copy=model, num_experts=8, layer_ids=(0,), top_k=2, balanced=False)
+    assert make_engine(config, policy, CharacterTokenizer(CHARACTERS, CHARACTERS[-1])).shortest == 6

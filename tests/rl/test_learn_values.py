@@ -1,5 +1,7 @@
 """What the value model is asked, and what it learns."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from torch import nn
 
 from relibra.rl.config import load_config
 from relibra.rl.learn_values import expect, update_values
+from relibra.rl.step_plan import own_mini_batches, schedule_of, tabulate
 
 from .joined import alone
 from .made_up import response_of, responses_of
@@ -108,7 +111,8 @@ def test_the_value_model_steps_once_per_mini_batch_towards_discounted_rewards(to
         object.__setattr__(response, "reward", float(s % 2))
     loss, steps = learn(critic, responses, config)
     losses = []
-    for part in (responses[:3], responses[3:]):
+    for chosen in own_mini_batches(responses, config):
+        part = [responses[s] for s in chosen]
         expected = loss_by_hand(mirror, part, config, nominal=4)
         mirror.worth.grad = None
         expected.backward()
@@ -119,6 +123,19 @@ def test_the_value_model_steps_once_per_mini_batch_towards_discounted_rewards(to
     assert steps == 2
     assert loss == pytest.approx(np.mean(losses), abs=1e-5)
     torch.testing.assert_close(critic.worth, mirror.worth, atol=1e-5, rtol=0)
+
+
+def test_mini_batches_are_those_that_the_policy_would_have():
+    """By number the oldest responses, which are the longest, would be in the first at each step."""
+    first, responses = [], responses_of([9, 3, 2, 2, 1, 4], routed=False)
+    for start in range(0, 120, 6):
+        step = [replace(response, sample_id=start + response.sample_id) for response in responses]
+        config = config_of("update.mini_batches=3")
+        parts, schedule = own_mini_batches(step, config), schedule_of(tabulate(step), config)
+        assert [schedule.mini_batch_S[part].tolist() for part in parts] == [[0, 0], [1, 1], [2, 2]]
+        first.append(parts[0].tolist())
+    share = np.mean([0 in part for part in first])
+    assert 0.1 < share < 0.7, "the oldest is in the first mini-batch as often as any"
 
 
 def test_few_finished_responses_make_a_small_step():

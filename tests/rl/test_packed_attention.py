@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
 
 from relibra.rl.packed_attention import (
     PACKED,
@@ -18,6 +20,15 @@ from relibra.rl.sequence_masks import reads_across
 from tests.replay.tiny_models import CONFIGS, random_tokens, tiny_model
 
 PACKS = ("qwen3_moe", "mixtral", "deepseek_v3")
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 
 
 def _positions(lengths):
@@ -72,6 +83,33 @@ def test_a_family_that_attends_in_its_own_way_keeps_it(family):
     if before == "sdpa":
         use_packed_attention(model)
         assert not reads_across(model)
+
+
+@pytest.mark.parametrize("name", ["GPTBigCode", "Persimmon", "CTRL", "Moshi"])
+def test_a_family_that_hands_no_positions_to_its_attention_keeps_its_mask(name):
+    """Its mask is made from positions and keeps sequences apart; without the mask nothing would."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**SIZES)).eval()
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.data.normal_(std=0.3)
+    assert model.config._attn_implementation == "sdpa"
+    assert not reads_across(model)
+    assert not can_attend_packed(model)
+    use_packed_attention(model)
+    assert reads_across(model)
+
+
+@pytest.mark.parametrize("broken", ["packed attention lets the second sequence see the first", "its scale is wrong"])
+def test_packed_attention_that_goes_wrong_is_noticed(monkeypatch, broken):
+    def attend(*arguments, position_ids=None, **settings):
+        if "scale" in broken:
+            return attend_packed(*arguments, position_ids=position_ids, **{**settings, "scaling": 0.9})
+        return attend_packed(*arguments, position_ids=torch.arange(position_ids.shape[1])[None], **settings)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, PACKED, attend)
+    assert not can_attend_packed(tiny_model("qwen3_moe").eval())
 
 
 @pytest.mark.parametrize("family", PACKS)

@@ -38,7 +38,6 @@ def collect(
     live: Sequence[Response],
     *,
     fresh: Fresh,
-    finished: int,
     engine: RolloutEngine,
     task: Task,
     tokenizer: Tokenizer,
@@ -49,13 +48,12 @@ def collect(
 
     With `rollout.refill` more begin where places fall free before the step ends.
 
-    live       unfinished responses of this rank
-    fresh      what had not begun before this step
-    finished   responses of all ranks that ended since the start of the run
-    raises     ConfigError for a prompt that is too long
+    live      unfinished responses of this rank
+    fresh     what had not begun before this step
+    raises    ConfigError for a prompt that is too long
     """
     begin = _beginner(task, tokenizer, config)
-    active, fresh = _admit(live, fresh, finished, begin, config)
+    active, fresh = _admit(live, fresh, begin, config)
     rollout, refilled = config.rollout, list[Response]()
 
     def spares() -> Iterator[Response]:
@@ -93,17 +91,34 @@ def rate(responses: Sequence[Response], task: Task, tokenizer: Tokenizer, config
 
 
 def _admit(
-    live: Sequence[Response], fresh: Fresh, finished: int, begin: Callable[[int], Response], config: RunConfig
+    live: Sequence[Response], fresh: Fresh, begin: Callable[[int], Response], config: RunConfig
 ) -> tuple[list[Response], Fresh]:
     """Deal unfinished and new responses evenly over the ranks."""
-    own = np.array([(response.sample_id, response.windows) for response in live], dtype=np.int64).reshape(-1, 2)
-    everybody = [(int(sample), int(windows)) for sample, windows in np.concatenate(gather_arrays(own))]
-    slots, max_windows = config.responses_per_step, config.rollout.max_windows
-    check_pool(started=fresh.started, finished=finished, live=everybody, slots=slots, max_windows=max_windows)
-    admission = plan_admission(everybody, slots, fresh, dist.get_world_size())
+    admission = plan_admission(_of_all(live), config.responses_per_step, fresh, dist.get_world_size())
     active = exchange_responses(live, [admission.rank_of[response.sample_id] for response in live])
     active += [begin(sample) for sample in admission.begun if admission.rank_of[sample] == dist.get_rank()]
     return sorted(active, key=lambda response: response.sample_id), admission.fresh
+
+
+def check_live(live: Sequence[Response], *, fresh: Fresh, finished: int, config: RunConfig) -> None:
+    """Assert at the end of a step, before anything of it is saved, that no response of any rank is lost; collective.
+
+    live       unfinished responses of this rank
+    finished   responses of all ranks that ended since the start of the run
+    """
+    check_pool(
+        started=fresh.started,
+        finished=finished,
+        live=_of_all(live),
+        slots=config.responses_per_step,
+        max_windows=config.rollout.max_windows,
+    )
+
+
+def _of_all(live: Sequence[Response]) -> list[tuple[int, int]]:
+    """Return (sample id, windows so far) of the unfinished responses of all ranks; collective."""
+    own = np.array([(response.sample_id, response.windows) for response in live], dtype=np.int64).reshape(-1, 2)
+    return [(int(sample), int(windows)) for sample, windows in np.concatenate(gather_arrays(own))]
 
 
 def _beginner(task: Task, tokenizer: Tokenizer, config: RunConfig) -> Callable[[int], Response]:

@@ -24,6 +24,7 @@ def make_engine(config: RunConfig, policy: Policy, tokenizer: Tokenizer) -> Roll
             seed=config.run.seed,
             max_batch=rollout.max_batch,
             record=bool(policy.layer_ids),
+            shortest=config.algorithm.tail_drop + 1,  # of less the policy would train on nothing
         )
     routes = None
     if policy.num_experts and config.algorithm.replay == "R3":

@@ -19,6 +19,7 @@ from relibra.rl.optimizer import clip_gradients, set_learning_rate
 from relibra.rl.ranks import largest_over_ranks, sum_over_ranks
 from relibra.rl.rollout.response import Response
 from relibra.rl.schedule import own_micro_batches
+from relibra.rl.step_plan import own_mini_batches
 
 
 def expect(critic: nn.Module, responses: Sequence[Response], config: RunConfig) -> list[Float32[ndarray, " _"]]:
@@ -45,19 +46,20 @@ def update_values(
 ) -> tuple[float, int]:
     """Train the value model on finished responses, all their windows; collective.
 
-    The target of every token is the reward at the end, discounted (Monte Carlo, lambda 1).
+    The target of every token is the reward at the end, discounted (Monte Carlo, lambda 1). Mini-batches are dealt by
+    lot, like those of the policy: by number, the longest responses would always be in the first.
 
     finished         of this rank, with reward and recorded values
     optimizer_step   steps made before, for the warm-up of the learning rate
     returns          mean loss over mini-batches on all ranks, and the optimizer steps that were made
     """
-    counts = np.array_split(np.arange(len(finished)), config.update.mini_batches)
-    totals = sum_over_ranks(torch.tensor([len(part) for part in counts])).tolist()
+    parts = own_mini_batches(finished, config)
+    totals = sum_over_ranks(torch.tensor([len(part) for part in parts])).tolist()
     old_Sr = [response.values_r for response in finished]
     returns_Sr = [discounted_returns(response, config.algorithm.gamma) for response in finished]
     nominal = config.responses_per_step // config.update.mini_batches  # fewer that finished make a smaller step
     losses: list[float] = []
-    for part, total in list(zip(counts, totals, strict=True)) * config.update.epochs:
+    for part, total in list(zip(parts, totals, strict=True)) * config.update.epochs:
         if not total:
             continue  # nobody can fill it
         batches = _cut(finished, part.tolist(), config)

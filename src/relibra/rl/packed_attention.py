@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from relibra.rl.sequence_masks import logits_of_pair, same_logits
+from relibra.rl.sequence_masks import logits_behind, reads_across, same_logits
 
 PACKED = "relibra_packed"
 """Name among the attention implementations of transformers."""
@@ -97,15 +97,22 @@ def sequence_lengths(position_ids_1T: Tensor) -> list[int]:
 
 
 def can_attend_packed(model: nn.Module) -> bool:
-    """Tell whether a model says with `attend_packed` what it says by itself; it is whole, in evaluation mode."""
+    """Tell whether a model says with `attend_packed` what it says by itself; it is whole, in evaluation mode.
+
+    A family that makes its mask from positions, and does not hand them on to its attention, reads across then.
+    """
     whole = cast(PreTrainedModel, model)
     if whole.config._attn_implementation != "sdpa":
         return False  # sinks, soft caps and the like: the family does not attend as sdpa does
-    masked = logits_of_pair(model)
+    masked = logits_behind(model)
     whole.set_attn_implementation(PACKED)
-    packed = logits_of_pair(model) if whole.config._attn_implementation == PACKED else None
+    kept_apart = (
+        whole.config._attn_implementation == PACKED
+        and same_logits(model, masked, logits_behind(model))
+        and not reads_across(model)
+    )
     whole.set_attn_implementation("sdpa")
-    return packed is not None and same_logits(model, masked, packed)
+    return kept_apart
 
 
 def use_packed_attention(model: nn.Module) -> None:

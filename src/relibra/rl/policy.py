@@ -74,7 +74,7 @@ class Policy:
     def keep_sequences_apart(self, model: nn.Module) -> None:
         """Make a model of this family keep sequences apart that are laid end to end, as cheaply as it can."""
         if self.given_masks:
-            give_masks(model, self.copy.dtype)  # type: ignore[arg-type]
+            _give_masks(model, self.copy)
         if self.packed:
             use_packed_attention(model)
 
@@ -158,7 +158,7 @@ def _keep_apart(full: nn.Module, settings: ModelSettings) -> bool:
     """Make sure that sequences laid end to end do not see each other; return whether that took masks from us."""
     if not settings.path or not reads_across(full):
         return False
-    give_masks(full, getattr(torch, settings.dtype))
+    _give_masks(full, full)
     if reads_across(full):
         raise ConfigError(
             f"{_name(settings)} carries something from a sequence into the one laid behind it, as layers with a "
@@ -166,6 +166,11 @@ def _keep_apart(full: nn.Module, settings: ModelSettings) -> bool:
             "take a model whose layers are all attention"
         )
     return True
+
+
+def _give_masks(model: nn.Module, full: nn.Module) -> None:
+    """Give a model of the family of `full` its masks; trained weights are in float32, and computed with in another."""
+    give_masks(model, full.dtype)  # type: ignore[arg-type]
 
 
 def built_in_config(settings: ModelSettings, vocab_size: int) -> Qwen3MoeConfig | Qwen3Config:

@@ -49,7 +49,8 @@ def make_schedule(
     breaks it, and goes alone.
 
     tokens_S             of each response
-    unit_S               what stays together in a mini-batch: the group, or the response itself
+    unit_S               number of what stays together in a mini-batch, a group or the response itself: its place in
+                         the order that mini-batches are filled in (a lot, see `schedule_of`)
     mini_batches         at most; fewer where there are fewer units
     micro_batch_tokens   limit of one rank in one micro-batch
 

@@ -17,23 +17,21 @@ _NOISE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 """What rounding may change, as a share of the logits' deviation: other neighbours in a group of rows, other kernels."""
 
 
-@torch.no_grad()
 def reads_across(model: nn.Module) -> bool:
     """Tell whether a sequence changes the logits of the one laid behind it; the model is whole, in evaluation mode."""
-    behind = [logits_of_pair(model, first)[_LENGTH:] for first in (0, 1)]
-    return not same_logits(model, *behind)
+    return not same_logits(model, logits_behind(model, first=0), logits_behind(model, first=1))
 
 
 @torch.no_grad()
-def logits_of_pair(model: nn.Module, first: int = 0) -> Tensor:
-    """Return the logits `[tokens, vocabulary]` of two short sequences laid end to end; `first` of two to begin with."""
+def logits_behind(model: nn.Module, first: int = 0) -> Tensor:
+    """Return the logits `[tokens, vocabulary]` of a short sequence laid behind another, the `first` of two."""
     vocab_size = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     device = next(model.parameters()).device
     tokens_3N = torch.arange(3 * _LENGTH).view(3, _LENGTH) % vocab_size
     tokens_1T = torch.cat([tokens_3N[first], tokens_3N[2]])[None]
     position_1T = torch.arange(_LENGTH).repeat(2)[None]
     output = model(input_ids=tokens_1T.to(device), position_ids=position_1T.to(device), use_cache=False)
-    return output.logits[0].float()
+    return output.logits[0, _LENGTH:].float()
 
 
 def same_logits(model: nn.Module, left_TV: Tensor, right_TV: Tensor) -> bool:

@@ -111,7 +111,7 @@ class RolloutSettings(Section):
     window: int = Field(0, ge=0)
     """Tokens that a step adds to a response at most (T-PPO); unfinished ones go on in the next. 0: max_response."""
     refill: bool = False
-    """Places of responses that end inside a window take fresh ones at once: a step is `window` decode steps."""
+    """Places of responses that end inside a window take fresh ones at once: a step is at most `window` decode steps."""
     max_prompt: int = Field(1024, ge=1)
     """Longest prompt, in tokens; a longer one ends the run with an error that names it."""
     max_batch: int = Field(256, ge=1)
@@ -239,7 +239,7 @@ class UpdateSettings(Section):
     epochs: int = Field(1, ge=1)
     """Times that a rollout batch is trained on."""
     micro_batch_tokens: int = Field(2048, ge=1)
-    """Tokens that one rank feeds at once; a longer response goes alone."""
+    """Tokens that one rank feeds at once, in the warm-up too; a longer response goes alone."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm."""
 

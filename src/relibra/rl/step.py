@@ -16,7 +16,7 @@ from torch import nn
 
 from relibra.errors import ConfigError
 from relibra.parallel import relocate
-from relibra.rl.collect import collect, rate
+from relibra.rl.collect import check_live, collect, rate
 from relibra.rl.config import RunConfig
 from relibra.rl.credit import (
     Credit,
@@ -164,7 +164,9 @@ def rl_step(step: int, learner: Learner, config: RunConfig, run: Path) -> tuple[
     with clock.stage("sync"):
         sync_weights(learner.engine, policy, config, step + 1)
     rollout = rollout_metrics(responses, cost)
-    learner.progress.finished += rollout["finished"]
+    progress = learner.progress
+    progress.finished += rollout["finished"]
+    check_live(progress.live, fresh=progress.fresh, finished=progress.finished, config=config)
     metrics = {
         "step": step,
         **rollout,
@@ -184,7 +186,6 @@ def _roll_out(step: int, learner: Learner, config: RunConfig, clock: Stopwatch) 
         rollout = collect(
             progress.live,
             fresh=progress.fresh,
-            finished=progress.finished,
             engine=learner.engine,
             task=learner.task,
             tokenizer=learner.tokenizer,

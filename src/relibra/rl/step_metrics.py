@@ -76,6 +76,7 @@ def rollout_metrics(responses: Sequence[Response], cost: RolloutCost) -> dict[st
         "sampled_tokens": int(every[:, 5].sum()),
         "prefilled_tokens": int(prefilled),
         "decode_steps": largest_over_ranks(cost.decode_steps),
+        "passes": None if cost.passes is None else largest_over_ranks(cost.passes),
         "idle_share": float(1 - busy / places) if places else 0.0,
     }
 

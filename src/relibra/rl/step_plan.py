@@ -57,17 +57,34 @@ def schedule_of(table: ResponseTable, config: RunConfig) -> Schedule:
 
     By number, responses that go on would always be in the first mini-batches (T-PPO).
     """
-    by_group = config.algorithm.advantage == "group"
-    units, unit_S = np.unique(table.group_id_S if by_group else table.sample_id_S, return_inverse=True)
-    newest = int(table.sample_id_S.max(initial=0))  # other steps hardly ever have the same
-    lot_U = np.random.default_rng([config.run.seed, _LOT_STREAM, newest]).permutation(len(units))
     return make_schedule(
         table.tokens_S,
-        lot_U[unit_S],
+        _lots(table, config),
         mini_batches=config.update.mini_batches,
         micro_batch_tokens=config.update.micro_batch_tokens,
         num_ranks=dist.get_world_size(),
     )
+
+
+def own_mini_batches(responses: Sequence[Response], config: RunConfig) -> list[Int64[ndarray, " _"]]:
+    """Deal responses of all ranks to mini-batches by the lot of `schedule_of`; return this rank's places; collective.
+
+    Which responses share a mini-batch does not depend on who holds them.
+    """
+    table = tabulate(responses)
+    lot_S = _lots(table, config)
+    own_s = lot_S[table.place_of([response.sample_id for response in responses])]
+    parts = np.array_split(np.arange(len(np.unique(lot_S))), config.update.mini_batches)
+    return [np.flatnonzero(np.isin(own_s, part)) for part in parts]
+
+
+def _lots(table: ResponseTable, config: RunConfig) -> Int64[ndarray, " S"]:
+    """Draw the number of each response's unit, its group or itself, in the order that mini-batches are filled in."""
+    by_group = config.algorithm.advantage == "group"
+    units, unit_S = np.unique(table.group_id_S if by_group else table.sample_id_S, return_inverse=True)
+    newest = int(table.sample_id_S.max(initial=0))  # other steps hardly ever have the same
+    lot_U = np.random.default_rng([config.run.seed, _LOT_STREAM, newest]).permutation(len(units))
+    return lot_U[unit_S]
 
 
 def demand_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -24,10 +25,12 @@ from relibra.rl.ranks import broadcast_json, largest_over_ranks
 from relibra.rl.reference import reference_policy
 from relibra.rl.run_folder import MetricsLog, SamplesLog, forget_steps_from, has_checkpoint, save_policy, write_config
 from relibra.rl.step import Learner, Progress, Trained, rl_step
-from relibra.rl.tasks.make import make_task
+from relibra.rl.tasks.make import make_task, without_effect
 from relibra.rl.tasks.task import Task
 from relibra.rl.tokenizer import Tokenizer, make_tokenizer
 from relibra.rl.warmup import warm_up
+
+_log = logging.getLogger(__name__)
 
 
 class StopRequest:
@@ -65,11 +68,13 @@ def train_rank(config: RunConfig, run: Path, device: torch.device) -> bool:
 
 
 def _train(config: RunConfig, run: Path, device: torch.device, display: TrainingProgress, stop: StopRequest) -> bool:
+    rank_0 = dist.get_rank() == 0
+    for sentence in without_effect(config.task) if rank_0 else ():
+        _log.warning("%s", sentence)
     task = make_task(config.task, config.run.seed, config.evaluation.prompts if config.evaluation.every else 0)
     tokenizer = make_tokenizer(config.model.path, task.characters)
     policy = build_policy(config, tokenizer.vocab_size, run, device)
     learner, step, warm = _begin_or_resume(config, run, device, policy, task, tokenizer, display, stop)
-    rank_0 = dist.get_rank() == 0
     log = MetricsLog(run, step) if rank_0 else None
     samples = SamplesLog(run) if rank_0 else None
     stopped, reached, saved = stop.agreed(), False, step

@@ -5,17 +5,19 @@ So it knows better than it writes, which is what RL can then bring out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Int
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from relibra.errors import ConfigError
 from relibra.rl.config import RunConfig
 from relibra.rl.optimizer import clip_gradients, make_optimizer
+from relibra.rl.ranks import largest_over_ranks
+from relibra.rl.schedule import own_micro_batches
 from relibra.rl.tasks.task import Demonstrating, Task
 from relibra.rl.tokenizer import Tokenizer
 
@@ -48,27 +50,43 @@ def warm_up(
     for step in range(settings.steps):
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * min((step + 1) / RAMP_STEPS, 1 - 0.9 * step / settings.steps)
-        tokens_1T, position_1T, target_T = _demonstrations(task, config, tokenizer, step)
-        device = next(model.parameters()).device
-        logits_TV = model(input_ids=tokens_1T.to(device), position_ids=position_1T.to(device), use_cache=False).logits[
-            0
-        ]
-        loss = torch.nn.functional.cross_entropy(logits_TV.float(), target_T.to(device), ignore_index=_NOT_TRAINED)
-        loss.backward()
+        loss = _backward(model, _demonstrations(task, config, tokenizer, step))
         clip_gradients(
             model.parameters(), config.update.max_grad_norm, what=f"the policy's gradient in warm-up step {step}"
         )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if on_step(step, float(loss.detach())):
+        if on_step(step, loss):
             return step + 1 == settings.steps
     return True
 
 
-def _demonstrations(
-    task: Demonstrating, config: RunConfig, tokenizer: Tokenizer, step: int
-) -> tuple[Int[Tensor, "1 T"], Int[Tensor, "1 T"], Int[Tensor, " T"]]:
-    """Return this rank's share of a step's demonstrations, laid end to end: tokens, positions, what follows each."""
+Row = tuple[Tensor, Tensor, Tensor]
+"""Demonstrations laid end to end: tokens and positions `[1, T]`, and what follows each token `[T]`."""
+
+
+def _backward(model: nn.Module, rows: Sequence[Row]) -> float:
+    """Add the gradient of the mean loss over the targets of all rows of this rank, and return that loss; collective."""
+    targets = sum(int((target_T != _NOT_TRAINED).sum()) for _, _, target_T in rows)
+    device, total = next(model.parameters()).device, 0.0
+    for i, (tokens_1T, position_1T, target_T) in enumerate(rows):
+        if isinstance(model, FSDPModule):  # gradients are reduced once, after the last row
+            model.set_requires_gradient_sync(i == len(rows) - 1)
+        output = model(input_ids=tokens_1T.to(device), position_ids=position_1T.to(device), use_cache=False)
+        loss_sum = torch.nn.functional.cross_entropy(
+            output.logits[0].float(), target_T.to(device), ignore_index=_NOT_TRAINED, reduction="sum"
+        )
+        loss = loss_sum / targets
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+def _demonstrations(task: Demonstrating, config: RunConfig, tokenizer: Tokenizer, step: int) -> list[Row]:
+    """Return this rank's share of a step's demonstrations in rows of at most `update.micro_batch_tokens`; collective.
+
+    As many rows as every other rank has, for all of them run the model together; a longer demonstration goes alone.
+    """
     assert isinstance(task, Task), "a task that demonstrates has prompts"
     rng = np.random.default_rng([config.run.seed, _STREAM, step])
     slip = config.warmup.slip * max(0.0, 2 * (step + 1) / config.warmup.steps - 1)
@@ -77,11 +95,19 @@ def _demonstrations(
         prompt = task.prompt(_FIRST_NUMBER + step * config.warmup.batch + i)
         pairs.append((prompt.text, task.demonstrate(prompt, rng, slip=slip)))
     share = pairs[dist.get_rank() :: dist.get_world_size()] or pairs[:1]
+    encoded = [(tokenizer.encode(text), tokenizer.encode_response(answer)) for text, answer in share]
+    lengths = [len(asked) + len(answered) for asked, answered in encoded]
+    runs = own_micro_batches(lengths, config.update.micro_batch_tokens)
+    filler = _row([([tokenizer.pad_id], [])])  # trains nothing
+    return [_row([encoded[i] for i in run]) for run in runs] + [filler] * (largest_over_ranks(len(runs)) - len(runs))
+
+
+def _row(encoded: Sequence[tuple[list[int], list[int]]]) -> Row:
+    """Lay prompts with their answers end to end."""
     tokens: list[int] = []
     positions: list[int] = []
     targets: list[int] = []
-    for text, answer in share:
-        asked, answered = tokenizer.encode(text), tokenizer.encode_response(answer)
+    for asked, answered in encoded:
         tokens += [*asked, *answered]
         positions += range(len(asked) + len(answered))
         targets += [*[_NOT_TRAINED] * (len(asked) - 1), *answered, _NOT_TRAINED]

@@ -72,7 +72,7 @@ def _further_model(family: str) -> torch.nn.Module:
     return model
 
 
-def engine(model, *, seed=0, stop_ids=STOP_IDS, temperature=1.0, max_batch=64) -> EmbeddedEngine:
+def engine(model, *, seed=0, stop_ids=STOP_IDS, temperature=1.0, max_batch=64, shortest=1) -> EmbeddedEngine:
     return EmbeddedEngine(
         model=model,
         pad_id=0,
@@ -81,6 +81,7 @@ def engine(model, *, seed=0, stop_ids=STOP_IDS, temperature=1.0, max_batch=64) -
         seed=seed,
         max_batch=max_batch,
         record=model.config.model_type != "qwen3",
+        shortest=shortest,
     )
 
 
@@ -243,6 +244,7 @@ def test_no_responses_cost_nothing():
     windows, cost = engine(model_of("qwen3_moe")).generate([], window=4, max_response=4)
     assert windows == []
     assert (cost.decode_steps, cost.slot_steps, cost.busy_slot_steps, cost.prefilled_tokens) == (0, 0, 0, 0)
+    assert cost.passes == 0
 
 
 def test_an_empty_prompt_is_refused_by_name():
@@ -363,6 +365,40 @@ def test_places_that_fall_free_are_refilled_while_the_steps_left_repay_it():
     lengths = [response.length for response in responses[24:] if response.finish_reason is None]
     assert min(lengths) >= 3, "nobody begins for a token or two: one decode step of all places costs as much"
     assert len(passes) - cost.decode_steps <= 24 / 3
+    assert cost.passes == len(passes)
+
+
+@pytest.mark.parametrize("shortest", [1, 3, 6, 12])
+@pytest.mark.parametrize(("family", "places"), [("qwen3_moe", 1), ("qwen3_moe", 6), ("qwen3_next", 4)])
+def test_nobody_begins_for_a_window_that_is_of_no_use(family, places, shortest):
+    """Also where a batch is empty: the call ends then, before its last decode step."""
+    model = model_of(family)
+    sampler = engine(model, stop_ids=tuple(range(0, VOCAB, 4)), shortest=shortest)  # many end after a few tokens
+    steps = []
+    for first in range(0, 120, 20):
+        responses, cost = refilled(sampler, fresh()[:places], many(1000 + first), window=12, max_response=48)
+        cut = [response.length for response in responses[places:] if response.finish_reason is None]
+        assert min(cut, default=shortest) >= shortest
+        assert 12 - cost.decode_steps < shortest, "as long as there is time places are filled"
+        assert cost.decode_steps <= 12
+        steps.append(cost.decode_steps)
+    if places == 1 and shortest > 1:
+        assert min(steps) < 12
+
+
+def test_passes_of_refills_and_pieces_of_prefills_are_counted(monkeypatch):
+    model, passes = model_of("qwen3_moe"), []
+    monkeypatch.setattr(embedded, "PREFILL_TOKENS", 10)
+    handle = model.register_forward_pre_hook(lambda *_: passes.append(1))
+    _, in_pieces = roll_out(engine(model), fresh())
+    assert in_pieces.passes == len(passes) > in_pieces.decode_steps
+    passes.clear()
+    _, queued = roll_out(engine(model, max_batch=3), fresh())
+    assert queued.passes == len(passes) > queued.decode_steps
+    passes.clear()
+    _, with_spares = refilled(engine(model), fresh()[:4], many(), window=16)
+    handle.remove()
+    assert with_spares.passes == len(passes) > with_spares.decode_steps
 
 
 def test_a_rank_without_responses_begins_none():

@@ -77,6 +77,14 @@ def test_a_tail_exponent_makes_the_tail_a_power_law(exponent):
         assert np.mean(lengths > terms) == pytest.approx((2 / (terms + 1)) ** exponent, abs=0.03)
 
 
+@pytest.mark.parametrize("exponent", [5e-324, 1e-300, 0.001, 0.01, 0.05])
+def test_however_heavy_the_tail_lengths_stay_within_the_longest(exponent):
+    task = Arithmetic(seed=0, max_terms=64, continue_probability=0.72, tail_exponent=exponent)
+    lengths = [len(task.prompt(number).row["terms"]) for number in range(2000)]
+    assert np.mean(np.array(lengths) == 64) == pytest.approx((2 / 64) ** exponent, abs=0.04)
+    assert max(lengths) == 64
+
+
 def test_lengths_have_a_long_tail():
     lengths = np.array([len(TASK.prompt(number).row["terms"]) for number in range(4000)], dtype=float)
     assert lengths.min() == 2

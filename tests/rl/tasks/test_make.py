@@ -7,7 +7,7 @@ import pytest
 from relibra.rl.settings import TaskSettings
 from relibra.rl.tasks import lengths, rewards, rows, strings
 from relibra.rl.tasks.arithmetic import Arithmetic
-from relibra.rl.tasks.make import make_task
+from relibra.rl.tasks.make import make_task, without_effect
 from relibra.rl.tasks.strings import Strings
 
 
@@ -23,3 +23,16 @@ def test_docstring_examples_run(module):
     result = doctest.testmod(module)
     assert result.attempted > 0
     assert result.failed == 0
+
+
+@pytest.mark.parametrize("name", ["strings", "prompts"])
+def test_a_tail_that_the_task_does_not_draw_is_told(name):
+    [sentence] = without_effect(TaskSettings(name=name, tail_exponent=1.5))
+    assert sentence.startswith(f"task.tail_exponent 1.5 has no effect on the task '{name}'")
+
+
+def test_two_tails_are_told_and_one_is_not():
+    [sentence] = without_effect(TaskSettings(tail_exponent=1.5, continue_probability=0.5))
+    assert sentence.startswith("task.continue_probability 0.5 has no effect beside task.tail_exponent 1.5")
+    for settings in (TaskSettings(tail_exponent=1.5), TaskSettings(continue_probability=0.5), TaskSettings()):
+        assert not [*without_effect(settings)]

@@ -38,6 +38,7 @@ class EmbeddedEngine:
     seed          decides every token, together with the sample's id and the token's place in the response
     max_batch     responses decoded at once
     record        note which experts every token takes; False: a model without experts, or with unknown routers
+    shortest      tokens that a spare has to have time for, else it does not begin
 
     Where there are more responses than places, waiting ones take the places of those that ended (refill): they are
     prefilled together and joined to the running batch. A refill costs about one decode step of the whole batch, so it
@@ -45,10 +46,11 @@ class EmbeddedEngine:
     rule of economic order quantities). Models whose caches cannot be joined get a new batch when the old one has ended.
 
     In the cost, the pass that fills an empty batch counts as a decode step, for it adds a token to every response under
-    way; a refill does not.
+    way; a refill does not. Both are passes, and more than one where a prefill is cut.
 
-    With spares a call is `window` decode steps: places that fall free take a spare by the same rule, as long as the
-    steps left repay the refill. It may add a token in the refill and one in each step left.
+    With spares a call is at most `window` decode steps: places that fall free take a spare by the same rule, as long as
+    the steps left repay the refill and are enough for `shortest` tokens: one in the refill and one in each step left.
+    Where all responses have ended, and no spare may begin any more, the call ends early.
     """
 
     model: nn.Module
@@ -58,6 +60,7 @@ class EmbeddedEngine:
     seed: int
     max_batch: int
     record: bool = True
+    shortest: int = 1
 
     @torch.inference_mode()
     def generate(
@@ -75,38 +78,29 @@ class EmbeddedEngine:
         """
         assert spare is None or len(responses) <= self.max_batch, "spares are for places: each response needs its own"
         rows = [_Row(response, min(window, max_response - response.length)) for response in responses]
-        queue = _Queue(rows, spare if rows else None, window, max_response)
+        queue = _Queue(rows, spare if rows else None, window, max_response, self.shortest)
         with record_routing(self.model) if self.record else nullcontext() as recorder:
             cost = self._decode(queue, min(self.max_batch, len(rows)), recorder)
         return [row.window() for row in queue.rows], cost
 
     def _decode(self, queue: _Queue, places: int, recorder: RoutingRecorder | None) -> RolloutCost:
         """Sample until every row has ended, and none is left to begin."""
-        steps = busy = prefilled = idle_since_refill = 0
-        batch: _Batch | None = None
-        while batch or queue.has_more(steps):
-            free = places - (len(batch.rows) if batch else 0)
-            due = batch is None or (
-                idle_since_refill >= places and can_join(batch.cache) and queue.repays(free, places, steps)
-            )
-            if due and queue.has_more(steps):
-                if batch is None:
-                    steps += 1
-                fresh = queue.take(free, steps)
-                busy += 0 if batch else len(fresh)
-                prefilled += sum(len(row.response.tokens_n) for row in fresh)
-                batch = _joined([*([batch] if batch else []), *self._prefilled(fresh, recorder)])
-                idle_since_refill = 0
-            if batch:
-                steps, busy = steps + 1, busy + len(batch.rows)
+        tally, batch = _Tally(places), None
+        while True:
+            running = len(batch.rows) if batch else 0
+            joins = batch is None or (tally.refill_is_due and can_join(batch.cache))
+            if joins and (fresh := queue.take(places - running, tally.steps_with(running), places)):
+                pieces = list(self._prefilled(fresh, recorder))
+                tally.prefill(fresh, len(pieces), running)
+                batch = _joined([piece for piece in (batch, *pieces) if piece])
+            elif batch:
                 batch = self._step(batch, recorder)
-                idle_since_refill += places - (len(batch.rows) if batch else 0)
-        return RolloutCost(
-            decode_steps=steps, slot_steps=steps * places, busy_slot_steps=busy, prefilled_tokens=prefilled
-        )
+                tally.decode(running, len(batch.rows) if batch else 0)
+            else:
+                return tally.cost()
 
-    def _prefilled(self, rows: Sequence[_Row], recorder: RoutingRecorder | None) -> Iterator[_Batch]:
-        """Feed rows that start or go on, and sample the first token of each.
+    def _prefilled(self, rows: Sequence[_Row], recorder: RoutingRecorder | None) -> Iterator[_Batch | None]:
+        """Feed rows that start or go on, and sample the first token of each; yield a batch per pass, None if all end.
 
         Rows of like length go together, none below half the longest: responses that go on are much longer than prompts.
         """
@@ -119,9 +113,7 @@ class EmbeddedEngine:
             count = max(1, min(alike, PREFILL_TOKENS // width)) if can_join(cache) else len(by_length)
             chunk, by_length = by_length[:count], by_length[count:]
             input_BN, mask_BN = _left_pad([row.response.tokens_n for row in chunk], self.pad_id)
-            batch = self._step(_Batch(chunk, input_BN.to(device), mask_BN.to(device), cache), recorder)
-            if batch:
-                yield batch
+            yield self._step(_Batch(chunk, input_BN.to(device), mask_BN.to(device), cache), recorder)
 
     def _step(self, batch: _Batch, recorder: RoutingRecorder | None) -> _Batch | None:
         """Feed what is due and sample one more token for each row; return the rows that go on, None if none does."""
@@ -148,34 +140,79 @@ class EmbeddedEngine:
 
 
 @dataclass
+class _Tally:
+    """What a call has taken so far, with the meanings of `RolloutCost`.
+
+    idle   places x decode steps without a row since the last prefill
+    """
+
+    places: int
+    decode_steps: int = 0
+    passes: int = 0
+    busy: int = 0
+    prefilled_tokens: int = 0
+    idle: int = 0
+
+    @property
+    def refill_is_due(self) -> bool:
+        """Say whether places that stand empty have cost as much as filling them: a decode step of all places."""
+        return self.idle >= self.places
+
+    def steps_with(self, running: int) -> int:
+        """Return the decode steps when rows have been prefilled beside so many: into an empty batch it is one."""
+        return self.decode_steps + (not running)
+
+    def prefill(self, fresh: Sequence[_Row], passes: int, running: int) -> None:
+        """Count rows that were prefilled beside so many."""
+        self.decode_steps = self.steps_with(running)
+        self.busy += 0 if running else len(fresh)
+        self.passes += passes
+        self.prefilled_tokens += sum(len(row.response.tokens_n) for row in fresh)
+        self.idle = 0
+
+    def decode(self, running: int, left: int) -> None:
+        """Count a token for each of so many rows; `left` of them go on."""
+        self.decode_steps += 1
+        self.passes += 1
+        self.busy += running
+        self.idle += self.places - left
+
+    def cost(self) -> RolloutCost:
+        return RolloutCost(
+            decode_steps=self.decode_steps,
+            passes=self.passes,
+            slot_steps=self.decode_steps * self.places,
+            busy_slot_steps=self.busy,
+            prefilled_tokens=self.prefilled_tokens,
+        )
+
+
+@dataclass
 class _Queue:
     """Rows of a call in the order in which they begin: those it was given, and spares as long as there are steps left.
 
-    rows      all that have begun or surely will
-    spare     what may begin beyond them; None: nothing
-    taken     rows that have begun
+    rows       all that have begun or surely will
+    spare      what may begin beyond them; None: nothing
+    shortest   tokens that a spare has to have time for
+    taken      rows that have begun
     """
 
     rows: list[_Row]
     spare: Iterator[Response] | None
     window: int
     max_response: int
+    shortest: int
     taken: int = 0
 
-    def has_more(self, steps: int) -> bool:
-        """Say whether a row may begin after so many decode steps."""
-        return self.taken < len(self.rows) or (self.spare is not None and steps < self.window)
-
-    def repays(self, free: int, places: int, steps: int) -> bool:
-        """Say whether filling free places saves as much as it costs: about one decode step of all places."""
-        return self.spare is None or free * (self.window - steps) >= places
-
-    def take(self, count: int, steps: int) -> list[_Row]:
-        """Let so many rows begin; `steps`: so far, with the pass that feeds them if it is one."""
+    def take(self, free: int, steps: int, places: int) -> list[_Row]:
+        """Let rows begin in free ones of the places; `steps`: so far, with the pass that feeds them if it is one."""
         if self.spare is not None and self.taken == len(self.rows):
-            limit = min(self.window - steps + 1, self.max_response)
-            self.rows += [_Row(response, limit) for response in islice(self.spare, count)]
-        fresh = self.rows[self.taken : self.taken + count]
+            left = self.window - steps
+            repays = free == places or free * left >= places  # in an empty batch the pass itself is a decode step
+            if repays and left + 1 >= self.shortest:
+                limit = min(left + 1, self.max_response)
+                self.rows += [_Row(response, limit) for response in islice(self.spare, free)]
+        fresh = self.rows[self.taken : self.taken + free]
         self.taken += len(fresh)
         return fresh
 

@@ -114,13 +114,15 @@ def new_response(sample_id: int, group_id: int, prompt: Sequence[int]) -> Respon
 class RolloutCost:
     """What a rollout took on one rank.
 
-    decode_steps       forward passes that added one token to every response under way
+    decode_steps       rounds that added one token to every response under way
+    passes             forward passes: decode steps, pieces of prefills, refills; None: a server does not say
     slot_steps         decode steps x places for responses; a place is taken, or idle because its response has ended
     busy_slot_steps    those that were taken
     prefilled_tokens   tokens fed before the first new one of each response, those of earlier windows included
     """
 
     decode_steps: int
+    passes: int | None
     slot_steps: int
     busy_slot_steps: int
     prefilled_tokens: int
@@ -145,9 +147,9 @@ class RolloutEngine(Protocol):
 
         What is sampled follows from the run's seed, the sample's id and the token's place, whoever shares the batch.
 
-        spare   responses that may begin in places of others that have ended (`rollout.refill`): sampling then takes
-                exactly `window` decode steps. Those that are drawn begin, and their windows follow the others; None:
-                places stay idle
+        spare   responses that may begin in places of others that have ended (`rollout.refill`), while there is time for
+                a window of use, in `window` decode steps. Those that are drawn begin, and their windows follow the
+                others; None: places stay idle
         """
         ...
 

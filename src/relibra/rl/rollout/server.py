@@ -89,7 +89,11 @@ class ServerEngine:
         steps = max(max(lengths, default=0), -(-sum(lengths) // max(1, places)))
         prefilled = sum(len(response.tokens_n) for response in responses)
         return windows, RolloutCost(
-            decode_steps=steps, slot_steps=steps * places, busy_slot_steps=sum(lengths), prefilled_tokens=prefilled
+            decode_steps=steps,
+            passes=None,
+            slot_steps=steps * places,
+            busy_slot_steps=sum(lengths),
+            prefilled_tokens=prefilled,
         )
 
     def _window(self, response: Response, limit: int) -> Window:

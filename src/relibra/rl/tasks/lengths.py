@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from numpy.random import Generator
 
 
@@ -19,7 +21,10 @@ def draw_length(
     [2, 5, 2, 2, 2, 2, 2, 2]
     """
     if tail_exponent:
-        return min(longest, int(shortest * (1 - rng.random()) ** (-1 / tail_exponent)))
+        rest = 1 - rng.random()
+        if -math.log(rest) / tail_exponent >= math.log(longest / shortest):
+            return longest  # told by logarithms, for the power itself may be beyond all numbers
+        return int(shortest * rest ** (-1 / tail_exponent))
     length = shortest
     while length < longest and rng.random() < continue_probability:
         length += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from relibra.rl.settings import TaskSettings
 from relibra.rl.tasks.arithmetic import Arithmetic
 from relibra.rl.tasks.prompts import open_prompts
@@ -21,3 +23,19 @@ def make_task(settings: TaskSettings, seed: int, evaluation_prompts: int) -> Tas
     if settings.name == "strings":
         return Strings(seed, settings.operation, settings.max_letters, settings.continue_probability)
     return open_prompts(settings, seed, evaluation_prompts)
+
+
+def without_effect(settings: TaskSettings) -> Iterator[str]:
+    """Say of each setting that another one makes idle why it has no effect."""
+    if not settings.tail_exponent:
+        return
+    if settings.name != "arithmetic":
+        yield (
+            f"task.tail_exponent {settings.tail_exponent:g} has no effect on the task {settings.name!r}: only "
+            "'arithmetic' draws lengths from a power law"
+        )
+    elif settings.continue_probability != TaskSettings.model_fields["continue_probability"].default:
+        yield (
+            f"task.continue_probability {settings.continue_probability:g} has no effect beside task.tail_exponent "
+            f"{settings.tail_exponent:g}, which draws the lengths: leave one of them out"
+        )
