@@ -17,7 +17,7 @@ from jaxtyping import Float64, Int, Int16, Int32, Int64
 from numpy import ndarray
 
 from relibra.cluster import Cluster
-from relibra.planning.concurrency import Deadline, side_by_side
+from relibra.planning.concurrency import Deadline, available_cores, side_by_side
 from relibra.planning.decision import Question
 from relibra.planning.objective import (
     ExpertShape,
@@ -137,15 +137,15 @@ def cheapest_replicas(
 
     The seconds are compute, exchange and exposed copies; what homes cost to move is not in them.
 
-    share   of the planning time that may be over in the end. No replicas and one choice of them are priced in any case,
-            each further one only if it is done by then, going by those before
+    share   of the planning time that may be over in the end. No replicas and the first choices, as many as there are
+            threads, are priced in any case, further ones only if they are done by then, going by those before
     """
     choices = _choices(question, demand, home_LE)
-    together = len(choices) if clock.seconds is None else 1
+    together = len(choices) if clock.seconds is None else max(2, question.budget.threads or available_cores())
     best: tuple[ndarray, ndarray, ndarray] | None = None
     longest = 0.0
     for first in range(0, len(choices), together):
-        if first > 1 and not clock.allows(share, estimate=longest):
+        if first and not clock.allows(share, estimate=longest):
             break
         begun = clock.elapsed()
         made = [choose() for choose in choices[first : first + together]]
