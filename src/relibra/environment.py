@@ -1,4 +1,4 @@
-"""The one place that reads environment variables: what `torchrun` tells a process about itself."""
+"""The one place that reads and sets environment variables: what `torchrun` tells a process about itself, and logs."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def launched_rank() -> LaunchedRank | None:
         num_ranks=num_ranks,
         num_local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)),
     )
+
+
+def keep_torch_quiet() -> None:
+    """Let torch in processes we start report errors only: of a rank that failed, the others print C++ stacks."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def set_rendezvous(rank: int, num_ranks: int, port: int, threads: int) -> None:

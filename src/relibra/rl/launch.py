@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
-from relibra.environment import launched_rank
+from relibra.environment import keep_torch_quiet, launched_rank
 from relibra.errors import ConfigError, EngineError
 from relibra.rl.config import RunConfig
 from relibra.rl.run_folder import has_checkpoint, open_or_create
@@ -64,6 +64,7 @@ def launch(config: RunConfig, resume: Path | None = None) -> Finished | None:
 
 def _run_processes(config: RunConfig, run: Path) -> bool:
     context = multiprocessing.get_context("spawn")
+    keep_torch_quiet()
     with socket.create_server(("127.0.0.1", 0)) as listener:  # held from here on, so nobody can take the port
         port = listener.getsockname()[1]
         processes: list[BaseProcess] = [

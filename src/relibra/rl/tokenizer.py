@@ -143,6 +143,8 @@ class ModelTokenizer:
         """
         from transformers import AutoTokenizer
 
+        if Path(name).is_absolute() and not Path(name).exists():
+            raise ConfigError(f"model.path {name!r}: there is no such folder; name one that save_pretrained wrote")
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError, KeyError, ImportError) as error:

@@ -89,6 +89,7 @@ def test_router_metrics_are_shares_of_rows_layers_and_choices():
         ("weight_mean", 0.51, 0.49),
         ("weight_std", 0.9, 1.1),
         ("chi2", 0.9, 1.1),
+        ("chi2", -1.3e-05, 1.1),
         ("ratio_above_2", 0.09, 0.11),
     ],
 )

@@ -78,6 +78,8 @@ def test_whatever_is_a_number_is_a_reward(mine, value):
         ("10 ** 400", "returned 1000"),
         ("1 // 0", "raised ZeroDivisionError: .*zero"),
         ("row['grade']", "raised KeyError: 'grade'"),
+        ("int('two\\nlines')", r"raised ValueError: invalid literal .* 'two\\nlines'"),
+        ("__import__('sys').exit('two\\nlines')", "raised SystemExit: two lines"),
     ],
 )
 def test_a_function_that_gives_no_finite_number_is_named_with_row_and_response(mine, value, says):

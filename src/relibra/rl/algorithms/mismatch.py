@@ -82,7 +82,7 @@ def mismatch_metrics(mismatch: MismatchSums) -> dict[str, float]:
     probability_difference   mean of abs(difference of probabilities)
     weight_mean, weight_std  of w
     ess                      (sum w)^2 / (count x sum w^2): share of tokens that importance sampling leaves
-    chi2                     mean of w^2, minus 1
+    chi2                     mean of w^2, minus 1; below 0 where the mean of w is
     masked_share             tokens that the correction left out
     """
     totals = mismatch.sums[:_NUM_TOTALS].tolist()
@@ -139,7 +139,7 @@ _ALARMS = (
     _Alarm("ess", 0.3, 1.0, "few tokens carry most of the importance weight"),
     _Alarm("weight_mean", 0.5, 2.0, "importance weights are off in the mean"),
     _Alarm("weight_std", 0.0, 1.0, "importance weights scatter"),
-    _Alarm("chi2", 0.0, 1.0, "importance weights scatter in their squares"),
+    _Alarm("chi2", -1.0, 1.0, "importance weights scatter in their squares"),
     _Alarm("ratio_above_2", 0.0, 0.1, "runs have collapsed soon after this"),
 )
 
@@ -159,7 +159,7 @@ def alarms(metrics: Mapping[str, float | None]) -> list[str]:
 
 
 def _within(value: float, alarm: _Alarm) -> bool:
-    rounding = 1e-6  # an ess of 1 or a chi2 of 0 may come out a little beyond
+    rounding = 1e-6  # an ess of 1 may come out a little beyond
     return alarm.low - rounding <= value <= alarm.high + rounding
 
 

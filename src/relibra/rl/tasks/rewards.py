@@ -42,9 +42,9 @@ class Reward:
             value = self.function(response, prompt.row)
         except RelibraError as error:
             raise type(error)(f"{where}: {error}") from error
-        except Exception as error:  # whatever it is, the user has to read it
+        except (Exception, SystemExit) as error:  # whatever it is, the user has to read it
             raise ConfigError(
-                f"{where}: raised {type(error).__name__}: {error}; a reward returns a number for every response"
+                f"{where}: raised {_in_a_line(error)}; a reward returns a number for every response"
             ) from error
         number = _finite(value)
         if number is None:
@@ -100,10 +100,10 @@ def _imported(module_name: str, function_name: str) -> RewardFunction:
         sys.path.append(str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's code
+    except (Exception, SystemExit) as error:  # importing runs the user's code
         raise ConfigError(
-            f"{where}: importing {module_name!r} raised {type(error).__name__}: {error}; looked in {Path.cwd()} and "
-            "where Python finds modules"
+            f"{where}: importing {module_name!r} raised {_in_a_line(error)}; looked in {Path.cwd()} and where Python "
+            "finds modules"
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -122,3 +122,7 @@ def _finite(value: object) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
+
+
+def _in_a_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
