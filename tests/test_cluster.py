@@ -119,6 +119,7 @@ def test_impossible_numbers_are_refused(key, value):
         ({"gemm_table": ((2, 1.0), (2, 2.0))}, "they must rise"),
         ({"gemm_table": ((2, -1.0),)}, "gemm_table flops per second is -1.0"),
         ({"ranks_per_node": 2.0}, "ranks_per_node is 2.0: it must be a whole number"),
+        ({"peak_flops_per_second": 1e-300}, "peak_flops_per_second is 1e-300: it must be at least 0.001"),
     ],
 )
 def test_impossible_clusters_are_refused(changes, sentence):

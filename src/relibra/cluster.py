@@ -27,6 +27,8 @@ MAX_RANKS = 1 << 16
 _MAX_FILE_BYTES = 1 << 20
 _LARGEST = 1e24
 """No byte count, rate or time comes near; keeps sums finite."""
+_SLOWEST = 1e-3
+"""No link and no processor is slower."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ class Link:
         """Refuse what no link can do."""
         if self.latency_seconds != 0:
             _check_number("latency_seconds", self.latency_seconds)
-        _check_number("bytes_per_second", self.bytes_per_second)
+        _check_rate("bytes_per_second", self.bytes_per_second)
 
     def seconds(self, num_bytes: Amount, messages: int = 1) -> Amount:
         """Return alpha * messages + beta * bytes; nothing to send takes no time. Works elementwise on arrays."""
@@ -88,10 +90,10 @@ class Cluster:
             _check_number(key, getattr(self, key), whole=True)
         if self.num_ranks > MAX_RANKS:
             raise ClusterError(f"cluster of {self.num_nodes} x {self.ranks_per_node} ranks: at most {MAX_RANKS} ranks")
-        _check_number("peak_flops_per_second", self.peak_flops_per_second)
+        _check_rate("peak_flops_per_second", self.peak_flops_per_second)
         _check_number("efficiency", self.efficiency, most=1)
         if self.memory_bytes_per_second != 0:
-            _check_number("memory_bytes_per_second", self.memory_bytes_per_second)
+            _check_rate("memory_bytes_per_second", self.memory_bytes_per_second)
         for key in ("name", "source"):
             text = getattr(self, key)
             if not isinstance(text, str) or not text or not text.isprintable():
@@ -100,7 +102,7 @@ class Cluster:
             raise ClusterError(f"cluster label is {self.label!r}: allowed are {', '.join(get_args(Label))}")
         for rows, rate in self.gemm_table:
             _check_number("gemm_table rows", rows, whole=True)
-            _check_number("gemm_table flops per second", rate)
+            _check_rate("gemm_table flops per second", rate)
         all_rows = [rows for rows, _ in self.gemm_table]
         if all_rows != sorted(set(all_rows)):
             raise ClusterError(f"gemm_table has rows {all_rows}: they must rise, each row count once")
@@ -254,6 +256,13 @@ def _check_number(key: str, value: Any, *, whole: bool = False, most: float = _L
     if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value <= most:
         kind = "a whole number" if whole else "a number"
         raise ClusterError(f"{key} is {value!r}: it must be {kind} above 0 and at most {most:g}")
+
+
+def _check_rate(key: str, value: Any) -> None:
+    """Refuse rates with which a step would take forever, and figures of it would be infinite."""
+    _check_number(key, value)
+    if value < _SLOWEST:
+        raise ClusterError(f"{key} is {value!r}: it must be at least {_SLOWEST:g}")
 
 
 def _toml(value: Any) -> str:
