@@ -150,7 +150,6 @@ def _simulated(sizes: steps.Sizes, variant: steps.Variant, cluster: Cluster) -> 
         top_k=sizes.top_k,
         expert=_expert(sizes),
         vocabulary=steps.VOCAB,
-        context_length=config.max_position_embeddings,
     )
     plan: StepPlan | None = variant.plan
     demand = variant.demand

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
-from jaxtyping import Float64, Int64, Shaped
+from jaxtyping import Float64, Shaped
 from numpy import ndarray
 
 from relibra.errors import ClusterError
@@ -111,11 +111,6 @@ class Cluster:
     def num_ranks(self) -> int:
         """Ranks of the expert-parallel group, `R`."""
         return self.num_nodes * self.ranks_per_node
-
-    @property
-    def node_of_rank(self) -> Int64[ndarray, " R"]:
-        """Node of each rank."""
-        return np.arange(self.num_ranks, dtype=np.int64) // self.ranks_per_node
 
     @property
     def flops_per_second(self) -> float:

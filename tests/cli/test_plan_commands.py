@@ -278,7 +278,7 @@ def test_the_table_fits_a_terminal_of_80_columns(run, trace, monkeypatch):
     assert len(rows["static"]) == len(rows["eplb_history"]) == 11
     assert "  +cross-node" in out
     assert "plans made for tokens" in out
-    assert "model of the MoE layers, not a measurement" in " ".join(out.split())
+    assert "model of the MoE layers, with at least the rows that travel; not a measurement" in " ".join(out.split())
 
 
 def test_a_narrow_terminal_keeps_the_names_and_drops_what_matters_least(run, trace, monkeypatch):
@@ -355,7 +355,7 @@ def test_reports_of_what_has_no_demand_or_is_no_plan(run, trace, plan, tmp_path)
         (["compare", "TRACE", "--ranks", "4", "--balancer", "magic"], 1, "balancer 'magic' is unknown"),
         (["compare", "TRACE", "--ranks", "4", "--cluster", "abacus"], 1, "cluster 'abacus' is unknown"),
         (["compare", "TRACE", "--ranks", "4", "--model", "abacus"], 1, "or HIDDENxWIDTH of one of its experts"),
-        (["compare", "TRACE", "--ranks", "4", "--model", "0x5"], 1, "hidden is 0"),
+        (["compare", "TRACE", "--ranks", "4", "--model", "0x5"], 1, "HIDDEN and WIDTH of an expert must be at least 1"),
         (["compare", "TRACE", "--ranks", "12"], 1, "cannot be shared evenly by 12 ranks; allowed are 1, 2, 4, 8 (div"),
         (
             ["plan", "TRACE", "--ranks", "8", "--ranks-per-node", "3"],

@@ -60,6 +60,10 @@ def test_the_number_of_experts_can_be_given(tmp_path):
         ({"ids": _ids(3), "seqlen": np.array([2])}, "sum to 3 rows"),
         ({"ids": _ids(3), "seqlen": np.array([4, -1])}, r"whole numbers in 0\.\.3"),
         ({"ids": np.zeros((3, 2, 3)), "seqlen": np.array([3])}, "expected integer"),
+        (
+            {"ids": np.zeros((0, 2, 3), np.int16), "seqlen": np.zeros(0, np.int64)},
+            "ids holds no tokens: record some first",
+        ),
         ({"ids": _ids(3)[0], "seqlen": np.array([3])}, "expected integer"),
         ({"ids": np.zeros((3, 2, 3), int), "seqlen": np.array([3])}, "one id twice"),
         ({"ids": _ids(3).astype(int) - 1, "seqlen": np.array([3])}, "allowed are 0..65535"),

@@ -29,7 +29,7 @@ class OnePass:
 
     def run(self):
         self.programs = [(self.backward_program if self.backward else self.forward_program)(r) for r in range(self.R)]
-        if self.overlap:
+        if self.overlap and not (self.backward and self.slots_are_full()):
             self.begin_next_push(self.L if self.backward else -1, 0.0)
         for r in range(self.R):
             self.resume(r, 0.0)
@@ -91,6 +91,12 @@ class OnePass:
             self.begin_next_push(layer, time)
         if kind == "return" and not self.costs.resident and copies.takes_part_MLR[self.m, layer].any():
             self.begin_next_push(layer, time)
+
+    def slots_are_full(self):
+        """The replicas that came last in the forward pass are still there, until their gradients are home."""
+        costs, m = self.costs, self.m
+        used = [layer for layer in range(self.L) if costs.gradients.takes_part_MLR[m, layer].any()]
+        return bool(used) and not costs.resident and not costs.again.takes_part_MLR[m, used[-1]].any()
 
     def begin_next_push(self, after, time):
         """Begin the push of the next layer with copies, in the direction of the pass."""

@@ -51,7 +51,6 @@ def tiny_model(plan, **changes) -> ModelShape:
         "top_k": 1,
         "expert": ExpertShape(hidden=2, width=5),
         "vocabulary": 7,
-        "context_length": 64,
     }
     return ModelShape(**{**values, **changes})
 

@@ -12,7 +12,7 @@ GUIDE = Path(__file__).parent.parent.parent / "docs" / "simulation.md"
 
 def test_blocks_of_the_guide_print_what_they_say():
     blocks = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
-    assert len(blocks) == GUIDE.read_text().count("```python") == 4
+    assert len(blocks) == GUIDE.read_text().count("```python") == 5
     around = {}
     for program, expected in blocks:
         printed = io.StringIO()

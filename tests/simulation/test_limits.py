@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from relibra import Budget, Demand, cluster_preset, plan_step
 from relibra.planning.objective import ExpertShape
 from relibra.simulation import Execution, advice, memory_use, model_shape, overlap_ratio, simulate_step
-from relibra.simulation.limits import overlap_ratios
+from relibra.simulation.limits import overlap_ratios, sustained_overlap_ratios
 from tests.planning.cases import make_demand
 
 
@@ -49,7 +49,8 @@ def test_advice_names_the_largest_part_first_with_its_share():
     exchange = (step.terms["exchange"] + step.terms["gates"]) / step.seconds
     assert any(sentence.startswith("Traffic: ") and f"({exchange:.0%} of" in sentence for sentence in said)
     assert any(sentence.startswith("Straggler: ") for sentence in said)
-    assert any("0.52 inside a node and 0.06 between nodes, so traffic, not work" in sentence for sentence in said)
+    assert "0.52 inside a node and 0.06 between nodes at peak flops, 1.05 and 0.12 at sustained flops" in said[0]
+    assert said[0].endswith("so traffic counts for more than balance.")
     assert any("of activations on the fullest rank" in sentence for sentence in said)
     assert said[-1].startswith("Memory: a rank of stage 0 would hold")
     slow = simulate_step(plan, demand, cluster, model, Execution(overlap=False))
@@ -80,4 +81,8 @@ def test_a_wide_expert_on_fast_links_hides_its_traffic():
     model = replace(model_shape("mixtral-8x7b"), moe_layers=2, top_k=4)
     plan = plan_step(demand, cluster, Budget(slots=0), expert=model.expert)
     said = advice(simulate_step(plan, plan.scheduled(demand), cluster, model), cluster, model)
-    assert any("9.78 inside a node, so work could hide the traffic" in sentence for sentence in said)
+    assert "9.78 inside a node at peak flops, 19.56 at sustained flops" in said[0]
+    assert said[0].endswith("so balance counts for more than traffic.")
+    assert sustained_overlap_ratios(cluster, model.expert) == {
+        "inside a node": overlap_ratio(model.expert, cluster.intra.bytes_per_second, cluster.flops_per_second)
+    }

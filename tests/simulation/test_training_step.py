@@ -61,6 +61,18 @@ def test_with_pairs_too_and_the_planner_s_own_plan():
 @given(SEEDS, st.booleans(), st.booleans(), st.sampled_from([1, 10]))
 @FEW
 def test_the_fast_simulator_equals_the_slow_one(seed, overlap, recompute, slower):
+    assert_fast_equals_slow(seed, overlap, recompute, slower)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slower", [1, 10])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_fast_simulator_equals_the_slow_one_in_many_steps(recompute, slower):
+    for seed in range(500):
+        assert_fast_equals_slow(seed, seed % 4 > 0, recompute, slower)
+
+
+def assert_fast_equals_slow(seed, overlap, recompute, slower):
     plan, demand, cluster, model = random_step(seed)
     cluster = replace(cluster, inter_send=Link(latency_seconds=1, bytes_per_second=4 / slower))
     layout = ParallelLayout(expert_parallel=plan.num_ranks)

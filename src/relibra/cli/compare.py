@@ -147,7 +147,10 @@ COLUMNS = (
     ),
     Column("plan\ns", lambda row: f"{row.plan_seconds:.2f}", "measured here", 5),
     Column(
-        "step s\nmodel", lambda row: f"{row.predicted_seconds:.3g}", "model of the MoE layers, not a measurement", 1
+        "step s\nmodel",
+        lambda row: f"{row.predicted_seconds:.3g}",
+        "model of the MoE layers, with at least the rows that travel; not a measurement",
+        1,
     ),
 )
 

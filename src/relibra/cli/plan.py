@@ -207,10 +207,15 @@ def _print_summary(result: Result) -> None:
     assert row.moved_bytes is not None, "measured"
     typer.echo(workload.size_in_words(result.step.demand, result.machine))
     typer.echo(result.step.cut)
+    if idle := workload.idle_ranks_in_words(result.step.demand):
+        typer.echo(idle)
     levers = lever_gaps(plan, result.step.demand)
     across = f", {row.cross_node_copies:,} of them on another node than their home" if row.cross_node_copies else ""
     default = "" if result.model else ", the default: choose with --model"
-    terms = ", ".join(f"{name} {value:.3g}" for name, value in plan.predicted.items() if name != "total")
+    least = {"exchange": "at least "} if result.step.demand.pairs_LEE is not None else {}  # `relibra simulate` counts
+    terms = ", ".join(
+        f"{name} {least.get(name, '')}{value:.3g}" for name, value in plan.predicted.items() if name != "total"
+    )
     static = result.static.predicted
     back = " with the moves back to it" if static["relocation"] else ""
     lines = {

@@ -99,16 +99,19 @@ class Result(NamedTuple):
 def _facts(result: Result) -> dict[str, object]:
     """Return what --json prints; what limits the step comes first."""
     from relibra.simulation import advice
-    from relibra.simulation.limits import overlap_ratios
+    from relibra.simulation.limits import overlap_ratios, sustained_overlap_ratios
 
     chosen, static = result.found[result.balancer], result.found["static"]
     tokens = simulated.tokens_of(result.step.demand, result.routed)
     return {
         "overlap_ratio": overlap_ratios(result.machine, result.routed.expert),
         "advice": advice(chosen.step, result.machine, result.routed, chosen.memory),
+        "sustained_overlap_ratio": sustained_overlap_ratios(result.machine, result.routed.expert),
         **chosen.step.figures(),
         "balancer": result.balancer,
         "ratio_to_static": static.step.seconds / chosen.step.seconds,
+        "seconds_without_relocation": chosen.step.seconds - chosen.step.terms["relocation"],
+        "kept_static": simulated.keeps_static(chosen.plan, static.plan),
         "static_seconds": static.step.seconds,
         "tokens": tokens,
         "tokens_per_second": tokens / chosen.step.seconds,
@@ -140,10 +143,13 @@ def _print(result: Result) -> None:
         say(result.routes.words)
     say(workload.size_in_words(result.step.demand, result.machine))
     say(result.step.cut)
+    if idle := workload.idle_ranks_in_words(result.step.demand):
+        say(idle)
     stages = f", {result.how.pipeline_stages} pipeline stages" * (result.how.pipeline_stages > 1)
     stages += ", activations recomputed" * result.how.recompute_activations
     slots = workload.plural(chosen.plan.slots, "spare slot")
-    say(f"{simulated.model_in_words(result.model, result.routed)}; {slots} per rank{stages}")
+    planned = f"planned for {chosen.plan.objective}"
+    say(f"{simulated.model_in_words(result.model, result.routed)}; {slots} per rank{stages}; {planned}")
     Console().print(_table(result))
     machine = result.machine
     say(f"label: simulated, on {machine.name} ({machine.label}: {machine.source})")
@@ -151,6 +157,8 @@ def _print(result: Result) -> None:
         "straggler: seconds of experts in which only the busiest ranks compute; skew: token-slots of the busiest ranks "
         f"/ mean ranks; memory: of the fullest rank; {simulated.rows_in_words(chosen)}"
     )
+    if words := simulated.decision_in_words(result.balancer, chosen, result.found["static"], result.step):
+        say(words)
     for note in chosen.step.notes:
         say(note)
 
@@ -171,6 +179,8 @@ def _table(result: Result) -> Table:
 
     steps = [one.step for one in result.found.values()]
     row("seconds of the step", [f"{step.seconds:.4g}" for step in steps])
+    if any(step.terms["relocation"] for step in steps):
+        row("  without relocation", [f"{step.seconds - step.terms['relocation']:.4g}" for step in steps])
     row("static / this", [f"{static / step.seconds:.3f}" for step in steps])
     row("tokens per second", [f"{tokens / step.seconds:,.0f}" for step in steps])
     for term in steps[0].terms:
@@ -182,7 +192,8 @@ def _table(result: Result) -> Table:
             ]
             row(f"  {'experts' if term == 'compute' else term}", cells)
         if term == "compute":
-            row("    straggler", [f"{step.straggler_seconds():.4g}" for step in steps])
+            lost = [(step.straggler_seconds(), step.seconds) for step in steps]
+            row("    straggler", [f"{value:.4g}" if value > _ROUNDING * whole else "0" for value, whole in lost])
     row("hidden copies, seconds", [f"{max(0.0, step.hidden_copy_seconds):.4g}" for step in steps])
     row("model flops utilisation", [f"{step.model_flops_utilisation:.1%}" for step in steps])
     row("skew", [f"{one.skew:.3f}" for one in result.found.values()])

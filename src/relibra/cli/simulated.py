@@ -101,9 +101,11 @@ def open_model(name: str) -> ModelShape:
         heads = max(1, expert.hidden // 128)
         return ModelShape(
             name=name, moe_layers=1, hidden=expert.hidden, query_heads=heads, kv_heads=heads, head_dim=128, experts=1,
-            top_k=1, expert=expert, vocabulary=1, context_length=1,
+            top_k=1, expert=expert, vocabulary=1,
         )  # fmt: skip
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if not path.is_file() and (path.suffix == ".json" or "/" in name):
+        raise ConfigError(f"--model {name}: there is no file {path}: give the path of a config.json")
     if not path.is_file():
         raise ConfigError(
             f"--model {name!r} is unknown: allowed are {', '.join(MODEL_SHAPES)}, the path of a config.json, or "
@@ -205,6 +207,36 @@ def simulate(
     step = simulate_step(plan, scheduled, machine, model, how, distinct_MLRR=rows_MLRR)
     memory = memory_use(plan, scheduled, machine, model, how)
     return Simulated(plan, step, memory, plan.skew(scheduled), rows_MLRR is not None)
+
+
+def keeps_static(plan: StepPlan, static: StepPlan) -> bool:
+    """Tell whether a balancer decided nothing but the static layout: its homes and schedule, and no copies."""
+    import numpy as np
+
+    same = all(
+        np.array_equal(getattr(plan, name), getattr(static, name)) for name in ("home_LE", "micro_batch_S", "rank_S")
+    )
+    return same and not plan.num_copies
+
+
+def decision_in_words(balancer: str, chosen: Simulated, static: Simulated, step: workload.Step) -> str:
+    """Say where a balancer saw nothing or decided nothing, and what would give it more; empty where it decided."""
+    from relibra.planning.balancers import BALANCERS
+
+    if step.history_MLE is None and balancer in BALANCERS and BALANCERS[balancer].sees == "history":
+        return f"{balancer} knows earlier loads only, and saw none: --take second-half shows it the first half"
+    if balancer == "static" or not keeps_static(chosen.plan, static.plan):
+        return ""
+    said = f"{balancer} kept the static layout"
+    if not balancer.startswith("relibra"):
+        return said
+    demand, plan = step.demand, chosen.plan
+    tokens = demand.load_MLE[:, 0].sum() / (demand.top_k or 1) / max(1, len(demand.load_MLE)) / plan.num_ranks
+    wider = "larger --micro-batch-tokens" if plan.slots else "larger --micro-batch-tokens or --slots 1"
+    return (
+        f"{said}: at {tokens:,.0f} tokens per rank and micro-batch nothing it may do saves more {plan.objective} than "
+        f"it costs; {wider} would give it more to gain"
+    )
 
 
 def tokens_of(demand: Demand, model: ModelShape) -> int:

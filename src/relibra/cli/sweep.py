@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 SETTINGS = ("ranks", "ranks_per_node", "slots", "micro_batch_tokens", "pipeline_stages", "balancer")
 MOST_POINTS = 500
+MOST_SENTENCES = 4
+"""Sentences about the best point above the table: the overlap ratio, and the largest parts of its step."""
 
 
 def _list(metavar: str, words: str) -> Any:
@@ -134,7 +136,8 @@ def _points(
 def _items(option: str, text: str) -> list[str]:
     items = [item.strip() for item in text.split(",")]
     if "" in items:
-        raise ConfigError(f"{option} {text!r} has an empty item: write it like relibra,eplb")
+        example = "relibra,eplb" if option == "--balancer" else "8,16"
+        raise ConfigError(f"{option} {text!r} has an empty item: write it like {example}")
     return list(dict.fromkeys(items))
 
 
@@ -221,6 +224,7 @@ def _row(point: dict[str, Any], machine: Cluster, one: Simulated, static: Simula
         "copies_share": step.terms["copies"] / step.seconds,
         "skew": one.skew,
         "copies": one.plan.num_copies,
+        "kept_static": simulated.keeps_static(one.plan, static.plan),
         "memory_bytes": one.memory.total,
         "memory_warning": one.memory.warning,
     }
@@ -236,30 +240,34 @@ def _in_words(row: dict[str, Any], names: list[str]) -> str:
 
 
 def _best(found: list[Point]) -> tuple[Point, list[str]]:
-    """Return the fastest point, and what limits it."""
+    """Return the point with the most tokens per second and rank, and what limits it."""
     from relibra.simulation import advice
 
-    best = max(found, key=lambda one: one.row["tokens_per_second"])
+    best = max(found, key=lambda one: one.row["tokens_per_second_per_rank"])
     return best, advice(best.simulated.step, best.machine, best.model, best.simulated.memory)
 
 
 def _print_json(found: list[Point], left_out: list[dict[str, Any]]) -> None:
-    from relibra.simulation.limits import overlap_ratios
+    from relibra.simulation.limits import overlap_ratios, sustained_overlap_ratios
 
     best, sentences = _best(found)
-    facts = {"overlap_ratio": overlap_ratios(best.machine, best.model.expert), "advice": sentences}
+    ratios = overlap_ratios(best.machine, best.model.expert)
+    sustained = sustained_overlap_ratios(best.machine, best.model.expert)
+    facts = {"overlap_ratio": ratios, "advice": sentences, "sustained_overlap_ratio": sustained}
     typer.echo(json.dumps({**facts, "rows": [one.row for one in found], "left_out": left_out}))
 
 
 def _print(
     found: list[Point], left_out: list[dict[str, Any]], varied: list[str], about: tuple[simulated.Routes, Question]
 ) -> None:
-    """Say what limits the fastest point, then show all of them, then those that cannot be."""
+    """Say what limits the best point, the most first; then show all of them, then those that cannot be."""
     routes, question = about
     best, sentences = _best(found)
-    for sentence in sentences:
+    place = _in_words(best.row, varied or ["ranks", "balancer"])
+    simulated.in_lines(f"most tokens per second and rank: {place}. What limits that step:")
+    memory = [sentence for sentence in sentences[MOST_SENTENCES:] if sentence.startswith("Memory: ")]
+    for sentence in sentences[:MOST_SENTENCES] + memory:
         simulated.in_lines(sentence)
-    simulated.in_lines(f"said of the fastest row, {_in_words(best.row, varied or ['ranks', 'balancer'])}")
     typer.echo()
     if routes.words:
         typer.echo(visible(routes.words))
@@ -281,11 +289,15 @@ def _print_table(found: list[Point], varied: list[str]) -> None:
     }  # fmt: skip
     for name in varied or ["ranks", "balancer"]:
         table.add_column(short[name], justify="left" if name == "balancer" else "right", overflow="fold")
-    for title in ("seconds", "/ static", "tokens/s\nper rank", "exch\n%", "strag\n%", "copy\n%", "skew", "GB"):
+    rows = [point.row for point in found]
+    staged = any(row["all_ranks"] != row["ranks"] for row in rows)
+    titles = ("seconds", "/ static", "tokens/s\nper rank", "exch\n%", "strag\n%", "copy\n%", "skew", "GB")
+    for title in ("all\nranks",) * staged + titles:
         table.add_column(title, justify="right", no_wrap=True)
-    for row in (point.row for point in found):
+    for row in rows:
         table.add_row(
             *(str(row[name]) for name in varied or ["ranks", "balancer"]),
+            *([str(row["all_ranks"])] * staged),
             f"{row['seconds']:.4g}",
             f"{row['ratio_to_static']:.3f}",
             f"{row['tokens_per_second_per_rank']:,.0f}",
@@ -294,8 +306,12 @@ def _print_table(found: list[Point], varied: list[str]) -> None:
             f"{row['memory_bytes'] / 1e9:.3g}{'!' if row['memory_warning'] else ''}",
         )
     Console().print(table)
+    all_ranks = "all ranks: expert-parallel ranks x pipeline stages; " if staged else ""
     simulated.in_lines(
-        "/ static: throughput over the static layout of the same machine and cut; exch, strag, copy: shares of the "
-        "step for rows on their way, experts of which only the busiest ranks have work, and copies in the open; skew: "
-        "token-slots of the busiest / mean ranks; GB: memory of the fullest rank, ! where it does not fit"
+        f"{all_ranks}/ static: throughput over the static layout of the same machine and cut; exch, strag, copy: "
+        "shares of the step for rows on their way, experts of which only the busiest ranks have work, and copies in the "
+        "open; skew: token-slots of the busiest / mean ranks; GB: memory of the fullest rank, ! where it does not fit"
     )
+    kept = sum(row["kept_static"] and row["balancer"] != "static" for row in rows)
+    if kept:
+        simulated.in_lines(f"rows in which the balancer kept the static layout: {kept}; relibra simulate says why")

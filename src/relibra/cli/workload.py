@@ -107,6 +107,10 @@ OptionalObjective = Annotated[
 Page = Annotated[Path | None, typer.Option(metavar="PATH", help="Also write a page with pictures.")]
 
 
+_MANY_IDLE = 0.1
+"""Share of ranks without tokens in a micro-batch from which it is said."""
+
+
 class Step(NamedTuple):
     """What is planned: the demand, the loads of the micro-batches before it (None: no history), and how it was cut."""
 
@@ -226,6 +230,8 @@ def open_expert(name: str) -> ExpertShape:
 
     sizes = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})", name)
     if sizes:
+        if not int(sizes[1]) or not int(sizes[2]):
+            raise ConfigError(f"--model {name!r}: HIDDEN and WIDTH of an expert must be at least 1")
         return ExpertShape(hidden=int(sizes[1]), width=int(sizes[2]))
     if name not in EXPERT_SHAPES:
         raise ConfigError(
@@ -252,6 +258,18 @@ def size_in_words(demand: Demand, cluster: Cluster) -> str:
     nodes = f"{plural(cluster.num_nodes, 'node')} of {cluster.ranks_per_node}, {cluster.name}"
     sizes = ", ".join((plural(M, "micro-batch"), plural(L, "layer"), plural(E, "expert")))
     return f"{sizes} on {plural(R, 'rank')} ({nodes})"
+
+
+def idle_ranks_in_words(demand: Demand) -> str:
+    """Say so where many ranks have no tokens in a mean micro-batch; empty where few have none."""
+    assert demand.tokens_MLRE is not None, "needs a demand with a schedule"
+    idle = float((demand.tokens_MLRE.sum(axis=(1, 3)) == 0).mean())
+    if idle < _MANY_IDLE:
+        return ""
+    return (
+        f"{idle:.0%} of ranks have no tokens in a mean micro-batch: fewer --ranks or larger --micro-batch-tokens would "
+        "be closer to a step that is trained"
+    )
 
 
 def inputs_of(trace: Path, cluster: str, previous: Path | None = None) -> list[tuple[str, Path]]:

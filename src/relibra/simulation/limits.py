@@ -16,8 +16,9 @@ _WORTH_SAYING = 0.01
 def overlap_ratio(expert: ExpertShape, bytes_per_second: float, peak_flops_per_second: float) -> float:
     """Return seconds that one token-slot computes in its expert / seconds that it travels, there and back.
 
-    Above 1 a layer can hide its exchange behind its experts. For gated bf16 experts this is
-    1.5 width x bandwidth / peak: neither hidden, K nor E matter (MegaScale-MoE, arXiv 2505.11432).
+    Above 1 a layer could hide its exchange behind its experts, if GEMMs ran at peak and every choice travelled by
+    itself. For gated bf16 experts this is 1.5 width x bandwidth / peak: neither hidden, K nor E matter (MegaScale-MoE,
+    arXiv 2505.11432).
 
     bytes_per_second   in one direction
 
@@ -39,6 +40,11 @@ def overlap_ratios(cluster: Cluster, expert: ExpertShape) -> dict[str, float]:
     }
 
 
+def sustained_overlap_ratios(cluster: Cluster, expert: ExpertShape) -> dict[str, float]:
+    """Return `overlap_ratios` at the flops that grouped GEMMs sustain, with which steps are simulated."""
+    return {where: ratio / cluster.efficiency for where, ratio in overlap_ratios(cluster, expert).items()}
+
+
 def advice(step: SimulatedStep, cluster: Cluster, model: ModelShape, memory: MemoryUse | None = None) -> list[str]:
     """Say what limits the step, with numbers: the ratio of work to traffic, then its parts, the largest first.
 
@@ -50,7 +56,7 @@ def advice(step: SimulatedStep, cluster: Cluster, model: ModelShape, memory: Mem
         share = seconds / step.seconds if step.seconds else 0.0
         if share >= _WORTH_SAYING:
             found.append((-seconds, name, f"{sentence} ({share:.0%} of {seconds_in_words(step.seconds)})."))
-    sentences = [_of_overlap(cluster, model), *(sentence for _, _, sentence in sorted(found))]
+    sentences = [_of_overlap(step, cluster, model), *(sentence for _, _, sentence in sorted(found))]
     if memory is not None:
         gain = memory.activations_static - memory.parts["activations"]
         if memory.activations_static and gain / memory.activations_static >= _WORTH_SAYING:
@@ -86,7 +92,8 @@ def _parts(step: SimulatedStep) -> list[tuple[str, float, str]]:
         (
             "exchange",
             exchange,
-            f"Traffic: rows between ranks take {seconds_in_words(exchange)}; locality and sending once save it",
+            f"Traffic: rows between ranks take {seconds_in_words(exchange)}; experts that are picked together on one "
+            "rank save it",
         ),
         (
             "copies",
@@ -108,18 +115,22 @@ def _parts(step: SimulatedStep) -> list[tuple[str, float, str]]:
         (
             "relocation",
             terms["relocation"],
-            f"Relocation: experts change homes for {seconds_in_words(terms['relocation'])}",
+            f"Relocation: experts change homes for {seconds_in_words(terms['relocation'])}, paid once; later steps "
+            "pay for what changes from then on",
         ),
     ]
     return found
 
 
-def _of_overlap(cluster: Cluster, model: ModelShape) -> str:
+def _of_overlap(step: SimulatedStep, cluster: Cluster, model: ModelShape) -> str:
+    """Say the ratio at peak flops, as it is defined, and at those that GEMMs sustain; the verdict is the step's own."""
     ratios = overlap_ratios(cluster, model.expert)
-    links = " and ".join(f"{ratio:.2f} {where}" for where, ratio in ratios.items())
-    weigh = (
-        "so work could hide the traffic"
-        if min(ratios.values()) > 1
-        else "so traffic, not work, sets the pace of an uneven layer"
+    peak = " and ".join(f"{ratio:.2f} {where}" for where, ratio in ratios.items())
+    sustained = " and ".join(f"{ratio:.2f}" for ratio in sustained_overlap_ratios(cluster, model.expert).values())
+    exchange, compute = step.terms["exchange"] + step.terms["gates"], step.terms["compute"]
+    counts = "traffic counts for more than balance" if exchange > compute else "balance counts for more than traffic"
+    return (
+        f"Overlap ratio (seconds of experts per second of travel of a token-slot): {peak} at peak flops, {sustained} "
+        f"at sustained flops; in this step rows travel for {seconds_in_words(exchange)} and experts compute for "
+        f"{seconds_in_words(compute)}, so {counts}."
     )
-    return f"Overlap ratio (seconds of work per second of travel of a token-slot): {links}, {weigh}."

@@ -49,7 +49,6 @@ class ModelShape:
     shared_width                       width of what every token runs through beside its choices; 0: nothing
     dense_width                        width of the gated feed-forward of a dense layer
     tied_embeddings                    the output matrix is the input embedding
-    context_length                     longest sequence
     window, windowed_layers            attention reaches back that many tokens in so many layers; 0: everywhere all
     part_of                            layers of the model that this is a part of (`cut_model`); 0: it is whole
     raises                             ConfigError for sizes that no model has
@@ -65,7 +64,6 @@ class ModelShape:
     top_k: int
     expert: ExpertShape
     vocabulary: int
-    context_length: int
     dense_layers: int = 0
     dense_width: int = 0
     shared_width: int = 0
@@ -233,12 +231,16 @@ def model_shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelS
     raises    ConfigError when a size is missing or not one, or the model has no experts
     """
     name = name or str(config.get("model_type", "model"))
+    if isinstance(config.get("text_config"), Mapping):  # of a model that also sees or hears
+        config = config["text_config"]
 
     def size(*keys: str, default: int | None = None) -> int:
         key = next((key for key in keys if config.get(key) is not None), "")
         value = config[key] if key else default
         if value is None:
-            raise ConfigError(f"config of {name!r} has no {' or '.join(keys)}: give that of a model with experts")
+            of_experts = any("expert" in key for key in keys)
+            advice = "give that of a model with experts" if of_experts else "add it, as transformers writes it"
+            raise ConfigError(f"config of {name!r} has no {' or '.join(keys)}: {advice}")
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"config of {name!r} has {key} {value!r}: it must be a whole number")
         return value
@@ -254,6 +256,11 @@ def model_shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelS
     dense = size("first_k_dense_replace", default=len(listed("mlp_only_layers")))
     shared = size("shared_expert_intermediate_size", default=0) or size("n_shared_experts", default=0) * width
     windowed = listed("layer_types").count("sliding_attention")
+    if not 0 <= dense < layers:
+        raise ConfigError(
+            f"config of {name!r} has {layers} layers, {dense} of them dense, so none has experts: give that of a model "
+            "with experts"
+        )
     return ModelShape(
         name=name,
         moe_layers=layers - dense,
@@ -262,13 +269,12 @@ def model_shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelS
         query_heads=heads,
         kv_heads=size("num_key_value_heads", default=heads),
         head_dim=size("head_dim", default=hidden // max(1, heads)),
-        experts=size("num_experts", "num_local_experts", "n_routed_experts"),
-        top_k=size("num_experts_per_tok"),
+        experts=size("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+        top_k=size("num_experts_per_tok", "moe_topk", "moe_k"),
         expert=ExpertShape(hidden=hidden, width=width),
         dense_width=size("intermediate_size") if dense else 0,
         shared_width=shared,
         vocabulary=size("vocab_size"),
-        context_length=size("max_position_embeddings"),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         window=size("sliding_window", default=0) if windowed else 0,
         windowed_layers=windowed,
@@ -287,9 +293,9 @@ def _latent(size: Any) -> LatentAttention:
 
 
 def _preset(
-    name: str, layers: int, heads: tuple[int, int, int], choices: tuple[int, int], words: tuple[int, int], **more: Any
+    name: str, layers: int, heads: tuple[int, int, int], choices: tuple[int, int], vocabulary: int, **more: Any
 ) -> ModelShape:
-    """Fill in a shape: layers with experts; heads (query, key, width); (experts, top k); (vocabulary, context)."""
+    """Fill in a shape: layers with experts; heads (query, key, width); (experts, top k)."""
     return ModelShape(
         name=name,
         moe_layers=layers,
@@ -300,8 +306,7 @@ def _preset(
         experts=choices[0],
         top_k=choices[1],
         expert=EXPERT_SHAPES[name],
-        vocabulary=words[0],
-        context_length=words[1],
+        vocabulary=vocabulary,
         **more,
     )
 
@@ -311,22 +316,22 @@ _V2_LITE = LatentAttention(query_rank=0, kv_rank=512, rope_dim=64, nope_dim=128,
 MODEL_SHAPES: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (
-        _preset("qwen3-30b-a3b", 48, (32, 4, 128), (128, 8), (151_936, 40_960)),
-        _preset("qwen3-235b-a22b", 94, (64, 4, 128), (128, 8), (151_936, 40_960)),
+        _preset("qwen3-30b-a3b", 48, (32, 4, 128), (128, 8), 151_936),
+        _preset("qwen3-235b-a22b", 94, (64, 4, 128), (128, 8), 151_936),
         _preset(
-            "glm4.5-106b-a12b", 45, (96, 8, 128), (128, 8), (151_552, 131_072),
+            "glm4.5-106b-a12b", 45, (96, 8, 128), (128, 8), 151_552,
             dense_layers=1, dense_width=10_944, shared_width=1408,
         ),
         _preset(
-            "deepseek-v3", 58, (128, 128, 192), (256, 8), (129_280, 163_840),
+            "deepseek-v3", 58, (128, 128, 192), (256, 8), 129_280,
             dense_layers=3, dense_width=18_432, shared_width=2048, latent=_V3,
         ),
         _preset(
-            "deepseek-v2-lite", 26, (16, 16, 192), (64, 6), (102_400, 163_840),
+            "deepseek-v2-lite", 26, (16, 16, 192), (64, 6), 102_400,
             dense_layers=1, dense_width=10_944, shared_width=2816, latent=_V2_LITE,
         ),
-        _preset("gpt-oss-20b", 24, (64, 8, 64), (32, 4), (201_088, 131_072), window=128, windowed_layers=12),
-        _preset("mixtral-8x7b", 32, (32, 8, 128), (8, 2), (32_000, 32_768)),
+        _preset("gpt-oss-20b", 24, (64, 8, 64), (32, 4), 201_088, window=128, windowed_layers=12),
+        _preset("mixtral-8x7b", 32, (32, 8, 128), (8, 2), 32_000),
     )
 }  # fmt: skip
 """Sizes by name, of the models whose experts `planning.objective` knows, from their published `config.json`."""

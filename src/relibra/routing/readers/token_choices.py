@@ -125,6 +125,8 @@ def _load_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) 
 
 def _checked_ids(path: Path, name: str, array: ndarray) -> ndarray:
     if array.ndim != 3 or array.dtype.kind not in "iu" or array.size == 0:
+        if array.ndim == 3 and not len(array):
+            raise TraceError(f"{path}: {name} holds no tokens: record some first")
         raise TraceError(f"{path}: {name} is {array.dtype} {array.shape}: expected integer [tokens, layers, choices]")
     if not 0 <= array.min() <= array.max() < 1 << 16:
         raise TraceError(f"{path}: {name} holds ids {array.min()}..{array.max()}: allowed are 0..65535")
