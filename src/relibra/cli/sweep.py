@@ -309,8 +309,9 @@ def _print_table(found: list[Point], varied: list[str]) -> None:
     all_ranks = "all ranks: expert-parallel ranks x pipeline stages; " if staged else ""
     simulated.in_lines(
         f"{all_ranks}/ static: throughput over the static layout of the same machine and cut; exch, strag, copy: "
-        "shares of the step for rows on their way, experts of which only the busiest ranks have work, and copies in the "
-        "open; skew: token-slots of the busiest / mean ranks; GB: memory of the fullest rank, ! where it does not fit"
+        "shares of the step for rows on their way, experts of which only the busiest ranks have work, and copies "
+        "in the open; skew: token-slots of the busiest / mean ranks; GB: memory of the fullest rank, ! where it "
+        "does not fit"
     )
     kept = sum(row["kept_static"] and row["balancer"] != "static" for row in rows)
     if kept:
