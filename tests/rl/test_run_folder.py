@@ -2,12 +2,15 @@
 
 import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from relibra.errors import ConfigError
 from relibra.reporting.metrics import read_metrics
+from relibra.rl import run_folder
 from relibra.rl.config import RunConfig, load_config
 from relibra.rl.run_folder import (
     MetricsLog,
@@ -15,6 +18,7 @@ from relibra.rl.run_folder import (
     create_run_folder,
     forget_steps_from,
     has_checkpoint,
+    held_run_folder,
     open_run_folder,
     trace_folder,
 )
@@ -30,6 +34,28 @@ TOKENIZER = CharacterTokenizer(TASK.characters, TASK.characters[-1])
 
 def config_of(folder, *overrides):
     return load_config(None, [f"run.folder={folder}", *overrides])
+
+
+HOLD = """
+import signal, sys
+from pathlib import Path
+from relibra.rl.run_folder import held_run_folder
+with held_run_folder(Path(sys.argv[1])):
+    print("held", flush=True)
+    signal.pause()
+"""
+
+
+def test_a_run_folder_has_one_writer_and_is_free_again_when_that_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.2)
+    with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match="another process trains in the run folder"), held_run_folder(tmp_path):
+            pass
+        monkeypatch.setattr(run_folder, "LOCK_SECONDS", 60.0)
+        other.kill()
+        with held_run_folder(tmp_path):
+            assert other.wait() < 0
 
 
 def test_a_second_run_of_the_same_name_gets_a_number(tmp_path):

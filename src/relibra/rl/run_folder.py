@@ -8,17 +8,21 @@ reference/             the policy before the first step, where it is needed
 tensorboard/           the same numbers for TensorBoard
 traces/step-00000/     routes of each step's rollout
 policy/                the trained policy, a plain `transformers` folder
+.lock                  empty; held by the process that writes into the folder
 report.html            the report
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import platform
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
     from relibra.rl.tokenizer import Tokenizer
 
 SAMPLES_OF_A_KIND = 3
+LOCK_SECONDS = 10.0
+"""How long a run that goes on waits for the ranks of a killed one, which end soon after it."""
 
 
 def create_run_folder(config: RunConfig) -> Path:
@@ -61,6 +67,33 @@ def create_run_folder(config: RunConfig) -> Path:
 def open_or_create(config: RunConfig, resume: Path | None) -> Path:
     """Return the folder of a new run, or that of one that goes on."""
     return create_run_folder(config) if resume is None else resume
+
+
+@contextmanager
+def held_run_folder(run: Path) -> Iterator[None]:
+    """Keep a second process from going on with the same run; the system lets go when this one ends, however it ends.
+
+    raises    ConfigError when another process still holds the folder after LOCK_SECONDS, or it cannot be written
+    """
+    deadline = time.monotonic() + LOCK_SECONDS
+    try:
+        file = (run / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"cannot write into the run folder {run} (run.folder): {error.strerror}") from error
+    with file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"another process trains in the run folder {run}: wait until it ends, or go on in a copy of it"
+                    ) from None
+                time.sleep(0.1)
+            except OSError:  # a file system without locks
+                break
+        yield
 
 
 def write_config(run: Path, config: RunConfig) -> None:

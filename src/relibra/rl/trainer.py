@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 
@@ -23,7 +24,15 @@ from relibra.rl.policy import Policy, build_policy
 from relibra.rl.progress import TrainingProgress
 from relibra.rl.ranks import broadcast_json, largest_over_ranks
 from relibra.rl.reference import reference_policy
-from relibra.rl.run_folder import MetricsLog, SamplesLog, forget_steps_from, has_checkpoint, save_policy, write_config
+from relibra.rl.run_folder import (
+    MetricsLog,
+    SamplesLog,
+    forget_steps_from,
+    has_checkpoint,
+    held_run_folder,
+    save_policy,
+    write_config,
+)
 from relibra.rl.step import Learner, Progress, Trained, rl_step
 from relibra.rl.tasks.make import make_task, without_effect
 from relibra.rl.tasks.task import Task
@@ -60,9 +69,11 @@ def train_rank(config: RunConfig, run: Path, device: torch.device) -> bool:
     """
     torch.set_num_threads(config.parallel.threads_per_rank)
     stop = StopRequest()
-    with TrainingProgress(
-        warmup_steps=config.warmup.steps, rl_steps=config.run.steps, enabled=dist.get_rank() == 0
-    ) as progress:
+    rank_0 = dist.get_rank() == 0
+    with (
+        held_run_folder(run) if rank_0 else nullcontext(),
+        TrainingProgress(warmup_steps=config.warmup.steps, rl_steps=config.run.steps, enabled=rank_0) as progress,
+    ):
         stop.on_ask = progress.stopping
         return _train(config, run, device, progress, stop)
 
