@@ -21,7 +21,9 @@ def balancers_section(rows: Sequence[ComparisonRow]) -> str:
         paragraph(
             "Skew: token objective. Sees: what the balancer may know of the step. Copies: per micro-batch and layer. "
             "Across nodes: token-slots computed on another node than they come from. Plan s: measured on the machine "
-            "that planned. Step s: a model of the MoE layers, not a measurement.",
+            "that planned. Step s: a model of the MoE layers, not a measurement; its rows are a "
+            "bound from pairs of experts, so it differs from the simulated seconds above. It contains the moves, which "
+            "are paid once.",
             "how",
         ),
         paragraph(
