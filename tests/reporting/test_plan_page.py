@@ -19,6 +19,7 @@ from relibra.planning.comparison import ComparisonRow, compare
 from relibra.planning.levers import lever_bounds, lever_gaps
 from relibra.planning.pricing import predict_planned
 from relibra.planning.step import plan_step
+from relibra.reporting.balancers_section import balancers_section
 from relibra.reporting.bars import waterfall
 from relibra.reporting.limits_section import seconds_item
 from relibra.reporting.plan_page import Question, render_plan_page, verdict, write_plan_page
@@ -49,6 +50,9 @@ def test_the_page_says_what_the_plan_says() -> None:
     assert "&lt;b&gt;late&lt;/b&gt;: no &lt;i&gt;plan&lt;/i&gt;" in page
     assert "<b>late" not in page
     assert f">{rows[1].skew:.3f}</td>" in page
+    assert f">{rows[1].predicted_seconds:.3g}</td>" in page, "nothing moves"
+    moving = replace(rows[1], predicted_seconds=0.4, relocation_seconds=0.1)
+    assert '">0.4 (0.3)</td>' in balancers_section([moving])
     reachable = dict(lever_bounds(plan, demand))["static"]
     cells = (f"{static:.3f}", "", f"{reachable:.3f}")
     assert ">static</th>" + "".join(f'<td class="number">{cell}</td>' for cell in cells) in page
