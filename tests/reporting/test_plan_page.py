@@ -134,7 +134,9 @@ def test_seconds_without_relocation_stand_beside_those_with_it() -> None:
     page = render_plan_page(after, side_of("plan two", other, before.given), asked, MADE)
     card = _card(page, "Step, simulated, plan two")
     assert f"the plan {seconds_in_words(step.seconds)} ({seconds_in_words(step.seconds - moved)} without" in card
-    assert "paid once" not in card, "nothing moves in the second"
+    second = simulate_step(other, before.given, CLUSTER, asked.model)
+    assert second.terms["relocation"] == 0
+    assert f"as fast; {(step.seconds - moved) / second.seconds:.2f}× without it, as it is paid once" in card
     label, value, note = seconds_item("Step", "static layout", (2.0, 1.0), (0.0, 0.009))
     assert (label, value, note) == ("Step", "1 s", "static layout 2 s, 2.00× as fast")
 

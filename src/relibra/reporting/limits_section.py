@@ -147,6 +147,8 @@ def seconds_item(
     note = f"{before}, {_ratio(seconds[0], seconds[1])} as fast"
     if _matters(seconds[1], relocation[1]):
         note += f"; {seconds_in_words(second)} without relocation, which is paid once: {_ratio(first, second)}"
+    elif _matters(seconds[0], relocation[0]):
+        note += f"; {_ratio(first, second)} without it, as it is paid once"
     return label, seconds_in_words(seconds[1]), note
 
 
