@@ -165,3 +165,36 @@ def test_runs_that_overlap_have_no_order():
     assert disagreements([fast, slow]) == [(fast, slow)]
     assert disagreements([fast, pair("b", [1.05, 1.3], 1.2)]) == []
     assert disagreements([fast, pair("b", [1.2, 1.3], 1.4)]) == []
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_of_papers_are_readable_in_a_narrow_terminal(width, capsys, monkeypatch):
+    import papers
+
+    monkeypatch.setenv("COLUMNS", str(width))
+    rows = json.loads((BENCHMARKS / "results" / "papers.json").read_text())
+    rows = rows["rows"] if isinstance(rows, dict) else rows
+    for paper, kind in dict.fromkeys((row["paper"], row["table"]) for row in rows):
+        papers.print_table(kind, [row for row in rows if (row["paper"], row["table"]) == (paper, kind)])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert not any("…" in line for line in lines)
+    for row in rows:
+        name = row["balancer"] if row["case"].endswith(f", {row['balancer']}") else row["case"]
+        figures = [f"{row[key]:.3f}" for key in papers.FIGURES if isinstance(row.get(key), float)]
+        assert any(name[:9] in line and all(one in line.split() for one in figures) for line in lines), row["case"]
+
+
+def test_cited_words_stand_below_where_there_is_no_room(capsys, monkeypatch):
+    import papers
+
+    row = dict.fromkeys(papers.FIGURES, 1.5) | {
+        "case": "a model, EP 8, static", "balancer": "static", "cited": "[up] to 2", "unit": "times",
+    }  # fmt: skip
+    for width, below in ((80, True), (160, False)):
+        monkeypatch.setenv("COLUMNS", str(width))
+        papers.print_table("paper", [row])
+        printed = capsys.readouterr().out
+        assert ("cited for a model, EP 8, static: [up] to 2" in printed) is below
+        assert "[up] to 2" in printed
+        assert printed.startswith("paper; a model, EP 8\n")

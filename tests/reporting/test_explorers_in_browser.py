@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from relibra.planning.budget import Budget
 from relibra.planning.comparison import compare
+from relibra.reporting.load_section import load_facts
 from relibra.reporting.plan_page import write_plan_page
 
 from .planned import CLUSTER, EXPERT, planned_step, question, sides
@@ -105,3 +107,31 @@ def test_arrow_keys_in_a_picture_move_the_cell_that_is_read_out(tab: Tab, page: 
     said = tab.evaluate("document.getElementById('timeline-readout').textContent")
     assert "(simulated), rank " in said
     assert "micro-batch" in said
+
+
+@pytest.mark.slow
+def test_experts_have_a_scale_of_their_own_and_their_loads_are_not_cut_off(tab: Tab, page: Path) -> None:
+    tab.open(page, width=390, phone=True)
+    text = "document.getElementById('{}').textContent".format
+    ranks = tab.evaluate(text("load-scale")), tab.evaluate(text("load-beyond"))
+    tab.evaluate("document.getElementById('load-rows').focus()")
+    tab.press("ArrowDown")
+    experts = tab.evaluate(text("load-scale")), tab.evaluate(text("load-beyond"))
+    scales = load_facts(*sides())["scales"]
+    for (scale, beyond), found, what in ((ranks, scales["ranks"], "rank"), (experts, scales["experts"], "instance")):
+        assert scale.endswith(f"{found['end']:.2f}× mean")
+        assert beyond.startswith(f"The largest load of one {what}")
+        assert f"{found['largest']:.2f}× the mean" in beyond
+        assert ("hatched" in beyond) is (found["largest"] > found["end"])
+    busiest = load_facts(*sides())["first"]
+    before, _ = sides()
+    load_E = before.demand.load_MLE[busiest[1], busiest[0]]
+    said = tab.evaluate(text("load-readout"))
+    assert f"busiest expert {load_E.max() / load_E.mean():.2f}× → " in said
+    assert f"expert {load_E.argmax()} {load_E.max() / load_E.mean():.2f}× → " in said
+    assert "over" not in said
+    ticks = "[...document.querySelectorAll('#load-scale span')].map((one) => one.getBoundingClientRect().toJSON())"
+    boxes = tab.evaluate(ticks)
+    assert all(left["right"] < right["left"] for left, right in pairwise(boxes)), "ticks overlap"
+    assert boxes[-1]["right"] <= 390
+    assert tab.complaints() == []

@@ -14,12 +14,16 @@ import pytest
 from relibra.cluster import cluster_preset
 from relibra.errors import ConfigError
 from relibra.planning.budget import Budget
+from relibra.planning.byte_ledger import byte_ledger, distinct_rows_of_step
 from relibra.planning.comparison import ComparisonRow, compare
 from relibra.planning.levers import lever_bounds, lever_gaps
-from relibra.planning.objective import predict
+from relibra.planning.pricing import predict_planned
 from relibra.planning.step import plan_step
+from relibra.reporting.balancers_section import balancers_section
 from relibra.reporting.bars import waterfall
-from relibra.reporting.plan_page import Question, render_plan_page, write_plan_page
+from relibra.reporting.limits_section import seconds_item
+from relibra.reporting.plan_page import Question, render_plan_page, verdict, write_plan_page
+from relibra.reporting.sentences import percent
 from relibra.reporting.sides import Side, side_of, static_side
 from relibra.routing.demand import Demand
 from relibra.simulation import model_shape, overlap_ratio, simulate_step
@@ -46,6 +50,9 @@ def test_the_page_says_what_the_plan_says() -> None:
     assert "&lt;b&gt;late&lt;/b&gt;: no &lt;i&gt;plan&lt;/i&gt;" in page
     assert "<b>late" not in page
     assert f">{rows[1].skew:.3f}</td>" in page
+    assert f">{rows[1].predicted_seconds:.3g}</td>" in page, "nothing moves"
+    moving = replace(rows[1], predicted_seconds=0.4, relocation_seconds=0.1)
+    assert '">0.4 (0.3)</td>' in balancers_section([moving])
     reachable = dict(lever_bounds(plan, demand))["static"]
     cells = (f"{static:.3f}", "", f"{reachable:.3f}")
     assert ">static</th>" + "".join(f'<td class="number">{cell}</td>' for cell in cells) in page
@@ -53,20 +60,126 @@ def test_the_page_says_what_the_plan_says() -> None:
     assert page == render_plan_page(*sides(), question(rows=rows), MADE)
 
 
-def test_the_card_of_the_moe_layers_shows_what_the_plan_predicts() -> None:
-    _, demand = planned_step()
-    pairs_LEE = np.einsum("sle,slf->lef", demand.counts_SLE, demand.counts_SLE).astype(np.int64)
-    demand = replace(demand, pairs_LEE=pairs_LEE)
-    budget = Budget(slots=2, objective="tokens", cross_node_copies=True)
-    plan = plan_step(demand, CLUSTER, budget, expert=EXPERT, never_worse=False)
-    static = plan_step(demand, CLUSTER, budget, "static", expert=EXPERT)
-    page = render_plan_page(static_side(plan, demand), side_of("the plan", plan, demand), question(), MADE)
-    card = page[page.index("MoE layers") :]
-    card = card[: card.index("model, not measured")]
-    assert seconds_in_words(plan.predicted["total"]) in card
-    assert seconds_in_words(static.predicted["total"]) in card
-    bare = predict(plan, plan.scheduled(demand), CLUSTER, EXPERT)
-    assert seconds_in_words(bare.total) not in card  # without pairs, and with all copies in the open
+def _card(page: str, label: str) -> str:
+    """Return value and note of a card."""
+    card = page[page.index(f"<dt>{label}</dt>") :]
+    return re.sub(r"<[^>]+>", " ", card[: card.index("</div>")])
+
+
+def traced_step() -> tuple[Side, Side, Question]:
+    """A step whose tokens are known one by one: 2 layers, 16 experts, 4 ranks on 2 nodes."""
+    rng = np.random.default_rng(1)
+    T, L, K, S = 800, 2, 4, 20
+    weight_LE = rng.dirichlet(np.full(16, 0.4), L)
+    experts_TLK = np.argsort(rng.gumbel(size=(T, L, 16)) + np.log(weight_LE), axis=2)[..., -K:].astype(np.int16)
+    sample_T = np.arange(T) // (T // S)
+    counts_SLE = np.zeros((S, L, 16), np.int32)
+    pairs_LEE = np.zeros((L, 16, 16), np.int64)
+    for layer in range(L):
+        np.add.at(counts_SLE[:, layer], (sample_T[:, None], experts_TLK[:, layer]), 1)
+        picked_TE = np.zeros((T, 16), np.int64)
+        np.put_along_axis(picked_TE, experts_TLK[:, layer].astype(np.int64), 1, axis=1)
+        pairs_LEE[layer] = picked_TE.T @ picked_TE
+    demand = Demand(
+        counts_SLE=counts_SLE, layer_ids=np.arange(L), sample_ids=np.arange(S), top_k=K, pairs_LEE=pairs_LEE
+    ).with_schedule(np.arange(S) % 5, np.arange(S) // 5, 4)
+    plan = plan_step(demand, CLUSTER, Budget(slots=1, objective="tokens"), expert=EXPERT, never_worse=False)
+    before, after = static_side(plan, demand), side_of("the plan", plan, demand)
+    distinct = {
+        side.name: distinct_rows_of_step(side.plan, side.demand, experts_TLK, sample_T) for side in (before, after)
+    }
+    return before, after, replace(question(L), distinct=distinct)
+
+
+def test_the_card_of_the_expert_layers_is_the_sum_of_the_parts_below_it() -> None:
+    before, after, asked = traced_step()
+    page = render_plan_page(before, after, asked, MADE)
+    card = _card(page, "Expert layers, simulated")
+    assert asked.distinct is not None
+    for side in (before, after):
+        counted = asked.distinct[side.name]
+        step = simulate_step(side.plan, side.demand, CLUSTER, asked.model, distinct_MLRR=counted)
+        total = sum(step.terms[name] for name in ("compute", "exchange", "gates", "copies", "relocation"))
+        assert seconds_in_words(total) in card
+        assert f">{seconds_in_words(step.terms['exchange'])}</td>" in page
+        bound = simulate_step(side.plan, side.demand, CLUSTER, asked.model)
+        assert seconds_in_words(bound.terms["exchange"]) != seconds_in_words(step.terms["exchange"])
+    assert "Rows between ranks are counted token by token." in page
+    planner = predict_planned(after.plan, after.demand, CLUSTER, asked.model.expert).total
+    assert f"{seconds_in_words(planner)} by the planner’s own model, which takes a lower bound of rows" in page
+    assert "Their exchanges are timed by a bound of rows, not by those counted" in page
+
+
+def test_without_tokens_the_page_says_that_rows_are_bounds() -> None:
+    before, after, asked = traced_step()
+    page = render_plan_page(before, after, replace(asked, distinct=None), MADE)
+    assert "Rows between ranks are a lower bound from pairs of experts." in page
+    assert "not by those counted" not in page
+    before, after = sides()
+    assert "one for every choice, an upper bound" in render_plan_page(before, after, question(), MADE)
+
+
+def test_seconds_without_relocation_stand_beside_those_with_it() -> None:
+    before, after = sides()
+    asked = question()
+    step, static = (simulate_step(side.plan, side.demand, CLUSTER, asked.model) for side in (after, before))
+    moved = step.terms["relocation"]
+    assert moved > 0.01 * step.seconds
+    page = render_plan_page(before, after, asked, MADE)
+    card = _card(page, "Step, simulated")
+    ratio = static.seconds / (step.seconds - moved)
+    assert f"{seconds_in_words(step.seconds - moved)} without relocation, which is paid once: {ratio:.2f}×" in card
+    assert "without relocation, which is paid once" in _card(page, "Expert layers, simulated")
+    other = plan_step(before.given, CLUSTER, Budget(slots=1, objective="tokens"), "ultraep", expert=EXPERT)
+    page = render_plan_page(after, side_of("plan two", other, before.given), asked, MADE)
+    card = _card(page, "Step, simulated, plan two")
+    assert f"the plan {seconds_in_words(step.seconds)} ({seconds_in_words(step.seconds - moved)} without" in card
+    second = simulate_step(other, before.given, CLUSTER, asked.model)
+    assert second.terms["relocation"] == 0
+    assert f"as fast; {(step.seconds - moved) / second.seconds:.2f}× without it, as it is paid once" in card
+    label, value, note = seconds_item("Step", "static layout", (2.0, 1.0), (0.0, 0.009))
+    assert (label, value, note) == ("Step", "1 s", "static layout 2 s, 2.00× as fast")
+
+
+def test_the_ledger_speaks_of_what_is_sent() -> None:
+    before, after, asked = traced_step()
+    assert asked.distinct is not None
+    counted = {"distinct_MLRR": asked.distinct[after.name]}
+    ledgers = [
+        byte_ledger(after.plan, after.demand, CLUSTER, EXPERT.row_bytes, **counted, send_once=once).total()
+        for once in (True, False)
+    ]
+    assert ledgers[1].data_factor_L[0] < 0.95
+    page = render_plan_page(before, after, asked, MADE)
+    words = page[page.index('id="bytes-title"') :]
+    assert f"{percent(float(ledgers[0].efficiency_L[0]))} with the plan, where each token goes to a rank once" in words
+    lowest = min(ledgers[0].routing_factor_L[0], ledgers[0].port_factor_L[0])
+    assert re.search(rf"The lowest factor of the plan is the (routing|port) factor, {percent(float(lowest))}", words)
+    each = percent(float(ledgers[1].efficiency_L[0]))
+    data = percent(float(ledgers[1].data_factor_L[0]))
+    assert f"Were each choice sent by itself, it would be {each}: only {data} of the bytes" in words
+    header = words[words.index("all layers together") :]
+    assert re.findall(r">([^<>]+)</th>", header)[:3] == ["static layout", "the plan", "the plan, per choice"]
+    duplicate = re.findall(r"[\d.]+(?=</td>)", header[header.index("duplicate, GB") :])[:3]
+    assert duplicate[:2] == ["0", "0"]
+    assert float(duplicate[2]) > 0
+
+
+def test_where_nobody_counted_pairs_the_ledger_has_no_column_of_what_is_sent_once() -> None:
+    page = render_plan_page(*sides(), question(), MADE)
+    words = page[page.index('id="bytes-title"') :]
+    assert "per choice" not in words
+    assert "as the executor sends it." not in words
+    assert "Nobody counted which experts tokens pick together, so every row counts as useful." in words
+
+
+def test_the_overlap_ratio_is_told_at_peak_and_at_sustained_flops() -> None:
+    card = _card(render_plan_page(*sides(), question(), MADE), "Overlap ratio inside a node")
+    peak = overlap_ratio(EXPERT, CLUSTER.intra.bytes_per_second, CLUSTER.peak_flops_per_second)
+    sustained = overlap_ratio(EXPERT, CLUSTER.intra.bytes_per_second, CLUSTER.flops_per_second)
+    assert f" {peak:.2f} " in card
+    assert f"at peak flops; {sustained:.2f} at sustained flops" in card
+    assert sustained > peak
 
 
 def test_what_limits_the_model_comes_first_and_is_what_the_simulator_says() -> None:
@@ -92,6 +205,32 @@ def test_two_plans_stand_side_by_side() -> None:
     assert {"levers-0", "levers-1"} <= set(_sections(page))
     assert other.digest()[:16] in page
     assert plan.digest()[:16] in page
+
+
+def test_every_card_of_two_plans_says_which_plan_it_is_about() -> None:
+    plan, demand = planned_step()
+    other = plan_step(demand, CLUSTER, Budget(slots=1, objective="tokens"), "ultraep", expert=EXPERT)
+    first, second = side_of("plan one", other, demand), side_of("plan two", plan, demand)
+    page = render_plan_page(first, second, question(), MADE)
+    labels = re.findall(r"<dt>([^<]+)</dt><dd class=", page)
+    assert {label for label in labels if not label.startswith("Overlap") and ", plan " not in label} == set()
+    assert "Skew before" not in page
+    assert f"{other.skew(first.demand):.3f}" in _card(page, "Skew, plan one")
+    assert f"{plan.skew(second.demand):.3f}" in _card(page, "Skew, plan two")
+    for label, figure in (("Copies", "num_copies"), ("Experts moved", "num_moved")):
+        card = _card(page, f"{label}, plan two")
+        assert f" {getattr(plan, figure)} " in card
+        assert f"plan one {getattr(other, figure)}" in card
+    assert "With plan two:" in page
+
+
+def test_the_verdict_says_who_waits_for_what() -> None:
+    before, after = sides()
+    words = verdict(before, after)
+    assert words.endswith(
+        f"On average a rank waits {percent(1 - 1 / before.skew)} of the expert time for the busiest one with the "
+        f"static layout, and {percent(1 - 1 / after.skew)} with the plan."
+    )
 
 
 def test_plans_of_other_sizes_are_refused(tmp_path: Path) -> None:

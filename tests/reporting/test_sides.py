@@ -50,20 +50,26 @@ def _unpacked(cube: dict) -> np.ndarray:
     return np.frombuffer(base64.b64decode(cube["data"]), dtype=dtype).reshape(cube["shape"])
 
 
-def test_cubes_hold_loads_over_their_mean_on_one_scale() -> None:
+def test_cubes_hold_loads_over_their_mean_on_a_scale_for_ranks_and_one_for_experts() -> None:
     before, after = sides()
     facts = load_facts(before, after)
+    ranks, experts = facts["scales"]["ranks"], facts["scales"]["experts"]
     for side, shown in zip((before, after), facts["sides"], strict=True):
         load_MLR = side.rank_load_MLR
         ratio_MLR = load_MLR / load_MLR.mean(axis=2, keepdims=True)
-        cube = _unpacked(shown["ranks"])
-        np.testing.assert_allclose(cube / 65534 * shown["ranks"]["end"], ratio_MLR, atol=1e-4)
+        assert shown["ranks"]["end"] == ranks["largest"]
+        np.testing.assert_allclose(_unpacked(shown["ranks"]) / 65534 * ranks["largest"], ratio_MLR, atol=1e-4)
         busiest_MLE = side.instance_load_MLE() / side.demand.load_MLE.mean(axis=2, keepdims=True)
-        experts, end = _unpacked(shown["experts"]), facts["end"]
-        inside = busiest_MLE <= end
-        np.testing.assert_allclose(experts[inside] / 254 * end, busiest_MLE[inside], atol=0.51 * end / 254)
-        assert (experts[~inside] == 255).all()
+        cube = _unpacked(shown["experts"])
+        assert cube.max() <= 254, "nothing is cut off"
+        root_MLE = np.sqrt(busiest_MLE / experts["largest"])
+        np.testing.assert_allclose(cube / 254, root_MLE, atol=0.51 / 254)
+        busiest_ML = _unpacked(shown["experts"]["busiest"]) / 65534 * experts["largest"]
+        np.testing.assert_allclose(busiest_ML, busiest_MLE.max(axis=2), atol=1e-3)
         assert shown["micro_batches"] == list(range(5))
+    static_MLE = before.instance_load_MLE() / before.demand.load_MLE.mean(axis=2, keepdims=True)
+    assert experts["largest"] == static_MLE.max() > ranks["largest"]
+    assert ranks["end"] < experts["end"] == np.quantile(static_MLE.max(axis=2), 0.99)
     m, layer = most_gaining(before, after)
     assert facts["first"] == [layer, m]
     lost_M = (before.rank_load_MLR.max(axis=2) - after.rank_load_MLR.max(axis=2)).sum(axis=1)

@@ -58,6 +58,7 @@ class ComparisonRow:
     cross_node_token_slots     token-slots computed on another node than the one they come from
     plan_seconds               wall clock on this machine, kernels compiled before (label `measured`)
     predicted_seconds          the objective in seconds (label `model`)
+    relocation_seconds         what of it moves experts to new homes, once
     valid, message             did the plan pass `StepPlan.validate`; if not, why, and there are no figures
     """
 
@@ -80,6 +81,7 @@ class ComparisonRow:
     cross_node_token_slots: int | None = None
     plan_seconds: float | None = None
     predicted_seconds: float | None = None
+    relocation_seconds: float | None = None
 
     def figures(self) -> dict[str, object]:
         """Return the fields by name, ready for JSON."""
@@ -213,6 +215,7 @@ def measure(
         cross_node_token_slots=volumes.cross_node_token_slots,
         plan_seconds=plan.plan_seconds,
         predicted_seconds=plan.predicted["total"],
+        relocation_seconds=plan.predicted["relocation"],
     )
 
 

@@ -27,15 +27,26 @@ FACTORS = (
 )
 
 
+ONCE_FACTORS = tuple(factor for factor in FACTORS if factor[1] in ("routing factor", "port factor"))
+"""Those that can be below one where each token goes to a rank once."""
+
+
 def ledgers(
-    before: Side, after: Side, cluster: Cluster, expert: ExpertShape, distinct: Mapping[str, np.ndarray] | None = None
+    before: Side,
+    after: Side,
+    cluster: Cluster,
+    expert: ExpertShape,
+    distinct: Mapping[str, np.ndarray] | None = None,
+    *,
+    known: bool,
 ) -> list[tuple[str, ByteLedger]]:
-    """Return the ledger of each side with a row per token-slot, and of the plan with each token once per rank.
+    """Return the ledger of each side as the executor sends, each token to a rank once, then the plan's without that.
 
     distinct   of each side by name, from the tokens themselves (`distinct_rows_of_step`); None: bounds from pairs
+    known      anybody counted which experts tokens pick together; False: a row per token-slot, of both sides
     """
     found = []
-    for side, once in ((before, False), (after, False), (after, True)):
+    for side, once in ((before, True), (after, True), (after, False)) if known else ((before, False), (after, False)):
         ledger = byte_ledger(
             side.plan,
             side.demand,
@@ -44,7 +55,7 @@ def ledgers(
             distinct_MLRR=None if distinct is None else distinct[side.name],
             send_once=once,
         )
-        found.append((f"{side.name}, sent once" if once else side.name, ledger))
+        found.append((f"{side.name}, per choice" if known and not once else side.name, ledger))
     return found
 
 
@@ -55,7 +66,6 @@ def ledger_section(
 
     known   anybody counted which experts tokens pick together: without, no duplicate can be told
     """
-    found = found if known else found[:2]
     totals = [(name, ledger.total()) for name, ledger in found]
     if not any(ledger.useful_L.any() for _, ledger in totals):
         return ""
@@ -63,10 +73,15 @@ def ledger_section(
     counted = (
         "Useful bytes are counted token by token."
         if exact
-        else "Useful bytes are a lower bound from which experts tokens pick together, so the data factor is at least "
-        "what is shown."
+        else "Useful bytes are a lower bound from which experts tokens pick together."
         if known
         else "Nobody counted which experts tokens pick together, so every row counts as useful."
+    )
+    sent = (
+        f"{found[0][0]} and {found[1][0]}: each token to a rank once, as the executor sends. Per choice: a row "
+        "for every choice, so that tokens come twice."
+        if known
+        else "The executor sends each token to a rank once."
     )
     rails = (
         " Between nodes a row enters at the rank of the same number and is forwarded from there."
@@ -82,13 +97,13 @@ def ledger_section(
     return section(
         "bytes",
         "Where the exchange loses: the byte ledger",
-        paragraph(_ledger_in_words(totals)),
+        paragraph(_ledger_in_words(totals, known=known)),
         paragraph(
             "Forward dispatch, over all micro-batches; the combine and the backward pass run the same ways. Useful: "
             "the first copy of a token at a rank. Duplicate: further copies. Forwarded: what passes through a rank. "
             "Capacity: what all ports could send until the busiest is done, by the link rates of "
             f"{cluster.name} ({cluster.label}). Efficiency = data × routing × port factor (arXiv 2604.14690); an "
-            f"identity, not three independent causes.{rails} {counted} The executor sends each token to a rank once.",
+            f"identity, not three independent causes.{rails} {counted} {_capital(sent)}",
             "how",
         ),
         table(
@@ -103,22 +118,33 @@ def ledger_section(
     )
 
 
-def _ledger_in_words(totals: Sequence[tuple[str, ByteLedger]]) -> str:
+def _capital(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
+
+
+def _ledger_in_words(totals: Sequence[tuple[str, ByteLedger]], *, known: bool) -> str:
+    """Speak of what is run; nothing comes twice in it, so that the lowest factor is never the data factor."""
     before, after = totals[0], totals[1]
     first = f"the {STATIC}" if before[0] == STATIC else before[0]
-    factors = [
-        (name, float(getattr(before[1], key)[0]), float(getattr(after[1], key)[0])) for key, name, _ in FACTORS[1:]
-    ]
-    worst = min(factors, key=lambda factor: factor[2])
+    worst = min(
+        ((name, float(getattr(after[1], key)[0])) for key, name, _ in ONCE_FACTORS), key=lambda factor: factor[1]
+    )
     levers = {
-        "data factor": "duplicates weigh most, which sending once takes away",
         "routing factor": "detours weigh most, which locality saves",
-        "port factor": "waiting ports weigh most: of busy ranks, or because one kind of link is slower than the other",
+        "port factor": "waiting ports weigh most, of busy ranks or because one kind of link is slower than the other",
     }
-    return (
+    once = ", where each token goes to a rank once, as the executor sends it" if known else ""
+    words = (
         f"The links carry {percent(float(before[1].efficiency_L[0]))} of what they could with {first}, "
-        f"{percent(float(after[1].efficiency_L[0]))} with {after[0]}. The lowest factor then is the {worst[0]}, "
-        f"{percent(worst[2])}: {levers[worst[0]]}."
+        f"{percent(float(after[1].efficiency_L[0]))} with {after[0]}{once}. The lowest factor of {after[0]} is the "
+        f"{worst[0]}, {percent(worst[1])}: {levers[worst[0]]}."
+    )
+    if not known:
+        return words
+    each = totals[2][1]
+    return (
+        f"{words} Were each choice sent by itself, it would be {percent(float(each.efficiency_L[0]))}: only "
+        f"{percent(float(each.data_factor_L[0]))} of the bytes received would be new to their rank."
     )
 
 
@@ -139,12 +165,13 @@ def _gigabytes(size: float) -> str:
 
 def _per_layer(found: Sequence[tuple[str, ByteLedger]], layer_ids: np.ndarray) -> str:
     (first, before), (second, after) = found[:2]
+    factors = (FACTORS[0], *ONCE_FACTORS)
     rows = [
         [str(layer)]
-        + [f"{100 * getattr(before, key)[i]:.0f} → {100 * getattr(after, key)[i]:.0f}" for key, _, _ in FACTORS]
+        + [f"{100 * getattr(before, key)[i]:.0f} → {100 * getattr(after, key)[i]:.0f}" for key, _, _ in factors]
         for i, layer in enumerate(layer_ids.tolist())
     ]
-    header = ("layer", *(f"{name.removesuffix(' factor')} %" for _, name, _ in FACTORS))
+    header = ("layer", *(f"{name.removesuffix(' factor')} %" for _, name, _ in factors))
     figures = table("Factors per layer", header, rows, text_columns=())
     return f"<details><summary>Figures of each layer, {escape(first)} → {escape(second)}</summary>{figures}</details>"
 
@@ -173,6 +200,7 @@ def cover_section(before: Side, after: Side) -> str:
     least = int(np.argmin(layer_LR.min(axis=1)))
     caption = f"Covered load when a rank is lost; bars from 0 to 100 %, a line marks the {before.name}"
     left_out = len(order) - len(shown)
+    whose = "" if before.name == STATIC else f" of {after.name}"
     return section(
         "cover",
         "If a rank were lost: replicas as spares",
@@ -180,8 +208,8 @@ def cover_section(before: Side, after: Side) -> str:
             f"On average {percent(float(cover_2R[1].mean()))} of the routed load has its expert on another rank when "
             f"one is lost ({percent(float(cover_2R[0].mean()))} with {before.words}); the worst is rank {worst} with "
             f"{percent(float(cover_2R[1][worst]))}, and layer {after.plan.layer_ids[least]} is covered least "
-            f"({percent(float(layer_LR[least].min()))}). The price is {copies:.1f} copies per micro-batch and layer, "
-            "which balance asked for anyway."
+            f"({percent(float(layer_LR[least].min()))}). The price is {copies:.1f} copies per micro-batch and "
+            f"layer{whose}, which balance asked for anyway."
         ),
         paragraph(
             "Share of token-slots whose expert survives the loss of that rank, over all micro-batches and layers, "

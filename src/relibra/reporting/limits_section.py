@@ -8,10 +8,11 @@ from typing import NamedTuple
 from numpy import ndarray
 
 from relibra.cluster import Cluster
+from relibra.planning.pricing import predict_planned
 from relibra.reporting.bars import Bar, bar_table
 from relibra.reporting.elements import bullets, cards, paragraph, section
 from relibra.reporting.sentences import percent
-from relibra.reporting.sides import Side
+from relibra.reporting.sides import STATIC, Side, named
 from relibra.reporting.timeline_section import chosen_ranks
 from relibra.simulation import (
     MemoryUse,
@@ -25,6 +26,12 @@ from relibra.simulation import (
 from relibra.simulation.limits import overlap_ratios
 from relibra.simulation.quantities import seconds_in_words
 from relibra.timeline import Timeline
+
+MOE_TERMS = ("compute", "exchange", "gates", "copies", "relocation")
+"""Parts of a simulated step that belong to its expert layers."""
+
+WORTH_SAYING = 0.01
+"""A relocation below this share of a duration is not told apart."""
 
 
 class SimulatedSides(NamedTuple):
@@ -56,22 +63,24 @@ def simulate_sides(
     )
 
 
-def limits_section(found: SimulatedSides, before: Side, after: Side, cluster: Cluster, model: ModelShape) -> str:
-    """Show the overlap ratio, what limits the step in words, and its seconds part by part."""
+def limits_section(
+    found: SimulatedSides, before: Side, after: Side, cluster: Cluster, model: ModelShape, *, counted: bool
+) -> str:
+    """Show the overlap ratio, what limits the step in words, and its seconds part by part.
+
+    counted   rows of exchanges were counted token by token
+    """
     sentences = advice(found.after, cluster, model, found.memory)
-    faster = found.before.seconds / found.after.seconds if found.after.seconds else 1.0
     items = [
-        *(
-            (f"Overlap ratio {where}", f"{ratio:.2f}", "work / travel of a token-slot; above 1 work can hide it")
-            for where, ratio in overlap_ratios(cluster, model.expert).items()
+        *_overlap_items(cluster, model),
+        seconds_item(
+            named("Step, simulated", before, after),
+            before.name,
+            (found.before.seconds, found.after.seconds),
+            (found.before.terms["relocation"], found.after.terms["relocation"]),
         ),
         (
-            "Step, simulated",
-            seconds_in_words(found.after.seconds),
-            f"{before.name} {seconds_in_words(found.before.seconds)}, {faster:.2f}×",
-        ),
-        (
-            "Flops used",
+            named("Flops used", before, after),
             percent(found.after.model_flops_utilisation),
             f"of the peak, simulated; {before.name} {percent(found.before.model_flops_utilisation)}",
         ),
@@ -97,6 +106,7 @@ def limits_section(found: SimulatedSides, before: Side, after: Side, cluster: Cl
         "limits",
         f"What limits {model.name} on {cluster.name} first",
         cards(items),
+        "" if before.name == STATIC else paragraph(f"With {after.words}:"),
         bullets(sentences),
         bar_table(
             "Parts of the step, simulated; bars from 0",
@@ -110,9 +120,77 @@ def limits_section(found: SimulatedSides, before: Side, after: Side, cluster: Cl
             f"{model.name} with {model.moe_layers} expert layers{part}, {model.top_k} of {model.experts} experts per "
             "token; "
             "one pipeline stage, one optimizer step, copies beside other work. Parts add up to the step. "
-            + " ".join(found.after.notes),
+            + " ".join(
+                [_rows_in_words(after, counted=counted), _predicted(found, after, cluster, model), *found.after.notes]
+            ),
             "how",
         ),
+    )
+
+
+def moe_seconds(step: SimulatedStep) -> float:
+    """Return the seconds of experts, their rows and copies, and relocation: those parts of a step that a plan moves."""
+    return sum(step.terms[name] for name in MOE_TERMS)
+
+
+def seconds_item(
+    label: str, beside: str, seconds: tuple[float, float], relocation: tuple[float, float]
+) -> tuple[str, str, str]:
+    """Return the card of a duration: the second side's, with the first beside it, and both without relocation.
+
+    Experts move once and may stay for many steps, so a step that pays for it says nothing about the next.
+    """
+    first, second = (total - moved for total, moved in zip(seconds, relocation, strict=True))
+    before = f"{beside} {seconds_in_words(seconds[0])}"
+    if _matters(seconds[0], relocation[0]):
+        before += f" ({seconds_in_words(first)} without relocation)"
+    note = f"{before}, {_ratio(seconds[0], seconds[1])} as fast"
+    if _matters(seconds[1], relocation[1]):
+        note += f"; {seconds_in_words(second)} without relocation, which is paid once: {_ratio(first, second)}"
+    elif _matters(seconds[0], relocation[0]):
+        note += f"; {_ratio(first, second)} without it, as it is paid once"
+    return label, seconds_in_words(seconds[1]), note
+
+
+def _ratio(before: float, after: float) -> str:
+    return f"{before / after if after else 1.0:.2f}×"
+
+
+def _matters(seconds: float, relocation: float) -> bool:
+    return relocation > WORTH_SAYING * seconds
+
+
+def _overlap_items(cluster: Cluster, model: ModelShape) -> list[tuple[str, str, str]]:
+    sustained = cluster.flops_per_second / cluster.peak_flops_per_second
+    return [
+        (
+            f"Overlap ratio {where}",
+            f"{ratio:.2f}",
+            "seconds of experts / seconds on the link of a token-slot, at peak flops; "
+            f"{ratio / sustained:.2f} at sustained flops",
+        )
+        for where, ratio in overlap_ratios(cluster, model.expert).items()
+    ]
+
+
+def _rows_in_words(after: Side, *, counted: bool) -> str:
+    if counted:
+        return "Rows between ranks are counted token by token."
+    if after.demand.pairs_LEE is None:
+        return "Rows between ranks: one for every choice, an upper bound, as nobody counted tokens."
+    return "Rows between ranks are a lower bound from pairs of experts."
+
+
+def _predicted(found: SimulatedSides, after: Side, cluster: Cluster, model: ModelShape) -> str:
+    """Say why the planner told other seconds of the expert layers, where it did."""
+    simulated = seconds_in_words(moe_seconds(found.after))
+    planner = seconds_in_words(predict_planned(after.plan, after.demand, cluster, model.expert).total)
+    if simulated == planner:
+        return ""
+    rows = "a row for every choice" if after.demand.pairs_LEE is None else "a lower bound of rows from pairs of experts"
+    return (
+        f"The expert layers with {after.words} take {simulated} here and {planner} by the planner’s own model, which "
+        f"takes {rows}, no gate weights, and hides copies under projections only."
     )
 
 

@@ -33,8 +33,8 @@ def load_section(before: Side, after: Side) -> str:
         paragraph(
             "Colour: token-slots / mean over ranks (or experts) in the same layer and micro-batch; 1 is an equal "
             "share. An expert with replicas shows its busiest instance. Bars above: the busiest of the column; the "
-            "dashed line is the mean. Both sides share a scale, which ends at the 99th percentile of the busiest ranks "
-            f"of {before.words}; beyond it cells are hatched.{thinned}",
+            "dashed line is the mean. Both sides share a scale, one for ranks and one for experts: it ends at the 99th "
+            f"percentile of the busiest, of the side where that is larger. Beyond it cells are hatched.{thinned}",
             "how",
         ),
         '<div class="explorer" id="load-explorer">',
@@ -50,6 +50,7 @@ def load_section(before: Side, after: Side) -> str:
             for axis, title in (("m", "All micro-batches of layer"), ("l", "All layers of micro-batch"))
         ),
         '<div class="scale" id="load-scale" aria-hidden="true"><canvas></canvas><div></div></div>',
+        '<p class="how" id="load-beyond"></p>',
         "</div>",
         data_element("load-data", facts),
     )
@@ -65,42 +66,57 @@ def slider(identifier: str, label: str, last: int, value: int = 0) -> str:
 
 
 def load_facts(before: Side, after: Side) -> dict[str, Any]:
-    """Return what loads.js draws: layer ids, the end of the scale, and for each side cubes [micro-batch, layer, row].
+    """Return what loads.js draws: layer ids, ends of the scales, and for each side cubes [micro-batch, layer, row].
 
-    "first" names the layer and micro-batch (places on their axes) to begin with: those that gain most.
+    "scales" says for ranks and experts where colours end and what the largest load is, both / mean. "first" names the
+    layer and micro-batch (places on their axes) to begin with: those that gain most.
     """
-    loads = [side.rank_load_MLR for side in (before, after)]
-    end = max(2.0, float(np.quantile(times_mean(loads[0]).max(axis=-1), 0.99)))
     L, R, E = len(before.plan.layer_ids), before.plan.num_ranks, before.plan.num_experts
-    largest = max(end, float(max(times_mean(load_MLR).max() for load_MLR in loads)))
     room = max(1, MAX_BYTES // (2 * L * (2 * R + E)))
-    sides = []
-    for side, load_MLR in zip((before, after), loads, strict=True):
-        shown = evenly_chosen(len(load_MLR), room)
-        sides.append(
-            {
-                "name": side.name,
-                "micro_batches": shown,
-                "ranks": packed(quantised(times_mean(load_MLR[shown]), largest, np.uint16)) | {"end": largest},
-                "experts": packed(quantised(_instances_times_mean(side, shown), end)) | {"end": end},
-            }
-        )
+    shown = [evenly_chosen(len(side.plan.replica_MLRB), room) for side in (before, after)]
+    scales: dict[str, dict[str, float]] = {}
+    cubes: dict[str, list[dict[str, Any]]] = {}
+    for rows, times in (("ranks", _ranks_times_mean), ("experts", _instances_times_mean)):
+        values = [times(side) for side in (before, after)]
+        end = max(2.0, *(float(np.quantile(value.max(axis=-1), 0.99)) for value in values))
+        largest = max(float(value.max()) for value in values)
+        scales[rows] = {"end": end, "largest": largest}
+        cubes[rows] = [_cube(value[chosen], largest, rows) for value, chosen in zip(values, shown, strict=True)]
     m, layer = most_gaining(before, after)
-    nearest = int(np.abs(np.array(sides[0]["micro_batches"]) - m).argmin())
+    nearest = int(np.abs(np.array(shown[0]) - m).argmin())
     return {
         "layers": before.plan.layer_ids.tolist(),
-        "end": end,
+        "scales": scales,
         "ranks_per_node": before.plan.ranks_per_node,
         "first": [layer, nearest],
-        "sides": sides,
+        "sides": [
+            {"name": side.name, "micro_batches": shown[i], "ranks": cubes["ranks"][i], "experts": cubes["experts"][i]}
+            for i, side in enumerate((before, after))
+        ],
     }
 
 
-def _instances_times_mean(side: Side, shown: list[int]) -> ndarray:
-    load_MLE: Int64[ndarray, "M L E"] = side.demand.load_MLE[shown]
+def _cube(times: ndarray, largest: float, rows: str) -> dict[str, Any]:
+    """Pack loads / mean [M, L, rows], and the busiest of each column, which is read out.
+
+    Experts are many, so one takes a byte, with finer steps for small loads: that of its square root.
+    """
+    packed_times = quantised(times, largest, np.uint16) if rows == "ranks" else quantised(np.sqrt(times / largest), 1.0)
+    return packed(packed_times) | {
+        "end": largest,
+        "power": 1 if rows == "ranks" else 2,
+        "busiest": packed(quantised(times.max(axis=-1), largest, np.uint16)),
+    }
+
+
+def _ranks_times_mean(side: Side) -> ndarray:
+    return times_mean(side.rank_load_MLR)
+
+
+def _instances_times_mean(side: Side) -> ndarray:
+    load_MLE: Int64[ndarray, "M L E"] = side.demand.load_MLE
     mean_ML1 = load_MLE.mean(axis=-1, keepdims=True)
-    busiest_MLE = side.instance_load_MLE()[shown]
-    return np.divide(busiest_MLE, mean_ML1, out=np.ones(load_MLE.shape), where=mean_ML1 > 0)
+    return np.divide(side.instance_load_MLE(), mean_ML1, out=np.ones(load_MLE.shape), where=mean_ML1 > 0)
 
 
 def _pair(axis: str, title: str, before: Side, after: Side) -> str:

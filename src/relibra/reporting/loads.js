@@ -5,9 +5,10 @@
   const byId = (id) => document.getElementById(id);
   const data = JSON.parse(byId("load-data").textContent);
   const KINDS = { Uint8Array, Uint16Array };
-  const unpack = (cube) => { // the last number of a type stands for all that is beyond the end
-    const values = new KINDS[cube.type](Uint8Array.from(atob(cube.data), (c) => c.charCodeAt(0)).buffer);
-    return { ...cube, values, above: 2 ** (8 * values.BYTES_PER_ELEMENT) - 1 };
+  const numbers = (array) => new KINDS[array.type](Uint8Array.from(atob(array.data), (c) => c.charCodeAt(0)).buffer);
+  const unpack = (cube) => { // from 0 to 1; the last number of a type, beyond the end, is not used: the end is the largest load
+    const share = (values) => Float64Array.from(values, (raw) => raw / (2 ** (8 * values.BYTES_PER_ELEMENT) - 2));
+    return { ...cube, shares: share(numbers(cube)), busiest: share(numbers(cube.busiest)) };
   };
   for (const side of data.sides) for (const rows of ["ranks", "experts"]) side[rows] = unpack(side[rows]);
   const [rows, layer, microBatch] = [byId("load-rows"), byId("load-layer"), byId("load-micro-batch")];
@@ -15,8 +16,9 @@
   const PROFILE = 34, LEFT = 30, BOTTOM = 18;
   const CIVIDIS = ["00224e", "123570", "3b496c", "575d6d", "707173", "8a8678", "a59c74", "c3b369", "e1cc55", "fee838"]
     .map((hex) => [0, 2, 4].map((i) => parseInt(hex.slice(i, i + 2), 16)));
+  const scaleOf = () => data.scales[rows.value]; // ranks and experts have one each: an expert may have many times a rank's share
   function paint(times) {
-    const place = (Math.min(times, data.end) / data.end) * (CIVIDIS.length - 1);
+    const place = (Math.min(times, scaleOf().end) / scaleOf().end) * (CIVIDIS.length - 1);
     const low = Math.min(Math.floor(place), CIVIDIS.length - 2);
     return CIVIDIS[low].map((c, i) => Math.round(c + (CIVIDIS[low + 1][i] - c) * (place - low)));
   }
@@ -26,10 +28,9 @@
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   function cell(cube, m, l, r) { // load / mean; null where there is no such micro-batch
     if (m >= cube.shape[0]) return null;
-    const raw = cube.values[(m * cube.shape[1] + l) * cube.shape[2] + r];
-    return raw === cube.above ? Infinity : (raw / (cube.above - 1)) * cube.end;
+    return cube.shares[(m * cube.shape[1] + l) * cube.shape[2] + r] ** cube.power * cube.end;
   }
-  const words = (times) => times === null ? "none" : times === Infinity ? `over ${data.end.toFixed(2)}×` : `${times.toFixed(2)}×`;
+  const words = (times, digits = 2) => (times === null ? "none" : `${times.toFixed(digits)}×`);
 
   function columns(canvas) { // what one picture shows: how many columns, a cell of it, and names of columns
     const side = data.sides[Number(canvas.dataset.side)], cube = side[rows.value];
@@ -71,13 +72,13 @@
     context.strokeStyle = "#d55e00"; // hatches: beyond the scale
     context.lineWidth = 1;
     for (let c = 0; c < count; c++) for (let r = 0; r < size; r++) {
-      if (!(at(c, r) > data.end)) continue;
+      if (!(at(c, r) > scaleOf().end)) continue;
       context.beginPath();
       context.moveTo(LEFT + c * wide, PROFILE + (r + 1) * step);
       context.lineTo(LEFT + (c + 1) * wide, PROFILE + r * step);
       context.stroke();
     }
-    const level = (times) => (PROFILE - 4) * (1 - Math.min(times, data.end) / data.end);
+    const level = (times) => (PROFILE - 4) * (1 - Math.min(times, scaleOf().end) / scaleOf().end);
     context.fillStyle = soft;
     for (let c = 0; c < count; c++) {
       const gap = wide > 4 ? 1 : 0;
@@ -117,25 +118,34 @@
 
   function drawScale() {
     const bar = byId("load-scale"), canvas = bar.querySelector("canvas"), context = canvas.getContext("2d");
+    const { end, largest } = scaleOf();
     [canvas.width, canvas.height] = [256, 1];
     for (let x = 0; x < 256; x++) {
-      context.fillStyle = `rgb(${paint((x / 255) * data.end)})`;
+      context.fillStyle = `rgb(${paint((x / 255) * end)})`;
       context.fillRect(x, 0, 1, 1);
     }
-    const ticks = [0, 1, ...(data.end >= 2.5 ? [2] : []), data.end];
+    const middle = end >= 5 ? [Math.round(end / 2)] : end >= 2.5 ? [2] : [];
+    const ticks = [...(end < 12 ? [0] : []), 1, ...middle, end]; // as many as have room
     bar.querySelector("div").replaceChildren(...ticks.map((tick, i) => {
       const label = document.createElement("span");
       label.textContent = i === ticks.length - 1 ? `${tick.toFixed(2)}× mean` : `${tick}×`;
-      label.style.left = `${(100 * tick) / data.end}%`;
+      label.style.left = `${(100 * tick) / end}%`;
       return label;
     }));
+    const what = rows.value === "ranks" ? "rank" : "instance of an expert";
+    byId("load-beyond").textContent = `The largest load of one ${what} is ${words(largest)} the mean` +
+      (largest > end ? `; what is beyond ${words(end)} is hatched.` : ".");
   }
 
   function readOut() {
     const kind = rows.value === "ranks" ? "rank" : "expert";
     const [l, m] = [number(layer), number(microBatch)];
-    const largest = (cube) => m >= cube.shape[0] ? null
-      : Math.max(...Array.from({ length: cube.shape[2] }, (_, r) => cell(cube, m, l, r)));
+    const largest = (cube) => (m >= cube.shape[0] ? null : cube.busiest[m * cube.shape[1] + l] * cube.end);
+    const read = (cube) => { // a byte per expert is good for a digit; the busiest is known exactly
+      if (m >= cube.shape[0]) return words(null);
+      const others = Array.from({ length: cube.shape[2] }, (_, r) => cell(cube, m, l, r)), own = others[row];
+      return own === Math.max(...others) ? words(largest(cube)) : words(own, kind === "rank" ? 2 : 1);
+    };
     const [first, second] = data.sides.map((side) => side[rows.value]);
     const names = data.sides.map((side) => (side.micro_batches[m] === undefined ? "–" : side.micro_batches[m]));
     byId("load-layer-value").textContent = data.layers[l];
@@ -147,7 +157,7 @@
     byId("load-readout").textContent =
       `Layer ${data.layers[l]}, micro-batch ${byId("load-micro-batch-value").textContent}: busiest ${kind} ` +
       `${words(largest(first))} → ${words(largest(second))} the mean; ${kind} ${row}${node} ` +
-      `${words(cell(first, m, l, row))} → ${words(cell(second, m, l, row))}.`;
+      `${read(first)} → ${read(second)}.`;
   }
 
   function busiestRow() {
@@ -188,7 +198,7 @@
   for (const input of [rows, layer, microBatch]) input.addEventListener("input", show);
   new ResizeObserver(show).observe(root);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
-  rows.addEventListener("input", () => { row = busiestRow(); show(); });
+  rows.addEventListener("input", () => { row = busiestRow(); drawScale(); show(); });
   row = busiestRow();
   drawScale();
   show();

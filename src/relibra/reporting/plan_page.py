@@ -20,7 +20,6 @@ from relibra.files import write_text
 from relibra.planning.comparison import ComparisonRow
 from relibra.planning.levers import lever_bounds, lever_gaps
 from relibra.planning.plan import cross_node_copies
-from relibra.planning.pricing import predict_planned
 from relibra.reporting.balancers_section import balancers_section
 from relibra.reporting.bars import waterfall
 from relibra.reporting.elements import cards, definitions, paragraph, section
@@ -29,15 +28,16 @@ from relibra.reporting.ledger_section import cover_section, ledger_section, ledg
 from relibra.reporting.limits_section import (
     SimulatedSides,
     limits_section,
+    moe_seconds,
+    seconds_item,
     simulate_sides,
     simulated_timelines,
 )
 from relibra.reporting.load_section import load_section
-from relibra.reporting.sentences import count, percent, plural
-from relibra.reporting.sides import STATIC, Side, most_gaining, refuse_other_sizes
+from relibra.reporting.sentences import count, exact_percent, plural
+from relibra.reporting.sides import STATIC, Side, most_gaining, named, refuse_other_sizes
 from relibra.reporting.timeline_section import timeline_section
 from relibra.simulation import ModelShape
-from relibra.simulation.quantities import seconds_in_words
 from relibra.timeline import Timeline
 
 SCRIPTS = ("loads.js", "timeline.js")
@@ -130,8 +130,9 @@ def step_sections(before: Side, after: Side, question: Question) -> StepSections
     cluster, model = question.cluster, question.model
     loaded = bool(after.demand.load_MLE.any())
     found = simulate_sides(before, after, cluster, model, question.distinct) if loaded else None
-    known = after.demand.pairs_LEE is not None and before.demand.pairs_LEE is not None
-    byte_ledgers = ledgers(before, after, cluster, model.expert, question.distinct)
+    paired = after.demand.pairs_LEE is not None and before.demand.pairs_LEE is not None
+    known = paired or question.distinct is not None
+    byte_ledgers = ledgers(before, after, cluster, model.expert, question.distinct, known=known)
     others = [
         *(_levers(side, number) for number, side in enumerate((before, after)) if side.name != STATIC),
         load_section(before, after),
@@ -140,8 +141,9 @@ def step_sections(before: Side, after: Side, question: Question) -> StepSections
         cover_section(before, after),
         balancers_section(question.rows) if question.rows else "",
     ]
-    limits = limits_section(found, before, after, cluster, model) if found else ""
-    return StepSections(_cards(before, after, question), limits, [piece for piece in others if piece])
+    counted = question.distinct is not None
+    limits = limits_section(found, before, after, cluster, model, counted=counted) if found else ""
+    return StepSections(_cards(before, after, found), limits, [piece for piece in others if piece])
 
 
 def _timelines(found: SimulatedSides | None, before: Side, after: Side, question: Question) -> str:
@@ -151,6 +153,11 @@ def _timelines(found: SimulatedSides | None, before: Side, after: Side, question
         drawn, words = simulated_timelines(found, before, after, question.cluster, question.model, micro_batch)
         timelines += drawn
         about.append(words)
+        if question.distinct is not None:
+            about.append(
+                "Their exchanges are timed by a bound of rows, not by those counted, so they may differ from the "
+                "seconds of the step above."
+            )
     timelines += question.timelines
     about.append(
         "Three lines per rank: work, rows on their way, copies of experts and waits for them. All share one scale; a "
@@ -162,40 +169,56 @@ def _timelines(found: SimulatedSides | None, before: Side, after: Side, question
 
 def verdict(before: Side, after: Side) -> str:
     """Say in two sentences what the second side makes of the first."""
-    near = (
-        "exactly the bound" if after.skew <= after.bound else f"{percent(after.skew / after.bound - 1)} above the bound"
-    )
+    near = "exactly the bound" if after.skew <= after.bound else f"{_gap(after)} above the bound"
+    waits = [exact_percent(1 - 1 / side.skew) for side in (before, after)]
     return (
         f"With {before.words} the busiest ranks compute {before.skew:.2f}× the mean, with {after.words} "
-        f"{after.skew:.3f}×, {near}. Ranks would wait {percent(1 - 1 / before.skew)} of the expert time, or "
-        f"{percent(1 - 1 / after.skew)}."
+        f"{after.skew:.3f}×, {near}. On average a rank waits {waits[0]} of the expert time for the "
+        f"busiest one with {before.words}, and {waits[1]} with {after.words}."
     )
 
 
-def _cards(before: Side, after: Side, question: Question) -> str:
-    plan = after.plan
+def _gap(side: Side) -> str:
+    return exact_percent(side.skew / side.bound - 1)
+
+
+def _cards(before: Side, after: Side, found: SimulatedSides | None) -> str:
+    """Show the key figures of the second side; of two plans, both by name."""
+    two = before.name != STATIC
+    bounds = [f"bound {side.bound:.3f}, gap {_gap(side)}" for side in (before, after)]
+    figures = [_placed(side) for side in (before, after)]
+    items = [
+        (
+            f"Skew, {before.name}" if two else "Skew before",
+            f"{before.skew:.3f}",
+            bounds[0] if two else f"{before.name}, token objective",
+        ),
+        (named("Skew", before, after) if two else "Skew planned", f"{after.skew:.3f}", bounds[1]),
+    ]
+    for (label, value, note), (_, other, _) in zip(figures[1], figures[0], strict=True):
+        items.append((named(label, before, after), value, f"{note}; {before.name} {other}" if two else note))
+    if found is not None:
+        items.append(
+            seconds_item(
+                named("Expert layers, simulated", before, after),
+                before.name,
+                (moe_seconds(found.before), moe_seconds(found.after)),
+                (found.before.terms["relocation"], found.after.terms["relocation"]),
+            )
+        )
+    return cards(items)
+
+
+def _placed(side: Side) -> list[tuple[str, str, str]]:
+    """Return label, figure and note of what a plan copies and moves."""
+    plan = side.plan
     M, L, _, _ = plan.replica_MLRB.shape
     away = cross_node_copies(plan)
-    cluster, expert = question.cluster, question.model.expert
-    cost = [predict_planned(side.plan, side.demand, cluster, expert).total for side in (before, after)]
-    return cards(
-        [
-            ("Skew before", f"{before.skew:.3f}", f"{before.name}, token objective"),
-            (
-                "Skew planned",
-                f"{after.skew:.3f}",
-                f"bound {after.bound:.3f}, gap {percent(after.skew / after.bound - 1)}",
-            ),
-            ("Copies", count(plan.num_copies), f"{plan.num_copies / max(1, M * L):.1f} per micro-batch and layer"),
-            ("Copies across nodes", count(away), "sent by homes on another node" if away else "none"),
-            ("Experts moved", count(plan.num_moved), f"of {count(plan.home_LE.size)}, before the step"),
-            (
-                "MoE layers",
-                seconds_in_words(cost[1]),
-                f"{before.name} {seconds_in_words(cost[0])}; model, not measured",
-            ),
-        ]
-    )
+    return [
+        ("Copies", count(plan.num_copies), f"{plan.num_copies / max(1, M * L):.1f} per micro-batch and layer"),
+        ("Copies across nodes", count(away), "sent by homes on another node" if away else "none"),
+        ("Experts moved", count(plan.num_moved), f"of {count(plan.home_LE.size)}, before the step"),
+    ]
 
 
 def _levers(side: Side, number: int) -> str:

@@ -31,6 +31,17 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f}{_THIN_SPACE}%" if share >= 0.0995 else f"{100 * share:.1f}{_THIN_SPACE}%"
 
 
+def exact_percent(share: float) -> str:
+    """Write a share of one so that only what is nothing reads as nothing.
+
+    >>> exact_percent(0.0), exact_percent(0.0001), exact_percent(0.22)
+    ('0\u202f%', 'less than 0.1\u202f%', '22\u202f%')
+    """
+    if share <= 0:
+        return f"0{_THIN_SPACE}%"
+    return percent(share) if share >= 0.0005 else f"less than 0.1{_THIN_SPACE}%"
+
+
 def count(value: int) -> str:
     """Write a whole number with its thousands apart.
 
@@ -69,7 +80,8 @@ def verdict(summary: Summary, *, planned: bool = False) -> str:
     if larger is None:
         return first
     return (
-        f"{first} On {larger.ranks} ranks it would be {times(larger.skew_weighted)} and {percent(larger.idle_share)}."
+        f"{first} On {larger.ranks} ranks the busiest one would do {times(larger.skew_weighted)} the mean, and waiting "
+        f"would cost {percent(larger.idle_share)}."
     )
 
 

@@ -63,6 +63,11 @@ class Side:
         return np.maximum(home_MLE, busiest_MLE)
 
 
+def named(label: str, before: Side, after: Side) -> str:
+    """Label a figure of the second side: with its name where the first is a plan as well."""
+    return label if before.name == STATIC else f"{label}, {after.name}"
+
+
 def side_of(name: str, plan: StepPlan, demand: Demand) -> Side:
     """Put a plan beside others; raises PlanError when it was made for another demand."""
     return Side(name=name, plan=plan, given=demand, demand=plan.scheduled(demand))
