@@ -107,7 +107,6 @@ def test_the_card_of_the_expert_layers_is_the_sum_of_the_parts_below_it() -> Non
     assert "Rows between ranks are counted token by token." in page
     planner = predict_planned(after.plan, after.demand, CLUSTER, asked.model.expert).total
     assert f"{seconds_in_words(planner)} by the planner’s own model, which takes a lower bound of rows" in page
-    assert "Their exchanges are timed by a bound of rows, not by those counted" in page
 
 
 def test_without_tokens_the_page_says_that_rows_are_bounds() -> None:

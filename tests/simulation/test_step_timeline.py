@@ -53,13 +53,17 @@ def test_no_event_comes_before_its_cause(seed, overlap, recompute):
         assert max(event.start for event in events) <= min(ends) + 1e-9  # nobody is done before the last has come
 
 
-@given(SEEDS, st.booleans())
+@given(SEEDS, st.booleans(), st.booleans())
 @settings(max_examples=15, deadline=None)
-def test_timeline_and_step_add_up_to_the_same(seed, overlap):
+def test_timeline_and_step_add_up_to_the_same(seed, overlap, counted):
     plan, demand, cluster, model = random_step(seed)
     how = Execution(overlap=overlap, mini_batches=1 + seed % len(plan.replica_MLRB))
-    step = simulate_step(plan, demand, cluster, model, how)
-    timeline = simulated_timeline(plan, demand, cluster, model, how)
+    rows_MLRR = None
+    if counted:
+        M, L, R, _ = demand.tokens_MLRE.shape
+        rows_MLRR = np.random.default_rng(seed).integers(0, 5, (M, L, R, R))
+    step = simulate_step(plan, demand, cluster, model, how, distinct_MLRR=rows_MLRR)
+    timeline = simulated_timeline(plan, demand, cluster, model, how, distinct_MLRR=rows_MLRR)
     for stage, seconds_R in step.stage_seconds.items():
         np.testing.assert_allclose(timeline.seconds(stage), seconds_R, rtol=1e-9, atol=1e-9, err_msg=stage)
     end = max((event.start + event.seconds for event in timeline.events), default=0.0)

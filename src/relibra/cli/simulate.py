@@ -14,7 +14,7 @@ from relibra.cli import simulated, workload
 from relibra.cli.trace import visible
 
 if TYPE_CHECKING:
-    from relibra.cli.simulated import Routes, Simulated
+    from relibra.cli.simulated import Routes, Simulated, Tokens
     from relibra.cluster import Cluster
     from relibra.simulation import Execution, ModelShape
 
@@ -76,7 +76,7 @@ def simulate(
             found[name] = simulated.simulate(step.demand, step.history_MLE, tokens, machine, routed, how, name, budget)
     result = Result(routes, step, machine, shape, routed, how, found, balancer)
     if timeline is not None:
-        _write_timeline(timeline, result)
+        _write_timeline(timeline, result, tokens)
     if as_json:
         typer.echo(json.dumps(_facts(result)))
     else:
@@ -202,14 +202,15 @@ def _table(result: Result) -> Table:
     return table
 
 
-def _write_timeline(path: Path, result: Result) -> None:
+def _write_timeline(path: Path, result: Result, tokens: Tokens) -> None:
     from relibra.simulation import simulated_timeline
 
     plan = result.found[result.balancer].plan
+    scheduled = plan.scheduled(result.step.demand)
     ranks = list(range(min(plan.num_ranks, MOST_TIMELINE_RANKS)))
     made = simulated_timeline(
-        plan, plan.scheduled(result.step.demand), result.machine, result.routed, result.how, ranks=ranks,
-        micro_batches=[0],
+        plan, scheduled, result.machine, result.routed, result.how, ranks=ranks, micro_batches=[0],
+        distinct_MLRR=tokens.rows(plan, scheduled),
     )  # fmt: skip
     with workload.writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from relibra.simulation import (
     simulate_step,
     simulated_timeline,
 )
-from relibra.simulation.limits import overlap_ratios
+from relibra.simulation.limits import overlap_ratios, sustained_overlap_ratios
 from relibra.simulation.quantities import seconds_in_words
 from relibra.timeline import Timeline
 
@@ -161,13 +161,13 @@ def _matters(seconds: float, relocation: float) -> bool:
 
 
 def _overlap_items(cluster: Cluster, model: ModelShape) -> list[tuple[str, str, str]]:
-    sustained = cluster.flops_per_second / cluster.peak_flops_per_second
+    sustained = sustained_overlap_ratios(cluster, model.expert)
     return [
         (
             f"Overlap ratio {where}",
             f"{ratio:.2f}",
             "seconds of experts / seconds on the link of a token-slot, at peak flops; "
-            f"{ratio / sustained:.2f} at sustained flops",
+            f"{sustained[where]:.2f} at sustained flops",
         )
         for where, ratio in overlap_ratios(cluster, model.expert).items()
     ]
@@ -195,16 +195,33 @@ def _predicted(found: SimulatedSides, after: Side, cluster: Cluster, model: Mode
 
 
 def simulated_timelines(
-    found: SimulatedSides, before: Side, after: Side, cluster: Cluster, model: ModelShape, micro_batch: int
+    found: SimulatedSides,
+    before: Side,
+    after: Side,
+    cluster: Cluster,
+    model: ModelShape,
+    micro_batch: int,
+    distinct: Mapping[str, ndarray] | None = None,
 ) -> tuple[list[tuple[str, Timeline]], str]:
-    """Return both sides' events of one micro-batch on some ranks, and which ones that are."""
+    """Return both sides' events of one micro-batch on some ranks, and which ones that are.
+
+    distinct   as for `simulate_sides`
+    """
     one_group = before.demand.group_M is None
     busy_R = before.rank_load_MLR[micro_batch].sum(axis=0) if one_group else found.before.token_slots_R
     ranks = chosen_ranks(busy_R.tolist())
     timelines = [
         (
             side.name,
-            simulated_timeline(side.plan, side.demand, cluster, model, ranks=ranks, micro_batches=[micro_batch]),
+            simulated_timeline(
+                side.plan,
+                side.demand,
+                cluster,
+                model,
+                ranks=ranks,
+                micro_batches=[micro_batch],
+                distinct_MLRR=None if distinct is None else distinct[side.name],
+            ),
         )
         for side in (before, after)
     ]

@@ -150,14 +150,11 @@ def _timelines(found: SimulatedSides | None, before: Side, after: Side, question
     timelines, about = [], []
     micro_batch, layer = most_gaining(before, after)
     if found is not None:
-        drawn, words = simulated_timelines(found, before, after, question.cluster, question.model, micro_batch)
+        drawn, words = simulated_timelines(
+            found, before, after, question.cluster, question.model, micro_batch, question.distinct
+        )
         timelines += drawn
         about.append(words)
-        if question.distinct is not None:
-            about.append(
-                "Their exchanges are timed by a bound of rows, not by those counted, so they may differ from the "
-                "seconds of the step above."
-            )
     timelines += question.timelines
     about.append(
         "Three lines per rank: work, rows on their way, copies of experts and waits for them. All share one scale; a "

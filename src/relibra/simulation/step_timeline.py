@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int, Int64
 from numpy import ndarray
 
 from relibra.cluster import Cluster
@@ -90,6 +90,7 @@ def simulated_timeline(
     ranks: Collection[int] | None = None,
     micro_batches: Collection[int] | None = None,
     layers: Collection[int] | None = None,
+    distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,
 ) -> Timeline:
     """Return the events of `simulate_step`, rank by rank, each in the order in which an executor records them.
 
@@ -99,6 +100,7 @@ def simulated_timeline(
     ranks           as `ParallelLayout` numbers them; None: all
     micro_batches   of the plan; None: all
     layers          decoder layers; -1: what belongs to none; None: all
+    distinct_MLRR   as for `simulate_step`
     raises          ConfigError for ranks that the step has not, or more events than a timeline holds; else as
                     `simulate_step`
     """
@@ -115,7 +117,8 @@ def simulated_timeline(
     for group, (own_plan, own_demand) in enumerate(groups_of(plan, demand)):
         keep_X = np.flatnonzero(np.isin(numbers[group], kept[group]))
         track = _Track(group, layout, numbers[group], keep_X, chosen, layers)
-        track.run = run_group(costs_of(own_plan, own_demand, cluster, model, how), how, track.notes_of)
+        rows_MLRR = None if distinct_MLRR is None else distinct_MLRR[numbers[group]]
+        track.run = run_group(costs_of(own_plan, own_demand, cluster, model, how, rows_MLRR), how, track.notes_of)
         tracks.append(track)
     ends = ends_of_mini_batches(plan, [track.run for track in tracks], cluster, model, how)
     events = [event for rank in chosen.tolist() for event in tracks[layout.place(rank)[1]].events(rank, ends, how)]
