@@ -34,12 +34,14 @@ class MemoryUse:
     parts                weights, gradients (fp32), optimizer, slots (weights and gradients of replicas), activations
     activations_static   activations with the same schedule, every expert at its first home and no replicas
     capacity             memory of a rank
+    keeps_activations    for the backward pass; False: recomputed, or there is none
     """
 
     stage: int
     parts: Mapping[str, float]
     activations_static: float
     capacity: int
+    keeps_activations: bool
 
     @property
     def total(self) -> float:
@@ -57,10 +59,11 @@ class MemoryUse:
         if self.total <= self.capacity:
             return ""
         largest = max(self.parts, key=lambda name: self.parts[name])
+        recompute = ", or recompute activations" if self.keeps_activations else ""
         return (
             f"a rank of stage {self.stage} would hold {bytes_in_words(self.total)} of {bytes_in_words(self.capacity)}, "
             f"most of it {largest} ({bytes_in_words(self.parts[largest])}): use more ranks or pipeline stages, smaller "
-            "micro-batches, or recompute activations"
+            f"micro-batches{recompute}"
         )
 
 
@@ -102,7 +105,15 @@ def memory_use(
             "slots": float(sets * plan.slots * (expert.weight_bytes + trained * expert.gradient_bytes)),
             "activations": kept[0],
         }
-        found.append(MemoryUse(stage=stage, parts=parts, activations_static=kept[1], capacity=cluster.memory_bytes))
+        found.append(
+            MemoryUse(
+                stage=stage,
+                parts=parts,
+                activations_static=kept[1],
+                capacity=cluster.memory_bytes,
+                keeps_activations=not (how.recompute_activations or how.forward_only),
+            )
+        )
     return max(found, key=lambda use: use.total)
 
 
