@@ -219,6 +219,8 @@ BALANCED = {
     "canonical_relibra": ("plan.sums=canonical", "plan.balancer=relibra"),
     "canonical_tppo_static": (*TPPO, "plan.sums=canonical", "plan.balancer=static"),
     "canonical_tppo_relibra": (*TPPO, "plan.sums=canonical", "plan.balancer=relibra"),
+    "canonical_r2_static": ("algorithm.replay=R2", "plan.sums=canonical", "plan.balancer=static"),
+    "canonical_r2_relibra": ("algorithm.replay=R2", "plan.sums=canonical", "plan.balancer=relibra"),
     "fast_static": ("plan.balancer=static",),
     "fast_relibra": (),
     "r2_relibra": ("algorithm.replay=R2",),
@@ -257,7 +259,7 @@ def test_every_rank_tells_the_same_of_a_step(name, together):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["canonical", "canonical_tppo"])
+@pytest.mark.parametrize("algorithm", ["canonical", "canonical_tppo", "canonical_r2"])
 def test_in_canonical_sums_a_plan_changes_no_bit(algorithm, together):
     static, planned = together[f"{algorithm}_static"], together[f"{algorithm}_relibra"]
     assert_same_bits(static, planned, *PLAN_COLUMNS)
