@@ -95,7 +95,10 @@ def test_refused_overrides(override, said):
         ),
         (
             ("algorithm.preset=tppo", "rollout.window=30"),
-            ("window 30 does not divide max_response 80", "a whole number of windows"),
+            (
+                "window 30 does not divide max_response 80",
+                "a whole number of windows; set rollout.max_response to 90 or the window to 20",
+            ),
         ),
         (
             ("algorithm.preset=tppo", "rollout.window=160"),

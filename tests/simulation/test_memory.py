@@ -96,7 +96,5 @@ def test_what_does_not_fit_is_a_sentence_and_no_error():
     use = memory_use(plan, demand, replace(cluster, memory_bytes=10), model)
     assert "a rank of stage 0 would hold" in use.warning
     assert use.warning.endswith("use more ranks or pipeline stages, smaller micro-batches, or recompute activations")
-    again = memory_use(
-        plan, demand, replace(cluster, memory_bytes=10), model, Execution(recompute_activations=True)
-    )
+    again = memory_use(plan, demand, replace(cluster, memory_bytes=10), model, Execution(recompute_activations=True))
     assert again.warning.endswith("smaller micro-batches")

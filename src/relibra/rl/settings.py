@@ -145,9 +145,11 @@ class RolloutSettings(Section):
                 "refill=false"
             )
         if self.max_response % self.window_tokens:
+            longer = self.max_response + -self.max_response % self.window_tokens
+            fitting = max(w for w in range(1, self.window_tokens + 1) if self.max_response % w == 0)
             raise ValueError(
                 f"window {self.window} does not divide max_response {self.max_response}: a response has a whole number "
-                "of windows"
+                f"of windows; set rollout.max_response to {longer} or the window to {fitting}"
             )
         return self
 
