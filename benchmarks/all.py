@@ -139,6 +139,18 @@ def outcomes(*, long: bool, data: Path, results: Path) -> Iterator[Outcome]:
         yield Outcome(program=name, outcome="kept", reason=f"takes about {minutes:g} min: make bench-all measures it")
 
 
+def validation_in_words(results: Path) -> str:
+    """Say by how much the simulator is off from what was measured, and when that was: no run goes by without it."""
+    try:
+        row = read_results(results / "validation.json")[0]
+    except ConfigError as error:
+        return f"how far the simulator is from the machine is not known: {error}"
+    return (
+        f"simulated step times are off from measured ones by {row['median_error']:.1%} in the median (goal: at most "
+        f"{row['goal']:.0%}), at commit {row['commit'][:12]}; again: relibra bench validation"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--long", action="store_true")
@@ -152,6 +164,7 @@ def main() -> int:
         print(outcome, file=sys.stderr, flush=True)
         found.append(outcome)
     pages = render.write_pages()
+    print(validation_in_words(RESULTS), file=sys.stderr)
     if options.json:
         print(json.dumps([asdict(one) for one in found], indent=1))
     else:

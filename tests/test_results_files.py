@@ -223,7 +223,7 @@ def test_one_failure_does_not_stop_the_others_but_the_exit_code_says_it(load, mo
     assert everything.main() == code
     out, err = capsys.readouterr()
     assert [one["outcome"] for one in json.loads(out)] == outcomes
-    assert err.count("\n") == len(outcomes)
+    assert err.count("\n") == len(outcomes) + 1, "and how far off the simulator is"
 
 
 def test_what_takes_long_is_kept_and_said_aloud(load, monkeypatch, tmp_path):
@@ -258,3 +258,11 @@ def test_a_program_without_rows_is_an_error_for_rerun(load, monkeypatch):
     monkeypatch.setattr(program, "command_of", lambda *_: [sys.executable, "-c", "raise SystemExit(4)"])
     with pytest.raises(EngineError, match="failed with code 4"):
         program.rerun("rollout_windows", None, program.DATA)
+
+
+def test_the_error_of_the_simulator_is_always_told(load, tmp_path):
+    everything = load("all")
+    told = everything.validation_in_words(everything.RESULTS)
+    error = float(re.search(r"by ([0-9.]+)% in the median \(goal: at most 10%\)", told)[1])
+    assert 0 < error <= 10
+    assert "is not known" in everything.validation_in_words(tmp_path)
