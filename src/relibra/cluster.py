@@ -10,6 +10,7 @@ import json
 import tomllib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -46,7 +47,7 @@ class Link:
     def __post_init__(self) -> None:
         """Refuse what no link can do."""
         if self.latency_seconds != 0:
-            _check_number("latency_seconds", self.latency_seconds)
+            _check_number("latency_seconds", self.latency_seconds, least="0, or ")
         _check_rate("bytes_per_second", self.bytes_per_second)
 
     def seconds(self, num_bytes: Amount, messages: int = 1) -> Amount:
@@ -230,10 +231,16 @@ def _from_table(kind: type[Built], table: Any, where: str) -> Built:
         raise ClusterError(f"{where} is {table!r}: expected a table with {', '.join(allowed)}")
     unknown = sorted(set(table) - set(allowed))
     missing = [name for name in allowed if name not in table and name not in _OPTIONAL]
-    if unknown or missing:
-        found = f"unknown entry {unknown[0]!r}" if unknown else f"no entry {missing[0]!r}"
-        raise ClusterError(f"{where} has {found}: expected are {', '.join(allowed)}")
-    return kind(**table)
+    if unknown:
+        near = get_close_matches(unknown[0], allowed, n=1)
+        meant = f"did you mean {near[0]!r}" if near else f"allowed are {', '.join(allowed)}"
+        raise ClusterError(f"{where} has unknown entry {unknown[0]!r}: {meant}")
+    if missing:
+        raise ClusterError(f"{where} has no entry {', '.join(map(repr, missing))}: add it")
+    try:
+        return kind(**table)
+    except ClusterError as error:
+        raise ClusterError(f"{where}: {error}" if kind is Link else str(error)) from error
 
 
 def _table_rows(table: Any) -> tuple[tuple[int, float], ...]:
@@ -245,12 +252,12 @@ def _table_rows(table: Any) -> tuple[tuple[int, float], ...]:
     return tuple((rows, rate) for rows, rate in table)
 
 
-def _check_number(key: str, value: Any, *, whole: bool = False, most: float = _LARGEST) -> None:
+def _check_number(key: str, value: Any, *, whole: bool = False, most: float = _LARGEST, least: str = "") -> None:
     """Accept numbers in 0 < value <= most; NaN fails every comparison, and so do the infinities."""
     kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
     if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value <= most:
         kind = "a whole number" if whole else "a number"
-        raise ClusterError(f"{key} is {value!r}: it must be {kind} above 0 and at most {most:g}")
+        raise ClusterError(f"{key} is {value!r}: it must be {least}{kind} above 0 and at most {most:g}")
 
 
 def _check_rate(key: str, value: Any) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from relibra import write_trace
+from relibra.cli import simulated
 from relibra.cluster import cluster_preset, write_cluster
 from relibra.planning.budget import Budget
 from relibra.planning.byte_ledger import distinct_rows_of_step
@@ -217,6 +218,47 @@ def test_the_table_of_a_sweep_fits_a_terminal(run, trace):
     assert re.match(r"most tokens per second and rank: ranks \d, .* What limits that step: Overlap ratio", told)
     assert "all ranks" not in told
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_sweep_compares_steps_without_the_relocation_before_them(run, trace):
+    words = ("sweep", trace, *CUT, "--balancer", "static,eplb")
+    rows = json.loads(run(*words, "--json")[1])["rows"]
+    static, eplb = rows
+    settled = eplb["seconds"] - eplb["terms"]["relocation"]
+    assert eplb["ratio_to_static_without_relocation"] == pytest.approx(static["seconds"] / settled)
+    assert eplb["ratio_to_static_without_relocation"] > eplb["ratio_to_static"]
+    assert eplb["relocation_share"] == eplb["terms"]["relocation"] / eplb["seconds"] > 0.01
+    told = " ".join(run(*words)[1].split())
+    assert f"{eplb['ratio_to_static_without_relocation']:.3f}" in told
+    assert "without the relocation before the step (move)" in told
+    assert "(move)" not in " ".join(run("sweep", trace, *CUT, "--balancer", "static")[1].split())
+
+
+def test_a_sweep_that_is_stopped_shows_what_it_has(run, trace, monkeypatch):
+    simulate, calls = simulated.simulate, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return simulate(*arguments)
+
+    monkeypatch.setattr(simulated, "simulate", interrupted)
+    code, out, _ = run("sweep", trace, "--ranks", "2,4,8", "--balancer", "static", "--json")
+    found = json.loads(out)
+    assert code == 130
+    assert [row["ranks"] for row in found["rows"]] == [2, 4]
+    assert [(point["ranks"], point["why"]) for point in found["left_out"]] == [(8, "stopped by Ctrl-C")]
+
+
+def test_stages_count_as_ranks_and_other_models_are_named(run, trace):
+    told = " ".join(run("simulate", trace, *CUT, "--pipeline-stages", "2", "--balancer", "static")[1].split())
+    assert "2 pipeline stages of them: 8 ranks in all" in told
+    assert "parts are those of each column's busiest stage" in told
+    assert "these routes are of another model: qwen3-30b-a3b picks 8 of 128 experts in 48 expert layers" in told
+    facts = json.loads(run("simulate", trace, *CUT, "--pipeline-stages", "2", "--balancer", "static", "--json")[1])
+    assert facts["tokens_per_second_per_rank"] == facts["tokens_per_second"] / 8
+    assert "of another model" not in run("simulate", trace, *CUT, "--model", "256x64", "--balancer", "static")[1]
 
 
 def test_impossible_lists_get_a_sentence(run, trace):

@@ -60,6 +60,16 @@ def test_rows_count_tokens_and_the_squares_of_samples():
     assert flops_MR[0, 0] == sum(16 * n * (n + 1) / 2 for n in lengths)
 
 
+def test_many_ranks_sum_few_bytes_in_a_tree():
+    cluster = replace(cluster_preset("h100x8", 512, 1), inter_send=Link(latency_seconds=1, bytes_per_second=10))
+    layout = ParallelLayout(expert_parallel=512)
+    assert gradient_reduction_seconds(cluster, layout, 5, 0) == 2 * 9 + 2 * 5 * 4 / 10
+    many = 10_000_000
+    assert gradient_reduction_seconds(cluster, layout, many, 0) == pytest.approx(
+        2 * 511 + 2 * 511 / 512 * many * 4 / 10
+    )
+
+
 def test_gradients_are_summed_by_rings_over_those_who_hold_the_same():
     cluster = replace(
         cluster_preset("h100x8"),

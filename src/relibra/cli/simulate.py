@@ -110,11 +110,14 @@ def _facts(result: Result) -> dict[str, object]:
         **chosen.step.figures(),
         "balancer": result.balancer,
         "ratio_to_static": static.step.seconds / chosen.step.seconds,
-        "seconds_without_relocation": chosen.step.seconds - chosen.step.terms["relocation"],
+        "ratio_to_static_without_relocation": static.step.seconds_without_relocation
+        / chosen.step.seconds_without_relocation,
+        "seconds_without_relocation": chosen.step.seconds_without_relocation,
         "kept_static": simulated.keeps_static(chosen.plan, static.plan),
         "static_seconds": static.step.seconds,
         "tokens": tokens,
         "tokens_per_second": tokens / chosen.step.seconds,
+        "tokens_per_second_per_rank": tokens / chosen.step.seconds / chosen.step.layout.num_ranks,
         "skew": chosen.skew,
         "static_skew": static.skew,
         "copies": chosen.plan.num_copies,
@@ -145,11 +148,15 @@ def _print(result: Result) -> None:
     say(result.step.cut)
     if idle := workload.idle_ranks_in_words(result.step.demand):
         say(idle)
-    stages = f", {result.how.pipeline_stages} pipeline stages" * (result.how.pipeline_stages > 1)
+    all_ranks = chosen.step.layout.num_ranks
+    staged = result.how.pipeline_stages > 1
+    stages = f", {result.how.pipeline_stages} pipeline stages of them: {all_ranks} ranks in all" * staged
     stages += ", activations recomputed" * result.how.recompute_activations
     slots = workload.plural(chosen.plan.slots, "spare slot")
     planned = f"planned for {chosen.plan.objective}"
     say(f"{simulated.model_in_words(result.model, result.routed)}; {slots} per rank{stages}; {planned}")
+    if words := simulated.mixture_in_words(result.model, result.routed):
+        say(words)
     Console().print(_table(result))
     machine = result.machine
     say(f"label: simulated, on {machine.name} ({machine.label}: {machine.source})")
@@ -159,6 +166,8 @@ def _print(result: Result) -> None:
     )
     if words := simulated.decision_in_words(result.balancer, chosen, result.found["static"], result.step):
         say(words)
+    if staged:
+        say("pipeline: parts are those of each column's busiest stage; the last one also has the output matrix")
     for note in chosen.step.notes:
         say(note)
 
@@ -179,10 +188,15 @@ def _table(result: Result) -> Table:
 
     steps = [one.step for one in result.found.values()]
     row("seconds of the step", [f"{step.seconds:.4g}" for step in steps])
-    if any(step.terms["relocation"] for step in steps):
-        row("  without relocation", [f"{step.seconds - step.terms['relocation']:.4g}" for step in steps])
+    settled = [step.seconds_without_relocation for step in steps]
+    moved = any(step.terms["relocation"] for step in steps)
+    if moved:
+        row("  without relocation", [f"{seconds:.4g}" for seconds in settled])
     row("static / this", [f"{static / step.seconds:.3f}" for step in steps])
+    if moved:
+        row("  without relocation", [f"{settled[0] / seconds:.3f}" for seconds in settled])
     row("tokens per second", [f"{tokens / step.seconds:,.0f}" for step in steps])
+    row("  per rank", [f"{tokens / step.seconds / step.layout.num_ranks:,.0f}" for step in steps])
     for term in steps[0].terms:
         shares = [step.terms[term] / step.seconds for step in steps]
         if max(shares) > _ROUNDING:

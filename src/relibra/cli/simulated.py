@@ -120,6 +120,20 @@ def open_model(name: str) -> ModelShape:
     return model_shape_from_config(config, str(config.get("model_type", path.parent.name)))
 
 
+def mixture_in_words(model: ModelShape, routed: ModelShape) -> str:
+    """Say that routes and sizes come from different models; empty where they may be of one."""
+    if model.experts == 1:  # sizes of an expert only
+        return ""
+    own = (model.top_k, model.experts, model.moe_layers)
+    if own[:2] == (routed.top_k, routed.experts) and routed.moe_layers <= model.moe_layers:
+        return ""
+    return (
+        f"these routes are of another model: {model.name} picks {model.top_k} of {model.experts} experts in "
+        f"{workload.plural(model.moe_layers, 'expert layer')}, so experts, choices and layers are those of the routes, "
+        "all other sizes its own; name the model that was routed with --model"
+    )
+
+
 def model_in_words(model: ModelShape, routed: ModelShape) -> str:
     """Say whose sizes are simulated, and what the routes say otherwise."""
     same = (model.moe_layers, model.experts, model.top_k) == (routed.moe_layers, routed.experts, routed.top_k)

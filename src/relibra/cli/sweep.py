@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 SETTINGS = ("ranks", "ranks_per_node", "slots", "micro_batch_tokens", "pipeline_stages", "balancer")
 MOST_POINTS = 500
+STOPPED = "stopped by Ctrl-C"
+WORTH_SAYING = 0.005
+"""A relocation below this share of a step has no column."""
 MOST_SENTENCES = 4
 """Sentences about the best point above the table: the overlap ratio, and the largest parts of its step."""
 
@@ -85,8 +88,10 @@ def sweep(
         typer.echo(f"plot: {visible(str(plot))}", err=True)
     if as_json:
         _print_json(found, left_out)
-        return
-    _print(found, left_out, _varied(points), (routes, question))
+    else:
+        _print(found, left_out, _varied(points), (routes, question))
+    if any(point["why"] == STOPPED for point in left_out):
+        raise typer.Exit(130)
 
 
 class Question(NamedTuple):
@@ -170,6 +175,11 @@ def _simulated(points: list[dict[str, Any]], question: Question) -> tuple[list[P
             except RelibraError as error:
                 first = first or error
                 left_out.append({**point, "why": str(error)})
+            except KeyboardInterrupt:
+                if not found:
+                    raise
+                left_out += [{**rest, "why": STOPPED} for rest in points[number:]]  # what took minutes is shown
+                break
     if not found and first is not None:
         raise first
     return found, left_out
@@ -206,7 +216,7 @@ def _point(
 
 
 def _row(point: dict[str, Any], machine: Cluster, one: Simulated, static: Simulated, tokens: int) -> dict[str, Any]:
-    step = one.step
+    step, settled = one.step, one.step.seconds_without_relocation
     per_node = min(machine.ranks_per_node, machine.num_ranks)
     return {
         **point,
@@ -219,6 +229,9 @@ def _row(point: dict[str, Any], machine: Cluster, one: Simulated, static: Simula
         "tokens": tokens,
         "tokens_per_second": tokens / step.seconds,
         "tokens_per_second_per_rank": tokens / step.seconds / step.layout.num_ranks,
+        "ratio_to_static_without_relocation": static.step.seconds_without_relocation / settled,
+        "tokens_per_second_per_rank_without_relocation": tokens / settled / step.layout.num_ranks,
+        "relocation_share": step.terms["relocation"] / step.seconds,
         "exchange_share": (step.terms["exchange"] + step.terms["gates"]) / step.seconds,
         "straggler_share": step.straggler_seconds() / step.seconds,
         "copies_share": step.terms["copies"] / step.seconds,
@@ -240,10 +253,10 @@ def _in_words(row: dict[str, Any], names: list[str]) -> str:
 
 
 def _best(found: list[Point]) -> tuple[Point, list[str]]:
-    """Return the point with the most tokens per second and rank, and what limits it."""
+    """Return the point with the most tokens per second and rank, relocation apart, and what limits it."""
     from relibra.simulation import advice
 
-    best = max(found, key=lambda one: one.row["tokens_per_second_per_rank"])
+    best = max(found, key=lambda one: one.row["tokens_per_second_per_rank_without_relocation"])
     return best, advice(best.simulated.step, best.machine, best.model, best.simulated.memory)
 
 
@@ -274,6 +287,8 @@ def _print(
     words = simulated.model_in_words(question.shape, best.model)
     rows = simulated.rows_in_words(best.simulated)
     simulated.in_lines(f"{words}; {rows}; label: simulated, on {question.machine.name}")
+    if mixed := simulated.mixture_in_words(question.shape, best.model):
+        simulated.in_lines(mixed)
     _print_table(found, varied)
     for why in dict.fromkeys(point["why"] for point in left_out):
         same = [point for point in left_out if point["why"] == why]
@@ -291,28 +306,34 @@ def _print_table(found: list[Point], varied: list[str]) -> None:
         table.add_column(short[name], justify="left" if name == "balancer" else "right", overflow="fold")
     rows = [point.row for point in found]
     staged = any(row["all_ranks"] != row["ranks"] for row in rows)
-    titles = ("seconds", "/ static", "tokens/s\nper rank", "exch\n%", "strag\n%", "copy\n%", "skew", "GB")
-    for title in ("all\nranks",) * staged + titles:
+    moved = any(row["relocation_share"] >= WORTH_SAYING for row in rows)
+    shares = ("exchange_share", "straggler_share", "copies_share") + ("relocation_share",) * moved
+    titles = ("seconds", "/ static", "tokens/s\nper rank", "exch\n%", "strag\n%", "copy\n%", *(["move\n%"] * moved))
+    for title in ("all\nranks",) * staged + (*titles, "skew", "GB"):
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             *(str(row[name]) for name in varied or ["ranks", "balancer"]),
             *([str(row["all_ranks"])] * staged),
             f"{row['seconds']:.4g}",
-            f"{row['ratio_to_static']:.3f}",
-            f"{row['tokens_per_second_per_rank']:,.0f}",
-            *(f"{100 * row[name]:.0f}" for name in ("exchange_share", "straggler_share", "copies_share")),
+            f"{row['ratio_to_static_without_relocation']:.3f}",
+            f"{row['tokens_per_second_per_rank_without_relocation']:,.0f}",
+            *(f"{100 * row[name]:.0f}" for name in shares),
             f"{row['skew']:.3f}",
             f"{row['memory_bytes'] / 1e9:.3g}{'!' if row['memory_warning'] else ''}",
         )
     Console().print(table)
-    all_ranks = "all ranks: expert-parallel ranks x pipeline stages; " if staged else ""
-    simulated.in_lines(
-        f"{all_ranks}/ static: throughput over the static layout of the same machine and cut; exch, strag, copy: "
-        "shares of the step for rows on their way, experts of which only the busiest ranks have work, and copies "
-        "in the open; skew: token-slots of the busiest / mean ranks; GB: memory of the fullest rank, ! where it "
-        "does not fit"
-    )
+    legend = ["all ranks: expert-parallel ranks x pipeline stages"] * staged
+    apart = ", without the relocation before the step (move), which later steps pay as far as homes change" * moved
+    legend += [
+        f"/ static: throughput over that of the static layout of the same machine and cut{apart and ', and tokens/s'}"
+        f"{apart}",
+        f"exch, strag, copy{', move' * moved}: shares of the step for rows on their way, experts of which only the "
+        f"busiest ranks have work, copies in the open{', moves' * moved}",
+        "skew: token-slots of the busiest / mean ranks",
+        "GB: memory of the fullest rank, ! where it does not fit",
+    ]
+    simulated.in_lines("; ".join(legend))
     kept = sum(row["kept_static"] and row["balancer"] != "static" for row in rows)
     if kept:
         simulated.in_lines(f"rows in which the balancer kept the static layout: {kept}; relibra simulate says why")

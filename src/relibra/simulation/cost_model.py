@@ -243,21 +243,24 @@ def owned_parameters(
 
 
 def gradient_reduction_seconds(cluster: Cluster, layout: ParallelLayout, shared: int, experts: int) -> float:
-    """Time the sum of gradients over the ranks that hold the same weights, fp32, as rings: 2 (n - 1) / n x bytes.
+    """Time the sum of gradients over the ranks that hold the same weights, fp32: rings or trees, what takes less.
 
-    Shared weights are on all ranks of a stage: rings go through the ranks of a node and through the nodes at once, and
-    each of the node's G network links carries a G-th of the bytes. Experts are on one rank of each expert-parallel
-    group, which are on other nodes: all bytes of a rank go through its own link. A ring of n takes 2 (n - 1) messages.
+    A ring of n sends 2 (n - 1) / n x bytes in 2 (n - 1) messages, a double binary tree 2 x bytes in 2 log2(n)
+    (NCCL has both). Shared weights are on all ranks of a stage: they go through the ranks of a node and through the
+    nodes at once, and each of the node's G network links carries a G-th of the bytes. Experts are on one rank of each
+    expert-parallel group, which are on other nodes: all bytes of a rank go through its own link.
 
     cluster   of one expert-parallel group
     """
     G, nodes = cluster.ranks_per_node, cluster.num_nodes * layout.data_parallel
 
-    def ring(link: Link, n: int, num_bytes: float) -> float:
-        return float(link.seconds(2 * (n - 1) / n * num_bytes, 2 * (n - 1)))
+    def summed(link: Link, n: int, num_bytes: float) -> float:
+        ring = link.seconds(2 * (n - 1) / n * num_bytes, 2 * (n - 1))
+        tree = link.seconds(2 * num_bytes, 2 * (n - 1).bit_length())
+        return float(min(ring, tree)) if n > 1 else 0.0
 
-    of_shared = max(ring(cluster.intra, G, 4.0 * shared), ring(cluster.inter_send, nodes, 4.0 * shared / G))
-    return of_shared + ring(cluster.inter_send, layout.data_parallel, 4.0 * experts)
+    of_shared = max(summed(cluster.intra, G, 4.0 * shared), summed(cluster.inter_send, nodes, 4.0 * shared / G))
+    return of_shared + summed(cluster.inter_send, layout.data_parallel, 4.0 * experts)
 
 
 def optimizer_seconds(cluster: Cluster, layout: ParallelLayout, shared: int, experts: int) -> float:

@@ -60,9 +60,11 @@ def advice(step: SimulatedStep, cluster: Cluster, model: ModelShape, memory: Mem
     if memory is not None:
         gain = memory.activations_static - memory.parts["activations"]
         if memory.activations_static and gain / memory.activations_static >= _WORTH_SAYING:
+            slots = memory.parts["slots"]
+            price = f"; spare slots take {bytes_in_words(slots)}" if slots else ""
             sentences.append(
                 f"Balance saves {bytes_in_words(gain)} of activations on the fullest rank "
-                f"({bytes_in_words(memory.activations_static)} without)."
+                f"({bytes_in_words(memory.activations_static)} without){price}."
             )
         if memory.warning:
             sentences.append(f"Memory: {memory.warning}.")
@@ -78,7 +80,7 @@ def _parts(step: SimulatedStep) -> list[tuple[str, float, str]]:
         found.append(
             (f"even {name}", even, f"Work: {what} take {seconds_in_words(even)} even if all ranks had equally much")
         )
-        tail = "more even experts would save it" if name == "compute" else "place or pack samples to save it"
+        tail = "more even experts save it" if name == "compute" else "placing or packing samples saves it"
         found.append(
             (
                 f"uneven {name}",

@@ -182,7 +182,7 @@ def rl_iteration(
                  move once, before it. None: no log-probabilities are computed again
     """
     moved = update.terms["relocation"]
-    again = 0.0 if recompute is None else recompute.seconds - recompute.terms["relocation"]
+    again = 0.0 if recompute is None else recompute.seconds_without_relocation
     return RlIteration(
         stages={
             "rollout": rollout.seconds,

@@ -52,6 +52,11 @@ class SimulatedStep:
     notes: tuple[str, ...] = ()
 
     @property
+    def seconds_without_relocation(self) -> float:
+        """What a later step takes as far as homes stay: experts move before the step, once."""
+        return self.seconds - self.terms["relocation"]
+
+    @property
     def utilisation(self) -> float:
         """Share of the seconds of all ranks in which they compute: attention and experts."""
         busy_R = self.stage_seconds["attention"] + self.stage_seconds["experts"]
