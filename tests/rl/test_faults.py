@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 
@@ -79,13 +80,14 @@ def test_a_rank_killed_while_it_starts_ends_the_run(tmp_path):
     assert "Traceback" not in going.stderr
 
 
-def test_a_disk_that_refuses_is_told_in_one_sentence_per_rank(tmp_path):
+def test_a_disk_that_refuses_is_told_in_one_sentence(tmp_path):
     with LongRun(tmp_path) as going:
         going.wait_for_workers(2)
         (going.run / "traces").write_text("in the way")
         assert going.exit_code(240) == 1
-    assert f"rank 0: [Errno 20] Not a directory: '{going.run}/traces/step-00000'" in going.stderr
-    assert "error: the run ended early: rank 0 failed (its message stands above), rank 1 failed" in going.stderr
+    said = rf"ranks? (0|1|0, 1): \[Errno 20\] Not a directory: '{going.run}/traces/step-00000'"
+    assert len(re.findall(said, going.stderr)) == 1
+    assert re.search(r"error: the run ended early: ranks? (0|1|0, 1) failed \(as told above\)", going.stderr)
     assert "Traceback" not in going.stderr
 
 

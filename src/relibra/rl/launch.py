@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -24,8 +25,8 @@ from types import FrameType
 from relibra.environment import keep_torch_quiet, launched_rank
 from relibra.errors import ConfigError, EngineError
 from relibra.rl.config import RunConfig
-from relibra.rl.run_folder import has_checkpoint, open_or_create
-from relibra.rl.worker import Exit, run_launched, run_worker
+from relibra.rl.run_folder import has_checkpoint, held_run_folder, open_or_create
+from relibra.rl.worker import MESSAGE_BYTES, Exit, run_launched, run_worker
 
 GRACE_SECONDS = 10.0
 """How long ranks may go on after one of them failed, to report themselves before they are ended."""
@@ -58,6 +59,9 @@ def launch(config: RunConfig, resume: Path | None = None) -> Finished | None:
         run, complete = run_launched(config, launched, resume)
         return Finished(run, complete) if launched.rank == 0 else None
     run = open_or_create(config, resume)
+    if resume is not None:
+        with held_run_folder(run):  # told before processes start; rank 0 holds it while it trains
+            pass
     print(f"starting {config.parallel.ranks} processes; run folder {run}", file=sys.stderr, flush=True)
     return Finished(run, _run_processes(config, run))
 
@@ -67,13 +71,14 @@ def _run_processes(config: RunConfig, run: Path) -> bool:
     keep_torch_quiet()
     with socket.create_server(("127.0.0.1", 0)) as listener:  # held from here on, so nobody can take the port
         port = listener.getsockname()[1]
+        pipes = [context.Pipe(duplex=False) for _ in range(config.parallel.ranks)]
         processes: list[BaseProcess] = [
             context.Process(
                 target=run_worker,
-                args=(rank, config.model_dump_json(), str(run), port, listener if rank == 0 else None),
+                args=(rank, config.model_dump_json(), str(run), port, listener if rank == 0 else None, failure),
                 name=f"rank {rank}",
             )
-            for rank in range(config.parallel.ranks)
+            for rank, (_, failure) in enumerate(pipes)
         ]
         forward = _InterruptForwarder(processes)
         try:
@@ -86,7 +91,25 @@ def _run_processes(config: RunConfig, run: Path) -> bool:
             forward.restore()
     if all(code in (Exit.DONE, Exit.STOPPED) for code in codes):
         return all(code == Exit.DONE for code in codes)
+    _tell([_message(reader) for reader, _ in pipes], codes)
     raise EngineError(_explain(codes, run))
+
+
+def _message(reader: Connection) -> str:
+    """Return what a rank that has ended had to say, or nothing."""
+    if not reader.poll():
+        return ""
+    return reader.recv_bytes(MESSAGE_BYTES).decode(errors="ignore").strip()
+
+
+def _tell(messages: Sequence[str], codes: Sequence[int | None]) -> None:
+    """Print what the ranks said, once where several said the same; lost peers only where that is all there is."""
+    caused = any(code not in (None, Exit.DONE, Exit.STOPPED, Exit.LOST_PEER) for code in codes)
+    told = [text for text, code in zip(messages, codes, strict=True) if not (caused and code == Exit.LOST_PEER)]
+    for message in dict.fromkeys(told):
+        ranks = [str(rank) for rank, own in enumerate(messages) if own == message]
+        if message:
+            print(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {message}", file=sys.stderr, flush=True)
 
 
 class _InterruptForwarder:
@@ -155,15 +178,17 @@ def _end(processes: list[BaseProcess]) -> None:
 
 def _explain(codes: Sequence[int | None], run: Path) -> str:
     """Say which ranks ended the run; those that only lost their peers are no cause while there is another one."""
-    causes = []
-    for rank, code in enumerate(codes):
-        if code is not None and code < 0:
-            causes.append(f"rank {rank} was ended by {_signal_name(-code)}")
-        elif code not in (None, Exit.DONE, Exit.STOPPED, Exit.LOST_PEER):
-            causes.append(f"rank {rank} failed (its message stands above)")
+    causes = [
+        f"rank {rank} was ended by {_signal_name(-code)}"
+        for rank, code in enumerate(codes)
+        if code is not None and code < 0
+    ]
+    failed = [str(rank) for rank, code in enumerate(codes) if code in (Exit.FAILED, Exit.CRASHED)]
+    if failed:
+        causes.append(f"rank{'s' * (len(failed) > 1)} {', '.join(failed)} failed (as told above)")
     if not causes:
         lost = ", ".join(str(rank) for rank, code in enumerate(codes) if code == Exit.LOST_PEER)
-        causes.append(f"rank {lost} waited for its peers in vain (its message stands above)")
+        causes.append(f"rank {lost} waited for its peers in vain (as told above)")
     next_step = "look there, or start again"
     if has_checkpoint(run):
         next_step = f"to go on from its last checkpoint: relibra train --resume {run}"

@@ -148,6 +148,11 @@ class ModelTokenizer:
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError, KeyError, ImportError) as error:
+            if not Path(name).exists():
+                raise ConfigError(
+                    f"model.path {name!r}: there is no such folder here, and as a name on the hub it cannot be loaded "
+                    f"({_first_line(error)}); check the path, or the name and the network"
+                ) from error
             raise ConfigError(
                 f"model.path {name!r}: no tokenizer can be loaded from there ({_first_line(error)}); save one "
                 "beside the weights with tokenizer.save_pretrained(folder)"

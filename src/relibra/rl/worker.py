@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
@@ -21,6 +21,8 @@ from relibra.rl.config import RunConfig, with_ranks
 from relibra.rl.run_folder import open_or_create
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     import torch
 
 
@@ -38,15 +40,22 @@ class Exit(IntEnum):
     """Stopped by Ctrl-C after a whole step."""
 
 
-def run_worker(rank: int, config_json: str, run: str, port: int, listener: socket.socket | None) -> None:
+MESSAGE_BYTES = 4000
+"""Of an error's sentence at most so many go to the parent: a pipe takes them at once, or not at all."""
+
+
+def run_worker(
+    rank: int, config_json: str, run: str, port: int, listener: socket.socket | None, failure: Connection
+) -> None:
     """Be one of the ranks that `launch` started; the exit code says how it ended.
 
     listener   on rank 0: what listens on the port where the ranks meet
+    failure    takes the sentence of an error, for the parent to tell once where several ranks say the same
     """
     _end_with_parent()
     config = RunConfig.model_validate_json(config_json)
     set_rendezvous(rank, config.parallel.ranks, port, config.parallel.threads_per_rank)
-    with _failing_at_once(rank):
+    with _failing_at_once(lambda text: failure.send_bytes(text.encode()[:MESSAGE_BYTES])):
         from relibra.rl.ranks import Meeting, joined_ranks
         from relibra.rl.trainer import train_rank
 
@@ -65,7 +74,7 @@ def run_launched(config: RunConfig, launched: LaunchedRank, resume: Path | None)
     raises   ConfigError when the number of ranks does not fit the configuration
     """
     config = with_ranks(config, launched.num_ranks)
-    with _failing_at_once(launched.rank):
+    with _failing_at_once(lambda text: print(f"rank {launched.rank}: {text}", file=sys.stderr, flush=True)):
         from relibra.rl.ranks import broadcast_json, joined_ranks
         from relibra.rl.trainer import train_rank
 
@@ -77,8 +86,8 @@ def run_launched(config: RunConfig, launched: LaunchedRank, resume: Path | None)
 
 
 @contextmanager
-def _failing_at_once(rank: int) -> Iterator[None]:
-    """Report whatever goes wrong and end this process on the spot.
+def _failing_at_once(tell: Callable[[str], None]) -> Iterator[None]:
+    """Report whatever goes wrong and end this process on the spot: errors in their sentence, bugs by their traceback.
 
     No exception passes on and nothing is torn down: threads of a broken process group may never end, and the peers
     notice the end of a process sooner than a silence.
@@ -89,7 +98,10 @@ def _failing_at_once(rank: int) -> Iterator[None]:
         from relibra.rl.ranks import LostPeerError
 
         expected = isinstance(error, RelibraError | OSError)
-        print(f"rank {rank}: {error}" if expected else traceback.format_exc(), file=sys.stderr, flush=True)
+        if expected:
+            tell(str(error))
+        else:
+            print(traceback.format_exc(), file=sys.stderr, flush=True)
         lost = isinstance(error, LostPeerError)
         os._exit(Exit.LOST_PEER if lost else Exit.FAILED if expected else Exit.CRASHED)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,9 @@ from relibra.rl.tasks.task import Prompt
 
 NEEDS_ANSWER = ("exact", "maths")
 """Rewards that compare with the right answer of the row."""
+
+LARGEST = 1e9
+"""Rewards beyond it drown all others in sums of squares, long before these overflow."""
 
 RewardFunction = Callable[[str, Mapping[str, Any]], Any]
 """What users write: from a response and the row of its prompt to a number."""
@@ -48,7 +50,10 @@ class Reward:
             ) from error
         number = _finite(value)
         if number is None:
-            raise ConfigError(f"{where}: returned {excerpt(value)}; a reward is a finite number, or True or False")
+            raise ConfigError(
+                f"{where}: returned {excerpt(value)}; a reward is a number from -{LARGEST:g} to "
+                f"{LARGEST:g}, or True or False"
+            )
         return number
 
 
@@ -114,14 +119,14 @@ def _imported(module_name: str, function_name: str) -> RewardFunction:
 
 
 def _finite(value: object) -> float | None:
-    """Return a value as a number; None where it is none, or not finite."""
+    """Return a value as a number; None where it is none, not finite, or so large that its squares drown all others."""
     if not isinstance(value, Real | np.bool_):
         return None
     try:
         number = float(value)
     except OverflowError:
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= LARGEST else None
 
 
 def _in_a_line(error: BaseException) -> str:
