@@ -11,7 +11,7 @@ import pytest
 from relibra.rl.config import load_config
 from relibra.rl.launch import launch
 
-from .runs import LongRun, check_report, check_whole, wait_until_gone
+from .runs import LongRun, check_report, check_whole, run_command, wait_until_gone
 
 pytestmark = pytest.mark.slow
 
@@ -89,6 +89,16 @@ def test_a_disk_that_refuses_is_told_in_one_sentence(tmp_path):
     assert len(re.findall(said, going.stderr)) == 1
     assert re.search(r"error: the run ended early: ranks? (0|1|0, 1) failed \(as told above\)", going.stderr)
     assert "Traceback" not in going.stderr
+
+
+def test_a_second_process_in_the_folder_of_a_run_is_refused(tmp_path):
+    with LongRun(tmp_path, "checkpoint.every=1") as going:
+        going.wait_for("step 1/")
+        done = run_command(["train", "--resume", str(going.run)])
+        assert going.workers(), "the first one goes on"
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: another process trains in the run folder {going.run}: wait until it ends")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_rank_that_hangs_ends_the_run_in_time(tmp_path):
