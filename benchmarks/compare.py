@@ -1,7 +1,7 @@
 """Hold two result files against each other: every figure that differs by more than a tolerance.
 
 Run: python benchmarks/compare.py A.json B.json [--tolerance 0.1] [--json]   (or: relibra bench compare)
-Rows are matched by case and configuration. Exit code 1 when anything differs.
+Rows are matched by case and configuration. Exit code 1 when anything differs, or when they share no case.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from results_files import Difference, compare, read_results
+from results_files import Difference, compare, read_results, refuse_strangers
 
 from relibra.errors import RelibraError
 
@@ -40,6 +40,7 @@ def main() -> int:
     if not options.tolerance >= 0:
         parser.error(f"--tolerance is {options.tolerance}: it is a share, 0 or more")
     before, after = read_results(options.before), read_results(options.after)
+    refuse_strangers(before, after, (str(options.before), str(options.after)))
     return report(compare(before, after, options.tolerance), len(before), options.tolerance, as_json=options.json)
 
 

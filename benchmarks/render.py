@@ -13,9 +13,10 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from provenance import RESULTS, ROOT, quartiles
+from results_files import Row, read_results
 
 from relibra.errors import ConfigError, RelibraError
 from relibra.files import write_text
@@ -245,14 +246,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
     ),
     "simulation": ("case", "layers", "seconds", "target", "ok", "peak_mib", "added_mib", "configuration"),
     "demo": (
-        "case",
-        "seed",
-        "reward_first",
-        "reward_last",
-        "seconds",
-        "rl_seconds_per_step",
-        "k3_max",
-        "configuration",
+        *("case", "seed", "reward_first", "reward_last", "seconds", "rl_seconds_per_step", "k3_max", "configuration"),
     ),
 }
 
@@ -278,9 +272,12 @@ def main() -> int:
 
 
 def write_pages() -> list[str]:
-    """Write the pages anew and return their names."""
-    for path in PAGES:
-        write_text(path, rendered(path.read_text()))
+    """Write the pages anew and return their names; none where one cannot be made.
+
+    raises    ConfigError as `table` and `figure`
+    """
+    for path, text in [(path, rendered(path.read_text())) for path in PAGES]:
+        write_text(path, text)
     return [str(path.relative_to(ROOT)) for path in PAGES]
 
 
@@ -300,12 +297,12 @@ def rendered(page: str) -> str:
 def figure(name: str, key: str, case: str | None = None) -> str:
     """Return one figure of a result file as text; says so where there is no such file.
 
-    raises    ConfigError when no row has it, or rows have different ones
+    raises    ConfigError as `read_results`, when no row has it, or when rows have different ones
     """
     path = RESULTS / f"{name}.json"
     if not path.exists():
         return "(not measured yet)"
-    rows = [row for row in json.loads(path.read_text()) if case in (None, row["case"])]
+    rows = [row for row in read_results(path) if case in (None, row["case"])]
     found = {_shown(row[key]) for row in rows if key in row}
     if len(found) != 1:
         of_case = "" if case is None else f" of case {case!r}"
@@ -322,30 +319,47 @@ def table(name: str) -> str:
     "papers_TABLE" takes the rows of one table of papers.json.
 
     Without the file it says that there are no rows yet, so that a page can have its place ready.
+
+    raises    ConfigError as `read_results`, or when a row lacks what the table shows
     """
     file, _, part = name.partition("_") if name.startswith("papers_") else (name, "", "")
     columns, path = COLUMNS[name], RESULTS / f"{file}.json"
     if not path.exists():
         return f"*Not measured yet: there is no `benchmarks/results/{file}.json`.*\n"
-    rows = [row for row in json.loads(path.read_text()) if not part or row["table"] == part]
+    rows = [row for row in read_results(path) if not part or row.get("table") == part]
     if not rows:
         return f"*Not measured yet: `benchmarks/results/{file}.json` has no rows of {part}.*\n"
     titles = [column.replace("_", " ") if isinstance(column, str) else column[0] for column in columns]
-    cells = [[_shown(row[column] if isinstance(column, str) else column[1](row)) for column in columns] for row in rows]
+    cells = [_cells(row, columns, path.name) for row in rows]
     filled = [n for n, title in enumerate(titles) if title != "quartiles" or any(row[n] for row in cells)]
     lines = [" | ".join(["", *(row[n] for n in filled), ""]).strip() for row in (titles, *cells)]
     lines.insert(1, "|" + "---|" * len(filled))
+    return "\n".join([*lines, "", _origin_in_words(rows, columns), ""])
+
+
+def _cells(row: Row, columns: Sequence[Column], file: str) -> list[str]:
+    needed: tuple[Column, ...] = ("repetitions", "dirty", *columns)  # the first two are told underneath
+    try:
+        return [_shown(row[key] if isinstance(key, str) else key[1](row)) for key in needed][2:]
+    except KeyError as error:
+        raise ConfigError(
+            f"{file}: the row of case {row['case']!r} lacks {error}, which its table shows: measure it again with "
+            f"{row['command']}"
+        ) from error
+
+
+def _origin_in_words(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    """Say what all rows have in common: their label, units, program, commit and machine."""
     first = rows[0]
     versions = ", ".join(f"{package} {number}" for package, number in first["versions"].items())
     dirty = " with uncommitted changes" if first["dirty"] else ""
     units = [row["unit"] for row in rows if "unit" in row and "unit" not in columns]
     counts = sorted({row["repetitions"] for row in rows})
     repetitions = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
-    note = (
+    return (
         f"*{first['label']}: {'; '.join(dict.fromkeys(units)) or 'see each row'}; {repetitions} repetition(s); "
         f"`{first['command']}` at commit {first['commit'][:12]}{dirty}; {first['machine']}; {versions}.*"
     )
-    return "\n".join([*lines, "", note, ""])
 
 
 def sizes(of: dict) -> str:

@@ -119,6 +119,17 @@ def compare(before: Sequence[Row], after: Sequence[Row], tolerance: float) -> li
     return found
 
 
+def refuse_strangers(before: Sequence[Row], after: Sequence[Row], names: tuple[str, str]) -> None:
+    """Raise a ConfigError when no row of one file is in the other, so that nothing can be held against anything."""
+    one, other = _by_identity(before), _by_identity(after)
+    if one.keys().isdisjoint(other):
+        first, second = (_name(rows[0], 1) for rows in (before, after))
+        raise ConfigError(
+            f"{names[0]} and {names[1]} share no case with the same settings: the first has {len(before)} rows such "
+            f"as {first!r}, the second {len(after)} such as {second!r}; compare two files of the same program"
+        )
+
+
 def figures_of(row: Row) -> Iterator[tuple[str, float]]:
     """Yield the figures of a row, those of tables inside it under KEY.KEY; lists are single repetitions, no figures."""
     for key, value in row.items():

@@ -13,6 +13,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "execution.md").read_text()
+ORIGIN = {
+    "commit": "0" * 40,
+    "dirty": False,
+    "machine": "m",
+    "versions": {"torch": "2"},
+    "command": "c",
+    "label": "measured",
+    "seed": 0,
+    "repetitions": 9,
+}
 EXAMPLES = [
     pytest.param(path, marks=[pytest.mark.slow] * (path.name == "execute_plan.py"), id=path.name)
     for path in sorted((ROOT / "examples").glob("*.py"))
@@ -132,7 +142,8 @@ def test_a_figure_is_the_same_in_all_rows_it_stands_for(render, monkeypatch, tmp
     monkeypatch.setattr(render, "RESULTS", tmp_path)
     page = "<!-- figure: made size -->?<!-- end --> GB, <!-- figure: made speed @ b, c -->?<!-- end -->"
     assert "(not measured yet)<!-- end --> GB" in render.rendered(page)
-    rows = [{"case": "a", "size": 38.4, "speed": 1}, {"case": "b, c", "size": 38.4, "speed": 20000.0}]
+    rows = [{"case": "a", "speed": 1}, {"case": "b, c", "speed": 20000.0}]
+    rows = [ORIGIN | row | {"size": 38.4} for row in rows]
     (tmp_path / "made.json").write_text(json.dumps(rows))
     made = render.rendered(page)
     assert made == "<!-- figure: made size -->38.4<!-- end --> GB, <!-- figure: made speed @ b, c -->20,000<!-- end -->"
@@ -153,15 +164,38 @@ def test_a_table_without_rows_says_so_until_there_are_some(render, monkeypatch, 
     page = "<!-- results: runtime_targets -->\n<!-- end -->"
     monkeypatch.setattr(render, "RESULTS", tmp_path)
     assert "Not measured yet: there is no `benchmarks/results/runtime_targets.json`." in render.rendered(page)
-    origin = {"commit": "0" * 40, "dirty": False, "machine": "m", "versions": {"torch": "2"}, "command": "c"}
-    row = {"case": "x", "what": "w", "reached": 0.0123456, "target": 0.02, "at_most": True, "ok": True}
-    row |= {"label": "measured", "seed": 0, "repetitions": 9, **origin}
+    row = {"case": "x", "what": "w", "reached": 0.0123456, "target": 0.02, "at_most": True, "ok": True, **ORIGIN}
     (tmp_path / "runtime_targets.json").write_text(json.dumps([row, row | {"at_most": False, "ok": False}]))
     table = render.rendered(page).splitlines()
     assert table[1] == "| case | what | reached | target | ok |"
     assert table[3:5] == ["| x | w | 0.012 | <= 0.02 | yes |", "| x | w | 0.012 | >= 0.02 | NO |"]
     assert table[6].startswith("*measured: see each row; 9 repetition(s); `c` at commit 000000000000; m; torch 2.*")
     assert render.rendered("\n".join(table)) == "\n".join(table)
+
+
+@pytest.mark.parametrize("key", ["command", "commit", "versions", "repetitions", "reached"])
+def test_pages_are_not_made_from_rows_that_lack_something(render, monkeypatch, tmp_path, capsys, key):
+    monkeypatch.setattr(render, "RESULTS", tmp_path)
+    monkeypatch.setattr(render, "ROOT", tmp_path)
+    row = {"case": "x", "what": "w", "reached": 1.0, "target": 0.02, "at_most": True, "ok": True, **ORIGIN}
+    rows = [row, {name: value for name, value in row.items() if name != key}]
+    (tmp_path / "runtime_targets.json").write_text(json.dumps(rows))
+    pages = [tmp_path / "first.md", tmp_path / "second.md"]
+    monkeypatch.setattr(render, "PAGES", pages)
+    texts = [
+        "<!-- figure: runtime_targets target -->old<!-- end -->",
+        "<!-- results: runtime_targets -->\n<!-- end -->",
+    ]
+    for page, text in zip(pages, texts, strict=True):
+        page.write_text(text)
+    for words in (["--check"], []):
+        monkeypatch.setattr(sys, "argv", ["render.py", *words])
+        with pytest.raises(ValueError, match=rf"runtime_targets\.json.*lacks '?{key}'?[:,]") as raised:
+            render.main()
+        assert "\n" not in str(raised.value)
+        with pytest.raises(ValueError, match=key):
+            render.write_pages()
+        assert [page.read_text() for page in pages] == texts
 
 
 def test_result_rows_without_provenance_are_refused(monkeypatch):

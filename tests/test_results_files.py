@@ -133,6 +133,22 @@ def test_comparing_says_so_by_its_exit_code(load, monkeypatch, tmp_path, capsys)
     assert json.loads(capsys.readouterr().out)[0]["change"] == 0.5
 
 
+def test_files_without_a_common_row_are_no_list_of_differences(load, results, monkeypatch, tmp_path, capsys):
+    program = load("compare")
+    one = written(tmp_path / "a.json", [ROW, ROW | {"case": "y"}])
+    other = written(tmp_path / "b.json", [ROW | {"case": "z"}])
+    for words in ([one, other], [one, other, "--json"]):
+        monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, words)])
+        with pytest.raises(
+            ConfigError, match=r"a\.json and .*b\.json share no case with the same settings: the first has 2 rows"
+        ) as raised:
+            program.main()
+        assert "such as 'x, ranks 8', the second 1 such as 'z, ranks 8'" in str(raised.value)
+        assert "\n" not in str(raised.value)
+    assert capsys.readouterr().out == ""
+    results.refuse_strangers([ROW, ROW | {"case": "y"}], [ROW | {"case": "y"}], ("a", "b"))
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [

@@ -9,6 +9,7 @@ A file holds a header and one event per line, as JSON.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ LABELS = ("measured", "model", "simulated", "cited")
 """Where the figures come from, as in result rows."""
 MAX_EVENTS, MAX_RANKS, MAX_LINE_BYTES = 1 << 24, 1 << 15, 1 << 13
 MAX_STAGE, MAX_LABEL = 100, 200
+_TRACE_EVENTS = re.compile(rb'\s*\{.*?"traceEvents"\s*:', re.DOTALL)
+"""How a Chrome trace begins, as Perfetto shows it; "traceEvents" as a value has no colon behind it."""
 _LARGEST = 1 << 53  # whole numbers up to here survive every reader of JSON
 
 
@@ -207,13 +210,16 @@ def write_timeline(path: Path | str, timeline: Timeline) -> None:
 def read_timeline(path: Path | str) -> Timeline:
     """Read a timeline that `write_timeline` wrote.
 
-    raises   TraceError, with the number of the line, when the file is missing, foreign, of another version or damaged
+    raises   TraceError, with the number of the line, when the file is missing, foreign (such as the trace that
+             `save_perfetto` writes), of another version or damaged
     """
     path = Path(path)
     events: list[Event] = []
     try:
         with path.open("rb") as file:
-            header = _header(_object(file.readline(MAX_LINE_BYTES + 1), path, 1), path)
+            first = file.readline(MAX_LINE_BYTES + 1)
+            _refuse_perfetto(first if first.strip(b"{ \t\r\n") else first + file.read(MAX_LINE_BYTES), path)
+            header = _header(_object(first, path, 1), path)
             for number in range(2, header["events"] + 2):
                 fields = _object(file.readline(MAX_LINE_BYTES + 1), path, number)
                 events.append(_event(fields, header["ranks"], path, number))
@@ -224,6 +230,16 @@ def read_timeline(path: Path | str) -> Timeline:
     return Timeline(
         events=tuple(events), num_ranks=header["ranks"], label=header["label"], origin=float(header["origin"])
     )
+
+
+def _refuse_perfetto(start: bytes, path: Path) -> None:
+    """Raise a TraceError for the beginning of a Chrome trace: the other file that is called a timeline."""
+    if _TRACE_EVENTS.match(start):
+        raise TraceError(
+            f"{path} is a trace for Perfetto (JSON with traceEvents, as relibra simulate --timeline writes it), where "
+            "a timeline file of relibra.timeline.write_timeline was expected, such as that of "
+            "PlanExecution.timeline(): open the trace at ui.perfetto.dev"
+        )
 
 
 def _object(line: bytes, path: Path, number: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from relibra.planning.plan_files import read_plan
 from relibra.routing.demand_files import read_demand
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
 from relibra.routing.synthetic import TraceShape, domain_trace
-from relibra.timeline import Event, Timeline, write_timeline
+from relibra.timeline import Event, Timeline, read_timeline, write_timeline
 
 KEYS = {
     "balancer", "skew", "bound", "gap", "copies", "moved_bytes", "cross_node_token_slots", "plan_seconds",
@@ -327,17 +327,33 @@ def test_reports_of_plans(run, trace, plan, tmp_path):
     assert (code, out.strip()) == (0, str(page))
     bounded = page.read_text()
     assert "lower bound" in bounded
+    assert "name the trace of the plan with --trace to count them" in bounded
     assert run("report", plan, "--trace", trace, "-o", page)[0] == 0
     assert "counted token by token" in page.read_text()
+    assert "--trace" not in page.read_text()
     other = tmp_path / "other.safetensors"
     assert run("plan", trace, *CUT, "--balancer", "static", "-o", other)[0] == 0
     facts = json.loads(run("report", other, plan, "--json", "-o", page)[1])
     assert facts == {"report": str(page)}
     assert f"other and plan {plan.stem}" in page.read_text()
+    assert "lower bound from pairs of experts; name the trace of the plan with --trace" in page.read_text()
     timeline, event = tmp_path / "ran.jsonl", Event("experts", 1, 0, 0, 0.0, 1.0, 0, "")
     write_timeline(timeline, Timeline(events=(event,), num_ranks=4, label="measured"))
     assert run("report", plan, "--timeline", timeline, "-o", page)[0] == 0
     assert "ran (measured)" in page.read_text()
+    shown = tmp_path / "step.json"
+    read_timeline(timeline).save_perfetto(shown)
+    code, out, err = run("report", plan, "--timeline", shown, "-o", page)
+    assert (code, out) == (1, "")
+    assert "is a trace for Perfetto" in " ".join(err.split())
+
+
+def test_a_report_without_a_place_lies_beside_its_plan_and_says_where(run, plan):
+    for _ in range(2):
+        code, out, _ = run("report", plan)
+        page = plan.with_name(f"{plan.stem}.report.html")
+        assert (code, out.strip()) == (0, str(page))
+        assert page.read_text().startswith("<!doctype html>")
 
 
 def test_reports_of_what_has_no_demand_or_is_no_plan(run, trace, plan, tmp_path):

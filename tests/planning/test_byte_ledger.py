@@ -132,3 +132,15 @@ def test_rows_that_stay_on_their_rank_travel_nowhere():
     assert not ledger.useful_L.any()
     assert not ledger.capacity_L.any()
     assert (ledger.efficiency_L == 1).all()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_sent_once_has_no_duplicates_not_even_by_rounding(seed):
+    _, cluster, demand, plan = _step(seed, 2, 2)
+    assert demand.pairs_LEE is not None
+    row_bytes = 4096 + 2 * seed
+    once = byte_ledger(plan, demand, cluster, row_bytes, send_once=True)
+    assert once.duplicate_L.tolist() == once.total().duplicate_L.tolist() * 2 == [0.0, 0.0]
+    assert once.data_factor_L.tolist() == [1.0, 1.0]
+    each = byte_ledger(plan, demand, cluster, row_bytes)
+    assert (each.duplicate_L > row_bytes).all(), "real ones stay"

@@ -157,6 +157,7 @@ def test_page_draws_without_a_complaint_or_a_request(tab: Tab, run_folder: Path)
         tables = "[...document.querySelectorAll('#sizes .scroll')].every((one) => one.scrollWidth <= one.clientWidth)"
         assert tab.evaluate(tables), "figures are hidden beyond the edge"
         assert tab.evaluate("window.alert.toString().includes('native')")
+        assert tab.evaluate("document.querySelectorAll('.modebar-btn').length") == 0, "a button sends figures away"
         wide = (
             "[...document.querySelectorAll('.plot .main-svg')].filter((svg) => svg.getBoundingClientRect().right > %d)"
         )

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from relibra.timeline import Timeline
 
 PLAN_SUFFIX = ".safetensors"
+COUNT_ROWS = "name the trace of the plan with --trace to count them, as relibra plan --html does"
 
 
 def report(
@@ -36,7 +37,8 @@ def report(
         Path | None, typer.Option(help="The demand of a plan; default: NAME.demand.safetensors beside it.")
     ] = None,
     timeline: Annotated[
-        list[Path] | None, typer.Option(metavar="PATH", help="Also show this recorded timeline; repeat for more.")
+        list[Path] | None,
+        typer.Option(metavar="PATH", help="Also show this timeline, a file of write_timeline; repeat for more."),
     ] = None,
     ranks: Annotated[
         int | None,
@@ -106,7 +108,7 @@ def _of_plans(
     timelines: list[tuple[str, Timeline]],
 ) -> Path:
     from relibra.reporting.plan_page import Question, write_plan_page
-    from relibra.reporting.planned_step import distinct_of
+    from relibra.reporting.planned_step import countable, distinct_of
     from relibra.reporting.sides import refuse_other_sizes, static_side
     from relibra.routing.readers import open_trace
     from relibra.simulation import cut_model
@@ -127,6 +129,7 @@ def _of_plans(
             model=cut_model(simulated.open_model(model or workload.DEFAULT_MODEL), after.given),
             timelines=timelines,
             distinct=None if trace is None else distinct_of(open_trace(trace, num_experts), before, after),
+            remedy=COUNT_ROWS if trace is None and countable(before, after) else "",
         )
         return write_plan_page(output or path.with_name(f"{path.stem}.report.html"), before, after, question)
 

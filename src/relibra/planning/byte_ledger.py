@@ -38,6 +38,10 @@ MAX_PAIRS = 1 << 26
 """Entries of the tables of distinct rows; for larger steps callers take bounds instead of a count token by token."""
 
 
+ROUNDING = 1e-12
+"""Share of the bytes received below which a difference of two sums of them is noise."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ByteLedger:
     """Bytes of the forward dispatches of a step, per layer, over all micro-batches; what stays on its rank is none.
@@ -119,9 +123,11 @@ def byte_ledger(
         forwarded_L[layers] += forwarded
         seconds_L[layers] += seconds
     exact = distinct_MLRR is not None or demand.top_k == 1
+    duplicate_L = received_L - useful_L
+    duplicate_L[np.abs(duplicate_L) <= ROUNDING * received_L] = 0.0  # both add up the same rows, in another order
     return ByteLedger(
         useful_L=useful_L,
-        duplicate_L=received_L - useful_L,
+        duplicate_L=duplicate_L,
         forwarded_L=forwarded_L,
         capacity_L=seconds_L * port_bytes_per_second(cluster),
         exact=exact,

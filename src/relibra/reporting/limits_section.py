@@ -64,11 +64,19 @@ def simulate_sides(
 
 
 def limits_section(
-    found: SimulatedSides, before: Side, after: Side, cluster: Cluster, model: ModelShape, *, counted: bool
+    found: SimulatedSides,
+    before: Side,
+    after: Side,
+    cluster: Cluster,
+    model: ModelShape,
+    *,
+    counted: bool,
+    remedy: str = "",
 ) -> str:
     """Show the overlap ratio, what limits the step in words, and its seconds part by part.
 
     counted   rows of exchanges were counted token by token
+    remedy    how to have them counted, as in `Question`
     """
     sentences = advice(found.after, cluster, model, found.memory)
     items = [
@@ -85,23 +93,8 @@ def limits_section(
             f"of the peak, simulated; {before.name} {percent(found.before.model_flops_utilisation)}",
         ),
     ]
-    names = [name for name in found.after.terms if found.before.terms[name] > 0 or found.after.terms[name] > 0]
     part = f" ({model.part_in_words})" if model.part_in_words else ""
-    longest = max((max(found.before.terms[n], found.after.terms[n]) for n in names), default=0.0) or 1.0
-    bars = [
-        Bar(
-            name=name,
-            low=0.0,
-            high=found.after.terms[name],
-            kind="whole",
-            cells=(
-                seconds_in_words(found.before.terms[name]),
-                seconds_in_words(found.after.terms[name]),
-                percent(found.after.terms[name] / (found.after.seconds or 1.0)),
-            ),
-        )
-        for name in sorted(names, key=lambda name: -found.after.terms[name])
-    ]
+    bars, longest = _bars(found)
     return section(
         "limits",
         f"What limits {model.name} on {cluster.name} first",
@@ -121,11 +114,36 @@ def limits_section(
             "token; "
             "one pipeline stage, one optimizer step, copies beside other work. Parts add up to the step. "
             + " ".join(
-                [_rows_in_words(after, counted=counted), _predicted(found, after, cluster, model), *found.after.notes]
+                [
+                    _rows_in_words(after, counted=counted, remedy=remedy),
+                    _predicted(found, after, cluster, model),
+                    *found.after.notes,
+                ]
             ),
             "how",
         ),
     )
+
+
+def _bars(found: SimulatedSides) -> tuple[list[Bar], float]:
+    """Return the parts of the second side's step, the longest first, and the longest of both sides."""
+    names = [name for name in found.after.terms if found.before.terms[name] > 0 or found.after.terms[name] > 0]
+    longest = max((max(found.before.terms[n], found.after.terms[n]) for n in names), default=0.0) or 1.0
+    bars = [
+        Bar(
+            name=name,
+            low=0.0,
+            high=found.after.terms[name],
+            kind="whole",
+            cells=(
+                seconds_in_words(found.before.terms[name]),
+                seconds_in_words(found.after.terms[name]),
+                percent(found.after.terms[name] / (found.after.seconds or 1.0)),
+            ),
+        )
+        for name in sorted(names, key=lambda name: -found.after.terms[name])
+    ]
+    return bars, longest
 
 
 def moe_seconds(step: SimulatedStep) -> float:
@@ -173,12 +191,13 @@ def _overlap_items(cluster: Cluster, model: ModelShape) -> list[tuple[str, str, 
     ]
 
 
-def _rows_in_words(after: Side, *, counted: bool) -> str:
+def _rows_in_words(after: Side, *, counted: bool, remedy: str) -> str:
     if counted:
         return "Rows between ranks are counted token by token."
+    told = f"; {remedy}." if remedy else "."
     if after.demand.pairs_LEE is None:
-        return "Rows between ranks: one for every choice, an upper bound, as nobody counted tokens."
-    return "Rows between ranks are a lower bound from pairs of experts."
+        return f"Rows between ranks: one for every choice, an upper bound, as nobody counted tokens{told}"
+    return f"Rows between ranks are a lower bound from pairs of experts{told}"
 
 
 def _predicted(found: SimulatedSides, after: Side, cluster: Cluster, model: ModelShape) -> str:

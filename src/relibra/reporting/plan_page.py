@@ -73,6 +73,7 @@ class Question:
     rows        balancers on the same step, to be shown beside the plan
     timelines   (name, timeline) of the step, measured or simulated elsewhere
     distinct    tokens that each source sends to each rank, [M, L, R, R] by name of the side: exact bytes
+    remedy      what to do to have them counted, said where rows are bounds; "" where nothing can be done
     """
 
     cluster: Cluster
@@ -80,6 +81,7 @@ class Question:
     rows: Sequence[ComparisonRow] = ()
     timelines: Sequence[tuple[str, Timeline]] = ()
     distinct: Mapping[str, ndarray] | None = field(default=None)
+    remedy: str = ""
 
 
 def write_plan_page(path: Path | str, before: Side, after: Side, question: Question) -> Path:
@@ -141,8 +143,10 @@ def step_sections(before: Side, after: Side, question: Question) -> StepSections
         cover_section(before, after),
         balancers_section(question.rows) if question.rows else "",
     ]
-    counted = question.distinct is not None
-    limits = limits_section(found, before, after, cluster, model, counted=counted) if found else ""
+    limits = ""
+    if found:
+        counted = question.distinct is not None
+        limits = limits_section(found, before, after, cluster, model, counted=counted, remedy=question.remedy)
     return StepSections(_cards(before, after, found), limits, [piece for piece in others if piece])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -91,16 +92,28 @@ def model_of_run(recording: Recording) -> ModelShape | None:
         return None
 
 
+def countable(*sides: Side) -> bool:
+    """Tell whether `distinct_of` would count the rows of these sides, given their trace."""
+    return _are_few(sides) and _share_samples(sides)
+
+
 def distinct_of(trace: RoutingTrace | None, *sides: Side) -> dict[str, ndarray] | None:
     """Count distinct rows of both sides token by token; None without the tokens, or where that would take too long.
 
     raises    TraceError when a demand was not counted from this trace
     """
-    pairs = max(side.rank_load_MLR.size * side.plan.num_ranks for side in sides)
-    if trace is None or pairs > MAX_PAIRS:
+    if trace is None or not _are_few(sides):
         return None
     experts_TLK = np.asarray(trace.experts_TLK)
     sample_T = sample_of_rows(trace, sides[0].given)
-    if any(not np.array_equal(side.given.sample_ids, sides[0].given.sample_ids) for side in sides):
+    if not _share_samples(sides):
         raise TraceError("the plans were made for other samples, so one trace does not hold both: name none")
     return {side.name: distinct_rows_of_step(side.plan, side.demand, experts_TLK, sample_T) for side in sides}
+
+
+def _are_few(sides: Sequence[Side]) -> bool:
+    return max(side.rank_load_MLR.size * side.plan.num_ranks for side in sides) <= MAX_PAIRS
+
+
+def _share_samples(sides: Sequence[Side]) -> bool:
+    return all(np.array_equal(side.given.sample_ids, sides[0].given.sample_ids) for side in sides)

@@ -5,17 +5,56 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
+import relibra
 from relibra.errors import ConfigError
 from relibra.files import atomic_path, write_text
+from relibra.reporting.elements import paragraph, plot, section, table
+from relibra.reporting.html_page import html_page
 from relibra.reporting.pictures import PALETTE, plotly_figures
 
 KINDS = (".png", ".html")
 _NUMBERS = ("ranks", "micro_batch_tokens", "slots", "ranks_per_node", "pipeline_stages")
 """What may be the axis, in this order."""
+SETTINGS = ("ranks", "ranks_per_node", "slots", "micro_batch_tokens", "pipeline_stages", "balancer")
+WIDE = 8
+"""Numbers that reach from one to so many times as much stand on a logarithmic axis, so that ticks keep apart."""
 
 VALUE, VALUE_NAME = "tokens_per_second_per_rank", "tokens per second and rank"
+ONCE = "_without_relocation"
+"""What is added to VALUE where rows also tell it without the moves of experts, which are paid once."""
+
+Lines = dict[str, tuple[list[Any], list[float]]]
+"""Places on the axis and values of each line, by its name."""
+
+
+class Sweep(NamedTuple):
+    """What is drawn.
+
+    axis     the setting along the axis; `log` says how numbers stand on it
+    value    what the values are called
+    """
+
+    lines: Lines
+    axis: str
+    value: str
+    title: str
+
+    @property
+    def places(self) -> list[Any]:
+        """All places on the axis, in rising order."""
+        return sorted({place for places, _ in self.lines.values() for place in places})
+
+    @property
+    def log(self) -> bool:
+        """Tell whether the axis is logarithmic."""
+        return self.axis != "balancer" and 0 < WIDE * self.places[0] <= self.places[-1]
+
+    @property
+    def axis_name(self) -> str:
+        """What stands at the axis."""
+        return _words(self.axis) + " (logarithmic)" * self.log
 
 
 def check_plot(path: Path) -> None:
@@ -34,22 +73,29 @@ def check_plot(path: Path) -> None:
 def draw_sweep(path: Path, rows: Sequence[dict[str, Any]], varied: Sequence[str], title: str) -> None:
     """Draw rows that differ in the settings `varied`; the same axis from 0 for all lines.
 
+    title     model and machine
     raises    ConfigError as `check_plot`
     """
     check_plot(path)
     axis = next((name for name in _NUMBERS if name in varied), "balancer")
-    lines = lines_of(rows, axis, [name for name in varied if name != axis])
+    key, words = value_of(rows)
+    found = Sweep(lines_of(rows, axis, [name for name in varied if name != axis], key), axis, words, title)
     if path.suffix == ".html":
-        write_text(path, _page(lines, axis, title))
+        write_text(path, _page(found, rows, varied, key))
     else:
-        picture = _png(lines, axis, title)
+        picture = _png(found)
         with atomic_path(path) as temporary:
             temporary.write_bytes(picture)
 
 
-def lines_of(
-    rows: Sequence[dict[str, Any]], axis: str, others: Sequence[str]
-) -> dict[str, tuple[list[Any], list[float]]]:
+def value_of(rows: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    """Return the key of what is drawn, and its name: without relocation where all rows tell it."""
+    if all(VALUE + ONCE in row for row in rows):
+        return VALUE + ONCE, f"{VALUE_NAME}, {_words(ONCE).strip()}"
+    return VALUE, VALUE_NAME
+
+
+def lines_of(rows: Sequence[dict[str, Any]], axis: str, others: Sequence[str], key: str = VALUE) -> Lines:
     """Return places on the axis and values of each line, by its name; places in rising order.
 
     >>> lines_of([{"ranks": 8, "tokens_per_second_per_rank": 2.0, "balancer": "eplb"}], "ranks", ["balancer"])
@@ -57,12 +103,34 @@ def lines_of(
     """
     lines: dict[str, list[tuple[Any, float]]] = {}
     for row in rows:
-        words = [str(row[name]) if name == "balancer" else f"{row[name]} {name.replace('_', ' ')}" for name in others]
-        lines.setdefault(", ".join(words), []).append((str(row[axis]) if axis == "balancer" else row[axis], row[VALUE]))
+        words = [str(row[name]) if name == "balancer" else f"{row[name]} {_words(name)}" for name in others]
+        lines.setdefault(", ".join(words), []).append((str(row[axis]) if axis == "balancer" else row[axis], row[key]))
     return {
         name: ([place for place, _ in found], [value for _, value in found])
         for name, found in ((name, sorted(found, key=lambda pair: pair[0])) for name, found in lines.items())
     }
+
+
+def constants_in_words(rows: Sequence[dict[str, Any]], varied: Sequence[str]) -> str:
+    """Say which settings all points share; what follows from a varied one is told as a range.
+
+    >>> constants_in_words([{"ranks": 8, "slots": 1, "balancer": "eplb"}], ["ranks"])
+    'slots 1, balancer eplb'
+    """
+    found = []
+    for name in (name for name in SETTINGS if name not in varied and name in rows[0]):
+        values = sorted({row[name] for row in rows if row[name] is not None})
+        told = " to ".join(map(_shown, values[:: max(1, len(values) - 1)])) or "by the size of the trace"
+        found.append(f"{_words(name)} {told}")
+    return ", ".join(found)
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _shown(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _matplotlib() -> ModuleType:
@@ -75,24 +143,27 @@ def _matplotlib() -> ModuleType:
     return matplotlib.figure
 
 
-def _png(lines: dict[str, tuple[list[Any], list[float]]], axis: str, title: str) -> bytes:
+def _png(found: Sweep) -> bytes:
     import io
 
     figure = _matplotlib().Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
-    bars = axis == "balancer"
-    for number, (name, (places, values)) in enumerate(lines.items()):
+    bars = found.axis == "balancer"
+    for number, (name, (places, values)) in enumerate(found.lines.items()):
         colour = PALETTE[number % len(PALETTE)]
         if bars:
             axes.barh(places, values, color=colour, label=name)
         else:
             axes.plot(places, values, marker="o", color=colour, label=name)
-    axes.set_title(title)
-    (axes.set_xlabel if bars else axes.set_ylabel)(VALUE_NAME)
+    axes.set_title(found.title)
+    (axes.set_xlabel if bars else axes.set_ylabel)(found.value)
     if not bars:
-        axes.set_xlabel(axis.replace("_", " "))
+        axes.set_xlabel(found.axis_name)
+        axes.set_xscale("log" if found.log else "linear")
+        axes.set_xticks(found.places, [f"{place:,}" for place in found.places])
+        axes.set_xticks([], minor=True)
         axes.set_ylim(bottom=0)
-    if any(lines):
+    if any(found.lines):
         axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     file = io.BytesIO()
@@ -100,17 +171,50 @@ def _png(lines: dict[str, tuple[list[Any], list[float]]], axis: str, title: str)
     return file.getvalue()
 
 
-def _page(lines: dict[str, tuple[list[Any], list[float]]], axis: str, title: str) -> str:
-    graphs = plotly_figures()
-    figure = graphs.Figure()
-    for number, (name, (places, values)) in enumerate(lines.items()):
+def _page(found: Sweep, rows: Sequence[dict[str, Any]], varied: Sequence[str], key: str) -> str:
+    best = max(rows, key=lambda row: row[key])
+    names = list(varied) or ["ranks", "balancer"]
+    place = ", ".join(f"{_words(name)} {_shown(best[name])}" for name in names)
+    constants = constants_in_words(rows, varied or names)
+    about = f"{found.title}. " + f"The same for all {len(rows)} points: {constants}. " * bool(constants)
+    once = "The moves of experts before the first step are left out, since they are paid once. " * (key != VALUE)
+    figures = [[*(_shown(row[name]) for name in names), f"{row[key]:,.0f}"] for row in rows]
+    text_columns = [number for number, name in enumerate(names) if name == "balancer"]
+    body = section(
+        "sweep",
+        found.value[:1].upper() + found.value[1:],
+        paragraph(f"Label: simulated; nothing was measured. {about}{once}".strip(), "how"),
+        plot("sweep-plot", _figure(found), f"{found.value} over {found.axis_name}; the table below has the figures"),
+        table("Points of the sweep", [*map(_words, names), found.value], figures, text_columns=text_columns),
+    )
+    sentence = f"Most {found.value}, simulated: {best[key]:,.0f} with {place}."
+    footer = paragraph(f"relibra {relibra.__version__}; docs/simulation.md says what is simulated")
+    return html_page(found.title, "sweep", sentence, body, footer, scripts=("page.js",), plotly=True)
+
+
+def _figure(found: Sweep) -> Any:
+    figure = plotly_figures().Figure()
+    bars = found.axis == "balancer"
+    for number, (name, (places, values)) in enumerate(found.lines.items()):
         colour = PALETTE[number % len(PALETTE)]
-        if axis == "balancer":
-            figure.add_bar(x=values, y=places, orientation="h", name=name, marker_color=colour)
+        if bars:
+            hover = "%{y}: %{x:,.0f}<extra></extra>"
+            figure.add_bar(x=values, y=places, orientation="h", name=name, marker_color=colour, hovertemplate=hover)
         else:
-            figure.add_scatter(x=places, y=values, mode="lines+markers", name=name, line_color=colour)
-    names = (VALUE_NAME, None) if axis == "balancer" else (axis.replace("_", " "), VALUE_NAME)
-    figure.update_layout(title=title, template="simple_white", showlegend=any(lines), height=480)
-    figure.update_xaxes(title=names[0])
-    figure.update_yaxes(title=names[1], rangemode="tozero")
-    return str(figure.to_html(include_plotlyjs=True, full_html=True, div_id="sweep"))
+            hover = f"{name}{', ' * bool(name)}%{{x}} {_words(found.axis)}: %{{y:,.0f}}<extra></extra>"
+            figure.add_scatter(
+                x=places, y=values, mode="lines+markers", name=name, line_color=colour, hovertemplate=hover
+            )
+    figure.update_layout(
+        height=100 + 44 * len(found.places) if bars else 440,
+        showlegend=any(found.lines),
+        xaxis={
+            "title": {"text": found.value if bars else found.axis_name},
+            "rangemode": "tozero" if bars else "normal",
+        },
+        yaxis={"automargin": True} if bars else {"title": {"text": found.value}, "rangemode": "tozero"},
+    )
+    if not bars:
+        ticks = {"tickmode": "array", "tickvals": found.places, "ticktext": [f"{place:,}" for place in found.places]}
+        figure.update_xaxes(type="log" if found.log else "linear", **ticks)
+    return figure
