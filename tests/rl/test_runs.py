@@ -70,7 +70,7 @@ def test_stderr_is_progress_in_plain_lines_and_nothing_else(done):
 def test_the_run_folder_is_complete(run):
     assert check_whole(run) == 2
     names = {path.name for path in run.iterdir()}
-    logs = {"config.json", "metrics.jsonl", "samples.jsonl", "tensorboard", "report.html"}
+    logs = {".lock", "config.json", "metrics.jsonl", "samples.jsonl", "tensorboard", "report.html"}
     assert names == logs | {"traces", "policy", "checkpoints"}
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000", "step-00002"]
     check_samples(run, 2)
