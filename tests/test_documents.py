@@ -35,9 +35,11 @@ def _output_of(*program):
     return done.stdout
 
 
-def test_readme_blocks_print_what_they_say():
-    blocks = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == README.count("```python")
+@pytest.mark.parametrize("page", ["README.md", "docs/trace-format.md"])
+def test_blocks_print_what_the_page_says(page):
+    text = (ROOT / page).read_text()
+    blocks = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) == text.count("```python") > 0
     for program, output in blocks:
         assert _output_of("-c", program) == output
 

@@ -225,7 +225,7 @@ def _print_summary(result: Result) -> None:
         "copies": f"{row.copies:,} ({row.copies_per_micro_batch_layer:.1f} per micro-batch and layer){across}",
         "moved": f"{row.moved_experts:,} of {plan.home_LE.size:,} experts, {row.moved_bytes / 1e9:.1f} GB",
         "across nodes": f"{row.cross_node_token_slots:,} token-slots",
-        "step": f"{row.predicted_seconds:.3g} s, static {static['total']:.3g} s{back} (model: {terms})",
+        "expert layers": f"{row.predicted_seconds:.3g} s, static {static['total']:.3g} s{back} (model: {terms})",
         "planned in": f"{plan.plan_seconds:.2f} s{', ended by the deadline' if plan.cut_short else ''}",
         "digest": plan.digest()[:16],
         "written": f"{visible(str(output))} and {visible(demand_path(output).name)}",
