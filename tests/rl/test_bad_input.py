@@ -74,6 +74,7 @@ def test_a_task_that_cannot_be_used_is_one_sentence(name, user_task, tmp_path):
     [message] = [line for line in stderr.splitlines() if line.startswith("rank 0: ")]
     assert said in message
     assert stderr.splitlines()[-1].startswith("error: the run ended early: rank 0 failed (as told above)")
+    assert (tmp_path / "run").exists() == (name in ("raises", "returns_nan")), "the next try takes the name again"
     check_nothing_half_written(tmp_path / "run")
 
 
@@ -87,7 +88,9 @@ def test_every_rank_says_the_same_of_a_bad_reward(user_task, tmp_path):
 
 
 def check_nothing_half_written(run):
-    """What a refused run leaves is whole: its settings, and what it had finished."""
+    """What a refused run leaves is whole: its settings, and what it had finished; nothing where nothing had begun."""
+    if not run.exists():
+        return
     assert json.loads((run / "config.json").read_text())["run"]["name"] == "run"
     assert not (run / "policy").exists()
     hidden = {path.name for path in run.iterdir() if path.name.startswith(".")}

@@ -78,17 +78,19 @@ def train(
         }
         typer.echo(json.dumps(outcome))
     else:
-        _print_outcome(finished.run, rewards, page)
+        _print_outcome(finished.run, len(steps), rewards, page)
     if not finished.complete:
         raise typer.Exit(130)
 
 
-def _print_outcome(run: Path, rewards: list[float], page: Path | None) -> None:
+def _print_outcome(run: Path, steps: int, rewards: list[float], page: Path | None) -> None:
     edge = max(1, min(5, len(rewards) // 2))
+    if steps:
+        typer.echo(f"steps   {steps}")
     if rewards:
         first, last = sum(rewards[:edge]) / edge, sum(rewards[-edge:]) / edge
-        typer.echo(f"steps   {len(rewards)}")
-        typer.echo(f"reward  {first:.2f} -> {last:.2f} (mean of the first and last {edge} steps)")
+        ended = " in which responses ended" if len(rewards) < steps else ""
+        typer.echo(f"reward  {first:.2f} -> {last:.2f} (mean of the first and last {edge} steps{ended})")
     typer.echo(f"run     {run}")
     if page:
         typer.echo(f"report  {page}")

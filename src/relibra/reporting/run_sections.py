@@ -195,6 +195,7 @@ def reward_in_words(metrics: Metrics) -> str:
     edge = max(1, min(5, len(known) // 2))
     first, last = sum(known[:edge]) / edge, sum(known[-edge:]) / edge
     over = f"mean of the first and last {edge} steps" if edge > 1 else "first and last step"
+    over += " in which responses ended" * (len(known) < len(metrics.rows))
     return f"The reward went from {first:.3f} to {last:.3f} in {plural(len(metrics.rows), 'step')} ({over})."
 
 

@@ -13,12 +13,16 @@ import torch.distributed as dist
 from relibra.errors import ConfigError
 from relibra.rl.algorithms.advantages import overlong_penalty
 from relibra.rl.config import RunConfig
-from relibra.rl.ranks import gather_arrays
+from relibra.rl.ranks import gather_arrays, largest_over_ranks
 from relibra.rl.rollout.exchange import exchange_responses
 from relibra.rl.rollout.pool import Fresh, check_pool, plan_admission
 from relibra.rl.rollout.response import Response, RolloutCost, RolloutEngine, new_response
+from relibra.rl.tasks.prompts import Prompts
 from relibra.rl.tasks.task import Task
 from relibra.rl.tokenizer import Tokenizer
+
+MOST_LOOKED_AT = 100_000
+"""Prompts of a file that are encoded before a run starts, the first that it takes; later ones when their turn comes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,13 +133,29 @@ def _beginner(task: Task, tokenizer: Tokenizer, config: RunConfig) -> Callable[[
 
 
 def _encode(group: int, task: Task, tokenizer: Tokenizer, config: RunConfig) -> list[int]:
-    tokens = tokenizer.encode(task.prompt(group).text)
+    prompt = task.prompt(group)
+    tokens = tokenizer.encode(prompt.text)
     if not 0 < len(tokens) <= config.rollout.max_prompt:
         raise ConfigError(
-            f"prompt {group} of the task {config.task.name!r} has {len(tokens)} tokens: allowed are 1 to "
-            f"{config.rollout.max_prompt} (rollout.max_prompt); leave it out of the file, or raise the limit"
+            f"{prompt.origin or f'prompt {group}'} of the task {config.task.name!r} has {len(tokens)} tokens: allowed "
+            f"are 1 to {config.rollout.max_prompt} (rollout.max_prompt); leave it out of the file, or raise the limit "
+            "in a new run"
         )
     return tokens
+
+
+def longest_prompt(task: Task, tokenizer: Tokenizer, config: RunConfig) -> int:
+    """Encode the rows of a file once, each rank its share, so that a long one ends the run before it starts.
+
+    Collective.
+
+    returns   tokens of the longest; 0 for tasks without a file
+    raises    ConfigError naming file and line where a prompt has more tokens than allowed
+    """
+    if not isinstance(task, Prompts):
+        return 0
+    own = range(dist.get_rank(), min(task.num_training, MOST_LOOKED_AT), dist.get_world_size())
+    return largest_over_ranks(max((len(_encode(number, task, tokenizer, config)) for number in own), default=0))
 
 
 def _reward(response: Response, task: Task, tokenizer: Tokenizer, config: RunConfig) -> float:

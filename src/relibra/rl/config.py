@@ -144,7 +144,8 @@ class RunConfig(Section):
                 "decodes all of them at once: raise it, or set rollout.refill=false"
             )
         if window < longest and self.algorithm.tail_drop >= window:
-            return f"algorithm.tail_drop {self.algorithm.tail_drop} leaves nothing of rollout.window {window}"
+            drop = self.algorithm.tail_drop
+            return f"algorithm.tail_drop {drop} leaves nothing of rollout.window {window}: set it below"
         if self.algorithm.overlong_buffer > longest:
             return f"algorithm.overlong_buffer {self.algorithm.overlong_buffer} exceeds rollout.max_response {longest}"
         return None

@@ -25,7 +25,13 @@ from types import FrameType
 from relibra.environment import keep_torch_quiet, launched_rank
 from relibra.errors import ConfigError, EngineError
 from relibra.rl.config import RunConfig
-from relibra.rl.run_folder import has_checkpoint, held_run_folder, open_or_create
+from relibra.rl.run_folder import (
+    forget_if_nothing_began,
+    has_checkpoint,
+    held_run_folder,
+    nothing_began,
+    open_or_create,
+)
 from relibra.rl.worker import MESSAGE_BYTES, Exit, run_launched, run_worker
 
 GRACE_SECONDS = 10.0
@@ -63,7 +69,11 @@ def launch(config: RunConfig, resume: Path | None = None) -> Finished | None:
         with held_run_folder(run):  # told before processes start; rank 0 holds it while it trains
             pass
     print(f"starting {config.parallel.ranks} processes; run folder {run}", file=sys.stderr, flush=True)
-    return Finished(run, _run_processes(config, run))
+    try:
+        return Finished(run, _run_processes(config, run))
+    finally:
+        if resume is None:
+            forget_if_nothing_began(run)
 
 
 def _run_processes(config: RunConfig, run: Path) -> bool:
@@ -189,10 +199,13 @@ def _explain(codes: Sequence[int | None], run: Path) -> str:
     if not causes:
         lost = ", ".join(str(rank) for rank, code in enumerate(codes) if code == Exit.LOST_PEER)
         causes.append(f"rank {lost} waited for its peers in vain (as told above)")
+    ended = f"the run ended early: {', '.join(causes)}"
+    if nothing_began(run):
+        return f"{ended}; nothing had begun, so {run} is gone again"
     next_step = "look there, or start again"
     if has_checkpoint(run):
         next_step = f"to go on from its last checkpoint: relibra train --resume {run}"
-    return f"the run ended early: {', '.join(causes)}; {run} keeps every finished step; {next_step}"
+    return f"{ended}; {run} keeps every finished step; {next_step}"
 
 
 def _signal_name(number: int) -> str:

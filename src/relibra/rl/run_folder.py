@@ -69,6 +69,17 @@ def open_or_create(config: RunConfig, resume: Path | None) -> Path:
     return create_run_folder(config) if resume is None else resume
 
 
+def nothing_began(run: Path) -> bool:
+    """Say whether a run folder holds its settings and nothing else."""
+    return {path.name for path in run.iterdir()} <= {"config.json", ".lock"}
+
+
+def forget_if_nothing_began(run: Path) -> None:
+    """Remove the folder of a run that failed before it did anything, so that the next try has its name."""
+    if nothing_began(run):
+        shutil.rmtree(run, ignore_errors=True)
+
+
 @contextmanager
 def held_run_folder(run: Path) -> Iterator[None]:
     """Keep a second process from going on with the same run; the system lets go when this one ends, however it ends.
@@ -129,6 +140,8 @@ def open_run_folder(path: Path) -> dict[str, Any]:
 
     raises    ConfigError when the folder is not that of a run with a checkpoint
     """
+    if not path.is_dir():
+        raise ConfigError(f"cannot resume {path}: there is no such folder; name that of a run, such as runs/run")
     if not has_checkpoint(path):
         raise ConfigError(
             f"cannot resume {path}: it has no checkpoints/step-* (was checkpoint.every 0, or the run killed early?); "

@@ -15,6 +15,7 @@ from torch import nn
 
 from relibra.environment import launched_rank
 from relibra.rl.checkpoint import load_checkpoint, save_checkpoint
+from relibra.rl.collect import longest_prompt
 from relibra.rl.config import RunConfig
 from relibra.rl.critic import build_critic
 from relibra.rl.engines import make_engine, sync_weights
@@ -84,7 +85,9 @@ def _train(config: RunConfig, run: Path, device: torch.device, display: Training
         _log.warning("%s", sentence)
     task = make_task(config.task, config.run.seed, config.evaluation.prompts if config.evaluation.every else 0)
     tokenizer = make_tokenizer(config.model.path, task.characters)
+    longest = longest_prompt(task, tokenizer, config) + config.rollout.max_response
     policy = build_policy(config, tokenizer.vocab_size, run, device)
+    _warn_beyond_context(policy, longest, config)
     learner, step, warm = _begin_or_resume(config, run, device, policy, task, tokenizer, display, stop)
     log = MetricsLog(run, step) if rank_0 else None
     samples = SamplesLog(run) if rank_0 else None
@@ -111,6 +114,19 @@ def _train(config: RunConfig, run: Path, device: torch.device, display: Training
         samples.close()
     save_policy(run, policy, tokenizer)
     return warm and (step >= config.run.steps or reached)
+
+
+def _warn_beyond_context(policy: Policy, longest: int, config: RunConfig) -> None:
+    """Say so once where responses may grow beyond what the model was made for; longest prompt and response together."""
+    context = getattr(policy.copy.config, "max_position_embeddings", None)
+    if config.model.path is not None and isinstance(context, int) and longest > context and dist.get_rank() == 0:
+        _log.warning(
+            "prompts and responses may have %d tokens together, and model.path %r was made for %d "
+            "(max_position_embeddings): set a smaller rollout.max_response, or ignore this if it goes further",
+            longest,
+            config.model.path,
+            context,
+        )
 
 
 def _begin_or_resume(

@@ -58,7 +58,15 @@ def test_a_function_of_the_current_folder_sees_response_and_row(mine):
 
 
 @pytest.mark.parametrize(
-    "value", ["True", "1", "1.0", "__import__('fractions').Fraction(1)", "__import__('numpy').True_"]
+    "value",
+    [
+        "True",
+        "1",
+        "1.0",
+        "__import__('fractions').Fraction(1)",
+        "__import__('numpy').True_",
+        "__import__('torch').tensor(1.0)",
+    ],
 )
 def test_whatever_is_a_number_is_a_reward(mine, value):
     got = mine(f"def score(response, row):\n    return {value}\n")(PROMPT, "x")

@@ -38,7 +38,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
     ("line", "says"),
     [
         (b'{"prompt": ', "not JSON"),
-        (b"\xff\xfe", "not JSON"),
+        (b"\xff\xfe", "not UTF-8"),
         (b"[" * 200_000, "not JSON"),
         (b'["prompt"]', "got a JSON list"),
         (b'"prompt"', "got a JSON str"),

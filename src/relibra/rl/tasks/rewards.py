@@ -120,6 +120,8 @@ def _imported(module_name: str, function_name: str) -> RewardFunction:
 
 def _finite(value: object) -> float | None:
     """Return a value as a number; None where it is none, not finite, or so large that its squares drown all others."""
+    if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):  # an array or tensor of one number
+        value = value.item()  # type: ignore[attr-defined]
     if not isinstance(value, Real | np.bool_):
         return None
     try:

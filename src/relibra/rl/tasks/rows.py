@@ -108,6 +108,8 @@ class JsonLines:
     def _parsed(self, line: bytes, place: int) -> dict[str, Any]:
         try:
             row = json.loads(line)
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{self.name(place)}: not UTF-8 ({error.reason}); save the file as UTF-8") from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{self.name(place)}: not JSON ({error}); a .jsonl file holds one JSON object per line"
