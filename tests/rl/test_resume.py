@@ -172,6 +172,9 @@ def test_more_steps_can_be_asked_of_a_finished_run(tmp_path):
 
 
 def test_what_cannot_be_resumed_is_one_sentence(tmp_path):
+    done = run_command(["train", "--resume", str(tmp_path / "nowhere")])
+    assert done.stderr.startswith(f"error: cannot resume {tmp_path / 'nowhere'}: there is no such folder; name that of")
+    (tmp_path / "none").mkdir()
     done = run_command(["train", "--resume", str(tmp_path / "none")])
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"error: cannot resume {tmp_path / 'none'}: it has no checkpoints/step-*")
