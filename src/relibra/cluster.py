@@ -46,8 +46,7 @@ class Link:
 
     def __post_init__(self) -> None:
         """Refuse what no link can do."""
-        if self.latency_seconds != 0:
-            _check_number("latency_seconds", self.latency_seconds, least="0, or ")
+        _check_number("latency_seconds", self.latency_seconds, may_be_0=True)
         _check_rate("bytes_per_second", self.bytes_per_second)
 
     def seconds(self, num_bytes: Amount, messages: int = 1) -> Amount:
@@ -252,12 +251,13 @@ def _table_rows(table: Any) -> tuple[tuple[int, float], ...]:
     return tuple((rows, rate) for rows, rate in table)
 
 
-def _check_number(key: str, value: Any, *, whole: bool = False, most: float = _LARGEST, least: str = "") -> None:
-    """Accept numbers in 0 < value <= most; NaN fails every comparison, and so do the infinities."""
+def _check_number(key: str, value: Any, *, whole: bool = False, most: float = _LARGEST, may_be_0: bool = False) -> None:
+    """Accept numbers in 0 < value <= most, and 0 where it may be; not NaN and not the infinities."""
     kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value <= most:
-        kind = "a whole number" if whole else "a number"
-        raise ClusterError(f"{key} is {value!r}: it must be {least}{kind} above 0 and at most {most:g}")
+    in_range = isinstance(value, kinds) and (0 < value <= most or (may_be_0 and value == 0))
+    if isinstance(value, bool) or not in_range:
+        kind = ("0, or " if may_be_0 else "") + ("a whole number" if whole else "a number")
+        raise ClusterError(f"{key} is {value!r}: it must be {kind} above 0 and at most {most:g}")
 
 
 def _check_rate(key: str, value: Any) -> None:

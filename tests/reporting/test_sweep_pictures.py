@@ -11,7 +11,7 @@ import pytest
 
 from relibra.errors import ConfigError
 from relibra.reporting import sweep_pictures
-from relibra.reporting.sweep_pictures import VALUE, check_plot, constants_in_words, draw_sweep, lines_of, value_of
+from relibra.reporting.sweep_pictures import VALUE, check_plot, constants_in_words, draw_sweep, lines_of
 
 from .test_report_in_browser import Tab, tab
 
@@ -19,20 +19,27 @@ __all__ = ["tab"]
 TITLE = "DeepSeek-V2-Lite on h100x8, simulated"
 
 
-def rows(ranks: tuple[int, ...] = (2, 8, 32), *, once: bool = False) -> list[dict[str, Any]]:
+SETTINGS = ("ranks", "ranks_per_node", "slots", "micro_batch_tokens", "pipeline_stages", "balancer")
+
+
+def draw(path: Path, given: list[dict[str, Any]], varied: list[str]) -> None:
+    draw_sweep(path, given, varied, [name for name in SETTINGS if name not in varied], TITLE)
+
+
+def rows(ranks: tuple[int, ...] = (2, 8, 32)) -> list[dict[str, Any]]:
     found = []
     for count in ranks:
         for balancer in ("static", "relibra"):
             row = {"ranks": count, "ranks_per_node": min(8, count), "slots": 1, "micro_batch_tokens": 16384}
             row |= {"pipeline_stages": 1, "balancer": balancer, VALUE: 1000.0 * count + (balancer == "relibra")}
-            found.append(row | ({f"{VALUE}_without_relocation": 2 * row[VALUE]} if once else {}))
+            found.append(row)
     return found
 
 
 def drawn(path: Path, given: list[dict[str, Any]], varied: list[str]) -> tuple[str, dict[str, Any]]:
     """Return the page, and its figure."""
     pytest.importorskip("plotly", reason="the report needs plotly: pip install 'relibra[report]'")
-    draw_sweep(path, given, varied, TITLE)
+    draw(path, given, varied)
     page = path.read_text()
     figure = re.search(r'<script type="application/json" id="sweep-plot-figure">(.*?)</script>', page, re.DOTALL)
     assert figure is not None
@@ -45,12 +52,16 @@ def test_the_page_says_simulated_model_machine_and_what_is_the_same_for_all_poin
     [about] = re.findall(r'<p class="how">(.*?)</p>', page)
     assert about == (
         f"Label: simulated; nothing was measured. {TITLE}. The same for all 6 points: ranks per node 2 to 8, slots 1, "
-        "micro batch tokens 16,384, pipeline stages 1."
+        "micro batch tokens 16,384, pipeline stages 1. The moves of experts before the first step are left out, since they "
+        "are paid once."
     )
-    assert "Most tokens per second and rank, simulated: 32,001 with ranks 32, balancer relibra." in page
+    assert (
+        "Most tokens per second and rank, without relocation, simulated: 32,001 with ranks 32, balancer relibra."
+        in page
+    )
     assert '<td class="number">32</td><td class="name">relibra</td><td class="number">32,001</td>' in page
     assert [trace["name"] for trace in figure["data"]] == ["static", "relibra"]
-    assert figure["layout"]["yaxis"]["title"]["text"] == "tokens per second and rank"
+    assert figure["layout"]["yaxis"]["title"]["text"] == "tokens per second and rank, without relocation"
 
 
 @pytest.mark.parametrize(("ranks", "kind"), [((2, 8, 32), "log"), ((6, 8, 12), "linear")])
@@ -72,7 +83,7 @@ def test_the_ticks_of_the_png_are_those_of_the_page(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(figures, "Figure", Kept)
     for ranks in ((2, 8, 32), (6, 8, 12)):
-        draw_sweep(tmp_path / "s.png", rows(ranks, once=True), ["ranks", "balancer"], TITLE)
+        draw(tmp_path / "s.png", rows(ranks), ["ranks", "balancer"])
         [axes] = made.pop().axes
         assert axes.get_xticks().tolist() == list(ranks)
         assert [one.get_text() for one in axes.get_xticklabels()] == [str(place) for place in ranks]
@@ -87,16 +98,6 @@ def test_a_slot_count_of_zero_has_its_place(tmp_path: Path) -> None:
     assert (figure["layout"]["xaxis"]["tickvals"], figure["layout"]["xaxis"]["type"]) == ([0, 1, 16], "linear")
 
 
-def test_relocation_is_left_out_where_rows_tell_both(tmp_path: Path) -> None:
-    page, figure = drawn(tmp_path / "s.html", rows(once=True), ["ranks", "balancer"])
-    assert figure["data"][0]["y"] == [4000.0, 16000.0, 64000.0]
-    assert figure["layout"]["yaxis"]["title"]["text"] == "tokens per second and rank, without relocation"
-    assert "The moves of experts before the first step are left out, since they are paid once." in page
-    mixed = rows(once=True)[:3] + rows()[3:]
-    assert value_of(mixed) == (VALUE, "tokens per second and rank")
-    assert "paid once" not in drawn(tmp_path / "s.html", mixed, ["ranks", "balancer"])[0]
-
-
 @pytest.mark.parametrize("varied", [["balancer"], []])
 def test_balancers_alone_are_bars(tmp_path: Path, varied: list[str]) -> None:
     given = rows((8,))[: 2 if varied else 1]
@@ -108,7 +109,7 @@ def test_balancers_alone_are_bars(tmp_path: Path, varied: list[str]) -> None:
 
 def test_settings_nobody_gave_are_told_as_such() -> None:
     given = [row | {"micro_batch_tokens": None} for row in rows()]
-    words = constants_in_words(given, ["ranks", "balancer"])
+    words = constants_in_words(given, ["slots", "micro_batch_tokens"])
     assert "micro batch tokens by the size of the trace" in words
     assert lines_of(given, "ranks", ["balancer"])["static"][0] == [2, 8, 32]
 

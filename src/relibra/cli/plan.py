@@ -245,8 +245,7 @@ def _slower_than_static(result: Result) -> str:
     change = {term: plan.predicted[term] - static.predicted[term] for term in plan.predicted if term != "total"}
     words = {"copies": "copies", "relocation": "moves", "exchange": "exchange", "compute": "small pieces of experts"}
     costly = " and ".join(words[term] for term in sorted(change, key=lambda term: -change[term]) if change[term] > 0)
-    load_MLE = demand.load_MLE
-    tokens = load_MLE[:, 0].sum() / (demand.top_k or 1) / max(1, len(load_MLE)) / plan.num_ranks
+    tokens = workload.tokens_per_rank(demand, plan.num_ranks)
     advice = "--objective seconds" if result.model else "--model"
     return (
         f"slower than static by the model: at {tokens:,.0f} tokens per rank and micro-batch {costly} cost "

@@ -244,8 +244,8 @@ def decision_in_words(balancer: str, chosen: Simulated, static: Simulated, step:
     said = f"{balancer} kept the static layout"
     if not balancer.startswith("relibra"):
         return said
-    demand, plan = step.demand, chosen.plan
-    tokens = demand.load_MLE[:, 0].sum() / (demand.top_k or 1) / max(1, len(demand.load_MLE)) / plan.num_ranks
+    plan = chosen.plan
+    tokens = workload.tokens_per_rank(step.demand, plan.num_ranks)
     wider = "larger --micro-batch-tokens" if plan.slots else "larger --micro-batch-tokens or --slots 1"
     return (
         f"{said}: at {tokens:,.0f} tokens per rank and micro-batch nothing it may do saves more {plan.objective} than "

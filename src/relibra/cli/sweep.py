@@ -84,7 +84,9 @@ def sweep(
 
         title = f"{shape.name} on {question.machine.name}, simulated"
         with workload.writing(plot):
-            draw_sweep(plot, [one.row for one in found], _varied(points), title)
+            varied = _varied(points)
+            constant = [name for name in SETTINGS if name not in varied]
+            draw_sweep(plot, [one.row for one in found], varied, constant, title)
         typer.echo(f"plot: {visible(str(plot))}", err=True)
     if as_json:
         _print_json(found, left_out)

@@ -260,6 +260,12 @@ def size_in_words(demand: Demand, cluster: Cluster) -> str:
     return f"{sizes} on {plural(R, 'rank')} ({nodes})"
 
 
+def tokens_per_rank(demand: Demand, ranks: int) -> float:
+    """Return the tokens of a mean rank and micro-batch."""
+    load_MLE = demand.load_MLE
+    return float(load_MLE[:, 0].sum() / (demand.top_k or 1) / max(1, len(load_MLE)) / ranks)
+
+
 def idle_ranks_in_words(demand: Demand) -> str:
     """Say so where many ranks have no tokens in a mean micro-batch; empty where few have none."""
     assert demand.tokens_MLRE is not None, "needs a demand with a schedule"

@@ -17,13 +17,12 @@ from relibra.reporting.pictures import PALETTE, plotly_figures
 KINDS = (".png", ".html")
 _NUMBERS = ("ranks", "micro_batch_tokens", "slots", "ranks_per_node", "pipeline_stages")
 """What may be the axis, in this order."""
-SETTINGS = ("ranks", "ranks_per_node", "slots", "micro_batch_tokens", "pipeline_stages", "balancer")
 WIDE = 8
 """Numbers that reach from one to so many times as much stand on a logarithmic axis, so that ticks keep apart."""
 
-VALUE, VALUE_NAME = "tokens_per_second_per_rank", "tokens per second and rank"
-ONCE = "_without_relocation"
-"""What is added to VALUE where rows also tell it without the moves of experts, which are paid once."""
+VALUE = "tokens_per_second_per_rank_without_relocation"
+VALUE_NAME = "tokens per second and rank, without relocation"
+LEFT_OUT = "The moves of experts before the first step are left out, since they are paid once."
 
 Lines = dict[str, tuple[list[Any], list[float]]]
 """Places on the axis and values of each line, by its name."""
@@ -33,12 +32,10 @@ class Sweep(NamedTuple):
     """What is drawn.
 
     axis     the setting along the axis; `log` says how numbers stand on it
-    value    what the values are called
     """
 
     lines: Lines
     axis: str
-    value: str
     title: str
 
     @property
@@ -70,55 +67,50 @@ def check_plot(path: Path) -> None:
         _matplotlib()
 
 
-def draw_sweep(path: Path, rows: Sequence[dict[str, Any]], varied: Sequence[str], title: str) -> None:
+def draw_sweep(
+    path: Path, rows: Sequence[dict[str, Any]], varied: Sequence[str], constant: Sequence[str], title: str
+) -> None:
     """Draw rows that differ in the settings `varied`; the same axis from 0 for all lines.
 
+    constant  the other settings
     title     model and machine
     raises    ConfigError as `check_plot`
     """
     check_plot(path)
     axis = next((name for name in _NUMBERS if name in varied), "balancer")
-    key, words = value_of(rows)
-    found = Sweep(lines_of(rows, axis, [name for name in varied if name != axis], key), axis, words, title)
+    found = Sweep(lines_of(rows, axis, [name for name in varied if name != axis]), axis, title)
     if path.suffix == ".html":
-        write_text(path, _page(found, rows, varied, key))
+        write_text(path, _page(found, rows, varied, constant))
     else:
         picture = _png(found)
         with atomic_path(path) as temporary:
             temporary.write_bytes(picture)
 
 
-def value_of(rows: Sequence[dict[str, Any]]) -> tuple[str, str]:
-    """Return the key of what is drawn, and its name: without relocation where all rows tell it."""
-    if all(VALUE + ONCE in row for row in rows):
-        return VALUE + ONCE, f"{VALUE_NAME}, {_words(ONCE).strip()}"
-    return VALUE, VALUE_NAME
-
-
-def lines_of(rows: Sequence[dict[str, Any]], axis: str, others: Sequence[str], key: str = VALUE) -> Lines:
+def lines_of(rows: Sequence[dict[str, Any]], axis: str, others: Sequence[str]) -> Lines:
     """Return places on the axis and values of each line, by its name; places in rising order.
 
-    >>> lines_of([{"ranks": 8, "tokens_per_second_per_rank": 2.0, "balancer": "eplb"}], "ranks", ["balancer"])
+    >>> lines_of([{"ranks": 8, VALUE: 2.0, "balancer": "eplb"}], "ranks", ["balancer"])
     {'eplb': ([8], [2.0])}
     """
     lines: dict[str, list[tuple[Any, float]]] = {}
     for row in rows:
         words = [str(row[name]) if name == "balancer" else f"{row[name]} {_words(name)}" for name in others]
-        lines.setdefault(", ".join(words), []).append((str(row[axis]) if axis == "balancer" else row[axis], row[key]))
+        lines.setdefault(", ".join(words), []).append((str(row[axis]) if axis == "balancer" else row[axis], row[VALUE]))
     return {
         name: ([place for place, _ in found], [value for _, value in found])
         for name, found in ((name, sorted(found, key=lambda pair: pair[0])) for name, found in lines.items())
     }
 
 
-def constants_in_words(rows: Sequence[dict[str, Any]], varied: Sequence[str]) -> str:
+def constants_in_words(rows: Sequence[dict[str, Any]], constant: Sequence[str]) -> str:
     """Say which settings all points share; what follows from a varied one is told as a range.
 
-    >>> constants_in_words([{"ranks": 8, "slots": 1, "balancer": "eplb"}], ["ranks"])
+    >>> constants_in_words([{"ranks": 8, "slots": 1, "balancer": "eplb"}], ["slots", "balancer"])
     'slots 1, balancer eplb'
     """
     found = []
-    for name in (name for name in SETTINGS if name not in varied and name in rows[0]):
+    for name in constant:
         values = sorted({row[name] for row in rows if row[name] is not None})
         told = " to ".join(map(_shown, values[:: max(1, len(values) - 1)])) or "by the size of the trace"
         found.append(f"{_words(name)} {told}")
@@ -156,7 +148,7 @@ def _png(found: Sweep) -> bytes:
         else:
             axes.plot(places, values, marker="o", color=colour, label=name)
     axes.set_title(found.title)
-    (axes.set_xlabel if bars else axes.set_ylabel)(found.value)
+    (axes.set_xlabel if bars else axes.set_ylabel)(VALUE_NAME)
     if not bars:
         axes.set_xlabel(found.axis_name)
         axes.set_xscale("log" if found.log else "linear")
@@ -171,23 +163,22 @@ def _png(found: Sweep) -> bytes:
     return file.getvalue()
 
 
-def _page(found: Sweep, rows: Sequence[dict[str, Any]], varied: Sequence[str], key: str) -> str:
-    best = max(rows, key=lambda row: row[key])
+def _page(found: Sweep, rows: Sequence[dict[str, Any]], varied: Sequence[str], constant: Sequence[str]) -> str:
+    best = max(rows, key=lambda row: row[VALUE])
     names = list(varied) or ["ranks", "balancer"]
     place = ", ".join(f"{_words(name)} {_shown(best[name])}" for name in names)
-    constants = constants_in_words(rows, varied or names)
+    constants = constants_in_words(rows, [name for name in constant if name not in names])
     about = f"{found.title}. " + f"The same for all {len(rows)} points: {constants}. " * bool(constants)
-    once = "The moves of experts before the first step are left out, since they are paid once. " * (key != VALUE)
-    figures = [[*(_shown(row[name]) for name in names), f"{row[key]:,.0f}"] for row in rows]
+    figures = [[*(_shown(row[name]) for name in names), f"{row[VALUE]:,.0f}"] for row in rows]
     text_columns = [number for number, name in enumerate(names) if name == "balancer"]
     body = section(
         "sweep",
-        found.value[:1].upper() + found.value[1:],
-        paragraph(f"Label: simulated; nothing was measured. {about}{once}".strip(), "how"),
-        plot("sweep-plot", _figure(found), f"{found.value} over {found.axis_name}; the table below has the figures"),
-        table("Points of the sweep", [*map(_words, names), found.value], figures, text_columns=text_columns),
+        VALUE_NAME[:1].upper() + VALUE_NAME[1:],
+        paragraph(f"Label: simulated; nothing was measured. {about}{LEFT_OUT}", "how"),
+        plot("sweep-plot", _figure(found), f"{VALUE_NAME} over {found.axis_name}; the table below has the figures"),
+        table("Points of the sweep", [*map(_words, names), VALUE_NAME], figures, text_columns=text_columns),
     )
-    sentence = f"Most {found.value}, simulated: {best[key]:,.0f} with {place}."
+    sentence = f"Most {VALUE_NAME}, simulated: {best[VALUE]:,.0f} with {place}."
     footer = paragraph(f"relibra {relibra.__version__}; docs/simulation.md says what is simulated")
     return html_page(found.title, "sweep", sentence, body, footer, scripts=("page.js",), plotly=True)
 
@@ -209,10 +200,10 @@ def _figure(found: Sweep) -> Any:
         height=100 + 44 * len(found.places) if bars else 440,
         showlegend=any(found.lines),
         xaxis={
-            "title": {"text": found.value if bars else found.axis_name},
+            "title": {"text": VALUE_NAME if bars else found.axis_name},
             "rangemode": "tozero" if bars else "normal",
         },
-        yaxis={"automargin": True} if bars else {"title": {"text": found.value}, "rangemode": "tozero"},
+        yaxis={"automargin": True} if bars else {"title": {"text": VALUE_NAME}, "rangemode": "tozero"},
     )
     if not bars:
         ticks = {"tickmode": "array", "tickvals": found.places, "ticktext": [f"{place:,}" for place in found.places]}

@@ -87,7 +87,7 @@ def _train(config: RunConfig, run: Path, device: torch.device, display: Training
     tokenizer = make_tokenizer(config.model.path, task.characters)
     longest = longest_prompt(task, tokenizer, config) + config.rollout.max_response
     policy = build_policy(config, tokenizer.vocab_size, run, device)
-    _warn_beyond_context(policy, longest, config)
+    _warn_beyond_context(longest, policy.copy, config.model.path)
     learner, step, warm = _begin_or_resume(config, run, device, policy, task, tokenizer, display, stop)
     log = MetricsLog(run, step) if rank_0 else None
     samples = SamplesLog(run) if rank_0 else None
@@ -116,15 +116,18 @@ def _train(config: RunConfig, run: Path, device: torch.device, display: Training
     return warm and (step >= config.run.steps or reached)
 
 
-def _warn_beyond_context(policy: Policy, longest: int, config: RunConfig) -> None:
-    """Say so once where responses may grow beyond what the model was made for; longest prompt and response together."""
-    context = getattr(policy.copy.config, "max_position_embeddings", None)
-    if config.model.path is not None and isinstance(context, int) and longest > context and dist.get_rank() == 0:
+def _warn_beyond_context(longest: int, model: nn.Module, name: str | None) -> None:
+    """Say so where the longest prompt and response together outgrow what a model was made for; rank 0 only.
+
+    name    model.path; None: the built-in model, which is made for the run
+    """
+    context = getattr(model.config, "max_position_embeddings", None)
+    if name is not None and isinstance(context, int) and longest > context and dist.get_rank() == 0:
         _log.warning(
             "prompts and responses may have %d tokens together, and model.path %r was made for %d "
             "(max_position_embeddings): set a smaller rollout.max_response, or ignore this if it goes further",
             longest,
-            config.model.path,
+            name,
             context,
         )
 

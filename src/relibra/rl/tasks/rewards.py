@@ -37,7 +37,7 @@ class Reward:
     def __call__(self, prompt: Prompt, response: str) -> float:
         """Return what a response is worth.
 
-        raises    ConfigError naming function and row, where the function raises or returns no finite number
+        raises    ConfigError naming function and row, where the function raises or returns no such number
         """
         where = f"task.reward {self.name!r} at {prompt.origin or 'a prompt'}, response {excerpt(response)}"
         try:
@@ -48,7 +48,7 @@ class Reward:
             raise ConfigError(
                 f"{where}: raised {_in_a_line(error)}; a reward returns a number for every response"
             ) from error
-        number = _finite(value)
+        number = _number(value)
         if number is None:
             raise ConfigError(
                 f"{where}: returned {excerpt(value)}; a reward is a number from -{LARGEST:g} to "
@@ -118,7 +118,7 @@ def _imported(module_name: str, function_name: str) -> RewardFunction:
     return imported
 
 
-def _finite(value: object) -> float | None:
+def _number(value: object) -> float | None:
     """Return a value as a number; None where it is none, not finite, or so large that its squares drown all others."""
     if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):  # an array or tensor of one number
         value = value.item()  # type: ignore[attr-defined]
