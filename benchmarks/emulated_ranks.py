@@ -29,11 +29,11 @@ from rich.table import Table
 from relibra.cluster import cluster_preset
 from relibra.errors import RelibraError
 from relibra.parallel.grouped_experts import GroupedExperts, grouped_experts, seconds_each
+from relibra.planning.analysis.comparison import iterate_comparison
 from relibra.planning.budget import Budget
-from relibra.planning.comparison import iterate_comparison
-from relibra.planning.objective import ExpertShape
+from relibra.planning.costs import ExpertShape
 from relibra.planning.plan import StepPlan
-from relibra.planning.split import split_tokens
+from relibra.planning.traffic.split import split_tokens
 from relibra.routing.demand import Demand
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
 from relibra.routing.readers import open_trace

@@ -11,7 +11,7 @@ import rollout_windows
 from paper_steps import BALANCED, CROSS, MODELS, RATIO, RELIBRA, Case, Made, configuration, row
 from planner_steps import skewed_load
 
-from relibra.planning.replication import replicate
+from relibra.planning.replicas.replication import replicate
 from relibra.routing.demand import Demand
 from relibra.simulation import (
     Engines,

@@ -21,10 +21,10 @@ from planner_steps import at_most, domain_step
 
 from relibra import simulation
 from relibra.cluster import Cluster, cluster_preset
+from relibra.planning.analysis.comparison import LEVER_SETS
 from relibra.planning.budget import Budget
-from relibra.planning.comparison import LEVER_SETS
 from relibra.planning.plan import StepPlan
-from relibra.planning.step import plan_step
+from relibra.planning.planner import plan_step
 from relibra.routing.demand import Demand
 from relibra.routing.demand_rows import sample_of_rows
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches

@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Int64, UInt8
 from numpy import ndarray
 
-from relibra.planning.byte_ledger import distinct_rows_of_step
 from relibra.planning.plan import StepPlan
+from relibra.planning.traffic.byte_ledger import distinct_rows_of_step
 from relibra.routing.demand import Demand
 
 

@@ -19,13 +19,13 @@ from planner_steps import domain_step, skewed_load
 from provenance import quartiles
 
 from relibra.cluster import cluster_preset
-from relibra.planning.balancers.ultraep import solve as ultraep_solve
+from relibra.planning.analysis.comparison import with_levers
+from relibra.planning.baselines.ultraep import solve as ultraep_solve
 from relibra.planning.budget import Budget
-from relibra.planning.comparison import with_levers
-from relibra.planning.objective import expert_shape
-from relibra.planning.replication import replicate
-from relibra.planning.replication_milp import replicate_milp
-from relibra.planning.step import plan_step
+from relibra.planning.costs import expert_shape
+from relibra.planning.planner import plan_step
+from relibra.planning.replicas.replication import replicate
+from relibra.planning.replicas.replication_milp import replicate_milp
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
 from relibra.routing.readers import open_trace
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from relibra.routing.readers import iterate_routes
-from relibra.routing.survey import survey
+from relibra.routing.trace_statistics import survey
 
 CASES = (
     ("gpt_oss_20b_decode_topk.npz", "gpt-oss-20b, decoding"),

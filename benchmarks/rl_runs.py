@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relibra.reporting.metrics import read_metrics
-from relibra.rl.config import load_config
-from relibra.rl.launch import launch
+from relibra.reporting.data.metrics import read_metrics
+from relibra.rl.config.run_config import load_config
+from relibra.rl.run.launch import launch
 
 Rows = Sequence[Mapping[str, Any]]
 """Rows of metrics.jsonl, one per RL step."""

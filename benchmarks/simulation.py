@@ -76,7 +76,7 @@ def timed(*, layers: int, micro_batches: int, ranks: int, stages: int, groups: i
 
     from relibra.cluster import cluster_preset
     from relibra.planning.budget import Budget
-    from relibra.planning.step import plan_step
+    from relibra.planning.planner import plan_step
     from relibra.routing.demand import Demand
     from relibra.simulation import Execution, model_shape, simulate_groups
 

@@ -31,11 +31,11 @@ from provenance import RESULTS, quartiles, write_results  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from relibra.calibration.calibration import calibrated  # noqa: E402
+from relibra.calibration.calibration_ranks import CPU_SIZES, QUICK_SIZES, Job, describe, measure  # noqa: E402
 from relibra.cluster import Cluster  # noqa: E402
 from relibra.errors import RelibraError  # noqa: E402
-from relibra.parallel.calibration import calibrated  # noqa: E402
-from relibra.parallel.calibration_ranks import CPU_SIZES, QUICK_SIZES, Job, describe, measure  # noqa: E402
-from relibra.planning.objective import ExpertShape  # noqa: E402
+from relibra.planning.costs import ExpertShape  # noqa: E402
 from relibra.planning.plan import StepPlan  # noqa: E402
 from relibra.routing.statistics import co_activation  # noqa: E402
 from relibra.simulation import ModelShape, simulate_step  # noqa: E402

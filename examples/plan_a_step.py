@@ -3,9 +3,9 @@
 import numpy as np
 
 from relibra.cluster import cluster_preset
+from relibra.planning.analysis.levers import lever_gaps
 from relibra.planning.budget import Budget
-from relibra.planning.levers import lever_gaps
-from relibra.planning.step import plan_step
+from relibra.planning.planner import plan_step
 from relibra.routing.micro_batches import cut_recorded
 from relibra.routing.synthetic import TraceShape, domain_trace
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from relibra.rl.config import load_config
+from relibra.rl.config.run_config import load_config
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from relibra.rl.config import RunConfig, load_config
-from relibra.rl.presets import PRESETS
-from relibra.rl.settings import AlgorithmSettings
+from relibra.rl.config.presets import PRESETS
+from relibra.rl.config.run_config import RunConfig, load_config
+from relibra.rl.config.settings import AlgorithmSettings
 from relibra.rl.tasks.rewards import make_reward
 
 ROOT = Path(__file__).parent.parent
@@ -102,7 +102,7 @@ def test_commands_that_train_are_valid(page, monkeypatch):
 def test_the_row_of_metrics_is_explained_key_by_key():
     said = _keys_of_the_guide()
     assert len(said) == len(set(said)), "a key is explained twice"
-    texts = [(ROOT / "src/relibra/rl" / name).read_text() for name in ("step.py", "step_metrics.py", "trainer.py")]
+    texts = [(ROOT / "src/relibra/rl" / name).read_text() for name in ("step.py", "run/step_metrics.py", "trainer.py")]
     for key in said:
         assert any(f'"{key}"' in text for text in texts), f"nobody writes {key}"
 

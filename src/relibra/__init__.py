@@ -16,7 +16,7 @@ _WHERE = {
     "Demand": "relibra.routing.demand",
     "StepPlan": "relibra.planning.plan",
     "cluster_preset": "relibra.cluster",
-    "plan_step": "relibra.planning.step",
+    "plan_step": "relibra.planning.planner",
     "read_plan": "relibra.planning.plan_files",
     "write_plan": "relibra.planning.plan_files",
     "RoutingTrace": "relibra.routing.trace",

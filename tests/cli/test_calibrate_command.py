@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from relibra.calibration import calibration_ranks
+from relibra.calibration.calibration import Timings
 from relibra.cluster import read_cluster
-from relibra.parallel import calibration_ranks
-from relibra.parallel.calibration import Timings
 
 
 @pytest.fixture

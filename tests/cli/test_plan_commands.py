@@ -10,7 +10,7 @@ import pytest
 
 from relibra import write_trace
 from relibra.cluster import cluster_preset, write_cluster
-from relibra.planning.comparison import comparable
+from relibra.planning.analysis.comparison import comparable
 from relibra.planning.plan_files import read_plan
 from relibra.routing.demand_files import read_demand
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
@@ -189,7 +189,7 @@ def test_one_of_something_is_singular(run, trace, tmp_path):
 
 
 def test_kernels_are_compiled_before_the_clock_starts(run, trace, tmp_path, monkeypatch):
-    from relibra.planning import comparison
+    from relibra.planning.analysis import comparison
 
     planned = []
 
@@ -233,7 +233,7 @@ def test_compare_plans_the_second_half_and_shows_the_first_to_those_that_see_his
         seen.update(demand=demand, history_MLE=history_MLE, budget=budget)
         return iter([])
 
-    monkeypatch.setattr("relibra.planning.comparison.iterate_comparison", spy)
+    monkeypatch.setattr("relibra.planning.analysis.comparison.iterate_comparison", spy)
     whole = cut_recorded(routes, 100, 4)
     with pytest.raises(StopIteration):
         run("compare", trace, *CUT, "--balancer", "static")

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from relibra import write_trace
-from relibra.cli import simulated
+from relibra.cli.inputs import simulated
 from relibra.cluster import cluster_preset, write_cluster
 from relibra.planning.budget import Budget
-from relibra.planning.byte_ledger import distinct_rows_of_step
-from relibra.planning.step import plan_step
+from relibra.planning.planner import plan_step
+from relibra.planning.traffic.byte_ledger import distinct_rows_of_step
 from relibra.routing.demand_rows import sample_of_rows
 from relibra.routing.micro_batches import cut_recorded
 from relibra.routing.synthetic import TraceShape, domain_trace

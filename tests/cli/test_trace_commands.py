@@ -215,6 +215,6 @@ def test_the_resolved_configuration_can_be_printed(run):
     code, out, _ = run("train", "--show-config", "run.steps=3")
     assert code == 0
     assert "# Longest response, in tokens." in out
-    from relibra.rl.config import RunConfig
+    from relibra.rl.config.run_config import RunConfig
 
     assert RunConfig.model_validate(tomllib.loads(out)).run.steps == 3

@@ -20,14 +20,13 @@ import torch.distributed as dist
 
 from relibra.errors import EngineError
 from relibra.parallel import execute_plan, register
-from relibra.parallel.exchange import Route
-from relibra.parallel.rank_tables import RankTables
-from relibra.parallel.replica_slots import LayerReplicas, ReplicaSlots
-from relibra.parallel.transfer import Transfer
+from relibra.parallel.replicas.replica_slots import LayerReplicas, ReplicaSlots
+from relibra.parallel.replicas.transfer import Transfer
+from relibra.parallel.rows.exchange import Route
+from relibra.parallel.rows.rank_tables import RankTables
 from relibra.replay.checkpointing import is_recompute
+from tests.parallel.ranks_at_work import Case, load, num_targets, run_batch
 from tests.replay.tiny_models import tiny_model
-
-from .ranks_at_work import Case, load, num_targets, run_batch
 
 GROUP_TIMEOUT_S, START_S = 15, 60
 

@@ -17,13 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from relibra.parallel import shared_memory
 from relibra.parallel.balanced import balanced_layers
-from relibra.parallel.home_shards import home_shards
-from relibra.parallel.host_pool import HostPool, Prefetcher
-
-from .ranks_at_work import load, num_targets, run_batch
-from .refusals import message_of
+from relibra.parallel.homes.home_shards import home_shards
+from relibra.parallel.replicas import shared_memory
+from relibra.parallel.replicas.host_pool import HostPool, Prefetcher
+from tests.parallel.ranks_at_work import load, num_targets, run_batch
+from tests.parallel.refusals import message_of
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -13,9 +13,8 @@ from relibra.errors import RelibraError
 from relibra.parallel import HostPool, execute_plan, relocate
 from relibra.parallel.balanced import balanced_layers
 from relibra.replay import BatchRoutes
-
-from .ranks_at_work import load, run_batch, step_on_rank
-from .trainings import noted_timelines
+from tests.parallel.ranks_at_work import load, run_batch, step_on_rank
+from tests.parallel.trainings import noted_timelines
 
 
 def message_of(action) -> str:

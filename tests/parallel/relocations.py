@@ -24,9 +24,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from relibra.errors import EngineError
 from relibra.parallel import register
 from relibra.parallel.balanced import BalancedEP, balanced_layers
-from relibra.parallel.home_shards import home_shards
-from relibra.parallel.logical_order import logical_order, logical_parameters
-from relibra.parallel.relocation import relocate
+from relibra.parallel.homes.home_shards import home_shards
+from relibra.parallel.homes.logical_order import logical_order, logical_parameters
+from relibra.parallel.homes.relocation import relocate
 from tests.replay.tiny_models import random_tokens, tiny_model
 
 NUM_MAPS, NUM_STEPS = 3, 3

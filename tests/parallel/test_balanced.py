@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from .ranks_at_work import dense_step, on_ranks
-from .steps import of_experts, random_step, step
+from tests.parallel.ranks_at_work import dense_step, on_ranks
+from tests.parallel.steps import of_experts, random_step, step
 
 
 def assert_equals_dense(case, results_R):

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 
 from relibra import EngineError
-from relibra.parallel.exchange import Place, waiting
-
-from .faults import GROUP_TIMEOUT_S, Fault, survivors_of
-from .steps import step
+from relibra.parallel.rows.exchange import Place, waiting
+from tests.parallel.faults import GROUP_TIMEOUT_S, Fault, survivors_of
+from tests.parallel.steps import step
 
 slow = pytest.mark.slow
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from .ranks_at_work import on_ranks
-from .refusals import fall_back, refuse_all
-from .steps import of_experts, skewed_trace, step
-from .test_balanced import assert_equals_dense
+from tests.parallel.ranks_at_work import on_ranks
+from tests.parallel.refusals import fall_back, refuse_all
+from tests.parallel.steps import of_experts, skewed_trace, step
+from tests.parallel.test_balanced import assert_equals_dense
 
 pytestmark = pytest.mark.slow
 

@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from relibra.parallel.canonical import CHUNK
-from relibra.parallel.rank_tables import rank_tables
-from tests.replay.tiny_models import tiny_model
-
-from . import ranks_at_work
-from .ranks_at_work import dense_step, on_ranks
-from .steps import step
-from .test_balanced import assert_equals_dense
-from .trainings import (
+from relibra.parallel.rows.rank_tables import rank_tables
+from tests.parallel import ranks_at_work
+from tests.parallel.ranks_at_work import dense_step, on_ranks
+from tests.parallel.steps import step
+from tests.parallel.test_balanced import assert_equals_dense
+from tests.parallel.trainings import (
     moved,
     plans_of,
     step_with_a_slow_rank,
@@ -25,6 +23,7 @@ from .trainings import (
     use_a_pool,
     watched_step,
 )
+from tests.replay.tiny_models import tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -14,19 +14,18 @@ import torch.distributed as dist
 
 from relibra import Budget, plan_step
 from relibra.parallel import execute_plan, logical_parameters, relocate
-from relibra.parallel.exchange import Route
-from relibra.parallel.host_pool import HostPool
-from relibra.parallel.replica_slots import LayerReplicas
+from relibra.parallel.replicas.host_pool import HostPool
+from relibra.parallel.replicas.replica_slots import LayerReplicas
+from relibra.parallel.rows.exchange import Route
 from relibra.planning.plan import StepPlan
 from relibra.replay import BatchRoutes
 from relibra.replay.checkpointing import is_recompute
 from relibra.timeline import Timeline
+from tests.parallel import ranks_at_work
+from tests.parallel.faults import before
+from tests.parallel.ranks_at_work import Case, load, num_targets, run_batch, step_on_rank
 from tests.planning.cases import cluster
 from tests.replay.tiny_models import tiny_model
-
-from . import ranks_at_work
-from .faults import before
-from .ranks_at_work import Case, load, num_targets, run_batch, step_on_rank
 
 SETTINGS = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.01, "foreach": False}
 """Of AdamW; an epsilon far above the rounding of gradients, so that no sign of a tiny one decides a whole step."""

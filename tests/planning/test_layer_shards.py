@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from relibra.errors import PlanError
 from relibra.planning.budget import Budget
 from relibra.planning.layer_shards import demand_of_layers, join_layers, layers_of_rank, plan_of_layers
-from relibra.planning.step import plan_step
+from relibra.planning.planner import plan_step
 from tests.planning.cases import cluster, demands, make_demand
 from tests.planning.plans import planned_step, planned_steps
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relibra.errors import PlanError
+from relibra.planning.analysis.explanation import diff
 from relibra.planning.budget import Budget
-from relibra.planning.explanation import diff
 from relibra.planning.loads import homes_of
 from relibra.planning.plan import map_of
-from relibra.planning.step import plan_step
+from relibra.planning.planner import plan_step
 from tests.planning.cases import cluster, make_demand
 
 DEMAND = make_demand(24, 3, 16, 4, 8, 0)

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from relibra.errors import TraceError
 from relibra.replay import BatchRoutes
 from relibra.routing.trace import RoutingTrace, hash_tokens
-
-from .tiny_models import random_experts, random_trace
+from tests.replay.tiny_models import random_experts, random_trace
 
 LAYERS = [1, 3]
 

@@ -8,8 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from relibra.replay import BatchRoutes, record_routing, replay_routing
-
-from .tiny_models import random_tokens, random_trace, tiny_model
+from tests.replay.tiny_models import random_tokens, random_trace, tiny_model
 
 RANKS, LENGTH, TIMEOUT_S = 2, 7, 120
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from relibra.replay.families import REFUSED, RULES
-
-from .router_zoo import CHOICES, EXPERTS, call_router, hidden_states, modules_by_class, tiny_router
-from .tiny_models import random_experts
+from tests.replay.router_zoo import CHOICES, EXPERTS, call_router, hidden_states, modules_by_class, tiny_router
+from tests.replay.tiny_models import random_experts
 
 PRECISIONS = {
     "fp32": (torch.float32, False),

@@ -4,8 +4,7 @@ import torch
 from relibra.errors import EngineError
 from relibra.replay import find_routers, record_routing
 from relibra.replay.record import _narrow_dtype
-
-from .tiny_models import CONFIGS, random_tokens, tiny_model
+from tests.replay.tiny_models import CONFIGS, random_tokens, tiny_model
 
 
 def watch_experts(model):

@@ -13,9 +13,8 @@ from relibra.errors import EngineError, TraceError
 from relibra.replay import BatchRoutes, RouterSite, find_routers, record_routing, replay_routing
 from relibra.replay.replay import RouterComparison
 from relibra.routing.trace import RoutingTrace
-
-from .test_record import watch_experts
-from .tiny_models import CONFIGS, random_experts, random_tokens, random_trace, tiny_model
+from tests.replay.test_record import watch_experts
+from tests.replay.tiny_models import CONFIGS, random_experts, random_tokens, random_trace, tiny_model
 
 FAMILIES = list(CONFIGS)
 

@@ -8,8 +8,7 @@ from relibra.errors import EngineError
 from relibra.replay import find_routers
 from relibra.replay.families import REFUSED
 from relibra.replay.routers import decoder_of
-
-from .tiny_models import CONFIGS, tiny_model
+from tests.replay.tiny_models import CONFIGS, tiny_model
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from relibra.routing.trace_files import write_trace
-
-from .recordings import HOSTILE, metrics_row, small_trace
+from tests.reporting.recordings import HOSTILE, metrics_row, small_trace
 
 
 @pytest.fixture

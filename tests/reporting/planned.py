@@ -8,11 +8,11 @@ import numpy as np
 
 from relibra.cluster import cluster_preset
 from relibra.planning.budget import Budget
-from relibra.planning.objective import expert_shape
+from relibra.planning.costs import expert_shape
 from relibra.planning.plan import StepPlan
-from relibra.planning.step import plan_step
-from relibra.reporting.plan_page import Question
-from relibra.reporting.sides import Side, side_of, static_side
+from relibra.planning.planner import plan_step
+from relibra.reporting.data.compared_plans import Side, side_of, static_side
+from relibra.reporting.pages.plan_page import Question
 from relibra.routing.demand import Demand
 from relibra.simulation import model_shape
 

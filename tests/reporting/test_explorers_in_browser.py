@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from relibra.planning.analysis.comparison import compare
 from relibra.planning.budget import Budget
-from relibra.planning.comparison import compare
-from relibra.reporting.load_section import load_facts
-from relibra.reporting.plan_page import write_plan_page
-
-from .planned import CLUSTER, EXPERT, planned_step, question, sides
-from .test_report_in_browser import Tab, tab
+from relibra.reporting.pages.load_section import load_facts
+from relibra.reporting.pages.plan_page import write_plan_page
+from tests.reporting.planned import CLUSTER, EXPERT, planned_step, question, sides
+from tests.reporting.test_report_in_browser import Tab, tab
 
 __all__ = ["tab"]  # the fixture
 

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from relibra.reporting.page import write_report
-
-from .recordings import HOSTILE, sample_row
+from relibra.reporting.pages.report_page import write_report
+from tests.reporting.recordings import HOSTILE, sample_row
 
 pytest.importorskip("plotly", reason="the report needs plotly: pip install 'relibra[report]'")
 

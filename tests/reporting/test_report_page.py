@@ -19,16 +19,15 @@ from typer.testing import CliRunner
 
 from relibra.cli.main import app
 from relibra.errors import ConfigError, TraceError
-from relibra.reporting.metrics import Metrics, read_metrics
-from relibra.reporting.page import render_page, summarize_recording, write_report
-from relibra.reporting.pictures import MAX_HEATMAP_STEPS, plotly_script
-from relibra.reporting.recording import open_recording
-from relibra.reporting.run_pictures import stage_seconds
-from relibra.reporting.samples import Samples
-from relibra.reporting.sentences import percent
+from relibra.reporting.data.metrics import Metrics, read_metrics
+from relibra.reporting.data.recording import open_recording
+from relibra.reporting.data.samples import Samples
+from relibra.reporting.data.sentences import percent
+from relibra.reporting.html.route_figures import MAX_HEATMAP_STEPS, plotly_script
+from relibra.reporting.html.run_figures import stage_seconds
+from relibra.reporting.pages.report_page import render_page, summarize_recording, write_report
 from relibra.routing.trace_files import iterate_trace, write_trace
-
-from .recordings import HOSTILE, metrics_row, small_trace
+from tests.reporting.recordings import HOSTILE, metrics_row, small_trace
 
 pytest.importorskip("plotly", reason="the report needs plotly: pip install 'relibra[report]'")
 
@@ -224,7 +223,7 @@ def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             sizes.append(piece.num_rows)
             yield piece
 
-    monkeypatch.setattr("relibra.reporting.recording.iterate_routes", pieces)
+    monkeypatch.setattr("relibra.reporting.data.recording.iterate_routes", pieces)
     again = summarize_recording(open_recording(tmp_path / "trace"))
     assert sizes == [20] * 12  # six samples, twice
     assert again.load_LE.tolist() == whole.load_LE.tolist()

@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relibra.errors import TraceError
-from relibra.reporting.sentences import one_plan_or_many, verdict
-from relibra.reporting.summary import Stability, Step, Summary, evenly_chosen, possible_ranks, summarize
-from relibra.routing.survey import survey_step
+from relibra.reporting.data.sentences import one_plan_or_many, verdict
+from relibra.reporting.data.summary import Stability, Step, Summary, evenly_chosen, possible_ranks, summarize
 from relibra.routing.trace import RoutingTrace
-
-from .recordings import small_trace
+from relibra.routing.trace_statistics import survey_step
+from tests.reporting.recordings import small_trace
 
 
 def summary_of(*traces: RoutingTrace, tokens: int = 32, own_ranks: int | None = None) -> Summary:
@@ -27,7 +26,7 @@ def summary_of(*traces: RoutingTrace, tokens: int = 32, own_ranks: int | None = 
 
 @pytest.mark.parametrize("name", ["metrics", "sentences", "summary"])
 def test_examples_in_docstrings_are_true(name: str) -> None:
-    assert doctest.testmod(import_module(f"relibra.reporting.{name}")).failed == 0
+    assert doctest.testmod(import_module(f"relibra.reporting.data.{name}")).failed == 0
 
 
 def test_the_verdict_speaks_of_total_busiest_work_over_total_mean_work() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from relibra.rl.config import RunConfig, load_config
-from relibra.rl.ranks import Meeting, joined_ranks
+from relibra.rl.config.run_config import RunConfig, load_config
+from relibra.rl.run.ranks import Meeting, joined_ranks
 
 CPU = torch.device("cpu")
 VOCAB = 64

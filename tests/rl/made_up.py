@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from relibra.rl.batch.schedule import Schedule
 from relibra.rl.rollout.response import Response
-from relibra.rl.schedule import Schedule
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 """As of `tests.replay.tiny_models.tiny_model()`."""

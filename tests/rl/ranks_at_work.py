@@ -19,10 +19,10 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
 from relibra.rl import step, trainer
-from relibra.rl.config import RunConfig, load_config
-from relibra.rl.ranks import Meeting, joined_ranks
-from relibra.rl.tasks.arithmetic import Arithmetic
+from relibra.rl.config.run_config import RunConfig, load_config
+from relibra.rl.run.ranks import Meeting, joined_ranks
 from relibra.rl.tasks.task import Prompt
+from relibra.rl.toy.arithmetic import Arithmetic
 
 TINY = (
     "warmup.steps=2",

@@ -11,10 +11,9 @@ import time
 from pathlib import Path
 
 from relibra.errors import TraceError
-from relibra.reporting.metrics import read_metrics
+from relibra.reporting.data.metrics import read_metrics
 from relibra.routing.trace_files import read_trace
-
-from .ranks_at_work import TINY
+from tests.rl.ranks_at_work import TINY
 
 RELIBRA = (sys.executable, "-m", "relibra")
 PATIENCE_S = 240.0
@@ -59,9 +58,9 @@ def make_user_task(folder: Path, characters: str = "0123456789+=,.") -> tuple[st
     """Write a tiny model, prompts and a reward function into a folder; return the settings that train on them there."""
     from transformers import AutoModelForCausalLM
 
-    from relibra.rl.config import load_config
-    from relibra.rl.policy import built_in_config
-    from relibra.rl.tokenizer import CharacterTokenizer
+    from relibra.rl.config.run_config import load_config
+    from relibra.rl.model.policy import built_in_config
+    from relibra.rl.model.tokenizer import CharacterTokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = CharacterTokenizer(characters, characters[-1])

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from relibra.rl import step, trainer
-from relibra.rl.collect import check_live
-from relibra.rl.presets import PRESETS
+from relibra.rl.config.presets import PRESETS
+from relibra.rl.rollout.collect import check_live
 from relibra.rl.step import Learner
-
-from .ranks_at_work import (
+from tests.rl.ranks_at_work import (
     PLAN_COLUMNS,
     assert_near,
     assert_same_bits,

@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from .runs import make_user_task, train
+from tests.rl.runs import make_user_task, train
 
 ONE_RANK = "parallel.ranks=1"
 

@@ -8,10 +8,9 @@ import time
 
 import pytest
 
-from relibra.rl.config import load_config
-from relibra.rl.launch import launch
-
-from .runs import LongRun, check_report, check_whole, run_command, wait_until_gone
+from relibra.rl.config.run_config import load_config
+from relibra.rl.run.launch import launch
+from tests.rl.runs import LongRun, check_report, check_whole, run_command, wait_until_gone
 
 pytestmark = pytest.mark.slow
 

@@ -9,11 +9,10 @@ import time
 
 import pytest
 
-from relibra.reporting.metrics import read_metrics
+from relibra.reporting.data.metrics import read_metrics
 from relibra.routing.trace_files import read_trace
-
-from .ranks_at_work import assert_same_bits, comparable, outcome_of, run_alone, run_on_ranks
-from .runs import LongRun, check_samples, check_whole, make_user_task, run_command, train, wait_until_gone
+from tests.rl.ranks_at_work import assert_same_bits, comparable, outcome_of, run_alone, run_on_ranks
+from tests.rl.runs import LongRun, check_samples, check_whole, make_user_task, run_command, train, wait_until_gone
 
 pytestmark = pytest.mark.slow
 

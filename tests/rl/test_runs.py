@@ -10,14 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from relibra.reporting.metrics import read_metrics
-from relibra.rl.presets import PRESETS
-from relibra.rl.tasks.arithmetic import CHARACTERS, STOP
-from relibra.rl.tokenizer import CharacterTokenizer
+from relibra.reporting.data.metrics import read_metrics
+from relibra.rl.config.presets import PRESETS
+from relibra.rl.model.tokenizer import CharacterTokenizer
+from relibra.rl.toy.arithmetic import CHARACTERS, STOP
 from relibra.routing.trace_files import read_trace
-
-from .ranks_at_work import comparable
-from .runs import check_samples, check_whole, make_user_task, train
+from tests.rl.ranks_at_work import comparable
+from tests.rl.runs import check_samples, check_whole, make_user_task, train
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "relibra")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from relibra.errors import ConfigError
-from relibra.rl.rollout.pool import Fresh
+from relibra.rl.rollout.admission import Fresh
 from relibra.rl.step import Progress
 
 

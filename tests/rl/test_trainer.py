@@ -5,8 +5,7 @@ from types import SimpleNamespace
 from torch import nn
 
 from relibra.rl.trainer import _warn_beyond_context
-
-from .joined import alone
+from tests.rl.joined import alone
 
 
 def test_responses_beyond_the_context_of_a_model_are_warned_of(caplog):

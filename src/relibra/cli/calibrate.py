@@ -11,11 +11,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from relibra.cli import workload
+from relibra.cli.inputs import workload
 from relibra.errors import ConfigError
 
 if TYPE_CHECKING:
-    from relibra.parallel.calibration import Calibration, LinkFit, Spread
+    from relibra.calibration.calibration import Calibration, LinkFit, Spread
 
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="Where to write the cluster, as TOML.")]
 
@@ -57,9 +57,9 @@ def calibrate(
                 f"calibrating needs the package {package!r}: install torch (choose its build), then, in the checkout, "
                 "pip install -e '.[train]'"
             )
+    from relibra.calibration.calibration import calibrated
+    from relibra.calibration.calibration_ranks import choose_job, describe, measure
     from relibra.cluster import write_cluster
-    from relibra.parallel.calibration import calibrated
-    from relibra.parallel.calibration_ranks import choose_job, describe, measure
 
     job = choose_job(ranks, expert, quick=quick)
     if job.ranks == 1 and cited is None:

@@ -11,12 +11,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from relibra.cli import pages, workload
+from relibra.cli.inputs import pages, workload
 from relibra.cli.trace import visible
 from relibra.errors import PlanError
 
 if TYPE_CHECKING:
-    from relibra.planning.comparison import ComparisonRow
+    from relibra.planning.analysis.comparison import ComparisonRow
     from relibra.planning.plan import StepPlan
     from relibra.routing.demand import Demand
 
@@ -49,8 +49,8 @@ def compare(
 
     Example: relibra compare runs/demo/traces/step-00000 --ranks 4 --micro-batch-tokens 256
     """
+    from relibra.planning.analysis.comparison import comparable, iterate_comparison, with_levers
     from relibra.planning.budget import Budget
-    from relibra.planning.comparison import comparable, iterate_comparison, with_levers
 
     outputs = [] if html is None else [("--html", html)]
     workload.check_outputs(outputs, workload.inputs_of(trace, cluster))
@@ -157,7 +157,7 @@ COLUMNS = (
 
 def print_comparison(rows: list[ComparisonRow]) -> None:
     """Print the rows as a table that fits the terminal, what its columns mean, then what went wrong."""
-    from relibra.planning.comparison import LEVERS_IN_WORDS, scopes_in_words
+    from relibra.planning.analysis.comparison import LEVERS_IN_WORDS, scopes_in_words
 
     console = Console()
     shown, table = _fitting(rows, console)

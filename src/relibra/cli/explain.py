@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from relibra.cli import trace as trace_verbs
+from relibra.cli.inputs.workload import plural
 from relibra.cli.plan import demand_path
-from relibra.cli.workload import plural
 from relibra.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def explain(
 
     Example: relibra explain plan.safetensors --layer 7
     """
-    from relibra.planning.explanation import diff as differ
+    from relibra.planning.analysis.explanation import diff as differ
     from relibra.planning.plan_files import read_plan
     from relibra.routing.demand_files import read_demand
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from relibra.cli import pages, workload
+from relibra.cli.inputs import pages, workload
 from relibra.cli.trace import visible
 from relibra.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from relibra.cluster import Cluster
+    from relibra.planning.analysis.comparison import ComparisonRow
     from relibra.planning.budget import Budget
-    from relibra.planning.comparison import ComparisonRow
     from relibra.planning.plan import StepPlan
     from relibra.routing.demand import Demand
 
@@ -61,10 +61,10 @@ def plan(
 
     Example: relibra plan runs/demo/traces/step-00000 --ranks 4 --slots 1 --micro-batch-tokens 256
     """
+    from relibra.planning.analysis.comparison import measure
     from relibra.planning.budget import Budget
-    from relibra.planning.comparison import measure
     from relibra.planning.plan_files import read_plan
-    from relibra.planning.step import plan_step
+    from relibra.planning.planner import plan_step
 
     exports = _exports(export or [])
     workload.check_outputs(_outputs(output, html, exports), workload.inputs_of(trace, cluster, previous))
@@ -124,7 +124,7 @@ def _judged_by(
 
     raises    ConfigError for options that contradict the name; PlanError for an unknown name
     """
-    from relibra.planning.comparison import LEVER_SETS, with_levers
+    from relibra.planning.analysis.comparison import LEVER_SETS, with_levers
 
     if objective is workload.Measure.SECONDS and model is None:
         raise ConfigError("--objective seconds needs the size of an expert: name a model with --model")
@@ -147,7 +147,7 @@ def _judged_by(
 
 def _compile_kernels(demand: Demand, machine: Cluster, budget: Budget, name: str, question: dict[str, Any]) -> None:
     """Compile before the clock of planning starts, and say so where it took long."""
-    from relibra.planning.comparison import compile_kernels
+    from relibra.planning.analysis.comparison import compile_kernels
 
     with workload.progress("compiling kernels (half a minute the first time)"):
         seconds = compile_kernels(demand, machine, budget, name, **question)
@@ -178,7 +178,7 @@ def demand_path(plan_path: Path) -> Path:
 
 
 def _facts(result: Result) -> dict[str, object]:
-    from relibra.planning.levers import lever_bounds, lever_gaps
+    from relibra.planning.analysis.levers import lever_bounds, lever_gaps
 
     plan, row, demand = result.plan, result.row, result.step.demand
     levers = lever_gaps(plan, demand)
@@ -200,7 +200,7 @@ def _facts(result: Result) -> dict[str, object]:
 
 
 def _print_summary(result: Result) -> None:
-    from relibra.planning.levers import lever_gaps
+    from relibra.planning.analysis.levers import lever_gaps
 
     plan, row, output = result.plan, result.row, result.output
     assert row.skew is not None, "measured"
@@ -255,7 +255,7 @@ def _slower_than_static(result: Result) -> str:
 
 
 def _print_levers(plan: StepPlan, demand: Demand, levers: list[tuple[str, float]]) -> None:
-    from relibra.planning.levers import lever_bounds
+    from relibra.planning.analysis.levers import lever_bounds
 
     where = "inside the node" if plan.scope == "node" else "anywhere"
     typer.echo("what each lever bought (skew: token-slots of the busiest ranks / mean ranks), and the lowest skew that")

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from relibra.cli import simulated, workload
+from relibra.cli.inputs import simulated, workload
 from relibra.cli.plan import demand_path
 from relibra.cli.trace import Json, NumExperts, refuse_other_experts, visible
 from relibra.errors import ConfigError
 
 if TYPE_CHECKING:
-    from relibra.reporting.sides import Side
+    from relibra.reporting.data.compared_plans import Side
     from relibra.timeline import Timeline
 
 PLAN_SUFFIX = ".safetensors"
@@ -91,7 +91,7 @@ def _of_recording(
 
 
 def _of_runs(path: Path, other: Path, output: Path | None) -> Path:
-    from relibra.reporting.comparison_page import write_comparison
+    from relibra.reporting.pages.comparison_page import write_comparison
 
     if _is_plan(other):
         raise ConfigError(f"{path} is a run and {other} a plan: compare two runs, or two plans")
@@ -107,9 +107,9 @@ def _of_plans(
     machine: tuple[str, str | None, int | None],
     timelines: list[tuple[str, Timeline]],
 ) -> Path:
-    from relibra.reporting.plan_page import Question, write_plan_page
-    from relibra.reporting.planned_step import countable, distinct_of
-    from relibra.reporting.sides import refuse_other_sizes, static_side
+    from relibra.reporting.data.compared_plans import refuse_other_sizes, static_side
+    from relibra.reporting.data.planned_step import countable, distinct_of
+    from relibra.reporting.pages.plan_page import Question, write_plan_page
     from relibra.routing.readers import open_trace
     from relibra.simulation import cut_model
 
@@ -140,7 +140,7 @@ def _short_name(path: Path, beside: Path) -> str:
 
 def _side(path: Path, demand: Path | None, name: str) -> Side:
     from relibra.planning.plan_files import read_plan
-    from relibra.reporting.sides import side_of
+    from relibra.reporting.data.compared_plans import side_of
     from relibra.routing.demand_files import read_demand
 
     if not path.exists() or _is_plan(path) is False:

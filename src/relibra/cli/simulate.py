@@ -10,11 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from relibra.cli import simulated, workload
+from relibra.cli.inputs import simulated, workload
 from relibra.cli.trace import visible
 
 if TYPE_CHECKING:
-    from relibra.cli.simulated import Routes, Simulated, Tokens
+    from relibra.cli.inputs.simulated import Routes, Simulated, Tokens
     from relibra.cluster import Cluster
     from relibra.simulation import Execution, ModelShape
 
@@ -52,8 +52,8 @@ def simulate(
 
     Example: relibra simulate runs/demo --ranks 8 --cluster h100x8 --model qwen3-30b-a3b
     """
+    from relibra.planning.analysis.comparison import with_levers
     from relibra.planning.budget import Budget
-    from relibra.planning.comparison import with_levers
     from relibra.simulation import Execution, cut_model
 
     outputs = [] if timeline is None else [("--timeline", timeline)]
@@ -174,7 +174,7 @@ def _print(result: Result) -> None:
 
 def _table(result: Result) -> Table:
     """One column per balancer, the parts of its seconds below each other."""
-    from relibra.simulation.quantities import bytes_in_words
+    from relibra.simulation.units import bytes_in_words
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("")

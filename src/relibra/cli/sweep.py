@@ -11,12 +11,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from relibra.cli import simulated, workload
+from relibra.cli.inputs import simulated, workload
 from relibra.cli.trace import visible
 from relibra.errors import ConfigError, RelibraError
 
 if TYPE_CHECKING:
-    from relibra.cli.simulated import Simulated, Tokens
+    from relibra.cli.inputs.simulated import Simulated, Tokens
     from relibra.cluster import Cluster
     from relibra.simulation import ModelShape
 
@@ -62,8 +62,8 @@ def sweep(
 
     Example: relibra sweep runs/demo --ranks 2,4,8 --balancer relibra,eplb
     """
+    from relibra.planning.analysis.comparison import with_levers
     from relibra.planning.budget import Budget
-    from relibra.planning.comparison import with_levers
 
     points = _points(ranks, ranks_per_node, slots, micro_batch_tokens, pipeline_stages, balancer)
     for name in dict.fromkeys(point["balancer"] for point in points):
@@ -71,7 +71,7 @@ def sweep(
     routes = simulated.find_routes(source)
     workload.check_outputs([] if plot is None else [("--plot", plot)], workload.inputs_of(routes.trace, cluster))
     if plot is not None:
-        from relibra.reporting.sweep_pictures import check_plot
+        from relibra.reporting.pages.sweep_page import check_plot
 
         check_plot(plot)
     shape = simulated.open_model(model or routes.config or workload.DEFAULT_MODEL)
@@ -80,7 +80,7 @@ def sweep(
     )
     found, left_out = _simulated(points, question)
     if plot is not None:
-        from relibra.reporting.sweep_pictures import draw_sweep
+        from relibra.reporting.pages.sweep_page import draw_sweep
 
         title = f"{shape.name} on {question.machine.name}, simulated"
         with workload.writing(plot):

@@ -17,8 +17,8 @@ from rich.table import Table
 from relibra.errors import RelibraError, TraceError
 
 if TYPE_CHECKING:
-    from relibra.routing.survey import Survey
     from relibra.routing.trace import RoutingTrace
+    from relibra.routing.trace_statistics import Survey
 
 app = typer.Typer(no_args_is_help=True, help="Look at recorded routes: inspect, validate, stats.")
 
@@ -131,7 +131,7 @@ def stats(
     Example: relibra trace stats runs/demo/traces/step-00000 --ranks 2,4,8
     """
     wanted = None if ranks is None else _rank_counts(ranks)
-    from relibra.routing.survey import default_ranks, survey
+    from relibra.routing.trace_statistics import default_ranks, survey
 
     with progress(f"counting {path}"):
         result = survey(
@@ -174,7 +174,7 @@ def _print_survey(result: Survey) -> None:
 
 
 def _say_what_is_left_out(result: Survey) -> None:
-    from relibra.routing.survey import DEFAULT_RANKS
+    from relibra.routing.trace_statistics import DEFAULT_RANKS
 
     shown = [row.ranks for row in result.layouts]
     missing = [ranks for ranks in DEFAULT_RANKS if ranks not in shown]

@@ -36,8 +36,8 @@ def train(
 
     Example: relibra train run.steps=3 warmup.steps=20   (a smoke run, too short to learn)
     """
-    from relibra.rl.config import as_toml, check_resumable, load_config
-    from relibra.rl.run_folder import open_run_folder
+    from relibra.rl.config.run_config import as_toml, check_resumable, load_config
+    from relibra.rl.run.run_folder import open_run_folder
 
     words = settings or []
     file = Path(words[0]) if words and "=" not in words[0] else None
@@ -51,13 +51,13 @@ def train(
         typer.echo(config.model_dump_json(indent=1) if as_json else as_toml(config))
         return
 
-    from relibra.rl.launch import launch
+    from relibra.rl.run.launch import launch
 
     finished = launch(config, resume)
     if finished is None:
         return
     from relibra.reporting import write_report
-    from relibra.reporting.metrics import read_metrics
+    from relibra.reporting.data.metrics import read_metrics
 
     steps = read_metrics(finished.run / "metrics.jsonl").rows
     rewards = [row["reward"] for row in steps if row["reward"] is not None]

@@ -10,9 +10,9 @@ HostPool(model)                     all expert weights once per machine, for pas
 
 from relibra.parallel.balanced import BalancedEP, register
 from relibra.parallel.execution import PlanExecution, execute_plan
-from relibra.parallel.host_pool import HostPool
-from relibra.parallel.logical_order import logical_order, logical_parameters
-from relibra.parallel.relocation import Relocation, relocate
+from relibra.parallel.homes.logical_order import logical_order, logical_parameters
+from relibra.parallel.homes.relocation import Relocation, relocate
+from relibra.parallel.replicas.host_pool import HostPool
 
 __all__ = [
     "BalancedEP",

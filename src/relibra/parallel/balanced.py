@@ -24,7 +24,7 @@ from relibra.timeline import TimelineRecorder
 
 if TYPE_CHECKING:
     from relibra.parallel.execution import PlanExecution
-    from relibra.parallel.replica_slots import ReplicaSlots
+    from relibra.parallel.replicas.replica_slots import ReplicaSlots
 
 NAME = "relibra"
 """What `DistributedConfig.ep_implementation` says to get this implementation."""

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from relibra.parallel.balanced import BalancedEP
-from relibra.parallel.rank_tables import RankTables
-from relibra.parallel.replica_slots import LayerReplicas, parameters_replaced
-from relibra.parallel.transfer import Transfer
+from relibra.parallel.replicas.replica_slots import LayerReplicas, parameters_replaced
+from relibra.parallel.replicas.transfer import Transfer
+from relibra.parallel.rows.rank_tables import RankTables
 
 CHUNK = 128
 """Rows that are multiplied together."""

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from relibra.errors import EngineError, PlanError
 from relibra.parallel.balanced import BalancedEP, balanced_layers
 from relibra.parallel.canonical import CHUNK
-from relibra.parallel.exchange import gathered, waiting
-from relibra.parallel.host_pool import HostPool
+from relibra.parallel.layer import run_at_home_canonically, run_planned
 from relibra.parallel.micro_batch import PlannedMicroBatch, make_row_lists, mismatch, recorded
 from relibra.parallel.plan_checks import broken_rule, check_fit, disagreement
-from relibra.parallel.planned_layer import run_at_home_canonically, run_planned
-from relibra.parallel.rank_tables import Place, RankTables, rank_tables
-from relibra.parallel.replica_slots import LayerReplicas, ReplicaSlots
+from relibra.parallel.replicas.host_pool import HostPool
+from relibra.parallel.replicas.replica_slots import LayerReplicas, ReplicaSlots
+from relibra.parallel.rows.exchange import gathered, waiting
+from relibra.parallel.rows.rank_tables import Place, RankTables, rank_tables
 from relibra.planning.plan import StepPlan
 from relibra.replay import BatchRoutes, RoutingReplay, replay_routing
 from relibra.replay.checkpointing import is_recompute

@@ -15,8 +15,8 @@ from numpy import ndarray
 from torch import Tensor
 
 from relibra.errors import EngineError
-from relibra.parallel.rank_tables import RankTables
-from relibra.parallel.row_lists import RowLists, exchange_row_lists, row_lists
+from relibra.parallel.rows.rank_tables import RankTables
+from relibra.parallel.rows.row_lists import RowLists, exchange_row_lists, row_lists
 from relibra.replay import BatchRoutes
 
 

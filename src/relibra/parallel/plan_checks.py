@@ -11,8 +11,8 @@ import torch.distributed as dist
 from relibra.cluster import cluster_preset
 from relibra.errors import EngineError, PlanError
 from relibra.parallel.balanced import BalancedEP
-from relibra.parallel.exchange import gathered
-from relibra.parallel.rank_tables import Place
+from relibra.parallel.rows.exchange import gathered
+from relibra.parallel.rows.rank_tables import Place
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import Demand
 

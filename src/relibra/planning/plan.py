@@ -3,7 +3,7 @@
 Three groups of arrays: the *schedule* (which sample runs in which micro-batch, fed from which rank), the *homes* (which
 rank owns each expert, for the whole step) and the *replicas* (which expert each spare slot holds in a micro-batch and
 layer, and how many token-slots it computes there; the home computes the rest). How each source rank splits its tokens
-over home and replicas follows from these by a fixed rule (`relibra.planning.split`), so it is not stored.
+over home and replicas follows from these by a fixed rule (`relibra.planning.traffic.split`), so it is not stored.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class StepPlan:
 
     def explain(self, demand: Demand, layer: int, micro_batch: int | None = None) -> str:
         """Say in words what happens in a layer (decoder layer id) and micro-batch, and why."""
-        from relibra.planning.explanation import explain
+        from relibra.planning.analysis.explanation import explain
 
         return explain(self, demand, layer, micro_batch)
 

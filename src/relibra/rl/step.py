@@ -16,9 +16,19 @@ from torch import nn
 
 from relibra.errors import ConfigError
 from relibra.parallel import relocate
-from relibra.rl.collect import check_live, collect, rate
-from relibra.rl.config import RunConfig
-from relibra.rl.credit import (
+from relibra.rl.batch.training_batch import TrainingBatch, executing, homes_at_rest, place, with_recorded_routes
+from relibra.rl.config.run_config import RunConfig
+from relibra.rl.model.policy import Policy
+from relibra.rl.model.tokenizer import Tokenizer
+from relibra.rl.rollout.admission import Fresh, check_versions
+from relibra.rl.rollout.collect import check_live, collect, rate
+from relibra.rl.rollout.engines import sync_weights
+from relibra.rl.rollout.response import Response, RolloutCost, RolloutEngine
+from relibra.rl.run.ranks import sum_over_ranks
+from relibra.rl.run.step_metrics import balance_metrics, mismatch_of_ranks, rollout_metrics, update_metrics
+from relibra.rl.run.step_trace import write_step_trace
+from relibra.rl.tasks.task import Task
+from relibra.rl.update.credit import (
     Credit,
     auroc_at_cuts,
     compare_groups,
@@ -28,19 +38,7 @@ from relibra.rl.credit import (
     useful_groups,
     variance_explained,
 )
-from relibra.rl.engines import sync_weights
-from relibra.rl.learn_values import expect, update_values
-from relibra.rl.policy import Policy
-from relibra.rl.ranks import sum_over_ranks
-from relibra.rl.recompute import Recomputed, recompute, reference_log_probs
-from relibra.rl.rollout.pool import Fresh, check_versions
-from relibra.rl.rollout.response import Response, RolloutCost, RolloutEngine
-from relibra.rl.step_metrics import balance_metrics, mismatch_of_ranks, rollout_metrics, update_metrics
-from relibra.rl.step_trace import write_step_trace
-from relibra.rl.tasks.task import Task
-from relibra.rl.tokenizer import Tokenizer
-from relibra.rl.training_batch import TrainingBatch, executing, homes_at_rest, place, with_recorded_routes
-from relibra.rl.update import (
+from relibra.rl.update.policy_update import (
     Around,
     MiniBatchTotals,
     PolicyTargets,
@@ -49,6 +47,8 @@ from relibra.rl.update import (
     own_totals,
     update_policy,
 )
+from relibra.rl.update.recompute import Recomputed, recompute, reference_log_probs
+from relibra.rl.update.values import expect, update_values
 
 
 @dataclass(frozen=True, kw_only=True)

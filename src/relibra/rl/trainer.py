@@ -14,18 +14,19 @@ import torch.distributed as dist
 from torch import nn
 
 from relibra.environment import launched_rank
-from relibra.rl.checkpoint import load_checkpoint, save_checkpoint
-from relibra.rl.collect import longest_prompt
-from relibra.rl.config import RunConfig
-from relibra.rl.critic import build_critic
-from relibra.rl.engines import make_engine, sync_weights
-from relibra.rl.evaluation import evaluate
-from relibra.rl.optimizer import make_optimizer
-from relibra.rl.policy import Policy, build_policy
-from relibra.rl.progress import TrainingProgress
-from relibra.rl.ranks import broadcast_json, largest_over_ranks
-from relibra.rl.reference import reference_policy
-from relibra.rl.run_folder import (
+from relibra.rl.config.run_config import RunConfig
+from relibra.rl.model.critic import build_critic
+from relibra.rl.model.optimizer import make_optimizer
+from relibra.rl.model.policy import Policy, build_policy
+from relibra.rl.model.reference import reference_policy
+from relibra.rl.model.tokenizer import Tokenizer, make_tokenizer
+from relibra.rl.rollout.collect import longest_prompt
+from relibra.rl.rollout.engines import make_engine, sync_weights
+from relibra.rl.run.checkpoint import load_checkpoint, save_checkpoint
+from relibra.rl.run.display import TrainingProgress
+from relibra.rl.run.evaluation import evaluate
+from relibra.rl.run.ranks import broadcast_json, largest_over_ranks
+from relibra.rl.run.run_folder import (
     MetricsLog,
     SamplesLog,
     forget_steps_from,
@@ -37,8 +38,7 @@ from relibra.rl.run_folder import (
 from relibra.rl.step import Learner, Progress, Trained, rl_step
 from relibra.rl.tasks.make import make_task, without_effect
 from relibra.rl.tasks.task import Task
-from relibra.rl.tokenizer import Tokenizer, make_tokenizer
-from relibra.rl.warmup import warm_up
+from relibra.rl.toy.warmup import warm_up
 
 _log = logging.getLogger(__name__)
 

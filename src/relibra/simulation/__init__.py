@@ -8,7 +8,6 @@ memory_use, advice            does it fit, and what limits it; `overlap_ratio` n
 simulate_rollout, rl_iteration, speedup   the stages around a training step (docs/simulation.md)
 """
 
-from relibra.simulation.group_run import Execution
 from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.limits import advice, overlap_ratio
 from relibra.simulation.memory import MemoryUse, memory_use
@@ -26,10 +25,11 @@ from relibra.simulation.rl_iteration import (
     speedup,
 )
 from relibra.simulation.rollout import LengthDistribution
-from relibra.simulation.step_result import SimulatedStep
-from relibra.simulation.step_timeline import simulated_timeline
-from relibra.simulation.timeline_difference import TimelineDifference, diff_timelines
-from relibra.simulation.training_step import simulate_groups, simulate_step
+from relibra.simulation.step.group_run import Execution
+from relibra.simulation.step.step_result import SimulatedStep
+from relibra.simulation.step.step_timeline import simulated_timeline
+from relibra.simulation.step.timeline_difference import TimelineDifference, diff_timelines
+from relibra.simulation.step.training_step import simulate_groups, simulate_step
 
 __all__ = [
     "MODEL_SHAPES",

@@ -16,9 +16,9 @@ from numpy import ndarray
 
 from relibra.cluster import Cluster, Link
 from relibra.errors import ClusterError
-from relibra.planning.objective import ExpertShape, copy_seconds_of_links, pushed_copies
+from relibra.planning.costs import ExpertShape, copy_seconds_of_links, pushed_copies
 from relibra.planning.plan import StepPlan
-from relibra.planning.traffic import IN, OUT, iterate_traffic, link_rows, send_once_share
+from relibra.planning.traffic.traffic import IN, OUT, iterate_traffic, link_rows, send_once_share
 from relibra.routing.demand import Demand
 from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.model_shape import ModelShape

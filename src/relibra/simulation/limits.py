@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from relibra.cluster import Cluster
-from relibra.planning.objective import ExpertShape
+from relibra.planning.costs import ExpertShape
 from relibra.simulation.memory import MemoryUse
 from relibra.simulation.model_shape import ModelShape
-from relibra.simulation.quantities import bytes_in_words, seconds_in_words
-from relibra.simulation.step_result import SimulatedStep
+from relibra.simulation.step.step_result import SimulatedStep
+from relibra.simulation.units import bytes_in_words, seconds_in_words
 
 _WORTH_SAYING = 0.01
 """A part of the step that is smaller than this share is left out of the advice."""

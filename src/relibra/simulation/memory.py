@@ -18,10 +18,10 @@ from relibra.planning.loads import home_rank_load
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import Demand
 from relibra.simulation.cost_model import owned_parameters, rows_and_scores
-from relibra.simulation.group_run import Execution
 from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.model_shape import ModelShape
-from relibra.simulation.quantities import bytes_in_words
+from relibra.simulation.step.group_run import Execution
+from relibra.simulation.units import bytes_in_words
 
 _STATE_BYTES = 12
 """fp32 master and two Adam moments per parameter; each rank keeps its share of what it holds together with others."""

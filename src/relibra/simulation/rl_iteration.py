@@ -21,7 +21,7 @@ from relibra.simulation.rollout import (
     decode_whole,
     prefill_seconds,
 )
-from relibra.simulation.step_result import SimulatedStep
+from relibra.simulation.step.step_result import SimulatedStep
 
 STAGES = ("rollout", "reward", "recompute", "relocation", "update", "weight sync")
 _WINDOW_STEPS, _WINDOW_BURN_IN = 20, 10

@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from relibra import Demand
 from relibra.cluster import cluster_preset
+from relibra.planning.balancer import Question
 from relibra.planning.budget import Budget
-from relibra.planning.decision import Question
-from relibra.planning.objective import ExpertShape
+from relibra.planning.costs import ExpertShape
 
 SMALL_EXPERT = ExpertShape(hidden=8, width=2)
 

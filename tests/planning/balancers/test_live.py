@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from relibra.planning.balancers import BALANCERS
 from relibra.planning.balancers.foremoe import deal_machines, swap_machines
-from relibra.planning.balancers.ultraep import solve, threshold_oracle
-from relibra.planning.objective import ExpertShape
-from relibra.planning.placement import busiest
+from relibra.planning.baselines.ultraep import solve, threshold_oracle
+from relibra.planning.costs import ExpertShape
+from relibra.planning.homes.home_search import busiest
 from tests.planning.balancers.questions import ask, rank_loads, spread, step_skew
 
 

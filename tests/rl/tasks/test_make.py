@@ -4,11 +4,12 @@ import doctest
 
 import pytest
 
-from relibra.rl.settings import TaskSettings
-from relibra.rl.tasks import lengths, rewards, rows, strings
-from relibra.rl.tasks.arithmetic import Arithmetic
+from relibra.rl.config.settings import TaskSettings
+from relibra.rl.tasks import rewards, rows
 from relibra.rl.tasks.make import make_task, without_effect
-from relibra.rl.tasks.strings import Strings
+from relibra.rl.toy import lengths, strings
+from relibra.rl.toy.arithmetic import Arithmetic
+from relibra.rl.toy.strings import Strings
 
 
 def test_settings_become_the_task_they_name():

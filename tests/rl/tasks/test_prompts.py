@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relibra.errors import ConfigError
-from relibra.rl.settings import TaskSettings
+from relibra.rl.config.settings import TaskSettings
 from relibra.rl.tasks.make import make_task
 from relibra.rl.tasks.task import Demonstrating, Task
 

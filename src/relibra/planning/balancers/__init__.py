@@ -1,29 +1,27 @@
 """Balancers: the planners that a step can be given to, each after one system, behind one interface.
 
-`BALANCERS` names them; `relibra.planning.plan_step` asks them. `relibra.planning.balancers.faces` offers the static
+`BALANCERS` names them; `relibra.planning.plan_step` asks them. `relibra.eplb` offers the static
 planner under the names that DeepSeek's EPLB, vLLM and SGLang call. What a balancer may *see* is what it plans homes and
 replicas from; a static placement is still executed on the true micro-batches, by its rule of sharing tokens.
 """
 
 from __future__ import annotations
 
-from relibra.planning.balancers import (
+from relibra.planning.balancer import Balancer
+from relibra.planning.balancers import foremoe, relibra, static
+from relibra.planning.baselines import (
     balanced,
     eplb,
     eplb_lp,
     feplb,
     flashlb,
     flexmoe,
-    foremoe,
     laer,
     llep,
     lplb,
     popfetcher,
-    relibra,
-    static,
     ultraep,
 )
-from relibra.planning.decision import Balancer
 
 BALANCERS: dict[str, Balancer] = {
     "static": Balancer(decide=static.decide, sees="nothing", based_on="plain expert parallelism"),

@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Int64, Shaped
 from numpy import ndarray
 
-from relibra.planning.balancers.eplb import eplb_placement
 from relibra.planning.balancers.homes import copies_of
+from relibra.planning.baselines.eplb import eplb_placement
 from relibra.routing.compiled import compiled
 
 MAX_TIMES = 16

@@ -15,10 +15,10 @@ import numpy as np
 from jaxtyping import Int64
 from numpy import ndarray
 
+from relibra.planning.balancer import Decision, Question
 from relibra.planning.balancers.homes import empty_slots, previous_homes
-from relibra.planning.concurrency import side_by_side
-from relibra.planning.decision import Decision, Question
-from relibra.planning.placement import busiest, ranks_inside_nodes
+from relibra.planning.homes.home_search import busiest, ranks_inside_nodes
+from relibra.planning.search.concurrency import side_by_side
 from relibra.routing.compiled import compiled
 
 SWAPS = 2000

@@ -9,7 +9,7 @@ from jaxtyping import Float64, Int, Int16, Int32, Int64
 from numpy import ndarray
 from scipy.optimize import linear_sum_assignment
 
-from relibra.planning.decision import Decision, Question
+from relibra.planning.balancer import Decision, Question
 from relibra.planning.loads import homes_of
 from relibra.routing.compiled import compiled
 

@@ -11,14 +11,14 @@ from jaxtyping import Float32, Int64
 from numpy import ndarray
 
 from relibra.cluster import Cluster
-from relibra.planning.annealing import COLD, WARM
-from relibra.planning.concurrency import Deadline, side_by_side
-from relibra.planning.decision import Decision, Question
+from relibra.planning.balancer import Decision, Question
+from relibra.planning.homes.annealing import COLD, WARM
+from relibra.planning.homes.home_search import HomeWeights, co_activation_groups, place_homes
 from relibra.planning.loads import homes_of
-from relibra.planning.locality import place_samples
-from relibra.planning.packing import PackingLimits, pack_samples
-from relibra.planning.placement import HomeWeights, co_activation_groups, place_homes
-from relibra.planning.pricing import cheapest_replicas, choose_replicas, moving_seconds
+from relibra.planning.replicas.pricing import cheapest_replicas, choose_replicas, moving_seconds
+from relibra.planning.schedule.locality import place_samples
+from relibra.planning.schedule.packing import PackingLimits, pack_samples
+from relibra.planning.search.concurrency import Deadline, side_by_side
 from relibra.routing.demand import Demand
 
 _SWAPS_OF_A_STEP = 60_000_000

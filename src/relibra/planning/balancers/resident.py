@@ -13,9 +13,9 @@ import numpy as np
 from jaxtyping import Int, Int16, Int64
 from numpy import ndarray
 
+from relibra.planning.balancer import Decision, Question
 from relibra.planning.balancers.homes import choose_homes, copies_of, previous_homes
 from relibra.planning.balancers.shares import even_quotas, local_first_quotas, optimal_quotas
-from relibra.planning.decision import Decision, Question
 
 Split = Literal["even", "optimal", "local first"]
 

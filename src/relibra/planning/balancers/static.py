@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from relibra.planning.balancer import Decision, Question
 from relibra.planning.balancers.homes import previous_homes, without_replicas
-from relibra.planning.decision import Decision, Question
 from relibra.routing.statistics import contiguous_homes
 
 

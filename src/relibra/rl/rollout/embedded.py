@@ -20,8 +20,8 @@ from transformers import Cache
 
 from relibra.errors import EngineError
 from relibra.replay import RoutingRecorder, record_routing
-from relibra.rl.rollout.draws import uniform_numbers
 from relibra.rl.rollout.kv_caches import can_join, growing_cache, join_caches, last_columns
+from relibra.rl.rollout.philox import uniform_numbers
 from relibra.rl.rollout.response import Response, RolloutCost, Window
 
 PREFILL_TOKENS = 1 << 15

@@ -21,7 +21,7 @@ from numpy import ndarray
 from safetensors import SafetensorError
 
 from relibra.errors import EngineError
-from relibra.rl.rollout.draws import uniform_numbers
+from relibra.rl.rollout.philox import uniform_numbers
 from relibra.rl.rollout.response import Response, RolloutCost, Window
 from relibra.routing.trace import expert_dtype
 

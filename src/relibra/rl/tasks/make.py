@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from relibra.rl.settings import TaskSettings
-from relibra.rl.tasks.arithmetic import Arithmetic
+from relibra.rl.config.settings import TaskSettings
 from relibra.rl.tasks.prompts import open_prompts
-from relibra.rl.tasks.strings import Strings
 from relibra.rl.tasks.task import Task
+from relibra.rl.toy.arithmetic import Arithmetic
+from relibra.rl.toy.strings import Strings
 
 
 def make_task(settings: TaskSettings, seed: int, evaluation_prompts: int) -> Task:

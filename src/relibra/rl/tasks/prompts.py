@@ -13,7 +13,7 @@ from jaxtyping import Int64
 from numpy import ndarray
 
 from relibra.errors import ConfigError
-from relibra.rl.settings import TaskSettings
+from relibra.rl.config.settings import TaskSettings
 from relibra.rl.tasks.rewards import NEEDS_ANSWER, Reward, make_reward, right_answer
 from relibra.rl.tasks.rows import Rows, column, excerpt, open_rows
 from relibra.rl.tasks.task import TRAINING_STREAM, Prompt

@@ -1,0 +1,211 @@
+"""Calibration: from measured seconds to a `Cluster` that plans can be priced with. No clock is read here.
+
+GEMM table    rows of one expert -> flops per second, forward and backward
+links         seconds = alpha + beta x bytes, fitted over sizes
+peak          the fastest product there was
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import nnls
+
+from relibra.cluster import Cluster, Link
+from relibra.errors import EngineError
+from relibra.planning.costs import ExpertShape
+
+Samples = Mapping[int, Sequence[float]]
+"""Seconds of each repetition, by size: rows of an expert, or bytes."""
+
+PASSES = 3.0
+"""Forward counts once, backward twice: a gradient of the rows and one of the weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Median and quartiles over repetitions."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Spread:
+        """Summarise numbers, of which there is at least one."""
+        low, median, high = np.quantile(np.asarray(numbers, dtype=np.float64), (0.25, 0.5, 0.75))
+        return cls(median=float(median), low=float(low), high=float(high))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkFit:
+    """A link, and how far the line is from what was measured.
+
+    bytes, seconds    what it was fitted to: medians over repetitions
+    error             root mean square over sizes of (line - measured) / measured
+    worst             the largest such difference, without its sign
+    """
+
+    link: Link
+    bytes: tuple[int, ...]
+    seconds: tuple[Spread, ...]
+    error: float
+    worst: float
+
+
+def fit_link(samples: Samples, what: str) -> LinkFit:
+    """Fit seconds = alpha + beta x bytes, alpha 0 or more, by least squares of relative errors.
+
+    Relative, for else the largest message alone would decide, and alpha would be noise.
+
+    what      for the message, such as "copies in host memory"
+    raises    EngineError when seconds do not grow with bytes
+    """
+    sizes = sorted(samples)
+    spreads = [Spread.of(samples[size]) for size in sizes]
+    bytes_X, seconds_X = np.array(sizes, dtype=np.float64), np.array([spread.median for spread in spreads])
+    scale = bytes_X.max()  # both unknowns of one order: the solver's tolerance is absolute
+    columns_X2 = np.stack([np.full_like(bytes_X, seconds_X.max()), bytes_X / scale * seconds_X.max()], axis=1)
+    (alpha, beta), _ = nnls(columns_X2 / seconds_X[:, None], np.ones(len(sizes)))
+    alpha, beta = alpha * seconds_X.max(), beta * seconds_X.max() / scale
+    if len(sizes) < 2 or not beta > 0:
+        listed = ", ".join(f"{size:,} bytes {spread.median:.2g} s" for size, spread in zip(sizes, spreads, strict=True))
+        raise EngineError(
+            f"{what}: seconds do not grow with bytes ({listed}), so that no bandwidth follows; something else kept the "
+            "machine busy: try again"
+        )
+    off_X = (alpha + beta * bytes_X) / seconds_X - 1
+    return LinkFit(
+        link=Link(latency_seconds=float(alpha), bytes_per_second=float(1 / beta)),
+        bytes=tuple(sizes),
+        seconds=tuple(spreads),
+        error=float(np.sqrt(np.mean(off_X**2))),
+        worst=float(np.abs(off_X).max()),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmRow:
+    """So many rows of each expert, and the flops per second that they are computed with."""
+
+    rows: int
+    flops_per_second: Spread
+    repetitions: int
+
+
+def gemm_rows(samples: Samples, experts: int, flops_per_row: float) -> list[GemmRow]:
+    """Turn seconds for several experts of so many rows each into rates, rows rising.
+
+    flops_per_row    forward and backward, of one expert
+    """
+    found = []
+    for rows in sorted(samples):
+        rates = [experts * rows * flops_per_row / seconds for seconds in samples[rows]]
+        found.append(GemmRow(rows=rows, flops_per_second=Spread.of(rates), repetitions=len(rates)))
+    return found
+
+
+def monotone_table(found: Sequence[GemmRow]) -> tuple[tuple[int, float], ...]:
+    """Return (rows, flops per second) with rates that never fall: more rows cannot be slower than fewer at a time.
+
+    Where a measured rate is below the one before, that one stands: `Cluster.gemm_seconds` would read it so anyway.
+    """
+    rates = np.maximum.accumulate([row.flops_per_second.median for row in found])
+    return tuple((row.rows, float(rate)) for row, rate in zip(found, rates, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What there is to calibrate, in words and numbers.
+
+    memory_bytes    of one rank
+    words           processor, dtype, threads, for the source of the figures
+    """
+
+    name: str
+    ranks: int
+    memory_bytes: int
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """A cluster, and what it was made of; `exchange` is None where there was one rank."""
+
+    cluster: Cluster
+    gemm: list[GemmRow]
+    dense_flops_per_second: Spread
+    memory_bytes_per_second: Spread
+    host: LinkFit
+    exchange: LinkFit | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timings:
+    """Seconds of each repetition, the slowest rank of each.
+
+    experts             by rows of each expert: forward and backward of `num_experts` experts
+    dense               of one large product of `dense_flops`
+    copies, exchange    by bytes; exchange: sent by each rank to the others
+    memory_bytes        read and written by a copy inside the device's own memory
+    memory              that copy
+    """
+
+    num_experts: int
+    experts: Samples
+    dense_flops: float
+    dense: Sequence[float]
+    copies: Samples
+    exchange: Samples
+    memory_bytes: float
+    memory: Sequence[float]
+
+
+def calibrated(timings: Timings, machine: Machine, expert: ExpertShape, links_of: Cluster | None = None) -> Calibration:
+    """Make a cluster of one node of what was measured.
+
+    Links between nodes cannot be measured on one machine: those inside it stand in, and `source` says so.
+
+    links_of    whose links between ranks to take, where exchange was not measured; the label is then `model`
+    raises      EngineError when a line cannot be fitted
+    """
+    gemm = gemm_rows(timings.experts, timings.num_experts, PASSES * expert.flops_per_token_slot)
+    table = monotone_table(gemm)
+    dense = Spread.of([timings.dense_flops / seconds for seconds in timings.dense])
+    memory = Spread.of([timings.memory_bytes / seconds for seconds in timings.memory])
+    peak = max(dense.median, table[-1][1])
+    host = fit_link(timings.copies, "copies in host memory")
+    exchange = fit_link(timings.exchange, "the exchange between ranks") if links_of is None else None
+    if exchange is not None:
+        intra = send = receive = exchange.link
+        links = "links between nodes were not measured, those inside stand in"
+    else:
+        assert links_of is not None, "without an exchange links come from somewhere"
+        intra, send, receive = links_of.intra, links_of.inter_send, links_of.inter_receive
+        links = f"links between ranks were not measured, they are those of {links_of.name} ({links_of.label})"
+    cluster = Cluster(
+        name=machine.name,
+        num_nodes=1,
+        ranks_per_node=machine.ranks,
+        intra=intra,
+        inter_send=send,
+        inter_receive=receive,
+        host=host.link,
+        memory_bytes=machine.memory_bytes,
+        peak_flops_per_second=peak,
+        efficiency=min(1.0, table[-1][1] / peak),
+        gemm_table=table,
+        memory_bytes_per_second=memory.median,
+        source=f"relibra calibrate: {machine.words}; experts of {expert.hidden} x {expert.width}; {links}",
+        label="measured" if exchange is not None else "model",
+    )
+    return Calibration(
+        cluster=cluster,
+        gemm=gemm,
+        dense_flops_per_second=dense,
+        memory_bytes_per_second=memory,
+        host=host,
+        exchange=exchange,
+    )

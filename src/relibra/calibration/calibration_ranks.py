@@ -1,0 +1,338 @@
+"""Calibration: the processes that measure, one per rank, all at once, as in training.
+
+Each rank times its experts, a large product, copies in host and device memory, and the all-to-all; of every size the
+slowest rank counts. Sizes take turns, forwards and backwards, so that a slow moment falls on no size alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
+from relibra.calibration.calibration import Machine, Timings
+from relibra.errors import ConfigError, EngineError
+from relibra.parallel.grouped_experts import grouped_experts, seconds_each
+from relibra.planning.costs import ExpertShape
+
+EXPERTS = 4
+"""Of one rank: several, so that their weights come from memory, as they do in a layer."""
+EXCHANGES = 4
+"""In a row, for one reading of the clock: waiting for a late rank is then shared by several."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is timed how often.
+
+    rows                of each expert
+    dense               a product of dense x dense matrices
+    copies, exchange    bytes; exchange: to all other ranks together
+    repetitions         at most; fewer, but at least `LEAST`, when those of one kind take longer than `seconds`
+    """
+
+    rows: tuple[int, ...]
+    dense: int
+    copies: tuple[int, ...]
+    exchange: tuple[int, ...]
+    repetitions: int
+    seconds: float = 40.0
+
+
+LEAST = 3
+_MIB = 1 << 20
+CPU_SIZES = Sizes(
+    rows=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+    dense=1024,
+    copies=(_MIB, 4 * _MIB, 16 * _MIB, 64 * _MIB, 128 * _MIB),
+    exchange=(1 << 12, 1 << 16, 1 << 18, _MIB, 4 * _MIB, 16 * _MIB),
+    repetitions=9,
+)
+GPU_SIZES = Sizes(
+    rows=tuple(1 << power for power in range(15)),
+    dense=8192,
+    copies=(_MIB, 4 * _MIB, 16 * _MIB, 64 * _MIB, 256 * _MIB),
+    exchange=(1 << 12, 1 << 16, 1 << 18, _MIB, 4 * _MIB, 16 * _MIB, 64 * _MIB, 256 * _MIB),
+    repetitions=15,
+)
+QUICK_SIZES = Sizes(
+    rows=(1, 8, 64), dense=256, copies=(_MIB, 16 * _MIB), exchange=(1 << 16, _MIB, 4 * _MIB), repetitions=3
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What every rank does.
+
+    cuda               a GPU for each rank, else one thread for each
+    timeout_seconds    how long a rank waits for another, and how long all of it may take
+    """
+
+    ranks: int
+    cuda: bool
+    expert: ExpertShape
+    sizes: Sizes
+    timeout_seconds: float = 900.0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What experts are computed in."""
+        return torch.bfloat16 if self.cuda else torch.float32
+
+
+def choose_job(ranks: int | None, expert: ExpertShape, *, quick: bool = False) -> Job:
+    """Take all GPUs of this machine, or two processes of one thread where there is none.
+
+    raises    ConfigError when there are GPUs, but fewer than ranks, or when a CPU has one rank only
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus and (ranks or 0) > gpus:
+        raise ConfigError(f"--ranks {ranks}: this machine has {gpus} GPU(s), each is one rank; ask for {gpus} at most")
+    if not gpus and ranks == 1:
+        raise ConfigError("--ranks 1: on a CPU the exchange is measured between processes; ask for 2 or more")
+    sizes = QUICK_SIZES if quick else GPU_SIZES if gpus else CPU_SIZES
+    return Job(ranks=ranks or gpus or 2, cuda=gpus > 0, expert=expert, sizes=sizes)
+
+
+def describe(job: Job) -> Machine:
+    """Say what is calibrated; no process is started."""
+    if job.cuda:
+        properties = torch.cuda.get_device_properties(0)
+        words = f"{job.ranks} x {properties.name}, bfloat16"
+        memory = int(properties.total_memory)
+    else:
+        words = f"{_processor()}, {job.ranks} processes of 1 thread, float32"
+        memory = _host_memory() // job.ranks
+    kind = "gpu" if job.cuda else "cpu"
+    return Machine(
+        name=f"calibrated-{kind}-x{job.ranks}",
+        ranks=job.ranks,
+        memory_bytes=memory,
+        words=f"{words}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
+    )
+
+
+def measure(job: Job) -> Timings:
+    """Run all ranks and return what the slowest of them took.
+
+    raises    EngineError when a rank dies, or does not answer in time
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        _run_ranks(job, Path(folder))
+        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(job.ranks)]
+    return Timings(
+        num_experts=EXPERTS,
+        experts={rows: _slowest([one["experts"][n] for one in found]) for n, rows in enumerate(job.sizes.rows)},
+        dense_flops=2.0 * job.sizes.dense**3,
+        dense=_slowest([one["dense"] for one in found]),
+        copies={size: _slowest([one["copies"][n] for one in found]) for n, size in enumerate(job.sizes.copies)},
+        memory_bytes=2.0 * max(job.sizes.copies),
+        memory=_slowest([one["memory"] for one in found]),
+        exchange={
+            bytes_to_others(size, job.ranks): [
+                max(of_ranks) for of_ranks in zip(*(one["exchange"][n] for one in found), strict=True)
+            ]
+            for n, size in enumerate(job.sizes.exchange if job.ranks > 1 else ())
+        },
+    )
+
+
+def bytes_to_others(size: int, ranks: int) -> int:
+    """Round a size to what divides evenly: as many bytes, a multiple of 4, for each of the others.
+
+    >>> bytes_to_others(1000, 4)
+    996
+    """
+    return max(4, size // (ranks - 1) // 4 * 4) * (ranks - 1)
+
+
+def _slowest(of_ranks: Sequence[Sequence[float]]) -> Sequence[float]:
+    return max(of_ranks, key=median)
+
+
+def _run_ranks(job: Job, folder: Path) -> None:
+    processes = mp.spawn(_work, args=(job, folder), nprocs=job.ranks, join=False)  # type: ignore[attr-defined]
+    deadline = time.monotonic() + job.timeout_seconds
+    try:
+        while not processes.join(timeout=max(0.0, deadline - time.monotonic())):
+            if time.monotonic() >= deadline:
+                raise EngineError(
+                    f"the ranks of the calibration did not finish within {job.timeout_seconds:g} s: the machine is too "
+                    "busy, or a rank hangs; try again, or with fewer ranks"
+                )
+    except ProcessExitedException as error:
+        how = (
+            f"was ended by {_signal_name(-error.exit_code)}" if error.exit_code < 0 else f"left with {error.exit_code}"
+        )
+        raise EngineError(
+            f"rank {error.error_index} of the calibration {how}: nothing was written, try again"
+        ) from error
+    except ProcessRaisedException as error:
+        said = str(error).strip().splitlines()[-1]
+        raise EngineError(f"rank {error.error_index} of the calibration failed: {said}; nothing was written") from error
+    finally:
+        for process in processes.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def _work(rank: int, job: Job, folder: Path) -> None:
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if job.cuda else torch.device("cpu")
+    if job.cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if job.cuda else "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=job.ranks,
+        timeout=timedelta(seconds=job.timeout_seconds),
+    )
+    found: dict[str, object] = {}
+    *found["experts"], found["dense"] = _time_products(job, device)
+    dist.barrier()
+    found["copies"] = _time_copies(job, device)
+    dist.barrier()
+    found["memory"] = _time_memory(job, device)
+    dist.barrier()
+    found["exchange"] = _time_exchange(job, device) if job.ranks > 1 else []
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _time_products(job: Job, device: torch.device) -> list[list[float]]:
+    """Return seconds of the experts for each number of rows, then of the large product."""
+    shape, sizes = job.expert, job.sizes
+    experts = grouped_experts(EXPERTS, EXPERTS * max(sizes.rows), shape.hidden, shape.width, device, job.dtype)
+    experts.check()
+    left, right = (torch.randn(sizes.dense, sizes.dense, device=device).to(job.dtype) for _ in range(2))
+    works = [*(experts.work([rows] * EXPERTS) for rows in sizes.rows), lambda: (left @ right,)]
+
+    def once(order: list[int]) -> list[float]:
+        return seconds_each([works[n] for n in order], device)
+
+    return _repeated(len(works), once, sizes, lambda elapsed: elapsed > sizes.seconds)
+
+
+def _time_copies(job: Job, device: torch.device) -> list[list[float]]:
+    """Return seconds of copies in host memory, or between host and GPU, the slower way.
+
+    Each copy takes another stretch of memory than the one before, or small ones would come from a cache.
+    """
+    sizes = job.sizes
+    host = torch.zeros(2 * max(sizes.copies), dtype=torch.uint8, pin_memory=job.cuda)
+    other = torch.zeros_like(host, device=device)
+    host.fill_(1)  # pages are there from now on
+    other.fill_(1)
+    begin = 0
+
+    def copied(size: int) -> float:
+        nonlocal begin
+        begin = begin if begin + size <= len(host) else 0
+        there, here = other[begin : begin + size], host[begin : begin + size]
+        begin += size
+        seconds = []
+        for target, source in ((there, here), (here, there)) if job.cuda else ((there, here),):
+            start = _now(device)
+            target.copy_(source, non_blocking=job.cuda)
+            seconds.append(_now(device) - start)
+        return max(seconds)
+
+    def once(order: list[int]) -> list[float]:
+        return [copied(sizes.copies[n]) for n in order]
+
+    return _repeated(len(sizes.copies), once, sizes, lambda elapsed: elapsed > sizes.seconds)
+
+
+def _time_memory(job: Job, device: torch.device) -> list[float]:
+    """Return seconds of copies inside the device's own memory, of the largest size."""
+    source = torch.ones(max(job.sizes.copies), dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+
+    def once(_: list[int]) -> list[float]:
+        start = _now(device)
+        target.copy_(source)
+        return [_now(device) - start]
+
+    return _repeated(1, once, job.sizes, lambda elapsed: elapsed > job.sizes.seconds)[0]
+
+
+def _time_exchange(job: Job, device: torch.device) -> list[list[float]]:
+    """Return seconds of an all-to-all in which every rank sends as much to every other one, and nothing to itself."""
+    own, sizes = dist.get_rank(), [bytes_to_others(size, job.ranks) for size in job.sizes.exchange]
+    sent = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    received = torch.zeros_like(sent)
+
+    def exchanged(size: int) -> float:
+        each = [0 if rank == own else size // (job.ranks - 1) for rank in range(job.ranks)]
+        dist.barrier()
+        start = _now(device)
+        for _ in range(EXCHANGES):
+            dist.all_to_all_single(received[:size], sent[:size], each, each)
+        return (_now(device) - start) / EXCHANGES
+
+    def once(order: list[int]) -> list[float]:
+        return [exchanged(sizes[n]) for n in order]
+
+    def enough(elapsed: float) -> bool:  # ranks must agree on how often
+        slowest = torch.tensor(elapsed)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return float(slowest) > job.sizes.seconds
+
+    return _repeated(len(sizes), once, job.sizes, enough)
+
+
+def _repeated(
+    number: int, once: Callable[[list[int]], list[float]], sizes: Sizes, enough: Callable[[float], bool]
+) -> list[list[float]]:
+    """Return the seconds of each piece; the first round warms up, and rounds go forwards and backwards in turn."""
+    seconds: list[list[float]] = [[] for _ in range(number)]
+    once(list(range(number)))
+    start = time.perf_counter()
+    for repetition in range(sizes.repetitions):
+        order = list(range(number))[:: -1 if repetition % 2 else 1]
+        for n, spent in zip(order, once(order), strict=True):
+            seconds[n].append(spent)
+        if repetition + 1 >= LEAST and enough(time.perf_counter() - start):
+            break
+    return seconds
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or "unknown processor"
+
+
+def _host_memory() -> int:
+    """Return the bytes this machine has, or the control group allows, whichever is less."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    allowed = limit.read_text().strip() if limit.exists() else "max"
+    return min(total, int(allowed)) if allowed.isdigit() else total

@@ -1,0 +1,1 @@
+"""What several verbs read from their arguments: workload, simulated step, pages."""

@@ -1,0 +1,59 @@
+"""Logical order: weights as anybody outside expects them, expert 0 first, wherever their homes are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from relibra.parallel.balanced import balanced_layers
+from relibra.parallel.homes.relocation import relocate
+
+
+@contextmanager
+def logical_order(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+    """Bring experts home to positions 0..E-1 inside, and back afterwards; collective, like whatever saves inside.
+
+    Where they are already in that order, nothing is sent.
+
+    optimizer   as in `relocate`
+    raises      as `relocate`
+
+        with logical_order(model, optimizer):
+            model.save_pretrained(folder)
+    """
+    homes_LE = np.stack([layer.physical_to_logical_E for layer in balanced_layers(model).values()])
+    logical_LE = np.broadcast_to(np.arange(homes_LE.shape[1]), homes_LE.shape)
+    if np.array_equal(homes_LE, logical_LE):
+        yield
+        return
+    relocate(model, logical_LE, optimizer)
+    try:
+        yield
+    finally:
+        relocate(model, homes_LE, optimizer)
+
+
+def logical_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield each parameter by name, gathered whole, expert rows in logical order; collective, nothing moves.
+
+    One parameter is whole at a time; all ranks have to take all of them.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward pass without backward the root still shows its gathered parameters
+    rows_by_id = {
+        id(getattr(layer.experts, name)): torch.from_numpy(np.argsort(layer.physical_to_logical_E))
+        for layer in balanced_layers(model).values()
+        for name in layer.names
+    }
+    for name, parameter in model.named_parameters():
+        detached = parameter.detach()
+        whole = detached.full_tensor() if isinstance(detached, DTensor) else detached
+        rows_E = rows_by_id.get(id(parameter))
+        yield name, whole if rows_E is None else whole[rows_E.to(whole.device)]

@@ -1,0 +1,118 @@
+"""Exchange of rows between ranks with sizes that everyone knows beforehand, and what is said when it fails."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Shaped
+from torch import Tensor
+
+from relibra.errors import EngineError
+from relibra.parallel.rows.rank_tables import Place
+from relibra.timeline import TimelineRecorder
+
+_OF_A_PEER = re.compile(r"gloo/(transport|rendezvous)|closed by peer|reset by peer|timed out waiting", re.IGNORECASE)
+"""What gloo says about a peer that is gone, slow or elsewhere. It has no error class of its own, and what it says about
+wrong arguments names it too; NCCL raises `DistError`."""
+
+
+@contextmanager
+def waiting(what: str, place: Place, peers: Sequence[int]) -> Iterator[None]:
+    """Turn a collective that fails inside, by a time-out or a dead peer, into an error that says who waited for whom.
+
+    what     such as "the exchange of rows"
+    peers    ranks of the expert-parallel group that have to take part
+    raises   EngineError
+    """
+    try:
+        yield
+    except EngineError:
+        raise
+    except RuntimeError as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0]
+        of_a_peer = isinstance(error, dist.DistError) or _OF_A_PEER.search(reason)
+        if not of_a_peer or "out of memory" in str(error):
+            raise
+        others = sorted(set(peers) - {place.rank})
+        raise EngineError(
+            f"{place}: {what} with ranks {others} failed: {reason}. One of them died, hangs or is elsewhere in the "
+            "step: look for the first error among those ranks, and resume from the last checkpoint"
+        ) from error
+
+
+def gathered(own: Tensor, group: dist.ProcessGroup, what: str, place: Place) -> list[Tensor]:
+    """Return the tensor of every rank of a group, of one shape; collective.
+
+    what     for the message when a peer is gone, such as "the agreement on the plan"
+    raises   EngineError
+    """
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    with waiting(what, place, range(len(everyone))):
+        dist.all_gather(everyone, own, group=group)
+    return everyone
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Route:
+    """One all-to-all of an expert-parallel group: sizes of this rank, and where it happens.
+
+    send_R, receive_R   rows to and from each rank
+    recorder            notes each exchange with the bytes for other ranks; None: nobody does
+    stage               what it notes: "dispatch" to where rows are computed, "combine" on the way back
+    """
+
+    send_R: list[int]
+    receive_R: list[int]
+    group: dist.ProcessGroup
+    place: Place
+    recorder: TimelineRecorder | None = None
+    stage: Literal["dispatch", "combine"] = "dispatch"
+
+    @property
+    def back(self) -> Route:
+        """The way back."""
+        back: Literal["dispatch", "combine"] = "combine" if self.stage == "dispatch" else "dispatch"
+        return replace(self, send_R=self.receive_R, receive_R=self.send_R, stage=back)
+
+    def move(self, rows: Shaped[Tensor, "X ..."]) -> Shaped[Tensor, "Y ..."]:
+        """Send rows, ordered by destination; return those that arrive, ordered by source. Not differentiable."""
+        received = rows.new_empty((sum(self.receive_R), *rows.shape[1:]))
+        with self._recorded(rows), waiting("the exchange of rows", self.place, range(len(self.send_R))):
+            dist.all_to_all_single(received, rows.contiguous(), self.receive_R, self.send_R, group=self.group)
+        return received
+
+    def _recorded(self, rows: Tensor) -> AbstractContextManager[None]:
+        if self.recorder is None:
+            return nullcontext()
+        elsewhere = sum(self.send_R) - self.send_R[self.place.rank]
+        return self.recorder.record(
+            self.stage,
+            layer=self.place.layer_id,
+            micro_batch=self.place.micro_batch,
+            bytes=elsewhere * rows[:1].nbytes,
+        )
+
+
+def exchange(rows: Shaped[Tensor, "X ..."], route: Route) -> Shaped[Tensor, "Y ..."]:
+    """Send rows, ordered by destination; return those that arrive, ordered by source. Gradients take the way back.
+
+    raises   EngineError when a peer is gone or the group's time-out has passed
+    """
+    return _Exchange.apply(rows, route)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        return route.move(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.route.back.move(gradients[0]), None

@@ -1,0 +1,200 @@
+"""`RankTables`: what one rank sends, receives, computes and copies in one (micro-batch, layer), from the plan alone.
+
+Every rank derives its tables from the same plan and demand, so nobody exchanges counts: what a rank sends to another
+is what that one expects. No torch here; what moves tensors is in `dispatch` and `replica_slots`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int64
+from numpy import ndarray
+
+from relibra.parallel.rows.chunked_split import chunked_split
+from relibra.planning.plan import StepPlan
+from relibra.planning.traffic.split import TokenSplit, split_tokens
+from relibra.routing.demand import Demand
+
+
+class Place(NamedTuple):
+    """Where in a step something happens, for messages; -1: it belongs to no layer or micro-batch."""
+
+    rank: int
+    layer_id: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        """Name what applies."""
+        layer = f", layer {self.layer_id}" * (self.layer_id >= 0)
+        return f"rank {self.rank}{layer}" + f", micro-batch {self.micro_batch}" * (self.micro_batch >= 0)
+
+
+class Push(NamedTuple):
+    """One expert's way from its home to a replica slot; gradients take it back.
+
+    expert            logical expert
+    home, home_slot   rank of the home, and the expert's position in that rank's parameters
+    replica, slot     rank of the replica, and its spare slot (0..B-1)
+    tokens            token-slots that the replica computes
+    """
+
+    expert: int
+    home: int
+    home_slot: int
+    replica: int
+    slot: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankTables:
+    """The part of one rank in one (micro-batch, layer).
+
+    Local slots `P` of a rank: its E / R homes in the order of the map, then its B spare slots.
+
+    layer_id, micro_batch, rank   where this is, for messages
+    num_homes, num_spare          E / R and B
+    tokens_E        token-slots that this rank sends to each expert
+    send_RP         token-slots that this rank sends to local slot P of rank R
+    receive_RP      token-slots that arrive from source rank R for own local slot P
+    send_order_X    which of the token-slots, sorted by expert and stably so, goes out X-th: by destination rank, local
+                    slot, position
+    compute_order_Y which of the arrived rows (by source rank, local slot, position) is computed Y-th: by local slot,
+                    source rank, position
+    slot_Y          local slot of each row in the order of computation; homes come first
+    pushes          all copies that any rank makes here, by (replica rank, slot): the same list on every rank
+    """
+
+    layer_id: int
+    micro_batch: int
+    rank: int
+    num_homes: int
+    num_spare: int
+    tokens_E: Int64[ndarray, " E"]
+    send_RP: Int64[ndarray, "R P"]
+    receive_RP: Int64[ndarray, "R P"]
+    send_order_X: Int64[ndarray, " X"]
+    compute_order_Y: Int64[ndarray, " Y"]
+    slot_Y: Int64[ndarray, " Y"]
+    pushes: tuple[Push, ...]
+
+    @property
+    def place(self) -> Place:
+        """Where this is, for messages."""
+        return Place(self.rank, self.layer_id, self.micro_batch)
+
+    @property
+    def num_home_rows(self) -> int:
+        """Rows computed by the experts at home on this rank; the others belong to its replicas."""
+        return int(self.receive_RP[:, : self.num_homes].sum())
+
+    @property
+    def pushes_from_here(self) -> list[tuple[int, Push]]:
+        """The pushes of experts that are at home on this rank, with their numbers."""
+        return [(n, push) for n, push in enumerate(self.pushes) if push.home == self.rank]
+
+    @property
+    def pushes_to_here(self) -> list[tuple[int, Push]]:
+        """The pushes into the slots of this rank, with their numbers."""
+        return [(n, push) for n, push in enumerate(self.pushes) if push.replica == self.rank]
+
+
+def rank_tables(
+    plan: StepPlan, demand: Demand, rank: int, micro_batch: int, layer: int, chunk: int | None = None
+) -> RankTables:
+    """Derive the tables of a rank in a micro-batch and layer.
+
+    demand   under the schedule of the plan (`plan.scheduled`)
+    layer    position in the plan's layers, not the decoder layer
+    chunk    whole chunks of this many token-slots per instance, see `chunked_split`; None: the quotas of the plan
+    """
+    assert demand.tokens_MLRE is not None, "tables need a scheduled demand: call plan.scheduled first"
+    tokens_RE = demand.tokens_MLRE[micro_batch, layer]
+    replica_RB, quota_RB = plan.replica_MLRB[micro_batch, layer], plan.quota_MLRB[micro_batch, layer]
+    split = split_tokens(tokens_RE, plan.home_LE[layer], replica_RB, quota_RB, plan.ranks_per_node)
+    if chunk is not None:
+        split = chunked_split(split, chunk)
+    return _of_split(
+        split, tokens_RE, plan.physical_to_logical_map[layer], plan.slots, rank, int(plan.layer_ids[layer]), micro_batch
+    )
+
+
+def home_tables(
+    tokens_RE: Int64[ndarray, "R E"],
+    physical_to_logical_E: Int64[ndarray, " E"],
+    rank: int,
+    layer_id: int,
+    micro_batch: int,
+) -> RankTables:
+    """Derive the tables of a rank where every expert is computed at home, as without a plan."""
+    num_ranks, E = tokens_RE.shape
+    home_E = np.argsort(physical_to_logical_E, kind="stable") // (E // num_ranks)
+    none_RB = np.zeros((num_ranks, 0), dtype=np.int64)
+    split = split_tokens(tokens_RE, home_E, none_RB, none_RB, num_ranks)
+    return _of_split(split, tokens_RE, physical_to_logical_E, 0, rank, layer_id, micro_batch)
+
+
+def _of_split(
+    split: TokenSplit,
+    tokens_RE: ndarray,
+    physical_to_logical_E: ndarray,
+    slots: int,
+    rank: int,
+    layer_id: int,
+    micro_batch: int,
+) -> RankTables:
+    num_ranks, E = tokens_RE.shape
+    num_homes = E // num_ranks
+    home_slot_E = np.argsort(physical_to_logical_E, kind="stable") % num_homes
+    local_I = np.where(split.slot_I < 0, home_slot_E[split.expert_I], num_homes + split.slot_I)
+    send_RP = np.zeros((num_ranks, num_homes + slots), dtype=np.int64)
+    send_RP[split.rank_I, local_I] = split.tokens_RI[rank]
+    receive_RP = np.zeros_like(send_RP)
+    own_I = split.rank_I == rank
+    receive_RP[:, local_I[own_I]] = split.tokens_RI[:, own_I]
+    arrived_Y = np.repeat(np.tile(np.arange(send_RP.shape[1]), num_ranks), receive_RP.ravel())
+    compute_order_Y = np.argsort(arrived_Y, kind="stable")
+    return RankTables(
+        layer_id=layer_id,
+        micro_batch=micro_batch,
+        rank=rank,
+        num_homes=num_homes,
+        num_spare=slots,
+        tokens_E=tokens_RE[rank].astype(np.int64),
+        send_RP=send_RP,
+        receive_RP=receive_RP,
+        send_order_X=_send_order(split.tokens_RI[rank], split.rank_I, local_I),
+        compute_order_Y=compute_order_Y,
+        slot_Y=arrived_Y[compute_order_Y],
+        pushes=_pushes(split, home_slot_E),
+    )
+
+
+def _send_order(tokens_I: ndarray, rank_I: ndarray, local_I: ndarray) -> Int64[ndarray, " X"]:
+    """Instances are ordered by expert, so each takes one run of the token-slots sorted by expert; reorder the runs."""
+    start_I = np.cumsum(tokens_I) - tokens_I
+    order_I = np.lexsort((local_I, rank_I))
+    length_I = tokens_I[order_I]
+    shift_I = start_I[order_I] - (np.cumsum(length_I) - length_I)
+    return np.arange(length_I.sum()) + np.repeat(shift_I, length_I)
+
+
+def _pushes(split: TokenSplit, home_slot_E: ndarray) -> tuple[Push, ...]:
+    """List the replicas that get tokens; an idle one needs no weights."""
+    home_E = split.rank_I[split.slot_I < 0]  # one home per expert, in the order of experts
+    tokens_I = split.tokens_RI.sum(axis=0)
+    busy_I = np.flatnonzero((split.slot_I >= 0) & (tokens_I > 0))
+    expert_I = split.expert_I[busy_I]
+    columns = (
+        expert_I,
+        home_E[expert_I],
+        home_slot_E[expert_I],
+        split.rank_I[busy_I],
+        split.slot_I[busy_I],
+        tokens_I[busy_I],
+    )
+    pushes = [Push(*row) for row in np.stack(columns, axis=1).tolist()]
+    return tuple(sorted(pushes, key=lambda push: (push.replica, push.slot)))

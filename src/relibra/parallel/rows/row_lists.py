@@ -1,0 +1,157 @@
+"""`RowLists`: which rows of a layer travel, and in which order; each token to a rank once, to be expanded there.
+
+Counts follow from the plan; *which* tokens share a destination does not, because two experts of one token may live on
+one rank. Only the source knows that, from the recorded routes, before the step. So sources tell destinations once per
+micro-batch, for all layers in one message of 4 bytes per token-slot; no layer exchanges anything but rows. (Send once:
+UniEP, arXiv 2604.19241.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from jaxtyping import Int, Int32, Int64
+from numpy import ndarray
+from torch import Tensor
+
+from relibra.parallel.rows.exchange import Route
+from relibra.parallel.rows.rank_tables import Place, RankTables
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SendOnce:
+    """Rows that travel when a token goes to a rank once: one row Z per (destination, token).
+
+    token_Z     planned row of the batch that goes out Z-th, by destination and token
+    send_R      rows to each destination
+    receive_R   rows from each source
+    arrived_Y   arrived row (by source, then by token) from which the Y-th row of the computation is made
+    """
+
+    token_Z: Int64[Tensor, " Z"]
+    send_R: list[int]
+    receive_R: list[int]
+    arrived_Y: Int64[Tensor, " Y"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowLists:
+    """Rows of one layer as one rank sends and computes them, on the device.
+
+    choice_X          token-slot (row of `[T, K]`, flattened) that goes out X-th: by destination, local slot, position
+    compute_order_Y   arrived token-slot (by source, local slot, position) that is computed Y-th
+    slot_Y            local slot of the Y-th row of the computation
+    once              how tokens go to a rank once; None: each token-slot is a row
+    """
+
+    choice_X: Int64[Tensor, " X"]
+    compute_order_Y: Int64[Tensor, " Y"]
+    slot_Y: Int64[Tensor, " Y"]
+    once: SendOnce | None = None
+
+
+def sent_order(tables: RankTables, experts_TK: Int[ndarray, "T K"]) -> Int64[ndarray, " X"]:
+    """Return the token-slots of this rank in the order in which they go out."""
+    return np.argsort(experts_TK, axis=None, kind="stable")[tables.send_order_X]
+
+
+def row_lists(tables: RankTables, experts_TK: Int[ndarray, "T K"], device: torch.device) -> RowLists:
+    """Make the row lists of a layer in which each token-slot is a row of its own.
+
+    experts_TK   logical ids of the rows of this rank, with the counts of the tables
+    """
+    return _row_lists(tables, sent_order(tables, experts_TK), device)
+
+
+def _row_lists(tables: RankTables, choice_X: Int64[ndarray, " X"], device: torch.device) -> RowLists:
+    return RowLists(
+        choice_X=_on(device, choice_X),
+        compute_order_Y=_on(device, tables.compute_order_Y),
+        slot_Y=_on(device, tables.slot_Y),
+    )
+
+
+def rows_to_send(
+    tables: RankTables, choice_X: Int64[ndarray, " X"], num_rows: int, top_k: int
+) -> tuple[Int64[ndarray, " Z"], Int64[ndarray, " R"], Int32[ndarray, " X"]]:
+    """Find the rows to send so that each token goes to each destination once.
+
+    Return (token of each row, rows per destination, for each token-slot the number of its row in the message to its
+    destination).
+    """
+    choices_R = tables.send_RP.sum(axis=1)
+    rank_X = np.repeat(np.arange(len(choices_R)), choices_R)
+    # One sort of (rank, token): a table of ranks x tokens would take longer where there are many ranks.
+    row_Z, number_X = np.unique(rank_X * num_rows + choice_X // top_k, return_inverse=True)
+    rows_R = np.bincount(row_Z // max(1, num_rows), minlength=len(choices_R))
+    first_R = np.cumsum(rows_R) - rows_R
+    return row_Z % max(1, num_rows), rows_R, (number_X - first_R[rank_X]).astype(np.int32)
+
+
+def exchange_row_lists(
+    tables_L: Sequence[RankTables],
+    experts_TLK: Int[ndarray, "T L K"],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> list[RowLists]:
+    """Make the row lists of all layers of a micro-batch, tokens sent once; collective over the group.
+
+    tables_L      of this rank, whose counts are those of the routes
+    experts_TLK   logical ids of the planned rows of this rank
+    raises        EngineError when a peer is gone or the group's time-out has passed
+    """
+    T, L, K = experts_TLK.shape
+    choices_L = [sent_order(tables, experts_TLK[:, layer]) for layer, tables in enumerate(tables_L)]
+    own_L = [rows_to_send(tables, choice_X, T, K) for tables, choice_X in zip(tables_L, choices_L, strict=True)]
+    told_R = _tell(tables_L, own_L, group, device)
+    read_R = [L] * len(told_R)
+    result = []
+    for layer, tables in enumerate(tables_L):
+        token_Z, send_R, _ = own_L[layer]
+        receive_R = np.array([told[layer] for told in told_R])
+        first_R = np.cumsum(receive_R) - receive_R
+        arrived = []
+        for source, told in enumerate(told_R):
+            end = read_R[source] + int(tables.receive_RP[source].sum())
+            arrived.append(first_R[source] + told[read_R[source] : end])
+            read_R[source] = end
+        once = SendOnce(
+            token_Z=_on(device, token_Z),
+            send_R=send_R.tolist(),
+            receive_R=receive_R.tolist(),
+            arrived_Y=_on(device, np.concatenate(arrived)[tables.compute_order_Y]),
+        )
+        result.append(replace(_row_lists(tables, choices_L[layer], device), once=once))
+    return result
+
+
+def _tell(
+    tables_L: Sequence[RankTables],
+    own_L: list[tuple[ndarray, ndarray, ndarray]],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> list[ndarray]:
+    """Tell each rank its rows in each layer and, layer by layer, the row of each token-slot; return what each tells."""
+    send_LR = np.stack([tables.send_RP.sum(axis=1) for tables in tables_L])
+    receive_LR = np.stack([tables.receive_RP.sum(axis=1) for tables in tables_L])
+    pieces_LR = [np.split(own[2], np.cumsum(send_R)[:-1]) for own, send_R in zip(own_L, send_LR, strict=True)]
+    message = []
+    for rank in range(send_LR.shape[1]):
+        message.append(np.array([rows_R[rank] for _, rows_R, _ in own_L], dtype=np.int32))
+        message += [pieces_R[rank] for pieces_R in pieces_LR]
+    route = Route(
+        send_R=(len(tables_L) + send_LR.sum(axis=0)).tolist(),
+        receive_R=(len(tables_L) + receive_LR.sum(axis=0)).tolist(),
+        group=group,
+        place=Place(tables_L[0].rank, -1, tables_L[0].micro_batch),
+    )
+    told = route.move(torch.from_numpy(np.concatenate(message)).to(device)).cpu().numpy()
+    return np.split(told, np.cumsum(route.receive_R)[:-1])
+
+
+def _on(device: torch.device, numbers: ndarray) -> Tensor:
+    return torch.from_numpy(numbers.astype(np.int64)).to(device, non_blocking=True)

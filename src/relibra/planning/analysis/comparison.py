@@ -1,0 +1,251 @@
+"""Balancers side by side on one step: each planned alone, checked by code that is not its own, and measured alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+from numpy import ndarray
+
+from relibra.cluster import Cluster
+from relibra.errors import PlanError
+from relibra.planning.analysis.bounds import any_homes_bound
+from relibra.planning.balancers import BALANCERS
+from relibra.planning.budget import Budget
+from relibra.planning.costs import ExpertShape, predict
+from relibra.planning.plan import Scope, StepPlan, cross_node_copies, step_skew
+from relibra.planning.planner import plan_step
+from relibra.routing.demand import Demand
+
+LEVER_SETS: dict[str, dict[str, Any]] = {
+    "relibra": {"pack_samples": False, "cross_node_copies": False},
+    "relibra+packing": {"pack_samples": True, "cross_node_copies": False},
+    "relibra+packing+cross-node": {"pack_samples": True, "cross_node_copies": True},
+    "relibra+seconds": {"pack_samples": True, "cross_node_copies": True, "objective": "seconds"},
+}
+"""Rows for relibra's levers, as settings of the budget; homes and replicas inside the node always.
+
+The last one plans for modelled seconds whatever the others plan for: where copies and moves cost more than an even load
+saves, it leaves the load uneven.
+"""
+
+LEVERS_IN_WORDS = (
+    "+packing: samples may change their micro-batch; +cross-node: copies on other nodes too; +seconds: both, planned "
+    "for modelled seconds whatever the others are planned for"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonRow:
+    """What one balancer made of a step; figures are None where it made no plan.
+
+    balancer, sees             name, and what it may look at
+    skew, bound, gap           token objective: sum over micro-batches and layers of the busiest rank / sum of means;
+                               the lowest that its schedule, homes, slots and scope allow; skew / bound - 1
+    bound_any_homes            the lowest that its schedule, slots and scope allow with the best homes for each
+                               micro-batch and layer
+    scope                      where its replicas may sit: on the "node" of their home, or anywhere in the "cluster"
+    worst                      largest max / mean of a single micro-batch and layer
+    copies                     replicas over all micro-batches and layers; cross_node_copies: of these, away from the
+                               node of their home
+    moved_experts, moved_bytes experts with a new home rank, and the bytes of their state
+    copy_bytes                 weights pushed to replicas and gradients returned
+    cross_node_token_slots     token-slots computed on another node than the one they come from
+    plan_seconds               wall clock on this machine, kernels compiled before (label `measured`)
+    predicted_seconds          the objective in seconds (label `model`)
+    relocation_seconds         what of it moves experts to new homes, once
+    valid, message             did the plan pass `StepPlan.validate`; if not, why, and there are no figures
+    """
+
+    balancer: str
+    sees: str
+    valid: bool
+    message: str = ""
+    skew: float | None = None
+    worst: float | None = None
+    bound: float | None = None
+    gap: float | None = None
+    bound_any_homes: float | None = None
+    scope: Scope | None = None
+    copies: int | None = None
+    copies_per_micro_batch_layer: float | None = None
+    cross_node_copies: int | None = None
+    moved_experts: int | None = None
+    moved_bytes: int | None = None
+    copy_bytes: int | None = None
+    cross_node_token_slots: int | None = None
+    plan_seconds: float | None = None
+    predicted_seconds: float | None = None
+    relocation_seconds: float | None = None
+
+    def figures(self) -> dict[str, object]:
+        """Return the fields by name, ready for JSON."""
+        return asdict(self)
+
+
+def comparable() -> list[str]:
+    """Return the names that `compare` takes: every balancer of the registry, then relibra's sets of levers."""
+    return [*(name for name in BALANCERS if name not in LEVER_SETS), *LEVER_SETS]
+
+
+def with_levers(name: str, budget: Budget) -> tuple[str, Budget]:
+    """Return the registry's name of a balancer and its budget: a set of levers fixes what relibra may move.
+
+    raises    PlanError for an unknown name
+    """
+    if name in LEVER_SETS:
+        return "relibra", replace(budget, **LEVER_SETS[name])
+    if name not in BALANCERS and name != "auto":
+        raise PlanError(f"balancer {name!r} is unknown: allowed are {', '.join([*comparable(), 'auto'])}")
+    return name, budget
+
+
+def compare(
+    demand: Demand,
+    cluster: Cluster,
+    budget: Budget,
+    balancers: Sequence[str] | None = None,
+    *,
+    expert: ExpertShape,
+    history_MLE: Int[ndarray, "H L E"] | None = None,
+) -> list[ComparisonRow]:
+    """Plan one step with each balancer and measure the plans; see `iterate_comparison`."""
+    names = comparable() if balancers is None else balancers
+    found = iterate_comparison(demand, cluster, budget, names, expert=expert, history_MLE=history_MLE)
+    return [row for row, _ in found]
+
+
+def iterate_comparison(
+    demand: Demand,
+    cluster: Cluster,
+    budget: Budget,
+    balancers: Iterable[str],
+    *,
+    expert: ExpertShape,
+    history_MLE: Int[ndarray, "H L E"] | None = None,
+) -> Iterator[tuple[ComparisonRow, StepPlan | None]]:
+    """Yield the row and the plan of each balancer; one that cannot plan this step gives a row that says why.
+
+    Plans are as the balancers made them: none is replaced by the static layout where that would be better.
+
+    balancers     names of `comparable()`, or "auto"
+    history_MLE   what balancers that see "history" may plan from; None: they plan from even loads
+    raises        PlanError for an unknown name, before the first plan
+    """
+    chosen = [(name, *with_levers(name, budget)) for name in balancers]
+    for name, registered, allowed in chosen:
+        sees = BALANCERS[registered].sees if registered in BALANCERS else "micro-batches"
+        try:
+            compile_kernels(demand, cluster, allowed, registered, expert=expert, history_MLE=history_MLE)
+            plan = plan_step(
+                demand, cluster, allowed, registered, expert=expert, history_MLE=history_MLE, never_worse=False
+            )
+        except PlanError as error:
+            yield ComparisonRow(balancer=name, sees=sees, valid=False, message=str(error)), None
+            continue
+        yield measure(plan, demand, cluster, expert, balancer=name, sees=sees), plan
+
+
+def compile_kernels(
+    demand: Demand,
+    cluster: Cluster,
+    budget: Budget,
+    balancer: str,
+    *,
+    expert: ExpertShape,
+    previous: StepPlan | None = None,
+    history_MLE: Int[ndarray, "H L E"] | None = None,
+) -> float:
+    """Plan the first layer alone, so that compiling kernels is not counted as planning; return its seconds.
+
+    What is wrong with the question is left to the plan of the whole step to say.
+    """
+    start = time.perf_counter()
+    with suppress(PlanError):
+        plan_step(
+            _first_layer(demand),
+            cluster,
+            replace(budget, deadline_seconds=None),
+            balancer,
+            expert=expert,
+            previous=None if previous is None else _first_layer_of_plan(previous),
+            history_MLE=None if history_MLE is None else history_MLE[:, :1].copy(),
+        )
+    return time.perf_counter() - start
+
+
+def measure(
+    plan: StepPlan, demand: Demand, cluster: Cluster, expert: ExpertShape, *, balancer: str, sees: str
+) -> ComparisonRow:
+    """Check and measure one plan; `demand` is the step's, under any schedule. An invalid plan has no figures."""
+    try:
+        plan.validate(cluster, demand)
+    except PlanError as error:
+        return ComparisonRow(balancer=balancer, sees=sees, valid=False, message=str(error))
+    scheduled = plan.scheduled(demand)
+    load_MLR = plan.rank_load(scheduled)
+    mean_ML = load_MLR.mean(axis=2)
+    worst_ML = np.divide(load_MLR.max(axis=2), mean_ML, out=np.ones_like(mean_ML), where=mean_ML > 0)
+    skew, bound = plan.skew(scheduled), plan.bound(scheduled)
+    any_homes_ML = any_homes_bound(
+        scheduled.load_MLE, cluster.num_ranks, cluster.ranks_per_node, plan.slots, plan.scope
+    )
+    volumes = predict(plan, scheduled, cluster, expert, pairs_LEE=demand.pairs_LEE)
+    return ComparisonRow(
+        balancer=balancer,
+        sees=sees,
+        valid=True,
+        skew=skew,
+        worst=float(worst_ML.max(initial=1.0)),
+        bound=bound,
+        gap=skew / bound - 1,
+        bound_any_homes=step_skew(any_homes_ML, load_MLR),
+        scope=plan.scope,
+        copies=plan.num_copies,
+        copies_per_micro_batch_layer=plan.num_copies / max(1, worst_ML.size),
+        cross_node_copies=cross_node_copies(plan),
+        moved_experts=plan.num_moved,
+        moved_bytes=volumes.moved_bytes,
+        copy_bytes=volumes.copy_bytes,
+        cross_node_token_slots=volumes.cross_node_token_slots,
+        plan_seconds=plan.plan_seconds,
+        predicted_seconds=plan.predicted["total"],
+        relocation_seconds=plan.predicted["relocation"],
+    )
+
+
+def scopes_in_words(rows: Iterable[ComparisonRow]) -> str:
+    """Say whose copies may sit where: bounds compare only between rows where that is the same."""
+    made = list(rows)
+    words = {"node": "inside the node", "cluster": "anywhere"}
+    scopes = {scope: [row.balancer for row in made if row.scope == scope] for scope in words}
+    return "; ".join(f"{words[scope]}: {', '.join(names)}" for scope, names in scopes.items() if names)
+
+
+def _first_layer(demand: Demand) -> Demand:
+    """Cut a demand down to its first layer; whole arrays, because kernels are compiled per memory layout."""
+    assert demand.tokens_MLRE is not None, "needs a demand with a schedule"
+    return replace(
+        demand,
+        counts_SLE=demand.counts_SLE[:, :1].copy(),
+        layer_ids=demand.layer_ids[:1],
+        tokens_MLRE=demand.tokens_MLRE[:, :1].copy(),
+        pairs_LEE=None if demand.pairs_LEE is None else demand.pairs_LEE[:1].copy(),
+    )
+
+
+def _first_layer_of_plan(plan: StepPlan) -> StepPlan:
+    return replace(
+        plan,
+        layer_ids=plan.layer_ids[:1],
+        physical_to_logical_map=plan.physical_to_logical_map[:1].copy(),
+        previous_map=plan.previous_map[:1].copy(),
+        replica_MLRB=plan.replica_MLRB[:, :1].copy(),
+        quota_MLRB=plan.quota_MLRB[:, :1].copy(),
+        bound_ML=plan.bound_ML[:, :1].copy(),
+    )

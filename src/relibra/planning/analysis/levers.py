@@ -1,0 +1,89 @@
+"""Which lever bought what: the skew of a step as the levers of a plan are pulled one after the other."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Int, Int64
+from numpy import ndarray
+
+from relibra.planning.analysis.bounds import reachable_bound
+from relibra.planning.loads import home_rank_load, replica_load_change
+from relibra.planning.plan import StepPlan, cross_node_copies, step_skew
+from relibra.planning.replicas.replication import replicate
+from relibra.routing.demand import Demand
+from relibra.routing.statistics import contiguous_homes
+
+
+def lever_gaps(plan: StepPlan, demand: Demand) -> list[tuple[str, float]]:
+    """Return the token objective after each lever, from the static layout down to the bound.
+
+    Cumulative and in this order: "static" homes under the given schedule without replicas; the plan's "schedule"; its
+    "homes"; "replicas" inside the nodes; "cross-node copies", which is the plan itself; and the plan's "bound". A lever
+    that a plan does not use leaves the figure as it is. Where a plan has copies across nodes, what replicas inside the
+    nodes alone would reach is solved again, with the plan's slots.
+
+    demand    with the schedule that the balancer was given
+    """
+    scheduled = plan.scheduled(demand)
+    static_LE = _static_homes(plan)
+    final = plan.skew(scheduled)
+    inside = _skew_with_replicas_inside(plan, scheduled) if cross_node_copies(plan) else final
+    return [
+        ("static", _homes_skew(demand, static_LE, plan.num_ranks)),
+        ("schedule", _homes_skew(scheduled, static_LE, plan.num_ranks)),
+        ("homes", _homes_skew(scheduled, plan.home_LE, plan.num_ranks)),
+        ("replicas", inside),
+        ("cross-node copies", final),
+        ("bound", plan.bound(scheduled)),
+    ]
+
+
+def lever_bounds(plan: StepPlan, demand: Demand) -> list[tuple[str, float]]:
+    """Return the lowest skew that could be reached after each lever of `lever_gaps`, by counting alone.
+
+    With the homes and the schedule so far, and the slots and the scope of the plan: what a schedule or homes make
+    possible shows here, even where they take little off the skew by themselves. Replicas and cross-node copies are what
+    reaches it, so from "homes" on it is the plan's bound.
+
+    demand    with the schedule that the balancer was given
+    """
+    scheduled, static_LE = plan.scheduled(demand), _static_homes(plan)
+    final = plan.bound(scheduled)
+    return [
+        ("static", _reachable_skew(plan, demand, static_LE)),
+        ("schedule", _reachable_skew(plan, scheduled, static_LE)),
+        *((lever, final) for lever in ("homes", "replicas", "cross-node copies", "bound")),
+    ]
+
+
+def _static_homes(plan: StepPlan) -> Int[ndarray, "L E"]:
+    return np.tile(contiguous_homes(plan.num_experts, plan.num_ranks), (len(plan.layer_ids), 1))
+
+
+def _reachable_skew(plan: StepPlan, demand: Demand, home_LE: Int[ndarray, "L E"]) -> float:
+    load_MLE = demand.load_MLE
+    bound_ML = reachable_bound(load_MLE, home_LE, plan.num_ranks, plan.ranks_per_node, plan.slots, plan.scope)
+    return step_skew(bound_ML, home_rank_load(load_MLE, home_LE, plan.num_ranks))
+
+
+def _homes_skew(demand: Demand, home_LE: Int[ndarray, "L E"], num_ranks: int) -> float:
+    return _skew(home_rank_load(demand.load_MLE, home_LE, num_ranks))
+
+
+def _skew(load_MLR: Int64[ndarray, "M L R"]) -> float:
+    return step_skew(load_MLR.max(axis=-1, initial=0), load_MLR)
+
+
+def _skew_with_replicas_inside(plan: StepPlan, scheduled: Demand) -> float:
+    load_MLE, home_LE = scheduled.load_MLE, plan.home_LE
+    replica_MLRB, quota_MLRB = np.empty_like(plan.replica_MLRB), np.empty_like(plan.quota_MLRB)
+    for layer in range(len(home_LE)):
+        replica_MLRB[:, layer], quota_MLRB[:, layer] = replicate(
+            np.ascontiguousarray(load_MLE[:, layer]),
+            home_LE[layer],
+            plan.num_ranks,
+            plan.ranks_per_node,
+            slots=plan.slots,
+        )
+    load_MLR = home_rank_load(load_MLE, home_LE, plan.num_ranks)
+    return _skew(load_MLR + replica_load_change(replica_MLRB, quota_MLRB, home_LE))

@@ -1,0 +1,29 @@
+"""Balanced: as even as copies can make it, whatever it costs. The ideal that other balancers are compared with.
+
+Homes are dealt longest first on the totals of the step, and then every (micro-batch, layer) gets new replicas anywhere
+in the cluster, as if all ranks were one node. With one spare slot per rank an exactly even layout of one load always
+exists when homes are free too (Walker's alias method); with homes fixed for the step the chains of
+`relibra.planning.replicas.replication` come within a few token-slots of it. No machine moves weights that fast.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from relibra.planning.balancer import Decision, Question
+from relibra.planning.balancers.homes import empty_slots, previous_homes
+from relibra.planning.homes.home_search import longest_first
+from relibra.planning.replicas.replication import replicate
+
+
+def decide(question: Question) -> Decision:
+    """Make every rank's load as equal as its slots allow in each micro-batch and layer, copies on any node."""
+    R, budget = question.cluster.num_ranks, question.budget
+    load_MLE, home_LE = question.demand.load_MLE, previous_homes(question)
+    replica_MLRB, quota_MLRB = empty_slots(question)
+    for layer in range(home_LE.shape[0]):
+        if budget.move_homes:
+            home_LE[layer] = longest_first(load_MLE[:, layer].sum(axis=0), R)
+        load_ME = np.ascontiguousarray(load_MLE[:, layer])
+        replica_MLRB[:, layer], quota_MLRB[:, layer] = replicate(load_ME, home_LE[layer], R, R, slots=budget.slots)
+    return Decision(home_LE=home_LE, replica_MLRB=replica_MLRB, quota_MLRB=quota_MLRB, scope="cluster")

@@ -1,0 +1,93 @@
+"""LLEP, least-loaded expert parallelism (arXiv 2601.17111; github.com/SalesforceAIResearch/LeastLoadedEP, 0349746).
+
+Sees the exact loads of one (micro-batch, layer), before every layer. Experts, heaviest first, keep on their home what
+fits under a capacity and spill the rest, with their weights, to the least loaded ranks. The original has no limit on
+how many foreign experts a rank takes; here the spare slots are the limit, and what finds no slot stays at home.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import numpy as np
+
+from relibra.planning.balancer import Decision, Question
+from relibra.planning.balancers.homes import empty_slots, previous_homes
+from relibra.routing.compiled import compiled
+
+CAPACITY = 1.1
+"""Load that a rank may reach, as a multiple of the mean."""
+
+SMALL = 1024
+"""Token-slots below which a piece is not worth sending weights for, unless it is the last of its expert."""
+
+WORTH = 1.3
+"""Skew below which nothing is done."""
+
+
+def decide(question: Question) -> Decision:
+    """Spill what is over capacity to the least loaded ranks of the cluster, per (micro-batch, layer)."""
+    home_LE = previous_homes(question)
+    replica_MLRB, quota_MLRB = empty_slots(question)
+    if question.budget.slots:
+        _spill_all(question.demand.load_MLE, home_LE.astype(np.int64), replica_MLRB, quota_MLRB)
+    return Decision(home_LE=home_LE, replica_MLRB=replica_MLRB, quota_MLRB=quota_MLRB, scope="cluster")
+
+
+@compiled
+@no_type_check
+def _spill_all(load_MLE, home_LE, replica_MLRB, quota_MLRB) -> None:
+    M, L, R, _ = replica_MLRB.shape
+    pending_R = np.empty(R, np.int64)
+    for m in range(M):
+        for layer in range(L):
+            load_E = load_MLE[m, layer]
+            pending_R[:] = 0
+            for e in range(len(load_E)):
+                pending_R[home_LE[layer, e]] += load_E[e]
+            if pending_R.max() * R >= WORTH * load_E.sum() and load_E.sum() > 0:
+                _spill(load_E, home_LE[layer], pending_R, replica_MLRB[m, layer], quota_MLRB[m, layer])
+
+
+@compiled
+@no_type_check
+def _spill(load_E, home_E, pending_R, replica_RB, quota_RB) -> None:
+    """Serve experts by falling load; `pending_R` is the native load of each rank that still waits."""
+    R, B = replica_RB.shape
+    capacity = int(CAPACITY * (load_E.sum() // R))
+    assigned_R = np.zeros(R, np.int64)
+    for e in np.argsort(-load_E, kind="mergesort"):
+        home = home_E[e]
+        pending_R[home] -= load_E[e]
+        own = max(0, min(load_E[e], capacity - assigned_R[home] - pending_R[home]))
+        assigned_R[home] += own
+        rest = load_E[e] - own
+        for t in np.argsort(assigned_R + pending_R, kind="mergesort"):
+            if rest == 0:
+                break
+            piece = min(rest, capacity - assigned_R[t] - pending_R[t])
+            if t == home or replica_RB[t, B - 1] >= 0 or piece <= 0 or (piece < SMALL and piece < rest):
+                continue
+            _put(e, t, piece, replica_RB, quota_RB)
+            assigned_R[t] += piece
+            rest -= piece
+        if rest == load_E[e] - own and rest > 0:  # nobody has room: all of it to the least loaded with a slot
+            least = home
+            for t in range(R):
+                free = t == home or replica_RB[t, B - 1] < 0
+                if free and assigned_R[t] + pending_R[t] < assigned_R[least] + pending_R[least]:
+                    least = t
+            if least != home:
+                _put(e, least, rest, replica_RB, quota_RB)
+                assigned_R[least] += rest
+                rest = 0
+        assigned_R[home] += rest
+
+
+@compiled
+@no_type_check
+def _put(e, t, tokens, replica_RB, quota_RB) -> None:
+    for b in range(replica_RB.shape[1]):
+        if replica_RB[t, b] < 0:
+            replica_RB[t, b], quota_RB[t, b] = e, tokens
+            return

@@ -1,0 +1,219 @@
+"""UltraEP's planner (arXiv 2606.04101; github.com/Dots-Infra/UltraEP v1.0.0, 94cab09): threshold and greedy oracle.
+
+Sees the exact loads of one (micro-batch, layer), after gating. Homes never move. Ranks above a ceiling `tau` hand their
+excess to ranks of the same node that have a free slot; three ceilings just above the mean are tried, then it bisects.
+Different from the original: the bisection keeps the dynamic floor (with the strict floor of 1024 tokens it misses most
+plans); runs on one CPU core instead of one GPU block; a plan that does not lower the maximum is dropped.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import numpy as np
+from jaxtyping import Int, Int16, Int32
+from numpy import ndarray
+
+from relibra.planning.balancer import Decision, Question
+from relibra.planning.balancers.homes import empty_slots, previous_homes
+from relibra.routing.compiled import compiled
+
+KEEP = 1
+"""Token-slots that stay at the home of an expert."""
+
+SMALL = 1024
+"""Replicas with fewer token-slots are dropped at the end if that does not raise the maximum (`u_min`)."""
+
+Placed = tuple[Int16[ndarray, "R B"], Int32[ndarray, "R B"]]
+
+
+def decide(question: Question) -> Decision:
+    """Solve each (micro-batch, layer, node) by itself, homes as they are."""
+    G = question.cluster.ranks_per_node
+    load_MLE, home_LE = question.demand.load_MLE, previous_homes(question)
+    replica_MLRB, quota_MLRB = empty_slots(question)
+    if question.budget.slots:
+        for layer in range(home_LE.shape[0]):
+            home_E = home_LE[layer].astype(np.int64)
+            for node in range(question.cluster.num_nodes):
+                here = slice(node * G, (node + 1) * G)
+                experts = np.flatnonzero(home_E // G == node)
+                load_MX = np.ascontiguousarray(load_MLE[:, layer, experts])
+                replica_MGB, quota_MGB = solve(load_MX, home_E[experts] - node * G, G, question.budget.slots)
+                replica_MLRB[:, layer, here] = np.where(replica_MGB >= 0, experts[replica_MGB], -1)
+                quota_MLRB[:, layer, here] = quota_MGB
+    return Decision(home_LE=home_LE, replica_MLRB=replica_MLRB, quota_MLRB=quota_MLRB)
+
+
+def solve(
+    load_ME: Int[ndarray, "M E"], home_E: Int[ndarray, " E"], num_ranks: int, slots: int
+) -> tuple[Int16[ndarray, "M R B"], Int32[ndarray, "M R B"]]:
+    """Plan the replicas of one domain (the ranks of one node) for each micro-batch.
+
+    home_E    home rank of each expert, 0..num_ranks-1
+    returns   expert per slot (-1: empty) and the token-slots it computes
+    """
+    replica_MRB = np.full((len(load_ME), num_ranks, slots), -1, dtype=np.int16)
+    quota_MRB = np.zeros((len(load_ME), num_ranks, slots), dtype=np.int32)
+    _solve_all(load_ME.astype(np.int64), home_E.astype(np.int64), replica_MRB, quota_MRB)
+    return replica_MRB, quota_MRB
+
+
+def threshold_oracle(
+    load_E: Int[ndarray, " E"], home_E: Int[ndarray, " E"], num_ranks: int, slots: int, tau: int
+) -> Placed | None:
+    """Bring every rank to at most `tau` token-slots, greedily; None when the greedy way finds no plan.
+
+    Not monotone: it may fail at a ceiling and succeed at a lower one.
+    """
+    load_E, home_E = load_E.astype(np.int64), home_E.astype(np.int64)
+    load_R = np.bincount(home_E, weights=load_E, minlength=num_ranks).astype(np.int64)
+    order_E, starts, source_R = _orders(load_E, home_E, load_R)
+    replica_RB, quota_RB = np.empty((num_ranks, slots), np.int16), np.empty((num_ranks, slots), np.int32)
+    room_R, free_R = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
+    found = _oracle(load_E, load_R, order_E, starts, source_R, tau, room_R, free_R, replica_RB, quota_RB)
+    return (replica_RB, quota_RB) if found else None
+
+
+@compiled
+@no_type_check
+def _orders(load_E, home_E, load_R) -> tuple[ndarray, ndarray, ndarray]:
+    """Sort once per load: experts by home and falling load, sources by falling load (ties: lower id)."""
+    E, R = len(load_E), len(load_R)
+    starts, order_E, source_R = np.zeros(R + 1, np.int64), np.empty(E, np.int64), np.empty(R, np.int64)
+    for e in range(E):
+        starts[home_E[e] + 1] += 1
+    for r in range(R):
+        starts[r + 1] += starts[r]
+    filled_R = starts[:R].copy()
+    for e in range(E):  # insertion sort: a rank is home of few experts
+        first, x = starts[home_E[e]], filled_R[home_E[e]]
+        while x > first and load_E[order_E[x - 1]] < load_E[e]:
+            order_E[x] = order_E[x - 1]
+            x -= 1
+        order_E[x] = e
+        filled_R[home_E[e]] += 1
+    for r in range(R):
+        x = r
+        while x > 0 and load_R[source_R[x - 1]] < load_R[r]:
+            source_R[x] = source_R[x - 1]
+            x -= 1
+        source_R[x] = r
+    return order_E, starts, source_R
+
+
+@compiled
+@no_type_check
+def _oracle(load_E, load_R, order_E, starts, source_R, tau, room_R, free_R, replica_RB, quota_RB) -> bool:
+    R, B = replica_RB.shape
+    excess, slack = 0, 0
+    for r in range(R):
+        room_R[r], free_R[r] = max(tau - load_R[r], 0), B
+        excess += max(load_R[r] - tau, 0)
+        slack += room_R[r]
+        for b in range(B):
+            replica_RB[r, b], quota_RB[r, b] = -1, 0
+    if excess > slack:
+        return False
+    for s in source_R:
+        need = load_R[s] - tau
+        if need <= 0:
+            return True
+        for x in range(starts[s], starts[s + 1]):
+            e = order_E[x]
+            available = load_E[e] - KEEP
+            while need > 0 and available > 0:
+                t, candidates = _roomiest(e, room_R, free_R, replica_RB)
+                if t < 0:
+                    break
+                amount = min(need, room_R[t], available)
+                if amount < -(-need // candidates):
+                    break  # the dynamic floor: smaller pieces would need more targets than there are
+                b = B - free_R[t]
+                replica_RB[t, b], quota_RB[t, b] = e, amount
+                room_R[t] -= amount
+                free_R[t] -= 1
+                need -= amount
+                available -= amount
+            if need == 0:
+                break
+        if need > 0:
+            return False
+    return True
+
+
+@compiled
+@no_type_check
+def _roomiest(e, room_R, free_R, replica_RB) -> tuple[int, int]:
+    """Find the target with most room (ties: lower id) for a new copy of `e`: it (or -1), and how many there are."""
+    best, candidates = -1, 0
+    B = replica_RB.shape[1]
+    for t in range(len(room_R)):
+        if room_R[t] > 0 and free_R[t] > 0:
+            held = False
+            for b in range(B - free_R[t]):
+                held = held or replica_RB[t, b] == e
+            if not held:
+                candidates += 1
+                if best < 0 or room_R[t] > room_R[best]:
+                    best = t
+    return best, candidates
+
+
+@compiled
+@no_type_check
+def _solve_all(load_ME, home_E, replica_MRB, quota_MRB) -> None:
+    M, R, B = replica_MRB.shape
+    load_R, room_R, free_R = np.empty(R, np.int64), np.empty(R, np.int64), np.empty(R, np.int64)
+    replica_RB, quota_RB = np.empty((R, B), np.int16), np.empty((R, B), np.int32)
+    for m in range(M):
+        load_E = load_ME[m]
+        load_R[:] = 0
+        for e in range(len(load_E)):
+            load_R[home_E[e]] += load_E[e]
+        top, mean = load_R.max(), -(-load_R.sum() // R)
+        order_E, starts, source_R = _orders(load_E, home_E, load_R)
+        best = top
+        for attempt in range(3):
+            tau = -(-mean * 101 // 100) + attempt * -(-top // 100)
+            if tau < best and _oracle(
+                load_E, load_R, order_E, starts, source_R, tau, room_R, free_R, replica_RB, quota_RB
+            ):
+                best = tau
+                replica_MRB[m], quota_MRB[m] = replica_RB, quota_RB
+                break
+        if best == top:
+            low = mean - 1
+            while best - low > 1:
+                tau = (low + best) // 2
+                if _oracle(load_E, load_R, order_E, starts, source_R, tau, room_R, free_R, replica_RB, quota_RB):
+                    best = tau
+                    replica_MRB[m], quota_MRB[m] = replica_RB, quota_RB
+                else:
+                    low = tau
+        _drop_small(home_E, load_R, replica_MRB[m], quota_MRB[m])
+
+
+@compiled
+@no_type_check
+def _drop_small(home_E, load_R, replica_RB, quota_RB) -> None:
+    """Give small replicas back to their homes, smallest first, where the maximum stays; `load_R` is updated."""
+    R, B = replica_RB.shape
+    small = 0
+    for r in range(R):
+        for b in range(B):
+            if replica_RB[r, b] >= 0:
+                load_R[r] += quota_RB[r, b]
+                load_R[home_E[replica_RB[r, b]]] -= quota_RB[r, b]
+                small += quota_RB[r, b] < SMALL
+    if small == 0:
+        return
+    top = load_R.max()
+    for x in np.argsort(quota_RB.copy().reshape(R * B), kind="mergesort"):
+        r, b = x // B, x % B
+        if replica_RB[r, b] >= 0 and quota_RB[r, b] < SMALL:
+            home = home_E[replica_RB[r, b]]
+            if load_R[home] + quota_RB[r, b] <= top:
+                load_R[home] += quota_RB[r, b]
+                load_R[r] -= quota_RB[r, b]
+                replica_RB[r, b], quota_RB[r, b] = -1, 0

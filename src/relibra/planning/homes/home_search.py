@@ -1,0 +1,198 @@
+"""Homes: which rank owns each expert during a step, decided from every micro-batch of it.
+
+Replicas never have to leave a node as long as no node is too full, so homes are chosen in two levels: *nodes* by
+simulated annealing over swaps of two experts (`planning.homes.annealing`), judged by the individual micro-batches and
+not by their sum; then *ranks* inside each node, the same way. (ReLibra, arXiv 2605.08639; two levels also in
+ForeMoE, arXiv 2606.11867.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import no_type_check
+
+import numpy as np
+from jaxtyping import Int, Int64, Shaped
+from numpy import ndarray
+from scipy.optimize import linear_sum_assignment
+
+from relibra.planning.homes.annealing import COLD, anneal_nodes, home_cost
+from relibra.routing.compiled import compiled
+
+NEWCOMER = -1
+"""Rank before the step of an expert that comes from another node: it moves wherever it goes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HomeWeights:
+    """What else counts when homes are chosen, measured against one token-slot of compute on the fullest node.
+
+    network       per token-slot that enters or leaves the node, whichever is more
+    move          per expert that changes its node
+    move_inside   per expert that changes its rank on its node, against one token-slot on the fullest rank
+    """
+
+    network: float = 0.0
+    move: float = 0.0
+    move_inside: float = 0.0
+
+
+def place_homes(
+    load_ME: Int64[ndarray, "M E"],
+    source_MNE: Int64[ndarray, "M N E"],
+    previous_home_E: Int64[ndarray, " E"],
+    ranks_per_node: int,
+    *,
+    weights: HomeWeights,
+    temperature: float,
+    proposals: int,
+    seed: int,
+    start_node_E: Int64[ndarray, " E"] | None = None,
+) -> Int64[ndarray, " E"]:
+    """Choose the home rank of each expert of one layer; every rank gets E / R experts.
+
+    source_MNE        token-slots that node N sends to expert E
+    previous_home_E   homes before the step: one of the starts, and what moving is counted from
+    temperature       how far the annealing may stray from its start: `annealing.COLD` or `WARM`
+    proposals         swaps tried
+    start_node_E      another start (say, `co_activation_groups`); the best of all starts is annealed
+    returns           `previous_home_E` itself unless the cost falls by more than moving costs, or, on unchanged nodes,
+                      ranks are busier than with the new homes
+    """
+    num_nodes = source_MNE.shape[1]
+    previous_node_E = previous_home_E // ranks_per_node
+    node_E = previous_node_E
+    if num_nodes > 1 and load_ME.any():
+        problem = (load_ME, source_MNE, previous_node_E, weights.network, weights.move)
+        starts = [previous_node_E, longest_first(load_ME.sum(axis=0), num_nodes)]
+        if start_node_E is not None:
+            starts.append(start_node_E)
+        start_E = min(starts, key=lambda start: home_cost(start, *problem))
+        found_E = anneal_nodes(start_E, *problem, temperature=temperature, proposals=proposals, seed=seed)
+        if home_cost(found_E, *problem) < home_cost(previous_node_E, *problem):
+            node_E = found_E
+    home_E = ranks_inside_nodes(
+        load_ME,
+        node_E,
+        previous_home_E,
+        ranks_per_node,
+        num_nodes,
+        move=weights.move_inside,
+        proposals=proposals // (2 * num_nodes),
+        seed=seed,
+    )
+    moved = weights.move_inside * int((home_E != previous_home_E).sum())
+    same_nodes = bool((node_E == previous_node_E).all())
+    if same_nodes and busiest(load_ME, home_E) + moved >= busiest(load_ME, previous_home_E):
+        return previous_home_E
+    return home_E
+
+
+def busiest(load_ME: Int64[ndarray, "M E"], home_E: Int[ndarray, " E"]) -> int:
+    """Sum over micro-batches of the load of the fullest rank (or node, given nodes), without replicas."""
+    on_rank_ER = np.zeros((len(home_E), int(home_E.max()) + 1), dtype=np.int64)
+    on_rank_ER[np.arange(len(home_E)), home_E] = 1
+    return int((load_ME @ on_rank_ER).max(axis=1).sum())
+
+
+def ranks_inside_nodes(
+    load_ME: Int64[ndarray, "M E"],
+    node_E: Int[ndarray, " E"],
+    previous_home_E: Int[ndarray, " E"],
+    ranks_per_node: int,
+    num_nodes: int,
+    *,
+    move: float,
+    proposals: int,
+    seed: int,
+) -> Int64[ndarray, " E"]:
+    """Lay the experts of each node on its ranks, annealed over micro-batches: even ranks need fewer copies.
+
+    The start is the better of two: longest first, or everybody where they were and newcomers in the gaps.
+
+    move        what an expert that changes its rank costs, in token-slots on the fullest rank
+    proposals   swaps tried per node
+    """
+    home_E = np.empty(len(node_E), dtype=np.int64)
+    for node in range(num_nodes):
+        experts = np.flatnonzero(node_E == node)
+        load_MX = np.ascontiguousarray(load_ME[:, experts])
+        before_X = previous_home_E[experts] - node * ranks_per_node
+        before_X[(before_X < 0) | (before_X >= ranks_per_node)] = NEWCOMER
+        nowhere = np.zeros((len(load_ME), ranks_per_node, len(experts)), dtype=np.int64)
+        problem = (load_MX, nowhere, before_X, 0.0, move)
+        dealt_X = _named_to_stay(longest_first(load_MX.sum(axis=0), ranks_per_node), before_X, ranks_per_node)
+        starts = (dealt_X, _everybody_stays(load_MX.sum(axis=0), before_X, ranks_per_node))
+        rank_X = min(starts, key=lambda start_X: home_cost(start_X, *problem))
+        if ranks_per_node > 1:
+            rank_X = anneal_nodes(rank_X, *problem, temperature=COLD, proposals=proposals, seed=seed + node)
+        home_E[experts] = node * ranks_per_node + _named_to_stay(rank_X, before_X, ranks_per_node)
+    return home_E
+
+
+def _named_to_stay(rank_X: ndarray, before_X: ndarray, num_ranks: int) -> Int64[ndarray, " X"]:
+    """Rename the ranks so that most experts stay where they are; loads are the same under any names."""
+    stays = np.zeros((num_ranks, num_ranks), dtype=np.int64)
+    here = before_X != NEWCOMER
+    np.add.at(stays, (rank_X[here], before_X[here]), 1)
+    _, name_of_rank = linear_sum_assignment(stays, maximize=True)
+    return name_of_rank[rank_X].astype(np.int64)
+
+
+def _everybody_stays(load_X: ndarray, before_X: ndarray, num_ranks: int) -> Int64[ndarray, " X"]:
+    """Leave experts where they are, as many as fit, and put newcomers into the gaps, longest to the lightest rank."""
+    rank_X = before_X.astype(np.int64)
+    room, filled = np.full(num_ranks, len(load_X) // num_ranks), np.zeros(num_ranks)
+    _deal(np.argsort(-load_X, kind="stable"), load_X.astype(np.float64), room, filled, rank_X)
+    return rank_X
+
+
+def longest_first(load_E: Shaped[ndarray, " E"], num_bins: int) -> Int64[ndarray, " E"]:
+    """Deal experts to bins of equal count: heaviest expert first, to the lightest bin with room (ties: lower id).
+
+    >>> longest_first(np.array([5, 4, 3, 2]), 2).tolist()
+    [0, 1, 1, 0]
+    """
+    bin_E = np.full(len(load_E), NEWCOMER)
+    room, filled = np.full(num_bins, len(load_E) // num_bins), np.zeros(num_bins)
+    _deal(np.argsort(-load_E, kind="stable"), load_E.astype(np.float64), room, filled, bin_E)
+    return bin_E
+
+
+@compiled
+@no_type_check
+def _deal(order_E, load_E, room, filled, bin_E) -> None:
+    """Give newcomers of `bin_E` the lightest bin with room, in order; the others keep theirs while there is room."""
+    for e in range(len(bin_E)):
+        if bin_E[e] != NEWCOMER:
+            if room[bin_E[e]] == 0:
+                bin_E[e] = NEWCOMER
+            else:
+                room[bin_E[e]] -= 1
+                filled[bin_E[e]] += load_E[e]
+    for e in order_E:
+        if bin_E[e] == NEWCOMER:
+            best = -1
+            for b in range(len(room)):
+                if room[b] > 0 and (best < 0 or filled[b] < filled[best]):
+                    best = b
+            bin_E[e] = best
+            room[best] -= 1
+            filled[best] += load_E[e]
+
+
+def co_activation_groups(pairs_EE: Int64[ndarray, "E E"], num_bins: int) -> Int64[ndarray, " E"]:
+    """Deal experts to bins of equal count so that experts picked by the same token meet: fewer rows cross nodes.
+
+    A start for the annealing where the network decides and co-routing is known (`statistics.co_activation`): a bin is
+    seeded with the busiest expert left and takes, one at a time, the expert picked most often together with it.
+    """
+    E = len(pairs_EE)
+    bin_E = np.full(E, -1, dtype=np.int64)
+    for b in range(num_bins):
+        together_E = np.diagonal(pairs_EE).astype(np.float64)
+        for _ in range(E // num_bins):
+            e = int(np.argmax(np.where(bin_E < 0, together_E, -1.0)))
+            bin_E[e] = b
+            together_E = pairs_EE[bin_E == b].sum(axis=0, dtype=np.float64)
+    return bin_E

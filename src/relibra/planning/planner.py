@@ -1,0 +1,197 @@
+"""`plan_step`: ask a balancer, make a priced plan of what it says, and never return one worse than static."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+from jaxtyping import Int
+from numpy import ndarray
+
+from relibra.cluster import Cluster
+from relibra.errors import PlanError
+from relibra.planning.analysis.bounds import reachable_bound
+from relibra.planning.balancer import Balancer, Decision, Question
+from relibra.planning.balancers import BALANCERS
+from relibra.planning.budget import Budget
+from relibra.planning.costs import EXPERT_SHAPES, ExpertShape
+from relibra.planning.plan import StepPlan, cross_node_copies, map_of
+from relibra.planning.replicas.pricing import predict_planned
+from relibra.planning.search.concurrency import Deadline
+from relibra.routing.demand import Demand
+
+DEFAULT_EXPERT = EXPERT_SHAPES["qwen3-30b-a3b"]
+
+
+def plan_step(
+    demand: Demand,
+    cluster: Cluster,
+    budget: Budget | None = None,
+    balancer: str = "relibra",
+    *,
+    expert: ExpertShape | None = None,
+    previous: StepPlan | None = None,
+    history_MLE: Int[ndarray, "H L E"] | None = None,
+    never_worse: bool = True,
+) -> StepPlan:
+    """Decide one step: homes, schedule, replicas and quotas.
+
+    demand        token-slots under a schedule (`Demand.with_schedule`) over as many ranks as the cluster has
+    balancer      a name of `BALANCERS`, or "auto": the cheapest plan of all that may know the step
+    expert        sizes of one expert, for the objective in seconds; None: the token objective, and seconds are
+                  predicted for experts like those of Qwen3-30B-A3B
+    previous      the plan of the step before: its homes are where the experts are now
+    history_MLE   loads of earlier micro-batches, for balancers that only see the past; None: they plan from even loads
+    never_worse   return the static layout instead of a plan that this objective finds worse (unless homes must not
+                  move and are elsewhere); False: to compare
+    raises        PlanError when demand, cluster and budget do not fit together
+    """
+    budget = budget or Budget()
+    if expert is None and budget.objective == "seconds":
+        raise PlanError("the objective in seconds needs the size of an expert: pass expert=, or objective 'tokens'")
+    budget = replace(budget, objective=budget.objective or ("tokens" if expert is None else "seconds"))
+    expert = expert or DEFAULT_EXPERT
+    _check(demand, cluster, previous, history_MLE)
+    if balancer == "auto":
+        return _cheapest(demand, cluster, budget, expert=expert, previous=previous)
+    if balancer not in BALANCERS:
+        raise PlanError(f"balancer {balancer!r} is unknown: allowed are {', '.join([*BALANCERS, 'auto'])}")
+    start = time.perf_counter()
+    question = _question(demand, cluster, budget, expert, previous, history_MLE, BALANCERS[balancer])
+    decision = BALANCERS[balancer].decide(question)
+    plan = _plan(balancer, decision, question, expert)
+    plan = replace(plan, plan_seconds=time.perf_counter() - start)
+    if never_worse and balancer != "static":
+        static = plan_step(demand, cluster, budget, "static", expert=expert, previous=previous)
+        may_go_back = budget.move_homes or static.num_moved == 0
+        if may_go_back and _cost(static, demand, budget) < _cost(plan, demand, budget):
+            return replace(static, balancer=f"static (instead of {balancer})", plan_seconds=plan.plan_seconds)
+    return plan
+
+
+def _cheapest(
+    demand: Demand, cluster: Cluster, budget: Budget, *, expert: ExpertShape, previous: StepPlan | None
+) -> StepPlan:
+    """Ask every balancer that may know the step; keep the cheapest plan that uses no lever the budget forbids.
+
+    relibra is asked first, and nobody any more once a deadline is over.
+    """
+    clock = Deadline(budget.deadline_seconds)
+    knowing = [name for name, entry in BALANCERS.items() if entry.sees not in ("nothing", "history")]
+    plans: list[StepPlan] = []
+    for name in sorted(knowing, key=lambda name: name != "relibra"):
+        if not plans or clock.allows(0.5):
+            plans.append(plan_step(demand, cluster, budget, name, expert=expert, previous=previous))
+    allowed = [
+        plan
+        for plan in plans
+        if (budget.move_homes or plan.num_moved == 0) and (budget.cross_node_copies or cross_node_copies(plan) == 0)
+    ]
+    best = min(allowed, key=lambda plan: _cost(plan, demand, budget))
+    return replace(best, plan_seconds=sum(plan.plan_seconds for plan in plans))
+
+
+def _check(demand: Demand, cluster: Cluster, previous: StepPlan | None, history_MLE: ndarray | None) -> None:
+    if demand.tokens_MLRE is None or demand.micro_batch_S is None:
+        raise PlanError("the demand has no schedule: call demand.with_schedule, or cut micro-batches from a trace")
+    if demand.tokens_MLRE.shape[2] != cluster.num_ranks:
+        raise PlanError(
+            f"the demand is scheduled on {demand.tokens_MLRE.shape[2]} ranks, cluster {cluster.name!r} has "
+            f"{cluster.num_ranks}: use cluster.with_ranks, or schedule again"
+        )
+    if demand.num_experts % cluster.num_ranks:
+        raise PlanError(
+            f"{demand.num_experts} experts cannot be shared evenly by {cluster.num_ranks} ranks: choose a number of "
+            f"ranks that divides {demand.num_experts}"
+        )
+    if demand.num_experts > 1 << 15 or cluster.num_ranks > 1 << 15:
+        raise PlanError(f"{demand.num_experts} experts on {cluster.num_ranks} ranks: at most {1 << 15} of each")
+    if 0 in demand.counts_SLE.shape[1:]:
+        raise PlanError(f"a demand of (samples, layers, experts) {demand.counts_SLE.shape} has nothing to plan")
+    if previous is not None:
+        _check_previous(demand, cluster, previous)
+    if history_MLE is not None and (history_MLE.shape[1:] != demand.counts_SLE.shape[1:] or (history_MLE < 0).any()):
+        raise PlanError(
+            f"the history has shape {history_MLE.shape} or negative loads: it must be (micro-batches, layers, experts) "
+            f"with layers and experts {demand.counts_SLE.shape[1:]} of the demand"
+        )
+
+
+def _check_previous(demand: Demand, cluster: Cluster, previous: StepPlan) -> None:
+    """Homes of a previous plan say where experts *are*: on the same ranks and for the same model only."""
+    theirs = (previous.num_nodes, previous.ranks_per_node, previous.num_experts, previous.layer_ids.tolist())
+    ours = (cluster.num_nodes, cluster.ranks_per_node, demand.num_experts, demand.layer_ids.tolist())
+    for what, before, now in zip(("nodes", "ranks per node", "experts", "layers"), theirs, ours, strict=True):
+        if before != now:
+            raise PlanError(
+                f"the previous plan has {what} {before}, this step {now}: leave it out (after a change of ranks, load "
+                "the experts from a checkpoint into the static layout first)"
+            )
+
+
+def _question(
+    demand: Demand,
+    cluster: Cluster,
+    budget: Budget,
+    expert: ExpertShape,
+    previous: StepPlan | None,
+    history_MLE: ndarray | None,
+    entry: Balancer,
+) -> Question:
+    """Show a balancer what it may see, and no more."""
+    L, E = demand.counts_SLE.shape[1:]
+    static_map = np.tile(np.arange(E, dtype=np.int16), (L, 1))
+    total_LE = np.ones((L, E))
+    if entry.sees in ("step totals", "micro-batches"):
+        total_LE = demand.load_MLE.sum(axis=0).astype(np.float64)
+    elif entry.sees == "history" and history_MLE is not None and len(history_MLE):
+        total_LE = history_MLE.sum(axis=0).astype(np.float64)
+    return Question(
+        demand=demand,
+        cluster=cluster,
+        budget=budget,
+        expert=expert,
+        previous_map=static_map if previous is None else previous.physical_to_logical_map,
+        warm=previous is not None,
+        total_LE=total_LE,
+        history_MLE=history_MLE if entry.sees == "history" else None,
+    )
+
+
+def _plan(balancer: str, decision: Decision, question: Question, expert: ExpertShape) -> StepPlan:
+    """Make a plan of a decision: schedule, slot order, bound, price."""
+    demand, cluster = question.demand, question.cluster
+    scheduled = decision.scheduled or demand
+    micro_batch_S, rank_S = scheduled.schedule
+    plan = StepPlan(
+        balancer=balancer,
+        objective=question.budget.objective or "",
+        demand_digest=demand.digest(),
+        cut_short=decision.cut_short,
+        num_nodes=cluster.num_nodes,
+        ranks_per_node=cluster.ranks_per_node,
+        layer_ids=demand.layer_ids.astype(np.int32),
+        micro_batch_S=micro_batch_S,
+        rank_S=rank_S,
+        physical_to_logical_map=map_of(decision.home_LE, question.previous_map, cluster.num_ranks),
+        previous_map=question.previous_map,
+        replica_MLRB=decision.replica_MLRB,
+        quota_MLRB=decision.quota_MLRB,
+        resident=decision.resident,
+        scope=decision.scope,
+        bound_ML=reachable_bound(
+            scheduled.load_MLE,
+            decision.home_LE,
+            cluster.num_ranks,
+            cluster.ranks_per_node,
+            decision.replica_MLRB.shape[3],
+            decision.scope,
+        ),
+    )
+    plan.validate(cluster, scheduled)  # before anything is computed from it
+    return replace(plan, predicted=predict_planned(plan, scheduled, cluster, expert).as_dict())
+
+
+def _cost(plan: StepPlan, demand: Demand, budget: Budget) -> float:
+    return plan.predicted["total"] if budget.objective == "seconds" else plan.skew(plan.scheduled(demand))

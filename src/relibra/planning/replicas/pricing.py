@@ -1,0 +1,247 @@
+"""Prices: which of several decisions costs least in seconds, (micro-batch, layer) by (micro-batch, layer).
+
+A replica is worth its push, its second push and its gradient only where it shortens compute and exchange by more than
+attention fails to hide. So replicas are chosen for a range of tolerances, each with fewer copies than the one before,
+and every (micro-batch, layer) takes the cheapest; none at all is one of them (ForeMoE's fallback, arXiv 2606.11867).
+Where copies may cross nodes, those that keep a node's own tokens inside it are priced too
+(`relibra.planning.replicas.traffic_copies`): as many as attention hides at their homes, half and twice that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+from jaxtyping import Float64, Int, Int16, Int32, Int64
+from numpy import ndarray
+
+from relibra.cluster import Cluster
+from relibra.planning.balancer import Question
+from relibra.planning.costs import (
+    ExpertShape,
+    Prediction,
+    compute_seconds,
+    exchange,
+    exposed_copy_seconds,
+    predict,
+    relocation_seconds,
+)
+from relibra.planning.plan import StepPlan, map_of
+from relibra.planning.replicas.replication import replicate
+from relibra.planning.replicas.traffic_copies import replicate_for_traffic
+from relibra.planning.search.concurrency import Deadline, available_cores, side_by_side
+from relibra.routing.demand import Demand
+
+TOLERANCES = (0.1,)
+"""Accepted overloads that are priced, beside the budget's own and no replicas at all."""
+
+
+def choose_replicas(
+    question: Question, demand: Demand, home_LE: Int64[ndarray, "L E"], tolerance: float, *, cross_node: bool
+) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]:
+    """Choose replicas for every micro-batch and layer at one tolerance: some 10 microseconds each."""
+    cluster, budget = question.cluster, question.budget
+    load_MLE = demand.load_MLE
+
+    def place(layer: int) -> tuple[ndarray, ndarray]:
+        return replicate(
+            np.ascontiguousarray(load_MLE[:, layer]),
+            home_LE[layer],
+            cluster.num_ranks,
+            cluster.ranks_per_node,
+            slots=budget.slots,
+            tolerance=tolerance,
+            cross_node=cross_node,
+        )
+
+    M, L, _ = load_MLE.shape
+    replica_MLRB = np.full((M, L, cluster.num_ranks, budget.slots), -1, dtype=np.int16)
+    quota_MLRB = np.zeros(replica_MLRB.shape, dtype=np.int32)
+    for layer, (replica_MRB, quota_MRB) in enumerate(side_by_side(place, L, budget.threads)):
+        replica_MLRB[:, layer], quota_MLRB[:, layer] = replica_MRB, quota_MRB
+    return replica_MLRB, quota_MLRB
+
+
+def copies_against_traffic(
+    question: Question, demand: Demand, home_LE: Int64[ndarray, "L E"], traffic_slots: int, most_per_home: int
+) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]:
+    """Choose replicas that keep tokens inside their node, and even out the rest with the slots that are left."""
+    cluster, budget, tokens_MLRE = question.cluster, question.budget, demand.tokens_MLRE
+    assert tokens_MLRE is not None, "checked by plan_step"
+
+    def place(layer: int) -> tuple[ndarray, ndarray]:
+        return replicate_for_traffic(
+            tokens_MLRE[:, layer],
+            home_LE[layer],
+            cluster.ranks_per_node,
+            slots=budget.slots,
+            traffic_slots=traffic_slots,
+            most_per_home=most_per_home,
+            tolerance=budget.tolerance,
+        )
+
+    layers = side_by_side(place, len(home_LE), budget.threads)
+    replica, quota = (np.stack([pair[part] for pair in layers], axis=1) for part in (0, 1))
+    return replica, quota
+
+
+def _copies_hidden(question: Question, demand: Demand) -> int:
+    """Count the copies on other nodes that one home rank can serve while attention runs, forward and backward.
+
+    Weights leave it before the forward pass; before the backward pass, which takes twice as long, they leave it again,
+    and after it gradients come in.
+    """
+    cluster, expert = question.cluster, question.expert
+    attention = attention_seconds(demand, cluster, expert)
+    out = expert.weight_bytes / cluster.inter_send.bytes_per_second
+    back = expert.gradient_bytes / cluster.inter_receive.bytes_per_second
+    return int(min(attention / out, 2 * attention / (out + back)))
+
+
+Replicas = tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]
+
+
+def _choices(question: Question, demand: Demand, home_LE: Int64[ndarray, "L E"]) -> list[Callable[[], Replicas]]:
+    """List ways to choose replicas, to be called: none, then few copies first, so that they stay at equal seconds."""
+    budget, cluster = question.budget, question.cluster
+
+    def none() -> Replicas:
+        M, L, _ = demand.load_MLE.shape
+        replica_MLRB = np.full((M, L, cluster.num_ranks, budget.slots), -1, dtype=np.int16)
+        return replica_MLRB, np.zeros(replica_MLRB.shape, dtype=np.int32)
+
+    choices: list[Callable[[], Replicas]] = [none]
+    if not budget.slots:
+        return choices
+    tolerances = sorted({t for t in (budget.tolerance, *TOLERANCES) if t >= budget.tolerance}, reverse=True)
+    across = budget.cross_node_copies and cluster.num_nodes > 1
+    choices += [
+        partial(choose_replicas, question, demand, home_LE, tolerance, cross_node=cross_node)
+        for cross_node in (False, True)[: 1 + across]
+        for tolerance in tolerances
+    ]
+    if budget.slots > 1 and across:
+        hidden = max(1, _copies_hidden(question, demand))  # one copy in the open may still save more than it costs
+        choices += [
+            partial(copies_against_traffic, question, demand, home_LE, budget.slots // 2, most)
+            for most in sorted({hidden // 2, hidden, 2 * hidden} - {0})
+        ]
+    return choices
+
+
+def cheapest_replicas(
+    question: Question, demand: Demand, home_LE: Int64[ndarray, "L E"], clock: Deadline, *, share: float
+) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"], Float64[ndarray, "M L"]]:
+    """Choose, per micro-batch and layer, the replicas that make it cheapest; return also its seconds.
+
+    The seconds are compute, exchange and exposed copies; what homes cost to move is not in them.
+
+    share   of the planning time that may be over in the end. No replicas and the first choices, as many as there are
+            threads, are priced in any case, further ones only if they are done by then, going by those before
+    """
+    choices = _choices(question, demand, home_LE)
+    together = len(choices) if clock.seconds is None else max(2, question.budget.threads or available_cores())
+    best: tuple[ndarray, ndarray, ndarray] | None = None
+    longest = 0.0
+    for first in range(0, len(choices), together):
+        if first and not clock.allows(share, estimate=longest):
+            break
+        begun = clock.elapsed()
+        made = [choose() for choose in choices[first : first + together]]
+        price = partial(_price, question, demand, home_LE, made)
+        for (replica, quota), seconds_ML in zip(
+            made, side_by_side(price, len(made), question.budget.threads), strict=True
+        ):
+            if best is None:
+                best = replica, quota, seconds_ML
+                continue
+            cheaper_ML = seconds_ML < best[2]
+            for chosen, new in zip(best, (replica, quota, seconds_ML), strict=True):
+                chosen[cheaper_ML] = new[cheaper_ML]
+        longest = max(longest, clock.elapsed() - begun)
+    assert best is not None, "no replicas are always among the choices"
+    return best
+
+
+def _price(
+    question: Question, demand: Demand, home_LE: Int64[ndarray, "L E"], made: list[Replicas], number: int
+) -> Float64[ndarray, "M L"]:
+    return seconds(question, demand, home_LE, *made[number])
+
+
+def seconds(
+    question: Question,
+    demand: Demand,
+    home_LE: Int[ndarray, "L E"],
+    replica_MLRB: Int16[ndarray, "M L R B"],
+    quota_MLRB: Int32[ndarray, "M L R B"],
+) -> Float64[ndarray, "M L"]:
+    """Return compute, exchange and exposed copies per micro-batch and layer."""
+    cluster, expert = question.cluster, question.expert
+    draft = _draft(question, demand, home_LE, replica_MLRB, quota_MLRB)
+    hidden = attention_seconds(demand, cluster, expert)
+    return (
+        compute_seconds(draft, demand, cluster, expert)
+        + exchange(draft, demand, cluster, expert, demand.pairs_LEE).seconds_ML
+        + exposed_copy_seconds(draft, cluster, expert, hidden)
+    )
+
+
+def moving_seconds(question: Question, demand: Demand, home_LE: Int[ndarray, "L E"]) -> float:
+    """Return the seconds of moving from the previous homes to these."""
+    M, L, _ = demand.load_MLE.shape
+    nothing = np.zeros((M, L, question.cluster.num_ranks, 0), dtype=np.int16)
+    draft = _draft(question, demand, home_LE, nothing, nothing.astype(np.int32))
+    return relocation_seconds(draft, question.cluster, question.expert)
+
+
+def _draft(
+    question: Question, demand: Demand, home_LE: ndarray, replica_MLRB: ndarray, quota_MLRB: ndarray
+) -> StepPlan:
+    """Make a plan that is only good for being priced."""
+    cluster = question.cluster
+    micro_batch_S, rank_S = demand.schedule
+    return StepPlan(
+        balancer="draft",
+        num_nodes=cluster.num_nodes,
+        ranks_per_node=cluster.ranks_per_node,
+        layer_ids=demand.layer_ids.astype(np.int32),
+        micro_batch_S=micro_batch_S,
+        rank_S=rank_S,
+        physical_to_logical_map=map_of(home_LE.astype(np.int16), question.previous_map, cluster.num_ranks),
+        previous_map=question.previous_map,
+        replica_MLRB=replica_MLRB,
+        quota_MLRB=quota_MLRB,
+        resident=False,
+        scope="cluster",
+        bound_ML=np.zeros(replica_MLRB.shape[:2], dtype=np.int64),
+    )
+
+
+def attention_seconds(demand: Demand, cluster: Cluster, expert: ExpertShape) -> float:
+    """Estimate the forward attention of a mean micro-batch and layer on one rank, under which copies hide.
+
+    Only the projections: 4 hidden^2 weights, two flops each, per token. The scores come on top with long samples, so
+    this errs on the side of exposed copies. 0 where the choices per token are not known.
+    """
+    if not demand.top_k or not len(demand.load_MLE):
+        return 0.0
+    tokens = demand.load_MLE[:, 0].sum() / demand.top_k / len(demand.load_MLE) / cluster.num_ranks
+    return float(tokens * 8 * expert.hidden**2 / cluster.flops_per_second)
+
+
+def predict_planned(plan: StepPlan, demand: Demand, cluster: Cluster, expert: ExpertShape) -> Prediction:
+    """Predict as `plan_step` does for `StepPlan.predicted`: with the pairs of the demand, copies under attention.
+
+    demand    with the plan's schedule (`plan.scheduled`)
+    raises    PlanError when plan, demand and cluster do not fit together
+    """
+    return predict(
+        plan,
+        demand,
+        cluster,
+        expert,
+        pairs_LEE=demand.pairs_LEE,
+        attention_seconds=attention_seconds(demand, cluster, expert),
+    )

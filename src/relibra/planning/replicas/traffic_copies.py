@@ -1,0 +1,101 @@
+"""Copies that keep tokens inside their node: the hottest remote experts of a node, for its own tokens.
+
+Copies for balance (`planning.replicas.replication`) never look at where tokens come from. Between nodes a link is far
+slower than the experts behind it (an overlap ratio far below 1, MegaScale-MoE, arXiv 2505.11432), and a copy that
+attention hides costs nothing: then a node does well to hold for itself what its own tokens ask for most. EPLB and
+FlashLB do that by accident, for a whole step at a time; here it is decided for each (micro-batch, layer).
+
+Part of each rank's slots goes to such copies; what they take over counts as experts at home there, and the other slots
+even out what is left, inside the nodes.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import numpy as np
+from jaxtyping import Int, Int16, Int32
+from numpy import ndarray
+
+from relibra.planning.replicas.replication import replicate
+from relibra.routing.compiled import compiled
+
+
+def replicate_for_traffic(
+    tokens_MRE: Int[ndarray, "M R E"],
+    home_E: Int[ndarray, " E"],
+    ranks_per_node: int,
+    *,
+    slots: int,
+    traffic_slots: int,
+    most_per_home: int,
+    tolerance: float = 0.0,
+) -> tuple[Int16[ndarray, "M R B"], Int32[ndarray, "M R B"]]:
+    """Choose the replicas of one layer for each micro-batch: first against traffic between nodes, then for balance.
+
+    tokens_MRE      token-slots that each source rank sends to each expert
+    traffic_slots   of the `slots` of each rank, those that may hold copies from other nodes; they come first
+    most_per_home   (node, expert) pairs among them, per rank that is home to the expert. Evening out may split what a
+                    node holds over more of its ranks; each part is a copy that this rank sends and gets a gradient of,
+                    so its copies can be more. They are priced as they are
+    returns         expert per slot (-1: empty) and its token-slots
+    """
+    M, R, E = tokens_MRE.shape
+    home_E = home_E.astype(np.int64)
+    source_MNE = tokens_MRE.reshape(M, R // ranks_per_node, ranks_per_node, E).sum(axis=2, dtype=np.int64)
+    held_MRB = np.full((M, R, traffic_slots), -1, dtype=np.int64)
+    taken_MRB = np.zeros((M, R, traffic_slots), dtype=np.int64)
+    load_ME = source_MNE.sum(axis=1)
+    _hold_hottest(source_MNE, load_ME, home_E, ranks_per_node, most_per_home, held_MRB, taken_MRB)
+    m_X, rank_X, slot_X = np.nonzero(held_MRB >= 0)
+    left_ME = load_ME.copy()
+    np.subtract.at(left_ME, (m_X, held_MRB[m_X, rank_X, slot_X]), taken_MRB[m_X, rank_X, slot_X])
+    # What is held counts as experts of its own, at home where it is held; their numbers come after those of the others.
+    whole_ME = np.concatenate([left_ME, taken_MRB.reshape(M, -1)], axis=1)
+    whole_home_E = np.concatenate([home_E, np.repeat(np.arange(R), traffic_slots)])
+    even_MRB, quota_MRB = replicate(
+        whole_ME, whole_home_E, R, ranks_per_node, slots=slots - traffic_slots, tolerance=tolerance
+    )
+    even_MRB = even_MRB.astype(np.int64)
+    m_X, rank_X, slot_X = np.nonzero(even_MRB >= E)
+    from_rank_X, from_slot_X = np.divmod(even_MRB[m_X, rank_X, slot_X] - E, max(1, traffic_slots))
+    even_MRB[m_X, rank_X, slot_X] = held_MRB[m_X, from_rank_X, from_slot_X]
+    np.subtract.at(taken_MRB, (m_X, from_rank_X, from_slot_X), quota_MRB[m_X, rank_X, slot_X])
+    held_MRB[taken_MRB == 0] = -1
+    replica_MRB = np.concatenate([held_MRB, even_MRB], axis=2).astype(np.int16)
+    return replica_MRB, np.concatenate([taken_MRB, quota_MRB], axis=2).astype(np.int32)
+
+
+@compiled
+@no_type_check
+def _hold_hottest(source_MNE, load_ME, home_E, ranks_per_node, most_per_home, held_MRB, taken_MRB) -> None:
+    """Give slots to (node, expert) pairs by falling tokens; each goes to the emptiest rank of the node with room."""
+    M, E = len(source_MNE), source_MNE.shape[2]
+    R, B = held_MRB.shape[1:]
+    G = ranks_per_node
+    load_R, copies_R, free_R = np.empty(R, np.int64), np.empty(R, np.int64), np.empty(R, np.int64)
+    for m in range(M):
+        load_R[:] = 0
+        copies_R[:] = 0
+        free_R[:] = B
+        for e in range(E):
+            load_R[home_E[e]] += load_ME[m, e]
+        for pair in np.argsort(-source_MNE[m].ravel(), kind="mergesort"):
+            node, e = pair // E, pair % E
+            home, tokens = home_E[e], source_MNE[m, node, e]
+            if tokens == 0:
+                break
+            if home // G == node or copies_R[home] >= most_per_home:
+                continue
+            best = -1
+            for r in range(node * G, (node + 1) * G):
+                if free_R[r] > 0 and (best < 0 or load_R[r] < load_R[best]):
+                    best = r
+            if best < 0:
+                continue
+            held_MRB[m, best, B - free_R[best]] = e
+            taken_MRB[m, best, B - free_R[best]] = tokens
+            free_R[best] -= 1
+            copies_R[home] += 1
+            load_R[best] += tokens
+            load_R[home] -= tokens

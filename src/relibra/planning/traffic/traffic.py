@@ -1,0 +1,104 @@
+"""Traffic of the exchanges: rows on every link, from the token split of a plan.
+
+Nobody has to send a token twice to one rank: given co-routing pairs, rows are counted once per (token, rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import no_type_check
+
+import numpy as np
+from jaxtyping import Float64, Int, Int64
+from numpy import ndarray
+
+from relibra.planning.plan import StepPlan
+from relibra.planning.traffic.split import traffic_MLRR
+from relibra.routing.compiled import compiled
+from relibra.routing.demand import Demand
+
+OUT, IN = 0, 1
+"""Directions in `link_rows`."""
+
+_TRAFFIC_BYTES = 64 << 20
+"""At most this much traffic (source rank x destination rank) is held at once."""
+
+
+def iterate_traffic(plan: StepPlan, demand: Demand) -> Iterator[tuple[int, slice, Int64[ndarray, "L R R2"]]]:
+    """Yield the traffic of one micro-batch at a time, a bounded number of layers of it at once."""
+    assert demand.tokens_MLRE is not None
+    M, L, R, _ = demand.tokens_MLRE.shape
+    at_once = max(1, _TRAFFIC_BYTES // (8 * R * R))
+    for m in range(M):
+        for start in range(0, L, at_once):
+            layers = slice(start, min(L, start + at_once))
+            cut = (slice(m, m + 1), layers)
+            arrays = (demand.tokens_MLRE[cut], plan.home_LE[layers], plan.replica_MLRB[cut], plan.quota_MLRB[cut])
+            yield m, layers, traffic_MLRR(*arrays, plan.ranks_per_node)[0]
+
+
+def link_rows(
+    traffic_LRR: Int64[ndarray, "L R R2"], share_LR: Float64[ndarray, "L R"], ranks_per_node: int
+) -> tuple[Float64[ndarray, "L 2 R"], Float64[ndarray, "L 2 R"], int]:
+    """Sum the rows that leave and enter each rank by link; what stays on a rank uses none.
+
+    share_LR   rows per token-slot at the destination rank
+    returns    rows over links inside a node and between nodes, [layer, out or in, rank], and unscaled token-slots
+               between nodes
+    """
+    L, R, _ = traffic_LRR.shape
+    rows_2L2R = np.zeros((2, L, 2, R))
+    cross_node = _sum_links(traffic_LRR, share_LR, ranks_per_node, rows_2L2R)
+    return rows_2L2R[0], rows_2L2R[1], int(cross_node)
+
+
+@compiled
+@no_type_check
+def _sum_links(traffic_LRR, share_LR, ranks_per_node, rows_2L2R) -> int:
+    L, R, _ = traffic_LRR.shape
+    cross_node = 0
+    for layer in range(L):
+        for s in range(R):
+            for d in range(R):
+                if traffic_LRR[layer, s, d] > 0 and s != d:
+                    between = 1 if s // ranks_per_node != d // ranks_per_node else 0
+                    rows = traffic_LRR[layer, s, d] * share_LR[layer, d]
+                    rows_2L2R[between, layer, 0, s] += rows
+                    rows_2L2R[between, layer, 1, d] += rows
+                    cross_node += between * traffic_LRR[layer, s, d]
+    return cross_node
+
+
+def link_rows_reference(
+    traffic_LRR: Int64[ndarray, "L R R2"], share_LR: Float64[ndarray, "L R"], ranks_per_node: int
+) -> tuple[Float64[ndarray, "L 2 R"], Float64[ndarray, "L 2 R"], int]:
+    """Do the same as `link_rows` with whole arrays."""
+    R = traffic_LRR.shape[1]
+    node_R = np.arange(R) // ranks_per_node
+    same_RR = node_R[:, None] == node_R[None, :]
+    rows_LRR = traffic_LRR * share_LR[:, None, :]
+    inside_LRR, between_LRR = rows_LRR * (same_RR & ~np.eye(R, dtype=bool)), rows_LRR * ~same_RR
+    out_and_in = [np.stack([rows.sum(axis=2), rows.sum(axis=1)], axis=1) for rows in (inside_LRR, between_LRR)]
+    return out_and_in[0], out_and_in[1], int(traffic_LRR[:, ~same_RR].sum())
+
+
+def send_once_share(
+    pairs_LEE: Int[ndarray, "L E E2"], home_LE: Int[ndarray, "L E"], num_ranks: int
+) -> Float64[ndarray, "L R"]:
+    """Bound from below the distinct tokens a rank receives, as a share of its token-slots; 1 where nothing is known.
+
+    For the events "token picks e", e at home on the rank, with n_e tokens each and n_ef in common, the union holds at
+    least sum_e n_e^2 / sum_f n_ef tokens (de Caen 1997), out of sum_e n_e token-slots. Exact for disjoint and for equal
+    events. Replicas take the share of the rank they are on.
+    """
+    L, E = home_LE.shape
+    share_LR = np.ones((L, num_ranks))
+    for layer in range(L):
+        same_EE = home_LE[layer][:, None] == home_LE[layer][None, :]
+        tokens_E = np.diagonal(pairs_LEE[layer]).astype(np.float64)
+        common_E = np.where(same_EE, pairs_LEE[layer], 0).sum(axis=1, dtype=np.float64)
+        union_E = np.divide(tokens_E**2, common_E, out=np.zeros(E), where=common_E > 0)
+        union_R = np.bincount(home_LE[layer], union_E, minlength=num_ranks)
+        slots_R = np.bincount(home_LE[layer], tokens_E, minlength=num_ranks)
+        np.divide(union_R, slots_R, out=share_LR[layer], where=slots_R > 0)
+    return share_LR

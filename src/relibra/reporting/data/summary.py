@@ -1,0 +1,250 @@
+"""`Summary`: everything the report shows of the routes, as numbers. No HTML, no files.
+
+Steps arrive reduced (`routing.survey`), so that a long run fits into memory, and are put together here. *Rank* skew is
+always that of the static contiguous layout: rank r holds experts r E/R ... (r + 1) E/R - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float64, Int, Int64
+from numpy import ndarray
+
+from relibra.errors import TraceError
+from relibra.routing.statistics import coefficient_of_variation, skew
+from relibra.routing.trace_statistics import Group, RankSkew, Survey, pool_groups, pool_ranks, refuse_without_tokens
+
+RANK_COUNTS = (2, 8, 32)
+"""Expert-parallel sizes that every report looks at: two processes on a desk, one node, four nodes."""
+
+NUM_HOTTEST = 10
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankView:
+    """What an expert-parallel group of `ranks` would see, over all micro-batches of all steps.
+
+    skew     None when the ranks do not divide the experts
+    is_own   the run itself used this many ranks
+    """
+
+    ranks: int
+    is_own: bool
+    skew: RankSkew | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HotExpert:
+    """One expert of one layer: its share of the layer's load, and that share times the number of experts."""
+
+    layer: int
+    expert: int
+    share: float
+    times_mean: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """One RL step, reduced; number None for a trace outside a run."""
+
+    number: int | None
+    survey: Survey
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stability:
+    """How alike the micro-batches of a step are, and one step and the next.
+
+    cosine_mean_L  see `Survey`, over the micro-batches of all steps; low and high are its range
+    chance         what the cosine would be by chance alone
+    fluctuation    mean over steps and layers
+    step_to_step   mean cosine between a step's load and that of the recorded step before it; None with one step
+    """
+
+    micro_batches: int
+    cosine_mean_L: Float64[ndarray, " L"]
+    cosine_low_L: Float64[ndarray, " L"]
+    cosine_high_L: Float64[ndarray, " L"]
+    chance: float
+    fluctuation: float
+    step_to_step: float | None
+
+    @property
+    def cosine(self) -> float:
+        """Mean over micro-batches and layers."""
+        return float(self.cosine_mean_L.mean())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Summary:
+    """What the report shows of the routes. `M` counts the micro-batches of all steps, in order.
+
+    expert_skew                max / mean *expert* load of all steps together, mean over layers
+    coefficient_of_variation   of the same load, median layer
+    """
+
+    steps: tuple[Step, ...]
+    micro_batch_tokens: int
+    layer_ids: Int[ndarray, " L"]
+    load_LE: Int64[ndarray, "L E"]
+    step_M: Int64[ndarray, " M"]
+    rank_views: tuple[RankView, ...]
+    hottest: tuple[HotExpert, ...]
+    stability: Stability
+    expert_skew: float
+    coefficient_of_variation: float
+    groups: tuple[Group, ...]
+
+    @property
+    def num_experts(self) -> int:
+        """Experts per layer."""
+        return self.load_LE.shape[1]
+
+    @property
+    def top_k(self) -> int:
+        """Choices per token."""
+        return self.steps[0].survey.top_k
+
+    @property
+    def tokens(self) -> int:
+        """Valid token rows of all steps."""
+        return sum(step.survey.tokens for step in self.steps)
+
+    @property
+    def samples(self) -> int:
+        """Samples of all steps."""
+        return sum(step.survey.samples for step in self.steps)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Who recorded the steps, each name once."""
+        return tuple(dict.fromkeys(step.survey.source for step in self.steps))
+
+    @property
+    def possible(self) -> tuple[tuple[RankView, RankSkew], ...]:
+        """The rank counts that divide the experts, with their skew."""
+        return tuple((view, view.skew) for view in self.rank_views if view.skew is not None)
+
+    @property
+    def headline(self) -> tuple[RankView, RankSkew] | None:
+        """The rank count to speak of first: the run's own, else 8, else the largest possible; None: one expert only."""
+        ordered = sorted(self.possible, key=lambda pair: (not pair[0].is_own, pair[0].ranks != 8, -pair[0].ranks))
+        return ordered[0] if ordered else None
+
+
+def rank_counts(num_experts: int, own_ranks: int | None) -> tuple[int, ...]:
+    """Return the rank counts to report: the standard ones and the run's own, plus E where none of them divides E.
+
+    >>> rank_counts(32, 4), rank_counts(7, None)
+    ((2, 4, 8, 32), (2, 7, 8, 32))
+    """
+    counts = {*RANK_COUNTS, *([own_ranks] if own_ranks and own_ranks > 1 else [])}
+    if num_experts > 1 and all(num_experts % ranks for ranks in counts):
+        counts.add(num_experts)
+    return tuple(sorted(counts))
+
+
+def possible_ranks(num_experts: int, own_ranks: int | None) -> list[int]:
+    """Return those of `rank_counts` that divide the experts."""
+    return [ranks for ranks in rank_counts(num_experts, own_ranks) if num_experts % ranks == 0]
+
+
+def summarize(steps: Sequence[Step], *, own_ranks: int | None = None) -> Summary:
+    """Put reduced steps of one model together, each counted for `possible_ranks`.
+
+    own_ranks   expert-parallel ranks of the run itself, None when unknown
+    raises      TraceError when there is no step or token, or steps come from different models
+    """
+    _refuse_a_mixture(steps)
+    surveys = [step.survey for step in steps]
+    refuse_without_tokens(surveys)
+    load_LE = np.sum([one.load_LE for one in surveys], axis=0)
+    layer_ids = surveys[0].layer_ids
+    pooled = {parts[0].ranks: pool_ranks(parts) for parts in zip(*(one.layouts for one in surveys), strict=True)}
+    groups = [group for group in pool_groups(g for one in surveys for g in one.groups).values() if group.tokens]
+    return Summary(
+        steps=tuple(steps),
+        micro_batch_tokens=next(one.micro_batch_tokens for one in surveys if one.tokens),
+        layer_ids=layer_ids,
+        load_LE=load_LE,
+        step_M=np.repeat([step.number or 0 for step in steps], [one.micro_batches for one in surveys]),
+        rank_views=tuple(
+            RankView(ranks=ranks, is_own=ranks == own_ranks, skew=pooled.get(ranks))
+            for ranks in rank_counts(load_LE.shape[1], own_ranks)
+        ),
+        hottest=hottest_experts(load_LE, layer_ids, NUM_HOTTEST),
+        stability=_stability(surveys),
+        expert_skew=float(skew(load_LE).mean()),
+        coefficient_of_variation=float(np.median(coefficient_of_variation(load_LE))),
+        groups=tuple(sorted(groups, key=lambda group: (-group.tokens, group.name))),
+    )
+
+
+def hottest_experts(load_LE: Int64[ndarray, "L E"], layer_ids: Int[ndarray, " L"], limit: int) -> tuple[HotExpert, ...]:
+    """Return the experts with the largest shares of their layer's load, ties by (layer, expert).
+
+    >>> hottest_experts(np.array([[3, 1], [2, 2]]), np.array([0, 5]), 1)
+    (HotExpert(layer=0, expert=0, share=0.75, times_mean=1.5),)
+    """
+    total_L1 = load_LE.sum(axis=-1, keepdims=True)
+    share_LE = np.divide(load_LE, total_L1, out=np.zeros(load_LE.shape), where=total_L1 > 0)
+    order = np.argsort(-share_LE, axis=None, kind="stable")[:limit]
+    E = load_LE.shape[1]
+    places = [(i // E, i % E, float(share_LE.flat[i])) for i in order.tolist()]
+    return tuple(
+        HotExpert(layer=int(layer_ids[layer]), expert=expert, share=share, times_mean=share * E)
+        for layer, expert, share in places
+    )
+
+
+def evenly_chosen(num_items: int, limit: int) -> list[int]:
+    """Return at most `limit` positions spread over 0 ... n-1, first and last among them.
+
+    >>> evenly_chosen(40, 4), evenly_chosen(3, 12), evenly_chosen(5, 1)
+    ([0, 13, 26, 39], [0, 1, 2], [4])
+    """
+    if limit == 1:
+        return [num_items - 1]
+    return sorted({int(i) for i in np.linspace(0, num_items - 1, min(limit, num_items)).round()})
+
+
+def _stability(surveys: Sequence[Survey]) -> Stability:
+    filled = [one for one in surveys if one.micro_batches]
+    weights = [one.micro_batches for one in filled]
+    loads = [one.load_LE.astype(np.float64) for one in filled]
+    norms = [np.linalg.norm(load_LE, axis=-1) for load_LE in loads]
+    between = [
+        float(np.mean((loads[i - 1] * loads[i]).sum(axis=-1) / np.maximum(norms[i - 1] * norms[i], 1e-300)))
+        for i in range(1, len(filled))
+    ]
+    return Stability(
+        micro_batches=sum(weights),
+        cosine_mean_L=np.average([one.cosine_mean_L for one in filled], axis=0, weights=weights),
+        cosine_low_L=np.min([one.cosine_low_L for one in filled], axis=0),
+        cosine_high_L=np.max([one.cosine_high_L for one in filled], axis=0),
+        chance=float(np.average([one.chance_L.mean() for one in filled], weights=weights)),
+        fluctuation=float(np.mean([one.fluctuation_L for one in filled])),
+        step_to_step=float(np.mean(between)) if between else None,
+    )
+
+
+def _refuse_a_mixture(steps: Sequence[Step]) -> None:
+    first = steps[0]
+    for step in steps[1:]:
+        if _model(step.survey) != _model(first.survey):
+            raise TraceError(
+                f"step {step.number} has {_model_in_words(step.survey)}, step {first.number} has "
+                f"{_model_in_words(first.survey)}: a report is about one model; put the steps of each model into a "
+                "folder of their own"
+            )
+
+
+def _model(one: Survey) -> tuple[int, ...]:
+    return (*one.load_LE.shape, one.top_k, *one.layer_ids.tolist())
+
+
+def _model_in_words(one: Survey) -> str:
+    return f"{one.layers} layers x {one.experts} experts, {one.top_k} choices per token"

@@ -1,0 +1,224 @@
+"""The figures of the report, as plotly figures made from summary values.
+
+Colours of text, axes and grid are left to the page, which sets them to fit a light or a dark screen. Lines use the
+palette of Okabe and Ito, areas cividis: both are read alike with any common colour vision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from relibra.errors import ConfigError
+from relibra.reporting.data.summary import RankView, Stability, Summary, evenly_chosen
+from relibra.routing.trace_statistics import RankSkew
+
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
+DASHES = ("solid", "dash", "dot", "dashdot")
+MAX_POINTS = 400
+MAX_HEATMAP_STEPS = 12
+MAX_HEATMAP_CELLS = 150_000
+"""Cells of all views together: about 11 bytes each on the page."""
+
+
+def plotly_figures() -> ModuleType:
+    """Return plotly's figure classes.
+
+    raises    ConfigError when plotly is not installed
+    """
+    try:
+        import plotly.graph_objects
+    except ImportError as error:
+        raise ConfigError(
+            "the report draws with plotly, which is not installed: pip install 'relibra[report]'"
+        ) from error
+    return plotly.graph_objects
+
+
+def plotly_script() -> str:
+    """Return the text of plotly.js; `plotly_figures` says when plotly is missing."""
+    import plotly.offline
+
+    return str(plotly.offline.get_plotlyjs())
+
+
+def heatmap_views(summary: Summary) -> list[tuple[str, ndarray]]:
+    """Return the (label, load_LE) that the heatmap can show: all steps together, then some single ones."""
+    views = [("all steps together", summary.load_LE)]
+    if len(summary.steps) > 1:
+        room = MAX_HEATMAP_CELLS // summary.load_LE.size - 1
+        chosen = evenly_chosen(len(summary.steps), min(room, MAX_HEATMAP_STEPS)) if room >= 1 else []
+        views += [(f"step {summary.steps[i].number}", summary.steps[i].survey.load_LE) for i in chosen]
+    return views
+
+
+def expert_heatmap(summary: Summary) -> Any:
+    """Draw the load of every expert of every layer / the layer's mean; one trace per view, the first one visible."""
+    views = [(label, _times_mean(load_LE), load_LE) for label, load_LE in heatmap_views(summary)]
+    top = max(2.0, float(np.quantile(views[0][1], 0.995)))  # one scale for all views, so that they compare
+    gap = 1 if max(summary.load_LE.shape) <= 64 else 0  # pixels between cells
+    figure = plotly_figures().Figure()
+    for i, (label, ratio_LE, load_LE) in enumerate(views):
+        figure.add_heatmap(
+            z=ratio_LE.astype(np.float32),
+            customdata=load_LE.astype(np.int32 if load_LE.max() < 1 << 31 else np.float64),
+            y=summary.layer_ids.astype(np.int32),
+            visible=i == 0,
+            zmin=0.0,
+            zmax=top,
+            colorscale="Cividis",
+            xgap=gap,
+            ygap=gap,
+            colorbar={
+                "title": {"text": "× layer mean"},
+                "orientation": "h",
+                "thickness": 10,
+                "y": 1.0,
+                "yanchor": "bottom",
+            },
+            hovertemplate=(
+                "layer %{y}, expert %{x}<br>%{z:.2f} times the layer’s mean load"
+                f"<br>%{{customdata:,}} token-slots, {label}<extra></extra>"
+            ),
+        )
+    figure.update_layout(
+        height=int(np.clip(170 + 14 * len(summary.layer_ids), 240, 900)),
+        xaxis={"title": {"text": "expert", "standoff": 26}, "showgrid": False, "zeroline": False},
+        yaxis={"title": {"text": "layer"}, "autorange": "reversed", "showgrid": False, "zeroline": False},
+    )
+    if len(summary.layer_ids) <= 12:
+        figure.update_yaxes(tickmode="array", tickvals=summary.layer_ids.tolist())
+    return figure
+
+
+def skew_by_micro_batch(summary: Summary) -> Any:
+    """Draw rank skew over micro-batches: the mean over layers as a line, from least to most skewed layer as a band."""
+    figure = plotly_figures().Figure()
+    kept = evenly_chosen(len(summary.step_M), MAX_POINTS)
+    several = len(summary.steps) > 1
+    for i, (view, found) in reversed(list(enumerate(summary.possible))):
+        skew_ML, name = found.skew_ML[kept], ranks_in_words(view)
+        band(figure, kept, skew_ML.min(axis=1), skew_ML.max(axis=1), PALETTE[i % len(PALETTE)], name)
+        hover = f"{name}, micro-batch %{{x}}{', step %{customdata}' if several else ''}: mean rank skew %{{y:.2f}}"
+        line(figure, kept, skew_ML.mean(axis=1), PALETTE[i % len(PALETTE)], name, hover)
+        figure.data[-1].customdata = summary.step_M[kept]
+    order = "micro-batch, in order of the recording"
+    figure.update_layout(
+        height=400,
+        xaxis={"title": {"text": order}},
+        yaxis={"title": {"text": "rank skew (max / mean)"}, "rangemode": "normal"},
+        legend={"traceorder": "reversed"},
+    )
+    return figure
+
+
+def skew_by_ranks(views: Sequence[tuple[RankView, RankSkew]]) -> Any:
+    """Draw the median and the 95th percentile of rank skew for each rank count, from the even 1 on."""
+    figure = plotly_figures().Figure()
+    rows = list(range(len(views)))
+    medians, p95s = [found.skew_median for _, found in views], [found.skew_p95 for _, found in views]
+    for row, p95 in zip(rows, p95s, strict=True):
+        figure.add_scatter(
+            x=[1.0, p95],
+            y=[row, row],
+            mode="lines",
+            line={"color": PALETTE[6], "width": 2},
+            hoverinfo="skip",
+            showlegend=False,
+        )
+    names = [ranks_in_words(view) for view, _ in views]
+    for label, symbol, colour, place, values in (
+        ("median", "circle", PALETTE[0], "bottom center", medians),
+        ("95th percentile", "diamond", PALETTE[1], "top center", p95s),
+    ):
+        figure.add_scatter(
+            x=values,
+            y=rows,
+            mode="markers+text",
+            name=label,
+            marker={"color": colour, "size": 13, "symbol": symbol},
+            text=[f"{value:.2f}" for value in values],
+            textposition=place,
+            customdata=names,
+            hovertemplate=f"%{{customdata}}: {label} rank skew %{{x:.2f}}<extra></extra>",
+        )
+    span = max(p95s) - 1.0 or 1.0
+    figure.update_layout(
+        height=130 + 64 * len(views),
+        xaxis={"title": {"text": "rank skew (max / mean); 1 is even"}, "range": [1 - 0.03 * span, 1 + 1.08 * span]},
+        yaxis={"tickvals": rows, "ticktext": names, "range": [len(views) - 0.4, -0.6], "showgrid": False},
+    )
+    return figure
+
+
+def cosine_by_layer(stability: Stability, layer_ids: ndarray) -> Any:
+    """Draw, per layer, how alike micro-batches and step are: the mean as a dot, the range as a bar."""
+    mean_L, low_L, high_L = stability.cosine_mean_L, stability.cosine_low_L, stability.cosine_high_L
+    figure = plotly_figures().Figure()
+    figure.add_scatter(
+        x=layer_ids,
+        y=mean_L,
+        mode="markers",
+        name="mean, with lowest and highest micro-batch",
+        marker={"color": PALETTE[0], "size": 9},
+        error_y={"array": high_L - mean_L, "arrayminus": mean_L - low_L, "thickness": 1.5, "width": 4},
+        customdata=low_L,
+        hovertemplate="layer %{x}: mean cosine %{y:.3f}, lowest %{customdata:.3f}<extra></extra>",
+    )
+    figure.add_scatter(
+        x=[layer_ids[0] - 0.5, layer_ids[-1] + 0.5],
+        y=[stability.chance] * 2,
+        mode="lines",
+        name="chance alone",
+        line={"color": PALETTE[1], "dash": "dash", "width": 2},
+        hovertemplate="chance alone: about %{y:.3f}<extra></extra>",
+    )
+    figure.update_layout(
+        height=320,
+        xaxis={"title": {"text": "layer"}},
+        yaxis={"title": {"text": "cosine to the step"}, "range": [min(0.9, float(low_L.min()) - 0.02), 1.01]},
+    )
+    if len(layer_ids) <= 12:
+        figure.update_xaxes(tickmode="array", tickvals=layer_ids.tolist())
+    return figure
+
+
+def ranks_in_words(view: RankView) -> str:
+    """Name a rank count in legends and rows."""
+    return f"{view.ranks} ranks (this run)" if view.is_own else f"{view.ranks} ranks"
+
+
+def _times_mean(load_LE: ndarray) -> ndarray:
+    mean_L1 = load_LE.mean(axis=-1, keepdims=True)
+    return np.divide(load_LE, mean_L1, out=np.zeros(load_LE.shape), where=mean_L1 > 0)
+
+
+def line(
+    figure: Any, x: Any, y: Any, colour: str, name: str, hover: str, *, dash: str = "solid", yaxis: str = "y"
+) -> None:
+    """Add a curve; where it has one point only, a mark."""
+    mode = "lines" if len(x) > 1 else "markers"
+    figure.add_scatter(
+        x=x,
+        y=y,
+        mode=mode,
+        name=name,
+        yaxis=yaxis,
+        legendgroup=name,
+        line={"color": colour, "width": 2, "dash": dash},
+        marker={"color": colour, "size": 9},
+        hovertemplate=hover + "<extra></extra>",
+    )
+
+
+def band(figure: Any, x: Any, low: Any, high: Any, colour: str, name: str, yaxis: str = "y") -> None:
+    """Add a filled band between two curves; it has no legend entry of its own and follows that of `name`."""
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False, "legendgroup": name}
+    edge["yaxis"] = yaxis
+    figure.add_scatter(x=x, y=low, **edge)
+    figure.add_scatter(x=x, y=high, fill="tonexty", fillcolor=f"rgba({red},{green},{blue},0.16)", **edge)

@@ -1,0 +1,77 @@
+"""The section that holds balancers side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from relibra.planning.analysis.comparison import LEVERS_IN_WORDS, ComparisonRow, scopes_in_words
+from relibra.reporting.data.sentences import count
+from relibra.reporting.html.html import paragraph, section, table
+from relibra.reporting.html.html_bars import Bar, bar_table
+from relibra.reporting.pages.limits_section import WORTH_SAYING
+
+
+def balancers_section(rows: Sequence[ComparisonRow]) -> str:
+    """Show skew and bound of each balancer that made a plan, lowest first, then all figures, then what went wrong."""
+    made = [row for row in rows if row.skew is not None]
+    failed = [f"{row.balancer}: {row.message}" for row in rows if row.message]
+    header = ("balancer", "sees", "skew", "gap", "copies", "moved GB", "across nodes", "plan s", "step s (model)")
+    return section(
+        "balancers",
+        "Balancers side by side",
+        paragraph(
+            "Skew: token objective. Sees: what the balancer may know of the step. Copies: per micro-batch and layer. "
+            "Across nodes: token-slots computed on another node than they come from. Plan s: measured on the machine "
+            "that planned. Step s: a model of the MoE layers, not a measurement; its rows are a bound from pairs of "
+            "experts, so it differs from the simulated seconds above. In brackets: without moves, which are paid once, "
+            "where they matter.",
+            "how",
+        ),
+        paragraph(
+            f"{LEVERS_IN_WORDS}. Bounds compare only between rows whose copies may sit alike: {scopes_in_words(rows)}.",
+            "how",
+        ),
+        _bars(made),
+        table("Balancers side by side", header, [_cells(row) for row in made], text_columns=(0, 1)),
+        *(paragraph(text, "notice") for text in failed),
+    )
+
+
+def _bars(made: Sequence[ComparisonRow]) -> str:
+    bars = []
+    for row in sorted(made, key=lambda row: (row.skew or 0.0, row.balancer)):
+        assert row.skew is not None, "only balancers that made a plan"
+        assert row.bound is not None, "whatever has a skew has a bound"
+        cells = (f"{row.skew:.3f}", f"{row.bound:.3f}")
+        bars.append(
+            Bar(name=_breakable(row.balancer), low=1.0, high=row.skew, kind="whole", cells=cells, mark=row.bound)
+        )
+    if not bars:
+        return ""
+    caption = "Skew of each balancer; bars begin at 1, which is even, and a line marks the bound"
+    return bar_table(
+        caption, ("balancer", "skew", "bound"), bars, start=1.0, end=max(1.01, *(bar.high for bar in bars))
+    )
+
+
+def _cells(row: ComparisonRow) -> list[str]:
+    return [
+        _breakable(row.balancer),
+        row.sees,
+        f"{row.skew:.3f}",
+        f"{row.gap:.1%}",
+        f"{row.copies_per_micro_batch_layer:.1f}",
+        f"{(row.moved_bytes or 0) / 1e9:.1f}",
+        count(row.cross_node_token_slots or 0),
+        f"{row.plan_seconds:.2f}",
+        _seconds(row),
+    ]
+
+
+def _seconds(row: ComparisonRow) -> str:
+    total, moved = row.predicted_seconds or 0.0, row.relocation_seconds or 0.0
+    return f"{total:.3g} ({total - moved:.3g})" if moved > WORTH_SAYING * total else f"{total:.3g}"
+
+
+def _breakable(name: str) -> str:
+    return name.replace("+", "\u200b+")  # a long set of levers may break before a lever, and nowhere else

@@ -1,0 +1,176 @@
+"""`write_report`: one self-contained HTML page about a run, or about the routes of a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import relibra
+from relibra.cluster import Cluster
+from relibra.files import write_text
+from relibra.reporting.data.planned_step import PlannedStep, plan_last_step
+from relibra.reporting.data.recording import Recording, open_recording
+from relibra.reporting.data.samples import Samples, read_samples
+from relibra.reporting.data.sentences import count, plural, verdict
+from relibra.reporting.data.summary import Step, Summary, possible_ranks, summarize
+from relibra.reporting.html.html import paragraph, section
+from relibra.reporting.html.html_page import html_page, place_problems, refuse_folder
+from relibra.reporting.html.route_figures import plotly_figures
+from relibra.reporting.html.sample_browser import browser
+from relibra.reporting.pages import route_sections, run_sections
+from relibra.reporting.pages.plan_page import SCRIPTS, StepSections, step_sections
+from relibra.reporting.pages.plan_page import verdict as verdict_of_sides
+from relibra.routing.trace_statistics import survey_step
+from relibra.simulation import ModelShape
+from relibra.timeline import Timeline
+
+
+def write_report(
+    path: Path | str,
+    output: Path | str | None = None,
+    *,
+    num_experts: int | None = None,
+    ranks: int | None = None,
+    cluster: Cluster | None = None,
+    model: ModelShape | None = None,
+    timelines: Sequence[tuple[str, Timeline]] = (),
+) -> Path:
+    """Write the report of a run folder or a single trace, whole or not at all, and return where it is.
+
+    path          a run folder, a trace folder, or an `.npz` of expert choices
+    output        the HTML file; None: `report.html` in the run folder, or `NAME.report.html` beside the trace
+    num_experts   experts per layer, for an `.npz`
+    ranks, cluster, model   what the last step is planned for (`plan_last_step`)
+    timelines     (name, timeline) to be shown with it
+    raises    TraceError when there is neither a finished trace nor a finished step, or a trace is damaged; ConfigError
+              without plotly, or when `output` cannot be written
+    """
+    plotly_figures()  # before minutes of reading
+    recording = open_recording(path, num_experts)
+    samples = read_samples(recording.path / "samples.jsonl") if recording.is_run else Samples()
+    if output is None:
+        place = recording.path.resolve()
+        output = place / "report.html" if recording.is_run else place.with_name(f"{place.name}.report.html")
+    output = Path(output)
+    with place_problems(output):
+        refuse_folder(output)
+    summary = summarize_recording(recording) if recording.traces else None
+    planned = plan_last_step(recording, ranks=ranks, cluster=cluster, model=model)
+    if isinstance(planned, PlannedStep):
+        planned = planned._replace(question=replace(planned.question, timelines=timelines))
+    page = render_page(recording, summary, samples, datetime.now(UTC), planned)
+    with place_problems(output):
+        write_text(output, page)
+    return output
+
+
+def summarize_recording(recording: Recording) -> Summary:
+    """Read the traces of a recording one by one, in pieces, and summarize them.
+
+    raises    TraceError on a damaged trace, or when steps come from different models
+    """
+    tokens = recording.micro_batch_tokens
+    steps: list[Step] = []
+
+    def ranks(num_experts: int) -> Sequence[int]:
+        return possible_ranks(num_experts, recording.num_ranks)
+
+    for number, pieces in recording.steps():
+        step = Step(number=number, survey=survey_step(pieces, ranks=ranks, micro_batch_tokens=tokens))
+        steps.append(step)
+        if step.survey.tokens:  # micro-batches of later steps are as large as those of the first
+            tokens = step.survey.micro_batch_tokens
+    return summarize(steps, own_ranks=recording.num_ranks)
+
+
+def render_page(
+    recording: Recording,
+    summary: Summary | None,
+    samples: Samples,
+    made: datetime,
+    planned: PlannedStep | str = "",
+) -> str:
+    """Return the page as text; the same values give the same bytes.
+
+    summary   of the routes; None: the run recorded none, as that of a dense model
+    planned   the last step, to be shown before and after planning, or why it is not
+    """
+    metrics = recording.metrics
+    of_run = (
+        run_sections.learning(metrics),
+        run_sections.balance(metrics),
+        run_sections.value_model(metrics),
+        run_sections.mismatch(metrics),
+        run_sections.update(metrics),
+        run_sections.time(metrics),
+        run_sections.unreadable(metrics),
+        browser(samples),
+    )
+    step = None if isinstance(planned, str) else step_sections(planned.before, planned.after, planned.question)
+    of_routes = () if summary is None else _of_routes(summary)
+    cost = verdict(summary, planned=metrics.has("planned_skew")) if summary else ""
+    first = (*run_sections.headline(metrics), cost)
+    body = (
+        route_sections.summary_cards(summary, metrics),
+        step.limits if step else "",
+        *of_run,
+        *_of_step(planned, step),
+        *of_routes,
+    )
+    return html_page(
+        recording.name,
+        "run report" if recording.is_run else "expert load report",
+        " ".join(sentence for sentence in first if sentence),
+        "\n".join(piece for piece in body if piece),
+        _provenance(recording, summary, made),
+        scripts=("page.js", *SCRIPTS * bool(step)),
+        plotly=True,
+    )
+
+
+def _of_step(planned: PlannedStep | str, step: StepSections | None) -> tuple[str, ...]:
+    """Return what the page of a plan shows, after a word about where it comes from."""
+    if isinstance(planned, str) or step is None:
+        return (paragraph(str(planned), "notice"),) if planned else ()
+    words = f"{verdict_of_sides(planned.before, planned.after)} {planned.about}"
+    title = "The last step, before and after planning"
+    return section("planned", title, paragraph(words), step.cards), *step.others
+
+
+def _of_routes(summary: Summary) -> tuple[str, ...]:
+    return (
+        route_sections.expert_load(summary),
+        route_sections.micro_batch_skew(summary),
+        route_sections.rank_sizes(summary),
+        route_sections.hottest_experts(summary),
+        route_sections.groups(summary),
+        route_sections.stability(summary),
+        route_sections.glossary(),
+    )
+
+
+def _provenance(recording: Recording, summary: Summary | None, made: datetime) -> str:
+    facts = [
+        f"relibra {relibra.__version__}, {made:%Y-%m-%d %H:%M} UTC",
+        f"source {recording.path.resolve().name}",
+        *(_provenance_of_routes(recording, summary) if summary else [plural(len(recording.metrics.rows), "step")]),
+    ]
+    if recording.unfinished:
+        facts.append(f"{plural(recording.unfinished, 'step')} without a finished trace left out")
+    return paragraph(" · ".join(facts))
+
+
+def _provenance_of_routes(recording: Recording, summary: Summary) -> list[str]:
+    num_layers, num_experts = summary.load_LE.shape
+    return [
+        f"recorded by {summary.sources[0]}" + (f" and {len(summary.sources) - 1} more" * (len(summary.sources) > 1)),
+        plural(len(summary.steps), "step"),
+        f"{count(summary.tokens)} routed tokens",
+        plural(num_layers, "layer"),
+        plural(num_experts, "expert"),
+        f"{plural(summary.top_k, 'choice')} per token",
+        f"micro-batches of {count(summary.micro_batch_tokens)} tokens "
+        + ("(the run’s)" if recording.micro_batch_tokens else "(chosen by the report)"),
+    ]

@@ -1,0 +1,4 @@
+"""Configuration of a run: settings, presets, TOML files. No torch in here.
+
+Start with `settings.py`.
+"""

@@ -1,0 +1,183 @@
+"""Models spread over the ranks of a run: how they are loaded, and their whole weights in logical expert order."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.utils import logging as transformers_logging
+
+from relibra.errors import ConfigError, RelibraError
+from relibra.parallel import logical_parameters, register
+from relibra.parallel.balanced import NAME
+from relibra.rl.config.settings import ModelSettings
+from relibra.rl.run.ranks import gather_json
+
+T = TypeVar("T")
+
+_RANDOM_IN_TRAINING = (
+    "attention_dropout",
+    "hidden_dropout",
+    "resid_dropout",
+    "resid_pdrop",
+    "embd_dropout",
+    "embd_pdrop",
+    "attn_pdrop",
+    "dropout",
+    "router_jitter_noise",
+)
+"""Settings of model configurations that would make the trained model another one than the sampled one."""
+
+
+def load_sharded(
+    model_class: Any,
+    path: str,
+    *,
+    model_config: Any,
+    settings: ModelSettings,
+    device: torch.device,
+    has_experts: bool,
+    experts: Literal["relibra", "all_to_all"] = "all_to_all",
+) -> nn.Module:
+    """Load a model in float32, in training mode, spread over all ranks by FSDP2 and expert parallelism; collective.
+
+    With `settings.dtype` bfloat16 FSDP computes in bfloat16 and keeps weights, gradients and optimizer states in
+    float32; a single rank takes FSDP for that too, so that precision does not depend on how many there are.
+
+    model_class   an Auto class or a model class of transformers
+    has_experts   whether there are experts to spread
+    experts       who exchanges their tokens
+    raises        ValueError where transformers has no plan to spread this family of models
+    """
+    num_ranks, mixed = dist.get_world_size(), settings.dtype == "bfloat16"
+    spread: dict[str, Any] = {}
+    if num_ranks > 1:
+        register()
+        spread["distributed_config"] = DistributedConfig(
+            fsdp_size=num_ranks,
+            ep_size=num_ranks if has_experts else 1,
+            ep_implementation=experts if has_experts else "auto",
+            fsdp_mixed_precision=mixed,
+        )
+    with quiet_loading():
+        model = model_class.from_pretrained(path, config=model_config, dtype=torch.float32, **spread).to(device)
+    if mixed and num_ranks == 1:
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(model, mesh=init_device_mesh(device.type, (1,)), mp_policy=precision)
+    if settings.activation_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def without_randomness(model_config: Any) -> Any:
+    """Switch dropout and noise off in a configuration of transformers, and return it.
+
+    A trained model in training mode then computes what its copy computes, which is what probability ratios rest on.
+    """
+    for section in {id(part): part for part in (model_config, model_config.get_text_config())}.values():
+        for name in _RANDOM_IN_TRAINING:
+            if getattr(section, name, None):
+                setattr(section, name, 0.0)
+    return model_config
+
+
+def is_balanced(model: nn.Module) -> bool:
+    """Tell whether the experts of a model can follow plans, and move: whether `relibra.parallel` runs them."""
+    spread = getattr(getattr(model, "config", None), "distributed_config", None)
+    return spread is not None and spread.ep_size > 1 and spread.ep_implementation == NAME
+
+
+def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield each parameter by name, gathered whole, expert rows in logical order; collective, nothing moves.
+
+    One parameter is whole at a time; all ranks have to take all of them.
+    """
+    if is_balanced(model):
+        yield from logical_parameters(model)
+        return
+    reshard(model)
+    for name, parameter in model.named_parameters():
+        yield name, full_tensor(parameter)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let every parameter be its shard again: after a forward pass without backward the root still shows it whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def full_tensor(parameter: Tensor) -> Tensor:
+    """Return the whole of a parameter that may be sharded; collective if it is."""
+    detached = parameter.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+
+def agreed(work: Callable[[], T]) -> T:
+    """Do something that may fail on some ranks, and return what it returned; collective.
+
+    raises   ConfigError, the same on all ranks, where it failed on any
+    """
+    problem, result = None, None
+    try:
+        result = work()
+    except RelibraError as error:
+        problem = str(error)
+    problems = [told for told in gather_json(problem) if told]
+    if problems:
+        raise ConfigError(problems[0])
+    return result  # type: ignore[return-value]
+
+
+@contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Turn what transformers says about a folder or name that it cannot load into one sentence.
+
+    what     such as "model.path 'models/mine'"
+    raises   ConfigError
+    """
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RelibraError | dist.DistError):
+            raise
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ConfigError(
+            f"{what} cannot be loaded: {reason.strip().rstrip('.')}; name a folder that save_pretrained wrote, or a "
+            "causal language model on the hub"
+        ) from error
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Keep bars and reports of transformers off the terminal: every rank loads, and new heads are meant to be new."""
+    transformers_logging.disable_progress_bar()
+    # Two gathers instead of one for expert tensors: known, and done once per weight sync.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            # A new head is drawn at random before it is set to 0.
+            warnings.filterwarnings("ignore", message="DTensor random operators")
+            yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+def is_missing_folder(path: str) -> bool:
+    """Tell a local path that is not there from a name on the hub, which is at most `owner/name`."""
+    given = Path(path).expanduser()
+    return not given.exists() and (given.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1)

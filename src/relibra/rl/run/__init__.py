@@ -1,0 +1,4 @@
+"""A run as processes and files: launch, ranks, run folder, checkpoints, display, evaluation.
+
+Start with `launch.py`.
+"""

@@ -1,0 +1,243 @@
+"""Checkpoints: all that a run goes on from, in a folder that is whole or not there.
+
+    checkpoints/step-00010/
+      weights/shard-*.safetensors      shards of weights and optimizer states, by torch.distributed.checkpoint
+      responses/rank-*.safetensors     responses under way
+      state.json                       the caller's state; homes of experts; counters of optimizers
+      manifest.json                    size and SHA-256 of every other file; written last
+
+Weights and optimizer states are in logical expert order, so any number of ranks can load them. Nothing is pickled:
+torch's own format keeps its index in a pickle, its safetensors format (used here) keeps it in the header of each file.
+A checkpoint is written under a hidden name, synced, and renamed; one that was interrupted is never looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+
+from relibra.errors import ConfigError, EngineError, RelibraError
+from relibra.rl.rollout.response import Response
+from relibra.rl.rollout.response_tensors import load_responses, save_responses
+from relibra.rl.run.checkpoint_manifest import digest_files, sync_folder, what_is_wrong, write_manifest
+from relibra.rl.run.checkpoint_tensors import at_saved_homes, in_logical_order, restore_scalars, scalars, tensors
+from relibra.rl.run.ranks import broadcast_json, gather_json
+
+Models = Mapping[str, tuple[nn.Module, Optimizer | None]]
+"""Models of a run by name, each with what trains it; None: nothing does."""
+
+_NAME = re.compile(r"step-(\d{5,})")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What a checkpoint holds beside the models.
+
+    step        RL steps that were finished
+    state       as it was saved
+    responses   this rank's share of those under way
+    """
+
+    step: int
+    state: dict[str, Any]
+    responses: list[Response]
+
+
+def save_checkpoint(
+    run: Path, step: int, *, models: Models, responses: Sequence[Response], state: dict[str, Any], keep: int
+) -> Path:
+    """Write a checkpoint, and remove all but the latest ones; collective.
+
+    Experts move to logical order for it and back. Host memory beside the models: twice the shards of this rank.
+
+    step        RL steps that are finished
+    responses   those under way that this rank holds
+    state       whatever the caller needs to go on, the same on all ranks, as JSON
+    keep        checkpoints that are left, this one included
+    raises      EngineError, on all ranks, when a rank cannot write; earlier checkpoints are as they were
+    """
+    folder = run / "checkpoints" / f"step-{step:05d}"
+    partial = folder.with_name(f".{folder.name}.partial")
+    try:
+        _write(partial, step, models, responses, state)
+        with _writing(partial):
+            if dist.get_rank() == 0:
+                _put_in_place(partial, folder)
+                _remove_others(folder, keep)
+    except EngineError:
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # a full disk needs the room
+        raise
+    return folder
+
+
+def load_checkpoint(run: Path, *, models: Models) -> Loaded | None:
+    """Load the latest checkpoint that is whole into models and optimizers, in place; collective. None: there is none.
+
+    A damaged one is passed over with a warning. On as many ranks as saved it, experts are again where they were, and
+    every bit is as it was; on others they are in logical order.
+
+    raises    ConfigError, on all ranks, when there are checkpoints and all are damaged, or they are of other models
+    """
+    found = broadcast_json(_checkpoints(run) if dist.get_rank() == 0 else None)
+    passed_over = []
+    for name in found:
+        folder = run / "checkpoints" / name
+        wrong = [told for told in gather_json(what_is_wrong(folder, dist.get_rank(), dist.get_world_size())) if told]
+        if not wrong:
+            return _load(folder, models)
+        passed_over.append(wrong[0])
+        if dist.get_rank() == 0:
+            _log.warning("checkpoint %s is damaged and passed over: %s", folder, wrong[0])
+    if not found:
+        return None
+    raise ConfigError(
+        f"none of the checkpoints in {run / 'checkpoints'} can be read ({', '.join(found)}): {passed_over[0]}; restore "
+        "one from a backup, or start a new run"
+    )
+
+
+def _write(partial: Path, step: int, models: Models, responses: Sequence[Response], state: dict[str, Any]) -> None:
+    """Write all files of a checkpoint, the manifest last; they are on the disk when this returns. Collective."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    with _writing(partial):
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            (partial / "weights").mkdir(parents=True)
+            (partial / "responses").mkdir()
+    with _writing(partial):
+        save_responses(partial / "responses" / f"rank-{rank:05d}.safetensors", responses)
+    about: dict[str, Any] = {"step": step, "ranks": num_ranks, "state": state, "models": {}}
+    with in_logical_order(models) as homes:
+        for name, (model, optimizer) in models.items():
+            numbers = scalars(model, optimizer) if optimizer else None
+            about["models"][name] = {"homes": homes[name], "optimizer": numbers}
+        _write_tensors(tensors(models), partial / "weights")
+    with _writing(partial):
+        if rank == 0:
+            (partial / "state.json").write_text(json.dumps(about), encoding="utf-8")
+    with _writing(partial):
+        own = digest_files(partial, rank, num_ranks)
+    everyone = gather_json(own)
+    with _writing(partial):
+        if rank == 0:
+            write_manifest(partial, {file: digest for part in everyone for file, digest in part.items()})
+
+
+def _load(folder: Path, models: Models) -> Loaded:
+    about = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    saved = about["models"]
+    if set(saved) != set(models):
+        raise ConfigError(
+            f"checkpoint {folder} holds {', '.join(saved)}, this run has {', '.join(models)}: resume with the "
+            "configuration of the run that wrote it"
+        )
+    same_ranks = about["ranks"] == dist.get_world_size()
+    with at_saved_homes(models, {name: saved[name]["homes"] if same_ranks else None for name in models}):
+        for name, (model, optimizer) in models.items():
+            if optimizer and saved[name]["optimizer"] is not None:
+                restore_scalars(model, optimizer, saved[name]["optimizer"])
+        try:
+            load(tensors(models), storage_reader=HuggingFaceStorageReader(str(folder / "weights")))
+        except CheckpointException as error:
+            raise ConfigError(
+                f"checkpoint {folder} does not fit the models of this run: {_reason(error)}; resume with the "
+                "configuration of the run that wrote it"
+            ) from error
+    return Loaded(step=about["step"], state=about["state"], responses=_own_responses(folder, same_ranks=same_ranks))
+
+
+def _own_responses(folder: Path, *, same_ranks: bool) -> list[Response]:
+    """Return the responses that this rank saved; on another number of ranks, its share of those of all."""
+    rank, files = dist.get_rank(), sorted((folder / "responses").iterdir())
+    if same_ranks:
+        return load_responses(files[rank])
+    everybody = (response for file in files for response in load_responses(file))
+    return sorted(everybody, key=lambda response: response.sample_id)[rank :: dist.get_world_size()]
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Let a failure of any rank to write become one error on all ranks; collective."""
+    problem = None
+    try:
+        yield
+    except (OSError, SafetensorError, RelibraError) as error:
+        problem = f"rank {dist.get_rank()}: {getattr(error, 'strerror', None) or error}"
+    problems = [told for told in gather_json(problem) if told]
+    if problems:
+        raise _cannot_write(folder, problems[0])
+
+
+def _write_tensors(named: dict[str, Any], folder: Path) -> None:
+    try:
+        save(named, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    except CheckpointException as error:  # torch raises it on all ranks, with what went wrong on any
+        causes = [cause for cause, _ in error.failures.values()]
+        if not all(isinstance(cause, OSError) for cause in causes):
+            raise
+        raise _cannot_write(folder, _reason(error)) from error
+
+
+def _reason(error: CheckpointException) -> str:
+    rank, (cause, _) = min(error.failures.items())
+    text = getattr(cause, "strerror", None) or (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+    return f"rank {rank}: {text.rstrip('.')}"
+
+
+def _cannot_write(folder: Path, problem: str) -> EngineError:
+    return EngineError(
+        f"cannot write the checkpoint {folder} ({problem}): earlier checkpoints are as they were; make room there and "
+        "resume, or set checkpoint.every=0"
+    )
+
+
+def _put_in_place(partial: Path, folder: Path) -> None:
+    """Give a whole checkpoint its name; one that has it already is of an earlier try at the same step."""
+    if folder.exists():
+        _discard(folder)
+    partial.rename(folder)
+    sync_folder(folder.parent)
+
+
+def _remove_others(latest: Path, keep: int) -> None:
+    """Remove what is left of interrupted tries, checkpoints beyond `keep`, and later ones: of a future not taken."""
+    for path in latest.parent.glob(".step-*.partial"):
+        shutil.rmtree(path, ignore_errors=True)
+    names = _checkpoints(latest.parent.parent)
+    now = names.index(latest.name)
+    for name in [*names[:now], *names[now + keep :]]:
+        _discard(latest.parent / name)
+
+
+def _discard(folder: Path) -> None:
+    """Remove a checkpoint; one that is half removed does not bear its name any more."""
+    hidden = folder.with_name(f".{folder.name}.removed.partial")
+    shutil.rmtree(hidden, ignore_errors=True)
+    os.rename(folder, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _checkpoints(run: Path) -> list[str]:
+    """Return the names of the checkpoints of a run, the latest first."""
+    folder = run / "checkpoints"
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted((name for name in names if _NAME.fullmatch(name)), key=lambda name: int(name[5:]), reverse=True)

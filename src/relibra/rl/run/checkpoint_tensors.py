@@ -1,0 +1,124 @@
+"""What a checkpoint holds of models: named tensors that share memory with them, in logical expert order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from relibra.parallel import logical_order, relocate
+from relibra.parallel.balanced import balanced_layers
+from relibra.rl.model.sharding import is_balanced, reshard
+
+Homes = list[list[int]] | None
+"""Logical expert at each position of each layer; None: the experts of the model have no say in where they are."""
+
+
+def tensors(models: Mapping[str, tuple[nn.Module, Optimizer | None]]) -> dict[str, Tensor]:
+    """Name all tensors of models and of their optimizers' states; shards that are empty here are left out.
+
+    They share memory with what they are of, so loading into them is loading into the models.
+    """
+    named: dict[str, Tensor] = {}
+    for name, (model, optimizer) in models.items():
+        reshard(model)
+        for key, tensor in model.state_dict().items():
+            named[f"{name}/weights/{key}"] = tensor
+        if optimizer is not None:
+            for parameter_name, parameter in model.named_parameters():
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if not _is_scalar(value):
+                        named[f"{name}/optimizer/{parameter_name}/{key}"] = value
+    one_block = {key: _one_block(tensor) for key, tensor in named.items()}
+    return {key: tensor for key, tensor in one_block.items() if _local(tensor).numel()}
+
+
+def scalars(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, float | None]]:
+    """Return the optimizer's state of each parameter by name: single numbers, and None in the place of tensors."""
+    reshard(model)  # or the root shows whole parameters, of which the optimizer knows nothing
+    return {
+        name: {key: float(value) if _is_scalar(value) else None for key, value in state.items()}
+        for name, parameter in model.named_parameters()
+        if (state := optimizer.state.get(parameter))
+    }
+
+
+def restore_scalars(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Mapping[str, float | None]]) -> None:
+    """Give each parameter the optimizer's state it had; its tensors are there, to be loaded into."""
+    reshard(model)
+    optimizer.state.clear()
+    for name, parameter in model.named_parameters():
+        for key, number in saved.get(name, {}).items():
+            value = torch.zeros_like(parameter.detach()) if number is None else torch.tensor(number)
+            optimizer.state[parameter][key] = value
+
+
+@contextmanager
+def in_logical_order(models: Mapping[str, tuple[nn.Module, Optimizer | None]]) -> Iterator[dict[str, Homes]]:
+    """Bring all experts into logical order inside, and back afterwards; yield where they were. Collective."""
+    with ExitStack() as stack:
+        homes = {name: _homes(model) for name, (model, _) in models.items()}
+        for model, optimizer in models.values():
+            if is_balanced(model):
+                stack.enter_context(logical_order(model, optimizer))
+        yield homes
+
+
+@contextmanager
+def at_saved_homes(
+    models: Mapping[str, tuple[nn.Module, Optimizer | None]], homes: Mapping[str, Homes]
+) -> Iterator[None]:
+    """Bring all experts into logical order inside, and to these homes afterwards; None: they stay. Collective."""
+    balanced = {name: both for name, both in models.items() if is_balanced(both[0])}
+    for model, optimizer in balanced.values():
+        relocate(model, _logical(model), optimizer)
+    yield
+    for name, (model, optimizer) in balanced.items():
+        if homes[name] is not None:
+            relocate(model, np.array(homes[name]), optimizer)
+
+
+def _homes(model: nn.Module) -> Homes:
+    if not is_balanced(model):
+        return None
+    return [layer.physical_to_logical_E.tolist() for layer in balanced_layers(model).values()]
+
+
+def _logical(model: nn.Module) -> np.ndarray:
+    layers = balanced_layers(model).values()
+    return np.stack([np.arange(len(layer.physical_to_logical_E)) for layer in layers])
+
+
+def _is_scalar(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.ndim == 0
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _one_block(tensor: Tensor) -> Tensor:
+    """Say of an expert parameter that each rank holds one block of rows, as torch's checkpoints take for granted.
+
+    transformers shares rows out by FSDP inside of each expert-parallel rank, and relibra leaves nothing to share out
+    there: one rank holds all of them.
+    """
+    whole: Any = tensor.detach()
+    if not isinstance(whole, DTensor) or not any(_is_strided(p) for p in whole.placements):
+        return whole
+    spread = zip(whole.placements, whole.device_mesh.shape, strict=True)
+    assert all(size == 1 for p, size in spread if _is_strided(p)), "experts are spread by FSDP too"
+    spelled: list[Any] = list(whole.placements)
+    placements = [Shard(p.dim) if _is_strided(p) else p for p in spelled]
+    local, shape, stride = whole.to_local(), whole.shape, whole.stride()
+    return DTensor.from_local(local, whole.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _is_strided(placement: Any) -> bool:
+    return hasattr(placement, "split_factor")

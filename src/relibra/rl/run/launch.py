@@ -1,0 +1,212 @@
+"""Starting a run: as many processes as the configuration asks for, or as the one rank that `torchrun` started.
+
+No torch in here: the process that waits for the ranks starts at once and holds no memory that they could use.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+
+from relibra.environment import keep_torch_quiet, launched_rank
+from relibra.errors import ConfigError, EngineError
+from relibra.rl.config.run_config import RunConfig
+from relibra.rl.run.run_folder import (
+    forget_if_nothing_began,
+    has_checkpoint,
+    held_run_folder,
+    nothing_began,
+    open_or_create,
+)
+from relibra.rl.run.worker import MESSAGE_BYTES, Exit, run_launched, run_worker
+
+GRACE_SECONDS = 10.0
+"""How long ranks may go on after one of them failed, to report themselves before they are ended."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a run ended: its folder, and whether all steps were made (False: stopped by Ctrl-C)."""
+
+    run: Path
+    complete: bool
+
+
+def launch(config: RunConfig, resume: Path | None = None) -> Finished | None:
+    """Run a configuration to its end, or until Ctrl-C, which lets the current step finish.
+
+    resume    folder of a run to go on with; None: a new one
+    returns   None on every rank but the first under `torchrun`
+    raises    ConfigError when a package is missing or the run folder cannot be made; EngineError when a rank failed or
+              was killed: the run folder keeps the finished steps
+    """
+    for package in ("torch", "transformers", "accelerate", "tensorboard"):
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"training needs the package {package!r}: install torch (choose its build), "
+                "then, in the checkout, pip install -e '.[train]'"
+            )
+    launched = launched_rank()
+    if launched is not None:
+        run, complete = run_launched(config, launched, resume)
+        return Finished(run, complete) if launched.rank == 0 else None
+    run = open_or_create(config, resume)
+    if resume is not None:
+        with held_run_folder(run):  # told before processes start; rank 0 holds it while it trains
+            pass
+    print(f"starting {config.parallel.ranks} processes; run folder {run}", file=sys.stderr, flush=True)
+    try:
+        return Finished(run, _run_processes(config, run))
+    finally:
+        if resume is None:
+            forget_if_nothing_began(run)
+
+
+def _run_processes(config: RunConfig, run: Path) -> bool:
+    context = multiprocessing.get_context("spawn")
+    keep_torch_quiet()
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # held from here on, so nobody can take the port
+        port = listener.getsockname()[1]
+        pipes = [context.Pipe(duplex=False) for _ in range(config.parallel.ranks)]
+        processes: list[BaseProcess] = [
+            context.Process(
+                target=run_worker,
+                args=(rank, config.model_dump_json(), str(run), port, listener if rank == 0 else None, failure),
+                name=f"rank {rank}",
+            )
+            for rank, (_, failure) in enumerate(pipes)
+        ]
+        forward = _InterruptForwarder(processes)
+        try:
+            _start(processes)
+            listener.close()
+            _wait(processes)
+            codes = [process.exitcode for process in processes]  # None: still waiting for one that failed
+        finally:
+            _end(processes)
+            forward.restore()
+    if all(code in (Exit.DONE, Exit.STOPPED) for code in codes):
+        return all(code == Exit.DONE for code in codes)
+    _tell([_message(reader) for reader, _ in pipes], codes)
+    raise EngineError(_explain(codes, run))
+
+
+def _message(reader: Connection) -> str:
+    """Return what a rank that has ended had to say, or nothing."""
+    if not reader.poll():
+        return ""
+    return reader.recv_bytes(MESSAGE_BYTES).decode(errors="ignore").strip()
+
+
+def _tell(messages: Sequence[str], codes: Sequence[int | None]) -> None:
+    """Print what the ranks said, once where several said the same; lost peers only where that is all there is."""
+    caused = any(code not in (None, Exit.DONE, Exit.STOPPED, Exit.LOST_PEER) for code in codes)
+    told = [text for text, code in zip(messages, codes, strict=True) if not (caused and code == Exit.LOST_PEER)]
+    for message in dict.fromkeys(told):
+        ranks = [str(rank) for rank, own in enumerate(messages) if own == message]
+        if message:
+            print(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {message}", file=sys.stderr, flush=True)
+
+
+class _InterruptForwarder:
+    """Passes the first Ctrl-C on to the ranks, and ends them at the second."""
+
+    def __init__(self, processes: list[BaseProcess]) -> None:
+        self._processes = processes
+        self._count = 0
+        self._before = signal.signal(signal.SIGINT, self._on_interrupt)
+
+    def restore(self) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _on_interrupt(self, _signal: int, _frame: FrameType | None) -> None:
+        self._count += 1
+        if self._count > 1:
+            raise KeyboardInterrupt
+        print("stopping after this step; press Ctrl-C again to stop at once", file=sys.stderr, flush=True)
+        for process in self._processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGINT)
+
+
+def _start(processes: list[BaseProcess]) -> None:
+    resource_tracker.ensure_running()  # starting it later would unblock SIGINT
+    with _interrupts_held_back():
+        for process in processes:
+            process.start()
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Hold Ctrl-C back; processes started inside hold it back until they are ready for it (`StopRequest`)."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _wait(processes: list[BaseProcess]) -> None:
+    """Wait until all ranks ended, or until GRACE_SECONDS after the first failure."""
+    running = {process.sentinel: process for process in processes}
+    deadline = None
+    while running:
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ended = multiprocessing.connection.wait(list(running), timeout=timeout)
+        if not ended:
+            return
+        for sentinel in ended:
+            assert isinstance(sentinel, int), "we wait for process sentinels only"
+            process = running.pop(sentinel)
+            process.join()
+            if process.exitcode not in (Exit.DONE, Exit.STOPPED) and deadline is None:
+                deadline = time.monotonic() + GRACE_SECONDS
+
+
+def _end(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+    for process in processes:
+        if process.pid is not None:
+            process.join()
+
+
+def _explain(codes: Sequence[int | None], run: Path) -> str:
+    """Say which ranks ended the run; those that only lost their peers are no cause while there is another one."""
+    causes = [
+        f"rank {rank} was ended by {_signal_name(-code)}"
+        for rank, code in enumerate(codes)
+        if code is not None and code < 0
+    ]
+    failed = [str(rank) for rank, code in enumerate(codes) if code in (Exit.FAILED, Exit.CRASHED)]
+    if failed:
+        causes.append(f"rank{'s' * (len(failed) > 1)} {', '.join(failed)} failed (as told above)")
+    if not causes:
+        lost = ", ".join(str(rank) for rank, code in enumerate(codes) if code == Exit.LOST_PEER)
+        causes.append(f"rank {lost} waited for its peers in vain (as told above)")
+    ended = f"the run ended early: {', '.join(causes)}"
+    if nothing_began(run):
+        return f"{ended}; nothing had begun, so {run} is gone again"
+    next_step = "look there, or start again"
+    if has_checkpoint(run):
+        next_step = f"to go on from its last checkpoint: relibra train --resume {run}"
+    return f"{ended}; {run} keeps every finished step; {next_step}"
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

@@ -1,0 +1,136 @@
+"""What a step tells about itself: sums over ranks, turned into the row of metrics.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from relibra.planning.analysis.levers import lever_gaps
+from relibra.replay.replay import RouterComparison
+from relibra.rl.algorithms.mismatch import MismatchSums, alarms, mismatch_metrics, router_metrics
+from relibra.rl.batch.training_batch import TrainingBatch
+from relibra.rl.rollout.response import Response, RolloutCost
+from relibra.rl.run.ranks import gather_arrays, largest_over_ranks, sum_over_ranks
+from relibra.rl.update.policy_update import UpdateSums
+from relibra.rl.update.recompute import Recomputed
+from relibra.routing.statistics import rank_skew, skew
+
+_MISMATCH = (
+    "k3_kl",
+    "ratio_above_2",
+    "log_ratio_mean_abs",
+    "log_ratio_p99",
+    "log_ratio_max",
+    "probability_difference",
+    "weight_mean",
+    "weight_std",
+    "ess",
+    "chi2",
+    "masked_share",
+)
+_ROUTERS = (
+    "router_disagreement",
+    "router_rows_differing",
+    "router_layers_differing",
+    "router_choices_differing",
+)
+
+
+def rollout_metrics(responses: Sequence[Response], cost: RolloutCost) -> dict[str, Any]:
+    """Describe the responses of all ranks and what sampling them took; collective.
+
+    Rewards and lengths are those of responses that finished in this step; None where none did.
+    """
+    own = [
+        (
+            response.finish_reason is not None,
+            np.nan if response.reward is None else response.reward,
+            response.length,
+            response.finish_reason == "length",
+            len(response.tokens_n),
+            response.window_length,
+        )
+        for response in responses
+    ]
+    every = np.concatenate(gather_arrays(np.array(own, dtype=np.float64).reshape(-1, 6)))
+    finished = every[every[:, 0] > 0]
+    places, busy, prefilled = sum_over_ranks(
+        torch.tensor([cost.slot_steps, cost.busy_slot_steps, cost.prefilled_tokens])
+    ).tolist()
+    lengths = finished[:, 2]
+    return {
+        "reward": float(finished[:, 1].mean()) if len(finished) else None,
+        "reward_std": float(finished[:, 1].std()) if len(finished) else None,
+        "response_length": float(lengths.mean()) if len(finished) else None,
+        "response_length_p95": float(np.percentile(lengths, 95)) if len(finished) else None,
+        "response_length_max": int(lengths.max()) if len(finished) else None,
+        "cut_share": float(finished[:, 3].mean()) if len(finished) else None,
+        "finished": len(finished),
+        "unfinished_share": float(1 - every[:, 0].mean()),
+        "tokens": int(every[:, 4].sum()),
+        "sampled_tokens": int(every[:, 5].sum()),
+        "prefilled_tokens": int(prefilled),
+        "decode_steps": largest_over_ranks(cost.decode_steps),
+        "passes": None if cost.passes is None else largest_over_ranks(cost.passes),
+        "idle_share": float(1 - busy / places) if places else 0.0,
+    }
+
+
+def mismatch_of_ranks(recomputed: Recomputed) -> dict[str, Any]:
+    """Compare trainer and sampler over all ranks, and say what alarms it raises; collective."""
+    largest = max(float(piece[0]) for piece in gather_arrays(np.array([recomputed.mismatch.largest])))
+    sums = MismatchSums(sums=sum_over_ranks(recomputed.mismatch.sums), largest=largest)
+    counts = sum_over_ranks(torch.tensor(astuple(recomputed.routers))).tolist()
+    entropy, tokens = sum_over_ranks(
+        torch.tensor([recomputed.entropy, recomputed.tokens], dtype=torch.float64)
+    ).tolist()
+    found: dict[str, float] = {**mismatch_metrics(sums), **router_metrics(RouterComparison(*counts))}
+    return {
+        **{name: found.get(name) for name in (*_MISMATCH, *_ROUTERS)},
+        "alarms": alarms(found),
+        "entropy": entropy / tokens if tokens else None,
+    }
+
+
+def update_metrics(sums: UpdateSums, norms: Sequence[float], *, referenced: bool) -> dict[str, Any]:
+    """Describe the update over all ranks; `referenced`: there is a reference policy. Collective."""
+    loss, clipped, masked, tokens, kl = sum_over_ranks(torch.tensor(astuple(sums), dtype=torch.float64)).tolist()
+    return {
+        "loss": loss / len(norms) if norms else None,
+        "grad_norm": float(np.mean(norms)) if norms else None,
+        "trained_tokens": int(tokens),
+        "clip_fraction": clipped / tokens if tokens else None,
+        "masked_fraction": masked / tokens if tokens else None,
+        "reference_kl": kl / tokens if tokens and referenced else None,
+    }
+
+
+def balance_metrics(batch: TrainingBatch) -> dict[str, Any]:
+    """Describe how even the expert loads were, before and after planning; the same on all ranks."""
+    empty: dict[str, Any] = dict.fromkeys(
+        ("rank_skew", "expert_skew", "planned_skew", "plan_bound", "replicas", "moved_experts", "plan_seconds")
+    )
+    if batch.demand is None or not len(batch.demand.load_MLE):
+        return empty
+    load_MLE = batch.demand.load_MLE
+    found = {
+        **empty,
+        "rank_skew": float(rank_skew(load_MLE, dist.get_world_size()).mean()),
+        "expert_skew": float(skew(load_MLE).mean()),
+    }
+    if batch.plan is not None:
+        gaps = dict(lever_gaps(batch.plan, batch.demand))
+        found |= {
+            "rank_skew": gaps["static"],
+            "planned_skew": batch.plan.skew(batch.plan.scheduled(batch.demand)),
+            "plan_bound": gaps["bound"],
+            "replicas": batch.plan.num_copies,
+            "moved_experts": batch.plan.num_moved,
+            "plan_seconds": batch.plan.plan_seconds,
+        }
+    return found

@@ -1,0 +1,200 @@
+"""One expert-parallel group through one step: passes of its stages, their schedule, and what adds up over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float64, Int64
+from numpy import ndarray
+
+from relibra.errors import ConfigError
+from relibra.simulation.cost_model import CopyCosts
+from relibra.simulation.step.passes import TERMS, Note, PassSeconds, backward_pass, forward_pass
+from relibra.simulation.step.pipeline_schedule import BACKWARD, FORWARD, run_schedule
+from relibra.simulation.step.stage_costs import StageCosts
+
+NoteOf = Callable[[int, int], Note | None]
+"""Says who takes the events of (stage, direction)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How a plan is executed.
+
+    pipeline_stages          parts of the layers, each on ranks of its own
+    mini_batches             optimizer steps; each takes a run of consecutive micro-batches
+    forward_only             log-probabilities under the current policy: no backward pass, no optimizer
+    host_pool                with forward_only: replicas are copied out of a `parallel.HostPool`, all of them, and no
+                             home sends. False, as `relibra.rl` computes log-probabilities: homes send. Passes with
+                             gradients have homes send in either case
+    overlap                  copies of experts and sums of gradients run beside other work; False: everybody waits
+    recompute_activations    layers run forward again in the backward pass
+    raises                   ConfigError
+    """
+
+    pipeline_stages: int = 1
+    mini_batches: int = 1
+    forward_only: bool = False
+    host_pool: bool = False
+    overlap: bool = True
+    recompute_activations: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what nobody can run."""
+        if self.pipeline_stages < 1 or self.mini_batches < 1:
+            raise ConfigError(
+                f"execution in {self.pipeline_stages} pipeline stages and {self.mini_batches} mini-batches: both are "
+                "at least 1"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MiniBatchRun:
+    """The passes of one mini-batch in one group.
+
+    number_M         its micro-batches, as positions among those of the group
+    seconds          from its first forward to its last backward pass
+    busy             seconds of the busiest stage, by term
+    copying          seconds of copies in that stage
+    last_backward_S  seconds of the last micro-batch's backward pass in each stage: sums of gradients run beside it
+    start_2SM        when each pass starts, counted from the start of the mini-batch
+    """
+
+    number_M: Int64[ndarray, " M"]
+    seconds: float
+    busy: dict[str, float]
+    copying: float
+    last_backward_S: Float64[ndarray, " S"]
+    start_2SM: Float64[ndarray, "2 S M"]
+
+    @property
+    def end_S(self) -> Float64[ndarray, " S"]:
+        """Return when each stage ends its last backward pass, counted from the start of the mini-batch."""
+        return self.start_2SM[BACKWARD, :, -1] + self.last_backward_S if len(self.number_M) else self.last_backward_S
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GroupRun:
+    """A step of one group; arrays are [stage, rank of the group].
+
+    uneven   forward seconds of the busiest and of the mean rank, summed over micro-batches and layers: attention (with
+             dense parts), experts
+    """
+
+    mini_batches: tuple[MiniBatchRun, ...]
+    spent: dict[str, Float64[ndarray, "S R"]]
+    waited_SR: Float64[ndarray, "S R"]
+    sent: dict[str, Float64[ndarray, "S R"]]
+    received: dict[str, Float64[ndarray, "S R"]]
+    host_SR: Float64[ndarray, "S R"]
+    token_slots_SR: Int64[ndarray, "S R"]
+    uneven: dict[str, tuple[float, float]]
+    flops: float
+
+
+def run_group(costs_S: list[StageCosts], how: Execution, note_of: NoteOf | None = None) -> GroupRun:
+    """Walk through all passes of a group and lay them out in time."""
+    passes_2S: list[list[PassSeconds]] = [[], []]
+    for stage, costs in enumerate(costs_S):
+        notes = [note_of(stage, direction) if note_of else None for direction in (FORWARD, BACKWARD)]
+        passes_2S[FORWARD].append(forward_pass(costs, overlap=how.overlap, note=notes[FORWARD]))
+        if not how.forward_only:
+            passes_2S[BACKWARD].append(
+                backward_pass(
+                    costs,
+                    overlap=how.overlap,
+                    recompute_activations=how.recompute_activations,
+                    note=notes[BACKWARD],
+                )
+            )
+    pairs_S = [list(pair) for pair in zip(*(one for one in passes_2S if one), strict=True)]
+    last = len(costs_S) - 1
+    moved_S = [_bytes(costs, how, (int(s > 0), int(s < last))) for s, costs in enumerate(costs_S)]
+    moved = {kind: np.stack([one[kind] for one in moved_S]) for kind in moved_S[0]}
+    return GroupRun(
+        mini_batches=tuple(
+            _mini_batch(pairs_S, costs_S, number, how) for number in mini_batches_of(costs_S[0], how.mini_batches)
+        ),
+        spent={
+            name: np.stack([sum(one.spent[name] for one in pair) for pair in pairs_S]) for name in pairs_S[0][0].spent
+        },
+        waited_SR=np.stack([sum(one.waited_R for one in pair) for pair in pairs_S]),
+        sent={kind: value_S2R[:, 0] for kind, value_S2R in moved.items()},
+        received={kind: value_S2R[:, 1] for kind, value_S2R in moved.items()},
+        host_SR=np.stack([_from_host(costs) for costs in costs_S]),
+        token_slots_SR=np.stack([costs.load_MLR.sum(axis=(0, 1)) for costs in costs_S]),
+        uneven={name: _uneven(costs_S, name) for name in ("attention", "experts")},
+        flops=sum(costs.flops for costs in costs_S) / (3 if how.forward_only else 1),
+    )
+
+
+def _uneven(costs_S: list[StageCosts], name: str) -> tuple[float, float]:
+    busiest = mean = 0.0
+    for costs in costs_S:
+        if name == "experts":
+            seconds_XR = (costs.home_MLR + costs.replica_MLR).reshape(-1, costs.home_MLR.shape[2])
+        else:
+            seconds_XR = len(costs.layer_ids) * costs.attention_MR + costs.first_MR + costs.last_MR
+        busiest += float(seconds_XR.max(axis=1).sum())
+        mean += float(seconds_XR.mean(axis=1).sum())
+    return busiest, mean
+
+
+def mini_batches_of(costs: StageCosts, mini_batches: int) -> list[Int64[ndarray, " M"]]:
+    """Cut the micro-batches of a group into runs, the first ones longer by one where they do not divide."""
+    return [number_M.astype(np.int64) for number_M in np.array_split(np.arange(len(costs.attention_MR)), mini_batches)]
+
+
+def _mini_batch(
+    pairs_S: list[list[PassSeconds]], costs_S: list[StageCosts], number_M: Int64[ndarray, " M"], how: Execution
+) -> MiniBatchRun:
+    S = len(pairs_S)
+    seconds_2SM = np.zeros((2, S, len(number_M)))
+    for stage, pair in enumerate(pairs_S):
+        for direction, one in enumerate(pair):
+            seconds_2SM[direction, stage] = one.seconds_M[number_M]
+    start_2SM, end = run_schedule(seconds_2SM, costs_S[0].handover_M[number_M], forward_only=how.forward_only)
+    busiest = int(np.argmax(seconds_2SM.sum(axis=(0, 2))))
+    busy = {name: float(sum(one.terms[name][number_M].sum() for one in pairs_S[busiest])) for name in TERMS}
+    return MiniBatchRun(
+        number_M=number_M,
+        seconds=end,
+        busy=busy,
+        copying=float(sum(one.copying_M[number_M].sum() for one in pairs_S[busiest])),
+        last_backward_S=seconds_2SM[BACKWARD, :, -1] if len(number_M) else np.zeros(S),
+        start_2SM=start_2SM,
+    )
+
+
+def _from_host(costs: StageCosts) -> Float64[ndarray, " R"]:
+    return costs.push.from_host_MLR.sum(axis=(0, 1)) * float(costs.push.bytes_each)
+
+
+def _bytes(costs: StageCosts, how: Execution, neighbours: tuple[int, int]) -> dict[str, Float64[ndarray, "2 R"]]:
+    """Add up what each rank of a stage sends and receives, [direction, rank] by kind; host memory is not in it.
+
+    neighbours   stages before and after this one: 0 or 1 each
+    """
+    back = 0 if how.forward_only else 1
+    ahead = 1 + (back if how.recompute_activations else 0)
+    one = costs.exchange
+    rows_2R = np.stack([one.out_MLR.sum(axis=(0, 1)), one.in_MLR.sum(axis=(0, 1))])
+    gates_2R = np.stack([one.gates_out_MLR.sum(axis=(0, 1)), one.gates_in_MLR.sum(axis=(0, 1))])
+    pushes = [costs.push, costs.again][: 1 + back]
+    before, after = neighbours
+    own_R = costs.rows_MR.sum(axis=0) * costs.row_bytes
+    return {
+        "dispatch": (ahead + back) * costs.row_bytes * rows_2R,
+        "combine": (ahead + back) * costs.row_bytes * rows_2R[::-1],
+        "gates": costs.gate_bytes * (ahead * gates_2R + back * gates_2R[::-1]),
+        "push": np.sum([_copied(copies) for copies in pushes], axis=0),
+        "return": back * _copied(costs.gradients),
+        "handover": np.stack([own_R * (after + back * before), own_R * (before + back * after)]),
+    }
+
+
+def _copied(copies: CopyCosts) -> Float64[ndarray, "2 R"]:
+    between_ranks = (copies.sent_MLR, copies.received_MLR - copies.from_host_MLR)
+    return np.stack([count_MLR.sum(axis=(0, 1)) for count_MLR in between_ranks]) * float(copies.bytes_each)

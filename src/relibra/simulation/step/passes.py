@@ -1,0 +1,264 @@
+"""Forward and backward pass through the layers of one stage: when each rank does what, for all micro-batches at once.
+
+Ranks meet at every exchange, so a layer starts on all ranks together and micro-batches do not depend on each other
+beyond their start: the walk is a loop over layers with arrays `[micro-batch, rank]` inside. It does what the executor
+does (`relibra.parallel`, docs/execution.md), in its order:
+
+    forward    attention, dispatch (rows, gate weights), experts at home, wait push, replicas, combine
+    backward   dispatch, wait push, replicas, experts at home, wait return, combine (gate weights, rows), attention
+
+Copies run beside all of this, one transfer after another. A push begins when the slots are free: at the start of the
+pass, then when the layer with the replicas before is done with them. Between nodes a push shares links with rows, and
+rests while these travel. Gradients leave when the last rank has computed those of its replicas, and have arrived before
+rows travel again. Without overlap everybody waits for each copy: what `objective.predict` adds up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float64
+from numpy import ndarray
+
+from relibra.simulation.cost_model import CopyCosts
+from relibra.simulation.step.stage_costs import StageCosts
+
+TERMS = ("attention", "exchange", "gates", "compute", "copies")
+"""Parts of the time of a pass: they add up to it."""
+
+STAGES = ("attention", "dispatch", "experts", "combine", "wait push", "push", "wait return", "return")
+"""Stages of events, named as the executor names those that it records."""
+
+_ROUNDING = 1e-12
+"""Differences of clocks below this share of them are none."""
+
+Note = Callable[[str, int, ndarray, ndarray, ndarray | None, ndarray | None, str], None]
+"""Takes one kind of event of all micro-batches and ranks: stage, layer id, start and end [M, R], bytes [M, R] or None,
+who has it [M, R] or None for all, label."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PassSeconds:
+    """How long one pass takes in each micro-batch, and on what.
+
+    terms        TERMS: seconds on the way from its start to its end
+    spent        STAGES: seconds of each rank, summed over micro-batches and layers; stages may overlap
+    waited_R     seconds of each rank before exchanges, until the last rank was there
+    copying_M    seconds of copies, hidden or not
+    """
+
+    seconds_M: Float64[ndarray, " M"]
+    terms: dict[str, Float64[ndarray, " M"]]
+    spent: dict[str, Float64[ndarray, " R"]]
+    waited_R: Float64[ndarray, " R"]
+    copying_M: Float64[ndarray, " M"]
+
+
+def forward_pass(costs: StageCosts, *, overlap: bool = True, note: Note | None = None) -> PassSeconds:
+    """Walk from the first layer to the last."""
+    walk = _Walk(costs, overlap, note)
+    for layer in range(len(costs.layer_ids)):
+        walk.attention(layer, costs.before_MR(layer))
+        walk.forward_experts(layer, costs.push)
+    walk.attention(-1, costs.last_MR)
+    return walk.result()
+
+
+def backward_pass(
+    costs: StageCosts, *, overlap: bool = True, recompute_activations: bool = False, note: Note | None = None
+) -> PassSeconds:
+    """Walk from the last layer to the first.
+
+    recompute_activations   each layer runs forward once more before its backward pass; replicas are pushed before that
+    """
+    walk = _Walk(costs, overlap, note)
+    walk.attention(-1, 2 * costs.last_MR)
+    for layer in reversed(range(len(costs.layer_ids))):
+        if recompute_activations:
+            walk.attention(layer, costs.before_MR(layer))
+            walk.forward_experts(layer, costs.again, frees_slots=False)
+        walk.backward_experts(layer, pushed=recompute_activations)
+        walk.attention(layer, 2 * costs.before_MR(layer))
+    return walk.result()
+
+
+class _Transfer(NamedTuple):
+    """Copies of one kind in one layer, and when they began in each micro-batch."""
+
+    kind: str
+    layer: int
+    copies: CopyCosts
+    begun_M: ndarray
+
+
+@dataclass(eq=False)
+class _Walk:
+    """Where the ranks are in a pass; times count from its start.
+
+    now_MR      when each rank is done with what it did last
+    met_M       when all ranks were last at the same time
+    free_M      when the next push may begin
+    rows        from when to when rows were on their way, in order
+    """
+
+    costs: StageCosts
+    overlap: bool
+    note: Note | None
+    now_MR: ndarray = field(init=False)
+    met_M: ndarray = field(init=False)
+    free_M: ndarray = field(init=False)
+    rows: list[tuple[ndarray, ndarray]] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        M, R = self.costs.attention_MR.shape
+        self.now_MR, self.met_M, self.free_M = np.zeros((M, R)), np.zeros(M), np.zeros(M)
+        self.terms = {name: np.zeros(M) for name in TERMS}
+        self.spent = {name: np.zeros(R) for name in STAGES}
+        self.waited_R, self.copying_M = np.zeros(R), np.zeros(M)
+
+    def result(self) -> PassSeconds:
+        """Close the books at the last rank's end."""
+        self._meet("attention")
+        return PassSeconds(
+            seconds_M=self.met_M,
+            terms=self.terms,
+            spent=self.spent,
+            waited_R=self.waited_R,
+            copying_M=self.copying_M,
+        )
+
+    def attention(self, layer: int, seconds_MR: Float64[ndarray, "M R"]) -> None:
+        """Let each rank compute on its own; layer -1: after all layers."""
+        if seconds_MR.any():
+            self._work("attention", layer, seconds_MR, "" if layer >= 0 else "head")
+
+    def forward_experts(self, layer: int, push: CopyCosts, *, frees_slots: bool = True) -> None:
+        """Dispatch, experts, combine."""
+        costs, exchange = self.costs, self.costs.exchange
+        self._meet("attention")
+        pushed = self._begin("push", layer, push, self.free_M)
+        if not self.overlap:
+            arrived_M = self._wait_for_all(pushed)
+        self._exchange("dispatch", layer, exchange.dispatch_ML, exchange.out_MLR, "exchange")
+        self._exchange("dispatch", layer, exchange.gates_ML, exchange.gates_out_MLR, "gates")
+        self._work("experts", layer, costs.home_MLR[:, layer], "homes")
+        if self.overlap:
+            arrived_M = self._wait(pushed)
+        self._work("experts", layer, costs.replica_MLR[:, layer], "replicas")
+        self._meet("compute", costs.home_MLR[:, layer] + costs.replica_MLR[:, layer])
+        self._exchange("combine", layer, exchange.combine_ML, exchange.in_MLR, "exchange")
+        has_M = push.takes_part_MLR[:, layer].any(axis=1)
+        after_M = arrived_M if costs.resident else self.met_M
+        if frees_slots:
+            self.free_M = np.where(has_M, after_M, self.free_M)
+
+    def backward_experts(self, layer: int, *, pushed: bool) -> None:
+        """Dispatch and combine of gradients, with the experts' backward between them, and gradients of replicas home.
+
+        pushed   the weights of replicas are there already
+        """
+        costs, exchange, again, home = self.costs, self.costs.exchange, self.costs.again, self.costs.gradients
+        self._meet("attention")
+        push = None if pushed else self._begin("push", layer, again, self.free_M)
+        if push and not self.overlap:
+            self._wait_for_all(push)
+        self._exchange("dispatch", layer, exchange.dispatch_ML, exchange.out_MLR, "exchange")
+        if push and self.overlap:
+            self._wait(push)
+        self._work("experts", layer, 2 * costs.replica_MLR[:, layer], "replicas")
+        leave_M = self.now_MR.max(axis=1)
+        self._work("experts", layer, 2 * costs.home_MLR[:, layer], "homes")
+        if self.overlap:
+            back_M = self._wait(self._begin("return", layer, home, leave_M))
+        self._meet("compute", 2 * (costs.home_MLR[:, layer] + costs.replica_MLR[:, layer]))
+        if not self.overlap:
+            back_M = self._wait_for_all(self._begin("return", layer, home, self.met_M))
+        has_M = home.takes_part_MLR[:, layer].any(axis=1)
+        if not costs.resident:
+            self.free_M = np.where(has_M, back_M, self.free_M)
+        self._exchange("combine", layer, exchange.gates_back_ML, exchange.gates_in_MLR, "gates")
+        self._exchange("combine", layer, exchange.combine_ML, exchange.in_MLR, "exchange")
+
+    def _work(self, stage: str, layer: int, seconds_MR: Float64[ndarray, "M R"], label: str) -> None:
+        start_MR = self.now_MR
+        self.now_MR = start_MR + seconds_MR
+        self.spent[stage] += seconds_MR.sum(axis=0)
+        if self.note is not None:
+            busy_MR = seconds_MR > 0 if label == "replicas" else None
+            self.note(stage, self._id(layer), start_MR, self.now_MR, None, busy_MR, label)
+
+    def _meet(self, term: str, work_MR: Float64[ndarray, "M R"] | None = None) -> None:
+        """Find when the last rank is there; what exceeds the work of the busiest rank was a wait for copies."""
+        met_M = self.now_MR.max(axis=1)
+        passed_M = met_M - self.met_M
+        if work_MR is not None:
+            more_M = passed_M - work_MR.max(axis=1)
+            waited_M = np.where(more_M > _ROUNDING * met_M, more_M, 0.0)
+            self.terms["copies"] += waited_M
+            passed_M = passed_M - waited_M
+        self.terms[term] += passed_M
+        self.met_M = met_M
+
+    def _exchange(self, stage: str, layer: int, seconds_ML: ndarray, rows_MLR: ndarray, term: str) -> None:
+        """Wait for the last rank, then move rows; all ranks are done together."""
+        start_MR, end_M = self.now_MR, self.met_M + seconds_ML[:, layer]
+        self.rows.append((self.met_M, end_M))
+        self.terms[term] += seconds_ML[:, layer]
+        self.waited_R += (self.met_M[:, None] - start_MR).sum(axis=0)
+        self.met_M = end_M
+        self.now_MR = np.repeat(end_M[:, None], start_MR.shape[1], axis=1)
+        self.spent[stage] += (self.now_MR - start_MR).sum(axis=0)
+        if self.note is not None:
+            row_bytes = self.costs.gate_bytes if term == "gates" else self.costs.row_bytes
+            label = "gate weights" if term == "gates" else ""
+            self.note(stage, self._id(layer), start_MR, self.now_MR, rows_MLR[:, layer] * row_bytes, None, label)
+
+    def _begin(self, kind: str, layer: int, copies: CopyCosts, begin_M: ndarray) -> _Transfer:
+        self.copying_M += copies.seconds_ML[:, layer]
+        return _Transfer(kind, layer, copies, begin_M)
+
+    def _arrival(self, transfer: _Transfer) -> Float64[ndarray, " M"]:
+        """Say when copies are done: those between nodes rest while rows travel, of which none may come any more."""
+        _, layer, copies, begun_M = transfer
+        done_M, network_M = begun_M + copies.seconds_ML[:, layer], copies.network_ML[:, layer]
+        if not network_M.any():
+            return done_M
+        self.rows = [pair for pair in self.rows if (pair[1] > self.free_M).any()]
+        through_M = begun_M + network_M
+        for start_M, end_M in self.rows:
+            rests_M = (start_M < through_M * (1 - _ROUNDING)) & (end_M > begun_M)
+            through_M = through_M + np.where(rests_M, end_M - np.maximum(start_M, begun_M), 0.0)
+        return np.where(network_M > 0, np.maximum(done_M, through_M), done_M)
+
+    def _wait(self, transfer: _Transfer) -> Float64[ndarray, " M"]:
+        """Let the ranks that take part wait; return when the copies were done.
+
+        A transfer counts as going on until its rank has seen its end.
+        """
+        kind, layer, copies, begun_M = transfer
+        done_M = self._arrival(transfer)
+        part_MR, start_MR = copies.takes_part_MLR[:, layer], self.now_MR
+        self.now_MR = np.where(part_MR, np.maximum(start_MR, done_M[:, None]), start_MR)
+        begun_MR = np.broadcast_to(begun_M[:, None], start_MR.shape)
+        self.spent[f"wait {kind}"] += (self.now_MR - start_MR).sum(axis=0)
+        self.spent[kind] += ((self.now_MR - begun_MR) * part_MR).sum(axis=0)
+        if self.note is not None:
+            # With a pool the executor has every rank look whether its copies are there, also those that have none.
+            looks_MR = part_MR | (copies.from_host_MLR[:, layer].sum(axis=1, keepdims=True) > 0)
+            self.note(f"wait {kind}", self._id(layer), start_MR, self.now_MR, None, looks_MR, "")
+            sent_MR = copies.sent_MLR[:, layer] * copies.bytes_each
+            self.note(kind, self._id(layer), begun_MR, self.now_MR, sent_MR, part_MR, "")
+        return done_M
+
+    def _wait_for_all(self, transfer: _Transfer) -> Float64[ndarray, " M"]:
+        """Without overlap: copies begin when all ranks are there, and nobody goes on before they are done."""
+        done_M = self._wait(transfer._replace(begun_M=self.met_M))
+        self.terms["copies"] += transfer.copies.seconds_ML[:, transfer.layer]
+        self.met_M = done_M
+        return done_M
+
+    def _id(self, layer: int) -> int:
+        return int(self.costs.layer_ids[layer]) if layer >= 0 else -1

@@ -1,0 +1,194 @@
+"""`Timeline` of a simulated step: the events that the executor would record, in its order, and some that it does not.
+
+Made on request only, for chosen ranks, micro-batches and layers: a large step has hundreds of millions of events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import numpy as np
+from jaxtyping import Int, Int64
+from numpy import ndarray
+
+from relibra.cluster import Cluster
+from relibra.errors import ConfigError
+from relibra.planning.plan import StepPlan
+from relibra.routing.demand import Demand
+from relibra.simulation.layout import ParallelLayout
+from relibra.simulation.model_shape import ModelShape
+from relibra.simulation.step.group_run import Execution, GroupRun, MiniBatchRun, run_group
+from relibra.simulation.step.pipeline_schedule import BACKWARD, FORWARD, stage_tasks
+from relibra.simulation.step.training_step import (
+    costs_of,
+    ends_of_mini_batches,
+    groups_of,
+    micro_batches_of_groups,
+)
+from relibra.timeline import MAX_EVENTS, Event, Timeline
+
+_EVENTS_PER_LAYER = 18
+"""At most so many per rank, micro-batch and layer, forward and backward."""
+
+
+class _Notes:
+    """What one (group, stage, direction) did, in its order, in the micro-batches, ranks and layers that were chosen."""
+
+    def __init__(
+        self, keep_X: Int64[ndarray, " X"], keep_Y: Int64[ndarray, " Y"], layers: Collection[int] | None
+    ) -> None:
+        """Choose micro-batches and ranks by their position in the group, and decoder layers."""
+        self._keep_X, self._keep_Y, self._layers = keep_X, keep_Y, layers
+        self._row_of = {m: row for row, m in enumerate(keep_X.tolist())}
+        self._column_of = {r: column for column, r in enumerate(keep_Y.tolist())}
+        self._found: list[tuple[str, int, str, ndarray, ndarray, ndarray, ndarray]] = []
+
+    def __call__(
+        self,
+        stage: str,
+        layer: int,
+        start_MR: ndarray,
+        end_MR: ndarray,
+        bytes_MR: ndarray | None,
+        who_MR: ndarray | None,
+        label: str,
+    ) -> None:
+        """Take one kind of event."""
+        if self._layers is not None and layer not in self._layers:
+            return
+        nothing_MR = np.zeros_like(start_MR)
+        parts = (
+            start_MR,
+            end_MR - start_MR,
+            nothing_MR if bytes_MR is None else bytes_MR,
+            nothing_MR == 0 if who_MR is None else who_MR,
+        )
+        chosen = np.ix_(self._keep_X, self._keep_Y)
+        begin, seconds, moved, who = (part_MR[chosen] for part_MR in parts)
+        self._found.append((stage, layer, label, begin, seconds, moved, who))
+
+    def events(self, rank: int, group_rank: int, micro_batch: int, position: int, start: float) -> Iterator[Event]:
+        """Yield what a rank did in a micro-batch whose pass started at `start`."""
+        if position not in self._row_of:
+            return
+        at = self._row_of[position], self._column_of[group_rank]
+        for stage, layer, label, begin, seconds, moved, who in self._found:
+            if who[at]:
+                moved_bytes = round(float(moved[at]))
+                yield Event(
+                    stage, layer, micro_batch, rank, start + float(begin[at]), float(seconds[at]), moved_bytes, label
+                )
+
+
+def simulated_timeline(
+    plan: StepPlan,
+    demand: Demand,
+    cluster: Cluster,
+    model: ModelShape,
+    how: Execution | None = None,
+    *,
+    ranks: Collection[int] | None = None,
+    micro_batches: Collection[int] | None = None,
+    layers: Collection[int] | None = None,
+    distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,
+) -> Timeline:
+    """Return the events of `simulate_step`, rank by rank, each in the order in which an executor records them.
+
+    "attention", "experts", "gradients" and "optimizer" are simulated only; everything else is what
+    `PlanExecution.timeline()` holds, stage by stage. Time counts from the first micro-batch, after any relocation.
+
+    ranks           as `ParallelLayout` numbers them; None: all
+    micro_batches   of the plan; None: all
+    layers          decoder layers; -1: what belongs to none; None: all
+    distinct_MLRR   as for `simulate_step`
+    raises          ConfigError for ranks that the step has not, or more events than a timeline holds; else as
+                    `simulate_step`
+    """
+    how = how or Execution()
+    numbers = micro_batches_of_groups(plan, demand)
+    layout = ParallelLayout(
+        expert_parallel=plan.num_ranks, pipeline_stages=how.pipeline_stages, data_parallel=len(numbers)
+    )
+    chosen = _checked(ranks, layout)
+    kept = [[m for m in number_M.tolist() if micro_batches is None or m in micro_batches] for number_M in numbers]
+    per_stage = len(plan.layer_ids) // how.pipeline_stages + 2 if layers is None else len(layers)
+    _refuse_too_many(len(chosen) * max(map(len, kept)) * per_stage * _EVENTS_PER_LAYER)
+    tracks: list[_Track] = []
+    for group, (own_plan, own_demand) in enumerate(groups_of(plan, demand)):
+        keep_X = np.flatnonzero(np.isin(numbers[group], kept[group]))
+        track = _Track(group, layout, numbers[group], keep_X, chosen, layers)
+        rows_MLRR = None if distinct_MLRR is None else distinct_MLRR[numbers[group]]
+        track.run = run_group(costs_of(own_plan, own_demand, cluster, model, how, rows_MLRR), how, track.notes_of)
+        tracks.append(track)
+    ends = ends_of_mini_batches(plan, [track.run for track in tracks], cluster, model, how)
+    events = [event for rank in chosen.tolist() for event in tracks[layout.place(rank)[1]].events(rank, ends, how)]
+    return Timeline(
+        events=tuple(event for event in events if layers is None or event.layer in layers),
+        num_ranks=layout.num_ranks,
+        label="simulated",
+    )
+
+
+def _checked(ranks: Collection[int] | None, layout: ParallelLayout) -> Int64[ndarray, " R"]:
+    chosen = np.arange(layout.num_ranks) if ranks is None else np.array(sorted(ranks), dtype=np.int64)
+    if len(chosen) and not 0 <= chosen[0] <= chosen[-1] < layout.num_ranks:
+        raise ConfigError(
+            f"a timeline of ranks {chosen[0]} to {chosen[-1]}: the step has ranks 0 to {layout.num_ranks - 1}"
+        )
+    return chosen
+
+
+def _refuse_too_many(events: int) -> None:
+    if events > MAX_EVENTS:
+        raise ConfigError(
+            f"a timeline of up to {events:,} events, where {MAX_EVENTS:,} are allowed: choose fewer ranks, "
+            "micro-batches or layers"
+        )
+
+
+class _Track:
+    """The run of one group, and what was noted of it."""
+
+    run: GroupRun
+
+    def __init__(
+        self,
+        group: int,
+        layout: ParallelLayout,
+        number_M: Int64[ndarray, " M"],
+        keep_X: Int64[ndarray, " X"],
+        chosen: Int64[ndarray, " Y"],
+        layers: Collection[int] | None,
+    ) -> None:
+        """Prepare the notes of all stages; `number_M`: the plan's numbers of the group's micro-batches."""
+        self._layout, self._number_M = layout, number_M
+        self._notes: dict[tuple[int, int], _Notes] = {}
+        for stage in range(layout.pipeline_stages):
+            own = [layout.rank_in_group(r) for r in chosen.tolist() if layout.place(r) == (stage, group)]
+            for direction in (FORWARD, BACKWARD):
+                self._notes[stage, direction] = _Notes(keep_X, np.array(own, dtype=np.int64), layers)
+
+    def notes_of(self, stage: int, direction: int) -> _Notes:
+        """Say who takes the events of a pass."""
+        return self._notes[stage, direction]
+
+    def events(self, rank: int, ends: list[tuple[MiniBatchRun, float, float]], how: Execution) -> Iterator[Event]:
+        """Yield what one rank did, mini-batch by mini-batch and pass by pass.
+
+        ends   of each mini-batch: the run of the slowest group, seconds of gradients and of the optimizer
+        """
+        stage, _ = self._layout.place(rank)
+        begin = 0.0
+        for own, (slowest, gradients, optimizer) in zip(self.run.mini_batches, ends, strict=True):
+            tasks = stage_tasks(stage, how.pipeline_stages, len(own.number_M), forward_only=how.forward_only)
+            for direction, m in tasks:
+                position = int(own.number_M[m])
+                start = begin + float(own.start_2SM[direction, stage, m])
+                yield from self._notes[stage, direction].events(
+                    rank, self._layout.rank_in_group(rank), int(self._number_M[position]), position, start
+                )
+            begin += slowest.seconds
+            for name, seconds in (("gradients", gradients), ("optimizer", optimizer)):
+                if seconds:
+                    yield Event(name, -1, -1, rank, begin, seconds, 0, "")
+                begin += seconds

@@ -1,0 +1,275 @@
+"""A training step under a plan, as events: who computes, sends and waits when, on machines of any size.
+
+Expert-parallel groups are simulated one after the other, so memory does not grow with their number. Inside a group the
+walk through the layers is vectorised over micro-batches and ranks (`passes`), and pipeline stages are events on a heap
+(`schedule`). Same input, same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+from jaxtyping import Int, Int64
+from numpy import ndarray
+
+from relibra.cluster import Cluster
+from relibra.errors import ConfigError, PlanError
+from relibra.planning.costs import relocation_seconds
+from relibra.planning.plan import StepPlan
+from relibra.routing.demand import Demand
+from relibra.simulation.cost_model import gradient_reduction_seconds, optimizer_seconds, owned_parameters
+from relibra.simulation.layout import ParallelLayout
+from relibra.simulation.model_shape import ModelShape
+from relibra.simulation.step.group_run import Execution, GroupRun, MiniBatchRun, run_group
+from relibra.simulation.step.passes import TERMS
+from relibra.simulation.step.stage_costs import StageCosts, stage_costs
+from relibra.simulation.step.step_result import SimulatedStep
+
+ALL_TERMS = (*TERMS, "pipeline", "gradients", "optimizer", "relocation")
+
+
+def simulate_step(
+    plan: StepPlan,
+    demand: Demand,
+    cluster: Cluster,
+    model: ModelShape,
+    how: Execution | None = None,
+    *,
+    distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,
+) -> SimulatedStep:
+    """Simulate one training step.
+
+    demand          under the schedule of the plan (`plan.scheduled`). With `group_M` (`Demand.of_groups`) each group
+                    runs its own micro-batches, on ranks of its own
+    cluster         of one expert-parallel group, as for `plan_step`; other groups and stages run on more of the same,
+                    on other nodes even where a group has fewer ranks than a machine's node
+    how             None: one stage, one optimizer step, copies overlapped
+    distinct_MLRR   tokens that travel from rank to rank (`byte_ledger.distinct_rows_of_step`), of all micro-batches;
+                    None: their lower bound from `demand.pairs_LEE`, or every token-slot without
+    raises          PlanError, ConfigError when plan, demand, cluster and model do not fit together
+    """
+    how = how or Execution()
+    runs = [
+        run_group(
+            costs_of(*group, cluster, model, how, None if distinct_MLRR is None else distinct_MLRR[number_M]), how
+        )
+        for group, number_M in zip(groups_of(plan, demand), micro_batches_of_groups(plan, demand), strict=True)
+    ]
+    return assemble(plan, runs, cluster, model, how)
+
+
+def simulate_groups(
+    groups: Iterable[tuple[StepPlan, Demand]], cluster: Cluster, model: ModelShape, how: Execution | None = None
+) -> SimulatedStep:
+    """Simulate a step of several expert-parallel groups, each with a plan and a scheduled demand of its own.
+
+    groups    may be a generator: one group is held at a time. All have the same experts at the same homes
+    raises    as `simulate_step`; ConfigError without a group, or when homes differ
+    """
+    how = how or Execution()
+    runs: list[GroupRun] = []
+    first: StepPlan | None = None
+    for plan, demand in groups:
+        if first is not None and not np.array_equal(plan.home_LE, first.home_LE):
+            raise ConfigError(
+                f"group {len(runs)} has other homes than group 0: groups share the gradients of experts, so plan all "
+                "together (Demand.of_groups) or with the same homes"
+            )
+        first = first or plan
+        runs.append(run_group(costs_of(plan, demand, cluster, model, how), how))
+    if first is None:
+        raise ConfigError("a step without expert-parallel groups: pass at least one (plan, demand)")
+    return assemble(first, runs, cluster, model, how)
+
+
+def groups_of(plan: StepPlan, demand: Demand) -> Iterator[tuple[StepPlan, Demand]]:
+    """Yield plan and demand of each expert-parallel group: its own micro-batches, in their order."""
+    for number_M in micro_batches_of_groups(plan, demand):
+        if demand.group_M is None:
+            yield plan, demand
+        else:
+            yield _of_micro_batches(plan, demand, number_M)
+
+
+def micro_batches_of_groups(plan: StepPlan, demand: Demand) -> list[Int64[ndarray, " M"]]:
+    """Return the numbers of each group's micro-batches.
+
+    raises   PlanError when the demand is not the plan's
+    """
+    _check_demand(plan, demand)
+    if demand.group_M is None:
+        return [np.arange(len(plan.replica_MLRB))]
+    return [np.flatnonzero(demand.group_M == group) for group in range(int(demand.group_M.max(initial=0)) + 1)]
+
+
+def _check_demand(plan: StepPlan, demand: Demand) -> None:
+    if demand.tokens_MLRE is None:
+        raise PlanError("a demand without a schedule cannot be simulated: pass plan.scheduled(demand)")
+    planned = (len(plan.micro_batch_S), *plan.replica_MLRB.shape[:3], plan.num_experts)
+    found = (len(demand.counts_SLE), *demand.tokens_MLRE.shape)
+    if planned != found:
+        raise PlanError(
+            f"a plan for (samples, micro-batches, layers, ranks, experts) {planned} meets a demand of {found}: pass "
+            "plan.scheduled(demand)"
+        )
+
+
+def _of_micro_batches(plan: StepPlan, demand: Demand, number_M: Int64[ndarray, " M"]) -> tuple[StepPlan, Demand]:
+    assert demand.tokens_MLRE is not None, "groups come with a schedule"
+    new_number = np.full(len(demand.tokens_MLRE) + 1, -1, dtype=np.int32)  # the last entry is that of samples left out
+    new_number[number_M] = np.arange(len(number_M))
+    micro_batch_S = new_number[plan.micro_batch_S]
+    own_plan = replace(
+        plan,
+        micro_batch_S=micro_batch_S,
+        replica_MLRB=plan.replica_MLRB[number_M],
+        quota_MLRB=plan.quota_MLRB[number_M],
+        bound_ML=plan.bound_ML[number_M],
+    )
+    own_demand = replace(demand, tokens_MLRE=demand.tokens_MLRE[number_M], micro_batch_S=micro_batch_S, group_M=None)
+    return own_plan, own_demand
+
+
+def costs_of(
+    plan: StepPlan,
+    demand: Demand,
+    cluster: Cluster,
+    model: ModelShape,
+    how: Execution,
+    distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,
+) -> list[StageCosts]:
+    """Check that everything fits, and price one group."""
+    layout = ParallelLayout(expert_parallel=plan.num_ranks, pipeline_stages=how.pipeline_stages)
+    layout.check(cluster, model)
+    _check_demand(plan, demand)
+    planned = (*plan.replica_MLRB.shape[:3], plan.num_experts)
+    if (plan.num_nodes, plan.ranks_per_node) != (cluster.num_nodes, cluster.ranks_per_node):
+        raise PlanError(
+            f"a plan for {plan.num_nodes} x {plan.ranks_per_node} ranks meets cluster {cluster.name!r} of "
+            f"{cluster.num_nodes} x {cluster.ranks_per_node}: plan again, or use Cluster.with_ranks"
+        )
+    if (model.moe_layers, model.experts) != (planned[1], planned[3]):
+        raise ConfigError(
+            f"a plan of {planned[1]} layers and {planned[3]} experts meets model {model.name!r} of {model.moe_layers} "
+            f"and {model.experts}: pass the model that was routed, or dataclasses.replace(model, moe_layers=...)"
+        )
+    if demand.top_k is not None and demand.top_k != model.top_k:
+        raise ConfigError(
+            f"tokens of the demand picked {demand.top_k} experts, those of model {model.name!r} pick {model.top_k}: "
+            "pass the model that was routed"
+        )
+    if how.mini_batches > planned[0]:
+        raise ConfigError(f"{how.mini_batches} mini-batches of {planned[0]} micro-batches: use at most {planned[0]}")
+    return stage_costs(
+        plan,
+        demand,
+        cluster,
+        model,
+        layout,
+        overlap=how.overlap,
+        from_pool=how.forward_only and how.host_pool,
+        distinct_MLRR=distinct_MLRR,
+    )
+
+
+def assemble(
+    plan: StepPlan, runs: list[GroupRun], cluster: Cluster, model: ModelShape, how: Execution
+) -> SimulatedStep:
+    """Let groups meet at the end of each mini-batch, and add up."""
+    layout = ParallelLayout(
+        expert_parallel=plan.num_ranks, pipeline_stages=how.pipeline_stages, data_parallel=len(runs)
+    )
+    ends = ends_of_mini_batches(plan, runs, cluster, model, how)
+    terms = dict.fromkeys(ALL_TERMS, 0.0)
+    copying = 0.0
+    for slowest, gradients, optimizer in ends:
+        for name, seconds in slowest.busy.items():
+            terms[name] += seconds
+        terms["pipeline"] += max(0.0, slowest.seconds - sum(slowest.busy.values())) if how.pipeline_stages > 1 else 0.0
+        terms["gradients"] += gradients
+        terms["optimizer"] += optimizer
+        copying += slowest.copying
+    terms["relocation"] = _relocation(plan, cluster, model, layout)
+    notes: tuple[str, ...] = ()
+    if not how.forward_only and not cluster.memory_bytes_per_second:
+        notes = (f"the optimizer is left out: cluster {cluster.name!r} does not say memory_bytes_per_second",)
+
+    def of_ranks(parts_QSR: list[ndarray]) -> ndarray:
+        return np.stack(parts_QSR, axis=1).reshape(-1)  # stage, group, rank
+
+    return SimulatedStep(
+        layout=layout,
+        seconds=sum(terms.values()),
+        terms=terms,
+        stage_seconds={name: of_ranks([run.spent[name] for run in runs]) for name in runs[0].spent},
+        waited_R=of_ranks([run.waited_SR for run in runs]),
+        sent_bytes={name: of_ranks([run.sent[name] for run in runs]) for name in runs[0].sent},
+        received_bytes={name: of_ranks([run.received[name] for run in runs]) for name in runs[0].received},
+        host_bytes_R=of_ranks([run.host_SR for run in runs]),
+        token_slots_R=of_ranks([run.token_slots_SR for run in runs]),
+        expert_skew=_skew(runs, "experts"),
+        attention_skew=_skew(runs, "attention"),
+        copy_seconds=copying,
+        useful_flops=sum(run.flops for run in runs),
+        peak_flops_per_second=cluster.peak_flops_per_second,
+        notes=notes,
+    )
+
+
+def _skew(runs: list[GroupRun], name: str) -> float:
+    busiest, mean = (sum(run.uneven[name][i] for run in runs) for i in (0, 1))
+    return busiest / mean if mean else 1.0
+
+
+def ends_of_mini_batches(
+    plan: StepPlan, runs: list[GroupRun], cluster: Cluster, model: ModelShape, how: Execution
+) -> list[tuple[MiniBatchRun, float, float]]:
+    """Return the slowest group of each mini-batch, and the seconds of gradients (not hidden) and optimizer after it.
+
+    A stage sums its gradients beside its last backward pass and while stages before it still run; at least one layer's
+    come after that pass. What counts is how long after the end of the last stage the last sum is done.
+    """
+    layout = ParallelLayout(
+        expert_parallel=plan.num_ranks, pipeline_stages=how.pipeline_stages, data_parallel=len(runs)
+    )
+    found = []
+    for number in range(how.mini_batches):
+        slowest = max((run.mini_batches[number] for run in runs), key=lambda one: one.seconds)  # ties: the first group
+        gradients = optimizer = 0.0
+        for stage, layers in enumerate(layout.stage_layers(model.moe_layers)):
+            if how.forward_only:
+                break
+            num_layers = layers.stop - layers.start
+            own = owned_parameters(model, layout, num_layers, first=stage == 0, last=stage == how.pipeline_stages - 1)
+            whole = gradient_reduction_seconds(cluster, layout, *own)
+            exposed = whole
+            if how.overlap:
+                exposed = max(whole - float(slowest.last_backward_S[stage]), whole / num_layers)
+                exposed -= slowest.seconds - float(slowest.end_S[stage])
+            gradients = max(gradients, exposed)
+            if cluster.memory_bytes_per_second:
+                optimizer = max(optimizer, optimizer_seconds(cluster, layout, *own))
+        found.append((slowest, gradients, optimizer))
+    return found
+
+
+def _relocation(plan: StepPlan, cluster: Cluster, model: ModelShape, layout: ParallelLayout) -> float:
+    """Stages move their experts at the same time, each its own layers."""
+    if layout.pipeline_stages == 1:
+        return relocation_seconds(plan, cluster, model.expert)
+    parts = [_of_layers(plan, layers) for layers in layout.stage_layers(model.moe_layers)]
+    return max(relocation_seconds(part, cluster, model.expert) for part in parts)
+
+
+def _of_layers(plan: StepPlan, layers: slice) -> StepPlan:
+    return replace(
+        plan,
+        layer_ids=plan.layer_ids[layers],
+        physical_to_logical_map=plan.physical_to_logical_map[layers],
+        previous_map=plan.previous_map[layers],
+        replica_MLRB=plan.replica_MLRB[:, layers],
+        quota_MLRB=plan.quota_MLRB[:, layers],
+        bound_ML=plan.bound_ML[:, layers],
+    )

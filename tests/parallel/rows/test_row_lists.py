@@ -1,0 +1,138 @@
+"""Every token goes to a rank once, and what is made of it there is what the routes and the plan say."""
+
+from itertools import accumulate
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relibra.parallel.rows.exchange import Route
+from relibra.parallel.rows.rank_tables import home_tables, rank_tables
+from relibra.parallel.rows.row_lists import exchange_row_lists, row_lists, rows_to_send
+from tests.parallel.rows.test_rank_tables import experts_in_slots
+from tests.parallel.steps import random_step
+
+CPU = torch.device("cpu")
+seeds = st.integers(0, 2**32 - 1)
+ranks = st.sampled_from([2, 4, 8])
+
+
+class Sent(Exception):
+    """Carries what a rank sends out of its collective."""
+
+
+def lists_of_all(tables_RL, experts_RTLK):
+    """Run the collective of all ranks in one process: first each one up to its message, then with what it gets."""
+
+    def send(route, rows):
+        raise Sent(np.split(rows.numpy(), np.cumsum(route.send_R)[:-1]))
+
+    def run(tables_L, experts_TLK, move):
+        with mock.patch.object(Route, "move", move):
+            return exchange_row_lists(tables_L, experts_TLK, mock.Mock(spec=dist.ProcessGroup), CPU)
+
+    sent_RR = []
+    for tables_L, experts_TLK in zip(tables_RL, experts_RTLK, strict=True):
+        with pytest.raises(Sent) as sent:
+            run(tables_L, experts_TLK, send)
+        sent_RR.append(sent.value.args[0])
+    result = []
+    for rank, (tables_L, experts_TLK) in enumerate(zip(tables_RL, experts_RTLK, strict=True)):
+        mine = [sent_R[rank] for sent_R in sent_RR]
+
+        def receive(route, _, mine=mine):
+            assert route.receive_R == [len(message) for message in mine]
+            return torch.from_numpy(np.concatenate(mine))
+
+        result.append(run(tables_L, experts_TLK, receive))
+    return result
+
+
+def micro_batches(seed, num_ranks, chunk=None):
+    """Yield (micro-batch, tables and routes of every rank) of a random step."""
+    case = random_step(seed, num_ranks)
+    plan = case.plan
+    for m in range(len(plan.replica_MLRB)):
+        tables_RL = [
+            [rank_tables(plan, case.demand, rank, m, layer, chunk) for layer in range(len(plan.layer_ids))]
+            for rank in range(num_ranks)
+        ]
+        traces = [case.trace.select(case.batch(m, rank)[0]) for rank in range(num_ranks)]
+        yield plan, m, tables_RL, [trace.experts_TLK[trace.valid_T].astype(np.int64) for trace in traces]
+
+
+def pieces(rows, sizes):
+    """Split rows by destination."""
+    return [rows[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(seeds, ranks)
+def test_each_token_goes_to_each_rank_that_needs_it_once(seed, num_ranks):
+    for _, _, tables_RL, experts_RTLK in micro_batches(seed, num_ranks):
+        lists_RL = lists_of_all(tables_RL, experts_RTLK)
+        top_k = experts_RTLK[0].shape[2]
+        for source, lists_L in enumerate(lists_RL):
+            for layer, lists in enumerate(lists_L):
+                send_R = tables_RL[source][layer].send_RP.sum(axis=1).tolist()
+                choices_R = pieces(lists.choice_X.tolist(), send_R)
+                tokens_R = pieces(lists.once.token_Z.tolist(), lists.once.send_R)
+                for target in range(num_ranks):
+                    assert tokens_R[target] == sorted({choice // top_k for choice in choices_R[target]})
+                    assert lists_RL[target][layer].once.receive_R[source] == len(tokens_R[target])
+
+
+@settings(deadline=None, max_examples=40)
+@given(seeds, ranks)
+def test_what_arrives_once_is_expanded_to_what_each_choice_would_have_brought(seed, num_ranks):
+    """Rows carry (source, token); token-slots carry (source, choice): both say the same about every computed row."""
+    for plan, m, tables_RL, experts_RTLK in micro_batches(seed, num_ranks):
+        lists_RL = lists_of_all(tables_RL, experts_RTLK)
+        top_k = experts_RTLK[0].shape[2]
+        for layer, target in np.ndindex(len(plan.layer_ids), num_ranks):
+            rows, choices = [], []
+            for source in range(num_ranks):
+                lists, tables = lists_RL[source][layer], tables_RL[source][layer]
+                rows += [(source, t) for t in pieces(lists.once.token_Z.tolist(), lists.once.send_R)[target]]
+                sent = pieces(lists.choice_X.tolist(), tables.send_RP.sum(axis=1).tolist())[target]
+                choices += [(source, choice) for choice in sent]
+            own = lists_RL[target][layer]
+            expert_P = experts_in_slots(plan, m, layer)[target]
+            assert len(own.once.arrived_Y) == len(choices)
+            for y, (row, arrived) in enumerate(
+                zip(own.once.arrived_Y.tolist(), own.compute_order_Y.tolist(), strict=True)
+            ):
+                source, choice = choices[arrived]
+                assert rows[row] == (source, choice // top_k)
+                expert = experts_RTLK[source][choice // top_k, layer, choice % top_k]
+                assert expert_P[own.slot_Y[y]] == expert
+
+
+@settings(deadline=None, max_examples=20)
+@given(seeds, ranks)
+def test_without_sending_once_every_choice_travels_in_the_order_of_tokens(seed, num_ranks):
+    for _, _, tables_RL, experts_RTLK in micro_batches(seed, num_ranks, chunk=4):
+        for tables_L, experts_TLK in zip(tables_RL, experts_RTLK, strict=True):
+            for layer, tables in enumerate(tables_L):
+                lists = row_lists(tables, experts_TLK[:, layer], CPU)
+                assert lists.once is None
+                assert sorted(lists.choice_X.tolist()) == list(range(experts_TLK[:, layer].size))
+                for run in pieces(lists.choice_X.tolist(), tables.send_RP.ravel().tolist()):
+                    assert run == sorted(run)
+                    assert len({experts_TLK[:, layer].ravel()[choice] for choice in run}) <= 1
+
+
+def test_two_experts_of_a_token_on_one_rank_share_a_row():
+    experts_TK = np.array([[0, 1], [0, 2], [2, 3]])
+    tokens_RE = np.array([[2, 1, 2, 1], [0, 0, 0, 0]])
+    tables = home_tables(tokens_RE, np.arange(4), rank=0, layer_id=0, micro_batch=0)
+    choice_X = row_lists(tables, experts_TK, CPU).choice_X.numpy()
+    assert choice_X.tolist() == [0, 2, 1, 3, 4, 5]  # experts 0, 0, 1 on rank 0, experts 2, 2, 3 on rank 1
+    token_Z, send_R, row_X = rows_to_send(tables, choice_X, num_rows=3, top_k=2)
+    assert token_Z.tolist() == [0, 1, 1, 2]
+    assert send_R.tolist() == [2, 2]
+    assert row_X.tolist() == [0, 1, 0, 0, 1, 1]

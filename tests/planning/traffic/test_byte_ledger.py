@@ -1,0 +1,146 @@
+"""The byte ledger against a walk token by token, row by row, port by port."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relibra.cluster import cluster_preset
+from relibra.planning.budget import Budget
+from relibra.planning.costs import ExpertShape
+from relibra.planning.planner import plan_step
+from relibra.planning.traffic.byte_ledger import byte_ledger, distinct_rows_of_step, port_bytes_per_second
+from relibra.planning.traffic.split import split_tokens
+from relibra.routing.demand_rows import sample_of_rows
+from relibra.routing.micro_batches import cut_recorded
+from relibra.routing.synthetic import TraceShape, domain_trace
+from relibra.routing.trace import RoutingTrace
+
+ROW_BYTES = 10
+
+
+def _step(seed, nodes, per_node, *, top_k=3, tokens=40, slots=1, cross=False):
+    experts = 2 * nodes * per_node
+    shape = TraceShape(rows_per_sample=[25] * 6, num_layers=2, num_experts=max(4, experts), top_k=top_k)
+    trace = domain_trace(shape, np.random.default_rng(seed), num_domains=2)
+    cluster = cluster_preset("h100x8", nodes * per_node, per_node)
+    demand = cut_recorded(trace, tokens, cluster.num_ranks)
+    budget = Budget(slots=slots, objective="tokens", cross_node_copies=cross)
+    plan = plan_step(demand, cluster, budget)
+    return trace, cluster, demand, plan
+
+
+def _walk(trace, cluster, demand, plan, *, send_once):
+    """Send each token's rows one by one and write down what every port sees: the slow and obvious ledger."""
+    sample_T = sample_of_rows(trace, demand)
+    scheduled = plan.scheduled(demand)
+    M, L, _, _ = scheduled.tokens_MLRE.shape
+    G = cluster.ranks_per_node
+    useful, duplicate, forwarded, capacity = (np.zeros(L) for _ in range(4))
+    for m, layer in np.ndindex(M, L):
+        at = (m, layer)
+        split = split_tokens(
+            scheduled.tokens_MLRE[at], plan.home_LE[layer], plan.replica_MLRB[at], plan.quota_MLRB[at], G
+        )
+        left = split.tokens_RI.copy()
+        ports = {}
+
+        def carry(kind, sender, receiver, ports=ports):
+            for key in ((kind, "out", sender), (kind, "in", receiver)):
+                ports[key] = ports.get(key, 0) + ROW_BYTES
+
+        for row in np.flatnonzero(sample_T >= 0):
+            if plan.micro_batch_S[sample_T[row]] != m:
+                continue
+            source, seen = int(plan.rank_S[sample_T[row]]), set()
+            for expert in trace.experts_TLK[row, layer].tolist():
+                i = next(i for i in np.flatnonzero(split.expert_I == expert) if left[source, i] > 0)
+                left[source, i] -= 1
+                to = int(split.rank_I[i])
+                again = to in seen
+                seen.add(to)
+                if to == source or (again and send_once):
+                    continue
+                (duplicate if again else useful)[layer] += ROW_BYTES
+                if to // G == source // G:
+                    carry("intra", source, to)
+                    continue
+                door = to // G * G + source % G  # the rank of the same number there
+                carry("inter", source, door)
+                if door != to:
+                    forwarded[layer] += ROW_BYTES
+                    carry("intra", door, to)
+        rates = {
+            ("intra", "out"): cluster.intra,
+            ("intra", "in"): cluster.intra,
+            ("inter", "out"): cluster.inter_send,
+            ("inter", "in"): cluster.inter_receive,
+        }
+        seconds = max((sent / rates[key[:2]].bytes_per_second for key, sent in ports.items()), default=0)
+        capacity[layer] += seconds * port_bytes_per_second(cluster)
+    return useful, duplicate, forwarded, capacity
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.integers(0, 999), st.sampled_from([(1, 2), (2, 2), (3, 1), (2, 3)]), st.booleans(), st.integers(0, 2), st.data()
+)
+def test_the_ledger_is_that_of_a_walk_over_tokens(seed, machine, send_once, slots, data):
+    step = _step(seed, *machine, slots=slots, cross=data.draw(st.booleans()))
+    trace, cluster, demand, plan = step
+    scheduled = plan.scheduled(demand)
+    distinct = distinct_rows_of_step(plan, scheduled, trace.experts_TLK, sample_of_rows(trace, demand))
+    ledger = byte_ledger(plan, scheduled, cluster, ROW_BYTES, distinct_MLRR=distinct, send_once=send_once)
+    found = ledger.useful_L, ledger.duplicate_L, ledger.forwarded_L, ledger.capacity_L
+    for ours, theirs in zip(found, _walk(*step, send_once=send_once), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12)
+    assert ledger.exact
+    product = ledger.data_factor_L * ledger.routing_factor_L * ledger.port_factor_L
+    np.testing.assert_allclose(product, ledger.efficiency_L)
+    for factor in (ledger.data_factor_L, ledger.routing_factor_L, ledger.port_factor_L):
+        assert ((factor > 0) & (factor <= 1 + 1e-12)).all()
+
+
+def test_pairs_bound_the_useful_bytes_from_below():
+    trace, cluster, demand, plan = _step(3, 2, 2)
+    scheduled = plan.scheduled(demand)
+    distinct = distinct_rows_of_step(plan, scheduled, trace.experts_TLK, sample_of_rows(trace, demand))
+    exact = byte_ledger(plan, scheduled, cluster, ROW_BYTES, distinct_MLRR=distinct).total()
+    bounded = byte_ledger(plan, scheduled, cluster, ROW_BYTES).total()
+    assert not bounded.exact
+    assert 0.5 * exact.useful_L[0] < bounded.useful_L[0] <= exact.useful_L[0] * 1.02  # homes' share, for replicas too
+    assert bounded.capacity_L[0] == pytest.approx(exact.capacity_L[0])
+
+
+def test_uniform_routes_on_rails_give_the_factors_of_the_paper():
+    """32 ranks in four servers, 8 of 128 experts, even routes: data 0.92, routing 0.60 (arXiv 2604.14690's toy)."""
+    rng = np.random.default_rng(1)
+    routes = rng.permuted(np.tile(np.arange(128, dtype=np.uint8), (2048, 1)), axis=1)[:, None, :8]
+    trace = RoutingTrace.from_samples(np.split(routes, 32), num_experts=128)
+    cluster = cluster_preset("h100x8", 32)
+    demand = cut_recorded(trace, 2048, 32)
+    static = plan_step(demand, cluster, Budget(slots=0), "static", expert=ExpertShape(hidden=8, width=8))
+    distinct = distinct_rows_of_step(static, demand, trace.experts_TLK, sample_of_rows(trace, demand))
+    total = byte_ledger(static, demand, cluster, ROW_BYTES, distinct_MLRR=distinct).total()
+    assert total.data_factor_L[0] == pytest.approx(0.92, abs=0.005)
+    assert total.routing_factor_L[0] == pytest.approx(0.596, abs=0.005)
+
+
+def test_rows_that_stay_on_their_rank_travel_nowhere():
+    _, cluster, demand, plan = _step(0, 1, 1)
+    ledger = byte_ledger(plan, plan.scheduled(demand), cluster, ROW_BYTES)
+    assert not ledger.useful_L.any()
+    assert not ledger.capacity_L.any()
+    assert (ledger.efficiency_L == 1).all()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_sent_once_has_no_duplicates_not_even_by_rounding(seed):
+    _, cluster, demand, plan = _step(seed, 2, 2)
+    assert demand.pairs_LEE is not None
+    row_bytes = 4096 + 2 * seed
+    once = byte_ledger(plan, demand, cluster, row_bytes, send_once=True)
+    assert once.duplicate_L.tolist() == once.total().duplicate_L.tolist() * 2 == [0.0, 0.0]
+    assert once.data_factor_L.tolist() == [1.0, 1.0]
+    each = byte_ledger(plan, demand, cluster, row_bytes)
+    assert (each.duplicate_L > row_bytes).all(), "real ones stay"

@@ -1,0 +1,316 @@
+"""The page about a plan, and about two."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relibra.cluster import cluster_preset
+from relibra.errors import ConfigError
+from relibra.planning.analysis.comparison import ComparisonRow, compare
+from relibra.planning.analysis.levers import lever_bounds, lever_gaps
+from relibra.planning.budget import Budget
+from relibra.planning.planner import plan_step
+from relibra.planning.replicas.pricing import predict_planned
+from relibra.planning.traffic.byte_ledger import byte_ledger, distinct_rows_of_step
+from relibra.reporting.data.compared_plans import Side, side_of, static_side
+from relibra.reporting.data.sentences import percent
+from relibra.reporting.html.html_bars import waterfall
+from relibra.reporting.pages.balancers_section import balancers_section
+from relibra.reporting.pages.limits_section import seconds_item
+from relibra.reporting.pages.plan_page import Question, render_plan_page, verdict, write_plan_page
+from relibra.routing.demand import Demand
+from relibra.simulation import model_shape, overlap_ratio, simulate_step
+from relibra.simulation.units import seconds_in_words
+from relibra.timeline import Event, Timeline
+from tests.reporting.planned import CLUSTER, EXPERT, planned_step, question, sides
+
+MADE = datetime(2026, 1, 2, tzinfo=UTC)
+
+
+def _sections(page: str) -> list[str]:
+    return re.findall(r'<section id="([a-z0-9-]+)"', page)
+
+
+def test_the_page_says_what_the_plan_says() -> None:
+    plan, demand = planned_step()
+    rows = compare(demand, CLUSTER, Budget(slots=1), ["static", "ultraep", "relibra"], expert=EXPERT)
+    rows.append(ComparisonRow(balancer="<b>late</b>", sees="live", valid=False, message="no <i>plan</i>"))
+    page = render_plan_page(*sides(), question(rows=rows), MADE)
+    static, skew = (dict(lever_gaps(plan, demand))[name] for name in ("static", "cross-node copies"))
+    assert f"compute {static:.2f}× the mean, with the plan {skew:.3f}×" in page
+    assert plan.digest()[:16] in page
+    assert "&lt;b&gt;late&lt;/b&gt;: no &lt;i&gt;plan&lt;/i&gt;" in page
+    assert "<b>late" not in page
+    assert f">{rows[1].skew:.3f}</td>" in page
+    assert f">{rows[1].predicted_seconds:.3g}</td>" in page, "nothing moves"
+    moving = replace(rows[1], predicted_seconds=0.4, relocation_seconds=0.1)
+    assert '">0.4 (0.3)</td>' in balancers_section([moving])
+    reachable = dict(lever_bounds(plan, demand))["static"]
+    cells = (f"{static:.3f}", "", f"{reachable:.3f}")
+    assert ">static</th>" + "".join(f'<td class="number">{cell}</td>' for cell in cells) in page
+    assert "inside the node: static, ultraep, relibra" in page
+    assert page == render_plan_page(*sides(), question(rows=rows), MADE)
+
+
+def _card(page: str, label: str) -> str:
+    """Return value and note of a card."""
+    card = page[page.index(f"<dt>{label}</dt>") :]
+    return re.sub(r"<[^>]+>", " ", card[: card.index("</div>")])
+
+
+def traced_step() -> tuple[Side, Side, Question]:
+    """A step whose tokens are known one by one: 2 layers, 16 experts, 4 ranks on 2 nodes."""
+    rng = np.random.default_rng(1)
+    T, L, K, S = 800, 2, 4, 20
+    weight_LE = rng.dirichlet(np.full(16, 0.4), L)
+    experts_TLK = np.argsort(rng.gumbel(size=(T, L, 16)) + np.log(weight_LE), axis=2)[..., -K:].astype(np.int16)
+    sample_T = np.arange(T) // (T // S)
+    counts_SLE = np.zeros((S, L, 16), np.int32)
+    pairs_LEE = np.zeros((L, 16, 16), np.int64)
+    for layer in range(L):
+        np.add.at(counts_SLE[:, layer], (sample_T[:, None], experts_TLK[:, layer]), 1)
+        picked_TE = np.zeros((T, 16), np.int64)
+        np.put_along_axis(picked_TE, experts_TLK[:, layer].astype(np.int64), 1, axis=1)
+        pairs_LEE[layer] = picked_TE.T @ picked_TE
+    demand = Demand(
+        counts_SLE=counts_SLE, layer_ids=np.arange(L), sample_ids=np.arange(S), top_k=K, pairs_LEE=pairs_LEE
+    ).with_schedule(np.arange(S) % 5, np.arange(S) // 5, 4)
+    plan = plan_step(demand, CLUSTER, Budget(slots=1, objective="tokens"), expert=EXPERT, never_worse=False)
+    before, after = static_side(plan, demand), side_of("the plan", plan, demand)
+    distinct = {
+        side.name: distinct_rows_of_step(side.plan, side.demand, experts_TLK, sample_T) for side in (before, after)
+    }
+    return before, after, replace(question(L), distinct=distinct)
+
+
+def test_the_card_of_the_expert_layers_is_the_sum_of_the_parts_below_it() -> None:
+    before, after, asked = traced_step()
+    page = render_plan_page(before, after, asked, MADE)
+    card = _card(page, "Expert layers, simulated")
+    assert asked.distinct is not None
+    for side in (before, after):
+        counted = asked.distinct[side.name]
+        step = simulate_step(side.plan, side.demand, CLUSTER, asked.model, distinct_MLRR=counted)
+        total = sum(step.terms[name] for name in ("compute", "exchange", "gates", "copies", "relocation"))
+        assert seconds_in_words(total) in card
+        assert f">{seconds_in_words(step.terms['exchange'])}</td>" in page
+        bound = simulate_step(side.plan, side.demand, CLUSTER, asked.model)
+        assert seconds_in_words(bound.terms["exchange"]) != seconds_in_words(step.terms["exchange"])
+    assert "Rows between ranks are counted token by token." in page
+    planner = predict_planned(after.plan, after.demand, CLUSTER, asked.model.expert).total
+    assert f"{seconds_in_words(planner)} by the planner’s own model, which takes a lower bound of rows" in page
+
+
+def test_without_tokens_the_page_says_that_rows_are_bounds() -> None:
+    before, after, asked = traced_step()
+    page = render_plan_page(before, after, replace(asked, distinct=None), MADE)
+    assert "Rows between ranks are a lower bound from pairs of experts." in page
+    assert "not by those counted" not in page
+    before, after = sides()
+    assert "one for every choice, an upper bound" in render_plan_page(before, after, question(), MADE)
+
+
+def test_seconds_without_relocation_stand_beside_those_with_it() -> None:
+    before, after = sides()
+    asked = question()
+    step, static = (simulate_step(side.plan, side.demand, CLUSTER, asked.model) for side in (after, before))
+    moved = step.terms["relocation"]
+    assert moved > 0.01 * step.seconds
+    page = render_plan_page(before, after, asked, MADE)
+    card = _card(page, "Step, simulated")
+    ratio = static.seconds / (step.seconds - moved)
+    assert f"{seconds_in_words(step.seconds - moved)} without relocation, which is paid once: {ratio:.2f}×" in card
+    assert "without relocation, which is paid once" in _card(page, "Expert layers, simulated")
+    other = plan_step(before.given, CLUSTER, Budget(slots=1, objective="tokens"), "ultraep", expert=EXPERT)
+    page = render_plan_page(after, side_of("plan two", other, before.given), asked, MADE)
+    card = _card(page, "Step, simulated, plan two")
+    assert f"the plan {seconds_in_words(step.seconds)} ({seconds_in_words(step.seconds - moved)} without" in card
+    second = simulate_step(other, before.given, CLUSTER, asked.model)
+    assert second.terms["relocation"] == 0
+    assert f"as fast; {(step.seconds - moved) / second.seconds:.2f}× without it, as it is paid once" in card
+    label, value, note = seconds_item("Step", "static layout", (2.0, 1.0), (0.0, 0.009))
+    assert (label, value, note) == ("Step", "1 s", "static layout 2 s, 2.00× as fast")
+
+
+def test_the_ledger_speaks_of_what_is_sent() -> None:
+    before, after, asked = traced_step()
+    assert asked.distinct is not None
+    counted = {"distinct_MLRR": asked.distinct[after.name]}
+    ledgers = [
+        byte_ledger(after.plan, after.demand, CLUSTER, EXPERT.row_bytes, **counted, send_once=once).total()
+        for once in (True, False)
+    ]
+    assert ledgers[1].data_factor_L[0] < 0.95
+    page = render_plan_page(before, after, asked, MADE)
+    words = page[page.index('id="bytes-title"') :]
+    assert f"{percent(float(ledgers[0].efficiency_L[0]))} with the plan, where each token goes to a rank once" in words
+    lowest = min(ledgers[0].routing_factor_L[0], ledgers[0].port_factor_L[0])
+    assert re.search(rf"The lowest factor of the plan is the (routing|port) factor, {percent(float(lowest))}", words)
+    each = percent(float(ledgers[1].efficiency_L[0]))
+    data = percent(float(ledgers[1].data_factor_L[0]))
+    assert f"Were each choice sent by itself, it would be {each}: only {data} of the bytes" in words
+    header = words[words.index("all layers together") :]
+    assert re.findall(r">([^<>]+)</th>", header)[:3] == ["static layout", "the plan", "the plan, per choice"]
+    duplicate = re.findall(r"[\d.]+(?=</td>)", header[header.index("duplicate, GB") :])[:3]
+    assert duplicate[:2] == ["0", "0"]
+    assert float(duplicate[2]) > 0
+
+
+def test_where_nobody_counted_pairs_the_ledger_has_no_column_of_what_is_sent_once() -> None:
+    page = render_plan_page(*sides(), question(), MADE)
+    words = page[page.index('id="bytes-title"') :]
+    assert "per choice" not in words
+    assert "as the executor sends it." not in words
+    assert "Nobody counted which experts tokens pick together, so every row counts as useful." in words
+
+
+def test_the_overlap_ratio_is_told_at_peak_and_at_sustained_flops() -> None:
+    card = _card(render_plan_page(*sides(), question(), MADE), "Overlap ratio inside a node")
+    peak = overlap_ratio(EXPERT, CLUSTER.intra.bytes_per_second, CLUSTER.peak_flops_per_second)
+    sustained = overlap_ratio(EXPERT, CLUSTER.intra.bytes_per_second, CLUSTER.flops_per_second)
+    assert f" {peak:.2f} " in card
+    assert f"at peak flops; {sustained:.2f} at sustained flops" in card
+    assert sustained > peak
+
+
+def test_what_limits_the_model_comes_first_and_is_what_the_simulator_says() -> None:
+    before, after = sides()
+    asked = question()
+    page = render_plan_page(before, after, asked, MADE)
+    assert _sections(page) == ["limits", "levers-1", "loads", "timeline", "bytes", "cover", "glossary"]
+    ratio = overlap_ratio(EXPERT, CLUSTER.intra.bytes_per_second, CLUSTER.peak_flops_per_second)
+    assert page.index(f'<dd class="value">{ratio:.2f}</dd>') < page.index('id="levers-1"')
+    step = simulate_step(after.plan, after.demand, CLUSTER, asked.model)
+    assert seconds_in_words(step.terms["compute"]) in page
+    first = page[page.index('<ul class="">') :]
+    assert first.startswith('<ul class=""><li>Overlap ratio')
+
+
+def test_two_plans_stand_side_by_side() -> None:
+    plan, demand = planned_step()
+    other = plan_step(demand, CLUSTER, Budget(slots=0, objective="tokens"), expert=EXPERT)
+    first, second = side_of("plan <one>", other, demand), side_of("plan two", plan, demand)
+    page = render_plan_page(first, second, question(), MADE)
+    assert "<one>" not in page
+    assert "With plan &lt;one&gt; the busiest ranks compute" in page
+    assert {"levers-0", "levers-1"} <= set(_sections(page))
+    assert other.digest()[:16] in page
+    assert plan.digest()[:16] in page
+
+
+def test_every_card_of_two_plans_says_which_plan_it_is_about() -> None:
+    plan, demand = planned_step()
+    other = plan_step(demand, CLUSTER, Budget(slots=1, objective="tokens"), "ultraep", expert=EXPERT)
+    first, second = side_of("plan one", other, demand), side_of("plan two", plan, demand)
+    page = render_plan_page(first, second, question(), MADE)
+    labels = re.findall(r"<dt>([^<]+)</dt><dd class=", page)
+    assert {label for label in labels if not label.startswith("Overlap") and ", plan " not in label} == set()
+    assert "Skew before" not in page
+    assert f"{other.skew(first.demand):.3f}" in _card(page, "Skew, plan one")
+    assert f"{plan.skew(second.demand):.3f}" in _card(page, "Skew, plan two")
+    for label, figure in (("Copies", "num_copies"), ("Experts moved", "num_moved")):
+        card = _card(page, f"{label}, plan two")
+        assert f" {getattr(plan, figure)} " in card
+        assert f"plan one {getattr(other, figure)}" in card
+    assert "With plan two:" in page
+
+
+def test_the_verdict_says_who_waits_for_what() -> None:
+    before, after = sides()
+    words = verdict(before, after)
+    assert words.endswith(
+        f"On average a rank waits {percent(1 - 1 / before.skew)} of the expert time for the busiest one with the "
+        f"static layout, and {percent(1 - 1 / after.skew)} with the plan."
+    )
+
+
+def test_plans_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    small = side_of("small", *planned_step(2))
+    with pytest.raises(ConfigError, match="small is for 2 layers, the plan for 3"):
+        write_plan_page(tmp_path / "page.html", small, sides()[1], question())
+
+
+def test_a_recorded_timeline_is_drawn_beside_the_simulated_ones() -> None:
+    events = tuple(
+        Event(stage, layer, 0, rank, 0.1 * layer + 0.01 * rank, 0.02, 5, "")
+        for layer in (1, 2)
+        for rank in range(2)
+        for stage in ("dispatch", "</script>odd")
+    )
+    measured = Timeline(events=events, num_ranks=4, label="measured")
+    page = render_plan_page(*sides(), question(timelines=[("run", measured)]), MADE)
+    assert "<figcaption>run (measured)</figcaption>" in page
+    assert "</script>odd" not in page
+
+
+def test_waterfall_bars_join_and_end_at_the_plan() -> None:
+    levers = [
+        ("static", 2.0),
+        ("schedule", 1.8),
+        ("homes", 1.9),
+        ("replicas", 1.1),
+        ("cross-node copies", 1.1),
+        ("bound", 1.05),
+    ]
+    html = waterfall(levers, [("static", 1.2)])
+    bars = re.findall(r'row" class="name">([^<]+)</th>.*?class="bar (\w+)" style="left:([\d.]+)%;width:([\d.]+)%', html)
+    assert [(name, kind, float(left), float(left) + float(width)) for name, kind, left, width in bars] == [
+        ("static", "whole", 0, 100),
+        ("schedule", "saved", 80, 100),
+        ("homes", "added", 80, 90),
+        ("replicas", "saved", 10, 90),
+        ("cross-node copies", "saved", 10, 10),
+        ("the plan", "whole", 0, 10),
+        ("its bound", "limit", 0, 5),
+    ]
+    assert "-0.200" in html
+    assert "+0.100" in html
+
+
+def test_a_step_without_tokens_has_a_page() -> None:
+    demand = Demand(counts_SLE=np.zeros((2, 1, 4), np.int32), layer_ids=np.arange(1), sample_ids=np.arange(2), top_k=2)
+    demand = demand.with_schedule(np.arange(2), np.arange(2), 2)
+    cluster = cluster_preset("h100x8", 2)
+    plan = plan_step(demand, cluster, Budget(slots=1), expert=EXPERT)
+    model = replace(model_shape("qwen3-30b-a3b"), moe_layers=1, experts=4, top_k=2)
+    asked = Question(cluster=cluster, model=model)
+    page = render_plan_page(static_side(plan, demand), side_of("the plan", plan, demand), asked, MADE)
+    assert "1.000×, exactly the bound" in page
+
+
+def test_a_folder_is_no_place_for_a_page(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"name an \.html file"):
+        write_plan_page(tmp_path, *sides(1), question(1))
+
+
+def large_step() -> tuple[Side, Side, Question]:
+    """94 layers x 32 micro-batches x 64 ranks, 128 experts, with power-law loads."""
+    M, L, R, E = 32, 94, 64, 128
+    rng = np.random.default_rng(0)
+    popularity_LE = rng.dirichlet(np.full(E, 0.7), L)
+    counts_SLE = np.stack([rng.multinomial(512, popularity_LE[layer], M * R) for layer in range(L)], axis=1)
+    places = np.arange(M * R)
+    demand = Demand(counts_SLE=counts_SLE.astype(np.int32), layer_ids=np.arange(L), sample_ids=places, top_k=8)
+    demand = demand.with_schedule(places // R, places % R, R)
+    cluster = cluster_preset("h100x8", R)
+    plan = plan_step(demand, cluster, Budget(slots=2, objective="tokens"), "foremoe", expert=EXPERT)
+    model = replace(model_shape("qwen3-30b-a3b"), moe_layers=L)
+    return static_side(plan, demand), side_of("the plan", plan, demand), Question(cluster=cluster, model=model)
+
+
+@pytest.mark.slow
+def test_a_large_step_makes_a_page_of_a_few_megabytes_in_seconds(tmp_path: Path) -> None:
+    before, after, asked = large_step()
+    start = time.perf_counter()
+    page = write_plan_page(tmp_path / "page.html", before, after, asked)
+    seconds = time.perf_counter() - start
+    assert page.stat().st_size < 8_000_000
+    assert page.stat().st_size + 4_900_000 < 8_000_000, "a page about a run has plotly too"
+    assert seconds < 20

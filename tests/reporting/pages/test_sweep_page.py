@@ -1,0 +1,135 @@
+"""The picture of a sweep: what it draws, and what stands around it on the page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relibra.errors import ConfigError
+from relibra.reporting.pages import sweep_page
+from relibra.reporting.pages.sweep_page import VALUE, check_plot, constants_in_words, draw_sweep, lines_of
+from tests.reporting.test_report_in_browser import Tab, tab
+
+__all__ = ["tab"]
+TITLE = "DeepSeek-V2-Lite on h100x8, simulated"
+
+
+SETTINGS = ("ranks", "ranks_per_node", "slots", "micro_batch_tokens", "pipeline_stages", "balancer")
+
+
+def draw(path: Path, given: list[dict[str, Any]], varied: list[str]) -> None:
+    draw_sweep(path, given, varied, [name for name in SETTINGS if name not in varied], TITLE)
+
+
+def rows(ranks: tuple[int, ...] = (2, 8, 32)) -> list[dict[str, Any]]:
+    found = []
+    for count in ranks:
+        for balancer in ("static", "relibra"):
+            row = {"ranks": count, "ranks_per_node": min(8, count), "slots": 1, "micro_batch_tokens": 16384}
+            row |= {"pipeline_stages": 1, "balancer": balancer, VALUE: 1000.0 * count + (balancer == "relibra")}
+            found.append(row)
+    return found
+
+
+def drawn(path: Path, given: list[dict[str, Any]], varied: list[str]) -> tuple[str, dict[str, Any]]:
+    """Return the page, and its figure."""
+    pytest.importorskip("plotly", reason="the report needs plotly: pip install 'relibra[report]'")
+    draw(path, given, varied)
+    page = path.read_text()
+    figure = re.search(r'<script type="application/json" id="sweep-plot-figure">(.*?)</script>', page, re.DOTALL)
+    assert figure is not None
+    return page, json.loads(figure[1])
+
+
+def test_the_page_says_simulated_model_machine_and_what_is_the_same_for_all_points(tmp_path: Path) -> None:
+    page, figure = drawn(tmp_path / "s.html", rows(), ["ranks", "balancer"])
+    assert f"<h1>{TITLE}</h1>" in page
+    [about] = re.findall(r'<p class="how">(.*?)</p>', page)
+    assert about == (
+        f"Label: simulated; nothing was measured. {TITLE}. The same for all 6 points: ranks per node 2 to 8, slots 1, "
+        "micro batch tokens 16,384, pipeline stages 1. The moves of experts before the first step are left out, since "
+        "they are paid once."
+    )
+    assert (
+        "Most tokens per second and rank, without relocation, simulated: 32,001 with ranks 32, balancer relibra."
+        in page
+    )
+    assert '<td class="number">32</td><td class="name">relibra</td><td class="number">32,001</td>' in page
+    assert [trace["name"] for trace in figure["data"]] == ["static", "relibra"]
+    assert figure["layout"]["yaxis"]["title"]["text"] == "tokens per second and rank, without relocation"
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [((2, 8, 32), "log"), ((6, 8, 12), "linear")])
+def test_ticks_stand_at_values_that_occur(tmp_path: Path, ranks: tuple[int, ...], kind: str) -> None:
+    _, figure = drawn(tmp_path / "s.html", rows(ranks), ["ranks", "balancer"])
+    axis = figure["layout"]["xaxis"]
+    assert (axis["tickmode"], axis["tickvals"], axis["type"]) == ("array", list(ranks), kind)
+    assert axis["title"]["text"] == "ranks" + " (logarithmic)" * (kind == "log")
+
+
+def test_the_ticks_of_the_png_are_those_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = pytest.importorskip("matplotlib.figure")
+    made = []
+
+    class Kept(figures.Figure):
+        def __init__(self, *words: Any, **named: Any) -> None:
+            super().__init__(*words, **named)
+            made.append(self)
+
+    monkeypatch.setattr(figures, "Figure", Kept)
+    for ranks in ((2, 8, 32), (6, 8, 12)):
+        draw(tmp_path / "s.png", rows(ranks), ["ranks", "balancer"])
+        [axes] = made.pop().axes
+        assert axes.get_xticks().tolist() == list(ranks)
+        assert [one.get_text() for one in axes.get_xticklabels()] == [str(place) for place in ranks]
+        assert axes.get_xticks(minor=True).tolist() == []
+        assert axes.get_ylabel() == "tokens per second and rank, without relocation"
+        assert axes.get_ylim()[0] == 0
+
+
+def test_a_slot_count_of_zero_has_its_place(tmp_path: Path) -> None:
+    given = [rows((8,))[0] | {"slots": slots} for slots in (0, 1, 16)]
+    _, figure = drawn(tmp_path / "s.html", given, ["slots"])
+    assert (figure["layout"]["xaxis"]["tickvals"], figure["layout"]["xaxis"]["type"]) == ([0, 1, 16], "linear")
+
+
+@pytest.mark.parametrize("varied", [["balancer"], []])
+def test_balancers_alone_are_bars(tmp_path: Path, varied: list[str]) -> None:
+    given = rows((8,))[: 2 if varied else 1]
+    page, figure = drawn(tmp_path / "s.html", given, varied)
+    assert {trace["type"] for trace in figure["data"]} == {"bar"}
+    assert figure["data"][0]["orientation"] == "h"
+    assert "slots 1, micro batch tokens 16,384, pipeline stages 1" in page
+
+
+def test_settings_nobody_gave_are_told_as_such() -> None:
+    given = [row | {"micro_batch_tokens": None} for row in rows()]
+    words = constants_in_words(given, ["slots", "micro_batch_tokens"])
+    assert "micro batch tokens by the size of the trace" in words
+    assert lines_of(given, "ranks", ["balancer"])["static"][0] == [2, 8, 32]
+
+
+def test_other_kinds_of_files_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"neither a \.png nor a \.html file"):
+        check_plot(Path("x.svg"))
+    assert sweep_page.KINDS == (".png", ".html")
+
+
+@pytest.mark.slow
+def test_the_page_offers_no_button_that_sends_the_figure_away(tab: Tab, tmp_path: Path) -> None:
+    for number, (given, varied) in enumerate(((rows(), ["ranks", "balancer"]), (rows((8,)), ["balancer"]))):
+        page = tmp_path / f"{number}.html"
+        drawn(page, given, varied)
+        for width, phone in ((1280, False), (390, True)):
+            tab.open(page, width=width, phone=phone)
+            assert tab.complaints() == []
+            assert {url.split(":")[0] for url in tab.requests()} <= {"file", "data"}
+            assert tab.evaluate("document.querySelectorAll('.modebar-btn, .modebar a').length") == 0
+            assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    ticks = "[...document.querySelectorAll('.xtick text')].map((one) => one.textContent)"
+    tab.open(tmp_path / "0.html", width=1280)
+    assert tab.evaluate(ticks) == ["2", "8", "32"]

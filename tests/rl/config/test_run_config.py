@@ -1,0 +1,265 @@
+"""Configuration: what is refused, what the one sentence about it says, and how presets and settings meet."""
+
+import json
+
+import pytest
+
+from relibra.errors import ConfigError
+from relibra.rl.config.presets import PRESETS
+from relibra.rl.config.run_config import RunConfig, as_toml, load_config, with_ranks
+
+
+def refusal(*overrides, path=None):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    return sentence
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("update.lr=1", ("update.lr is not a setting", "override 'update.lr=1'", "learning_rate", "mini_batches")),
+        ("nonsense.x=1", ("nonsense is not a setting", "override 'nonsense.x=1'", "rollout", "parallel")),
+        ("update.replay=R3", ("update.replay is not a setting", "override 'update.replay=R3'")),
+        ("algorithm.replay=R4", ("algorithm.replay", "got 'R4'", "'off', 'R2' or 'R3'")),
+        ("algorithm.preset=trpo", ("algorithm.preset", "got 'trpo'", "'ppo', 'tppo', 'grpo', 'dapo' or 'gspo'")),
+        ("algorithm.clip_low=1.5", ("algorithm.clip_low", "got 1.5", "less than 1")),
+        ("algorithm.kl_estimator=k4", ("algorithm.kl_estimator", "got 'k4'", "'k1', 'k2' or 'k3'")),
+        ("model.dtype=float16", ("model.dtype", "got 'float16'", "'float32' or 'bfloat16'")),
+        ("plan.sums=exact", ("plan.sums", "got 'exact'", "'fast' or 'canonical'")),
+        ("task.name=chess", ("task.name", "got 'chess'", "'arithmetic', 'strings' or 'prompts'")),
+        ("run.steps=many", ("run.steps", "got 'many'", "valid integer", "override 'run.steps=many'")),
+        ("run.steps=-1", ("run.steps", "got -1", "greater than or equal to 0", "override")),
+        ("run.steps.x=3", ("run.steps", "got {'x': 3}", "valid integer", "override 'run.steps.x=3'")),
+        ("run.name=../x", ("run.name", "got '../x'", "pattern", "override")),
+        ("rollout.temperature=0", ("rollout.temperature", "got 0", "greater than 0")),
+        ("update.learning_rate=nan", ("update.learning_rate", "got nan", "finite", "override")),
+        ("parallel.timeout_seconds=inf", ("parallel.timeout_seconds", "got inf", "finite", "override")),
+        ("run.steps", ("override 'run.steps'", "write section.key=value, as in")),
+        ("=3", ("override '=3'", "write section.key=value")),
+        ("run..steps=3", ("override 'run..steps=3'", "write section.key=value")),
+    ],
+)
+def test_refused_overrides(override, said):
+    sentence = refusal(override)
+    for part in said:
+        assert part in sentence
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ("parallel.ranks=3",),
+            (
+                "parallel.ranks 3 does not divide model.num_experts 16",
+                "every rank holds the same",
+                "'parallel.ranks=3'",
+            ),
+        ),
+        (
+            ("model.num_experts=0",),
+            (
+                "algorithm.replay 'R3' needs a model with experts, and model.num_experts is 0",
+                "set algorithm.replay=off",
+            ),
+        ),
+        (
+            ("model.num_experts=0", "algorithm.replay=R2"),
+            ("algorithm.replay 'R2' needs a model with experts", "'algorithm.replay=R2'"),
+        ),
+        (("model.experts_per_token=99",), ("experts_per_token 99 exceeds num_experts 16",)),
+        (("model.num_heads=998",), ("hidden_size", "must be a multiple of 2 x num_heads 998")),
+        (("task.name=prompts",), ("task.name 'prompts' needs task.file", ".jsonl or .parquet")),
+        (
+            ("task.name=prompts", "task.file=x.jsonl"),
+            ("task.name 'prompts' needs model.path", "the built-in model knows only its own tasks"),
+        ),
+        (
+            ("rollout.responses_per_prompt=1",),
+            ("rollout.responses_per_prompt 1 with algorithm.advantage 'group'", "ask for 2 or more", "preset 'ppo'"),
+        ),
+        (
+            ("update.mini_batches=33",),
+            ("update.mini_batches 33 exceeds rollout.prompts_per_step 32", "at least one whole group"),
+        ),
+        (
+            ("algorithm.preset=ppo", "rollout.prompts_per_step=2", "update.mini_batches=17"),
+            ("update.mini_batches 17 exceeds the 16 responses of a step", "prompts_per_step x"),
+        ),
+        (
+            ("rollout.window=20",),
+            ("rollout.window 20 is below rollout.max_response 80", "algorithm.advantage 'group'", "preset 'tppo'"),
+        ),
+        (
+            ("algorithm.preset=tppo", "rollout.window=30"),
+            (
+                "window 30 does not divide max_response 80",
+                "a whole number of windows; set rollout.max_response to 90 or the window to 20",
+            ),
+        ),
+        (
+            ("algorithm.preset=tppo", "rollout.window=160"),
+            ("window 160 does not divide max_response 80",),
+        ),
+        (
+            ("algorithm.preset=tppo", "rollout.window=20", "algorithm.tail_drop=20"),
+            ("algorithm.tail_drop 20 leaves nothing of rollout.window 20",),
+        ),
+        (
+            ("algorithm.preset=tppo", "rollout.refill=true"),
+            ("rollout.refill needs rollout.window below rollout.max_response 80", "set a window"),
+        ),
+        (
+            ("algorithm.preset=tppo", "rollout.window=80", "rollout.refill=true"),
+            ("rollout.refill needs rollout.window below rollout.max_response 80", "rollout.refill=false"),
+        ),
+        (
+            ("algorithm.preset=tppo", "rollout.window=20", "rollout.refill=true", "rollout.max_batch=127"),
+            ("rollout.max_batch 127 is below the 128 responses of a rank", "decodes all of them at once"),
+        ),
+        (
+            (
+                *("algorithm.preset=tppo", "rollout.window=20", "rollout.url=http://h:1", "rollout.server_weights=w"),
+                *("rollout.refill=true", "rollout.engine=vllm"),
+            ),
+            ("refill needs engine 'embedded', and it is 'vllm'", "set refill=false"),
+        ),
+        (
+            ("algorithm.overlong_buffer=81",),
+            ("algorithm.overlong_buffer 81 exceeds rollout.max_response 80",),
+        ),
+        (("algorithm.dual_clip=0.5",), ("dual_clip 0.5 must be above 1, or 0 for none",)),
+    ],
+)
+def test_settings_that_do_not_fit_each_other(overrides, said):
+    sentence = refusal(*overrides)
+    for part in said:
+        assert part in sentence, sentence
+    assert f"override {overrides[0]!r}" in sentence or f"override {overrides[-1]!r}" in sentence
+
+
+def test_what_just_fits_is_taken():
+    load_config(None, ["model.num_experts=0", "algorithm.replay=off", "parallel.ranks=3"])
+    load_config(None, ["algorithm.preset=tppo", "rollout.window=20", "algorithm.tail_drop=19"])
+    load_config(None, ["algorithm.preset=tppo", "rollout.window=20", "rollout.refill=true", "rollout.max_batch=128"])
+    load_config(None, ["algorithm.preset=ppo", "rollout.responses_per_prompt=1", "update.mini_batches=32"])
+    load_config(None, ["rollout.window=80", "algorithm.overlong_buffer=80", "update.mini_batches=32"])
+    load_config(None, ["model.path=somewhere", "parallel.ranks=3", "model.num_experts=0"])  # sizes are known later
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_sets_what_is_left_out_and_nothing_else(name):
+    plain = load_config(None, [f"algorithm.preset={name}"]).algorithm
+    for key, value in PRESETS[name].items():
+        assert getattr(plain, key) == value
+        assert key in type(plain).model_fields
+    for key, value in PRESETS[name].items():
+        if isinstance(value, float) and key != "dual_clip":
+            chosen = load_config(None, [f"algorithm.{key}=0.123", f"algorithm.preset={name}"])
+            assert getattr(chosen.algorithm, key) == 0.123
+            assert all(
+                getattr(chosen.algorithm, other) == PRESETS[name][other] for other in PRESETS[name] if other != key
+            )
+
+
+def test_presets_are_the_published_algorithms():
+    of = {name: load_config(None, [f"algorithm.preset={name}"]).algorithm for name in PRESETS}
+    assert {name for name, settings in of.items() if settings.advantage == "gae"} == {"ppo", "tppo"}
+    assert {name for name, settings in of.items() if settings.ratio == "sequence"} == {"gspo"}
+    assert {name for name, settings in of.items() if settings.group_filter == "mixed"} == {"dapo"}
+    assert (of["dapo"].clip_low, of["dapo"].clip_high, of["dapo"].aggregate) == (0.2, 0.28, "token")
+    assert (of["tppo"].lambda_mode, of["tppo"].bootstrap) == ("length_adaptive", "hold")
+    assert (of["ppo"].lambda_mode, of["ppo"].positive_coefficient) == ("fixed", 0)
+    assert RunConfig().algorithm == of["dapo"], "the default preset is resolved like any other"
+
+
+def test_a_preset_of_a_file_yields_to_an_override_and_keeps_explicit_settings(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[algorithm]\npreset = "gspo"\nclip_high = 0.5\n')
+    settings = load_config(path).algorithm
+    assert (settings.ratio, settings.clip_low, settings.clip_high) == ("sequence", 3e-4, 0.5)
+    settings = load_config(path, ["algorithm.preset=grpo"]).algorithm
+    assert (settings.ratio, settings.clip_low, settings.clip_high) == ("token", 0.2, 0.5)
+
+
+def test_a_resolved_configuration_stays_as_it_is():
+    """What a run folder keeps is complete: no preset changes it when the run goes on."""
+    config = load_config(None, ["algorithm.preset=tppo", "algorithm.clip_high=0.9"])
+    again = load_config(None, (), base=config.model_dump(mode="json"))
+    assert again == config
+    longer = load_config(None, ["run.steps=99"], base=config.model_dump(mode="json"))
+    assert longer.run.steps == 99
+    assert longer.algorithm == config.algorithm
+
+
+def test_a_configuration_as_toml_explains_itself_and_can_be_run(tmp_path):
+    config = load_config(None, ["algorithm.preset=gspo", "run.folder=/somewhere", "update.learning_rate=1e-5"])
+    text = as_toml(config)
+    assert "# Lower clip of the probability ratio is 1 - clip_low.\nclip_low = 0.0003" in text
+    path = tmp_path / "run.toml"
+    assert "# stop_at =\n" in text + "\n", "what is not set can be filled in"
+    path.write_text(text)
+    assert load_config(path) == config
+
+
+def test_every_setting_says_what_it_is():
+    for name, section in RunConfig():
+        for key, field in type(section).model_fields.items():
+            assert field.description, f"{name}.{key} has no description"
+
+
+def test_responses_and_windows_follow_from_the_settings():
+    config = load_config(
+        None, ["rollout.prompts_per_step=3", "rollout.responses_per_prompt=5", "update.mini_batches=3"]
+    )
+    assert config.responses_per_step == 15
+    assert config.rollout.window_tokens == 80
+    windowed = load_config(None, ["algorithm.preset=tppo", "rollout.window=16"])
+    assert (windowed.rollout.window_tokens, windowed.rollout.max_windows) == (16, 5)
+    refilled = load_config(None, ["rollout.refill=true"], base=windowed.model_dump(mode="json"))
+    assert refilled.rollout.max_windows == 6, "the first window may be a short one"
+
+
+def test_an_override_cannot_go_into_a_value():
+    assert "'run.steps.x=2' goes into 'steps', which is a value" in refusal("run.steps=1", "run.steps.x=2")
+
+
+def test_a_rule_between_settings_names_only_the_overrides_it_is_about():
+    sentence = refusal("run.steps=1", "parallel.ranks=3", "model.num_experts=10", "model.experts_per_token=1")
+    assert "in override 'parallel.ranks=3' and override 'model.num_experts=10')" in sentence
+
+
+def test_files_are_named(tmp_path):
+    path = tmp_path / "run.toml"
+    assert f"cannot read the configuration {path}: No such file" in refusal(path=path)
+    path.write_text("[run\nsteps = 3")
+    assert f"{path} is not valid TOML: " in refusal(path=path)
+    path.write_bytes(b"\xff\xfe")
+    assert f"{path} is not valid TOML: " in refusal(path=path)
+    path.write_text("[run]\nstep = 3\n")
+    assert f"run.step is not a setting (in {path}); allowed here: name, folder, seed, steps" in refusal(path=path)
+    path.write_text("run = 3\n")
+    assert f"run, got 3 (in {path})" in refusal(path=path)
+    assert "cannot read the configuration" in refusal(path=tmp_path)
+
+
+def test_overrides_win_over_the_file_and_the_last_one_over_the_others(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[run]\nsteps = 3\nname = "file"\n[algorithm]\nreplay = "off"\n')
+    config = load_config(path, ["run.steps=4", "run.steps=5", "run.name=ab", "task.max_terms=3"])
+    assert (config.run.steps, config.run.name, config.algorithm.replay, config.task.max_terms) == (5, "ab", "off", 3)
+    assert config.model == RunConfig().model
+
+
+def test_a_configuration_survives_json():
+    config = load_config(None, ["run.folder=/somewhere", "update.learning_rate=1e-5"])
+    assert RunConfig.model_validate(json.loads(config.model_dump_json())) == config
+
+
+def test_a_launcher_decides_the_number_of_ranks():
+    assert with_ranks(RunConfig(), 1).parallel.ranks == 1
+    with pytest.raises(ConfigError, match=r"\(in the launcher's WORLD_SIZE\): parallel.ranks 999 does not divide"):
+        with_ranks(RunConfig(), 999)

@@ -1,0 +1,77 @@
+"""AdamW groups, warm-up of its rate, clipping."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from relibra.errors import EngineError
+from relibra.rl.model.optimizer import clip_gradients, make_optimizer, set_learning_rate
+from tests.replay.tiny_models import tiny_model
+from tests.rl.joined import alone
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group():
+    with alone():
+        yield
+
+
+def test_only_matrices_that_are_no_biases_decay():
+    model = tiny_model("gpt_oss", num_hidden_layers=1)
+    model.model.norm.weight.requires_grad_(False)
+    optimizer = make_optimizer(model, 1e-3, 0.1)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decaying, others = ({names[id(p)] for p in group["params"]} for group in optimizer.param_groups)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert decaying | others == set(names.values()) - {"model.norm.weight"}
+    layer = "model.layers.0."
+    assert {f"{layer}mlp.experts.gate_up_proj", f"{layer}self_attn.q_proj.weight", "lm_head.weight"} <= decaying
+    assert {f"{layer}mlp.experts.gate_up_proj_bias", f"{layer}input_layernorm.weight"} <= others
+    assert {f"{layer}self_attn.q_proj.bias", f"{layer}self_attn.sinks"} <= others
+
+
+def test_a_model_of_vectors_only_has_an_optimizer_too():
+    make_optimizer(nn.LayerNorm(3), 1e-3, 0.1)
+
+
+def test_the_learning_rate_rises_evenly_and_stays():
+    optimizer = make_optimizer(nn.Linear(2, 2), 0.0, 0.0)
+    rates = [set_learning_rate(optimizer, 0.8, step, 4) for step in range(6)]
+    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8, 0.8])
+    assert {group["lr"] for group in optimizer.param_groups} == {0.8}
+    assert set_learning_rate(optimizer, 0.8, 0, 0) == 0.8
+
+
+@given(st.integers(0, 1000), st.floats(0.01, 10), st.floats(1e-3, 1e3))
+def test_clipping_is_that_of_torch(seed, max_norm, scale):
+    generator = torch.Generator().manual_seed(seed)
+    ours = [nn.Parameter(torch.zeros(shape)) for shape in ((3, 4), (5,), (2,))]
+    for parameter in ours[:2]:
+        parameter.grad = scale * torch.randn(parameter.shape, generator=generator)
+    theirs = copy.deepcopy(ours[:2])
+    for parameter, clipped in zip(ours, theirs, strict=False):
+        clipped.grad = parameter.grad.clone()
+    norm = clip_gradients(ours, max_norm)
+    assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(theirs, max_norm)), rel=1e-5)
+    for one, other in zip(ours[:2], theirs, strict=False):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert ours[2].grad is None
+
+
+def test_no_gradients_have_no_norm():
+    assert clip_gradients([nn.Parameter(torch.zeros(2))], 1.0) == 0.0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_norm_that_is_not_finite_ends_the_run_before_the_step(bad):
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([1.0, bad])
+    with pytest.raises(
+        EngineError, match=r"the policy's gradient in step 3 has the norm (nan|inf): the weights are as"
+    ):
+        clip_gradients([parameter], 1.0, what="the policy's gradient in step 3")
+    assert parameter.grad[0] == 1.0

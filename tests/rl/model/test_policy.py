@@ -1,0 +1,295 @@
+"""The policy: the models it can be, how they are spread, and its copy."""
+
+import copy
+import logging
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.tensor import DTensor
+
+from relibra.errors import ConfigError
+from relibra.parallel import relocate
+from relibra.parallel.balanced import balanced_layers
+from relibra.rl.model.optimizer import clip_gradients, make_optimizer
+from relibra.rl.model.policy import balanced, build_policy, write_weights
+from relibra.rl.model.sharding import is_balanced, whole_parameters
+from tests.replay.tiny_models import random_tokens, tiny_model
+from tests.rl.joined import CPU, VOCAB, alone, on_ranks, tiny_config
+
+NATIVE = "algorithm.replay=off"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group():
+    with alone():
+        yield
+
+
+def build(folder, *overrides, ranks=1, vocab=VOCAB):
+    return build_policy(tiny_config(*overrides, ranks=ranks), vocab, folder, CPU)
+
+
+def saved(folder, family="qwen3_moe", **changes):
+    """Save a tiny model of a family and return its folder, as a setting."""
+    tiny_model(family, **changes).save_pretrained(folder)
+    return f"model.path={folder}"
+
+
+def loss_of(model, seed=0):
+    tokens = random_tokens(2, 10, seed=seed)
+    logits = model(input_ids=tokens, use_cache=False).logits.float()
+    return -logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).mean()
+
+
+def step(model, ranks=1):
+    """Make one optimizer step on two micro-batches, one per rank if there are two; return loss and gradient norm."""
+    optimizer = make_optimizer(model, 1e-2, 0.1)
+    seeds = range(2) if ranks == 1 else [dist.get_rank()]
+    losses = []
+    for seed in seeds:
+        loss = loss_of(model, seed)
+        (loss * ranks / 2).backward()
+        losses.append(float(loss.detach()))
+    norm = clip_gradients(model.parameters(), 0.5)
+    optimizer.step()
+    return losses, norm
+
+
+def differences(policy):
+    """Return the names of parameters in which the copy is not the trained model, in the type of the copy."""
+    copies = dict(policy.copy.named_parameters())
+    whole = dict(whole_parameters(policy.trained))
+    assert copies.keys() == whole.keys()
+    return [name for name in copies if not torch.equal(whole[name].to(copies[name].dtype), copies[name])]
+
+
+def test_the_built_in_policy_follows_from_the_seed(tmp_path):
+    one, same, other = build(tmp_path), build(tmp_path), build(tmp_path, "run.seed=1")
+    assert (one.num_experts, one.layer_ids, one.top_k, one.balanced) == (4, (0, 1), 2, False)
+    assert differences(one) == []
+    assert all(torch.equal(a, b) for a, b in zip(one.copy.parameters(), same.copy.parameters(), strict=True))
+    assert not torch.equal(one.copy.lm_head.weight, other.copy.lm_head.weight)
+    assert one.trained.training
+    assert not one.copy.training
+    assert not any(p.requires_grad for p in one.copy.parameters())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dense_policy_has_no_layers_to_record(tmp_path):
+    policy = build(tmp_path, "model.num_experts=0", NATIVE)
+    assert (policy.num_experts, policy.layer_ids, policy.top_k) == (0, (), 0)
+    assert isinstance(policy.copy, transformers.Qwen3ForCausalLM)
+
+
+def test_sync_brings_what_was_learned_into_the_copy_and_a_reference_stays(tmp_path):
+    policy = build(tmp_path)
+    reference = copy.deepcopy(policy.copy)
+    step(policy.trained)
+    assert "lm_head.weight" in differences(policy)
+    policy.sync()
+    assert differences(policy) == []
+    assert not torch.equal(reference.lm_head.weight, policy.copy.lm_head.weight)
+    assert not any(p.requires_grad for p in reference.parameters())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_models_on_disk_are_policies(tmp_path, family):
+    path = saved(tmp_path / "model", family, num_hidden_layers=2)
+    policy = build(tmp_path, path)
+    assert policy.num_experts == 8
+    assert policy.layer_ids == ((1,) if family == "deepseek_v3" else (0, 1))
+    assert differences(policy) == []
+    expected = tiny_model(family, num_hidden_layers=2).eval()
+    expected.set_attn_implementation(policy.copy.config._attn_implementation)
+    torch.testing.assert_close(loss_of(policy.copy), loss_of(expected))
+
+
+def test_tied_weights_part_and_the_copy_follows(tmp_path, caplog):
+    model = tiny_model(tie_word_embeddings=True, num_hidden_layers=1)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model.save_pretrained(tmp_path / "model")
+    with caplog.at_level(logging.WARNING):
+        policy = build(tmp_path, f"model.path={tmp_path / 'model'}")
+    assert "ties lm_head.weight to other weights" in caplog.text
+    assert torch.equal(policy.copy.lm_head.weight, policy.copy.model.embed_tokens.weight)
+    step(policy.trained)
+    policy.sync()
+    assert differences(policy) == []
+    assert not torch.equal(policy.copy.lm_head.weight, policy.copy.model.embed_tokens.weight)
+    policy.copy.save_pretrained(tmp_path / "again")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert torch.equal(again.lm_head.weight, policy.copy.lm_head.weight)
+
+
+def test_nothing_is_random_in_training(tmp_path):
+    path = saved(tmp_path / "model", "mixtral", attention_dropout=0.5, router_jitter_noise=0.5, num_hidden_layers=1)
+    policy = build(tmp_path, path)
+    with torch.no_grad():
+        assert loss_of(policy.trained) == loss_of(policy.trained) == loss_of(policy.copy)
+    assert policy.copy.config.attention_dropout == 0.5
+
+
+def test_activation_checkpointing_changes_no_gradient(tmp_path):
+    plain, sparing = build(tmp_path), build(tmp_path, "model.activation_checkpointing=true")
+    for policy in (plain, sparing):
+        loss_of(policy.trained).backward()
+    assert sparing.trained.is_activation_checkpointing
+    for one, other in zip(plain.trained.parameters(), sparing.trained.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("experts", [4, 0])
+def test_bfloat16_computes_narrow_and_keeps_wide(tmp_path, experts):
+    policy = build(tmp_path, "model.dtype=bfloat16", f"model.num_experts={experts}", NATIVE)
+    tokens = random_tokens(2, 10)
+    logits = policy.trained(input_ids=tokens, use_cache=False).logits
+    assert logits.dtype == torch.bfloat16
+    assert torch.equal(logits, policy.copy(input_ids=tokens, use_cache=False).logits)
+    step(policy.trained)
+    assert {p.dtype for p in policy.trained.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in policy.trained.parameters()} == {torch.float32}
+    assert {p.dtype for p in policy.copy.parameters()} == {torch.bfloat16}
+    policy.sync()
+    assert differences(policy) == []
+
+
+def test_written_weights_are_a_plain_folder_in_full_precision(tmp_path):
+    policy = build(tmp_path, "model.dtype=bfloat16")
+    step(policy.trained)
+    write_weights(policy, tmp_path / "written")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "written", dtype=torch.float32)
+    for (name, ours), theirs in zip(whole_parameters(policy.trained), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_what_does_not_fit_is_refused_with_a_sentence(tmp_path):
+    dense = saved(tmp_path / "dense", "qwen3_moe", mlp_only_layers=[0, 1, 2])
+    experts = saved(tmp_path / "experts", "qwen3_moe", num_hidden_layers=1)
+    (tmp_path / "empty").mkdir()
+    refused = tmp_path / "llama4"
+    transformers.Llama4TextConfig(
+        num_hidden_layers=1, hidden_size=32, num_local_experts=4, intermediate_size=32, intermediate_size_mlp=32,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=VOCAB, interleave_moe_layer_step=1,
+    ).save_pretrained(refused)  # fmt: skip
+    for overrides, vocab, sentence in (
+        (["model.path=/no/such/folder"], VOCAB, r"model.path '/no/such/folder' is no folder: name one that"),
+        ([f"model.path={tmp_path / 'empty'}"], VOCAB, r"model.path '.*empty' cannot be loaded: .*; name a folder"),
+        ([experts], VOCAB + 1, r"model.path '.*' has embeddings for 64 tokens, its tokenizer has 65: resize"),
+        ([dense], VOCAB, r"algorithm.replay 'R3' needs a model with experts, and model.path '.*dense' has none: set"),
+        ([f"model.path={refused}"], VOCAB, r"algorithm.replay 'R3' does not work with .*; or set algorithm.replay=off"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            build(tmp_path, *overrides, vocab=vocab)
+    with pytest.raises(ConfigError, match=r"parallel.ranks 3 does not divide the 8 experts of model.path '.*experts'"):
+        build(tmp_path, experts, ranks=3)
+
+
+def test_weights_that_are_cut_off_are_refused(tmp_path):
+    path = saved(tmp_path / "model", num_hidden_layers=1)
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"model.path '.*model' cannot be loaded: "):
+        build(tmp_path, path)
+
+
+def test_settings_say_whether_experts_are_balanced():
+    cases = {
+        (): True,
+        ("plan.balancer=static",): False,
+        ("plan.balancer=static", "plan.sums=canonical"): True,
+        (NATIVE,): False,
+    }
+    for overrides, expected in cases.items():
+        assert balanced(tiny_config(*overrides, ranks=2)) is expected
+    assert not balanced(tiny_config(ranks=1))
+
+
+CASES = {
+    "balanced": (),
+    "static": ("plan.balancer=static",),
+    "native": (NATIVE,),
+    "dense": ("model.num_experts=0", NATIVE),
+    "sparing": ("model.activation_checkpointing=true",),
+    "narrow": ("model.dtype=bfloat16",),
+    "narrow static": ("model.dtype=bfloat16", "plan.balancer=static"),
+    "tied": ("model.path=tied",),
+    "gpt_oss": ("model.path=gpt_oss",),
+}
+
+
+def overrides_of(name, folder):
+    return [o.replace("model.path=", f"model.path={folder}/") for o in CASES[name]]
+
+
+def train(folder, ranks):
+    """Make one step with each case, homes moved if they can; return what it did and whether the copy follows."""
+    found = {}
+    for name in CASES:
+        policy = build(folder, *overrides_of(name, folder), ranks=ranks)
+        assert is_balanced(policy.trained) == policy.balanced
+        if policy.balanced:
+            layers = balanced_layers(policy.trained)
+            relocate(policy.trained, np.stack([np.roll(np.arange(policy.num_experts), 1) for _ in layers]))
+        losses, norm = step(policy.trained, ranks)
+        off = differences(policy)
+        policy.sync()
+        with torch.no_grad():
+            after = [float(loss_of(model)) for model in (policy.trained, policy.copy)]
+        found[name] = {
+            "losses": losses,
+            "norm": norm,
+            "off before": off,
+            "off": differences(policy),
+            "after": after,
+            "weights": {key: whole.clone() for key, whole in whole_parameters(policy.trained)},
+            "dtypes": {p.dtype for p in policy.trained.parameters()},
+            "balanced": policy.balanced,
+            "sharded": all(isinstance(p, DTensor) for p in policy.trained.parameters()),
+        }
+    return found
+
+
+def refused(folder):
+    """Let rank 1 look for the model elsewhere; return what this rank is told."""
+    config = tiny_config(ranks=2)
+    there = folder / ("tied" if dist.get_rank() == 0 else "elsewhere")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(there)})})
+    with pytest.raises(ConfigError) as told:
+        build_policy(config, VOCAB, folder, CPU)
+    return str(told.value)
+
+
+def train_on_two(folder):
+    return {"told": refused(folder)} | train(folder, 2)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one_does_and_the_copies_follow(tmp_path):
+    saved(tmp_path / "tied", tie_word_embeddings=True, num_hidden_layers=2)
+    saved(tmp_path / "gpt_oss", "gpt_oss", num_hidden_layers=2)
+    one = train(tmp_path, 1)
+    both = on_ranks(2, train_on_two, tmp_path)
+    told = [found["told"] for found in both]
+    assert told[0] == told[1]
+    assert "elsewhere' is no folder" in told[0]
+    for name, alone_ in one.items():
+        narrow = name.startswith("narrow")
+        tolerance = {"rtol": 5e-2, "atol": 5e-2} if narrow else {"rtol": 1e-4, "atol": 1e-5}
+        for rank, found in enumerate(ranks[name] for ranks in both):
+            assert found["sharded"], name
+            assert found["balanced"] == (name not in ("static", "native", "dense", "narrow static")), name
+            assert found["dtypes"] == {torch.float32}, name
+            assert found["off before"], name
+            assert found["off"] == [], name
+            assert found["losses"][0] == pytest.approx(alone_["losses"][rank], rel=1e-2 if narrow else 1e-5), name
+            assert found["norm"] == pytest.approx(alone_["norm"], rel=5e-2 if narrow else 1e-4), name
+            assert found["after"][0] == pytest.approx(found["after"][1], rel=1e-2 if narrow else 1e-5), name
+            if not narrow:  # AdamW's first step is all sign
+                same = [
+                    torch.isclose(whole, alone_["weights"][key], **tolerance) for key, whole in found["weights"].items()
+                ]
+                assert torch.cat([part.flatten() for part in same]).float().mean() > 0.999, name
+        torch.testing.assert_close(both[0][name]["weights"], both[1][name]["weights"], rtol=0, atol=0)

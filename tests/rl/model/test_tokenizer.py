@@ -1,0 +1,145 @@
+"""Tokenizers: characters, models, and a built-in policy's own saved beside its weights."""
+
+import shutil
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+
+from relibra.errors import ConfigError
+from relibra.rl.model.tokenizer import PADDING, CharacterTokenizer, ModelTokenizer, Tokenizer, make_tokenizer
+from relibra.rl.toy.arithmetic import CHARACTERS, STOP
+from relibra.rl.toy.strings import CHARACTERS as LETTERS
+
+TOKENIZER = CharacterTokenizer(CHARACTERS, STOP)
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    "{{ m.content }}={% endfor %}{% if add_generation_prompt %}0{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return the folder of a character tokenizer as a model's."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    TOKENIZER.save(folder)
+    return folder
+
+
+def test_every_character_has_an_id_of_its_own_and_back():
+    ids = TOKENIZER.encode(CHARACTERS)
+    assert sorted(ids) == list(range(1, TOKENIZER.vocab_size))
+    assert TOKENIZER.decode(ids[:-1]) == CHARACTERS.removesuffix(STOP)
+    assert TOKENIZER.encode(STOP) == list(TOKENIZER.stop_ids)
+    assert TOKENIZER.pad_id not in ids
+
+
+def test_decoding_leaves_out_the_stop_at_the_end_only():
+    assert TOKENIZER.decode(TOKENIZER.encode("1.2.")) == "1.2"
+    assert TOKENIZER.decode(TOKENIZER.encode("1..")) == "1."
+    assert TOKENIZER.decode([]) == ""
+    assert TOKENIZER.decode([*TOKENIZER.encode("1."), TOKENIZER.pad_id]) == f"1.{PADDING}"
+    assert TOKENIZER.decode(TOKENIZER.encode_response("1+1")) == "1+1"
+
+
+def test_a_character_without_an_id_is_named_and_messages_are_refused():
+    with pytest.raises(ConfigError, match=r"no token for \['x'\] in '1x2': known characters are "):
+        TOKENIZER.encode("1x2")
+    with pytest.raises(ConfigError, match=r"no chat template for messages: set model\.path"):
+        TOKENIZER.encode([{"role": "user", "content": "1"}])
+
+
+@pytest.mark.parametrize("characters", [CHARACTERS, LETTERS, "aA b\n\t'é中\N{GRINNING FACE}."])
+def test_a_saved_character_tokenizer_has_the_same_ids_in_transformers(tmp_path, characters):
+    own = CharacterTokenizer(characters, characters[-1])
+    own.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    loaded = ModelTokenizer.load(str(tmp_path))
+    assert (len(theirs), theirs.pad_token_id, theirs.eos_token_id) == (own.vocab_size, own.pad_id, own.stop_ids[0])
+    assert (loaded.vocab_size, loaded.pad_id, loaded.stop_ids) == (own.vocab_size, own.pad_id, own.stop_ids)
+
+    @given(st.text(alphabet=characters), st.lists(st.integers(0, len(characters))))
+    def same(text, ids):
+        assert theirs.encode(text) == loaded.encode(text) == own.encode(text)
+        assert loaded.encode_response(text) == own.encode_response(text)
+        assert loaded.decode(ids) == own.decode(ids)
+
+    same()
+
+
+def test_both_are_tokenizers_and_the_path_decides(saved):
+    character, model = make_tokenizer("", CHARACTERS), make_tokenizer(str(saved), CHARACTERS)
+    assert character == TOKENIZER
+    assert isinstance(model, ModelTokenizer)
+    assert isinstance(character, Tokenizer)
+    assert isinstance(model, Tokenizer)
+
+
+def test_messages_go_through_the_chat_template(saved, tmp_path):
+    messages = [{"role": "user", "content": "1+2"}]
+    with pytest.raises(ConfigError, match=r"has no chat template, which prompts of chat messages need: use plain text"):
+        ModelTokenizer.load(str(saved)).encode(messages)
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer = ModelTokenizer.load(str(tmp_path))
+    assert tokenizer.encode(messages) == TOKENIZER.encode("1+2=0")
+    assert tokenizer.encode("1+2=") == TOKENIZER.encode("1+2=")
+    with pytest.raises(ConfigError, match=r"its chat template refuses the messages .*\(no system message\)"):
+        tokenizer.encode([{"role": "system", "content": "1"}])
+
+
+def test_responses_end_where_tokenizer_or_generation_settings_say(saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    stop, comma = TOKENIZER.stop_ids[0], TOKENIZER.encode(",")[0]
+    GenerationConfig(eos_token_id=[comma, stop]).save_pretrained(tmp_path)
+    tokenizer = ModelTokenizer.load(str(tmp_path))
+    assert tokenizer.stop_ids == (stop, comma)
+    assert tokenizer.decode(TOKENIZER.encode("1,2,")) == "1,2"
+    assert tokenizer.encode_response("1")[-1] == stop
+
+
+def test_a_prompt_starts_as_the_tokenizer_marks_it_and_a_response_goes_on(tmp_path):
+    """Byte-level tokens with a start token, as most real models have them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = models.BPE({token: i for i, token in enumerate([*alphabet, "ab", "<s>", "</s>", "<think>"])}, [("a", "b")])
+    core = tokenizers.Tokenizer(model)
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 257)])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token="</s>", additional_special_tokens=["<think>"]
+    )
+    fast.save_pretrained(tmp_path)
+    tokenizer = ModelTokenizer.load(str(tmp_path))
+    prompt, response = tokenizer.encode("ab"), tokenizer.encode_response("ab  é ,.")
+    assert prompt == [257, 256]
+    assert (response[0], response[-1]) == (256, 258)
+    assert tokenizer.decode(response) == "ab  é ,."
+    assert tokenizer.decode([259, *response]) == "<think>ab  é ,."
+    assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.stop_ids) == (260, 258, (258,))
+
+
+def test_without_a_padding_token_the_end_of_sequence_pads(saved, tmp_path):
+    theirs = AutoTokenizer.from_pretrained(saved)
+    theirs.pad_token = None
+    theirs.save_pretrained(tmp_path)
+    assert ModelTokenizer.load(str(tmp_path)).pad_id == TOKENIZER.stop_ids[0]
+
+
+def test_a_model_whose_responses_never_end_is_refused(saved, tmp_path):
+    theirs = AutoTokenizer.from_pretrained(saved)
+    theirs.eos_token = None
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"no eos_token and its generation_config\.json no eos_token_id, so no respons"
+    ):
+        ModelTokenizer.load(str(tmp_path))
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.path '.*': no tokenizer can be loaded from there \("):
+        ModelTokenizer.load(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"model\.path '.*absent': there is no such folder; name one that"):
+        ModelTokenizer.load(str(tmp_path / "absent"))

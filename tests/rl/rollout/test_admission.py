@@ -1,0 +1,181 @@
+"""Admission, windows and the checks that hold them together."""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relibra.errors import TraceError
+from relibra.rl.rollout.admission import Fresh, check_pool, check_versions, plan_admission
+from relibra.rl.rollout.response import new_response
+from tests.rl.rollout.made_up import window_of
+
+
+@given(
+    st.integers(1, 40).flatmap(
+        lambda slots: st.tuples(
+            st.just(slots),
+            st.lists(st.tuples(st.integers(0, 99), st.integers(1, 5)), max_size=slots, unique_by=lambda one: one[0]),
+        )
+    ),
+    st.integers(1, 7),
+)
+def test_live_responses_go_first_and_fresh_ones_fill_the_places_left(case, num_ranks):
+    slots, live = case
+    fresh = Fresh(next_sample=100)
+    admission = plan_admission(live, slots, fresh, num_ranks)
+    assert len(admission.rank_of) == slots
+    assert set(admission.rank_of) == {sample for sample, _ in live} | set(admission.begun)
+    assert admission.begun == list(range(100, 100 + slots - len(live)))
+    assert admission.fresh == Fresh(next_sample=100 + len(admission.begun))
+    counts = np.bincount(list(admission.rank_of.values()), minlength=num_ranks)
+    assert counts.max() - counts.min() <= 1
+    for windows in range(1, 6):  # long prefixes are spread as evenly as everything else
+        long = [admission.rank_of[sample] for sample, age in live if age >= windows]
+        counts = np.bincount(long, minlength=num_ranks)
+        assert counts.max() - counts.min() <= 1
+    assert admission == plan_admission(live[::-1], slots, fresh, num_ranks), "the order of reports decides nothing"
+
+
+def test_admission_of_a_small_case_is_what_the_rule_says():
+    admission = plan_admission([(4, 1), (1, 2), (9, 2)], slots=5, fresh=Fresh(next_sample=12), num_ranks=2)
+    assert admission.rank_of == {1: 0, 9: 1, 4: 0, 12: 1, 13: 0}
+    admission = plan_admission([(4, 1)], slots=4, fresh=Fresh(next_sample=12, passed_over=(7, 9)), num_ranks=2)
+    assert admission.rank_of == {4: 0, 7: 1, 9: 0, 12: 1}, "those passed over begin first"
+    assert admission.fresh == Fresh(next_sample=13)
+
+
+@given(st.integers(1, 5), st.integers(0, 9), st.sets(st.integers(0, 8)), st.data())
+def test_spares_that_were_not_used_begin_next_and_none_begins_twice(num_ranks, start, skipped, data):
+    """Each rank uses some of its spares, step after step; what has begun and what has not are all there is."""
+    fresh = Fresh(next_sample=start, passed_over=tuple(sorted(sample for sample in skipped if sample < start)))
+    begun = set(range(start)) - set(fresh.passed_over)
+    for _ in range(4):
+        used_R = [data.draw(st.integers(0, 4)) for _ in range(num_ranks)]
+        own_R = [list(islice(fresh.spares(rank, num_ranks), used)) for rank, used in enumerate(used_R)]
+        used = [sample for own in own_R for sample in own]
+        assert len(set(used)) == len(used)
+        assert not begun & set(used)
+        assert all(own == sorted(own) for own in own_R)
+        waiting = set(fresh.passed_over)
+        fresh = fresh.without(used)
+        begun |= set(used)
+        assert fresh.started == len(begun)
+        assert set(fresh.passed_over) == set(range(fresh.next_sample)) - begun
+        assert list(islice(fresh.ids(), 50)) == sorted(set(range(200)) - begun)[:50], "in order, and none is skipped"
+        assert waiting - set(used) <= set(fresh.passed_over)
+    with pytest.raises(AssertionError, match="begins twice"):
+        fresh.without([*begun, fresh.next_sample][:1] * 2)
+
+
+def test_more_live_responses_than_places_are_a_bug():
+    fresh = Fresh(next_sample=9, passed_over=(5,))
+    with pytest.raises(AssertionError, match="3 responses are under way, and a step has 2 places"):
+        plan_admission([(0, 1), (1, 1), (2, 1)], 2, fresh, 1)
+    with pytest.raises(AssertionError, match="live twice"):
+        plan_admission([(0, 1), (0, 1)], 2, fresh, 1)
+    with pytest.raises(AssertionError, match="never started"):
+        plan_admission([(9, 1)], 2, fresh, 1)
+    with pytest.raises(AssertionError, match="never started"):
+        plan_admission([(5, 1)], 2, fresh, 1)
+
+
+def simulate(steps, *, requeue_before_filter, seed=0):
+    """Follow a pool in which a group filter picks what trains; return lengths of the finished, in windows."""
+    rng = np.random.default_rng(seed)
+    slots, per_prompt, max_windows = 64, 8, 3
+    windows_of, lengths, fresh = {}, {}, Fresh()
+    to_finish = {}  # windows that a response will take, drawn when it starts: groups are easy or hard
+    for _ in range(steps):
+        live = sorted(windows_of.items())
+        admission = plan_admission(live, slots, fresh, num_ranks=4)
+        fresh = admission.fresh
+        for sample in admission.begun:
+            hardness = sample // per_prompt * 0.618 % 1
+            to_finish[sample] = min(max_windows, 1 + int(rng.geometric(1 - 0.7 * hardness)) // 2)
+        active = {sample: windows_of.get(sample, 0) + 1 for sample in admission.rank_of}
+        done = {sample: age for sample, age in active.items() if age == to_finish[sample]}
+        assert not lengths.keys() & done.keys(), "a response finishes once"
+        lengths |= done
+        windows_of = {sample: age for sample, age in active.items() if sample not in done}
+        finished_groups = {sample // per_prompt for sample in done}
+        picked = {sample for sample in active if sample // per_prompt in finished_groups}  # "mixed" groups, say
+        if not requeue_before_filter:
+            windows_of = {sample: age for sample, age in windows_of.items() if sample in picked}
+        check_pool(
+            started=fresh.started,
+            finished=len(lengths),
+            live=sorted(windows_of.items()),
+            slots=slots,
+            max_windows=max_windows,
+        )
+    return lengths, fresh.started
+
+
+def test_no_response_is_lost_in_1000_steps_with_a_group_filter():
+    """U7 of the T-PPO tests: started = finished + live, live <= places, age < longest."""
+    lengths, started = simulate(1000, requeue_before_filter=True)
+    assert started - 64 <= len(lengths) <= started
+    assert set(lengths.values()) == {1, 2, 3}
+    oldest_unfinished = min(set(range(started)) - set(lengths), default=started)
+    assert oldest_unfinished >= started - 3 * 64, "nothing waits for longer than its windows take"
+
+
+def test_a_filter_before_the_requeue_is_found_out():
+    with pytest.raises(AssertionError, match="some were lost"):
+        simulate(1000, requeue_before_filter=False)
+
+
+def test_a_response_that_lives_too_long_is_found_out():
+    check_pool(started=3, finished=1, live=[(0, 2), (2, 1)], slots=2, max_windows=3)
+    with pytest.raises(AssertionError, match="sample 0 goes on after 3 windows of 3"):
+        check_pool(started=3, finished=1, live=[(0, 3), (2, 1)], slots=2, max_windows=3)
+
+
+@pytest.mark.parametrize("length", range(1, 25))
+def test_windows_cover_each_response_token_once(length):
+    """U6 of the T-PPO tests: W = 8, longest 24; the values learn at the finish only, from all tokens."""
+    window, longest, tail_drop, prompt = 8, 24, 2, [1, 2, 3]
+    response = new_response(7, 1, prompt)
+    trained = np.zeros(length, dtype=int)
+    dropped = np.zeros(length, dtype=int)
+    steps = 0
+    while response.finish_reason is None:
+        added = min(window, length - response.length)
+        stopped = response.length + added == length and length < longest
+        rows = len(prompt) + response.length + added - 1
+        response = response.extended(
+            window_of(added, rows=rows, stopped=stopped, seed=steps), weight_version=steps, max_response=longest
+        )
+        check_versions([response], steps)
+        own = slice(response.window_start - response.prompt_length, response.length)
+        last = response.length - (tail_drop if response.finish_reason is None else 0)
+        trained[own.start : last] += 1
+        dropped[last : own.stop] += 1
+        steps += 1
+        assert response.windows == steps
+        assert len(response.experts_nLK) == len(response.tokens_n)
+    assert response.length == length
+    assert (trained + dropped == 1).all()
+    assert dropped.sum() == tail_drop * (steps - 1)
+    assert response.finish_reason == ("length" if length == longest else "stop")
+    assert response.versions_r.tolist() == [t // window for t in range(length)]
+    assert steps <= longest // window
+
+
+def test_a_window_of_other_weights_is_refused():
+    """U12 of the T-PPO tests."""
+    response = new_response(12, 3, [1, 2]).extended(
+        window_of(4, rows=5, stopped=False), weight_version=3, max_response=8
+    )
+    response = response.extended(window_of(4, rows=9, stopped=False), weight_version=4, max_response=8)
+    check_versions([response], 4)
+    with pytest.raises(
+        TraceError, match=r"sample 12: response token 4 .* version 4, and the step starts from version 5"
+    ):
+        check_versions([response], 5)
+    response.versions_r[6] = 3
+    with pytest.raises(TraceError, match=r"response token 6 .* version 3, and the step starts from version 4"):
+        check_versions([response], 4)

@@ -1,0 +1,116 @@
+"""A whole run whose responses come from a server: it samples with the weights that were published last."""
+
+import base64
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from relibra.errors import ConfigError
+from relibra.rl.config.run_config import load_config
+from relibra.rl.model.policy import Policy
+from relibra.rl.model.tokenizer import CharacterTokenizer
+from relibra.rl.rollout.embedded import EmbeddedEngine
+from relibra.rl.rollout.engines import make_engine
+from relibra.rl.rollout.response import new_response
+from relibra.rl.toy.arithmetic import CHARACTERS
+from tests.replay.tiny_models import tiny_model
+from tests.rl.ranks_at_work import run_alone
+
+STOP = len(CHARACTERS)
+
+
+class Server(ThreadingHTTPServer):
+    """Speaks SGLang's dialect; one request at a time, for routes are recorded off the one model."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.model, self.versions, self.turn = None, [], threading.Lock()
+
+    def update(self, body):
+        self.model = AutoModelForCausalLM.from_pretrained(body["model_path"]).eval()
+        self.versions.append(body["weight_version"])
+        return {"success": True, "message": ""}
+
+    def generate(self, body):
+        sampling = body["sampling_params"]
+        engine = EmbeddedEngine(
+            model=self.model,
+            pad_id=0,
+            stop_ids=tuple(sampling["stop_token_ids"]),
+            temperature=sampling["temperature"],
+            seed=sampling["sampling_seed"],
+            max_batch=1,
+        )
+        limit = sampling["max_new_tokens"]
+        [window], _ = engine.generate([new_response(0, 0, body["input_ids"])], window=limit, max_response=limit)
+        pairs = zip(window.log_probs_w.tolist(), window.tokens_w.tolist(), strict=True)
+        return {
+            "meta_info": {
+                "output_token_logprobs": [[log_prob, token, None] for log_prob, token in pairs],
+                "finish_reason": {"type": "stop" if window.stopped else "length"},
+                "routed_experts": base64.b64encode(window.experts_mLK.astype("<i4").tobytes()).decode(),
+            }
+        }
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.turn:
+            answer = self.server.generate(body) if self.path == "/generate" else self.server.update(body)
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def served():
+    with Server() as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()
+
+
+def test_a_server_samples_with_the_weights_of_each_step(served, tmp_path):
+    url = f"http://127.0.0.1:{served.server_address[1]}"
+    rows = run_alone(
+        (
+            "run.steps=3",
+            "rollout.engine=sglang",
+            f"rollout.url={url}",
+            f"rollout.server_weights={tmp_path / 'weights'}",
+            "update.learning_rate=1e-2",
+            "algorithm.group_filter=off",
+        ),
+        tmp_path / "run",
+    )
+    assert served.versions == ["0", "1", "2", "3"]
+    assert len(rows) == 3
+    for row in rows:
+        assert row["sampled_tokens"] > 0
+        assert row["k3_kl"] < 1e-9, "old weights, or routes of another token, would show here"
+        assert row["router_disagreement"] == 0.0
+    assert np.isfinite(rows[-1]["loss"])
+
+
+def test_a_server_needs_an_address_and_a_folder():
+    with pytest.raises(ConfigError, match="engine 'vllm' needs url and server_weights"):
+        load_config(None, ["rollout.engine=vllm"])
+
+
+def test_spares_begin_only_where_the_policy_will_train_on_them():
+    config = load_config(None, ["algorithm.preset=tppo", "algorithm.tail_drop=5", "rollout.window=20"])
+    model = tiny_model()
+    policy = Policy(trained=model, copy=model, num_experts=8, layer_ids=(0,), top_k=2, balanced=False)
+    assert make_engine(config, policy, CharacterTokenizer(CHARACTERS, CHARACTERS[-1])).shortest == 6

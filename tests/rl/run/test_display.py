@@ -1,0 +1,134 @@
+"""What a person sees: plain lines where there is no terminal, a table where there is one."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from relibra.rl.run.display import LINE_EVERY_WARMUP_STEPS, TrainingProgress, _table, curve
+
+
+def metrics(step, **more):
+    return {
+        "step": step,
+        "reward": 0.5,
+        "response_length": 7.6,
+        "response_length_max": 12,
+        "unfinished_share": 0.0,
+        "idle_share": 0.2,
+        "rank_skew": 1.25,
+        "planned_skew": 1.01,
+        "k3_kl": 1.5e-14,
+        "entropy": 2.0,
+        "clip_fraction": 0.01,
+        "explained_variance": None,
+        "evaluation": None,
+        "alarms": [],
+        "seconds": {"rollout": 0.5, "update": 0.25},
+        **more,
+    }
+
+
+@pytest.fixture
+def plain(capsys):
+    """Return a display that writes to no terminal, and what it wrote."""
+
+    def make(enabled=True, warmup_steps=0, rl_steps=9):
+        return TrainingProgress(warmup_steps=warmup_steps, rl_steps=rl_steps, enabled=enabled)
+
+    return make, lambda: capsys.readouterr().err.splitlines()
+
+
+def test_a_step_is_a_line(plain):
+    make, lines = plain
+    with make() as display:
+        display.rl_step(metrics(0))
+        display.rl_step(metrics(1, unfinished_share=0.5, explained_variance=0.25))
+    assert lines() == [
+        "step 1/9  reward 0.50  length 8 (max 12)  rank skew 1.25 -> 1.01  k3 1.5e-14  0.8 s",
+        "step 2/9  reward 0.50  length 8 (max 12)  unfinished 50%  rank skew 1.25 -> 1.01  k3 1.5e-14  explained 0.25  "
+        "0.8 s",
+    ]
+
+
+def test_what_is_not_known_is_a_dash_or_left_out(plain):
+    make, lines = plain
+    with make() as display:
+        display.rl_step(
+            metrics(0, reward=None, response_length=None, response_length_max=None, rank_skew=None, k3_kl=None)
+        )
+        display.rl_step(metrics(1, planned_skew=None, evaluation={"reward": 0.75}))
+    first, second = lines()
+    assert first == "step 1/9  reward -  length -  k3 -  0.8 s"
+    assert "rank skew 1.25  k3" in second
+    assert "evaluation 0.75" in second
+
+
+def test_alarms_stand_under_their_step(plain):
+    make, lines = plain
+    with make() as display:
+        display.rl_step(metrics(2, alarms=["k3_kl is 0.2, harmless is 0 to 0.1: the sampler is another policy"]))
+    assert lines()[1] == "step 3: k3_kl is 0.2, harmless is 0 to 0.1: the sampler is another policy"
+
+
+def test_a_warm_up_is_told_now_and_then_and_at_its_end(plain):
+    make, lines = plain
+    steps = LINE_EVERY_WARMUP_STEPS + 3
+    with make(warmup_steps=steps) as display:
+        for step in range(steps):
+            display.warmup_step(step, 1.5)
+    assert lines() == [f"warm-up {step}/{steps}  loss 1.500" for step in (1, LINE_EVERY_WARMUP_STEPS + 1, steps)]
+
+
+def test_a_run_that_goes_on_says_from_where(plain):
+    make, lines = plain
+    with make(warmup_steps=3) as display:
+        display.resumed(4)
+        display.rl_step(metrics(4))
+    assert [line.partition("  ")[0] for line in lines()] == ["going on from the checkpoint after step 4", "step 5/9"]
+
+
+def test_ranks_that_are_not_asked_say_nothing(plain):
+    make, lines = plain
+    with make(enabled=False, warmup_steps=1) as display:
+        display.warmup_step(0, 1.0)
+        display.rl_step(metrics(0, alarms=["something"]))
+        display.stopping()
+    assert lines() == []
+
+
+def shown(rows, width):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(_table(rows, wide=width >= 100))
+    return console.file.getvalue()
+
+
+def test_the_table_shows_the_latest_step_with_curves_where_there_is_room():
+    rows = [metrics(step, reward=0.1 * step) for step in range(5)]
+    wide, narrow = shown(rows, 140), shown(rows, 70)
+    assert "reward" in wide
+    assert "0.400" in wide
+    assert "▁▃▅▆█" in wide
+    assert "▁" not in narrow
+    assert "rollout 67%  update 33%" in wide
+    assert "explained" not in wide, "a column without a number is left out"
+
+
+def test_the_table_leaves_gaps_where_a_step_has_no_number():
+    rows = [
+        metrics(0, reward=None, explained_variance=None, evaluation={"reward": 0.5}),
+        metrics(1, reward=0.25, explained_variance=0.1),
+        metrics(2, reward=None, explained_variance=None),
+    ]
+    table = shown(rows, 140)
+    assert "evaluation" in table
+    assert "0.500" in table
+    assert "0.250" not in table, "the latest step has no reward"
+
+
+@pytest.mark.parametrize(
+    ("values", "drawn"),
+    [([], ""), ([None, None], ""), ([1.0], "▁"), ([2.0, 2.0], "▁▁"), ([0.0, None, 1.0, 0.5], "▁ █▅")],
+)
+def test_curves(values, drawn):
+    assert curve(values) == drawn

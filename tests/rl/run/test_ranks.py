@@ -1,0 +1,149 @@
+"""Joining ranks, exchanging JSON, and what the process that starts them needs and says."""
+
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import relibra.rl.run.launch
+from relibra.errors import ConfigError, EngineError
+from relibra.rl.config.run_config import RunConfig
+from relibra.rl.run import ranks
+from relibra.rl.run.ranks import (
+    LostPeerError,
+    broadcast_json,
+    gather_arrays,
+    gather_json,
+    gather_several,
+    joined_ranks,
+    largest_over_ranks,
+    sum_over_ranks,
+)
+from tests.rl.joined import on_ranks
+from tests.rl.ranks_at_work import CPU, meeting
+
+
+@pytest.fixture
+def _leave_group():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_rank_alone_gets_back_what_it_gives(monkeypatch):
+    value = {"text": "ä\n", "numbers": [1, 0.1, None], "empty": {}}
+    with joined_ranks(60.0, CPU, meeting()):
+        assert broadcast_json(value) == value
+        assert gather_json(value) == [value]
+        assert sum_over_ranks(torch.tensor([1, 2])).tolist() == [1, 2]
+        assert largest_over_ranks(-3) == -3
+        monkeypatch.setattr(ranks, "MAX_PAYLOAD_BYTES", 10)
+        with pytest.raises(EngineError, match="a rank wants to exchange 12 bytes of JSON: at most 10 are allowed"):
+            gather_json("x" * 10)
+    assert not dist.is_initialized()
+
+
+def test_arrays_of_any_type_and_shape_come_back_as_they_were(monkeypatch):
+    arrays = [
+        np.arange(6, dtype=np.int16).reshape(2, 3),
+        np.zeros((0, 4), dtype=np.float32),
+        np.array([True, False]),
+        np.array(["a", "bc"]),
+        np.arange(8).reshape(2, 4).T,
+    ]
+    with joined_ranks(60.0, CPU, meeting()):
+        for array in arrays:
+            [found] = gather_arrays(array)
+            assert found.dtype == array.dtype
+            assert found.shape == array.shape
+            assert found.tolist() == array.tolist()
+        [together] = gather_several(arrays)
+        for found, array in zip(together, arrays, strict=True):
+            assert (found.dtype, found.shape, found.tolist()) == (array.dtype, array.shape, array.tolist())
+        monkeypatch.setattr(ranks, "MAX_ARRAY_BYTES", 10)
+        with pytest.raises(EngineError, match="a rank wants to exchange an array of 16 bytes: at most 10 are allowed"):
+            gather_arrays(np.zeros(2))
+
+
+def _exchange_on_a_rank(_folder):
+    """Exchange arrays whose sizes differ between ranks, and JSON, on one of two ranks."""
+    rank = dist.get_rank()
+    arrays = gather_arrays(np.arange(3 * rank, dtype=np.int32).reshape(-1, 3))
+    return {
+        "arrays": [array.tolist() for array in arrays],
+        "together": [
+            [array.tolist() for array in of_rank]
+            for of_rank in gather_several([np.arange(rank, dtype=np.int16), np.full((1, 2 - rank), 0.5)])
+        ],
+        "json": gather_json({"rank": rank, "text": "x" * rank}),
+        "told": broadcast_json(rank),
+        "sum": sum_over_ranks(torch.tensor([rank, 1])).tolist(),
+        "largest": largest_over_ranks(5 - rank),
+    }
+
+
+@pytest.mark.slow
+def test_ranks_exchange_pieces_of_different_sizes(tmp_path):
+    first, second = on_ranks(2, _exchange_on_a_rank, tmp_path)
+    assert first == second
+    assert first == {
+        "arrays": [[], [[0, 1, 2]]],
+        "together": [[[], [[0.5, 0.5]]], [[0], [[0.5]]]],
+        "json": [{"rank": 0, "text": ""}, {"rank": 1, "text": "x"}],
+        "told": 0,
+        "sum": [1, 2],
+        "largest": 5,
+    }
+
+
+def test_sums_leave_their_argument_alone():
+    values = torch.tensor([1.0])
+    with joined_ranks(60.0, CPU, meeting()):
+        sum_over_ranks(values).add_(1)
+    assert values.item() == 1.0
+
+
+@pytest.mark.usefixtures("_leave_group")
+def test_a_peer_that_never_comes_is_waited_for_as_long_as_configured():
+    start = time.monotonic()
+    with (
+        pytest.raises(LostPeerError, match=r"waited longer than 1 s for one \(parallel.timeout_seconds\): "),
+        joined_ranks(1.0, CPU, meeting(0, 2)),
+    ):
+        raise AssertionError("nobody else is here")
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1. GLHF!"), LostPeerError),
+        (RuntimeError("Timed out waiting 1000ms for recv operation to complete"), LostPeerError),
+        (dist.DistNetworkError("no route"), LostPeerError),
+        (RuntimeError("shape mismatch in a gloomy place"), RuntimeError),
+        (EngineError("the server timed out"), EngineError),
+        (ValueError("something else"), ValueError),
+    ],
+)
+@pytest.mark.usefixtures("_leave_group")
+def test_only_trouble_between_processes_counts_as_a_lost_peer(error, expected):
+    with pytest.raises(expected) as caught, joined_ranks(60.0, CPU, meeting()):
+        raise error
+    assert type(caught.value) is expected
+    assert "GLHF" not in str(caught.value)
+
+
+def test_the_process_that_starts_the_ranks_loads_no_torch():
+    program = "import sys, relibra.rl.run.launch, relibra.cli.main; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_a_missing_package_is_named_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(relibra.rl.run.launch, "find_spec", lambda name: None if name == "tensorboard" else object())
+    with pytest.raises(ConfigError, match=r"needs the package 'tensorboard': .*pip install -e '\.\[train\]'"):
+        relibra.rl.run.launch.launch(RunConfig())

@@ -1,0 +1,307 @@
+"""The policy's loss: the same however a mini-batch is cut, by hand for every preset, and silent where it should be."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from relibra.rl.algorithms.policy_loss import token_log_probs
+from relibra.rl.batch.token_batch import make_micro_batch
+from relibra.rl.config.presets import PRESETS
+from relibra.rl.config.run_config import load_config
+from relibra.rl.update.policy_update import (
+    MiniBatchTotals,
+    PolicyTargets,
+    StepTotals,
+    UpdateSums,
+    own_totals,
+    policy_loss,
+)
+from tests.rl.made_up import response_of, responses_of
+
+VOCAB = 61
+LENGTHS = (4, 1, 7, 3, 5, 2, 6)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Responses with the logits of their tokens as leaves, so that gradients can be seen token by token."""
+
+    responses: list
+    logits_SrV: list
+    targets: PolicyTargets
+
+    def loss(self, config, chosen, totals, mini_batch=0, sums=None):
+        batch = make_micro_batch(self.responses, chosen, None)
+        logits_XV = torch.cat([self.logits_SrV[s] for s in chosen]) if chosen else torch.zeros(1, VOCAB)
+        return policy_loss(logits_XV, batch, self.targets, totals, mini_batch, config, sums or UpdateSums())
+
+    def gradients(self, config, cuts, totals, sums=None):
+        """Return the gradient of every logit, summed over micro-batches."""
+        for leaf in self.logits_SrV:
+            leaf.grad = None
+        for chosen in cuts:
+            self.loss(config, chosen, totals, sums=sums).backward()
+        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone() for leaf in self.logits_SrV]
+
+
+def step_of(seed=0, *, drift=0.3, reference=False, lengths=LENGTHS):
+    """Return a step with advantages, masks and old log-probs that are near to the present ones, or equal to them."""
+    rng = np.random.default_rng(seed)
+    responses = responses_of(lengths, routed=False)
+    generator = torch.Generator().manual_seed(seed)
+    logits_SrV = [torch.randn(one.length, VOCAB, generator=generator).requires_grad_() for one in responses]
+    now_Sr = [
+        token_log_probs(leaf.detach(), torch.from_numpy(one.tokens_n[one.prompt_length :]), 1.0).numpy()
+        for leaf, one in zip(logits_SrV, responses, strict=True)
+    ]
+    old_Sr = [(now + drift * rng.normal(size=len(now))).astype(np.float32) for now in now_Sr]
+    trained_Sr = [rng.random(len(now)) < 0.7 for now in now_Sr]
+    trained_Sr[1][:] = False  # a response without a trained token
+    trained_Sr[2][:] = True
+    targets = PolicyTargets(
+        log_probs_old_Sr=old_Sr,
+        sampled_Sr=[(old + 0.3 * rng.normal(size=len(old))).astype(np.float32) for old in old_Sr],
+        advantage_Sr=[(rng.normal(size=len(trained)) * trained).astype(np.float32) for trained in trained_Sr],
+        trained_Sr=trained_Sr,
+        reference_Sr=[(old + 0.2 * rng.normal(size=len(old))).astype(np.float32) for old in old_Sr]
+        if reference
+        else None,
+        positive_S=np.array([True, True, False, True, False, False, True]),
+    )
+    return Step(responses, logits_SrV, targets)
+
+
+def totals_of(step, mini_batches=1):
+    mini_batch_S = np.arange(len(step.responses)) * mini_batches // len(step.responses)
+    counts = own_totals(step.targets, mini_batch_S, mini_batches).tolist()
+    return StepTotals(of_mini_batch=[MiniBatchTotals(tokens=a, responses=b, positive_tokens=c) for a, b, c in counts])
+
+
+def preset_config(name, *overrides):
+    return load_config(None, [f"algorithm.preset={name}", *overrides])
+
+
+CONFIGS = {
+    **{name: preset_config(name) for name in PRESETS},
+    "constant": preset_config("grpo", "algorithm.aggregate=constant", "algorithm.correction=mis"),
+    "regularised": preset_config(
+        "gspo", "algorithm.entropy_coefficient=0.1", "algorithm.kl_coefficient=0.2", "algorithm.correction=sequence_tis"
+    ),
+}
+
+
+def loss_by_hand(step, config):
+    """Compute the loss of the whole step as one mini-batch, token by token in float64; the slow reference."""
+    settings, targets, total = config.algorithm, step.targets, 0.0
+    logp_Sr = [
+        leaf.detach().double().log_softmax(-1).numpy()[range(one.length), one.tokens_n[one.prompt_length :]]
+        for leaf, one in zip(step.logits_SrV, step.responses, strict=True)
+    ]
+    tokens = sum(int(trained.sum()) for trained in targets.trained_Sr)
+    with_tokens = sum(bool(trained.any()) for trained in targets.trained_Sr)
+    for s, logp in enumerate(logp_Sr):
+        places = np.flatnonzero(targets.trained_Sr[s])
+        log_ratio = logp - targets.log_probs_old_Sr[s]
+        log_weight = targets.log_probs_old_Sr[s].astype(np.float64) - targets.sampled_Sr[s]
+        for t in places:
+            exponent = log_ratio[places].mean() if settings.ratio == "sequence" else log_ratio[t]
+            ratio, advantage = np.exp(exponent), targets.advantage_Sr[s][t]
+            clipped = min(max(ratio, 1 - settings.clip_low), 1 + settings.clip_high)
+            gain = min(ratio * advantage, clipped * advantage)
+            if settings.dual_clip and advantage < 0:
+                gain = max(gain, settings.dual_clip * advantage)
+            share = np.exp(log_weight[t])
+            gain *= {
+                "tis": min(share, settings.correction_high),
+                "sequence_tis": min(np.exp(log_weight[places].sum()), settings.correction_high),
+                "mis": float(settings.correction_low <= share <= settings.correction_high),
+            }[settings.correction]
+            if targets.reference_Sr is not None:
+                difference = logp[t] - targets.reference_Sr[s][t]
+                gain -= settings.kl_coefficient * (np.exp(-difference) - 1 + difference)
+            if settings.entropy_coefficient:
+                log_probs_V = step.logits_SrV[s][t].detach().double().log_softmax(-1)
+                gain -= settings.entropy_coefficient * float((log_probs_V.exp() * log_probs_V).sum())
+            weight = {
+                "token": 1 / tokens,
+                "token_over_step": 1 / tokens,  # one mini-batch: the step is the mini-batch
+                "response": 1 / (len(places) * with_tokens),
+                "constant": 1 / (config.rollout.max_response * with_tokens),
+            }[settings.aggregate]
+            total -= weight * gain
+    positive = [s for s, is_positive in enumerate(targets.positive_S) if is_positive]
+    positive_tokens = sum(len(logp_Sr[s]) for s in positive)
+    return total - settings.positive_coefficient * sum(logp_Sr[s].sum() for s in positive) / positive_tokens
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_loss_of_a_step_by_hand(name):
+    step = step_of(reference=name == "regularised")
+    sums = UpdateSums()
+    loss = step.loss(CONFIGS[name], list(range(7)), totals_of(step), sums=sums)
+    assert float(loss.detach()) == pytest.approx(loss_by_hand(step, CONFIGS[name]), abs=2e-6)
+    assert sums.loss == pytest.approx(float(loss.detach()))
+    assert sums.tokens == sum(trained.sum() for trained in step.targets.trained_Sr)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_cutting_a_mini_batch_into_1_2_or_7_micro_batches_gives_the_same_gradient(name):
+    step = step_of(1, reference=name == "regularised")
+    totals, config = totals_of(step), CONFIGS[name]
+    cuts = ([[0, 1, 2, 3, 4, 5, 6]], [[6, 0, 3], [2, 4, 1, 5]], [[s] for s in range(7)])
+    sums = [UpdateSums() for _ in cuts]
+    whole, *others = [step.gradients(config, cut, totals, sums=own) for cut, own in zip(cuts, sums, strict=True)]
+    assert max(float(leaf.abs().max()) for leaf in whole) > 1e-3
+    for other in others:
+        assert max(float((a - b).abs().max()) for a, b in zip(whole, other, strict=True)) <= 1e-6
+    for other in sums[1:]:
+        assert other.loss == pytest.approx(sums[0].loss, abs=1e-6)
+        assert (other.clipped, other.tokens, other.masked) == (sums[0].clipped, sums[0].tokens, sums[0].masked)
+
+
+def test_cutting_a_step_into_1_2_or_7_mini_batches_gives_every_token_the_same_weight():
+    """`token_over_step`: gradients of mini-batches, without updates between, add up to their number times the same."""
+    step, config = step_of(2), CONFIGS["tppo"]
+    found = []
+    for mini_batches in (1, 2, 7):
+        totals = totals_of(step, mini_batches)
+        for leaf in step.logits_SrV:
+            leaf.grad = None
+        for s in range(7):
+            step.loss(config, [s], totals, mini_batch=s * mini_batches // 7).backward()
+        found.append([leaf.grad / mini_batches for leaf in step.logits_SrV])
+    for other in found[1:]:
+        assert max(float((a - b).abs().max()) for a, b in zip(found[0], other, strict=True)) <= 1e-6
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_before_the_first_update_all_ratios_are_1_and_nothing_is_clipped(name):
+    step = step_of(3, drift=0.0)
+    step = replace(step, targets=replace(step.targets, sampled_Sr=step.targets.log_probs_old_Sr))
+    sums = UpdateSums()
+    config = preset_config(name, "algorithm.positive_coefficient=0")
+    gradients = step.gradients(config, [[0, 1, 2], [3, 4, 5, 6]], totals_of(step), sums=sums)
+    assert sums.clipped == sums.masked == 0
+    assert sums.tokens > 0
+    # what is left is the plain policy gradient: minus weight x advantage x gradient of the log-prob
+    counts = [int(trained.sum()) for trained in step.targets.trained_Sr]
+    for s, one in enumerate(step.responses):
+        weight = 1 / sum(counts)
+        if config.algorithm.aggregate == "response":
+            weight = 1 / max(1, counts[s]) / sum(count > 0 for count in counts)
+        tokens_r = torch.from_numpy(one.tokens_n[one.prompt_length :])
+        probability_rV = step.logits_SrV[s].detach().softmax(-1)
+        slope_rV = torch.nn.functional.one_hot(tokens_r, VOCAB) - probability_rV
+        expected = -weight * torch.from_numpy(step.targets.advantage_Sr[s])[:, None] * slope_rV
+        torch.testing.assert_close(gradients[s], expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_tokens_that_are_not_trained_have_no_gradient_and_no_share(name):
+    """Dropped tails and windows of other versions: they are not in the loss, and their logits do not matter."""
+    config = preset_config(name, "algorithm.positive_coefficient=0")
+    step = step_of(4)
+    totals = totals_of(step)
+    gradients = step.gradients(config, [list(range(7))], totals)
+    loss = float(step.loss(config, list(range(7)), totals).detach())
+    assert sum(float(leaf.abs().sum()) for leaf in gradients) > 0
+    for s, trained in enumerate(step.targets.trained_Sr):
+        untrained = torch.from_numpy(~trained)
+        assert gradients[s][untrained].abs().sum() == 0
+        with torch.no_grad():
+            step.logits_SrV[s][untrained] += 3.0 * torch.randn(int(untrained.sum()), VOCAB)
+    assert float(step.loss(config, list(range(7)), totals).detach()) == loss
+
+
+def test_a_sequence_ratio_is_the_mean_over_trained_tokens_only():
+    step, config = step_of(5), CONFIGS["gspo"]
+    old_Sr = [old.copy() for old in step.targets.log_probs_old_Sr]
+    for old, trained in zip(old_Sr, step.targets.trained_Sr, strict=True):
+        old[~trained] += 5.0
+    other = replace(step, targets=replace(step.targets, log_probs_old_Sr=old_Sr))
+    losses = [float(one.loss(config, list(range(7)), totals_of(one)).detach()) for one in (step, other)]
+    assert losses[0] == losses[1]
+
+
+def test_positive_examples_are_learned_by_all_their_tokens():
+    """The language-model loss on finished responses with a positive reward, trained by the surrogate or not."""
+    step = step_of(6)
+    nothing = [np.zeros_like(advantage) for advantage in step.targets.advantage_Sr]
+    step = replace(step, targets=replace(step.targets, advantage_Sr=nothing))
+    config = preset_config("tppo", "algorithm.positive_coefficient=0.5")
+    totals = totals_of(step)
+    gradients = step.gradients(config, [[0, 1, 2], [3, 4, 5, 6]], totals)
+    assert totals.positive_tokens == sum(LENGTHS[s] for s in (0, 1, 3, 6))
+    for s, one in enumerate(step.responses):
+        tokens_r = torch.from_numpy(one.tokens_n[one.prompt_length :])
+        slope_rV = torch.nn.functional.one_hot(tokens_r, VOCAB) - step.logits_SrV[s].detach().softmax(-1)
+        expected = -0.5 / totals.positive_tokens * slope_rV * float(step.targets.positive_S[s])
+        torch.testing.assert_close(gradients[s], expected, atol=1e-7, rtol=0)
+
+
+def test_a_reference_policy_pulls_and_is_measured():
+    step = step_of(7, reference=True)
+    free, held = preset_config("grpo"), preset_config("grpo", "algorithm.kl_coefficient=0.5")
+    sums = UpdateSums()
+    totals, everything = totals_of(step), list(range(7))
+    difference = float((step.loss(held, everything, totals, sums=sums) - step.loss(free, everything, totals)).detach())
+    per_response = []
+    for s, one in enumerate(step.responses):
+        tokens_r = torch.from_numpy(one.tokens_n[one.prompt_length :])
+        logp_r = token_log_probs(step.logits_SrV[s].detach(), tokens_r, 1.0).numpy()
+        gap_r = (logp_r - step.targets.reference_Sr[s])[step.targets.trained_Sr[s]]
+        per_response.append(np.exp(-gap_r) - 1 + gap_r)
+    assert sums.kl == pytest.approx(sum(k3.sum() for k3 in per_response), abs=1e-5)
+    assert difference == pytest.approx(0.5 * np.mean([k3.mean() for k3 in per_response if len(k3)]), abs=1e-6)
+
+
+def test_tokens_that_the_correction_rejects_are_counted_and_have_no_gradient():
+    step = step_of(8, drift=0.0)
+    sampled_Sr = [old.copy() for old in step.targets.log_probs_old_Sr]
+    sampled_Sr[2][3] -= np.log(20.0)  # the sampler found it 20 times less likely
+    step = replace(step, targets=replace(step.targets, sampled_Sr=sampled_Sr))
+    sums = UpdateSums()
+    config = preset_config("grpo", "algorithm.correction=icepop")
+    gradients = step.gradients(config, [list(range(7))], totals_of(step), sums=sums)
+    assert sums.masked == 1
+    assert gradients[2][3].abs().sum() == 0
+    assert gradients[2][2].abs().sum() > 0
+
+
+def test_a_filler_adds_nothing_and_goes_backward():
+    step, sums = step_of(9), UpdateSums()
+    batch = make_micro_batch(step.responses, [], None)
+    logits_1V = torch.randn(1, VOCAB, requires_grad=True)
+    loss = policy_loss(logits_1V, batch, step.targets, totals_of(step), 0, CONFIGS["dapo"], sums)
+    loss.backward()
+    assert float(loss.detach()) == 0
+    assert logits_1V.grad.abs().sum() == 0
+    assert sums == UpdateSums()
+
+
+def test_a_micro_batch_without_trained_tokens_goes_backward_too():
+    step = step_of(10)
+    gradients = step.gradients(CONFIGS["dapo"], [[1]], totals_of(step))
+    assert step.logits_SrV[1].grad is not None
+    assert all(leaf.abs().sum() == 0 for leaf in gradients)
+
+
+def test_totals_count_trained_tokens_and_responses_that_have_some():
+    responses = responses_of([3, 2, 4], routed=False)
+    targets = PolicyTargets(
+        log_probs_old_Sr=[one.log_probs_r for one in responses],
+        sampled_Sr=[one.log_probs_r for one in responses],
+        advantage_Sr=[one.log_probs_r for one in responses],
+        trained_Sr=[np.array([True, False, True]), np.zeros(2, dtype=bool), np.ones(4, dtype=bool)],
+        reference_Sr=None,
+        positive_S=np.array([False, True, True]),
+    )
+    assert own_totals(targets, np.array([0, 1, 1]), 3).tolist() == [[2, 1, 0], [4, 1, 6], [0, 0, 0]]
+
+
+def test_made_up_windows_are_what_they_seem():
+    response = response_of(3, earlier=4, length=2)
+    assert (response.length, response.window_length, response.window_start) == (6, 2, 7)
+    assert response.versions_r.tolist() == [-1, -1, -1, -1, 0, 0]

@@ -1,0 +1,54 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relibra.simulation.step.pipeline_schedule import BACKWARD, FORWARD, Task, run_schedule, stage_tasks
+
+
+@given(st.integers(1, 6), st.integers(1, 9), st.booleans())
+def test_every_stage_runs_every_pass_once_and_forward_first(stages, micro_batches, forward_only):
+    for stage in range(stages):
+        tasks = stage_tasks(stage, stages, micro_batches, forward_only=forward_only)
+        directions = (FORWARD,) if forward_only else (FORWARD, BACKWARD)
+        assert sorted(tasks) == sorted(Task(d, m) for d in directions for m in range(micro_batches))
+        in_flight = 0
+        for direction, m in tasks:
+            in_flight += 1 if direction == FORWARD else -1
+            assert forward_only or in_flight <= stages - stage
+            assert direction == FORWARD or tasks.index(Task(FORWARD, m)) < tasks.index(Task(BACKWARD, m))
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(deadline=None)
+def test_no_task_overlaps_another_or_comes_before_its_input(seed):
+    rng = np.random.default_rng(seed)
+    S, M = int(rng.integers(1, 5)), int(rng.integers(1, 6))
+    seconds_2SM, handover_M = rng.integers(0, 5, (2, S, M)).astype(float), rng.integers(0, 3, M).astype(float)
+    start_2SM, end = run_schedule(seconds_2SM, handover_M)
+    end_2SM = start_2SM + seconds_2SM
+    assert end == end_2SM.max()
+    for stage in range(S):
+        clock = 0.0
+        for direction, m in stage_tasks(stage, S, M):
+            needs = [clock]
+            if direction == FORWARD and stage:
+                needs.append(end_2SM[FORWARD, stage - 1, m] + handover_M[m])
+            if direction == BACKWARD:
+                needs.append(end_2SM[FORWARD, stage, m])
+                if stage < S - 1:
+                    needs.append(end_2SM[BACKWARD, stage + 1, m] + handover_M[m])
+            assert start_2SM[direction, stage, m] == max(needs)  # and not a moment later
+            clock = end_2SM[direction, stage, m]
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 5), (4, 4), (4, 8), (8, 32)])
+def test_even_stages_have_the_bubble_of_the_books(stages, micro_batches):
+    seconds_2SM = np.ones((2, stages, micro_batches)) * np.array([1.0, 2.0])[:, None, None]
+    _, end = run_schedule(seconds_2SM, np.zeros(micro_batches))
+    assert end == 3 * (micro_batches + stages - 1)
+
+
+def test_forward_passes_alone_flow_through():
+    _, end = run_schedule(np.ones((2, 3, 4)), np.zeros(4), forward_only=True)
+    assert end == 3 + 4 - 1

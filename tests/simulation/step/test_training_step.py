@@ -1,0 +1,368 @@
+"""Simulated steps against the objective, a slow simulator, closed forms and bounds."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relibra import Budget, ConfigError, Demand, PlanError, cluster_preset, plan_step
+from relibra.cluster import Link
+from relibra.planning.costs import compute_seconds, predict, pushed_copies
+from relibra.planning.traffic.byte_ledger import distinct_rows_of_step
+from relibra.routing.demand_rows import sample_of_rows
+from relibra.routing.micro_batches import cut_recorded
+from relibra.routing.statistics import co_activation
+from relibra.routing.synthetic import TraceShape, domain_trace
+from relibra.simulation import Execution, ParallelLayout, model_shape, simulate_groups, simulate_step
+from relibra.simulation.cost_model import gradient_reduction_seconds, owned_parameters
+from relibra.simulation.step.group_run import run_group
+from relibra.simulation.step.passes import backward_pass, forward_pass
+from relibra.simulation.step.stage_costs import stage_costs
+from relibra.simulation.step.training_step import costs_of
+from tests.planning.cases import make_demand
+from tests.simulation.reference import gradients_after_the_end, pass_seconds
+from tests.simulation.steps import free_links, machine, random_step, tiny_model
+
+SEEDS = st.integers(0, 2**32 - 1)
+FEW = settings(max_examples=25, deadline=None)  # a step takes some 20 ms under the shape checker
+
+
+@given(SEEDS)
+@FEW
+def test_without_overlap_the_terms_are_those_of_the_objective(seed):
+    plan, demand, cluster, model = random_step(seed)
+    step = simulate_step(plan, demand, cluster, model, Execution(overlap=False))
+    prediction = predict(plan, demand, cluster, model.expert)
+    for term in ("compute", "exchange", "copies", "relocation"):
+        assert step.terms[term] == pytest.approx(getattr(prediction, term), rel=1e-9, abs=1e-9), term
+    sent = sum(float(step.sent_bytes[kind].sum()) for kind in ("dispatch", "combine"))
+    assert sent == pytest.approx(prediction.sent_bytes)
+    copied = sum(float(step.received_bytes[kind].sum()) for kind in ("push", "return"))
+    assert copied == prediction.copy_bytes
+    assert not step.host_bytes_R.any()
+
+
+def test_with_pairs_too_and_the_planner_s_own_plan():
+    demand = make_demand(24, 3, 16, 4, 8, 0, tokens=400)
+    pairs_LEE = np.einsum("sle,slf->lef", demand.counts_SLE, demand.counts_SLE).astype(np.int64)
+    demand, cluster = replace(demand, pairs_LEE=pairs_LEE), cluster_preset("h100x8", 8, 4)
+    model = replace(model_shape("qwen3-30b-a3b"), moe_layers=3, experts=16, top_k=4)
+    plan = plan_step(demand, cluster, Budget(slots=2, objective="tokens"), expert=model.expert)
+    demand = plan.scheduled(demand)
+    prediction = predict(plan, demand, cluster, model.expert, pairs_LEE=pairs_LEE)
+    step = simulate_step(plan, demand, cluster, model, Execution(overlap=False))
+    for term in ("compute", "exchange", "copies", "relocation"):
+        assert step.terms[term] == pytest.approx(getattr(prediction, term), rel=1e-9), term
+    assert step.terms["copies"] > 0
+
+
+@given(SEEDS, st.booleans(), st.booleans(), st.sampled_from([1, 10]))
+@FEW
+def test_the_fast_simulator_equals_the_slow_one(seed, overlap, recompute, slower):
+    assert_fast_equals_slow(seed, overlap, recompute, slower)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slower", [1, 10])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_fast_simulator_equals_the_slow_one_in_many_steps(recompute, slower):
+    for seed in range(500):
+        assert_fast_equals_slow(seed, seed % 4 > 0, recompute, slower)
+
+
+def assert_fast_equals_slow(seed, overlap, recompute, slower):
+    plan, demand, cluster, model = random_step(seed)
+    cluster = replace(cluster, inter_send=Link(latency_seconds=1, bytes_per_second=4 / slower))
+    layout = ParallelLayout(expert_parallel=plan.num_ranks)
+    (costs,) = stage_costs(plan, demand, cluster, model, layout, overlap=overlap, from_pool=True)
+    slow, _ = pass_seconds(costs, backward=False, overlap=overlap)
+    np.testing.assert_allclose(forward_pass(costs, overlap=overlap).seconds_M, slow, rtol=1e-12)
+    (costs,) = stage_costs(plan, demand, cluster, model, layout, overlap=overlap)
+    fast = forward_pass(costs, overlap=overlap)
+    slow, waited = pass_seconds(costs, backward=False, overlap=overlap)
+    np.testing.assert_allclose(fast.seconds_M, slow, rtol=1e-12)
+    if overlap:
+        np.testing.assert_allclose(fast.waited_R, waited, rtol=1e-9, atol=1e-9)
+    fast = backward_pass(costs, overlap=overlap, recompute_activations=recompute)
+    slow, waited = pass_seconds(costs, backward=True, overlap=overlap, recompute=recompute)
+    np.testing.assert_allclose(fast.seconds_M, slow, rtol=1e-12)
+    if overlap:
+        np.testing.assert_allclose(fast.waited_R, waited, rtol=1e-9, atol=1e-9)
+
+
+def test_a_push_to_another_node_rests_while_rows_travel():
+    plan, demand, cluster, model = random_step(
+        0, nodes=2, per_node=1, experts_per_rank=1, layers=2, micro_batches=1, slots=1, resident=False
+    )
+    counts_SLE = np.zeros_like(demand.counts_SLE)
+    counts_SLE[0], counts_SLE[1] = [5, 0], [3, 0]  # all tokens of rank 0 and of rank 1 take expert 0
+    demand = replace(demand, counts_SLE=counts_SLE, top_k=1).with_schedule(
+        np.array([0, 0, -1], np.int32), np.array([0, 1, 0], np.int32), 2
+    )
+    home_LE = np.tile(np.arange(2, dtype=np.int16), (2, 1))
+    replica_MLRB, quota_MLRB = np.full((1, 2, 2, 1), -1, np.int16), np.zeros((1, 2, 2, 1), np.int32)
+    replica_MLRB[0, 1, 1, 0], quota_MLRB[0, 1, 1, 0] = 0, 2  # in the second layer rank 1 computes two of its three
+    plan = replace(
+        plan,
+        physical_to_logical_map=home_LE,
+        previous_map=home_LE,
+        micro_batch_S=np.array([0, 0, -1], np.int32),
+        rank_S=np.array([0, 1, 0], np.int32),
+        replica_MLRB=replica_MLRB,
+        quota_MLRB=quota_MLRB,
+    )
+    slow = Link(latency_seconds=0, bytes_per_second=0.01)  # an expert takes 6000 s, a row of 4 bytes 400 s
+    machine_, layout = replace(cluster, inter_send=slow, inter_receive=slow), ParallelLayout(expert_parallel=2)
+    (costs,) = stage_costs(plan, demand, machine_, model, layout, overlap=True)
+    assert costs.push.seconds_ML.tolist() == costs.push.network_ML.tolist() == [[0, 60 / 0.01]]
+    one = forward_pass(costs)
+    # Three rows each way in the first layer, one in the second, and a gate weight of 2 bytes with each row.
+    rows = 400 * (3 + 3 + 1 + 1)
+    gates = 200 * (3 + 1)
+    assert one.terms["exchange"] == pytest.approx(rows)
+    assert one.terms["gates"] == pytest.approx(gates)
+    # The push begins at 0 and rests for all rows but those of the last combine; what comes after it is work.
+    end = 60 / 0.01 + rows + gates + costs.replica_MLR[0, 1, 1] + float(costs.last_MR.max())
+    assert one.seconds_M[0] == pytest.approx(end)
+    (costs,) = stage_costs(plan, demand, machine_, model, layout, overlap=True, from_pool=True)
+    hidden = forward_pass(costs)
+    assert hidden.terms["copies"][0] == 0
+    assert hidden.copying_M[0] == pytest.approx(60 / 5 + 0.125)
+
+
+@given(SEEDS)
+@FEW
+def test_a_host_pool_relieves_homes_in_passes_without_gradients_only(seed):
+    plan, demand, cluster, model = random_step(seed)
+    homes, pool = (
+        simulate_step(plan, demand, cluster, model, Execution(forward_only=True, host_pool=has))
+        for has in (False, True)
+    )
+    pushed = int(pushed_copies(plan)[0].sum()) * model.expert.weight_bytes
+    assert homes.sent_bytes["push"].sum() == homes.received_bytes["push"].sum() == pushed
+    assert pool.host_bytes_R.sum() == pushed
+    assert pool.sent_bytes["push"].sum() == pool.received_bytes["push"].sum() == homes.host_bytes_R.sum() == 0
+    updates = [simulate_step(plan, demand, cluster, model, Execution(host_pool=has)) for has in (False, True)]
+    assert repr(updates[0].figures()) == repr(updates[1].figures())
+    assert not updates[1].host_bytes_R.any()
+
+
+@given(SEEDS, st.booleans(), st.booleans(), st.booleans())
+@FEW
+def test_what_is_sent_is_received_and_every_token_slot_is_computed_once(seed, overlap, recompute, forward_only):
+    plan, demand, cluster, model = random_step(seed)
+    stages = 1 + seed % len(plan.layer_ids)
+    how = Execution(overlap=overlap, recompute_activations=recompute, forward_only=forward_only, pipeline_stages=stages)
+    step = simulate_step(plan, demand, cluster, model, how)
+    assert set(step.sent_bytes) == {"dispatch", "combine", "gates", "push", "return", "handover"}
+    for kind, sent_R in step.sent_bytes.items():
+        assert sent_R.sum() == pytest.approx(step.received_bytes[kind].sum()), kind
+        assert (sent_R >= 0).all()
+    assert step.token_slots_R.sum() == demand.tokens_MLRE.sum()
+    assert step.seconds == pytest.approx(sum(step.terms.values()))
+    assert min(step.terms.values()) >= -1e-9
+    assert len(step.waited_R) == step.layout.num_ranks == plan.num_ranks * stages
+
+
+@given(SEEDS)
+@FEW
+def test_no_step_is_faster_than_its_busiest_ranks_and_overlap_never_hurts(seed):
+    plan, demand, cluster, model = random_step(seed)
+    fast, slow = (simulate_step(plan, demand, cluster, model, Execution(overlap=how)) for how in (True, False))
+    bound = compute_seconds(plan, demand, cluster, model.expert).sum()
+    assert bound - 1e-9 <= fast.seconds <= slow.seconds + 1e-9
+    assert fast.terms["compute"] == pytest.approx(bound)
+    assert 0 <= fast.terms["copies"] <= slow.terms["copies"] + 1e-9
+    assert fast.hidden_copy_seconds >= -1e-9
+    assert 0 <= fast.utilisation <= 1 + 1e-9
+
+
+@given(SEEDS)
+@FEW
+def test_free_links_leave_the_busiest_ranks_compute_and_attention(seed):
+    plan, demand, _, model = random_step(seed)
+    cluster = free_links(plan)
+    step = simulate_step(plan, demand, cluster, model)
+    rows_MR, scores_MR = np.zeros((2, len(plan.replica_MLRB), plan.num_ranks))
+    for s, (m, r) in enumerate(zip(plan.micro_batch_S, plan.rank_S, strict=True)):
+        if m >= 0:
+            rows = int(demand.counts_SLE[s, 0].sum())
+            rows_MR[m, r] += rows
+            # 2 heads, keys and values of 2: 2 x 2 x (2 + 2) flops per pair of a token and one before it, or itself
+            scores_MR[m, r] += 16 * rows * (rows + 1) / 2
+    flops_MR = len(plan.layer_ids) * (2 * model.always_parameters * rows_MR + scores_MR)
+    flops_MR += model.dense_layers * (2 * model.dense_layer_parameters * rows_MR + scores_MR)
+    # Ranks meet after each layer, and all layers of a rank take the same share of its time: maxima add up.
+    attention = 3 * (flops_MR.max(axis=1).sum() + 0) / cluster.flops_per_second
+    head = 3 * 2 * model.head_parameters * rows_MR.max(axis=1).sum() / cluster.flops_per_second
+    bound = compute_seconds(plan, demand, cluster, model.expert).sum()
+    expected = bound + attention + head + step.terms["optimizer"]
+    if model.dense_layers == 0 or plan.num_ranks == 1:
+        assert step.seconds == pytest.approx(expected)
+    else:  # the first layer may have another slowest rank than the others
+        assert step.seconds <= expected + 1e-9
+
+
+@given(SEEDS)
+@FEW
+def test_without_a_gemm_table_skew_of_seconds_is_skew_of_tokens(seed):
+    plan, demand, cluster, model = random_step(seed)
+    step = simulate_step(plan, demand, replace(cluster, gemm_table=()), model)
+    assert step.expert_skew == pytest.approx(plan.skew(demand))
+    assert step.attention_skew >= 1 - 1e-12
+
+
+def test_same_input_same_bytes():
+    found = []
+    for _ in range(2):
+        plan, demand, cluster, model = random_step(5)
+        step = simulate_step(plan, demand, cluster, model, Execution(pipeline_stages=len(plan.layer_ids)))
+        found.append((repr(step.figures()), [value_R.tobytes() for value_R in step.stage_seconds.values()]))
+    assert found[0] == found[1]
+
+
+def test_groups_run_side_by_side_and_meet_at_the_gradients():
+    plan, demand, cluster, model = random_step(3, micro_batches=4, layers=2, nodes=1, per_node=2)
+    group_M = np.array([0, 1, 0, 1], np.int32)
+    step = simulate_step(plan, replace(demand, group_M=group_M), cluster, model)
+    alone = [
+        simulate_step(*one, cluster, model) for one in (_part(plan, demand, group_M == group) for group in range(2))
+    ]
+    assert step.layout == ParallelLayout(expert_parallel=2, data_parallel=2)
+    own = [sum(one.terms[name] for name in ("attention", "exchange", "gates", "compute", "copies")) for one in alone]
+    got = sum(step.terms[name] for name in ("attention", "exchange", "gates", "compute", "copies"))
+    assert got == pytest.approx(max(own))
+    assert step.terms["gradients"] > alone[0].terms["gradients"]  # twice as many ranks, over the network
+    assert step.token_slots_R.sum() == demand.tokens_MLRE.sum()
+    np.testing.assert_allclose(step.waited_R, np.concatenate([one.waited_R for one in alone]))
+
+
+def _part(plan, demand, chosen_M):
+    from relibra.simulation.step.training_step import _of_micro_batches
+
+    return _of_micro_batches(plan, demand, np.flatnonzero(chosen_M))
+
+
+def test_counted_rows_are_sent_and_lie_between_their_bounds():
+    shape = TraceShape(rows_per_sample=[50] * 16, num_layers=2, num_experts=16, top_k=4)
+    trace = domain_trace(shape, np.random.default_rng(0))
+    demand, cluster = cut_recorded(trace, 200, 8), cluster_preset("h100x8", 8, 4)
+    model = replace(model_shape("qwen3-30b-a3b"), moe_layers=2, experts=16, top_k=4)
+    plan = plan_step(demand, cluster, Budget(slots=1, objective="tokens"), expert=model.expert)
+    scheduled = plan.scheduled(demand)
+    rows_MLRR = distinct_rows_of_step(plan, scheduled, trace.experts_TLK, sample_of_rows(trace, demand))
+    counted = simulate_step(plan, scheduled, cluster, model, distinct_MLRR=rows_MLRR)
+    assert counted.sent_bytes["dispatch"].sum() == pytest.approx(
+        2 * model.expert.row_bytes * (rows_MLRR.sum() - np.trace(rows_MLRR, axis1=2, axis2=3).sum())
+    )
+    bounded = simulate_step(plan, replace(scheduled, pairs_LEE=co_activation(trace)), cluster, model)
+    every_slot = simulate_step(plan, replace(scheduled, pairs_LEE=None), cluster, model)
+    sent = [float(step.sent_bytes["dispatch"].sum()) for step in (bounded, counted, every_slot)]
+    assert sent[0] < sent[1] < sent[2]
+    assert counted.sent_bytes["gates"].sum() == pytest.approx(every_slot.sent_bytes["gates"].sum())
+    group_M = np.arange(len(rows_MLRR), dtype=np.int32) % 2
+    grouped = simulate_step(plan, replace(scheduled, group_M=group_M), cluster, model, distinct_MLRR=rows_MLRR)
+    assert grouped.sent_bytes["dispatch"].sum() == pytest.approx(sent[1])
+
+
+def test_mini_batches_end_with_an_optimizer_step_each():
+    plan, demand, cluster, model = random_step(8, micro_batches=4, layers=2, nodes=2, per_node=1)
+    one = simulate_step(plan, demand, cluster, model)
+    two = simulate_step(plan, demand, cluster, model, Execution(mini_batches=2))
+    assert two.terms["optimizer"] == pytest.approx(2 * one.terms["optimizer"])
+    assert two.terms["compute"] == pytest.approx(one.terms["compute"])
+    assert two.terms["gradients"] > one.terms["gradients"]
+
+
+@given(SEEDS, st.integers(1, 4))
+@FEW
+def test_sums_of_gradients_count_from_the_end_of_their_own_stage(seed, stages):
+    plan, demand, cluster, model = random_step(seed, layers=4, micro_batches=3)
+    cluster = replace(cluster, inter_send=Link(latency_seconds=0.01 * (seed % 100), bytes_per_second=100))
+    how = Execution(pipeline_stages=stages)
+    run = run_group(costs_of(plan, demand, cluster, model, how), how)
+    (mini_batch,) = run.mini_batches
+    start_S = mini_batch.start_2SM[1, :, -1]
+    end_S = start_S + mini_batch.last_backward_S
+    assert max(end_S) == pytest.approx(mini_batch.seconds)
+    layout = ParallelLayout(expert_parallel=plan.num_ranks, pipeline_stages=stages)
+    layers_S = [part.stop - part.start for part in layout.stage_layers(4)]
+    whole_S = [
+        gradient_reduction_seconds(
+            cluster, layout, *owned_parameters(model, layout, layers, first=s == 0, last=s == stages - 1)
+        )
+        for s, layers in enumerate(layers_S)
+    ]
+    step = simulate_step(plan, demand, cluster, model, how)
+    expected = gradients_after_the_end(start_S.tolist(), end_S.tolist(), whole_S, layers_S)
+    assert step.terms["gradients"] == pytest.approx(expected)
+    waits = simulate_step(plan, demand, cluster, model, replace(how, overlap=False))
+    assert waits.terms["gradients"] == pytest.approx(max(whole_S))
+
+
+def test_log_probabilities_run_forward_only():
+    plan, demand, cluster, model = random_step(8, micro_batches=2, layers=2, nodes=2, per_node=2, resident=False)
+    step = simulate_step(plan, demand, cluster, model)
+    forward = simulate_step(plan, demand, cluster, model, Execution(forward_only=True))
+    assert forward.terms["compute"] == pytest.approx(step.terms["compute"] / 3)
+    assert forward.terms["exchange"] == pytest.approx(step.terms["exchange"] / 2)
+    assert forward.terms["optimizer"] == forward.terms["gradients"] == 0
+    assert forward.useful_flops == pytest.approx(step.useful_flops / 3)
+    again = simulate_step(plan, demand, cluster, model, Execution(recompute_activations=True))
+    assert again.terms["compute"] == pytest.approx(step.terms["compute"] * 4 / 3)
+    assert again.useful_flops == step.useful_flops
+
+
+def test_what_does_not_fit_is_refused_with_a_sentence():
+    plan, demand, cluster, model = random_step(1, nodes=2, per_node=2, layers=2, experts_per_rank=2, micro_batches=3)
+    with pytest.raises(PlanError, match=r"without a schedule cannot be simulated: pass plan.scheduled"):
+        simulate_step(plan, replace(demand, tokens_MLRE=None), cluster, model)
+    with pytest.raises(PlanError, match=r"ranks, experts\) \(7, 3, 2, 4, 8\) meets a demand of \(6, 3, 2, 4, 8\)"):
+        simulate_step(plan, _without_first_sample(demand), cluster, model)
+    with pytest.raises(ConfigError, match=r"groups of 4 ranks, cluster 'made up' has 6: .*with_ranks\(4\)"):
+        simulate_step(plan, demand, replace(cluster, num_nodes=3), model)
+    with pytest.raises(PlanError, match="a plan for 2 x 2 ranks meets cluster 'made up' of 1 x 4"):
+        simulate_step(plan, demand, replace(cluster, num_nodes=1, ranks_per_node=4), model)
+    with pytest.raises(ConfigError, match="a plan of 2 layers and 8 experts meets model 'tiny' of 5 and 8"):
+        simulate_step(plan, demand, cluster, replace(model, moe_layers=5))
+    with pytest.raises(ConfigError, match="2 expert layers of 'tiny' do not fill 3 pipeline stages"):
+        simulate_step(plan, demand, cluster, model, Execution(pipeline_stages=3))
+    with pytest.raises(ConfigError, match="picked 2 experts, those of model 'tiny' pick 1"):
+        simulate_step(plan, replace(demand, top_k=2), cluster, model)
+    with pytest.raises(ConfigError, match="9 mini-batches of"):
+        simulate_step(plan, demand, cluster, model, Execution(mini_batches=9))
+    with pytest.raises(ConfigError, match="both are at least 1"):
+        Execution(mini_batches=0)
+    with pytest.raises(ConfigError, match="without expert-parallel groups"):
+        simulate_groups([], cluster, model)
+    other = replace(plan, physical_to_logical_map=plan.physical_to_logical_map[:, ::-1].copy())
+    with pytest.raises(ConfigError, match="group 1 has other homes than group 0"):
+        simulate_groups([(plan, demand), (other, demand)], cluster, model)
+
+
+def _without_first_sample(demand):
+    per_sample = ("counts_SLE", "sample_ids", "micro_batch_S", "rank_S")
+    return replace(demand, **{name: getattr(demand, name)[1:] for name in per_sample})
+
+
+def test_an_unknown_memory_bandwidth_leaves_the_optimizer_out_and_says_so():
+    plan, demand, cluster, model = random_step(1)
+    step = simulate_step(plan, demand, replace(cluster, memory_bytes_per_second=0), model)
+    assert step.terms["optimizer"] == 0
+    assert "the optimizer is left out" in step.notes[0]
+    assert simulate_step(plan, demand, cluster, model).notes == ()
+
+
+def test_a_step_without_tokens_takes_the_optimizer_s_time():
+    plan, demand, cluster, model = random_step(2, slots=0, layers=1)
+    nothing = replace(demand, counts_SLE=np.zeros_like(demand.counts_SLE))
+    nothing = plan.scheduled(nothing)
+    plan = replace(plan, previous_map=plan.physical_to_logical_map)
+    step = simulate_step(plan, nothing, cluster, model)
+    assert step.terms["compute"] == step.terms["exchange"] == step.terms["attention"] == 0
+    assert step.expert_skew == 1
+    assert isinstance(nothing, Demand)
+    assert machine(plan).num_ranks == plan.num_ranks
+    assert tiny_model(plan).moe_layers == 1
