@@ -26,9 +26,9 @@ from provenance import DATA, RESULTS, write_results
 from rich.console import Console
 from rich.table import Table
 
+from relibra.calibration.grouped_experts import GroupedExperts, grouped_experts, seconds_each
 from relibra.cluster import cluster_preset
 from relibra.errors import RelibraError
-from relibra.parallel.grouped_experts import GroupedExperts, grouped_experts, seconds_each
 from relibra.planning.analysis.comparison import iterate_comparison
 from relibra.planning.budget import Budget
 from relibra.planning.costs import ExpertShape
@@ -82,7 +82,7 @@ class RankWork:
     @property
     def load_PR(self) -> Int64[ndarray, "P R"]:
         """Token-slots of each rank."""
-        return np.array([[sum(counts_I) for counts_I in ranks] for ranks in self.counts], dtype=np.int64)
+        return np.array([[sum(counts_E) for counts_E in ranks] for ranks in self.counts], dtype=np.int64)
 
 
 def choose_pairs(demand: Demand, number: int, seed: int = SEED) -> list[tuple[int, int]]:
@@ -106,8 +106,8 @@ def planned_counts(plan: StepPlan, demand: Demand, micro_batch: int, layer: int)
         plan.quota_MLRB[micro_batch, layer],
         plan.ranks_per_node,
     )
-    counts_I = split.tokens_RI.sum(axis=0)
-    return [counts_I[split.rank_I == rank].tolist() for rank in range(plan.num_ranks)]
+    counts_E = split.tokens_RI.sum(axis=0)
+    return [counts_E[split.rank_I == rank].tolist() for rank in range(plan.num_ranks)]
 
 
 def equal_counts(token_slots: int, experts: int, ranks: int) -> list[list[int]]:
@@ -150,12 +150,12 @@ def measured_seconds(
     Balancers take turns inside a repetition, forwards and backwards, so that a slow moment of the machine, or its
     warming up, does not fall on one of them alone.
     """
-    prepared = [[[experts.work(counts_I) for counts_I in ranks] for ranks in work.counts] for work in works]
+    prepared = [[[experts.work(counts_E) for counts_E in ranks] for ranks in work.counts] for work in works]
     seconds: dict[str, list[list[list[float]]]] = {work.balancer: [] for work in works}
     turns = list(zip(works, prepared, strict=True))
     for repetition in range(repetitions + 1):
         for work, pairs in turns if repetition % 2 else reversed(turns):
-            found = [seconds_each(ranks, experts.rows_NH.device) for ranks in pairs]
+            found = [seconds_each(ranks, experts.rows_TH.device) for ranks in pairs]
             if repetition:
                 seconds[work.balancer].append(found)
     return {balancer: np.array(found) for balancer, found in seconds.items()}
@@ -197,7 +197,7 @@ def busiest_over_mean(amount_PR: ndarray) -> float:
 
 def sizes_needed(works: list[RankWork]) -> tuple[int, int]:
     """Return the most instances that any rank holds, and the most rows that any gets."""
-    ranks = [counts_I for work in works for pair in work.counts for counts_I in pair]
+    ranks = [counts_E for work in works for pair in work.counts for counts_E in pair]
     return max(map(len, ranks)), max(map(sum, ranks))
 
 

@@ -24,8 +24,8 @@ from numpy import ndarray
 from planner_steps import domain_step
 from provenance import RESULTS, quartiles, write_results
 
+from relibra.calibration.grouped_experts import bytes_needed, grouped_experts
 from relibra.errors import ConfigError, RelibraError
-from relibra.parallel.grouped_experts import bytes_needed, grouped_experts
 from relibra.planning.costs import ExpertShape, expert_shape
 from relibra.routing.demand import Demand
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches

@@ -31,8 +31,8 @@ from provenance import RESULTS, quartiles, write_results  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from relibra.calibration.calibration import calibrated  # noqa: E402
-from relibra.calibration.calibration_ranks import CPU_SIZES, QUICK_SIZES, Job, describe, measure  # noqa: E402
+from relibra.calibration.fit import fit_cluster  # noqa: E402
+from relibra.calibration.measurement import CPU_SIZES, QUICK_SIZES, Job, describe_machine, measure_machine  # noqa: E402
 from relibra.cluster import Cluster  # noqa: E402
 from relibra.errors import RelibraError  # noqa: E402
 from relibra.planning.costs import ExpertShape  # noqa: E402
@@ -129,7 +129,7 @@ def _calibrated(sizes: steps.Sizes, quick: bool) -> Cluster:
     rows = QUICK_SIZES.rows if quick else ROWS
     timed = replace(CPU_SIZES, rows=rows, repetitions=3 if quick else 5, seconds=15.0)
     job = Job(ranks=steps.NUM_RANKS, cuda=False, expert=expert, sizes=timed)
-    return calibrated(measure(job), describe(job), expert).cluster
+    return fit_cluster(measure_machine(job), describe_machine(job), expert).cluster
 
 
 def _expert(sizes: steps.Sizes) -> ExpertShape:

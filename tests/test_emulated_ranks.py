@@ -94,7 +94,7 @@ def test_time_in_proportion_to_rows_gives_the_skew_of_the_rows(demand, monkeypat
     """With a clock that counts rows, the measured straggler is the token skew and ratios are ratios of loads."""
     import emulated_ranks as emulated
 
-    from relibra.parallel.grouped_experts import GroupedExperts
+    from relibra.calibration.grouped_experts import GroupedExperts
 
     works = emulated.rank_works(demand, 8, SHAPE, [(0, 0), (1, 1)], balancers=("static", "relibra"))
     order = []
@@ -104,9 +104,9 @@ def test_time_in_proportion_to_rows_gives_the_skew_of_the_rows(demand, monkeypat
         return [float(rows) for rows in works]
 
     monkeypatch.setattr(emulated, "seconds_each", count_rows)
-    monkeypatch.setattr(GroupedExperts, "work", lambda _, counts_I: sum(counts_I))
-    none_GWH, none_NH = torch.zeros(0, 2, 1), torch.zeros(0, 1)
-    experts = GroupedExperts(gate_up_GWH=none_GWH, down_GHF=none_GWH[:, :1], rows_NH=none_NH, gradient_NH=none_NH)
+    monkeypatch.setattr(GroupedExperts, "work", lambda _, counts_E: sum(counts_E))
+    none_EXH, none_TH = torch.zeros(0, 2, 1), torch.zeros(0, 1)
+    experts = GroupedExperts(gate_up_EXH=none_EXH, down_EHF=none_EXH[:, :1], rows_TH=none_TH, gradient_TH=none_TH)
     seconds = emulated.measured_seconds(works, experts, repetitions=2)
     turns = [order[i : i + 2] for i in range(0, 18, 2)]  # two pairs each, three balancers, a warm-up and two rounds
     assert turns[0:3] == turns[6:9] == turns[5:2:-1]
@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_halved_or_skipped(monkeypatch, capsys):
     import emulated_ranks as emulated
     import gpu
 
-    from relibra.parallel.grouped_experts import bytes_needed
+    from relibra.calibration.grouped_experts import bytes_needed
 
     def two_micro_batches(ranks, tokens):
         shape = TraceShape(rows_per_sample=[tokens] * 2 * ranks, num_layers=1, num_experts=16, top_k=2)

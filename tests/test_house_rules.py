@@ -31,7 +31,7 @@ ABOVE = {
     "reporting": {"simulation", "planning", "cluster", "routing", "timeline"},
     "rl": {"parallel", "replay", "planning", "cluster", "routing", "timeline"},
     "serving": {"parallel", "replay", "planning", "cluster", "routing", "timeline"},
-    "calibration": {"parallel", "planning", "cluster", "routing"},
+    "calibration": {"planning", "cluster", "routing"},
     "eplb": {"planning", "cluster", "routing"},
     "simulation": {"planning", "cluster", "routing", "timeline"},
     "parallel": {"replay", "planning", "cluster", "routing", "timeline"},

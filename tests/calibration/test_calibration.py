@@ -11,18 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relibra import ClusterError, ConfigError, EngineError, cluster_preset
-from relibra.calibration import calibration_ranks
-from relibra.calibration.calibration import Machine, Spread, Timings, calibrated, fit_link, gemm_rows, monotone_table
+from relibra.calibration import measurement
+from relibra.calibration.fit import Machine, Spread, Timings, fit_cluster, fit_link, gemm_rows, monotone_table
 from relibra.cli.inputs.workload import open_cluster
 from relibra.cluster import write_cluster
 from relibra.planning.costs import ExpertShape
 
 SHAPE = ExpertShape(hidden=32, width=16, bytes_per_value=4)
 MACHINE = Machine(name="here", ranks=2, memory_bytes=1 << 30, words="a machine")
-SIZES = calibration_ranks.Sizes(
+SIZES = measurement.Sizes(
     rows=(1, 8, 64), dense=64, copies=(1 << 16, 1 << 20), exchange=(1 << 12, 1 << 20), repetitions=3
 )
-JOB = calibration_ranks.Job(ranks=2, cuda=False, expert=SHAPE, sizes=SIZES, timeout_seconds=60.0)
+JOB = measurement.Job(ranks=2, cuda=False, expert=SHAPE, sizes=SIZES, timeout_seconds=60.0)
 
 
 def timings(**changes):
@@ -90,7 +90,7 @@ def test_a_rate_never_falls_in_the_table():
 
 
 def test_what_was_measured_becomes_a_cluster(tmp_path):
-    found = calibrated(timings(), MACHINE, SHAPE)
+    found = fit_cluster(timings(), MACHINE, SHAPE)
     cluster = found.cluster
     assert (cluster.label, cluster.num_nodes, cluster.ranks_per_node) == ("measured", 1, 2)
     assert cluster.intra == cluster.inter_send == cluster.inter_receive == found.exchange.link
@@ -108,14 +108,14 @@ def test_what_was_measured_becomes_a_cluster(tmp_path):
 
 
 def test_experts_faster_than_the_large_product_are_the_peak():
-    found = calibrated(timings(dense=[1e3]), MACHINE, SHAPE)
+    found = fit_cluster(timings(dense=[1e3]), MACHINE, SHAPE)
     assert found.cluster.peak_flops_per_second == found.cluster.gemm_table[-1][1]
     assert found.cluster.efficiency == 1
 
 
 def test_one_rank_takes_the_links_of_another_cluster_and_is_a_model():
     cited = cluster_preset("h100x8")
-    found = calibrated(timings(exchange={}), replace(MACHINE, ranks=1), SHAPE, cited)
+    found = fit_cluster(timings(exchange={}), replace(MACHINE, ranks=1), SHAPE, cited)
     assert found.exchange is None
     assert (found.cluster.label, found.cluster.intra) == ("model", cited.intra)
     assert (found.cluster.inter_send, found.cluster.inter_receive) == (cited.inter_send, cited.inter_receive)
@@ -124,7 +124,7 @@ def test_one_rank_takes_the_links_of_another_cluster_and_is_a_model():
 
 @pytest.mark.parametrize(("size", "ranks", "sent"), [(1000, 2, 1000), (1000, 4, 996), (1, 8, 28)])
 def test_bytes_are_shared_out_evenly_to_the_others(size, ranks, sent):
-    assert calibration_ranks.bytes_to_others(size, ranks) == sent
+    assert measurement.bytes_to_others(size, ranks) == sent
 
 
 def test_sizes_take_turns_and_slow_ones_are_repeated_less_often():
@@ -135,30 +135,30 @@ def test_sizes_take_turns_and_slow_ones_are_repeated_less_often():
         return [float(n) for n in order]
 
     often = replace(SIZES, repetitions=4)
-    assert calibration_ranks._repeated(3, once, often, lambda _: False) == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
+    assert measurement.repeat_in_turns(3, once, often, lambda _: False) == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
     assert orders == [[0, 1, 2], [0, 1, 2], [2, 1, 0], [0, 1, 2], [2, 1, 0]]
-    few = calibration_ranks._repeated(3, once, often, lambda _: True)
-    assert [len(seconds) for seconds in few] == [calibration_ranks.LEAST] * 3
+    few = measurement.repeat_in_turns(3, once, often, lambda _: True)
+    assert [len(seconds) for seconds in few] == [measurement.LEAST] * 3
 
 
 def test_a_cpu_is_two_ranks_and_never_one():
-    assert calibration_ranks.choose_job(None, SHAPE).ranks == 2
-    assert calibration_ranks.choose_job(3, SHAPE).ranks == 3
+    assert measurement.choose_job(None, SHAPE).ranks == 2
+    assert measurement.choose_job(3, SHAPE).ranks == 3
     with pytest.raises(ConfigError, match=r"--ranks 1: .* ask for 2 or more"):
-        calibration_ranks.choose_job(1, SHAPE)
+        measurement.choose_job(1, SHAPE)
 
 
 def test_gpus_are_one_rank_each(monkeypatch):
-    monkeypatch.setattr(calibration_ranks.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(calibration_ranks.torch.cuda, "device_count", lambda: 1)
-    assert calibration_ranks.choose_job(None, SHAPE).ranks == 1
+    monkeypatch.setattr(measurement.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(measurement.torch.cuda, "device_count", lambda: 1)
+    assert measurement.choose_job(None, SHAPE).ranks == 1
     with pytest.raises(ConfigError, match=r"this machine has 1 GPU\(s\)"):
-        calibration_ranks.choose_job(2, SHAPE)
+        measurement.choose_job(2, SHAPE)
 
 
 @pytest.mark.slow
 def test_two_processes_measure_a_plausible_cluster(tmp_path):
-    found = calibrated(calibration_ranks.measure(JOB), calibration_ranks.describe(JOB), SHAPE)
+    found = fit_cluster(measurement.measure_machine(JOB), measurement.describe_machine(JOB), SHAPE)
     write_cluster(tmp_path / "cluster.toml", found.cluster)
     cluster = open_cluster(str(tmp_path / "cluster.toml"))
     assert cluster == found.cluster
@@ -176,7 +176,7 @@ def test_two_processes_measure_a_plausible_cluster(tmp_path):
 def dying(rank, job, folder):
     if rank:
         os.kill(os.getpid(), signal.SIGKILL)
-    calibration_ranks._work(rank, job, folder)
+    measurement.measure_rank(rank, job, folder)
 
 
 def failing(rank, job, folder):
@@ -197,9 +197,9 @@ def sleeping(rank, job, folder):
     ],
 )
 def test_a_rank_that_does_not_answer_ends_it_with_one_sentence(monkeypatch, work, words):
-    monkeypatch.setattr(calibration_ranks, "_work", work)
+    monkeypatch.setattr(measurement, "measure_rank", work)
     with pytest.raises(EngineError, match=words) as raised:
-        calibration_ranks.measure(replace(JOB, timeout_seconds=3.0 if work is sleeping else 60.0))
+        measurement.measure_machine(replace(JOB, timeout_seconds=3.0 if work is sleeping else 60.0))
     assert "\n" not in str(raised.value)
 
 

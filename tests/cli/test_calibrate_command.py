@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from relibra.calibration import calibration_ranks
-from relibra.calibration.calibration import Timings
+from relibra.calibration import measurement
+from relibra.calibration.fit import Timings
 from relibra.cluster import read_cluster
 
 
@@ -27,7 +27,7 @@ def measured(monkeypatch):
             memory=[0.02],
         )
 
-    monkeypatch.setattr(calibration_ranks, "measure", fake)
+    monkeypatch.setattr(measurement, "measure_machine", fake)
     return jobs
 
 
@@ -43,7 +43,7 @@ def test_it_prints_every_figure_with_its_spread_and_writes_the_cluster(run, meas
     assert "label measured" in out
     cluster = read_cluster(tmp_path / "c.toml")
     assert (cluster.label, cluster.num_ranks, cluster.name) == ("measured", 4, "calibrated-cpu-x4")
-    assert (measured[0].expert.hidden, measured[0].sizes) == (32, calibration_ranks.CPU_SIZES)
+    assert (measured[0].expert.hidden, measured[0].sizes) == (32, measurement.CPU_SIZES)
 
 
 def test_json_has_the_cluster_and_what_it_was_made_of(run, measured, tmp_path):
@@ -54,14 +54,14 @@ def test_json_has_the_cluster_and_what_it_was_made_of(run, measured, tmp_path):
     assert facts["cluster"]["label"] == "measured"
     assert [row["rows"] for row in facts["gemm"]] == [1, 256]
     assert {"error", "worst", "link", "bytes", "seconds"} == set(facts["exchange"])
-    assert measured[0].sizes == calibration_ranks.QUICK_SIZES
+    assert measured[0].sizes == measurement.QUICK_SIZES
 
 
 def test_one_gpu_needs_somebody_elses_links_and_is_a_model(run, measured, tmp_path, monkeypatch):
-    machine = calibration_ranks.Machine(name="calibrated-gpu-x1", ranks=1, memory_bytes=1 << 36, words="1 x a GPU")
-    monkeypatch.setattr(calibration_ranks.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(calibration_ranks.torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(calibration_ranks, "describe", lambda _: machine)
+    machine = measurement.Machine(name="calibrated-gpu-x1", ranks=1, memory_bytes=1 << 36, words="1 x a GPU")
+    monkeypatch.setattr(measurement.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(measurement.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(measurement, "describe_machine", lambda _: machine)
     code, _, err = run("calibrate", "-o", tmp_path / "c.toml")
     assert (code, measured) == (1, [])
     assert "for example --links-of h100x8" in err

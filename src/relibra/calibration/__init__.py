@@ -1,4 +1,5 @@
-"""Calibration: measure this machine and write it as a cluster that plans are priced with.
+"""Calibration: measure this machine and describe it as a cluster that plans are priced with.
 
-Out: a `Cluster`. Start with `calibration.py`.
+In: the shape of one expert and a number of ranks. Out: a `Cluster`. `measurement.py` starts one process per rank and
+returns seconds, `fit.py` turns them into a cluster: start there.
 """

@@ -15,7 +15,7 @@ from relibra.cli.inputs import workload
 from relibra.errors import ConfigError
 
 if TYPE_CHECKING:
-    from relibra.calibration.calibration import Calibration, LinkFit, Spread
+    from relibra.calibration.fit import Calibration, LinkFit, Spread
 
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="Where to write the cluster, as TOML.")]
 
@@ -57,8 +57,8 @@ def calibrate(
                 f"calibrating needs the package {package!r}: install torch (choose its build), then, in the checkout, "
                 "pip install -e '.[train]'"
             )
-    from relibra.calibration.calibration import calibrated
-    from relibra.calibration.calibration_ranks import choose_job, describe, measure
+    from relibra.calibration.fit import fit_cluster
+    from relibra.calibration.measurement import choose_job, describe_machine, measure_machine
     from relibra.cluster import write_cluster
 
     job = choose_job(ranks, expert, quick=quick)
@@ -69,9 +69,9 @@ def calibrate(
         )
     if job.ranks > 1 and cited is not None:
         raise ConfigError(f"--links-of {links_of} is for one GPU: with {job.ranks} ranks links are measured")
-    machine = describe(job)
+    machine = describe_machine(job)
     with workload.progress(f"measuring {machine.words}"):
-        found = calibrated(measure(job), machine, expert, cited)
+        found = fit_cluster(measure_machine(job), machine, expert, cited)
     with workload.writing(output):
         write_cluster(output, found.cluster)
     if as_json:

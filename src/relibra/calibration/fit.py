@@ -1,8 +1,8 @@
-"""Calibration: from measured seconds to a `Cluster` that plans can be priced with. No clock is read here.
+"""Fit a `Cluster` to measured seconds. Nothing is measured here: `measurement.py` does that.
 
 GEMM table    rows of one expert -> flops per second, forward and backward
 links         seconds = alpha + beta x bytes, fitted over sizes
-peak          the fastest product there was
+peak          highest rate of any product
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from relibra.errors import EngineError
 from relibra.planning.costs import ExpertShape
 
 Samples = Mapping[int, Sequence[float]]
-"""Seconds of each repetition, by size: rows of an expert, or bytes."""
+"""Seconds of each repetition, by size (rows of an expert, or bytes)."""
 
 PASSES = 3.0
-"""Forward counts once, backward twice: a gradient of the rows and one of the weights."""
+"""Products of a training pass in units of the forward pass: backward has two, for rows and for weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,18 +34,18 @@ class Spread:
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Spread:
-        """Summarise numbers, of which there is at least one."""
+        """Summarise one or more numbers."""
         low, median, high = np.quantile(np.asarray(numbers, dtype=np.float64), (0.25, 0.5, 0.75))
         return cls(median=float(median), low=float(low), high=float(high))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkFit:
-    """A link, and how far the line is from what was measured.
+    """A link, and the error of the fitted line.
 
-    bytes, seconds    what it was fitted to: medians over repetitions
+    bytes, seconds    what it was fitted to, with spreads over repetitions
     error             root mean square over sizes of (line - measured) / measured
-    worst             the largest such difference, without its sign
+    worst             largest absolute relative difference
     """
 
     link: Link
@@ -58,23 +58,23 @@ class LinkFit:
 def fit_link(samples: Samples, what: str) -> LinkFit:
     """Fit seconds = alpha + beta x bytes, alpha 0 or more, by least squares of relative errors.
 
-    Relative, for else the largest message alone would decide, and alpha would be noise.
+    Errors are relative because absolute ones would fit the largest message alone and leave alpha to noise.
 
-    what      for the message, such as "copies in host memory"
+    what      measured operation, for messages, such as "copies in host memory"
     raises    EngineError when seconds do not grow with bytes
     """
     sizes = sorted(samples)
     spreads = [Spread.of(samples[size]) for size in sizes]
     bytes_X, seconds_X = np.array(sizes, dtype=np.float64), np.array([spread.median for spread in spreads])
-    scale = bytes_X.max()  # both unknowns of one order: the solver's tolerance is absolute
+    scale = bytes_X.max()  # scale both unknowns to one order of magnitude: the solver's tolerance is absolute
     columns_X2 = np.stack([np.full_like(bytes_X, seconds_X.max()), bytes_X / scale * seconds_X.max()], axis=1)
     (alpha, beta), _ = nnls(columns_X2 / seconds_X[:, None], np.ones(len(sizes)))
     alpha, beta = alpha * seconds_X.max(), beta * seconds_X.max() / scale
     if len(sizes) < 2 or not beta > 0:
         listed = ", ".join(f"{size:,} bytes {spread.median:.2g} s" for size, spread in zip(sizes, spreads, strict=True))
         raise EngineError(
-            f"{what}: seconds do not grow with bytes ({listed}), so that no bandwidth follows; something else kept the "
-            "machine busy: try again"
+            f"{what}: seconds do not grow with bytes ({listed}), so no bandwidth can be fitted; another program may "
+            "have kept the machine busy: try again"
         )
     off_X = (alpha + beta * bytes_X) / seconds_X - 1
     return LinkFit(
@@ -88,7 +88,7 @@ def fit_link(samples: Samples, what: str) -> LinkFit:
 
 @dataclass(frozen=True, kw_only=True)
 class GemmRow:
-    """So many rows of each expert, and the flops per second that they are computed with."""
+    """Rows per expert, and the flops per second at which they are computed."""
 
     rows: int
     flops_per_second: Spread
@@ -96,9 +96,9 @@ class GemmRow:
 
 
 def gemm_rows(samples: Samples, experts: int, flops_per_row: float) -> list[GemmRow]:
-    """Turn seconds for several experts of so many rows each into rates, rows rising.
+    """Return the rates of several experts with the same number of rows each, by ascending rows.
 
-    flops_per_row    forward and backward, of one expert
+    flops_per_row    of one expert, forward and backward
     """
     found = []
     for rows in sorted(samples):
@@ -108,9 +108,9 @@ def gemm_rows(samples: Samples, experts: int, flops_per_row: float) -> list[Gemm
 
 
 def monotone_table(found: Sequence[GemmRow]) -> tuple[tuple[int, float], ...]:
-    """Return (rows, flops per second) with rates that never fall: more rows cannot be slower than fewer at a time.
+    """Return (rows, flops per second) with rates that never fall.
 
-    Where a measured rate is below the one before, that one stands: `Cluster.gemm_seconds` would read it so anyway.
+    A measured rate below the one before is replaced by that one, as `Cluster.gemm_seconds` reads a table anyway.
     """
     rates = np.maximum.accumulate([row.flops_per_second.median for row in found])
     return tuple((row.rows, float(rate)) for row, rate in zip(found, rates, strict=True))
@@ -118,10 +118,10 @@ def monotone_table(found: Sequence[GemmRow]) -> tuple[tuple[int, float], ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What there is to calibrate, in words and numbers.
+    """The machine to calibrate.
 
     memory_bytes    of one rank
-    words           processor, dtype, threads, for the source of the figures
+    words           processor, dtype and threads, for `Cluster.source`
     """
 
     name: str
@@ -132,7 +132,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A cluster, and what it was made of; `exchange` is None where there was one rank."""
+    """A cluster and the measurements behind it; `exchange` is None for one rank."""
 
     cluster: Cluster
     gemm: list[GemmRow]
@@ -144,13 +144,13 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True)
 class Timings:
-    """Seconds of each repetition, the slowest rank of each.
+    """Seconds of each repetition on the slowest rank.
 
     experts             by rows of each expert: forward and backward of `num_experts` experts
     dense               of one large product of `dense_flops`
-    copies, exchange    by bytes; exchange: sent by each rank to the others
-    memory_bytes        read and written by a copy inside the device's own memory
-    memory              that copy
+    copies, exchange    by bytes; for an exchange, those that each rank sends to others
+    memory_bytes        read plus written by a copy inside device memory
+    memory              of that copy
     """
 
     num_experts: int
@@ -163,12 +163,14 @@ class Timings:
     memory: Sequence[float]
 
 
-def calibrated(timings: Timings, machine: Machine, expert: ExpertShape, links_of: Cluster | None = None) -> Calibration:
-    """Make a cluster of one node of what was measured.
+def fit_cluster(
+    timings: Timings, machine: Machine, expert: ExpertShape, links_of: Cluster | None = None
+) -> Calibration:
+    """Return a cluster of one node that fits the measurements.
 
-    Links between nodes cannot be measured on one machine: those inside it stand in, and `source` says so.
+    Links between nodes cannot be measured on one machine: the links inside it are used, and `source` says so.
 
-    links_of    whose links between ranks to take, where exchange was not measured; the label is then `model`
+    links_of    cluster whose links are used if no exchange was measured; the label is then `model`
     raises      EngineError when a line cannot be fitted
     """
     gemm = gemm_rows(timings.experts, timings.num_experts, PASSES * expert.flops_per_token_slot)
@@ -180,9 +182,9 @@ def calibrated(timings: Timings, machine: Machine, expert: ExpertShape, links_of
     exchange = fit_link(timings.exchange, "the exchange between ranks") if links_of is None else None
     if exchange is not None:
         intra = send = receive = exchange.link
-        links = "links between nodes were not measured, those inside stand in"
+        links = "links between nodes were not measured, those inside the node are used"
     else:
-        assert links_of is not None, "without an exchange links come from somewhere"
+        assert links_of is not None, "one rank measures no exchange: its links come from another cluster"
         intra, send, receive = links_of.intra, links_of.inter_send, links_of.inter_receive
         links = f"links between ranks were not measured, they are those of {links_of.name} ({links_of.label})"
     cluster = Cluster(

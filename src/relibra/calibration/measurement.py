@@ -1,7 +1,7 @@
-"""Calibration: the processes that measure, one per rank, all at once, as in training.
+"""Measure this machine with one process per rank, all at once, as in training.
 
-Each rank times its experts, a large product, copies in host and device memory, and the all-to-all; of every size the
-slowest rank counts. Sizes take turns, forwards and backwards, so that a slow moment falls on no size alone.
+Each rank times its experts, a large product, copies in host and device memory, and the all-to-all; the slowest rank
+counts for each size. Sizes take turns, up and down, so that a slow moment of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from relibra.calibration.calibration import Machine, Timings
+from relibra.calibration.fit import Machine, Timings
+from relibra.calibration.grouped_experts import grouped_experts, seconds_each
 from relibra.errors import ConfigError, EngineError
-from relibra.parallel.grouped_experts import grouped_experts, seconds_each
 from relibra.planning.costs import ExpertShape
 
 EXPERTS = 4
-"""Of one rank: several, so that their weights come from memory, as they do in a layer."""
+"""Experts per rank: several, so that weights are read from memory and not from a cache, as in a layer."""
 EXCHANGES = 4
-"""In a row, for one reading of the clock: waiting for a late rank is then shared by several."""
+"""Exchanges per reading of the clock: several share the wait for a late rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is timed how often.
+    """Sizes to time, and how often.
 
     rows                of each expert
-    dense               a product of dense x dense matrices
-    copies, exchange    bytes; exchange: to all other ranks together
-    repetitions         at most; fewer, but at least `LEAST`, when those of one kind take longer than `seconds`
+    dense               the large product multiplies dense x dense matrices
+    copies, exchange    bytes; for an exchange, to all other ranks together
+    repetitions         at most; fewer, but at least `LEAST`, when one kind of measurement takes longer than `seconds`
     """
 
     rows: tuple[int, ...]
@@ -75,10 +75,10 @@ QUICK_SIZES = Sizes(
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What every rank does.
+    """One calibration, the same on every rank.
 
-    cuda               a GPU for each rank, else one thread for each
-    timeout_seconds    how long a rank waits for another, and how long all of it may take
+    cuda               each rank has a GPU; else each has one CPU thread
+    timeout_seconds    of each collective, and of the whole calibration
     """
 
     ranks: int
@@ -89,14 +89,14 @@ class Job:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What experts are computed in."""
+        """Type of weights and rows."""
         return torch.bfloat16 if self.cuda else torch.float32
 
 
 def choose_job(ranks: int | None, expert: ExpertShape, *, quick: bool = False) -> Job:
-    """Take all GPUs of this machine, or two processes of one thread where there is none.
+    """Return a job for all GPUs of this machine, or for two processes of one thread if it has none.
 
-    raises    ConfigError when there are GPUs, but fewer than ranks, or when a CPU has one rank only
+    raises    ConfigError when ranks exceed the number of GPUs, or for one rank on a CPU
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus and (ranks or 0) > gpus:
@@ -107,8 +107,8 @@ def choose_job(ranks: int | None, expert: ExpertShape, *, quick: bool = False) -
     return Job(ranks=ranks or gpus or 2, cuda=gpus > 0, expert=expert, sizes=sizes)
 
 
-def describe(job: Job) -> Machine:
-    """Say what is calibrated; no process is started."""
+def describe_machine(job: Job) -> Machine:
+    """Return the name and description of the machine; no process is started."""
     if job.cuda:
         properties = torch.cuda.get_device_properties(0)
         words = f"{job.ranks} x {properties.name}, bfloat16"
@@ -125,10 +125,10 @@ def describe(job: Job) -> Machine:
     )
 
 
-def measure(job: Job) -> Timings:
-    """Run all ranks and return what the slowest of them took.
+def measure_machine(job: Job) -> Timings:
+    """Run all ranks and return the seconds of the slowest.
 
-    raises    EngineError when a rank dies, or does not answer in time
+    raises    EngineError when a rank dies or does not finish in time
     """
     with tempfile.TemporaryDirectory() as folder:
         _run_ranks(job, Path(folder))
@@ -151,7 +151,7 @@ def measure(job: Job) -> Timings:
 
 
 def bytes_to_others(size: int, ranks: int) -> int:
-    """Round a size to what divides evenly: as many bytes, a multiple of 4, for each of the others.
+    """Round a size down so that each other rank gets the same number of bytes, a multiple of 4 and at least 4.
 
     >>> bytes_to_others(1000, 4)
     996
@@ -164,14 +164,14 @@ def _slowest(of_ranks: Sequence[Sequence[float]]) -> Sequence[float]:
 
 
 def _run_ranks(job: Job, folder: Path) -> None:
-    processes = mp.spawn(_work, args=(job, folder), nprocs=job.ranks, join=False)  # type: ignore[attr-defined]
+    processes = mp.spawn(measure_rank, args=(job, folder), nprocs=job.ranks, join=False)  # type: ignore[attr-defined]
     deadline = time.monotonic() + job.timeout_seconds
     try:
         while not processes.join(timeout=max(0.0, deadline - time.monotonic())):
             if time.monotonic() >= deadline:
                 raise EngineError(
                     f"the ranks of the calibration did not finish within {job.timeout_seconds:g} s: the machine is too "
-                    "busy, or a rank hangs; try again, or with fewer ranks"
+                    "busy, or a rank hangs; try again, or use fewer ranks"
                 )
     except ProcessExitedException as error:
         how = (
@@ -194,7 +194,8 @@ def _signal_name(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
-def _work(rank: int, job: Job, folder: Path) -> None:
+def measure_rank(rank: int, job: Job, folder: Path) -> None:
+    """Measure on one rank, in a process of its own, and write the seconds to `<rank>.json`; collective."""
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if job.cuda else torch.device("cpu")
     if job.cuda:
@@ -230,18 +231,18 @@ def _time_products(job: Job, device: torch.device) -> list[list[float]]:
     def once(order: list[int]) -> list[float]:
         return seconds_each([works[n] for n in order], device)
 
-    return _repeated(len(works), once, sizes, lambda elapsed: elapsed > sizes.seconds)
+    return repeat_in_turns(len(works), once, sizes, lambda elapsed: elapsed > sizes.seconds)
 
 
 def _time_copies(job: Job, device: torch.device) -> list[list[float]]:
-    """Return seconds of copies in host memory, or between host and GPU, the slower way.
+    """Return seconds of copies in host memory, or between host and GPU in the slower direction.
 
-    Each copy takes another stretch of memory than the one before, or small ones would come from a cache.
+    Each copy uses the next piece of memory, so that small ones are not served from a cache.
     """
     sizes = job.sizes
     host = torch.zeros(2 * max(sizes.copies), dtype=torch.uint8, pin_memory=job.cuda)
     other = torch.zeros_like(host, device=device)
-    host.fill_(1)  # pages are there from now on
+    host.fill_(1)  # touches all pages
     other.fill_(1)
     begin = 0
 
@@ -260,11 +261,11 @@ def _time_copies(job: Job, device: torch.device) -> list[list[float]]:
     def once(order: list[int]) -> list[float]:
         return [copied(sizes.copies[n]) for n in order]
 
-    return _repeated(len(sizes.copies), once, sizes, lambda elapsed: elapsed > sizes.seconds)
+    return repeat_in_turns(len(sizes.copies), once, sizes, lambda elapsed: elapsed > sizes.seconds)
 
 
 def _time_memory(job: Job, device: torch.device) -> list[float]:
-    """Return seconds of copies inside the device's own memory, of the largest size."""
+    """Return seconds of copies inside device memory, for the largest size."""
     source = torch.ones(max(job.sizes.copies), dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
 
@@ -273,11 +274,11 @@ def _time_memory(job: Job, device: torch.device) -> list[float]:
         target.copy_(source)
         return [_now(device) - start]
 
-    return _repeated(1, once, job.sizes, lambda elapsed: elapsed > job.sizes.seconds)[0]
+    return repeat_in_turns(1, once, job.sizes, lambda elapsed: elapsed > job.sizes.seconds)[0]
 
 
 def _time_exchange(job: Job, device: torch.device) -> list[list[float]]:
-    """Return seconds of an all-to-all in which every rank sends as much to every other one, and nothing to itself."""
+    """Return seconds of an all-to-all in which each rank sends the same to every other rank, and nothing to itself."""
     own, sizes = dist.get_rank(), [bytes_to_others(size, job.ranks) for size in job.sizes.exchange]
     sent = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     received = torch.zeros_like(sent)
@@ -293,18 +294,22 @@ def _time_exchange(job: Job, device: torch.device) -> list[list[float]]:
     def once(order: list[int]) -> list[float]:
         return [exchanged(sizes[n]) for n in order]
 
-    def enough(elapsed: float) -> bool:  # ranks must agree on how often
+    def enough(elapsed: float) -> bool:  # all ranks stop after the same repetition
         slowest = torch.tensor(elapsed)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return float(slowest) > job.sizes.seconds
 
-    return _repeated(len(sizes), once, job.sizes, enough)
+    return repeat_in_turns(len(sizes), once, job.sizes, enough)
 
 
-def _repeated(
+def repeat_in_turns(
     number: int, once: Callable[[list[int]], list[float]], sizes: Sizes, enough: Callable[[float], bool]
 ) -> list[list[float]]:
-    """Return the seconds of each piece; the first round warms up, and rounds go forwards and backwards in turn."""
+    """Return seconds by size; a first round warms up, and later rounds run the sizes in ascending or descending order.
+
+    once     times the sizes of these numbers, in this order
+    enough   whether to stop after so many seconds, once `LEAST` repetitions are done
+    """
     seconds: list[list[float]] = [[] for _ in range(number)]
     once(list(range(number)))
     start = time.perf_counter()
@@ -331,7 +336,7 @@ def _processor() -> str:
 
 
 def _host_memory() -> int:
-    """Return the bytes this machine has, or the control group allows, whichever is less."""
+    """Return the memory of this machine, or the limit of its control group if that is less, in bytes."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = Path("/sys/fs/cgroup/memory.max")
     allowed = limit.read_text().strip() if limit.exists() else "max"

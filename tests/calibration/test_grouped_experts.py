@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-import relibra.parallel.grouped_experts as grouped
+import relibra.calibration.grouped_experts as grouped
 from relibra import EngineError
 
 CPU = torch.device("cpu")
@@ -31,8 +31,8 @@ def test_grouped_experts_are_right(dtype):
 
 @pytest.mark.parametrize("factor", [1.1, float("nan")])
 def test_wrong_experts_are_not_timed(monkeypatch, factor):
-    right = grouped._forward
-    monkeypatch.setattr(grouped, "_forward", lambda *parts: right(*parts) * factor)
+    right = grouped.apply_experts
+    monkeypatch.setattr(grouped, "apply_experts", lambda *parts: right(*parts) * factor)
     with pytest.raises(EngineError, match="nothing is timed"):
         grouped.grouped_experts(2, 10, 16, 16, CPU, torch.bfloat16).check()
 
