@@ -119,9 +119,11 @@ def test_rows_hold_the_settings_of_the_warm_up_and_of_the_run_apart():
     for row in tppo.result_rows(tppo.Race(seed=2, rows=runs)):
         warm_up, run = (load_config(None, row[name]) for name in ("warm_up_settings", "settings"))
         assert (warm_up.parallel.ranks, run.parallel.ranks, run.run.seed) == (2, 1, 2)
-        places = min(run.rollout.max_batch, run.responses_per_step)
+        places = min(run.rollout.max_batch, run.rollout.responses_per_step)
         assert places == 32, "all decode in the same places"
-        assert run.responses_per_step / run.update.mini_batches == 32, "and learn from as many responses at once"
+        assert run.rollout.responses_per_step / run.update.mini_batches == 32, (
+            "and learn from as many responses at once"
+        )
 
 
 def test_who_goes_first_takes_turns(monkeypatch, tmp_path):

@@ -7,7 +7,7 @@ import torch
 
 from relibra.rl import step, trainer
 from relibra.rl.config.presets import PRESETS
-from relibra.rl.rollout.collect import check_live
+from relibra.rl.rollout.collect import check_live_responses
 from relibra.rl.step import Learner
 from tests.rl.ranks_at_work import (
     PLAN_COLUMNS,
@@ -105,11 +105,11 @@ def test_t_ppo_goes_on_with_unfinished_responses(alone):
 def test_each_step_is_checked_for_lost_responses_before_its_checkpoint_is_written(tmp_path, monkeypatch):
     events = []
 
-    def check(live, *, fresh, finished, config):
-        events.append((fresh.started, finished, len(live)))
-        check_live(live, fresh=fresh, finished=finished, config=config)
+    def check(live, *, cursor, finished, settings):
+        events.append((cursor.started, finished, len(live)))
+        check_live_responses(live, cursor=cursor, finished=finished, settings=settings)
 
-    monkeypatch.setattr(step, "check_live", check)
+    monkeypatch.setattr(step, "check_live_responses", check)
     monkeypatch.setattr(trainer, "save_checkpoint", lambda _run, number, **_: events.append(number))
     run_alone((*TPPO, "run.steps=2", "checkpoint.every=1"), tmp_path)
     before, (begun, ended, under_way), first, (begun_then, ended_then, under_way_then), last = events

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from relibra.errors import ConfigError
-from relibra.rl.rollout.admission import Fresh
+from relibra.rl.rollout.admission import SampleCursor
 from relibra.rl.step import Progress
 
 
 def test_progress_comes_back_from_what_a_checkpoint_keeps():
-    progress = Progress(fresh=Fresh(next_sample=6, passed_over=(2,)), finished=3, policy_steps=4, planned=True)
+    progress = Progress(cursor=SampleCursor(next_sample=6, passed_over=(2,)), finished=3, policy_steps=4, planned=True)
     assert Progress.from_state(progress.as_state(), []) == progress
 
 

@@ -20,8 +20,8 @@ from relibra.rl.batch.training_batch import TrainingBatch, executing, homes_at_r
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.model.policy import Policy
 from relibra.rl.model.tokenizer import Tokenizer
-from relibra.rl.rollout.admission import Fresh, check_versions
-from relibra.rl.rollout.collect import check_live, collect, rate
+from relibra.rl.rollout.admission import SampleCursor, check_versions
+from relibra.rl.rollout.collect import check_live_responses, collect, compute_rewards
 from relibra.rl.rollout.engines import sync_weights
 from relibra.rl.rollout.response import Response, RolloutCost, RolloutEngine
 from relibra.rl.run.ranks import sum_over_ranks
@@ -65,7 +65,7 @@ class Progress:
 
     live                  unfinished responses of this rank
     for_values            finished ones that the value model has not been trained on yet
-    fresh                 responses that have not begun
+    cursor                samples that have not begun
     finished              responses of all ranks that have ended
     policy_steps          optimizer steps of the policy so far
     value_steps           of the value model
@@ -75,7 +75,7 @@ class Progress:
 
     live: list[Response] = field(default_factory=list)
     for_values: list[Response] = field(default_factory=list)
-    fresh: Fresh = field(default_factory=Fresh)
+    cursor: SampleCursor = field(default_factory=SampleCursor)
     finished: int = 0
     policy_steps: int = 0
     value_steps: int = 0
@@ -84,7 +84,7 @@ class Progress:
 
     def as_state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps beside responses, for `from_state`; the same on all ranks."""
-        return {**asdict(self.fresh), **{name: getattr(self, name) for name in _STATE}}
+        return {**asdict(self.cursor), **{name: getattr(self, name) for name in _STATE}}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], responses: Sequence[Response]) -> Progress:
@@ -100,7 +100,7 @@ class Progress:
         return cls(
             live=[response for response in responses if response.finish_reason is None],
             for_values=[response for response in responses if response.finish_reason is not None],
-            fresh=Fresh(next_sample=state["next_sample"], passed_over=tuple(state["passed_over"])),
+            cursor=SampleCursor(next_sample=state["next_sample"], passed_over=tuple(state["passed_over"])),
             **{name: state[name] for name in _STATE},
         )
 
@@ -162,11 +162,11 @@ def rl_step(step: int, learner: Learner, config: RunConfig, run: Path) -> tuple[
         with clock.stage("update"), executing(policy.trained, batch, config) as around:
             norms = _update(learner, batch, targets, around, config, sums)
     with clock.stage("sync"):
-        sync_weights(learner.engine, policy, config, step + 1)
+        sync_weights(learner.engine, policy, config.rollout.server_weights, step + 1)
     rollout = rollout_metrics(responses, cost)
     progress = learner.progress
     progress.finished += rollout["finished"]
-    check_live(progress.live, fresh=progress.fresh, finished=progress.finished, config=config)
+    check_live_responses(progress.live, cursor=progress.cursor, finished=progress.finished, settings=config.rollout)
     metrics = {
         "step": step,
         **rollout,
@@ -185,16 +185,22 @@ def _roll_out(step: int, learner: Learner, config: RunConfig, clock: Stopwatch) 
     with clock.stage("rollout"):
         rollout = collect(
             progress.live,
-            fresh=progress.fresh,
+            cursor=progress.cursor,
             engine=learner.engine,
             task=learner.task,
             tokenizer=learner.tokenizer,
-            config=config,
+            settings=config.rollout,
             weight_version=step,
         )
-        progress.fresh = rollout.fresh
+        progress.cursor = rollout.cursor
     with clock.stage("reward"):
-        responses = rate(rollout.responses, learner.task, learner.tokenizer, config)
+        responses = compute_rewards(
+            rollout.responses,
+            learner.task,
+            learner.tokenizer,
+            max_response=config.rollout.max_response,
+            overlong_buffer=config.algorithm.overlong_buffer,
+        )
         check_versions(responses, step)
     return responses, rollout.cost
 

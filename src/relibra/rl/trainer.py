@@ -85,7 +85,7 @@ def _train(config: RunConfig, run: Path, device: torch.device, display: Training
         _log.warning("%s", sentence)
     task = make_task(config.task, config.run.seed, config.evaluation.prompts if config.evaluation.every else 0)
     tokenizer = make_tokenizer(config.model.path, task.characters)
-    longest = longest_prompt(task, tokenizer, config) + config.rollout.max_response
+    longest = longest_prompt(task, tokenizer, config.rollout.max_prompt) + config.rollout.max_response
     policy = build_policy(config, tokenizer.vocab_size, run, device)
     _warn_beyond_context(longest, policy.copy, config.model.path)
     learner, step, warm = _begin_or_resume(config, run, device, policy, task, tokenizer, display, stop)
@@ -165,8 +165,15 @@ def _begin_or_resume(
         if dist.get_rank() == 0:
             write_config(run, config)  # now that it has proved to fit
         display.resumed(step)
-    engine = make_engine(config, policy, tokenizer)
-    sync_weights(engine, policy, config, step)
+    engine = make_engine(
+        config.rollout,
+        policy,
+        tokenizer,
+        seed=config.run.seed,
+        shortest=config.algorithm.tail_drop + 1,  # fewer tokens of an unfinished response train nothing
+        replays_rollout=config.algorithm.replay == "R3",
+    )
+    sync_weights(engine, policy, config.rollout.server_weights, step)
     reference = None
     if config.algorithm.kl_coefficient:
         reference = reference_policy(policy, run / "reference", device, dtype=config.model.dtype, begun=from_checkpoint)

@@ -215,7 +215,7 @@ def test_responses_and_windows_follow_from_the_settings():
     config = load_config(
         None, ["rollout.prompts_per_step=3", "rollout.responses_per_prompt=5", "update.mini_batches=3"]
     )
-    assert config.responses_per_step == 15
+    assert config.rollout.responses_per_step == 15
     assert config.rollout.window_tokens == 80
     windowed = load_config(None, ["algorithm.preset=tppo", "rollout.window=16"])
     assert (windowed.rollout.window_tokens, windowed.rollout.max_windows) == (16, 5)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relibra.errors import TraceError
-from relibra.rl.rollout.admission import Fresh, check_pool, check_versions, plan_admission
+from relibra.rl.rollout.admission import SampleCursor, check_no_response_lost, check_versions, plan_admission
 from relibra.rl.rollout.response import new_response
 from tests.rl.rollout.made_up import window_of
 
@@ -24,74 +24,74 @@ from tests.rl.rollout.made_up import window_of
 )
 def test_live_responses_go_first_and_fresh_ones_fill_the_places_left(case, num_ranks):
     slots, live = case
-    fresh = Fresh(next_sample=100)
-    admission = plan_admission(live, slots, fresh, num_ranks)
+    cursor = SampleCursor(next_sample=100)
+    admission = plan_admission(live, slots, cursor, num_ranks)
     assert len(admission.rank_of) == slots
     assert set(admission.rank_of) == {sample for sample, _ in live} | set(admission.begun)
     assert admission.begun == list(range(100, 100 + slots - len(live)))
-    assert admission.fresh == Fresh(next_sample=100 + len(admission.begun))
+    assert admission.cursor == SampleCursor(next_sample=100 + len(admission.begun))
     counts = np.bincount(list(admission.rank_of.values()), minlength=num_ranks)
     assert counts.max() - counts.min() <= 1
     for windows in range(1, 6):  # long prefixes are spread as evenly as everything else
         long = [admission.rank_of[sample] for sample, age in live if age >= windows]
         counts = np.bincount(long, minlength=num_ranks)
         assert counts.max() - counts.min() <= 1
-    assert admission == plan_admission(live[::-1], slots, fresh, num_ranks), "the order of reports decides nothing"
+    assert admission == plan_admission(live[::-1], slots, cursor, num_ranks), "the order of reports decides nothing"
 
 
 def test_admission_of_a_small_case_is_what_the_rule_says():
-    admission = plan_admission([(4, 1), (1, 2), (9, 2)], slots=5, fresh=Fresh(next_sample=12), num_ranks=2)
+    admission = plan_admission([(4, 1), (1, 2), (9, 2)], slots=5, cursor=SampleCursor(next_sample=12), num_ranks=2)
     assert admission.rank_of == {1: 0, 9: 1, 4: 0, 12: 1, 13: 0}
-    admission = plan_admission([(4, 1)], slots=4, fresh=Fresh(next_sample=12, passed_over=(7, 9)), num_ranks=2)
+    admission = plan_admission([(4, 1)], slots=4, cursor=SampleCursor(next_sample=12, passed_over=(7, 9)), num_ranks=2)
     assert admission.rank_of == {4: 0, 7: 1, 9: 0, 12: 1}, "those passed over begin first"
-    assert admission.fresh == Fresh(next_sample=13)
+    assert admission.cursor == SampleCursor(next_sample=13)
 
 
 @given(st.integers(1, 5), st.integers(0, 9), st.sets(st.integers(0, 8)), st.data())
 def test_spares_that_were_not_used_begin_next_and_none_begins_twice(num_ranks, start, skipped, data):
     """Each rank uses some of its spares, step after step; what has begun and what has not are all there is."""
-    fresh = Fresh(next_sample=start, passed_over=tuple(sorted(sample for sample in skipped if sample < start)))
-    begun = set(range(start)) - set(fresh.passed_over)
+    cursor = SampleCursor(next_sample=start, passed_over=tuple(sorted(sample for sample in skipped if sample < start)))
+    begun = set(range(start)) - set(cursor.passed_over)
     for _ in range(4):
         used_R = [data.draw(st.integers(0, 4)) for _ in range(num_ranks)]
-        own_R = [list(islice(fresh.spares(rank, num_ranks), used)) for rank, used in enumerate(used_R)]
+        own_R = [list(islice(cursor.spares(rank, num_ranks), used)) for rank, used in enumerate(used_R)]
         used = [sample for own in own_R for sample in own]
         assert len(set(used)) == len(used)
         assert not begun & set(used)
         assert all(own == sorted(own) for own in own_R)
-        waiting = set(fresh.passed_over)
-        fresh = fresh.without(used)
+        waiting = set(cursor.passed_over)
+        cursor = cursor.without(used)
         begun |= set(used)
-        assert fresh.started == len(begun)
-        assert set(fresh.passed_over) == set(range(fresh.next_sample)) - begun
-        assert list(islice(fresh.ids(), 50)) == sorted(set(range(200)) - begun)[:50], "in order, and none is skipped"
-        assert waiting - set(used) <= set(fresh.passed_over)
+        assert cursor.started == len(begun)
+        assert set(cursor.passed_over) == set(range(cursor.next_sample)) - begun
+        assert list(islice(cursor.ids(), 50)) == sorted(set(range(200)) - begun)[:50], "in order, and none is skipped"
+        assert waiting - set(used) <= set(cursor.passed_over)
     with pytest.raises(AssertionError, match="begins twice"):
-        fresh.without([*begun, fresh.next_sample][:1] * 2)
+        cursor.without([*begun, cursor.next_sample][:1] * 2)
 
 
 def test_more_live_responses_than_places_are_a_bug():
-    fresh = Fresh(next_sample=9, passed_over=(5,))
+    cursor = SampleCursor(next_sample=9, passed_over=(5,))
     with pytest.raises(AssertionError, match="3 responses are under way, and a step has 2 places"):
-        plan_admission([(0, 1), (1, 1), (2, 1)], 2, fresh, 1)
+        plan_admission([(0, 1), (1, 1), (2, 1)], 2, cursor, 1)
     with pytest.raises(AssertionError, match="live twice"):
-        plan_admission([(0, 1), (0, 1)], 2, fresh, 1)
+        plan_admission([(0, 1), (0, 1)], 2, cursor, 1)
     with pytest.raises(AssertionError, match="never started"):
-        plan_admission([(9, 1)], 2, fresh, 1)
+        plan_admission([(9, 1)], 2, cursor, 1)
     with pytest.raises(AssertionError, match="never started"):
-        plan_admission([(5, 1)], 2, fresh, 1)
+        plan_admission([(5, 1)], 2, cursor, 1)
 
 
 def simulate(steps, *, requeue_before_filter, seed=0):
     """Follow a pool in which a group filter picks what trains; return lengths of the finished, in windows."""
     rng = np.random.default_rng(seed)
     slots, per_prompt, max_windows = 64, 8, 3
-    windows_of, lengths, fresh = {}, {}, Fresh()
+    windows_of, lengths, cursor = {}, {}, SampleCursor()
     to_finish = {}  # windows that a response will take, drawn when it starts: groups are easy or hard
     for _ in range(steps):
         live = sorted(windows_of.items())
-        admission = plan_admission(live, slots, fresh, num_ranks=4)
-        fresh = admission.fresh
+        admission = plan_admission(live, slots, cursor, num_ranks=4)
+        cursor = admission.cursor
         for sample in admission.begun:
             hardness = sample // per_prompt * 0.618 % 1
             to_finish[sample] = min(max_windows, 1 + int(rng.geometric(1 - 0.7 * hardness)) // 2)
@@ -104,14 +104,14 @@ def simulate(steps, *, requeue_before_filter, seed=0):
         picked = {sample for sample in active if sample // per_prompt in finished_groups}  # "mixed" groups, say
         if not requeue_before_filter:
             windows_of = {sample: age for sample, age in windows_of.items() if sample in picked}
-        check_pool(
-            started=fresh.started,
+        check_no_response_lost(
+            started=cursor.started,
             finished=len(lengths),
             live=sorted(windows_of.items()),
             slots=slots,
             max_windows=max_windows,
         )
-    return lengths, fresh.started
+    return lengths, cursor.started
 
 
 def test_no_response_is_lost_in_1000_steps_with_a_group_filter():
@@ -129,9 +129,9 @@ def test_a_filter_before_the_requeue_is_found_out():
 
 
 def test_a_response_that_lives_too_long_is_found_out():
-    check_pool(started=3, finished=1, live=[(0, 2), (2, 1)], slots=2, max_windows=3)
+    check_no_response_lost(started=3, finished=1, live=[(0, 2), (2, 1)], slots=2, max_windows=3)
     with pytest.raises(AssertionError, match="sample 0 goes on after 3 windows of 3"):
-        check_pool(started=3, finished=1, live=[(0, 3), (2, 1)], slots=2, max_windows=3)
+        check_no_response_lost(started=3, finished=1, live=[(0, 3), (2, 1)], slots=2, max_windows=3)
 
 
 @pytest.mark.parametrize("length", range(1, 25))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from relibra.errors import ConfigError
 from relibra.rl.config.run_config import load_config
 from relibra.rl.model.tokenizer import CharacterTokenizer
-from relibra.rl.rollout.admission import Fresh, check_versions
-from relibra.rl.rollout.collect import check_live, collect, longest_prompt, rate
+from relibra.rl.rollout.admission import SampleCursor, check_versions
+from relibra.rl.rollout.collect import check_live_responses, collect, compute_rewards, longest_prompt
 from relibra.rl.rollout.embedded import EmbeddedEngine
 from relibra.rl.rollout.response import RolloutCost, Window, new_response
 from relibra.rl.tasks.make import make_task
@@ -79,23 +79,33 @@ def config_of(*overrides):
     )
 
 
-def collected(live, fresh, config, engine=None, version=0):
+def collected(live, cursor, config, engine=None, version=0):
     return collect(
         live,
-        fresh=fresh,
+        cursor=cursor,
         engine=engine or ScriptedEngine(),
         task=TASK,
         tokenizer=TOKENIZER,
-        config=config,
+        settings=config.rollout,
         weight_version=version,
     )
 
 
+def rewarded(responses, config):
+    return compute_rewards(
+        responses,
+        TASK,
+        TOKENIZER,
+        max_response=config.rollout.max_response,
+        overlong_buffer=config.algorithm.overlong_buffer,
+    )
+
+
 def test_a_first_step_fills_all_places_group_by_group():
-    rollout = collected([], Fresh(), config_of())
+    rollout = collected([], SampleCursor(), config_of())
     assert [one.sample_id for one in rollout.responses] == list(range(12))
     assert [one.group_id for one in rollout.responses] == [s // 3 for s in range(12)]
-    assert rollout.fresh == Fresh(next_sample=12)
+    assert rollout.cursor == SampleCursor(next_sample=12)
     for one in rollout.responses:
         prompt = TASK.prompt(one.group_id).text
         assert one.tokens_n[: one.prompt_length].tolist() == TOKENIZER.encode(prompt)
@@ -105,13 +115,13 @@ def test_a_first_step_fills_all_places_group_by_group():
 
 
 def test_unfinished_responses_go_on_and_their_places_are_not_given_away():
-    first = collected([], Fresh(), config_of())
+    first = collected([], SampleCursor(), config_of())
     live = [one for one in first.responses if one.finish_reason is None]
-    second = collected(live, first.fresh, config_of(), version=1)
+    second = collected(live, first.cursor, config_of(), version=1)
     by_id = {one.sample_id: one for one in second.responses}
     assert len(by_id) == 12
     assert {one.sample_id for one in live} <= by_id.keys()
-    assert second.fresh == Fresh(next_sample=12 + (12 - len(live)))
+    assert second.cursor == SampleCursor(next_sample=12 + (12 - len(live)))
     for one in live:
         longer = by_id[one.sample_id]
         assert longer.windows == 2
@@ -121,16 +131,16 @@ def test_unfinished_responses_go_on_and_their_places_are_not_given_away():
 
 def test_over_many_steps_no_response_is_lost_and_none_lives_too_long():
     """U7 of the T-PPO checks, with the engine's part made up."""
-    config, engine, live, fresh, finished = config_of(), ScriptedEngine(), [], Fresh(), []
+    config, engine, live, cursor, finished = config_of(), ScriptedEngine(), [], SampleCursor(), []
     for step in range(60):
-        rollout = collected(live, fresh, config, engine, version=step)
-        rated = rate(rollout.responses, TASK, TOKENIZER, config)
-        live, fresh = [one for one in rated if one.finish_reason is None], rollout.fresh
+        rollout = collected(live, cursor, config, engine, version=step)
+        rated = rewarded(rollout.responses, config)
+        live, cursor = [one for one in rated if one.finish_reason is None], rollout.cursor
         finished += [one.sample_id for one in rated if one.finish_reason is not None]
-        check_live(live, fresh=fresh, finished=len(finished), config=config)
+        check_live_responses(live, cursor=cursor, finished=len(finished), settings=config.rollout)
         assert len(engine.served[-1]) == 12, "the number of responses under way is constant"
     with pytest.raises(AssertionError, match="some were lost"):
-        check_live(live[1:], fresh=fresh, finished=len(finished), config=config)
+        check_live_responses(live[1:], cursor=cursor, finished=len(finished), settings=config.rollout)
     assert len(finished) == len(set(finished))
     assert {one.finish_reason for one in rated} >= {"stop", None}
 
@@ -140,10 +150,10 @@ REFILL = "rollout.refill=true"
 
 def follow(config, engine, steps, finish):
     """Go through steps with places refilled, check what holds after each, and call `finish` with what ended."""
-    live, fresh, done, slots = [], Fresh(), set(), config.responses_per_step
+    live, cursor, done, slots = [], SampleCursor(), set(), config.rollout.responses_per_step
     for step in range(steps):
         was_live = {one.sample_id: one for one in live}
-        rollout = collected(live, fresh, config, engine, version=step)
+        rollout = collected(live, cursor, config, engine, version=step)
         check_versions(rollout.responses, step)
         ids = [one.sample_id for one in rollout.responses]
         assert ids == sorted(set(ids)), "in order, and none twice"
@@ -160,10 +170,10 @@ def follow(config, engine, steps, finish):
             if one.finish_reason is not None:
                 done.add(one.sample_id)
                 finish(one)
-        live, fresh = [one for one in rollout.responses if one.finish_reason is None], rollout.fresh
+        live, cursor = [one for one in rollout.responses if one.finish_reason is None], rollout.cursor
         assert len(live) <= slots
-        assert fresh.started == len(done) + len(live)
-        assert done | {one.sample_id for one in live} == set(range(fresh.next_sample)) - set(fresh.passed_over)
+        assert cursor.started == len(done) + len(live)
+        assert done | {one.sample_id for one in live} == set(range(cursor.next_sample)) - set(cursor.passed_over)
     return done
 
 
@@ -235,7 +245,7 @@ def test_with_refills_responses_are_those_that_whole_rollouts_give(window):
 
 def test_responses_are_cut_at_the_longest_allowed():
     config = config_of("rollout.window=0", "rollout.max_response=8")
-    reasons = {one.sample_id: one.finish_reason for one in collected([], Fresh(), config).responses}
+    reasons = {one.sample_id: one.finish_reason for one in collected([], SampleCursor(), config).responses}
     assert reasons == {s: "stop" if wanted_length(s) <= 8 else "length" for s in range(12)}
 
 
@@ -245,7 +255,7 @@ def test_what_ends_is_rated_and_what_goes_on_is_not():
     one = response_of(0, prompt=2, length=len(right), group=0, reward=None, routed=False)
     one.tokens_n[2:] = right
     cut = response_of(1, prompt=2, length=6, group=0, reward=None, finished=False, routed=False)
-    rated, unrated = rate([one, cut], TASK, TOKENIZER, config_of())
+    rated, unrated = rewarded([one, cut], config_of())
     assert rated.reward == 1.0
     assert unrated is cut
 
@@ -256,16 +266,16 @@ def test_long_responses_lose_reward_evenly():
     responses = [response_of(s, length=length, reward=None, routed=False) for s, length in enumerate(lengths)]
     for one in responses:
         one.tokens_n[one.prompt_length :] = 3
-    rewards = [one.reward for one in rate(responses, TASK, TOKENIZER, config)]
+    rewards = [one.reward for one in rewarded(responses, config)]
     assert rewards == pytest.approx([0.0, 0.0, -0.5, -1.0])
 
 
 @pytest.mark.parametrize("limit", [2, 3])
 def test_a_prompt_that_is_too_long_is_named(limit):
     with pytest.raises(ConfigError) as caught:
-        collected([], Fresh(), config_of(f"rollout.max_prompt={limit}"))
+        collected([], SampleCursor(), config_of(f"rollout.max_prompt={limit}"))
     sentence = str(caught.value)
-    assert sentence.startswith("prompt 0 of the task 'arithmetic' has ")
+    assert sentence.startswith("prompt 0 of the task has ")
     assert f"allowed are 1 to {limit} (rollout.max_prompt)" in sentence
     assert "\n" not in sentence
 
@@ -283,7 +293,7 @@ def test_every_prompt_of_a_file_is_measured_before_a_run_starts(tmp_path):
     )
     config = config_of(*rows)
     task = make_task(config.task, 0, 0)
-    assert longest_prompt(task, TOKENIZER, config) == len(TOKENIZER.encode("1" * 9))
-    assert longest_prompt(TASK, TOKENIZER, config) == 0
-    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2 of the task 'prompts' has"):
-        longest_prompt(task, TOKENIZER, config_of(*rows[:-1], "rollout.max_prompt=8"))
+    assert longest_prompt(task, TOKENIZER, 10) == len(TOKENIZER.encode("1" * 9))
+    assert longest_prompt(TASK, TOKENIZER, 10) == 0
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2 has"):
+        longest_prompt(task, TOKENIZER, 8)

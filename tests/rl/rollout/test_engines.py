@@ -109,8 +109,9 @@ def test_a_server_needs_an_address_and_a_folder():
         load_config(None, ["rollout.engine=vllm"])
 
 
-def test_spares_begin_only_where_the_policy_will_train_on_them():
-    config = load_config(None, ["algorithm.preset=tppo", "algorithm.tail_drop=5", "rollout.window=20"])
+def test_spares_begin_only_where_the_time_left_is_enough():
+    rollout = load_config(None, ["algorithm.preset=tppo", "rollout.window=20"]).rollout
     model = tiny_model()
     policy = Policy(trained=model, copy=model, num_experts=8, layer_ids=(0,), top_k=2, balanced=False)
-    assert make_engine(config, policy, CharacterTokenizer(CHARACTERS, CHARACTERS[-1])).shortest == 6
+    tokenizer = CharacterTokenizer(CHARACTERS, CHARACTERS[-1])
+    assert make_engine(rollout, policy, tokenizer, seed=0, shortest=6, replays_rollout=True).shortest == 6

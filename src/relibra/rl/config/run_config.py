@@ -45,11 +45,6 @@ class RunConfig(Section):
     checkpoint: CheckpointSettings = CheckpointSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
 
-    @property
-    def responses_per_step(self) -> int:
-        """Responses under way at once, over all ranks."""
-        return self.rollout.prompts_per_step * self.rollout.responses_per_prompt
-
     @model_validator(mode="after")
     def _parts_fit(self) -> RunConfig:
         for problem in (
@@ -91,9 +86,9 @@ class RunConfig(Section):
     def _misfit_of_groups(self) -> str | None:
         rollout, mini_batches = self.rollout, self.update.mini_batches
         if self.algorithm.advantage == "gae":
-            if mini_batches > self.responses_per_step:
+            if mini_batches > self.rollout.responses_per_step:
                 return (
-                    f"update.mini_batches {mini_batches} exceeds the {self.responses_per_step} responses of a step "
+                    f"update.mini_batches {mini_batches} exceeds the {rollout.responses_per_step} responses of a step "
                     "(rollout.prompts_per_step x rollout.responses_per_prompt)"
                 )
             return None
@@ -136,7 +131,7 @@ class RunConfig(Section):
                 f"rollout.refill needs rollout.window below rollout.max_response {longest}: without windows a step "
                 "waits for its responses, and places that fall free stay so; set a window, or rollout.refill=false"
             )
-        own = -(-self.responses_per_step // self.parallel.ranks)
+        own = -(-self.rollout.responses_per_step // self.parallel.ranks)
         if self.rollout.refill and own > self.rollout.max_batch:
             return (
                 f"rollout.max_batch {self.rollout.max_batch} is below the {own} responses of a rank "

@@ -126,6 +126,11 @@ class RolloutSettings(Section):
     """Of sampling; log-probs are those of the tempered policy, in rollout and in training."""
 
     @property
+    def responses_per_step(self) -> int:
+        """Responses sampled at once, over all ranks."""
+        return self.prompts_per_step * self.responses_per_prompt
+
+    @property
     def window_tokens(self) -> int:
         """Tokens that a step adds to a response at most."""
         return self.window or self.max_response

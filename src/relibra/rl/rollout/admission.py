@@ -1,4 +1,4 @@
-"""Which responses a step works on, and on which rank: unfinished ones first, fresh ones in the places left."""
+"""Which responses are sampled in a step, and on which rank: unfinished ones first, new ones in the free places."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from relibra.rl.rollout.response import Response
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fresh:
-    """Which responses have not begun, the same on all ranks.
+class SampleCursor:
+    """Samples that have not begun, the same on all ranks.
 
     next_sample   no response from this id on has begun
-    passed_over   ids below it that have not begun either, ascending: spares of ranks that had no place left for them;
-                  they are the first to begin next
+    passed_over   ids below it that have not begun either, ascending: spares that no free place was left for; they
+                  begin first in the next step
     """
 
     next_sample: int = 0
@@ -30,75 +30,77 @@ class Fresh:
         return self.next_sample - len(self.passed_over)
 
     def ids(self) -> Iterator[int]:
-        """Return sample ids in the order in which they begin, without an end."""
+        """Return sample ids in the order in which they begin, without end."""
         return chain(self.passed_over, count(self.next_sample))
 
-    def without(self, begun: Collection[int]) -> Fresh:
-        """Return what has not begun after these responses have.
+    def without(self, begun: Collection[int]) -> SampleCursor:
+        """Return the cursor after these samples have begun.
 
-        >>> Fresh(next_sample=6, passed_over=(2,)).without([2, 7, 9])
-        Fresh(next_sample=10, passed_over=(6, 8))
+        >>> SampleCursor(next_sample=6, passed_over=(2,)).without([2, 7, 9])
+        SampleCursor(next_sample=10, passed_over=(6, 8))
         """
         next_sample = max(self.next_sample, max(begun, default=-1) + 1)
         waiting, gone = chain(self.passed_over, range(self.next_sample, next_sample)), set(begun)
         passed_over = tuple(sample for sample in waiting if sample not in gone)
         assert len(passed_over) + self.started + len(begun) == next_sample, "a response begins twice"
-        return Fresh(next_sample=next_sample, passed_over=passed_over)
+        return SampleCursor(next_sample=next_sample, passed_over=passed_over)
 
     def spares(self, rank: int, num_ranks: int) -> Iterator[int]:
-        """Return the ids that a rank may begin in the middle of a step, without an end: every rank has others."""
+        """Return the ids that a rank may begin in the middle of a step, without end; ranks share none."""
         return islice(self.ids(), rank, None, num_ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
-    """What a step begins with.
+    """Responses of a step when it begins.
 
-    rank_of   rank of every response under way, by sample id: those that go on first, then the fresh ones
-    begun     sample ids that start with the step, ascending
-    fresh     what has not begun then
+    rank_of   rank of each response, by sample id: unfinished ones first, then new ones
+    begun     sample ids that begin with the step, ascending
+    cursor    samples that have not begun then
     """
 
     rank_of: dict[int, int]
     begun: list[int]
-    fresh: Fresh
+    cursor: SampleCursor
 
 
-def plan_admission(live: Sequence[tuple[int, int]], slots: int, fresh: Fresh, num_ranks: int) -> Admission:
-    """Fill the places of a step: every live response goes on, and exactly as many start as places are left.
+def plan_admission(live: Sequence[tuple[int, int]], slots: int, cursor: SampleCursor, num_ranks: int) -> Admission:
+    """Assign every live response to a rank, and begin one new response per free place.
 
-    The number of responses decoded per step is constant, so prompts never pile up and nothing waits long enough to go
-    stale. Responses are dealt to the ranks in turn, longest-running first, then by id: counts differ by one at most,
-    and the long prefixes that have to be fed again are spread.
+    The number of responses sampled per step is constant, so no prompt waits. Responses go to the ranks in turn, those
+    with most windows first, then by id: counts differ by at most one, and long prefixes that have to be fed again are
+    distributed evenly.
 
     live    (sample id, windows so far) of the unfinished responses of all ranks, in any order
-    slots   responses under way at once, over all ranks
+    slots   responses sampled at once, over all ranks
 
-    >>> plan_admission([(4, 1), (1, 2)], slots=4, fresh=Fresh(next_sample=6), num_ranks=2)
-    Admission(rank_of={1: 0, 4: 1, 6: 0, 7: 1}, begun=[6, 7], fresh=Fresh(next_sample=8, passed_over=()))
+    >>> plan_admission([(4, 1), (1, 2)], slots=4, cursor=SampleCursor(next_sample=6), num_ranks=2)
+    Admission(rank_of={1: 0, 4: 1, 6: 0, 7: 1}, begun=[6, 7], cursor=SampleCursor(next_sample=8, passed_over=()))
     """
     assert len(live) <= slots, f"{len(live)} responses are under way, and a step has {slots} places"
     assert len({sample_id for sample_id, _ in live}) == len(live), "a response is live twice"
-    waiting = set(fresh.passed_over)
-    assert all(sample_id < fresh.next_sample and sample_id not in waiting for sample_id, _ in live), (
+    waiting = set(cursor.passed_over)
+    assert all(sample_id < cursor.next_sample and sample_id not in waiting for sample_id, _ in live), (
         "a response is live that never started"
     )
-    begun = list(islice(fresh.ids(), slots - len(live)))
+    begun = list(islice(cursor.ids(), slots - len(live)))
     going_on = [sample_id for sample_id, _ in sorted(live, key=lambda one: (-one[1], one[0]))]
     order = [*going_on, *begun]
     return Admission(
         rank_of={sample_id: place % num_ranks for place, sample_id in enumerate(order)},
         begun=begun,
-        fresh=fresh.without(begun),
+        cursor=cursor.without(begun),
     )
 
 
-def check_pool(*, started: int, finished: int, live: Sequence[tuple[int, int]], slots: int, max_windows: int) -> None:
-    """Assert what holds after every step: no response is lost or lives too long.
+def check_no_response_lost(
+    *, started: int, finished: int, live: Sequence[tuple[int, int]], slots: int, max_windows: int
+) -> None:
+    """Assert after a step that started = finished + live, and that no response has too many windows.
 
     started, finished   responses since the start of the run, over all ranks
     live                (sample id, windows so far) of the unfinished ones, over all ranks
-    max_windows         a response that had so many is finished
+    max_windows         a response with this many windows is finished
     """
     assert started == finished + len(live), (
         f"{started} responses started, {finished} finished and {len(live)} are under way: some were lost"
@@ -109,9 +111,9 @@ def check_pool(*, started: int, finished: int, live: Sequence[tuple[int, int]], 
 
 
 def check_versions(responses: Sequence[Response], weight_version: int) -> None:
-    """Make sure that every token of the windows to be trained was sampled by the weights that the step starts from.
+    """Check that every token of the last windows was sampled by the weights that the step starts from.
 
-    raises    TraceError naming the first other token: its probability ratio would mean something else
+    raises    TraceError naming the first other token: its probability ratio would be wrong
     """
     for response in responses:
         own_w = response.versions_r[response.length - response.window_length :]

@@ -1,10 +1,12 @@
-"""Who samples: the engine inside this process, or a server, and how either gets new weights."""
+"""Rollout engines of a run: the embedded one or a client of a server, and how each gets new weights."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch.distributed as dist
 
-from relibra.rl.config.run_config import RunConfig
+from relibra.rl.config.settings import RolloutSettings
 from relibra.rl.model.policy import Policy
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.embedded import EmbeddedEngine
@@ -12,22 +14,33 @@ from relibra.rl.rollout.response import RolloutEngine
 from relibra.rl.rollout.server import ServedRoutes, ServerEngine, publish_weights
 
 
-def make_engine(config: RunConfig, policy: Policy, tokenizer: Tokenizer) -> RolloutEngine:
-    """Return the engine that the settings ask for; one per rank, or a client of the one server on each."""
-    rollout = config.rollout
+def make_engine(
+    rollout: RolloutSettings,
+    policy: Policy,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    shortest: int,
+    replays_rollout: bool,
+) -> RolloutEngine:
+    """Return this rank's engine: an embedded one, or a client of the server that all ranks share.
+
+    shortest          tokens that a response begun in the middle of a step needs time for
+    replays_rollout   training replays the routes of the rollout (R3), so a server has to report them
+    """
     if rollout.engine == "embedded":
         return EmbeddedEngine(
             model=policy.copy,
             pad_id=tokenizer.pad_id,
             stop_ids=tokenizer.stop_ids,
             temperature=rollout.temperature,
-            seed=config.run.seed,
+            seed=seed,
             max_batch=rollout.max_batch,
             record=bool(policy.layer_ids),
-            shortest=config.algorithm.tail_drop + 1,  # of less the policy would train on nothing
+            shortest=shortest,
         )
     routes = None
-    if policy.num_experts and config.algorithm.replay == "R3":
+    if policy.num_experts and replays_rollout:
         text_config = policy.copy.config.get_text_config()  # type: ignore[operator, union-attr]
         routes = ServedRoutes(
             num_experts=policy.num_experts,
@@ -41,20 +54,20 @@ def make_engine(config: RunConfig, policy: Policy, tokenizer: Tokenizer) -> Roll
         routes=routes,
         stop_ids=tokenizer.stop_ids,
         temperature=rollout.temperature,
-        seed=config.run.seed,
+        seed=seed,
         max_batch=rollout.max_batch,
     )
 
 
-def sync_weights(engine: RolloutEngine, policy: Policy, config: RunConfig, weight_version: int) -> None:
-    """Bring the trained weights to the full copies, and to the server if there is one; collective.
+def sync_weights(engine: RolloutEngine, policy: Policy, server_weights: Path | None, weight_version: int) -> None:
+    """Copy the trained weights to the full copies, and to the server if there is one; collective.
 
+    server_weights   folder that the server reads them from (`rollout.server_weights`)
     raises    EngineError where the server does not load them
     """
     policy.sync()
-    folder = config.rollout.server_weights
     if isinstance(engine, ServerEngine):
-        assert folder is not None, "RolloutSettings asks for a folder that the server sees"
+        assert server_weights is not None, "RolloutSettings asks for a folder that the server sees"
         if dist.get_rank() == 0:
-            publish_weights(policy.copy, folder, engine, weight_version)
-        dist.barrier()  # nobody asks the server before it has the weights
+            publish_weights(policy.copy, server_weights, engine, weight_version)
+        dist.barrier()  # no rank uses the server before it has the weights

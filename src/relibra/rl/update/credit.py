@@ -68,7 +68,7 @@ def compare_groups(responses: Sequence[Response], config: RunConfig) -> dict[int
 def _by_task(response: Response, config: RunConfig) -> Response:
     if response.reward is None:
         return response
-    return replace(response, reward=response.reward - length_penalty(response, config))
+    return replace(response, reward=response.reward - _penalty(response, config))
 
 
 class _Rated(NamedTuple):
@@ -179,7 +179,13 @@ def auroc_at_cuts(responses: Sequence[Response], config: RunConfig) -> float | N
 
 def is_correct(response: Response, config: RunConfig) -> bool:
     """Say whether the task gave a reward above 0, whatever the length cost."""
-    return response.reward is not None and response.reward - length_penalty(response, config) > 0
+    return response.reward is not None and response.reward - _penalty(response, config) > 0
+
+
+def _penalty(response: Response, config: RunConfig) -> float:
+    return length_penalty(
+        response, max_response=config.rollout.max_response, overlong_buffer=config.algorithm.overlong_buffer
+    )
 
 
 def _lambda(length_S: Float[torch.Tensor, " S"], settings: AlgorithmSettings) -> Float[torch.Tensor, " S"]:

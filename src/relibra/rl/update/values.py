@@ -57,7 +57,7 @@ def update_values(
     totals = sum_over_ranks(torch.tensor([len(part) for part in parts])).tolist()
     old_Sr = [response.values_r for response in finished]
     returns_Sr = [discounted_returns(response, config.algorithm.gamma) for response in finished]
-    nominal = config.responses_per_step // config.update.mini_batches  # fewer that finished make a smaller step
+    nominal = config.rollout.responses_per_step // config.update.mini_batches  # fewer that finished make a smaller step
     losses: list[float] = []
     for part, total in list(zip(parts, totals, strict=True)) * config.update.epochs:
         if not total:
