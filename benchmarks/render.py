@@ -1,257 +1,39 @@
-"""Write the tables and figures of docs/results.md and of the README from result files: none is typed by hand.
+"""Write the tables and figures of the README, docs/results.md and docs/results/*.md from result files.
 
 Run: python benchmarks/render.py [--check] [--json]   (or: relibra bench render)
---check writes nothing and exits with 1 when a page is not what the result files say.
+--check writes nothing and exits with 1 when a page differs from the result files.
 
-    <!-- results: NAME -->          a table up to the next <!-- end -->
-    <!-- figure: NAME KEY -->       a figure up to the next <!-- end -->, which is the same in all rows
-    <!-- figure: NAME KEY @ CASE --> the same, of the rows of one case
+    <!-- results: NAME -->                   a table up to the next <!-- end -->
+    <!-- figure: NAME KEY -->                a figure up to the next <!-- end -->, which is the same in all rows
+    <!-- figure: NAME KEY @ CASE -->         the same, of the rows of one case
+    <!-- figure: NAME KEY @ key=value; ... --> the same, of the rows with these values
+    <!-- figure: NAME least:KEY @ ... -->    the smallest of the rows' values; most: the largest; count: how many rows
+    <!-- answer: PAGE -->                    title and first sentence of docs/results/PAGE.md
 """
 
 import argparse
 import json
 import re
-import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
-from provenance import RESULTS, ROOT, quartiles
+from provenance import RESULTS, ROOT
 from results_files import Row, read_results
+from table_columns import COLUMNS, Column, shown
 
 from relibra.errors import ConfigError, RelibraError
 from relibra.files import write_text
 
-Column = str | tuple[str, Callable[[dict], object]]
-"""A key of the rows, or a title and what to make of a row."""
-
-_OF_RANKS: tuple[Column, ...] = (
-    "ep",
-    "balancer",
-    "sees",
-    "token_skew",
-    "straggler",
-    "straggler / token skew",
-    "busiest ms",
-    ("quartiles", lambda row: between(row, "busiest ms")),
-    "time / static",
-    "time / equal",
-    "configuration",
+PAGES: tuple[Path, ...] = (
+    *sorted((ROOT / "docs" / "results").glob("*.md")),
+    ROOT / "docs" / "results.md",
+    ROOT / "README.md",
 )
-_VALUES: tuple[Column, ...] = ("case", ("simulated", lambda row: row["value"]), "cited")
-_MODELLED: tuple[Column, ...] = ("case", ("model", lambda row: row["value"]), "cited")
-COLUMNS: dict[str, tuple[Column, ...]] = {
-    "recordings": ("case", "ranks", "mean", "median", "p95", "configuration"),
-    "streaming": (
-        "case",
-        "million_rows",
-        "seconds",
-        ("quartiles", lambda row: between(row, "seconds")),
-        "gb_per_second",
-        "peak_mib",
-        "configuration",
-    ),
-    "routing": ("case", "median", "min", "max", "configuration"),
-    "balancers_gpt_oss": (
-        _BALANCERS := (
-            "balancer",
-            "sees",
-            "8 ranks",
-            "16 ranks",
-            "32 ranks",
-            "copies",
-            "across nodes",
-            "plan ms",
-            ("quartiles", lambda row: between(row, "plan ms")),
-        )
-    ),
-    "balancers_v2_lite": _BALANCERS,
-    "planner": (
-        "case",
-        "ranks",
-        "reached",
-        ("quartiles", lambda row: between(row, "reached")),
-        "target",
-        "ok",
-        "bound",
-        "copies",
-        "unit",
-        "configuration",
-    ),
-    "planner_model": ("case", "ranks", "static", "plan", "ratio", "configuration"),
-    "planner_growth": (
-        "layers",
-        "micro_batches",
-        "ranks",
-        "experts",
-        "seconds",
-        ("quartiles", lambda row: between(row, "seconds")),
-        "ms_each",
-        "configuration",
-    ),
-    "runtime": (
-        "case",
-        "balancer",
-        "skew",
-        "planned_skew",
-        ("tokens/s", lambda row: f"{row['tokens_per_second']:,.0f}"),
-        ("quartiles", lambda row: _tokens_between(row)),
-        ("/ all_to_all", lambda row: row["ratio_to_all_to_all"]),
-        ("/ balanced", lambda row: row["ratio_to_balanced"]),
-        ("exposed %", lambda row: f"{100 * row['exposed_share']:.1f}"),
-        ("peak MiB", lambda row: f"{row['peak_bytes'] / 2**20:,.0f}"),
-        ("slot MiB", lambda row: f"{row['slot_bytes'] / 2**20:,.1f}"),
-        ("relocation s", lambda row: row["relocation_seconds"]),
-        ("configuration", lambda row: sizes(row["sizes"])),
-    ),
-    "runtime_targets": (
-        "case",
-        "what",
-        "reached",
-        ("target", lambda row: f"{'<=' if row['at_most'] else '>='} {_shown(row['target'])}"),
-        ("ok", lambda row: "yes" if row["ok"] else "NO"),
-    ),
-    "emulated_ranks": _OF_RANKS,
-    "gpu": _OF_RANKS,
-    "gpu_overlap": (
-        "case",
-        "copy ms",
-        "compute ms",
-        "together ms",
-        ("quartiles", lambda row: between(row, "together ms")),
-        "hidden",
-        "configuration",
-    ),
-    "rl": (
-        "case",
-        "steps",
-        ("s / step", lambda row: row["step_seconds"]),
-        ("quartiles", lambda row: between(row, "step_seconds")),
-        ("/ static", lambda row: row["ratio_to_static"]),
-        ("rollout s", lambda row: row["seconds_per_stage"]["rollout"]),
-        ("recompute s", lambda row: row["seconds_per_stage"]["recompute"]),
-        ("update s", lambda row: row["seconds_per_stage"]["update"]),
-        ("relocate s", lambda row: row["seconds_per_stage"].get("relocate", 0.0)),
-        ("plan %", lambda row: f"{100 * row['plan_share']:.1f}"),
-        ("skew", lambda row: row["rank_skew"]),
-        "planned_skew",
-        "reward_first",
-        "reward_last",
-        "configuration",
-    ),
-    "tppo": (
-        "algorithm",
-        "seed",
-        ("updates", lambda row: _or_never(row["updates"])),
-        ("decode steps", lambda row: _or_never(row["decode_steps"])),
-        ("passes", lambda row: _or_never(row.get("passes", "-"))),
-        ("seconds", lambda row: _or_never(row["wall_seconds"])),
-        ("PPO / updates", lambda row: _or_never(row["updates_ratio"])),
-        ("PPO / decode steps", lambda row: _or_never(row["decode_ratio"])),
-        ("PPO / passes", lambda row: _or_never(row.get("passes_ratio", "-"))),
-        ("PPO / seconds", lambda row: _or_never(row["wall_ratio"])),
-        ("idle", lambda row: row["idle_share"]),
-        ("unfinished", lambda row: row["unfinished_share"]),
-        ("fed again", lambda row: row["fed_again"]),
-        ("rollout us / token", lambda row: row["rollout_us"]),
-        ("other us / token", lambda row: row["training_us"]),
-        "first_reward",
-        "final_reward",
-        ("to reach", lambda row: row["target"]),
-        "configuration",
-    ),
-    "tppo_toy": (
-        "targets",
-        "setting",
-        "updates",
-        ("quartiles", lambda row: between(row, "updates")),
-        ("/ sync", lambda row: row["updates / sync"]),
-        "decode_steps",
-        ("/ sync", lambda row: row["decode_steps / sync"]),
-        "idle",
-        "continued",
-        ("solved", lambda row: f"{row['solved']} of {row['repetitions']}"),
-        "configuration",
-    ),
-    "rollout_windows": (
-        "median",
-        "sigma",
-        "window",
-        ("idle, sync", lambda row: row["idle sync"]),
-        ("idle, window", lambda row: row["idle window"]),
-        "rate, b = 0",
-        ("rate, b = 1/512", lambda row: row["rate, b = 1/512"]),
-        "continued",
-        "fed again",
-        "configuration",
-    ),
-    "papers_throughput": (
-        "model",
-        "ranks",
-        "load",
-        "balancer",
-        ("simulated / static", lambda row: row["ratio_to_static"]),
-        ("seeds", lambda row: between(row, "ratio_to_static")),
-        ("simulated / Balanced", lambda row: row["ratio_to_balanced"]),
-        ("simulated relibra / it", lambda row: row["relibra_over_it"]),
-        ("skew", lambda row: row["skew"]),
-        "cited",
-        ("goal", lambda row: row["ok"]),
-        "why",
-    ),
-    "papers_ablation": (
-        *(
-            _RATIOS := (
-                "case",
-                ("simulated / static", lambda row: row["ratio_to_static"]),
-                ("simulated / Balanced", lambda row: row["ratio_to_balanced"]),
-                "skew",
-            )
-        ),
-        "cited",
-        "why",
-    ),
-    "papers_skew": ("case", "skew", "cited", "why"),
-    "papers_cost": (*_VALUES, "unit", "why"),
-    "papers_memory": (*_MODELLED, "unit", "why"),
-    "papers_planner": ("case", "skew", *_MODELLED[1:], "unit", "why"),
-    "papers_training": (*_RATIOS, "cited", "load", "why"),
-    "papers_straggler": (*_MODELLED, "skew", "unit", "why"),
-    "papers_iteration": (
-        *_RATIOS,
-        "recompute",
-        "update",
-        "end_to_end",
-        ("rollout share of static", lambda row: row["rollout_share"]),
-        "cited",
-        "why",
-    ),
-    "papers_needed": (*_MODELLED, "end_to_end", "unit"),
-    "papers_windows": (
-        "case",
-        ("b = 0", lambda row: row["value"]),
-        ("b = 1/512", lambda row: row["slow_decoder"]),
-        "fed_again",
-        "cited",
-        "why",
-    ),
-    "validation": (
-        ("skew", lambda row: row["case_skew"]),
-        "balancer",
-        ("measured s", lambda row: row["measured_seconds"]),
-        ("quartiles", lambda row: between(row, "measured_seconds")),
-        ("simulated s", lambda row: row["simulated_seconds"]),
-        ("error %", lambda row: f"{100 * row['error']:+.1f}"),
-        ("without rest %", lambda row: f"{100 * row['error_without_rest']:+.1f}"),
-        "ranking",
-    ),
-    "simulation": ("case", "layers", "seconds", "target", "ok", "peak_mib", "added_mib", "configuration"),
-    "demo": (
-        *("case", "seed", "reward_first", "reward_last", "seconds", "rl_seconds_per_step", "k3_max", "configuration"),
-    ),
-}
+"""Every page with markers."""
 
-
-PAGES = (ROOT / "docs" / "results.md", ROOT / "README.md")
+_AGGREGATES: dict[str, Callable[[Iterable[Any]], Any]] = {"least": min, "most": max}
 
 
 def main() -> int:
@@ -265,14 +47,14 @@ def main() -> int:
         print(json.dumps({"stale": stale, "written": written}))
     elif options.check:
         for page in stale:
-            print(f"{page} is not what the result files say: relibra bench render")
+            print(f"{page} differs from the result files; write it again with: relibra bench render")
     else:
         print(*written, sep="\n")
     return int(options.check and bool(stale))
 
 
 def write_pages() -> list[str]:
-    """Write the pages anew and return their names; none where one cannot be made.
+    """Write all pages again and return their names; write none when one cannot be made.
 
     raises    ConfigError as `table` and `figure`
     """
@@ -282,9 +64,12 @@ def write_pages() -> list[str]:
 
 
 def rendered(page: str) -> str:
-    """Return a page with every table and figure that stands between a marker and `<!-- end -->` made anew."""
+    """Return a page with everything between a marker and its `<!-- end -->` made from the result files."""
     page = re.sub(
         r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", lambda m: m[1] + table(m[2]) + m[3], page, flags=re.DOTALL
+    )
+    page = re.sub(
+        r"(<!-- answer: ([\w-]+) -->).*?(<!-- end -->)", lambda m: m[1] + answer(m[2]) + m[3], page, flags=re.DOTALL
     )
     return re.sub(
         r"(<!-- figure: (\w+) (.+?)(?: @ (.+?))? -->).*?(<!-- end -->)",
@@ -294,33 +79,66 @@ def rendered(page: str) -> str:
     )
 
 
-def figure(name: str, key: str, case: str | None = None) -> str:
-    """Return one figure of a result file as text; says so where there is no such file.
+def answer(name: str) -> str:
+    """Return a link to docs/results/NAME.md with its title, and the first sentence of that page.
 
-    raises    ConfigError as `read_results`, when no row has it, or when rows have different ones
+    raises    ConfigError when the page does not begin with a title and a paragraph
+    """
+    path = ROOT / "docs" / "results" / f"{name}.md"
+    page = re.sub(r"<!-- .*? -->", "", rendered(path.read_text()))
+    if not (found := re.match(r"# (.+?)\n\n(.+?)(?:\.\s|\n\n)", page, flags=re.DOTALL)):
+        raise ConfigError(f"{path}: a page of results begins with '# QUESTION', an empty line and the answer")
+    return f"[{found[1]}](results/{name}.md) {' '.join(found[2].split())}."
+
+
+def figure(name: str, key: str, of: str | None = None) -> str:
+    """Return one figure of a result file as text; "(not measured yet)" where there is no such file.
+
+    of        a case, or `key=value` pairs with "; " between them; None: all rows
+    raises    ConfigError as `read_results`, when no row has the key, or when rows have different values of it
     """
     path = RESULTS / f"{name}.json"
     if not path.exists():
         return "(not measured yet)"
-    rows = [row for row in read_results(path) if case in (None, row["case"])]
-    found = {_shown(row[key]) for row in rows if key in row}
+    aggregate, _, of_key = key.rpartition(":")
+    rows = read_results(path)
+    values = [row[of_key] for row in rows if of_key in row and _is_of(row, of)]
+    if aggregate == "count" and _names_keys_of(rows, of_key, of):
+        return str(len(values))
+    if aggregate in _AGGREGATES and values:
+        return shown(_AGGREGATES[aggregate](values))
+    found = {shown(row[key]) for row in rows if key in row and _is_of(row, of)}
     if len(found) != 1:
-        of_case = "" if case is None else f" of case {case!r}"
+        of_rows = "" if of is None else f" of case {of!r}"
         raise ConfigError(
-            f"figure {key!r}{of_case} in {path.name} is {sorted(found) or 'not there'}: a figure in prose needs "
+            f"figure {key!r}{of_rows} in {path.name} is {sorted(found) or 'not there'}: a figure in prose needs "
             "exactly one value; name a case, or another key"
         )
     return found.pop()
 
 
+def _pairs(of: str) -> list[tuple[str, str]]:
+    """Split "key=value; key=value"."""
+    return [(key, value) for key, _, value in (part.partition("=") for part in of.split("; "))]
+
+
+def _is_of(row: Row, of: str | None) -> bool:
+    """Return whether a row has the case, or every `key=value`, of a marker."""
+    return of is None or row["case"] == of or all(str(row.get(key)) == value for key, value in _pairs(of))
+
+
+def _names_keys_of(rows: Sequence[Row], key: str, of: str | None) -> bool:
+    """Return whether rows have all keys of a marker, so that a count of 0 is no spelling mistake."""
+    keys = {key} | {name for name, _ in (_pairs(of) if of else [])}
+    return all(any(name in row for row in rows) for name in keys)
+
+
 def table(name: str) -> str:
     """Return the rows of one result file as Markdown, with their common provenance underneath.
 
-    "papers_TABLE" takes the rows of one table of papers.json.
+    "papers_TABLE" takes the rows of one table of papers.json. Without the file, the text says that there are no rows.
 
-    Without the file it says that there are no rows yet, so that a page can have its place ready.
-
-    raises    ConfigError as `read_results`, or when a row lacks what the table shows
+    raises    ConfigError as `read_results`, or when a row lacks a key that the table shows
     """
     file, _, part = name.partition("_") if name.startswith("papers_") else (name, "", "")
     columns, path = COLUMNS[name], RESULTS / f"{file}.json"
@@ -334,13 +152,13 @@ def table(name: str) -> str:
     filled = [n for n, title in enumerate(titles) if title != "quartiles" or any(row[n] for row in cells)]
     lines = [" | ".join(["", *(row[n] for n in filled), ""]).strip() for row in (titles, *cells)]
     lines.insert(1, "|" + "---|" * len(filled))
-    return "\n".join([*lines, "", _origin_in_words(rows, columns), ""])
+    return "\n".join([*lines, "", _provenance(rows, columns), ""])
 
 
 def _cells(row: Row, columns: Sequence[Column], file: str) -> list[str]:
-    needed: tuple[Column, ...] = ("repetitions", "dirty", *columns)  # the first two are told underneath
+    needed: tuple[Column, ...] = ("repetitions", "dirty", *columns)  # `_provenance` reads the first two
     try:
-        return [_shown(row[key] if isinstance(key, str) else key[1](row)) for key in needed][2:]
+        return [shown(row[key] if isinstance(key, str) else key[1](row)) for key in needed][2:]
     except KeyError as error:
         raise ConfigError(
             f"{file}: the row of case {row['case']!r} lacks {error}, which its table shows: measure it again with "
@@ -348,8 +166,8 @@ def _cells(row: Row, columns: Sequence[Column], file: str) -> list[str]:
         ) from error
 
 
-def _origin_in_words(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """Say what all rows have in common: their label, units, program, commit and machine."""
+def _provenance(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    """Return the line under a table: the rows' label, units, program, commit and machine."""
     first = rows[0]
     versions = ", ".join(f"{package} {number}" for package, number in first["versions"].items())
     dirty = " with uncommitted changes" if first["dirty"] else ""
@@ -360,37 +178,6 @@ def _origin_in_words(rows: Sequence[Row], columns: Sequence[Column]) -> str:
         f"*{first['label']}: {'; '.join(dict.fromkeys(units)) or 'see each row'}; {repetitions} repetition(s); "
         f"`{first['command']}` at commit {first['commit'][:12]}{dirty}; {first['machine']}; {versions}.*"
     )
-
-
-def sizes(of: dict) -> str:
-    """Say in words what runtime.py notes about a model and its batches."""
-    return (
-        f"{of['layers']} layers, {of['top_k']} of {of['experts']} experts of {of['hidden']} x {of['width']}, "
-        f"{of['micro_batches']} micro-batches of {of['samples']} x {of['length']:,} tokens per rank, 1 thread per rank"
-    )
-
-
-def between(row: dict, key: str) -> str:
-    """Write the quartiles of a figure; nothing where a row has none."""
-    ends = [row[name] for name in (f"{key} low", f"{key} high") if name in row]
-    return " to ".join(map(_shown, ends))
-
-
-def _tokens_between(row: dict) -> str:
-    """Write the quartiles of the throughput, which follow from the seconds of each repetition."""
-    total = row["tokens_per_second"] * statistics.median(row["seconds"])
-    rates = quartiles([total / seconds for seconds in row["seconds"]], "rate")
-    return " to ".join(f"{rate:,.0f}" for rate in rates.values())
-
-
-def _or_never(value: float | None) -> object:
-    return "never" if value is None else value
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:,.3f}".rstrip("0").rstrip(".")
-    return str(value)
 
 
 if __name__ == "__main__":

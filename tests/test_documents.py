@@ -12,6 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+RESULTS = sorted((ROOT / "docs" / "results").glob("*.md"))
+GENERATED = [str(page.relative_to(ROOT)) for page in (ROOT / "README.md", ROOT / "docs" / "results.md", *RESULTS)]
+"""Pages that benchmarks/render.py writes figures into."""
 GUIDE = (ROOT / "docs" / "execution.md").read_text()
 ORIGIN = {
     "commit": "0" * 40,
@@ -97,7 +100,7 @@ def test_file_map_names_every_package():
 
 
 def test_links_lead_somewhere():
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
@@ -108,14 +111,19 @@ def render(monkeypatch):
     return importlib.import_module("render")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+@pytest.fixture
+def table_columns(render):  # beside the pages, on the same path
+    return importlib.import_module("table_columns")
+
+
+@pytest.mark.parametrize("page", GENERATED)
 def test_tables_come_from_result_files(render, page):
     text = (ROOT / page).read_text()
     assert render.rendered(text) == text, "run python benchmarks/render.py"
     assert set(re.findall(r"<!-- results: (\w+) -->", text)) <= set(render.COLUMNS)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+@pytest.mark.parametrize("page", GENERATED)
 def test_figures_in_prose_come_from_result_files(page):
     """What a person typed on these pages holds no measured number: on the page of results none at all."""
     typed = typed_prose((ROOT / page).read_text())
@@ -128,7 +136,7 @@ def test_figures_in_prose_come_from_result_files(page):
 
 def typed_prose(text):
     """Leave out what is generated, code, and the targets of links."""
-    text = re.sub(r"<!-- (?:results|figure): .*?<!-- end -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!-- (?:results|figure|answer): .*?<!-- end -->", "", text, flags=re.DOTALL)
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     text = re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE)
     return re.sub(r"`[^`]*`|\]\([^)]*\)", "", text)
@@ -155,11 +163,31 @@ def test_a_figure_is_the_same_in_all_rows_it_stands_for(render, monkeypatch, tmp
             render.rendered(f"<!-- figure: {wrong} --><!-- end -->")
 
 
-def test_quartiles_stand_in_tables_where_rows_have_them(render):
-    assert render.between({"seconds low": 1.0, "seconds high": 2.5}, "seconds") == "1 to 2.5"
-    assert render.between({"seconds": 2.0}, "seconds") == ""
+def test_the_index_of_results_is_short_and_names_every_page(render):
+    index = (ROOT / "docs" / "results.md").read_text()
+    assert len(index.encode()) <= 20_000
+    assert set(re.findall(r"<!-- answer: (\w+) -->", index)) == {page.stem for page in RESULTS}
+    assert set(render.PAGES) == {ROOT / page for page in GENERATED}
+
+
+def test_figures_are_taken_from_the_rows_that_a_marker_selects(render, monkeypatch, tmp_path):
+    monkeypatch.setattr(render, "RESULTS", tmp_path)
+    rows = [{"case": f"W = {n}", "who": "a" if n < 3 else "b", "n ms": float(n)} for n in range(5)]
+    (tmp_path / "made.json").write_text(json.dumps([ORIGIN | row for row in rows]))
+    assert render.figure("made", "n ms", "W = 3") == "3"
+    assert render.figure("made", "n ms", "who=b; case=W = 4") == "4"
+    assert [render.figure("made", f"{name}:n ms", "who=a") for name in ("least", "most", "count")] == ["0", "2", "3"]
+    assert render.figure("made", "count:case", "who=c") == "0"
+    for key, of in (("count:case", "whom=a"), ("count:m ms", "who=a"), ("most:n ms", "who=c")):
+        with pytest.raises(ValueError, match="needs exactly one value"):
+            render.figure("made", key, of)
+
+
+def test_quartiles_stand_in_tables_where_rows_have_them(table_columns):
+    assert table_columns.between({"seconds low": 1.0, "seconds high": 2.5}, "seconds") == "1 to 2.5"
+    assert table_columns.between({"seconds": 2.0}, "seconds") == ""
     row = {"tokens_per_second": 100.0, "seconds": [1.0, 2.0, 4.0]}
-    assert render._tokens_between(row) == "75 to 150"
+    assert table_columns.tokens_between(row) == "75 to 150"
 
 
 def test_a_table_without_rows_says_so_until_there_are_some(render, monkeypatch, tmp_path):

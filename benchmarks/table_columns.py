@@ -1,0 +1,268 @@
+"""Columns of every table that render.py writes, and how their cells are formatted."""
+
+import statistics
+from collections.abc import Callable
+
+from provenance import quartiles
+
+Column = str | tuple[str, Callable[[dict], object]]
+"""A key of the rows, or a title and a function of a row."""
+
+_OF_RANKS: tuple[Column, ...] = (
+    "ep",
+    "balancer",
+    "sees",
+    "token_skew",
+    "straggler",
+    "straggler / token skew",
+    "busiest ms",
+    ("quartiles", lambda row: between(row, "busiest ms")),
+    "time / static",
+    "time / equal",
+    "configuration",
+)
+_VALUES: tuple[Column, ...] = ("case", ("simulated", lambda row: row["value"]), "cited")
+_MODELLED: tuple[Column, ...] = ("case", ("model", lambda row: row["value"]), "cited")
+COLUMNS: dict[str, tuple[Column, ...]] = {
+    "recordings": ("case", "ranks", "mean", "median", "p95", "configuration"),
+    "streaming": (
+        "case",
+        "million_rows",
+        "seconds",
+        ("quartiles", lambda row: between(row, "seconds")),
+        "gb_per_second",
+        "peak_mib",
+        "configuration",
+    ),
+    "routing": ("case", "median", "min", "max", "configuration"),
+    "balancers_gpt_oss": (
+        _BALANCERS := (
+            "balancer",
+            "sees",
+            "8 ranks",
+            "16 ranks",
+            "32 ranks",
+            "copies",
+            "across nodes",
+            "plan ms",
+            ("quartiles", lambda row: between(row, "plan ms")),
+        )
+    ),
+    "balancers_v2_lite": _BALANCERS,
+    "planner": (
+        "case",
+        "ranks",
+        "reached",
+        ("quartiles", lambda row: between(row, "reached")),
+        "target",
+        "ok",
+        "bound",
+        "copies",
+        "unit",
+        "configuration",
+    ),
+    "planner_model": ("case", "ranks", "static", "plan", "ratio", "configuration"),
+    "planner_growth": (
+        "layers",
+        "micro_batches",
+        "ranks",
+        "experts",
+        "seconds",
+        ("quartiles", lambda row: between(row, "seconds")),
+        "ms_each",
+        "configuration",
+    ),
+    "runtime": (
+        "case",
+        "balancer",
+        "skew",
+        "planned_skew",
+        ("tokens/s", lambda row: f"{row['tokens_per_second']:,.0f}"),
+        ("quartiles", lambda row: tokens_between(row)),
+        ("/ all_to_all", lambda row: row["ratio_to_all_to_all"]),
+        ("/ balanced", lambda row: row["ratio_to_balanced"]),
+        ("exposed %", lambda row: f"{100 * row['exposed_share']:.1f}"),
+        ("peak MiB", lambda row: f"{row['peak_bytes'] / 2**20:,.0f}"),
+        ("slot MiB", lambda row: f"{row['slot_bytes'] / 2**20:,.1f}"),
+        ("relocation s", lambda row: row["relocation_seconds"]),
+        ("configuration", lambda row: sizes(row["sizes"])),
+    ),
+    "runtime_targets": (
+        "case",
+        "what",
+        "reached",
+        ("target", lambda row: f"{'<=' if row['at_most'] else '>='} {shown(row['target'])}"),
+        ("ok", lambda row: "yes" if row["ok"] else "NO"),
+    ),
+    "emulated_ranks": _OF_RANKS,
+    "gpu": _OF_RANKS,
+    "gpu_overlap": (
+        "case",
+        "copy ms",
+        "compute ms",
+        "together ms",
+        ("quartiles", lambda row: between(row, "together ms")),
+        "hidden",
+        "configuration",
+    ),
+    "rl": (
+        "case",
+        "steps",
+        ("s / step", lambda row: row["step_seconds"]),
+        ("quartiles", lambda row: between(row, "step_seconds")),
+        ("/ static", lambda row: row["ratio_to_static"]),
+        ("rollout s", lambda row: row["seconds_per_stage"]["rollout"]),
+        ("recompute s", lambda row: row["seconds_per_stage"]["recompute"]),
+        ("update s", lambda row: row["seconds_per_stage"]["update"]),
+        ("relocate s", lambda row: row["seconds_per_stage"].get("relocate", 0.0)),
+        ("plan %", lambda row: f"{100 * row['plan_share']:.1f}"),
+        ("skew", lambda row: row["rank_skew"]),
+        "planned_skew",
+        "reward_first",
+        "reward_last",
+        "configuration",
+    ),
+    "tppo": (
+        "algorithm",
+        "seed",
+        ("updates", lambda row: or_never(row["updates"])),
+        ("decode steps", lambda row: or_never(row["decode_steps"])),
+        ("passes", lambda row: or_never(row.get("passes", "-"))),
+        ("seconds", lambda row: or_never(row["wall_seconds"])),
+        ("PPO / updates", lambda row: or_never(row["updates_ratio"])),
+        ("PPO / decode steps", lambda row: or_never(row["decode_ratio"])),
+        ("PPO / passes", lambda row: or_never(row.get("passes_ratio", "-"))),
+        ("PPO / seconds", lambda row: or_never(row["wall_ratio"])),
+        ("idle", lambda row: row["idle_share"]),
+        ("unfinished", lambda row: row["unfinished_share"]),
+        ("fed again", lambda row: row["fed_again"]),
+        ("rollout us / token", lambda row: row["rollout_us"]),
+        ("other us / token", lambda row: row["training_us"]),
+        "first_reward",
+        "final_reward",
+        ("to reach", lambda row: row["target"]),
+        "configuration",
+    ),
+    "tppo_toy": (
+        "targets",
+        "setting",
+        "updates",
+        ("quartiles", lambda row: between(row, "updates")),
+        ("/ sync", lambda row: row["updates / sync"]),
+        "decode_steps",
+        ("/ sync", lambda row: row["decode_steps / sync"]),
+        "idle",
+        "continued",
+        ("solved", lambda row: f"{row['solved']} of {row['repetitions']}"),
+        "configuration",
+    ),
+    "rollout_windows": (
+        "median",
+        "sigma",
+        "window",
+        ("idle, sync", lambda row: row["idle sync"]),
+        ("idle, window", lambda row: row["idle window"]),
+        "rate, b = 0",
+        ("rate, b = 1/512", lambda row: row["rate, b = 1/512"]),
+        "continued",
+        "fed again",
+        "configuration",
+    ),
+    "papers_throughput": (
+        "model",
+        "ranks",
+        "load",
+        "balancer",
+        ("simulated / static", lambda row: row["ratio_to_static"]),
+        ("seeds", lambda row: between(row, "ratio_to_static")),
+        ("simulated / Balanced", lambda row: row["ratio_to_balanced"]),
+        ("simulated relibra / it", lambda row: row["relibra_over_it"]),
+        ("skew", lambda row: row["skew"]),
+        "cited",
+        ("goal", lambda row: row["ok"]),
+        "why",
+    ),
+    "papers_ablation": (
+        *(
+            _RATIOS := (
+                "case",
+                ("simulated / static", lambda row: row["ratio_to_static"]),
+                ("simulated / Balanced", lambda row: row["ratio_to_balanced"]),
+                "skew",
+            )
+        ),
+        "cited",
+        "why",
+    ),
+    "papers_skew": ("case", "skew", "cited", "why"),
+    "papers_cost": (*_VALUES, "unit", "why"),
+    "papers_memory": (*_MODELLED, "unit", "why"),
+    "papers_planner": ("case", "skew", *_MODELLED[1:], "unit", "why"),
+    "papers_training": (*_RATIOS, "cited", "load", "why"),
+    "papers_straggler": (*_MODELLED, "skew", "unit", "why"),
+    "papers_iteration": (
+        *_RATIOS,
+        "recompute",
+        "update",
+        "end_to_end",
+        ("rollout share of static", lambda row: row["rollout_share"]),
+        "cited",
+        "why",
+    ),
+    "papers_needed": (*_MODELLED, "end_to_end", "unit"),
+    "papers_windows": (
+        "case",
+        ("b = 0", lambda row: row["value"]),
+        ("b = 1/512", lambda row: row["slow_decoder"]),
+        "fed_again",
+        "cited",
+        "why",
+    ),
+    "validation": (
+        ("skew", lambda row: row["case_skew"]),
+        "balancer",
+        ("measured s", lambda row: row["measured_seconds"]),
+        ("quartiles", lambda row: between(row, "measured_seconds")),
+        ("simulated s", lambda row: row["simulated_seconds"]),
+        ("error %", lambda row: f"{100 * row['error']:+.1f}"),
+        ("without rest %", lambda row: f"{100 * row['error_without_rest']:+.1f}"),
+        "ranking",
+    ),
+    "simulation": ("case", "layers", "seconds", "target", "ok", "peak_mib", "added_mib", "configuration"),
+    "demo": (
+        *("case", "seed", "reward_first", "reward_last", "seconds", "rl_seconds_per_step", "k3_max", "configuration"),
+    ),
+}
+
+
+def sizes(of: dict) -> str:
+    """Format the sizes of a model and of its batches, as runtime.py writes them."""
+    return (
+        f"{of['layers']} layers, {of['top_k']} of {of['experts']} experts of {of['hidden']} x {of['width']}, "
+        f"{of['micro_batches']} micro-batches of {of['samples']} x {of['length']:,} tokens per rank, 1 thread per rank"
+    )
+
+
+def between(row: dict, key: str) -> str:
+    """Format the quartiles of a figure; an empty string where a row has none."""
+    ends = [row[name] for name in (f"{key} low", f"{key} high") if name in row]
+    return " to ".join(map(shown, ends))
+
+
+def tokens_between(row: dict) -> str:
+    """Format the quartiles of the throughput, computed from the seconds of each repetition."""
+    total = row["tokens_per_second"] * statistics.median(row["seconds"])
+    rates = quartiles([total / seconds for seconds in row["seconds"]], "rate")
+    return " to ".join(f"{rate:,.0f}" for rate in rates.values())
+
+
+def or_never(value: float | None) -> object:
+    """Return "never" in place of None."""
+    return "never" if value is None else value
+
+
+def shown(value: object) -> str:
+    """Format one cell: three decimals, or powers of ten for what would be 0 with them."""
+    if isinstance(value, float):
+        return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:,.3f}".rstrip("0").rstrip(".")
+    return str(value)
