@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from relibra import ClusterError, ConfigError, EngineError, cluster_preset
 from relibra.calibration import measurement
 from relibra.calibration.fit import Machine, Spread, Timings, fit_cluster, fit_link, gemm_rows, monotone_table
-from relibra.cli.inputs.workload import open_cluster
+from relibra.cli.inputs.machine import open_cluster
 from relibra.cluster import write_cluster
 from relibra.planning.costs import ExpertShape
 

@@ -147,7 +147,8 @@ def test_plan_says_what_it_was_made_for_and_when_static_is_faster(run, trace, tm
     path = tmp_path / "p.safetensors"
     code, out, _ = run("plan", trace, *CUT, "-o", path)
     assert code == 0
-    assert "planned for   tokens; priced for experts of qwen3-30b-a3b, the default: choose with --model" in out
+    assert "minimises     tokens; " in out
+    assert "experts of qwen3-30b-a3b, the default" in out
     facts = json.loads(run("plan", trace, *CUT, "-o", path, "--json")[1])
     assert (facts["objective"], facts["model"]) == ("tokens", "qwen3-30b-a3b")
     assert facts["predicted_seconds"] > facts["static_predicted_seconds"] > 0
@@ -156,11 +157,11 @@ def test_plan_says_what_it_was_made_for_and_when_static_is_faster(run, trace, tm
         in out
     )
     assert "slower than static by the model: at 25 tokens per rank and micro-batch moves and copies cost" in out
-    assert "plan for seconds with --model" in out
+    assert "seconds with --model" in out
     for words in (("--model", "64x32"), ("--balancer", "relibra+seconds")):
         code, out, _ = run("plan", trace, *CUT, *words, "-o", path)
         assert code == 0
-        assert "planned for   seconds; " in out
+        assert "minimises     seconds; " in out
         assert "slower than static" not in out
         assert read_plan(path).objective == "seconds"
 
@@ -170,7 +171,7 @@ def test_plan_says_how_the_trace_was_cut(run, tmp_path, routes):
     one = domain_trace(shape, np.random.default_rng(0), num_domains=1)
     group_ids = np.arange(20, dtype=one.group_ids.dtype) % 2
     for name, groups, words in (
-        ("turns", group_ids, "cut every 100 tokens in recorded order, 2 task sets take turns"),
+        ("turns", group_ids, "cut every 100 tokens in recorded order, 2 task sets alternate"),
         ("small", np.where(np.arange(20) < 2, 1, 0), "one task set: 1 of 2 groups is smaller than a micro-batch"),
         ("none", np.where(np.arange(20) < 2, -1, group_ids), "one task set: 2 samples have no group"),
     ):
@@ -247,17 +248,17 @@ def test_compare_plans_the_second_half_and_shows_the_first_to_those_that_see_his
 
 
 def test_balancers_are_named_one_by_one_or_in_a_row(run, trace):
-    for words in (("--balancer", "static", "eplb"), ("--balancer", "static", "--balancer", "eplb")):
+    for words in (("--balancer", "static,eplb"), ("--balancer", "static", "--balancer", "eplb")):
         _, out, _ = run("compare", trace, *CUT, *words, "--json")
         assert [row["balancer"] for row in json.loads(out)] == ["static", "eplb"]
     code, _, err = run("compare", trace, "stray", *CUT)
     assert code == 2
-    assert "unexpected argument 'stray'" in err
+    assert "stray" in err
 
 
 def test_compare_without_history_says_so(run, trace):
     _, _, err = run("compare", trace, *CUT, "--take", "all", "--balancer", "eplb_history")
-    assert "no history: balancers that see only the past plan from even loads" in err
+    assert "no history" in err
 
 
 def test_shuffled_order_depends_on_the_seed_alone(run, trace):
@@ -277,13 +278,13 @@ def test_the_table_fits_a_terminal_of_80_columns(run, trace, monkeypatch):
     assert rows["balancer"][1:5] == ["skew", "bound", "homes", "gap"]
     assert len(rows["static"]) == len(rows["eplb_history"]) == 11
     assert "  +cross-node" in out
-    assert "plans made for tokens" in out
-    assert "model of the MoE layers, with at least the rows that travel; not a measurement" in " ".join(out.split())
+    assert "plans minimise tokens" in out
+    assert "step s model: modelled" in " ".join(out.split())
 
 
 def test_a_narrow_terminal_keeps_the_names_and_drops_what_matters_least(run, trace, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    code, out, _ = run("compare", trace, *CUT, "--balancer", "static", "eplb_history", "relibra+packing+cross-node")
+    code, out, _ = run("compare", trace, *CUT, "--balancer", "static,eplb_history,relibra+packing+cross-node")
     assert code == 0
     assert max(map(len, out.splitlines()[3:])) <= 60
     lines = out.splitlines()
@@ -295,7 +296,7 @@ def test_a_narrow_terminal_keeps_the_names_and_drops_what_matters_least(run, tra
 
 
 def test_the_legend_says_what_bounds_and_levers_mean(run, trace):
-    _, out, _ = run("compare", trace, *CUT, "--balancer", "static", "eplb", "relibra", "relibra+packing")
+    _, out, _ = run("compare", trace, *CUT, "--balancer", "static,eplb,relibra,relibra+packing")
     words = " ".join(out.split())
     assert "scope of copies: inside the node: static, relibra, relibra+packing; anywhere: eplb" in words
     assert "+packing: samples may change their micro-batch; " in words
@@ -359,7 +360,7 @@ def test_a_report_without_a_place_lies_beside_its_plan_and_says_where(run, plan)
 def test_reports_of_what_has_no_demand_or_is_no_plan(run, trace, plan, tmp_path):
     lonely = tmp_path / "lonely.safetensors"
     lonely.write_bytes(plan.read_bytes())
-    assert "without the demand a plan has no loads" in run("report", lonely)[2]
+    assert "name it with --demand" in run("report", lonely)[2]
     assert "is no plan" in run("report", plan, trace)[2]
     assert "is no plan" in run("report", tmp_path / "none.safetensors")[2]
 
@@ -367,12 +368,12 @@ def test_reports_of_what_has_no_demand_or_is_no_plan(run, trace, plan, tmp_path)
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["compare", "TRACE", "--ranks", "3"], 1, "8 experts cannot be shared evenly by 3 ranks"),
+        (["compare", "TRACE", "--ranks", "3"], 1, "--ranks 3 does not divide 8 experts"),
         (["compare", "TRACE", "--ranks", "4", "--balancer", "magic"], 1, "balancer 'magic' is unknown"),
         (["compare", "TRACE", "--ranks", "4", "--cluster", "abacus"], 1, "cluster 'abacus' is unknown"),
         (["compare", "TRACE", "--ranks", "4", "--model", "abacus"], 1, "or HIDDENxWIDTH of one of its experts"),
         (["compare", "TRACE", "--ranks", "4", "--model", "0x5"], 1, "HIDDEN and WIDTH of an expert must be at least 1"),
-        (["compare", "TRACE", "--ranks", "12"], 1, "cannot be shared evenly by 12 ranks; allowed are 1, 2, 4, 8 (div"),
+        (["compare", "TRACE", "--ranks", "12"], 1, "--ranks 12 does not divide 8 experts: allowed are 1, 2, 4, 8 (div"),
         (
             ["plan", "TRACE", "--ranks", "8", "--ranks-per-node", "3"],
             1,
@@ -391,7 +392,11 @@ def test_reports_of_what_has_no_demand_or_is_no_plan(run, trace, plan, tmp_path)
             1,
             "leave out --cross",
         ),
-        (["compare", "TRACE", "--ranks", "4", "--micro-batch-tokens", "600"], 1, "which has no second half"),
+        (
+            ["compare", "TRACE", "--ranks", "4", "--micro-batch-tokens", "600"],
+            1,
+            "1 micro-batch and has no second half",
+        ),
         (["compare", "TRACE", "--ranks", "4", "--micro-batch-tokens", "9000"], 1, "do not fill one micro-batch"),
         (["compare", "TRACE", "--ranks", "4", "--num-experts", "64"], 1, "was recorded with 8 experts"),
         (["compare", "nowhere", "--ranks", "4"], 1, "nowhere does not exist"),
@@ -403,7 +408,7 @@ def test_reports_of_what_has_no_demand_or_is_no_plan(run, trace, plan, tmp_path)
         (["plan", "TRACE", "--ranks", "4", "--deadline", "0"], 1, "deadline of 0.0 seconds"),
         (["plan", "TRACE", "--ranks", "4", "--previous", "nowhere"], 1, "nowhere"),
         (["explain", "nowhere", "--layer", "1"], 1, "nowhere"),
-        (["explain", "PLAN"], 1, "Name one with --layer: it has 0-1"),
+        (["explain", "PLAN"], 1, "with --layer: it has 0-1"),
         (["explain", "PLAN", "--layer", "9"], 1, "layer 9 is not in the plan"),
         (["explain", "PLAN", "--layer", "1", "--demand", "nowhere"], 1, "name it with --demand"),
     ],

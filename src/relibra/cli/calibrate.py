@@ -1,4 +1,4 @@
-"""`relibra calibrate`: measure this machine, and write it as a cluster that plans are priced with."""
+"""`relibra calibrate`: measure this machine and write it as a cluster file, for modelled seconds."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from relibra.cli.inputs import workload
+from relibra.cli.inputs import options
+from relibra.cli.inputs.machine import open_cluster
+from relibra.cli.inputs.models import open_expert
+from relibra.cli.outputs.files import check_outputs, writing
+from relibra.cli.terminal import progress
 from relibra.errors import ConfigError
+from relibra.planning.budget import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from relibra.calibration.fit import Calibration, LinkFit, Spread
 
-Output = Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="Where to write the cluster, as TOML.")]
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="File for the cluster, TOML.")]
 
 
 def calibrate(
@@ -27,30 +32,30 @@ def calibrate(
         typer.Option(min=1, max=1024, metavar="R", help="Ranks of this machine; default: its GPUs, else 2 processes."),
     ] = None,
     model: Annotated[
-        str, typer.Option(metavar="NAME", help="Model whose experts are timed, or HIDDENxWIDTH, like 2880x2880.")
-    ] = workload.DEFAULT_MODEL,
+        str, typer.Option(metavar="NAME", help="Model whose experts are timed, or HIDDENxWIDTH, such as 2880x2880.")
+    ] = DEFAULT_MODEL,
     links_of: Annotated[
         str | None,
         typer.Option(
             "--links-of",
             metavar="NAME",
-            help="With one GPU, which has nobody to send to: cluster whose links between ranks are taken. The file is "
-            "then labelled model.",
+            help="With one GPU only: cluster whose links between ranks are taken, as there is no other rank to measure "
+            "with. The file is then labelled model.",
         ),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Few sizes and repetitions: shows that it runs.")] = False,
-    as_json: workload.Json = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Few sizes and repetitions, to check that it runs.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Measure experts, copies and the exchange between ranks on this machine; write a cluster for plan and compare.
 
-    Each figure is a median over repetitions in which the sizes take turns; the slowest rank counts. Some two minutes.
+    Each figure is a median over repetitions that alternate between sizes; the slowest rank counts. Two minutes.
 
     Example: relibra calibrate --output cluster.toml --model qwen3-30b-a3b
     """
     inputs = [("--links-of", Path(links_of))] if links_of and links_of.endswith(".toml") else []
-    workload.check_outputs([("--output", output)], inputs)
-    expert = workload.open_expert(model)
-    cited = None if links_of is None else workload.open_cluster(links_of)
+    check_outputs([("--output", output)], inputs)
+    expert = open_expert(model)
+    cited = None if links_of is None else open_cluster(links_of)
     for package in ("torch", "transformers"):
         if find_spec(package) is None:
             raise ConfigError(
@@ -64,15 +69,15 @@ def calibrate(
     job = choose_job(ranks, expert, quick=quick)
     if job.ranks == 1 and cited is None:
         raise ConfigError(
-            "one GPU has nobody to exchange with, so links between ranks cannot be measured: say whose to take, for "
-            "example --links-of h100x8"
+            "one GPU has no other rank to exchange with, so links between ranks cannot be measured: name a cluster to "
+            "take them from, for example --links-of h100x8"
         )
     if job.ranks > 1 and cited is not None:
         raise ConfigError(f"--links-of {links_of} is for one GPU: with {job.ranks} ranks links are measured")
     machine = describe_machine(job)
-    with workload.progress(f"measuring {machine.words}"):
+    with progress(f"measuring {machine.words}"):
         found = fit_cluster(measure_machine(job), machine, expert, cited)
-    with workload.writing(output):
+    with writing(output):
         write_cluster(output, found.cluster)
     if as_json:
         typer.echo(json.dumps(_facts(found, output)))

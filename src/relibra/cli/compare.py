@@ -4,112 +4,104 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from relibra.cli.inputs import pages, workload
-from relibra.cli.trace import visible
+from relibra.cli.inputs import options
+from relibra.cli.inputs.models import open_expert
+from relibra.cli.inputs.requests import PlanningRequest, takes
+from relibra.cli.inputs.workload import open_workload, size_in_words
+from relibra.cli.outputs.files import check_outputs, input_files, named
+from relibra.cli.outputs.plan_page import write_page
+from relibra.cli.terminal import plural, print_note, progress
 from relibra.errors import PlanError
+from relibra.planning.budget import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from relibra.planning.analysis.comparison import ComparisonRow
     from relibra.planning.plan import StepPlan
-    from relibra.routing.demand import Demand
 
 
-def compare(
-    context: typer.Context,
-    trace: workload.TracePath,
-    ranks: workload.Ranks,
-    ranks_per_node: workload.RanksPerNode = None,
-    cluster: workload.ClusterName = "h100x8",
-    slots: workload.Slots = 1,
-    micro_batch_tokens: workload.MicroBatchTokens = None,
-    order: workload.OrderOption = workload.Order.RECORDED,
-    seed: workload.Seed = 0,
-    take: workload.TakeOption = workload.Take.SECOND_HALF,
+@dataclass(frozen=True, kw_only=True)
+class CompareRequest(PlanningRequest):
+    """Balancers to compare, and what they minimise."""
+
+    take: options.TakenPart = options.Take.SECOND_HALF
     balancer: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Only these: names in a row, or each after its own --balancer. Default: all.",
-        ),
-    ] = None,
-    objective: workload.ObjectiveOption = workload.Measure.TOKENS,
-    model: workload.Model = workload.DEFAULT_MODEL,
-    num_experts: workload.NumExperts = None,
-    html: workload.Page = None,
-    as_json: workload.Json = False,
-) -> None:
-    """Plan one step with every balancer and print skew, bound, copies, volumes and times side by side.
+        typer.Option(metavar="NAME,...", help="Only these: a comma-separated list; may be repeated. Default: all."),
+    ] = None
+    objective: options.PlanObjective = options.Objective.TOKENS
+    model: options.ExpertModel = DEFAULT_MODEL
+
+    def balancers(self) -> list[str]:
+        """Return the names, each once; all comparable balancers when none is given."""
+        from relibra.planning.analysis.comparison import comparable
+
+        names = [name.strip() for names in self.balancer or [] for name in names.split(",")]
+        return list(dict.fromkeys(names)) or comparable()
+
+
+@takes(CompareRequest)
+def compare(request: CompareRequest) -> None:
+    """Plan one step with every balancer; print skew, bound, copies, volumes and times side by side.
 
     Example: relibra compare runs/demo/traces/step-00000 --ranks 4 --micro-batch-tokens 256
     """
-    from relibra.planning.analysis.comparison import comparable, iterate_comparison, with_levers
+    from relibra.planning.analysis.comparison import iterate_comparison, with_levers
     from relibra.planning.budget import Budget
 
-    outputs = [] if html is None else [("--html", html)]
-    workload.check_outputs(outputs, workload.inputs_of(trace, cluster))
-    machine, expert = workload.open_cluster(cluster), workload.open_expert(model)
-    budget = Budget(slots=slots, objective=objective.value, seed=seed)
-    names = _chosen(balancer, context.args) or comparable()
+    check_outputs(named("--html", request.html), input_files(request.trace, request.cluster))
+    expert = open_expert(request.model)
+    budget = Budget(slots=request.slots, objective=request.objective.value, seed=request.seed)
+    names = request.balancers()
     for name in names:
-        with_levers(name, budget)  # a wrong name is told before the trace is read
-    with workload.progress(f"cutting {trace}"):
-        machine, (demand, history_MLE, cut) = workload.open_step(
-            trace, num_experts, machine, ranks, ranks_per_node, cut=(micro_batch_tokens, order, seed, take)
-        )
-    if history_MLE is None:
-        typer.echo("no history: balancers that see only the past plan from even loads", err=True)
+        with_levers(name, budget)  # an unknown name fails before the trace is read
+    with progress(f"cutting {request.trace}"):
+        workload = open_workload(request.trace, request)
+    if workload.history_MLE is None:
+        print_note("no history: balancers that see only earlier loads plan from even loads")
+    machine, demand = workload.machine, workload.demand
     found = []
-    plans = iterate_comparison(demand, machine, budget, names, expert=expert, history_MLE=history_MLE)
+    plans = iterate_comparison(demand, machine, budget, names, expert=expert, history_MLE=workload.history_MLE)
     for number, name in enumerate(names):
-        with workload.progress(f"planning with {name} ({number + 1} of {len(names)}; a first run compiles kernels)"):
+        with progress(f"planning with {name} ({number + 1} of {len(names)}; the first run compiles kernels)"):
             found.append(next(plans))
     rows = [row for row, _ in found]
     if all(plan is None for _, plan in found):
-        raise PlanError(rows[0].message)  # nobody could: a fault of the question
-    if html is not None:
-        _write_page(html, found, demand, (machine, model, trace, num_experts))
-    if as_json:
+        raise PlanError(rows[0].message)  # no balancer has a plan: the request is at fault
+    if request.html is not None:
+        if shown := _plan_to_draw(found):
+            write_page(request.html, shown, workload, request.model, rows)
+        else:
+            print_note("no page: no balancer made a valid plan")
+    if request.as_json:
         typer.echo(json.dumps([row.figures() for row in rows]))
         return
-    typer.echo(workload.size_in_words(demand, machine))
-    typer.echo(cut)
-    typer.echo(
-        f"{workload.plural(slots, 'spare slot')} per rank; plans made for {objective.value}; expert sizes of {model}"
-    )
+    typer.echo(size_in_words(workload))
+    typer.echo(workload.cut)
+    slots = plural(request.slots, "spare slot")
+    typer.echo(f"{slots} per rank; plans minimise {request.objective.value}; expert sizes of {request.model}")
     print_comparison(rows)
 
 
-def _chosen(balancers: list[str] | None, more: list[str]) -> list[str]:
-    """Names given with --balancer and after it, each once; other stray words are a wrong usage."""
-    if more and not balancers:
-        raise typer.BadParameter(f"unexpected argument {more[0]!r}: one trace; balancers come after --balancer")
-    return list(dict.fromkeys([*(balancers or []), *more]))
-
-
-def _write_page(
-    html: Path, found: list[tuple[ComparisonRow, StepPlan | None]], demand: Demand, about: pages.About
-) -> None:
-    """Draw the most even of relibra's plans or, without one, of all plans."""
+def _plan_to_draw(found: list[tuple[ComparisonRow, StepPlan | None]]) -> StepPlan | None:
+    """Return the most even of relibra's valid plans, else of all valid plans."""
     valid = [(row, plan) for row, plan in found if plan is not None and row.valid]
-    if not valid:
-        typer.echo("no page: no balancer made a valid plan", err=True)
-        return
     own = [pair for pair in valid if pair[0].balancer.startswith("relibra")]
-    _, shown = min(own or valid, key=lambda pair: pair[0].skew or 0.0)
-    pages.write_page_of_plan(html, shown, demand, about, [row for row, _ in found])
+    return min(own or valid, key=lambda pair: pair[0].skew or 0.0)[1] if valid else None
 
 
 class Column(NamedTuple):
-    """One column of the table: its title, its cell where a plan was made, what it means, and how soon it may go.
+    """One column of the table.
 
-    spare    0: always shown; else the column with the largest number goes first where the terminal is too narrow
+    cell       the text of a row that has a plan
+    meaning    for the legend
+    spare      0: always shown; else the column with the largest number is dropped first in a narrow terminal
     """
 
     title: str
@@ -127,13 +119,13 @@ COLUMNS = (
     Column(
         "bound",
         lambda row: f"{row.bound:.3f}",
-        "the lowest skew with this row's own homes, slots, schedule and scope of copies",
+        "the lowest skew with the homes, slots, schedule and scope of copies of this row",
         2,
     ),
     Column(
         "any\nhomes",
         lambda row: f"{row.bound_any_homes:.3f}",
-        "the bound if each cell of the step had homes of its own",
+        "the bound with the best homes for each micro-batch and layer",
         9,
     ),
     Column("gap", lambda row: f"{row.gap:.1%}", "skew / bound - 1", 3),
@@ -142,21 +134,21 @@ COLUMNS = (
     Column(
         "across\nnodes",
         lambda row: _short(row.cross_node_token_slots or 0),
-        "token-slots computed on another node than they come from",
+        "token-slots computed on another node than their token",
         8,
     ),
     Column("plan\ns", lambda row: f"{row.plan_seconds:.2f}", "measured here", 5),
     Column(
         "step s\nmodel",
         lambda row: f"{row.predicted_seconds:.3g}",
-        "model of the MoE layers, with at least the rows that travel; not a measurement",
+        "modelled time of the MoE layers, from a lower bound of the rows that travel; not measured",
         1,
     ),
 )
 
 
 def print_comparison(rows: list[ComparisonRow]) -> None:
-    """Print the rows as a table that fits the terminal, what its columns mean, then what went wrong."""
+    """Print the rows as a table that fits the terminal, a legend, and the errors of balancers without a valid plan."""
     from relibra.planning.analysis.comparison import LEVERS_IN_WORDS, scopes_in_words
 
     console = Console()
@@ -171,11 +163,11 @@ def print_comparison(rows: list[ComparisonRow]) -> None:
         console.print(f"no room for: {hidden} (--json has all)", highlight=False)
     for row in rows:
         if row.message:
-            typer.echo(f"{row.balancer}: {visible(row.message)}", err=True)
+            print_note(f"{row.balancer}: {row.message}")
 
 
 def _fitting(rows: list[ComparisonRow], console: Console) -> tuple[list[Column], Table]:
-    """Return the columns for which there is room, and their table."""
+    """Return the columns that fit the terminal, and their table."""
     shown = list(COLUMNS)
     while True:
         for space in (2, 1):

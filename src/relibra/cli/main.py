@@ -9,6 +9,7 @@ import typer
 
 import relibra
 from relibra.cli import bench, calibrate, compare, explain, plan, report, simulate, sweep, trace, train
+from relibra.cli.terminal import printable
 from relibra.errors import RelibraError
 
 app = typer.Typer(
@@ -17,12 +18,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done; 1 an error, told in one sentence; 2 wrong usage; 130 stopped by Ctrl-C.",
+    epilog="Exit codes: 0 done; 1 an error, described in one sentence; 2 wrong usage; 130 stopped by Ctrl-C.",
 )
 app.command(name="train")(train.train)
 app.command(name="report")(report.report)
 app.command(name="plan")(plan.plan)
-app.command(name="compare", context_settings={"allow_extra_args": True})(compare.compare)
+app.command(name="compare")(compare.compare)
 app.command(name="calibrate")(calibrate.calibrate)
 app.command(name="explain")(explain.explain)
 app.command(name="simulate")(simulate.simulate)
@@ -40,34 +41,35 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def about(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Know every expert load of an RL step before the step.
+    """Balance the experts of a mixture-of-experts model in RL training, from the routes of the rollout.
 
-    Record which experts each token takes, replay the choices in training, see what uneven load costs, plan it away.
+    Record which experts each token takes, replay the choices in training, measure what uneven load costs, plan steps
+    with even load.
 
     Try: relibra train run.steps=3 warmup.steps=20   (a smoke run, too short to learn)
     """
 
 
 def main() -> None:
-    """Run the program; an error that has a sentence becomes one line on stderr and exit code 1."""
+    """Run the program; expected errors become one line on stderr and exit code 1."""
     try:
         app(prog_name="relibra")
     except RelibraError as error:
-        _leave(str(error))
+        _exit_with(str(error))
     except OSError as error:  # a file that cannot be read, a folder that cannot be written, a name too long
-        _leave(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+        _exit_with(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)
     except SystemExit as leaving:
-        if leaving.code == 130:  # typer turns Ctrl-C into this code, without a word
+        if leaving.code == 130:  # typer turns Ctrl-C into this code and prints nothing
             print("stopped", file=sys.stderr)
         raise
 
 
-def _leave(sentence: str) -> NoReturn:
-    print(f"error: {trace.visible(sentence)}", file=sys.stderr)
+def _exit_with(sentence: str) -> NoReturn:
+    print(f"error: {printable(sentence)}", file=sys.stderr)
     sys.exit(1)

@@ -1,4 +1,4 @@
-"""`relibra trace`: look at recorded routes."""
+"""`relibra trace`: sizes, checks and load statistics of recorded routes."""
 
 from __future__ import annotations
 
@@ -10,28 +10,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.status import Status
 from rich.table import Table
 
+from relibra.cli.inputs import options
+from relibra.cli.inputs.workload import check_num_experts
+from relibra.cli.terminal import print_note, printable, progress, ranges_in_words
 from relibra.errors import RelibraError, TraceError
 
 if TYPE_CHECKING:
     from relibra.routing.trace import RoutingTrace
     from relibra.routing.trace_statistics import Survey
 
-app = typer.Typer(no_args_is_help=True, help="Look at recorded routes: inspect, validate, stats.")
+app = typer.Typer(no_args_is_help=True, help="Recorded routes: sizes, checks, load statistics.")
 
 TracePath = Annotated[Path, typer.Argument(metavar="PATH", help="Trace folder, or .npz of per-token expert choices.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-NumExperts = Annotated[
-    int | None,
-    typer.Option(min=1, help="Experts per layer, where the format does not say (.npz); default: next multiple of 8."),
-]
 
 
 @app.command()
-def inspect(path: TracePath, num_experts: NumExperts = None, as_json: Json = False) -> None:
+def inspect(path: TracePath, num_experts: options.NumExperts = None, as_json: options.Json = False) -> None:
     """Print the sizes and the origin of a trace; for a trace folder only its index is read.
 
     Example: relibra trace inspect runs/demo/traces/step-00000
@@ -41,7 +37,7 @@ def inspect(path: TracePath, num_experts: NumExperts = None, as_json: Json = Fal
 
     if path.is_dir():
         index = read_index(path)
-        refuse_other_experts(path, num_experts)
+        check_num_experts(path, num_experts)
         facts = {
             "samples": index.samples,
             "rows": index.rows,
@@ -72,15 +68,15 @@ def inspect(path: TracePath, num_experts: NumExperts = None, as_json: Json = Fal
         typer.echo(json.dumps(facts))
         return
     for name, value in facts.items():
-        shown = f"{value:,}" if isinstance(value, int) else runs(layer_ids) if name == "layer_ids" else value
+        shown = f"{value:,}" if isinstance(value, int) else ranges_in_words(layer_ids) if name == "layer_ids" else value
         if shown not in ("", []):
             text = ", ".join(shown) if isinstance(shown, list) else str(shown)
-            typer.echo(f"{name.replace('_', ' '):<18} {visible(text)}")
+            typer.echo(f"{name.replace('_', ' '):<18} {printable(text)}")
 
 
 @app.command()
-def validate(path: TracePath, num_experts: NumExperts = None, as_json: Json = False) -> None:
-    """Check every byte and every row of a trace; exit code 1 and one sentence at the first fault.
+def validate(path: TracePath, num_experts: options.NumExperts = None, as_json: options.Json = False) -> None:
+    """Check every byte and row of a trace; the first fault is printed and gives exit code 1.
 
     Example: relibra trace validate runs/demo/traces/step-00000
     """
@@ -107,8 +103,8 @@ def stats(
     ranks: Annotated[
         str | None,
         typer.Option(
-            help="Sizes of the expert-parallel group, comma-separated; default: those of 8,16,32 that divide the "
-            "experts, else their smallest divisors.",
+            help="Ranks of the expert-parallel group, comma-separated; default: those of 8,16,32 that divide the "
+            "experts, else the smallest divisors of the experts.",
             show_default=False,
         ),
     ] = None,
@@ -117,16 +113,16 @@ def stats(
         typer.Option(
             min=1,
             max=1 << 40,
-            help="Consecutive tokens per micro-batch; default: 2048, less where that makes fewer than eight.",
+            help="Consecutive tokens per micro-batch; default: 2048, or less so that there are at least eight.",
         ),
     ] = None,
     group: Annotated[str | None, typer.Option(help="Only the samples of this named group.")] = None,
-    num_experts: NumExperts = None,
-    as_json: Json = False,
+    num_experts: options.NumExperts = None,
+    as_json: options.Json = False,
 ) -> None:
-    """Print how uneven the load is: rank skew of the static layout per group size, and stability over micro-batches.
+    """Print how uneven the load is: rank skew of the static layout for several numbers of ranks, change over time.
 
-    The short rest of a trace is a micro-batch of its own. The figures are those of `relibra report`.
+    The last micro-batch may be shorter. The figures are those of `relibra report`.
 
     Example: relibra trace stats runs/demo/traces/step-00000 --ranks 2,4,8
     """
@@ -140,7 +136,7 @@ def stats(
             micro_batch_tokens=micro_batch_tokens,
         )
     if wanted is None:
-        _say_what_is_left_out(result)
+        _print_left_out(result)
     if as_json:
         typer.echo(json.dumps(result.figures()))
     else:
@@ -173,7 +169,7 @@ def _print_survey(result: Survey) -> None:
     )
 
 
-def _say_what_is_left_out(result: Survey) -> None:
+def _print_left_out(result: Survey) -> None:
     from relibra.routing.trace_statistics import DEFAULT_RANKS
 
     shown = [row.ranks for row in result.layouts]
@@ -181,14 +177,14 @@ def _say_what_is_left_out(result: Survey) -> None:
     if missing:
         instead = "" if shown[0] in DEFAULT_RANKS else f"; shown instead: {_listed(shown)}"
         words = f"not possible with {result.experts} experts: {_listed(missing)} ranks{instead}"
-        typer.echo(f"{words}; choose with --ranks", err=True)
+        print_note(f"{words}; choose with --ranks")
 
 
 def _pieces(path: Path, num_experts: int | None, group: str | None = None) -> Iterator[RoutingTrace]:
     """Yield the routes of a path in pieces, only the samples of a group where one is named."""
     from relibra.routing.readers import iterate_routes
 
-    refuse_other_experts(path, num_experts)
+    check_num_experts(path, num_experts)
     for piece in iterate_routes(path, num_experts):
         if group is None:
             yield piece
@@ -197,31 +193,6 @@ def _pieces(path: Path, num_experts: int | None, group: str | None = None) -> It
             raise TraceError(f"{path} has no group {group!r}: its groups are {list(piece.group_names)}")
         wanted = {g for g, name in enumerate(piece.group_names) if name == group}
         yield piece.select([s for s, g in enumerate(piece.group_ids.tolist()) if g in wanted])
-
-
-def refuse_other_experts(path: Path, num_experts: int | None) -> None:
-    """A trace folder says itself how many experts there are."""
-    from relibra.routing.trace_files import read_index
-
-    if num_experts is None or not path.is_dir():
-        return
-    recorded = read_index(path).num_experts
-    if recorded != num_experts:
-        raise TraceError(f"{path} was recorded with {recorded} experts: leave out --num-experts {num_experts}")
-
-
-def visible(text: str) -> str:
-    """Write out what a terminal would obey or could not print: names come from files.
-
-    >>> print(visible("a\x1b[31m\ud800 \u00e9"))
-    a\\x1b[31m\\ud800 \u00e9
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def progress(words: str) -> Status:
-    """Show what is being done, on stderr, while it is done."""
-    return Console(stderr=True).status(escape(visible(words)))
 
 
 def _rank_counts(text: str) -> list[int]:
@@ -233,14 +204,3 @@ def _rank_counts(text: str) -> list[int]:
 
 def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-def runs(layer_ids: list[int]) -> str:
-    """Write ascending numbers as runs: 1-3, 5."""
-    runs: list[list[int]] = []
-    for layer in layer_ids:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,4 +1,4 @@
-"""`relibra train`: the main job."""
+"""`relibra train`: post-train a model with RL."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from relibra.cli.inputs import options
 from relibra.errors import ConfigError, RelibraError
 
 
@@ -22,17 +23,17 @@ def train(
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(help="Go on with the run in this folder from its last checkpoint; overrides change settings."),
+        typer.Option(help="Continue the run in this folder from its last checkpoint; overrides change its settings."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
+    as_json: options.Json = False,
     show_config: Annotated[
-        bool, typer.Option("--show-config", help="Print the resolved settings as TOML and leave.")
+        bool, typer.Option("--show-config", help="Print the resolved settings as TOML and exit.")
     ] = False,
 ) -> None:
     """Post-train a model with RL: PPO, T-PPO, GRPO, DAPO or GSPO, experts balanced from the routes of the rollout.
 
-    Progress goes to stderr. The first Ctrl-C lets the current step finish and leaves a readable run folder; the second
-    stops at once. Under torchrun the command becomes one of its ranks.
+    Progress goes to stderr. The first Ctrl-C finishes the current step and keeps the run folder readable; the second
+    stops at once. Under torchrun this process is one of the ranks.
 
     Example: relibra train run.steps=3 warmup.steps=20   (a smoke run, too short to learn)
     """
@@ -42,7 +43,7 @@ def train(
     words = settings or []
     file = Path(words[0]) if words and "=" not in words[0] else None
     if resume is not None and file is not None:
-        raise ConfigError(f"--resume {resume} and a settings file {file} contradict each other: leave the file out")
+        raise ConfigError(f"--resume {resume} and a settings file {file} contradict each other: leave out the file")
     base = None if resume is None else open_run_folder(resume)
     config = load_config(file, words[1:] if file else words, base=base)
     if base is not None:
@@ -65,7 +66,7 @@ def train(
     if steps:
         try:
             page = write_report(finished.run)
-        except RelibraError as error:  # the page is an extra; the run is done without it
+        except RelibraError as error:  # the run itself is complete
             typer.echo(f"no report: {error}", err=True)
     if as_json:
         outcome = {

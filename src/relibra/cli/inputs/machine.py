@@ -1,0 +1,44 @@
+"""The machine named by --cluster, --ranks and --ranks-per-node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relibra.cli.terminal import plural
+from relibra.errors import ConfigError
+
+if TYPE_CHECKING:
+    from relibra.cluster import Cluster
+
+
+def open_cluster(name: str) -> Cluster:
+    """Return a preset, or the machine of a TOML file, with its own number of ranks.
+
+    raises    ClusterError when it is unknown or damaged
+    """
+    from relibra.cluster import cluster_preset, read_cluster
+
+    return read_cluster(Path(name)) if name.endswith(".toml") else cluster_preset(name)
+
+
+def fit_cluster(cluster: Cluster, num_experts: int, ranks: int, ranks_per_node: int | None) -> Cluster:
+    """Return the same machine with the given number of ranks.
+
+    raises    ConfigError when the ranks do not divide the experts, or do not fill nodes
+    """
+    per_node = ranks_per_node or cluster.ranks_per_node
+    allowed = [r for r in range(1, num_experts + 1) if num_experts % r == 0 and r % min(r, per_node) == 0]
+    listed = ", ".join(map(str, allowed))
+    if num_experts % ranks:
+        raise ConfigError(
+            f"--ranks {ranks} does not divide {num_experts} experts: allowed are {listed} (divisors of {num_experts} "
+            f"that fill nodes of {per_node})"
+        )
+    if ranks % min(ranks, per_node):
+        nodes = ", ".join(str(g) for g in range(1, ranks + 1) if ranks % g == 0)
+        raise ConfigError(
+            f"--ranks {ranks} does not fill nodes of {plural(per_node, 'rank')}: choose --ranks from {listed}, or "
+            f"--ranks-per-node from {nodes}"
+        )
+    return cluster.with_ranks(ranks, ranks_per_node)

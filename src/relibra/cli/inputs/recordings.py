@@ -1,0 +1,56 @@
+"""`find_recording`: the trace behind a run's settings, a run's folder, or the path of a trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from relibra.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """Recorded routes.
+
+    trace     where they are
+    config    config.json of the recorded model; None where it is not known
+    words     which step of which run they are; empty for a bare trace
+    """
+
+    trace: Path
+    config: Path | None = None
+    words: str = ""
+
+
+def find_recording(source: Path) -> Recording:
+    """Return the last recorded step of a run, given its settings or folder; any other path is a trace.
+
+    raises    ConfigError when a run has recorded nothing
+    """
+    if source.suffix == ".toml":
+        from relibra.rl.config.run_config import load_config
+
+        run = load_config(source).run
+        folders = [run.folder / run.name, *sorted(run.folder.glob(f"{run.name}-*"), key=lambda path: path.name)]
+        recorded = [folder for folder in folders if _steps(folder)]
+        if not recorded:
+            raise ConfigError(
+                f"{source}: the run has no recorded routes in {folders[0] / 'traces'}: train first (relibra train "
+                f"{source}), or name a trace"
+            )
+        return _last_step(recorded[-1])
+    if (source / "traces").is_dir() or (source / "config.json").is_file():
+        if not _steps(source):
+            raise ConfigError(f"{source} is the folder of a run without recorded routes: it has no traces/step-*")
+        return _last_step(source)
+    return Recording(trace=source)
+
+
+def _steps(run: Path) -> list[Path]:
+    return sorted((run / "traces").glob("step-*"))
+
+
+def _last_step(run: Path) -> Recording:
+    last, config = _steps(run)[-1], run / "policy" / "config.json"
+    number = int(last.name.removeprefix("step-"))
+    return Recording(trace=last, config=config if config.is_file() else None, words=f"step {number} of run {run.name}")

@@ -1,0 +1,39 @@
+"""`write_page`: the HTML page of a plan beside the static layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relibra.cli.inputs.models import open_model
+from relibra.cli.inputs.workload import Workload
+from relibra.cli.terminal import print_note, progress
+
+if TYPE_CHECKING:
+    from relibra.planning.analysis.comparison import ComparisonRow
+    from relibra.planning.plan import StepPlan
+
+
+def write_page(path: Path, plan: StepPlan, workload: Workload, model: str, rows: Sequence[ComparisonRow] = ()) -> None:
+    """Write the page of a plan and print its path on stderr.
+
+    model    whose sizes are simulated
+    rows     balancers on the same step, shown beside the plan
+    """
+    from relibra.reporting.data.compared_plans import side_of, static_side
+    from relibra.reporting.data.planned_step import distinct_of
+    from relibra.reporting.pages.plan_page import Question, write_plan_page
+    from relibra.simulation import cut_model
+
+    demand = workload.demand
+    before, after = static_side(plan, demand), side_of("the plan", plan, demand)
+    with progress(f"simulating and drawing {path}"):
+        question = Question(
+            cluster=workload.machine,
+            model=cut_model(open_model(model), demand),
+            rows=rows,
+            distinct=distinct_of(workload.open_routes(), before, after),
+        )
+        page = write_plan_page(path, before, after, question)
+    print_note(f"page: {page}")

@@ -1,0 +1,157 @@
+"""`simulate_balancer`: one step, planned by a balancer and simulated, for `relibra simulate` and `relibra sweep`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from relibra.cli.inputs.models import open_model
+from relibra.cli.inputs.recordings import Recording
+from relibra.cli.inputs.requests import SimulationRequest
+from relibra.cli.inputs.workload import Workload
+from relibra.planning.budget import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+    from relibra.planning.budget import Budget
+    from relibra.planning.plan import StepPlan
+    from relibra.routing.demand import Demand
+    from relibra.simulation import Execution, MemoryUse, ModelShape, SimulatedStep
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SimulatedPlan:
+    """The simulated step of one plan.
+
+    skew            token-slots of the busiest ranks / mean ranks
+    rows_counted    rows between ranks were counted token by token, not bounded from pairs of experts
+    """
+
+    plan: StepPlan
+    step: SimulatedStep
+    memory: MemoryUse
+    skew: float
+    rows_counted: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenChoices:
+    """Experts that each token of a trace chose, and the sample of the demand that the token belongs to."""
+
+    experts_TLK: ndarray
+    sample_T: ndarray
+
+    def count_rows(self, plan: StepPlan, scheduled: Demand) -> ndarray | None:
+        """Count the tokens that travel from rank to rank, [M, L, R, R]; None where that would take too long."""
+        from relibra.planning.traffic.byte_ledger import MAX_PAIRS, distinct_rows_of_step
+
+        assert scheduled.tokens_MLRE is not None, "scheduled by the plan"
+        M, L, R, _ = scheduled.tokens_MLRE.shape
+        if M * L * R * R > MAX_PAIRS:
+            return None
+        return distinct_rows_of_step(plan, scheduled, self.experts_TLK, self.sample_T)
+
+
+def open_token_choices(workload: Workload) -> TokenChoices:
+    """Read the tokens that a demand was counted from."""
+    from relibra.routing.demand_rows import sample_of_rows
+
+    routes = workload.open_routes()
+    return TokenChoices(experts_TLK=routes.experts_TLK, sample_T=sample_of_rows(routes, workload.demand))
+
+
+def simulated_model(recording: Recording, name: str | None) -> ModelShape:
+    """Return the sizes of the named model, else of the recorded one, else of the default.
+
+    raises    ConfigError for an unknown model
+    """
+    return open_model(name or str(recording.config or DEFAULT_MODEL))
+
+
+def budget_of(request: SimulationRequest) -> Budget:
+    """Return what the balancer may use."""
+    from relibra.planning.budget import Budget
+
+    return Budget(slots=request.slots, objective=request.objective.value, seed=request.seed)
+
+
+def execution_of(request: SimulationRequest) -> Execution:
+    """Return how the step is executed."""
+    from relibra.simulation import Execution
+
+    return Execution(pipeline_stages=request.pipeline_stages, recompute_activations=request.recompute)
+
+
+def simulate_balancer(
+    request: SimulationRequest, workload: Workload, tokens: TokenChoices, model: ModelShape
+) -> SimulatedPlan:
+    """Plan with the requested balancer and simulate the step; a plan slower than static is kept.
+
+    tokens    of the workload
+    model     with the layers, experts and choices of the routes
+    raises    ConfigError, before anything is planned, for a layout that does not fit
+    """
+    from relibra.planning.analysis.comparison import with_levers
+    from relibra.planning.planner import plan_step
+    from relibra.simulation import ParallelLayout, memory_use, simulate_step
+
+    machine, demand, execution = workload.machine, workload.demand, execution_of(request)
+    layout = ParallelLayout(expert_parallel=machine.num_ranks, pipeline_stages=request.pipeline_stages)
+    layout.check(machine, model)
+    name, budget = with_levers(request.balancer, budget_of(request))
+    plan = plan_step(
+        demand, machine, budget, name, expert=model.expert, history_MLE=workload.history_MLE, never_worse=False
+    )
+    scheduled = plan.scheduled(demand)
+    rows_MLRR = tokens.count_rows(plan, scheduled)
+    return SimulatedPlan(
+        plan=plan,
+        step=simulate_step(plan, scheduled, machine, model, execution, distinct_MLRR=rows_MLRR),
+        memory=memory_use(plan, scheduled, machine, model, execution),
+        skew=plan.skew(scheduled),
+        rows_counted=rows_MLRR is not None,
+    )
+
+
+def count_tokens(demand: Demand, model: ModelShape) -> int:
+    """Return the tokens of a scheduled step."""
+    return int(demand.load_MLE[:, 0].sum()) // model.top_k
+
+
+def is_static(plan: StepPlan, static: StepPlan) -> bool:
+    """Return whether a plan is the static layout: its homes, its schedule, no copies."""
+    import numpy as np
+
+    same = all(
+        np.array_equal(getattr(plan, name), getattr(static, name)) for name in ("home_LE", "micro_batch_S", "rank_S")
+    )
+    return same and not plan.num_copies
+
+
+def rows_in_words(one: SimulatedPlan) -> str:
+    """Return where the rows between ranks come from."""
+    return (
+        "rows between ranks are counted token by token"
+        if one.rows_counted
+        else "rows between ranks are a lower bound from pairs of experts: this step is too large to count them"
+    )
+
+
+def static_plan_in_words(balancer: str, chosen: SimulatedPlan, static: SimulatedPlan, workload: Workload) -> str:
+    """Return why a balancer kept the static layout or had no history, and what would change that; empty elsewhere."""
+    from relibra.planning.balancers import BALANCERS
+
+    if workload.history_MLE is None and balancer in BALANCERS and BALANCERS[balancer].sees == "history":
+        return f"{balancer} plans from earlier loads only and had none: --take second-half gives it the first half"
+    if balancer == "static" or not is_static(chosen.plan, static.plan):
+        return ""
+    kept = f"{balancer} kept the static layout"
+    if not balancer.startswith("relibra"):
+        return kept
+    plan = chosen.plan
+    options = "a larger --micro-batch-tokens" if plan.slots else "a larger --micro-batch-tokens or --slots 1"
+    return (
+        f"{kept}: at {workload.tokens_per_rank:,.0f} tokens per rank and micro-batch no change saves more "
+        f"{plan.objective} than it costs; {options} may change that"
+    )

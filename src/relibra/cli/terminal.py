@@ -1,0 +1,57 @@
+"""Text for a terminal: numbers with their nouns, safe file names, wrapped sentences, progress."""
+
+from __future__ import annotations
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
+
+
+def plural(count: int, noun: str) -> str:
+    """Write a number with its noun.
+
+    >>> plural(1, "micro-batch"), plural(2048, "token")
+    ('1 micro-batch', '2,048 tokens')
+    """
+    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{count:,} {noun}{ending}"
+
+
+def printable(text: str) -> str:
+    """Escape control and other unprintable characters: names come from files.
+
+    >>> print(printable("a\x1b[31m \u00e9"))
+    a\\x1b[31m \u00e9
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def progress(words: str) -> Status:
+    """Show a spinner with a message on stderr while the `with` block runs."""
+    return Console(stderr=True).status(escape(printable(words)))
+
+
+def print_wrapped(text: str) -> None:
+    """Print a sentence, wrapped between words at the width of the terminal."""
+    Console().print(printable(text), highlight=False, markup=False)
+
+
+def print_note(text: str) -> None:
+    """Print a line on stderr, beside the results on stdout."""
+    typer.echo(printable(text), err=True)
+
+
+def ranges_in_words(numbers: list[int]) -> str:
+    """Write ascending numbers as ranges.
+
+    >>> ranges_in_words([1, 2, 3, 5])
+    '1-3, 5'
+    """
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    return ", ".join(str(one[0]) if len(one) == 1 else f"{one[0]}-{one[-1]}" for one in ranges)
