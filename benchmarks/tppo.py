@@ -48,7 +48,7 @@ SETTINGS = (
     "evaluation.every=5",
     "evaluation.prompts=192",
 )
-WARM_UP = ("parallel.ranks=2", "warmup.steps=500", "warmup.batch=64", "warmup.slip=0.2")
+WARM_UP = ("parallel.ranks=2", "warmup.steps=500", "warmup.batch=64", "warmup.error_rate=0.2")
 WINDOWS = ("rollout.window=48", "algorithm.tail_drop=2")
 QUEUE = 3
 """Times as many responses per step as places, where PPO queues them."""

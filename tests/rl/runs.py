@@ -59,11 +59,11 @@ def make_user_task(folder: Path, characters: str = "0123456789+=,.") -> tuple[st
     from transformers import AutoModelForCausalLM
 
     from relibra.rl.config.run_config import load_config
-    from relibra.rl.model.policy import built_in_config
-    from relibra.rl.model.tokenizer import CharacterTokenizer
+    from relibra.rl.toy.character_tokenizer import CharacterTokenizer
+    from relibra.rl.toy.model import built_in_config
 
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = CharacterTokenizer(characters, characters[-1])
+    tokenizer = CharacterTokenizer(characters)
     sizes = load_config(None, ["model.hidden_size=16", "model.num_experts=4", "model.num_layers=2"]).model
     AutoModelForCausalLM.from_config(built_in_config(sizes, tokenizer.vocab_size)).save_pretrained(folder / "model")
     tokenizer.save(folder / "model")

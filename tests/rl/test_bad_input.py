@@ -59,7 +59,7 @@ BAD_TASKS = {
         "rollout.max_prompt=3",
         "of the task 'prompts' has 4 tokens: allowed are 1 to 3 (rollout.max_prompt)",
     ),
-    "warm_up": ("warmup.steps=3", "the task 'prompts' has no demonstrations: set warmup.steps=0"),
+    "warm_up": ("warmup.steps=3", "the task has no demonstrations: set warmup.steps=0"),
     "no_such_model": ("model.path=nowhere", "nowhere"),
 }
 

@@ -15,7 +15,7 @@ SETTINGS = (
     "model.num_layers=2",
     "model.num_experts=8",
     "warmup.batch=64",
-    "warmup.slip=0.2",
+    "warmup.error_rate=0.2",
     "warmup.learning_rate=8e-3",
     "algorithm.preset=tppo",
     "algorithm.tail_drop=2",
@@ -47,7 +47,7 @@ def runs():
 
 @pytest.fixture(scope="module")
 def policy(runs, tmp_path_factory):
-    """Where all runs start: it adds up right, and slips now and then; seeds differ in prompts and samples."""
+    """Return a warm model that knows addition and makes random errors; seeds differ in prompts and samples."""
     return runs.warmed_up((*SETTINGS, "warmup.steps=240"), tmp_path_factory.mktemp("learning"), "warm-up")
 
 

@@ -149,7 +149,15 @@ def _begin_or_resume(
     warm = True
     from_checkpoint = broadcast_json(has_checkpoint(run) if dist.get_rank() == 0 else None)
     if not from_checkpoint:
-        warm = warm_up(policy.trained, task, tokenizer, config, _warmup_hook(display, stop))
+        warm = warm_up(
+            policy.trained,
+            task,
+            tokenizer,
+            config.warmup,
+            config.update,
+            seed=config.run.seed,
+            on_step=_warmup_hook(display, stop),
+        )
     optimizer = make_optimizer(policy.trained, config.update.learning_rate, config.update.weight_decay)
     critic_model = build_critic(config, policy, run, device)
     critic = None

@@ -10,11 +10,12 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from relibra.errors import ConfigError
-from relibra.rl.model.tokenizer import PADDING, CharacterTokenizer, ModelTokenizer, Tokenizer, make_tokenizer
+from relibra.rl.model.tokenizer import ModelTokenizer, Tokenizer, make_tokenizer
 from relibra.rl.toy.arithmetic import CHARACTERS, STOP
+from relibra.rl.toy.character_tokenizer import PADDING, CharacterTokenizer
 from relibra.rl.toy.strings import CHARACTERS as LETTERS
 
-TOKENIZER = CharacterTokenizer(CHARACTERS, STOP)
+TOKENIZER = CharacterTokenizer(CHARACTERS)
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
     "{{ m.content }}={% endfor %}{% if add_generation_prompt %}0{% endif %}"
@@ -54,7 +55,7 @@ def test_a_character_without_an_id_is_named_and_messages_are_refused():
 
 @pytest.mark.parametrize("characters", [CHARACTERS, LETTERS, "aA b\n\t'é中\N{GRINNING FACE}."])
 def test_a_saved_character_tokenizer_has_the_same_ids_in_transformers(tmp_path, characters):
-    own = CharacterTokenizer(characters, characters[-1])
+    own = CharacterTokenizer(characters)
     own.save(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     loaded = ModelTokenizer.load(str(tmp_path))
@@ -80,14 +81,14 @@ def test_both_are_tokenizers_and_the_path_decides(saved):
 
 def test_messages_go_through_the_chat_template(saved, tmp_path):
     messages = [{"role": "user", "content": "1+2"}]
-    with pytest.raises(ConfigError, match=r"has no chat template, which prompts of chat messages need: use plain text"):
+    with pytest.raises(ConfigError, match="no chat template"):
         ModelTokenizer.load(str(saved)).encode(messages)
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     tokenizer = ModelTokenizer.load(str(tmp_path))
     assert tokenizer.encode(messages) == TOKENIZER.encode("1+2=0")
     assert tokenizer.encode("1+2=") == TOKENIZER.encode("1+2=")
-    with pytest.raises(ConfigError, match=r"its chat template refuses the messages .*\(no system message\)"):
+    with pytest.raises(ConfigError, match=r"messages .*\(no system message\)"):
         tokenizer.encode([{"role": "system", "content": "1"}])
 
 
@@ -132,14 +133,12 @@ def test_a_model_whose_responses_never_end_is_refused(saved, tmp_path):
     theirs = AutoTokenizer.from_pretrained(saved)
     theirs.eos_token = None
     theirs.save_pretrained(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"no eos_token and its generation_config\.json no eos_token_id, so no respons"
-    ):
+    with pytest.raises(ConfigError, match=r"eos_token of the tokenizer or eos_token_id in generation_config\.json"):
         ModelTokenizer.load(str(tmp_path))
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"model\.path '.*': no tokenizer can be loaded from there \("):
+    with pytest.raises(ConfigError, match=r"model\.path '.*' has no tokenizer"):
         ModelTokenizer.load(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"model\.path '.*absent': there is no such folder; name one that"):
+    with pytest.raises(ConfigError, match=r"model\.path '.*absent' does not exist"):
         ModelTokenizer.load(str(tmp_path / "absent"))

@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 
 from relibra.errors import ConfigError
 from relibra.rl.config.run_config import load_config
-from relibra.rl.model.tokenizer import CharacterTokenizer
 from relibra.rl.rollout.admission import SampleCursor, check_versions
 from relibra.rl.rollout.collect import check_live_responses, collect, compute_rewards, longest_prompt
 from relibra.rl.rollout.embedded import EmbeddedEngine
 from relibra.rl.rollout.response import RolloutCost, Window, new_response
 from relibra.rl.tasks.make import make_task
 from relibra.rl.toy.arithmetic import Arithmetic
+from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 from tests.replay.tiny_models import tiny_model
 from tests.rl.joined import alone
 from tests.rl.made_up import response_of
 
 TASK = Arithmetic(seed=0, max_terms=6, continue_probability=0.5)
-TOKENIZER = CharacterTokenizer(TASK.characters, TASK.characters[-1])
+TOKENIZER = CharacterTokenizer(TASK.characters)
 
 
 @pytest.fixture(scope="module", autouse=True)

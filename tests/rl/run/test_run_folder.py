@@ -11,7 +11,6 @@ import pytest
 from relibra.errors import ConfigError
 from relibra.reporting.data.metrics import read_metrics
 from relibra.rl.config.run_config import RunConfig, load_config
-from relibra.rl.model.tokenizer import CharacterTokenizer
 from relibra.rl.run import run_folder
 from relibra.rl.run.run_folder import (
     MetricsLog,
@@ -24,11 +23,12 @@ from relibra.rl.run.run_folder import (
     trace_folder,
 )
 from relibra.rl.toy.arithmetic import Arithmetic
+from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 from tests.rl.joined import alone
 from tests.rl.made_up import response_of
 
 TASK = Arithmetic(seed=0, max_terms=6, continue_probability=0.5)
-TOKENIZER = CharacterTokenizer(TASK.characters, TASK.characters[-1])
+TOKENIZER = CharacterTokenizer(TASK.characters)
 
 
 def config_of(folder, *overrides):

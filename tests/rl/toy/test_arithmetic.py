@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from relibra.rl.model.tokenizer import CharacterTokenizer
 from relibra.rl.tasks.task import Demonstrating, Task
 from relibra.rl.toy.arithmetic import CHARACTERS, STOP, Arithmetic, problem, write_chain
+from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 
 TASK = Arithmetic(seed=0, max_terms=12, continue_probability=0.72)
-TOKENIZER = CharacterTokenizer(CHARACTERS, STOP)
+TOKENIZER = CharacterTokenizer(CHARACTERS)
 PROMPT = problem([7, 5, 8])
 
 
@@ -26,18 +26,18 @@ def test_sampled_padding_earns_nothing():
     assert TASK.reward(PROMPT, TOKENIZER.decode(padded), stopped=True) == 0.0
 
 
-def test_demonstrations_without_slips_are_right_and_can_be_encoded():
+def test_demonstrations_without_errors_are_right_and_can_be_encoded():
     rng = np.random.default_rng(0)
     for number in range(200):
         prompt = TASK.prompt(number)
-        answer = TASK.demonstrate(prompt, rng, slip=0.0)
+        answer = TASK.demonstrate(prompt, rng, error_rate=0.0)
         assert TASK.reward(prompt, answer, stopped=True) == 1.0
         assert TOKENIZER.decode(TOKENIZER.encode(prompt.text + answer)) == prompt.text + answer
 
 
-def test_a_slip_at_every_link_leaves_one_answer_in_ten_right():
+def test_errors_at_every_link_leave_one_answer_in_ten_right():
     rng = np.random.default_rng(0)
-    rewards = [TASK.reward(PROMPT, write_chain((7, 5, 8), rng, slip=1.0), stopped=True) for _ in range(2000)]
+    rewards = [TASK.reward(PROMPT, write_chain((7, 5, 8), rng, error_rate=1.0), stopped=True) for _ in range(2000)]
     assert np.mean(rewards) == pytest.approx(0.1, abs=0.03)
 
 

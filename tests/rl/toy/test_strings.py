@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra.rl.model.tokenizer import CharacterTokenizer
 from relibra.rl.tasks.task import Demonstrating, Task
+from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 from relibra.rl.toy.strings import LETTERS, STOP, Strings, rearranged
 
 
@@ -31,12 +31,12 @@ def test_sorting_and_reversing_keep_the_letters(word):
 
 
 @pytest.mark.parametrize("operation", ["sort", "reverse"])
-def test_demonstrations_without_slips_are_right_and_can_be_encoded(operation):
+def test_demonstrations_without_errors_are_right_and_can_be_encoded(operation):
     task, rng = strings(operation), np.random.default_rng(0)
-    tokenizer = CharacterTokenizer(task.characters, STOP)
+    tokenizer = CharacterTokenizer(task.characters)
     for number in range(200):
         prompt = task.prompt(number)
-        answer = task.demonstrate(prompt, rng, slip=0.0)
+        answer = task.demonstrate(prompt, rng, error_rate=0.0)
         assert task.reward(prompt, answer, stopped=True) == 1.0
         assert task.reward(prompt, answer, stopped=False) == 0.0
         assert tokenizer.decode(tokenizer.encode(prompt.text + answer)) == prompt.text + answer
@@ -45,7 +45,7 @@ def test_demonstrations_without_slips_are_right_and_can_be_encoded(operation):
 def test_every_letter_counts():
     task = strings("reverse")
     prompt = task.prompt(0)
-    right = task.demonstrate(prompt, np.random.default_rng(0), slip=0.0)
+    right = task.demonstrate(prompt, np.random.default_rng(0), error_rate=0.0)
     for place in range(len(right)):
         other = "a" if right[place] != "a" else "b"
         assert task.reward(prompt, right[:place] + other + right[place + 1 :], stopped=True) == 0.0
@@ -53,12 +53,12 @@ def test_every_letter_counts():
         assert task.reward(prompt, wrong, stopped=True) == 0.0
 
 
-def test_slips_are_wrong_letters_and_as_many_as_asked_for():
+def test_the_share_of_wrong_letters_is_the_error_rate():
     task, rng = strings("sort"), np.random.default_rng(0)
     wrong = letters = 0
     for number in range(1000):
         prompt = task.prompt(number)
-        right, written = (task.demonstrate(prompt, rng, slip=slip) for slip in (0.0, 0.3))
+        right, written = (task.demonstrate(prompt, rng, error_rate=rate) for rate in (0.0, 0.3))
         assert len(right) == len(written)
         wrong += sum(a != b for a, b in zip(right, written, strict=True))
         letters += len(right)
@@ -68,7 +68,7 @@ def test_slips_are_wrong_letters_and_as_many_as_asked_for():
 def test_responses_grow_with_the_word_and_have_a_long_tail():
     task, rng = strings(), np.random.default_rng(0)
     prompts = [task.prompt(number) for number in range(4000)]
-    lengths = np.array([len(task.demonstrate(prompt, rng, slip=0.0)) for prompt in prompts], dtype=float)
+    lengths = np.array([len(task.demonstrate(prompt, rng, error_rate=0.0)) for prompt in prompts], dtype=float)
     words = np.array([len(prompt.row["word"]) for prompt in prompts], dtype=float)
     assert np.corrcoef(lengths, words)[0, 1] > 0.95
     assert (words.min(), words.max()) == (2, 12)

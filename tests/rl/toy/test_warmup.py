@@ -5,15 +5,15 @@ import copy
 import pytest
 import torch
 
-from relibra.rl.model.tokenizer import CharacterTokenizer
 from relibra.rl.toy.arithmetic import Arithmetic
+from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 from relibra.rl.toy.warmup import warm_up
 from tests.replay.tiny_models import tiny_model
 from tests.rl.joined import alone, tiny_config
 from tests.rl.ranks_at_work import run_on_ranks
 
 TASK = Arithmetic(seed=0, max_terms=6, continue_probability=0.5)
-TOKENIZER = CharacterTokenizer(TASK.characters, TASK.characters[-1])
+TOKENIZER = CharacterTokenizer(TASK.characters)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,7 +29,15 @@ def warmed(model, tokens):
         lambda _, _args, named: lengths.append(named["input_ids"].shape[1]), with_kwargs=True
     )
     config = tiny_config("warmup.steps=3", "warmup.batch=12", f"update.micro_batch_tokens={tokens}")
-    assert warm_up(model, TASK, TOKENIZER, config, lambda _step, loss: losses.append(loss))
+    assert warm_up(
+        model,
+        TASK,
+        TOKENIZER,
+        config.warmup,
+        config.update,
+        seed=config.run.seed,
+        on_step=lambda _step, loss: losses.append(loss),
+    )
     handle.remove()
     return model, losses, lengths
 

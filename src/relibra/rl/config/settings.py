@@ -1,4 +1,4 @@
-"""The settings of a run, section by section: frozen pydantic models. No torch in here; `config.py` reads files."""
+"""Settings of a run by section, as frozen pydantic models; `run_config.py` loads them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,70 +11,70 @@ from relibra.rl.config.presets import PRESETS
 
 
 class Section(BaseModel):
-    """A group of settings; unknown keys are refused, values never change."""
+    """Base of a section: immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class RunSettings(Section):
-    """What the run is called and how long it goes on."""
+    """Name, seed and length of the run."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the run folder; a number is added when it exists."""
+    """Name of the run folder; if it exists, -2, -3, ... is appended."""
     folder: Path = Path("runs")
-    """Folder that holds run folders."""
+    """Folder that contains run folders."""
     seed: int = Field(0, ge=0)
-    """Everything random follows from it: weights, prompts, samples."""
+    """Seed of built-in weights, prompt order and sampling."""
     steps: int = Field(60, ge=0)
-    """RL steps: rollout, reward, recompute, plan, update, weight sync."""
+    """Number of RL steps (rollout, reward, plan, recompute, update, weight sync)."""
 
 
 class TaskSettings(Section):
-    """What the policy is trained to do."""
+    """Prompts and rewards."""
 
     name: Literal["arithmetic", "strings", "prompts"] = "arithmetic"
     """"arithmetic": chains of additions; "strings": sort or reverse letters; "prompts": your own file."""
     max_terms: int = Field(12, ge=2, le=64)
-    """arithmetic: longest chain."""
+    """arithmetic: most terms of a sum."""
     continue_probability: float = Field(0.72, ge=0, lt=1)
-    """arithmetic, strings: chance that a chain or a word goes on after each term or letter: the tail of the lengths."""
+    """arithmetic, strings: probability of one more term or letter; larger values give a longer tail of lengths."""
     tail_exponent: float = Field(0.0, ge=0)
-    """arithmetic: above 0, lengths follow a power law instead: P(more than n terms) = (2 / (n + 1)) ^ tail_exponent."""
+    """arithmetic: above 0, lengths follow a power law: P(more than n terms) = (2 / (n + 1)) ^ tail_exponent."""
     operation: Literal["sort", "reverse"] = "reverse"
-    """strings: what to do with the letters."""
+    """strings: operation on the letters."""
     max_letters: int = Field(12, ge=2, le=64)
-    """strings: longest word."""
+    """strings: most letters of a word."""
     file: Path | None = None
     """prompts: a .jsonl or .parquet file with one prompt per row."""
     evaluation_file: Path | None = None
-    """prompts: rows for evaluation; none: the last rows of `file`, which are then left out of training."""
+    """prompts: rows for evaluation; none: the last rows of `file`, which are then not trained on."""
     prompt_column: str = "prompt"
-    """prompts: column with the text, or with a list of chat messages."""
+    """prompts: column with the text or a list of chat messages."""
     answer_column: str = "answer"
-    """prompts: column with the right answer, for the rewards "exact" and "maths"."""
+    """prompts: column with the correct answer, for the rewards "exact" and "maths"."""
     reward: str = "maths"
-    """prompts: "exact", "maths", or your function as `module:function`; it is called as function(response, row)."""
+    """prompts: "exact", "maths", or your own `module:function`, called as function(response, row)."""
 
 
 class ModelSettings(Section):
-    """The policy: a model of your own, or a tiny Qwen3-MoE-shaped one, built from these sizes."""
+    """The policy: your own model (path), or a built-in small Qwen3-MoE of these sizes."""
 
     path: str = ""
-    """Folder of a `transformers` model, or its name on the hub; empty: the tiny one, whose sizes follow."""
+    """Folder of a `transformers` model, or its name on the hub; empty: the built-in model, whose sizes follow."""
     hidden_size: int = Field(64, ge=8, multiple_of=8)
-    """Width; experts are half as wide inside."""
+    """Hidden size; the inner width of an expert is half of it."""
     num_layers: int = Field(3, ge=1)
-    """Decoder layers, all of them MoE."""
+    """Decoder layers; all are MoE layers."""
     num_heads: int = Field(4, ge=2, multiple_of=2)
-    """Attention heads; half as many for keys and values."""
+    """Query heads; there are half as many key and value heads."""
     num_experts: int = Field(16, ge=0)
     """Routed experts per layer; 0: a dense model."""
     experts_per_token: int = Field(2, ge=1)
-    """Choices per token, K."""
+    """Experts per token (top-k)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of computing. Trained weights, gradients and optimizer states are kept in float32 either way."""
+    """Dtype of forward and backward passes; trained weights, gradients and optimizer states are always float32."""
     activation_checkpointing: bool = False
-    """Keep only the inputs of each layer for the backward pass, and compute the rest again."""
+    """Save only the input of each layer for the backward pass and recompute the rest; less memory, more time."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> ModelSettings:
@@ -86,44 +86,44 @@ class ModelSettings(Section):
 
 
 class WarmupSettings(Section):
-    """Supervised steps before RL, on demonstrations that slip now and then; for tasks that can demonstrate."""
+    """Supervised steps before RL on demonstrations with random errors; built-in tasks only."""
 
     steps: int = Field(320, ge=0)
-    """Optimizer steps."""
+    """Optimizer steps; 0 for your own model."""
     batch: int = Field(128, ge=1)
-    """Demonstrations per step, over all ranks."""
+    """Demonstrations per step, summed over ranks."""
     learning_rate: float = Field(5e-3, gt=0)
-    """AdamW's at its height: a ramp over the first 20 steps, then a linear fall to a tenth."""
-    slip: float = Field(0.3, ge=0, le=1)
-    """Chance, at the end, of a mistake at each link of a demonstration; RL has to unlearn it. The first half of the
-    warm-up is without slips, then the chance grows evenly."""
+    """Peak learning rate of AdamW: rises linearly over 20 steps, then falls linearly to a tenth."""
+    error_rate: float = Field(0.3, ge=0, le=1)
+    """Probability of an error in each link or letter of a demonstration, reached at the last step; 0 in the first half
+    of the warm-up. RL then removes these errors."""
 
 
 class RolloutSettings(Section):
-    """How responses are sampled."""
+    """Sampling of responses."""
 
     prompts_per_step: int = Field(32, ge=1)
-    """Prompts per step, over all ranks; times `responses_per_prompt` they are the responses under way at once."""
+    """Prompts per step, summed over ranks; times `responses_per_prompt` = responses in progress at once."""
     responses_per_prompt: int = Field(8, ge=1)
-    """Responses to each prompt: the group that an advantage may be measured in."""
+    """Responses per prompt: the group of group-relative advantages."""
     max_response: int = Field(80, ge=1)
-    """Longest response, in tokens."""
+    """Longest response in tokens."""
     window: int = Field(0, ge=0)
-    """Tokens that a step adds to a response at most (T-PPO); unfinished ones go on in the next. 0: max_response."""
+    """Most tokens that a step adds to a response (T-PPO); unfinished ones continue in the next step. 0: no limit."""
     refill: bool = False
-    """Places of responses that end inside a window take fresh ones at once: a step is at most `window` decode steps."""
+    """Start a new response as soon as one ends inside a window; a step still has at most `window` decode steps."""
     max_prompt: int = Field(1024, ge=1)
-    """Longest prompt, in tokens; a longer one ends the run with an error that names it."""
+    """Longest prompt in tokens; a longer one is an error that names its row."""
     max_batch: int = Field(256, ge=1)
-    """Responses that one rank decodes at once; where it has more, they take the places of finished ones."""
+    """Most responses that one rank decodes at once; further ones start as others finish. Limits KV-cache memory."""
     engine: Literal["embedded", "sglang", "vllm"] = "embedded"
-    """Who samples: a full copy of the policy in every process, or a server of that kind at `url`."""
+    """Sampler: "embedded" is a full copy of the policy in every rank; the others are servers at `url`."""
     url: str = ""
-    """sglang, vllm: the server's address, as in http://127.0.0.1:30000; it returns log-probs and routed experts."""
+    """sglang, vllm: server address, such as http://127.0.0.1:30000; it must return log-probs and routed experts."""
     server_weights: Path | None = None
-    """sglang, vllm: folder that trainer and server see under the same path: new weights go through it."""
+    """sglang, vllm: folder through which new weights go; trainer and server must see it under the same path."""
     temperature: float = Field(1.0, gt=0)
-    """Of sampling; log-probs are those of the tempered policy, in rollout and in training."""
+    """Sampling temperature; log-probs in rollout and training include it."""
 
     @property
     def responses_per_step(self) -> int:
@@ -132,21 +132,23 @@ class RolloutSettings(Section):
 
     @property
     def window_tokens(self) -> int:
-        """Tokens that a step adds to a response at most."""
+        """Most tokens that a step adds to a response."""
         return self.window or self.max_response
 
     @property
     def max_windows(self) -> int:
-        """Windows of a response at most; with `refill` the first may be shorter than others, which makes one more."""
+        """Most windows of a response; with `refill` the first may be shorter, which adds one."""
         return self.max_response // self.window_tokens + self.refill
 
     @model_validator(mode="after")
     def _parts_fit(self) -> RolloutSettings:
         if self.engine != "embedded" and not (self.url and self.server_weights):
-            raise ValueError(f"engine {self.engine!r} needs url and server_weights: the server, and a folder both see")
+            raise ValueError(
+                f"engine {self.engine!r} needs url (the server) and server_weights (a folder that both see)"
+            )
         if self.refill and self.engine != "embedded":
             raise ValueError(
-                f"refill needs engine 'embedded', and it is {self.engine!r}: a server does not count decode steps; set "
+                f"refill needs engine 'embedded', got {self.engine!r}: servers do not report decode steps; set "
                 "refill=false"
             )
         if self.max_response % self.window_tokens:
@@ -160,67 +162,67 @@ class RolloutSettings(Section):
 
 
 class AlgorithmSettings(Section):
-    """What is learned from a response: advantages, ratios, clips, corrections. A preset sets those you leave out."""
+    """Advantages, probability ratios, clips and corrections. The preset gives the values that you do not set."""
 
     preset: Literal["ppo", "tppo", "grpo", "dapo", "gspo"] = "dapo"
-    """Where the defaults of this section come from; see docs/training.md for what each sets."""
+    """Published algorithm whose values are the defaults of this section; table in docs/training.md."""
     advantage: Literal["gae", "group"] = "group"
-    """"gae": rewards minus what a value model expects, token by token; "group": minus the mean of its group."""
+    """"gae": generalized advantage estimation with a value model; "group": reward minus the mean of its group."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """gae: discount per token."""
+    """gae: discount factor per token."""
     lambda_mode: Literal["fixed", "length_adaptive"] = "fixed"
-    """gae: "length_adaptive" is 1 - 1 / (lambda_alpha x length), at least lambda_policy."""
+    """gae: "fixed" is lambda_policy; "length_adaptive" is 1 - 1 / (lambda_alpha x length), at least lambda_policy."""
     lambda_policy: float = Field(0.95, ge=0, le=1)
-    """gae: lambda of the policy's advantages, or its floor."""
+    """gae: lambda of the policy's advantages, or its lower bound."""
     lambda_alpha: float = Field(0.05, gt=0)
-    """gae: share of a response that the trace of an adaptive lambda spans."""
+    """gae: share of a response over which an adaptive lambda averages."""
     bootstrap: Literal["hold", "value"] = "hold"
-    """gae: value after the last token of an unfinished response: that before it (T-PPO), or the value model's."""
+    """gae: value after the last token of an unfinished response: "hold" repeats the one before it (T-PPO)."""
     tail_drop: int = Field(8, ge=0)
-    """gae: last tokens of an unfinished response that the policy does not train on."""
+    """gae: last tokens of an unfinished response that do not train the policy."""
     whiten: bool = True
-    """gae: shift and scale the advantages of a step to mean 0 and standard deviation 1."""
+    """gae: normalise the advantages of a step to mean 0 and standard deviation 1."""
     advantage_clamp: float = Field(10.0, gt=0)
-    """gae: advantages are kept within plus and minus this, after whitening."""
+    """gae: largest absolute advantage after whitening; larger ones are clamped."""
     divide_by_std: bool = True
-    """group: divide by the standard deviation of the group; false is Dr. GRPO."""
+    """group: divide by the standard deviation of the group's rewards; false is Dr. GRPO."""
     group_filter: Literal["off", "mixed"] = "off"
-    """"mixed": train only on groups whose finished responses differ in reward."""
+    """"mixed": train only on groups whose finished responses differ in reward (DAPO)."""
     overlong_buffer: int = Field(0, ge=0)
-    """Within this many tokens of max_response the reward falls, by 1 at the end (DAPO); 0: off."""
+    """Tokens before max_response over which the reward falls linearly, by 1 at max_response (DAPO); 0: off."""
     ratio: Literal["token", "sequence"] = "token"
-    """Probability ratio of each token, or one per response (GSPO)."""
+    """Probability ratio per token, or one per response (GSPO)."""
     aggregate: Literal["token", "token_over_step", "response", "constant"] = "token"
-    """Loss per mini-batch: mean over its tokens; the same with the step's mean number of tokens; mean over responses of
-    their means; or sum over responses of their sums / max_response, per response."""
+    """Mean of token losses in a mini-batch: over its tokens; over the step's mean number of tokens per mini-batch; mean
+    over responses of their means; or over responses of their sums / max_response (Dr. GRPO)."""
     clip_low: float = Field(0.2, gt=0, lt=1)
-    """Lower clip of the probability ratio is 1 - clip_low."""
+    """The probability ratio is clipped below at 1 - clip_low."""
     clip_high: float = Field(0.28, gt=0)
-    """Upper clip of the probability ratio is 1 + clip_high."""
+    """The probability ratio is clipped above at 1 + clip_high."""
     dual_clip: float = Field(0.0, ge=0)
-    """Largest weight of a token with negative advantage, above 1; 0: unlimited."""
+    """Largest ratio of a token with negative advantage, above 1; 0: unlimited."""
     kl_coefficient: float = Field(0.0, ge=0)
-    """Weight of the divergence from the policy as it was after the warm-up; 0: no reference policy is kept."""
+    """Weight of the KL divergence from the policy before the first RL step; 0: no reference policy in memory."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How that divergence is estimated from sampled tokens."""
+    """Estimator of that divergence from sampled tokens."""
     entropy_coefficient: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
     positive_coefficient: float = Field(0.0, ge=0)
-    """Weight of the language-model loss on finished responses with a positive reward (VAPO)."""
+    """Weight of the language-model loss on finished responses with positive reward (VAPO)."""
     replay: Literal["off", "R2", "R3"] = "R3"
-    """Experts in training: chosen anew; as in the recompute pass (R2); as in the rollout (R3, arXiv 2510.11370)."""
+    """Experts in training: the router's; of the recompute pass (R2); of the rollout (R3, arXiv 2510.11370)."""
     correction: Literal["off", "tis", "sequence_tis", "icepop", "mis"] = "off"
-    """What a difference between sampler and trainer does to a token's weight: truncated importance sampling per token
-    or per response, or weight 0 outside of correction_low..correction_high."""
+    """Token weights that correct the mismatch of sampler and trainer: truncated importance sampling per token (tis) or
+    per response; or, inside correction_low..correction_high, the ratio (icepop) or 1 (mis), and 0 outside."""
     correction_low: float = Field(0.5, ge=0, le=1)
-    """icepop, mis: smallest ratio of trainer to sampler that trains."""
+    """icepop, mis: smallest trainer/sampler probability ratio that is trained on."""
     correction_high: float = Field(2.0, ge=1)
-    """Largest ratio of trainer to sampler, cut there (tis) or masked beyond it (icepop, mis)."""
+    """Largest trainer/sampler probability ratio: truncated there (tis), or masked above it (icepop, mis)."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, settings: Any) -> Any:
-        """Put the values of the preset where none was given."""
+        """Add the values of the preset that were not given."""
         if not isinstance(settings, dict):
             return settings
         return {**PRESETS.get(settings.get("preset", "dapo"), {}), **settings}
@@ -233,85 +235,85 @@ class AlgorithmSettings(Section):
 
 
 class UpdateSettings(Section):
-    """How the optimizers step."""
+    """Optimizer steps of policy and value model."""
 
     learning_rate: float = Field(2e-4, gt=0)
-    """AdamW's for the policy."""
+    """Learning rate of AdamW for the policy."""
     warmup_steps: int = Field(0, ge=0)
-    """Optimizer steps over which the learning rates rise from 0."""
+    """Optimizer steps over which both learning rates rise linearly from 0."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW's."""
+    """Weight decay of AdamW; not applied to norms and biases."""
     mini_batches: int = Field(8, ge=1)
-    """Optimizer steps per rollout batch and epoch."""
+    """Mini-batches, and so optimizer steps, per RL step and epoch."""
     epochs: int = Field(1, ge=1)
-    """Times that a rollout batch is trained on."""
+    """Passes over the responses of a step."""
     micro_batch_tokens: int = Field(2048, ge=1)
-    """Tokens that one rank feeds at once, in the warm-up too; a longer response goes alone."""
+    """Most tokens of a rank's micro-batch; a longer response is one by itself. Limits activation memory."""
     max_grad_norm: float = Field(1.0, gt=0)
-    """Gradients are scaled down to this global norm."""
+    """Largest global gradient norm; larger gradients are scaled down to it."""
 
 
 class CriticSettings(Section):
-    """The value model of the "gae" algorithms: the policy's weights at the start, with a value head."""
+    """Value model of advantage "gae": the policy's initial weights with a value head."""
 
     learning_rate: float = Field(1e-3, gt=0)
-    """AdamW's for the value model."""
+    """Learning rate of AdamW for the value model."""
     warmup_steps: int = Field(0, ge=0)
-    """First RL steps in which only the value model learns."""
+    """First RL steps that train only the value model."""
     clip_low: float = Field(0.5, gt=0)
-    """A new value more than this below the one at rollout gets no credit for going on."""
+    """Value clipping: a new value is clipped at the old one - clip_low."""
     clip_high: float = Field(0.6, gt=0)
-    """The same above it."""
+    """Value clipping: a new value is clipped at the old one + clip_high."""
     min_finished: int = Field(1, ge=1)
-    """Finished responses are collected over steps until there are so many to train the value model on."""
+    """Fewest finished responses for a value update; fewer are kept for later steps."""
     explained_variance_gate: float | None = None
     """Unfinished responses train the policy only while the value model explains more than this share of the variance
-    of returns; none: always."""
+    of returns; none: no gate."""
 
 
 class PlanSettings(Section):
-    """Balanced expert parallelism: what may be planned from the recorded routes. Needs replay, and several ranks."""
+    """Balanced expert parallelism, planned from the recorded routes. Needs replay and at least 2 ranks."""
 
     balancer: str = "relibra"
-    """Who plans: a name that `relibra compare` lists, or "static": every expert stays where it is, all_to_all."""
+    """Balancer: a name from `relibra compare`, or "static": plain all-to-all, no expert moves."""
     slots: int = Field(1, ge=0, le=64)
-    """Places per rank for copies of busy experts."""
+    """Replica slots per rank, for copies of busy experts; each costs the memory of one expert."""
     move_homes: bool = True
-    """May experts move between ranks at the boundary of a step."""
+    """Allow experts to move between ranks between steps."""
     pack: bool = True
-    """May responses change rank and micro-batch inside their mini-batch."""
+    """Allow responses to change rank and micro-batch inside their mini-batch."""
     tolerance: float = Field(0.02, ge=0, le=10)
-    """Accepted load of the busiest rank above the lowest reachable one; larger means fewer copies."""
+    """Accepted excess of the busiest rank's load over the lowest possible (0.02 = 2 %); larger means fewer copies."""
     sums: Literal["fast", "canonical"] = "fast"
-    """"canonical": the same bits under every plan of one schedule (responses are then not packed), at a price."""
+    """"canonical": bitwise the same results under every plan of one schedule; slower, and turns `pack` off."""
 
 
 class ParallelSettings(Section):
-    """Processes of the run; expert parallelism and FSDP both span all of them."""
+    """Processes of the run; FSDP and expert parallelism span all of them."""
 
     ranks: int = Field(2, ge=1)
-    """Processes; they must divide the experts. `torchrun` overrides it."""
+    """Number of processes; must divide the number of experts. Under `torchrun`: its number of processes."""
     threads_per_rank: int = Field(1, ge=1)
     """CPU threads of each process."""
     timeout_seconds: float = Field(120.0, gt=0)
-    """How long a rank waits for its peers in one collective before the run ends with an error."""
+    """Seconds that a rank waits in one collective before the run ends with an error."""
 
 
 class CheckpointSettings(Section):
-    """What a run that was killed goes on from."""
+    """Checkpoints, from which `relibra train --resume` continues."""
 
     every: int = Field(10, ge=0)
     """RL steps between checkpoints; 0: none."""
     keep: int = Field(2, ge=1)
-    """Latest checkpoints that are kept."""
+    """Number of latest checkpoints to keep."""
 
 
 class EvaluationSettings(Section):
-    """Held-out prompts, answered by the policy now and then."""
+    """Evaluation on held-out prompts."""
 
     every: int = Field(0, ge=0)
     """RL steps between evaluations; 0: none."""
     prompts: int = Field(64, ge=1)
-    """Prompts of an evaluation."""
+    """Prompts per evaluation."""
     stop_at: float | None = None
-    """The run ends when an evaluation reaches this mean reward; none: after `run.steps`."""
+    """End the run when an evaluation reaches this mean reward; none: after `run.steps` steps."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from relibra.errors import ConfigError, EngineError
 from relibra.replay import find_routers
@@ -32,10 +32,7 @@ from relibra.rl.model.sharding import (
     whole_parameters,
     without_randomness,
 )
-
-MAX_POSITIONS = 4096
-INITIAL_STD = 0.08
-"""Of weights: the usual 0.02 suits wide models and makes one 64 wide learn half as fast."""
+from relibra.rl.toy.model import built_in_config, initial_model
 
 _log = logging.getLogger(__name__)
 
@@ -173,34 +170,6 @@ def _give_masks(model: nn.Module, full: nn.Module) -> None:
     give_masks(model, full.dtype)  # type: ignore[arg-type]
 
 
-def built_in_config(settings: ModelSettings, vocab_size: int) -> Qwen3MoeConfig | Qwen3Config:
-    """Return the `transformers` configuration of the built-in policy."""
-    sizes = {
-        "vocab_size": vocab_size,
-        "hidden_size": settings.hidden_size,
-        "intermediate_size": 2 * settings.hidden_size,
-        "num_hidden_layers": settings.num_layers,
-        "num_attention_heads": settings.num_heads,
-        "num_key_value_heads": settings.num_heads // 2,
-        "head_dim": settings.hidden_size // settings.num_heads,
-        "max_position_embeddings": MAX_POSITIONS,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-        "initializer_range": INITIAL_STD,
-    }
-    if not settings.num_experts:
-        return Qwen3Config(**sizes)
-    return Qwen3MoeConfig(
-        **sizes,
-        moe_intermediate_size=settings.hidden_size // 2,
-        num_experts=settings.num_experts,
-        num_experts_per_tok=settings.experts_per_token,
-        norm_topk_prob=True,
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Anatomy:
     """What has to be known of a model before its weights are loaded.
@@ -294,9 +263,7 @@ def _initial_weights(config: RunConfig, model_config: Any, anatomy: _Anatomy, fo
 def _initial_model(config: RunConfig, model_config: Any, anatomy: _Anatomy) -> Any:
     """Return the whole model, of the seed or as it is on disk, every parameter with values of its own."""
     if not config.model.path:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.run.seed)
-            return AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+        return initial_model(model_config, config.run.seed)
     _log.warning(
         "%s ties %s to other weights, which sharded training cannot: from here on they are parameters of their own",
         _name(config.model),

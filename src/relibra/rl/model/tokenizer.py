@@ -1,28 +1,24 @@
-"""Text to token ids and back: one token per character for the built-in policy, or the tokenizer of a model."""
+"""Tokenizers: the interface that the trainer uses, and the tokenizer of a `transformers` model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from relibra.errors import ConfigError
-
-PADDING = "\N{SYMBOL FOR NULL}"
-"""How decoded padding of a character tokenizer looks."""
-
-Messages = list[dict[str, str]]
-"""Chat messages: objects with "role" and "content"."""
+from relibra.rl.tasks.task import Messages
+from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the trainer asks of a tokenizer.
+    """Interface of a tokenizer.
 
-    vocab_size   ids in use, padding included
+    vocab_size   number of ids, padding included
     pad_id       fills up batches
-    stop_ids     any of them ends a response; the first one ends demonstrations
+    stop_ids     ids that end a response; the first one ends demonstrations
     """
 
     @property
@@ -39,7 +35,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_response(self, text: str) -> list[int]:
-        """Return the ids of a response that ends after this text, its end included."""
+        """Return the ids of a response that ends after this text, the stop id included."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -52,75 +48,16 @@ class Tokenizer(Protocol):
 
 
 def make_tokenizer(model_path: str, characters: str | None) -> Tokenizer:
-    """Return the tokenizer of a model, or without one that of a task's alphabet.
+    """Return the tokenizer of a model, or one of single characters for the built-in model.
 
-    model_path    folder or hub name; empty: the built-in policy
-    characters    alphabet of a built-in task, its last character ends responses
-    raises        ConfigError where the model has no usable tokenizer
+    model_path    folder or hub name; empty: the built-in model
+    characters    alphabet of a built-in task; its last character ends responses
+    raises        ConfigError if the model has no usable tokenizer
     """
     if model_path:
         return ModelTokenizer.load(model_path)
     assert characters is not None, "RunConfig refuses a task without an alphabet for the built-in model"
-    return CharacterTokenizer(characters, characters[-1])
-
-
-@dataclass(frozen=True)
-class CharacterTokenizer:
-    """Token id = place of the character in `characters`, plus one; 0 pads, `stop` ends a response."""
-
-    characters: str
-    stop: str
-
-    pad_id: ClassVar[int] = 0
-
-    def __post_init__(self) -> None:
-        """Hold the alphabet to what the ids need."""
-        assert len(set(self.characters)) == len(self.characters), f"characters repeat in {self.characters!r}"
-        assert self.stop in self.characters, f"{self.stop!r} is not in {self.characters!r}"
-        assert PADDING not in self.characters, "padding has a character of its own"
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids in use, padding included."""
-        return len(self.characters) + 1
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Id of the character that ends a response."""
-        return (self.characters.index(self.stop) + 1,)
-
-    def encode(self, prompt: str | Messages) -> list[int]:
-        """Return the ids of a text; raises ConfigError at a character without one, and for chat messages."""
-        if not isinstance(prompt, str):
-            raise ConfigError("the built-in model has no chat template for messages: set model.path, or use plain text")
-        unknown = set(prompt) - set(self.characters)
-        if unknown:
-            raise ConfigError(f"no token for {sorted(unknown)} in {prompt!r}: known characters are {self.characters!r}")
-        return [self.characters.index(character) + 1 for character in prompt]
-
-    def encode_response(self, text: str) -> list[int]:
-        """Return the ids of a response that ends after this text, its end included."""
-        return self.encode(text + self.stop)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of a response, without the character that ended it.
-
-        Padding shows as a character of its own, for a policy may sample it.
-        """
-        text = "".join(self.characters[i - 1] if i != self.pad_id else PADDING for i in ids)
-        return text.removesuffix(self.stop)
-
-    def save(self, folder: Path) -> None:
-        """Write the same tokenizer, with the same ids, as `tokenizers` knows it, for `transformers.AutoTokenizer`."""
-        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
-
-        ids = {PADDING: self.pad_id} | {character: i for i, character in enumerate(self.characters, start=1)}
-        tokenizer = Tokenizer(models.WordLevel(ids))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-        tokenizer.decoder = decoders.Fuse()
-        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PADDING, eos_token=self.stop)
-        fast.save_pretrained(folder)
+    return CharacterTokenizer(characters)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,50 +73,50 @@ class ModelTokenizer:
     def load(cls, name: str) -> ModelTokenizer:
         """Load the tokenizer of a folder or hub name.
 
-        Responses end at the end-of-sequence token of the tokenizer, and at those of the model's generation settings.
-        Without a padding token the first of them pads.
+        Stop ids are the tokenizer's eos_token and the eos_token_id of generation_config.json. If the tokenizer has no
+        padding token, the first stop id pads.
 
-        raises    ConfigError where there is no tokenizer, or none of its tokens ends a response
+        raises    ConfigError if there is no tokenizer, or no stop id
         """
         from transformers import AutoTokenizer
 
         if Path(name).is_absolute() and not Path(name).exists():
-            raise ConfigError(f"model.path {name!r}: there is no such folder; name one that save_pretrained wrote")
+            raise ConfigError(f"model.path {name!r} does not exist: set it to a folder written by save_pretrained")
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError, KeyError, ImportError) as error:
             if not Path(name).exists():
                 raise ConfigError(
-                    f"model.path {name!r}: there is no such folder here, and as a name on the hub it cannot be loaded "
-                    f"({_first_line(error)}); check the path, or the name and the network"
+                    f"model.path {name!r} is no local folder, and the hub gives no tokenizer ({_first_line(error)}): "
+                    "check the path, or the name and the network"
                 ) from error
             raise ConfigError(
-                f"model.path {name!r}: no tokenizer can be loaded from there ({_first_line(error)}); save one "
-                "beside the weights with tokenizer.save_pretrained(folder)"
+                f"model.path {name!r} has no tokenizer that can be loaded ({_first_line(error)}): save one beside the "
+                "weights with tokenizer.save_pretrained(folder)"
             ) from error
         own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         stop_ids = tuple(dict.fromkeys(own + _generation_stops(name)))
         if not stop_ids:
             raise ConfigError(
-                f"model.path {name!r}: its tokenizer has no eos_token and its generation_config.json no eos_token_id, "
-                "so no response would ever end; set one of them"
+                f"model.path {name!r} defines no stop token, so responses would never end: set eos_token of the "
+                "tokenizer or eos_token_id in generation_config.json"
             )
         pad = tokenizer.pad_token_id
         return cls(name, tokenizer, stop_ids[0] if pad is None else int(pad), stop_ids)
 
     @property
     def vocab_size(self) -> int:
-        """Ids in use, padding and added tokens included."""
+        """Number of ids, padding and added tokens included."""
         return len(self.tokenizer)
 
     def encode(self, prompt: str | Messages) -> list[int]:
-        """Return the ids of a text as the tokenizer marks its start, or of chat messages in the model's template."""
+        """Return the ids of a text with the tokenizer's start tokens, or of chat messages in the model's template."""
         if isinstance(prompt, str):
             return [int(i) for i in self.tokenizer.encode(prompt)]
         if self.tokenizer.chat_template is None:
             raise ConfigError(
-                f"model.path {self.name!r} has no chat template, which prompts of chat messages need: use plain text, "
-                "or put a chat_template.jinja beside its tokenizer"
+                f"model.path {self.name!r} has no chat template, but a prompt consists of chat messages: use plain "
+                "text, or put a chat_template.jinja beside its tokenizer"
             )
         from jinja2 import TemplateError
 
@@ -187,17 +124,17 @@ class ModelTokenizer:
             ids = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
         except TemplateError as error:
             raise ConfigError(
-                f"model.path {self.name!r}: its chat template refuses the messages {str(prompt)[:80]} "
-                f"({_first_line(error)}); change the prompt"
+                f"the chat template of model.path {self.name!r} rejects the messages {str(prompt)[:80]} "
+                f"({_first_line(error)}): change the prompt"
             ) from error
         return [int(i) for i in ids]
 
     def encode_response(self, text: str) -> list[int]:
-        """Return the ids of a response that ends after this text, its end included."""
+        """Return the ids of a response that ends after this text, the stop id included."""
         return [*(int(i) for i in self.tokenizer.encode(text, add_special_tokens=False)), self.stop_ids[0]]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of a response, without the token that ended it; other special tokens show."""
+        """Return the text of a response, without its stop token; other special tokens are kept."""
         kept = ids[:-1] if len(ids) and ids[-1] in self.stop_ids else ids
         return str(self.tokenizer.decode(list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
@@ -207,7 +144,7 @@ class ModelTokenizer:
 
 
 def _generation_stops(name: str) -> list[int]:
-    """Return the ids that end a response by the model's generation settings; none where it has none."""
+    """Return eos_token_id of the model's generation_config.json as a list; empty if there is none."""
     from transformers import GenerationConfig
 
     try:

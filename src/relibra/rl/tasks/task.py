@@ -13,6 +13,10 @@ EVALUATION_STREAM = 3
 """First numbers of the random streams that built-in prompts and orders of rows are drawn from."""
 
 
+Messages = list[dict[str, str]]
+"""Chat messages: objects with "role" and "content"."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """One thing to answer.
@@ -22,7 +26,7 @@ class Prompt:
     origin   where it stands, for messages: file and line; empty for a built-in task
     """
 
-    text: str | list[dict[str, str]]
+    text: str | Messages
     row: Mapping[str, Any] = field(default_factory=dict)
     origin: str = ""
 
@@ -63,6 +67,6 @@ class Task(Protocol):
 class Demonstrating(Protocol):
     """A task that can show how it is done, for the supervised warm-up."""
 
-    def demonstrate(self, prompt: Prompt, rng: Generator, *, slip: float) -> str:
-        """Write an answer, without its end, as a teacher would who makes mistakes with probability `slip`."""
+    def demonstrate(self, prompt: Prompt, rng: Generator, *, error_rate: float) -> str:
+        """Return an answer without its stop token, with random errors of probability `error_rate`."""
         ...

@@ -1,1 +1,5 @@
-"""What the demo needs and no other run does: built-in tasks and supervised warm-up."""
+"""The built-in demo: tiny model, its tasks, character tokenizer, supervised warm-up. No run on your own model needs it.
+
+In: `TaskSettings`, `ModelSettings`, `WarmupSettings`. Out: a task, a model configuration, a policy that answers some
+prompts. Start with `arithmetic.py`.
+"""

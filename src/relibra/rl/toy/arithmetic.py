@@ -1,10 +1,10 @@
-"""Chains of additions modulo 10: easy to check, with response lengths that have a long tail.
+"""Chains of additions modulo 10, with a long tail of response lengths.
 
     prompt     7+5+8=
     response   7+5=2,2+8=0
 
-Each link of the chain repeats the running digit and the next term, so that a tiny model can learn it; the reward looks
-at the last digit only.
+Each link of the chain repeats the running digit and the next term, so that a tiny model can learn it. The reward checks
+the last digit only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHARACTERS = "0123456789+=," + STOP
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The task; two terms at least, `max_terms` at most; `draw_length` says how many."""
+    """The task: sums of 2 to `max_terms` digits; `draw_length` draws the number of terms."""
 
     seed: int
     max_terms: int
@@ -39,11 +39,11 @@ class Arithmetic:
         return self._draw(np.random.default_rng([self.seed, TRAINING_STREAM, number]))
 
     def evaluation_prompts(self, count: int) -> list[Prompt]:
-        """Return held-out prompts, the same ones whatever the run's seed: runs are compared on them."""
+        """Return held-out prompts; they do not depend on the seed, so that runs can be compared."""
         return [self._draw(np.random.default_rng([EVALUATION_STREAM, number])) for number in range(count)]
 
     def reward(self, prompt: Prompt, response: str, *, stopped: bool) -> float:
-        """Return 1.0 if the response ended itself, in the right digit, else 0.0.
+        """Return 1.0 if the response stopped and its last digit is right, else 0.0.
 
         >>> task = Arithmetic(seed=0, max_terms=12, continue_probability=0.72)
         >>> task.reward(problem([7, 5, 8]), "7+5=2,2+8=0", stopped=True)
@@ -51,9 +51,9 @@ class Arithmetic:
         """
         return float(stopped and response.endswith(f"={sum(prompt.row['terms']) % 10}"))
 
-    def demonstrate(self, prompt: Prompt, rng: Generator, *, slip: float) -> str:
-        """Write the chain as a teacher would who gets each link wrong with probability `slip`."""
-        return write_chain(prompt.row["terms"], rng, slip=slip)
+    def demonstrate(self, prompt: Prompt, rng: Generator, *, error_rate: float) -> str:
+        """Return a chain whose links are wrong with probability `error_rate`."""
+        return write_chain(prompt.row["terms"], rng, error_rate=error_rate)
 
     def _draw(self, rng: Generator) -> Prompt:
         length = draw_length(
@@ -75,15 +75,15 @@ def problem(terms: Sequence[int]) -> Prompt:
     return Prompt(text="+".join(map(str, terms)) + "=", row={"terms": tuple(terms)})
 
 
-def write_chain(terms: Sequence[int], rng: Generator, *, slip: float = 0.0) -> str:
-    """Write the chain; a link is any digit with probability `slip`, and the chain goes on from there.
+def write_chain(terms: Sequence[int], rng: Generator, *, error_rate: float = 0.0) -> str:
+    """Return the chain; with probability `error_rate` a link ends in a random digit, and the chain continues with it.
 
     >>> write_chain([7, 5, 8], np.random.default_rng(0))
     '7+5=2,2+8=0'
     """
     running, links = terms[0], []
     for term in terms[1:]:
-        result = int(rng.integers(10)) if rng.random() < slip else (running + term) % 10
+        result = int(rng.integers(10)) if rng.random() < error_rate else (running + term) % 10
         links.append(f"{running}+{term}={result}")
         running = result
     return ",".join(links)

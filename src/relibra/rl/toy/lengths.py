@@ -1,4 +1,4 @@
-"""The long tail of the lengths: most problems are short, a few are several times as long."""
+"""Problem lengths with a long tail: most are short, a few are several times as long."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def draw_length(
     if tail_exponent:
         rest = 1 - rng.random()
         if -math.log(rest) / tail_exponent >= math.log(longest / shortest):
-            return longest  # told by logarithms, for the power itself may be beyond all numbers
+            return longest  # compared as logarithms: the power may overflow
         return int(shortest * rest ** (-1 / tail_exponent))
     length = shortest
     while length < longest and rng.random() < continue_probability:

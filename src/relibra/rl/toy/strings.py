@@ -1,10 +1,10 @@
-"""Words to sort or to reverse, letter by letter: easy to check, with response lengths that have a long tail.
+"""Words to sort or to reverse, with a long tail of response lengths.
 
     prompt     relibra=
     response   arbiler      (reverse)
     response   abeilrr      (sort)
 
-The response is as long as the word, and every letter of it has to be right.
+The response is as long as the word, and every letter must be right.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHARACTERS = LETTERS + "=" + STOP
 
 @dataclass(frozen=True)
 class Strings:
-    """The task; two letters at least, then one more with `continue_probability` each time, up to `max_letters`."""
+    """The task: words of 2 to `max_letters` letters; each further letter has the chance `continue_probability`."""
 
     seed: int
     operation: Literal["sort", "reverse"]
@@ -39,17 +39,17 @@ class Strings:
         return self._draw(np.random.default_rng([self.seed, TRAINING_STREAM, number]))
 
     def evaluation_prompts(self, count: int) -> list[Prompt]:
-        """Return held-out prompts, the same ones whatever the run's seed: runs are compared on them."""
+        """Return held-out prompts; they do not depend on the seed, so that runs can be compared."""
         return [self._draw(np.random.default_rng([EVALUATION_STREAM, number])) for number in range(count)]
 
     def reward(self, prompt: Prompt, response: str, *, stopped: bool) -> float:
-        """Return 1.0 if the response ended itself and is right to the letter, else 0.0."""
+        """Return 1.0 if the response stopped and every letter is right, else 0.0."""
         return float(stopped and response == rearranged(prompt.row["word"], self.operation))
 
-    def demonstrate(self, prompt: Prompt, rng: Generator, *, slip: float) -> str:
-        """Write the answer as a teacher would who puts any letter instead of the right one with probability `slip`."""
+    def demonstrate(self, prompt: Prompt, rng: Generator, *, error_rate: float) -> str:
+        """Return the answer, each letter replaced by a random one with probability `error_rate`."""
         answer = rearranged(prompt.row["word"], self.operation)
-        return "".join(_draw_letters(rng, 1) if rng.random() < slip else letter for letter in answer)
+        return "".join(_draw_letters(rng, 1) if rng.random() < error_rate else letter for letter in answer)
 
     def _draw(self, rng: Generator) -> Prompt:
         length = draw_length(rng, shortest=2, longest=self.max_letters, continue_probability=self.continue_probability)
