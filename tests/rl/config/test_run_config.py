@@ -125,7 +125,7 @@ def test_refused_overrides(override, said):
                 *("algorithm.preset=tppo", "rollout.window=20", "rollout.url=http://h:1", "rollout.server_weights=w"),
                 *("rollout.refill=true", "rollout.engine=vllm"),
             ),
-            ("refill needs engine 'embedded', and it is 'vllm'", "set refill=false"),
+            ("refill needs engine 'embedded', got 'vllm'", "set refill=false"),
         ),
         (
             ("algorithm.overlong_buffer=81",),
@@ -198,7 +198,7 @@ def test_a_resolved_configuration_stays_as_it_is():
 def test_a_configuration_as_toml_explains_itself_and_can_be_run(tmp_path):
     config = load_config(None, ["algorithm.preset=gspo", "run.folder=/somewhere", "update.learning_rate=1e-5"])
     text = as_toml(config)
-    assert "# Lower clip of the probability ratio is 1 - clip_low.\nclip_low = 0.0003" in text
+    assert "1 - clip_low.\nclip_low = 0.0003" in text
     path = tmp_path / "run.toml"
     assert "# stop_at =\n" in text + "\n", "what is not set can be filled in"
     path.write_text(text)
