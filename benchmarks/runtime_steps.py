@@ -23,7 +23,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from relibra.parallel import execute_plan, register, relocate
-from relibra.parallel.replicas.replica_slots import parameters_replaced
+from relibra.parallel.balanced import parameters_replaced
 from relibra.planning.plan import StepPlan
 from relibra.replay import BatchRoutes, replay_routing
 from relibra.routing.demand import Demand

@@ -7,7 +7,8 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -19,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from relibra.errors import EngineError
-from relibra.parallel import execute_plan, register
-from relibra.parallel.replicas.replica_slots import LayerReplicas, ReplicaSlots
+from relibra.parallel import PlanExecution, execute_plan, register
+from relibra.parallel.replicas.replica_gradients import LayerReplicas
+from relibra.parallel.replicas.replica_slots import ReplicaSlots
 from relibra.parallel.replicas.transfer import Transfer
 from relibra.parallel.rows.exchange import Route
 from relibra.parallel.rows.rank_tables import RankTables
@@ -68,7 +70,7 @@ def before(owner: type, name: str, action: Callable[..., None]) -> Any:
     return mock.patch.object(owner, name, replaced)
 
 
-def armed(fault: Fault, step: Any) -> Any:
+def armed(fault: Fault) -> Any:
     """Make the fault happen when its moment comes."""
 
     def in_exchange(route: Route, *_: object) -> None:
@@ -89,12 +91,23 @@ def armed(fault: Fault, step: Any) -> Any:
     if fault.moment == "canonical return":
         return before(Transfer, "start", in_canonical_return)
     if fault.moment == "push":
-        return before(ReplicaSlots, "begin", in_push)
+        return before(ReplicaSlots, "start_push", in_push)
     if fault.moment == "return":
         return before(LayerReplicas, "send_gradients", in_return)
     if fault.moment == "model":
-        return before(torch.nn.Embedding, "forward", lambda *_: fault.strike(-1, step._number))
+        return in_model(fault)
     return before(Route, "move", in_exchange)
+
+
+@contextmanager
+def in_model(fault: Fault) -> Iterator[None]:
+    """Strike in the forward pass of a micro-batch, before its first layer."""
+    entered: list[int] = []
+    with (
+        before(PlanExecution, "micro_batch", lambda _, number, *__: entered.append(number)),
+        before(torch.nn.Embedding, "forward", lambda *_: fault.strike(-1, entered[-1])),
+    ):
+        yield
 
 
 def train_until_it_fails(rank: int, num_ranks: int, case: Case, fault: Fault, folder: Path) -> None:
@@ -112,7 +125,7 @@ def train_until_it_fails(rank: int, num_ranks: int, case: Case, fault: Fault, fo
     model = load(case, folder)
     message = "no error"
     try:
-        with execute_plan(model, case.plan, case.demand, sums=case.sums) as step, armed(fault, step):
+        with execute_plan(model, case.plan, case.demand, sums=case.sums) as step, armed(fault):
             backwards = [
                 run_batch(model, case, m, rank, case.num_ranks / num_targets(case), step)[2]
                 for m in range(case.plan.replica_MLRB.shape[0])

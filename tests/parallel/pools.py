@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from relibra.parallel.balanced import balanced_layers
 from relibra.parallel.homes.home_shards import home_shards
 from relibra.parallel.replicas import shared_memory
-from relibra.parallel.replicas.host_pool import HostPool, Prefetcher
+from relibra.parallel.replicas.host_pool import HostPool
+from relibra.parallel.replicas.prefetcher import Prefetcher
 from tests.parallel.ranks_at_work import load, num_targets, run_batch
 from tests.parallel.refusals import message_of
 

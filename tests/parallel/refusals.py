@@ -136,7 +136,7 @@ def logged():
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    log = logging.getLogger("relibra.parallel.execution")
+    log = logging.getLogger("relibra.parallel.fallback")
     log.addHandler(handler)
     try:
         yield lines

@@ -18,8 +18,13 @@ EXPECTED = {
     "different micro-batches": ("EngineError: rank ", "are in micro-batches [0, 1]: enter micro-batches in one order"),
     "different sums": ("EngineError: ranks [1] execute with other sums than rank 0",),
     "different homes": ("EngineError: ranks [1] have experts at other homes than rank 0",),
-    "a pool on one rank": ("EngineError: ranks [1] execute with other sums than rank 0, or with a pool",),
-    "a state dict of moved experts": ("EngineError: a state dict is wanted while experts are away", "logical_order("),
+    "a pool on one rank": (
+        "EngineError: ranks [1] execute with other sums than rank 0, or only some ranks have a pool",
+    ),
+    "a state dict of moved experts": (
+        "EngineError: a state dict is requested while experts are not in logical order",
+        "logical_order(",
+    ),
     "moved homes": ("EngineError: the plan has other homes than the model in layers [0, 1, 2]", "relocate(model"),
     "other layers": ("EngineError: the plan is for layers [1, 2, 3], the model has [0, 1, 2]",),
     "routes of another batch": ("TraceError: layer 0: its router sees ", " rows, the routes have 1"),

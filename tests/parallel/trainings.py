@@ -15,7 +15,7 @@ import torch.distributed as dist
 from relibra import Budget, plan_step
 from relibra.parallel import execute_plan, logical_parameters, relocate
 from relibra.parallel.replicas.host_pool import HostPool
-from relibra.parallel.replicas.replica_slots import LayerReplicas
+from relibra.parallel.replicas.replica_gradients import LayerReplicas
 from relibra.parallel.rows.exchange import Route
 from relibra.planning.plan import StepPlan
 from relibra.replay import BatchRoutes
@@ -106,7 +106,7 @@ def watched_step(case: Case, folder) -> dict:
                     found["wrong"].append((when, replicas.tables.layer_id, name, push))
 
     with (
-        before(LayerReplicas, "launch", lambda replicas, *_: compare(replicas, "forward")),
+        before(LayerReplicas, "wait_for_weights", lambda replicas: compare(replicas, "forward")),
         before(LayerReplicas, "send_gradients", lambda replicas, *_: compare(replicas, "backward")),
         mock.patch.object(ranks_at_work, "load", return_value=model),
         noted_timelines() as timelines,

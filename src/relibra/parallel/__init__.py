@@ -1,10 +1,13 @@
 """Execute step plans inside the expert-parallel layers of a transformers model; importing this loads torch.
 
+In: a model, a `StepPlan` and the routes it was made for. Out: outputs and gradients of the same model without a plan.
+Open `execution.py` first, then `layer.py` (one layer, from dispatch to combine).
+
 register()                          make `ep_implementation="relibra"` known to transformers
 execute_plan(model, plan, demand)   run forward and backward passes of each micro-batch as the plan says
 relocate(model, map, optimizer)     move experts to the homes of the next plan, with all their state
-logical_order(model, optimizer)     experts in logical order for a while: to save, to resume
-logical_parameters(model)           whole parameters in logical order: to hand weights on
+logical_order(model, optimizer)     experts in logical order inside: to save, to resume
+logical_parameters(model)           whole parameters in logical order: to send weights elsewhere
 HostPool(model)                     all expert weights once per machine, for passes without gradients
 """
 

@@ -1,6 +1,7 @@
-"""`BalancedEP`: expert parallelism of transformers that follows a `StepPlan` while one is being executed.
+"""`BalancedEP`: expert parallelism of transformers whose layers can follow a `StepPlan`.
 
-Without a plan it is transformers' own `all_to_all`, so one model serves planned training steps and everything else.
+`execute_plan` gives each layer a `LayerRunner` while it runs. Without one a layer is transformers' own `all_to_all`, so
+one model serves planned training steps and everything else.
 """
 
 from __future__ import annotations
@@ -8,11 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,36 +20,38 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
 
 from relibra.errors import EngineError
-from relibra.timeline import TimelineRecorder
-
-if TYPE_CHECKING:
-    from relibra.parallel.execution import PlanExecution
-    from relibra.parallel.replicas.replica_slots import ReplicaSlots
+from relibra.parallel.replicas.group_state import GroupState
 
 NAME = "relibra"
-"""What `DistributedConfig.ep_implementation` says to get this implementation."""
+"""Value of `DistributedConfig.ep_implementation` that selects this implementation."""
 
 _ATTRIBUTE = "_relibra_balanced_ep"
 _DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
-class BalancedEP(AllToAllEP):  # type: ignore[misc]
-    """Experts of one layer; see `execute_plan` for how a plan gets here.
+@runtime_checkable
+class LayerRunner(Protocol):
+    """Runs the experts of one layer in place of `all_to_all`."""
 
-    names        parameters of the experts module that hold one entry per expert
+    def __call__(self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Return the weighted expert output of each token of this rank; collective."""
+
+
+class BalancedEP(AllToAllEP):  # type: ignore[misc]
+    """Experts of one layer.
+
+    names         parameters of the experts module that hold one entry per expert
     physical_to_logical_E   logical expert at each position; position p is at home on rank p // (E / R)
-    push_group   process group of this expert-parallel group for pushes alone; made by the first `execute_plan`
-    slots        replica slots, one set for all layers; made by the first layer that needs them
-    execution    the plan being executed, and the position of this layer in it
-    raises       EngineError under tensor parallelism
+    runner        runs the layer while a plan is executed; None: it runs as with `all_to_all`
+    group_state   shared by all layers of the model; None before the first `execute_plan`
+    raises        EngineError under tensor parallelism
     """
 
-    push_group: dist.ProcessGroup | None = None
-    slots: ReplicaSlots | None = None
-    execution: tuple[PlanExecution, int] | None = None
+    runner: LayerRunner | None = None
+    group_state: GroupState | None = None
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
-        """Note which parameters hold one entry per expert: those that transformers has spread over the ranks."""
+        """Record the parameters that transformers has sharded over the ranks: they hold one entry per expert."""
         super().__init__(experts, ep_mesh, tp_mesh)
         if tp_mesh.size() > 1:
             raise EngineError(
@@ -58,7 +60,7 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
             )
         self.experts = experts
         self.physical_to_logical_E = np.arange(self.num_local_experts * ep_mesh.size())
-        self._positions: tuple[np.ndarray | None, Tensor | None] = (None, None)  # of which map, and its inverse
+        self._positions: tuple[np.ndarray | None, Tensor | None] = (None, None)  # a map, and its inverse
         self.names = [name for name, p in experts.named_parameters(recurse=False) if isinstance(p, DTensor)]
         assert self.names, "transformers installs the expert parallelism of a module before it shards its parameters"
         setattr(experts, _ATTRIBUTE, self)
@@ -71,39 +73,13 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
         top_k_weights: Float[Tensor, "T K"],
     ) -> Float[Tensor, "T H"]:
         """Return the weighted expert output of each token of this rank; collective over the expert-parallel group."""
-        if self.execution is not None:
-            step, position = self.execution
-            return step.run_layer(self, position, hidden_states, top_k_index, top_k_weights)
-        return self.run_at_home(hidden_states, top_k_index, top_k_weights)
+        run = self.run_at_home if self.runner is None else self.runner
+        return run(hidden_states, top_k_index, top_k_weights)
 
     def run_at_home(self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Run every expert where it is at home, as `all_to_all` does; collective."""
+        """Run every expert at its home, as `all_to_all` does; collective."""
         position_E = self._position_of(experts_TK.device)
         return super().__call__(hidden_TH, experts_TK if position_E is None else position_E[experts_TK], weights_TK)
-
-    def _refuse_physical_order(self, *_: object) -> None:
-        if (self.physical_to_logical_E != np.arange(len(self.physical_to_logical_E))).any():
-            raise EngineError(
-                "a state dict is wanted while experts are away from their first homes: it would hold them in another "
-                "order than readers expect. Save inside `with logical_order(model, optimizer)`, or take "
-                "logical_parameters(model)"
-            )
-
-    def _position_of(self, device: torch.device) -> Tensor | None:
-        """Return the position of each logical expert; None: experts are at their own numbers."""
-        known, position_E = self._positions
-        if known is not self.physical_to_logical_E:
-            order_E = np.argsort(self.physical_to_logical_E)
-            moved = (order_E != np.arange(len(order_E))).any()
-            position_E = torch.from_numpy(order_E).to(device) if moved else None
-            self._positions = (self.physical_to_logical_E, position_E)
-        return position_E
-
-    @property
-    def recorder(self) -> TimelineRecorder:
-        """What notes the events of the plan that is being executed."""
-        assert self.execution is not None, "nothing is noted outside of execute_plan"
-        return self.execution[0].recorder
 
     def run_rows(
         self, rows_YH: Float[Tensor, "Y H"], slot_Y: Int64[Tensor, " Y"], weight_Y1: Float[Tensor, "Y 1"]
@@ -119,7 +95,7 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
             return self.experts_forward(rows_YH, slot_Y.unsqueeze(1), weight_Y1)
 
     def homes(self) -> dict[str, Tensor]:
-        """Return the local parameters `[E / R, ...]`: in a pass of this layer, or any time if they `stay_whole`."""
+        """Return the local parameters `[E / R, ...]` by name; outside of the layer's passes if `homes_stay_whole`."""
         parameters = {name: getattr(self.experts, name) for name in self.names}
         local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in parameters.items()}
         assert all(len(p) == self.num_local_experts for p in local.values()), "the experts of this rank are whole here"
@@ -127,14 +103,45 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
 
     @property
     def homes_stay_whole(self) -> bool:
-        """Whether the experts of this rank are whole between passes too: FSDP spreads them over no other ranks."""
+        """Whether the experts of this rank are whole between passes too: FSDP does not shard them over other ranks."""
         mesh = getattr(self.experts, self.names[0]).device_mesh
         return "efsdp" not in (mesh.mesh_dim_names or ()) or mesh["efsdp"].size() == 1
+
+    def _refuse_physical_order(self, *_: object) -> None:
+        if (self.physical_to_logical_E != np.arange(len(self.physical_to_logical_E))).any():
+            raise EngineError(
+                "a state dict is requested while experts are not in logical order, which its readers expect: save "
+                "inside `with logical_order(model, optimizer)`, or take logical_parameters(model)"
+            )
+
+    def _position_of(self, device: torch.device) -> Tensor | None:
+        """Return the position of each logical expert; None: experts are in logical order."""
+        known, position_E = self._positions
+        if known is not self.physical_to_logical_E:
+            order_E = np.argsort(self.physical_to_logical_E)
+            moved = (order_E != np.arange(len(order_E))).any()
+            position_E = torch.from_numpy(order_E).to(device) if moved else None
+            self._positions = (self.physical_to_logical_E, position_E)
+        return position_E
+
+
+@contextmanager
+def parameters_replaced(experts: nn.Module, by: dict[str, Tensor]) -> Iterator[None]:
+    """Make the experts module compute with other weights `[X, ...]` than its parameters."""
+    module: Any = experts
+    own, num_experts = {name: module._parameters[name] for name in by}, module.num_experts
+    module._parameters.update(by)
+    module.num_experts = len(next(iter(by.values())))
+    try:
+        yield
+    finally:
+        module._parameters.update(own)
+        module.num_experts = num_experts
 
 
 @contextmanager
 def _no_rows_of_others(experts: nn.Module) -> Iterator[None]:
-    """Spare the experts the masking of rows that chose an expert elsewhere: several passes over all activations."""
+    """Turn off the masking of rows that chose an expert elsewhere: it takes several passes over all activations."""
     module: Any = experts
     masks = getattr(module, "_is_expert_parallel", False)
     module._is_expert_parallel = False
@@ -145,7 +152,7 @@ def _no_rows_of_others(experts: nn.Module) -> Iterator[None]:
 
 
 def register() -> None:
-    """Make `DistributedConfig(ep_implementation="relibra")` known to transformers; again does no harm."""
+    """Make `DistributedConfig(ep_implementation="relibra")` known to transformers; calling it again has no effect."""
     EPImplementationInterface.register(NAME, BalancedEP)
 
 
@@ -169,7 +176,7 @@ def balanced_layers(model: nn.Module) -> dict[int, BalancedEP]:
     if not layers:
         raise EngineError(
             f"no experts of {type(model).__name__} can follow a plan: it has none, or one rank holds them all (ep_size "
-            "is 1), or they are run by another implementation: call relibra.parallel.register() and load an MoE model "
-            f"with DistributedConfig(fsdp_size=R, ep_size=R, ep_implementation={NAME!r})"
+            "is 1), or another implementation runs them: call relibra.parallel.register() and load an MoE model with "
+            f"DistributedConfig(fsdp_size=R, ep_size=R, ep_implementation={NAME!r})"
         )
     return dict(sorted(layers.items()))

@@ -1,86 +1,180 @@
-"""One layer of a planned micro-batch: its token-slots to homes and replicas and back, forward and backward."""
+"""One layer under a plan: dispatch, experts at home and of replicas, combine. Start with `run_layer`.
+
+Forward is written out here; backward runs the same steps in reverse, by the autograd functions of `rows/dispatch.py`
+(rows and their gradients) and `replicas/replica_gradients.py` (gradients of replicas return to the homes).
+"""
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from relibra.parallel.balanced import BalancedEP
+from relibra.parallel.balanced import BalancedEP, parameters_replaced
 from relibra.parallel.canonical import CanonicalExperts
-from relibra.parallel.replicas.replica_slots import LayerReplicas, parameters_replaced
-from relibra.parallel.rows.dispatch import dispatch_and_combine
-from relibra.parallel.rows.exchange import gathered
+from relibra.parallel.micro_batch import PlannedMicroBatch
+from relibra.parallel.replicas.replica_gradients import (
+    AddReplicaGradients,
+    LayerReplicas,
+    RefillSlots,
+    ReturnReplicaGradients,
+)
+from relibra.parallel.rows.dispatch import combine_choices, combine_tokens, dispatch_choices, dispatch_tokens
+from relibra.parallel.rows.exchange import Route, all_gather, waiting
 from relibra.parallel.rows.rank_tables import Place, RankTables, home_tables
 from relibra.parallel.rows.row_lists import RowLists, row_lists
+from relibra.replay.checkpointing import is_recompute
+from relibra.timeline import TimelineRecorder
 
 
-def run_planned(
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerRun:
+    """One layer in one micro-batch on this rank.
+
+    replicas   of this (layer, micro-batch), on every rank if on any; None: no rank has replicas
+    """
+
+    layer: BalancedEP
+    tables: RankTables
+    lists: RowLists
+    replicas: LayerReplicas | None
+    recorder: TimelineRecorder
+
+    def choice_route(self) -> Route:
+        """Return the exchange of one row per token-slot."""
+        return Route(
+            send_R=self.tables.send_RP.sum(axis=1).tolist(),
+            receive_R=self.tables.receive_RP.sum(axis=1).tolist(),
+            group=self.layer.ep_mesh.get_group(),
+            place=self.tables.place,
+            recorder=self.recorder,
+        )
+
+
+def run_layer(
     layer: BalancedEP,
-    tables: RankTables,
-    lists: RowLists,
-    replicas: LayerReplicas | None,
+    planned: PlannedMicroBatch,
+    position: int,
     hidden_TH: Tensor,
+    experts_TK: Tensor,
     weights_TK: Tensor,
 ) -> Tensor:
-    """Run the token-slots of the plan; collective.
+    """Run a layer: planned rows as the plan says, rows without recorded routes at home; collective.
 
-    lists      tokens sent once: sums are fast; each token-slot a row: sums are canonical
-    replicas   of this layer on any rank; None: nobody has any
+    position   of the layer in the plan
     """
-    if replicas is not None:
-        replicas.fill()
-    if lists.once is None:
-        compute = partial(_canonical, layer, tables, replicas)
-    else:
-        compute = partial(_fast, layer, tables, lists, replicas)
-    group, recorder = layer.ep_mesh.get_group(), layer.recorder
-    return dispatch_and_combine(tables, lists, hidden_TH, weights_TK, group, recorder, compute)
+    rows = planned.rows(len(hidden_TH), position)
+    if rows is None:
+        return _run_planned(layer, planned, position, hidden_TH, experts_TK, weights_TK)
+    X, Y = rows.planned_X, rows.live_Y
+    outputs = [
+        _run_planned(layer, planned, position, hidden_TH[X], experts_TK[X], weights_TK[X]),
+        run_at_home(
+            layer,
+            hidden_TH[Y],
+            experts_TK[Y],
+            weights_TK[Y],
+            place=planned.tables_L[position].place,
+            canonical=planned.canonical,
+            recorder=planned.pushes.recorder,
+        ),
+    ]
+    return torch.cat(outputs)[rows.back_T]
 
 
-def run_at_home_canonically(
-    layer: BalancedEP, layer_id: int, micro_batch: int, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor
-) -> Tensor:
-    """Run rows without a plan with canonical sums: like `all_to_all`, with an exchange of counts; collective."""
-    group = layer.ep_mesh.get_group()
-    E = len(layer.physical_to_logical_E)
-    own_E = torch.bincount(experts_TK.flatten(), minlength=E)
-    place = Place(dist.get_rank(group), layer_id, micro_batch)
-    counts_RE = gathered(own_E, group, "the exchange of counts", place)
-    tokens_RE = torch.stack(counts_RE).cpu().numpy()
-    tables = home_tables(tokens_RE, layer.physical_to_logical_E, dist.get_rank(group), layer_id, micro_batch)
-    lists = row_lists(tables, experts_TK.cpu().numpy(), hidden_TH.device)
-    return run_planned(layer, tables, lists, None, hidden_TH, weights_TK)
-
-
-def _fast(
+def _run_planned(
     layer: BalancedEP,
-    tables: RankTables,
-    lists: RowLists,
-    replicas: LayerReplicas | None,
-    rows_YH: Tensor,
-    weight_Y1: Tensor,
+    planned: PlannedMicroBatch,
+    position: int,
+    hidden_TH: Tensor,
+    experts_TK: Tensor,
+    weights_TK: Tensor,
 ) -> Tensor:
-    if replicas is None:
-        return layer.run_rows(rows_YH, lists.slot_Y, weight_Y1)
-    n, homes = tables.num_home_rows, layer.homes()
-    anchor, held = replicas.hold(homes)
-    with parameters_replaced(layer.experts, held):
-        output_YH = layer.run_rows(rows_YH[:n], lists.slot_Y[:n], weight_Y1[:n])  # while replicas arrive
-    spare = replicas.launch(anchor, [name for name, home in homes.items() if home.requires_grad])
+    """Run the token-slots of the plan, between the pushes of this layer and of the next one."""
+    planned.check_choices(position, experts_TK)
+    tables, pushes = planned.tables_L[position], planned.pushes
+    run = LayerRun(
+        layer=layer,
+        tables=tables,
+        lists=planned.lists_L[position],
+        replicas=LayerReplicas(pushes, position) if tables.pushes else None,
+        recorder=pushes.recorder,
+    )
+    if run.replicas is not None:
+        pushes.before_layer(position)
+    run_sums = _run_canonical if planned.canonical else _run_fast
+    output_TH = run_sums(run, hidden_TH, weights_TK)
+    if not is_recompute():
+        pushes.after_layer(position)
+    return output_TH
+
+
+def _run_fast(run: LayerRun, hidden_TH: Tensor, weights_TK: Tensor) -> Tensor:
+    """Send each token once to each rank that computes it; results are weighted and added there."""
+    choices = run.choice_route()
+    rows_YH, weight_Y1 = dispatch_tokens(run.lists, choices, hidden_TH, weights_TK)
+    if run.replicas is None:
+        output_YH = run.layer.run_rows(rows_YH, run.lists.slot_Y, weight_Y1)
+    else:
+        output_YH = _run_homes_and_replicas(run, run.replicas, rows_YH, weight_Y1)
+    return combine_tokens(run.lists, choices, output_YH, len(hidden_TH))
+
+
+def _run_homes_and_replicas(run: LayerRun, replicas: LayerReplicas, rows_YH: Tensor, weight_Y1: Tensor) -> Tensor:
+    """Run the experts at home, while weights arrive, then the replicas."""
+    layer, slot_Y, homes = run.layer, run.lists.slot_Y, run.layer.homes()
+    n = run.tables.num_home_rows
+    anchor, *of_homes = AddReplicaGradients.apply(replicas, list(homes), *homes.values())
+    with parameters_replaced(layer.experts, dict(zip(homes, of_homes, strict=True))):
+        output_YH = layer.run_rows(rows_YH[:n], slot_Y[:n], weight_Y1[:n])
+    trained = [name for name, home in homes.items() if home.requires_grad]
+    weights = ReturnReplicaGradients.apply(replicas, trained, anchor)
     if n < len(rows_YH):
-        with parameters_replaced(layer.experts, spare):
-            spare_slot_Y = lists.slot_Y[n:] - tables.num_homes
-            of_replicas_YH = layer.run_rows(rows_YH[n:], spare_slot_Y, weight_Y1[n:])
+        with parameters_replaced(layer.experts, dict(zip(replicas.slots.weights, weights, strict=True))):
+            of_replicas_YH = layer.run_rows(rows_YH[n:], slot_Y[n:] - run.tables.num_homes, weight_Y1[n:])
         output_YH = torch.cat([output_YH, of_replicas_YH])
-    return replicas.tie(output_YH, spare)
+    result_YH: Tensor = RefillSlots.apply(replicas, output_YH, *weights)
+    return result_YH
 
 
-def _canonical(
-    layer: BalancedEP, tables: RankTables, replicas: LayerReplicas | None, rows_YH: Tensor, _ones_Y1: Tensor
+def _run_canonical(run: LayerRun, hidden_TH: Tensor, weights_TK: Tensor) -> Tensor:
+    """Send one row per token-slot; results are weighted and added where the tokens came from, in a fixed order."""
+    choices = run.choice_route()
+    rows_YH = dispatch_choices(run.lists, choices, hidden_TH, weights_TK.shape[1])
+    experts = CanonicalExperts(layer=run.layer, tables=run.tables, replicas=run.replicas)
+    output_YH = experts(rows_YH, run.layer.homes())
+    return combine_choices(run.lists, choices, output_YH, weights_TK)
+
+
+def run_at_home(
+    layer: BalancedEP,
+    hidden_TH: Tensor,
+    experts_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    place: Place,
+    canonical: bool,
+    recorder: TimelineRecorder,
 ) -> Tensor:
-    """Run the experts; results are weighted where the tokens came from."""
-    experts = CanonicalExperts(layer=layer, tables=tables, replicas=replicas)
-    return experts(rows_YH, layer.homes())
+    """Run every token-slot at the home of its expert, as `all_to_all` does; collective."""
+    with (
+        recorder.record("at home", layer=place.layer_id, micro_batch=place.micro_batch),
+        waiting("the exchange of rows", place, range(layer.ep_mesh.size())),
+    ):
+        if not canonical:
+            return layer.run_at_home(hidden_TH, experts_TK, weights_TK)
+        tables = _count_home_tables(layer, experts_TK, place)
+        lists = row_lists(tables, experts_TK.cpu().numpy(), hidden_TH.device)
+        run = LayerRun(layer=layer, tables=tables, lists=lists, replicas=None, recorder=recorder)
+        return _run_canonical(run, hidden_TH, weights_TK)
+
+
+def _count_home_tables(layer: BalancedEP, experts_TK: Tensor, place: Place) -> RankTables:
+    """Exchange the counts of token-slots per expert; return the tables of this rank without replicas."""
+    group, map_E = layer.ep_mesh.get_group(), layer.physical_to_logical_E
+    own_E = torch.bincount(experts_TK.flatten(), minlength=len(map_E))
+    counts_RE = all_gather(own_E, group, "the exchange of counts", place)
+    tokens_RE = torch.stack(counts_RE).cpu().numpy()
+    return home_tables(tokens_RE, map_E, dist.get_rank(group), place.layer_id, place.micro_batch)

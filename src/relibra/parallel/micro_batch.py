@@ -1,4 +1,4 @@
-"""`PlannedMicroBatch`: all that one rank knows of a micro-batch before its first layer runs."""
+"""`PlannedMicroBatch`: what one rank knows of a micro-batch before its first layer runs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from jaxtyping import Int, Int64
 from numpy import ndarray
 from torch import Tensor
 
 from relibra.errors import EngineError
+from relibra.parallel.executed_plan import ExecutedPlan
+from relibra.parallel.fallback import agree_on_micro_batch, find_route_mismatch
+from relibra.parallel.replicas.push_schedule import PushSchedule
+from relibra.parallel.replicas.replica_source import ReplicaSource
 from relibra.parallel.rows.rank_tables import RankTables
 from relibra.parallel.rows.row_lists import RowLists, exchange_row_lists, row_lists
 from relibra.replay import BatchRoutes
@@ -23,40 +26,41 @@ from relibra.replay import BatchRoutes
 class Rows(NamedTuple):
     """Rows of a batch with recorded routes, and the others.
 
-    planned_P, live_Q   numbers of the rows
-    back_T              where each row is found among the planned ones followed by the live ones
+    planned_X, live_Y   row numbers
+    back_T              place of each row among the planned ones followed by the live ones
     """
 
-    planned_P: Int64[Tensor, " P"]
-    live_Q: Int64[Tensor, " Q"]
+    planned_X: Int64[Tensor, " X"]
+    live_Y: Int64[Tensor, " Y"]
     back_T: Int64[Tensor, " T"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedMicroBatch:
-    """Tables and row lists of all layers, and which rows of the batch they are about.
+    """Tables, row lists and pushes of all layers, and which rows of the batch are planned.
 
     tables_L, lists_L   by position of the layer
     routes              of this rank; None: it has no sample here, and all its rows are live
     any_live            whether any rank has rows without recorded routes: then all take part in their exchange
+    canonical           whether sums are canonical
     """
 
-    number: int
     tables_L: Sequence[RankTables]
     lists_L: Sequence[RowLists]
+    pushes: PushSchedule
     routes: BatchRoutes | None
     any_live: bool
+    canonical: bool
     device: torch.device
 
-    def rows(self, num_rows: int, layer: int) -> Rows | None:
+    def rows(self, num_rows: int, position: int) -> Rows | None:
         """Return the planned and the live rows of this rank; None: all are planned, on every rank.
 
         raises   EngineError when the layer sees another number of rows than the routes have
         """
-        tables = self.tables_L[layer]
         if self.routes is not None and len(self.routes.valid_T) != num_rows:
             raise EngineError(
-                f"{tables.place}: the routes have {len(self.routes.valid_T)} rows, "
+                f"{self.tables_L[position].place}: the routes have {len(self.routes.valid_T)} rows, "
                 f"the layer sees {num_rows}: pass micro_batch the BatchRoutes of exactly this batch"
             )
         if not self.any_live:
@@ -68,66 +72,87 @@ class PlannedMicroBatch:
 
     @cached_property
     def _rows(self) -> Rows:
-        assert self.routes is not None, "only routes tell rows apart"
+        assert self.routes is not None, "without routes all rows are live"
         valid_T = self.routes.valid_T.cpu()
-        planned_P, live_Q = valid_T.nonzero().flatten(), (~valid_T).nonzero().flatten()
-        back_T = torch.argsort(torch.cat([planned_P, live_Q]))
-        return Rows(planned_P.to(self.device), live_Q.to(self.device), back_T.to(self.device))
+        planned_X, live_Y = valid_T.nonzero().flatten(), (~valid_T).nonzero().flatten()
+        back_T = torch.argsort(torch.cat([planned_X, live_Y]))
+        return Rows(planned_X.to(self.device), live_Y.to(self.device), back_T.to(self.device))
 
-    def check(self, layer: int, experts_PK: Int64[Tensor, "P K"]) -> None:
-        """Hold what the router chose against the routes; on an accelerator only the number of rows, without waiting.
+    def check_choices(self, position: int, experts_XK: Int64[Tensor, "X K"]) -> None:
+        """Compare what the router chose with the routes; on an accelerator only the number of rows, without waiting.
 
         raises   EngineError: the replay did not reach this layer, or something changed its choices
         """
-        tables = self.tables_L[layer]
-        actual_E = (
-            np.bincount(experts_PK.flatten().cpu(), minlength=len(tables.tokens_E)) if experts_PK.is_cpu else None
-        )
-        if actual_E is None:
-            wrong = experts_PK.numel() != tables.tokens_E.sum()
+        tables = self.tables_L[position]
+        if experts_XK.is_cpu:
+            actual_E = np.bincount(experts_XK.flatten(), minlength=len(tables.tokens_E))
+            wrong = not np.array_equal(actual_E, tables.tokens_E)
         else:
-            wrong = len(actual_E) != len(tables.tokens_E) or (actual_E != tables.tokens_E).any()
+            wrong = experts_XK.numel() != tables.tokens_E.sum()
         if wrong:
             raise EngineError(
-                f"{tables.place}: the layer does not follow the recorded routes "
-                "that the plan was made for: run the model that execute_plan was given, and do not change what its "
-                "routers choose"
+                f"{tables.place}: the layer does not follow the recorded routes that the plan was made for: run the "
+                "model that execute_plan was given, and do not change what its routers choose"
             )
 
 
-def recorded(routes: BatchRoutes | None, num_layers: int) -> Int[ndarray, "P L K"]:
-    """Return the logical ids of the rows with recorded routes."""
+def prepare_micro_batch(
+    executed: ExecutedPlan, number: int, routes: BatchRoutes | None, source: ReplicaSource
+) -> PlannedMicroBatch | None:
+    """Return tables, row lists and pushes of a micro-batch; None: it does not follow the plan. Collective.
+
+    source   is told where the weights of this micro-batch's replicas come from
+    raises   EngineError when ranks are in different micro-batches or modes, or when a peer is gone
+    """
+    tables_L, problem, positions = [], None, range(len(executed.layers))
+    experts_XLK = _recorded_experts(routes, len(positions))
+    if executed.demand is not None:
+        tables_L = [executed.tables(number, position) for position in positions]
+        fits = executed.has_layers_of(routes)
+        problem = find_route_mismatch(tables_L, experts_XLK) if fits else "they are of other layers"
+    agreed = agree_on_micro_batch(
+        problem,
+        place=executed.place(number),
+        from_pool=source.wants_pool,
+        any_live=routes is None or not bool(routes.valid_T.all()),
+        group=executed.state.group,
+        device=executed.device,
+    )
+    source.choose(executed.state.slots, executed.place(number))
+    if executed.demand is None or not agreed.routes_fit:
+        return None
+    pushes = PushSchedule(
+        state=executed.state,
+        num_slots=executed.plan.slots,
+        tables_L=tables_L,
+        homes_L=[layer.homes for layer in executed.layers],
+        source=source.current,
+        homes_early=executed.layers[0].homes_stay_whole,
+        next_push=None if source.current is None else executed.first_push(number + 1),
+        recorder=executed.recorder,
+    )
+    return PlannedMicroBatch(
+        tables_L=tables_L,
+        lists_L=_make_row_lists(executed, tables_L, experts_XLK),
+        pushes=pushes,
+        routes=routes,
+        any_live=agreed.any_live,
+        canonical=executed.canonical,
+        device=executed.device,
+    )
+
+
+def _recorded_experts(routes: BatchRoutes | None, num_layers: int) -> Int[ndarray, "X L K"]:
+    """Return the logical experts of the rows with recorded routes."""
     if routes is None:
         return np.zeros((0, num_layers, 1), dtype=np.int64)
     return routes.experts_TLK[routes.valid_T].cpu().numpy()
 
 
-def mismatch(tables_L: Sequence[RankTables], experts_PLK: Int[ndarray, "P L K"]) -> str | None:
-    """Say where the routes of a rank first differ from what was planned; None: nowhere."""
-    for layer, tables in enumerate(tables_L):
-        planned_E = tables.tokens_E
-        actual_E = np.bincount(experts_PLK[:, layer].ravel(), minlength=len(planned_E))
-        if len(actual_E) > len(planned_E):
-            return f"layer {tables.layer_id} chooses expert {len(actual_E) - 1}, the plan has {len(planned_E)} experts"
-        wrong = np.flatnonzero(planned_E != actual_E)
-        if len(wrong):
-            e = wrong[0]
-            return (
-                f"in layer {tables.layer_id} expert {e} was planned to get {planned_E[e]} token-slots from this rank "
-                f"and gets {actual_E[e]} ({len(wrong)} of {len(planned_E)} experts differ)"
-            )
-    return None
-
-
-def make_row_lists(
-    tables_L: Sequence[RankTables],
-    experts_PLK: Int[ndarray, "P L K"],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    *,
-    once: bool,
+def _make_row_lists(
+    executed: ExecutedPlan, tables_L: Sequence[RankTables], experts_XLK: Int[ndarray, "X L K"]
 ) -> list[RowLists]:
-    """Make the row lists of all layers; collective over the group if tokens are sent once."""
-    if once:
-        return exchange_row_lists(tables_L, experts_PLK, group, device)
-    return [row_lists(tables, experts_PLK[:, layer], device) for layer, tables in enumerate(tables_L)]
+    """Return the row lists of all layers; collective for fast sums, which send tokens once."""
+    if executed.canonical:
+        return [row_lists(tables, experts_XLK[:, n], executed.device) for n, tables in enumerate(tables_L)]
+    return exchange_row_lists(tables_L, experts_XLK, executed.state.group, executed.device)

@@ -8,7 +8,7 @@ import pytest
 import torch.multiprocessing as mp
 
 from relibra import EngineError
-from relibra.parallel.replicas.host_pool import shares
+from relibra.parallel.replicas.host_pool import assign_writers
 from tests.parallel.pools import (
     SHARED_MEMORY,
     die_with_a_pool,
@@ -133,10 +133,10 @@ def test_each_machine_writes_an_expert_once_and_gets_what_it_lacks():
     """Two data-parallel replicas of two ranks; the machines are (0, 1, 2) and (3), then (0, 1) and (2, 3)."""
     held_RLE = np.zeros((4, 1, 4), dtype=np.int64)
     held_RLE[[0, 2], :, :2], held_RLE[[1, 3], :, 2:] = 1, 1
-    writes_RLE, source_LE = shares(held_RLE, np.array([0, 0, 0, 1]))
+    writes_RLE, source_LE = assign_writers(held_RLE, np.array([0, 0, 0, 1]))
     assert writes_RLE[:, 0].tolist() == [[1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0], [0, 0, 1, 1]]
     assert source_LE.tolist() == [[0, 0, -1, -1]]
-    writes_RLE, source_LE = shares(held_RLE, np.array([0, 0, 1, 1]))
+    writes_RLE, source_LE = assign_writers(held_RLE, np.array([0, 0, 1, 1]))
     assert writes_RLE.astype(int).tolist() == held_RLE.tolist()
     assert source_LE.tolist() == [[-1] * 4]
 
@@ -145,4 +145,4 @@ def test_each_machine_writes_an_expert_once_and_gets_what_it_lacks():
 def test_experts_stored_unequally_often_are_refused(stored):
     held_RLE = np.stack([np.array(stored) > r for r in range(2)]).astype(np.int64)
     with pytest.raises(EngineError, match=r"layer position 0: expert \d is at home on ranks"):
-        shares(held_RLE, np.array([0, 0]))
+        assign_writers(held_RLE, np.array([0, 0]))

@@ -1,4 +1,5 @@
-"""Expert parameters at home: the rows a rank stores, their relocation, and their logical order.
+"""Homes: the expert parameters that a rank stores, their relocation, and their logical order.
 
-Start with `relocation.py`.
+In: a model and a map of homes. Out: experts at other positions, or parameters in logical order. Start with
+`relocation.py`.
 """

@@ -1,8 +1,8 @@
-"""`HomeShard`: the rows of one expert parameter that this rank stores, which experts they are, and what goes along.
+"""`HomeShard`: the rows of one expert parameter that this rank stores, and the experts that they belong to.
 
 An expert parameter is a DTensor `[E, ...]` on the mesh (efsdp, ep), or one such mesh per data-parallel replica: rank
-`r` of the expert-parallel group is home to positions `r E / R` and on, and FSDP shares these out over the efsdp ranks
-by `torch.chunk`. Position `p` holds logical expert `physical_to_logical_E[p]`.
+`r` of the expert-parallel group is home to positions `r E / R` and on, and FSDP shards these over the efsdp ranks by
+`torch.chunk`. Position `p` holds logical expert `physical_to_logical_E[p]`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class HomeShard:
     """Rows of one parameter of one layer on this rank.
 
     name        of the parameter in the experts module
-    parameter   the parameter itself, whole and sharded
-    rows        its local rows `[n, ...]`, a view: writing here changes the parameter; n = 0 where FSDP has more ranks
-                than experts to share out
+    parameter   the sharded parameter itself
+    rows        its local rows `[X, ...]`, a view: writing here changes the parameter; X = 0 if FSDP has more ranks than
+                experts to shard
     first       position (0..E-1) of the first row; the others follow
     """
 
@@ -43,7 +43,7 @@ class HomeShard:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HomeRanks:
-    """Where the rows of each position are stored, inside the data-parallel replica of this rank.
+    """Rank and row that store each position, inside the data-parallel replica of this rank.
 
     rank_E   global rank
     row_E    local row there
@@ -61,17 +61,17 @@ class StoredRows(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one expert."""
+        """Bytes of one expert in this tensor."""
         return prod(self.rows.shape[1:]) * self.rows.element_size()
 
 
 def home_shards(layer: BalancedEP) -> list[HomeShard]:
-    """List the expert parameters of a layer, outside of its forward and backward pass, in the module's order."""
+    """Return the expert parameters of a layer in the module's order, outside of its forward and backward pass."""
     return [_home_shard(layer, name) for name in layer.names]
 
 
 def home_ranks(layer: BalancedEP) -> HomeRanks:
-    """Say where each position of a layer is stored; every rank of a replica gets the same answer."""
+    """Return where each position of a layer is stored, the same on every rank of a data-parallel replica."""
     mesh, sizes = home_mesh(layer), _chunk_sizes(layer)
     replicas = mesh.mesh.cpu().numpy().reshape(-1, len(sizes), layer.ep_mesh.size())
     [own] = replicas[(replicas == dist.get_rank()).any(axis=(1, 2))]
@@ -81,34 +81,34 @@ def home_ranks(layer: BalancedEP) -> HomeRanks:
 
 
 def home_mesh(layer: BalancedEP) -> DeviceMesh:
-    """Return the mesh that the expert parameters of a layer are spread over; ep is its last dimension."""
+    """Return the mesh of the expert parameters of a layer; ep is its last dimension."""
     return _sharded(layer, layer.names[0]).device_mesh
 
 
 def rows_by_expert(layer_id: int, layer: BalancedEP, optimizer: torch.optim.Optimizer | None) -> list[StoredRows]:
-    """List all tensors of a layer that hold a row per expert: parameters, gradients, optimizer states.
+    """Return all tensors of a layer that hold a row per expert: parameters, gradients, optimizer states.
 
     optimizer   the one that trains the experts; None: there is none yet
-    raises      EngineError when it trains others, or keeps a state that cannot be cut by experts
+    raises      EngineError when it does not train them, or keeps a state that cannot be cut by experts
     """
     trained = {id(p) for settings in optimizer.param_groups for p in settings["params"]} if optimizer else set()
-    freight = []
+    tensors = []
     for shard in home_shards(layer):
-        freight.append(StoredRows(shard.name, shard.rows))
+        tensors.append(StoredRows(shard.name, shard.rows))
         parameter: Any = shard.parameter
         if parameter.grad is not None:
-            freight.append(StoredRows(f"{shard.name}.grad", _local(parameter.grad)))
+            tensors.append(StoredRows(f"{shard.name}.grad", _local(parameter.grad)))
         if optimizer is None:
             continue
         if parameter.requires_grad and id(parameter) not in trained:
             raise EngineError(
-                f"layer {layer_id}: the optimizer does not train {shard.name}, which asks for gradients: pass the "
+                f"layer {layer_id}: the optimizer does not train {shard.name}, which requires gradients: pass the "
                 "optimizer that does, or None while there is none"
             )
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             if _is_per_expert(value, shard.rows, f"layer {layer_id}: optimizer state {key!r} of {shard.name}"):
-                freight.append(StoredRows(f"{shard.name}.{key}", _local(value)))
-    return freight
+                tensors.append(StoredRows(f"{shard.name}.{key}", _local(value)))
+    return tensors
 
 
 def _home_shard(layer: BalancedEP, name: str) -> HomeShard:
@@ -139,7 +139,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _is_per_expert(value: object, rows: Tensor, what: str) -> bool:
-    """Tell a state that follows its expert from one of the whole parameter, such as a count of steps."""
+    """Return whether a state has a row per expert; False for a number of the whole parameter, such as a step count."""
     if isinstance(value, Tensor):
         local = _local(value)
         if local.shape == rows.shape and type(local) is Tensor:
@@ -151,7 +151,7 @@ def _is_per_expert(value: object, rows: Tensor, what: str) -> bool:
         belongs_to_all = value is None or isinstance(value, bool | int | float | str)
     if not belongs_to_all:
         raise EngineError(
-            f"{what} is {kind} where rows have shape {tuple(rows.shape)}, so it cannot be cut by experts: use an "
+            f"{what} is {kind}, the rows have shape {tuple(rows.shape)}, so it cannot be cut by experts: use an "
             "optimizer whose states are single numbers or plain tensors of the parameter's shape, such as AdamW"
         )
     return False

@@ -1,4 +1,4 @@
-"""Logical order: weights as anybody outside expects them, expert 0 first, wherever their homes are."""
+"""Logical order: weights as other programs expect them, expert 0 first, wherever their homes are."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from relibra.parallel.homes.relocation import relocate
 
 @contextmanager
 def logical_order(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-    """Bring experts home to positions 0..E-1 inside, and back afterwards; collective, like whatever saves inside.
+    """Move experts to positions 0..E-1 inside, and back afterwards; collective, as is saving inside.
 
-    Where they are already in that order, nothing is sent.
+    If they are in that order already, nothing is sent.
 
     optimizer   as in `relocate`
     raises      as `relocate`
@@ -40,13 +40,13 @@ def logical_order(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
 
 
 def logical_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter by name, gathered whole, expert rows in logical order; collective, nothing moves.
+    """Yield each parameter by name, gathered whole, with expert rows in logical order; collective, no expert moves.
 
-    One parameter is whole at a time; all ranks have to take all of them.
+    One parameter is whole at a time; all ranks have to iterate over all of them.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward pass without backward the root still shows its gathered parameters
+            module.reshard()  # after a forward pass without backward the root keeps its gathered parameters
     rows_by_id = {
         id(getattr(layer.experts, name)): torch.from_numpy(np.argsort(layer.physical_to_logical_E))
         for layer in balanced_layers(model).values()

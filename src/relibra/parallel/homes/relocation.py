@@ -1,12 +1,12 @@
-"""Relocation: experts move to other homes, with everything that training knows about them.
+"""`relocate`: move experts to other homes, with their gradients and optimizer states.
 
-A row of an expert parameter, of its gradient and of each optimizer state of its shape travel together, as bytes. What
-each rank sends and receives follows from the old and the new map, so nobody exchanges counts. Objects stay: contents
-of parameters, gradients and states are written in place, so FSDP and the optimizer notice nothing.
+The rows of an expert in a parameter, in its gradient and in each optimizer state of its shape travel together, as
+bytes. What each rank sends and receives follows from the old and the new map, so no counts are exchanged. Parameters,
+gradients and states are written in place, so FSDP and the optimizer keep the same tensors.
 
-A layer is written only after a collective has told every rank that all rows of the layer have arrived everywhere. A
-transfer that fails leaves the layer as it was, and the layers before it moved. A rank that is lost after that word and
-before it has written leaves nothing to repair here: its rows are gone, and the job resumes from its last checkpoint.
+A layer is written only after a collective has confirmed that all of its rows have arrived on all ranks. A transfer that
+fails leaves the layer as it was, and the layers before it moved. If a rank is lost after that and before it has
+written, its rows are lost: the job resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import nn
 from relibra.errors import EngineError
 from relibra.parallel.balanced import BalancedEP, balanced_layers
 from relibra.parallel.homes.home_shards import StoredRows, home_mesh, home_ranks, rows_by_expert
-from relibra.parallel.rows.exchange import gathered, waiting
+from relibra.parallel.rows.exchange import all_gather, waiting
 from relibra.parallel.rows.rank_tables import Place
 
 
@@ -36,8 +36,8 @@ from relibra.parallel.rows.rank_tables import Place
 class Relocation:
     """What a relocation moved.
 
-    experts      experts of all layers that changed their position, whichever rank they are on
-    sent_bytes   what this rank sent to others
+    experts      experts of all layers and ranks that changed their position
+    sent_bytes   of this rank to others
     seconds      on this rank, waiting included
     """
 
@@ -51,9 +51,9 @@ def relocate(
     physical_to_logical_map: Int[ndarray, "L E"],
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Relocation:
-    """Move experts to the positions that a map says, between two steps; collective over all ranks of the model.
+    """Move experts to the positions of a map, between two steps; collective over all ranks of the model.
 
-    Memory beside the model: the rows of one layer that this rank sends and receives, of all tensors together.
+    Additional memory: the rows of one layer that this rank sends and receives, of all tensors together.
 
     physical_to_logical_map   logical expert at each position, a permutation per layer; layers as in `balanced_layers`
     optimizer                 the one that trains the experts; its state follows them. None: there is none yet
@@ -66,18 +66,18 @@ def relocate(
     group = _group(next(iter(layers.values())))
     wanted_LE = np.asarray(physical_to_logical_map)
     refusal: EngineError | None = None
-    freights: dict[int, list[StoredRows]] = {}
+    tensors: dict[int, list[StoredRows]] = {}
     try:
         _check(layers, wanted_LE)
-        freights = {layer_id: rows_by_expert(layer_id, layer, optimizer) for layer_id, layer in layers.items()}
+        tensors = {layer_id: rows_by_expert(layer_id, layer, optimizer) for layer_id, layer in layers.items()}
     except EngineError as error:
-        refusal = error  # the others have to hear of it first, or they would wait
-    _agree(layers, wanted_LE, freights, refusal, group)
+        refusal = error  # raised after the other ranks know of it: they would wait
+    _check_agreement(layers, wanted_LE, tensors, refusal, group)
     experts = sent_bytes = 0
     for (layer_id, layer), wanted_E in zip(layers.items(), wanted_LE.astype(np.int64), strict=True):
         moved = int((wanted_E != layer.physical_to_logical_E).sum())
         if moved:
-            sent_bytes += _relocate_layer(layer_id, layer, wanted_E, freights[layer_id], group)
+            sent_bytes += _relocate_layer(layer_id, layer, wanted_E, tensors[layer_id], group)
             experts += moved
     return Relocation(experts=experts, sent_bytes=sent_bytes, seconds=time.perf_counter() - start)
 
@@ -96,7 +96,7 @@ class _Moves(NamedTuple):
 
 
 def _moves(old_E: ndarray, new_E: ndarray, rank_E: ndarray, row_E: ndarray, own: int, num_ranks: int) -> _Moves:
-    """Derive the moves of one rank.
+    """Return the moves of one rank.
 
     old_E, new_E     logical expert at each position
     rank_E, row_E    rank of the group that stores each position, and the local row there
@@ -115,7 +115,7 @@ def _moves(old_E: ndarray, new_E: ndarray, rank_E: ndarray, row_E: ndarray, own:
 
 
 def _relocate_layer(
-    layer_id: int, layer: BalancedEP, wanted_E: ndarray, freight: list[StoredRows], group: dist.ProcessGroup
+    layer_id: int, layer: BalancedEP, wanted_E: ndarray, tensors: list[StoredRows], group: dist.ProcessGroup
 ) -> int:
     """Move the rows of one layer and set its map; return the bytes sent to other ranks."""
     homes, own = home_ranks(layer), dist.get_rank(group)
@@ -123,11 +123,11 @@ def _relocate_layer(
     rank_E = np.array([number_of[rank] for rank in homes.rank_E.tolist()])
     moves = _moves(layer.physical_to_logical_E, wanted_E, rank_E, homes.row_E, own, len(number_of))
     device = torch.device(layer.ep_mesh.device_type)
-    width = sum(stored.row_bytes for stored in freight)
+    width = sum(stored.row_bytes for stored in tensors)
     sent = torch.empty((len(moves.leave_X), width), dtype=torch.uint8, device=device)
     received = torch.empty((len(moves.arrive_Y), width), dtype=torch.uint8, device=device)
     leave_X, arrive_Y = torch.from_numpy(moves.leave_X), torch.from_numpy(moves.arrive_Y)
-    for stored, columns in _columns(freight):
+    for stored, columns in _columns(tensors):
         rows = stored.rows[leave_X.to(stored.rows.device)].reshape(len(leave_X), prod(stored.rows.shape[1:]))
         sent[:, columns] = rows.view(torch.uint8).to(device)
     place = Place(dist.get_rank(), layer_id, -1)
@@ -136,7 +136,7 @@ def _relocate_layer(
         arrived = torch.zeros(1, dtype=torch.int32, device=device)
         dist.all_reduce(arrived, group=group)
         arrived.item()  # on an accelerator, only this waits
-    for stored, columns in _columns(freight):
+    for stored, columns in _columns(tensors):
         rows = received[:, columns].clone(memory_format=torch.contiguous_format).view(stored.rows.dtype)
         rows = rows.reshape(len(arrive_Y), *stored.rows.shape[1:]).to(stored.rows.device)
         stored.rows[arrive_Y.to(stored.rows.device)] = rows
@@ -144,15 +144,15 @@ def _relocate_layer(
     return width * int(moves.num_sent_R.sum() - moves.num_sent_R[own])
 
 
-def _columns(freight: list[StoredRows]) -> Iterator[tuple[StoredRows, slice]]:
+def _columns(tensors: list[StoredRows]) -> Iterator[tuple[StoredRows, slice]]:
     end = 0
-    for stored in freight:
+    for stored in tensors:
         start, end = end, end + stored.row_bytes
         yield stored, slice(start, end)
 
 
 def _check(layers: dict[int, BalancedEP], wanted_LE: ndarray) -> None:
-    """Refuse what no rank should start."""
+    """Raise EngineError for a map or a model that no rank can start with."""
     num_experts = len(next(iter(layers.values())).physical_to_logical_E)
     if wanted_LE.shape != (len(layers), num_experts):
         raise EngineError(
@@ -165,7 +165,7 @@ def _check(layers: dict[int, BalancedEP], wanted_LE: ndarray) -> None:
                 f"layer {layer_id}: the map of homes {wanted_E.tolist()} is no permutation of 0 to {num_experts - 1}: "
                 "give each expert one position"
             )
-        if layer.execution is not None:
+        if layer.runner is not None:
             raise EngineError("the model is executing a plan: leave its execute_plan context before experts move")
         if _has_unreduced_gradients(layer.experts):
             raise EngineError(
@@ -175,7 +175,7 @@ def _check(layers: dict[int, BalancedEP], wanted_LE: ndarray) -> None:
 
 
 def _has_unreduced_gradients(experts: Any) -> bool:
-    """FSDP keeps them whole on each rank, out of reach of `parameter.grad`; it has no public way to ask."""
+    """Return whether FSDP keeps unsharded gradients: `parameter.grad` does not show them, and it has no public API."""
     state = experts._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # newer and older torch
     parameters = [p for group in groups for p in group.fsdp_params]
@@ -186,49 +186,52 @@ def _has_unreduced_gradients(experts: Any) -> bool:
 
 
 def _group(layer: BalancedEP) -> dist.ProcessGroup:
-    """Return the group of all ranks that store experts of a layer, data-parallel replicas included."""
+    """Return the group of all ranks that store experts of a layer, including data-parallel replicas."""
     mesh = home_mesh(layer)
     if mesh.size() == layer.ep_mesh.size():
         return layer.ep_mesh.get_group()
     if mesh.size() != dist.get_world_size():
         raise EngineError(
-            f"experts are spread over {mesh.size()} of {dist.get_world_size()} ranks in several expert-parallel "
-            "groups, and relocation is not built for pipeline stages yet: use pp_size=1"
+            f"experts are sharded over {mesh.size()} of {dist.get_world_size()} ranks in several expert-parallel "
+            "groups, and relocation does not support pipeline stages yet: use pp_size=1"
         )
     assert dist.group.WORLD is not None, "a mesh needs a process group"
     return dist.group.WORLD
 
 
-def _agree(
+def _check_agreement(
     layers: dict[int, BalancedEP],
     wanted_LE: ndarray,
-    freights: dict[int, list[StoredRows]],
+    tensors: dict[int, list[StoredRows]],
     refusal: EngineError | None,
     group: dist.ProcessGroup,
 ) -> None:
-    """Compare maps and kinds of tensors across ranks before anything moves; raise on all ranks or on none."""
+    """Compare maps and kinds of tensors across ranks before anything moves; raise on all ranks or on none.
+
+    refusal   why this rank cannot start
+    """
     maps = hashlib.sha256(repr((list(layers), wanted_LE.shape, wanted_LE.tolist())).encode())
     maps.update(repr([layer.physical_to_logical_E.tolist() for layer in layers.values()]).encode())
-    freight = [[(s.name, s.rows.dtype, s.rows.shape[1:]) for s in of_layer] for of_layer in freights.values()]
-    has_rows = any(len(s.rows) for of_layer in freights.values() for s in of_layer)  # else it may lack states
-    payload = bytes([refusal is not None, has_rows]) + maps.digest() + hashlib.sha256(repr(freight).encode()).digest()
+    kinds = [[(s.name, s.rows.dtype, s.rows.shape[1:]) for s in of_layer] for of_layer in tensors.values()]
+    has_rows = any(len(s.rows) for of_layer in tensors.values() for s in of_layer)  # else it may lack states
+    payload = bytes([refusal is not None, has_rows]) + maps.digest() + hashlib.sha256(repr(kinds).encode()).digest()
     own = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     own = own.to(next(iter(layers.values())).ep_mesh.device_type)
     place = Place(dist.get_rank(group), -1, -1)
-    told = gathered(own, group, "the agreement on a map of homes (nothing has moved)", place)
-    everyone = [bytes(other.tolist()) for other in told]
+    gathered = all_gather(own, group, "the agreement on a map of homes (nothing has moved)", place)
+    payload_R = [bytes(other.tolist()) for other in gathered]
     if refusal is not None:
         raise refusal
     members = dist.get_process_group_ranks(group)
-    refusing = [rank for rank, other in zip(members, everyone, strict=True) if other[0]]
+    refusing = [rank for rank, other in zip(members, payload_R, strict=True) if other[0]]
     if refusing:
-        raise EngineError(f"ranks {refusing} refuse to move experts, so nothing has moved: see what they say")
+        raise EngineError(f"ranks {refusing} refuse to move experts, so nothing has moved: see their messages")
     everywhere = list(range(len(members)))
     for what, part, compared in (
         ("another map of homes (old or new)", slice(2, 34), everywhere),
-        ("other gradients or optimizer states", slice(34, None), [n for n in everywhere if everyone[n][1]]),
+        ("other gradients or optimizer states", slice(34, None), [n for n in everywhere if payload_R[n][1]]),
     ):
-        differing = [members[n] for n in compared if everyone[n][part] != everyone[compared[0]][part]]
+        differing = [members[n] for n in compared if payload_R[n][part] != payload_R[compared[0]][part]]
         if differing:
             raise EngineError(
                 f"ranks {differing} have {what} than rank {members[compared[0]]}, so nothing has moved: make the plan "

@@ -1,4 +1,5 @@
-"""Replicas: slots, the transfers that fill them, and the host pool.
+"""Replicas: weights of hot experts on other ranks, and the way of their gradients home.
 
-Start with `replica_slots.py`.
+In: rank tables (`rows/`) with the pushes of a layer. Out: slots that hold the weights, gradients added to those of the
+homes. Start with `push_schedule.py` (when), then `replica_gradients.py` (the autograd functions).
 """

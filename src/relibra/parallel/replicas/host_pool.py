@@ -1,21 +1,15 @@
-"""`HostPool`: the expert weights of a model once per machine in shared memory, from where any rank takes any expert.
+"""`HostPool`: all expert weights of a model once per machine in shared memory; any rank reads any expert.
 
 Blocks `[E, ...]`, one per layer and parameter, in logical expert order and in the dtype of the parameters. A refresh
-brings them up to date: ranks write their homes, then the first ranks of machines exchange what only one of them has.
-
-`Prefetcher` copies experts out of the pool while the rank computes.
+updates them: ranks write their homes, then the first ranks of machines exchange experts that other machines lack.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import queue
 import socket
-import threading
-import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +29,7 @@ _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Block(NamedTuple):
-    """Where the experts of one parameter of one layer lie: E rows of `row_bytes` from `offset` on."""
+    """Location of the experts of one parameter of one layer: E rows of `row_bytes` from `offset` on."""
 
     offset: int
     row_bytes: int
@@ -44,7 +38,7 @@ class _Block(NamedTuple):
 
 
 class HostPool:
-    """Weights as they were at the last `refresh`; every rank of the default process group has to make one.
+    """Weights as of the last `refresh`; every rank of the default process group has to make one.
 
     num_bytes   size of the pool of one machine
     machine_R   machine of each rank, numbered by their first ranks
@@ -54,13 +48,13 @@ class HostPool:
         """Reserve the memory; collective. The pool has no weights before the first `refresh`.
 
         model               loaded with `ep_implementation="relibra"`
-        ranks_per_machine   so many ranks in a row share a pool; None: those on hosts of the same name
+        ranks_per_machine   this many consecutive ranks share a pool; None: those on hosts of the same name
         raises              EngineError when a machine has too little shared memory, on every rank
         """
         self._layers = list(balanced_layers(model).values())
         self._blocks, self.num_bytes = _blocks(self._layers)
         everyone = self._host_group(range(dist.get_world_size()))
-        assert everyone is not None, "every rank is one of all"
+        assert everyone is not None, "all ranks are members"
         self._everyone = everyone
         self.machine_R = self._machines(ranks_per_machine)
         self._firsts: list[int] = np.unique(self.machine_R, return_index=True)[1].tolist()
@@ -70,17 +64,19 @@ class HostPool:
         self._refreshed: tuple[Tensor, list[ndarray]] | None = None
 
     def refresh(self) -> None:
-        """Write the weights of all homes into the pools of all machines; collective. Nobody may be prefetching.
+        """Write the weights of all homes into the pools of all machines; collective. No rank may be prefetching.
 
-        raises   EngineError when the ranks disagree about which expert is at home where
+        raises   EngineError when the ranks disagree on the homes of experts
         """
         memory = self._memory()
         shards = [home_shards(layer) for layer in self._layers]
         maps = [layer.physical_to_logical_E.copy() for layer in self._layers]
         held_LE = _held(shards, maps)
         held_RLE = gather_integers(held_LE.ravel().tolist(), self._everyone).reshape(-1, *held_LE.shape)
-        writes_RLE, source_LE = shares(held_RLE, self.machine_R)  # the gathering is a barrier: nobody reads any more
-        self._refreshed = None  # until all of it is there
+        writes_RLE, source_LE = assign_writers(
+            held_RLE, self.machine_R
+        )  # the all-gather is a barrier: no rank reads any more
+        self._refreshed = None  # until the refresh is complete
         own_LE = writes_RLE[dist.get_rank()]
         for blocks, of_layer, map_E, own_E in zip(self._blocks, shards, maps, own_LE, strict=True):
             for shard in of_layer:
@@ -95,15 +91,15 @@ class HostPool:
         self._refreshed = (fingerprint, maps)
 
     def keep_current(self) -> None:
-        """Refresh if the homes of any rank are not what they were; collective. Nobody may be prefetching."""
+        """Refresh if the homes of any rank have changed; collective. No rank may be prefetching."""
         if gather_integers([int(self.is_current())], self._everyone).min() == 0:
             self.refresh()
 
     def is_current(self) -> bool:
-        """Say whether the homes of this rank are what they were at the last refresh, weights and places; local.
+        """Return whether weights and positions of this rank's homes are those of the last refresh; local.
 
-        Weights are compared by a checksum over their bits: version counters of tensors miss the multi-tensor and fused
-        optimizers on sharded parameters. It reads all rows of this rank once, on their device.
+        Weights are compared by a checksum over their bits, which reads all rows of this rank once on their device:
+        version counters of tensors miss multi-tensor and fused optimizers on sharded parameters.
         """
         self._memory()
         if self._refreshed is None:
@@ -114,11 +110,11 @@ class HostPool:
         return torch.equal(_fingerprint([home_shards(layer) for layer in self._layers]), fingerprint)
 
     def weights(self, layer_position: int, expert: int) -> dict[str, Tensor]:
-        """Return the weights of one expert, without a copy and by name of the parameter; torch refuses to change them.
+        """Return the weights of one expert by name of the parameter, as views that torch refuses to write to.
 
-        layer_position   counts the layers with experts from 0
+        layer_position   of the layer among those with experts, from 0
         expert           logical
-        raises           EngineError before the first refresh, after `close`, or where there is no such expert
+        raises           EngineError before the first refresh, after `close`, or when there is no such expert
         """
         memory = self._memory()
         if self._refreshed is None:
@@ -150,11 +146,11 @@ class HostPool:
                 out[name].copy_(weight)
 
     def close(self) -> None:
-        """Give the memory back, as soon as no view of this rank is left; again does no harm; local."""
+        """Release the memory once no view of this rank is left; local. Closing again has no effect."""
         self._bytes = None
 
     def __enter__(self) -> HostPool:
-        """Return the pool; leaving the context closes it."""
+        """Return the pool."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -167,7 +163,7 @@ class HostPool:
         return self._bytes
 
     def _machines(self, ranks_per_machine: int | None) -> Int64[ndarray, " R"]:
-        """Number the machine of each rank; machines count by their first ranks."""
+        """Return the machine of each rank, numbered in the order of their first ranks."""
         num_ranks = dist.get_world_size()
         if ranks_per_machine is not None:
             if ranks_per_machine < 1 or num_ranks % ranks_per_machine:
@@ -182,32 +178,33 @@ class HostPool:
         return np.argsort(np.argsort(first_R))[machine_R].astype(np.int64)
 
     def _exchange(self, memory: Tensor, source_LE: Int64[ndarray, "L E"]) -> None:
-        """Bring experts from their source to the first ranks of the other machines, straight from pool to pool."""
+        """Broadcast experts from their source to the first ranks of the other machines, from pool to pool."""
         if self._between is None or (source_LE < 0).all():
             return
         for machine, first in enumerate(self._firsts):
             for blocks, source_E in zip(self._blocks, source_LE, strict=True):
-                for start, stop in _runs(np.flatnonzero(source_E == machine)):
+                for start, stop in _consecutive_runs(np.flatnonzero(source_E == machine)):
                     for offset, row_bytes, _, _ in blocks.values():
                         piece = memory[offset + start * row_bytes : offset + stop * row_bytes]
                         dist.broadcast(piece, first, group=self._between)
 
     def _host_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """Make a group for host memory, whatever the default one is for; collective over all ranks, None for others."""
+        """Return a gloo group of these ranks, None on other ranks; collective over all ranks."""
         like = self._layers[0].ep_mesh
         timeout = like.get_group()._get_backend(torch.device(like.device_type)).options._timeout
         group = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
         return group if dist.get_rank() in ranks else None
 
 
-def shares(
+def assign_writers(
     held_RLE: Int[ndarray, "R L E"], machine_R: Int[ndarray, " R"]
 ) -> tuple[Bool[ndarray, "R L E"], Int64[ndarray, "L E"]]:
-    """Say which rank writes which expert into the pool of its machine, and which machine sends it to the others.
+    """Return which rank writes which expert into the pool of its machine, and which machine sends it to the others.
 
-    held_RLE   1 where a rank stores the expert; data-parallel replicas store each more than once
-    returns    the first rank of a machine that stores an expert writes it; the machine of the first rank that stores it
-               sends it, -1 where every machine has it
+    The first rank of a machine that stores an expert writes it; the machine of the first rank of all sends it, -1 if
+    every machine has it.
+
+    held_RLE   1 if the rank stores the expert; data-parallel replicas store each more than once
     raises     EngineError when experts are not all stored equally often
     """
     copies_LE = held_RLE.sum(axis=0)
@@ -217,7 +214,7 @@ def shares(
         raise EngineError(
             f"layer position {layer}: expert {expert} is at home on ranks "
             f"{np.flatnonzero(held_RLE[:, layer, expert]).tolist()}, others more or less often, so the ranks disagree "
-            "about the homes: move experts on all ranks alike, then refresh"
+            "on the homes: move experts on all ranks alike, then refresh"
         )
     writes_RLE = np.zeros(held_RLE.shape, dtype=bool)
     everywhere_LE = np.ones(copies_LE.shape, dtype=bool)
@@ -229,94 +226,8 @@ def shares(
     return writes_RLE, np.where(everywhere_LE, -1, machine_R[held_RLE.argmax(axis=0)])
 
 
-class Prefetcher:
-    """One thread that copies experts from a pool into slots, in the order of `start`.
-
-    A slot may be read after `wait`, and be given to `start` again once nobody reads it. On an accelerator a copy is
-    complete when `wait` returns, but runs on the default stream: it does not overlap with what is computed there.
-    """
-
-    def __init__(self, pool: HostPool, *, depth: int = 16) -> None:
-        """Start the thread; it ends with `close`, with this object or with the process.
-
-        depth   so many `start` may wait their turn; the next one waits for room
-        """
-        self._copies: dict[Hashable, Future[None]] = {}
-        self._queue: queue.Queue[_Job | None] = queue.Queue(depth)
-        closing = threading.Event()
-        thread = threading.Thread(
-            target=_copy_until_closed, args=(pool, self._queue, closing), name="relibra-prefetch", daemon=True
-        )
-        thread.start()
-        # Also called at exit: a daemon thread that is inside torch when the interpreter goes can take the process down.
-        self._finalizer = weakref.finalize(self, _stop, thread, self._queue, closing)
-
-    def start(self, key: Hashable, copies: Sequence[tuple[int, int, Mapping[str, Tensor]]]) -> None:
-        """Have experts copied, as `HostPool.copy_to` does it; a key may come again when its copies are complete.
-
-        copies   (layer position, expert, tensors to copy into)
-        raises   EngineError after `close`, or for a key that is still under way
-        """
-        if not self._finalizer.alive:
-            raise EngineError(f"prefetch {key!r} comes after close(): make a new Prefetcher")
-        if key in self._copies and not self._copies[key].done():
-            raise EngineError(f"prefetch {key!r} is under way already: wait for it before its key is used again")
-        self._copies[key] = done = Future[None]()
-        self._queue.put(_Job(done, tuple(copies)))
-
-    def wait(self, key: Hashable, timeout: float) -> None:
-        """Return when the copies of a key are complete, at once if they are; raise what went wrong with them.
-
-        timeout   seconds; after it EngineError is raised, and the key may be waited for again
-        raises    EngineError also for a key that was not started, or was cut off by `close`
-        """
-        if key not in self._copies:
-            raise EngineError(f"prefetch {key!r} was never started: call start() first")
-        try:
-            error = self._copies[key].exception(timeout)
-        except TimeoutError:
-            raise EngineError(
-                f"prefetch {key!r} has not finished after {timeout:g} s: allow more time, or start it earlier"
-            ) from None
-        if error is not None:
-            raise error
-
-    def close(self) -> None:
-        """End the thread after the copy that it is at; what waits behind it fails. Again does no harm."""
-        self._finalizer()
-
-
-class _Job(NamedTuple):
-    """The copies of one key, and where to say that they are complete."""
-
-    done: Future[None]
-    copies: tuple[tuple[int, int, Mapping[str, Tensor]], ...]
-
-
-def _copy_until_closed(pool: HostPool, jobs: queue.Queue[_Job | None], closing: threading.Event) -> None:
-    """Work of the thread; it holds no reference to the Prefetcher, so that this can go."""
-    while (job := jobs.get()) is not None:
-        try:
-            for layer_position, expert, out in job.copies:
-                if closing.is_set():
-                    raise EngineError("the prefetcher was closed before the copy was complete: wait before close()")
-                pool.copy_to(layer_position, expert, out)
-        except Exception as error:  # noqa: BLE001  a thread's border: `wait` raises it
-            job.done.set_exception(error)
-        else:
-            job.done.set_result(None)
-        del job  # else slots stay alive until the next one comes
-
-
-def _stop(thread: threading.Thread, jobs: queue.Queue[_Job | None], closing: threading.Event) -> None:
-    closing.set()
-    jobs.put(None)
-    if thread is not threading.current_thread():  # as it may be when the garbage collector closes a Prefetcher
-        thread.join()
-
-
 def _blocks(layers: Sequence[BalancedEP]) -> tuple[list[dict[str, _Block]], int]:
-    """Lay out the parameters of all layers one after another; return the blocks and the bytes of all of them."""
+    """Return the blocks of all layers, one after another, and their bytes together."""
     blocks, end = [], 0
     for layer in layers:
         of_layer = {}
@@ -343,37 +254,37 @@ def _read_only(tensor: Tensor) -> Tensor:
 
 
 def _held(shards: Sequence[Sequence[HomeShard]], maps: Sequence[Int64[ndarray, " E"]]) -> Int64[ndarray, "L E"]:
-    """Mark the experts whose rows are on this rank."""
+    """Return 1 for each expert whose rows are on this rank."""
     held_LE = np.zeros((len(maps), len(maps[0])), dtype=np.int64)
     for layer, (of_layer, map_E) in enumerate(zip(shards, maps, strict=True)):
         places = {(shard.first, len(shard.rows)) for shard in of_layer}
-        assert len(places) == 1, f"all parameters of a layer are shared out alike, got (first, rows) {places}"
+        assert len(places) == 1, f"all parameters of a layer are sharded alike, got (first, rows) {places}"
         first, num_rows = places.pop()
         held_LE[layer, map_E[first : first + num_rows]] = 1
     return held_LE
 
 
 def _fingerprint(shards: Sequence[Sequence[HomeShard]]) -> Tensor:
-    """Return one number per row: the sum of its bits, as integers, times odd numbers, modulo 2^64.
+    """Return one number per row: its bits as integers, times odd numbers, summed modulo 2^64.
 
-    A change of one integer always shows, and so does an exchange of two.
+    A change of one integer always changes it, and so does a swap of two.
     """
     sums = []
     for shard in (shard for of_layer in shards for shard in of_layer):
-        rows_nX = _integers(shard.rows.flatten(1))
-        weights_X = (2 * torch.arange(rows_nX.shape[1], device=rows_nX.device) + 1) * 0x9E3779B97F4A7C1
-        sums += [(row_X * weights_X).sum() for row_X in rows_nX]  # row by row: this takes memory of the size of one
+        rows_YX = _integers(shard.rows.flatten(1))
+        weights_X = (2 * torch.arange(rows_YX.shape[1], device=rows_YX.device) + 1) * 0x9E3779B97F4A7C1
+        sums += [(row_X * weights_X).sum() for row_X in rows_YX]  # row by row, for memory of the size of one
     return torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
 
 
-def _integers(rows_nX: Tensor) -> Tensor:
-    """Return the bits of rows as integers, eight bytes in each where that comes out even."""
-    row_bytes = rows_nX.shape[1] * rows_nX.dtype.itemsize
-    return rows_nX.view(_OF_SIZE[8 if row_bytes % 8 == 0 else rows_nX.dtype.itemsize])
+def _integers(rows_YX: Tensor) -> Tensor:
+    """Return the bits of rows as integers, of eight bytes each if the bytes of a row are a multiple of eight."""
+    row_bytes = rows_YX.shape[1] * rows_YX.dtype.itemsize
+    return rows_YX.view(_OF_SIZE[8 if row_bytes % 8 == 0 else rows_YX.dtype.itemsize])
 
 
-def _runs(ids: Int[ndarray, " n"]) -> Iterator[tuple[int, int]]:
-    """Yield the stretches [start, stop) of consecutive numbers in ascending ones."""
-    for run in np.split(ids, np.flatnonzero(np.diff(ids) != 1) + 1):
+def _consecutive_runs(ids_X: Int[ndarray, " X"]) -> Iterator[tuple[int, int]]:
+    """Yield the ranges [start, stop) of consecutive numbers in ascending ones."""
+    for run in np.split(ids_X, np.flatnonzero(np.diff(ids_X) != 1) + 1):
         if len(run):
             yield int(run[0]), int(run[-1]) + 1

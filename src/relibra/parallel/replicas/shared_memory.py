@@ -1,8 +1,8 @@
 """Memory that the ranks of a machine share: a file without a name in /dev/shm.
 
-The first rank of a machine makes it, the others open it through that process. So there is never a name to clean up,
-and the memory goes with the last process that has it, however that ends. All pages are reserved at the start: a machine
-that runs out of memory later would otherwise kill whoever writes next.
+The first rank of a machine makes it, the others open it through that process. So there is no name to clean up, and the
+system frees the memory when the last process that has it ends. All pages are reserved at the start: without that, a
+machine that runs out of memory later kills the next process that writes.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ FOLDER = "/dev/shm"
 
 
 def reserve(num_bytes: int, machine_R: Int[ndarray, " R"], group: dist.ProcessGroup) -> mmap.mmap:
-    """Return zeroed memory, the same for all ranks of a machine; collective, and raises on all ranks alike.
+    """Return zeroed memory shared by the ranks of a machine; collective, and raises on all ranks alike.
 
     machine_R   machine of each rank of the group
-    group       can exchange host memory
-    raises      EngineError when a machine has too little, or a rank cannot open what the first of its machine made
+    group       exchanges host memory
+    raises      EngineError when a machine has too little, or a rank cannot open the memory of the first of its machine
     """
     rank = dist.get_rank(group)
-    first_M = np.unique(machine_R, return_index=True)[1]
-    first = int(first_M[machine_R[rank]])
+    first_ranks = np.unique(machine_R, return_index=True)[1]
+    first = int(first_ranks[machine_R[rank]])
     made = _make(num_bytes) if rank == first else _NOTHING
     handle = made.handle
     try:
         made_R = [_Made(*row) for row in gather_integers(made, group).tolist()]
-        for other in first_M.tolist():
+        for other in first_ranks.tolist():
             if made_R[other].handle < 0:
                 raise _too_little(other, num_bytes, made_R[other].free, made_R[other].error)
         if rank != first:
@@ -53,23 +53,23 @@ def reserve(num_bytes: int, machine_R: Int[ndarray, " R"], group: dist.ProcessGr
                 f"ranks {lost} cannot open the shared memory that the first rank of their machine made: start all "
                 "ranks of a machine as one user in one container, or pass ranks_per_machine=1 for a pool per rank"
             )
-        assert memory is not None, "whoever has no memory has said so"
+        assert memory is not None, "an error was raised where there is no memory"
         return memory
     finally:
         if handle >= 0:
             os.close(handle)  # the mapping stays
 
 
-def gather_integers(values: Sequence[int], group: dist.ProcessGroup) -> Int64[ndarray, "R n"]:
-    """Give every rank the integers of all ranks, as many from each; collective over a group for host memory."""
+def gather_integers(values: Sequence[int], group: dist.ProcessGroup) -> Int64[ndarray, "R X"]:
+    """Return the integers of all ranks, the same number from each; collective over a group for host memory."""
     own = torch.tensor(list(values), dtype=torch.int64)
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, own, group=group)
-    return torch.stack(everyone).numpy()
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, own, group=group)
+    return torch.stack(gathered).numpy()
 
 
 class _Made(NamedTuple):
-    """What the first rank of a machine tells the others; handle -1: nothing was made, because of `error`."""
+    """What the first rank of a machine sends to the others; handle -1: nothing was made, because of `error`."""
 
     handle: int
     process: int
@@ -103,7 +103,7 @@ def _make(num_bytes: int) -> _Made:
 
 
 def _open(made: _Made) -> int:
-    """Open the file of another process of this machine; return -1 where that cannot be done."""
+    """Open the file of another process of this machine; return -1 if that fails."""
     try:
         handle = os.open(f"/proc/{made.process}/fd/{made.handle}", os.O_RDWR)
     except OSError:
@@ -123,7 +123,7 @@ def _share(num_bytes: int, machine_R: Int[ndarray, " R"], rank: int) -> tuple[in
 
 
 def _attach(handle: int, num_bytes: int, share: tuple[int, int]) -> tuple[mmap.mmap | None, int]:
-    """Map the file and reserve pages of it; return the memory, and 0 or why there is none."""
+    """Map the file and reserve pages of it; return the memory, and 0 or the error number."""
     if handle < 0:
         return None, _UNREACHABLE
     start, stop = share
@@ -140,5 +140,5 @@ def _too_little(rank: int, num_bytes: int, free: int, error: int) -> EngineError
     why = f" ({os.strerror(error)})" if error else ""
     return EngineError(
         f"rank {rank}: a pool of all expert weights needs {num_bytes} bytes of shared memory, and {free} are free in "
-        f"{FOLDER}{why}: enlarge it (docker run --shm-size, mount -o remount,size=...), or do without a pool"
+        f"{FOLDER}{why}: enlarge it (docker run --shm-size, mount -o remount,size=...), or use no pool"
     )

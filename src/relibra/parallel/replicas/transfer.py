@@ -1,4 +1,4 @@
-"""`Transfer`: point-to-point copies between homes and replica slots, weights out or gradients homewards."""
+"""`Transfer`: point-to-point copies between homes and replica slots: weights to the slots, or gradients home."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from relibra.timeline import TimelineRecorder
 
 
 class Transfer:
-    """The copies of one (layer, micro-batch) on one rank; every rank of the group makes the same ones in one order."""
+    """The copies of one (layer, micro-batch) on one rank; all ranks of the group start them in one order.
+
+    homewards   gradients go from slots to homes; else weights go from homes to slots
+    """
 
     def __init__(
         self, tables: RankTables, group: dist.ProcessGroup, recorder: TimelineRecorder, *, homewards: bool
     ) -> None:
-        """Prepare; nothing moves yet."""
+        """Note the time; nothing moves yet."""
         self.tables = tables
         self._group, self._recorder = group, recorder
         self._stage = "return" if homewards else "push"
         self._works: list[dist.Work] = []
-        self._sent: list[Tensor] = []  # alive until they are gone
+        self._sent: list[Tensor] = []  # kept alive until they are sent
         self._parts, self._bytes, self._begun = 0, 0, time.perf_counter()
 
     def start(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
         """Start the copies of one parameter, by number of the push, in the order of pushes.
 
-        outgoing   rows to send; those that are no stretch of memory are copied first
-        incoming   rows to write, each a stretch of memory
+        outgoing   rows to send; those that are not contiguous are copied first
+        incoming   rows to write, each contiguous
         """
         operations = []
         for n in sorted(outgoing.keys() | incoming.keys()):
@@ -54,7 +57,7 @@ class Transfer:
                 self._works += dist.batch_isend_irecv(operations)
 
     def finish(self) -> None:
-        """Wait for the copies of this rank.
+        """Wait for the copies of this rank and record them.
 
         raises   EngineError when a peer is gone or the group's time-out has passed
         """

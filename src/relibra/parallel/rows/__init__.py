@@ -1,4 +1,5 @@
-"""Rows of a micro-batch: which travel where, and their exchange.
+"""Rows: which tokens travel between ranks, in which order, and their exchange.
 
-In: a plan and routes. Out: tables, row lists, exchanged tensors. Start with `rank_tables.py`.
+In: plan, scheduled demand and routes. Out: rows on the ranks that compute them, results back. Start with
+`rank_tables.py` (counts, from the plan alone), then `row_lists.py` (which tokens) and `dispatch.py` (the exchange).
 """

@@ -1,8 +1,8 @@
-"""Token split in whole chunks: what canonical sums need, whoever computes them (UniEP, arXiv 2604.19241).
+"""Token split in whole chunks, for canonical sums (after UniEP, arXiv 2604.19241).
 
 The token-slots of an expert in a micro-batch are numbered by (source rank, position). Chunk `c` holds numbers `c C` to
-`(c + 1) C - 1`, whatever the plan says. A plan only decides which instance computes which chunks, and each instance
-takes consecutive ones, so that its rows, in the order of computation, are exactly its chunks one after another.
+`(c + 1) C - 1` under every plan. A plan only decides which instance computes which chunks. Each instance takes
+consecutive ones, so that its rows, in the order of computation, are its chunks one after another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from relibra.planning.traffic.split import TokenSplit
 
 
 def chunked_split(split: TokenSplit, chunk: int) -> TokenSplit:
-    """Round each instance's share to whole chunks; the last chunk of an expert may be short.
+    """Return the split with each instance's share rounded to whole chunks; the last chunk of an expert may be short.
 
     chunk   token-slots per chunk, C
     """
@@ -39,7 +39,7 @@ def _in_chunks(tokens_RI: Int64[ndarray, "R I"], chunk: int) -> Int64[ndarray, "
 
 
 def _chunks_per_instance(quota_I: Int64[ndarray, " I"], chunk: int) -> Int64[ndarray, " I"]:
-    """Share out the chunks by largest remainder; ties go to the earlier instance, the home first."""
+    """Return the chunks of each instance, by largest remainder; ties go to the earlier instance, the home first."""
     total = -(-int(quota_I.sum()) // chunk)
     chunks_I = quota_I // chunk
     by_remainder = np.argsort(-(quota_I - chunks_I * chunk), kind="stable")

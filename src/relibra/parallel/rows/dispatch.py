@@ -1,75 +1,78 @@
 """Dispatch and combine: rows to the ranks that compute them, and their results back.
 
 Sizes and orders are known before the layer runs, so no counts are exchanged and the host never waits for the device.
-Two ways, each differentiable, each collective of the forward pass with its mirror image in the backward pass:
+Two pairs, each differentiable, with the mirror image of each exchange in the backward pass:
 
-send-once    a token goes to a rank once and is expanded there; its results are weighted and added there, and one row
-             comes back. The fast way
-per choice   one row per token-slot in both directions; the sender weighs and adds in the order of choices, so that no
-             sum depends on who computed what. The canonical way
+tokens    a token goes to a rank once and is copied there for each of its experts; results are weighted and added there,
+          and one row comes back. Used by fast sums
+choices   one row per token-slot in both directions; the sender weights and adds in the order of choices, so that no sum
+          depends on which rank computed what. Used by canonical sums
+
+Rows `[Y, H]` to compute are ordered by local slot, source rank and position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
 from relibra.parallel.rows.exchange import Route, exchange
-from relibra.parallel.rows.rank_tables import RankTables
-from relibra.parallel.rows.row_lists import RowLists
-from relibra.timeline import TimelineRecorder
-
-Compute = Callable[[Tensor, Tensor], Tensor]
-"""Rows `[Y, H]` in the order of computation (local slot, source rank, position), and their weights `[Y, 1]`, to their
-weighted results `[Y, H]`."""
+from relibra.parallel.rows.row_lists import RowLists, SendOnce
 
 
-def dispatch_and_combine(
-    tables: RankTables,
-    lists: RowLists,
-    hidden_TH: Float[Tensor, "T H"],
-    weights_TK: Float[Tensor, "T K"],
-    group: dist.ProcessGroup,
-    recorder: TimelineRecorder,
-    compute: Compute,
-) -> Float[Tensor, "T H"]:
-    """Return the weighted results of this rank's tokens; collective over the expert-parallel group.
+def dispatch_tokens(
+    lists: RowLists, choices: Route, hidden_TH: Float[Tensor, "T H"], weights_TK: Float[Tensor, "T K"]
+) -> tuple[Float[Tensor, "Y H"], Float[Tensor, "Y 1"]]:
+    """Return the rows that this rank computes, and their gate weights; collective.
 
-    weights_TK   gate weights of the token-slots, in the order of choices
-    recorder     notes the exchanges
-    compute      runs the experts of this rank on the rows that arrived
-    raises       EngineError when a peer is gone or the group's time-out has passed
+    choices   exchange of one row per token-slot
+    raises    EngineError when a peer is gone or the group's time-out has passed
     """
-    send_R, receive_R = tables.send_RP.sum(axis=1).tolist(), tables.receive_RP.sum(axis=1).tolist()
-    choices = Route(send_R=send_R, receive_R=receive_R, group=group, place=tables.place, recorder=recorder)
-    if lists.once is None:
-        return _per_choice(lists, hidden_TH, weights_TK, choices, compute)
-    once = lists.once
-    rows = replace(choices, send_R=once.send_R, receive_R=once.receive_R)
-    arrived_ZH = exchange(_Gather.apply(hidden_TH, once.token_Z), rows)
+    once = _send_once(lists)
+    arrived_ZH = exchange(_Gather.apply(hidden_TH, once.token_Z), _token_route(once, choices))
     weight_Y1 = exchange(_Permute.apply(weights_TK.reshape(-1, 1), lists.choice_X), choices)
     weight_Y1 = _Permute.apply(weight_Y1, lists.compute_order_Y)
-    output_YH = compute(_Gather.apply(arrived_ZH, once.arrived_Y), weight_Y1)
-    summed_ZH = _Sum.apply(output_YH, once.arrived_Y, len(arrived_ZH))
-    return _Sum.apply(exchange(summed_ZH, rows.back), once.token_Z, len(hidden_TH))
+    return _Gather.apply(arrived_ZH, once.arrived_Y), weight_Y1
 
 
-def _per_choice(
-    lists: RowLists, hidden_TH: Tensor, weights_TK: Tensor, choices: Route, compute: Compute
+def combine_tokens(
+    lists: RowLists, choices: Route, output_YH: Float[Tensor, "Y H"], num_tokens: int
 ) -> Float[Tensor, "T H"]:
-    hidden_TKH = hidden_TH.unsqueeze(1).expand(-1, weights_TK.shape[1], -1)  # backward adds K rows in their order
+    """Return the results of this rank's tokens from weighted results of rows; the reverse of `dispatch_tokens`."""
+    once = _send_once(lists)
+    summed_ZH = _Sum.apply(output_YH, once.arrived_Y, sum(once.receive_R))
+    return _Sum.apply(exchange(summed_ZH, _token_route(once, choices).back), once.token_Z, num_tokens)
+
+
+def dispatch_choices(
+    lists: RowLists, choices: Route, hidden_TH: Float[Tensor, "T H"], top_k: int
+) -> Float[Tensor, "Y H"]:
+    """Return the rows that this rank computes; collective, raises as `dispatch_tokens`."""
+    hidden_TKH = hidden_TH.unsqueeze(1).expand(-1, top_k, -1)  # backward adds K rows in their order
     arrived_YH = exchange(_Permute.apply(hidden_TKH.flatten(0, 1), lists.choice_X), choices)
-    rows_YH = _Permute.apply(arrived_YH, lists.compute_order_Y)
-    output_YH = compute(rows_YH, rows_YH.new_ones((len(rows_YH), 1)))
+    return _Permute.apply(arrived_YH, lists.compute_order_Y)
+
+
+def combine_choices(
+    lists: RowLists, choices: Route, output_YH: Float[Tensor, "Y H"], weights_TK: Float[Tensor, "T K"]
+) -> Float[Tensor, "T H"]:
+    """Return the weighted results of this rank's tokens from results of rows; the reverse of `dispatch_choices`."""
     back_XH = exchange(_Permute.apply(output_YH, _inverse(lists.compute_order_Y)), choices.back)
     output_TKH = _Permute.apply(back_XH, _inverse(lists.choice_X)).unflatten(0, weights_TK.shape)
     return (output_TKH * weights_TK.unsqueeze(-1)).sum(dim=1)
+
+
+def _send_once(lists: RowLists) -> SendOnce:
+    assert lists.once is not None, "tokens are sent once with fast sums only"
+    return lists.once
+
+
+def _token_route(once: SendOnce, choices: Route) -> Route:
+    return replace(choices, send_R=once.send_R, receive_R=once.receive_R)
 
 
 class _Gather(torch.autograd.Function):
@@ -107,7 +110,7 @@ def _add_up(rows_YH: Tensor, number_Y: Tensor, num_rows: int) -> Tensor:
 
 
 class _Permute(torch.autograd.Function):
-    """Rows in another order. Plain indexing would add up gradients row by row, as if rows could repeat."""
+    """Rows in another order. The backward pass of plain indexing would add row by row, as if rows could repeat."""
 
     @staticmethod
     def forward(ctx: Any, rows_XH: Tensor, order_X: Tensor) -> Tensor:

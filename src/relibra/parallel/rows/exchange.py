@@ -1,4 +1,4 @@
-"""Exchange of rows between ranks with sizes that everyone knows beforehand, and what is said when it fails."""
+"""Exchange rows between ranks with sizes known beforehand; name place and peers when an exchange fails."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from relibra.parallel.rows.rank_tables import Place
 from relibra.timeline import TimelineRecorder
 
 _OF_A_PEER = re.compile(r"gloo/(transport|rendezvous)|closed by peer|reset by peer|timed out waiting", re.IGNORECASE)
-"""What gloo says about a peer that is gone, slow or elsewhere. It has no error class of its own, and what it says about
-wrong arguments names it too; NCCL raises `DistError`."""
+"""Messages of gloo about a lost or slow peer. It has no error class of its own, and its messages about wrong arguments
+name it too; NCCL raises `DistError`."""
 
 
 @contextmanager
 def waiting(what: str, place: Place, peers: Sequence[int]) -> Iterator[None]:
-    """Turn a collective that fails inside, by a time-out or a dead peer, into an error that says who waited for whom.
+    """Turn the failure of a collective inside, by a time-out or a dead peer, into an error with place and peers.
 
-    what     such as "the exchange of rows"
+    what     operation, such as "the exchange of rows"
     peers    ranks of the expert-parallel group that have to take part
     raises   EngineError
     """
@@ -46,25 +46,25 @@ def waiting(what: str, place: Place, peers: Sequence[int]) -> Iterator[None]:
         ) from error
 
 
-def gathered(own: Tensor, group: dist.ProcessGroup, what: str, place: Place) -> list[Tensor]:
-    """Return the tensor of every rank of a group, of one shape; collective.
+def all_gather(own: Tensor, group: dist.ProcessGroup, what: str, place: Place) -> list[Tensor]:
+    """Return the tensors of all ranks of a group, which have one shape; collective.
 
-    what     for the message when a peer is gone, such as "the agreement on the plan"
+    what     operation, for the message when a peer is gone, such as "the agreement on the plan"
     raises   EngineError
     """
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    with waiting(what, place, range(len(everyone))):
-        dist.all_gather(everyone, own, group=group)
-    return everyone
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    with waiting(what, place, range(len(gathered))):
+        dist.all_gather(gathered, own, group=group)
+    return gathered
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Route:
-    """One all-to-all of an expert-parallel group: sizes of this rank, and where it happens.
+    """One all-to-all of an expert-parallel group: its sizes on this rank, and its place.
 
     send_R, receive_R   rows to and from each rank
-    recorder            notes each exchange with the bytes for other ranks; None: nobody does
-    stage               what it notes: "dispatch" to where rows are computed, "combine" on the way back
+    recorder            records each exchange with the bytes for other ranks; None: it is not recorded
+    stage               recorded stage: "dispatch" to where rows are computed, "combine" on the way back
     """
 
     send_R: list[int]
@@ -76,7 +76,7 @@ class Route:
 
     @property
     def back(self) -> Route:
-        """The way back."""
+        """The reverse exchange."""
         back: Literal["dispatch", "combine"] = "combine" if self.stage == "dispatch" else "dispatch"
         return replace(self, send_R=self.receive_R, receive_R=self.send_R, stage=back)
 
@@ -100,7 +100,7 @@ class Route:
 
 
 def exchange(rows: Shaped[Tensor, "X ..."], route: Route) -> Shaped[Tensor, "Y ..."]:
-    """Send rows, ordered by destination; return those that arrive, ordered by source. Gradients take the way back.
+    """Send rows, ordered by destination; return those that arrive, ordered by source. Gradients take the reverse way.
 
     raises   EngineError when a peer is gone or the group's time-out has passed
     """

@@ -1,7 +1,7 @@
-"""`RankTables`: what one rank sends, receives, computes and copies in one (micro-batch, layer), from the plan alone.
+"""`RankTables`: what one rank sends, receives, computes and pushes in one (micro-batch, layer).
 
-Every rank derives its tables from the same plan and demand, so nobody exchanges counts: what a rank sends to another
-is what that one expects. No torch here; what moves tensors is in `dispatch` and `replica_slots`.
+Every rank derives its tables from the same plan and demand, so no counts are exchanged: each rank expects what the
+others send. No torch here; `dispatch.py` moves rows, `transfer.py` weights and gradients.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from relibra.routing.demand import Demand
 
 
 class Place(NamedTuple):
-    """Where in a step something happens, for messages; -1: it belongs to no layer or micro-batch."""
+    """Place in a step, for messages and events; -1: no layer or no micro-batch."""
 
     rank: int
     layer_id: int
     micro_batch: int
 
     def __str__(self) -> str:
-        """Name what applies."""
+        """Name rank, layer and micro-batch, as far as they apply."""
         layer = f", layer {self.layer_id}" * (self.layer_id >= 0)
         return f"rank {self.rank}{layer}" + f", micro-batch {self.micro_batch}" * (self.micro_batch >= 0)
 
 
 class Push(NamedTuple):
-    """One expert's way from its home to a replica slot; gradients take it back.
+    """Copy of one expert from its home to a replica slot; gradients go the reverse way.
 
     expert            logical expert
     home, home_slot   rank of the home, and the expert's position in that rank's parameters
@@ -53,9 +53,9 @@ class Push(NamedTuple):
 class RankTables:
     """The part of one rank in one (micro-batch, layer).
 
-    Local slots `P` of a rank: its E / R homes in the order of the map, then its B spare slots.
+    Local slots `P` of a rank: its E / R homes in the order of the map, then its B replica slots.
 
-    layer_id, micro_batch, rank   where this is, for messages
+    layer_id, micro_batch, rank   place in the step
     num_homes, num_spare          E / R and B
     tokens_E        token-slots that this rank sends to each expert
     send_RP         token-slots that this rank sends to local slot P of rank R
@@ -65,7 +65,7 @@ class RankTables:
     compute_order_Y which of the arrived rows (by source rank, local slot, position) is computed Y-th: by local slot,
                     source rank, position
     slot_Y          local slot of each row in the order of computation; homes come first
-    pushes          all copies that any rank makes here, by (replica rank, slot): the same list on every rank
+    pushes          copies of all ranks, by (replica rank, slot): the same list on every rank
     """
 
     layer_id: int
@@ -83,12 +83,12 @@ class RankTables:
 
     @property
     def place(self) -> Place:
-        """Where this is, for messages."""
+        """Place in the step, for messages and events."""
         return Place(self.rank, self.layer_id, self.micro_batch)
 
     @property
     def num_home_rows(self) -> int:
-        """Rows computed by the experts at home on this rank; the others belong to its replicas."""
+        """Number of rows for the experts at home on this rank; its replicas compute the others."""
         return int(self.receive_RP[:, : self.num_homes].sum())
 
     @property
@@ -105,7 +105,7 @@ class RankTables:
 def rank_tables(
     plan: StepPlan, demand: Demand, rank: int, micro_batch: int, layer: int, chunk: int | None = None
 ) -> RankTables:
-    """Derive the tables of a rank in a micro-batch and layer.
+    """Return the tables of a rank in a micro-batch and layer.
 
     demand   under the schedule of the plan (`plan.scheduled`)
     layer    position in the plan's layers, not the decoder layer
@@ -129,7 +129,7 @@ def home_tables(
     layer_id: int,
     micro_batch: int,
 ) -> RankTables:
-    """Derive the tables of a rank where every expert is computed at home, as without a plan."""
+    """Return the tables of a rank when every expert is computed at home, as without a plan."""
     num_ranks, E = tokens_RE.shape
     home_E = np.argsort(physical_to_logical_E, kind="stable") // (E // num_ranks)
     none_RB = np.zeros((num_ranks, 0), dtype=np.int64)
@@ -174,7 +174,10 @@ def _of_split(
 
 
 def _send_order(tokens_I: ndarray, rank_I: ndarray, local_I: ndarray) -> Int64[ndarray, " X"]:
-    """Instances are ordered by expert, so each takes one run of the token-slots sorted by expert; reorder the runs."""
+    """Return the order in which token-slots sorted by expert go out.
+
+    Instances are ordered by expert, so each takes one run of them: the runs are reordered by destination.
+    """
     start_I = np.cumsum(tokens_I) - tokens_I
     order_I = np.lexsort((local_I, rank_I))
     length_I = tokens_I[order_I]
@@ -183,7 +186,7 @@ def _send_order(tokens_I: ndarray, rank_I: ndarray, local_I: ndarray) -> Int64[n
 
 
 def _pushes(split: TokenSplit, home_slot_E: ndarray) -> tuple[Push, ...]:
-    """List the replicas that get tokens; an idle one needs no weights."""
+    """Return the pushes of replicas that get tokens: an idle replica needs no weights."""
     home_E = split.rank_I[split.slot_I < 0]  # one home per expert, in the order of experts
     tokens_I = split.tokens_RI.sum(axis=0)
     busy_I = np.flatnonzero((split.slot_I >= 0) & (tokens_I > 0))

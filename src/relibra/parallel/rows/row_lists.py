@@ -1,9 +1,9 @@
-"""`RowLists`: which rows of a layer travel, and in which order; each token to a rank once, to be expanded there.
+"""`RowLists`: which rows of a layer travel, and in which order.
 
-Counts follow from the plan; *which* tokens share a destination does not, because two experts of one token may live on
-one rank. Only the source knows that, from the recorded routes, before the step. So sources tell destinations once per
-micro-batch, for all layers in one message of 4 bytes per token-slot; no layer exchanges anything but rows. (Send once:
-UniEP, arXiv 2604.19241.)
+Counts follow from the plan. Which tokens share a destination does not: two experts of one token may be on one rank, and
+only the source knows the recorded routes. So sources send row numbers to destinations once per micro-batch, for all
+layers in one message of 4 bytes per token-slot, and layers exchange nothing but rows. (Sending a token once: UniEP,
+arXiv 2604.19241.)
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from relibra.parallel.rows.rank_tables import Place, RankTables
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SendOnce:
-    """Rows that travel when a token goes to a rank once: one row Z per (destination, token).
+    """Rows that travel when each token goes to a rank once: one row Z per (destination, token).
 
     token_Z     planned row of the batch that goes out Z-th, by destination and token
     send_R      rows to each destination
     receive_R   rows from each source
-    arrived_Y   arrived row (by source, then by token) from which the Y-th row of the computation is made
+    arrived_Y   arrived row (by source, then by token) that is the input of the Y-th computed row
     """
 
     token_Z: Int64[Tensor, " Z"]
@@ -40,12 +40,12 @@ class SendOnce:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowLists:
-    """Rows of one layer as one rank sends and computes them, on the device.
+    """Rows of one layer that one rank sends and computes, on the device.
 
     choice_X          token-slot (row of `[T, K]`, flattened) that goes out X-th: by destination, local slot, position
     compute_order_Y   arrived token-slot (by source, local slot, position) that is computed Y-th
-    slot_Y            local slot of the Y-th row of the computation
-    once              how tokens go to a rank once; None: each token-slot is a row
+    slot_Y            local slot of the Y-th computed row
+    once              rows of tokens that are sent once; None: each token-slot is a row
     """
 
     choice_X: Int64[Tensor, " X"]
@@ -60,7 +60,7 @@ def sent_order(tables: RankTables, experts_TK: Int[ndarray, "T K"]) -> Int64[nda
 
 
 def row_lists(tables: RankTables, experts_TK: Int[ndarray, "T K"], device: torch.device) -> RowLists:
-    """Make the row lists of a layer in which each token-slot is a row of its own.
+    """Return the row lists of a layer in which each token-slot is a row.
 
     experts_TK   logical ids of the rows of this rank, with the counts of the tables
     """
@@ -78,14 +78,14 @@ def _row_lists(tables: RankTables, choice_X: Int64[ndarray, " X"], device: torch
 def rows_to_send(
     tables: RankTables, choice_X: Int64[ndarray, " X"], num_rows: int, top_k: int
 ) -> tuple[Int64[ndarray, " Z"], Int64[ndarray, " R"], Int32[ndarray, " X"]]:
-    """Find the rows to send so that each token goes to each destination once.
+    """Return the rows to send so that each token goes to each destination once.
 
-    Return (token of each row, rows per destination, for each token-slot the number of its row in the message to its
-    destination).
+    returns   token of each row, rows per destination, and for each token-slot the number of its row among those to its
+              destination
     """
     choices_R = tables.send_RP.sum(axis=1)
     rank_X = np.repeat(np.arange(len(choices_R)), choices_R)
-    # One sort of (rank, token): a table of ranks x tokens would take longer where there are many ranks.
+    # One sort of (rank, token): with many ranks a table of ranks x tokens takes longer.
     row_Z, number_X = np.unique(rank_X * num_rows + choice_X // top_k, return_inverse=True)
     rows_R = np.bincount(row_Z // max(1, num_rows), minlength=len(choices_R))
     first_R = np.cumsum(rows_R) - rows_R
@@ -98,26 +98,26 @@ def exchange_row_lists(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> list[RowLists]:
-    """Make the row lists of all layers of a micro-batch, tokens sent once; collective over the group.
+    """Return the row lists of all layers of a micro-batch, with tokens sent once; collective over the group.
 
-    tables_L      of this rank, whose counts are those of the routes
+    tables_L      of this rank, with the counts of the routes
     experts_TLK   logical ids of the planned rows of this rank
     raises        EngineError when a peer is gone or the group's time-out has passed
     """
     T, L, K = experts_TLK.shape
     choices_L = [sent_order(tables, experts_TLK[:, layer]) for layer, tables in enumerate(tables_L)]
     own_L = [rows_to_send(tables, choice_X, T, K) for tables, choice_X in zip(tables_L, choices_L, strict=True)]
-    told_R = _tell(tables_L, own_L, group, device)
-    read_R = [L] * len(told_R)
+    gathered_R = _exchange_row_numbers(tables_L, own_L, group, device)
+    read_R = [L] * len(gathered_R)  # how much of each message has been read: first come the rows per layer
     result = []
     for layer, tables in enumerate(tables_L):
         token_Z, send_R, _ = own_L[layer]
-        receive_R = np.array([told[layer] for told in told_R])
+        receive_R = np.array([message[layer] for message in gathered_R])
         first_R = np.cumsum(receive_R) - receive_R
         arrived = []
-        for source, told in enumerate(told_R):
+        for source, message in enumerate(gathered_R):
             end = read_R[source] + int(tables.receive_RP[source].sum())
-            arrived.append(first_R[source] + told[read_R[source] : end])
+            arrived.append(first_R[source] + message[read_R[source] : end])
             read_R[source] = end
         once = SendOnce(
             token_Z=_on(device, token_Z),
@@ -129,13 +129,17 @@ def exchange_row_lists(
     return result
 
 
-def _tell(
+def _exchange_row_numbers(
     tables_L: Sequence[RankTables],
     own_L: list[tuple[ndarray, ndarray, ndarray]],
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> list[ndarray]:
-    """Tell each rank its rows in each layer and, layer by layer, the row of each token-slot; return what each tells."""
+    """Exchange the number of rows in each layer and, layer by layer, the row of each token-slot; collective.
+
+    own_L     of this rank, see `rows_to_send`
+    returns   message of each source: L numbers of rows, then the rows
+    """
     send_LR = np.stack([tables.send_RP.sum(axis=1) for tables in tables_L])
     receive_LR = np.stack([tables.receive_RP.sum(axis=1) for tables in tables_L])
     pieces_LR = [np.split(own[2], np.cumsum(send_R)[:-1]) for own, send_R in zip(own_L, send_LR, strict=True)]
@@ -149,8 +153,8 @@ def _tell(
         group=group,
         place=Place(tables_L[0].rank, -1, tables_L[0].micro_batch),
     )
-    told = route.move(torch.from_numpy(np.concatenate(message)).to(device)).cpu().numpy()
-    return np.split(told, np.cumsum(route.receive_R)[:-1])
+    received = route.move(torch.from_numpy(np.concatenate(message)).to(device)).cpu().numpy()
+    return np.split(received, np.cumsum(route.receive_R)[:-1])
 
 
 def _on(device: torch.device, numbers: ndarray) -> Tensor:

@@ -1,0 +1,70 @@
+"""`ExecutedPlan`: a plan inside a model, the same for all micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from relibra.parallel.balanced import BalancedEP
+from relibra.parallel.canonical import CHUNK
+from relibra.parallel.replicas.group_state import GroupState
+from relibra.parallel.rows.rank_tables import Place, RankTables, rank_tables
+from relibra.planning.plan import StepPlan
+from relibra.replay import BatchRoutes
+from relibra.routing.demand import Demand
+from relibra.timeline import TimelineRecorder
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExecutedPlan:
+    """A plan, the model that executes it, and this rank's part in it.
+
+    layers      of the model, by position in the plan
+    demand      under the schedule of the plan; None: the plan is not followed, every expert runs at home
+    canonical   whether sums are canonical
+    device      of the model
+    """
+
+    model: nn.Module
+    layers: Sequence[BalancedEP]
+    plan: StepPlan
+    demand: Demand | None
+    canonical: bool
+    state: GroupState
+    recorder: TimelineRecorder
+    device: torch.device
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of the plan."""
+        return len(self.plan.replica_MLRB)
+
+    def place(self, micro_batch: int, position: int | None = None) -> Place:
+        """Return where this rank is, for messages and events; -1: outside of any micro-batch."""
+        layer_id = -1 if position is None else int(self.plan.layer_ids[position])
+        return Place(self.state.rank, layer_id, micro_batch)
+
+    def tables(self, micro_batch: int, position: int) -> RankTables:
+        """Return the tables of a layer."""
+        assert self.demand is not None, "a plan that is not followed has no tables"
+        chunk = CHUNK if self.canonical else None
+        return rank_tables(self.plan, self.demand, self.state.rank, micro_batch, position, chunk)
+
+    def first_push(self, micro_batch: int) -> tuple[int, RankTables] | None:
+        """Return position and tables of the first layer with pushes; None: there is none, or no such micro-batch."""
+        if micro_batch >= self.num_micro_batches:
+            return None
+        with_replicas_L = (self.plan.replica_MLRB[micro_batch] >= 0).any(axis=(1, 2))
+        for position in np.flatnonzero(with_replicas_L).tolist():
+            tables = self.tables(micro_batch, position)
+            if tables.pushes:
+                return position, tables
+        return None
+
+    def has_layers_of(self, routes: BatchRoutes | None) -> bool:
+        """Return whether routes are of the layers of the plan."""
+        return routes is None or list(routes.layer_ids) == self.plan.layer_ids.tolist()

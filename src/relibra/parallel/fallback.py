@@ -1,0 +1,203 @@
+"""When a plan is not followed: every expert then runs at home, and one rank logs one warning.
+
+for the whole step     `choose_demand`: ranks hold different plans or demands, or the plan breaks a rule
+for one micro-batch    `agree_on_micro_batch`: the routes of any rank are not those that the plan was made for
+
+Differences that running at home would not help, such as other homes, raise EngineError on all ranks instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from jaxtyping import Int
+from numpy import ndarray
+
+from relibra.cluster import cluster_preset
+from relibra.errors import EngineError, PlanError
+from relibra.parallel.balanced import BalancedEP
+from relibra.parallel.rows.exchange import all_gather
+from relibra.parallel.rows.rank_tables import Place, RankTables
+from relibra.planning.plan import StepPlan
+from relibra.routing.demand import Demand
+
+_log = logging.getLogger(__name__)
+
+
+class Agreement(NamedTuple):
+    """What all ranks of the group agree on before a micro-batch.
+
+    routes_fit   whether the routes of all ranks are those of the plan
+    any_live     whether any rank has rows without recorded routes
+    """
+
+    routes_fit: bool
+    any_live: bool
+
+
+def choose_demand(
+    plan: StepPlan,
+    demand: Demand,
+    layers: dict[int, BalancedEP],
+    modes: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Demand | None:
+    """Return the demand under the schedule of the plan; None, with a warning: the plan is not followed. Collective.
+
+    layers   by decoder layer
+    modes    what else has to be the same on all ranks: sums, pool
+    raises   EngineError when homes or modes differ between ranks, or the plan does not fit the model
+    """
+    scheduled = _schedule(plan, demand)
+    problem = _find_disagreement(plan, scheduled, list(layers.values()), modes, group, device)
+    if problem is None:
+        assert isinstance(scheduled, Demand), "a rank without a demand is a disagreement"
+        _check_fit(plan, layers)
+        problem = _find_broken_rule(plan, scheduled)
+    if problem is None:
+        assert isinstance(scheduled, Demand), "a rank without a demand is a disagreement"
+        return scheduled
+    if dist.get_rank(group) == 0:
+        _log.warning("the plan is not followed, every expert runs at home: %s", problem)
+    return None
+
+
+def find_route_mismatch(tables_L: Sequence[RankTables], experts_XLK: Int[ndarray, "X L K"]) -> str | None:
+    """Return where the routes of a rank first differ from what was planned; None: nowhere."""
+    for position, tables in enumerate(tables_L):
+        planned_E = tables.tokens_E
+        actual_E = np.bincount(experts_XLK[:, position].ravel(), minlength=len(planned_E))
+        if len(actual_E) > len(planned_E):
+            return f"layer {tables.layer_id} chooses expert {len(actual_E) - 1}, the plan has {len(planned_E)} experts"
+        wrong = np.flatnonzero(planned_E != actual_E)
+        if len(wrong):
+            e = wrong[0]
+            return (
+                f"in layer {tables.layer_id} expert {e} was planned to get {planned_E[e]} token-slots from this rank "
+                f"and gets {actual_E[e]} ({len(wrong)} of {len(planned_E)} experts differ)"
+            )
+    return None
+
+
+def agree_on_micro_batch(
+    problem: str | None,
+    *,
+    place: Place,
+    from_pool: bool,
+    any_live: bool,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Agreement:
+    """Exchange what each rank is about to do; collective. The first rank with a problem logs it.
+
+    problem     where the routes of this rank differ from the plan; None: nowhere
+    place       of this micro-batch
+    from_pool   whether the weights of replicas come from a pool
+    any_live    whether this rank has rows without recorded routes
+    raises      EngineError when ranks differ in micro-batch or source: their later messages could match by chance
+    """
+    own = torch.tensor([place.micro_batch, from_pool, problem is not None, any_live], dtype=torch.int64, device=device)
+    gathered_RX = torch.stack(all_gather(own, group, "the agreement", place)).cpu()
+    micro_batch_R, from_pool_R, differs_R, any_live_R = gathered_RX.unbind(dim=1)
+    for values_R, what in (
+        (micro_batch_R, "micro-batches"),
+        (from_pool_R, "modes (1: without gradients and with a pool)"),
+    ):
+        if (values_R != values_R[0]).any():
+            raise EngineError(
+                f"{place}: the ranks of the group are in {what} {values_R.tolist()}: enter micro-batches in one order "
+                "on all ranks, all with gradients or all without; a rank without samples passes None"
+            )
+    if differs_R.any() and place.rank == int(differs_R.nonzero()[0]):
+        _log.warning(
+            "%s: the routes are not those of the plan (%s), so all ranks run this micro-batch at home: replay the "
+            "routes that the plan was made for, with the ranks and micro-batches of its schedule",
+            place,
+            problem,
+        )
+    return Agreement(routes_fit=not differs_R.any(), any_live=bool(any_live_R.any()))
+
+
+def _schedule(plan: StepPlan, demand: Demand) -> Demand | PlanError:
+    """Return the demand under the schedule of the plan, or the error: the other ranks are told of it first."""
+    try:
+        return plan.scheduled(demand)
+    except PlanError as error:
+        return error
+
+
+def _find_disagreement(
+    plan: StepPlan,
+    demand: Demand | PlanError,
+    layers: list[BalancedEP],
+    modes: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> str | None:
+    """Compare plan, demand, homes and modes of all ranks; return why they cannot follow the plan. Collective."""
+    homes = np.stack([layer.physical_to_logical_E for layer in layers]).astype("<i8").tobytes()
+    usable = not isinstance(demand, PlanError)
+    tokens = b"" if isinstance(demand, PlanError) else np.ascontiguousarray(demand.tokens_MLRE).tobytes()
+    parts = [hashlib.sha256(part).digest() for part in (homes, modes.encode(), plan.digest().encode() + tokens)]
+    own = torch.frombuffer(bytearray(bytes([usable]) + b"".join(parts)), dtype=torch.uint8).to(device)
+    gathered = all_gather(own, group, "the agreement on the plan", Place(dist.get_rank(group), -1, -1))
+    digests_R = [bytes(digests.tolist()) for digests in gathered]
+
+    def differing(part: slice) -> list[int]:
+        return [rank for rank, digests in enumerate(digests_R) if digests[part] != digests_R[0][part]]
+
+    if ranks := differing(slice(1, 33)):
+        raise EngineError(
+            f"ranks {ranks} have experts at other homes than rank 0, so weights are mixed up: relocate on all ranks "
+            "alike, and resume from the last checkpoint"
+        )
+    if ranks := differing(slice(33, 65)):
+        raise EngineError(
+            f"ranks {ranks} execute with other sums than rank 0, or only some ranks have a pool: pass the same to "
+            "execute_plan on all ranks"
+        )
+    if unusable := [rank for rank, digests in enumerate(digests_R) if not digests[0]]:
+        own_reason = f" ({demand})" if isinstance(demand, PlanError) else ""
+        return f"ranks {unusable} hold a demand that the plan was not made for{own_reason}"
+    if ranks := differing(slice(65, None)):
+        return (
+            f"ranks {ranks} hold another plan or demand than rank 0: make the plan on one rank and send it to the "
+            "others, or plan with the same demand and version everywhere and without a deadline"
+        )
+    return None
+
+
+def _find_broken_rule(plan: StepPlan, demand: Demand) -> str | None:
+    """Return which rule the plan breaks; None: it is valid."""
+    try:
+        plan.validate(cluster_preset("h100x8", plan.num_ranks, plan.ranks_per_node), demand)  # only its shape counts
+    except PlanError as error:
+        return str(error)
+    return None
+
+
+def _check_fit(plan: StepPlan, layers: dict[int, BalancedEP]) -> None:
+    """Compare layers, ranks, experts and homes of the plan with those of the model, with one result on all ranks."""
+    first = next(iter(layers.values()))
+    num_ranks, per_rank = first.ep_mesh.size(), first.num_local_experts
+    for what, of_plan, of_model in (
+        ("layers", plan.layer_ids.tolist(), list(layers)),
+        ("ranks", plan.num_ranks, num_ranks),
+        ("experts", plan.num_experts, num_ranks * per_rank),
+    ):
+        if of_plan != of_model:
+            raise EngineError(f"the plan is for {what} {of_plan}, the model has {of_model}: plan for this model")
+    homes_LE = np.stack([layer.physical_to_logical_E for layer in layers.values()])
+    elsewhere_L = (plan.physical_to_logical_map != homes_LE).any(axis=1)
+    if elsewhere_L.any():
+        raise EngineError(
+            f"the plan has other homes than the model in layers {plan.layer_ids[elsewhere_L].tolist()}: call "
+            "relocate(model, plan.physical_to_logical_map, optimizer) first, or plan with Budget(move_homes=False)"
+        )
