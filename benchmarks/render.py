@@ -1,4 +1,4 @@
-"""Write the tables and figures of the README, docs/results.md and docs/results/*.md from result files.
+"""Write the tables, figures and picture of the README, docs/results.md and docs/results/*.md from result files.
 
 Run: python benchmarks/render.py [--check] [--json]   (or: relibra bench render)
 --check writes nothing and exits with 1 when a page differs from the result files.
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from load_picture import draw_skew
 from provenance import RESULTS, ROOT
 from results_files import Row, read_results
 from table_columns import COLUMNS, Column, shown
@@ -33,6 +34,8 @@ PAGES: tuple[Path, ...] = (
 )
 """Every page with markers."""
 
+PICTURE = ROOT / "docs" / "skew.svg"
+
 _AGGREGATES: dict[str, Callable[[Iterable[Any]], Any]] = {"least": min, "most": max}
 
 
@@ -41,7 +44,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    stale = [str(path.relative_to(ROOT)) for path in PAGES if rendered(text := path.read_text()) != text]
+    stale = [
+        str(path.relative_to(ROOT)) for path, text in _written_anew() if not path.exists() or path.read_text() != text
+    ]
     written = [] if options.check else write_pages()
     if options.json:
         print(json.dumps({"stale": stale, "written": written}))
@@ -54,13 +59,19 @@ def main() -> int:
 
 
 def write_pages() -> list[str]:
-    """Write all pages again and return their names; write none when one cannot be made.
+    """Write all pages and the picture, and return their names; write nothing when one cannot be made.
 
     raises    ConfigError as `table` and `figure`
     """
-    for path, text in [(path, rendered(path.read_text())) for path in PAGES]:
+    texts = _written_anew()
+    for path, text in texts:
         write_text(path, text)
-    return [str(path.relative_to(ROOT)) for path in PAGES]
+    return [str(path.relative_to(ROOT)) for path, _ in texts]
+
+
+def _written_anew() -> list[tuple[Path, str]]:
+    pages = [(path, rendered(path.read_text())) for path in PAGES]
+    return [*pages, (PICTURE, draw_skew(read_results(RESULTS / "balancers_gpt_oss.json")))]
 
 
 def rendered(page: str) -> str:

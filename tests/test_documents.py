@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+COMMANDS = (ROOT / "docs" / "commands.md").read_text()
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.md"))
 GENERATED = [str(page.relative_to(ROOT)) for page in (ROOT / "README.md", ROOT / "docs" / "results.md", *RESULTS)]
 """Pages that benchmarks/render.py writes figures into."""
@@ -80,23 +80,33 @@ def test_guides_quote_messages_that_exist(guide, package):
         assert any(message in one for one in said), message
 
 
-def test_readme_names_commands_that_exist():
-    for line in re.findall(r"^\| `relibra ([a-z ]+?) (?:[A-Z]|--|\[)", README, flags=re.MULTILINE):
+def test_commands_that_are_named_exist():
+    named = re.findall(r"^\| `relibra ([a-z ]+?)(?: (?:[A-Z]|--|\[)|`)", COMMANDS, flags=re.MULTILINE)
+    assert len(named) > 10
+    for line in named:
         done = subprocess.run(
             [sys.executable, "-m", "relibra", *line.split(), "--help"], capture_output=True, text=True
         )
         assert done.returncode == 0, line
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^make ([a-z-]+)", README, flags=re.MULTILINE):
+    for target in re.findall(r"^make ([a-z-]+)", COMMANDS, flags=re.MULTILINE):
         assert f"\n{target}:" in makefile
 
 
 def test_file_map_names_every_package():
-    listed = set(re.findall(r"^  (\w+(?:/|\.py)) ", README, flags=re.MULTILINE))
+    page = (ROOT / "docs" / "README.md").read_text()
+    listed = set(re.findall(r"^  (\w+(?:/|\.py)) ", page, flags=re.MULTILINE))
     package = ROOT / "src" / "relibra"
     folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
     files = {path.name for path in package.glob("*.py")} - {"__init__.py", "__main__.py"}
     assert listed == folders | files
+
+
+def test_index_of_documents_names_every_page():
+    page = (ROOT / "docs" / "README.md").read_text()
+    assert set(re.findall(r"^\| \[([\w-]+\.md)\]", page, flags=re.MULTILINE)) == {
+        path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md"
+    }
 
 
 def test_links_lead_somewhere():
@@ -146,6 +156,30 @@ def test_typed_figures_are_seen():
     page = "It is <!-- figure: a b -->5<!-- end --> s, `x 7`, [a](b/9), gpt-oss-20b.\n\n    code 8\n"
     assert not re.findall(r"(?<![\w.-])\d[\w.,-]*", typed_prose(page))
     assert re.findall(r"(?<![\w.-])\d[\w.,-]*", typed_prose("It takes 3.5 s, 48-layer.")) == ["3.5", "48-layer."]
+
+
+@pytest.mark.parametrize("page", GENERATED)
+def test_no_marker_of_a_figure_begins_a_line(page):
+    """Markdown takes a comment at the start of a line for a block of its own and breaks the sentence there."""
+    assert not re.search(r"^<!-- figure", (ROOT / page).read_text(), flags=re.MULTILINE)
+
+
+def test_the_picture_of_the_readme_is_drawn_from_result_rows(render):
+    from load_picture import RANKS, SYSTEMS
+
+    picture = render.PICTURE.read_text()
+    rows = json.loads((ROOT / "benchmarks" / "results" / "balancers_gpt_oss.json").read_text())
+    assert picture == render.draw_skew(rows), "run python benchmarks/render.py"
+    skews = {row["balancer"]: row for row in rows}
+    expected = [f"{skews[name][ranks]:.2f}" for ranks in RANKS for name in SYSTEMS]
+    assert re.findall(r">(\d\.\d\d)</text>", picture) == expected
+    widths = [float(width) for width in re.findall(r'<rect x="\d+" y="\d+" width="([\d.]+)"', picture)]
+    assert widths == pytest.approx([float(skew) * widths[0] / float(expected[0]) for skew in expected], rel=0.01)
+    assert f"]({render.PICTURE.relative_to(ROOT)})" in (ROOT / "README.md").read_text()
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
 
 
 def test_a_figure_is_the_same_in_all_rows_it_stands_for(render, monkeypatch, tmp_path):
