@@ -319,7 +319,7 @@ def test_pages_are_written(run, trace, tmp_path):
         code, _, err = run(verb, trace, *CUT, *more, "--html", page)
         assert code == 0
         assert str(page) in err
-        assert ("Balancers side by side" in page.read_text()) == (verb == "compare")
+        assert ("Comparison of balancers" in page.read_text()) == (verb == "compare")
 
 
 def test_reports_of_plans(run, trace, plan, tmp_path):

@@ -11,8 +11,7 @@ from relibra.planning.budget import Budget
 from relibra.planning.costs import expert_shape
 from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
-from relibra.reporting.data.compared_plans import Side, side_of, static_side
-from relibra.reporting.pages.plan_page import Question
+from relibra.reporting.data.compared_plans import ComparedPlan, ComparedStep, compare_plan, compare_static
 from relibra.routing.demand import Demand
 from relibra.simulation import model_shape
 
@@ -34,11 +33,15 @@ def planned_step(layers: int = 3, *, slots: int = 1) -> tuple[StepPlan, Demand]:
     return plan_step(demand, CLUSTER, Budget(slots=slots, objective="tokens"), expert=EXPERT), demand
 
 
-def sides(layers: int = 3) -> tuple[Side, Side]:
+def compared_plans(layers: int = 3) -> tuple[ComparedPlan, ComparedPlan]:
     plan, demand = planned_step(layers)
-    return static_side(plan, demand), side_of("the plan", plan, demand)
+    return compare_static(plan, demand), compare_plan("the plan", plan, demand)
 
 
-def question(layers: int = 3, **more: object) -> Question:
+def compared_step(before: ComparedPlan | None = None, after: ComparedPlan | None = None) -> ComparedStep:
+    """The static layout and the plan of `planned_step`, or two given plans."""
+    if before is None or after is None:
+        before, after = compared_plans()
+    layers = len(after.plan.layer_ids)
     model = replace(model_shape("qwen3-30b-a3b"), moe_layers=layers, experts=16, top_k=4)
-    return Question(cluster=CLUSTER, model=model, **more)  # type: ignore[arg-type]
+    return ComparedStep(before=before, after=after, cluster=CLUSTER, model=model)

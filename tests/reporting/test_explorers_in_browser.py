@@ -11,7 +11,7 @@ from relibra.planning.analysis.comparison import compare
 from relibra.planning.budget import Budget
 from relibra.reporting.pages.load_section import load_facts
 from relibra.reporting.pages.plan_page import write_plan_page
-from tests.reporting.planned import CLUSTER, EXPERT, planned_step, question, sides
+from tests.reporting.planned import CLUSTER, EXPERT, compared_step, planned_step
 from tests.reporting.test_report_in_browser import Tab, tab
 
 __all__ = ["tab"]  # the fixture
@@ -26,7 +26,7 @@ FOCUS = (
 def page(tmp_path: Path) -> Path:
     _, demand = planned_step()
     rows = compare(demand, CLUSTER, Budget(slots=1), ["static", "relibra+packing+cross-node"], expert=EXPERT)
-    return write_plan_page(tmp_path / "plan.html", *sides(), question(rows=rows))
+    return write_plan_page(tmp_path / "plan.html", compared_step(), balancers=rows)
 
 
 @pytest.mark.slow
@@ -116,15 +116,14 @@ def test_experts_have_a_scale_of_their_own_and_their_loads_are_not_cut_off(tab: 
     tab.evaluate("document.getElementById('load-rows').focus()")
     tab.press("ArrowDown")
     experts = tab.evaluate(text("load-scale")), tab.evaluate(text("load-beyond"))
-    scales = load_facts(*sides())["scales"]
+    scales = load_facts(compared_step())["scales"]
     for (scale, beyond), found, what in ((ranks, scales["ranks"], "rank"), (experts, scales["experts"], "instance")):
         assert scale.endswith(f"{found['end']:.2f}× mean")
         assert beyond.startswith(f"The largest load of one {what}")
         assert f"{found['largest']:.2f}× the mean" in beyond
         assert ("hatched" in beyond) is (found["largest"] > found["end"])
-    busiest = load_facts(*sides())["first"]
-    before, _ = sides()
-    load_E = before.demand.load_MLE[busiest[1], busiest[0]]
+    busiest = load_facts(compared_step())["first"]
+    load_E = compared_step().before.demand.load_MLE[busiest[1], busiest[0]]
     said = tab.evaluate(text("load-readout"))
     assert f"busiest expert {load_E.max() / load_E.mean():.2f}× → " in said
     assert f"expert {load_E.argmax()} {load_E.max() / load_E.mean():.2f}× → " in said

@@ -20,7 +20,7 @@ from relibra.errors import ConfigError
 from relibra.planning.budget import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from relibra.reporting.data.compared_plans import Side
+    from relibra.reporting.data.compared_plans import ComparedPlan
     from relibra.timeline import Timeline
 
 PLAN_SUFFIX = ".safetensors"
@@ -110,40 +110,45 @@ def _report_two_runs(path: Path, other: Path, output: Path | None) -> Path:
 
 
 def _report_plans(request: ReportRequest) -> Path:
-    from relibra.reporting.data.compared_plans import refuse_other_sizes, static_side
-    from relibra.reporting.data.planned_step import countable, distinct_of
-    from relibra.reporting.pages.plan_page import Question, write_plan_page
+    from relibra.reporting.data.compared_plans import (
+        ComparedStep,
+        can_count_rows,
+        compare_static,
+        count_distinct_rows,
+    )
+    from relibra.reporting.pages.plan_page import write_plan_page
     from relibra.routing.readers import open_trace
     from relibra.simulation import cut_model
 
     path, other, trace, timelines = request.path, request.other, request.trace, request.timelines()
-    first = _read_side(path, request.demand, "the plan" if other is None else _short_name(path, other))
+    first = _read_plan(path, request.demand, "the plan" if other is None else _short_name(path, other))
     if other is None:
-        before, after = static_side(first.plan, first.given), first
+        plans = compare_static(first.plan, first.given), first
     else:
-        before, after = first, _read_side(other, request.demand, _short_name(other, path))
-        refuse_other_sizes(before, after)
-    plan = after.plan
+        plans = first, _read_plan(other, request.demand, _short_name(other, path))
+    plan = plans[1].plan
     if trace is not None:
         check_num_experts(trace, request.num_experts)
     with progress("simulating and drawing"):
-        question = Question(
+        step = ComparedStep(
+            before=plans[0],
+            after=plans[1],
             cluster=open_cluster(request.cluster).with_ranks(plan.num_ranks, plan.ranks_per_node),
-            model=cut_model(open_model(request.model or DEFAULT_MODEL), after.given),
-            timelines=timelines,
-            distinct=None if trace is None else distinct_of(open_trace(trace, request.num_experts), before, after),
-            remedy=COUNT_ROWS if trace is None and countable(before, after) else "",
+            model=cut_model(open_model(request.model or DEFAULT_MODEL), plans[1].given),
+            distinct_rows=None if trace is None else count_distinct_rows(open_trace(trace, request.num_experts), plans),
         )
-        return write_plan_page(request.output or path.with_name(f"{path.stem}.report.html"), before, after, question)
+        output = request.output or path.with_name(f"{path.stem}.report.html")
+        remedy = COUNT_ROWS if trace is None and can_count_rows(plans) else ""
+        return write_plan_page(output, step, timelines=timelines, remedy=remedy)
 
 
 def _short_name(path: Path, beside: Path) -> str:
     return f"plan {path}" if path.stem == beside.stem else f"plan {path.stem}"
 
 
-def _read_side(path: Path, demand: Path | None, name: str) -> Side:
+def _read_plan(path: Path, demand: Path | None, name: str) -> ComparedPlan:
     from relibra.planning.plan_files import read_plan
-    from relibra.reporting.data.compared_plans import side_of
+    from relibra.reporting.data.compared_plans import compare_plan
     from relibra.routing.demand_files import read_demand
 
     if not path.exists() or not _is_plan(path):
@@ -151,4 +156,4 @@ def _read_side(path: Path, demand: Path | None, name: str) -> Side:
     place = demand or demand_path(path)
     if not place.exists():
         raise ConfigError(f"{place} does not exist: the loads of a plan are in its demand, name it with --demand")
-    return side_of(name, read_plan(path), read_demand(place))
+    return compare_plan(name, read_plan(path), read_demand(place))

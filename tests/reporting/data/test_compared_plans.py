@@ -1,4 +1,4 @@
-"""Loads of both sides of a page, against plain loops."""
+"""Loads under both plans of a page, against plain loops."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given
 
 from relibra.errors import PlanError
-from relibra.reporting.data.compared_plans import most_gaining, side_of, static_side
-from relibra.reporting.html.array_json import packed, quantised
+from relibra.reporting.data.compared_plans import compare_plan, compare_static
+from relibra.reporting.html.array_json import pack, quantise
 from relibra.reporting.pages.load_section import load_facts
 from relibra.routing.demand import Demand
 from tests.planning.plans import planned_steps
-from tests.reporting.planned import planned_step, sides
+from tests.reporting.planned import compared_step, planned_step
 
 
 @given(planned_steps())
 def test_the_busiest_instance_is_the_home_or_a_replica(step) -> None:
     plan, demand = step
-    found_MLE = side_of("plan", plan, demand).instance_load_MLE()
+    found_MLE = compare_plan("plan", plan, demand).instance_load_MLE()
     for m, layer, expert in np.ndindex(*found_MLE.shape):
         quotas = plan.quota_MLRB[m, layer][plan.replica_MLRB[m, layer] == expert].tolist()
         home = int(demand.load_MLE[m, layer, expert]) - sum(quotas)
@@ -28,20 +28,20 @@ def test_the_busiest_instance_is_the_home_or_a_replica(step) -> None:
 
 
 @given(planned_steps())
-def test_the_static_side_keeps_experts_at_home_under_the_given_schedule(step) -> None:
+def test_the_static_layout_keeps_experts_at_home_under_the_given_schedule(step) -> None:
     plan, demand = step
-    static = static_side(plan, demand)
+    static = compare_static(plan, demand)
     per_rank = plan.num_experts // plan.num_ranks
     expected_MLR = demand.load_MLE.reshape(*demand.load_MLE.shape[:2], plan.num_ranks, per_rank).sum(axis=3)
     np.testing.assert_array_equal(static.rank_load_MLR, expected_MLR)
     assert static.bound == static.skew
 
 
-def test_a_demand_without_a_schedule_has_no_static_side() -> None:
+def test_a_demand_without_a_schedule_has_no_static_layout() -> None:
     plan, demand = planned_step(1)
     bare = Demand(counts_SLE=demand.counts_SLE, layer_ids=demand.layer_ids, sample_ids=demand.sample_ids)
     with pytest.raises(PlanError, match="no schedule"):
-        static_side(plan, bare)
+        compare_static(plan, bare)
 
 
 def _unpacked(cube: dict) -> np.ndarray:
@@ -50,15 +50,16 @@ def _unpacked(cube: dict) -> np.ndarray:
 
 
 def test_cubes_hold_loads_over_their_mean_on_a_scale_for_ranks_and_one_for_experts() -> None:
-    before, after = sides()
-    facts = load_facts(before, after)
+    step = compared_step()
+    before, after = step.plans
+    facts = load_facts(step)
     ranks, experts = facts["scales"]["ranks"], facts["scales"]["experts"]
-    for side, shown in zip((before, after), facts["sides"], strict=True):
-        load_MLR = side.rank_load_MLR
+    for one, shown in zip((before, after), facts["plans"], strict=True):
+        load_MLR = one.rank_load_MLR
         ratio_MLR = load_MLR / load_MLR.mean(axis=2, keepdims=True)
         assert shown["ranks"]["end"] == ranks["largest"]
         np.testing.assert_allclose(_unpacked(shown["ranks"]) / 65534 * ranks["largest"], ratio_MLR, atol=1e-4)
-        busiest_MLE = side.instance_load_MLE() / side.demand.load_MLE.mean(axis=2, keepdims=True)
+        busiest_MLE = one.instance_load_MLE() / one.demand.load_MLE.mean(axis=2, keepdims=True)
         cube = _unpacked(shown["experts"])
         assert cube.max() <= 254, "nothing is cut off"
         root_MLE = np.sqrt(busiest_MLE / experts["largest"])
@@ -69,7 +70,7 @@ def test_cubes_hold_loads_over_their_mean_on_a_scale_for_ranks_and_one_for_exper
     static_MLE = before.instance_load_MLE() / before.demand.load_MLE.mean(axis=2, keepdims=True)
     assert experts["largest"] == static_MLE.max() > ranks["largest"]
     assert ranks["end"] < experts["end"] == np.quantile(static_MLE.max(axis=2), 0.99)
-    m, layer = most_gaining(before, after)
+    m, layer = step.most_improved()
     assert facts["first"] == [layer, m]
     lost_M = (before.rank_load_MLR.max(axis=2) - after.rank_load_MLR.max(axis=2)).sum(axis=1)
     assert lost_M[m] == lost_M.max()
@@ -77,13 +78,13 @@ def test_cubes_hold_loads_over_their_mean_on_a_scale_for_ranks_and_one_for_exper
 
 def test_large_steps_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("relibra.reporting.pages.load_section.MAX_BYTES", 2 * 3 * 24 * 2)  # two micro-batches
-    facts = load_facts(*sides())
-    assert [side["micro_batches"] for side in facts["sides"]] == [[0, 4], [0, 4]]
+    facts = load_facts(compared_step())
+    assert [one["micro_batches"] for one in facts["plans"]] == [[0, 4], [0, 4]]
 
 
 def test_packed_arrays_are_little_endian_whatever_they_were() -> None:
-    big = packed(np.array([1.5, -2.0], dtype=">f4"))
-    assert big == packed(np.array([1.5, -2.0], dtype="<f4"))
+    big = pack(np.array([1.5, -2.0], dtype=">f4"))
+    assert big == pack(np.array([1.5, -2.0], dtype="<f4"))
     assert big["type"] == "Float32Array"
     assert np.frombuffer(base64.b64decode(big["data"]), "<f4").tolist() == [1.5, -2.0]
-    assert quantised(np.array([[0.5]]), 1.0).tolist() == [[127]]
+    assert quantise(np.array([[0.5]]), 1.0).tolist() == [[127]]

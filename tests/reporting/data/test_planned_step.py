@@ -29,7 +29,7 @@ def test_the_sizes_of_the_policy_are_taken_where_they_can_be_read(run_folder: Pa
     write_config(run_folder, CONFIG)
     shape = model_of_run(recording)
     assert shape is not None
-    assert (shape.name, shape.hidden) == ("mine", 64)
+    assert (shape.name, shape.hidden) == ("this run’s policy (mine)", 64)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,6 @@ def test_a_recording_of_few_layers_is_simulated_as_a_part_of_a_large_model(run_f
         open_recording(run_folder), cluster=cluster_preset("h100x8"), model=model_shape("gpt-oss-20b")
     )
     assert isinstance(planned, PlannedStep)
-    layers = len(planned.after.plan.layer_ids)
+    layers = len(planned.step.after.plan.layer_ids)
     assert layers < 12
-    assert planned.question.model.part_in_words == f"{layers} of 24 layers, vocabulary in proportion"
+    assert planned.step.model.part_in_words == f"{layers} of 24 layers, vocabulary in proportion"

@@ -19,17 +19,17 @@ from relibra.planning.budget import Budget
 from relibra.planning.planner import plan_step
 from relibra.planning.replicas.pricing import predict_planned
 from relibra.planning.traffic.byte_ledger import byte_ledger, distinct_rows_of_step
-from relibra.reporting.data.compared_plans import Side, side_of, static_side
-from relibra.reporting.data.sentences import percent
+from relibra.reporting.data.compared_plans import ComparedStep, compare_plan, compare_static
+from relibra.reporting.data.number_format import percent
 from relibra.reporting.html.html_bars import waterfall
 from relibra.reporting.pages.balancers_section import balancers_section
-from relibra.reporting.pages.limits_section import seconds_item
-from relibra.reporting.pages.plan_page import Question, render_plan_page, verdict, write_plan_page
+from relibra.reporting.pages.limits_section import seconds_card
+from relibra.reporting.pages.plan_page import describe_step, render_plan_page, write_plan_page
 from relibra.routing.demand import Demand
 from relibra.simulation import model_shape, overlap_ratio, simulate_step
 from relibra.simulation.units import seconds_in_words
 from relibra.timeline import Event, Timeline
-from tests.reporting.planned import CLUSTER, EXPERT, planned_step, question, sides
+from tests.reporting.planned import CLUSTER, EXPERT, compared_plans, compared_step, planned_step
 
 MADE = datetime(2026, 1, 2, tzinfo=UTC)
 
@@ -42,9 +42,9 @@ def test_the_page_says_what_the_plan_says() -> None:
     plan, demand = planned_step()
     rows = compare(demand, CLUSTER, Budget(slots=1), ["static", "ultraep", "relibra"], expert=EXPERT)
     rows.append(ComparisonRow(balancer="<b>late</b>", sees="live", valid=False, message="no <i>plan</i>"))
-    page = render_plan_page(*sides(), question(rows=rows), MADE)
+    page = render_plan_page(compared_step(), MADE, rows)
     static, skew = (dict(lever_gaps(plan, demand))[name] for name in ("static", "cross-node copies"))
-    assert f"compute {static:.2f}× the mean, with the plan {skew:.3f}×" in page
+    assert re.search(rf"compute {static:.2f}× [^×]*, with the plan {skew:.3f}×", page)
     assert plan.digest()[:16] in page
     assert "&lt;b&gt;late&lt;/b&gt;: no &lt;i&gt;plan&lt;/i&gt;" in page
     assert "<b>late" not in page
@@ -56,7 +56,7 @@ def test_the_page_says_what_the_plan_says() -> None:
     cells = (f"{static:.3f}", "", f"{reachable:.3f}")
     assert ">static</th>" + "".join(f'<td class="number">{cell}</td>' for cell in cells) in page
     assert "inside the node: static, ultraep, relibra" in page
-    assert page == render_plan_page(*sides(), question(rows=rows), MADE)
+    assert page == render_plan_page(compared_step(), MADE, rows)
 
 
 def _card(page: str, label: str) -> str:
@@ -65,7 +65,7 @@ def _card(page: str, label: str) -> str:
     return re.sub(r"<[^>]+>", " ", card[: card.index("</div>")])
 
 
-def traced_step() -> tuple[Side, Side, Question]:
+def traced_step() -> ComparedStep:
     """A step whose tokens are known one by one: 2 layers, 16 experts, 4 ranks on 2 nodes."""
     rng = np.random.default_rng(1)
     T, L, K, S = 800, 2, 4, 20
@@ -83,79 +83,74 @@ def traced_step() -> tuple[Side, Side, Question]:
         counts_SLE=counts_SLE, layer_ids=np.arange(L), sample_ids=np.arange(S), top_k=K, pairs_LEE=pairs_LEE
     ).with_schedule(np.arange(S) % 5, np.arange(S) // 5, 4)
     plan = plan_step(demand, CLUSTER, Budget(slots=1, objective="tokens"), expert=EXPERT, never_worse=False)
-    before, after = static_side(plan, demand), side_of("the plan", plan, demand)
-    distinct = {
-        side.name: distinct_rows_of_step(side.plan, side.demand, experts_TLK, sample_T) for side in (before, after)
-    }
-    return before, after, replace(question(L), distinct=distinct)
+    before, after = compare_static(plan, demand), compare_plan("the plan", plan, demand)
+    rows = tuple(distinct_rows_of_step(one.plan, one.demand, experts_TLK, sample_T) for one in (before, after))
+    return replace(compared_step(before, after), distinct_rows=rows)
 
 
 def test_the_card_of_the_expert_layers_is_the_sum_of_the_parts_below_it() -> None:
-    before, after, asked = traced_step()
-    page = render_plan_page(before, after, asked, MADE)
+    compared = traced_step()
+    after, model = compared.after, compared.model
+    page = render_plan_page(compared, MADE)
     card = _card(page, "Expert layers, simulated")
-    assert asked.distinct is not None
-    for side in (before, after):
-        counted = asked.distinct[side.name]
-        step = simulate_step(side.plan, side.demand, CLUSTER, asked.model, distinct_MLRR=counted)
+    for one, counted in compared.plans_with_rows:
+        step = simulate_step(one.plan, one.demand, CLUSTER, model, distinct_MLRR=counted)
         total = sum(step.terms[name] for name in ("compute", "exchange", "gates", "copies", "relocation"))
         assert seconds_in_words(total) in card
         assert f">{seconds_in_words(step.terms['exchange'])}</td>" in page
-        bound = simulate_step(side.plan, side.demand, CLUSTER, asked.model)
+        bound = simulate_step(one.plan, one.demand, CLUSTER, model)
         assert seconds_in_words(bound.terms["exchange"]) != seconds_in_words(step.terms["exchange"])
     assert "Rows between ranks are counted token by token." in page
-    planner = predict_planned(after.plan, after.demand, CLUSTER, asked.model.expert).total
-    assert f"{seconds_in_words(planner)} by the planner’s own model, which takes a lower bound of rows" in page
+    planner = predict_planned(after.plan, after.demand, CLUSTER, model.expert).total
+    assert f"{seconds_in_words(planner)} by the planner’s own model, which uses a lower bound of rows" in page
 
 
 def test_without_tokens_the_page_says_that_rows_are_bounds() -> None:
-    before, after, asked = traced_step()
-    page = render_plan_page(before, after, replace(asked, distinct=None), MADE)
+    page = render_plan_page(replace(traced_step(), distinct_rows=None), MADE)
     assert "Rows between ranks are a lower bound from pairs of experts." in page
     assert "not by those counted" not in page
-    before, after = sides()
-    assert "one for every choice, an upper bound" in render_plan_page(before, after, question(), MADE)
+    assert "one for every choice, an upper bound" in render_plan_page(compared_step(), MADE)
 
 
 def test_seconds_without_relocation_stand_beside_those_with_it() -> None:
-    before, after = sides()
-    asked = question()
-    step, static = (simulate_step(side.plan, side.demand, CLUSTER, asked.model) for side in (after, before))
+    compared = compared_step()
+    before, after = compared.plans
+    step, static = (simulate_step(one.plan, one.demand, CLUSTER, compared.model) for one in (after, before))
     moved = step.terms["relocation"]
     assert moved > 0.01 * step.seconds
-    page = render_plan_page(before, after, asked, MADE)
+    page = render_plan_page(compared, MADE)
     card = _card(page, "Step, simulated")
     ratio = static.seconds / (step.seconds - moved)
     assert f"{seconds_in_words(step.seconds - moved)} without relocation, which is paid once: {ratio:.2f}×" in card
     assert "without relocation, which is paid once" in _card(page, "Expert layers, simulated")
     other = plan_step(before.given, CLUSTER, Budget(slots=1, objective="tokens"), "ultraep", expert=EXPERT)
-    page = render_plan_page(after, side_of("plan two", other, before.given), asked, MADE)
+    page = render_plan_page(compared_step(after, compare_plan("plan two", other, before.given)), MADE)
     card = _card(page, "Step, simulated, plan two")
     assert f"the plan {seconds_in_words(step.seconds)} ({seconds_in_words(step.seconds - moved)} without" in card
-    second = simulate_step(other, before.given, CLUSTER, asked.model)
+    second = simulate_step(other, before.given, CLUSTER, compared.model)
     assert second.terms["relocation"] == 0
-    assert f"as fast; {(step.seconds - moved) / second.seconds:.2f}× without it, as it is paid once" in card
-    label, value, note = seconds_item("Step", "static layout", (2.0, 1.0), (0.0, 0.009))
+    assert f"as fast; {(step.seconds - moved) / second.seconds:.2f}× without relocation, which is paid once" in card
+    label, value, note = seconds_card("Step", "static layout", (2.0, 1.0), (0.0, 0.009))
     assert (label, value, note) == ("Step", "1 s", "static layout 2 s, 2.00× as fast")
 
 
 def test_the_ledger_speaks_of_what_is_sent() -> None:
-    before, after, asked = traced_step()
-    assert asked.distinct is not None
-    counted = {"distinct_MLRR": asked.distinct[after.name]}
+    step = traced_step()
+    after = step.after
+    counted = {"distinct_MLRR": step.plans_with_rows[1][1]}
     ledgers = [
         byte_ledger(after.plan, after.demand, CLUSTER, EXPERT.row_bytes, **counted, send_once=once).total()
         for once in (True, False)
     ]
     assert ledgers[1].data_factor_L[0] < 0.95
-    page = render_plan_page(before, after, asked, MADE)
+    page = render_plan_page(step, MADE)
     words = page[page.index('id="bytes-title"') :]
-    assert f"{percent(float(ledgers[0].efficiency_L[0]))} with the plan, where each token goes to a rank once" in words
+    assert f"{percent(float(ledgers[0].efficiency_L[0]))} with the plan" in words
     lowest = min(ledgers[0].routing_factor_L[0], ledgers[0].port_factor_L[0])
     assert re.search(rf"The lowest factor of the plan is the (routing|port) factor, {percent(float(lowest))}", words)
     each = percent(float(ledgers[1].efficiency_L[0]))
     data = percent(float(ledgers[1].data_factor_L[0]))
-    assert f"Were each choice sent by itself, it would be {each}: only {data} of the bytes" in words
+    assert f"it would be {each}: {data} of the received bytes" in words
     header = words[words.index("all layers together") :]
     assert re.findall(r">([^<>]+)</th>", header)[:3] == ["static layout", "the plan", "the plan, per choice"]
     duplicate = re.findall(r"[\d.]+(?=</td>)", header[header.index("duplicate, GB") :])[:3]
@@ -164,15 +159,14 @@ def test_the_ledger_speaks_of_what_is_sent() -> None:
 
 
 def test_where_nobody_counted_pairs_the_ledger_has_no_column_of_what_is_sent_once() -> None:
-    page = render_plan_page(*sides(), question(), MADE)
+    page = render_plan_page(compared_step(), MADE)
     words = page[page.index('id="bytes-title"') :]
     assert "per choice" not in words
-    assert "as the executor sends it." not in words
-    assert "Nobody counted which experts tokens pick together, so every row counts as useful." in words
+    assert "so every row counts as useful" in words
 
 
 def test_the_overlap_ratio_is_told_at_peak_and_at_sustained_flops() -> None:
-    card = _card(render_plan_page(*sides(), question(), MADE), "Overlap ratio inside a node")
+    card = _card(render_plan_page(compared_step(), MADE), "Overlap ratio inside a node")
     peak = overlap_ratio(EXPERT, CLUSTER.intra.bytes_per_second, CLUSTER.peak_flops_per_second)
     sustained = overlap_ratio(EXPERT, CLUSTER.intra.bytes_per_second, CLUSTER.flops_per_second)
     assert f" {peak:.2f} " in card
@@ -180,15 +174,16 @@ def test_the_overlap_ratio_is_told_at_peak_and_at_sustained_flops() -> None:
     assert sustained > peak
 
 
-def test_what_limits_the_model_comes_first_and_is_what_the_simulator_says() -> None:
-    before, after = sides()
-    asked = question()
-    page = render_plan_page(before, after, asked, MADE)
-    assert _sections(page) == ["limits", "levers-1", "loads", "timeline", "bytes", "cover", "glossary"]
+def test_what_limits_the_model_comes_after_what_is_counted_and_is_what_the_simulator_says() -> None:
+    compared = compared_step()
+    page = render_plan_page(compared, MADE)
+    assert _sections(page) == ["levers-1", "loads", "cover", "bytes", "limits", "timeline", "glossary"]
     ratio = overlap_ratio(EXPERT, CLUSTER.intra.bytes_per_second, CLUSTER.peak_flops_per_second)
-    assert page.index(f'<dd class="value">{ratio:.2f}</dd>') < page.index('id="levers-1"')
-    step = simulate_step(after.plan, after.demand, CLUSTER, asked.model)
-    assert seconds_in_words(step.terms["compute"]) in page
+    limits = page[page.index('id="limits"') : page.index('id="timeline"')]
+    assert f'<dd class="value">{ratio:.2f}</dd>' in limits
+    assert compared.model.name in limits
+    step = simulate_step(compared.after.plan, compared.after.demand, CLUSTER, compared.model)
+    assert seconds_in_words(step.terms["compute"]) in limits
     first = page[page.index('<ul class="">') :]
     assert first.startswith('<ul class=""><li>Overlap ratio')
 
@@ -196,8 +191,8 @@ def test_what_limits_the_model_comes_first_and_is_what_the_simulator_says() -> N
 def test_two_plans_stand_side_by_side() -> None:
     plan, demand = planned_step()
     other = plan_step(demand, CLUSTER, Budget(slots=0, objective="tokens"), expert=EXPERT)
-    first, second = side_of("plan <one>", other, demand), side_of("plan two", plan, demand)
-    page = render_plan_page(first, second, question(), MADE)
+    first, second = compare_plan("plan <one>", other, demand), compare_plan("plan two", plan, demand)
+    page = render_plan_page(compared_step(first, second), MADE)
     assert "<one>" not in page
     assert "With plan &lt;one&gt; the busiest ranks compute" in page
     assert {"levers-0", "levers-1"} <= set(_sections(page))
@@ -208,14 +203,14 @@ def test_two_plans_stand_side_by_side() -> None:
 def test_every_card_of_two_plans_says_which_plan_it_is_about() -> None:
     plan, demand = planned_step()
     other = plan_step(demand, CLUSTER, Budget(slots=1, objective="tokens"), "ultraep", expert=EXPERT)
-    first, second = side_of("plan one", other, demand), side_of("plan two", plan, demand)
-    page = render_plan_page(first, second, question(), MADE)
+    first, second = compare_plan("plan one", other, demand), compare_plan("plan two", plan, demand)
+    page = render_plan_page(compared_step(first, second), MADE)
     labels = re.findall(r"<dt>([^<]+)</dt><dd class=", page)
     assert {label for label in labels if not label.startswith("Overlap") and ", plan " not in label} == set()
     assert "Skew before" not in page
     assert f"{other.skew(first.demand):.3f}" in _card(page, "Skew, plan one")
     assert f"{plan.skew(second.demand):.3f}" in _card(page, "Skew, plan two")
-    for label, figure in (("Copies", "num_copies"), ("Experts moved", "num_moved")):
+    for label, figure in (("Replicas", "num_copies"), ("Experts moved", "num_moved")):
         card = _card(page, f"{label}, plan two")
         assert f" {getattr(plan, figure)} " in card
         assert f"plan one {getattr(other, figure)}" in card
@@ -223,18 +218,16 @@ def test_every_card_of_two_plans_says_which_plan_it_is_about() -> None:
 
 
 def test_the_verdict_says_who_waits_for_what() -> None:
-    before, after = sides()
-    words = verdict(before, after)
-    assert words.endswith(
-        f"On average a rank waits {percent(1 - 1 / before.skew)} of the expert time for the busiest one with the "
-        f"static layout, and {percent(1 - 1 / after.skew)} with the plan."
-    )
+    step = compared_step()
+    words = describe_step(step)
+    for one in step.plans:
+        assert re.search(rf"{percent(1 - 1 / one.skew)}[^%]* with {one.name_in_sentence}", words)
 
 
-def test_plans_of_other_sizes_are_refused(tmp_path: Path) -> None:
-    small = side_of("small", *planned_step(2))
+def test_plans_of_other_sizes_are_refused() -> None:
+    small = compare_plan("small", *planned_step(2))
     with pytest.raises(ConfigError, match="small is for 2 layers, the plan for 3"):
-        write_plan_page(tmp_path / "page.html", small, sides()[1], question())
+        compared_step(small, compared_plans()[1])
 
 
 def test_a_recorded_timeline_is_drawn_beside_the_simulated_ones() -> None:
@@ -245,7 +238,7 @@ def test_a_recorded_timeline_is_drawn_beside_the_simulated_ones() -> None:
         for stage in ("dispatch", "</script>odd")
     )
     measured = Timeline(events=events, num_ranks=4, label="measured")
-    page = render_plan_page(*sides(), question(timelines=[("run", measured)]), MADE)
+    page = render_plan_page(compared_step(), MADE, timelines=[("run", measured)])
     assert "<figcaption>run (measured)</figcaption>" in page
     assert "</script>odd" not in page
 
@@ -280,17 +273,17 @@ def test_a_step_without_tokens_has_a_page() -> None:
     cluster = cluster_preset("h100x8", 2)
     plan = plan_step(demand, cluster, Budget(slots=1), expert=EXPERT)
     model = replace(model_shape("qwen3-30b-a3b"), moe_layers=1, experts=4, top_k=2)
-    asked = Question(cluster=cluster, model=model)
-    page = render_plan_page(static_side(plan, demand), side_of("the plan", plan, demand), asked, MADE)
+    before, after = compare_static(plan, demand), compare_plan("the plan", plan, demand)
+    page = render_plan_page(ComparedStep(before=before, after=after, cluster=cluster, model=model), MADE)
     assert "1.000×, exactly the bound" in page
 
 
 def test_a_folder_is_no_place_for_a_page(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"name an \.html file"):
-        write_plan_page(tmp_path, *sides(1), question(1))
+        write_plan_page(tmp_path, compared_step())
 
 
-def large_step() -> tuple[Side, Side, Question]:
+def large_step() -> ComparedStep:
     """94 layers x 32 micro-batches x 64 ranks, 128 experts, with power-law loads."""
     M, L, R, E = 32, 94, 64, 128
     rng = np.random.default_rng(0)
@@ -302,14 +295,15 @@ def large_step() -> tuple[Side, Side, Question]:
     cluster = cluster_preset("h100x8", R)
     plan = plan_step(demand, cluster, Budget(slots=2, objective="tokens"), "foremoe", expert=EXPERT)
     model = replace(model_shape("qwen3-30b-a3b"), moe_layers=L)
-    return static_side(plan, demand), side_of("the plan", plan, demand), Question(cluster=cluster, model=model)
+    before, after = compare_static(plan, demand), compare_plan("the plan", plan, demand)
+    return ComparedStep(before=before, after=after, cluster=cluster, model=model)
 
 
 @pytest.mark.slow
 def test_a_large_step_makes_a_page_of_a_few_megabytes_in_seconds(tmp_path: Path) -> None:
-    before, after, asked = large_step()
+    step = large_step()
     start = time.perf_counter()
-    page = write_plan_page(tmp_path / "page.html", before, after, asked)
+    page = write_plan_page(tmp_path / "page.html", step)
     seconds = time.perf_counter() - start
     assert page.stat().st_size < 8_000_000
     assert page.stat().st_size + 4_900_000 < 8_000_000, "a page about a run has plotly too"

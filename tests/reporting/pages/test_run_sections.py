@@ -12,9 +12,10 @@ import pytest
 from relibra.errors import TraceError
 from relibra.reporting.data.metrics import Metrics, read_metrics
 from relibra.reporting.data.samples import MAX_CHARACTERS, MAX_STEPS, Samples, read_samples
+from relibra.reporting.data.sentences import describe_balance, describe_reward
 from relibra.reporting.html import run_figures
-from relibra.reporting.html.run_figures import step_panels
-from relibra.reporting.html.sample_browser import SHOWN, browser
+from relibra.reporting.html.run_figures import run_panels
+from relibra.reporting.html.sample_browser import SHOWN, sample_browser
 from relibra.reporting.pages import run_sections
 from relibra.reporting.pages.report_page import write_report
 from tests.reporting.recordings import HOSTILE, full_row, sample_row
@@ -39,16 +40,17 @@ def test_a_full_run_has_every_section_and_says_what_its_numbers_mean(full: Path)
     page = own_page(write_report(full).read_text())
     elements = Elements(page)
     ids = [attrs["id"] for tag, attrs in elements.found if tag == "section"]
-    assert ids[:8] == ["limits", "learning", "balance", "values", "mismatch", "update", "time", "samples"]
+    assert ids[:7] == ["learning", "balance", "values", "mismatch", "update", "time", "samples"]
     for words in (
-        "The reward went from 0.000 to 0.200 in 3 steps (first and last step).",
-        "Plans brought rank skew from 1.50× to 1.02× in the mean of 3 steps, with 9 copies of experts and 12 moves.",
-        "Without plans, on this run’s 2 ranks",
-        "The last of 1 evaluation on held-out prompts gave 0.600.",
-        "In the mean 25\u202f% of the responses under way were unfinished",
-        "At the last step the value model explains 0.40 of the variance of returns: it helps.",
-        "Step 2: k3_kl is 0.2, harmless is 0 to 0.1: the sampler is another policy.",
-        "Over all steps 30\u202f% of the places stood idle.",
+        "from 0.000 to 0.200 in 3 steps (first and last step)",
+        "from 1.50× to 1.02×, mean of 3 steps, with 9 replicas",
+        "12 moves",
+        "of this run’s 2 ranks",
+        "The last of 1 evaluation on held-out prompts gave 0.600",
+        "25\u202f% of the responses were unfinished",
+        "explains 0.40 of the variance of returns",
+        "Step 2: k3_kl is 0.2, harmless is 0 to 0.1",
+        "30\u202f% of the batch was idle",
         "run report",
     ):
         assert words in elements.text, words
@@ -62,8 +64,8 @@ def test_sections_without_numbers_are_left_out() -> None:
         run_sections.update, run_sections.time, run_sections.unreadable,
     )  # fmt: skip
     assert [make(metrics) for make in makers] == [""] * len(makers)
-    assert run_sections.headline(metrics) == ("", "")
-    assert browser(Samples()) == ""
+    assert (describe_reward(metrics), describe_balance(metrics)) == ("", "")
+    assert sample_browser(Samples()) == ""
 
 
 @pytest.mark.parametrize("key", sorted(full_row(0)))
@@ -75,7 +77,7 @@ def test_any_key_may_be_missing_or_odd(key: str, odd: object) -> None:
     metrics = Metrics(rows=tuple(rows))
     for make in (run_sections.learning, run_sections.balance, run_sections.mismatch, run_sections.value_model):
         make(metrics)
-    for make in (run_sections.update, run_sections.time, run_sections.headline):
+    for make in (run_sections.update, run_sections.time, describe_reward, describe_balance):
         make(metrics)
 
 
@@ -85,7 +87,7 @@ def test_a_run_of_a_dense_model_has_a_report_without_routes(tmp_path: Path) -> N
     rows = [{"step": step, "reward": 0.5, "rank_skew": None, "alarms": []} for step in range(2)]
     _write(run / "metrics.jsonl", rows)
     page = own_page(write_report(run).read_text())
-    assert "The reward went from 0.500 to 0.500 in 2 steps" in page
+    assert "from 0.500 to 0.500 in 2 steps" in page
     assert 'id="load"' not in page
     assert 'id="balance"' not in page
     (run / "metrics.jsonl").write_text("")
@@ -96,12 +98,12 @@ def test_a_run_of_a_dense_model_has_a_report_without_routes(tmp_path: Path) -> N
 def test_panels_draw_what_there_is_and_zero_is_nothing_on_a_logarithmic_axis() -> None:
     rows = tuple(full_row(step) | {"k3_kl": 0.0, "probability_difference": None} for step in range(3))
     metrics = Metrics(rows=rows)
-    figure = step_panels(metrics, run_figures.MISMATCH)
+    figure = run_panels(metrics, run_figures.MISMATCH)
     assert [curve.name for curve in figure.data] == ["router disagreement"]
-    figure = step_panels(metrics, run_figures.LEARNING)
+    figure = run_panels(metrics, run_figures.LEARNING)
     names = [curve.name for curve in figure.data if curve.name]
     expected = ["reward", "evaluation", "mean length", "95th percentile", "longest", "unfinished"]
-    assert names == [*expected, "cut, of those that ended"]
+    assert names == [*expected, "truncated, of those that ended"]
     evaluation = figure.data[names.index("evaluation") + 2]  # behind the two edges of the band
     assert (evaluation.mode, list(evaluation.y)) == ("markers", [None, 0.6, None])
     domains = [figure.layout[axis].domain for axis in ("yaxis", "yaxis2", "yaxis3")]
@@ -112,14 +114,14 @@ def test_panels_draw_what_there_is_and_zero_is_nothing_on_a_logarithmic_axis() -
 
 def test_values_between_gaps_are_drawn_as_marks() -> None:
     metrics = Metrics(rows=tuple(full_row(step) for step in range(3)))
-    loss = step_panels(metrics, run_figures.VALUES).data[1]
+    loss = run_panels(metrics, run_figures.VALUES).data[1]
     assert (loss.mode, list(loss.y)) == ("lines+markers", [0.05, None, 0.05])
 
 
-def test_alarms_are_told_once_per_figure_with_their_latest_sentence() -> None:
+def test_alarms_are_shown_once_per_figure_with_their_latest_sentence() -> None:
     rows = [{"step": step, "alarms": [f"ess is 0.{step}, harmless is 0.3 to 1: few", HOSTILE]} for step in range(3)]
     page = run_sections.mismatch(Metrics(rows=tuple(rows)))
-    assert "3 steps from 0 on, at last step 2: ess is 0.2, harmless" in page
+    assert "3 steps, from 0 to 2: ess is 0.2, harmless" in page
     assert page.count("<li>") == 2
     assert "<script" not in page
 
@@ -156,7 +158,7 @@ def test_rows_that_lack_keys_are_samples_all_the_same(tmp_path: Path) -> None:
     path.write_text(path.read_text() + '[1]\n{"step": true}\n{"step": 5, "resp')
     samples = read_samples(path)
     assert (samples.steps, samples.num_steps, samples.unreadable) == ([4], 1, 2)
-    page = browser(samples)
+    page = sample_browser(samples)
     assert page.count("no reward") == 2
     assert "data-reward" not in page
     assert 'data-tokens="-1"' in page
@@ -168,8 +170,8 @@ def test_many_steps_are_thinned_to_some_evenly_chosen_ones(tmp_path: Path) -> No
     samples = read_samples(_write(tmp_path / "samples.jsonl", rows))
     assert (len(samples.steps), samples.num_steps) == (MAX_STEPS, 200)
     assert (samples.steps[0], samples.steps[-1]) == (0, 199)
-    page = browser(samples)
-    assert "160 steps of 200 left out" in page
+    page = sample_browser(samples)
+    assert "160 steps of 200 are not shown" in page
     assert page.count("<option") == 1 + MAX_STEPS + 3
     assert f'data-shown="{SHOWN}"' in page
 
@@ -177,5 +179,5 @@ def test_many_steps_are_thinned_to_some_evenly_chosen_ones(tmp_path: Path) -> No
 def test_metrics_read_tables_and_texts(tmp_path: Path) -> None:
     rows = [{"step": 0, "evaluation": {"reward": 1}, "alarms": ["a", 3]}, {"step": 1, "evaluation": 4, "alarms": "b"}]
     metrics = read_metrics(_write(tmp_path / "metrics.jsonl", rows))
-    assert metrics.nested("evaluation", "reward") == [1.0, None]
+    assert metrics.column("evaluation", "reward") == [1.0, None]
     assert metrics.texts("alarms") == [["a"], []]

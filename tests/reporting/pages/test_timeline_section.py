@@ -9,7 +9,8 @@ import re
 import numpy as np
 import pytest
 
-from relibra.reporting.pages.timeline_section import chosen_ranks, timeline_section
+from relibra.reporting.data.step_simulation import choose_ranks
+from relibra.reporting.pages.timeline_section import timeline_section
 from relibra.timeline import Event, Timeline
 
 
@@ -50,9 +51,9 @@ def test_many_ranks_and_events_are_thinned_aloud(monkeypatch: pytest.MonkeyPatch
     assert "Only the first 10 events of run are drawn" in html
 
 
-def test_busiest_and_idlest_ranks_are_chosen() -> None:
-    assert chosen_ranks([1.0, 9.0, 5.0, 0.0, 4.0], 2) == [1, 3]
-    assert chosen_ranks([1.0], 6) == [0]
+def test_busiest_and_least_busy_ranks_are_chosen() -> None:
+    assert choose_ranks([1.0, 9.0, 5.0, 0.0, 4.0], 2) == [1, 3]
+    assert choose_ranks([1.0], 6) == [0]
 
 
 def test_without_events_there_is_no_section() -> None:

@@ -21,19 +21,19 @@ def write_page(path: Path, plan: StepPlan, workload: Workload, model: str, rows:
     model    whose sizes are simulated
     rows     balancers on the same step, shown beside the plan
     """
-    from relibra.reporting.data.compared_plans import side_of, static_side
-    from relibra.reporting.data.planned_step import distinct_of
-    from relibra.reporting.pages.plan_page import Question, write_plan_page
+    from relibra.reporting.data.compared_plans import ComparedStep, compare_plan, compare_static, count_distinct_rows
+    from relibra.reporting.pages.plan_page import write_plan_page
     from relibra.simulation import cut_model
 
     demand = workload.demand
-    before, after = static_side(plan, demand), side_of("the plan", plan, demand)
+    plans = compare_static(plan, demand), compare_plan("the plan", plan, demand)
     with progress(f"simulating and drawing {path}"):
-        question = Question(
+        step = ComparedStep(
+            before=plans[0],
+            after=plans[1],
             cluster=workload.machine,
             model=cut_model(open_model(model), demand),
-            rows=rows,
-            distinct=distinct_of(workload.open_routes(), before, after),
+            distinct_rows=count_distinct_rows(workload.open_routes(), plans),
         )
-        page = write_plan_page(path, before, after, question)
+        page = write_plan_page(path, step, balancers=rows)
     print_note(f"page: {page}")

@@ -1,24 +1,30 @@
-"""`Side`: a plan with its demand as one of the two things that a page holds side by side."""
+"""`ComparedPlan` and `ComparedStep`: one step under two plans, which a page shows side by side."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Float64, Int64
+from jaxtyping import Float64, Int32, Int64
 from numpy import ndarray
 
-from relibra.errors import ConfigError, PlanError
+from relibra.cluster import Cluster
+from relibra.errors import ConfigError, PlanError, TraceError
 from relibra.planning.loads import home_rank_load
 from relibra.planning.plan import StepPlan
+from relibra.planning.traffic.byte_ledger import MAX_PAIRS, distinct_rows_of_step
 from relibra.routing.demand import Demand
+from relibra.routing.demand_rows import sample_of_rows
 from relibra.routing.statistics import contiguous_homes
+from relibra.routing.trace import RoutingTrace
+from relibra.simulation import ModelShape
 
 STATIC = "static layout"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Side:
+class ComparedPlan:
     """One plan under its own schedule.
 
     name     how the page calls it
@@ -32,9 +38,14 @@ class Side:
     demand: Demand
 
     @property
-    def words(self) -> str:
-        """The name inside of a sentence."""
-        return f"the {self.name}" if self.name == STATIC else self.name
+    def is_static(self) -> bool:
+        """Whether this is the static layout, not a plan."""
+        return self.name == STATIC
+
+    @property
+    def name_in_sentence(self) -> str:
+        """The name with its article."""
+        return f"the {self.name}" if self.is_static else self.name
 
     @property
     def rank_load_MLR(self) -> Int64[ndarray, "M L R"]:
@@ -43,7 +54,7 @@ class Side:
 
     @property
     def skew(self) -> float:
-        """Token objective."""
+        """Sum over micro-batches and layers of the busiest rank's load / sum of the mean loads."""
         return self.plan.skew(self.demand)
 
     @property
@@ -63,17 +74,69 @@ class Side:
         return np.maximum(home_MLE, busiest_MLE)
 
 
-def named(label: str, before: Side, after: Side) -> str:
-    """Label a figure of the second side: with its name where the first is a plan as well."""
-    return label if before.name == STATIC else f"{label}, {after.name}"
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ComparedStep:
+    """One step under two plans on one machine.
+
+    before          the static layout, or another plan
+    after           the plan that the page is about
+    model           with the layers, experts and choices per token that were routed
+    distinct_rows   of each plan the tokens that each rank sends to each rank [M, L, R, R], counted in the trace, a
+                    token with several choices on one rank once; None: not counted
+    raises          ConfigError when the plans differ in ranks, experts or layers
+    """
+
+    before: ComparedPlan
+    after: ComparedPlan
+    cluster: Cluster
+    model: ModelShape
+    distinct_rows: tuple[Int32[ndarray, "M L R R"], ...] | None = None
+
+    def __post_init__(self) -> None:
+        for noun in ("rank", "expert", "layer"):
+            sizes = [
+                len(one.plan.layer_ids) if noun == "layer" else getattr(one.plan, f"num_{noun}s") for one in self.plans
+            ]
+            if sizes[0] != sizes[1]:
+                raise ConfigError(
+                    f"{self.before.name} is for {sizes[0]:,} {noun}s, {self.after.name} for {sizes[1]:,}: only plans "
+                    "for equal ranks, experts and layers can be compared"
+                )
+
+    @property
+    def plans(self) -> tuple[ComparedPlan, ComparedPlan]:
+        """Both plans."""
+        return self.before, self.after
+
+    @property
+    def plans_with_rows(self) -> list[tuple[ComparedPlan, Int32[ndarray, "M L R R"] | None]]:
+        """Each plan with its distinct rows, None where they were not counted."""
+        return list(zip(self.plans, self.distinct_rows or (None, None), strict=True))
+
+    @property
+    def shared_choices_known(self) -> bool:
+        """Whether it is known which experts tokens choose together: from the trace, or from counts of pairs."""
+        return self.distinct_rows is not None or all(one.demand.pairs_LEE is not None for one in self.plans)
+
+    def label(self, text: str) -> str:
+        """Label a figure of the second plan: with its name where the first is a plan as well."""
+        return text if self.before.is_static else f"{text}, {self.after.name}"
+
+    def most_improved(self) -> tuple[int, int]:
+        """Return the micro-batch whose busiest ranks lose most load over all layers, and its most improved layer."""
+        busiest = [one.rank_load_MLR.max(axis=2, initial=0) for one in self.plans]
+        shared = min(map(len, busiest))
+        gain_ML = busiest[0][:shared] - busiest[1][:shared]
+        m = int(gain_ML.sum(axis=1).argmax())
+        return m, int(gain_ML[m].argmax())
 
 
-def side_of(name: str, plan: StepPlan, demand: Demand) -> Side:
-    """Put a plan beside others; raises PlanError when it was made for another demand."""
-    return Side(name=name, plan=plan, given=demand, demand=plan.scheduled(demand))
+def compare_plan(name: str, plan: StepPlan, demand: Demand) -> ComparedPlan:
+    """Return a plan with its demand; raises PlanError when it was made for another demand."""
+    return ComparedPlan(name=name, plan=plan, given=demand, demand=plan.scheduled(demand))
 
 
-def static_side(plan: StepPlan, demand: Demand) -> Side:
+def compare_static(plan: StepPlan, demand: Demand) -> ComparedPlan:
     """Return the static layout in place of a plan: no moves, no replicas, the schedule that the balancer was given.
 
     raises   PlanError for a demand without a schedule
@@ -97,33 +160,38 @@ def static_side(plan: StepPlan, demand: Demand) -> Side:
         predicted={},
         plan_seconds=0.0,
     )
-    return Side(name=STATIC, plan=static, given=demand, demand=demand)
+    return ComparedPlan(name=STATIC, plan=static, given=demand, demand=demand)
 
 
-def refuse_other_sizes(before: Side, after: Side) -> None:
-    """Raise a ConfigError when two plans differ in ranks, experts or layers: their pictures have no common axes."""
-    for noun in ("rank", "expert", "layer"):
-        sizes = [
-            len(side.plan.layer_ids) if noun == "layer" else getattr(side.plan, f"num_{noun}s")
-            for side in (before, after)
-        ]
-        if sizes[0] != sizes[1]:
-            raise ConfigError(
-                f"{before.name} is for {sizes[0]:,} {noun}s, {after.name} for {sizes[1]:,}: only plans for equal "
-                "ranks, experts and layers can be compared"
-            )
+def can_count_rows(plans: Sequence[ComparedPlan]) -> bool:
+    """Return whether `count_distinct_rows` would count the rows of these plans, given their trace."""
+    return _are_few(plans) and _share_samples(plans)
 
 
-def most_gaining(before: Side, after: Side) -> tuple[int, int]:
-    """Return the micro-batch whose busiest ranks lose most over all layers, and the layer in which most of it is."""
-    tops = [side.rank_load_MLR.max(axis=2, initial=0) for side in (before, after)]
-    shared = min(map(len, tops))
-    gain_ML = tops[0][:shared] - tops[1][:shared]
-    m = int(gain_ML.sum(axis=1).argmax())
-    return m, int(gain_ML[m].argmax())
+def count_distinct_rows(
+    trace: RoutingTrace | None, plans: Sequence[ComparedPlan]
+) -> tuple[Int32[ndarray, "M L R R"], ...] | None:
+    """Count the distinct rows of each plan token by token; None without a trace, or where that would take too long.
+
+    raises    TraceError when a demand was not counted from this trace
+    """
+    if trace is None or not _are_few(plans):
+        return None
+    experts_TLK, sample_T = np.asarray(trace.experts_TLK), sample_of_rows(trace, plans[0].given)
+    if not _share_samples(plans):
+        raise TraceError("the two plans were made for different samples, so one trace cannot hold both: leave it out")
+    return tuple(distinct_rows_of_step(one.plan, one.demand, experts_TLK, sample_T) for one in plans)
 
 
-def times_mean(load: Int64[ndarray, "*X R"]) -> Float64[ndarray, "*X R"]:
-    """Return load / mean over the last axis; 1 where there is none."""
+def times_mean(load: Int64[ndarray, "*X R"], without_load: float = 1.0) -> Float64[ndarray, "*X R"]:
+    """Return load / mean over the last axis; `without_load` where there is no load."""
     mean = load.mean(axis=-1, keepdims=True)
-    return np.divide(load, mean, out=np.ones(load.shape), where=mean > 0)
+    return np.divide(load, mean, out=np.full(load.shape, without_load), where=mean > 0)
+
+
+def _are_few(plans: Sequence[ComparedPlan]) -> bool:
+    return max(one.rank_load_MLR.size * one.plan.num_ranks for one in plans) <= MAX_PAIRS
+
+
+def _share_samples(plans: Sequence[ComparedPlan]) -> bool:
+    return all(np.array_equal(one.given.sample_ids, plans[0].given.sample_ids) for one in plans)

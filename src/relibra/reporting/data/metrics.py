@@ -1,7 +1,7 @@
-"""`Metrics`: the rows that a training run wrote, one per RL step, as a reader can trust them.
+"""`Metrics`: the rows that a training run wrote, one per RL step.
 
 A row is a JSON object on a line of its own. The writer may be killed in the middle of a line, and a resumed run may
-repeat steps: a cut last line is ignored, other unreadable lines are counted, and the last row of a step wins.
+repeat steps: an unfinished last line is ignored, other unreadable lines are counted, the last row of a step is kept.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Metrics:
     """Rows in order of their step.
 
     rows         one mapping per step, any key may be missing
-    unreadable   lines that hold no row, the cut last one not counted
+    unreadable   lines that hold no row, an unfinished last one not counted
     """
 
     rows: tuple[Mapping[str, Any], ...] = ()
@@ -30,41 +30,41 @@ class Metrics:
         """The step of each row."""
         return [row["step"] for row in self.rows]
 
-    def column(self, name: str) -> list[float | None]:
-        """Return one number per row; None where it is missing or not finite."""
-        return [number(row.get(name)) for row in self.rows]
+    def column(self, name: str, part: str = "") -> list[float | None]:
+        """Return one number per row; None where it is missing or not finite.
 
-    def has(self, name: str) -> bool:
-        """Say whether any row holds a number under this name."""
-        return any(value is not None for value in self.column(name))
+        part   key inside of the table `name`; "": `name` is the number itself
+        """
+        values = [row.get(name) for row in self.rows]
+        if part:
+            values = [value.get(part) if isinstance(value, dict) else None for value in values]
+        return [finite_number(value) for value in values]
 
-    def last(self, name: str) -> float | None:
-        """Return the latest number under this name."""
-        return next((value for value in reversed(self.column(name)) if value is not None), None)
+    def known(self, name: str, part: str = "") -> list[float]:
+        """Return the numbers of `column` that are there."""
+        return [value for value in self.column(name, part) if value is not None]
 
-    def nested(self, name: str, part: str) -> list[float | None]:
-        """Return one number per row from the table under `name`; None where there is none."""
-        tables = [row.get(name) for row in self.rows]
-        return [number(table.get(part)) if isinstance(table, dict) else None for table in tables]
+    def last(self, name: str, part: str = "") -> float | None:
+        """Return the latest number."""
+        return next(reversed(self.known(name, part)), None)
 
     def texts(self, name: str) -> list[list[str]]:
-        """Return the texts in the list under `name`, per row."""
+        """Return, per row, the texts of the list under `name`."""
         lists = [row.get(name) for row in self.rows]
         return [[text for text in texts if isinstance(text, str)] if isinstance(texts, list) else [] for texts in lists]
 
     def seconds(self) -> dict[str, list[float | None]]:
         """Return the seconds of each stage per row; stages in order of first appearance."""
-        tables = [table if isinstance(table := row.get("seconds"), dict) else {} for row in self.rows]
+        tables = [table for row in self.rows if isinstance(table := row.get("seconds"), dict)]
         stages = dict.fromkeys(stage for table in tables for stage in table)
-        columns = {stage: [number(table.get(stage)) for table in tables] for stage in stages}
-        return {stage: column for stage, column in columns.items() if any(value is not None for value in column)}
+        return {stage: self.column("seconds", stage) for stage in stages if self.known("seconds", stage)}
 
 
-def number(value: object) -> float | None:
+def finite_number(value: object) -> float | None:
     """Return a finite number as a float, anything else as None.
 
-    >>> number(3), number(True), number("3"), number(float("nan")), number(10**400)
-    (3.0, None, None, None, None)
+    >>> [finite_number(value) for value in (3, True, "3", float("nan"), 10**400)]
+    [3.0, None, None, None, None]
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -79,25 +79,32 @@ def read_metrics(path: Path) -> Metrics:
     """Read a metrics file; one that does not exist has no rows."""
     if not path.is_file():
         return Metrics()
-    text = path.read_bytes().decode("utf-8", errors="replace")
-    lines = text.split("\n")
-    cut = lines.pop()  # empty when the last line is whole
     rows: dict[int, Mapping[str, Any]] = {}
     unreadable = 0
-    for line in [*lines, *([cut] if _row(cut) else [])]:
-        row = _row(line)
-        if row is not None:
-            rows[row["step"]] = row
-        elif line.strip():
-            unreadable += 1
+    with path.open("rb") as file:
+        for line in file:
+            row = read_row(line)
+            if row is not None:
+                rows[row["step"]] = row
+            elif is_damaged(line):
+                unreadable += 1
     return Metrics(rows=tuple(rows[step] for step in sorted(rows)), unreadable=unreadable)
 
 
-def _row(line: str) -> Mapping[str, Any] | None:
+def read_row(line: bytes) -> Mapping[str, Any] | None:
+    """Return the JSON object of a line that has a step; None for any other line."""
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode("utf-8", errors="replace"))
     except (ValueError, RecursionError):
         return None
-    step = row.get("step") if isinstance(row, dict) else None
-    is_row = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 1 << 53
-    return row if is_row else None
+    return row if isinstance(row, dict) and whole_number(row.get("step")) is not None else None
+
+
+def is_damaged(line: bytes) -> bool:
+    """Return whether a line without a row is more than the unfinished end of a file."""
+    return bool(line.strip()) and line.endswith(b"\n")
+
+
+def whole_number(value: object) -> int | None:
+    """Return a whole number that JavaScript holds exactly, from 0 on; anything else as None."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53 else None

@@ -1,18 +1,17 @@
-"""`Samples`: responses that a run wrote down for people to read, as a reader can trust them.
+"""`Samples`: responses that a run saved for people to read.
 
-A row is a JSON object on a line of its own. Whoever trained the policy decides what its texts say, so they are cut to a
-length that a page can hold, and signs that only steer a terminal are shown as pictures of themselves.
+A row is a JSON object on a line of its own. Its texts are untrusted: they are cut to a length that a page can hold, and
+control characters are shown as their Unicode pictures.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relibra.reporting.data.metrics import number
+from relibra.reporting.data.metrics import finite_number, is_damaged, read_row, whole_number
 from relibra.reporting.data.summary import evenly_chosen
 
 MAX_STEPS = 40
@@ -20,14 +19,14 @@ MAX_STEPS = 40
 
 MAX_OF_A_STEP = 24
 MAX_CHARACTERS = 6_000
-"""Of a text; of a longer one two thirds are kept from its start, one third from its end."""
+"""Longest text; of a longer one two thirds are kept from its start, one third from its end."""
 
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One response; whatever the row lacked is None, texts that it lacked are empty."""
+    """One response; a number that the row lacks is None, a text that it lacks is empty."""
 
     step: int
     number: int | None
@@ -41,10 +40,10 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Responses of some steps, by step and as they were written.
+    """Responses of some steps, in order of step and file.
 
-    num_steps    steps that the file has samples of, those left out too
-    unreadable   lines that hold no sample, the cut last one not counted
+    num_steps    steps that the file has samples of, shown or not
+    unreadable   lines that hold no sample, an unfinished last one not counted
     """
 
     of_steps: tuple[Sample, ...] = ()
@@ -53,39 +52,41 @@ class Samples:
 
     @property
     def steps(self) -> list[int]:
-        """Steps that are shown, each once."""
+        """The shown steps, each once."""
         return list(dict.fromkeys(sample.step for sample in self.of_steps))
 
 
 def read_samples(path: Path) -> Samples:
-    """Read a samples file; one that does not exist has none. A file larger than memory is no problem."""
+    """Read a samples file line by line; one that does not exist has no samples."""
     if not path.is_file():
         return Samples()
     places: dict[int, list[int]] = {}
     unreadable = 0
     with path.open("rb") as file:
-        for place, line in _lines(file):
-            row = _row(line)
+        place = 0
+        for line in file:
+            row = read_row(line)
             if row is not None:
                 places.setdefault(row["step"], []).append(place)
-            elif line.strip() and line.endswith(b"\n"):
+            elif is_damaged(line):
                 unreadable += 1
+            place += len(line)
         steps = sorted(places)
         chosen = [steps[i] for i in evenly_chosen(len(steps), MAX_STEPS)]
         found: list[Sample] = []
         for step in chosen:
             for place in places[step][-MAX_OF_A_STEP:]:
                 file.seek(place)
-                row = _row(file.readline())
+                row = read_row(file.readline())
                 assert row is not None, "the line was read before"
                 found.append(_sample(row))
     return Samples(of_steps=tuple(found), num_steps=len(steps), unreadable=unreadable)
 
 
-def shortened(text: str) -> str:
-    """Cut the middle out of a text that a page cannot hold, and say how much.
+def shorten(text: str) -> str:
+    """Cut the middle out of a text that is too long for a page, and write how much is left out.
 
-    >>> shortened("a" * 7000)[3998:4039]
+    >>> shorten("a" * 7000)[3998:4039]
     'aa\\n[... 1,000 characters left out ...]\\naa'
     """
     if len(text) > MAX_CHARACTERS:
@@ -94,44 +95,24 @@ def shortened(text: str) -> str:
     return text.translate(_PICTURES)
 
 
-def _lines(file: Any) -> Iterator[tuple[int, bytes]]:
-    place = 0
-    for line in file:
-        yield place, line
-        place += len(line)
-
-
-def _row(line: bytes) -> Mapping[str, Any] | None:
-    try:
-        row = json.loads(line.decode("utf-8", errors="replace"))
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and _whole(row.get("step")) is not None else None
-
-
 def _sample(row: Mapping[str, Any]) -> Sample:
-    step, finish = _whole(row.get("step")), row.get("finish")
+    step, finish = whole_number(row.get("step")), row.get("finish")
     assert step is not None, "a row has a step"
     return Sample(
         step=step,
-        number=_whole(row.get("sample")),
-        prompt=shortened(_text(row.get("prompt"))),
-        response=shortened(_text(row.get("response"))),
-        reward=number(row.get("reward")),
-        tokens=_whole(row.get("tokens")),
+        number=whole_number(row.get("sample")),
+        prompt=shorten(_text(row.get("prompt"))),
+        response=shorten(_text(row.get("response"))),
+        reward=finite_number(row.get("reward")),
+        tokens=whole_number(row.get("tokens")),
         finish=finish[:40] if isinstance(finish, str) else "",
-        windows=_whole(row.get("windows")),
+        windows=whole_number(row.get("windows")),
     )
 
 
 def _text(value: object) -> str:
-    """Return a text, or chat messages as a person reads them."""
+    """Return a text; of chat messages their roles and contents."""
     if isinstance(value, list):
         messages = [message for message in value if isinstance(message, dict)]
         return "\n\n".join(f"[{message.get('role', '')}]\n{message.get('content', '')}" for message in messages)
     return value if isinstance(value, str) else ""
-
-
-def _whole(value: object) -> int | None:
-    is_whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
-    return value if is_whole else None  # type: ignore[return-value]

@@ -15,10 +15,10 @@ from jaxtyping import Float, Shaped, UInt
 from numpy import ndarray
 
 
-def packed(array: Shaped[ndarray, "*X"]) -> dict[str, Any]:
+def pack(array: Shaped[ndarray, "*X"]) -> dict[str, Any]:
     """Return an array for the page: little-endian bytes, C order, with the name that JavaScript's typed arrays have.
 
-    >>> packed(np.array([[1, 2]], dtype=np.uint8))
+    >>> pack(np.array([[1, 2]], dtype=np.uint8))
     {'type': 'Uint8Array', 'shape': [1, 2], 'data': 'AQI='}
     """
     kind = {"u": "Uint", "i": "Int", "f": "Float"}[array.dtype.kind]
@@ -30,10 +30,10 @@ def packed(array: Shaped[ndarray, "*X"]) -> dict[str, Any]:
     }
 
 
-def quantised(value: Float[ndarray, "*X"], end: float, dtype: type = np.uint8) -> UInt[ndarray, "*X"]:
+def quantise(value: Float[ndarray, "*X"], end: float, dtype: type = np.uint8) -> UInt[ndarray, "*X"]:
     """Return values from 0 to `end` as 0 to the last but one number of an unsigned type, and larger ones as the last.
 
-    >>> quantised(np.array([0.0, 1.0, 2.0, 2.1]), 2.0).tolist()
+    >>> quantise(np.array([0.0, 1.0, 2.0, 2.1]), 2.0).tolist()
     [0, 127, 254, 255]
     """
     above = int(np.iinfo(dtype).max)

@@ -1,4 +1,4 @@
-"""Pieces of HTML that every section is made of. Arguments named `html` are trusted, all other text is escaped."""
+"""Elements that sections are made of. Arguments named `html` are trusted, all other text is escaped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def section(identifier: str, title: str, *html: str) -> str:
-    """Wrap the pieces of one topic under a heading that links and screen readers find."""
+    """Return a section with a heading; links and screen readers find it by its identifier."""
     body = "\n".join(piece for piece in html if piece)
     return (
         f'<section id="{identifier}" aria-labelledby="{identifier}-title">\n'
@@ -28,9 +28,9 @@ def bullets(sentences: Sequence[str], kind: str = "") -> str:
 
 
 def plot(identifier: str, figure: Any, alternative: str) -> str:
-    """Place a plotly figure, with a sentence for those who do not see it.
+    """Return a plotly figure with its text alternative.
 
-    The figure travels as JSON and is drawn by page.js. `<` is escaped: no text in it can end the script element.
+    The figure is held as JSON and drawn by page.js. `<` is escaped: no text in it can end the script element.
     """
     height = figure.layout.height
     data = figure.to_json().replace("<", "\\u003c")
@@ -47,6 +47,15 @@ def selector(label: str, plot_identifier: str, options: Sequence[str]) -> str:
         return ""
     items = "".join(f'<option value="{i}">{escape(option)}</option>' for i, option in enumerate(options))
     return f'<label>{escape(label)} <select data-plot="{plot_identifier}">{items}</select></label>'
+
+
+def slider(identifier: str, label: str, last: int, value: int = 0) -> str:
+    """Return a labelled slider, which arrow keys move by one; its output is filled by a script."""
+    ends = f'min="0" max="{max(0, last)}" value="{value}"'
+    return (
+        f'<label class="slider">{label} <output id="{identifier}-value" for="{identifier}"></output>'
+        f'<input type="range" id="{identifier}" {ends} autocomplete="off"></label>'
+    )
 
 
 def table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: Sequence[int]) -> str:
@@ -69,7 +78,7 @@ def cards(items: Sequence[tuple[str, str, str]]) -> str:
         f'<div><dt>{escape(label)}</dt><dd class="value">{escape(value)}</dd><dd class="note">{escape(note)}</dd></div>'
         for label, value, note in items
     )
-    columns = 6 if len(items) == 6 else 4  # full rows on a wide screen
+    columns = len(items) if len(items) in (3, 6) else 4  # full rows on a wide screen
     return f'<dl class="cards" style="--columns: {columns}">{html}</dl>'
 
 

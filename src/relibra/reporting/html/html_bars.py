@@ -1,4 +1,4 @@
-"""Bars made of HTML: tables whose rows carry a bar, so that figures stay readable at any width and without a script."""
+"""Tables whose rows have a bar made of HTML: readable at any width and without a script."""
 
 from __future__ import annotations
 
@@ -54,21 +54,22 @@ def _mark(bar: Bar, start: float, span: float) -> str:
 
 
 def waterfall(levers: Sequence[tuple[str, float]], reachable: Sequence[tuple[str, float]]) -> str:
-    """Return the skew as levers are pulled: where it starts, what each takes off, what stays, and the bound.
+    """Return the skew after each lever: the start, the change by each, the plan, and its bound.
 
-    levers, reachable   as `planning.levers.lever_gaps` and `lever_bounds` return them
+    levers, reachable   as `planning.analysis.levers.lever_gaps` and `lever_bounds` return them
     """
     start, steps, bound = levers[0], levers[1:-1], levers[-1]
-    could = dict(reachable)
-    bars = [
-        Bar(name=start[0], low=1.0, high=start[1], kind="whole", cells=(f"{start[1]:.3f}", "", _could(could, start[0])))
-    ]
+    reached = {name: f"{value:.3f}" for name, value in reachable}
+
+    def whole(name: str, value: float, kind: str = "whole") -> Bar:
+        return Bar(name=name, low=1.0, high=value, kind=kind, cells=(f"{value:.3f}", "", reached.get(name, "")))
+
+    bars = [whole(*start)]
     for (_, previous), (name, value) in zip(levers[:-2], steps, strict=True):
         kind = "saved" if value <= previous else "added"
-        cells = (f"{value:.3f}", f"{value - previous:+.3f}", _could(could, name))
+        cells = (f"{value:.3f}", f"{round(value - previous, 3) + 0.0:+.3f}", reached.get(name, ""))
         bars.append(Bar(name=name, low=min(previous, value), high=max(previous, value), kind=kind, cells=cells))
-    bars.append(Bar(name="the plan", low=1.0, high=steps[-1][1], kind="whole", cells=(f"{steps[-1][1]:.3f}", "", "")))
-    bars.append(Bar(name="its bound", low=1.0, high=bound[1], kind="limit", cells=(f"{bound[1]:.3f}", "", "")))
+    bars += [whole("the plan", steps[-1][1]), whole("its bound", bound[1], "limit")]
     end = max(max(bar.high for bar in bars), 1.01)
     return bar_table(
         "Skew after each lever; bars begin at 1, which is even",
@@ -77,7 +78,3 @@ def waterfall(levers: Sequence[tuple[str, float]], reachable: Sequence[tuple[str
         start=1.0,
         end=end,
     )
-
-
-def _could(reachable: dict[str, float], lever: str) -> str:
-    return f"{reachable[lever]:.3f}" if lever in reachable else ""

@@ -1,6 +1,6 @@
-"""A whole HTML page from its pieces: script, style and data in one file that forbids itself any network request.
+"""A whole HTML page: script, style and data in one file that allows no network request.
 
-So it can be mailed, archived and opened offline.
+It can be mailed, archived and opened offline.
 """
 
 from __future__ import annotations
@@ -14,21 +14,29 @@ from pathlib import Path
 
 import relibra
 from relibra.errors import ConfigError
+from relibra.files import write_text
 from relibra.reporting.html.html import paragraph
 from relibra.reporting.html.route_figures import plotly_script
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
 
-def refuse_folder(output: Path) -> None:
-    """Raise a ConfigError when the place for a page is a folder."""
-    if output.is_dir():
-        raise ConfigError(f"the report cannot be written to {output}, which is a folder: name an .html file in it")
+def check_output(output: Path) -> None:
+    """Raise a ConfigError when the place for a page is a folder, or cannot be looked at."""
+    with _file_errors(output):
+        if output.is_dir():
+            raise ConfigError(f"the report cannot be written to {output}, which is a folder: name an .html file in it")
+
+
+def write_page(output: Path, page: str) -> Path:
+    """Write a page, whole or not at all, and return where; raises ConfigError when it cannot be written."""
+    with _file_errors(output):
+        write_text(output, page)
+    return output
 
 
 @contextmanager
-def place_problems(output: Path) -> Iterator[None]:
-    """Tell what the file system says of the place for the report in one sentence."""
+def _file_errors(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -45,7 +53,7 @@ def html_page(
     name, kind, first_sentence   plain text
     body, footer                 trusted HTML
     scripts                      files of this package, in order
-    plotly                       the body holds figures of plotly (`elements.plot`), which is 5 MB
+    plotly                       the body holds figures of plotly (`html.plot`), whose script has 5 MB
     """
     texts = [*([plotly_script()] if plotly else []), *map(_asset, scripts)]
     code = "\n".join(f"<script>\n{text}</script>" for text in texts)

@@ -10,7 +10,7 @@
     const share = (values) => Float64Array.from(values, (raw) => raw / (2 ** (8 * values.BYTES_PER_ELEMENT) - 2));
     return { ...cube, shares: share(numbers(cube)), busiest: share(numbers(cube.busiest)) };
   };
-  for (const side of data.sides) for (const rows of ["ranks", "experts"]) side[rows] = unpack(side[rows]);
+  for (const plan of data.plans) for (const rows of ["ranks", "experts"]) plan[rows] = unpack(plan[rows]);
   const [rows, layer, microBatch] = [byId("load-rows"), byId("load-layer"), byId("load-micro-batch")];
   const canvases = [...root.querySelectorAll("canvas[data-axis]")];
   const PROFILE = 34, LEFT = 30, BOTTOM = 18;
@@ -33,14 +33,14 @@
   const words = (times, digits = 2) => (times === null ? "none" : `${times.toFixed(digits)}×`);
 
   function columns(canvas) { // what one picture shows: how many columns, a cell of it, and names of columns
-    const side = data.sides[Number(canvas.dataset.side)], cube = side[rows.value];
+    const plan = data.plans[Number(canvas.dataset.plan)], cube = plan[rows.value];
     const overLayers = canvas.dataset.axis === "l";
     return {
       cube,
       count: overLayers ? cube.shape[1] : cube.shape[0],
       chosen: number(overLayers ? layer : microBatch),
       at: overLayers ? (c, r) => cell(cube, number(microBatch), c, r) : (c, r) => cell(cube, c, number(layer), r),
-      name: (c) => (overLayers ? data.layers[c] : side.micro_batches[c]),
+      name: (c) => (overLayers ? data.layers[c] : plan.micro_batches[c]),
       what: overLayers ? "layer" : "micro-batch",
     };
   }
@@ -146,8 +146,8 @@
       const others = Array.from({ length: cube.shape[2] }, (_, r) => cell(cube, m, l, r)), own = others[row];
       return own === Math.max(...others) ? words(largest(cube)) : words(own, kind === "rank" ? 2 : 1);
     };
-    const [first, second] = data.sides.map((side) => side[rows.value]);
-    const names = data.sides.map((side) => (side.micro_batches[m] === undefined ? "–" : side.micro_batches[m]));
+    const [first, second] = data.plans.map((plan) => plan[rows.value]);
+    const names = data.plans.map((plan) => (plan.micro_batches[m] === undefined ? "–" : plan.micro_batches[m]));
     byId("load-layer-value").textContent = data.layers[l];
     byId("load-micro-batch-value").textContent = names[0] === "–" ? names[1] : names[0];
     layer.setAttribute("aria-valuetext", `layer ${data.layers[l]}`);
@@ -161,13 +161,13 @@
   }
 
   function busiestRow() {
-    const cube = data.sides[0][rows.value], m = Math.min(number(microBatch), cube.shape[0] - 1);
+    const cube = data.plans[0][rows.value], m = Math.min(number(microBatch), cube.shape[0] - 1);
     const values = Array.from({ length: cube.shape[2] }, (_, r) => cell(cube, m, number(layer), r));
     return values.indexOf(Math.max(...values));
   }
 
   function show() {
-    row = Math.min(row, data.sides[0][rows.value].shape[2] - 1);
+    row = Math.min(row, data.plans[0][rows.value].shape[2] - 1);
     for (const canvas of canvases) draw(canvas);
     readOut();
   }
@@ -176,7 +176,7 @@
   for (const canvas of canvases) {
     const along = canvas.dataset.axis === "l" ? layer : microBatch;
     canvas.addEventListener("keydown", (event) => {
-      const size = data.sides[0][rows.value].shape[2];
+      const size = data.plans[0][rows.value].shape[2];
       if (event.key === "ArrowLeft") move(along, -1);
       else if (event.key === "ArrowRight") move(along, 1);
       else if (event.key === "ArrowUp") row = Math.max(0, row - 1);

@@ -1,4 +1,4 @@
-// Draws the figures that lie in the page as JSON, in the colours of the page's theme, and serves the selectors.
+// Draws the figures that the page holds as JSON, in the colours of its theme, and handles selectors and the sample list.
 (() => {
   const plots = [...document.querySelectorAll(".plot")];
   const narrow = () => window.innerWidth < 600;
@@ -16,7 +16,9 @@
       margin: { l: 8, r: 12, t: 34, b: 8 },
       hoverlabel: { bgcolor: colour("--panel"), bordercolor: colour("--soft"), font: { color: colour("--text") } },
     });
-    result.legend = { orientation: "h", x: 0, y: 1.02, xanchor: "left", yanchor: "bottom", ...(result.legend || {}) };
+    for (const name of ["legend", ...Object.keys(result).filter((key) => /^legend\d/.test(key))]) {
+      result[name] = { orientation: "h", x: 0, y: 1.02, xanchor: "left", yanchor: "bottom", ...(result[name] || {}) };
+    }
     for (const name of Object.keys(result).filter((key) => /^[xy]axis/.test(key))) {
       const axis = result[name];
       Object.assign(axis, { automargin: true, gridcolor: colour("--grid"), linecolor: colour("--line"), zeroline: false });

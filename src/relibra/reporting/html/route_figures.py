@@ -14,6 +14,7 @@ import numpy as np
 from numpy import ndarray
 
 from relibra.errors import ConfigError
+from relibra.reporting.data.compared_plans import times_mean
 from relibra.reporting.data.summary import RankView, Stability, Summary, evenly_chosen
 from relibra.routing.trace_statistics import RankSkew
 
@@ -58,7 +59,7 @@ def heatmap_views(summary: Summary) -> list[tuple[str, ndarray]]:
 
 def expert_heatmap(summary: Summary) -> Any:
     """Draw the load of every expert of every layer / the layer's mean; one trace per view, the first one visible."""
-    views = [(label, _times_mean(load_LE), load_LE) for label, load_LE in heatmap_views(summary)]
+    views = [(label, times_mean(load_LE, 0.0), load_LE) for label, load_LE in heatmap_views(summary)]
     top = max(2.0, float(np.quantile(views[0][1], 0.995)))  # one scale for all views, so that they compare
     gap = 1 if max(summary.load_LE.shape) <= 64 else 0  # pixels between cells
     figure = plotly_figures().Figure()
@@ -190,11 +191,6 @@ def cosine_by_layer(stability: Stability, layer_ids: ndarray) -> Any:
 def ranks_in_words(view: RankView) -> str:
     """Name a rank count in legends and rows."""
     return f"{view.ranks} ranks (this run)" if view.is_own else f"{view.ranks} ranks"
-
-
-def _times_mean(load_LE: ndarray) -> ndarray:
-    mean_L1 = load_LE.mean(axis=-1, keepdims=True)
-    return np.divide(load_LE, mean_L1, out=np.zeros(load_LE.shape), where=mean_L1 > 0)
 
 
 def line(

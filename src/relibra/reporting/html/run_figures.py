@@ -1,4 +1,4 @@
-"""The figures about a training run: numbers of each RL step, as panels above one another; colours as in `pictures`."""
+"""The figures about one or several training runs: numbers of each RL step, as panels above one another."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from relibra.reporting.data.metrics import Metrics
 from relibra.reporting.html.route_figures import DASHES, PALETTE, band, line, plotly_figures
 
 PANEL_PIXELS = 190
-_GAP_PIXELS = 34
+GAP_PIXELS = 44
+"""Between panels: room for the legend of the lower one in one line; for several runs in two."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
     """One number of metrics.jsonl over RL steps.
 
-    part      key inside of the table `key`; empty: `key` is the number
+    part      key inside of the table `key`; "": `key` is the number
     spread    key of a standard deviation, drawn as a band around it
     form      how plotly prints it, in d3's notation
-    colour    place in the palette
-    points    draw marks and no line: numbers of few steps
+    colour    index into the palette
+    points    draw marks without a line, for numbers that few steps have
     """
 
     key: str
@@ -37,12 +38,12 @@ class Curve:
 
     def of(self, metrics: Metrics) -> list[float | None]:
         """Return one number per row."""
-        return metrics.nested(self.key, self.part) if self.part else metrics.column(self.key)
+        return metrics.column(self.key, self.part)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Curves that share a unit; one that no row has is left out, and a panel without any too."""
+    """Curves that share a unit; curves without numbers are left out, and so are panels without curves."""
 
     title: str
     curves: tuple[Curve, ...]
@@ -71,7 +72,7 @@ LEARNING = (
         axis="share",
         curves=(
             Curve(key="unfinished_share", name="unfinished", form=".1%", colour=3),
-            Curve(key="cut_share", name="cut, of those that ended", form=".1%", colour=4, dash=1),
+            Curve(key="cut_share", name="truncated, of those that ended", form=".1%", colour=4, dash=1),
         ),
     ),
 )
@@ -90,8 +91,8 @@ MISMATCH = (
         title="divergence",
         axis="log",
         curves=(
-            Curve(key="k3_kl", name="k3 of sampler and trainer", form=".2e"),
-            Curve(key="probability_difference", name="difference of probabilities", form=".2e", colour=1, dash=1),
+            Curve(key="k3_kl", name="k3 of rollout and trainer", form=".2e"),
+            Curve(key="probability_difference", name="mean difference of probabilities", form=".2e", colour=1, dash=1),
         ),
     ),
     Panel(
@@ -125,46 +126,81 @@ UPDATE = (
 )
 IDLE = (
     Panel(
-        title="share of places",
+        title="idle share of the batch",
         axis="share",
-        curves=(Curve(key="idle_share", name="idle places in rollout", form=".1%", colour=1),),
+        curves=(Curve(key="idle_share", name="idle share of the rollout batch", form=".1%", colour=1),),
     ),
 )
 
 
 def has_any(metrics: Metrics, panels: Sequence[Panel]) -> bool:
-    """Say whether there is anything to draw."""
+    """Return whether there is anything to draw."""
     return any(_is_drawn(curve, panel, metrics) for panel in panels for curve in panel.curves)
 
 
-def step_panels(metrics: Metrics, panels: Sequence[Panel]) -> Any:
+def run_panels(metrics: Metrics, panels: Sequence[Panel]) -> Any:
     """Draw panels above one another over RL steps; `has_any` says whether there are any."""
+    drawn = [(panel, [(curve, metrics) for curve in panel.curves]) for panel in panels]
+    return _draw_panels(drawn, GAP_PIXELS)
+
+
+def compared_panels(runs: Sequence[tuple[str, Metrics]], panels: Sequence[Panel]) -> Any:
+    """Draw the first two curves of panels: a colour for each run, dashes of its own for each curve.
+
+    runs    (name, metrics); at least one of them has something to draw
+    """
+
+    def of_run(curve: Curve, place: int, number: int, name: str) -> Curve:
+        dash = (2 * place + number) % len(DASHES)
+        return replace(curve, name=f"{_plain(name)}: {curve.name}", spread="", colour=number, dash=dash)
+
+    drawn = [
+        (
+            panel,
+            [
+                (of_run(curve, place, number, name), metrics)
+                for number, (name, metrics) in enumerate(runs)
+                for place, curve in enumerate(panel.curves[:2])
+            ],
+        )
+        for panel in panels
+    ]
+    return _draw_panels(drawn, GAP_PIXELS + 20)
+
+
+def _draw_panels(panels: Sequence[tuple[Panel, Sequence[tuple[Curve, Metrics]]]], gap: int) -> Any:
+    """Draw (panel, its curves with the run of each) above one another; each panel has a legend of its own."""
     figure = plotly_figures().Figure()
-    shown = [panel for panel in panels if has_any(metrics, [panel])]
-    height = len(shown) * PANEL_PIXELS + (len(shown) - 1) * _GAP_PIXELS
-    for i, panel in enumerate(shown):
-        axis = "y" if i == 0 else f"y{i + 1}"
-        for curve in panel.curves:
-            if _is_drawn(curve, panel, metrics):
-                _draw(figure, metrics, curve, panel, axis)
-        top = 1 - i * (PANEL_PIXELS + _GAP_PIXELS) / height
-        setting: dict[str, Any] = {
-            "title": {"text": panel.title},
-            "domain": [max(0.0, top - PANEL_PIXELS / height), top],
-        }
-        if panel.axis == "log":
-            setting |= {"type": "log", "exponentformat": "power", "dtick": _decades(metrics, panel)}
-        elif panel.axis == "share":
-            largest = _largest(metrics, panel)
-            setting |= {"tickformat": ".0%" if largest >= 0.05 else ".2%", "rangemode": "tozero"}
-            if not largest:
-                setting["range"] = [0.0, 0.01]
-        elif panel.axis == "from zero":
-            setting["rangemode"] = "tozero"
-        figure.update_layout({axis.replace("y", "yaxis"): setting})
-    last = "y" if len(shown) == 1 else f"y{len(shown)}"
-    figure.update_layout(height=height + 110, xaxis={"title": {"text": "RL step"}, "anchor": last})
+    shown = [
+        (panel, drawn)
+        for panel, curves in panels
+        if (drawn := [(curve, metrics) for curve, metrics in curves if _is_drawn(curve, panel, metrics)])
+    ]
+    height = len(shown) * PANEL_PIXELS + (len(shown) - 1) * gap
+    for i, (panel, curves) in enumerate(shown):
+        number = "" if i == 0 else str(i + 1)
+        for curve, metrics in curves:
+            _draw(figure, metrics, curve, panel, number)
+        top = 1 - i * (PANEL_PIXELS + gap) / height
+        axis = {"title": {"text": panel.title}, "domain": [max(0.0, top - PANEL_PIXELS / height), top]}
+        axis |= _axis_settings(panel, [value for curve, metrics in curves for value in curve.of(metrics)])
+        figure.update_layout({f"yaxis{number}": axis, f"legend{number}": {"y": top + 4 / height}})
+    bottom = "y" if len(shown) == 1 else f"y{len(shown)}"
+    figure.update_layout(height=height + 110, xaxis={"title": {"text": "RL step"}, "anchor": bottom})
     return figure
+
+
+def _axis_settings(panel: Panel, values: Sequence[float | None]) -> dict[str, Any]:
+    known = [value for value in values if value is not None]
+    if panel.axis == "log":
+        decades = [log10(value) for value in known if value > 0]
+        step = max(1, ceil((max(decades) - min(decades)) / 5))  # few ticks
+        return {"type": "log", "exponentformat": "power", "dtick": step}
+    if panel.axis == "share":
+        largest = max(known)
+        form = {"tickformat": ".0%" if largest >= 0.05 else ".2%", "rangemode": "tozero"}
+        return form if largest else form | {"range": [0.0, 0.01]}
+    return {"rangemode": "tozero"} if panel.axis == "from zero" else {}
 
 
 def stage_seconds(metrics: Metrics) -> Any:
@@ -193,8 +229,8 @@ def stage_seconds(metrics: Metrics) -> Any:
     return figure
 
 
-def _draw(figure: Any, metrics: Metrics, curve: Curve, panel: Panel, axis: str) -> None:
-    values, colour = curve.of(metrics), PALETTE[curve.colour]
+def _draw(figure: Any, metrics: Metrics, curve: Curve, panel: Panel, number: str) -> None:
+    values, colour, axis = curve.of(metrics), PALETTE[curve.colour], f"y{number}"
     if panel.axis == "log":
         values = [value if value is not None and value > 0 else None for value in values]
     if curve.spread:
@@ -204,62 +240,24 @@ def _draw(figure: Any, metrics: Metrics, curve: Curve, panel: Panel, axis: str) 
             band(figure, metrics.steps, [v - s for v, s in both], [v + s for v, s in both], colour, curve.name, axis)
     hover = f"step %{{x}}: {curve.name} %{{y:{curve.form}}}"
     line(figure, metrics.steps, values, colour, curve.name, hover, dash=DASHES[curve.dash], yaxis=axis)
-    if _stands_alone(values):  # a number between two gaps would be no line
+    figure.data[-1].legend = f"legend{number}"
+    if _has_lone_value(values):  # a number between two gaps would be no line
         figure.data[-1].update(mode="lines+markers", marker={"size": 5})
     if curve.points:
         figure.data[-1].update(mode="markers", marker={"symbol": "diamond", "size": 10})
 
 
 def _is_drawn(curve: Curve, panel: Panel, metrics: Metrics) -> bool:
-    return any(value is not None and (panel.axis != "log" or value > 0) for value in curve.of(metrics))
+    return any(panel.axis != "log" or value > 0 for value in metrics.known(curve.key, curve.part))
 
 
-def _stands_alone(values: Sequence[float | None]) -> bool:
-    """Say whether any number has no neighbour."""
+def _has_lone_value(values: Sequence[float | None]) -> bool:
+    """Return whether any number has no neighbour."""
     beside = [None, *values, None]
     return any(
         value is not None and before is None and after is None
         for before, value, after in zip(beside, values, beside[2:], strict=False)
     )
-
-
-def _largest(metrics: Metrics, panel: Panel) -> float:
-    return max((value for curve in panel.curves for value in curve.of(metrics) if value is not None), default=0.0)
-
-
-def _decades(metrics: Metrics, panel: Panel) -> int:
-    """Return how many decades lie between ticks of a logarithmic axis, so that there are few."""
-    found = [log10(value) for curve in panel.curves for value in curve.of(metrics) if value is not None and value > 0]
-    return max(1, ceil((max(found) - min(found)) / 5))
-
-
-def compared_panels(runs: Sequence[tuple[str, Metrics]], panels: Sequence[Panel]) -> Any:
-    """Draw the first two curves of panels above one another: a colour for each run, dashes of its own for each curve.
-
-    runs    (name, metrics); at least one of them has something to draw
-    """
-    figure = plotly_figures().Figure()
-    shown = [panel for panel in panels if any(has_any(metrics, [panel]) for _, metrics in runs)]
-    height = len(shown) * PANEL_PIXELS + (len(shown) - 1) * _GAP_PIXELS
-    for i, panel in enumerate(shown):
-        axis = "y" if i == 0 else f"y{i + 1}"
-        for number, (name, metrics) in enumerate(runs):
-            for place, curve in enumerate(panel.curves[:2]):
-                if _is_drawn(curve, panel, metrics):
-                    full_name, dash = f"{_plain(name)}: {curve.name}", 2 * place + number
-                    own = replace(curve, name=full_name, spread="", colour=number, dash=dash % len(DASHES))
-                    _draw(figure, metrics, own, panel, axis)
-        top = 1 - i * (PANEL_PIXELS + _GAP_PIXELS) / height
-        setting: dict[str, Any] = {
-            "title": {"text": panel.title},
-            "domain": [max(0.0, top - PANEL_PIXELS / height), top],
-        }
-        setting |= {"log": {"type": "log"}, "share": {"tickformat": ".1%", "rangemode": "tozero"}}.get(panel.axis, {})
-        setting |= {"rangemode": "tozero"} if panel.axis == "from zero" else {}
-        figure.update_layout({axis.replace("y", "yaxis"): setting})
-    last = "y" if len(shown) == 1 else f"y{len(shown)}"
-    figure.update_layout(height=height + 150, xaxis={"title": {"text": "RL step"}, "anchor": last})
-    return figure
 
 
 def _plain(name: str) -> str:

@@ -1,14 +1,14 @@
-"""The sample browser of the report: what the policy wrote, best, worst and longest, step by step.
+"""The sampled responses of a run, by step: best, worst and longest.
 
-Every sample is plain HTML that opens by itself; page.js only chooses which of them are shown, and in which order.
+Every sample is plain HTML that opens without a script; page.js only chooses which are shown, and in which order.
 """
 
 from __future__ import annotations
 
 from html import escape
 
+from relibra.reporting.data.number_format import count, plural
 from relibra.reporting.data.samples import Sample, Samples
-from relibra.reporting.data.sentences import count, plural
 from relibra.reporting.html.html import paragraph, section
 
 ORDERS = (("best", "best first"), ("worst", "worst first"), ("longest", "longest first"))
@@ -18,8 +18,8 @@ SHOWN = 12
 _FIRST_WORDS = 90
 
 
-def browser(samples: Samples) -> str:
-    """Show samples with a choice of step and order; nothing without samples."""
+def sample_browser(samples: Samples) -> str:
+    """Show samples with a choice of step and order; "" without samples."""
     if not samples.of_steps:
         return ""
     steps, last = samples.steps, samples.steps[-1]
@@ -29,13 +29,13 @@ def browser(samples: Samples) -> str:
     )
     orders = "".join(f'<option value="{value}">{text}</option>' for value, text in ORDERS)
     notes = [
-        "Some responses of each step that rank 0 held: the best, the worst and the longest that ended.",
-        f"{plural(left_out, 'step')} of {count(samples.num_steps)} left out, evenly chosen." * bool(left_out),
+        "Some responses of each step from rank 0: the best, the worst and the longest that ended.",
+        f"{plural(left_out, 'step')} of {count(samples.num_steps)} are not shown." * bool(left_out),
         f"{plural(samples.unreadable, 'line')} of samples.jsonl could not be read." * bool(samples.unreadable),
     ]
     return section(
         "samples",
-        "What the policy writes",
+        "Sampled responses",
         paragraph(" ".join(note for note in notes if note), "how"),
         f'<div class="choices" hidden>\n<label>Step <select id="sample-step">{options}</select></label>\n'
         f'<label>Order <select id="sample-order">{orders}</select></label>\n'
@@ -51,7 +51,7 @@ def _item(sample: Sample) -> str:
         f"step {sample.step}",
         "" if sample.number is None else f"sample {sample.number}",
         "" if sample.tokens is None else plural(sample.tokens, "token"),
-        {"stop": "ended itself", "length": "cut at the longest length"}.get(sample.finish, sample.finish),
+        {"stop": "ended by itself", "length": "truncated at the longest length"}.get(sample.finish, sample.finish),
         plural(sample.windows, "window") if sample.windows and sample.windows > 1 else "",
     ]
     reward = "no reward" if sample.reward is None else f"reward {sample.reward:.3g}"

@@ -1,38 +1,42 @@
-"""The section that holds balancers side by side."""
+"""The section that compares balancers on one step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from relibra.planning.analysis.comparison import LEVERS_IN_WORDS, ComparisonRow, scopes_in_words
-from relibra.reporting.data.sentences import count
+from relibra.reporting.data.number_format import count
 from relibra.reporting.html.html import paragraph, section, table
 from relibra.reporting.html.html_bars import Bar, bar_table
-from relibra.reporting.pages.limits_section import WORTH_SAYING
+from relibra.reporting.pages.limits_section import MIN_RELOCATION_SHARE
 
 
 def balancers_section(rows: Sequence[ComparisonRow]) -> str:
-    """Show skew and bound of each balancer that made a plan, lowest first, then all figures, then what went wrong."""
+    """Show skew and bound of each balancer that made a plan, lowest first, then all figures, then errors."""
+    if not rows:
+        return ""
     made = [row for row in rows if row.skew is not None]
     failed = [f"{row.balancer}: {row.message}" for row in rows if row.message]
-    header = ("balancer", "sees", "skew", "gap", "copies", "moved GB", "across nodes", "plan s", "step s (model)")
+    header = ("balancer", "sees", "skew", "gap", "replicas", "moved GB", "across nodes", "plan s", "step s (model)")
     return section(
         "balancers",
-        "Balancers side by side",
+        "Comparison of balancers",
         paragraph(
-            "Skew: token objective. Sees: what the balancer may know of the step. Copies: per micro-batch and layer. "
+            "Sees: what the balancer may know of the step. Skew: busiest / mean load of ranks, over all micro-batches "
+            "and layers. Gap: skew / bound − 1. Replicas: temporary copies of experts per micro-batch and layer. "
             "Across nodes: token-slots computed on another node than they come from. Plan s: measured on the machine "
-            "that planned. Step s: a model of the MoE layers, not a measurement; its rows are a bound from pairs of "
-            "experts, so it differs from the simulated seconds above. In brackets: without moves, which are paid once, "
-            "where they matter.",
+            "that planned. Step s: predicted by the planner’s model of the MoE layers, which counts rows as a bound "
+            "from pairs of experts, so that it differs from simulated seconds. In brackets: without moves of "
+            "experts, which are paid once.",
             "how",
         ),
         paragraph(
-            f"{LEVERS_IN_WORDS}. Bounds compare only between rows whose copies may sit alike: {scopes_in_words(rows)}.",
+            f"{LEVERS_IN_WORDS}. Bounds compare only between balancers whose replicas may be on the same nodes: "
+            f"{scopes_in_words(rows)}.",
             "how",
         ),
         _bars(made),
-        table("Balancers side by side", header, [_cells(row) for row in made], text_columns=(0, 1)),
+        table("Comparison of balancers", header, [_cells(row) for row in made], text_columns=(0, 1)),
         *(paragraph(text, "notice") for text in failed),
     )
 
@@ -41,7 +45,7 @@ def _bars(made: Sequence[ComparisonRow]) -> str:
     bars = []
     for row in sorted(made, key=lambda row: (row.skew or 0.0, row.balancer)):
         assert row.skew is not None, "only balancers that made a plan"
-        assert row.bound is not None, "whatever has a skew has a bound"
+        assert row.bound is not None, "a balancer with a skew has a bound"
         cells = (f"{row.skew:.3f}", f"{row.bound:.3f}")
         bars.append(
             Bar(name=_breakable(row.balancer), low=1.0, high=row.skew, kind="whole", cells=cells, mark=row.bound)
@@ -70,7 +74,7 @@ def _cells(row: ComparisonRow) -> list[str]:
 
 def _seconds(row: ComparisonRow) -> str:
     total, moved = row.predicted_seconds or 0.0, row.relocation_seconds or 0.0
-    return f"{total:.3g} ({total - moved:.3g})" if moved > WORTH_SAYING * total else f"{total:.3g}"
+    return f"{total:.3g} ({total - moved:.3g})" if moved > MIN_RELOCATION_SHARE * total else f"{total:.3g}"
 
 
 def _breakable(name: str) -> str:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 
 import relibra
 from relibra.errors import ConfigError
-from relibra.files import write_text
 from relibra.reporting.data.metrics import Metrics
+from relibra.reporting.data.number_format import plural
 from relibra.reporting.data.recording import Recording, open_recording
-from relibra.reporting.data.sentences import plural
 from relibra.reporting.html import run_figures
 from relibra.reporting.html.html import paragraph, plot, section, table
-from relibra.reporting.html.html_page import html_page, place_problems, refuse_folder
+from relibra.reporting.html.html_page import check_output, html_page, write_page
 from relibra.reporting.html.route_figures import plotly_figures
 from relibra.reporting.html.run_figures import Panel, compared_panels, has_any
 
@@ -22,41 +22,37 @@ FIGURES = (
     ("reward", "", "reward, last step", ".3f"),
     ("evaluation", "reward", "reward of the last evaluation", ".3f"),
     ("response_length", "", "tokens per response, last step", ",.0f"),
-    ("rank_skew", "", "rank skew of the static layout, mean (max / mean)", ".3f"),
-    ("planned_skew", "", "rank skew as planned, mean (max / mean)", ".3f"),
-    ("k3_kl", "", "k3 of sampler and trainer, mean (nats)", ".2e"),
-    ("idle_share", "", "idle places in rollout, mean", ".1%"),
+    ("rank_skew", "", "rank skew without a plan (largest / mean load), mean", ".3f"),
+    ("planned_skew", "", "rank skew as planned, mean", ".3f"),
+    ("k3_kl", "", "k3 divergence of rollout and trainer, mean (nats)", ".2e"),
+    ("idle_share", "", "idle share of the rollout batch, mean", ".1%"),
 )
-"""Key, part, meaning with unit, form; "last" takes the last step that has it, "mean" the mean of all."""
+"""Key, part, meaning with unit, form; a meaning with "last" shows the last step that has it, others the mean."""
 
 SECTIONS: tuple[tuple[str, str, tuple[Panel, ...]], ...] = (
     ("learning", "Learning", run_figures.LEARNING),
     ("balance", "Balance", run_figures.BALANCE),
-    ("mismatch", "Trainer beside sampler", run_figures.MISMATCH),
+    ("mismatch", "Mismatch of rollout and trainer", run_figures.MISMATCH),
     ("values", "Value model", run_figures.VALUES),
-    ("update", "Update", run_figures.UPDATE),
-    ("idle", "Idle places in rollout", run_figures.IDLE),
+    ("update", "Policy update", run_figures.UPDATE),
+    ("idle", "Idle share of the rollout batch", run_figures.IDLE),
 )
 
 
 def write_comparison(first: Path | str, second: Path | str, output: Path | str) -> Path:
     """Write a page about two runs, whole or not at all, and return where it is.
 
-    raises    TraceError for what is no run; ConfigError when a run has no finished step, without plotly, or when the
-              page cannot be written there
+    raises    TraceError for a path that is not a run; ConfigError when a run has no finished step, without plotly, or
+              when the page cannot be written there
     """
     plotly_figures()
     output = Path(output)
-    with place_problems(output):
-        refuse_folder(output)
+    check_output(output)
     runs = [open_recording(path) for path in (first, second)]
     for run in runs:
         if not run.metrics.rows:
             raise ConfigError(f"{run.path} has no finished step in metrics.jsonl: only runs of relibra train compare")
-    page = render_comparison(runs, datetime.now(UTC))
-    with place_problems(output):
-        write_text(output, page)
-    return output
+    return write_page(output, render_comparison(runs, datetime.now(UTC)))
 
 
 def render_comparison(runs: Sequence[Recording], made: datetime) -> str:
@@ -65,17 +61,22 @@ def render_comparison(runs: Sequence[Recording], made: datetime) -> str:
     names = next(names for names in choices if len(set(names)) == len(runs) or names is choices[-1])
     metrics = [run.metrics for run in runs]
     pairs = list(zip(names, metrics, strict=True))
-    pieces = [section("figures", "At a glance", _figures(pairs))]
+    pieces = [section("figures", "Key figures", _figures(pairs))]
     for identifier, title, panels in SECTIONS:
         if any(has_any(one, panels) for one in metrics):
             words = f"{title} of {' and '.join(names)} over RL steps."
             pieces.append(section(identifier, title, plot(f"{identifier}-plot", compared_panels(pairs, panels), words)))
     steps = "; ".join(f"{name}: {plural(len(one.rows), 'step')}" for name, one in pairs)
     footer = paragraph(f"relibra {relibra.__version__}, {made:%Y-%m-%d %H:%M} UTC · {steps}")
-    sentence = " ".join(filter(None, [_reward_in_words(pairs)]))
     title = " and ".join(names)
     return html_page(
-        title, "comparison of runs", sentence, "\n".join(pieces), footer, scripts=("page.js",), plotly=True
+        title,
+        "comparison of runs",
+        _describe_rewards(pairs),
+        "\n".join(pieces),
+        footer,
+        scripts=("page.js",),
+        plotly=True,
     )
 
 
@@ -92,21 +93,20 @@ def _figures(pairs: Sequence[tuple[str, Metrics]]) -> str:
 
 
 def _cell(metrics: Metrics, key: str, part: str, form: str, *, last: bool) -> str:
-    known = [value for value in (metrics.nested(key, part) if part else metrics.column(key)) if value is not None]
+    known = metrics.known(key, part)
     if not known:
         return ""
-    return format(known[-1] if last else sum(known) / len(known), form)
+    return format(known[-1] if last else fmean(known), form)
 
 
 def _seconds(metrics: Metrics) -> float:
-    stages = metrics.seconds().values()
-    return sum(value or 0.0 for stage in stages for value in stage) / max(1, len(metrics.rows))
+    return sum(sum(metrics.known("seconds", stage)) for stage in metrics.seconds()) / max(1, len(metrics.rows))
 
 
-def _reward_in_words(pairs: Sequence[tuple[str, Metrics]]) -> str:
+def _describe_rewards(pairs: Sequence[tuple[str, Metrics]]) -> str:
     last = [(name, metrics.last("reward")) for name, metrics in pairs]
     known = [(name, value) for name, value in last if value is not None]
     if len(known) < 2:
-        return "Two runs side by side; at least one of them has no reward."
+        return "Two runs; at least one of them has no reward."
     (first, before), (second, after) = known
     return f"The last step of {first} had a mean reward of {before:.3f}, that of {second} {after:.3f}."

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import relibra
 from relibra.cluster import Cluster
-from relibra.files import write_text
+from relibra.reporting.data.metrics import Metrics
+from relibra.reporting.data.number_format import count, plural
 from relibra.reporting.data.planned_step import PlannedStep, plan_last_step
 from relibra.reporting.data.recording import Recording, open_recording
 from relibra.reporting.data.samples import Samples, read_samples
-from relibra.reporting.data.sentences import count, plural, verdict
+from relibra.reporting.data.sentences import describe_balance, describe_reward, describe_skew
 from relibra.reporting.data.summary import Step, Summary, possible_ranks, summarize
 from relibra.reporting.html.html import paragraph, section
-from relibra.reporting.html.html_page import html_page, place_problems, refuse_folder
+from relibra.reporting.html.html_page import check_output, html_page, write_page
 from relibra.reporting.html.route_figures import plotly_figures
-from relibra.reporting.html.sample_browser import browser
+from relibra.reporting.html.sample_browser import sample_browser
 from relibra.reporting.pages import route_sections, run_sections
-from relibra.reporting.pages.plan_page import SCRIPTS, StepSections, step_sections
-from relibra.reporting.pages.plan_page import verdict as verdict_of_sides
+from relibra.reporting.pages.glossary import LOAD_WORDS, PLAN_WORDS, ROUTE_WORDS, glossary
+from relibra.reporting.pages.plan_page import SCRIPTS, describe_step, step_sections
 from relibra.routing.trace_statistics import survey_step
 from relibra.simulation import ModelShape
 from relibra.timeline import Timeline
@@ -54,16 +54,10 @@ def write_report(
         place = recording.path.resolve()
         output = place / "report.html" if recording.is_run else place.with_name(f"{place.name}.report.html")
     output = Path(output)
-    with place_problems(output):
-        refuse_folder(output)
+    check_output(output)
     summary = summarize_recording(recording) if recording.traces else None
     planned = plan_last_step(recording, ranks=ranks, cluster=cluster, model=model)
-    if isinstance(planned, PlannedStep):
-        planned = planned._replace(question=replace(planned.question, timelines=timelines))
-    page = render_page(recording, summary, samples, datetime.now(UTC), planned)
-    with place_problems(output):
-        write_text(output, page)
-    return output
+    return write_page(output, render_page(recording, summary, samples, datetime.now(UTC), planned, timelines))
 
 
 def summarize_recording(recording: Recording) -> Summary:
@@ -91,14 +85,20 @@ def render_page(
     samples: Samples,
     made: datetime,
     planned: PlannedStep | str = "",
+    timelines: Sequence[tuple[str, Timeline]] = (),
 ) -> str:
     """Return the page as text; the same values give the same bytes.
+
+    Its order: what happened in the run, what the recorded routes are like, then the last step planned again and
+    simulated on a cluster.
 
     summary   of the routes; None: the run recorded none, as that of a dense model
     planned   the last step, to be shown before and after planning, or why it is not
     """
     metrics = recording.metrics
-    of_run = (
+    sentences = (describe_reward(metrics), _planned_in_training(metrics), describe_skew(summary) if summary else "")
+    body = (
+        route_sections.summary_cards(summary, metrics),
         run_sections.learning(metrics),
         run_sections.balance(metrics),
         run_sections.value_model(metrics),
@@ -106,40 +106,36 @@ def render_page(
         run_sections.update(metrics),
         run_sections.time(metrics),
         run_sections.unreadable(metrics),
-        browser(samples),
-    )
-    step = None if isinstance(planned, str) else step_sections(planned.before, planned.after, planned.question)
-    of_routes = () if summary is None else _of_routes(summary)
-    cost = verdict(summary, planned=metrics.has("planned_skew")) if summary else ""
-    first = (*run_sections.headline(metrics), cost)
-    body = (
-        route_sections.summary_cards(summary, metrics),
-        step.limits if step else "",
-        *of_run,
-        *_of_step(planned, step),
-        *of_routes,
+        sample_browser(samples),
+        *(_route_sections(summary) if summary else ()),
+        *_step_sections(planned, timelines),
+        glossary(LOAD_WORDS, ROUTE_WORDS, PLAN_WORDS if isinstance(planned, PlannedStep) else ()) if summary else "",
     )
     return html_page(
         recording.name,
         "run report" if recording.is_run else "expert load report",
-        " ".join(sentence for sentence in first if sentence),
+        " ".join(sentence for sentence in sentences if sentence),
         "\n".join(piece for piece in body if piece),
         _provenance(recording, summary, made),
-        scripts=("page.js", *SCRIPTS * bool(step)),
+        scripts=("page.js", *SCRIPTS * isinstance(planned, PlannedStep)),
         plotly=True,
     )
 
 
-def _of_step(planned: PlannedStep | str, step: StepSections | None) -> tuple[str, ...]:
-    """Return what the page of a plan shows, after a word about where it comes from."""
-    if isinstance(planned, str) or step is None:
-        return (paragraph(str(planned), "notice"),) if planned else ()
-    words = f"{verdict_of_sides(planned.before, planned.after)} {planned.about}"
-    title = "The last step, before and after planning"
-    return section("planned", title, paragraph(words), step.cards), *step.others
+def _planned_in_training(metrics: Metrics) -> str:
+    return describe_balance(metrics) if metrics.known("planned_skew") else ""
 
 
-def _of_routes(summary: Summary) -> tuple[str, ...]:
+def _step_sections(planned: PlannedStep | str, timelines: Sequence[tuple[str, Timeline]]) -> tuple[str, ...]:
+    """Return what the page of a plan shows, after a sentence that says how the step was planned."""
+    if isinstance(planned, str):
+        return (paragraph(planned, "notice"),) if planned else ()
+    key_figures, *others = step_sections(planned.step, timelines)
+    words = f"{planned.about} {describe_step(planned.step)}"
+    return section("planned", "The last step, planned again", paragraph(words), key_figures), *others
+
+
+def _route_sections(summary: Summary) -> tuple[str, ...]:
     return (
         route_sections.expert_load(summary),
         route_sections.micro_batch_skew(summary),
@@ -147,7 +143,6 @@ def _of_routes(summary: Summary) -> tuple[str, ...]:
         route_sections.hottest_experts(summary),
         route_sections.groups(summary),
         route_sections.stability(summary),
-        route_sections.glossary(),
     )
 
 

@@ -1,4 +1,4 @@
-"""The section that shows what ranks did when, simulated or measured; drawn by timeline.js."""
+"""The section on timelines, simulated or measured: what each rank does at which time; drawn by timeline.js."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from relibra.reporting.html.array_json import data_element, packed
-from relibra.reporting.html.html import paragraph, section
-from relibra.reporting.pages.load_section import slider
+from relibra.reporting.data.step_simulation import MAX_RANKS, choose_ranks
+from relibra.reporting.html.array_json import data_element, pack
+from relibra.reporting.html.html import paragraph, section, slider
 from relibra.timeline import Event, Timeline
 
-MAX_RANKS = 6
 MAX_EVENTS = 40_000
 """Events of one timeline: 21 bytes each on the page, and a third more as base64."""
 
@@ -22,28 +21,19 @@ LANES = (
     ("rows", ("dispatch", "combine")),
     ("copies", ("push", "return", "wait push", "wait return", "gradients")),
 )
-"""What runs beside each other on a rank has a line of its own; stages that nobody knows work."""
+"""Stages that run beside each other on a rank have a lane each; unknown stages are drawn as work."""
 
-
-def chosen_ranks(busy_R: Sequence[float] | Sequence[int], limit: int = MAX_RANKS) -> list[int]:
-    """Return the busiest and the idlest rank and some between them by load, in order of their numbers.
-
-    >>> chosen_ranks([3, 9, 1, 4, 5], 3)
-    [1, 2, 3]
-    """
-    order = np.argsort(-np.asarray(busy_R), kind="stable")
-    places = np.unique(np.linspace(0, len(order) - 1, min(limit, len(order))).round().astype(int))
-    return sorted(int(rank) for rank in order[places])
+MAX_STAGES = 255
 
 
 def timeline_section(timelines: Sequence[tuple[str, Timeline]], about: str, *, first_layer: int) -> str:
-    """Show timelines below each other on one scale of time; nothing without events.
+    """Show timelines below each other on one scale of time; "" without events.
 
-    timelines   (name, timeline); those with more than MAX_EVENTS events show the first ones
-    about       which step, ranks and micro-batch they are of
-    first_layer decoder layer to begin with
+    timelines     (name, timeline); of one with more than MAX_EVENTS events the first ones are shown
+    about         which step, ranks and micro-batch they are of
+    first_layer   decoder layer to begin with
     """
-    drawn = [(name, _thinned(timeline), timeline) for name, timeline in timelines if timeline.events]
+    drawn = [(name, _select_events(timeline), timeline) for name, timeline in timelines if timeline.events]
     if not drawn:
         return ""
     layers = sorted({event.layer for _, events, _ in drawn for event in events if event.layer >= 0})
@@ -51,7 +41,7 @@ def timeline_section(timelines: Sequence[tuple[str, Timeline]], about: str, *, f
         "lanes": [name for name, _ in LANES],
         "layers": layers,
         "first": 1 + layers.index(first_layer) if first_layer in layers else 0,
-        "timelines": [_facts(name, events, timeline) for name, events, timeline in drawn],
+        "timelines": [_pack_events(name, events, timeline.label) for name, events, timeline in drawn],
     }
     cut = [name for name, events, timeline in drawn if len(events) < len(timeline.events)]
     pictures = "".join(
@@ -62,7 +52,7 @@ def timeline_section(timelines: Sequence[tuple[str, Timeline]], about: str, *, f
     )
     return section(
         "timeline",
-        "What ranks do when",
+        "Timeline of ranks",
         paragraph(about, "how"),
         paragraph(f"Only the first {MAX_EVENTS:,} events of {' and '.join(cut)} are drawn.", "how") if cut else "",
         '<div class="explorer" id="timeline-explorer"><div class="controls">'
@@ -72,45 +62,41 @@ def timeline_section(timelines: Sequence[tuple[str, Timeline]], about: str, *, f
         + "</div>",
         '<ul class="legend" id="timeline-legend"></ul>',
         pictures,
-        '<p class="readout" id="timeline-readout" role="status">A click on an event, or arrow keys up and down in a '
-        "timeline, read it out here.</p></div>",
+        '<p class="readout" id="timeline-readout" role="status">Click an event, or press arrow keys up and down in a '
+        "timeline, to read its figures here.</p></div>",
         data_element("timeline-data", facts),
     )
 
 
-def _thinned(timeline: Timeline) -> list[Event]:
-    """Keep the ranks that worked longest, shortest and between, then the first events."""
-    ranks = sorted({event.rank for event in timeline.events})
-    if len(ranks) > MAX_RANKS:
-        busy = dict.fromkeys(ranks, 0.0)
-        for event in timeline.events:
-            busy[event.rank] += 0.0 if event.stage.startswith("wait") else event.seconds
-        kept = {ranks[i] for i in chosen_ranks([busy[rank] for rank in ranks])}
-    else:
-        kept = set(ranks)
+def _select_events(timeline: Timeline) -> list[Event]:
+    """Return the first events of the ranks that worked longest, shortest and between."""
+    busy = dict.fromkeys(sorted({event.rank for event in timeline.events}), 0.0)
+    for event in timeline.events:
+        busy[event.rank] += 0.0 if event.stage.startswith("wait") else event.seconds
+    ranks = list(busy)
+    kept = {ranks[i] for i in choose_ranks(list(busy.values()))} if len(ranks) > MAX_RANKS else set(ranks)
     events = sorted((event for event in timeline.events if event.rank in kept), key=lambda event: event.start)
     return events[:MAX_EVENTS]
 
 
-def _facts(name: str, events: Sequence[Event], timeline: Timeline) -> dict[str, Any]:
+def _pack_events(name: str, events: Sequence[Event], label: str) -> dict[str, Any]:
     ranks = sorted({event.rank for event in events})
-    stages = list(dict.fromkeys([stage for _, known in LANES for stage in known] + [event.stage for event in events]))
-    used = {event.stage for event in events}
-    stages = [stage for stage in stages if stage in used][:255]
+    lane = {stage: i for i, (_, stages) in enumerate(LANES) for stage in stages}
+    used = dict.fromkeys(event.stage for event in events)
+    stages = [*(stage for stage in lane if stage in used), *(stage for stage in used if stage not in lane)][:MAX_STAGES]
     number = {stage: i for i, stage in enumerate(stages)}
-    lane = {stage: i for i, (_, known) in enumerate(LANES) for stage in known}
     events = [event for event in events if event.stage in number]
     start = np.array([event.start for event in events], dtype=np.float64)
     return {
         "name": name,
-        "label": timeline.label,
+        "label": label,
         "ranks": ranks,
         "stages": [[stage, lane.get(stage, 0)] for stage in stages],
-        "start": packed(start - start.min(initial=np.inf)),
-        "seconds": packed(np.array([event.seconds for event in events], dtype=np.float32)),
-        "bytes": packed(np.array([event.bytes for event in events], dtype=np.float32)),
-        "layer": packed(np.clip([event.layer for event in events], -1, 32767).astype(np.int16)),
-        "micro_batch": packed(np.clip([event.micro_batch for event in events], -1, 32767).astype(np.int16)),
-        "rank": packed(np.array([ranks.index(event.rank) for event in events], dtype=np.uint8)),
-        "stage": packed(np.array([number[event.stage] for event in events], dtype=np.uint8)),
+        "start": pack(start - start.min(initial=np.inf)),
+        "seconds": pack(np.array([event.seconds for event in events], dtype=np.float32)),
+        "bytes": pack(np.array([event.bytes for event in events], dtype=np.float32)),
+        "layer": pack(np.clip([event.layer for event in events], -1, 32767).astype(np.int16)),
+        "micro_batch": pack(np.clip([event.micro_batch for event in events], -1, 32767).astype(np.int16)),
+        "rank": pack(np.array([ranks.index(event.rank) for event in events], dtype=np.uint8)),
+        "stage": pack(np.array([number[event.stage] for event in events], dtype=np.uint8)),
     }

@@ -1,10 +1,10 @@
-"""Numbers in words."""
+"""Numbers as text."""
 
 from __future__ import annotations
 
 import pytest
 
-from relibra.reporting.data.sentences import exact_percent
+from relibra.reporting.data.number_format import exact_percent
 
 
 @pytest.mark.parametrize(

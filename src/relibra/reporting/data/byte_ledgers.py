@@ -1,0 +1,34 @@
+"""Byte ledgers of a compared step: what the forward dispatch of each plan sends, and what the links could carry."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from relibra.planning.traffic.byte_ledger import ByteLedger, byte_ledger
+from relibra.reporting.data.compared_plans import ComparedStep
+
+
+class NamedLedger(NamedTuple):
+    """A ledger per layer and in total, under the name that the page gives it."""
+
+    name: str
+    by_layer: ByteLedger
+    total: ByteLedger
+
+
+def byte_ledgers(step: ComparedStep) -> list[NamedLedger]:
+    """Return the ledger of each plan as the executor sends (each token to a rank once), then the second's per choice.
+
+    Where it is not known which experts tokens choose together, both ledgers count one row per choice, and there is no
+    third.
+    """
+    known = step.shared_choices_known
+    (before, after) = step.plans_with_rows
+    found = []
+    for (one, rows), once in [(before, known), (after, known)] + [(after, False)] * known:
+        ledger = byte_ledger(
+            one.plan, one.demand, step.cluster, step.model.expert.row_bytes, distinct_MLRR=rows, send_once=once
+        )
+        name = f"{one.name}, per choice" if known and not once else one.name
+        found.append(NamedLedger(name, ledger, ledger.total()))
+    return found

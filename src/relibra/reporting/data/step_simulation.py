@@ -1,0 +1,85 @@
+"""A compared step, simulated on its cluster: seconds, memory, and events of one micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from relibra.reporting.data.compared_plans import ComparedStep
+from relibra.simulation import MemoryUse, SimulatedStep, memory_use, simulate_step, simulated_timeline
+from relibra.timeline import Timeline
+
+MOE_TERMS = ("compute", "exchange", "gates", "copies", "relocation")
+"""Parts of a simulated step that belong to its expert layers."""
+
+MAX_RANKS = 6
+"""Ranks of a timeline on a page."""
+
+
+class StepSimulation(NamedTuple):
+    """Simulated seconds of both plans, and the memory of the second."""
+
+    before: SimulatedStep
+    after: SimulatedStep
+    memory: MemoryUse
+
+    def term(self, name: str) -> tuple[float, float]:
+        """Return the seconds of one part of the step under each plan."""
+        return self.before.terms[name], self.after.terms[name]
+
+    @property
+    def moe_seconds(self) -> tuple[float, float]:
+        """Seconds of the expert layers under each plan: experts, their rows and copies, and relocation."""
+        before, after = zip(*(self.term(name) for name in MOE_TERMS), strict=True)
+        return sum(before), sum(after)
+
+
+def simulate_plans(step: ComparedStep) -> StepSimulation:
+    """Simulate both plans in one pipeline stage and one optimizer step, with copies overlapped.
+
+    raises     as `simulate_step`
+    """
+    before, after = (
+        simulate_step(one.plan, one.demand, step.cluster, step.model, distinct_MLRR=rows)
+        for one, rows in step.plans_with_rows
+    )
+    return StepSimulation(before, after, memory_use(step.after.plan, step.after.demand, step.cluster, step.model))
+
+
+def simulate_timelines(
+    step: ComparedStep, simulation: StepSimulation, micro_batch: int
+) -> tuple[list[tuple[str, Timeline]], list[int]]:
+    """Return (name, events of one micro-batch on some ranks) of each plan, and these ranks."""
+    before = step.before
+    one_group = before.demand.group_M is None
+    busy_R = before.rank_load_MLR[micro_batch].sum(axis=0) if one_group else simulation.before.token_slots_R
+    ranks = choose_ranks(busy_R.tolist())
+    timelines = [
+        (
+            one.name,
+            simulated_timeline(
+                one.plan,
+                one.demand,
+                step.cluster,
+                step.model,
+                ranks=ranks,
+                micro_batches=[micro_batch],
+                distinct_MLRR=rows,
+            ),
+        )
+        for one, rows in step.plans_with_rows
+    ]
+    return timelines, ranks
+
+
+def choose_ranks(busy_R: Sequence[float] | Sequence[int], limit: int = MAX_RANKS) -> list[int]:
+    """Return the busiest and the least busy rank and some between them by load, in order of their numbers.
+
+    >>> choose_ranks([3, 9, 1, 4, 5], 3)
+    [1, 2, 3]
+    """
+    order = np.argsort(-np.asarray(busy_R), kind="stable")
+    places = np.unique(np.linspace(0, len(order) - 1, min(limit, len(order))).round().astype(int))
+    return sorted(int(rank) for rank in order[places])
