@@ -115,6 +115,37 @@ def test_links_lead_somewhere():
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_files_that_documents_name_exist():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+    folders = [ROOT / name for name in ("src", "examples", "benchmarks", "tests")]
+    files = [f"/{path.relative_to(ROOT)}" for folder in folders for path in folder.rglob("*.*")]
+    missing = []
+    for page in pages:
+        named = re.findall(r"`([\w./-]*[\w-]+\.(?:py|js|css))`", page.read_text())
+        missing += [f"{page.name}: {name}" for name in named if not any(one.endswith(f"/{name}") for one in files)]
+    assert not missing
+
+
+def test_papers_name_whole_paths():
+    for path in re.findall(r"`([\w./-]+\.py)`", (ROOT / "docs" / "papers.md").read_text()):
+        assert (ROOT / path).exists() or (ROOT / "src" / "relibra" / path).exists(), path
+
+
+def test_modules_that_documents_name_exist():
+    """A dotted name of relibra in a document is a module, or a public name in one."""
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for name in set(re.findall(r"(?<![/\w-])relibra(?:\.[a-z_]+)+\b(?!\.)", page.read_text())):
+            if not _is_module(name):
+                module, _, last = name.rpartition(".")
+                assert _is_module(module), f"{page.name} names {name}"
+                assert hasattr(importlib.import_module(module), last), f"{page.name} names {name}"
+
+
+def _is_module(name):
+    folder = ROOT / "src" / Path(*name.split("."))
+    return folder.with_suffix(".py").exists() or (folder / "__init__.py").exists()
+
+
 @pytest.fixture
 def render(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")

@@ -43,6 +43,23 @@ ABOVE = {
 }
 """Who may import whom; `errors`, `files` and `environment` stand under everything."""
 
+LEFT_CIRCLES = [
+    ["relibra.planning.analysis.explanation", "relibra.planning.plan", "relibra.planning.validation"],
+]
+LEFT_PRIVATE = {
+    "tests/planning/replicas/test_pricing.py _copies_hidden",
+    "tests/planning/replicas/test_pricing.py _choices",
+    "tests/replay/test_record.py _narrow_dtype",
+    "tests/rl/ranks_at_work.py _update",
+    "tests/rl/run/test_display.py _table",
+    "tests/rl/test_trainer.py _warn_beyond_context",
+    "tests/routing/test_trace_files.py _sha256",
+    "tests/simulation/step/test_training_step.py _of_micro_batches",
+    "tests/simulation/test_scale.py _first_layer",
+    "tests/simulation/test_scale.py _first_layer_of_plan",
+}
+"""What is left to mend; nothing may join it."""
+
 GROUND = {"errors", "files", "environment", "__version__"}
 LIGHT = ("routing", "cluster", "planning", "simulation", "reporting", "timeline")
 HEAVY = {"torch", "transformers", "accelerate", "tensorboard", "vllm", "ray"}
@@ -73,6 +90,85 @@ def test_import_arrows_point_down(file):
         if parts[0] != "relibra" or len(parts) == 1:
             continue
         assert parts[1] in ABOVE[own] | GROUND | {own}, f"{file} may not import {module}"
+
+
+def _module(file):
+    """Return the dotted name of a source file; a package's is that of its __init__.py."""
+    return ".".join(file.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def import_circles():
+    """Return every set of modules that import one another, whether for types only, inside a function or at the top."""
+    modules = {_module(file): file for file in FILES}
+    imported = {name: set() for name in modules}
+    for name, file in modules.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                imported[name] |= {alias.name for alias in node.names if alias.name in modules}
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    full = f"{node.module}.{alias.name}"
+                    imported[name] |= {full if full in modules else node.module} & modules.keys()
+    reached = {name: _reached(name, imported) for name in modules}
+    circles = {frozenset(one for one in reached[name] if name in reached[one]) for name in modules}
+    return sorted(sorted(circle) for circle in circles if circle)
+
+
+def _reached(start, imported):
+    """Return the modules that one imports, directly or through others."""
+    seen, left = set(), [start]
+    while left:
+        for name in imported[left.pop()] - seen:
+            seen.add(name)
+            left.append(name)
+    return seen
+
+
+def test_no_modules_import_one_another():
+    circles = [circle for circle in import_circles() if circle not in LEFT_CIRCLES]
+    assert not circles, "modules that import one another:\n" + "\n".join(" <-> ".join(one) for one in circles)
+
+
+def flat_folders():
+    """Return the folders of src/relibra with more than 12 Python files besides __init__.py."""
+    folders = {file.parent for file in FILES}
+    count = {folder: sum(file.name != "__init__.py" for file in folder.glob("*.py")) for folder in folders}
+    return sorted(f"{folder.relative_to(SOURCE)} ({number} files)" for folder, number in count.items() if number > 12)
+
+
+def test_folders_have_at_most_a_dozen_files():
+    assert set(flat_folders()) <= {"cli (13 files)"}
+
+
+def private_names():
+    """Return the names of relibra beginning with _ that tests, benchmarks and examples use, as "file name"."""
+    found = set()
+    for file in (
+        file for folder in ("tests", "benchmarks", "examples") for file in sorted((ROOT / folder).rglob("*.py"))
+    ):
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        aliases = [
+            (alias.asname or alias.name, alias.name)
+            for node in nodes
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+            if (getattr(node, "module", None) or alias.name).split(".")[0] == "relibra"
+        ]
+        used = {full.split(".")[-1] for _, full in aliases}
+        modules = {name for name, _ in aliases}
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+                used.add(node.attr)
+        found |= {f"{file.relative_to(ROOT)} {name}" for name in used if _is_private(name)}
+    return found
+
+
+def _is_private(name):
+    return name.startswith("_") and not name.endswith("__")
+
+
+def test_tests_and_benchmarks_use_public_names():
+    assert private_names() <= LEFT_PRIVATE
 
 
 @pytest.mark.parametrize(
