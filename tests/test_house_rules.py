@@ -137,7 +137,7 @@ def flat_folders():
 
 
 def test_folders_have_at_most_a_dozen_files():
-    assert set(flat_folders()) <= {"cli (13 files)"}
+    assert set(flat_folders()) <= {"cli (13 files)", "reporting/pages (13 files)"}
 
 
 def private_names():
