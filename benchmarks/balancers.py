@@ -19,7 +19,7 @@ from rich.table import Table
 from relibra.cluster import cluster_preset
 from relibra.planning.analysis.comparison import comparable, compare
 from relibra.planning.budget import Budget
-from relibra.planning.costs import expert_shape
+from relibra.planning.costs.expert_shape import expert_shape
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
 from relibra.routing.readers import open_trace
 

@@ -31,7 +31,7 @@ from relibra.cluster import cluster_preset
 from relibra.errors import RelibraError
 from relibra.planning.analysis.comparison import iterate_comparison
 from relibra.planning.budget import Budget
-from relibra.planning.costs import ExpertShape
+from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.split import split_tokens
 from relibra.routing.demand import Demand

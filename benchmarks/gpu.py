@@ -26,7 +26,7 @@ from provenance import RESULTS, quartiles, write_results
 
 from relibra.calibration.grouped_experts import bytes_needed, grouped_experts
 from relibra.errors import ConfigError, RelibraError
-from relibra.planning.costs import ExpertShape, expert_shape
+from relibra.planning.costs.expert_shape import ExpertShape, expert_shape
 from relibra.routing.demand import Demand
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
 

@@ -22,7 +22,7 @@ from relibra.cluster import cluster_preset
 from relibra.planning.analysis.comparison import with_levers
 from relibra.planning.baselines.ultraep import solve as ultraep_solve
 from relibra.planning.budget import Budget
-from relibra.planning.costs import expert_shape
+from relibra.planning.costs.expert_shape import expert_shape
 from relibra.planning.planner import plan_step
 from relibra.planning.replicas.replication import replicate
 from relibra.planning.replicas.replication_milp import replicate_milp

@@ -30,7 +30,7 @@ from rich.table import Table  # noqa: E402
 
 from relibra import Budget, plan_step  # noqa: E402
 from relibra.cluster import cluster_preset  # noqa: E402
-from relibra.planning.costs import ExpertShape  # noqa: E402
+from relibra.planning.costs.expert_shape import ExpertShape  # noqa: E402
 from relibra.routing.demand import Demand  # noqa: E402
 from relibra.routing.readers import open_trace  # noqa: E402
 from relibra.routing.trace import RoutingTrace  # noqa: E402

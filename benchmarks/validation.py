@@ -35,7 +35,7 @@ from relibra.calibration.fit import fit_cluster  # noqa: E402
 from relibra.calibration.measurement import CPU_SIZES, QUICK_SIZES, Job, describe_machine, measure_machine  # noqa: E402
 from relibra.cluster import Cluster  # noqa: E402
 from relibra.errors import RelibraError  # noqa: E402
-from relibra.planning.costs import ExpertShape  # noqa: E402
+from relibra.planning.costs.expert_shape import ExpertShape  # noqa: E402
 from relibra.planning.plan import StepPlan  # noqa: E402
 from relibra.routing.statistics import co_activation  # noqa: E402
 from relibra.simulation import ModelShape, simulate_step  # noqa: E402

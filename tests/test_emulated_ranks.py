@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from relibra import Budget, ConfigError, cluster_preset, plan_step
-from relibra.planning.costs import ExpertShape
+from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.routing.micro_batches import cut_recorded
 from relibra.routing.synthetic import TraceShape, domain_trace
 

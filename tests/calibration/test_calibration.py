@@ -15,7 +15,7 @@ from relibra.calibration import measurement
 from relibra.calibration.fit import Machine, Spread, Timings, fit_cluster, fit_link, gemm_rows, monotone_table
 from relibra.cli.inputs.machine import open_cluster
 from relibra.cluster import write_cluster
-from relibra.planning.costs import ExpertShape
+from relibra.planning.costs.expert_shape import ExpertShape
 
 SHAPE = ExpertShape(hidden=32, width=16, bytes_per_value=4)
 MACHINE = Machine(name="here", ranks=2, memory_bytes=1 << 30, words="a machine")

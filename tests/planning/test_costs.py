@@ -8,13 +8,11 @@ from hypothesis import strategies as st
 
 from relibra import ConfigError, Demand, PlanError, RoutingTrace
 from relibra.cluster import Cluster, Link, cluster_preset
-from relibra.planning.costs import (
-    EXPERT_SHAPES,
-    ExpertShape,
+from relibra.planning.costs.expert_shape import EXPERT_SHAPES, ExpertShape, expert_shape
+from relibra.planning.costs.prediction import (
     compute_seconds,
     copy_seconds,
     copy_seconds_of_links,
-    expert_shape,
     predict,
     pushed_copies,
 )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from relibra.errors import ClusterError, PlanError, TraceError
 from relibra.planning.balancers import BALANCERS
 from relibra.planning.budget import Budget
-from relibra.planning.costs import EXPERT_SHAPES
+from relibra.planning.costs.expert_shape import EXPERT_SHAPES
 from relibra.planning.plan import cross_node_copies
 from relibra.planning.planner import plan_step
 from relibra.routing.demand import Demand

@@ -8,7 +8,7 @@ import numpy as np
 
 from relibra.cluster import cluster_preset
 from relibra.planning.budget import Budget
-from relibra.planning.costs import expert_shape
+from relibra.planning.costs.expert_shape import expert_shape
 from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
 from relibra.reporting.data.compared_plans import ComparedPlan, ComparedStep, compare_plan, compare_static

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from relibra.cluster import Cluster, Link
-from relibra.planning.costs import ExpertShape
+from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.simulation import ModelShape
 from tests.planning.plans import planned_step
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from relibra import ClusterError, cluster_preset
 from relibra.cluster import Link
-from relibra.planning.costs import compute_seconds, exchange, pushed_copies
+from relibra.planning.costs.prediction import compute_seconds, exchange, pushed_copies
 from relibra.simulation import ParallelLayout, model_shape
 from relibra.simulation.cost_model import (
     copy_costs,

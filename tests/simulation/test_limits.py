@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relibra import Budget, Demand, cluster_preset, plan_step
-from relibra.planning.costs import ExpertShape
+from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.simulation import Execution, advice, memory_use, model_shape, overlap_ratio, simulate_step
 from relibra.simulation.limits import overlap_ratios, sustained_overlap_ratios
 from tests.planning.cases import make_demand

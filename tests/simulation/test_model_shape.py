@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relibra import ConfigError, Demand
-from relibra.planning.costs import EXPERT_SHAPES, ExpertShape
+from relibra.planning.costs.expert_shape import EXPERT_SHAPES, ExpertShape
 from relibra.simulation import MODEL_SHAPES, cut_model, model_shape, model_shape_from_config
 from tests.simulation.steps import random_step
 

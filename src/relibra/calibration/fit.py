@@ -15,7 +15,7 @@ from scipy.optimize import nnls
 
 from relibra.cluster import Cluster, Link
 from relibra.errors import EngineError
-from relibra.planning.costs import ExpertShape
+from relibra.planning.costs.expert_shape import ExpertShape
 
 Samples = Mapping[int, Sequence[float]]
 """Seconds of each repetition, by size (rows of an expert, or bytes)."""

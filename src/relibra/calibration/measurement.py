@@ -26,7 +26,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from relibra.calibration.fit import Machine, Timings
 from relibra.calibration.grouped_experts import grouped_experts, seconds_each
 from relibra.errors import ConfigError, EngineError
-from relibra.planning.costs import ExpertShape
+from relibra.planning.costs.expert_shape import ExpertShape
 
 EXPERTS = 4
 """Experts per rank: several, so that weights are read from memory and not from a cache, as in a layer."""

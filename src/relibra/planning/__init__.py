@@ -8,14 +8,14 @@ from typing import Any
 _WHERE = {
     "BALANCERS": "relibra.planning.balancers",
     "Budget": "relibra.planning.budget",
-    "ExpertShape": "relibra.planning.costs",
-    "Prediction": "relibra.planning.costs",
+    "ExpertShape": "relibra.planning.costs.expert_shape",
+    "Prediction": "relibra.planning.costs.prediction",
     "StepPlan": "relibra.planning.plan",
     "diff": "relibra.planning.analysis.explanation",
-    "expert_shape": "relibra.planning.costs",
+    "expert_shape": "relibra.planning.costs.expert_shape",
     "list_transfers": "relibra.planning.traffic.transfers",
     "plan_step": "relibra.planning.planner",
-    "predict": "relibra.planning.costs",
+    "predict": "relibra.planning.costs.prediction",
     "read_plan": "relibra.planning.plan_files",
     "write_plan": "relibra.planning.plan_files",
 }

@@ -15,7 +15,7 @@ from relibra.routing.demand import Demand
 
 if TYPE_CHECKING:
     from relibra.cluster import Cluster
-    from relibra.planning.costs import ExpertShape
+    from relibra.planning.costs.expert_shape import ExpertShape
 
 Sees = Literal["nothing", "history", "step totals", "micro-batches", "live"]
 

@@ -15,7 +15,7 @@ from relibra.planning.analysis.bounds import reachable_bound
 from relibra.planning.balancer import Balancer, Decision, Question
 from relibra.planning.balancers import BALANCERS
 from relibra.planning.budget import Budget
-from relibra.planning.costs import EXPERT_SHAPES, ExpertShape
+from relibra.planning.costs.expert_shape import EXPERT_SHAPES, ExpertShape
 from relibra.planning.plan import StepPlan, cross_node_copies, map_of
 from relibra.planning.replicas.pricing import predict_planned
 from relibra.planning.search.concurrency import Deadline

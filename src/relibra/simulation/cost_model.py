@@ -16,7 +16,8 @@ from numpy import ndarray
 
 from relibra.cluster import Cluster, Link
 from relibra.errors import ClusterError
-from relibra.planning.costs import ExpertShape, copy_seconds_of_links, pushed_copies
+from relibra.planning.costs.expert_shape import ExpertShape
+from relibra.planning.costs.prediction import copy_seconds_of_links, pushed_copies
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.traffic import IN, OUT, iterate_traffic, link_rows, send_once_share
 from relibra.routing.demand import Demand

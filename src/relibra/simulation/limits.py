@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relibra.cluster import Cluster
-from relibra.planning.costs import ExpertShape
+from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.simulation.memory import MemoryUse
 from relibra.simulation.model_shape import ModelShape
 from relibra.simulation.step.step_result import SimulatedStep

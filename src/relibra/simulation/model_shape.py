@@ -11,7 +11,7 @@ from jaxtyping import Float64, Int
 from numpy import ndarray
 
 from relibra.errors import ConfigError
-from relibra.planning.costs import EXPERT_SHAPES, ExpertShape
+from relibra.planning.costs.expert_shape import EXPERT_SHAPES, ExpertShape
 from relibra.routing.demand import Demand
 
 _LARGEST = 1 << 30

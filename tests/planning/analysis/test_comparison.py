@@ -22,7 +22,7 @@ from relibra.planning.analysis.levers import lever_bounds, lever_gaps
 from relibra.planning.balancer import Balancer
 from relibra.planning.balancers import BALANCERS
 from relibra.planning.budget import Budget
-from relibra.planning.costs import expert_shape
+from relibra.planning.costs.expert_shape import expert_shape
 from relibra.planning.plan import cross_node_copies
 from relibra.planning.planner import plan_step
 

@@ -7,7 +7,7 @@ from relibra import Demand
 from relibra.cluster import cluster_preset
 from relibra.planning.balancer import Question
 from relibra.planning.budget import Budget
-from relibra.planning.costs import ExpertShape
+from relibra.planning.costs.expert_shape import ExpertShape
 
 SMALL_EXPERT = ExpertShape(hidden=8, width=2)
 

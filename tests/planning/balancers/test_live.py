@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from relibra.planning.balancers import BALANCERS
 from relibra.planning.balancers.foremoe import deal_machines, swap_machines
 from relibra.planning.baselines.ultraep import solve, threshold_oracle
-from relibra.planning.costs import ExpertShape
+from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.homes.home_search import busiest
 from tests.planning.balancers.questions import ask, rank_loads, spread, step_skew
 

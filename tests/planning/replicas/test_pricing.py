@@ -9,7 +9,7 @@ import pytest
 from relibra.cluster import Link
 from relibra.planning.balancer import Question
 from relibra.planning.budget import Budget
-from relibra.planning.costs import EXPERT_SHAPES
+from relibra.planning.costs.expert_shape import EXPERT_SHAPES
 from relibra.planning.planner import plan_step
 from relibra.planning.replicas import pricing
 from relibra.planning.search.concurrency import Deadline

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.planning.budget import Budget
-from relibra.planning.costs import EXPERT_SHAPES, predict
+from relibra.planning.costs.expert_shape import EXPERT_SHAPES
+from relibra.planning.costs.prediction import predict
 from relibra.planning.planner import plan_step
 from relibra.planning.replicas.traffic_copies import replicate_for_traffic
 from relibra.planning.traffic.split import split_tokens

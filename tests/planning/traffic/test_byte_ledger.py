@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from relibra.cluster import cluster_preset
 from relibra.planning.budget import Budget
-from relibra.planning.costs import ExpertShape
+from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.planner import plan_step
 from relibra.planning.traffic.byte_ledger import byte_ledger, distinct_rows_of_step, port_bytes_per_second
 from relibra.planning.traffic.split import split_tokens

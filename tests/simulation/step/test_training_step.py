@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from relibra import Budget, ConfigError, Demand, PlanError, cluster_preset, plan_step
 from relibra.cluster import Link
-from relibra.planning.costs import compute_seconds, predict, pushed_copies
+from relibra.planning.costs.prediction import compute_seconds, predict, pushed_copies
 from relibra.planning.traffic.byte_ledger import distinct_rows_of_step
 from relibra.routing.demand_rows import sample_of_rows
 from relibra.routing.micro_batches import cut_recorded

@@ -11,7 +11,7 @@ from relibra.cli.terminal import plural
 from relibra.errors import ConfigError
 
 if TYPE_CHECKING:
-    from relibra.planning.costs import ExpertShape
+    from relibra.planning.costs.expert_shape import ExpertShape
     from relibra.simulation import ModelShape
 
 _EXAMPLE = "HIDDENxWIDTH of one of its experts, for example 2880x2880"
@@ -22,7 +22,7 @@ def open_expert(name: str) -> ExpertShape:
 
     raises    ConfigError for anything else
     """
-    from relibra.planning.costs import EXPERT_SHAPES, ExpertShape
+    from relibra.planning.costs.expert_shape import EXPERT_SHAPES, ExpertShape
 
     if sizes := _expert_sizes(name):
         if 0 in sizes:

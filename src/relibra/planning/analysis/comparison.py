@@ -17,7 +17,8 @@ from relibra.errors import PlanError
 from relibra.planning.analysis.bounds import any_homes_bound
 from relibra.planning.balancers import BALANCERS
 from relibra.planning.budget import Budget
-from relibra.planning.costs import ExpertShape, predict
+from relibra.planning.costs.expert_shape import ExpertShape
+from relibra.planning.costs.prediction import predict
 from relibra.planning.plan import Scope, StepPlan, cross_node_copies, step_skew
 from relibra.planning.planner import plan_step
 from relibra.routing.demand import Demand

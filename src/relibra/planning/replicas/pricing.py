@@ -18,8 +18,8 @@ from numpy import ndarray
 
 from relibra.cluster import Cluster
 from relibra.planning.balancer import Question
-from relibra.planning.costs import (
-    ExpertShape,
+from relibra.planning.costs.expert_shape import ExpertShape
+from relibra.planning.costs.prediction import (
     Prediction,
     compute_seconds,
     exchange,

@@ -16,7 +16,7 @@ from numpy import ndarray
 
 from relibra.cluster import Cluster
 from relibra.errors import ConfigError, PlanError
-from relibra.planning.costs import relocation_seconds
+from relibra.planning.costs.prediction import relocation_seconds
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import Demand
 from relibra.simulation.cost_model import gradient_reduction_seconds, optimizer_seconds, owned_parameters

@@ -9,92 +9,19 @@ measurement, and carry the label `model`. Attention, router and optimizer are no
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int
 from numpy import ndarray
 
 from relibra.cluster import Cluster
-from relibra.errors import ConfigError, PlanError
+from relibra.errors import PlanError
+from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.loads import homes_of
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.traffic import IN, OUT, iterate_traffic, link_rows, send_once_share
 from relibra.routing.demand import Demand
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertShape:
-    """Size of one expert: `matrices` matrices of hidden x width values (3: gate, up and down; 2: up and down).
-
-    raises    ConfigError for sizes below 1
-    """
-
-    hidden: int
-    width: int
-    matrices: int = 3
-    bytes_per_value: int = 2
-
-    def __post_init__(self) -> None:
-        """Refuse shapes that no expert has."""
-        for name, value in asdict(self).items():
-            if not 1 <= value <= 1 << 30:
-                raise ConfigError(f"expert {name} is {value}: it must be at least 1")
-
-    @property
-    def parameters(self) -> int:
-        """Weights of one expert."""
-        return self.matrices * self.hidden * self.width
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights, as they are computed with."""
-        return self.parameters * self.bytes_per_value
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the gradient, fp32."""
-        return self.parameters * 4
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes that move with an expert: weights, fp32 master and two Adam moments; 14 per parameter in bf16."""
-        return self.weight_bytes + self.parameters * 12
-
-    @property
-    def flops_per_token_slot(self) -> int:
-        """Forward flops for one token: a multiplication and an addition per weight. Backward takes twice as many."""
-        return 2 * self.parameters
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one token's hidden state on the wire."""
-        return self.hidden * self.bytes_per_value
-
-
-EXPERT_SHAPES = {
-    "qwen3-30b-a3b": ExpertShape(hidden=2048, width=768),
-    "qwen3-235b-a22b": ExpertShape(hidden=4096, width=1536),
-    "glm4.5-106b-a12b": ExpertShape(hidden=4096, width=1408),
-    "deepseek-v3": ExpertShape(hidden=7168, width=2048),
-    "deepseek-v2-lite": ExpertShape(hidden=2048, width=1408),
-    "gpt-oss-20b": ExpertShape(hidden=2880, width=2880),
-    "mixtral-8x7b": ExpertShape(hidden=4096, width=14336),
-}
-"""Routed experts of known models, from their published `config.json`."""
-
-
-def expert_shape(name: str) -> ExpertShape:
-    """Return the shape of a known model's experts.
-
-    raises    ConfigError for an unknown name
-    """
-    if name not in EXPERT_SHAPES:
-        raise ConfigError(
-            f"expert shape {name!r} is unknown: allowed are {', '.join(EXPERT_SHAPES)}; "
-            "for another model give ExpertShape(hidden=..., width=...)"
-        )
-    return EXPERT_SHAPES[name]
 
 
 @dataclass(frozen=True, kw_only=True)
