@@ -34,7 +34,7 @@ from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.split import split_tokens
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
 from relibra.routing.readers import open_trace
 from relibra.routing.synthetic import TraceShape, domain_trace
@@ -85,20 +85,19 @@ class RankWork:
         return np.array([[sum(counts_E) for counts_E in ranks] for ranks in self.counts], dtype=np.int64)
 
 
-def choose_pairs(demand: Demand, number: int, seed: int = SEED) -> list[tuple[int, int]]:
+def choose_pairs(demand: ScheduledDemand, number: int, seed: int = SEED) -> list[tuple[int, int]]:
     """Draw different (micro-batch, place in the layers) of a step, or take all where there are not more."""
     M, L, _ = demand.load_MLE.shape
     drawn = np.random.default_rng(seed).permutation(M * L)[:number]
     return [divmod(int(cell), L) for cell in np.sort(drawn)]
 
 
-def planned_counts(plan: StepPlan, demand: Demand, micro_batch: int, layer: int) -> list[list[int]]:
+def planned_counts(plan: StepPlan, demand: ScheduledDemand, micro_batch: int, layer: int) -> list[list[int]]:
     """Return the rows of each instance on each rank, as the plan's token split deals them out.
 
     demand    under the plan's schedule
     layer     place in the plan's layers
     """
-    assert demand.tokens_MLRE is not None, "a scheduled demand has tokens per source rank"
     split = split_tokens(
         demand.tokens_MLRE[micro_batch, layer],
         plan.home_LE[layer],
@@ -120,7 +119,7 @@ def _dealt(amount: int, shares: int) -> list[int]:
 
 
 def rank_works(
-    demand: Demand,
+    demand: ScheduledDemand,
     ranks: int,
     expert: ExpertShape,
     pairs: list[tuple[int, int]],
@@ -231,7 +230,7 @@ def routes(data: Path) -> tuple[str, RoutingTrace]:
     return "gpt-oss-20b's sizes, synthetic domains", domain_trace(shape, np.random.default_rng(SEED), sigma=1.2)
 
 
-def later_half(trace: RoutingTrace, tokens: int, ranks: int) -> Demand:
+def later_half(trace: RoutingTrace, tokens: int, ranks: int) -> ScheduledDemand:
     """Cut micro-batches in recorded order and keep the later half, as the comparison of balancers does."""
     whole = cut_recorded(trace, tokens, ranks)
     return select_micro_batches(whole, len(whole.load_MLE) // 2)

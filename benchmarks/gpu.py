@@ -27,7 +27,7 @@ from provenance import RESULTS, quartiles, write_results
 from relibra.calibration.grouped_experts import bytes_needed, grouped_experts
 from relibra.errors import ConfigError, RelibraError
 from relibra.planning.costs.expert_shape import ExpertShape, expert_shape
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
 
 MODELS = {"Qwen3-30B-A3B": "qwen3-30b-a3b", "Qwen3-235B-A22B": "qwen3-235b-a22b"}
@@ -60,7 +60,7 @@ class Setting:
     source: str
     shape: ExpertShape
     tokens: int
-    demand: Callable[[int, int], Demand]
+    demand: Callable[[int, int], ScheduledDemand]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ QUICK = Effort(ranks=(8,), pairs=2, repetitions=2)
 def settings(data: Path) -> list[Setting]:
     """Return made-up routes for each model of MODELS, and recorded ones where they are."""
 
-    def made_up(ranks: int, tokens: int) -> Demand:
+    def made_up(ranks: int, tokens: int) -> ScheduledDemand:
         # Four samples of a quarter of the tokens for each rank and micro-batch.
         sizes = {"ranks": ranks, "layers": 4, "experts": EXPERTS, "micro_batches": 4, "samples": 16 * ranks}
         return domain_step(tokens=max(1, tokens // 4), seed=emulated.SEED, top_k=TOP_K, **sizes)
@@ -89,7 +89,7 @@ def settings(data: Path) -> list[Setting]:
     ]
     source, trace = emulated.routes(data)
 
-    def cut(ranks: int, tokens: int) -> Demand:
+    def cut(ranks: int, tokens: int) -> ScheduledDemand:
         whole = cut_recorded(trace, ranks * tokens, ranks)
         return select_micro_batches(whole, max(0, len(whole.load_MLE) - RECORDED_MICRO_BATCHES))
 

@@ -12,7 +12,7 @@ from paper_steps import BALANCED, CROSS, MODELS, RATIO, RELIBRA, Case, Made, con
 from planner_steps import skewed_load
 
 from relibra.planning.replicas.replication import replicate
-from relibra.routing.demand import Demand
+from relibra.routing.demand import Demand, ScheduledDemand
 from relibra.simulation import (
     Engines,
     Execution,
@@ -139,7 +139,7 @@ def feplb(quick: bool) -> Iterator[dict]:
             )  # fmt: skip
 
 
-def _straggler(one: Made, demand: Demand) -> float:
+def _straggler(one: Made, demand: ScheduledDemand) -> float:
     load_MLR = one.plan.rank_load(one.plan.scheduled(demand))
     return float((load_MLR.max(axis=2) - load_MLR.mean(axis=2)).mean())
 

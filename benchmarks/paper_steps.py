@@ -25,7 +25,7 @@ from relibra.planning.analysis.comparison import LEVER_SETS
 from relibra.planning.budget import Budget
 from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
-from relibra.routing.demand import Demand
+from relibra.routing.demand import Demand, ScheduledDemand
 from relibra.routing.demand_rows import sample_of_rows
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
 from relibra.routing.readers import open_trace
@@ -52,8 +52,8 @@ class Routes(NamedTuple):
     """Where routes come from, two steps of one model under their schedule, and tokens of the second (None: draw)."""
 
     load: str
-    before: Demand
-    demand: Demand
+    before: ScheduledDemand
+    demand: ScheduledDemand
     tokens: Tokens | None = None
 
 
@@ -68,8 +68,8 @@ class Case:
     load: str
     cluster: Cluster
     model: ModelShape
-    before: Demand
-    demand: Demand
+    before: ScheduledDemand
+    demand: ScheduledDemand
     slots: int = 2
     tokens: Tokens | None = None
 
@@ -153,9 +153,15 @@ def recorded(path: Path, experts: int, ranks: int, tokens: int) -> Routes:
     half = len(whole.load_MLE) // 2
     scale = round(ranks * TOKENS / tokens)
     pairs_LEE = co_activation(trace)
-    micro_batch_S, rank_S = whole.schedule
+    micro_batch_S, rank_S = whole.micro_batch_S, whole.rank_S
     kept = np.flatnonzero(micro_batch_S < half)
-    bare = replace(whole, counts_SLE=whole.counts_SLE[kept], sample_ids=whole.sample_ids[kept], tokens_MLRE=None)
+    bare = Demand(
+        counts_SLE=whole.counts_SLE[kept],
+        layer_ids=whole.layer_ids,
+        sample_ids=whole.sample_ids[kept],
+        pairs_LEE=whole.pairs_LEE,
+        top_k=whole.top_k,
+    )
     parts = (bare.with_schedule(micro_batch_S[kept], rank_S[kept], ranks), select_micro_batches(whole, half))
     before, demand = (_scaled(part, scale, pairs_LEE) for part in parts)
     # Recorded samples are cut into runs of rows, so the places of the second half are looked up in its own demand.
@@ -163,8 +169,7 @@ def recorded(path: Path, experts: int, ranks: int, tokens: int) -> Routes:
     return Routes(f"recorded, {scale} tokens for one", before, demand, tokens_of)
 
 
-def _scaled(demand: Demand, scale: int, pairs_LEE: np.ndarray) -> Demand:
-    assert demand.tokens_MLRE is not None, "cut with a schedule"
+def _scaled(demand: ScheduledDemand, scale: int, pairs_LEE: np.ndarray) -> ScheduledDemand:
     return replace(
         demand,
         counts_SLE=demand.counts_SLE * np.int32(scale),
@@ -173,7 +178,7 @@ def _scaled(demand: Demand, scale: int, pairs_LEE: np.ndarray) -> Demand:
     )
 
 
-def with_pairs(demand: Demand) -> Demand:
+def with_pairs(demand: ScheduledDemand) -> ScheduledDemand:
     """Add the co-routing pairs that follow if a sample's tokens pick independently: n_e n_f (K - 1) / (K T)."""
     K = demand.top_k or 1
     counts_SLE = demand.counts_SLE.astype(np.float64)
@@ -185,7 +190,7 @@ def with_pairs(demand: Demand) -> Demand:
     return replace(demand, pairs_LEE=np.minimum(pairs_LEE, most_LEE).astype(np.int64))
 
 
-def forced_balance(demand: Demand) -> Demand:
+def forced_balance(demand: ScheduledDemand) -> ScheduledDemand:
     """Return the same samples, schedule and lengths with as many token-slots for every expert: "Balanced"."""
     tokens_SL = demand.counts_SLE.sum(axis=2, dtype=np.int64)
     E = demand.num_experts
@@ -193,13 +198,12 @@ def forced_balance(demand: Demand) -> Demand:
     first_SL = (np.cumsum(rest_SL, axis=0) - rest_SL)[..., None]
     gets_one = (np.arange(E) - first_SL) % E < rest_SL[..., None]
     counts_SLE = (base_SL[..., None] + gets_one).astype(np.int32)
-    assert demand.tokens_MLRE is not None, "needs a schedule"
-    bare = replace(demand, counts_SLE=counts_SLE, tokens_MLRE=None, pairs_LEE=None)
-    return with_pairs(bare.with_schedule(*demand.schedule, demand.tokens_MLRE.shape[2]))
+    bare = replace(demand, counts_SLE=counts_SLE, pairs_LEE=None)
+    return with_pairs(bare.with_schedule(demand.micro_batch_S, demand.rank_S, demand.tokens_MLRE.shape[2]))
 
 
 @lru_cache(maxsize=3)  # the seeds of a case: models follow one another on the same demands
-def _even(demand: Demand) -> tuple[Demand, Tokens]:
+def _even(demand: ScheduledDemand) -> tuple[ScheduledDemand, Tokens]:
     even = forced_balance(demand)
     return even, draw_tokens(even)
 

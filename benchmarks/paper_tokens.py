@@ -14,7 +14,7 @@ from numpy import ndarray
 
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.byte_ledger import distinct_rows_of_step
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,7 +24,7 @@ class Tokens:
     experts_TLK: UInt8[ndarray, "T L K"]
     sample_T: Int64[ndarray, " T"]
 
-    def rows(self, plan: StepPlan, demand: Demand) -> ndarray:
+    def rows(self, plan: StepPlan, demand: ScheduledDemand) -> ndarray:
         """Count the tokens that travel from rank to rank under a plan, `[M, L, R, R]`.
 
         demand   with the schedule of the plan
@@ -32,7 +32,7 @@ class Tokens:
         return distinct_rows_of_step(plan, demand, self.experts_TLK, self.sample_T, threads=2)
 
 
-def draw_tokens(demand: Demand) -> Tokens:
+def draw_tokens(demand: ScheduledDemand) -> Tokens:
     """Draw tokens with exactly the counts of each sample: as `with_pairs` has it, their choices know nothing of others.
 
     Systematic sampling in random order (Madow 1949): the token-slots of a sample's experts, in random order, are dealt

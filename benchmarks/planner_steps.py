@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from relibra import Demand
+from relibra import Demand, ScheduledDemand
 
 DOMAINS = 3
 SPREAD = 0.75
@@ -22,7 +22,7 @@ def domain_step(
     seed: int,
     top_k: int = 8,
     step: int = 0,
-) -> Demand:
+) -> ScheduledDemand:
     """Draw a step of a mixture of domains: an expert's popularity is a log-normal of layer, domain and sample.
 
     samples   whole samples of about `tokens` tokens (log-normal, standard deviation a quarter), dealt to micro-batches

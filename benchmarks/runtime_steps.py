@@ -26,7 +26,7 @@ from relibra.parallel import execute_plan, register, relocate
 from relibra.parallel.balanced import parameters_replaced
 from relibra.planning.plan import StepPlan
 from relibra.replay import BatchRoutes, replay_routing
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 from relibra.routing.trace import RoutingTrace
 
 NUM_RANKS = 2
@@ -133,7 +133,7 @@ class Variant:
 
     name: str
     trace: RoutingTrace
-    demand: Demand
+    demand: ScheduledDemand
     plan: StepPlan | None
     skew: float
     planned_skew: float

@@ -211,6 +211,7 @@ def test_public_names_are_frozen():
         "PlanError",
         "RelibraError",
         "RoutingTrace",
+        "ScheduledDemand",
         "StepPlan",
         "TraceError",
         "__version__",

@@ -14,6 +14,7 @@ _WHERE = {
     "Budget": "relibra.planning.budget",
     "Cluster": "relibra.cluster",
     "Demand": "relibra.routing.demand",
+    "ScheduledDemand": "relibra.routing.demand",
     "StepPlan": "relibra.planning.plan",
     "cluster_preset": "relibra.cluster",
     "plan_step": "relibra.planning.planner",

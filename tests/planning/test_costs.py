@@ -302,8 +302,6 @@ def test_what_does_not_fit_is_refused():
     plan, demand = two_nodes()
     with pytest.raises(PlanError, match="a plan for 2 x 2 ranks meets cluster 'h100x8' of 1 x 8"):
         predict(plan, demand, cluster_preset("h100x8"), EXPERT)
-    with pytest.raises(PlanError, match="without a schedule"):
-        predict(plan, replace(demand, tokens_MLRE=None), cluster_for(plan), EXPERT)
     with pytest.raises(PlanError, match=r"\(1, 1, 4, 4\) meets a demand of \(2, 1, 4, 4\)"):
         predict(plan, two_nodes(micro_batches=2)[1], cluster_for(plan), EXPERT)
     with pytest.raises(PlanError, match="pairs have shape"):

@@ -15,6 +15,7 @@ from relibra.planning.exports import (
     write_tensorrt_llm_yaml,
     write_vllm_ascend_json,
 )
+from relibra.routing.demand import Demand
 from tests.planning.plans import planned_step, planned_steps
 
 
@@ -75,7 +76,9 @@ def test_filling_prefers_the_highest_load_per_copy():
     demand = replace(demand, counts_SLE=counts_SLE)
     assert filled_map(plan, demand).tolist() == [[0, 1, 3, 2, 2, 3, 0, 1]]
     with pytest.raises(PlanError, match="pass the demand it was made for"):
-        filled_map(plan, replace(demand, counts_SLE=counts_SLE[:, :, :2], tokens_MLRE=None))
+        filled_map(
+            plan, Demand(counts_SLE=counts_SLE[:, :, :2], layer_ids=demand.layer_ids, sample_ids=demand.sample_ids)
+        )
 
 
 @given(planned_steps())

@@ -17,7 +17,7 @@ from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES
 from relibra.planning.plan import cross_node_copies
 from relibra.planning.planner import plan_step
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 from tests.planning.cases import cluster, demands, make_demand
 
 SMALL = EXPERT_SHAPES["qwen3-30b-a3b"]
@@ -209,7 +209,7 @@ def test_the_last_micro_batches_may_be_empty(objective):
 
 def test_packing_keeps_samples_in_their_group():
     groups = [make_demand(32, 2, 32, 3, 16, seed) for seed in (1, 2)]
-    together = Demand.of_groups(groups)
+    together = ScheduledDemand.of_groups(groups)
     budget = Budget(slots=1, pack_samples=True, token_slack=1.0, attention_slack=1.0)
     plan = plan_step(together, cluster(2, 8), budget)
     assert (plan.micro_batch_S != together.micro_batch_S).any()
@@ -225,7 +225,7 @@ def test_a_warm_start_moves_only_what_pays(machine, scale):
     mean = demand.counts_SLE * scale
     steps = [
         replace(demand, counts_SLE=rng.poisson(mean).astype(np.int32)).with_schedule(
-            *demand.schedule, machine[0] * machine[1]
+            demand.micro_batch_S, demand.rank_S, machine[0] * machine[1]
         )
         for _ in range(2)
     ]
@@ -269,7 +269,7 @@ def test_loads_beyond_32_bits_and_foreign_histories_are_refused():
     demand, machine = make_demand(3, 1, 4, 1, 2, 0), cluster(1, 2)
     heavy = replace(demand, counts_SLE=np.full((3, 1, 4), 1 << 30, dtype=np.int32))
     with pytest.raises(TraceError, match="2\\^31 token-slots or more"):
-        heavy.with_schedule(*demand.schedule, 2)
+        heavy.with_schedule(demand.micro_batch_S, demand.rank_S, 2)
     with pytest.raises(PlanError, match=r"the history has shape \(2, 1, 8\)"):
         plan_step(demand, machine, history_MLE=np.ones((2, 1, 8), dtype=np.int64))
 
@@ -283,9 +283,6 @@ def test_misfits_get_a_sentence():
         plan_step(odd, machine)
     with pytest.raises(PlanError, match="balancer 'best' is unknown: allowed are static, "):
         plan_step(demand, machine, balancer="best")
-    bare = Demand(counts_SLE=demand.counts_SLE, layer_ids=demand.layer_ids, sample_ids=demand.sample_ids)
-    with pytest.raises(PlanError, match="no schedule"):
-        plan_step(bare, machine)
     for wrong in ({"slots": -1}, {"tolerance": float("nan")}, {"deadline_seconds": 0.0}, {"threads": 0}, {"seed": -1}):
         with pytest.raises(PlanError):
             Budget(**wrong)
@@ -303,7 +300,7 @@ def test_no_micro_batch_at_all():
 def test_groups_that_share_experts_get_the_same_homes():
     groups = [make_demand(32, 3, 32, 4, 16, seed) for seed in (1, 2)]
     machine, budget = cluster(2, 8), Budget(slots=1, objective="tokens")
-    together = Demand.of_groups(groups)
+    together = ScheduledDemand.of_groups(groups)
     assert (together.tokens_MLRE[4:] == groups[1].tokens_MLRE).all()
     plan = plan_step(together, machine, budget)
     plan.validate(machine, together)
@@ -318,4 +315,4 @@ def test_groups_that_share_experts_get_the_same_homes():
         other.rank_load(group).max(axis=2).sum() for group, other in zip(groups, foreign, strict=True)
     )
     with pytest.raises(TraceError, match="same layers, ranks"):
-        Demand.of_groups([groups[0], make_demand(8, 3, 32, 2, 8, 0)])
+        ScheduledDemand.of_groups([groups[0], make_demand(8, 3, 32, 2, 8, 0)])

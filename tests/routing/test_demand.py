@@ -1,5 +1,6 @@
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -7,15 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relibra import Demand, TraceError
-from relibra.routing.demand import (
-    count_token_slots,
-    count_token_slots_reference,
-    iterate_micro_batch_load,
-    micro_batch_load,
-)
+from relibra.routing.demand import count_token_slots, iterate_micro_batch_load, micro_batch_load
 from relibra.routing.synthetic import TraceShape, balanced_trace
 from relibra.routing.trace_files import split_samples
 from tests.routing.traces import traces
+
+
+def count_token_slots_reference(experts_TLK, valid_T, bounds, num_experts):
+    """Do the same as `count_token_slots` with one `np.bincount` per piece and layer."""
+    counts_NLE = np.zeros((len(bounds) - 1, experts_TLK.shape[1], num_experts), dtype=np.int64)
+    for n, (start, stop) in enumerate(pairwise(bounds)):
+        rows = experts_TLK[start:stop][valid_T[start:stop]]
+        for layer in range(experts_TLK.shape[1]):
+            counts_NLE[n, layer] = np.bincount(rows[:, layer].ravel(), minlength=num_experts)
+    return counts_NLE
 
 
 @given(traces(), st.data())

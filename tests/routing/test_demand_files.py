@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relibra import Demand, TraceError
-from relibra.routing.demand_files import FORMAT, read_demand, write_demand
+from relibra import Demand, ScheduledDemand, TraceError
+from relibra.routing.demand_files import FORMAT, read_demand, read_scheduled_demand, write_demand
 from relibra.routing.statistics import co_activation
 from relibra.routing.synthetic import TraceShape, balanced_trace
 from relibra.routing.tensor_files import write_tensors
@@ -92,6 +92,15 @@ def test_forged_facts_are_refused(tmp_path, demand, facts):
     forge(tmp_path / "d", demand, facts=facts)
     with pytest.raises(TraceError, match="top_k"):
         read_demand(tmp_path / "d")
+
+
+def test_the_kind_of_demand_follows_from_the_file(tmp_path, demand):
+    write_demand(tmp_path / "scheduled", demand)
+    assert isinstance(read_scheduled_demand(tmp_path / "scheduled"), ScheduledDemand)
+    forge(tmp_path / "bare", demand, rank_S=None, micro_batch_S=None, tokens_MLRE=None)
+    assert type(read_demand(tmp_path / "bare")) is Demand
+    with pytest.raises(TraceError, match="bare has no schedule"):
+        read_scheduled_demand(tmp_path / "bare")
 
 
 def test_half_a_schedule_is_refused(tmp_path, demand):

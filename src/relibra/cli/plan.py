@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from relibra.planning.analysis.comparison import ComparisonRow
     from relibra.planning.budget import Budget
     from relibra.planning.plan import StepPlan
-    from relibra.routing.demand import Demand
+    from relibra.routing.demand import ScheduledDemand
 
 EXPORTS = ("sglang", "vllm-ascend", "tensorrt-llm")
 
@@ -175,7 +175,7 @@ def _compile_kernels(workload: Workload, budget: Budget, balancer: str, given: d
         print_note(f"kernels compiled in {seconds:.0f} s")
 
 
-def _write(made: StepPlan, demand: Demand, request: PlanRequest) -> None:
+def _write(made: StepPlan, demand: ScheduledDemand, request: PlanRequest) -> None:
     from relibra.planning import exports
     from relibra.planning.plan_files import write_plan
     from relibra.routing.demand_files import write_demand
@@ -285,7 +285,7 @@ def _slower_than_static(result: Result) -> str:
     )
 
 
-def _print_levers(plan: StepPlan, demand: Demand, levers: list[tuple[str, float]]) -> None:
+def _print_levers(plan: StepPlan, demand: ScheduledDemand, levers: list[tuple[str, float]]) -> None:
     from relibra.planning.analysis.levers import lever_bounds
 
     where = "on the node of their home" if plan.scope == "node" else "on any node"

@@ -149,11 +149,11 @@ def _short_name(path: Path, beside: Path) -> str:
 def _read_plan(path: Path, demand: Path | None, name: str) -> ComparedPlan:
     from relibra.planning.plan_files import read_plan
     from relibra.reporting.data.compared_plans import compare_plan
-    from relibra.routing.demand_files import read_demand
+    from relibra.routing.demand_files import read_scheduled_demand
 
     if not path.exists() or not _is_plan(path):
         raise ConfigError(f"{path} is no plan (NAME{PLAN_SUFFIX} of relibra plan): compare a plan with another plan")
     place = demand or demand_path(path)
     if not place.exists():
         raise ConfigError(f"{place} does not exist: the loads of a plan are in its demand, name it with --demand")
-    return compare_plan(name, read_plan(path), read_demand(place))
+    return compare_plan(name, read_plan(path), read_scheduled_demand(place))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from relibra.planning.budget import Budget
     from relibra.planning.plan import StepPlan
-    from relibra.routing.demand import Demand
+    from relibra.routing.demand import ScheduledDemand
     from relibra.simulation import Execution, MemoryUse, ModelShape, SimulatedStep
 
 
@@ -42,11 +42,10 @@ class TokenChoices:
     experts_TLK: ndarray
     sample_T: ndarray
 
-    def count_rows(self, plan: StepPlan, scheduled: Demand) -> ndarray | None:
+    def count_rows(self, plan: StepPlan, scheduled: ScheduledDemand) -> ndarray | None:
         """Count the tokens that travel from rank to rank, [M, L, R, R]; None where that would take too long."""
         from relibra.planning.traffic.byte_ledger import MAX_PAIRS, distinct_rows_of_step
 
-        assert scheduled.tokens_MLRE is not None, "scheduled by the plan"
         M, L, R, _ = scheduled.tokens_MLRE.shape
         if M * L * R * R > MAX_PAIRS:
             return None
@@ -114,7 +113,7 @@ def simulate_balancer(
     )
 
 
-def count_tokens(demand: Demand, model: ModelShape) -> int:
+def count_tokens(demand: ScheduledDemand, model: ModelShape) -> int:
     """Return the tokens of a scheduled step."""
     return int(demand.load_MLE[:, 0].sum()) // model.top_k
 

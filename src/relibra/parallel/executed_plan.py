@@ -15,7 +15,7 @@ from relibra.parallel.replicas.group_state import GroupState
 from relibra.parallel.rows.rank_tables import Place, RankTables, rank_tables
 from relibra.planning.plan import StepPlan
 from relibra.replay import BatchRoutes
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 from relibra.timeline import TimelineRecorder
 
 
@@ -32,7 +32,7 @@ class ExecutedPlan:
     model: nn.Module
     layers: Sequence[BalancedEP]
     plan: StepPlan
-    demand: Demand | None
+    demand: ScheduledDemand | None
     canonical: bool
     state: GroupState
     recorder: TimelineRecorder

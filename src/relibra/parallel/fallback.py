@@ -25,7 +25,7 @@ from relibra.parallel.balanced import BalancedEP
 from relibra.parallel.rows.exchange import all_gather
 from relibra.parallel.rows.rank_tables import Place, RankTables
 from relibra.planning.plan import StepPlan
-from relibra.routing.demand import Demand
+from relibra.routing.demand import Demand, ScheduledDemand
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def choose_demand(
     modes: str,
     group: dist.ProcessGroup,
     device: torch.device,
-) -> Demand | None:
+) -> ScheduledDemand | None:
     """Return the demand under the schedule of the plan; None, with a warning: the plan is not followed. Collective.
 
     layers   by decoder layer
@@ -58,11 +58,11 @@ def choose_demand(
     scheduled = _schedule(plan, demand)
     problem = _find_disagreement(plan, scheduled, list(layers.values()), modes, group, device)
     if problem is None:
-        assert isinstance(scheduled, Demand), "a rank without a demand is a disagreement"
+        assert isinstance(scheduled, ScheduledDemand), "a rank without a demand is a disagreement"
         _check_fit(plan, layers)
         problem = _find_broken_rule(plan, scheduled)
     if problem is None:
-        assert isinstance(scheduled, Demand), "a rank without a demand is a disagreement"
+        assert isinstance(scheduled, ScheduledDemand), "a rank without a demand is a disagreement"
         return scheduled
     if dist.get_rank(group) == 0:
         _log.warning("the plan is not followed, every expert runs at home: %s", problem)
@@ -125,7 +125,7 @@ def agree_on_micro_batch(
     return Agreement(routes_fit=not differs_R.any(), any_live=bool(any_live_R.any()))
 
 
-def _schedule(plan: StepPlan, demand: Demand) -> Demand | PlanError:
+def _schedule(plan: StepPlan, demand: Demand) -> ScheduledDemand | PlanError:
     """Return the demand under the schedule of the plan, or the error: the other ranks are told of it first."""
     try:
         return plan.scheduled(demand)
@@ -135,7 +135,7 @@ def _schedule(plan: StepPlan, demand: Demand) -> Demand | PlanError:
 
 def _find_disagreement(
     plan: StepPlan,
-    demand: Demand | PlanError,
+    demand: ScheduledDemand | PlanError,
     layers: list[BalancedEP],
     modes: str,
     group: dist.ProcessGroup,

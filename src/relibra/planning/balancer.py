@@ -11,7 +11,7 @@ from numpy import ndarray
 
 from relibra.planning.budget import Budget
 from relibra.planning.plan import Scope
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 
 if TYPE_CHECKING:
     from relibra.cluster import Cluster
@@ -32,7 +32,7 @@ class Question:
     history_MLE   loads of earlier micro-batches, for balancers that see "history"
     """
 
-    demand: Demand
+    demand: ScheduledDemand
     cluster: Cluster
     budget: Budget
     expert: ExpertShape
@@ -55,7 +55,7 @@ class Decision:
     quota_MLRB: Int32[ndarray, "M L R B"]
     resident: bool = False
     scope: Scope = "node"
-    scheduled: Demand | None = None
+    scheduled: ScheduledDemand | None = None
     cut_short: bool = False
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Int64
 from numpy import ndarray
 
 from relibra.planning.plan import StepPlan
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 
 
 def layers_of_rank(num_layers: int, rank: int, num_ranks: int) -> Int64[ndarray, " l"]:
@@ -18,13 +18,13 @@ def layers_of_rank(num_layers: int, rank: int, num_ranks: int) -> Int64[ndarray,
     return np.array_split(np.arange(num_layers), num_ranks)[rank]
 
 
-def demand_of_layers(demand: Demand, layers: Int64[ndarray, " l"]) -> Demand:
+def demand_of_layers(demand: ScheduledDemand, layers: Int64[ndarray, " l"]) -> ScheduledDemand:
     """Return the demand of some layers, with its schedule."""
     return replace(
         demand,
         counts_SLE=demand.counts_SLE[:, layers],
         layer_ids=demand.layer_ids[layers],
-        tokens_MLRE=None if demand.tokens_MLRE is None else demand.tokens_MLRE[:, layers],
+        tokens_MLRE=demand.tokens_MLRE[:, layers],
         pairs_LEE=None if demand.pairs_LEE is None else demand.pairs_LEE[layers],
     )
 
@@ -44,7 +44,7 @@ def plan_of_layers(plan: StepPlan, layers: Int64[ndarray, " l"]) -> StepPlan:
     )
 
 
-def join_layers(parts: Sequence[StepPlan], demand: Demand) -> StepPlan:
+def join_layers(parts: Sequence[StepPlan], demand: ScheduledDemand) -> StepPlan:
     """Join plans of consecutive layers under one schedule into the plan of all of them.
 
     Seconds of planning are those of the slowest part, for they are made side by side. Nothing is predicted.

@@ -20,7 +20,7 @@ from numpy import ndarray
 
 from relibra.errors import PlanError
 from relibra.planning.loads import home_rank_load, homes_of, moved_experts, replica_load_change
-from relibra.routing.demand import Demand
+from relibra.routing.demand import Demand, ScheduledDemand
 
 if TYPE_CHECKING:
     from relibra.cluster import Cluster
@@ -102,21 +102,21 @@ class StepPlan:
         """Experts whose home rank changes before the step, over all layers."""
         return int(moved_experts(self.previous_map, self.physical_to_logical_map, self.num_ranks).sum())
 
-    def rank_load(self, demand: Demand) -> Int64[ndarray, "M L R"]:
+    def rank_load(self, demand: ScheduledDemand) -> Int64[ndarray, "M L R"]:
         """Token-slots that each rank computes under this plan; `demand` has this plan's schedule."""
         load_MLR = home_rank_load(demand.load_MLE, self.home_LE, self.num_ranks)
         return load_MLR + replica_load_change(self.replica_MLRB, self.quota_MLRB, self.home_LE)
 
-    def skew(self, demand: Demand) -> float:
+    def skew(self, demand: ScheduledDemand) -> float:
         """Token objective: sum over micro-batches and layers of the busiest rank / the same sum of mean ranks."""
         load_MLR = self.rank_load(demand)
         return step_skew(load_MLR.max(axis=-1, initial=0), load_MLR)
 
-    def bound(self, demand: Demand) -> float:
+    def bound(self, demand: ScheduledDemand) -> float:
         """The lowest `skew` that any plan with this schedule, these homes, these slots and this scope can reach."""
         return step_skew(self.bound_ML, self.rank_load(demand))
 
-    def scheduled(self, demand: Demand) -> Demand:
+    def scheduled(self, demand: Demand) -> ScheduledDemand:
         """Return the demand under this plan's schedule; raises PlanError when the plan was made for another load."""
         if demand.counts_SLE.shape[0] != len(self.micro_batch_S):
             raise PlanError(f"a plan of {len(self.micro_batch_S)} samples meets {demand.counts_SLE.shape[0]} samples")

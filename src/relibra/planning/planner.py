@@ -19,13 +19,13 @@ from relibra.planning.costs.expert_shape import EXPERT_SHAPES, ExpertShape
 from relibra.planning.plan import StepPlan, cross_node_copies, map_of
 from relibra.planning.replicas.pricing import predict_planned
 from relibra.planning.search.concurrency import Deadline
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 
 DEFAULT_EXPERT = EXPERT_SHAPES["qwen3-30b-a3b"]
 
 
 def plan_step(
-    demand: Demand,
+    demand: ScheduledDemand,
     cluster: Cluster,
     budget: Budget | None = None,
     balancer: str = "relibra",
@@ -71,7 +71,7 @@ def plan_step(
 
 
 def _cheapest(
-    demand: Demand, cluster: Cluster, budget: Budget, *, expert: ExpertShape, previous: StepPlan | None
+    demand: ScheduledDemand, cluster: Cluster, budget: Budget, *, expert: ExpertShape, previous: StepPlan | None
 ) -> StepPlan:
     """Ask every balancer that may know the step; keep the cheapest plan that uses no lever the budget forbids.
 
@@ -92,9 +92,7 @@ def _cheapest(
     return replace(best, plan_seconds=sum(plan.plan_seconds for plan in plans))
 
 
-def _check(demand: Demand, cluster: Cluster, previous: StepPlan | None, history_MLE: ndarray | None) -> None:
-    if demand.tokens_MLRE is None or demand.micro_batch_S is None:
-        raise PlanError("the demand has no schedule: call demand.with_schedule, or cut micro-batches from a trace")
+def _check(demand: ScheduledDemand, cluster: Cluster, previous: StepPlan | None, history_MLE: ndarray | None) -> None:
     if demand.tokens_MLRE.shape[2] != cluster.num_ranks:
         raise PlanError(
             f"the demand is scheduled on {demand.tokens_MLRE.shape[2]} ranks, cluster {cluster.name!r} has "
@@ -118,7 +116,7 @@ def _check(demand: Demand, cluster: Cluster, previous: StepPlan | None, history_
         )
 
 
-def _check_previous(demand: Demand, cluster: Cluster, previous: StepPlan) -> None:
+def _check_previous(demand: ScheduledDemand, cluster: Cluster, previous: StepPlan) -> None:
     """Homes of a previous plan say where experts *are*: on the same ranks and for the same model only."""
     theirs = (previous.num_nodes, previous.ranks_per_node, previous.num_experts, previous.layer_ids.tolist())
     ours = (cluster.num_nodes, cluster.ranks_per_node, demand.num_experts, demand.layer_ids.tolist())
@@ -131,7 +129,7 @@ def _check_previous(demand: Demand, cluster: Cluster, previous: StepPlan) -> Non
 
 
 def _question(
-    demand: Demand,
+    demand: ScheduledDemand,
     cluster: Cluster,
     budget: Budget,
     expert: ExpertShape,
@@ -163,7 +161,6 @@ def _plan(balancer: str, decision: Decision, question: Question, expert: ExpertS
     """Make a plan of a decision: schedule, slot order, bound, price."""
     demand, cluster = question.demand, question.cluster
     scheduled = decision.scheduled or demand
-    micro_batch_S, rank_S = scheduled.schedule
     plan = StepPlan(
         balancer=balancer,
         objective=question.budget.objective or "",
@@ -172,8 +169,8 @@ def _plan(balancer: str, decision: Decision, question: Question, expert: ExpertS
         num_nodes=cluster.num_nodes,
         ranks_per_node=cluster.ranks_per_node,
         layer_ids=demand.layer_ids.astype(np.int32),
-        micro_batch_S=micro_batch_S,
-        rank_S=rank_S,
+        micro_batch_S=scheduled.micro_batch_S,
+        rank_S=scheduled.rank_S,
         physical_to_logical_map=map_of(decision.home_LE, question.previous_map, cluster.num_ranks),
         previous_map=question.previous_map,
         replica_MLRB=decision.replica_MLRB,
@@ -193,5 +190,5 @@ def _plan(balancer: str, decision: Decision, question: Question, expert: ExpertS
     return replace(plan, predicted=predict_planned(plan, scheduled, cluster, expert).as_dict())
 
 
-def _cost(plan: StepPlan, demand: Demand, budget: Budget) -> float:
+def _cost(plan: StepPlan, demand: ScheduledDemand, budget: Budget) -> float:
     return plan.predicted["total"] if budget.objective == "seconds" else plan.skew(plan.scheduled(demand))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from relibra.errors import PlanError
-from relibra.routing.demand import Demand
+from relibra.routing.demand import Demand, ScheduledDemand
 
 if TYPE_CHECKING:
     from relibra.cluster import Cluster
@@ -71,7 +71,7 @@ def _check_schedule(plan: StepPlan, demand: Demand) -> None:
     kept = plan.micro_batch_S >= 0
     if kept.any() and not 0 <= plan.rank_S[kept].min() <= plan.rank_S[kept].max() < plan.num_ranks:
         raise PlanError(f"the schedule names ranks outside 0..{plan.num_ranks - 1}")
-    if demand.micro_batch_S is not None and not np.array_equal(kept, demand.micro_batch_S >= 0):
+    if isinstance(demand, ScheduledDemand) and not np.array_equal(kept, demand.micro_batch_S >= 0):
         s = int(np.flatnonzero(kept != (demand.micro_batch_S >= 0))[0])
         raise PlanError(f"sample {demand.sample_ids[s]} is in the plan or in the demand's schedule, but not in both")
 

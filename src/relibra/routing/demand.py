@@ -1,4 +1,4 @@
-"""`Demand`: how many token-slots every expert will receive, counted from recorded routes.
+"""`Demand`: token-slots per expert, counted from recorded routes; `ScheduledDemand`: the same under a schedule.
 
 A token-slot is one (token, expert) assignment: a token that picks K experts makes K of them in every layer.
 """
@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import no_type_check
 
 import numpy as np
@@ -23,87 +22,49 @@ from relibra.routing.trace import RoutingTrace
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Demand:
-    """Token-slots per sample, layer and expert; with a schedule also per micro-batch and source rank.
+    """Token-slots per sample, layer and expert.
 
     counts_SLE   token-slots of sample S at expert E of layer L; valid rows only
     layer_ids    absolute decoder layer of each entry of the layer axis
-    sample_ids   who the samples are
-    tokens_MLRE  token-slots that source rank R sends to expert E in micro-batch M of layer L; None without a schedule
-    micro_batch_S, rank_S  that schedule: micro-batch (-1: left out) and source rank of each sample
-    group_M      expert-data-parallel group of each micro-batch (`of_groups`); None: all belong to one
-    pairs_LEE    how many tokens of all samples pick two experts together (`statistics.co_activation`): what send-once
-                 volumes follow from; None where nobody counted
-    top_k        K, choices per token; None where nobody knows
+    sample_ids   id of each sample
+    pairs_LEE    tokens of all samples that pick two experts together (`statistics.co_activation`), for send-once
+                 volumes; None: not counted
+    top_k        K, choices per token; None: not known
     """
 
     counts_SLE: Int32[ndarray, "S L E"]
     layer_ids: Int[ndarray, " L"]
     sample_ids: Int[ndarray, " S"]
-    tokens_MLRE: Int32[ndarray, "M L R E"] | None = None
-    micro_batch_S: Int32[ndarray, " S"] | None = None
-    rank_S: Int32[ndarray, " S"] | None = None
-    group_M: Int32[ndarray, " M"] | None = None
     pairs_LEE: Int64[ndarray, "L E E"] | None = None
     top_k: int | None = None
 
-    @classmethod
-    def from_trace(cls, trace: RoutingTrace) -> Demand:
+    @staticmethod
+    def from_trace(trace: RoutingTrace) -> Demand:
         """Count the routes of a trace, sample by sample (not the pairs: add those with `dataclasses.replace`).
 
         raises    TraceError when a valid row holds an id out of range
         """
         counts_SLE = np.zeros((trace.num_samples, trace.num_layers, trace.num_experts), dtype=np.int32)
         _histogram(trace.experts_TLK, trace.valid_T, trace.offsets, counts_SLE)
-        return cls(counts_SLE=counts_SLE, layer_ids=trace.layer_ids, sample_ids=trace.sample_ids, top_k=trace.top_k)
+        return Demand(counts_SLE=counts_SLE, layer_ids=trace.layer_ids, sample_ids=trace.sample_ids, top_k=trace.top_k)
 
-    @classmethod
-    def from_traces(cls, traces: Iterable[RoutingTrace]) -> Demand:
-        """Count a trace that comes in pieces of whole samples (`iterate_trace`), without holding all of it.
+    @staticmethod
+    def from_traces(traces: Iterable[RoutingTrace]) -> Demand:
+        """Count a trace that comes in pieces of whole samples (`iterate_trace`), one piece in memory at a time.
 
         raises    TraceError when there is no piece, or pieces come from different models
         """
-        pieces = [cls.from_trace(trace) for trace in traces]
+        pieces = [Demand.from_trace(trace) for trace in traces]
         if not pieces:
             raise TraceError("no routes to count: the trace came in zero pieces")
         models = {(piece.num_experts, *piece.layer_ids.tolist()) for piece in pieces}
         if len(models) > 1:
             raise TraceError(f"pieces of different models cannot be counted together: (experts, layers ...) {models}")
-        return cls(
+        return Demand(
             counts_SLE=np.concatenate([piece.counts_SLE for piece in pieces]),
             layer_ids=pieces[0].layer_ids,
             sample_ids=np.concatenate([piece.sample_ids for piece in pieces]),
             top_k=pieces[0].top_k,
-        )
-
-    @classmethod
-    def of_groups(cls, demands: Sequence[Demand]) -> Demand:
-        """Put the scheduled demands of expert-data-parallel groups side by side, micro-batches in the order of groups.
-
-        Groups share expert parameters, so one plan has to serve them all: planned together, they get the same homes.
-
-        raises    TraceError when there is no group, one has no schedule, or groups differ in model or ranks
-        """
-        if not demands:
-            raise TraceError("no demand to put side by side: pass one per expert-data-parallel group")
-        tokens = [demand.tokens_MLRE for demand in demands if demand.tokens_MLRE is not None]
-        models = {(*demand.layer_ids.tolist(), demand.top_k) for demand in demands}
-        if len(tokens) < len(demands) or len({table.shape[1:] for table in tokens}) > 1 or len(models) > 1:
-            raise TraceError("every group needs a schedule over the same layers, ranks, experts and choices per token")
-        offsets = np.cumsum([0] + [len(table) for table in tokens[:-1]])
-        micro_batches = [
-            np.where(d.schedule[0] < 0, -1, d.schedule[0] + offset) for d, offset in zip(demands, offsets, strict=True)
-        ]
-        pairs = [demand.pairs_LEE for demand in demands if demand.pairs_LEE is not None]
-        return cls(
-            counts_SLE=np.concatenate([demand.counts_SLE for demand in demands]),
-            layer_ids=demands[0].layer_ids,
-            sample_ids=np.concatenate([demand.sample_ids for demand in demands]),
-            tokens_MLRE=np.concatenate(tokens),
-            micro_batch_S=np.concatenate(micro_batches).astype(np.int32),
-            rank_S=np.concatenate([demand.schedule[1] for demand in demands]),
-            group_M=np.repeat(np.arange(len(demands), dtype=np.int32), [len(table) for table in tokens]),
-            pairs_LEE=np.sum(pairs, axis=0) if len(pairs) == len(demands) else None,
-            top_k=demands[0].top_k,
         )
 
     @property
@@ -117,8 +78,8 @@ class Demand:
         rank_S: Int[ndarray, " S"],
         num_ranks: int,
         num_micro_batches: int | None = None,
-    ) -> Demand:
-        """Return the same demand, split by the micro-batch and the source rank that each sample is fed from.
+    ) -> ScheduledDemand:
+        """Return the same demand, split by the micro-batch and the source rank of each sample.
 
         micro_batch_S   micro-batch of each sample, 0-based, or -1: the sample is left out
         rank_S          source rank of each sample, in 0..num_ranks-1
@@ -142,12 +103,15 @@ class Demand:
         tokens_MLRE = np.zeros((num_micro_batches, L, num_ranks, E), dtype=np.int32)
         for s in kept:
             tokens_MLRE[micro_batch_S[s], :, rank_S[s]] += self.counts_SLE[s]
-        return replace(
-            self,
+        return ScheduledDemand(
+            counts_SLE=self.counts_SLE,
+            layer_ids=self.layer_ids,
+            sample_ids=self.sample_ids,
+            pairs_LEE=self.pairs_LEE,
+            top_k=self.top_k,
             tokens_MLRE=tokens_MLRE,
             micro_batch_S=micro_batch_S.astype(np.int32),
             rank_S=rank_S.astype(np.int32),
-            group_M=self.group_M if self.group_M is not None and len(self.group_M) == num_micro_batches else None,
         )
 
     def _refuse_overflow(self, micro_batch_S: Int[ndarray, " S"], kept: Int[ndarray, " X"]) -> None:
@@ -156,21 +120,6 @@ class Demand:
             inside = kept[micro_batch_S[kept] == m]
             if len(inside) and int(self.counts_SLE[inside].sum(axis=0, dtype=np.int64).max()) >= 1 << 31:
                 raise TraceError(f"micro-batch {m} sends 2^31 token-slots or more to one expert: cut smaller ones")
-
-    @property
-    def schedule(self) -> tuple[Int32[ndarray, " S"], Int32[ndarray, " S"]]:
-        """Micro-batch (-1: left out) and source rank of each sample; needs a schedule."""
-        assert self.micro_batch_S is not None, "schedule needs a demand with a schedule: call with_schedule first"
-        assert self.rank_S is not None, "a schedule names micro-batches and ranks"
-        return self.micro_batch_S, self.rank_S
-
-    @cached_property
-    def load_MLE(self) -> Int64[ndarray, "M L E"]:
-        """Token-slots per micro-batch, layer and expert, over all source ranks, read-only; needs a schedule."""
-        assert self.tokens_MLRE is not None, "load_MLE needs a demand with a schedule: call with_schedule first"
-        load_MLE: ndarray = self.tokens_MLRE.sum(axis=2, dtype=np.int64)
-        load_MLE.flags.writeable = False  # everybody gets the same array
-        return load_MLE
 
     def digest(self) -> str:
         """Return the SHA-256 of the loads of all samples and layers, whatever the schedule."""
@@ -184,19 +133,92 @@ class Demand:
         return digest.hexdigest()
 
     def validate(self) -> None:
-        """Check shapes and signs, and that no scheduled expert gets more than its samples bring.
+        """Check shapes and signs.
 
         raises    TraceError
         """
-        S, L, E = self.counts_SLE.shape
+        S, L, _ = self.counts_SLE.shape
         if self.layer_ids.shape != (L,) or self.sample_ids.shape != (S,):
             raise TraceError(
                 f"demand of {S} samples and {L} layers has ids for {len(self.sample_ids)} and {len(self.layer_ids)}"
             )
         if (self.counts_SLE < 0).any():
             raise TraceError("demand holds negative token counts")
-        if self.tokens_MLRE is None:
-            return
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScheduledDemand(Demand):
+    """A `Demand` whose samples have a micro-batch and a source rank (`Demand.with_schedule`).
+
+    tokens_MLRE     token-slots that source rank R sends to expert E in micro-batch M of layer L
+    micro_batch_S   micro-batch of each sample; -1: left out
+    rank_S          source rank of each sample
+    group_M         expert-data-parallel group of each micro-batch (`of_groups`); None: all belong to one
+    """
+
+    tokens_MLRE: Int32[ndarray, "M L R E"]
+    micro_batch_S: Int32[ndarray, " S"]
+    rank_S: Int32[ndarray, " S"]
+    group_M: Int32[ndarray, " M"] | None = None
+
+    @staticmethod
+    def of_groups(demands: Sequence[ScheduledDemand]) -> ScheduledDemand:
+        """Concatenate the demands of expert-data-parallel groups, micro-batches in the order of groups.
+
+        Groups share expert parameters, so one plan has to serve them all: planned together, they get the same homes.
+
+        raises    TraceError when there is no group, or groups differ in model or ranks
+        """
+        if not demands:
+            raise TraceError("no demands to concatenate: pass one per expert-data-parallel group")
+        models = {(*demand.layer_ids.tolist(), demand.top_k) for demand in demands}
+        if len({demand.tokens_MLRE.shape[1:] for demand in demands}) > 1 or len(models) > 1:
+            raise TraceError("every group needs the same layers, ranks, experts and choices per token")
+        sizes = [len(demand.tokens_MLRE) for demand in demands]
+        micro_batches = [
+            np.where(demand.micro_batch_S < 0, -1, demand.micro_batch_S + offset)
+            for demand, offset in zip(demands, np.cumsum([0, *sizes[:-1]]), strict=True)
+        ]
+        pairs = [demand.pairs_LEE for demand in demands if demand.pairs_LEE is not None]
+        return ScheduledDemand(
+            counts_SLE=np.concatenate([demand.counts_SLE for demand in demands]),
+            layer_ids=demands[0].layer_ids,
+            sample_ids=np.concatenate([demand.sample_ids for demand in demands]),
+            tokens_MLRE=np.concatenate([demand.tokens_MLRE for demand in demands]),
+            micro_batch_S=np.concatenate(micro_batches).astype(np.int32),
+            rank_S=np.concatenate([demand.rank_S for demand in demands]),
+            group_M=np.repeat(np.arange(len(demands), dtype=np.int32), sizes),
+            pairs_LEE=np.sum(pairs, axis=0) if len(pairs) == len(demands) else None,
+            top_k=demands[0].top_k,
+        )
+
+    def with_schedule(
+        self,
+        micro_batch_S: Int[ndarray, " S"],
+        rank_S: Int[ndarray, " S"],
+        num_ranks: int,
+        num_micro_batches: int | None = None,
+    ) -> ScheduledDemand:
+        """Do the same as `Demand.with_schedule`; groups are kept where the number of micro-batches stays."""
+        scheduled = super().with_schedule(micro_batch_S, rank_S, num_ranks, num_micro_batches)
+        if self.group_M is None or len(self.group_M) != len(scheduled.tokens_MLRE):
+            return scheduled
+        return replace(scheduled, group_M=self.group_M)
+
+    @cached_property
+    def load_MLE(self) -> Int64[ndarray, "M L E"]:
+        """Token-slots per micro-batch, layer and expert, over all source ranks; read-only."""
+        load_MLE: ndarray = self.tokens_MLRE.sum(axis=2, dtype=np.int64)
+        load_MLE.flags.writeable = False  # the array is shared by all callers
+        return load_MLE
+
+    def validate(self) -> None:
+        """Check shapes and signs, and that no expert gets more token-slots than its samples hold.
+
+        raises    TraceError
+        """
+        super().validate()
+        _, L, E = self.counts_SLE.shape
         if (self.tokens_MLRE.shape[1], self.tokens_MLRE.shape[3]) != (L, E) or (self.tokens_MLRE < 0).any():
             raise TraceError(
                 f"scheduled demand has shape {self.tokens_MLRE.shape} or negative counts; layers {L}, experts {E}"
@@ -295,18 +317,3 @@ def _count(experts_TLK: ndarray, valid_T: ndarray, bounds: ndarray, counts_NLE: 
                             return t
                         counts_NLE[n, layer, expert] += 1
     return -1
-
-
-def count_token_slots_reference(
-    experts_TLK: Shaped[ndarray, "T L K"],
-    valid_T: Shaped[ndarray, " T"],
-    bounds: Int64[ndarray, " N1"],
-    num_experts: int,
-) -> Int64[ndarray, "N L E"]:
-    """Do the same as `count_token_slots` with one `np.bincount` per piece and layer."""
-    counts_NLE = np.zeros((len(bounds) - 1, experts_TLK.shape[1], num_experts), dtype=np.int64)
-    for n, (start, stop) in enumerate(pairwise(bounds)):
-        rows = experts_TLK[start:stop][valid_T[start:stop]]
-        for layer in range(experts_TLK.shape[1]):
-            counts_NLE[n, layer] = np.bincount(rows[:, layer].ravel(), minlength=num_experts)
-    return counts_NLE

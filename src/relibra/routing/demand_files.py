@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from relibra.errors import TraceError
-from relibra.routing.demand import Demand
+from relibra.routing.demand import Demand, ScheduledDemand
 from relibra.routing.tensor_files import TensorFormat, check_arrays, read_tensors, write_tensors
 
-_SCHEDULE = ("tokens_MLRE", "micro_batch_S", "rank_S")
+_SCHEDULE = ("tokens_MLRE", "micro_batch_S", "rank_S", "group_M")
 FORMAT = TensorFormat(
     name="relibra.demand",
     version=1,
@@ -35,7 +35,7 @@ FORMAT = TensorFormat(
         "group_M": np.int32,
         "pairs_LEE": np.int64,
     },
-    optional=frozenset({*_SCHEDULE, "group_M", "pairs_LEE"}),
+    optional=frozenset({*_SCHEDULE, "pairs_LEE"}),
     may_be_0="SM",
     error=TraceError,
 )
@@ -46,7 +46,7 @@ def write_demand(path: Path | str, demand: Demand) -> None:
 
     raises    TraceError when it is not valid
     """
-    arrays = {name: getattr(demand, name) for name in FORMAT.axes if getattr(demand, name) is not None}
+    arrays = {name: array for name in FORMAT.axes if (array := getattr(demand, name, None)) is not None}
     arrays["layer_ids"] = demand.layer_ids.astype(np.int32)  # callers may hold ids in any integer type
     arrays["sample_ids"] = demand.sample_ids.astype(np.int64)
     check_arrays(FORMAT, arrays)
@@ -55,7 +55,7 @@ def write_demand(path: Path | str, demand: Demand) -> None:
 
 
 def read_demand(path: Path | str) -> Demand:
-    """Read a demand that `write_demand` wrote.
+    """Read a demand that `write_demand` wrote; a `ScheduledDemand` where the file holds a schedule.
 
     raises    TraceError when the file is missing, foreign, damaged, or holds counts that cannot be
     """
@@ -63,7 +63,10 @@ def read_demand(path: Path | str) -> Demand:
     top_k = facts.get("top_k")
     if set(facts) != {"top_k"} or isinstance(top_k, bool) or not isinstance(top_k, int | None):
         raise TraceError(f"{path} is damaged: a demand says top_k, a whole number or null, and nothing else")
-    demand = Demand(**arrays, top_k=top_k)
+    present = [name for name in _SCHEDULE if name in arrays]
+    if present and not {"tokens_MLRE", "micro_batch_S", "rank_S"} <= set(present):
+        raise TraceError(f"{path}: demand holds {', '.join(present)} alone: a schedule is {', '.join(_SCHEDULE[:3])}")
+    demand = ScheduledDemand(**arrays, top_k=top_k) if present else Demand(**arrays, top_k=top_k)
     try:
         _check(demand)
     except TraceError as error:
@@ -71,8 +74,19 @@ def read_demand(path: Path | str) -> Demand:
     return demand
 
 
+def read_scheduled_demand(path: Path | str) -> ScheduledDemand:
+    """Read a demand that was written with its schedule.
+
+    raises    TraceError as `read_demand`, and when the file holds no schedule
+    """
+    demand = read_demand(path)
+    if not isinstance(demand, ScheduledDemand):
+        raise TraceError(f"the demand in {path} has no schedule: write one that `Demand.with_schedule` returned")
+    return demand
+
+
 def _check(demand: Demand) -> None:
-    """Check what `Demand.validate` leaves to whoever made the schedule: that its parts belong together."""
+    """Check what `Demand.validate` leaves out: that ids, pairs and schedule belong together."""
     demand.validate()
     if (demand.layer_ids[:1] < 0).any() or (np.diff(demand.layer_ids) <= 0).any():
         raise TraceError(f"demand has layer ids {demand.layer_ids}: they must rise from 0 or more")
@@ -80,20 +94,17 @@ def _check(demand: Demand) -> None:
         raise TraceError(f"demand has top_k {demand.top_k}: allowed are 1 to its {demand.num_experts} experts")
     if demand.pairs_LEE is not None and (demand.pairs_LEE < 0).any():
         raise TraceError("demand holds negative co-routing pairs")
-    present = [name for name in _SCHEDULE if getattr(demand, name) is not None]
-    if present and len(present) < len(_SCHEDULE):
-        raise TraceError(f"demand holds {', '.join(present)} alone: a schedule is {', '.join(_SCHEDULE)}")
-    if demand.tokens_MLRE is None:
-        return
-    assert demand.micro_batch_S is not None
-    assert demand.rank_S is not None
+    if isinstance(demand, ScheduledDemand):
+        _check_schedule(demand)
+
+
+def _check_schedule(demand: ScheduledDemand) -> None:
     M, _, R, _ = demand.tokens_MLRE.shape
     if (demand.micro_batch_S < -1).any() or (demand.micro_batch_S >= M).any():
         raise TraceError(f"demand has samples outside its {M} micro-batches: allowed are -1 (left out) to {M - 1}")
     rank_S = demand.rank_S[demand.micro_batch_S >= 0]
     if (rank_S < 0).any() or (rank_S >= R).any():
         raise TraceError(f"demand has samples fed from outside its {R} ranks: allowed are 0..{R - 1}")
-    recounted = demand.with_schedule(*demand.schedule, R, M).tokens_MLRE
-    assert recounted is not None, "just counted"
-    if not np.array_equal(recounted, demand.tokens_MLRE):
+    recounted = demand.with_schedule(demand.micro_batch_S, demand.rank_S, R, M)
+    if not np.array_equal(recounted.tokens_MLRE, demand.tokens_MLRE):
         raise TraceError("demand has token-slots per rank that are not those of its samples under its schedule")

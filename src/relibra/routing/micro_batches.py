@@ -12,12 +12,12 @@ from numpy import ndarray
 from numpy.random import Generator
 
 from relibra.errors import TraceError
-from relibra.routing.demand import Demand, count_token_slots
+from relibra.routing.demand import Demand, ScheduledDemand, count_token_slots
 from relibra.routing.statistics import co_activation
 from relibra.routing.trace import RoutingTrace
 
 
-def cut_recorded(trace: RoutingTrace, tokens: int, num_ranks: int) -> Demand:
+def cut_recorded(trace: RoutingTrace, tokens: int, num_ranks: int) -> ScheduledDemand:
     """Cut micro-batches of exactly `tokens` rows in recorded order; rests that do not fill one are left out.
 
     Task sets are the named groups of the trace, each pure and taking turns, unless one is too small to fill a
@@ -52,7 +52,7 @@ def cut_recorded(trace: RoutingTrace, tokens: int, num_ranks: int) -> Demand:
     return _scheduled(trace, counts_SLE, trace.sample_ids[sample_T[first_S]], np.array(micro_batch_S), num_ranks)
 
 
-def deal_samples(trace: RoutingTrace, tokens: int, num_ranks: int, rng: Generator) -> Demand:
+def deal_samples(trace: RoutingTrace, tokens: int, num_ranks: int, rng: Generator) -> ScheduledDemand:
     """Deal whole samples in random order to micro-batches of at most `tokens` rows; a longer sample has its own.
 
     Inside a micro-batch samples go to source ranks longest first, each to the rank with the fewest rows so far.
@@ -71,11 +71,9 @@ def deal_samples(trace: RoutingTrace, tokens: int, num_ranks: int, rng: Generato
     return _scheduled(trace, counts_SLE, trace.sample_ids, micro_batch_S, num_ranks)
 
 
-def select_micro_batches(demand: Demand, first: int) -> Demand:
-    """Keep the micro-batches from `first` on, renumbered from 0, and only their samples; needs a schedule."""
-    micro_batch_S, rank_S = demand.schedule
-    kept = np.flatnonzero(micro_batch_S >= first)
-    assert demand.tokens_MLRE is not None, "needs a demand with a schedule"
+def select_micro_batches(demand: ScheduledDemand, first: int) -> ScheduledDemand:
+    """Keep the micro-batches from `first` on, renumbered from 0, and only their samples."""
+    kept = np.flatnonzero(demand.micro_batch_S >= first)
     part = Demand(
         counts_SLE=demand.counts_SLE[kept],
         layer_ids=demand.layer_ids,
@@ -84,7 +82,7 @@ def select_micro_batches(demand: Demand, first: int) -> Demand:
         top_k=demand.top_k,
     )
     M, _, R, _ = demand.tokens_MLRE.shape
-    return part.with_schedule(micro_batch_S[kept] - first, rank_S[kept], R, M - first)
+    return part.with_schedule(demand.micro_batch_S[kept] - first, demand.rank_S[kept], R, M - first)
 
 
 def task_sets(trace: RoutingTrace, tokens: int) -> list[Int64[ndarray, " T"]]:
@@ -100,7 +98,7 @@ def task_sets(trace: RoutingTrace, tokens: int) -> list[Int64[ndarray, " T"]]:
 
 def _scheduled(
     trace: RoutingTrace, counts_SLE: ndarray, sample_ids: ndarray, micro_batch_S: ndarray, num_ranks: int
-) -> Demand:
+) -> ScheduledDemand:
     slots_S = counts_SLE[:, 0].sum(axis=1)
     filled_MR = np.zeros((int(micro_batch_S.max(initial=-1)) + 1, num_ranks), dtype=np.int64)
     rank_S = np.zeros(len(slots_S), dtype=np.int32)

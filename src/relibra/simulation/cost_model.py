@@ -20,7 +20,7 @@ from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.costs.prediction import copy_seconds_of_links, pushed_copies
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.traffic import IN, OUT, iterate_traffic, link_rows, send_once_share
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.model_shape import ModelShape
 
@@ -30,7 +30,7 @@ bf16 weight (2)."""
 
 
 def rows_and_scores(
-    plan: StepPlan, demand: Demand, model: ModelShape
+    plan: StepPlan, demand: ScheduledDemand, model: ModelShape
 ) -> tuple[Float64[ndarray, "M R"], Float64[ndarray, "M R"]]:
     """Return tokens per micro-batch and source rank, and the flops of their attention scores per layer, forward.
 
@@ -69,7 +69,7 @@ def head_seconds(model: ModelShape, cluster: Cluster, rows_MR: Float64[ndarray, 
 
 
 def expert_seconds(
-    plan: StepPlan, demand: Demand, cluster: Cluster, expert: ExpertShape
+    plan: StepPlan, demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape
 ) -> tuple[Float64[ndarray, "M L R"], Float64[ndarray, "M L R"]]:
     """Time the experts of each rank, forward: those at home, and its replicas.
 
@@ -113,7 +113,7 @@ class ExchangeCosts:
 
 def exchange_costs(
     plan: StepPlan,
-    demand: Demand,
+    demand: ScheduledDemand,
     cluster: Cluster,
     expert: ExpertShape,
     distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,

@@ -16,7 +16,7 @@ from numpy import ndarray
 from relibra.cluster import Cluster
 from relibra.planning.loads import home_rank_load
 from relibra.planning.plan import StepPlan
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 from relibra.simulation.cost_model import owned_parameters, rows_and_scores
 from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.model_shape import ModelShape
@@ -68,7 +68,7 @@ class MemoryUse:
 
 
 def memory_use(
-    plan: StepPlan, demand: Demand, cluster: Cluster, model: ModelShape, how: Execution | None = None
+    plan: StepPlan, demand: ScheduledDemand, cluster: Cluster, model: ModelShape, how: Execution | None = None
 ) -> MemoryUse:
     """Estimate the memory of a step.
 

@@ -1,14 +1,11 @@
 """Tables of all ranks fit together: what one sends is what another expects, and all of it is what the plan says."""
 
-from dataclasses import replace
-
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from relibra.parallel.rows.rank_tables import home_tables, rank_tables
-from tests.planning.plans import planned_step, planned_steps
+from tests.planning.plans import planned_steps
 
 
 def all_tables(plan, demand):
@@ -110,9 +107,3 @@ def experts_in_slots(plan, m, layer):
     """Expert in each local slot of each rank; -1: empty."""
     homes_RP = plan.physical_to_logical_map[layer].reshape(plan.num_ranks, -1)
     return np.concatenate([homes_RP, plan.replica_MLRB[m, layer]], axis=1)
-
-
-def test_tables_need_a_schedule():
-    plan, demand = planned_step(np.random.default_rng(0))
-    with pytest.raises(AssertionError, match=r"plan\.scheduled"):
-        rank_tables(plan, replace(demand, tokens_MLRE=None), 0, 0, 0)

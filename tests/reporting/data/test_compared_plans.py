@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from relibra.errors import PlanError
 from relibra.reporting.data.compared_plans import compare_plan, compare_static
 from relibra.reporting.html.array_json import pack, quantise
 from relibra.reporting.pages.load_section import load_facts
-from relibra.routing.demand import Demand
 from tests.planning.plans import planned_steps
-from tests.reporting.planned import compared_step, planned_step
+from tests.reporting.planned import compared_step
 
 
 @given(planned_steps())
@@ -35,13 +33,6 @@ def test_the_static_layout_keeps_experts_at_home_under_the_given_schedule(step) 
     expected_MLR = demand.load_MLE.reshape(*demand.load_MLE.shape[:2], plan.num_ranks, per_rank).sum(axis=3)
     np.testing.assert_array_equal(static.rank_load_MLR, expected_MLR)
     assert static.bound == static.skew
-
-
-def test_a_demand_without_a_schedule_has_no_static_layout() -> None:
-    plan, demand = planned_step(1)
-    bare = Demand(counts_SLE=demand.counts_SLE, layer_ids=demand.layer_ids, sample_ids=demand.sample_ids)
-    with pytest.raises(PlanError, match="no schedule"):
-        compare_static(plan, bare)
 
 
 def _unpacked(cube: dict) -> np.ndarray:

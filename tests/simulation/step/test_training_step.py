@@ -317,8 +317,6 @@ def test_log_probabilities_run_forward_only():
 
 def test_what_does_not_fit_is_refused_with_a_sentence():
     plan, demand, cluster, model = random_step(1, nodes=2, per_node=2, layers=2, experts_per_rank=2, micro_batches=3)
-    with pytest.raises(PlanError, match=r"without a schedule cannot be simulated: pass plan.scheduled"):
-        simulate_step(plan, replace(demand, tokens_MLRE=None), cluster, model)
     with pytest.raises(PlanError, match=r"ranks, experts\) \(7, 3, 2, 4, 8\) meets a demand of \(6, 3, 2, 4, 8\)"):
         simulate_step(plan, _without_first_sample(demand), cluster, model)
     with pytest.raises(ConfigError, match=r"groups of 4 ranks, cluster 'made up' has 6: .*with_ranks\(4\)"):

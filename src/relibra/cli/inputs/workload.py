@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy import ndarray
 
     from relibra.cluster import Cluster
-    from relibra.routing.demand import Demand
+    from relibra.routing.demand import ScheduledDemand
     from relibra.routing.trace import RoutingTrace
 
 MANY_IDLE = 0.1
@@ -37,7 +37,7 @@ class Workload:
     trace: Path
     num_experts: int | None
     machine: Cluster
-    demand: Demand
+    demand: ScheduledDemand
     history_MLE: ndarray | None
     cut: str
 
@@ -90,7 +90,7 @@ def check_num_experts(path: Path, num_experts: int | None) -> None:
         raise TraceError(f"{path} was recorded with {recorded} experts: leave out --num-experts {num_experts}")
 
 
-def _cut(trace: RoutingTrace, request: WorkloadRequest) -> tuple[Demand, str]:
+def _cut(trace: RoutingTrace, request: WorkloadRequest) -> tuple[ScheduledDemand, str]:
     """Return the demand of all micro-batches, and how they were cut, in words."""
     import numpy as np
 
@@ -105,7 +105,7 @@ def _cut(trace: RoutingTrace, request: WorkloadRequest) -> tuple[Demand, str]:
     return deal_samples(trace, tokens, request.ranks, np.random.default_rng(request.seed)), words
 
 
-def _second_half(trace: Path, demand: Demand) -> tuple[Demand, ndarray]:
+def _second_half(trace: Path, demand: ScheduledDemand) -> tuple[ScheduledDemand, ndarray]:
     """Return the demand of the later micro-batches, and the loads of the earlier ones."""
     from relibra.routing.micro_batches import select_micro_batches
 
@@ -142,7 +142,6 @@ def _task_sets_in_words(trace: RoutingTrace, tokens: int) -> str:
 def size_in_words(workload: Workload) -> str:
     """Return the sizes of what is planned, in one line."""
     demand, machine = workload.demand, workload.machine
-    assert demand.tokens_MLRE is not None, "needs a demand with a schedule"
     M, L, R, E = demand.tokens_MLRE.shape
     nodes = f"{plural(machine.num_nodes, 'node')} of {machine.ranks_per_node}, {machine.name}"
     sizes = ", ".join((plural(M, "micro-batch"), plural(L, "layer"), plural(E, "expert")))
@@ -151,7 +150,6 @@ def size_in_words(workload: Workload) -> str:
 
 def idle_ranks_in_words(workload: Workload) -> str:
     """Return a warning where many ranks have no tokens in a mean micro-batch; empty where few have none."""
-    assert workload.demand.tokens_MLRE is not None, "needs a demand with a schedule"
     idle = float((workload.demand.tokens_MLRE.sum(axis=(1, 3)) == 0).mean())
     if idle < MANY_IDLE:
         return ""

@@ -16,7 +16,7 @@ from numpy import ndarray
 from relibra.parallel.rows.chunked_split import chunked_split
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.split import TokenSplit, split_tokens
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 
 
 class Place(NamedTuple):
@@ -103,7 +103,7 @@ class RankTables:
 
 
 def rank_tables(
-    plan: StepPlan, demand: Demand, rank: int, micro_batch: int, layer: int, chunk: int | None = None
+    plan: StepPlan, demand: ScheduledDemand, rank: int, micro_batch: int, layer: int, chunk: int | None = None
 ) -> RankTables:
     """Return the tables of a rank in a micro-batch and layer.
 
@@ -111,7 +111,6 @@ def rank_tables(
     layer    position in the plan's layers, not the decoder layer
     chunk    whole chunks of this many token-slots per instance, see `chunked_split`; None: the quotas of the plan
     """
-    assert demand.tokens_MLRE is not None, "tables need a scheduled demand: call plan.scheduled first"
     tokens_RE = demand.tokens_MLRE[micro_batch, layer]
     replica_RB, quota_RB = plan.replica_MLRB[micro_batch, layer], plan.quota_MLRB[micro_batch, layer]
     split = split_tokens(tokens_RE, plan.home_LE[layer], replica_RB, quota_RB, plan.ranks_per_node)

@@ -21,7 +21,7 @@ from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.costs.prediction import predict
 from relibra.planning.plan import Scope, StepPlan, cross_node_copies, step_skew
 from relibra.planning.planner import plan_step
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 
 LEVER_SETS: dict[str, dict[str, Any]] = {
     "relibra": {"pack_samples": False, "cross_node_copies": False},
@@ -107,7 +107,7 @@ def with_levers(name: str, budget: Budget) -> tuple[str, Budget]:
 
 
 def compare(
-    demand: Demand,
+    demand: ScheduledDemand,
     cluster: Cluster,
     budget: Budget,
     balancers: Sequence[str] | None = None,
@@ -122,7 +122,7 @@ def compare(
 
 
 def iterate_comparison(
-    demand: Demand,
+    demand: ScheduledDemand,
     cluster: Cluster,
     budget: Budget,
     balancers: Iterable[str],
@@ -153,7 +153,7 @@ def iterate_comparison(
 
 
 def compile_kernels(
-    demand: Demand,
+    demand: ScheduledDemand,
     cluster: Cluster,
     budget: Budget,
     balancer: str,
@@ -181,7 +181,7 @@ def compile_kernels(
 
 
 def measure(
-    plan: StepPlan, demand: Demand, cluster: Cluster, expert: ExpertShape, *, balancer: str, sees: str
+    plan: StepPlan, demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape, *, balancer: str, sees: str
 ) -> ComparisonRow:
     """Check and measure one plan; `demand` is the step's, under any schedule. An invalid plan has no figures."""
     try:
@@ -228,9 +228,8 @@ def scopes_in_words(rows: Iterable[ComparisonRow]) -> str:
     return "; ".join(f"{words[scope]}: {', '.join(names)}" for scope, names in scopes.items() if names)
 
 
-def _first_layer(demand: Demand) -> Demand:
+def _first_layer(demand: ScheduledDemand) -> ScheduledDemand:
     """Cut a demand down to its first layer; whole arrays, because kernels are compiled per memory layout."""
-    assert demand.tokens_MLRE is not None, "needs a demand with a schedule"
     return replace(
         demand,
         counts_SLE=demand.counts_SLE[:, :1].copy(),

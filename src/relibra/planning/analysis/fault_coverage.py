@@ -11,10 +11,10 @@ from jaxtyping import Float64
 from numpy import ndarray
 
 from relibra.planning.plan import StepPlan
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 
 
-def replica_cover(plan: StepPlan, demand: Demand) -> Float64[ndarray, "L R"]:
+def replica_cover(plan: StepPlan, demand: ScheduledDemand) -> Float64[ndarray, "L R"]:
     """Return, for the loss of each single rank, the share of a layer's token-slots whose expert has another instance.
 
     An expert is lost with its home unless a replica sits on another rank in the same micro-batch and layer, whatever
@@ -36,7 +36,7 @@ def replica_cover(plan: StepPlan, demand: Demand) -> Float64[ndarray, "L R"]:
     return 1.0 - np.divide(lost_LR, total_L1, out=np.zeros((L, R)), where=total_L1 > 0)
 
 
-def step_cover(plan: StepPlan, demand: Demand) -> Float64[ndarray, " R"]:
+def step_cover(plan: StepPlan, demand: ScheduledDemand) -> Float64[ndarray, " R"]:
     """Return the same share of all layers together, weighted by their load; 1 for a step without load."""
     load_L = demand.load_MLE.sum(axis=(0, 2), dtype=np.float64)
     if not load_L.any():

@@ -10,11 +10,11 @@ from relibra.planning.analysis.bounds import reachable_bound
 from relibra.planning.loads import home_rank_load, replica_load_change
 from relibra.planning.plan import StepPlan, cross_node_copies, step_skew
 from relibra.planning.replicas.replication import replicate
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 from relibra.routing.statistics import contiguous_homes
 
 
-def lever_gaps(plan: StepPlan, demand: Demand) -> list[tuple[str, float]]:
+def lever_gaps(plan: StepPlan, demand: ScheduledDemand) -> list[tuple[str, float]]:
     """Return the token objective after each lever, from the static layout down to the bound.
 
     Cumulative and in this order: "static" homes under the given schedule without replicas; the plan's "schedule"; its
@@ -38,7 +38,7 @@ def lever_gaps(plan: StepPlan, demand: Demand) -> list[tuple[str, float]]:
     ]
 
 
-def lever_bounds(plan: StepPlan, demand: Demand) -> list[tuple[str, float]]:
+def lever_bounds(plan: StepPlan, demand: ScheduledDemand) -> list[tuple[str, float]]:
     """Return the lowest skew that could be reached after each lever of `lever_gaps`, by counting alone.
 
     With the homes and the schedule so far, and the slots and the scope of the plan: what a schedule or homes make
@@ -60,13 +60,13 @@ def _static_homes(plan: StepPlan) -> Int[ndarray, "L E"]:
     return np.tile(contiguous_homes(plan.num_experts, plan.num_ranks), (len(plan.layer_ids), 1))
 
 
-def _reachable_skew(plan: StepPlan, demand: Demand, home_LE: Int[ndarray, "L E"]) -> float:
+def _reachable_skew(plan: StepPlan, demand: ScheduledDemand, home_LE: Int[ndarray, "L E"]) -> float:
     load_MLE = demand.load_MLE
     bound_ML = reachable_bound(load_MLE, home_LE, plan.num_ranks, plan.ranks_per_node, plan.slots, plan.scope)
     return step_skew(bound_ML, home_rank_load(load_MLE, home_LE, plan.num_ranks))
 
 
-def _homes_skew(demand: Demand, home_LE: Int[ndarray, "L E"], num_ranks: int) -> float:
+def _homes_skew(demand: ScheduledDemand, home_LE: Int[ndarray, "L E"], num_ranks: int) -> float:
     return _skew(home_rank_load(demand.load_MLE, home_LE, num_ranks))
 
 
@@ -74,7 +74,7 @@ def _skew(load_MLR: Int64[ndarray, "M L R"]) -> float:
     return step_skew(load_MLR.max(axis=-1, initial=0), load_MLR)
 
 
-def _skew_with_replicas_inside(plan: StepPlan, scheduled: Demand) -> float:
+def _skew_with_replicas_inside(plan: StepPlan, scheduled: ScheduledDemand) -> float:
     load_MLE, home_LE = scheduled.load_MLE, plan.home_LE
     replica_MLRB, quota_MLRB = np.empty_like(plan.replica_MLRB), np.empty_like(plan.quota_MLRB)
     for layer in range(len(home_LE)):

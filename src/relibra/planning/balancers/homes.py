@@ -21,9 +21,7 @@ def previous_homes(question: Question) -> Int16[ndarray, "L E"]:
 
 def empty_slots(question: Question) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]:
     """Return spare slots without replicas, and their quotas of 0."""
-    tokens_MLRE = question.demand.tokens_MLRE
-    assert tokens_MLRE is not None, "balancers need a demand with a schedule"
-    shape = (*tokens_MLRE.shape[:3], question.budget.slots)
+    shape = (*question.demand.tokens_MLRE.shape[:3], question.budget.slots)
     return np.full(shape, -1, dtype=np.int16), np.zeros(shape, dtype=np.int32)
 
 

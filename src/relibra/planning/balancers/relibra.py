@@ -19,7 +19,7 @@ from relibra.planning.replicas.pricing import cheapest_replicas, choose_replicas
 from relibra.planning.schedule.locality import place_samples
 from relibra.planning.schedule.packing import PackingLimits, pack_samples
 from relibra.planning.search.concurrency import Deadline, side_by_side
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 
 _SWAPS_OF_A_STEP = 60_000_000
 """Swaps x micro-batches x layers that one annealing of all layers may evaluate; about 15 ns each."""
@@ -56,12 +56,14 @@ def decide(question: Question) -> Decision:
     )
 
 
-def _schedule(question: Question, demand: Demand, home_LE: ndarray, clock: Deadline) -> tuple[Demand, ndarray]:
+def _schedule(
+    question: Question, demand: ScheduledDemand, home_LE: ndarray, clock: Deadline
+) -> tuple[ScheduledDemand, ndarray]:
     """Pack samples into micro-batches and homes to what came of it, in turn; then place samples on ranks."""
     budget, cluster = question.budget, question.cluster
     if budget.pack_samples:
         limits = PackingLimits.of_schedule(
-            demand.schedule[0],
+            demand.micro_batch_S,
             _lengths(demand),
             token_slack=budget.token_slack,
             attention_slack=budget.attention_slack,
@@ -74,7 +76,7 @@ def _schedule(question: Question, demand: Demand, home_LE: ndarray, clock: Deadl
                 home_LE = _homes(question, demand, home_LE, clock, first=False)
     if budget.place_samples and clock.allows(0.7):
         share_SLN = _node_share(demand, home_LE, cluster.ranks_per_node, cluster.num_nodes)
-        micro_batch_S, rank_S = demand.schedule
+        micro_batch_S, rank_S = demand.micro_batch_S, demand.rank_S
         new_rank_S = place_samples(share_SLN, micro_batch_S, rank_S, _lengths(demand), cluster.ranks_per_node)
         if not np.array_equal(rank_S, new_rank_S):
             demand = demand.with_schedule(micro_batch_S, new_rank_S, cluster.num_ranks, len(demand.load_MLE))
@@ -82,7 +84,7 @@ def _schedule(question: Question, demand: Demand, home_LE: ndarray, clock: Deadl
 
 
 def _cheapest(
-    question: Question, demand: Demand, home_LE: ndarray, previous_LE: ndarray, clock: Deadline
+    question: Question, demand: ScheduledDemand, home_LE: ndarray, previous_LE: ndarray, clock: Deadline
 ) -> tuple[ndarray, ndarray, ndarray]:
     """Price replicas for the new homes and for those there are; every layer takes the cheaper, moves included.
 
@@ -132,7 +134,7 @@ def _slowest_link(cluster: Cluster) -> float:
     return min(cluster.inter_send.bytes_per_second, cluster.inter_receive.bytes_per_second)
 
 
-def _homes(question: Question, demand: Demand, home_LE: ndarray, clock: Deadline, *, first: bool) -> ndarray:
+def _homes(question: Question, demand: ScheduledDemand, home_LE: ndarray, clock: Deadline, *, first: bool) -> ndarray:
     """Place the experts of every layer; `first`: from scratch, otherwise around the homes there are.
 
     With a deadline, in rounds of growing effort, each from the homes before it, until the next would be too long.
@@ -157,7 +159,7 @@ def _homes(question: Question, demand: Demand, home_LE: ndarray, clock: Deadline
 
 def _placed(
     question: Question,
-    demand: Demand,
+    demand: ScheduledDemand,
     home_LE: ndarray,
     per_domain: int,
     weights: HomeWeights,
@@ -175,7 +177,6 @@ def _placed(
         load_ME = np.ascontiguousarray(load_MLE[:, layer])
         source_MNE = np.zeros((M, domains, E), dtype=np.int64)
         if weights.network:
-            assert demand.tokens_MLRE is not None, "checked by plan_step"
             source_MRE = demand.tokens_MLRE[:, layer]
             source_MNE = source_MRE.reshape(M, domains, per_domain, E).sum(axis=2, dtype=np.int64)
         start_E = home_LE[layer] // per_domain
@@ -196,11 +197,13 @@ def _placed(
     return np.stack(side_by_side(place, L, question.budget.threads))
 
 
-def _packed(question: Question, demand: Demand, home_LE: ndarray, limits: PackingLimits, *, seed: int) -> Demand:
+def _packed(
+    question: Question, demand: ScheduledDemand, home_LE: ndarray, limits: PackingLimits, *, seed: int
+) -> ScheduledDemand:
     """Pack the micro-batches of each expert-data-parallel group among themselves: a sample stays in its group."""
     cluster = question.cluster
     share_SLN = _node_share(demand, home_LE, cluster.ranks_per_node, cluster.num_nodes)
-    micro_batch_S, rank_S = demand.schedule
+    micro_batch_S, rank_S = demand.micro_batch_S, demand.rank_S
     M = len(demand.load_MLE)
     group_M = np.zeros(M, dtype=np.int32) if demand.group_M is None else demand.group_M
     group_S = np.append(group_M, -1)[micro_batch_S]  # -1, left out, is the last entry
@@ -221,12 +224,14 @@ def _packed(question: Question, demand: Demand, home_LE: ndarray, limits: Packin
     return demand.with_schedule(micro_batch_S, rank_S, cluster.num_ranks, M)
 
 
-def _lengths(demand: Demand) -> Int64[ndarray, " S"]:
+def _lengths(demand: ScheduledDemand) -> Int64[ndarray, " S"]:
     """Token-slots of each sample in one layer: its length times the choices per token."""
     return demand.counts_SLE[:, 0].sum(axis=1, dtype=np.int64)
 
 
-def _node_share(demand: Demand, home_LE: ndarray, ranks_per_node: int, num_nodes: int) -> Float32[ndarray, "S L N"]:
+def _node_share(
+    demand: ScheduledDemand, home_LE: ndarray, ranks_per_node: int, num_nodes: int
+) -> Float32[ndarray, "S L N"]:
     """Sum each sample's token-slots over the experts of each node."""
     S, L, _ = demand.counts_SLE.shape
     share_SLN = np.empty((S, L, num_nodes), dtype=np.float32)

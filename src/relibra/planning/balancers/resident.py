@@ -27,7 +27,6 @@ def resident_decision(question: Question, placement_LRP: Int[ndarray, "L R P"], 
     split           how every micro-batch shares its load over the copies (`relibra.planning.balancers.shares`)
     """
     demand, budget, cluster = question.demand, question.budget, question.cluster
-    assert demand.tokens_MLRE is not None, "quotas need a demand with a schedule"
     M, L, R, E = demand.tokens_MLRE.shape
     load_MLE, before_LE = demand.load_MLE, previous_homes(question)
     home_LE = np.empty((L, E), dtype=np.int16)

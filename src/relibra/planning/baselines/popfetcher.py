@@ -21,7 +21,6 @@ def decide(question: Question) -> Decision:
     home_LE = previous_homes(question)
     replica_MLRB, quota_MLRB = empty_slots(question)
     tokens_MLRE = question.demand.tokens_MLRE
-    assert tokens_MLRE is not None, "balancers need a demand with a schedule"
     M, L, R, B = replica_MLRB.shape
     seen = max(1, M if question.history_MLE is None else len(question.history_MLE))
     for layer in range(L):

@@ -21,7 +21,7 @@ from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.loads import homes_of
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.traffic import IN, OUT, iterate_traffic, link_rows, send_once_share
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Prediction:
 
 def predict(
     plan: StepPlan,
-    demand: Demand,
+    demand: ScheduledDemand,
     cluster: Cluster,
     expert: ExpertShape,
     *,
@@ -73,7 +73,6 @@ def predict(
     raises             PlanError when plan, demand and cluster do not fit together
     """
     _check_fit(plan, demand, cluster)
-    assert demand.tokens_MLRE is not None
     exchanged = exchange(plan, demand, cluster, expert, pairs_LEE)
     return Prediction(
         compute=float(compute_seconds(plan, demand, cluster, expert).sum()),
@@ -87,14 +86,12 @@ def predict(
     )
 
 
-def _check_fit(plan: StepPlan, demand: Demand, cluster: Cluster) -> None:
+def _check_fit(plan: StepPlan, demand: ScheduledDemand, cluster: Cluster) -> None:
     if (plan.num_nodes, plan.ranks_per_node) != (cluster.num_nodes, cluster.ranks_per_node):
         raise PlanError(
             f"a plan for {plan.num_nodes} x {plan.ranks_per_node} ranks meets cluster {cluster.name!r} of "
             f"{cluster.num_nodes} x {cluster.ranks_per_node}: plan again, or use Cluster.with_ranks"
         )
-    if demand.tokens_MLRE is None:
-        raise PlanError("a demand without a schedule cannot be predicted: pass plan.scheduled(demand)")
     planned = (*plan.replica_MLRB.shape[:3], plan.num_experts)
     if demand.tokens_MLRE.shape != planned:
         raise PlanError(
@@ -103,7 +100,9 @@ def _check_fit(plan: StepPlan, demand: Demand, cluster: Cluster) -> None:
         )
 
 
-def compute_seconds(plan: StepPlan, demand: Demand, cluster: Cluster, expert: ExpertShape) -> Float64[ndarray, "M L"]:
+def compute_seconds(
+    plan: StepPlan, demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape
+) -> Float64[ndarray, "M L"]:
     """Return the seconds of the busiest rank's experts per micro-batch and layer: forward and twice that backward."""
     flops = 3.0 * expert.flops_per_token_slot
     load_MLE, home_LE = demand.load_MLE, plan.home_LE
@@ -133,7 +132,7 @@ class Exchange:
 
 def exchange(
     plan: StepPlan,
-    demand: Demand,
+    demand: ScheduledDemand,
     cluster: Cluster,
     expert: ExpertShape,
     pairs_LEE: Int[ndarray, "L E E2"] | None = None,

@@ -31,14 +31,14 @@ from relibra.planning.plan import StepPlan, map_of
 from relibra.planning.replicas.replication import replicate
 from relibra.planning.replicas.traffic_copies import replicate_for_traffic
 from relibra.planning.search.concurrency import Deadline, available_cores, side_by_side
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 
 TOLERANCES = (0.1,)
 """Accepted overloads that are priced, beside the budget's own and no replicas at all."""
 
 
 def choose_replicas(
-    question: Question, demand: Demand, home_LE: Int64[ndarray, "L E"], tolerance: float, *, cross_node: bool
+    question: Question, demand: ScheduledDemand, home_LE: Int64[ndarray, "L E"], tolerance: float, *, cross_node: bool
 ) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]:
     """Choose replicas for every micro-batch and layer at one tolerance: some 10 microseconds each."""
     cluster, budget = question.cluster, question.budget
@@ -64,15 +64,14 @@ def choose_replicas(
 
 
 def copies_against_traffic(
-    question: Question, demand: Demand, home_LE: Int64[ndarray, "L E"], traffic_slots: int, most_per_home: int
+    question: Question, demand: ScheduledDemand, home_LE: Int64[ndarray, "L E"], traffic_slots: int, most_per_home: int
 ) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]:
     """Choose replicas that keep tokens inside their node, and even out the rest with the slots that are left."""
-    cluster, budget, tokens_MLRE = question.cluster, question.budget, demand.tokens_MLRE
-    assert tokens_MLRE is not None, "checked by plan_step"
+    cluster, budget = question.cluster, question.budget
 
     def place(layer: int) -> tuple[ndarray, ndarray]:
         return replicate_for_traffic(
-            tokens_MLRE[:, layer],
+            demand.tokens_MLRE[:, layer],
             home_LE[layer],
             cluster.ranks_per_node,
             slots=budget.slots,
@@ -86,7 +85,7 @@ def copies_against_traffic(
     return replica, quota
 
 
-def _copies_hidden(question: Question, demand: Demand) -> int:
+def _copies_hidden(question: Question, demand: ScheduledDemand) -> int:
     """Count the copies on other nodes that one home rank can serve while attention runs, forward and backward.
 
     Weights leave it before the forward pass; before the backward pass, which takes twice as long, they leave it again,
@@ -102,7 +101,9 @@ def _copies_hidden(question: Question, demand: Demand) -> int:
 Replicas = tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]
 
 
-def _choices(question: Question, demand: Demand, home_LE: Int64[ndarray, "L E"]) -> list[Callable[[], Replicas]]:
+def _choices(
+    question: Question, demand: ScheduledDemand, home_LE: Int64[ndarray, "L E"]
+) -> list[Callable[[], Replicas]]:
     """List ways to choose replicas, to be called: none, then few copies first, so that they stay at equal seconds."""
     budget, cluster = question.budget, question.cluster
 
@@ -131,7 +132,7 @@ def _choices(question: Question, demand: Demand, home_LE: Int64[ndarray, "L E"])
 
 
 def cheapest_replicas(
-    question: Question, demand: Demand, home_LE: Int64[ndarray, "L E"], clock: Deadline, *, share: float
+    question: Question, demand: ScheduledDemand, home_LE: Int64[ndarray, "L E"], clock: Deadline, *, share: float
 ) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"], Float64[ndarray, "M L"]]:
     """Choose, per micro-batch and layer, the replicas that make it cheapest; return also its seconds.
 
@@ -165,14 +166,14 @@ def cheapest_replicas(
 
 
 def _price(
-    question: Question, demand: Demand, home_LE: Int64[ndarray, "L E"], made: list[Replicas], number: int
+    question: Question, demand: ScheduledDemand, home_LE: Int64[ndarray, "L E"], made: list[Replicas], number: int
 ) -> Float64[ndarray, "M L"]:
     return seconds(question, demand, home_LE, *made[number])
 
 
 def seconds(
     question: Question,
-    demand: Demand,
+    demand: ScheduledDemand,
     home_LE: Int[ndarray, "L E"],
     replica_MLRB: Int16[ndarray, "M L R B"],
     quota_MLRB: Int32[ndarray, "M L R B"],
@@ -188,7 +189,7 @@ def seconds(
     )
 
 
-def moving_seconds(question: Question, demand: Demand, home_LE: Int[ndarray, "L E"]) -> float:
+def moving_seconds(question: Question, demand: ScheduledDemand, home_LE: Int[ndarray, "L E"]) -> float:
     """Return the seconds of moving from the previous homes to these."""
     M, L, _ = demand.load_MLE.shape
     nothing = np.zeros((M, L, question.cluster.num_ranks, 0), dtype=np.int16)
@@ -197,18 +198,17 @@ def moving_seconds(question: Question, demand: Demand, home_LE: Int[ndarray, "L 
 
 
 def _draft(
-    question: Question, demand: Demand, home_LE: ndarray, replica_MLRB: ndarray, quota_MLRB: ndarray
+    question: Question, demand: ScheduledDemand, home_LE: ndarray, replica_MLRB: ndarray, quota_MLRB: ndarray
 ) -> StepPlan:
     """Make a plan that is only good for being priced."""
     cluster = question.cluster
-    micro_batch_S, rank_S = demand.schedule
     return StepPlan(
         balancer="draft",
         num_nodes=cluster.num_nodes,
         ranks_per_node=cluster.ranks_per_node,
         layer_ids=demand.layer_ids.astype(np.int32),
-        micro_batch_S=micro_batch_S,
-        rank_S=rank_S,
+        micro_batch_S=demand.micro_batch_S,
+        rank_S=demand.rank_S,
         physical_to_logical_map=map_of(home_LE.astype(np.int16), question.previous_map, cluster.num_ranks),
         previous_map=question.previous_map,
         replica_MLRB=replica_MLRB,
@@ -219,7 +219,7 @@ def _draft(
     )
 
 
-def attention_seconds(demand: Demand, cluster: Cluster, expert: ExpertShape) -> float:
+def attention_seconds(demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> float:
     """Estimate the forward attention of a mean micro-batch and layer on one rank, under which copies hide.
 
     Only the projections: 4 hidden^2 weights, two flops each, per token. The scores come on top with long samples, so
@@ -231,7 +231,7 @@ def attention_seconds(demand: Demand, cluster: Cluster, expert: ExpertShape) -> 
     return float(tokens * 8 * expert.hidden**2 / cluster.flops_per_second)
 
 
-def predict_planned(plan: StepPlan, demand: Demand, cluster: Cluster, expert: ExpertShape) -> Prediction:
+def predict_planned(plan: StepPlan, demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> Prediction:
     """Predict as `plan_step` does for `StepPlan.predicted`: with the pairs of the demand, copies under attention.
 
     demand    with the plan's schedule (`plan.scheduled`)

@@ -32,7 +32,7 @@ from relibra.planning.search.concurrency import side_by_side
 from relibra.planning.traffic.split import TokenSplit, split_tokens
 from relibra.planning.traffic.traffic import iterate_traffic, send_once_share
 from relibra.routing.compiled import compiled
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 
 MAX_PAIRS = 1 << 26
 """Entries of the tables of distinct rows; for larger steps callers take bounds instead of a count token by token."""
@@ -90,7 +90,7 @@ class ByteLedger:
 
 def byte_ledger(
     plan: StepPlan,
-    demand: Demand,
+    demand: ScheduledDemand,
     cluster: Cluster,
     row_bytes: int,
     *,
@@ -203,7 +203,7 @@ def _count_distinct(experts_TK, source_T, starts_E1, rank_I, left_RI, distinct_R
 
 def distinct_rows_of_step(
     plan: StepPlan,
-    demand: Demand,
+    demand: ScheduledDemand,
     experts_TLK: Shaped[ndarray, "T L K"],
     sample_T: Int[ndarray, " T"],
     *,
@@ -215,16 +215,14 @@ def distinct_rows_of_step(
     experts_TLK   choices of the tokens, in the order of the trace
     sample_T      place of each token's sample in the demand; -1: in none (`demand_rows.sample_of_rows`)
     """
-    assert demand.tokens_MLRE is not None
     M, L, R, _ = demand.tokens_MLRE.shape
-    micro_batch_S, rank_S = demand.schedule
-    micro_batch_T = np.where(sample_T >= 0, micro_batch_S[sample_T], -1)
+    micro_batch_T = np.where(sample_T >= 0, demand.micro_batch_S[sample_T], -1)
     distinct_MLRR = np.zeros((M, L, R, R), dtype=np.int32)
     tokens_MLRE = demand.tokens_MLRE
 
     def count(m: int) -> None:
         rows = np.flatnonzero(micro_batch_T == m)
-        source_t = rank_S[sample_T[rows]]
+        source_t = demand.rank_S[sample_T[rows]]
         for layer in range(L):
             at = (m, layer)
             arrays = (tokens_MLRE[at], plan.home_LE[layer], plan.replica_MLRB[at], plan.quota_MLRB[at])

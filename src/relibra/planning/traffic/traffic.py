@@ -15,7 +15,7 @@ from numpy import ndarray
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.split import traffic_MLRR
 from relibra.routing.compiled import compiled
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 
 OUT, IN = 0, 1
 """Directions in `link_rows`."""
@@ -24,9 +24,8 @@ _TRAFFIC_BYTES = 64 << 20
 """At most this much traffic (source rank x destination rank) is held at once."""
 
 
-def iterate_traffic(plan: StepPlan, demand: Demand) -> Iterator[tuple[int, slice, Int64[ndarray, "L R R2"]]]:
+def iterate_traffic(plan: StepPlan, demand: ScheduledDemand) -> Iterator[tuple[int, slice, Int64[ndarray, "L R R2"]]]:
     """Yield the traffic of one micro-batch at a time, a bounded number of layers of it at once."""
-    assert demand.tokens_MLRE is not None
     M, L, R, _ = demand.tokens_MLRE.shape
     at_once = max(1, _TRAFFIC_BYTES // (8 * R * R))
     for m in range(M):

@@ -10,11 +10,11 @@ from jaxtyping import Float64, Int32, Int64
 from numpy import ndarray
 
 from relibra.cluster import Cluster
-from relibra.errors import ConfigError, PlanError, TraceError
+from relibra.errors import ConfigError, TraceError
 from relibra.planning.loads import home_rank_load
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.byte_ledger import MAX_PAIRS, distinct_rows_of_step
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 from relibra.routing.demand_rows import sample_of_rows
 from relibra.routing.statistics import contiguous_homes
 from relibra.routing.trace import RoutingTrace
@@ -34,8 +34,8 @@ class ComparedPlan:
 
     name: str
     plan: StepPlan
-    given: Demand
-    demand: Demand
+    given: ScheduledDemand
+    demand: ScheduledDemand
 
     @property
     def is_static(self) -> bool:
@@ -131,27 +131,21 @@ class ComparedStep:
         return m, int(gain_ML[m].argmax())
 
 
-def compare_plan(name: str, plan: StepPlan, demand: Demand) -> ComparedPlan:
+def compare_plan(name: str, plan: StepPlan, demand: ScheduledDemand) -> ComparedPlan:
     """Return a plan with its demand; raises PlanError when it was made for another demand."""
     return ComparedPlan(name=name, plan=plan, given=demand, demand=plan.scheduled(demand))
 
 
-def compare_static(plan: StepPlan, demand: Demand) -> ComparedPlan:
-    """Return the static layout in place of a plan: no moves, no replicas, the schedule that the balancer was given.
-
-    raises   PlanError for a demand without a schedule
-    """
-    if demand.tokens_MLRE is None:
-        raise PlanError("the demand has no schedule, so there is no static layout to compare with: schedule it first")
-    micro_batch_S, rank_S = demand.schedule
+def compare_static(plan: StepPlan, demand: ScheduledDemand) -> ComparedPlan:
+    """Return the static layout in place of a plan: no moves, no replicas, the schedule that the balancer was given."""
     M, L, R, E = demand.tokens_MLRE.shape
     slot_map = np.tile(np.arange(E, dtype=np.int16), (L, 1))
     home_LE = np.tile(contiguous_homes(E, R), (L, 1))
     static = replace(
         plan,
         balancer="static",
-        micro_batch_S=micro_batch_S,
-        rank_S=rank_S,
+        micro_batch_S=demand.micro_batch_S,
+        rank_S=demand.rank_S,
         physical_to_logical_map=slot_map,
         previous_map=slot_map,
         replica_MLRB=np.full((M, L, R, 0), -1, dtype=np.int16),

@@ -20,7 +20,7 @@ from relibra.rl.batch.schedule import Schedule, make_schedule
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.rollout.response import Response
 from relibra.rl.run.ranks import gather_arrays, gather_json, gather_several
-from relibra.routing.demand import Demand
+from relibra.routing.demand import Demand, ScheduledDemand
 from relibra.routing.trace import RoutingTrace
 
 _LOT_STREAM = 5
@@ -89,7 +89,7 @@ def _lots(table: ResponseTable, config: RunConfig) -> Int64[ndarray, " S"]:
 
 def demand_of(
     trace: RoutingTrace | None, table: ResponseTable, schedule: Schedule, model_LE: tuple[int, int]
-) -> Demand:
+) -> ScheduledDemand:
     """Count the routes of all ranks and put them under a schedule; collective.
 
     trace      routes of this rank's responses; None: it has none
@@ -114,7 +114,9 @@ def demand_of(
     return replace(scheduled, group_M=schedule.mini_batch_M)
 
 
-def plan_together(demand: Demand, config: RunConfig, ranks_per_node: int, previous: StepPlan | None) -> StepPlan:
+def plan_together(
+    demand: ScheduledDemand, config: RunConfig, ranks_per_node: int, previous: StepPlan | None
+) -> StepPlan:
     """Plan a step, each rank some of the layers; the same plan on all ranks; collective.
 
     Where several nodes share the step, the schedule is decided first, on rank 0, from all layers.
@@ -150,21 +152,18 @@ def plan_together(demand: Demand, config: RunConfig, ranks_per_node: int, previo
 
 
 def _with_packed_schedule(
-    demand: Demand, cluster: Cluster, budget: Budget, config: RunConfig, previous: StepPlan | None
-) -> Demand:
+    demand: ScheduledDemand, cluster: Cluster, budget: Budget, config: RunConfig, previous: StepPlan | None
+) -> ScheduledDemand:
     schedule_2S = np.zeros((0, len(demand.sample_ids)), dtype=np.int32)
     if dist.get_rank() == 0:
         plan = plan_step(demand, cluster, budget, config.plan.balancer, previous=previous)
         schedule_2S = np.stack([plan.micro_batch_S, plan.rank_S])
     micro_batch_S, rank_S = gather_arrays(schedule_2S)[0]
-    assert demand.tokens_MLRE is not None, "the demand has a schedule"
-    packed = demand.with_schedule(micro_batch_S, rank_S, cluster.num_ranks, len(demand.tokens_MLRE))
-    return replace(packed, group_M=demand.group_M)
+    return demand.with_schedule(micro_batch_S, rank_S, cluster.num_ranks, len(demand.tokens_MLRE))
 
 
-def _gather_parts(part: StepPlan | None, demand: Demand, cluster: Cluster, slots: int) -> StepPlan:
+def _gather_parts(part: StepPlan | None, demand: ScheduledDemand, cluster: Cluster, slots: int) -> StepPlan:
     """Give every rank the parts of all, and join them."""
-    assert demand.tokens_MLRE is not None, "the demand has a schedule"
     (M, _, R, E), layers = demand.tokens_MLRE.shape, np.arange(len(demand.layer_ids))
     told: dict[str, ndarray] = {
         "physical_to_logical_map": np.zeros((0, E), dtype=np.int16),
@@ -179,7 +178,6 @@ def _gather_parts(part: StepPlan | None, demand: Demand, cluster: Cluster, slots
         about = [part.balancer, part.resident, part.scope, part.plan_seconds]
     gathered = gather_several(list(told.values()))
     about_R = gather_json(about)
-    micro_batch_S, rank_S = demand.schedule
     parts = []
     for rank in range(R):
         if not about_R[rank]:
@@ -192,8 +190,8 @@ def _gather_parts(part: StepPlan | None, demand: Demand, cluster: Cluster, slots
                 num_nodes=cluster.num_nodes,
                 ranks_per_node=cluster.ranks_per_node,
                 layer_ids=demand.layer_ids[layers_of_rank(len(layers), rank, R)],
-                micro_batch_S=micro_batch_S,
-                rank_S=rank_S,
+                micro_batch_S=demand.micro_batch_S,
+                rank_S=demand.rank_S,
                 resident=resident,
                 scope=scope,
                 plan_seconds=seconds,

@@ -24,7 +24,7 @@ from relibra.rl.model.policy import Policy
 from relibra.rl.rollout.response import Response
 from relibra.rl.rollout.response_tensors import exchange_responses
 from relibra.rl.update.policy_update import Around
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,7 +43,7 @@ class TrainingBatch:
     micro_batches: list[MicroBatch]
     schedule: Schedule
     mini_batch_S: Int64[ndarray, " S"]
-    demand: Demand | None
+    demand: ScheduledDemand | None
     plan: StepPlan | None
 
     def of_mini_batch(self, number: int) -> list[tuple[int, MicroBatch]]:
@@ -110,7 +110,7 @@ def _cut(
     own: list[Response],
     place_s: Int64[ndarray, " s"],
     schedule: Schedule,
-    demand: Demand | None,
+    demand: ScheduledDemand | None,
     plan: StepPlan | None,
     policy: Policy,
 ) -> TrainingBatch:

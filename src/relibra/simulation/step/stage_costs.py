@@ -11,7 +11,7 @@ from numpy import ndarray
 
 from relibra.cluster import Cluster
 from relibra.planning.plan import StepPlan
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 from relibra.simulation.cost_model import (
     CopyCosts,
     ExchangeCosts,
@@ -70,7 +70,7 @@ class StageCosts:
 
 def stage_costs(
     plan: StepPlan,
-    demand: Demand,
+    demand: ScheduledDemand,
     cluster: Cluster,
     model: ModelShape,
     layout: ParallelLayout,

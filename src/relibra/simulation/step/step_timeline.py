@@ -14,7 +14,7 @@ from numpy import ndarray
 from relibra.cluster import Cluster
 from relibra.errors import ConfigError
 from relibra.planning.plan import StepPlan
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.model_shape import ModelShape
 from relibra.simulation.step.group_run import Execution, GroupRun, MiniBatchRun, run_group
@@ -82,7 +82,7 @@ class _Notes:
 
 def simulated_timeline(
     plan: StepPlan,
-    demand: Demand,
+    demand: ScheduledDemand,
     cluster: Cluster,
     model: ModelShape,
     how: Execution | None = None,

@@ -18,7 +18,7 @@ from relibra.cluster import Cluster
 from relibra.errors import ConfigError, PlanError
 from relibra.planning.costs.prediction import relocation_seconds
 from relibra.planning.plan import StepPlan
-from relibra.routing.demand import Demand
+from relibra.routing.demand import ScheduledDemand
 from relibra.simulation.cost_model import gradient_reduction_seconds, optimizer_seconds, owned_parameters
 from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.model_shape import ModelShape
@@ -32,7 +32,7 @@ ALL_TERMS = (*TERMS, "pipeline", "gradients", "optimizer", "relocation")
 
 def simulate_step(
     plan: StepPlan,
-    demand: Demand,
+    demand: ScheduledDemand,
     cluster: Cluster,
     model: ModelShape,
     how: Execution | None = None,
@@ -41,8 +41,8 @@ def simulate_step(
 ) -> SimulatedStep:
     """Simulate one training step.
 
-    demand          under the schedule of the plan (`plan.scheduled`). With `group_M` (`Demand.of_groups`) each group
-                    runs its own micro-batches, on ranks of its own
+    demand          under the schedule of the plan (`plan.scheduled`). With `group_M`
+                    (`ScheduledDemand.of_groups`) each group runs its own micro-batches, on ranks of its own
     cluster         of one expert-parallel group, as for `plan_step`; other groups and stages run on more of the same,
                     on other nodes even where a group has fewer ranks than a machine's node
     how             None: one stage, one optimizer step, copies overlapped
@@ -61,7 +61,10 @@ def simulate_step(
 
 
 def simulate_groups(
-    groups: Iterable[tuple[StepPlan, Demand]], cluster: Cluster, model: ModelShape, how: Execution | None = None
+    groups: Iterable[tuple[StepPlan, ScheduledDemand]],
+    cluster: Cluster,
+    model: ModelShape,
+    how: Execution | None = None,
 ) -> SimulatedStep:
     """Simulate a step of several expert-parallel groups, each with a plan and a scheduled demand of its own.
 
@@ -75,7 +78,7 @@ def simulate_groups(
         if first is not None and not np.array_equal(plan.home_LE, first.home_LE):
             raise ConfigError(
                 f"group {len(runs)} has other homes than group 0: groups share the gradients of experts, so plan all "
-                "together (Demand.of_groups) or with the same homes"
+                "together (ScheduledDemand.of_groups) or with the same homes"
             )
         first = first or plan
         runs.append(run_group(costs_of(plan, demand, cluster, model, how), how))
@@ -84,7 +87,7 @@ def simulate_groups(
     return assemble(first, runs, cluster, model, how)
 
 
-def groups_of(plan: StepPlan, demand: Demand) -> Iterator[tuple[StepPlan, Demand]]:
+def groups_of(plan: StepPlan, demand: ScheduledDemand) -> Iterator[tuple[StepPlan, ScheduledDemand]]:
     """Yield plan and demand of each expert-parallel group: its own micro-batches, in their order."""
     for number_M in micro_batches_of_groups(plan, demand):
         if demand.group_M is None:
@@ -93,7 +96,7 @@ def groups_of(plan: StepPlan, demand: Demand) -> Iterator[tuple[StepPlan, Demand
             yield _of_micro_batches(plan, demand, number_M)
 
 
-def micro_batches_of_groups(plan: StepPlan, demand: Demand) -> list[Int64[ndarray, " M"]]:
+def micro_batches_of_groups(plan: StepPlan, demand: ScheduledDemand) -> list[Int64[ndarray, " M"]]:
     """Return the numbers of each group's micro-batches.
 
     raises   PlanError when the demand is not the plan's
@@ -104,9 +107,7 @@ def micro_batches_of_groups(plan: StepPlan, demand: Demand) -> list[Int64[ndarra
     return [np.flatnonzero(demand.group_M == group) for group in range(int(demand.group_M.max(initial=0)) + 1)]
 
 
-def _check_demand(plan: StepPlan, demand: Demand) -> None:
-    if demand.tokens_MLRE is None:
-        raise PlanError("a demand without a schedule cannot be simulated: pass plan.scheduled(demand)")
+def _check_demand(plan: StepPlan, demand: ScheduledDemand) -> None:
     planned = (len(plan.micro_batch_S), *plan.replica_MLRB.shape[:3], plan.num_experts)
     found = (len(demand.counts_SLE), *demand.tokens_MLRE.shape)
     if planned != found:
@@ -116,8 +117,9 @@ def _check_demand(plan: StepPlan, demand: Demand) -> None:
         )
 
 
-def _of_micro_batches(plan: StepPlan, demand: Demand, number_M: Int64[ndarray, " M"]) -> tuple[StepPlan, Demand]:
-    assert demand.tokens_MLRE is not None, "groups come with a schedule"
+def _of_micro_batches(
+    plan: StepPlan, demand: ScheduledDemand, number_M: Int64[ndarray, " M"]
+) -> tuple[StepPlan, ScheduledDemand]:
     new_number = np.full(len(demand.tokens_MLRE) + 1, -1, dtype=np.int32)  # the last entry is that of samples left out
     new_number[number_M] = np.arange(len(number_M))
     micro_batch_S = new_number[plan.micro_batch_S]
@@ -134,7 +136,7 @@ def _of_micro_batches(plan: StepPlan, demand: Demand, number_M: Int64[ndarray, "
 
 def costs_of(
     plan: StepPlan,
-    demand: Demand,
+    demand: ScheduledDemand,
     cluster: Cluster,
     model: ModelShape,
     how: Execution,
