@@ -1,4 +1,8 @@
-"""What people look at: summaries of routes and metrics, pictures, and one HTML page. No torch in here."""
+"""HTML pages about runs, recorded routes, plans and sweeps.
+
+In: run folders, traces, plans with their demand. Out: one self-contained HTML file per page. `data/` computes numbers,
+`html/` draws, `pages/` composes. Start with `pages/report_page.py`.
+"""
 
 from relibra.reporting.pages.report_page import write_report
 

@@ -1,7 +1,7 @@
-"""`Recording`: where the routes of a report are, found by looking at a path.
+"""`Recording`: the files of a run folder or a trace that a report reads.
 
 A path is a run folder (`config.json`, `metrics.jsonl`, `traces/step-00000/`, ...) or a single trace. Only names and
-small files are read here; routes are read by whoever goes through `Recording.steps`.
+small files are read here; routes are read by iterating over `Recording.steps`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _STEP_FOLDER = re.compile("step-([0-9]{1,15})")
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """Traces in order of their step, with what the run said about itself.
+    """Traces in order of their step, with the configuration and metrics of the run.
 
-    path         what the user named
+    path         as the user gave it
     traces       (RL step, trace path); a trace outside a run has step None; none for a run of a dense model
     unfinished   step folders whose writer was stopped before the end; they are left out
     config       the resolved configuration of the run, {} without one
-    num_experts  for traces that do not say; None: see their reader
+    num_experts  for traces that lack it; None: see their reader
     """
 
     path: Path
@@ -49,17 +49,17 @@ class Recording:
 
     @property
     def is_run(self) -> bool:
-        """Say whether the path is a run folder, not a single trace."""
+        """Whether the path is a run folder, not a single trace."""
         return not self.traces or self.traces[0][0] is not None
 
     @property
     def num_ranks(self) -> int | None:
-        """Expert-parallel ranks the run used, None when it does not say."""
+        """Expert-parallel ranks the run used, None when unknown."""
         return self._count("parallel", "ranks")
 
     @property
     def micro_batch_tokens(self) -> int | None:
-        """Tokens that all ranks together feed at once, None when the run does not say."""
+        """Tokens of a micro-batch of all ranks together, None when unknown."""
         per_rank = self._count("update", "micro_batch_tokens")
         return per_rank * (self.num_ranks or 1) if per_rank else None
 

@@ -31,7 +31,7 @@ def describe_skew(summary: Summary) -> str:
     larger = next((other for _, other in summary.possible if other.ranks == 8 and view.ranks < 8), None)
     if larger is None:
         return f"{first}."
-    return f"{first}; on 8 ranks {times(larger.skew_weighted)} and {percent(larger.idle_share)}."
+    return f"{first}; on 8 ranks it would be {times(larger.skew_weighted)} and {percent(larger.idle_share)}."
 
 
 def describe_stability(stability: Stability) -> str:

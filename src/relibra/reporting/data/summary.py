@@ -1,7 +1,7 @@
-"""`Summary`: everything the report shows of the routes, as numbers. No HTML, no files.
+"""`Summary`: the numbers that the report shows of recorded routes.
 
-Steps arrive reduced (`routing.survey`), so that a long run fits into memory, and are put together here. *Rank* skew is
-always that of the static contiguous layout: rank r holds experts r E/R ... (r + 1) E/R - 1.
+Steps arrive reduced (`routing.trace_statistics`), so that a long run fits into memory, and are combined here. *Rank*
+skew is always that of the static layout: rank r has experts r E/R ... (r + 1) E/R - 1.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from relibra.routing.statistics import coefficient_of_variation, skew
 from relibra.routing.trace_statistics import Group, RankSkew, Survey, pool_groups, pool_ranks, refuse_without_tokens
 
 RANK_COUNTS = (2, 8, 32)
-"""Expert-parallel sizes that every report looks at: two processes on a desk, one node, four nodes."""
+"""Numbers of ranks that every report shows: two processes, one node, four nodes."""
 
 NUM_HOTTEST = 10
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankView:
-    """What an expert-parallel group of `ranks` would see, over all micro-batches of all steps.
+    """Rank skew on an expert-parallel group of `ranks`, over all micro-batches of all steps.
 
     skew     None when the ranks do not divide the experts
     is_own   the run itself used this many ranks
@@ -120,7 +120,7 @@ class Summary:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Who recorded the steps, each name once."""
+        """The recorders of the steps, each name once."""
         return tuple(dict.fromkeys(step.survey.source for step in self.steps))
 
     @property
@@ -130,7 +130,7 @@ class Summary:
 
     @property
     def headline(self) -> tuple[RankView, RankSkew] | None:
-        """The rank count to speak of first: the run's own, else 8, else the largest possible; None: one expert only."""
+        """The rank count of the first sentence: the run's own, else 8, else the largest; None with a single expert."""
         ordered = sorted(self.possible, key=lambda pair: (not pair[0].is_own, pair[0].ranks != 8, -pair[0].ranks))
         return ordered[0] if ordered else None
 
@@ -153,12 +153,12 @@ def possible_ranks(num_experts: int, own_ranks: int | None) -> list[int]:
 
 
 def summarize(steps: Sequence[Step], *, own_ranks: int | None = None) -> Summary:
-    """Put reduced steps of one model together, each counted for `possible_ranks`.
+    """Return the summary of the steps of one model, each counted for `possible_ranks`.
 
     own_ranks   expert-parallel ranks of the run itself, None when unknown
     raises      TraceError when there is no step or token, or steps come from different models
     """
-    _refuse_a_mixture(steps)
+    _check_one_model(steps)
     surveys = [step.survey for step in steps]
     refuse_without_tokens(surveys)
     load_LE = np.sum([one.load_LE for one in surveys], axis=0)
@@ -231,7 +231,7 @@ def _stability(surveys: Sequence[Survey]) -> Stability:
     )
 
 
-def _refuse_a_mixture(steps: Sequence[Step]) -> None:
+def _check_one_model(steps: Sequence[Step]) -> None:
     first = steps[0]
     for step in steps[1:]:
         if _model(step.survey) != _model(first.survey):

@@ -1,7 +1,7 @@
-"""The figures of the report, as plotly figures made from summary values.
+"""Plotly figures about recorded routes, drawn from `Summary` values.
 
 Colours of text, axes and grid are left to the page, which sets them to fit a light or a dark screen. Lines use the
-palette of Okabe and Ito, areas cividis: both are read alike with any common colour vision.
+palette of Okabe and Ito, areas cividis: both suit any common colour vision.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def line_panel(title: str, layer_ids: Sequence[int], curves: Sequence[tuple[str,
 
 
 def line_legend(names: Sequence[str]) -> str:
-    """Return what the curves of panels mean."""
+    """Return the legend of the curves of panels."""
     items = "".join(
         f'<li><svg viewBox="0 0 30 8" aria-hidden="true"><path class="{kind}" d="M0 4H30"/></svg>{escape(name)}</li>'
         for kind, name in zip(CURVES, names, strict=False)

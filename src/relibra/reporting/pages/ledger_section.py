@@ -57,10 +57,11 @@ def _summary(ledgers: Sequence[NamedLedger], step: ComparedStep) -> str:
         "routing factor": "most is lost to rows that pass through a rank on their way to another",
         "port factor": "most is lost to ports that wait, for busier ranks or for a slower kind of link",
     }
+    reason = f": {reasons[name]}" if lowest < 0.995 else ""
     words = (
         f"The links carry {percent(_total(before, 'efficiency_L'))} of what they could with "
         f"{step.before.name_in_sentence}, {percent(_total(after, 'efficiency_L'))} with {after.name}. The lowest "
-        f"factor of {after.name} is the {name}, {percent(lowest)}: {reasons[name]}."
+        f"factor of {after.name} is the {name}, {percent(lowest)}{reason}."
     )
     if not step.shared_choices_known:
         return words
