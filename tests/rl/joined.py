@@ -13,7 +13,8 @@ import torch
 import torch.multiprocessing as mp
 
 from relibra.rl.config.run_config import RunConfig, load_config
-from relibra.rl.run.ranks import Meeting, joined_ranks
+from relibra.rl.model.policy import Policy, build_policy
+from relibra.rl.run.ranks import Rendezvous, joined_ranks
 
 CPU = torch.device("cpu")
 VOCAB = 64
@@ -31,11 +32,24 @@ def tiny_config(*overrides: str, ranks: int = 1) -> RunConfig:
     return load_config(None, [*TINY, f"parallel.ranks={ranks}", *overrides])
 
 
+def policy_of(config: RunConfig, folder: Path, vocab: int = VOCAB) -> Policy:
+    """Build the policy of a configuration on the CPU."""
+    return build_policy(
+        config.model,
+        vocab,
+        folder,
+        CPU,
+        seed=config.run.seed,
+        replay=config.algorithm.replay,
+        follows_plans=config.follows_plans,
+    )
+
+
 @contextmanager
 def alone() -> Iterator[None]:
     """Be the only rank of a group."""
     listener = socket.create_server(("127.0.0.1", 0))
-    with joined_ranks(GROUP_TIMEOUT_S, CPU, Meeting(0, 1, listener.getsockname()[1], listener)):
+    with joined_ranks(GROUP_TIMEOUT_S, CPU, Rendezvous(0, 1, listener.getsockname()[1], listener)):
         yield
 
 
@@ -67,5 +81,5 @@ def on_ranks(num_ranks: int, work: Callable[..., Any], folder: Path, *, expect_d
 def _work(rank: int, num_ranks: int, port: int, work: Callable[..., Any], folder: Path) -> None:
     torch.set_num_threads(1)
     listener = socket.create_server(("127.0.0.1", port)) if rank == 0 else None
-    with joined_ranks(GROUP_TIMEOUT_S, CPU, Meeting(rank, num_ranks, port, listener)):
+    with joined_ranks(GROUP_TIMEOUT_S, CPU, Rendezvous(rank, num_ranks, port, listener)):
         torch.save(work(folder), folder / f"found-{rank}.pt")

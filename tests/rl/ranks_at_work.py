@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from relibra.rl import step, trainer
 from relibra.rl.config.run_config import RunConfig, load_config
-from relibra.rl.run.ranks import Meeting, joined_ranks
+from relibra.rl.run.ranks import Rendezvous, joined_ranks
 from relibra.rl.tasks.task import Prompt
 from relibra.rl.toy.arithmetic import Arithmetic
 
@@ -44,10 +44,10 @@ def tiny_config(*overrides: str, ranks: int = 2) -> RunConfig:
     return load_config(None, [*TINY, f"parallel.ranks={ranks}", *overrides])
 
 
-def meeting(rank: int = 0, num_ranks: int = 1, port: int = 0) -> Meeting:
+def rendezvous(rank: int = 0, num_ranks: int = 1, port: int = 0) -> Rendezvous:
     """Return where to meet; rank 0 listens from now on, at a free port if `port` is 0."""
     listener = socket.create_server(("127.0.0.1", port)) if rank == 0 else None
-    return Meeting(rank, num_ranks, listener.getsockname()[1] if listener else port, listener)
+    return Rendezvous(rank, num_ranks, listener.getsockname()[1] if listener else port, listener)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _noting(note: Any) -> Any:
 
 def run_alone(overrides: Sequence[str], run: Path, **options: Any) -> list[dict]:
     """Make a whole run on one rank, in this process."""
-    with joined_ranks(GROUP_TIMEOUT_S, CPU, meeting()):
+    with joined_ranks(GROUP_TIMEOUT_S, CPU, rendezvous()):
         return run_in_group(overrides, run, **options)
 
 
@@ -150,7 +150,7 @@ def run_on_ranks(
 
 def _work(rank: int, *, num_ranks: int, port: int, cases: dict, folder: Path, descent: bool) -> None:
     torch.set_num_threads(1)
-    with joined_ranks(GROUP_TIMEOUT_S, CPU, meeting(rank, num_ranks, port)):
+    with joined_ranks(GROUP_TIMEOUT_S, CPU, rendezvous(rank, num_ranks, port)):
         for name, overrides in cases.items():
             rows = run_in_group(overrides, folder / name, descent=descent)
             (folder / f"{name}-{rank}.json").write_text(json.dumps(rows))

@@ -73,7 +73,7 @@ def test_a_task_that_cannot_be_used_is_one_sentence(name, user_task, tmp_path):
     stderr = refused(train(tmp_path, *task, ONE_RANK, *overrides, cwd=folder))
     [message] = [line for line in stderr.splitlines() if line.startswith("rank 0: ")]
     assert said in message
-    assert stderr.splitlines()[-1].startswith("error: the run ended early: rank 0 failed (as told above)")
+    assert stderr.splitlines()[-1].startswith("error: the run ended early: rank 0 failed (see above)")
     assert (tmp_path / "run").exists() == (name in ("raises", "returns_nan")), "the next try takes the name again"
     check_nothing_half_written(tmp_path / "run")
 
@@ -83,7 +83,7 @@ def test_every_rank_says_the_same_of_a_bad_reward(user_task, tmp_path):
     folder, task = user_task
     stderr = refused(train(tmp_path, *task, "task.reward=my_rewards:raising", cwd=folder))
     assert 1 <= stderr.count("raised ValueError: no idea") <= 2
-    assert re.search(r"error: the run ended early: rank(s 0, 1| 0| 1) failed \(as told above\)", stderr)
+    assert re.search(r"error: the run ended early: rank(s 0, 1| 0| 1) failed \(see above\)", stderr)
     check_nothing_half_written(tmp_path / "run")
 
 

@@ -61,7 +61,7 @@ def test_a_killed_rank_ends_the_run_with_its_name(rank, tmp_path):
         wait_until_gone(workers, 1)
     last = going.stderr.splitlines()[-1]
     assert last == (
-        f"error: the run ended early: rank {rank} was ended by SIGKILL; "
+        f"error: the run ended early: rank {rank} was killed by SIGKILL; "
         f"{going.run} keeps every finished step; to go on from its last checkpoint: relibra train --resume {going.run}"
     )
     assert "Traceback" not in going.stderr
@@ -75,7 +75,7 @@ def test_a_rank_killed_while_it_starts_ends_the_run(tmp_path):
         os.kill(workers[1], signal.SIGKILL)
         assert going.exit_code(60) == 1
         wait_until_gone(workers, 1)
-    assert "error: the run ended early: rank 1 was ended by SIGKILL; " in going.stderr
+    assert "error: the run ended early: rank 1 was killed by SIGKILL; " in going.stderr
     assert "Traceback" not in going.stderr
 
 
@@ -86,7 +86,7 @@ def test_a_disk_that_refuses_is_told_in_one_sentence(tmp_path):
         assert going.exit_code(240) == 1
     said = rf"ranks? (0|1|0, 1): \[Errno 20\] Not a directory: '{going.run}/traces/step-00000'"
     assert len(re.findall(said, going.stderr)) == 1
-    assert re.search(r"error: the run ended early: ranks? (0|1|0, 1) failed \(as told above\)", going.stderr)
+    assert re.search(r"error: the run ended early: ranks? (0|1|0, 1) failed \(see above\)", going.stderr)
     assert "Traceback" not in going.stderr
 
 
@@ -107,8 +107,8 @@ def test_a_rank_that_hangs_ends_the_run_in_time(tmp_path):
         os.kill(workers[1], signal.SIGSTOP)
         assert going.exit_code(30) == 1
         wait_until_gone(workers, 1)
-    assert "rank 0: lost a peer, or waited longer than 3 s for one (parallel.timeout_seconds)" in going.stderr
-    assert "error: the run ended early: rank 0 waited for its peers in vain" in going.stderr
+    assert "rank 0: a peer ended, or took longer than 3 s (parallel.timeout_seconds)" in going.stderr
+    assert "error: the run ended early: rank 0 lost its peers" in going.stderr
     check_whole(going.run)
 
 

@@ -59,7 +59,7 @@ def test_a_run_killed_six_times_ends_as_one_that_never_was(tmp_path):
     done = run_command(["train", "--resume", str(tmp_path / "killed" / "run"), "--json"], tmp_path / "killed")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["complete"] is True
-    assert "going on from the checkpoint after step " in done.stderr
+    assert "resuming from the checkpoint after step " in done.stderr
     one, other = (outcome_of(tmp_path / name / "run", []) for name in ("calm", "killed"))
     assert len(other.rows) == STEPS
     assert any(row["unfinished_share"] for row in one.rows)
@@ -172,7 +172,7 @@ def test_more_steps_can_be_asked_of_a_finished_run(tmp_path):
 
 def test_what_cannot_be_resumed_is_one_sentence(tmp_path):
     done = run_command(["train", "--resume", str(tmp_path / "nowhere")])
-    assert done.stderr.startswith(f"error: cannot resume {tmp_path / 'nowhere'}: there is no such folder; name that of")
+    assert done.stderr.startswith(f"error: cannot resume {tmp_path / 'nowhere'}: the folder does not exist")
     (tmp_path / "none").mkdir()
     done = run_command(["train", "--resume", str(tmp_path / "none")])
     assert (done.returncode, done.stdout) == (1, "")

@@ -188,6 +188,6 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
         done = train(folder)
         assert done.returncode == 1
         assert done.stdout == ""
-        assert done.stderr == f"error: cannot make the run folder {folder}/run (run.folder): {said}\n"
+        assert done.stderr == f"error: cannot create the run folder {folder}/run (run.folder): {said}\n"
     (tmp_path / "run").write_text("")
-    assert train(tmp_path).stderr == f"error: cannot make the run folder {tmp_path}/run: a file has that name\n"
+    assert train(tmp_path).stderr == f"error: cannot create the run folder {tmp_path}/run: a file has that name\n"

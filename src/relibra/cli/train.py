@@ -38,13 +38,13 @@ def train(
     Example: relibra train run.steps=3 warmup.steps=20   (a smoke run, too short to learn)
     """
     from relibra.rl.config.run_config import as_toml, check_resumable, load_config
-    from relibra.rl.run.run_folder import open_run_folder
+    from relibra.rl.run.run_folder import read_settings
 
     words = settings or []
     file = Path(words[0]) if words and "=" not in words[0] else None
     if resume is not None and file is not None:
         raise ConfigError(f"--resume {resume} and a settings file {file} contradict each other: leave out the file")
-    base = None if resume is None else open_run_folder(resume)
+    base = None if resume is None else read_settings(resume)
     config = load_config(file, words[1:] if file else words, base=base)
     if base is not None:
         check_resumable(load_config(None, base=base), config)

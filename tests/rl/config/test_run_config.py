@@ -55,7 +55,7 @@ def test_refused_overrides(override, said):
             ("parallel.ranks=3",),
             (
                 "parallel.ranks 3 does not divide model.num_experts 16",
-                "every rank holds the same",
+                "the same number of experts",
                 "'parallel.ranks=3'",
             ),
         ),

@@ -7,10 +7,9 @@ from torch.distributed.tensor import DTensor
 
 from relibra.rl.model.critic import build_critic, value_model_class, values
 from relibra.rl.model.optimizer import clip_gradients, make_optimizer
-from relibra.rl.model.policy import build_policy
 from relibra.rl.model.sequence_masks import give_masks
 from tests.replay.tiny_models import CONFIGS, random_tokens, tiny_model
-from tests.rl.joined import CPU, VOCAB, alone, on_ranks, tiny_config
+from tests.rl.joined import CPU, alone, on_ranks, policy_of, tiny_config
 
 LENGTHS = (5, 9, 1, 20)
 PPO = ("algorithm.preset=ppo", "plan.balancer=static")
@@ -78,10 +77,10 @@ def test_the_class_is_that_of_transformers_where_it_names_one():
 @pytest.mark.parametrize("experts", [4, 0])
 def test_the_critic_starts_as_the_policy_and_says_nothing(tmp_path, experts):
     config = tiny_config(*PPO, f"model.num_experts={experts}", "algorithm.replay=off")
-    policy = build_policy(config, VOCAB, tmp_path, CPU)
+    policy = policy_of(config, tmp_path)
     with torch.no_grad():
         policy.trained.model.norm.weight.mul_(1.5)  # trained since the copy was made
-    critic = build_critic(config, policy, tmp_path, CPU)
+    critic = build_critic(config.model, policy, tmp_path, CPU)
     tokens, positions = packed()
     assert torch.equal(values(critic, tokens, positions), torch.zeros(sum(LENGTHS)))
     ours, theirs = (model.model(tokens).last_hidden_state for model in (critic, policy.trained))
@@ -90,11 +89,6 @@ def test_the_critic_starts_as_the_policy_and_says_nothing(tmp_path, experts):
     assert critic.training
     assert critic.dropout.p == 0
     assert list(tmp_path.iterdir()) == []
-
-
-def test_nobody_asks_a_critic_of_algorithms_that_compare_groups(tmp_path):
-    config = tiny_config("algorithm.preset=grpo")
-    assert build_critic(config, build_policy(config, VOCAB, tmp_path, CPU), tmp_path, CPU) is None
 
 
 CASES = {
@@ -111,8 +105,8 @@ def learn_on_this_rank(folder, ranks):
     for name, overrides in CASES.items():
         config = tiny_config(*overrides, ranks=ranks)
         folder.mkdir(exist_ok=True)
-        policy = build_policy(config, VOCAB, folder, CPU)
-        critic = build_critic(config, policy, folder, CPU)
+        policy = policy_of(config, folder)
+        critic = build_critic(config.model, policy, folder, CPU)
         randomise_head(critic)
         optimizer = make_optimizer(critic, 1e-2, 0.0)
         own = range(2) if ranks == 1 else [torch.distributed.get_rank()]

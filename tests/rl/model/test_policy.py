@@ -14,10 +14,10 @@ from relibra.errors import ConfigError
 from relibra.parallel import relocate
 from relibra.parallel.balanced import balanced_layers
 from relibra.rl.model.optimizer import clip_gradients, make_optimizer
-from relibra.rl.model.policy import balanced, build_policy, write_weights
+from relibra.rl.model.policy import write_weights
 from relibra.rl.model.sharding import is_balanced, whole_parameters
 from tests.replay.tiny_models import random_tokens, tiny_model
-from tests.rl.joined import CPU, VOCAB, alone, on_ranks, tiny_config
+from tests.rl.joined import VOCAB, alone, on_ranks, policy_of, tiny_config
 
 NATIVE = "algorithm.replay=off"
 
@@ -29,7 +29,7 @@ def _group():
 
 
 def build(folder, *overrides, ranks=1, vocab=VOCAB):
-    return build_policy(tiny_config(*overrides, ranks=ranks), vocab, folder, CPU)
+    return policy_of(tiny_config(*overrides, ranks=ranks), folder, vocab)
 
 
 def saved(folder, family="qwen3_moe", **changes):
@@ -175,9 +175,9 @@ def test_what_does_not_fit_is_refused_with_a_sentence(tmp_path):
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=VOCAB, interleave_moe_layer_step=1,
     ).save_pretrained(refused)  # fmt: skip
     for overrides, vocab, sentence in (
-        (["model.path=/no/such/folder"], VOCAB, r"model.path '/no/such/folder' is no folder: name one that"),
-        ([f"model.path={tmp_path / 'empty'}"], VOCAB, r"model.path '.*empty' cannot be loaded: .*; name a folder"),
-        ([experts], VOCAB + 1, r"model.path '.*' has embeddings for 64 tokens, its tokenizer has 65: resize"),
+        (["model.path=/no/such/folder"], VOCAB, r"model.path '/no/such/folder' is no folder"),
+        ([f"model.path={tmp_path / 'empty'}"], VOCAB, r"model.path '.*empty' cannot be loaded: "),
+        ([experts], VOCAB + 1, r"model.path '.*' has embeddings for 64 tokens, but its tokenizer has 65"),
         ([dense], VOCAB, r"algorithm.replay 'R3' needs a model with experts, and model.path '.*dense' has none: set"),
         ([f"model.path={refused}"], VOCAB, r"algorithm.replay 'R3' does not work with .*; or set algorithm.replay=off"),
     ):
@@ -203,8 +203,8 @@ def test_settings_say_whether_experts_are_balanced():
         (NATIVE,): False,
     }
     for overrides, expected in cases.items():
-        assert balanced(tiny_config(*overrides, ranks=2)) is expected
-    assert not balanced(tiny_config(ranks=1))
+        assert tiny_config(*overrides, ranks=2).follows_plans is expected
+    assert not tiny_config(ranks=1).follows_plans
 
 
 CASES = {
@@ -258,7 +258,7 @@ def refused(folder):
     there = folder / ("tied" if dist.get_rank() == 0 else "elsewhere")
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(there)})})
     with pytest.raises(ConfigError) as told:
-        build_policy(config, VOCAB, folder, CPU)
+        policy_of(config, folder)
     return str(told.value)
 
 

@@ -5,10 +5,9 @@ import torch
 import transformers
 
 from relibra.errors import ConfigError
-from relibra.rl.model.policy import build_policy
 from relibra.rl.model.sequence_masks import give_masks, reads_across
 from tests.replay.tiny_models import CONFIGS, random_tokens, tiny_model
-from tests.rl.joined import CPU, VOCAB, alone, tiny_config
+from tests.rl.joined import VOCAB, alone, policy_of, tiny_config
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +48,5 @@ def test_a_model_with_a_running_state_is_refused(tmp_path):
         layer_types=["linear_attention", "full_attention"], linear_value_head_dim=8, **changes,
     )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    with pytest.raises(
-        ConfigError, match=r"carries something from a sequence into the one laid behind it.*Qwen3NextFor"
-    ):
-        build_policy(tiny_config(f"model.path={tmp_path / 'model'}"), VOCAB, tmp_path, CPU)
+    with pytest.raises(ConfigError, match=r"cannot be trained: .*Qwen3NextFor.*attention-only"):
+        policy_of(tiny_config(f"model.path={tmp_path / 'model'}"), tmp_path)

@@ -25,13 +25,12 @@ from relibra.parallel import relocate
 from relibra.parallel.balanced import balanced_layers
 from relibra.rl.model.critic import build_critic
 from relibra.rl.model.optimizer import make_optimizer
-from relibra.rl.model.policy import build_policy
 from relibra.rl.model.sharding import whole_parameters
 from relibra.rl.rollout.response import Response
 from relibra.rl.run import checkpoint
 from relibra.rl.run.checkpoint import load_checkpoint, save_checkpoint
 from tests.replay.tiny_models import random_tokens
-from tests.rl.joined import CPU, VOCAB, alone, on_ranks, tiny_config
+from tests.rl.joined import CPU, alone, on_ranks, policy_of, tiny_config
 
 STATE = {"next_sample": 17, "note": "anything", "alpha": 0.1}
 
@@ -73,8 +72,8 @@ def same_response(one, other):
 def models_of(folder, *overrides, ranks=1, seed=0, reference=False):
     """Return a policy and a critic with their optimizers."""
     config = tiny_config("algorithm.preset=ppo", f"run.seed={seed}", *overrides, ranks=ranks)
-    policy = build_policy(config, VOCAB, folder, CPU)
-    critic = build_critic(config, policy, folder, CPU)
+    policy = policy_of(config, folder)
+    critic = build_critic(config.model, policy, folder, CPU)
     models = {
         "policy": (policy.trained, make_optimizer(policy.trained, 1e-2, 0.1)),
         "critic": (critic, make_optimizer(critic, 1e-2, 0.1)),
@@ -241,10 +240,10 @@ WEIGHTS = "weights/shard-00001-model-00001-of-00001.safetensors"
     ("file", "damage", "told"),
     [
         (WEIGHTS, cut_off, r"has \d+ bytes instead of \d+"),
-        (WEIGHTS, flip_a_bit, "has other contents than were written"),
+        (WEIGHTS, flip_a_bit, "has changed contents"),
         (WEIGHTS, Path.unlink, "No such file"),
-        ("state.json", flip_a_bit, "has other contents"),
-        ("responses/rank-00000.safetensors", flip_a_bit, "has other contents"),
+        ("state.json", flip_a_bit, "has changed contents"),
+        ("responses/rank-00000.safetensors", flip_a_bit, "has changed contents"),
         ("manifest.json", Path.unlink, "its manifest.json cannot be read"),
         ("manifest.json", cut_off, ""),
         ("manifest.json", rewrite_format, "its format is 2, this version of relibra reads 1"),
@@ -261,7 +260,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(tmp_path, caplog, file, damag
         loaded = load_checkpoint(tmp_path, models=small())
     assert (loaded.step, loaded.state) == (1, {"number": 1})
     [record] = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "step-00002 is damaged and passed over: " in record.message
+    assert "step-00002 is damaged and was skipped: " in record.message
     assert re.search(told, record.message)
 
 
@@ -441,7 +440,7 @@ def test_a_rank_without_room_and_a_rank_that_is_killed_leave_the_last_checkpoint
     both = on_ranks(2, fail_on_one_rank, tmp_path)
     for found in both:
         assert len(found["told"]) == 4
-        assert all("No space left on device): earlier checkpoints are as they were" in told for told in found["told"])
+        assert all("No space left on device): earlier checkpoints are unchanged" in told for told in found["told"])
         assert found["step"] == 1
     assert both[0]["told"] == both[1]["told"]
     shutil.rmtree(tmp_path / "checkpoints")

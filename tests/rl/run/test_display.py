@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from relibra.rl.run.display import LINE_EVERY_WARMUP_STEPS, TrainingProgress, _table, curve
+from relibra.rl.run.display import LINE_EVERY_WARMUP_STEPS, TrainingDisplay, curve, metrics_table
 
 
 def metrics(step, **more):
@@ -34,7 +34,7 @@ def plain(capsys):
     """Return a display that writes to no terminal, and what it wrote."""
 
     def make(enabled=True, warmup_steps=0, rl_steps=9):
-        return TrainingProgress(warmup_steps=warmup_steps, rl_steps=rl_steps, enabled=enabled)
+        return TrainingDisplay(warmup_steps=warmup_steps, rl_steps=rl_steps, enabled=enabled)
 
     return make, lambda: capsys.readouterr().err.splitlines()
 
@@ -85,7 +85,7 @@ def test_a_run_that_goes_on_says_from_where(plain):
     with make(warmup_steps=3) as display:
         display.resumed(4)
         display.rl_step(metrics(4))
-    assert [line.partition("  ")[0] for line in lines()] == ["going on from the checkpoint after step 4", "step 5/9"]
+    assert [line.partition("  ")[0] for line in lines()] == ["resuming from the checkpoint after step 4", "step 5/9"]
 
 
 def test_ranks_that_are_not_asked_say_nothing(plain):
@@ -99,7 +99,7 @@ def test_ranks_that_are_not_asked_say_nothing(plain):
 
 def shown(rows, width):
     console = Console(file=io.StringIO(), width=width)
-    console.print(_table(rows, wide=width >= 100))
+    console.print(metrics_table(rows, wide=width >= 100))
     return console.file.getvalue()
 
 

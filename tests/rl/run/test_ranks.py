@@ -24,7 +24,7 @@ from relibra.rl.run.ranks import (
     sum_over_ranks,
 )
 from tests.rl.joined import on_ranks
-from tests.rl.ranks_at_work import CPU, meeting
+from tests.rl.ranks_at_work import CPU, rendezvous
 
 
 @pytest.fixture
@@ -36,13 +36,13 @@ def _leave_group():
 
 def test_a_rank_alone_gets_back_what_it_gives(monkeypatch):
     value = {"text": "ä\n", "numbers": [1, 0.1, None], "empty": {}}
-    with joined_ranks(60.0, CPU, meeting()):
+    with joined_ranks(60.0, CPU, rendezvous()):
         assert broadcast_json(value) == value
         assert gather_json(value) == [value]
         assert sum_over_ranks(torch.tensor([1, 2])).tolist() == [1, 2]
         assert largest_over_ranks(-3) == -3
         monkeypatch.setattr(ranks, "MAX_PAYLOAD_BYTES", 10)
-        with pytest.raises(EngineError, match="a rank wants to exchange 12 bytes of JSON: at most 10 are allowed"):
+        with pytest.raises(EngineError, match="sends 12 bytes of JSON: at most 10"):
             gather_json("x" * 10)
     assert not dist.is_initialized()
 
@@ -55,7 +55,7 @@ def test_arrays_of_any_type_and_shape_come_back_as_they_were(monkeypatch):
         np.array(["a", "bc"]),
         np.arange(8).reshape(2, 4).T,
     ]
-    with joined_ranks(60.0, CPU, meeting()):
+    with joined_ranks(60.0, CPU, rendezvous()):
         for array in arrays:
             [found] = gather_arrays(array)
             assert found.dtype == array.dtype
@@ -65,7 +65,7 @@ def test_arrays_of_any_type_and_shape_come_back_as_they_were(monkeypatch):
         for found, array in zip(together, arrays, strict=True):
             assert (found.dtype, found.shape, found.tolist()) == (array.dtype, array.shape, array.tolist())
         monkeypatch.setattr(ranks, "MAX_ARRAY_BYTES", 10)
-        with pytest.raises(EngineError, match="a rank wants to exchange an array of 16 bytes: at most 10 are allowed"):
+        with pytest.raises(EngineError, match="sends 16 bytes of arrays: at most 10"):
             gather_arrays(np.zeros(2))
 
 
@@ -102,7 +102,7 @@ def test_ranks_exchange_pieces_of_different_sizes(tmp_path):
 
 def test_sums_leave_their_argument_alone():
     values = torch.tensor([1.0])
-    with joined_ranks(60.0, CPU, meeting()):
+    with joined_ranks(60.0, CPU, rendezvous()):
         sum_over_ranks(values).add_(1)
     assert values.item() == 1.0
 
@@ -111,8 +111,8 @@ def test_sums_leave_their_argument_alone():
 def test_a_peer_that_never_comes_is_waited_for_as_long_as_configured():
     start = time.monotonic()
     with (
-        pytest.raises(LostPeerError, match=r"waited longer than 1 s for one \(parallel.timeout_seconds\): "),
-        joined_ranks(1.0, CPU, meeting(0, 2)),
+        pytest.raises(LostPeerError, match=r"longer than 1 s \(parallel.timeout_seconds\): "),
+        joined_ranks(1.0, CPU, rendezvous(0, 2)),
     ):
         raise AssertionError("nobody else is here")
     assert time.monotonic() - start < 20
@@ -131,7 +131,7 @@ def test_a_peer_that_never_comes_is_waited_for_as_long_as_configured():
 )
 @pytest.mark.usefixtures("_leave_group")
 def test_only_trouble_between_processes_counts_as_a_lost_peer(error, expected):
-    with pytest.raises(expected) as caught, joined_ranks(60.0, CPU, meeting()):
+    with pytest.raises(expected) as caught, joined_ranks(60.0, CPU, rendezvous()):
         raise error
     assert type(caught.value) is expected
     assert "GLHF" not in str(caught.value)

@@ -6,7 +6,7 @@ import pytest
 
 from relibra.rl.config.settings import TaskSettings
 from relibra.rl.tasks import rewards, rows
-from relibra.rl.tasks.make import make_task, without_effect
+from relibra.rl.tasks.make import make_task, settings_without_effect
 from relibra.rl.toy import lengths, strings
 from relibra.rl.toy.arithmetic import Arithmetic
 from relibra.rl.toy.strings import Strings
@@ -28,12 +28,12 @@ def test_docstring_examples_run(module):
 
 @pytest.mark.parametrize("name", ["strings", "prompts"])
 def test_a_tail_that_the_task_does_not_draw_is_told(name):
-    [sentence] = without_effect(TaskSettings(name=name, tail_exponent=1.5))
+    [sentence] = settings_without_effect(TaskSettings(name=name, tail_exponent=1.5))
     assert sentence.startswith(f"task.tail_exponent 1.5 has no effect on the task '{name}'")
 
 
 def test_two_tails_are_told_and_one_is_not():
-    [sentence] = without_effect(TaskSettings(tail_exponent=1.5, continue_probability=0.5))
+    [sentence] = settings_without_effect(TaskSettings(tail_exponent=1.5, continue_probability=0.5))
     assert sentence.startswith("task.continue_probability 0.5 has no effect beside task.tail_exponent 1.5")
     for settings in (TaskSettings(tail_exponent=1.5), TaskSettings(continue_probability=0.5), TaskSettings()):
-        assert not [*without_effect(settings)]
+        assert not [*settings_without_effect(settings)]

@@ -1,4 +1,4 @@
-"""Presets: published algorithms as settings of the same pieces. Sizes and learning rates are the run's own."""
+"""Presets: published algorithms as values of `AlgorithmSettings`. They set no sizes or learning rates."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # arXiv 2402.03300
     "grpo": _GRPO,
-    # arXiv 2503.14476; the length penalty needs the run's own lengths: overlong_buffer
+    # arXiv 2503.14476; the length penalty depends on the lengths of the run: set overlong_buffer
     "dapo": {**_GRPO, "aggregate": "token", "clip_high": 0.28, "group_filter": "mixed"},
     # arXiv 2507.18071
     "gspo": {**_GRPO, "ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},

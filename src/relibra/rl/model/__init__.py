@@ -1,4 +1,4 @@
-"""Models of a run: policy, critic, reference, their sharding, attention masks, tokenizer, optimizer.
+"""Models of a run. In: `ModelSettings` and weights. Out: sharded policy and value model, tokenizer, optimizer.
 
 Start with `policy.py`.
 """

@@ -1,4 +1,4 @@
-"""How weights step: AdamW over shards of several meshes, a warm-up of its rate, clipping of the whole gradient."""
+"""AdamW over sharded parameters, learning-rate warm-up, and clipping of the global gradient norm."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BETAS = (0.9, 0.95)
 
 
 def make_optimizer(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
-    """Return AdamW over the parameters of a model; norms, biases and other vectors do not decay.
+    """Return AdamW over the parameters of a model; no weight decay for norms, biases and other vectors.
 
-    One parameter at a time (`foreach=False`): those of dense layers and of experts lie on different meshes.
+    `foreach=False`, because parameters of dense layers and of experts are on different device meshes.
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     decaying = [parameter for name, parameter in trained if _decays(name, parameter)]
@@ -28,10 +28,11 @@ def make_optimizer(model: nn.Module, learning_rate: float, weight_decay: float) 
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, base: float, step: int, warmup_steps: int) -> float:
-    """Set the learning rate of the optimizer step that comes next, and return it.
+    """Set the learning rate of the next optimizer step, and return it.
 
-    step           optimizer steps made before it
-    warmup_steps   it rises evenly over so many of them, and the last of them has the whole of it
+    base           learning rate after the warm-up
+    step           optimizer steps made so far
+    warmup_steps   steps over which the rate rises linearly; the last of them uses `base`
     """
     rate = base * min(1.0, (step + 1) / max(1, warmup_steps))
     for group in optimizer.param_groups:
@@ -40,14 +41,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, base: float, step: int, 
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, *, what: str = "the gradient") -> float:
-    """Scale gradients down to a global norm over all shards of all ranks, and return the norm before; collective.
+    """Scale gradients down to a global norm over all ranks, and return the norm before scaling; collective.
 
-    torch's own `clip_grad_norm_` cannot mix the meshes of dense and expert parameters. Every shard lives on exactly
-    one rank, so the local squares add up over the ranks to the whole.
+    torch's `clip_grad_norm_` cannot mix the meshes of dense and expert parameters. Every shard is on exactly one rank,
+    so the squared norm is the sum of local squares over ranks.
 
-    what     whose gradients and when, for the message, such as "the policy's gradient in step 3, mini-batch 2"
-    raises   EngineError, on all ranks, when the norm is not finite: a step would destroy the weights, and one that is
-             skipped hides what is wrong
+    what     for the error message, such as "the policy's gradient in step 3, mini-batch 2"
+    raises   EngineError, on all ranks, if the norm is not finite: an optimizer step would destroy the weights, and
+             skipping it would hide the cause
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
@@ -56,10 +57,12 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, *, what:
     for gradient in local:
         total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
     dist.all_reduce(total)
-    norm = float(total.sqrt().float())  # in float32, where it does not matter which rank holds which expert
+    norm = float(
+        total.sqrt().float()
+    )  # rounded to float32, so that it does not depend on which rank holds which expert
     if not math.isfinite(norm):
         raise EngineError(
-            f"{what} has the norm {norm}: the weights are as they were; go on from the last checkpoint with a lower "
+            f"{what} has the norm {norm}: the weights are unchanged; resume from the last checkpoint with a lower "
             "learning rate (update.learning_rate, critic.learning_rate) or float32 (model.dtype)"
         )
     if norm > max_norm:

@@ -1,7 +1,7 @@
-"""Attention of sequences laid end to end: each by itself, without a mask over all pairs of tokens.
+"""Attention over packed sequences, one at a time, without a mask over all pairs of tokens.
 
-The mask that transformers makes for `sdpa` has a place for each pair of tokens of a micro-batch, and nearly all of them
-are of two sequences: for sequences of n tokens in a micro-batch of T the work is T / n times what it has to be.
+The mask that transformers makes for `sdpa` has an entry for each pair of tokens of a micro-batch, and most pairs are of
+two sequences: with sequences of n tokens in a micro-batch of T, the work is T / n times the necessary work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PACKED = "relibra_packed"
 """Name among the attention implementations of transformers."""
 
 _lengths_of = WeakTensorKeyDictionary()
-"""Lengths of sequences by their positions: the layers of a pass share one tensor, and reading it waits for a GPU."""
+"""Cache of sequence lengths by position tensor: all layers share the tensor, and reading it synchronizes the GPU."""
 
 
 def attend_packed(
@@ -34,15 +34,15 @@ def attend_packed(
     position_ids: Tensor | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Let each sequence attend to itself, where sequences are laid end to end; else do what `sdpa` does.
+    """Attend within each packed sequence; for other inputs, the same as `sdpa`.
 
     query, key, value   `[1, heads, tokens, head size]`; keys and values may have fewer heads
-    attention_mask      None where `packed_mask` left it away
-    position_ids        `[1, tokens]`, start at 0 with each sequence
+    attention_mask      None if `packed_mask` omitted it
+    position_ids        `[1, tokens]`, restart at 0 with each sequence
     returns             `[1, tokens, heads, head size]`, and no attention weights
     """
     special = settings.get("position_bias") is not None or settings.get("is_causal") is False
-    whole = query.shape[0] == 1 and query.shape[2] == key.shape[2]  # one row, nothing of it in a cache
+    whole = query.shape[0] == 1 and query.shape[2] == key.shape[2]  # one row, no cache
     if attention_mask is not None or special or position_ids is None or not whole:
         return sdpa_attention_forward(module, query, key, value, attention_mask, position_ids=position_ids, **settings)
     lengths = sequence_lengths(position_ids)
@@ -67,9 +67,9 @@ def packed_mask(
     use_vmap: bool = False,
     **settings: Any,
 ) -> Tensor | None:
-    """Return the mask of `sdpa`, or None where `attend_packed` needs none: full causal attention of one row.
+    """Return the mask of `sdpa`, or None if `attend_packed` needs none: full causal attention of one row.
 
-    Layers that see a window or a chunk only (`local_size`), and masks of a model's own (`use_vmap`), keep theirs.
+    Layers with sliding windows or chunks (`local_size`), and custom masks of a model (`use_vmap`), keep their mask.
     """
     if batch_size == 1 and q_length == kv_length and attention_mask is None and local_size is None and not use_vmap:
         return None
@@ -86,7 +86,7 @@ def packed_mask(
 
 
 def sequence_lengths(position_ids_1T: Tensor) -> list[int]:
-    """Return the lengths of sequences laid end to end, whose positions start at 0."""
+    """Return the lengths of packed sequences, whose positions restart at 0."""
     lengths = _lengths_of.get(position_ids_1T)
     if lengths is None:
         starts = (position_ids_1T[0] == 0).nonzero().flatten().tolist()
@@ -97,13 +97,13 @@ def sequence_lengths(position_ids_1T: Tensor) -> list[int]:
 
 
 def can_attend_packed(model: nn.Module) -> bool:
-    """Tell whether a model says with `attend_packed` what it says by itself; it is whole, in evaluation mode.
+    """Return whether a model has the same logits with `attend_packed`; it is not sharded, in evaluation mode.
 
-    A family that makes its mask from positions, and does not hand them on to its attention, reads across then.
+    A family that does not pass positions on to its attention would attend across sequences.
     """
     whole = cast(PreTrainedModel, model)
     if whole.config._attn_implementation != "sdpa":
-        return False  # sinks, soft caps and the like: the family does not attend as sdpa does
+        return False  # attention sinks, soft caps and the like: the family does not use sdpa
     masked = logits_behind(model)
     whole.set_attn_implementation(PACKED)
     kept_apart = (
@@ -116,7 +116,7 @@ def can_attend_packed(model: nn.Module) -> bool:
 
 
 def use_packed_attention(model: nn.Module) -> None:
-    """Let a model attend to sequences laid end to end one by one; other inputs are treated as before."""
+    """Make a model attend within each packed sequence; other inputs are unaffected."""
     cast(PreTrainedModel, model).set_attn_implementation(PACKED)
 
 

@@ -1,4 +1,4 @@
-"""The policy: a built-in tiny model or one of yours, spread over the ranks, with a full copy on each of them."""
+"""The policy: your model or the built-in one, sharded over the ranks, with a full copy for sampling on each."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from relibra.errors import ConfigError, EngineError
 from relibra.replay import find_routers
-from relibra.rl.config.run_config import RunConfig
 from relibra.rl.config.settings import ModelSettings
 from relibra.rl.model.packed_attention import can_attend_packed, use_packed_attention
 from relibra.rl.model.sequence_masks import give_masks, reads_across
 from relibra.rl.model.sharding import (
-    agreed,
     is_missing_folder,
     load_sharded,
     loading,
+    on_all_ranks,
     quiet_loading,
     whole_parameters,
     without_randomness,
 )
+from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.toy.model import built_in_config, initial_model
 
 _log = logging.getLogger(__name__)
@@ -41,15 +41,15 @@ _log = logging.getLogger(__name__)
 class Policy:
     """The trained model and its full copy on this rank.
 
-    trained       sharded over the ranks (plain on one rank); holds parameters and gradients, in float32
-    copy          whole, in evaluation mode, without gradients; what the rollout engine samples from
-    num_experts   of each MoE layer; 0: a dense model
+    trained       sharded over the ranks (plain on one rank); parameters and gradients in float32
+    copy          not sharded, in evaluation mode, without gradients; the rollout engine samples from it
+    num_experts   experts of each MoE layer; 0: a dense model
     layer_ids     decoder layers (absolute, from 0) whose routes can be recorded; none: a dense model, or (with replay
-                  off) one whose routers relibra does not know
-    top_k         experts that a token takes in each of them; 0 where there are none
+                  off) one with unknown routers
+    top_k         experts per token in each of them; 0 if there are none
     balanced      the experts of `trained` can follow plans
-    packed        the family can attend to sequences laid end to end one by one (`attend_packed`)
-    given_masks   it needs masks from us to keep such sequences apart
+    packed        the model attends to each of several packed sequences by itself (`attend_packed`)
+    given_masks   the model needs explicit masks (`give_masks`) to keep packed sequences apart
     """
 
     trained: nn.Module
@@ -62,61 +62,66 @@ class Policy:
     given_masks: bool = False
 
     def sync(self) -> None:
-        """Copy the trained weights, gathered whole and in logical expert order, into the full copy; collective."""
+        """Copy the trained weights, gathered in logical expert order, into the full copy; collective."""
         targets = dict(self.copy.named_parameters())
         with torch.no_grad():
             for name, whole in whole_parameters(self.trained):
                 targets[name].copy_(whole)
 
-    def keep_sequences_apart(self, model: nn.Module) -> None:
-        """Make a model of this family keep sequences apart that are laid end to end, as cheaply as it can."""
+    def separate_sequences(self, model: nn.Module) -> None:
+        """Make a model of this family treat packed sequences independently, in the cheapest way it supports."""
         if self.given_masks:
             _give_masks(model, self.copy)
         if self.packed:
             use_packed_attention(model)
 
 
-def balanced(config: RunConfig) -> bool:
-    """Tell whether the settings ask for balanced experts; whether the model has any is another question."""
-    wanted = config.plan.balancer != "static" or config.plan.sums == "canonical"
-    return wanted and config.algorithm.replay != "off" and config.parallel.ranks > 1
+def build_policy(
+    settings: ModelSettings,
+    vocab_size: int,
+    folder: Path,
+    device: torch.device,
+    *,
+    seed: int,
+    replay: str,
+    follows_plans: bool,
+) -> Policy:
+    """Initialize the built-in model from the seed, or load the one at `model.path`; collective.
 
-
-def build_policy(config: RunConfig, vocab_size: int, folder: Path, device: torch.device) -> Policy:
-    """Initialise the built-in model from the seed, or load the one at `model.path`; collective.
-
-    vocab_size   tokens that the tokenizer knows
-    folder       where initial weights pass through on their way to all ranks, and are removed again
-    raises       ConfigError, the same on all ranks, when there is no such model, or it does not fit the run
+    vocab_size      tokens of the tokenizer
+    folder          for a temporary file of initial weights, which all ranks load
+    replay          algorithm.replay: routers must be known unless it is "off"
+    follows_plans   plans decide where experts are computed, if the model has any
+    raises          ConfigError, the same on all ranks, if there is no such model, or it does not fit the run
     """
-    model_config = agreed(lambda: _model_config(config.model, vocab_size))
-    anatomy = agreed(lambda: _anatomy(model_config, config))
-    with _initial_weights(config, model_config, anatomy, folder) as path:
+    model_config = on_all_ranks(lambda: _model_config(settings, vocab_size))
+    anatomy = on_all_ranks(lambda: _anatomy(model_config, settings, replay))
+    with _initial_weights(settings, seed, model_config, anatomy, folder) as path:
         if anatomy.tied:
             model_config = AutoConfig.from_pretrained(path)
 
         def load_copy() -> nn.Module:
-            with loading(f"model.path {config.model.path!r}"), quiet_loading():
+            with loading(f"model.path {settings.path!r}"), quiet_loading():
                 return AutoModelForCausalLM.from_pretrained(
-                    path, config=copy.deepcopy(model_config), dtype=getattr(torch, config.model.dtype)
+                    path, config=copy.deepcopy(model_config), dtype=getattr(torch, settings.dtype)
                 )
 
-        full = agreed(load_copy).to(device).eval().requires_grad_(False)
-        given_masks = agreed(lambda: _keep_apart(full, config.model))
-        packed = agreed(lambda: not given_masks and can_attend_packed(full))
+        full = on_all_ranks(load_copy).to(device).eval().requires_grad_(False)
+        given_masks = on_all_ranks(lambda: _needs_masks(full, settings))
+        packed = on_all_ranks(lambda: not given_masks and can_attend_packed(full))
         try:
             trained = load_sharded(
                 AutoModelForCausalLM,
                 path,
                 model_config=without_randomness(copy.deepcopy(model_config)),
-                settings=config.model,
+                settings=settings,
                 device=device,
                 has_experts=anatomy.num_experts > 0,
-                experts="relibra" if balanced(config) else "all_to_all",
+                experts="relibra" if follows_plans else "all_to_all",
             )
-        except ValueError as error:  # transformers knows no way to spread this family; the same on all ranks
+        except ValueError as error:  # transformers has no plan for this family; the same on all ranks
             raise ConfigError(
-                f"{_name(config.model)} cannot be spread over {config.parallel.ranks} ranks: "
+                f"{_name(settings)} cannot be sharded over {dist.get_world_size()} ranks: "
                 f"{str(error).splitlines()[0].rstrip('.')}; use parallel.ranks=1, or a model of another family"
             ) from error
     policy = Policy(
@@ -125,20 +130,32 @@ def build_policy(config: RunConfig, vocab_size: int, folder: Path, device: torch
         num_experts=anatomy.num_experts,
         layer_ids=anatomy.layer_ids,
         top_k=anatomy.top_k,
-        balanced=balanced(config) and anatomy.num_experts > 0,
+        balanced=follows_plans and anatomy.num_experts > 0,
         packed=packed,
         given_masks=given_masks,
     )
-    policy.keep_sequences_apart(trained)
+    policy.separate_sequences(trained)
     return policy
 
 
+def save_policy(policy: Policy, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write policy and tokenizer as a `transformers` folder, which gets its name when it is complete; collective."""
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    if dist.get_rank() == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+    write_weights(policy, temporary)
+    if dist.get_rank() == 0:
+        tokenizer.save(temporary)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+
+
 def write_weights(policy: Policy, folder: Path) -> None:
-    """Write the trained weights, in float32 and logical order, as a plain `transformers` folder; collective.
+    """Write the trained weights, in float32 and logical expert order, as a `transformers` folder; collective.
 
-    Rank 0 writes, and holds all of them in memory for that.
+    Rank 0 writes, and needs memory for all of them.
 
-    raises   ConfigError, the same on all ranks, when the folder cannot be written
+    raises   ConfigError, the same on all ranks, if the folder cannot be written
     """
     writes = dist.get_rank() == 0
     weights = {name: whole.cpu() for name, whole in whole_parameters(policy.trained) if writes}
@@ -148,33 +165,35 @@ def write_weights(policy: Policy, folder: Path) -> None:
             with _writing(folder):
                 policy.copy.save_pretrained(folder, state_dict={**policy.copy.state_dict(), **weights})  # type: ignore[operator]
 
-    agreed(write)
+    on_all_ranks(write)
 
 
-def _keep_apart(full: nn.Module, settings: ModelSettings) -> bool:
-    """Make sure that sequences laid end to end do not see each other; return whether that took masks from us."""
+def _needs_masks(full: nn.Module, settings: ModelSettings) -> bool:
+    """Return whether packed sequences stay independent only with explicit masks, which the full copy then gets.
+
+    raises   ConfigError if masks do not help either
+    """
     if not settings.path or not reads_across(full):
         return False
     _give_masks(full, full)
     if reads_across(full):
         raise ConfigError(
-            f"{_name(settings)} carries something from a sequence into the one laid behind it, as layers with a "
-            f"running state do, and training lays sequences end to end: {type(full).__name__} cannot be trained here; "
-            "take a model whose layers are all attention"
+            f"{_name(settings)} cannot be trained: training packs sequences end to end, and {type(full).__name__} "
+            "carries state from one sequence into the next, as recurrent layers do; use an attention-only model"
         )
     return True
 
 
 def _give_masks(model: nn.Module, full: nn.Module) -> None:
-    """Give a model of the family of `full` its masks; trained weights are in float32, and computed with in another."""
+    """Give a model of the family of `full` its masks, in the dtype that `full` computes in."""
     give_masks(model, full.dtype)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Anatomy:
-    """What has to be known of a model before its weights are loaded.
+    """Structure of a model, known before its weights are loaded.
 
-    tied   parameters that share their values in the checkpoint
+    tied   names of parameters that share their values with others
     """
 
     num_experts: int
@@ -188,30 +207,30 @@ def _model_config(settings: ModelSettings, vocab_size: int) -> Any:
         return built_in_config(settings, vocab_size)
     if is_missing_folder(settings.path):
         raise ConfigError(
-            f"model.path {settings.path!r} is no folder: name one that save_pretrained wrote, or a causal language "
-            "model on the hub, as owner/name"
+            f"model.path {settings.path!r} is no folder: set it to one written by save_pretrained, or to a causal "
+            "language model on the hub, as owner/name"
         )
     with loading(f"model.path {settings.path!r}"):
         model_config = AutoConfig.from_pretrained(settings.path)
     known = model_config.get_text_config().vocab_size
     if vocab_size > known:
         raise ConfigError(
-            f"model.path {settings.path!r} has embeddings for {known} tokens, its tokenizer has {vocab_size}: resize "
-            "the embeddings, or take the tokenizer that the model was made with"
+            f"model.path {settings.path!r} has embeddings for {known} tokens, but its tokenizer has {vocab_size}: "
+            "resize the embeddings, or use the tokenizer that the model was trained with"
         )
     return model_config
 
 
-def _anatomy(model_config: Any, config: RunConfig) -> _Anatomy:
-    """Look at the model without its weights, and refuse what cannot be trained as the settings say."""
-    name, ranks, replay = _name(config.model), config.parallel.ranks, config.algorithm.replay
+def _anatomy(model_config: Any, settings: ModelSettings, replay: str) -> _Anatomy:
+    """Return the structure of a model; raises ConfigError if it cannot be trained with these settings."""
+    name, ranks = _name(settings), dist.get_world_size()
     with loading(name), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config))
     stacked = [p for path, p in model.named_parameters() if ".experts." in path and p.ndim == 3]
     num_experts = max((len(p) for p in stacked), default=0)
     if num_experts and num_experts % ranks:
         raise ConfigError(
-            f"parallel.ranks {ranks} does not divide the {num_experts} experts of {name}: every rank holds the same "
+            f"parallel.ranks {ranks} does not divide the {num_experts} experts of {name}: every rank needs the same "
             "number of experts"
         )
     sites: tuple[Any, ...] = ()
@@ -235,24 +254,26 @@ def _anatomy(model_config: Any, config: RunConfig) -> _Anatomy:
 
 
 @contextmanager
-def _initial_weights(config: RunConfig, model_config: Any, anatomy: _Anatomy, folder: Path) -> Iterator[str]:
+def _initial_weights(
+    settings: ModelSettings, seed: int, model_config: Any, anatomy: _Anatomy, folder: Path
+) -> Iterator[str]:
     """Yield the folder (or hub name) that all ranks load from; collective.
 
-    Tied weights part here: under FSDP2 transformers 5.23 unties them without a word, so that a tied copy would drift
-    away from what is trained.
+    Tied weights are untied here: FSDP2 in transformers 5.23 unties them silently in the trained model, so that a tied
+    copy would differ from it.
     """
-    if config.model.path and not anatomy.tied:
-        yield config.model.path
+    if settings.path and not anatomy.tied:
+        yield settings.path
         return
     temporary, writes = folder / ".initial-weights", dist.get_rank() == 0
 
     def write() -> None:
         if writes:
             with _writing(temporary), quiet_loading():
-                _initial_model(config, model_config, anatomy).save_pretrained(temporary)
+                _initial_model(settings, seed, model_config, anatomy).save_pretrained(temporary)
 
     try:
-        agreed(write)
+        on_all_ranks(write)
         yield str(temporary)
         dist.barrier()
     finally:
@@ -260,17 +281,17 @@ def _initial_weights(config: RunConfig, model_config: Any, anatomy: _Anatomy, fo
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _initial_model(config: RunConfig, model_config: Any, anatomy: _Anatomy) -> Any:
-    """Return the whole model, of the seed or as it is on disk, every parameter with values of its own."""
-    if not config.model.path:
-        return initial_model(model_config, config.run.seed)
+def _initial_model(settings: ModelSettings, seed: int, model_config: Any, anatomy: _Anatomy) -> Any:
+    """Return the built-in model, or that of `model.path` with all weights untied."""
+    if not settings.path:
+        return initial_model(model_config, seed)
     _log.warning(
-        "%s ties %s to other weights, which sharded training cannot: from here on they are parameters of their own",
-        _name(config.model),
+        "%s ties %s to other weights, which sharded training does not support: they become separate parameters",
+        _name(settings),
         ", ".join(anatomy.tied),
     )
-    with loading(_name(config.model)):
-        model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    with loading(_name(settings)):
+        model = AutoModelForCausalLM.from_pretrained(settings.path, dtype=torch.float32)
     for name in anatomy.tied:
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)

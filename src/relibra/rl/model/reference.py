@@ -1,4 +1,4 @@
-"""The reference policy: the policy before the first RL step, which a divergence term holds the trained one near to."""
+"""The reference policy of the KL term: a frozen copy of the policy before the first RL step."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from relibra.rl.model.policy import Policy, write_weights
-from relibra.rl.model.sharding import agreed, loading, quiet_loading
+from relibra.rl.model.sharding import loading, on_all_ranks, quiet_loading
 
 
-def reference_policy(policy: Policy, folder: Path, device: torch.device, *, dtype: str, begun: bool) -> nn.Module:
-    """Return a whole frozen copy on every rank, from a folder of the run that is written at the start; collective.
+def reference_policy(policy: Policy, folder: Path, device: torch.device, *, dtype: str, write: bool) -> nn.Module:
+    """Return a full frozen copy on every rank, loaded from a folder; collective.
 
-    dtype    that the policy computes in
-    begun    the run goes on, and the folder is there
-    raises   ConfigError, the same on all ranks, where the folder cannot be written or read
+    dtype    of the policy's forward pass
+    write    write the current policy into the folder first (a new run); False: the folder exists (a resumed run)
+    raises   ConfigError, the same on all ranks, if the folder cannot be written or read
     """
-    if not begun:
+    if write:
         write_weights(policy, folder)
 
     def load() -> nn.Module:
         with loading(f"the reference policy {str(folder)!r}"), quiet_loading():
             return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
 
-    reference = agreed(load).to(device).eval().requires_grad_(False)
-    policy.keep_sequences_apart(reference)
+    reference = on_all_ranks(load).to(device).eval().requires_grad_(False)
+    policy.separate_sequences(reference)
     return reference

@@ -1,7 +1,7 @@
-"""Sequences laid end to end in one row: does a model keep them apart, and masks for those that do not.
+"""Sequences packed end to end in one row: test whether a model separates them, and masks for models that do not.
 
-Most decoders of transformers 5.23 see from positions that start anew where a sequence ends. Some never hand positions
-to their masks (gpt-oss, AFMoE): their tokens read the sequences before their own, and nothing says so.
+Most decoders of transformers 5.23 detect sequence borders from positions that restart at 0. Some do not pass positions
+to their masks (gpt-oss, AFMoE): their tokens silently attend to the sequences before their own.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from transformers.masking_utils import create_masks_for_generate
 
 _LENGTH = 6
 _NOISE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
-"""What rounding may change, as a share of the logits' deviation: other neighbours in a group of rows, other kernels."""
+"""Largest change by rounding (other kernels, other rows in a group), relative to the logits' standard deviation."""
 
 
 def reads_across(model: nn.Module) -> bool:
-    """Tell whether a sequence changes the logits of the one laid behind it; the model is whole, in evaluation mode."""
+    """Return whether a sequence changes the logits of the next one in its row; the model is not sharded."""
     return not same_logits(model, logits_behind(model, first=0), logits_behind(model, first=1))
 
 
 @torch.no_grad()
 def logits_behind(model: nn.Module, first: int = 0) -> Tensor:
-    """Return the logits `[tokens, vocabulary]` of a short sequence laid behind another, the `first` of two."""
+    """Return the logits `[tokens, vocabulary]` of a short sequence packed behind another; `first`: which of two."""
     vocab_size = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     device = next(model.parameters()).device
     tokens_3N = torch.arange(3 * _LENGTH).view(3, _LENGTH) % vocab_size
@@ -35,16 +35,16 @@ def logits_behind(model: nn.Module, first: int = 0) -> Tensor:
 
 
 def same_logits(model: nn.Module, left_TV: Tensor, right_TV: Tensor) -> bool:
-    """Tell whether two logits of a model differ by no more than what rounding does to them."""
+    """Return whether two logits of a model differ by no more than rounding."""
     change_T = (left_TV - right_TV).abs().amax(dim=1)
-    # The median: where rounding sends a token to another expert, its logits change without any reading.
+    # The median: a few tokens may change their expert by rounding, and then their logits.
     return bool(change_T.median() <= _NOISE[model.dtype] * left_TV.std())  # type: ignore[index]
 
 
 def give_masks(model: nn.Module, dtype: torch.dtype) -> None:
-    """Hand the decoder of a model the masks that follow from positions, where it is called with nothing but those.
+    """Add a hook that passes the decoder masks made from positions, unless the caller passes a mask or a cache.
 
-    dtype    that the model computes in
+    dtype    of the forward pass
     """
 
     def with_masks(_decoder: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Models spread over the ranks of a run: how they are loaded, and their whole weights in logical expert order."""
+"""Sharded models: load over all ranks by FSDP2 and expert parallelism, gather full weights in logical order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _RANDOM_IN_TRAINING = (
     "dropout",
     "router_jitter_noise",
 )
-"""Settings of model configurations that would make the trained model another one than the sampled one."""
+"""Names in model configurations that make the trained model (training mode) differ from the sampled one."""
 
 
 def load_sharded(
@@ -51,15 +51,15 @@ def load_sharded(
     has_experts: bool,
     experts: Literal["relibra", "all_to_all"] = "all_to_all",
 ) -> nn.Module:
-    """Load a model in float32, in training mode, spread over all ranks by FSDP2 and expert parallelism; collective.
+    """Load a model in float32 and training mode, sharded over all ranks by FSDP2 and expert parallelism; collective.
 
     With `settings.dtype` bfloat16 FSDP computes in bfloat16 and keeps weights, gradients and optimizer states in
-    float32; a single rank takes FSDP for that too, so that precision does not depend on how many there are.
+    float32. A single rank uses FSDP for that too, so that precision does not depend on the number of ranks.
 
     model_class   an Auto class or a model class of transformers
-    has_experts   whether there are experts to spread
-    experts       who exchanges their tokens
-    raises        ValueError where transformers has no plan to spread this family of models
+    has_experts   whether there are experts to shard
+    experts       implementation of expert parallelism
+    raises        ValueError if transformers has no sharding plan for this model family
     """
     num_ranks, mixed = dist.get_world_size(), settings.dtype == "bfloat16"
     spread: dict[str, Any] = {}
@@ -82,9 +82,9 @@ def load_sharded(
 
 
 def without_randomness(model_config: Any) -> Any:
-    """Switch dropout and noise off in a configuration of transformers, and return it.
+    """Set dropout and router noise to 0 in a transformers configuration, and return it.
 
-    A trained model in training mode then computes what its copy computes, which is what probability ratios rest on.
+    The model in training mode then computes the same as its copy in evaluation mode, as probability ratios assume.
     """
     for section in {id(part): part for part in (model_config, model_config.get_text_config())}.values():
         for name in _RANDOM_IN_TRAINING:
@@ -94,15 +94,15 @@ def without_randomness(model_config: Any) -> Any:
 
 
 def is_balanced(model: nn.Module) -> bool:
-    """Tell whether the experts of a model can follow plans, and move: whether `relibra.parallel` runs them."""
+    """Return whether `relibra.parallel` runs the experts of a model, so that they can follow plans and move."""
     spread = getattr(getattr(model, "config", None), "distributed_config", None)
     return spread is not None and spread.ep_size > 1 and spread.ep_implementation == NAME
 
 
 def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter by name, gathered whole, expert rows in logical order; collective, nothing moves.
+    """Yield each parameter by name, gathered in full, experts in logical order; collective, no expert moves.
 
-    One parameter is whole at a time; all ranks have to take all of them.
+    One full parameter is in memory at a time; every rank must consume all of them.
     """
     if is_balanced(model):
         yield from logical_parameters(model)
@@ -113,29 +113,29 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let every parameter be its shard again: after a forward pass without backward the root still shows it whole."""
+    """Return every parameter to its shard: after a forward pass without backward the root module keeps it gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
-    """Return the whole of a parameter that may be sharded; collective if it is."""
+    """Return a parameter in full; collective if it is sharded."""
     detached = parameter.detach()
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
-def agreed(work: Callable[[], T]) -> T:
-    """Do something that may fail on some ranks, and return what it returned; collective.
+def on_all_ranks(work: Callable[[], T]) -> T:
+    """Call a function that may fail on some ranks, and return its result; collective.
 
-    raises   ConfigError, the same on all ranks, where it failed on any
+    raises   ConfigError, the same on all ranks, if it failed on any
     """
     problem, result = None, None
     try:
         result = work()
     except RelibraError as error:
         problem = str(error)
-    problems = [told for told in gather_json(problem) if told]
+    problems = [each for each in gather_json(problem) if each]
     if problems:
         raise ConfigError(problems[0])
     return result  # type: ignore[return-value]
@@ -143,9 +143,9 @@ def agreed(work: Callable[[], T]) -> T:
 
 @contextmanager
 def loading(what: str) -> Iterator[None]:
-    """Turn what transformers says about a folder or name that it cannot load into one sentence.
+    """Turn errors of transformers while loading into a ConfigError of one sentence.
 
-    what     such as "model.path 'models/mine'"
+    what     what is loaded, such as "model.path 'models/mine'"
     raises   ConfigError
     """
     try:
@@ -155,22 +155,22 @@ def loading(what: str) -> Iterator[None]:
             raise
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ConfigError(
-            f"{what} cannot be loaded: {reason.strip().rstrip('.')}; name a folder that save_pretrained wrote, or a "
+            f"{what} cannot be loaded: {reason.strip().rstrip('.')}; pass a folder written by save_pretrained, or a "
             "causal language model on the hub"
         ) from error
 
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Keep bars and reports of transformers off the terminal: every rank loads, and new heads are meant to be new."""
+    """Silence progress bars and load reports of transformers: every rank loads, and missing heads are expected."""
     transformers_logging.disable_progress_bar()
-    # Two gathers instead of one for expert tensors: known, and done once per weight sync.
+    # Its warning: two gathers instead of one for expert tensors. That happens once per weight sync.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
         with warnings.catch_warnings():
-            # A new head is drawn at random before it is set to 0.
+            # A new value head is initialized at random before it is set to 0.
             warnings.filterwarnings("ignore", message="DTensor random operators")
             yield
     finally:
@@ -178,6 +178,6 @@ def quiet_loading() -> Iterator[None]:
 
 
 def is_missing_folder(path: str) -> bool:
-    """Tell a local path that is not there from a name on the hub, which is at most `owner/name`."""
+    """Return whether a text is a local path that does not exist, and not a hub name (at most `owner/name`)."""
     given = Path(path).expanduser()
     return not given.exists() and (given.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1)

@@ -1,4 +1,4 @@
-"""A run as processes and files: launch, ranks, run folder, checkpoints, display, evaluation.
+"""A run as processes and files. In: `RunConfig`. Out: a run folder with metrics, checkpoints and the policy.
 
-Start with `launch.py`.
+Start with `launch.py` (starts processes) and `worker.py` (one process); `run_folder.py` lists the files of a run.
 """

@@ -1,14 +1,14 @@
-"""Checkpoints: all that a run goes on from, in a folder that is whole or not there.
+"""Checkpoints: everything that a run resumes from, in a folder that is complete or absent.
 
     checkpoints/step-00010/
       weights/shard-*.safetensors      shards of weights and optimizer states, by torch.distributed.checkpoint
-      responses/rank-*.safetensors     responses under way
-      state.json                       the caller's state; homes of experts; counters of optimizers
+      responses/rank-*.safetensors     responses in progress
+      state.json                       the caller's state, homes of experts, scalar optimizer states
       manifest.json                    size and SHA-256 of every other file; written last
 
-Weights and optimizer states are in logical expert order, so any number of ranks can load them. Nothing is pickled:
-torch's own format keeps its index in a pickle, its safetensors format (used here) keeps it in the header of each file.
-A checkpoint is written under a hidden name, synced, and renamed; one that was interrupted is never looked at.
+Weights and optimizer states are in logical expert order, so that any number of ranks can load them. Nothing is pickled:
+torch's default format pickles its index, its safetensors format (used here) has it in the header of each file. A
+checkpoint is written under a hidden name, synced, and renamed, so that an interrupted one is never read.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from torch.optim import Optimizer
 from relibra.errors import ConfigError, EngineError, RelibraError
 from relibra.rl.rollout.response import Response
 from relibra.rl.rollout.response_tensors import load_responses, save_responses
-from relibra.rl.run.checkpoint_manifest import digest_files, sync_folder, what_is_wrong, write_manifest
+from relibra.rl.run.checkpoint_manifest import digest_files, find_damage, sync_folder, write_manifest
 from relibra.rl.run.checkpoint_tensors import at_saved_homes, in_logical_order, restore_scalars, scalars, tensors
 from relibra.rl.run.ranks import broadcast_json, gather_json
 
 Models = Mapping[str, tuple[nn.Module, Optimizer | None]]
-"""Models of a run by name, each with what trains it; None: nothing does."""
+"""Models of a run by name, each with its optimizer; None: it is not trained."""
 
 _NAME = re.compile(r"step-(\d{5,})")
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """What a checkpoint holds beside the models.
+class LoadedCheckpoint:
+    """Contents of a checkpoint apart from the models.
 
-    step        RL steps that were finished
-    state       as it was saved
-    responses   this rank's share of those under way
+    step        finished RL steps
+    state       as passed to `save_checkpoint`
+    responses   this rank's share of the responses in progress
     """
 
     step: int
@@ -66,13 +66,13 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint, and remove all but the latest ones; collective.
 
-    Experts move to logical order for it and back. Host memory beside the models: twice the shards of this rank.
+    Experts move to logical order and back. Needs host memory for twice the shards of this rank.
 
-    step        RL steps that are finished
-    responses   those under way that this rank holds
-    state       whatever the caller needs to go on, the same on all ranks, as JSON
-    keep        checkpoints that are left, this one included
-    raises      EngineError, on all ranks, when a rank cannot write; earlier checkpoints are as they were
+    step        finished RL steps
+    responses   responses in progress on this rank
+    state       JSON data that the caller needs to resume, the same on all ranks
+    keep        number of checkpoints to keep, this one included
+    raises      EngineError, on all ranks, if a rank cannot write; earlier checkpoints are unchanged
     """
     folder = run / "checkpoints" / f"step-{step:05d}"
     partial = folder.with_name(f".{folder.name}.partial")
@@ -84,39 +84,40 @@ def save_checkpoint(
                 _remove_others(folder, keep)
     except EngineError:
         if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # a full disk needs the room
+            shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
         raise
     return folder
 
 
-def load_checkpoint(run: Path, *, models: Models) -> Loaded | None:
-    """Load the latest checkpoint that is whole into models and optimizers, in place; collective. None: there is none.
+def load_checkpoint(run: Path, *, models: Models) -> LoadedCheckpoint | None:
+    """Load the latest undamaged checkpoint into models and optimizers, in place; collective. None: there is none.
 
-    A damaged one is passed over with a warning. On as many ranks as saved it, experts are again where they were, and
-    every bit is as it was; on others they are in logical order.
+    A damaged one is skipped with a warning. On the number of ranks that saved it, experts return to their homes and all
+    state is bitwise the same; on another number they stay in logical order.
 
-    raises    ConfigError, on all ranks, when there are checkpoints and all are damaged, or they are of other models
+    raises    ConfigError, on all ranks, if all checkpoints are damaged, or the latest is of other models
     """
     found = broadcast_json(_checkpoints(run) if dist.get_rank() == 0 else None)
-    passed_over = []
+    damage = []
     for name in found:
         folder = run / "checkpoints" / name
-        wrong = [told for told in gather_json(what_is_wrong(folder, dist.get_rank(), dist.get_world_size())) if told]
+        found_damage = gather_json(find_damage(folder, dist.get_rank(), dist.get_world_size()))
+        wrong = [each for each in found_damage if each]
         if not wrong:
             return _load(folder, models)
-        passed_over.append(wrong[0])
+        damage.append(wrong[0])
         if dist.get_rank() == 0:
-            _log.warning("checkpoint %s is damaged and passed over: %s", folder, wrong[0])
+            _log.warning("checkpoint %s is damaged and was skipped: %s", folder, wrong[0])
     if not found:
         return None
     raise ConfigError(
-        f"none of the checkpoints in {run / 'checkpoints'} can be read ({', '.join(found)}): {passed_over[0]}; restore "
+        f"none of the checkpoints in {run / 'checkpoints'} can be read ({', '.join(found)}): {damage[0]}; restore "
         "one from a backup, or start a new run"
     )
 
 
 def _write(partial: Path, step: int, models: Models, responses: Sequence[Response], state: dict[str, Any]) -> None:
-    """Write all files of a checkpoint, the manifest last; they are on the disk when this returns. Collective."""
+    """Write all files of a checkpoint, the manifest last, and sync them to disk; collective."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     with _writing(partial):
         if rank == 0:
@@ -142,7 +143,7 @@ def _write(partial: Path, step: int, models: Models, responses: Sequence[Respons
             write_manifest(partial, {file: digest for part in everyone for file, digest in part.items()})
 
 
-def _load(folder: Path, models: Models) -> Loaded:
+def _load(folder: Path, models: Models) -> LoadedCheckpoint:
     about = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     saved = about["models"]
     if set(saved) != set(models):
@@ -162,27 +163,29 @@ def _load(folder: Path, models: Models) -> Loaded:
                 f"checkpoint {folder} does not fit the models of this run: {_reason(error)}; resume with the "
                 "configuration of the run that wrote it"
             ) from error
-    return Loaded(step=about["step"], state=about["state"], responses=_own_responses(folder, same_ranks=same_ranks))
+    return LoadedCheckpoint(
+        step=about["step"], state=about["state"], responses=_own_responses(folder, same_ranks=same_ranks)
+    )
 
 
 def _own_responses(folder: Path, *, same_ranks: bool) -> list[Response]:
-    """Return the responses that this rank saved; on another number of ranks, its share of those of all."""
+    """Return the responses that this rank saved; on another number of ranks, its share of all of them."""
     rank, files = dist.get_rank(), sorted((folder / "responses").iterdir())
     if same_ranks:
         return load_responses(files[rank])
-    everybody = (response for file in files for response in load_responses(file))
-    return sorted(everybody, key=lambda response: response.sample_id)[rank :: dist.get_world_size()]
+    all_responses = (response for file in files for response in load_responses(file))
+    return sorted(all_responses, key=lambda response: response.sample_id)[rank :: dist.get_world_size()]
 
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Let a failure of any rank to write become one error on all ranks; collective."""
+    """Turn a write error of any rank into the same EngineError on all ranks; collective."""
     problem = None
     try:
         yield
     except (OSError, SafetensorError, RelibraError) as error:
         problem = f"rank {dist.get_rank()}: {getattr(error, 'strerror', None) or error}"
-    problems = [told for told in gather_json(problem) if told]
+    problems = [each for each in gather_json(problem) if each]
     if problems:
         raise _cannot_write(folder, problems[0])
 
@@ -190,7 +193,7 @@ def _writing(folder: Path) -> Iterator[None]:
 def _write_tensors(named: dict[str, Any], folder: Path) -> None:
     try:
         save(named, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
-    except CheckpointException as error:  # torch raises it on all ranks, with what went wrong on any
+    except CheckpointException as error:  # torch raises it on all ranks, with the errors of each
         causes = [cause for cause, _ in error.failures.values()]
         if not all(isinstance(cause, OSError) for cause in causes):
             raise
@@ -205,13 +208,13 @@ def _reason(error: CheckpointException) -> str:
 
 def _cannot_write(folder: Path, problem: str) -> EngineError:
     return EngineError(
-        f"cannot write the checkpoint {folder} ({problem}): earlier checkpoints are as they were; make room there and "
+        f"cannot write the checkpoint {folder} ({problem}): earlier checkpoints are unchanged; free disk space and "
         "resume, or set checkpoint.every=0"
     )
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:
-    """Give a whole checkpoint its name; one that has it already is of an earlier try at the same step."""
+    """Rename a complete checkpoint to its name; one of an earlier try at the same step is removed."""
     if folder.exists():
         _discard(folder)
     partial.rename(folder)
@@ -219,7 +222,7 @@ def _put_in_place(partial: Path, folder: Path) -> None:
 
 
 def _remove_others(latest: Path, keep: int) -> None:
-    """Remove what is left of interrupted tries, checkpoints beyond `keep`, and later ones: of a future not taken."""
+    """Remove partial checkpoints, those beyond `keep`, and those of later steps (from before a resume)."""
     for path in latest.parent.glob(".step-*.partial"):
         shutil.rmtree(path, ignore_errors=True)
     names = _checkpoints(latest.parent.parent)
@@ -229,7 +232,7 @@ def _remove_others(latest: Path, keep: int) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Remove a checkpoint; one that is half removed does not bear its name any more."""
+    """Remove a checkpoint; it is renamed first, so that a half removed one is never read."""
     hidden = folder.with_name(f".{folder.name}.removed.partial")
     shutil.rmtree(hidden, ignore_errors=True)
     os.rename(folder, hidden)

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what its files have to be, byte for byte, before anybody reads them."""
+"""The manifest of a checkpoint: size and SHA-256 of its files, to detect damage before reading."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ Digest = list[int | str]
 def digest_files(folder: Path, share: int, shares: int) -> dict[str, Digest]:
     """Return size and SHA-256 of a share of the files below a folder, by relative path, and sync them to the disk.
 
-    share   which of `shares`: the files are dealt out in the order of their names
+    share   index among `shares`: files are distributed in the order of their names
     """
     return {name: _digest(folder / name, sync=True) for name in _files(folder)[share::shares]}
 
 
 def write_manifest(folder: Path, files: Mapping[str, Digest]) -> None:
-    """Write the manifest of a folder whose files are on the disk."""
+    """Write the manifest of a folder whose files are synced."""
     for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
         sync_folder(path)
     text = json.dumps({"format": FORMAT, "files": dict(sorted(files.items()))}, indent=1)
     write_text(folder / MANIFEST, text + "\n")
 
 
-def what_is_wrong(folder: Path, share: int, shares: int) -> str | None:
-    """Hold a share of the files of a folder against its manifest; None: they are as they were written.
+def find_damage(folder: Path, share: int, shares: int) -> str | None:
+    """Compare a share of the files of a folder with its manifest; return the first difference, or None.
 
-    share   which of `shares`, as in `digest_files`; together they see every file
+    share   index among `shares`, as in `digest_files`
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -46,7 +46,7 @@ def what_is_wrong(folder: Path, share: int, shares: int) -> str | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"its {MANIFEST} cannot be read ({type(error).__name__})"
     if extra := set(_files(folder)) - set(wanted):
-        return f"{min(extra)} does not belong to it"
+        return f"{min(extra)} is not in its manifest"
     for name in sorted(wanted)[share::shares]:
         try:
             found = _digest(folder / name, sync=False)
@@ -55,12 +55,12 @@ def what_is_wrong(folder: Path, share: int, shares: int) -> str | None:
         if found[0] != wanted[name][0]:
             return f"{name} has {found[0]} bytes instead of {wanted[name][0]}"
         if found != wanted[name]:
-            return f"{name} has other contents than were written"
+            return f"{name} has changed contents (SHA-256)"
     return None
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Sync the directory entries of a folder to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

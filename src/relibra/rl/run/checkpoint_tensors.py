@@ -1,4 +1,4 @@
-"""What a checkpoint holds of models: named tensors that share memory with them, in logical expert order."""
+"""Tensors and scalars of models and optimizers for a checkpoint, in logical expert order."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from relibra.parallel.balanced import balanced_layers
 from relibra.rl.model.sharding import is_balanced, reshard
 
 Homes = list[list[int]] | None
-"""Logical expert at each position of each layer; None: the experts of the model have no say in where they are."""
+"""Logical expert at each position of each layer; None: the experts of the model cannot move."""
 
 
 def tensors(models: Mapping[str, tuple[nn.Module, Optimizer | None]]) -> dict[str, Tensor]:
-    """Name all tensors of models and of their optimizers' states; shards that are empty here are left out.
+    """Return all tensors of models and optimizer states by name, without shards that are empty on this rank.
 
-    They share memory with what they are of, so loading into them is loading into the models.
+    They share memory with models and optimizers, so that loading into them changes these.
     """
     named: dict[str, Tensor] = {}
     for name, (model, optimizer) in models.items():
@@ -40,8 +40,8 @@ def tensors(models: Mapping[str, tuple[nn.Module, Optimizer | None]]) -> dict[st
 
 
 def scalars(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, float | None]]:
-    """Return the optimizer's state of each parameter by name: single numbers, and None in the place of tensors."""
-    reshard(model)  # or the root shows whole parameters, of which the optimizer knows nothing
+    """Return the optimizer state of each parameter by name: scalars, and None in place of tensors."""
+    reshard(model)  # else the root has gathered parameters, which are no keys of the optimizer state
     return {
         name: {key: float(value) if _is_scalar(value) else None for key, value in state.items()}
         for name, parameter in model.named_parameters()
@@ -50,7 +50,7 @@ def scalars(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, float
 
 
 def restore_scalars(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Mapping[str, float | None]]) -> None:
-    """Give each parameter the optimizer's state it had; its tensors are there, to be loaded into."""
+    """Restore scalars of the optimizer state, and create its tensors with zeros, to be loaded into."""
     reshard(model)
     optimizer.state.clear()
     for name, parameter in model.named_parameters():
@@ -61,7 +61,7 @@ def restore_scalars(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, 
 
 @contextmanager
 def in_logical_order(models: Mapping[str, tuple[nn.Module, Optimizer | None]]) -> Iterator[dict[str, Homes]]:
-    """Bring all experts into logical order inside, and back afterwards; yield where they were. Collective."""
+    """Move all experts to logical order inside, and back afterwards; yield their homes. Collective."""
     with ExitStack() as stack:
         homes = {name: _homes(model) for name, (model, _) in models.items()}
         for model, optimizer in models.values():
@@ -74,7 +74,7 @@ def in_logical_order(models: Mapping[str, tuple[nn.Module, Optimizer | None]]) -
 def at_saved_homes(
     models: Mapping[str, tuple[nn.Module, Optimizer | None]], homes: Mapping[str, Homes]
 ) -> Iterator[None]:
-    """Bring all experts into logical order inside, and to these homes afterwards; None: they stay. Collective."""
+    """Move all experts to logical order inside, and to these homes afterwards; None: they stay. Collective."""
     balanced = {name: both for name, both in models.items() if is_balanced(both[0])}
     for model, optimizer in balanced.values():
         relocate(model, _logical(model), optimizer)
@@ -104,16 +104,16 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _one_block(tensor: Tensor) -> Tensor:
-    """Say of an expert parameter that each rank holds one block of rows, as torch's checkpoints take for granted.
+    """Return an expert parameter with placements that say that each rank has one block of rows.
 
-    transformers shares rows out by FSDP inside of each expert-parallel rank, and relibra leaves nothing to share out
-    there: one rank holds all of them.
+    torch's checkpoints need that. transformers shards rows by FSDP inside each expert-parallel rank too, but here that
+    dimension has one rank.
     """
     whole: Any = tensor.detach()
     if not isinstance(whole, DTensor) or not any(_is_strided(p) for p in whole.placements):
         return whole
     spread = zip(whole.placements, whole.device_mesh.shape, strict=True)
-    assert all(size == 1 for p, size in spread if _is_strided(p)), "experts are spread by FSDP too"
+    assert all(size == 1 for p, size in spread if _is_strided(p)), "experts are sharded by FSDP too"
     spelled: list[Any] = list(whole.placements)
     placements = [Shard(p.dim) if _is_strided(p) else p for p in spelled]
     local, shape, stride = whole.to_local(), whole.shape, whole.stride()

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live table on a terminal, plain lines elsewhere; all of it on stderr."""
+"""Progress of a run on stderr: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from rich.text import Text
 
 LINE_EVERY_WARMUP_STEPS = 40
 NARROW = 100
-"""Terminals of fewer columns see no curves beside the numbers."""
+"""Columns of a terminal below which the table has no curves."""
 CURVE_STEPS = 40
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-class TrainingProgress:
-    """Shows warm-up and RL steps; only rank 0 has one that is `enabled`."""
+class TrainingDisplay:
+    """Shows warm-up and RL steps; only that of rank 0 is `enabled`."""
 
     def __init__(self, *, warmup_steps: int, rl_steps: int, enabled: bool) -> None:
-        """Prepare the display; nothing is drawn before the `with` block."""
+        """Prepare the display; the `with` block draws it."""
         self.console = Console(stderr=True, quiet=not enabled)
         self._totals = {"warm-up": warmup_steps, "RL": rl_steps}
         columns: list[ProgressColumn] = [
@@ -47,7 +47,7 @@ class TrainingProgress:
         self._tasks: dict[str, TaskID] = {}
         self._rows: deque[dict[str, Any]] = deque(maxlen=CURVE_STEPS)
 
-    def __enter__(self) -> TrainingProgress:
+    def __enter__(self) -> TrainingDisplay:
         """Start drawing."""
         self._tasks = {
             name: self._bars.add_task(name, total=total, note="", start=False)
@@ -67,8 +67,8 @@ class TrainingProgress:
             self._live.stop()
 
     def resumed(self, step: int) -> None:
-        """Say that a run goes on after so many steps."""
-        self.console.print(f"going on from the checkpoint after step {step}", highlight=False)
+        """Show that a run resumes after `step` finished steps."""
+        self.console.print(f"resuming from the checkpoint after step {step}", highlight=False)
         if "warm-up" in self._tasks:
             self._bars.update(self._tasks["warm-up"], completed=self._totals["warm-up"])
         if "RL" in self._tasks:
@@ -87,7 +87,7 @@ class TrainingProgress:
         seconds = sum(metrics["seconds"].values())
         self._advance("RL", f"{seconds:.1f} s per step")
         if self.console.is_terminal:
-            self._live.update(Group(self._bars, _table(self._rows, wide=self.console.width >= NARROW)))
+            self._live.update(Group(self._bars, metrics_table(self._rows, wide=self.console.width >= NARROW)))
         else:
             line = f"step {metrics['step'] + 1}/{self._totals['RL']}  {_note(metrics)}  {seconds:.1f} s"
             self.console.print(line, highlight=False, soft_wrap=True)
@@ -97,7 +97,7 @@ class TrainingProgress:
             )
 
     def stopping(self) -> None:
-        """Say above the table, which would overwrite what others print, that Ctrl-C was heard."""
+        """Confirm Ctrl-C above the table, which would overwrite lines printed by others."""
         if self.console.is_terminal:
             text = "stopping after this step; press Ctrl-C again to stop at once"
             self.console.print(text, highlight=False, soft_wrap=True)
@@ -109,7 +109,7 @@ class TrainingProgress:
 
 
 def curve(values: Sequence[float | None]) -> str:
-    """Draw numbers as a line of blocks, the smallest lowest; a gap where there is none.
+    """Return a sparkline: the smallest number is the lowest block, None a gap.
 
     >>> curve([0.0, None, 1.0, 0.5])
     '▁ █▅'
@@ -123,7 +123,7 @@ def curve(values: Sequence[float | None]) -> str:
 
 
 def _note(metrics: dict[str, Any]) -> str:
-    """Return the step in one plain line."""
+    """Return the metrics of a step as one line."""
     parts = [
         _part("reward", metrics["reward"], "{:.2f}"),
         _part("length", metrics["response_length"], "{:.0f}")
@@ -160,8 +160,8 @@ _SHOWN = (
 )
 
 
-def _table(rows: Sequence[dict[str, Any]], *, wide: bool) -> Table:
-    """Return the latest step as a table, with the curve of the last ones where there is room."""
+def metrics_table(rows: Sequence[dict[str, Any]], *, wide: bool) -> Table:
+    """Return the metrics of the last row as a table; `wide`: with sparklines of all rows."""
     table = Table(box=None, show_header=False, padding=(0, 2))
     last = rows[-1]
     for label, name, form in _SHOWN:
@@ -182,5 +182,5 @@ def _table(rows: Sequence[dict[str, Any]], *, wide: bool) -> Table:
 
 
 def _fixed() -> Column:
-    """Return a column that never shrinks."""
+    """Return a column of fixed width."""
     return Column(no_wrap=True, overflow="ignore")

@@ -1,27 +1,26 @@
-"""Evaluation: held-out prompts, one response each, by the policy as it is."""
+"""Evaluation: one response of the current policy to each held-out prompt."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
-from relibra.rl.config.run_config import RunConfig
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.response import RolloutEngine, new_response
 from relibra.rl.run.ranks import sum_over_ranks
 from relibra.rl.tasks.task import Task
 
 _FIRST_SAMPLE = 1 << 50
-"""Ids of evaluation samples, far beyond those of training: the same draws at every evaluation."""
+"""First sample id, far beyond those of training; fixed, so that every evaluation uses the same random numbers."""
 
 
-def evaluate(engine: RolloutEngine, task: Task, tokenizer: Tokenizer, config: RunConfig) -> dict[str, float]:
-    """Answer the held-out prompts and return mean reward and length; the same on all ranks; collective."""
-    prompts = task.evaluation_prompts(config.evaluation.prompts)
-    own = list(enumerate(prompts))[dist.get_rank() :: dist.get_world_size()]
+def evaluate(
+    engine: RolloutEngine, task: Task, tokenizer: Tokenizer, num_prompts: int, max_response: int
+) -> dict[str, float]:
+    """Return mean reward and response length on the held-out prompts; the same on all ranks; collective."""
+    own = list(enumerate(task.evaluation_prompts(num_prompts)))[dist.get_rank() :: dist.get_world_size()]
     started = [new_response(_FIRST_SAMPLE + i, i, tokenizer.encode(prompt.text)) for i, prompt in own]
-    longest = config.rollout.max_response
-    windows, _ = engine.generate(started, window=longest, max_response=longest)
+    windows, _ = engine.generate(started, window=max_response, max_response=max_response)
     rewards = [
         task.reward(prompt, tokenizer.decode(window.tokens_w.tolist()), stopped=window.stopped)
         for (_, prompt), window in zip(own, windows, strict=True)

@@ -1,6 +1,6 @@
-"""Starting a run: as many processes as the configuration asks for, or as the one rank that `torchrun` started.
+"""Launch a run: start its processes and wait for them, or run as a rank that `torchrun` started.
 
-No torch in here: the process that waits for the ranks starts at once and holds no memory that they could use.
+Imports no torch, so that the waiting process starts fast and uses little memory.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from relibra.environment import keep_torch_quiet, launched_rank
 from relibra.errors import ConfigError, EngineError
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.run.run_folder import (
-    forget_if_nothing_began,
     has_checkpoint,
-    held_run_folder,
-    nothing_began,
+    is_unused,
+    locked_run_folder,
     open_or_create,
+    remove_if_unused,
 )
 from relibra.rl.run.worker import MESSAGE_BYTES, Exit, run_launched, run_worker
 
 GRACE_SECONDS = 10.0
-"""How long ranks may go on after one of them failed, to report themselves before they are ended."""
+"""Seconds that other ranks get to report their own errors after one failed, before they are killed."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """How a run ended: its folder, and whether all steps were made (False: stopped by Ctrl-C)."""
+    """Result of a run: its folder, and whether it is complete (False: stopped by Ctrl-C)."""
 
     run: Path
     complete: bool
@@ -49,9 +49,9 @@ class Finished:
 def launch(config: RunConfig, resume: Path | None = None) -> Finished | None:
     """Run a configuration to its end, or until Ctrl-C, which lets the current step finish.
 
-    resume    folder of a run to go on with; None: a new one
-    returns   None on every rank but the first under `torchrun`
-    raises    ConfigError when a package is missing or the run folder cannot be made; EngineError when a rank failed or
+    resume    folder of a run to resume; None: a new run
+    returns   None under `torchrun` on every rank but the first
+    raises    ConfigError if a package is missing or the run folder cannot be created; EngineError if a rank failed or
               was killed: the run folder keeps the finished steps
     """
     for package in ("torch", "transformers", "accelerate", "tensorboard"):
@@ -66,20 +66,22 @@ def launch(config: RunConfig, resume: Path | None = None) -> Finished | None:
         return Finished(run, complete) if launched.rank == 0 else None
     run = open_or_create(config, resume)
     if resume is not None:
-        with held_run_folder(run):  # told before processes start; rank 0 holds it while it trains
+        with locked_run_folder(run):  # fail before processes start if the run is in use; rank 0 locks it later
             pass
     print(f"starting {config.parallel.ranks} processes; run folder {run}", file=sys.stderr, flush=True)
     try:
         return Finished(run, _run_processes(config, run))
     finally:
         if resume is None:
-            forget_if_nothing_began(run)
+            remove_if_unused(run)
 
 
 def _run_processes(config: RunConfig, run: Path) -> bool:
     context = multiprocessing.get_context("spawn")
     keep_torch_quiet()
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # held from here on, so nobody can take the port
+    with socket.create_server(
+        ("127.0.0.1", 0)
+    ) as listener:  # listens from here on, so that no other program takes the port
         port = listener.getsockname()[1]
         pipes = [context.Pipe(duplex=False) for _ in range(config.parallel.ranks)]
         processes: list[BaseProcess] = [
@@ -95,35 +97,35 @@ def _run_processes(config: RunConfig, run: Path) -> bool:
             _start(processes)
             listener.close()
             _wait(processes)
-            codes = [process.exitcode for process in processes]  # None: still waiting for one that failed
+            codes = [process.exitcode for process in processes]  # None: still waiting for peers of a failed rank
         finally:
             _end(processes)
             forward.restore()
     if all(code in (Exit.DONE, Exit.STOPPED) for code in codes):
         return all(code == Exit.DONE for code in codes)
-    _tell([_message(reader) for reader, _ in pipes], codes)
-    raise EngineError(_explain(codes, run))
+    _print_messages([_message(reader) for reader, _ in pipes], codes)
+    raise EngineError(_explain_failure(codes, run))
 
 
 def _message(reader: Connection) -> str:
-    """Return what a rank that has ended had to say, or nothing."""
+    """Return the error message that an ended rank sent, or an empty text."""
     if not reader.poll():
         return ""
     return reader.recv_bytes(MESSAGE_BYTES).decode(errors="ignore").strip()
 
 
-def _tell(messages: Sequence[str], codes: Sequence[int | None]) -> None:
-    """Print what the ranks said, once where several said the same; lost peers only where that is all there is."""
+def _print_messages(messages: Sequence[str], codes: Sequence[int | None]) -> None:
+    """Print each different message of the ranks once; those about lost peers only if there is no other cause."""
     caused = any(code not in (None, Exit.DONE, Exit.STOPPED, Exit.LOST_PEER) for code in codes)
-    told = [text for text, code in zip(messages, codes, strict=True) if not (caused and code == Exit.LOST_PEER)]
-    for message in dict.fromkeys(told):
+    causes = [text for text, code in zip(messages, codes, strict=True) if not (caused and code == Exit.LOST_PEER)]
+    for message in dict.fromkeys(causes):
         ranks = [str(rank) for rank, own in enumerate(messages) if own == message]
         if message:
             print(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {message}", file=sys.stderr, flush=True)
 
 
 class _InterruptForwarder:
-    """Passes the first Ctrl-C on to the ranks, and ends them at the second."""
+    """Forwards the first Ctrl-C to the ranks, and raises KeyboardInterrupt at the second."""
 
     def __init__(self, processes: list[BaseProcess]) -> None:
         self._processes = processes
@@ -145,14 +147,14 @@ class _InterruptForwarder:
 
 def _start(processes: list[BaseProcess]) -> None:
     resource_tracker.ensure_running()  # starting it later would unblock SIGINT
-    with _interrupts_held_back():
+    with _blocked_interrupts():
         for process in processes:
             process.start()
 
 
 @contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Hold Ctrl-C back; processes started inside hold it back until they are ready for it (`StopRequest`)."""
+def _blocked_interrupts() -> Iterator[None]:
+    """Block SIGINT; processes started inside inherit the block until they handle it (`StopRequest`)."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -186,25 +188,25 @@ def _end(processes: list[BaseProcess]) -> None:
             process.join()
 
 
-def _explain(codes: Sequence[int | None], run: Path) -> str:
-    """Say which ranks ended the run; those that only lost their peers are no cause while there is another one."""
+def _explain_failure(codes: Sequence[int | None], run: Path) -> str:
+    """Return which ranks ended the run and the next step; a lost peer counts only if there is no other cause."""
     causes = [
-        f"rank {rank} was ended by {_signal_name(-code)}"
+        f"rank {rank} was killed by {_signal_name(-code)}"
         for rank, code in enumerate(codes)
         if code is not None and code < 0
     ]
     failed = [str(rank) for rank, code in enumerate(codes) if code in (Exit.FAILED, Exit.CRASHED)]
     if failed:
-        causes.append(f"rank{'s' * (len(failed) > 1)} {', '.join(failed)} failed (as told above)")
+        causes.append(f"rank{'s' * (len(failed) > 1)} {', '.join(failed)} failed (see above)")
     if not causes:
         lost = ", ".join(str(rank) for rank, code in enumerate(codes) if code == Exit.LOST_PEER)
-        causes.append(f"rank {lost} waited for its peers in vain (as told above)")
+        causes.append(f"rank {lost} lost its peers (see above)")
     ended = f"the run ended early: {', '.join(causes)}"
-    if nothing_began(run):
-        return f"{ended}; nothing had begun, so {run} is gone again"
-    next_step = "look there, or start again"
+    if is_unused(run):
+        return f"{ended}; no step had begun, and {run} was removed"
+    next_step = "start a new run"
     if has_checkpoint(run):
-        next_step = f"to go on from its last checkpoint: relibra train --resume {run}"
+        next_step = f"to resume from its last checkpoint: relibra train --resume {run}"
     return f"{ended}; {run} keeps every finished step; {next_step}"
 
 

@@ -1,4 +1,4 @@
-"""The ranks of a run: joining them, and the few exchanges the trainer needs; payloads are JSON or numbers."""
+"""The ranks of a run: join the process group, and exchange JSON, arrays and numbers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MAX_ARRAY_BYTES = 4 << 30
 
 
 class LostPeerError(EngineError):
-    """A peer ended, or did not answer in time."""
+    """A peer ended, or did not answer within parallel.timeout_seconds."""
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where the ranks of one machine meet.
+class Rendezvous:
+    """Rank, and local port where the ranks of one machine connect.
 
-    listener   on rank 0: a socket that has been listening on the port since before any rank started
+    listener   on rank 0: socket that listens on the port since before any rank started
     """
 
     rank: int
@@ -51,52 +51,52 @@ class Meeting:
 
 
 @contextmanager
-def joined_ranks(timeout_seconds: float, device: torch.device, meeting: Meeting | None = None) -> Iterator[None]:
-    """Join the process group, and leave it in the end.
+def joined_ranks(timeout_seconds: float, device: torch.device, rendezvous: Rendezvous | None = None) -> Iterator[None]:
+    """Join the process group, and leave it at the end.
 
-    After a failure the group stays as it is: leaving it would wait for peers that may be gone.
+    After an error the group is not left, because that would wait for peers that may have ended.
 
-    meeting   None: where the environment says, as under `torchrun`
-    raises    LostPeerError when a peer is lost or does not answer in time
+    rendezvous   None: from environment variables, as under `torchrun`
+    raises       LostPeerError if a peer ended or does not answer in time
     """
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=timeout_seconds)
     try:
-        if meeting is None:
+        if rendezvous is None:
             dist.init_process_group(backend, timeout=timeout)
         else:
-            store = meeting.store(timeout)
+            store = rendezvous.store(timeout)
             dist.init_process_group(
-                backend, timeout=timeout, store=store, rank=meeting.rank, world_size=meeting.num_ranks
+                backend, timeout=timeout, store=store, rank=rendezvous.rank, world_size=rendezvous.num_ranks
             )
         yield
-        dist.barrier()  # nobody leaves while a peer still needs it
+        dist.barrier()  # a peer may still need this rank
     except RuntimeError as error:
         if not _is_peer_loss(error):
             raise
         raise LostPeerError(
-            f"lost a peer, or waited longer than {timeout_seconds:g} s for one (parallel.timeout_seconds): "
+            f"a peer ended, or took longer than {timeout_seconds:g} s (parallel.timeout_seconds): "
             f"{str(error).splitlines()[0].partition('. ')[0]}"
         ) from error
     dist.destroy_process_group()
 
 
 def broadcast_json(value: Any) -> Any:
-    """Give every rank the value of rank 0; collective."""
+    """Return rank 0's value on every rank; collective."""
     return gather_json(value if dist.get_rank() == 0 else None)[0]
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Give every rank the values of all ranks, in rank order; collective.
+    """Return the values of all ranks, in rank order; collective.
 
-    raises    EngineError when a rank announces more than MAX_PAYLOAD_BYTES
+    raises    EngineError if a value takes more than MAX_PAYLOAD_BYTES
     """
     payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(payload)]))
     largest = max(int(size) for size in sizes)
     if largest > MAX_PAYLOAD_BYTES:
-        raise EngineError(f"a rank wants to exchange {largest} bytes of JSON: at most {MAX_PAYLOAD_BYTES} are allowed")
+        raise EngineError(f"a rank sends {largest} bytes of JSON: at most {MAX_PAYLOAD_BYTES} are allowed")
     padded = torch.zeros(largest, dtype=torch.uint8)
     padded[: len(payload)] = payload
     gathered = [torch.empty_like(padded) for _ in sizes]
@@ -105,42 +105,40 @@ def gather_json(value: Any) -> list[Any]:
 
 
 def gather_arrays(array: ndarray) -> list[ndarray]:
-    """Give every rank the arrays of all ranks, in rank order; collective.
+    """Return the arrays of all ranks, in rank order; collective.
 
-    array     of one type and number of axes on all ranks; sizes may differ
-    raises    EngineError when a rank announces more than MAX_ARRAY_BYTES
+    array     of the same dtype and number of axes on all ranks; sizes may differ
+    raises    EngineError if an array takes more than MAX_ARRAY_BYTES
     """
     return [one for (one,) in gather_several([array])]
 
 
 def gather_several(arrays: Sequence[ndarray]) -> list[list[ndarray]]:
-    """Give every rank several arrays of all ranks, in rank order, for the price of one; collective.
+    """Return several arrays of all ranks, in rank order, in one exchange; collective.
 
-    arrays    each of one type and number of axes on all ranks; sizes may differ
-    raises    EngineError when a rank announces more than MAX_ARRAY_BYTES
+    arrays    each of the same dtype and number of axes on all ranks; sizes may differ
+    raises    EngineError if the arrays of a rank take more than MAX_ARRAY_BYTES
     """
     joined = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
     flat = torch.frombuffer(bytearray(joined), dtype=torch.uint8) if joined else torch.zeros(0, dtype=torch.uint8)
-    about = torch.tensor([len(flat), *(size for array in arrays for size in array.shape)])
-    about_of = [torch.zeros_like(about) for _ in range(dist.get_world_size())]
-    dist.all_gather(about_of, about)
-    largest = max(int(other[0]) for other in about_of)
+    sizes = torch.tensor([len(flat), *(size for array in arrays for size in array.shape)])
+    sizes_of = [torch.zeros_like(sizes) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes_of, sizes)
+    largest = max(int(other[0]) for other in sizes_of)
     if largest > MAX_ARRAY_BYTES:
-        raise EngineError(
-            f"a rank wants to exchange an array of {largest} bytes: at most {MAX_ARRAY_BYTES} are allowed"
-        )
+        raise EngineError(f"a rank sends {largest} bytes of arrays: at most {MAX_ARRAY_BYTES} are allowed")
     padded = torch.zeros(largest, dtype=torch.uint8)
     padded[: len(flat)] = flat
-    gathered = [torch.empty_like(padded) for _ in about_of]
+    gathered = [torch.empty_like(padded) for _ in sizes_of]
     dist.all_gather(gathered, padded)
     return [
-        _taken_apart(piece.numpy().tobytes(), other[1:].tolist(), arrays)
-        for piece, other in zip(gathered, about_of, strict=True)
+        _split_arrays(piece.numpy().tobytes(), other[1:].tolist(), arrays)
+        for piece, other in zip(gathered, sizes_of, strict=True)
     ]
 
 
-def _taken_apart(joined: bytes, sizes: Sequence[int], like: Sequence[ndarray]) -> list[ndarray]:
-    """Return arrays laid end to end, of the types and numbers of axes of others."""
+def _split_arrays(joined: bytes, sizes: Sequence[int], like: Sequence[ndarray]) -> list[ndarray]:
+    """Split concatenated bytes into arrays of the dtypes and numbers of axes of `like`."""
     found, start, axis = [], 0, 0
     for array in like:
         shape = sizes[axis : axis + array.ndim]
@@ -168,7 +166,7 @@ _TRANSPORT = ("gloo/transport", "connection closed by peer", "connection reset b
 
 
 def _is_peer_loss(error: RuntimeError) -> bool:
-    """Tell trouble between processes, which torch raises under many names, from a bug in this one."""
-    if isinstance(error, EngineError):  # one of ours has said what it is
+    """Return whether an error comes from a lost connection, which torch raises under many names."""
+    if isinstance(error, EngineError):  # ours, already explained
         return False
     return isinstance(error, dist.DistError) or any(sign in str(error).lower() for sign in _TRANSPORT)

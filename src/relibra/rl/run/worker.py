@@ -1,4 +1,4 @@
-"""One rank's process, from its start to its exit code."""
+"""The process of one rank: join the group, train, and report by exit code."""
 
 from __future__ import annotations
 
@@ -27,54 +27,54 @@ if TYPE_CHECKING:
 
 
 class Exit(IntEnum):
-    """How a rank's process ended; below 0 stands the signal that killed it."""
+    """Exit codes of a rank's process; negative codes are the signal that killed it."""
 
     DONE = 0
     FAILED = 1
-    """Its error is told in one sentence on stderr."""
+    """An expected error; its message went to the parent or to stderr."""
     CRASHED = 3
-    """Its traceback is on stderr, or its parent is gone."""
+    """An unexpected error, with its traceback on stderr; or the parent process ended."""
     LOST_PEER = 4
-    """Another rank ended, or did not answer in time."""
+    """Another rank ended or timed out."""
     STOPPED = 130
     """Stopped by Ctrl-C after a whole step."""
 
 
 MESSAGE_BYTES = 4000
-"""Of an error's sentence at most so many go to the parent: a pipe takes them at once, or not at all."""
+"""Most bytes of an error message sent to the parent: below the size that a pipe writes atomically."""
 
 
 def run_worker(
     rank: int, config_json: str, run: str, port: int, listener: socket.socket | None, failure: Connection
 ) -> None:
-    """Be one of the ranks that `launch` started; the exit code says how it ended.
+    """Run one of the ranks that `launch` started; exits with an `Exit` code.
 
-    listener   on rank 0: what listens on the port where the ranks meet
-    failure    takes the sentence of an error, for the parent to tell once where several ranks say the same
+    listener   on rank 0: socket that listens on the rendezvous port
+    failure    receives an error message, so that the parent can print equal messages of several ranks once
     """
-    _end_with_parent()
+    _exit_with_parent()
     config = RunConfig.model_validate_json(config_json)
     set_rendezvous(rank, config.parallel.ranks, port, config.parallel.threads_per_rank)
-    with _failing_at_once(lambda text: failure.send_bytes(text.encode()[:MESSAGE_BYTES])):
-        from relibra.rl.run.ranks import Meeting, joined_ranks
+    with _exit_on_error(lambda text: failure.send_bytes(text.encode()[:MESSAGE_BYTES])):
+        from relibra.rl.run.ranks import Rendezvous, joined_ranks
         from relibra.rl.trainer import train_rank
 
         device = _device(rank, config.parallel.ranks)
         with joined_ranks(
-            config.parallel.timeout_seconds, device, Meeting(rank, config.parallel.ranks, port, listener)
+            config.parallel.timeout_seconds, device, Rendezvous(rank, config.parallel.ranks, port, listener)
         ):
             complete = train_rank(config, Path(run), device)
     sys.exit(Exit.DONE if complete else Exit.STOPPED)
 
 
 def run_launched(config: RunConfig, launched: LaunchedRank, resume: Path | None) -> tuple[Path, bool]:
-    """Be one of the ranks that `torchrun` started; return the run folder, and False when stopped by Ctrl-C.
+    """Run one of the ranks that `torchrun` started; return the run folder, and False if stopped by Ctrl-C.
 
-    resume   folder of a run to go on with; None: a new one
-    raises   ConfigError when the number of ranks does not fit the configuration
+    resume   folder of a run to resume; None: a new run
+    raises   ConfigError if the number of ranks does not fit the configuration
     """
     config = with_ranks(config, launched.num_ranks)
-    with _failing_at_once(lambda text: print(f"rank {launched.rank}: {text}", file=sys.stderr, flush=True)):
+    with _exit_on_error(lambda text: print(f"rank {launched.rank}: {text}", file=sys.stderr, flush=True)):
         from relibra.rl.run.ranks import broadcast_json, joined_ranks
         from relibra.rl.trainer import train_rank
 
@@ -86,11 +86,11 @@ def run_launched(config: RunConfig, launched: LaunchedRank, resume: Path | None)
 
 
 @contextmanager
-def _failing_at_once(tell: Callable[[str], None]) -> Iterator[None]:
-    """Report whatever goes wrong and end this process on the spot: errors in their sentence, bugs by their traceback.
+def _exit_on_error(report: Callable[[str], None]) -> Iterator[None]:
+    """Report any error and end this process at once: expected errors by their message, others by their traceback.
 
-    No exception passes on and nothing is torn down: threads of a broken process group may never end, and the peers
-    notice the end of a process sooner than a silence.
+    Nothing is torn down, because threads of a broken process group may never end, and the peers notice the end of a
+    process earlier than a timeout.
     """
     try:
         yield
@@ -99,15 +99,15 @@ def _failing_at_once(tell: Callable[[str], None]) -> Iterator[None]:
 
         expected = isinstance(error, RelibraError | OSError)
         if expected:
-            tell(str(error))
+            report(str(error))
         else:
             print(traceback.format_exc(), file=sys.stderr, flush=True)
         lost = isinstance(error, LostPeerError)
         os._exit(Exit.LOST_PEER if lost else Exit.FAILED if expected else Exit.CRASHED)
 
 
-def _end_with_parent() -> None:
-    """End this process at once when the one that started it is gone, even by SIGKILL."""
+def _exit_with_parent() -> None:
+    """End this process when its parent process ends, even by SIGKILL."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker has a parent process"
 
@@ -119,7 +119,7 @@ def _end_with_parent() -> None:
 
 
 def _device(local_rank: int, num_local_ranks: int) -> torch.device:
-    """Return this rank's GPU if there is one for every rank of this machine, else the CPU."""
+    """Return this rank's GPU if the machine has one for each of its ranks, else the CPU."""
     import torch
 
     if torch.cuda.device_count() < num_local_ranks:

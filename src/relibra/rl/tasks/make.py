@@ -1,4 +1,4 @@
-"""The task that the settings ask for."""
+"""Make the task of a run from its settings."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from relibra.rl.toy.strings import Strings
 def make_task(settings: TaskSettings, seed: int, evaluation_prompts: int) -> Task:
     """Return the task of a run.
 
-    seed                  of the run: the order of the prompts follows from it
-    evaluation_prompts    prompts that a file without a file for evaluation has to spare; 0: none
-    raises                ConfigError where the user's file, row or function cannot be used
+    seed                  of the run; decides the order of prompts
+    evaluation_prompts    prompts to hold out of task.file if there is no task.evaluation_file; 0: none
+    raises                ConfigError if the user's file, row or function cannot be used
     """
     if settings.name == "arithmetic":
         return Arithmetic(seed, settings.max_terms, settings.continue_probability, settings.tail_exponent)
@@ -25,8 +25,8 @@ def make_task(settings: TaskSettings, seed: int, evaluation_prompts: int) -> Tas
     return open_prompts(settings, seed, evaluation_prompts)
 
 
-def without_effect(settings: TaskSettings) -> Iterator[str]:
-    """Say of each setting that another one makes idle why it has no effect."""
+def settings_without_effect(settings: TaskSettings) -> Iterator[str]:
+    """Yield a warning for each setting that another setting makes ineffective."""
     if not settings.tail_exponent:
         return
     if settings.name != "arithmetic":
@@ -36,6 +36,6 @@ def without_effect(settings: TaskSettings) -> Iterator[str]:
         )
     elif settings.continue_probability != TaskSettings.model_fields["continue_probability"].default:
         yield (
-            f"task.continue_probability {settings.continue_probability:g} has no effect beside task.tail_exponent "
-            f"{settings.tail_exponent:g}, which draws the lengths: leave one of them out"
+            f"task.continue_probability {settings.continue_probability:g} has no effect with task.tail_exponent "
+            f"{settings.tail_exponent:g}, which decides the lengths: set only one of them"
         )

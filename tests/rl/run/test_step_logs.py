@@ -1,0 +1,105 @@
+"""Logs of finished steps: appended line by line, and cut back to a checkpoint."""
+
+import json
+import math
+
+import numpy as np
+
+from relibra.reporting.data.metrics import read_metrics
+from relibra.rl.run.run_folder import trace_folder
+from relibra.rl.run.step_logs import StepLogs, remove_steps_from
+from relibra.rl.toy.arithmetic import Arithmetic
+from relibra.rl.toy.character_tokenizer import CharacterTokenizer
+from tests.rl.joined import alone
+from tests.rl.made_up import response_of
+
+TASK = Arithmetic(seed=0, max_terms=6, continue_probability=0.5)
+TOKENIZER = CharacterTokenizer(TASK.characters)
+
+
+def row(step, **more):
+    return {"step": step, "reward": 0.5, "seconds": {"rollout": 1.0}, "alarms": [], "evaluation": None, **more}
+
+
+def test_metrics_are_lines_and_numbers_that_json_knows(tmp_path):
+    first = row(0, loss=math.nan, ess=math.inf, evaluation={"reward": math.nan, "response_length": 3.0})
+    with StepLogs(tmp_path) as logs:
+        logs.append(first, [], TASK, TOKENIZER)
+        logs.append(row(1, loss=0.25), [], TASK, TOKENIZER)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    first, second = map(json.loads, text.splitlines())
+    assert (first["loss"], first["ess"], second["loss"]) == (None, None, 0.25)
+    assert first["evaluation"] == {"reward": None, "response_length": 3.0}
+    assert read_metrics(tmp_path / "metrics.jsonl").steps == [0, 1]
+    assert list((tmp_path / "tensorboard").glob("events.out.*"))
+
+
+def test_metrics_of_a_run_that_goes_on_follow_the_earlier_ones(tmp_path):
+    for first in (0, 1):
+        with StepLogs(tmp_path, first) as logs:
+            logs.append(row(first), [], TASK, TOKENIZER)
+    assert read_metrics(tmp_path / "metrics.jsonl").steps == [0, 1]
+
+
+def test_steps_after_the_checkpoint_are_forgotten_and_a_cut_line_with_them(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(row(step)) + "\n" for step in range(5)) + '{"step": 5, "rew'
+    )
+    lines = [json.dumps({"step": step, "sample": sample}) for step in range(5) for sample in range(3)]
+    (tmp_path / "samples.jsonl").write_text("\n".join(lines) + "\n{}\nnonsense\n")
+    for step in range(6):
+        trace_folder(tmp_path, step).mkdir(parents=True)
+        (trace_folder(tmp_path, step) / "index.json").write_text("{}")
+    with alone():
+        remove_steps_from(tmp_path, 3)
+    assert read_metrics(tmp_path / "metrics.jsonl").steps == [0, 1, 2]
+    assert read_metrics(tmp_path / "metrics.jsonl").unreadable == 0
+    kept = [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert kept == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert sorted(folder.name for folder in (tmp_path / "traces").iterdir()) == [f"step-{s:05d}" for s in range(3)]
+
+
+def test_a_whole_last_line_without_its_newline_is_of_no_finished_step(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row(0)) + "\n" + json.dumps(row(1)))
+    with alone():
+        remove_steps_from(tmp_path, 9)
+    assert read_metrics(tmp_path / "metrics.jsonl").steps == [0], "the next line would be glued to it"
+
+
+def test_a_folder_without_logs_has_nothing_to_forget(tmp_path):
+    with alone():
+        remove_steps_from(tmp_path, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def spoken(sample_id, reward, length):
+    one = response_of(sample_id, length=length, reward=reward, finished=reward is not None, routed=False)
+    one.tokens_n[one.prompt_length :] = np.array([*[4] * (length - 1), TOKENIZER.stop_ids[0]])
+    return one
+
+
+def test_samples_are_the_best_the_worst_and_the_longest_that_finished(tmp_path):
+    rewards = [0.1 * s for s in range(10)]
+    lengths = [2, 2, 2, 2, 9, 8, 7, 2, 2, 2]
+    responses = [spoken(s, reward, length) for s, (reward, length) in enumerate(zip(rewards, lengths, strict=True))]
+    responses.append(spoken(10, None, 12))
+    with StepLogs(tmp_path) as logs:
+        logs.append(row(7), responses, TASK, TOKENIZER)
+        logs.append(row(8), [spoken(11, None, 3)], TASK, TOKENIZER)
+        logs.append(row(9), responses[:2], TASK, TOKENIZER)
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [line["sample"] for line in lines if line["step"] == 7] == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    assert [line["sample"] for line in lines if line["step"] == 8] == []
+    assert [line["sample"] for line in lines if line["step"] == 9] == [0, 1], "no sample is written twice"
+    assert lines[3] == {
+        "step": 7,
+        "sample": 4,
+        "prompt": TASK.prompt(4).text,
+        "response": "3" * 8,
+        "reward": 0.4,
+        "tokens": 9,
+        "finish": "stop",
+        "windows": 1,
+    }
