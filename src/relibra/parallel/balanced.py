@@ -6,7 +6,6 @@ one model serves planned training steps and everything else.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
@@ -21,12 +20,12 @@ from transformers.distributed.expert_parallel import AllToAllEP, EPImplementatio
 
 from relibra.errors import EngineError
 from relibra.parallel.replicas.group_state import GroupState
+from relibra.replay.routers import DECODER_LAYER
 
 NAME = "relibra"
 """Value of `DistributedConfig.ep_implementation` that selects this implementation."""
 
 _ATTRIBUTE = "_relibra_balanced_ep"
-_DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @runtime_checkable
@@ -166,7 +165,7 @@ def balanced_layers(model: nn.Module) -> dict[int, BalancedEP]:
         layer = getattr(module, _ATTRIBUTE, None)
         if layer is None:
             continue
-        match = _DECODER_LAYER.search(f"{name}.")
+        match = DECODER_LAYER.search(f"{name}.")
         if match is None or int(match.group(1)) in layers:
             raise EngineError(
                 f"experts {name!r} belong to no decoder layer of their own ('layers.<number>.'), so a plan has no "

@@ -16,7 +16,8 @@ from relibra.errors import EngineError
 from relibra.replay.families import REFUSED, RULES
 from relibra.replay.gates import GateRule
 
-_DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+"""Matches the number of the decoder layer in a module's name."""
 _DRAFT = re.compile(r"(?:^|\.)(?:mtp|nextn|draft)")
 """Heads that predict further tokens number their layers from 0 again and are never recorded."""
 
@@ -142,7 +143,7 @@ def _site(name: str, module: Any, family: str) -> RouterSite:
 
 
 def _layer_of(name: str) -> re.Match[str]:
-    match = _DECODER_LAYER.search(name)
+    match = DECODER_LAYER.search(name)
     if match is None:
         raise EngineError(
             f"router {name!r} has no decoder layer in its name ('layers.<number>.'), so its routes have no layer: "

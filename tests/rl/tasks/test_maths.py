@@ -83,13 +83,13 @@ def test_what_cannot_be_computed_earns_nothing_in_bounded_time(monkeypatch, capl
     judge = MathsJudge()
     assert judge("42", "42")
     monkeypatch.setattr(maths, "ANSWER_SECONDS", 1.0)
-    child, started = judge._child, time.monotonic()
+    child, started = judge.child, time.monotonic()
     assert not judge(MONSTER, "42")
     assert time.monotonic() - started < 5
     monkeypatch.undo()
-    if judge._child is None:  # it had to be ended
+    if judge.child is None:  # it had to be ended
         assert child.poll() is not None
-        assert "could not be judged and earns 0" in caplog.text
+        assert "gets reward 0" in caplog.text
     assert judge("42", "42")
 
 
@@ -97,28 +97,28 @@ def test_what_cannot_be_computed_earns_nothing_in_bounded_time(monkeypatch, capl
 def test_a_child_that_dies_is_started_again_and_ends_with_its_judge():
     judge = MathsJudge()
     assert judge("42", "42")
-    child = judge._child
+    child = judge.child
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     assert not judge("42", "42")
     assert judge("42", "42")
-    child = judge._child
+    child = judge.child
     assert child.poll() is None
     del judge
     assert child.poll() is not None
 
 
 @installed
-def test_the_reward_takes_answers_from_the_row_and_names_it(judge, monkeypatch):
+def test_the_reward_takes_answers_from_the_row_and_names_it(judge):
     reward = make_reward("maths", "right")
     prompt = Prompt(text="?", row={"right": 42}, origin="rows.jsonl, line 7")
     assert reward(prompt, r"\boxed{42}") == 1.0
     assert reward(prompt, r"\boxed{43}") == 0.0
-    monkeypatch.setattr(MathsJudge, "_asked", lambda *_: b"?")
+    unreadable = Prompt(text="?", row={"right": "$$"}, origin="rows.jsonl, line 7")
     with pytest.raises(
-        ConfigError, match=r"^task\.reward 'maths' at rows\.jsonl, line 7, .*nothing in the right answer"
+        ConfigError, match=r"^task\.reward 'maths' at rows\.jsonl, line 7, .*cannot parse the correct answer"
     ):
-        reward(prompt, "x")
+        reward(unreadable, "x")
 
 
 def test_without_the_library_the_install_command_is_named(monkeypatch):

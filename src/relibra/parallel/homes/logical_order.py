@@ -44,16 +44,26 @@ def logical_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     One parameter is whole at a time; all ranks have to iterate over all of them.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward pass without backward the root keeps its gathered parameters
+    reshard(model)
     rows_by_id = {
         id(getattr(layer.experts, name)): torch.from_numpy(np.argsort(layer.physical_to_logical_E))
         for layer in balanced_layers(model).values()
         for name in layer.names
     }
     for name, parameter in model.named_parameters():
-        detached = parameter.detach()
-        whole = detached.full_tensor() if isinstance(detached, DTensor) else detached
+        whole = full_tensor(parameter)
         rows_E = rows_by_id.get(id(parameter))
         yield name, whole if rows_E is None else whole[rows_E.to(whole.device)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Return every parameter to its shard: after a forward pass without backward the root module keeps it gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def full_tensor(parameter: Tensor) -> Tensor:
+    """Return a parameter in full; collective if it is sharded."""
+    detached = parameter.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from relibra.errors import ConfigError, RelibraError
 from relibra.parallel import logical_parameters, register
 from relibra.parallel.balanced import NAME
+from relibra.parallel.homes.logical_order import full_tensor, reshard
 from relibra.rl.config.settings import ModelSettings
 from relibra.rl.run.ranks import gather_json
 
@@ -110,19 +110,6 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     reshard(model)
     for name, parameter in model.named_parameters():
         yield name, full_tensor(parameter)
-
-
-def reshard(model: nn.Module) -> None:
-    """Return every parameter to its shard: after a forward pass without backward the root module keeps it gathered."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def full_tensor(parameter: Tensor) -> Tensor:
-    """Return a parameter in full; collective if it is sharded."""
-    detached = parameter.detach()
-    return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
 def on_all_ranks(work: Callable[[], T]) -> T:

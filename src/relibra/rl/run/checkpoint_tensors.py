@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from relibra.parallel import logical_order, relocate
 from relibra.parallel.balanced import balanced_layers
-from relibra.rl.model.sharding import is_balanced, reshard
+from relibra.parallel.homes.logical_order import reshard
+from relibra.rl.model.sharding import is_balanced
 
 Homes = list[list[int]] | None
 """Logical expert at each position of each layer; None: the experts of the model cannot move."""

@@ -1,8 +1,8 @@
-"""The judge behind the reward "maths": Math-Verify, in a process of its own that cannot hold up the run.
+"""The reward "maths": Math-Verify in a child process with limited time and memory.
 
-What a policy writes can send a computer algebra system into hours or gigabytes (`9^{9^{9^9}}`), and the library's own
-time limit is an exception raised by a signal, which code in between may swallow. So the library works in a child
-process with limited memory; one that does not answer in time is ended, and the response earns nothing.
+A response such as `9^{9^{9^9}}` can take a computer algebra system hours or gigabytes, and the library's own time limit
+is an exception raised by a signal handler, which other code may catch. A child that does not answer in time is killed,
+and the response gets reward 0.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from contextlib import suppress
 from relibra.errors import ConfigError, EngineError
 
 ANSWER_SECONDS = 12.0
-"""Limit for one response: above the library's own limits, so that those get their chance first."""
+"""Seconds for one response: above the library's own limits, so that these apply first."""
 START_SECONDS = 120.0
-"""Limit for the child to import the library; a second or two on a quiet machine."""
+"""Seconds for the child to import the library, which takes 1 to 2 seconds on an idle machine."""
 TAIL_CHARACTERS = 8000
-"""Of a response are looked at: the answer stands at its end, and patterns take more than linear time."""
+"""Characters at the end of a response that are read: the answer is there, and parsing takes superlinear time."""
 
 _log = logging.getLogger(__name__)
 
 
 class MathsJudge:
-    """Compares answers; starts its child process with the first one, and again after one that had to be ended."""
+    """Compares answers; starts its child process at the first one, and again after it was killed."""
 
     def __init__(self) -> None:
-        """Look for the library; raises ConfigError when it is not installed."""
+        """Check that the library is installed; raises ConfigError if not."""
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError(
                 "task.reward 'maths' needs Math-Verify, which is not installed: pip install 'relibra[maths]', or set "
                 "task.reward to 'exact' or to a function of yours"
             )
-        self._child: subprocess.Popen[bytes] | None = None
+        self.child: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize | None = None
 
     def __call__(self, response: str, answer: str) -> bool:
-        """Say whether the last mathematical expression of a response equals the right answer.
+        """Return whether the last mathematical expression of a response equals the correct answer.
 
-        answer    LaTeX or plain; of the form of GSM8K, what follows `####`
-        raises    ConfigError where the right answer has no meaning for the library; EngineError when it does not start
+        answer    LaTeX or plain text; with `####` (GSM8K), the part after it
+        raises    ConfigError if the library cannot parse the correct answer; EngineError if it does not start
         """
         gold = answer.rpartition("####")[2].strip()
-        reply = self._asked(json.dumps({"answer": gold, "response": _tail(response)}).encode() + b"\n")
+        reply = self._ask(json.dumps({"answer": gold, "response": _tail(response)}).encode() + b"\n")
         if reply == b"?":
             raise ConfigError(
-                f"Math-Verify reads nothing in the right answer {gold!r}: correct it, or use reward 'exact'"
+                f"Math-Verify cannot parse the correct answer {gold!r}: correct it, or use reward 'exact'"
             )
         if reply not in (b"0", b"1"):
-            _log.warning("maths: a response ending in %r could not be judged and earns 0", response[-60:])
+            _log.warning("maths: a response ending in %r could not be compared and gets reward 0", response[-60:])
         return reply == b"1"
 
-    def _asked(self, question: bytes) -> bytes:
-        """Return the child's reply; empty when it gave none, and has been ended."""
-        child = self._child or self._start()
+    def _ask(self, question: bytes) -> bytes:
+        """Return the child's reply; empty if it did not reply and was killed."""
+        child = self.child or self._start()
         assert child.stdin is not None, "the child listens"
         reply = b""
         with suppress(BrokenPipeError):
@@ -72,12 +72,12 @@ class MathsJudge:
         return reply
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start a child that ends with this judge, or with this process however that ends."""
-        self._child = child = subprocess.Popen(
+        """Start a child process that ends with this judge or this process."""
+        self.child = child = subprocess.Popen(
             [sys.executable, "-P", "-m", "relibra.rl.tasks.maths_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is the run's to handle
+            start_new_session=True,  # the run handles Ctrl-C
         )
         self._end = weakref.finalize(self, _end, child)
         if _reply(child, START_SECONDS) != b"r":
@@ -90,11 +90,11 @@ class MathsJudge:
     def _stop(self) -> None:
         assert self._end is not None, "a child was started"
         self._end()
-        self._child = None
+        self.child = None
 
 
 def _reply(child: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """Return the one byte that a child answers with; empty when it ended or was too slow."""
+    """Return the one-byte answer of a child; empty if it ended or was too slow."""
     assert child.stdout is not None, "the child answers"
     with selectors.DefaultSelector() as selector:
         selector.register(child.stdout, selectors.EVENT_READ)
@@ -107,7 +107,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _tail(response: str) -> str:
-    """Return the end of a response, from the start of a line: formulas inside a line are found by pairs of signs."""
+    """Return the end of a response from the start of a line, so that no pair of delimiters is cut."""
     if len(response) <= TAIL_CHARACTERS:
         return response
     tail = response[-TAIL_CHARACTERS:]

@@ -1,6 +1,6 @@
-"""The child process of `maths.MathsJudge`: questions as JSON lines in, one byte per answer out.
+"""The child process of `maths.MathsJudge`: JSON lines in, one byte per answer out.
 
-`r`: ready for questions. Then for each `1`: right; `0`: not right; `?`: the library reads nothing in the right answer.
+`r`: ready. Then for each line `1`: equal; `0`: not equal; `?`: the library cannot parse the correct answer.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 from math_verify import parse, verify
 
 LIBRARY_SECONDS = 2
-"""The library's own limit for each of its steps."""
+"""Seconds that the library allows for each of its steps."""
 MEMORY_BYTES = 4 << 30
 
 
 def main() -> None:
-    """Answer until there are no more questions."""
-    logging.disable()  # the library tells of every response it cannot read
+    """Answer until stdin ends."""
+    logging.disable()  # the library logs every response that it cannot parse
     answers = os.dup(1)
-    os.dup2(2, 1)  # nothing that is printed may pass for an answer
-    with suppress(ValueError, OSError):  # the system may not know this limit, or have a lower one
+    os.dup2(2, 1)  # so that printed text is no answer
+    with suppress(ValueError, OSError):  # the system may not support this limit, or has a lower one
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     os.write(answers, b"r")
     for line in sys.stdin.buffer:
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def verdict(answer: str, response: str) -> bytes:
-    """Return the byte for one question."""
+    """Return the answer byte of one response."""
     gold = parsed_answer(answer)
     if not gold:
         return b"?"
@@ -45,7 +45,7 @@ def verdict(answer: str, response: str) -> bytes:
 
 @lru_cache(maxsize=64)
 def parsed_answer(answer: str) -> list[Any]:
-    """Return what the library reads in a right answer; bare LaTeX is put where it looks for LaTeX."""
+    """Return the parsed correct answer; bare LaTeX is put into \\boxed, where the library looks for it."""
     marked = answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}"
     return list(parse(marked, parsing_timeout=LIBRARY_SECONDS))
 

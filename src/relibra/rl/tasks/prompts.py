@@ -1,4 +1,4 @@
-"""Prompts of your own: rows of a file, in an order of their own each time through, rated by a reward you choose."""
+"""The task of your own file: its rows in a new random order in each epoch, with a reward of your choice."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from relibra.rl.tasks.task import TRAINING_STREAM, Prompt
 class Prompts:
     """The task.
 
-    rows            the file
-    num_training    its first so many rows are trained on
-    held            rows for evaluation, from the place `first_held` on
+    rows            rows of the file
+    num_training    the first `num_training` rows are trained on
+    held            rows for evaluation, from index `first_held` on
     """
 
     seed: int
@@ -39,17 +39,17 @@ class Prompts:
     characters: ClassVar[str | None] = None
 
     def prompt(self, number: int) -> Prompt:
-        """Return a prompt of the training stream: row after row, each time through the file in another order."""
+        """Return a prompt of the training stream: each epoch has every row once, in another order."""
         epoch, place = divmod(number, self.num_training)
         return self._at(self.rows, int(_order(self.seed, epoch, self.num_training)[place]))
 
     def evaluation_prompts(self, count: int) -> list[Prompt]:
-        """Return the first held-out prompts, in the order of the file; fewer where it has no more."""
+        """Return the first held-out prompts, in the order of the file; fewer if it has no more."""
         last = min(self.first_held + count, len(self.held))
         return [self._at(self.held, place) for place in range(self.first_held, last)]
 
     def reward(self, prompt: Prompt, response: str, *, stopped: bool) -> float:  # noqa: ARG002
-        """Return what the chosen reward says of the text, whether it ended itself or was cut.
+        """Return the chosen reward of the text, whether it stopped or was cut.
 
         raises    ConfigError as `Reward` does
         """
@@ -60,10 +60,10 @@ class Prompts:
 
 
 def open_prompts(settings: TaskSettings, seed: int, evaluation_prompts: int) -> Prompts:
-    """Open the files of a task, look at every row once, and hold out what the evaluation asks for.
+    """Open the files of a task, check every row once, and hold out rows for evaluation.
 
-    evaluation_prompts    prompts that will be held out: without a file of their own the last rows, at most half
-    raises                ConfigError naming file and line, where a row cannot be used; or the reward's name
+    evaluation_prompts    rows to hold out of task.file if there is no task.evaluation_file: the last ones, at most half
+    raises                ConfigError naming file and line if a row cannot be used, or the reward's name
     """
     assert settings.file is not None, "RunConfig refuses the task 'prompts' without a file"
     rate = make_reward(settings.reward, settings.answer_column)
@@ -91,7 +91,7 @@ def open_prompts(settings: TaskSettings, seed: int, evaluation_prompts: int) -> 
 
 
 def _checked(path: Path, setting: str, settings: TaskSettings) -> Rows:
-    """Open a file and look at every row, so that a bad one ends the run before it starts."""
+    """Open a file and check every row, so that a bad one is an error before the run starts."""
     rows = open_rows(path, setting)
     for place, row in enumerate(rows):
         origin = rows.name(place)
@@ -113,7 +113,7 @@ def _prompt(row: Mapping[str, Any], name: str, origin: str) -> Prompt:
 
 
 def _message(message: object, name: str, origin: str) -> dict[str, str]:
-    """Return a chat message without the fields it leaves open, as Parquet files have them."""
+    """Return a chat message without its null fields, which Parquet files have."""
     given = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
     if not {"role", "content"} <= set(given) or not all(isinstance(value, str) for value in given.values()):
         raise ConfigError(
@@ -125,5 +125,5 @@ def _message(message: object, name: str, origin: str) -> dict[str, str]:
 
 @lru_cache(maxsize=4)
 def _order(seed: int, epoch: int, num_rows: int) -> Int64[ndarray, " r"]:
-    """Return the order of the rows in one time through."""
+    """Return the order of the rows in one epoch."""
     return np.random.default_rng([seed, TRAINING_STREAM, epoch]).permutation(num_rows)

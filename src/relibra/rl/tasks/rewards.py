@@ -18,33 +18,33 @@ from relibra.rl.tasks.rows import column, excerpt
 from relibra.rl.tasks.task import Prompt
 
 NEEDS_ANSWER = ("exact", "maths")
-"""Rewards that compare with the right answer of the row."""
+"""Rewards that compare with the correct answer of the row."""
 
 LARGEST = 1e9
-"""Rewards beyond it drown all others in sums of squares, long before these overflow."""
+"""Largest absolute reward: larger ones dominate all others in sums of squares."""
 
 RewardFunction = Callable[[str, Mapping[str, Any]], Any]
-"""What users write: from a response and the row of its prompt to a number."""
+"""A user's function: (response, row of the prompt) -> number."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reward:
-    """A reward function with its name as it was set, for messages."""
+    """A reward function with its configured name, for error messages."""
 
     name: str
     function: RewardFunction
 
     def __call__(self, prompt: Prompt, response: str) -> float:
-        """Return what a response is worth.
+        """Return the reward of a response.
 
-        raises    ConfigError naming function and row, where the function raises or returns no such number
+        raises    ConfigError naming function and row, if the function raises or returns no number in range
         """
         where = f"task.reward {self.name!r} at {prompt.origin or 'a prompt'}, response {excerpt(response)}"
         try:
             value = self.function(response, prompt.row)
         except RelibraError as error:
             raise type(error)(f"{where}: {error}") from error
-        except (Exception, SystemExit) as error:  # whatever it is, the user has to read it
+        except (Exception, SystemExit) as error:  # any error of the user's code is reported
             raise ConfigError(
                 f"{where}: raised {_in_a_line(error)}; a reward returns a number for every response"
             ) from error
@@ -58,11 +58,11 @@ class Reward:
 
 
 def make_reward(name: str, answer_column: str) -> Reward:
-    """Return the reward that a setting names.
+    """Return the reward that task.reward names.
 
     name             "exact", "maths" or `module:function`
-    answer_column    of the row, with the right answer
-    raises           ConfigError where there is no such reward, module or function, or a library is missing
+    answer_column    column of the correct answer
+    raises           ConfigError if there is no such reward, module or function, or a library is missing
     """
     if name == "exact":
         return Reward(name, lambda response, row: same_text(response, right_answer(row, answer_column)))
@@ -78,7 +78,7 @@ def make_reward(name: str, answer_column: str) -> Reward:
 
 
 def same_text(response: str, answer: str) -> bool:
-    r"""Say whether two texts are equal but for white space at the ends, and how much of it there is in between.
+    r"""Return whether two texts are equal up to the amount of white space.
 
     >>> same_text(" forty \n two", "forty two"), same_text("forty-two", "forty two")
     (True, False)
@@ -87,10 +87,10 @@ def same_text(response: str, answer: str) -> bool:
 
 
 def right_answer(row: Mapping[str, Any], name: str, origin: str = "its row") -> str:
-    """Return the right answer of a row as text.
+    """Return the correct answer of a row as text.
 
-    origin    which row it is, for messages
-    raises    ConfigError where the column is missing or holds neither text nor number
+    origin    file and line, for error messages
+    raises    ConfigError if the column is missing or has neither text nor number
     """
     answer = column(row, name, origin=origin, remedy="set task.answer_column, or a task.reward that needs none")
     if isinstance(answer, str | int | float) and not isinstance(answer, bool) and str(answer).strip():
@@ -99,7 +99,7 @@ def right_answer(row: Mapping[str, Any], name: str, origin: str = "its row") -> 
 
 
 def _imported(module_name: str, function_name: str) -> RewardFunction:
-    """Import a user's function, from the current folder too; an installed module of the same name goes first."""
+    """Import a user's function; installed modules come before those in the current folder."""
     where = f"task.reward is '{module_name}:{function_name}'"
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
@@ -119,7 +119,7 @@ def _imported(module_name: str, function_name: str) -> RewardFunction:
 
 
 def _number(value: object) -> float | None:
-    """Return a value as a number; None where it is none, not finite, or so large that its squares drown all others."""
+    """Return a value as a float; None if it is no finite number of at most `LARGEST`."""
     if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):  # an array or tensor of one number
         value = value.item()  # type: ignore[attr-defined]
     if not isinstance(value, Real | np.bool_):

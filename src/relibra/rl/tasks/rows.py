@@ -1,4 +1,4 @@
-"""Rows of a `.jsonl` or `.parquet` file. JSON lines are read on demand: of a large file only the offsets are kept."""
+"""Rows of a `.jsonl` or `.parquet` file. JSON lines are read on demand; only their offsets are in memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from relibra.errors import ConfigError
 
 @runtime_checkable
 class Rows(Protocol):
-    """Rows by place, each a dictionary of columns."""
+    """Rows by index, each a dictionary of columns."""
 
     def __len__(self) -> int:
-        """Return how many rows there are."""
+        """Return the number of rows."""
         ...
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield all rows in their order."""
+        """Yield all rows in order."""
         ...
 
     def row(self, place: int) -> dict[str, Any]:
@@ -33,15 +33,15 @@ class Rows(Protocol):
         ...
 
     def name(self, place: int) -> str:
-        """Say which row it is, for messages."""
+        """Return file and line of a row, for error messages."""
         ...
 
 
 def open_rows(path: Path, setting: str) -> Rows:
     """Open a file by its suffix.
 
-    setting   that names the file, for messages
-    raises    ConfigError where the file is missing, empty, of another kind, or unreadable
+    setting   name of the setting, for error messages
+    raises    ConfigError if the file is missing, empty, of another type, or unreadable
     """
     kinds: dict[str, Callable[[Path], Rows]] = {".jsonl": JsonLines.open, ".parquet": Parquet.open}
     kind = kinds.get(path.suffix.lower())
@@ -62,10 +62,10 @@ def open_rows(path: Path, setting: str) -> Rows:
 
 @dataclass(frozen=True, eq=False)
 class JsonLines:
-    """A file with one JSON object per line; blank lines are passed over. Lines are parsed when they are asked for.
+    """A file with one JSON object per line; blank lines are skipped. Lines are parsed on access.
 
-    offset_r   bytes before each row
-    line_r     number of its line, counted from 1
+    offset_r   byte offset of each row
+    line_r     line number of each row, from 1
     """
 
     path: Path
@@ -74,7 +74,7 @@ class JsonLines:
 
     @classmethod
     def open(cls, path: Path) -> JsonLines:
-        """Find where lines start."""
+        """Index the lines of a file."""
         offsets, lines = array("q"), array("q")
         offset = 0
         with path.open("rb") as file:
@@ -86,23 +86,23 @@ class JsonLines:
         return cls(path, np.array(offsets, dtype=np.int64), np.array(lines, dtype=np.int64))
 
     def __len__(self) -> int:
-        """Return how many rows there are."""
+        """Return the number of rows."""
         return len(self.offset_r)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield all rows in their order; raises ConfigError as `row` does."""
+        """Yield all rows in order; raises ConfigError as `row` does."""
         with self.path.open("rb") as file:
             for place, line in enumerate(line for line in file if line.strip()):
                 yield self._parsed(line, place)
 
     def row(self, place: int) -> dict[str, Any]:
-        """Return one row; raises ConfigError where the line is no JSON object."""
+        """Return one row; raises ConfigError if the line is no JSON object."""
         with self.path.open("rb") as file:
             file.seek(self.offset_r[place])
             return self._parsed(file.readline(), place)
 
     def name(self, place: int) -> str:
-        """Say which row it is, for messages."""
+        """Return file and line of a row, for error messages."""
         return f"{self.path}, line {self.line_r[place]}"
 
     def _parsed(self, line: bytes, place: int) -> dict[str, Any]:
@@ -123,14 +123,14 @@ class JsonLines:
 
 @dataclass(frozen=True, eq=False)
 class Parquet:
-    """A Parquet file, whole in memory in Arrow's own form: a `pyarrow.Table`."""
+    """A Parquet file in memory, as a `pyarrow.Table`."""
 
     path: Path
     table: Any
 
     @classmethod
     def open(cls, path: Path) -> Parquet:
-        """Read the file; raises ConfigError where pyarrow is missing or the file is no Parquet file."""
+        """Read the file; raises ConfigError if pyarrow is missing or the file is no Parquet file."""
         try:
             from pyarrow import parquet
         except ImportError as error:
@@ -143,11 +143,11 @@ class Parquet:
             raise ConfigError(f"{path} is not a readable Parquet file: {error}") from error
 
     def __len__(self) -> int:
-        """Return how many rows there are."""
+        """Return the number of rows."""
         return int(self.table.num_rows)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield all rows in their order."""
+        """Yield all rows in order."""
         for batch in self.table.to_batches(max_chunksize=1024):
             yield from batch.to_pylist()
 
@@ -157,16 +157,16 @@ class Parquet:
         return row
 
     def name(self, place: int) -> str:
-        """Say which row it is, for messages; counted from 1."""
+        """Return file and row number (from 1), for error messages."""
         return f"{self.path}, row {place + 1}"
 
 
 def column(row: Mapping[str, Any], name: str, *, origin: str, remedy: str) -> Any:
     """Return the value in a column of a row.
 
-    origin    which row it is, for messages
-    remedy    what to do where there is no such column
-    raises    ConfigError where there is no such column
+    origin    file and line, for the error message
+    remedy    next step, for the error message
+    raises    ConfigError if there is no such column
     """
     if name not in row:
         there = ", ".join(map(repr, row)) or "none"
@@ -175,7 +175,7 @@ def column(row: Mapping[str, Any], name: str, *, origin: str, remedy: str) -> An
 
 
 def excerpt(value: object) -> str:
-    """Return how a value looks in a message: its beginning.
+    """Return the representation of a value for a message, cut to 80 characters.
 
     >>> excerpt("a" * 100)[-6:]
     'aaa...'

@@ -1,4 +1,4 @@
-"""`Task`: where prompts come from and what a response is worth. No torch in here."""
+"""`Task`: the interface of prompts and rewards. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.random import Generator
 
 TRAINING_STREAM = 2
 EVALUATION_STREAM = 3
-"""First numbers of the random streams that built-in prompts and orders of rows are drawn from."""
+"""First numbers of the random streams of prompts: a generator is seeded with [seed, stream, number]."""
 
 
 Messages = list[dict[str, str]]
@@ -19,11 +19,11 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One thing to answer.
+    """One prompt.
 
-    text     what the policy reads; or chat messages, `[{"role": ..., "content": ...}, ...]`, for a chat template
-    row      whatever the reward looks at: columns of the user's file, or what a built-in task made up
-    origin   where it stands, for messages: file and line; empty for a built-in task
+    text     plain text, or chat messages for the model's chat template
+    row      data for the reward: columns of the user's file, or data of a built-in task
+    origin   file and line, for error messages; empty for a built-in task
     """
 
     text: str | Messages
@@ -37,35 +37,30 @@ class Task(Protocol):
 
     @property
     def characters(self) -> str | None:
-        """The alphabet of a built-in task, for `CharacterTokenizer`; its last character ends a response and is no part
-        of any. None: the task needs the tokenizer of a model.
-        """
+        """Alphabet of a built-in task; its last character ends a response. None: the task needs a model's tokenizer."""
         ...
 
     def prompt(self, number: int) -> Prompt:
-        """Return a prompt of the training stream; it follows from the run's seed and the number alone."""
+        """Return a prompt of the training stream; it depends only on the run's seed and the number."""
         ...
 
     def evaluation_prompts(self, count: int) -> list[Prompt]:
-        """Return the first held-out prompts: always the same, and none of the training stream's problems on purpose.
-
-        Fewer than `count` where a file holds no more.
-        """
+        """Return the first held-out prompts, always the same; fewer than `count` if a file has no more."""
         ...
 
     def reward(self, prompt: Prompt, response: str, *, stopped: bool) -> float:
-        """Return what a response is worth.
+        """Return the reward of a response.
 
-        response   without the token that ended it
-        stopped    it ended itself (else it was cut at the longest response)
-        raises     ConfigError, naming prompt and function, where a user's function raises or returns no finite number
+        response   text without the stop token
+        stopped    ended by a stop token; False: cut at rollout.max_response
+        raises     ConfigError, naming prompt and function, if a user's function raises or returns no finite number
         """
         ...
 
 
 @runtime_checkable
 class Demonstrating(Protocol):
-    """A task that can show how it is done, for the supervised warm-up."""
+    """A task that can write demonstrations for the supervised warm-up."""
 
     def demonstrate(self, prompt: Prompt, rng: Generator, *, error_rate: float) -> str:
         """Return an answer without its stop token, with random errors of probability `error_rate`."""
