@@ -59,7 +59,7 @@ def _train(config: RunConfig, run: Path, device: torch.device, display: Training
     if resumed:
         display.resumed(step)
     elif config.checkpoint.every and warmed:
-        _save(config, run, 0, learner)  # so that no resume repeats the warm-up
+        _save(run, 0, learner, config.checkpoint.keep)  # so that no resume repeats the warm-up
     saved, stopped, reached = step, stop.on_any_rank(), False
     with StepLogs(run, step) if dist.get_rank() == 0 else nullcontext() as logs:
         while step < config.run.steps and not stopped and not reached:
@@ -76,10 +76,10 @@ def _train(config: RunConfig, run: Path, device: torch.device, display: Training
             display.rl_step(metrics)
             step += 1
             if config.checkpoint.every and step % config.checkpoint.every == 0:
-                saved = _save(config, run, step, learner)
+                saved = _save(run, step, learner, config.checkpoint.keep)
             stopped = stop.on_any_rank()
     if config.checkpoint.every and saved < step:
-        _save(config, run, step, learner)
+        _save(run, step, learner, config.checkpoint.keep)
     save_policy(policy, tokenizer, run / "policy")
     return warmed and (step >= config.run.steps or reached)
 
@@ -200,7 +200,7 @@ def _models(
     return models
 
 
-def _save(config: RunConfig, run: Path, step: int, learner: Learner) -> int:
+def _save(run: Path, step: int, learner: Learner, keep: int) -> int:
     """Write a checkpoint, and return its step."""
     progress = learner.progress
     save_checkpoint(
@@ -209,6 +209,6 @@ def _save(config: RunConfig, run: Path, step: int, learner: Learner) -> int:
         models=_models(learner.policy, learner.optimizer, learner.critic),
         responses=[*progress.live, *progress.for_values],
         state=progress.as_state(),
-        keep=config.checkpoint.keep,
+        keep=keep,
     )
     return step

@@ -15,7 +15,7 @@ from relibra.parallel import relocate
 from relibra.parallel.balanced import balanced_layers
 from relibra.rl.model.optimizer import clip_gradients, make_optimizer
 from relibra.rl.model.policy import write_weights
-from relibra.rl.model.sharding import is_balanced, whole_parameters
+from relibra.rl.model.sharding import full_parameters, is_balanced
 from tests.replay.tiny_models import random_tokens, tiny_model
 from tests.rl.joined import VOCAB, alone, on_ranks, policy_of, tiny_config
 
@@ -61,7 +61,7 @@ def step(model, ranks=1):
 def differences(policy):
     """Return the names of parameters in which the copy is not the trained model, in the type of the copy."""
     copies = dict(policy.copy.named_parameters())
-    whole = dict(whole_parameters(policy.trained))
+    whole = dict(full_parameters(policy.trained))
     assert copies.keys() == whole.keys()
     return [name for name in copies if not torch.equal(whole[name].to(copies[name].dtype), copies[name])]
 
@@ -161,7 +161,7 @@ def test_written_weights_are_a_plain_folder_in_full_precision(tmp_path):
     step(policy.trained)
     write_weights(policy, tmp_path / "written")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "written", dtype=torch.float32)
-    for (name, ours), theirs in zip(whole_parameters(policy.trained), model.parameters(), strict=True):
+    for (name, ours), theirs in zip(full_parameters(policy.trained), model.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
 
 
@@ -244,7 +244,7 @@ def train(folder, ranks):
             "off before": off,
             "off": differences(policy),
             "after": after,
-            "weights": {key: whole.clone() for key, whole in whole_parameters(policy.trained)},
+            "weights": {key: whole.clone() for key, whole in full_parameters(policy.trained)},
             "dtypes": {p.dtype for p in policy.trained.parameters()},
             "balanced": policy.balanced,
             "sharded": all(isinstance(p, DTensor) for p in policy.trained.parameters()),

@@ -25,7 +25,7 @@ from relibra.parallel import relocate
 from relibra.parallel.balanced import balanced_layers
 from relibra.rl.model.critic import build_critic
 from relibra.rl.model.optimizer import make_optimizer
-from relibra.rl.model.sharding import whole_parameters
+from relibra.rl.model.sharding import full_parameters
 from relibra.rl.rollout.response import Response
 from relibra.rl.run import checkpoint
 from relibra.rl.run.checkpoint import load_checkpoint, save_checkpoint
@@ -111,7 +111,7 @@ def whole(models):
     """Return all weights and states, gathered whole, in logical order."""
     found = {}
     for name, (model, optimizer) in models.items():
-        found |= {f"{name} {key}": value.clone() for key, value in whole_parameters(model)}
+        found |= {f"{name} {key}": value.clone() for key, value in full_parameters(model)}
         if optimizer:
             with checkpoint.in_logical_order({name: (model, optimizer)}):
                 for key, parameter in model.named_parameters():

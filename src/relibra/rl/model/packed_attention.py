@@ -42,8 +42,8 @@ def attend_packed(
     returns             `[1, tokens, heads, head size]`, and no attention weights
     """
     special = settings.get("position_bias") is not None or settings.get("is_causal") is False
-    whole = query.shape[0] == 1 and query.shape[2] == key.shape[2]  # one row, no cache
-    if attention_mask is not None or special or position_ids is None or not whole:
+    one_row = query.shape[0] == 1 and query.shape[2] == key.shape[2]  # and no cache
+    if attention_mask is not None or special or position_ids is None or not one_row:
         return sdpa_attention_forward(module, query, key, value, attention_mask, position_ids=position_ids, **settings)
     lengths = sequence_lengths(position_ids)
     groups = query.shape[1] // key.shape[1]
@@ -101,17 +101,17 @@ def can_attend_packed(model: nn.Module) -> bool:
 
     A family that does not pass positions on to its attention would attend across sequences.
     """
-    whole = cast(PreTrainedModel, model)
-    if whole.config._attn_implementation != "sdpa":
+    loaded = cast(PreTrainedModel, model)
+    if loaded.config._attn_implementation != "sdpa":
         return False  # attention sinks, soft caps and the like: the family does not use sdpa
     masked = logits_behind(model)
-    whole.set_attn_implementation(PACKED)
+    loaded.set_attn_implementation(PACKED)
     kept_apart = (
-        whole.config._attn_implementation == PACKED
+        loaded.config._attn_implementation == PACKED
         and same_logits(model, masked, logits_behind(model))
         and not reads_across(model)
     )
-    whole.set_attn_implementation("sdpa")
+    loaded.set_attn_implementation("sdpa")
     return kept_apart
 
 

@@ -23,12 +23,12 @@ from relibra.rl.config.settings import ModelSettings
 from relibra.rl.model.packed_attention import can_attend_packed, use_packed_attention
 from relibra.rl.model.sequence_masks import give_masks, reads_across
 from relibra.rl.model.sharding import (
+    full_parameters,
     is_missing_folder,
     load_sharded,
     loading,
     on_all_ranks,
     quiet_loading,
-    whole_parameters,
     without_randomness,
 )
 from relibra.rl.model.tokenizer import Tokenizer
@@ -65,8 +65,8 @@ class Policy:
         """Copy the trained weights, gathered in logical expert order, into the full copy; collective."""
         targets = dict(self.copy.named_parameters())
         with torch.no_grad():
-            for name, whole in whole_parameters(self.trained):
-                targets[name].copy_(whole)
+            for name, full in full_parameters(self.trained):
+                targets[name].copy_(full)
 
     def separate_sequences(self, model: nn.Module) -> None:
         """Make a model of this family treat packed sequences independently, in the cheapest way it supports."""
@@ -158,7 +158,7 @@ def write_weights(policy: Policy, folder: Path) -> None:
     raises   ConfigError, the same on all ranks, if the folder cannot be written
     """
     writes = dist.get_rank() == 0
-    weights = {name: whole.cpu() for name, whole in whole_parameters(policy.trained) if writes}
+    weights = {name: full.cpu() for name, full in full_parameters(policy.trained) if writes}
 
     def write() -> None:
         if writes:

@@ -99,7 +99,7 @@ def is_balanced(model: nn.Module) -> bool:
     return spread is not None and spread.ep_size > 1 and spread.ep_implementation == NAME
 
 
-def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield each parameter by name, gathered in full, experts in logical order; collective, no expert moves.
 
     One full parameter is in memory at a time; every rank must consume all of them.
