@@ -40,6 +40,7 @@ def policy_of(config: RunConfig, folder: Path, vocab: int = VOCAB) -> Policy:
         folder,
         CPU,
         seed=config.run.seed,
+        num_ranks=config.parallel.ranks,
         replay=config.algorithm.replay,
         follows_plans=config.follows_plans,
     )

@@ -97,6 +97,7 @@ def _build_task_and_policy(config: RunConfig, run: Path, device: torch.device) -
         run,
         device,
         seed=config.run.seed,
+        num_ranks=config.parallel.ranks,
         replay=config.algorithm.replay,
         follows_plans=config.follows_plans,
     )

@@ -70,8 +70,6 @@ def test_no_gradients_have_no_norm():
 def test_a_norm_that_is_not_finite_ends_the_run_before_the_step(bad):
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([1.0, bad])
-    with pytest.raises(
-        EngineError, match=r"the policy's gradient in step 3 has the norm (nan|inf): the weights are as"
-    ):
+    with pytest.raises(EngineError, match=r"the policy's gradient in step 3 has the norm (nan|inf)"):
         clip_gradients([parameter], 1.0, what="the policy's gradient in step 3")
     assert parameter.grad[0] == 1.0

@@ -247,7 +247,11 @@ WEIGHTS = "weights/shard-00001-model-00001-of-00001.safetensors"
         ("manifest.json", Path.unlink, "its manifest.json cannot be read"),
         ("manifest.json", cut_off, ""),
         ("manifest.json", rewrite_format, "its format is 2, this version of relibra reads 1"),
-        ("weights/more.safetensors", lambda path: path.write_bytes(b""), "weights/more.safetensors does not belong"),
+        (
+            "weights/more.safetensors",
+            lambda path: path.write_bytes(b""),
+            "weights/more.safetensors is not in its manifest",
+        ),
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over_aloud(tmp_path, caplog, file, damage, told):

@@ -83,6 +83,7 @@ def build_policy(
     device: torch.device,
     *,
     seed: int,
+    num_ranks: int,
     replay: str,
     follows_plans: bool,
 ) -> Policy:
@@ -95,7 +96,7 @@ def build_policy(
     raises          ConfigError, the same on all ranks, if there is no such model, or it does not fit the run
     """
     model_config = on_all_ranks(lambda: _model_config(settings, vocab_size))
-    anatomy = on_all_ranks(lambda: _anatomy(model_config, settings, replay))
+    anatomy = on_all_ranks(lambda: _anatomy(model_config, settings, num_ranks, replay))
     with _initial_weights(settings, seed, model_config, anatomy, folder) as path:
         if anatomy.tied:
             model_config = AutoConfig.from_pretrained(path)
@@ -121,7 +122,7 @@ def build_policy(
             )
         except ValueError as error:  # transformers has no plan for this family; the same on all ranks
             raise ConfigError(
-                f"{_name(settings)} cannot be sharded over {dist.get_world_size()} ranks: "
+                f"{_name(settings)} cannot be sharded over {num_ranks} ranks: "
                 f"{str(error).splitlines()[0].rstrip('.')}; use parallel.ranks=1, or a model of another family"
             ) from error
     policy = Policy(
@@ -221,9 +222,9 @@ def _model_config(settings: ModelSettings, vocab_size: int) -> Any:
     return model_config
 
 
-def _anatomy(model_config: Any, settings: ModelSettings, replay: str) -> _Anatomy:
+def _anatomy(model_config: Any, settings: ModelSettings, ranks: int, replay: str) -> _Anatomy:
     """Return the structure of a model; raises ConfigError if it cannot be trained with these settings."""
-    name, ranks = _name(settings), dist.get_world_size()
+    name = _name(settings)
     with loading(name), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config))
     stacked = [p for path, p in model.named_parameters() if ".experts." in path and p.ndim == 3]
