@@ -75,11 +75,16 @@ def test_refused_overrides(override, said):
         (("task.name=prompts",), ("task.name 'prompts' needs task.file", ".jsonl or .parquet")),
         (
             ("task.name=prompts", "task.file=x.jsonl"),
-            ("task.name 'prompts' needs model.path", "the built-in model knows only its own tasks"),
+            ("task.name 'prompts' needs model.path", "the built-in model"),
         ),
         (
             ("rollout.responses_per_prompt=1",),
-            ("rollout.responses_per_prompt 1 with algorithm.advantage 'group'", "ask for 2 or more", "preset 'ppo'"),
+            (
+                "rollout.responses_per_prompt 1 does not work",
+                "algorithm.advantage 'group'",
+                "set 2 or more",
+                "preset 'ppo'",
+            ),
         ),
         (
             ("update.mini_batches=33",),

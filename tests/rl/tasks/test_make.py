@@ -34,6 +34,6 @@ def test_a_tail_that_the_task_does_not_draw_is_told(name):
 
 def test_two_tails_are_told_and_one_is_not():
     [sentence] = settings_without_effect(TaskSettings(tail_exponent=1.5, continue_probability=0.5))
-    assert sentence.startswith("task.continue_probability 0.5 has no effect beside task.tail_exponent 1.5")
+    assert sentence.startswith("task.continue_probability 0.5 has no effect with task.tail_exponent 1.5")
     for settings in (TaskSettings(tail_exponent=1.5), TaskSettings(continue_probability=0.5), TaskSettings()):
         assert not [*settings_without_effect(settings)]
