@@ -12,6 +12,7 @@ from torch import nn
 
 from relibra.environment import launched_rank
 from relibra.rl.config.run_config import RunConfig
+from relibra.rl.evaluation import evaluate
 from relibra.rl.model.critic import build_critic
 from relibra.rl.model.optimizer import make_optimizer
 from relibra.rl.model.policy import Policy, build_policy, save_policy
@@ -21,7 +22,6 @@ from relibra.rl.rollout.collect import longest_prompt
 from relibra.rl.rollout.engines import make_engine, sync_weights
 from relibra.rl.run.checkpoint import load_checkpoint, save_checkpoint
 from relibra.rl.run.display import TrainingDisplay
-from relibra.rl.run.evaluation import evaluate
 from relibra.rl.run.ranks import broadcast_json
 from relibra.rl.run.run_folder import has_checkpoint, locked_run_folder, write_config
 from relibra.rl.run.step_logs import StepLogs, remove_steps_from
