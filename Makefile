@@ -65,13 +65,13 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix src tests examples benchmarks
 
 bench: $(VENV)/.run
-	$(BIN)/python benchmarks/all.py
+	$(BIN)/relibra bench all
 
 bench-all: $(VENV)/.run
-	$(BIN)/python benchmarks/all.py --long
+	$(BIN)/relibra bench all --long
 
 bench-gpu: $(VENV)/.run
-	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/relibra bench gpu
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

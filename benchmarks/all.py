@@ -1,6 +1,6 @@
-"""Run the benchmarks of this checkout one after another, and write docs/results.md and the README from their rows.
+"""Run the benchmarks of this checkout one after another and write the pages from their rows.
 
-Run: python benchmarks/all.py [--long] [--json] [--data FOLDER]   (or: make bench, make bench-all, relibra bench all)
+Run: relibra bench all [--long] [--json] [--data FOLDER]   (or: make bench, make bench-all)
 Without --long only what fits into a quarter of an hour on two cores; the others keep their committed rows. A program
 that fails, or skips a part, leaves its committed rows as they are; the others go on. Exit code 1 when one failed.
 """
@@ -18,42 +18,15 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import render
-from provenance import DATA, RESULTS, ROOT
-from results_files import read_results
-
+from benchmarks import render
+from benchmarks.harness.provenance import DATA, RESULTS, ROOT
+from benchmarks.harness.results_files import read_results
+from benchmarks.programs import PROGRAMS, Program, command
 from relibra.errors import ConfigError
 from relibra.files import write_text
 
-Program = tuple[str, tuple[str, ...], float]
-"""Name of a file in benchmarks/, its arguments, and the minutes it takes on two cores."""
-
-PROGRAMS: tuple[Program, ...] = (
-    ("recordings", (), 0.1),
-    ("routing", (), 0.2),
-    ("rollout_windows", (), 0.1),
-    ("planner", (), 3.5),
-    ("balancers", (), 1.5),
-    ("tppo_toy", (), 1),
-    ("emulated_ranks", (), 3),
-    ("papers", (), 4),
-    ("simulation", (), 1),
-)
-"""What `make bench` runs; together at most MOST_MINUTES."""
-
-LONG: tuple[Program, ...] = (
-    ("streaming", ("10", "--repetitions", "3"), 2),
-    ("validation", ("--repetitions", "3"), 6),
-    ("rl", (), 4),
-    ("demo", ("0", "1", "2"), 10),
-    ("tppo", (), 15),
-    ("runtime", ("--repetitions", "9"), 25),
-    ("gpu", (), 10),
-)
-"""What `make bench-all` runs besides."""
-
 MOST_MINUTES = 15
-TAKES_DATA = {"recordings", "planner", "balancers", "emulated_ranks", "papers", "runtime", "gpu"}
+"""What the programs of `make bench` take together, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +49,10 @@ class Outcome:
 
 def run(program: Program, data: Path, results: Path) -> Outcome:
     """Run a program and take over its rows, if it ends well and has skipped nothing."""
-    name, arguments, _ = program
-    start = time.perf_counter()
+    name, start = program.name, time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        words = [*arguments, *(["--data", str(data)] if name in TAKES_DATA else []), "--output", folder]
-        command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *words]
-        code, skipped = _watched(command, folder)
+        where = ["--data", str(data)] if program.takes_data else []
+        code, skipped = _watched(command(name, *program.arguments, *where, "--output", folder), folder)
         seconds = time.perf_counter() - start
         if code:
             reason = f"exit code {code}, its message stands above; the committed rows stay"
@@ -96,13 +67,13 @@ def run(program: Program, data: Path, results: Path) -> Outcome:
     return Outcome(program=name, outcome="measured", seconds=seconds, files=files)
 
 
-def _watched(command: list[str], folder: str) -> tuple[int, str]:
+def _watched(words: list[str], folder: str) -> tuple[int, str]:
     """Run a command, pass on what it says on stderr, and return its exit code and what it says it skipped.
 
     folder    where its rows go for now: lines that only name files there are not passed on
     """
     skipped: list[str] = []
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None, "stderr is a pipe"
         try:
             for line in process.stderr:
@@ -131,12 +102,14 @@ def _taken_over(folder: Path, results: Path) -> tuple[str, ...]:
 
 
 def outcomes(*, long: bool, data: Path, results: Path) -> Iterator[Outcome]:
-    """Run what is to be run, and say of the rest why it is not."""
-    for program in (*PROGRAMS, *(LONG if long else ())):
-        print(f"{program[0]} (about {program[2]:g} min) ...", file=sys.stderr, flush=True)
+    """Run the programs in their order; of the long ones say why they are not run."""
+    for program in PROGRAMS:
+        if program.long and not long:
+            reason = f"takes about {program.minutes:g} min: make bench-all measures it"
+            yield Outcome(program=program.name, outcome="kept", reason=reason)
+            continue
+        print(f"{program.name} (about {program.minutes:g} min) ...", file=sys.stderr, flush=True)
         yield run(program, data, results)
-    for name, _, minutes in () if long else LONG:
-        yield Outcome(program=name, outcome="kept", reason=f"takes about {minutes:g} min: make bench-all measures it")
 
 
 def validation_in_words(results: Path) -> str:
@@ -158,11 +131,16 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=DATA)
     options = parser.parse_args()
     if shutil.which("git") is None:
-        sys.exit("error: git is not there, and without a commit no row can say where it comes from")
+        raise ConfigError("git is missing: every row of results names the commit that it was measured at")
     start, found = time.perf_counter(), []
-    for outcome in outcomes(long=options.long, data=options.data, results=RESULTS):
-        print(outcome, file=sys.stderr, flush=True)
-        found.append(outcome)
+    try:
+        for outcome in outcomes(long=options.long, data=options.data, results=RESULTS):
+            print(outcome, file=sys.stderr, flush=True)
+            found.append(outcome)
+    except KeyboardInterrupt:
+        print("stopped; finished programs have written their rows, the pages are unchanged: relibra bench render",
+              file=sys.stderr)  # fmt: skip
+        return 130
     pages = render.write_pages()
     print(validation_in_words(RESULTS), file=sys.stderr)
     if options.json:
@@ -170,13 +148,3 @@ def main() -> int:
     else:
         print(f"{(time.perf_counter() - start) / 60:.1f} minutes in all; written: {', '.join(pages)}")
     return int(any(one.outcome == "failed" for one in found))
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        print(
-            "stopped; rows of finished programs are written, the pages are not: relibra bench render", file=sys.stderr
-        )
-        sys.exit(130)

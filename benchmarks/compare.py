@@ -1,6 +1,6 @@
-"""Hold two result files against each other: every figure that differs by more than a tolerance.
+"""Compare two result files: figures that differ by more than a tolerance.
 
-Run: python benchmarks/compare.py A.json B.json [--tolerance 0.1] [--json]   (or: relibra bench compare)
+Run: relibra bench compare A.json B.json [--tolerance 0.1] [--json]
 Rows are matched by case and configuration. Exit code 1 when anything differs, or when they share no case.
 """
 
@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from results_files import Difference, compare, read_results, refuse_strangers
-
-from relibra.errors import RelibraError
+from benchmarks.harness.results_files import Difference, compare, read_results, refuse_strangers
 
 TOLERANCE = 0.1
 
@@ -42,10 +39,3 @@ def main() -> int:
     before, after = read_results(options.before), read_results(options.after)
     refuse_strangers(before, after, (str(options.before), str(options.after)))
     return report(compare(before, after, options.tolerance), len(before), options.tolerance, as_json=options.json)
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except RelibraError as error:
-        sys.exit(f"error: {error}")

@@ -1,11 +1,11 @@
 """The picture of the README: skew of a recorded model's ranks under four systems, drawn from result rows as SVG.
 
-Run: python benchmarks/render.py writes it; docs/skew.svg is the file.
+`relibra bench render` writes it to docs/skew.svg.
 """
 
 from collections.abc import Mapping, Sequence
 
-from results_files import Row
+from benchmarks.harness.results_files import Row
 
 SYSTEMS: Mapping[str, tuple[str, str]] = {
     "static": ("static layout", "#9aa0a6"),

@@ -1,6 +1,6 @@
 """Write the tables, figures and picture of the README, docs/results.md and docs/results/*.md from result files.
 
-Run: python benchmarks/render.py [--check] [--json]   (or: relibra bench render)
+Run: relibra bench render [--check] [--json]
 --check writes nothing and exits with 1 when a page differs from the result files.
 
     <!-- results: NAME -->                   a table up to the next <!-- end -->
@@ -14,17 +14,15 @@ Run: python benchmarks/render.py [--check] [--json]   (or: relibra bench render)
 import argparse
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from load_picture import draw_skew
-from provenance import RESULTS, ROOT
-from results_files import Row, read_results
-from table_columns import COLUMNS, Column, shown
-
-from relibra.errors import ConfigError, RelibraError
+from benchmarks.harness.provenance import RESULTS, ROOT
+from benchmarks.harness.results_files import Row, read_results
+from benchmarks.load_picture import draw_skew
+from benchmarks.table_columns import COLUMNS, Column, shown
+from relibra.errors import ConfigError
 from relibra.files import write_text
 
 PAGES: tuple[Path, ...] = (
@@ -189,10 +187,3 @@ def _provenance(rows: Sequence[Row], columns: Sequence[Column]) -> str:
         f"*{first['label']}: {'; '.join(dict.fromkeys(units)) or 'see each row'}; {repetitions} repetition(s); "
         f"`{first['command']}` at commit {first['commit'][:12]}{dirty}; {first['machine']}; {versions}.*"
     )
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except RelibraError as error:
-        sys.exit(f"error: {error}")

@@ -1,6 +1,6 @@
-"""Measure a committed result again, with the command that its rows name, and hold the new rows against the old ones.
+"""Measure a committed result again and compare the rows within a tolerance.
 
-Run: python benchmarks/rerun.py NAME [--row K] [--tolerance 0.1] [--json] [--data FOLDER]   (or: relibra bench rerun)
+Run: relibra bench rerun NAME [--row K] [--tolerance 0.1] [--json] [--data FOLDER]
 NAME is a file of benchmarks/results. The committed rows stay; exit code 1 when a figure differs.
 """
 
@@ -13,11 +13,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from compare import TOLERANCE, report
-from provenance import DATA, RESULTS, ROOT, commit
-from results_files import Row, compare, read_results
-
-from relibra.errors import ConfigError, EngineError, RelibraError
+from benchmarks.compare import TOLERANCE, report
+from benchmarks.harness.provenance import DATA, RESULTS, ROOT, commit
+from benchmarks.harness.results_files import Row, compare, read_results
+from benchmarks.programs import BY_NAME, command
+from relibra.errors import ConfigError, EngineError
 
 
 def command_of(rows: list[Row], data: Path, output: Path) -> list[str]:
@@ -28,19 +28,27 @@ def command_of(rows: list[Row], data: Path, output: Path) -> list[str]:
     commands = sorted({row["command"] for row in rows})
     if len(commands) > 1:
         raise ConfigError(f"the rows come from several commands, {'; '.join(commands)}: choose a row with --row")
-    words = [word for word in shlex.split(commands[0]) if word != "FOLDER"]  # older rows name a place for recordings
-    if words == ["make", "bench-gpu"]:
-        words = ["python", "benchmarks/gpu.py"]
-    if words[:2] == ["relibra", "bench"]:
-        words = [sys.executable, "-m", *words]
-    elif words[:1] == ["python"] and len(words) > 1 and (ROOT / words[1]).parent == ROOT / "benchmarks":
-        words = [sys.executable, *words[1:]]
-    else:
+    words = [word for word in shlex.split(commands[0]) if word != "FOLDER"]  # older rows name a folder for recordings
+    name, arguments = _program(words)
+    if name not in BY_NAME:
         raise ConfigError(
-            f"the rows name the command {commands[0]!r}, which is no benchmark: allowed are python benchmarks/NAME.py "
-            "and relibra bench NAME"
+            f"the rows name the command {commands[0]!r}, which is no benchmark: allowed are relibra bench NAME and "
+            "python benchmarks/NAME.py"
         )
+    words = command(name, *arguments)
     return [*words, *([] if data == DATA else ["--data", str(data)]), "--output", str(output)]
+
+
+def _program(words: list[str]) -> tuple[str, list[str]]:
+    """Return name and arguments of a program, whichever way a row was made; an empty name for another command."""
+    if words == ["make", "bench-gpu"]:
+        return "gpu", []
+    if words[:2] == ["relibra", "bench"] and len(words) > 2:
+        return words[2], words[3:]
+    path = Path(words[1]) if words[:1] == ["python"] and len(words) > 1 else Path()
+    if path.suffix == ".py" and path.parts[0] == "benchmarks" and ".." not in path.parts:
+        return path.stem, words[2:]  # rows from before relibra bench NAME was written into them
+    return "", []
 
 
 def chosen(rows: list[Row], number: int | None, name: str) -> list[Row]:
@@ -60,12 +68,12 @@ def rerun(name: str, number: int | None, data: Path) -> tuple[list[Row], list[Ro
     rows = read_results(RESULTS / f"{name}.json")
     wanted = chosen(rows, number, name)
     with tempfile.TemporaryDirectory() as folder:
-        command = command_of(wanted, data, Path(folder))
+        words = command_of(wanted, data, Path(folder))
         print(
             f"{wanted[0]['command']}: rows of commit {wanted[0]['commit'][:12]}, now at {commit()[:12]}",
             file=sys.stderr,
         )
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
+        done = subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
         if done.returncode:
             raise EngineError(f"{wanted[0]['command']} failed with code {done.returncode}: its message stands above")
         path = Path(folder) / f"{name}.json"
@@ -87,10 +95,3 @@ def main() -> int:
         parser.error(f"--tolerance is {options.tolerance}: it is a share, 0 or more")
     old, new = rerun(options.name.removesuffix(".json"), options.row, options.data)
     return report(compare(old, new, options.tolerance), len(old), options.tolerance, as_json=options.json)
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except RelibraError as error:
-        sys.exit(f"error: {error}")

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable
 
-from provenance import quartiles
+from benchmarks.harness.provenance import quartiles
 
 Column = str | tuple[str, Callable[[dict], object]]
 """A key of the rows, or a title and a function of a row."""

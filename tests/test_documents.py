@@ -147,20 +147,19 @@ def _is_module(name):
 
 
 @pytest.fixture
-def render(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("render")
+def render():
+    return importlib.import_module("benchmarks.render")
 
 
 @pytest.fixture
-def table_columns(render):  # beside the pages, on the same path
-    return importlib.import_module("table_columns")
+def table_columns():
+    return importlib.import_module("benchmarks.table_columns")
 
 
 @pytest.mark.parametrize("page", GENERATED)
 def test_tables_come_from_result_files(render, page):
     text = (ROOT / page).read_text()
-    assert render.rendered(text) == text, "run python benchmarks/render.py"
+    assert render.rendered(text) == text, "run relibra bench render"
     assert set(re.findall(r"<!-- results: (\w+) -->", text)) <= set(render.COLUMNS)
 
 
@@ -196,11 +195,11 @@ def test_no_marker_of_a_figure_begins_a_line(page):
 
 
 def test_the_picture_of_the_readme_is_drawn_from_result_rows(render):
-    from load_picture import RANKS, SYSTEMS
+    from benchmarks.load_picture import RANKS, SYSTEMS
 
     picture = render.PICTURE.read_text()
     rows = json.loads((ROOT / "benchmarks" / "results" / "balancers_gpt_oss.json").read_text())
-    assert picture == render.draw_skew(rows), "run python benchmarks/render.py"
+    assert picture == render.draw_skew(rows), "run relibra bench render"
     skews = {row["balancer"]: row for row in rows}
     expected = [f"{skews[name][ranks]:.2f}" for ranks in RANKS for name in SYSTEMS]
     assert re.findall(r">(\d\.\d\d)</text>", picture) == expected
@@ -293,10 +292,8 @@ def test_pages_are_not_made_from_rows_that_lack_something(render, monkeypatch, t
         assert [page.read_text() for page in pages] == texts
 
 
-def test_result_rows_without_provenance_are_refused(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from provenance import write_results
-
+def test_result_rows_without_provenance_are_refused():
+    from benchmarks.harness.provenance import write_results
     from relibra import ConfigError
 
     with pytest.raises(ConfigError, match="lacks"):

@@ -21,8 +21,7 @@ SHAPE = ExpertShape(hidden=32, width=16)
 
 
 @pytest.fixture(autouse=True)
-def _benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
+def _one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -37,7 +36,7 @@ def demand():
 
 @pytest.mark.parametrize("balancer", ["static", "lplb", "ultraep", "balanced", "relibra"])
 def test_counts_are_those_of_the_plan(demand, balancer):
-    from emulated_ranks import planned_counts
+    from benchmarks.runtime.emulated_ranks import planned_counts
 
     plan = plan_step(
         demand, cluster_preset("h100x8", 8), Budget(slots=1, objective="tokens"), balancer, never_worse=False
@@ -53,7 +52,7 @@ def test_counts_are_those_of_the_plan(demand, balancer):
 
 
 def test_static_ranks_get_the_load_of_their_own_experts(demand):
-    from emulated_ranks import rank_works
+    from benchmarks.runtime.emulated_ranks import rank_works
 
     pairs = [(0, 1), (3, 0)]
     static, equal = rank_works(demand, 8, SHAPE, pairs, balancers=("static",))
@@ -63,7 +62,7 @@ def test_static_ranks_get_the_load_of_their_own_experts(demand):
 
 
 def test_equal_counts_are_equal():
-    from emulated_ranks import busiest_over_mean, equal_counts
+    from benchmarks.runtime.emulated_ranks import busiest_over_mean, equal_counts
 
     assert equal_counts(96, 16, 8) == [[6, 6]] * 8
     assert busiest_over_mean(np.array([[sum(c) for c in equal_counts(96, 16, 8)]])) == 1
@@ -76,13 +75,13 @@ def test_equal_counts_are_equal():
 
 
 def test_busiest_over_mean_weighs_pairs_by_their_load():
-    from emulated_ranks import busiest_over_mean
+    from benchmarks.runtime.emulated_ranks import busiest_over_mean
 
     assert busiest_over_mean(np.array([[3, 1], [10, 10]])) == (3 + 10) / (2 + 10)
 
 
 def test_pairs_differ_and_repeat(demand):
-    from emulated_ranks import choose_pairs
+    from benchmarks.runtime.emulated_ranks import choose_pairs
 
     pairs = choose_pairs(demand, 5)
     assert len(set(pairs)) == 5
@@ -92,8 +91,7 @@ def test_pairs_differ_and_repeat(demand):
 
 def test_time_in_proportion_to_rows_gives_the_skew_of_the_rows(demand, monkeypatch):
     """With a clock that counts rows, the measured straggler is the token skew and ratios are ratios of loads."""
-    import emulated_ranks as emulated
-
+    from benchmarks.runtime import emulated_ranks as emulated
     from relibra.calibration.grouped_experts import GroupedExperts
 
     works = emulated.rank_works(demand, 8, SHAPE, [(0, 0), (1, 1)], balancers=("static", "relibra"))
@@ -127,9 +125,8 @@ def test_time_in_proportion_to_rows_gives_the_skew_of_the_rows(demand, monkeypat
 
 
 def test_what_does_not_fit_is_halved_or_skipped(monkeypatch, capsys):
-    import emulated_ranks as emulated
-    import gpu
-
+    from benchmarks.runtime import emulated_ranks as emulated
+    from benchmarks.runtime import gpu
     from relibra.calibration.grouped_experts import bytes_needed
 
     def two_micro_batches(ranks, tokens):
@@ -154,7 +151,7 @@ def test_what_does_not_fit_is_halved_or_skipped(monkeypatch, capsys):
 
 
 def test_hidden_fraction():
-    from gpu import hidden_fraction
+    from benchmarks.runtime.gpu import hidden_fraction
 
     assert hidden_fraction(copy=2.0, compute=5.0, together=5.0) == 1
     assert hidden_fraction(copy=2.0, compute=5.0, together=7.0) == 0
@@ -163,7 +160,7 @@ def test_hidden_fraction():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: this is about machines without")
 def test_without_a_gpu_it_says_so_and_writes_nothing(monkeypatch, capsys, tmp_path):
-    import gpu
+    from benchmarks.runtime import gpu
 
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--output", str(tmp_path)])
     gpu.main()
@@ -172,7 +169,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(monkeypatch, capsys, tmp_pa
 
 
 def test_real_sizes_are_refused_on_a_cpu(monkeypatch):
-    import gpu
+    from benchmarks.runtime import gpu
 
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu"])
     with pytest.raises(ConfigError, match="add --quick"):
@@ -180,7 +177,7 @@ def test_real_sizes_are_refused_on_a_cpu(monkeypatch):
 
 
 def _rows_of(program, *options):
-    command = [sys.executable, "-W", "error", str(BENCHMARKS / program), "--quick", "--json", "--data", "nowhere"]
+    command = [sys.executable, "-W", "error", str(BENCHMARKS), program, "--quick", "--json", "--data", "nowhere"]
     done = subprocess.run([*command, *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "skipped: recorded routes" in done.stderr
@@ -189,10 +186,10 @@ def _rows_of(program, *options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("program", "options", "settings"), [("emulated_ranks.py", (), 1), ("gpu.py", ("--device", "cpu"), 3)]
+    ("program", "options", "settings"), [("emulated_ranks", (), 1), ("gpu", ("--device", "cpu"), 3)]
 )
 def test_programs_run_on_made_up_routes(tmp_path, program, options, settings):
-    import emulated_ranks as emulated
+    from benchmarks.runtime import emulated_ranks as emulated
 
     rows = _rows_of(program, "--output", str(tmp_path), *options)
     names = [*emulated.BALANCERS, emulated.EQUAL]

@@ -17,11 +17,6 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 
 
-@pytest.fixture(autouse=True)
-def _benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-
-
 def small_demand(seed):
     rng = np.random.default_rng(seed)
     S, L, E, K = 12, 2, 8, 4
@@ -35,7 +30,7 @@ def small_demand(seed):
 @settings(max_examples=20)
 @given(st.integers(0, 1000))
 def test_forced_balance_keeps_samples_and_schedule_and_evens_out_experts(seed):
-    from paper_steps import forced_balance
+    from benchmarks.papers.steps import forced_balance
 
     demand = small_demand(seed)
     even = forced_balance(demand)
@@ -47,7 +42,7 @@ def test_forced_balance_keeps_samples_and_schedule_and_evens_out_experts(seed):
 @settings(max_examples=20)
 @given(st.integers(0, 1000))
 def test_pairs_are_symmetric_and_no_expert_meets_another_more_often_than_it_is_picked(seed):
-    from paper_steps import with_pairs
+    from benchmarks.papers.steps import with_pairs
 
     demand = with_pairs(small_demand(seed))
     picked_LE = demand.counts_SLE.sum(axis=0)
@@ -57,7 +52,7 @@ def test_pairs_are_symmetric_and_no_expert_meets_another_more_often_than_it_is_p
 
 
 def test_drawn_tokens_have_the_counts_of_their_samples_and_no_expert_twice():
-    from paper_tokens import draw_tokens
+    from benchmarks.papers.tokens import draw_tokens
 
     shape = TraceShape(rows_per_sample=[5, 1, 12, 30], num_layers=2, num_experts=8, top_k=4)
     demand = Demand.from_trace(domain_trace(shape, np.random.default_rng(0), sigma=2.0))
@@ -72,8 +67,8 @@ def test_drawn_tokens_have_the_counts_of_their_samples_and_no_expert_twice():
 
 
 def test_drawn_tokens_pair_experts_as_often_as_assumed():
-    from paper_steps import with_pairs
-    from paper_tokens import draw_tokens
+    from benchmarks.papers.steps import with_pairs
+    from benchmarks.papers.tokens import draw_tokens
 
     S, E, K, length = 400, 8, 2, 40
     counts_SLE = np.tile(np.array([20, 10, 10, 10, 10, 8, 8, 4], np.int32), (S, 1, 1))
@@ -90,7 +85,7 @@ def test_drawn_tokens_pair_experts_as_often_as_assumed():
 
 
 def test_repeated_tokens_come_in_the_order_of_samples():
-    from paper_tokens import repeated
+    from benchmarks.papers.tokens import repeated
 
     experts_TLK = np.arange(4, dtype=np.uint8).reshape(4, 1, 1)
     tokens = repeated(experts_TLK, np.array([1, -1, 0, 1]), 2)
@@ -99,19 +94,18 @@ def test_repeated_tokens_come_in_the_order_of_samples():
 
 
 def test_sequences_are_dealt_so_that_ranks_have_about_as_many_tokens():
-    from paper_steps import _dealt
+    from benchmarks.papers.steps import deal_sequences
 
     length_S = np.random.default_rng(0).lognormal(7, 0.6, 64).astype(np.int64)
     micro_step_S = np.repeat(np.arange(2), 32)
-    rank_S = _dealt(micro_step_S, length_S, 4)
+    rank_S = deal_sequences(micro_step_S, length_S, 4)
     for step in range(2):
         tokens_R = np.bincount(rank_S[micro_step_S == step], length_S[micro_step_S == step])
         assert tokens_R.max() / tokens_R.mean() < 1.05
 
 
 def test_a_cut_model_keeps_the_share_of_its_output_matrix():
-    from paper_steps import cut_model
-
+    from benchmarks.papers.steps import cut_model
     from relibra.simulation import model_shape
 
     whole, cut = model_shape("qwen3-30b-a3b"), cut_model("qwen3-30b-a3b", small_demand(0))
@@ -137,7 +131,7 @@ def test_committed_rows_of_papers_keep_ours_and_cited_apart_and_explain_what_mis
 
 @pytest.mark.slow
 def test_quick_papers_say_aloud_what_they_skip(tmp_path):
-    command = [sys.executable, str(BENCHMARKS / "papers.py"), "--quick", "--json", "--data", str(tmp_path)]
+    command = [sys.executable, str(BENCHMARKS), "papers", "--quick", "--json", "--data", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     rows = json.loads(done.stdout)
     assert {row["table"] for row in rows} >= {"throughput", "ablation", "skew", "planner", "straggler", "windows"}
@@ -146,7 +140,7 @@ def test_quick_papers_say_aloud_what_they_skip(tmp_path):
 
 @pytest.mark.slow
 def test_quick_validation_predicts_every_run():
-    command = [sys.executable, str(BENCHMARKS / "validation.py"), "--quick", "--json"]
+    command = [sys.executable, str(BENCHMARKS), "validation", "--quick", "--json"]
     rows = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert [row["balancer"] for row in rows] == ["all_to_all", "eplb", "relibra", "relibra, homes stay"]
     for row in rows:
@@ -156,7 +150,7 @@ def test_quick_validation_predicts_every_run():
 
 @pytest.mark.slow
 def test_runs_that_overlap_have_no_order():
-    from validation import Pair, disagreements
+    from benchmarks.simulation.validation import Pair, disagreements
 
     def pair(name, measured, simulated):
         return Pair(skew=1.5, balancer=name, measured=measured, simulated=simulated, parts={})
@@ -169,7 +163,7 @@ def test_runs_that_overlap_have_no_order():
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_tables_of_papers_are_readable_in_a_narrow_terminal(width, capsys, monkeypatch):
-    import papers
+    from benchmarks.papers import papers
 
     monkeypatch.setenv("COLUMNS", str(width))
     rows = json.loads((BENCHMARKS / "results" / "papers.json").read_text())
@@ -186,7 +180,7 @@ def test_tables_of_papers_are_readable_in_a_narrow_terminal(width, capsys, monke
 
 
 def test_cited_words_stand_below_where_there_is_no_room(capsys, monkeypatch):
-    import papers
+    from benchmarks.papers import papers
 
     row = dict.fromkeys(papers.FIGURES, 1.5) | {
         "case": "a model, EP 8, static", "balancer": "static", "cited": "[up] to 2", "unit": "times",

@@ -21,15 +21,13 @@ ORIGIN = {
 ROW = {"case": "x", "label": "measured", "seed": 0, "repetitions": 3, "ranks": 8, "seconds": 2.0, **ORIGIN}
 
 
-@pytest.fixture
-def load(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module
+def load(name):
+    return importlib.import_module(f"benchmarks.{name}")
 
 
 @pytest.fixture
-def results(load):
-    return load("results_files")
+def results():
+    return load("harness.results_files")
 
 
 def written(path, rows):
@@ -114,7 +112,7 @@ def test_missing_figures_and_numbers_that_are_none_differ(results):
     assert results.compare([ROW | {"seconds": 1e-13}], [ROW | {"seconds": 3e-13}], 0.1) == []
 
 
-def test_comparing_says_so_by_its_exit_code(load, monkeypatch, tmp_path, capsys):
+def test_comparing_says_so_by_its_exit_code(monkeypatch, tmp_path, capsys):
     program = load("compare")
     one = written(tmp_path / "a.json", [ROW])
     other = written(tmp_path / "b.json", [ROW | {"seconds": 3.0}])
@@ -133,7 +131,7 @@ def test_comparing_says_so_by_its_exit_code(load, monkeypatch, tmp_path, capsys)
     assert json.loads(capsys.readouterr().out)[0]["change"] == 0.5
 
 
-def test_files_without_a_common_row_are_no_list_of_differences(load, results, monkeypatch, tmp_path, capsys):
+def test_files_without_a_common_row_are_no_list_of_differences(results, monkeypatch, tmp_path, capsys):
     program = load("compare")
     one = written(tmp_path / "a.json", [ROW, ROW | {"case": "y"}])
     other = written(tmp_path / "b.json", [ROW | {"case": "z"}])
@@ -152,23 +150,39 @@ def test_files_without_a_common_row_are_no_list_of_differences(load, results, mo
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("python benchmarks/routing.py 3", [sys.executable, "benchmarks/routing.py", "3"]),
-        ("python benchmarks/balancers.py FOLDER", [sys.executable, "benchmarks/balancers.py"]),
-        ("relibra bench planner", [sys.executable, "-m", "relibra", "bench", "planner"]),
-        ("make bench-gpu", [sys.executable, "benchmarks/gpu.py"]),
+        ("python benchmarks/routing.py 3", ["routing", "3"]),
+        ("python benchmarks/balancers.py FOLDER", ["balancers"]),
+        ("relibra bench streaming 10 --repetitions 3", ["streaming", "10", "--repetitions", "3"]),
+        ("make bench-gpu", ["gpu"]),
     ],
 )
-def test_commands_of_rows_are_run_with_another_place_for_rows(load, tmp_path, command, words):
+def test_commands_of_rows_are_run_with_another_place_for_rows(tmp_path, command, words):
     rerun = load("rerun")
     row = ROW | {"command": command}
-    assert rerun.command_of([row], rerun.DATA, tmp_path) == [*words, "--output", str(tmp_path)]
+    program = [sys.executable, str(ROOT / "benchmarks"), *words]
+    assert rerun.command_of([row], rerun.DATA, tmp_path) == [*program, "--output", str(tmp_path)]
     assert rerun.command_of([row], Path("d"), tmp_path)[-4:-2] == ["--data", "d"]
 
 
+def test_every_committed_command_can_be_run_again(results, tmp_path):
+    rerun, programs = load("rerun"), load("programs")
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        for row in results.read_results(path):
+            assert programs.BY_NAME[rerun.command_of([row], rerun.DATA, tmp_path)[2]].path.exists()
+
+
 @pytest.mark.parametrize(
-    "command", ["rm -rf build", "python -c print(1)", "python benchmarks/../setup.py", "python", "relibra train"]
+    "command",
+    [
+        "relibra bench nothing",
+        "rm -rf build",
+        "python -c print(1)",
+        "python benchmarks/../setup.py",
+        "python",
+        "relibra train",
+    ],
 )
-def test_only_benchmarks_are_run_again(load, tmp_path, command):
+def test_only_benchmarks_are_run_again(tmp_path, command):
     rerun = load("rerun")
     with pytest.raises(ConfigError, match="which is no benchmark"):
         rerun.command_of([ROW | {"command": command}], rerun.DATA, tmp_path)
@@ -176,7 +190,7 @@ def test_only_benchmarks_are_run_again(load, tmp_path, command):
         rerun.command_of([ROW, ROW | {"command": command}], rerun.DATA, tmp_path)
 
 
-def test_a_model_measured_again_is_the_same(load, monkeypatch, capsys):
+def test_a_model_measured_again_is_the_same(monkeypatch, capsys):
     program = load("rerun")
     monkeypatch.setattr(sys, "argv", ["rerun.py", "rollout_windows", "--row", "2", "--tolerance", "1e-9"])
     assert program.main() == 0
@@ -186,17 +200,17 @@ def test_a_model_measured_again_is_the_same(load, monkeypatch, capsys):
 
 
 @pytest.fixture
-def bench(load, monkeypatch, tmp_path):
-    """The program that runs all, over made-up ones in a folder."""
+def bench(monkeypatch, tmp_path):
+    """Run a made-up program as `relibra bench all` does."""
     everything = load("all")
-    (tmp_path / "benchmarks").mkdir()
     (tmp_path / "results").mkdir()
-    monkeypatch.setattr(everything, "ROOT", tmp_path)
+    program = [sys.executable, str(tmp_path / "made_up.py")]
+    monkeypatch.setattr(everything, "command", lambda _, *arguments: [*program, *arguments])
 
     def run(text):
         lines = f"import json, pathlib, sys\nROW = {ROW!r}\nfolder = pathlib.Path(sys.argv[-1])\n{text}\n"
-        (tmp_path / "benchmarks" / "made_up.py").write_text(lines)
-        return everything.run(("made_up", (), 1), Path("data"), tmp_path / "results")
+        (tmp_path / "made_up.py").write_text(lines)
+        return everything.run(everything.Program(name="made_up", minutes=1), Path("data"), tmp_path / "results")
 
     return run
 
@@ -230,7 +244,7 @@ def test_of_a_program_that_fails_or_skips_nothing_is_taken_over(bench, tmp_path,
 
 
 @pytest.mark.parametrize(("outcomes", "code"), [(["measured", "skipped", "kept"], 0), (["failed", "measured"], 1)])
-def test_one_failure_does_not_stop_the_others_but_the_exit_code_says_it(load, monkeypatch, capsys, outcomes, code):
+def test_one_failure_does_not_stop_the_others_but_the_exit_code_says_it(monkeypatch, capsys, outcomes, code):
     everything = load("all")
     made = [everything.Outcome(program=f"p{n}", outcome=what) for n, what in enumerate(outcomes)]
     monkeypatch.setattr(everything, "outcomes", lambda **_: iter(made))
@@ -242,31 +256,31 @@ def test_one_failure_does_not_stop_the_others_but_the_exit_code_says_it(load, mo
     assert err.count("\n") == len(outcomes) + 1, "and how far off the simulator is"
 
 
-def test_what_takes_long_is_kept_and_said_aloud(load, monkeypatch, tmp_path):
+def test_what_takes_long_is_kept_and_said_aloud(monkeypatch, tmp_path):
     everything = load("all")
     monkeypatch.setattr(
-        everything, "run", lambda program, *_: everything.Outcome(program=program[0], outcome="measured")
+        everything, "run", lambda program, *_: everything.Outcome(program=program.name, outcome="measured")
     )
     found = list(everything.outcomes(long=False, data=tmp_path, results=tmp_path))
     kept = {one.program: one.reason for one in found if one.outcome == "kept"}
-    assert list(kept) == [name for name, _, _ in everything.LONG]
+    assert list(kept) == [program.name for program in everything.PROGRAMS if program.long]
     assert kept["runtime"] == "takes about 25 min: make bench-all measures it"
     assert {one.outcome for one in everything.outcomes(long=True, data=tmp_path, results=tmp_path)} == {"measured"}
 
 
-def test_every_program_is_there_and_all_short_ones_fit_into_a_quarter_of_an_hour(load):
+def test_every_program_is_there_and_all_short_ones_fit_into_a_quarter_of_an_hour():
     everything, render = load("all"), load("render")
-    assert sum(minutes for _, _, minutes in everything.PROGRAMS) <= everything.MOST_MINUTES
+    assert sum(program.minutes for program in everything.PROGRAMS if not program.long) <= everything.MOST_MINUTES
     made, tables = set(), {re.sub("^papers_.*", "papers", table) for table in render.COLUMNS}  # one file of many tables
-    for name, _, _ in (*everything.PROGRAMS, *everything.LONG):
-        text = (ROOT / "benchmarks" / f"{name}.py").read_text()
-        assert '"--output"' in text
-        assert ('"--data"' in text) == (name in everything.TAKES_DATA), name
+    for program in everything.PROGRAMS:
+        text = program.path.read_text()
+        assert "measurement_options(__doc__" in text
+        assert ("data=True" in text) == program.takes_data, program.name
         made |= {found for found in tables if re.search(rf'"{found}"', text)}
     assert made == tables
 
 
-def test_a_program_without_rows_is_an_error_for_rerun(load, monkeypatch):
+def test_a_program_without_rows_is_an_error_for_rerun(monkeypatch):
     program = load("rerun")
     monkeypatch.setattr(program, "command_of", lambda *_: [sys.executable, "-c", ""])
     with pytest.raises(EngineError, match="made no rows of rollout_windows"):
@@ -276,7 +290,7 @@ def test_a_program_without_rows_is_an_error_for_rerun(load, monkeypatch):
         program.rerun("rollout_windows", None, program.DATA)
 
 
-def test_the_error_of_the_simulator_is_always_told(load, tmp_path):
+def test_the_error_of_the_simulator_is_always_told(tmp_path):
     everything = load("all")
     told = everything.validation_in_words(everything.RESULTS)
     error = float(re.search(r"by ([0-9.]+)% in the median \(goal: at most 10%\)", told)[1])

@@ -1,17 +1,8 @@
 """What the benchmarks of whole runs make of metrics: costs up to a reward, ratios, shares."""
 
-from pathlib import Path
-
 import pytest
 
 from relibra.rl.config.run_config import load_config
-
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def _benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
 
 
 def rows_of(rewards, *, decode_steps, seconds, every=2):
@@ -33,7 +24,7 @@ def rows_of(rewards, *, decode_steps, seconds, every=2):
 
 
 def test_costs_add_up_to_each_evaluation():
-    import rl_runs
+    from benchmarks.rl import runs as rl_runs
 
     rows = rows_of([0.1, 0.3, 0.5, 0.5], decode_steps=10, seconds=2.0)
     curve = rl_runs.points(rows)
@@ -58,14 +49,14 @@ def test_costs_add_up_to_each_evaluation():
 
 
 def test_idle_places_weigh_as_long_as_the_step_decodes():
-    import rl_runs
+    from benchmarks.rl import runs as rl_runs
 
     steps = [{"decode_steps": 30, "idle_share": 0.9}, {"decode_steps": 10, "idle_share": 0.1}]
     assert rl_runs.idle_share(steps) == pytest.approx(0.7)
 
 
 def test_all_algorithms_are_measured_to_the_plateau_of_ppo(capsys):
-    import tppo
+    from benchmarks.rl import tppo
 
     waiting = rows_of([0.2, 0.4, 0.6, 0.6, 0.6, 0.6], decode_steps=100, seconds=2.0)
     queued = rows_of([0.3, 0.6, 0.6, 0.6], decode_steps=95, seconds=2.0)
@@ -102,7 +93,7 @@ def test_all_algorithms_are_measured_to_the_plateau_of_ppo(capsys):
 
 
 def test_the_plateau_is_the_best_of_the_last_third_and_what_still_moves_is_told():
-    import tppo
+    from benchmarks.rl import tppo
 
     falling = rows_of([0.9, 0.9, 0.9, 0.2, 0.2, 0.5, 0.5, 0.5, 0.2], decode_steps=1, seconds=1.0)
     error = (0.5 * 0.5 / (192 * 3)) ** 0.5
@@ -113,7 +104,7 @@ def test_the_plateau_is_the_best_of_the_last_third_and_what_still_moves_is_told(
 
 
 def test_rows_hold_the_settings_of_the_warm_up_and_of_the_run_apart():
-    import tppo
+    from benchmarks.rl import tppo
 
     runs = {name: rows_of([0.2, 0.6, 0.6, 0.6], decode_steps=9, seconds=1.0) for name in tppo.MORE}
     for row in tppo.result_rows(tppo.Race(seed=2, rows=runs)):
@@ -127,7 +118,7 @@ def test_rows_hold_the_settings_of_the_warm_up_and_of_the_run_apart():
 
 
 def test_who_goes_first_takes_turns(monkeypatch, tmp_path):
-    import tppo
+    from benchmarks.rl import tppo
 
     order = []
     monkeypatch.setattr(tppo, "warmed_up", lambda *_: tmp_path)
@@ -144,7 +135,7 @@ def test_who_goes_first_takes_turns(monkeypatch, tmp_path):
 
 
 def test_a_reward_that_is_never_reached_is_no_ratio_and_misses_the_target(capsys):
-    import tppo
+    from benchmarks.rl import tppo
 
     waiting = rows_of([0.2, 0.6, 0.6, 0.6], decode_steps=100, seconds=2.0)
     windowed = rows_of([0.2, 0.2], decode_steps=20, seconds=0.5)
@@ -157,7 +148,7 @@ def test_a_reward_that_is_never_reached_is_no_ratio_and_misses_the_target(capsys
 
 
 def test_balancers_are_held_against_static_with_the_same_sums(capsys):
-    import rl
+    from benchmarks.rl import rl
 
     def run(seconds, planned, reward=0.5):
         stages = {"rollout": seconds - 0.01, "plan": 0.01}

@@ -18,14 +18,9 @@ GRID = {  # case: idle when synchronous and in windows, tokens per time at b = 0
 }
 
 
-@pytest.fixture(autouse=True)
-def _benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-
-
 def test_the_grid_comes_out():
     """Ratios within 5 %, shares within 0.02; the grid itself is rounded."""
-    from rollout_windows import modelled
+    from benchmarks.simulation.rollout_windows import modelled
 
     rows = modelled(list(GRID), 3)
     for row, (idle_sync, idle_window, free, dear, continued, fed_again) in zip(rows, GRID.values(), strict=True):
@@ -39,7 +34,7 @@ def test_the_grid_comes_out():
 
 
 def test_the_program_prints_its_rows_and_writes_none_when_quick(tmp_path):
-    command = [sys.executable, "-W", "error", str(BENCHMARKS / "rollout_windows.py"), "--quick"]
+    command = [sys.executable, "-W", "error", str(BENCHMARKS), "rollout_windows", "--quick"]
     done = subprocess.run([*command, "--output", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "8,000" in done.stdout

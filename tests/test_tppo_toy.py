@@ -13,8 +13,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 @pytest.fixture(autouse=True)
-def _benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
+def _one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -23,7 +22,7 @@ def _benchmarks(monkeypatch):
 
 @pytest.mark.parametrize("window", [5, 8, 96])
 def test_a_response_goes_on_where_it_stopped(window):
-    import tppo_toy as toy
+    from benchmarks.rl import tppo_toy as toy
 
     policy_SA = np.tile(np.array([1.0, 0.0, 0.0, 0.0]), (45, 1))  # +1 until nothing is left, then the end
     policy_SA[: 1 - toy.LOWEST] = (0, 0, 0, 1)
@@ -47,7 +46,7 @@ def test_a_response_goes_on_where_it_stopped(window):
 
 @pytest.mark.slow
 def test_windows_reach_the_same_reward_in_less_decoding():
-    from tppo_toy import SEEDS, SETTINGS, measured
+    from benchmarks.rl.tppo_toy import SEEDS, SETTINGS, measured
 
     sync, windowed = measured(SETTINGS[:2], SEEDS)
     assert (sync["setting"], windowed["setting"]) == ("sync PPO", "W = 32, lambda 0.95, hold")
@@ -61,7 +60,7 @@ def test_windows_reach_the_same_reward_in_less_decoding():
 
 @pytest.mark.slow
 def test_the_value_after_the_cut_decides_where_targets_are_far():
-    from tppo_toy import SEEDS, Setting, measured
+    from benchmarks.rl.tppo_toy import SEEDS, Setting, measured
 
     hold, zero = measured([Setting("D2", 8, 1.0, "hold"), Setting("D2", 8, 1.0, "zero")], SEEDS)
     assert hold["updates"] <= 150
@@ -71,7 +70,7 @@ def test_the_value_after_the_cut_decides_where_targets_are_far():
 
 @pytest.mark.slow
 def test_the_program_prints_its_rows_and_writes_none_when_quick(tmp_path):
-    command = [sys.executable, "-W", "error", str(BENCHMARKS / "tppo_toy.py"), "--quick", "--json"]
+    command = [sys.executable, "-W", "error", str(BENCHMARKS), "tppo_toy", "--quick", "--json"]
     done = subprocess.run([*command, "--output", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [row["case"] for row in json.loads(done.stdout)] == ["D1, sync PPO", "D1, W = 32, lambda 0.95, hold"]

@@ -1,6 +1,6 @@
-"""relibra: know every expert load of an RL step before the step.
+"""relibra: RL post-training of mixture-of-experts models, with experts balanced from the routes of the rollout.
 
-Light by design: importing the package imports nothing heavy; names load on first use.
+Importing the package imports nothing heavy: names load on first use.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _WHERE = {
     "Budget": "relibra.planning.budget",

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SEEDS = (0, 1, 2)
 SETTINGS = (
     "parallel.ranks=1",
@@ -38,11 +35,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def runs():
     """Whole runs, as the benchmark makes them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        import rl_runs
+    from benchmarks.rl import runs as rl_runs
 
-        yield rl_runs
+    return rl_runs
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,9 @@ app.command(name="explain")(explain.explain)
 app.command(name="simulate")(simulate.simulate)
 app.command(name="sweep")(sweep.sweep)
 app.add_typer(trace.app, name="trace")
-app.add_typer(bench.app, name="bench")
+if bench.BENCHMARKS.is_dir():
+    everything = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+    app.command(name="bench", context_settings=everything)(bench.bench)
 
 
 def _print_version(wanted: bool) -> None:

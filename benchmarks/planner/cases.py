@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from planner_steps import domain_step, skewed_load
-from provenance import quartiles
 
+from benchmarks.harness.provenance import quartiles
+from benchmarks.planner.steps import domain_step, skewed_load
+from benchmarks.programs import command
 from relibra.cluster import cluster_preset
 from relibra.planning.analysis.comparison import with_levers
 from relibra.planning.baselines.ultraep import solve as ultraep_solve
@@ -164,14 +165,14 @@ def timed(work, repetitions: int) -> list[float]:
 WHOLE_STEP = {"ranks": 32, "layers": 94, "experts": 128, "micro_batches": 32, "samples": 1024, "tokens": 1024}
 
 
-def whole_step(program: Path, quick: bool, modelled: list[dict]) -> Iterator[dict]:
+def whole_step(quick: bool, modelled: list[dict]) -> Iterator[dict]:
     """Plan a whole step, cold and from the step before, in a process of its own, so that its memory is its own.
 
     modelled   gets rows with what the model says that the static layout and the plans cost
     """
     sizes = WHOLE_STEP | ({"layers": 24} if quick else {})
-    command = [sys.executable, str(program), "--whole-step", json.dumps(sizes)]
-    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    words = command("planner", "--whole-step", json.dumps(sizes))
+    found = json.loads(subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout)
     facts = {
         "ranks": sizes["ranks"],
         "configuration": "{layers} layers x {experts} experts x {micro_batches} micro-batches x {samples} samples, "

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from provenance import LABELS
-
+from benchmarks.harness.provenance import LABELS
 from relibra.errors import ConfigError
 
 ORIGIN = ("commit", "machine", "versions", "seed", "command", "label")

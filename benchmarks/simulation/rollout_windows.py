@@ -1,27 +1,26 @@
-"""What does a window buy in decoding, and what does it cost in prompts fed again? A model of slots, without an engine.
+"""Decode steps and prompts fed again with rollout windows, in a model of slots without an engine.
 
 Responses with lognormal lengths decode in a fixed number of slots, and a slot whose response has ended idles until the
 step does. A step that waits for the longest response (PPO) is held against steps of at most W tokens per response, of
 which unfinished ones go on in the next (T-PPO). A decode step costs 1 + b x responses under way: b = 0 is a decoder
 bound by reading weights. Feeding the earlier tokens of a response again is not in the ratios, and is reported beside
 them. Rows go to results/rollout_windows.json.
-Run: python benchmarks/rollout_windows.py [--quick] [--json] [--output FOLDER]
+Run: relibra bench rollout_windows [--quick] [--json] [--output FOLDER]
 --quick writes no rows.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
-from provenance import RESULTS, write_results
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness.options import measurement_options
+from benchmarks.harness.provenance import write_results
 from relibra.simulation.rollout import LengthDistribution, decode_in_windows
 
 SLOTS, LONGEST = 512, 24_576
@@ -100,20 +99,12 @@ def print_rows(rows: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    options = measurement_options(__doc__).parse_args()
     rows = modelled(CASES, 1 if options.quick else REPETITIONS)
     if options.json:
         print(json.dumps(rows, indent=1))
     else:
         print_rows(rows)
     if not options.quick:
-        command = "python benchmarks/rollout_windows.py"
+        command = "relibra bench rollout_windows"
         print(write_results("rollout_windows", rows, command, options.output), file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,13 @@
-"""What do balanced experts do for RL training? Whole runs of `relibra train` on two processes, side by side.
+"""RL training with static and with planned experts: whole runs on two processes.
 
 The same policy, from one warm-up, is trained with every expert at its home (transformers' `all_to_all`) and by plans;
 with canonical sums both follow the same bits. Rows go to results/rl.json.
-Run: python benchmarks/rl.py [--quick] [--json] [--output FOLDER]   (or: relibra bench rl). Six minutes.
+Run: relibra bench rl [--quick] [--json] [--output FOLDER]. Six minutes.
 --quick takes a small model and few steps, and writes no rows.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -16,10 +15,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
-from provenance import RESULTS, quartiles, write_results
 from rich.console import Console
 from rich.table import Table
-from rl_runs import Rows, trained, warmed_up
+
+from benchmarks.harness.options import measurement_options
+from benchmarks.harness.provenance import quartiles, write_results
+from benchmarks.rl.runs import Rows, trained, warmed_up
 
 SETTINGS = (
     "parallel.ranks=2",
@@ -159,11 +160,7 @@ def summary(rows: list[dict]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    options = measurement_options(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = result_rows(list(runs(Path(folder), quick=options.quick)))
     if options.json:
@@ -174,8 +171,4 @@ def main() -> None:
         if options.quick:
             print("--quick: a small model, few steps. It shows that the program runs; the figures say nothing")
     if not options.quick:
-        print(write_results("rl", rows, "python benchmarks/rl.py", options.output), file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()
+        print(write_results("rl", rows, "relibra bench rl", options.output), file=sys.stderr)

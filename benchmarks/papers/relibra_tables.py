@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import paper_steps as steps
-from paper_steps import BALANCED, CROSS, MODELS, RATIO, RELIBRA, Case, Made, configuration, row
-from provenance import quartiles
 
+from benchmarks.harness.provenance import quartiles
+from benchmarks.papers import steps
+from benchmarks.papers.steps import BALANCED, CROSS, MODELS, RATIO, RELIBRA, Case, Made, configuration, row
 from relibra.simulation import memory_use, model_shape
 
 PAPER = "ReLibra, arXiv 2605.08639"

@@ -1,17 +1,16 @@
-"""Does an even load take even time? The experts of each rank, run one rank after another.
+"""Time of the experts of each rank, run one after another: does an even load take even time?
 
 For a few (micro-batch, layer) pairs of recorded routes each balancer plans the step; then the work that its plan gives
 to each rank, home experts and replicas with their exact numbers of rows, is run forward and backward on this machine.
 The busiest rank is what a layer waits for. Copies and exchange between ranks are not part of it. Rows go to
 results/emulated_ranks.json.
-Run: python benchmarks/emulated_ranks.py [--quick] [--json] [--data FOLDER] [--output FOLDER]
+Run: relibra bench emulated_ranks [--quick] [--json] [--data FOLDER] [--output FOLDER]
 --quick takes fewer pairs and writes no rows. The recordings are not part of the project; without them routes are made
 up, and the rows say so.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import dataclass
@@ -22,13 +21,13 @@ import numpy as np
 import torch
 from jaxtyping import Float64, Int64
 from numpy import ndarray
-from provenance import DATA, RESULTS, write_results
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness.options import measurement_options
+from benchmarks.harness.provenance import write_results
 from relibra.calibration.grouped_experts import GroupedExperts, grouped_experts, seconds_each
 from relibra.cluster import cluster_preset
-from relibra.errors import RelibraError
 from relibra.planning.analysis.comparison import iterate_comparison
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import ExpertShape
@@ -237,12 +236,7 @@ def later_half(trace: RoutingTrace, tokens: int, ranks: int) -> ScheduledDemand:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--data", type=Path, default=DATA)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    options = measurement_options(__doc__, data=True).parse_args()
     torch.set_num_threads(1)
     number, repetitions = (2, 2) if options.quick else (6, 5)
     source, trace = routes(options.data)
@@ -267,12 +261,5 @@ def main() -> None:
         print_rows(rows)
     if not options.quick:
         # Where the recordings lie says something of a machine, not of the result.
-        path = write_results("emulated_ranks", rows, "python benchmarks/emulated_ranks.py", options.output)
+        path = write_results("emulated_ranks", rows, "relibra bench emulated_ranks", options.output)
         print(path, file=sys.stderr)
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except RelibraError as error:
-        sys.exit(f"error: {error}")

@@ -1,7 +1,7 @@
-"""Write and read a trace far larger than memory should be: peak memory and speed. Rows go to results/streaming.json.
+"""Write and read a trace larger than memory: speed and peak memory. Rows go to results/streaming.json.
 
-Run: python benchmarks/streaming.py [MILLION_ROWS] [--repetitions N] [--quick] [--json] [--output FOLDER]
-(or: relibra bench streaming). Two minutes with ten million rows, three times; 384 MB of disk per million rows.
+Run: relibra bench streaming [MILLION_ROWS] [--repetitions N] [--quick] [--json] [--output FOLDER].
+Two minutes with ten million rows, three times; 384 MB of disk per million rows.
 --quick takes a quarter of a million rows, once, and writes no rows.
 """
 
@@ -16,8 +16,10 @@ import time
 from pathlib import Path
 
 import numpy as np
-from provenance import RESULTS, quartiles, write_results
 
+from benchmarks.harness.options import measurement_options
+from benchmarks.harness.provenance import quartiles, write_results
+from benchmarks.programs import command
 from relibra import Demand, iterate_trace
 from relibra.routing.synthetic import TraceShape, domain_trace
 from relibra.routing.trace import concatenate
@@ -33,13 +35,14 @@ STEPS = {"write": "write in pieces", "read": "read in pieces and count"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measurement_options(__doc__)
     parser.add_argument("million_rows", type=float, nargs="?", default=10.0, metavar="MILLION_ROWS")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--step", nargs=2, metavar=("STEP", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.step:
+        _step(*options.step, options.million_rows)
+        return
     million_rows, repetitions = (0.25, 1) if options.quick else (options.million_rows, options.repetitions)
     rows = measured(million_rows, repetitions)
     if options.json:
@@ -51,8 +54,8 @@ def main() -> None:
                 f"{row['seconds high']:.1f}), {row['gb_per_second']} GB/s, peak {row['peak_mib']} MiB"
             )
     if not options.quick:
-        command = f"python benchmarks/streaming.py {million_rows:g} --repetitions {repetitions}"
-        print(write_results("streaming", rows, command, options.output), file=sys.stderr)
+        source = f"relibra bench streaming {million_rows:g} --repetitions {repetitions}"
+        print(write_results("streaming", rows, source, options.output), file=sys.stderr)
 
 
 def measured(million_rows: float, repetitions: int) -> list[dict]:
@@ -67,8 +70,8 @@ def measured(million_rows: float, repetitions: int) -> list[dict]:
 
 def _run(step: str, folder: str, million_rows: float) -> tuple[float, float, float]:
     """Run one step in a process of its own, so that its peak memory is its own; return rows, seconds, MiB."""
-    command = [sys.executable, __file__, "--step", step, folder, str(million_rows)]
-    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    words = command("streaming", "--step", step, folder, str(million_rows))
+    out = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
     rows, seconds, peak_mib = map(float, out.split())
     return rows, seconds, peak_mib
 
@@ -111,10 +114,3 @@ def _step(step: str, folder: str, million_rows: float) -> None:
             Demand.from_trace(piece)
             rows += piece.num_rows
     print(rows, time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--step"]:
-        _step(sys.argv[2], sys.argv[3], float(sys.argv[4]))
-    else:
-        main()

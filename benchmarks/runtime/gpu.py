@@ -1,15 +1,14 @@
-"""What one GPU can say: does an even load take even time, and do copies into slots hide under computing?
+"""One GPU: time of even and uneven expert loads, copies into slots hidden under computing.
 
 First the grouped experts are held against float64; a product that is wrong is not timed. Then every rank of an
 expert-parallel group is run one after another, in bfloat16 and at the sizes of real models (see emulated_ranks.py), and
 slots are copied on a stream of their own while experts compute. Rows go to results/gpu.json and gpu_overlap.json.
-Run: python benchmarks/gpu.py [--quick] [--json] [--data FOLDER] [--output FOLDER]   (or: make bench-gpu)
+Run: relibra bench gpu [--quick] [--json] [--data FOLDER] [--output FOLDER]   (or: make bench-gpu)
 --quick takes 8 ranks alone and writes no rows; with --device cpu it runs toy sizes, to try the program.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -17,15 +16,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import emulated_ranks as emulated
 import torch
 from jaxtyping import Float64
 from numpy import ndarray
-from planner_steps import domain_step
-from provenance import RESULTS, quartiles, write_results
 
+from benchmarks.harness.options import measurement_options
+from benchmarks.harness.provenance import quartiles, write_results
+from benchmarks.planner.steps import domain_step
+from benchmarks.runtime import emulated_ranks as emulated
 from relibra.calibration.grouped_experts import bytes_needed, grouped_experts
-from relibra.errors import ConfigError, RelibraError
+from relibra.errors import ConfigError
 from relibra.planning.costs.expert_shape import ExpertShape, expert_shape
 from relibra.routing.demand import ScheduledDemand
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
@@ -238,12 +238,8 @@ def _print_overlaps(rows: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measurement_options(__doc__, data=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--data", type=Path, default=emulated.DATA)
-    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.device == "cpu" and not options.quick:
         raise ConfigError("--device cpu would take hours at real sizes: add --quick for toy sizes, or leave it out")
@@ -269,10 +265,3 @@ def main() -> None:
     if not options.quick:
         for name, found in (("gpu", rows), ("gpu_overlap", overlaps)):
             print(write_results(name, found, "make bench-gpu", options.output), file=sys.stderr)
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except RelibraError as error:
-        sys.exit(f"error: {error}")

@@ -1,10 +1,9 @@
-"""The main job as `make demo` runs it, timed. Rows go to results/demo.json.
+"""Time of `make demo`. Rows go to results/demo.json.
 
-Run: python benchmarks/demo.py [SEED ...] [--quick] [--json] [--output FOLDER]   (or: relibra bench demo)
+Run: relibra bench demo [SEED ...] [--quick] [--json] [--output FOLDER]
 Three minutes per seed. --quick makes three RL steps after a short warm-up, and writes no rows.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -13,17 +12,16 @@ import time
 from pathlib import Path
 
 import numpy as np
-from provenance import RESULTS, ROOT, quartiles, write_results
+
+from benchmarks.harness.options import measurement_options
+from benchmarks.harness.provenance import ROOT, quartiles, write_results
 
 QUICK = ("run.steps=3", "warmup.steps=4", "evaluation.every=0")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measurement_options(__doc__)
     parser.add_argument("seeds", type=int, nargs="*", default=[0], metavar="SEED")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     rows = [_row(seed, QUICK if options.quick else ()) for seed in options.seeds]
     if options.json:
@@ -35,7 +33,7 @@ def main() -> None:
                 f"{row['rl_seconds_per_step']} s per RL step, largest k3 {row['k3_max']:.1e}"
             )
     if not options.quick:
-        command = f"python benchmarks/demo.py {' '.join(map(str, options.seeds))}"
+        command = f"relibra bench demo {' '.join(map(str, options.seeds))}"
         print(write_results("demo", rows, command, options.output), file=sys.stderr)
 
 
@@ -67,7 +65,3 @@ def _row(seed: int, settings: tuple[str, ...]) -> dict:
         "repetitions": 1,
         "configuration": f"examples/demo.toml, {len(steps)} RL steps, 2 processes of 1 thread",
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -16,7 +16,7 @@ from relibra.files import write_text
 
 LABELS = ("measured", "model", "simulated", "cited")
 REQUIRED = ("case", "label", "seed", "repetitions")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 DATA = ROOT.parent / "shared" / "data"
 """Where recorded routes lie beside a checkout; they are not part of the project."""
@@ -42,7 +42,7 @@ def write_results(name: str, rows: list[dict], command: str | None = None, folde
         ),
         "machine": f"{_processor()}, {platform.system()} {platform.machine()}",
         "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
-        "command": command or f"python {shlex.join(sys.argv)}",
+        "command": command or f"{sys.argv[0]} {shlex.join(sys.argv[1:])}".strip(),
     }
     path = folder / f"{name}.json"
     write_text(path, json.dumps([{**row, **origin} for row in rows], indent=1) + "\n")

@@ -1,7 +1,6 @@
-"""What papers report, beside what our balancers reach in the simulator. Rows go to results/papers.json.
+"""Figures of papers beside those of our balancers in the simulator. Rows go to results/papers.json.
 
-Run: python benchmarks/papers.py [--quick] [--json] [--data FOLDER] [--output FOLDER]
-(or: relibra bench papers). Four minutes on one core.
+Run: relibra bench papers [--quick] [--json] [--data FOLDER] [--output FOLDER]. Four minutes on one core.
 Our figures are events of a model of the machine (`simulated`), the papers' stand in a column of their own (`cited`),
 and where they differ a row says why. Loads come from generators with the profiles that papers and recordings have, and
 from recorded routes, which are not part of the project. --quick takes smaller cases and writes no rows.
@@ -9,26 +8,21 @@ from recorded routes, which are not part of the project. --quick takes smaller c
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
-os.environ.update(THREADS)  # before numpy starts its threads
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-import paper_peers as peers  # noqa: E402
-import paper_relibra as own  # noqa: E402
-from paper_steps import CROSS, RELIBRA  # noqa: E402
-from provenance import DATA, RESULTS, write_results  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.markup import escape  # noqa: E402
-from rich.table import Table  # noqa: E402
-
-from relibra.errors import RelibraError  # noqa: E402
+from benchmarks.harness.options import measurement_options
+from benchmarks.harness.provenance import write_results
+from benchmarks.papers import peer_tables as peers
+from benchmarks.papers import relibra_tables as own
+from benchmarks.papers.steps import CROSS, RELIBRA
 
 FIGURES = {
     "ratio_to_static": "/static",
@@ -59,12 +53,7 @@ CASE, CITED, CITED_WIDE = 26, 18, 30
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--data", type=Path, default=DATA)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    options = measurement_options(__doc__, data=True).parse_args()
     skipped: list[str] = []
     rows = list(_rows(options.data, options.quick, skipped))
     for what in skipped:
@@ -155,10 +144,3 @@ def _shared(row: dict) -> str:
 
 def _name(row: dict) -> str:
     return row["balancer"] if _shared(row) else row["case"]
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except RelibraError as error:
-        sys.exit(f"error: {error}")

@@ -1,8 +1,8 @@
-"""Does the simulator predict this machine? The runs of `runtime.py`, simulated and measured.
+"""Simulated against measured step times, for the runs of `runtime`.
 
 Rows go to results/validation.json.
-Run: python benchmarks/validation.py [--quick] [--json] [--repetitions N] [--output FOLDER]
-(or: relibra bench validation). Six minutes with three repetitions, on a quiet machine.
+Run: relibra bench validation [--quick] [--json] [--repetitions N] [--output FOLDER].
+Six minutes with three repetitions, on a quiet machine.
 Two processes of one thread each train the sizes, routes and plans of `runtime.py`. The simulator gets a cluster that is
 calibrated here, in the same run: experts, exchange and copies by the functions of `relibra calibrate`; what it does not
 model (norms, copies of rows, autograd) is the measured step of *balanced routes* less the simulated one, once for our
@@ -12,33 +12,27 @@ runtime and once for all_to_all. No predicted row uses its own time.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import os
 import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
-os.environ.update(dict.fromkeys(THREADS, "1"))  # before numpy and torch start their threads
+import numpy as np
+from rich.console import Console
+from rich.table import Table
 
-import numpy as np  # noqa: E402
-import runtime  # noqa: E402
-import runtime_steps as steps  # noqa: E402
-from provenance import RESULTS, quartiles, write_results  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-
-from relibra.calibration.fit import fit_cluster  # noqa: E402
-from relibra.calibration.measurement import CPU_SIZES, QUICK_SIZES, Job, describe_machine, measure_machine  # noqa: E402
-from relibra.cluster import Cluster  # noqa: E402
-from relibra.errors import RelibraError  # noqa: E402
-from relibra.planning.costs.expert_shape import ExpertShape  # noqa: E402
-from relibra.planning.plan import StepPlan  # noqa: E402
-from relibra.routing.statistics import co_activation  # noqa: E402
-from relibra.simulation import ModelShape, simulate_step  # noqa: E402
+from benchmarks.harness.options import measurement_options
+from benchmarks.harness.provenance import quartiles, write_results
+from benchmarks.runtime import runtime, steps
+from relibra.calibration.fit import fit_cluster
+from relibra.calibration.measurement import CPU_SIZES, QUICK_SIZES, Job, describe_machine, measure_machine
+from relibra.cluster import Cluster
+from relibra.planning.costs.expert_shape import ExpertShape
+from relibra.planning.plan import StepPlan
+from relibra.routing.statistics import co_activation
+from relibra.simulation import ModelShape, simulate_step
 
 BALANCERS = ("all_to_all", "eplb", "relibra", "relibra, homes stay")
 OURS, NATIVE = "balanced routes", "balanced routes, all_to_all"
@@ -75,11 +69,8 @@ class Pair:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    parser = measurement_options(__doc__)
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     repetitions = 1 if options.quick else options.repetitions
     pairs, cluster = compared(options.quick, repetitions)
@@ -91,7 +82,7 @@ def main() -> None:
         if options.quick:
             print("--quick: a toy model, one repetition. It shows that the program runs; the figures say nothing")
     if not options.quick:
-        command = f"python benchmarks/validation.py --repetitions {options.repetitions}"
+        command = f"relibra bench validation --repetitions {options.repetitions}"
         print(write_results("validation", rows, command, options.output), file=sys.stderr)
 
 
@@ -262,10 +253,3 @@ def _print(pairs: list[Pair], cluster: Cluster) -> None:
         f"simulator has {ordered - len(wrong)} of them right"
     )
     print(f"balanced routes are no prediction: what the simulator leaves out was taken from them; {cluster.source}")
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except RelibraError as error:
-        sys.exit(f"error: {error}")

@@ -1,7 +1,7 @@
-"""What executing plans buys, side by side with transformers' `all_to_all`. Rows go to results/runtime.json.
+"""Training steps by plans beside transformers' `all_to_all`, on two processes. Rows go to results/runtime.json.
 
-Run: python benchmarks/runtime.py [--quick] [--json] [--repetitions N] [--data FOLDER] [--output FOLDER]
-(or: relibra bench runtime). Twenty-five minutes with nine repetitions.
+Run: relibra bench runtime [--quick] [--json] [--repetitions N] [--data FOLDER] [--output FOLDER].
+Twenty-five minutes with nine repetitions.
 Two processes of one thread each, forward and backward passes of all micro-batches of a step, replayed routes, no
 optimizer; medians over repetitions in which the variants take turns. --quick takes a smaller model, few repetitions,
 and writes no rows. The recordings are not part of the project.
@@ -9,9 +9,7 @@ and writes no rows. The recordings are not part of the project.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -19,21 +17,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
-os.environ.update(dict.fromkeys(THREADS, "1"))  # before numpy and torch start their threads
+import numpy as np
+from rich.console import Console
+from rich.table import Table
 
-import numpy as np  # noqa: E402
-import runtime_steps as steps  # noqa: E402
-from provenance import DATA, RESULTS, quartiles, write_results  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-
-from relibra import Budget, plan_step  # noqa: E402
-from relibra.cluster import cluster_preset  # noqa: E402
-from relibra.planning.costs.expert_shape import ExpertShape  # noqa: E402
-from relibra.routing.demand import Demand  # noqa: E402
-from relibra.routing.readers import open_trace  # noqa: E402
-from relibra.routing.trace import RoutingTrace  # noqa: E402
+from benchmarks.harness.options import measurement_options
+from benchmarks.harness.provenance import quartiles, write_results
+from benchmarks.runtime import steps
+from relibra import Budget, plan_step
+from relibra.cluster import cluster_preset
+from relibra.planning.costs.expert_shape import ExpertShape
+from relibra.routing.demand import Demand
+from relibra.routing.readers import open_trace
+from relibra.routing.trace import RoutingTrace
 
 RECORDING = "gpt_oss_20b_decode_topk.npz"
 SYNTHETIC = steps.Sizes(layers=2, experts=16, top_k=4, hidden=384, width=896, samples=4, length=256, micro_batches=4)
@@ -46,12 +42,8 @@ TOLERANCE = 0.02
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    parser = measurement_options(__doc__, data=True)
     parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--data", type=Path, default=DATA)
-    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     rows = list(_rows(options.data, options.quick, options.repetitions))
     reached = list(_reached(rows))
@@ -64,7 +56,7 @@ def main() -> None:
         else:
             _print_reached(reached)
     if not options.quick:
-        command = f"python benchmarks/runtime.py --repetitions {options.repetitions}"
+        command = f"relibra bench runtime --repetitions {options.repetitions}"
         print(write_results("runtime", rows, command, options.output), file=sys.stderr)
         print(write_results("runtime_targets", reached, command, options.output), file=sys.stderr)
 
@@ -243,7 +235,3 @@ def _print(rows: list[dict]) -> None:
         "token-slots for every expert, by the same runtime; exposed: waiting for pushes and returns, share of the\n"
         "step; MiB: memory of the busier rank at its peak, above what it had before the step"
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,6 @@
-"""How fast the simulator is, and how much memory it takes. Rows go to results/simulation.json.
+"""Speed and memory of the simulator. Rows go to results/simulation.json.
 
-Run: python benchmarks/simulation.py [--quick] [--json] [--output FOLDER]
-(or: relibra bench simulation). Half a minute on one core.
+Run: relibra bench simulation [--quick] [--json] [--output FOLDER]. Half a minute on one core.
 Each size runs in a process of its own, so that its peak memory is its own; plans are made by dealing homes and filling
 slots, which takes no planning time. --quick takes fewer layers and writes no rows.
 """
@@ -10,19 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
-os.environ.update(THREADS)  # before numpy starts its threads
+from rich.console import Console
+from rich.table import Table
 
-from provenance import RESULTS, write_results  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
+from benchmarks.harness.options import measurement_options
+from benchmarks.harness.provenance import write_results
+from benchmarks.programs import command
 
 CASES = {
     "one group": ({"layers": 94, "micro_batches": 32, "ranks": 64, "stages": 1, "groups": 1}, 3.0),
@@ -35,10 +33,7 @@ REPETITIONS = 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser = measurement_options(__doc__)
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -56,8 +51,8 @@ def main() -> None:
 def _row(name: str, sizes: dict[str, int], most: float, quick: bool) -> dict:
     sizes = {**sizes, **({"layers": 16, "groups": min(sizes["groups"], 4)} if quick else {})}
     repetitions = 1 if quick or sizes["groups"] > 1 else REPETITIONS
-    command = [sys.executable, __file__, "--one", json.dumps({**sizes, "repetitions": repetitions})]
-    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    words = command("simulation", "--one", json.dumps({**sizes, "repetitions": repetitions}))
+    found = json.loads(subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout)
     all_ranks = sizes["ranks"] * sizes["stages"] * sizes["groups"]
     return {
         "case": f"{name}, {all_ranks:,} ranks", "label": "measured", "seed": 0, "repetitions": repetitions,
@@ -129,7 +124,3 @@ def _print(rows: list[dict]) -> None:
         figures = (f"{row['seconds']:.2f}", f"{row['target']:g}", row["ok"])
         table.add_row(row["case"], str(row["layers"]), *figures, f"{row['peak_mib']:.0f}", f"{row['added_mib']:.0f}")
     Console().print(table)
-
-
-if __name__ == "__main__":
-    main()

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from paper_tokens import Tokens, draw_tokens, repeated
-from planner_steps import at_most, domain_step
 
+from benchmarks.papers.tokens import Tokens, draw_tokens, repeated
+from benchmarks.planner.steps import at_most, domain_step
 from relibra import simulation
 from relibra.cluster import Cluster, cluster_preset
 from relibra.planning.analysis.comparison import LEVER_SETS
@@ -132,11 +132,13 @@ def sequences(ranks: int, layers: int, *, per_micro_step: int, length_S: np.ndar
         place = np.arange(len(length_S))
         demand = Demand(counts_SLE=counts_SLE, layer_ids=np.arange(layers, dtype=np.int32), sample_ids=place, top_k=8)
         micro_step_S = (place // per_micro_step).astype(np.int32)
-        steps.append(with_pairs(demand.with_schedule(micro_step_S, _dealt(micro_step_S, length_S, ranks), ranks)))
+        steps.append(
+            with_pairs(demand.with_schedule(micro_step_S, deal_sequences(micro_step_S, length_S, ranks), ranks))
+        )
     return Routes(f"sequences, {per_micro_step} per micro-step", *steps)
 
 
-def _dealt(micro_step_S: np.ndarray, length_S: np.ndarray, ranks: int) -> np.ndarray:
+def deal_sequences(micro_step_S: np.ndarray, length_S: np.ndarray, ranks: int) -> np.ndarray:
     """Return a rank for each sequence: in each micro-step the longest first, to the rank with the fewest tokens."""
     rank_S, tokens_MR = np.empty(len(length_S), dtype=np.int32), np.zeros((micro_step_S.max() + 1, ranks))
     for s in np.argsort(-length_S, kind="stable"):

@@ -1,34 +1,26 @@
-"""What the planner reaches beside what it should reach. Rows go to results/planner*.json.
+"""Results of the planner against their targets. Rows go to results/planner*.json.
 
-Run: python benchmarks/planner.py [--quick] [--json] [--data FOLDER] [--output FOLDER]
-(or: relibra bench planner). Two minutes.
+Run: relibra bench planner [--quick] [--json] [--data FOLDER] [--output FOLDER]. Two minutes.
 --quick takes smaller cases and writes no rows. The recordings are not part of the project.
 """
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import planner_cases as cases
-from provenance import DATA, RESULTS, write_results
 from rich.console import Console
 from rich.table import Table
 
-from relibra.errors import RelibraError
-
-THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "2")
+from benchmarks.harness.options import measurement_options
+from benchmarks.harness.provenance import write_results
+from benchmarks.planner import cases
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--data", type=Path, default=DATA)
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser = measurement_options(__doc__, data=True)
     parser.add_argument("--whole-step", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.whole_step:
@@ -53,7 +45,7 @@ def _rows(data: Path, quick: bool, grown: list[dict], modelled: list[dict]) -> I
         "recorded routes": lambda: cases.recorded(data, quick),
         "synthetic steps": lambda: cases.synthetic(quick),
         "replication solves": lambda: cases.solves(quick),
-        "a whole step": lambda: cases.whole_step(Path(__file__), quick, modelled),
+        "a whole step": lambda: cases.whole_step(quick, modelled),
         "the exact optimum": lambda: cases.against_milp(quick),
     }
     for name, part in parts.items():
@@ -98,12 +90,3 @@ def _shown(value: object) -> str:
     if not isinstance(value, float):
         return str(value)
     return f"{value:.4f}".rstrip("0").rstrip(".") if value < 10 else f"{value:.1f}"
-
-
-if __name__ == "__main__":
-    if any(os.environ.get(name) != value for name, value in THREADS.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **THREADS})  # numpy reads them at start
-    try:
-        main()
-    except RelibraError as error:
-        sys.exit(f"error: {error}")

@@ -1,4 +1,4 @@
-"""Does T-PPO reach PPO's reward in less decoding and less time? Whole runs of `relibra train`, side by side.
+"""PPO and T-PPO to the same reward: decode steps and seconds of whole runs.
 
 Chains of additions whose lengths have a heavy tail (a power law), and the built-in tiny transformer. All runs start
 from one warm-up. PPO decodes as many responses as there are places until the longest of a step has ended; "queued" it
@@ -10,13 +10,12 @@ What is compared is what it took to come to PPO's plateau: the best mean of thre
 that end in the last third of its run, less its standard error. A run is there at the first mean of three as high.
 Whether PPO was still moving (the last mean of three, less the one before) is told beside it.
 Rows go to results/tppo.json.
-Run: python benchmarks/tppo.py [--quick] [--json] [--output FOLDER]   (or: relibra bench tppo). Below twenty minutes.
+Run: relibra bench tppo [--quick] [--json] [--output FOLDER]. Below twenty minutes.
 One process of one thread trains at a time. --quick takes one seed and few steps, and writes no rows.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -26,10 +25,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from provenance import RESULTS, write_results
 from rich.console import Console
 from rich.table import Table
-from rl_runs import Rows, first_at, idle_share, points, smoothed, stage_seconds, trained, warmed_up
+
+from benchmarks.harness.options import measurement_options
+from benchmarks.harness.provenance import write_results
+from benchmarks.rl.runs import Rows, first_at, idle_share, points, smoothed, stage_seconds, trained, warmed_up
 
 SETTINGS = (
     "parallel.ranks=1",
@@ -261,11 +262,7 @@ def print_rows(rows: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    options = measurement_options(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = races(1 if options.quick else SEEDS, Path(folder), quick=options.quick)
         rows = [row for race in found for row in result_rows(race)]
@@ -280,8 +277,4 @@ def main() -> None:
         else:
             print(*summary(rows), sep="\n")
     if not options.quick:
-        print(write_results("tppo", rows, "python benchmarks/tppo.py", options.output), file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()
+        print(write_results("tppo", rows, "relibra bench tppo", options.output), file=sys.stderr)

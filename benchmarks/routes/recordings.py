@@ -1,19 +1,18 @@
 """Skew of recorded routes under the static layout. Rows go to results/recordings.json.
 
 The recordings are not part of the project; the program says so and writes nothing when they are not there.
-Run: python benchmarks/recordings.py [--quick] [--json] [--data FOLDER] [--output FOLDER]
-(or: relibra bench recordings). Seconds. --quick writes no rows.
+Run: relibra bench recordings [--quick] [--json] [--data FOLDER] [--output FOLDER]. Seconds. --quick writes no rows.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
-from provenance import DATA, RESULTS, write_results
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness.options import measurement_options
+from benchmarks.harness.provenance import write_results
 from relibra.routing.readers import iterate_routes
 from relibra.routing.trace_statistics import survey
 
@@ -25,12 +24,7 @@ TOKENS = 2048
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--data", type=Path, default=DATA)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    options = measurement_options(__doc__, data=True).parse_args()
     for file, _ in CASES:
         if not (options.data / file).exists():
             print(f"skipped: {options.data / file} is not there; name its folder with --data", file=sys.stderr)
@@ -42,7 +36,7 @@ def main() -> None:
         print_rows(rows)
     if not options.quick:
         # Where the recordings lie says something of a machine, not of the result.
-        print(write_results("recordings", rows, "python benchmarks/recordings.py", options.output), file=sys.stderr)
+        print(write_results("recordings", rows, "relibra bench recordings", options.output), file=sys.stderr)
 
 
 def _rows(path: Path, name: str) -> list[dict]:
@@ -75,7 +69,3 @@ def print_rows(rows: list[dict]) -> None:
         table.add_row(*(str(row[column]) for column in columns))
     Console().print(table)
     print(rows[0]["unit"])
-
-
-if __name__ == "__main__":
-    main()

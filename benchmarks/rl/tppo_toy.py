@@ -1,32 +1,31 @@
-"""Does truncated PPO learn as much per update as PPO, in less decoding? A toy of seconds, with relibra's losses.
+"""Truncated PPO against PPO on a toy of two tables: reward per update, decode steps.
 
 A response adds up to a target: each token is +1, +2, nothing, or the end, and only a response that ends exactly at its
 target is rewarded. The policy and the value model are tables over what is left to add. The same program is PPO that
 waits for the longest response (a window as long as the cap) and T-PPO (shorter windows; unfinished responses go on in
 the next step). Decoding takes as long as the longest response of a step. Rows go to results/tppo_toy.json.
-Run: python benchmarks/tppo_toy.py [--quick] [--json] [--output FOLDER]
+Run: relibra bench tppo_toy [--quick] [--json] [--output FOLDER]
 --quick takes two seeds and two settings, and writes no rows.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 from numpy import ndarray
 from numpy.random import Generator
-from provenance import RESULTS, quartiles, write_results
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.harness.options import measurement_options
+from benchmarks.harness.provenance import quartiles, write_results
 from relibra.rl.algorithms.advantages import Bootstrap, egae, moments, monte_carlo_returns, whiten
 from relibra.rl.algorithms.policy_loss import clipped_surrogate, token_log_probs, token_weights
 from relibra.rl.algorithms.value_loss import clipped_value_loss, value_weights
@@ -340,11 +339,7 @@ def print_rows(rows: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    options = measurement_options(__doc__).parse_args()
     torch.set_num_threads(1)
     rows = measured(QUICK, 2) if options.quick else measured(SETTINGS, SEEDS)
     if options.json:
@@ -352,8 +347,4 @@ def main() -> None:
     else:
         print_rows(rows)
     if not options.quick:
-        print(write_results("tppo_toy", rows, "python benchmarks/tppo_toy.py", options.output), file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()
+        print(write_results("tppo_toy", rows, "relibra bench tppo_toy", options.output), file=sys.stderr)

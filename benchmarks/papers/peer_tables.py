@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-import paper_steps as steps
-import rollout_windows
-from paper_steps import BALANCED, CROSS, MODELS, RATIO, RELIBRA, Case, Made, configuration, row
-from planner_steps import skewed_load
 
+from benchmarks.papers import steps
+from benchmarks.papers.steps import BALANCED, CROSS, MODELS, RATIO, RELIBRA, Case, Made, configuration, row
+from benchmarks.planner.steps import skewed_load
+from benchmarks.simulation import rollout_windows
 from relibra.planning.replicas.replication import replicate
 from relibra.routing.demand import Demand, ScheduledDemand
 from relibra.simulation import (

@@ -1,10 +1,9 @@
 """Speed of counting, checking, writing and reading routes on one core. Rows go to results/routing.json.
 
-Run: python benchmarks/routing.py [--quick] [--json] [--output FOLDER]   (or: relibra bench routing). Seconds.
+Run: relibra bench routing [--quick] [--json] [--output FOLDER]. Seconds.
 --quick takes fewer samples and repetitions, and writes no rows.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -14,8 +13,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-from provenance import RESULTS, write_results
 
+from benchmarks.harness.options import measurement_options
+from benchmarks.harness.provenance import write_results
 from relibra import iterate_trace, write_trace
 from relibra.routing.demand import count_token_slots
 from relibra.routing.synthetic import TraceShape, domain_trace
@@ -25,11 +25,7 @@ SEED = 0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    options = measurement_options(__doc__).parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     rows = measured(8, 2) if options.quick else measured(64, REPETITIONS)
     if options.json:
@@ -39,7 +35,7 @@ def main() -> None:
             print(f"{row['case']}: {row['median']} ({row['min']} to {row['max']})")
         print(rows[0]["unit"])
     if not options.quick:
-        print(write_results("routing", rows, "python benchmarks/routing.py", options.output), file=sys.stderr)
+        print(write_results("routing", rows, "relibra bench routing", options.output), file=sys.stderr)
 
 
 def measured(samples: int, repetitions: int) -> list[dict]:
@@ -82,7 +78,3 @@ def _row(name: str, seconds: list[float], entries: int, configuration: str) -> d
         "repetitions": len(rates),
         "configuration": configuration,
     }
-
-
-if __name__ == "__main__":
-    main()

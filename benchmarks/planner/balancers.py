@@ -2,20 +2,20 @@
 
 The later half of the micro-batches is planned; balancers that see the past plan from the earlier half. The recordings
 are not part of the project; the program says so and writes nothing when they are not there.
-Run: python benchmarks/balancers.py [--quick] [--json] [--data FOLDER] [--output FOLDER]
-(or: relibra bench balancers). Two minutes. --quick plans for 8 ranks only, once, and writes no rows.
+Run: relibra bench balancers [--quick] [--json] [--data FOLDER] [--output FOLDER].
+Two minutes. --quick plans for 8 ranks only, once, and writes no rows.
 """
 
-import argparse
 import json
 import statistics
 import sys
 from pathlib import Path
 
-from provenance import DATA, RESULTS, quartiles, write_results
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness.options import measurement_options
+from benchmarks.harness.provenance import quartiles, write_results
 from relibra.cluster import cluster_preset
 from relibra.planning.analysis.comparison import comparable, compare
 from relibra.planning.budget import Budget
@@ -35,12 +35,7 @@ REPETITIONS = 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--data", type=Path, default=DATA)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    options = measurement_options(__doc__, data=True).parse_args()
     for file, *_ in CASES.values():
         if not (options.data / file).exists():
             print(f"skipped: {options.data / file} is not there; name its folder with --data", file=sys.stderr)
@@ -55,7 +50,7 @@ def main() -> None:
     if not options.quick:
         for name, rows in tables.items():
             # Where the recordings lie says something of a machine, not of the result.
-            print(write_results(name, rows, "python benchmarks/balancers.py", options.output), file=sys.stderr)
+            print(write_results(name, rows, "relibra bench balancers", options.output), file=sys.stderr)
 
 
 def _rows(
@@ -117,7 +112,3 @@ def _compared(trace, ranks: int, tokens: int, model: str) -> dict:
         history_MLE=whole.load_MLE[:half],
     )
     return {row.balancer: row for row in rows}
-
-
-if __name__ == "__main__":
-    main()

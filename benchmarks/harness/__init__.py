@@ -1,0 +1,1 @@
+"""What all programs share: options, result files, where figures come from."""

@@ -1,0 +1,1 @@
+"""Tables of papers, recomputed with our balancers in the simulator."""

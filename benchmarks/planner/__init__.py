@@ -1,0 +1,1 @@
+"""The planner and other balancers: skew, bounds, planning time."""

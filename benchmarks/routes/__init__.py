@@ -1,0 +1,1 @@
+"""Recorded routes: skew, speed of counting, writing and reading."""

@@ -1,0 +1,1 @@
+"""Plans executed on processes and on a GPU."""

@@ -1,0 +1,1 @@
+"""The simulator: speed, agreement with this machine, windows of a rollout."""
