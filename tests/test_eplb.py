@@ -128,7 +128,7 @@ def test_torch_in_torch_out():
         ((np.ones((0, 8)), 8, 1, 1, 2), "weight has shape"),
         ((np.full((2, 8), np.nan), 8, 1, 1, 2), "non-finite"),
         ((-np.ones((2, 8)), 8, 1, 1, 2), "negative"),
-        (([["a"] * 8], 8, 1, 1, 2), "must hold numbers"),
+        (([["a"] * 8], 8, 1, 1, 2), "are needed"),
     ],
 )
 def test_wrong_arguments_get_a_sentence(arguments, message):

@@ -1,7 +1,7 @@
-"""Faces: our static planner under the names and shapes that DeepSeek's EPLB, vLLM and SGLang call.
+"""Drop-in `rebalance_experts` for DeepSeek's EPLB, vLLM and SGLang: their signatures and results, our placement.
 
-Whatever these functions are called with (numpy arrays, torch tensors, nested lists), the maps come back in the same
-kind: int64, on the CPU. One planner stands behind them (`even_placement`), whose busiest rank is never above EPLB's.
+Loads may be numpy arrays, torch tensors or nested lists. Maps come back as int64 on the CPU: torch tensors for torch
+tensors, else numpy arrays. The placement is that of `even_placement`, whose busiest rank is never above EPLB's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from relibra.planning.baselines.eplb import experts_by_node
 def rebalance_experts(
     weight: Any, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
 ) -> tuple[Any, Any, Any]:
-    """Plan a placement for every layer; the signature and results of DeepSeek's EPLB.
+    """Return a placement of every layer, with the signature and results of DeepSeek's EPLB.
+
+    >>> phy2log, log2phy, logcnt = rebalance_experts([[90, 132, 40, 61]], 6, 1, 1, 2)
+    >>> print(phy2log, logcnt)
+    [[1 3 2 1 0 0]] [[2 2 1 1]]
+    >>> log2phy.tolist()
+    [[[4, 5], [0, 3], [2, -1], [1, -1]]]
 
     weight         [L, E] load of each expert, any unit
     num_replicas   P, physical slots over all ranks, a multiple of `num_gpus`, at least E
@@ -31,13 +37,17 @@ def rebalance_experts(
                    `logcnt` [L, E] copies of each expert
     raises         PlanError for numbers that do not fit together
     """
-    load_TLE = _numbers(weight, "weight", 2)[None]
-    map_LP = _plan(load_TLE, num_replicas, num_groups, num_nodes, num_gpus)
+    load_TLE = _loads(weight, "weight", 2)[None]
+    map_LP = _place(load_TLE, num_replicas, num_groups, num_nodes, num_gpus)
     return _results(map_LP, load_TLE.shape[2], weight)
 
 
 class RelibraEplbPolicy:
-    """An expert-placement policy for vLLM: put it in the place of `EPLB_POLICIES["default"]`."""
+    """An expert-placement policy for vLLM: assign it to `EPLB_POLICIES["default"]`.
+
+    >>> print(RelibraEplbPolicy.rebalance_experts([[90, 132, 40, 61]], 6, 1, 1, 2))
+    [[1 3 2 1 0 0]]
+    """
 
     @classmethod
     def rebalance_experts(
@@ -49,22 +59,22 @@ class RelibraEplbPolicy:
         num_ranks: int,
         old_global_expert_indices: Any = None,
     ) -> Any:
-        """Plan a placement for every layer and keep experts where they are if that changes no rank's load.
+        """Return a placement of every layer; experts stay where they are if that changes no rank's load.
 
         weight                      [L, E] load of each expert
-        old_global_expert_indices   [L, P] the map in force: rows of the plan are given to the ranks of the same node
-                                    that hold most of their experts, and those experts stay in their slots
+        old_global_expert_indices   [L, P] the present map: each row of the placement goes to the rank of the same node
+                                    that has most of its experts, and those experts stay in their slots
         returns                     `physical_to_logical_map` [L, P]
         raises                      PlanError for numbers that do not fit together
         """
-        load_TLE = _numbers(weight, "weight", 2)[None]
-        map_LP = _plan(load_TLE, num_replicas, num_groups, num_nodes, num_ranks)
+        load_TLE = _loads(weight, "weight", 2)[None]
+        map_LP = _place(load_TLE, num_replicas, num_groups, num_nodes, num_ranks)
         if old_global_expert_indices is not None:
             old_LP = _array(old_global_expert_indices).astype(np.int64)
-            if old_LP.shape == map_LP.shape:  # after a change of size there is nothing to keep
+            if old_LP.shape == map_LP.shape:  # a map of another size has no slots to keep
                 per_node = num_ranks // num_nodes
                 pairs = zip(map_LP, old_LP, strict=True)
-                map_LP = np.stack([_keep(new_P, old_P, num_ranks, per_node) for new_P, old_P in pairs])
+                map_LP = np.stack([_keep_in_place(new_P, old_P, num_ranks, per_node) for new_P, old_P in pairs])
         return _like(map_LP, weight)
 
 
@@ -76,16 +86,20 @@ def rebalance_experts_sglang(
     num_nodes: int,
     algorithm: Any = "auto",
 ) -> tuple[Any, Any, Any]:
-    """Plan a placement for every layer from a window of steps; the keywords and results of SGLang's entry point.
+    """Return a placement of every layer from the loads of several steps, with SGLang's keywords and results.
+
+    >>> physical_to_logical, _, _ = rebalance_experts_sglang([[[90, 132, 40, 61]]], 6, 3, None, 1)
+    >>> print(physical_to_logical)
+    [[1 3 2 1 0 0]]
 
     tokens_per_expert            [steps, L, E], or [L, E]: the sum over steps of the busiest rank is minimised
     num_local_physical_experts   slots of a rank
-    algorithm                    a name (or enum member): one that ends in "hierarchical", or "auto", keeps groups on a
-                                 node if nodes divide groups; any other name never does
+    algorithm                    a name or enum member: "auto" and names that end in "hierarchical" keep groups on one
+                                 node if nodes divide groups; other names ignore groups
     returns                      as `rebalance_experts`
     raises                       PlanError for numbers that do not fit together
     """
-    loads = _numbers(tokens_per_expert, "tokens_per_expert", 2, 3)
+    loads = _loads(tokens_per_expert, "tokens_per_expert", 2, 3)
     load_TLE = loads if loads.ndim == 3 else loads[None]
     name = str(getattr(algorithm, "name", algorithm))
     grouped = name.endswith("hierarchical") or name == "auto"
@@ -94,18 +108,18 @@ def rebalance_experts_sglang(
             f"{num_physical_experts} physical experts do not fill ranks of {num_local_physical_experts}: use a multiple"
         )
     groups, nodes = (num_groups, num_nodes) if grouped and num_groups else (1, 1)
-    map_LP = _plan(load_TLE, num_physical_experts, groups, nodes, num_physical_experts // num_local_physical_experts)
+    map_LP = _place(load_TLE, num_physical_experts, groups, nodes, num_physical_experts // num_local_physical_experts)
     return _results(map_LP, load_TLE.shape[2], tokens_per_expert)
 
 
-def _plan(
+def _place(
     load_TLE: Float64[ndarray, "T L E"], num_slots: int, num_groups: int, num_nodes: int, num_ranks: int
 ) -> Int64[ndarray, "L P"]:
-    """Plan every layer, node by node where nodes divide groups."""
+    """Place the experts of every layer, node by node where nodes divide groups."""
     E = load_TLE.shape[2]
     for name, number in (("groups", num_groups), ("nodes", num_nodes), ("ranks", num_ranks), ("experts", E)):
         if number < 1:
-            raise PlanError(f"{number} {name}: at least 1")
+            raise PlanError(f"{number} {name}: at least 1 is needed")
     if num_slots < E or num_slots % num_ranks:
         raise PlanError(
             f"{num_slots} physical experts for {E} experts on {num_ranks} ranks: use a multiple of {num_ranks} that is "
@@ -131,10 +145,10 @@ def _plan(
     return map_LP
 
 
-def _keep(
+def _keep_in_place(
     new_P: Int64[ndarray, " P"], old_P: Int64[ndarray, " P"], num_ranks: int, ranks_per_node: int
 ) -> Int64[ndarray, " P"]:
-    """Name ranks inside each node, and slots inside each rank, so that most experts stay where they are."""
+    """Permute ranks inside each node, and slots inside each rank, so that most experts stay where they are."""
     new_RP, old_RP = new_P.reshape(num_ranks, -1), old_P.reshape(num_ranks, -1)
     num_experts = int(max(new_P.max(), old_P.max())) + 1
     kept_RR = np.minimum(copies_of(old_RP, num_experts)[:, None], copies_of(new_RP, num_experts)[None]).sum(axis=2)
@@ -152,6 +166,7 @@ def _keep(
 
 
 def _results(map_LP: Int64[ndarray, "L P"], num_experts: int, like: Any) -> tuple[Any, Any, Any]:
+    """Return the maps from slots to experts and from experts to slots, and the copies of each expert."""
     count_LE = np.stack([np.bincount(map_P, minlength=num_experts) for map_P in map_LP])
     slots_LEX = np.full((*count_LE.shape, int(count_LE.max())), -1, dtype=np.int64)
     order_LP = np.argsort(map_LP, axis=1, kind="stable")
@@ -163,26 +178,26 @@ def _results(map_LP: Int64[ndarray, "L P"], num_experts: int, like: Any) -> tupl
 
 
 def _array(values: Any) -> ndarray:
-    """View anything array-like as numpy; a torch tensor comes to the CPU first, and bfloat16 has no numpy type."""
+    """Return array-like values as numpy; floating torch tensors become float64, as numpy lacks bfloat16."""
     if hasattr(values, "detach"):
         values = values.detach().cpu()
         values = values.double() if values.is_floating_point() else values
     return np.asarray(values)
 
 
-def _numbers(values: Any, name: str, *dimensions: int) -> Float64[ndarray, ...]:
+def _loads(values: Any, name: str, *dimensions: int) -> Float64[ndarray, ...]:
     array = _array(values)
     if array.ndim not in dimensions or 0 in array.shape or array.dtype.kind not in "biuf":
         raise PlanError(
-            f"{name} has shape {array.shape} and type {array.dtype}: it must hold numbers, with axes "
-            f"{'[layers, experts]' if 3 not in dimensions else '[steps, layers, experts]'}, none of them empty"
+            f"{name} has shape {array.shape} and type {array.dtype}: numbers with the non-empty axes "
+            f"{'[layers, experts]' if 3 not in dimensions else '[steps, layers, experts]'} are needed"
         )
     numbers = array.astype(np.float64)
     if not np.isfinite(numbers).all() or (numbers < 0).any():
-        raise PlanError(f"{name} holds negative or non-finite loads: they must be 0 or more")
+        raise PlanError(f"{name} has negative or non-finite loads: they must be 0 or more")
     return numbers
 
 
 def _like(array: Int[ndarray, ...], like: Any) -> Any:
-    """Return int64 numbers as a torch tensor if a tensor was given (without importing torch here)."""
+    """Return int64 numbers as a torch tensor where a tensor was given, without importing torch."""
     return like.detach().cpu().new_tensor(array.tolist()).long() if hasattr(like, "new_tensor") else array
