@@ -1,7 +1,7 @@
-"""`Timeline`: what each rank did when, for how long and with how many bytes, measured or simulated.
+"""`Timeline`: events of each rank with start, duration and bytes, measured or simulated.
 
-What a stage is called is up to the writer ("push", "dispatch", "experts", "step", ...). One convention has a meaning: a
-stage that begins with "wait" is time in which the rank had nothing else to do (`exposed_seconds`).
+Writers choose the names of stages ("push", "dispatch", "experts", "step", ...). A stage that begins with "wait" is time
+in which the rank did nothing else (`exposed_seconds`).
 
 A file holds a header and one event per line, as JSON.
 """
@@ -27,21 +27,21 @@ from relibra.files import atomic_path, write_text
 
 FORMAT, VERSION = "relibra timeline", 1
 LABELS = ("measured", "model", "simulated", "cited")
-"""Where the figures come from, as in result rows."""
+"""Origin of the figures, as in result rows."""
 MAX_EVENTS, MAX_RANKS, MAX_LINE_BYTES = 1 << 24, 1 << 15, 1 << 13
 MAX_STAGE, MAX_LABEL = 100, 200
 _TRACE_EVENTS = re.compile(rb'\s*\{.*?"traceEvents"\s*:', re.DOTALL)
-"""How a Chrome trace begins, as Perfetto shows it; "traceEvents" as a value has no colon behind it."""
-_LARGEST = 1 << 53  # whole numbers up to here survive every reader of JSON
+"""Beginning of a Chrome trace, which Perfetto shows; the colon tells the key "traceEvents" from a value."""
+_LARGEST = 1 << 53  # largest whole number that every JSON reader keeps
 
 
 class Event(NamedTuple):
     """One stage of one rank.
 
-    layer, micro_batch   -1 where they do not apply
+    layer, micro_batch   -1 if they do not apply
     start, seconds       start since the origin of the timeline
-    bytes                moved by the rank, 0 where nothing moves
-    label                free text, such as which expert goes where
+    bytes                moved by the rank, 0 if nothing moves
+    label                free text
     """
 
     stage: str
@@ -59,7 +59,7 @@ class Timeline:
     """Events of one run, in the order in which they were recorded.
 
     origin      Unix time in seconds that `start` counts from; 0 in a simulation
-    num_ranks   of the run; those without an event count
+    num_ranks   of the run, including those without events
     label       one of LABELS
     """
 
@@ -69,30 +69,30 @@ class Timeline:
     origin: float = 0.0
 
     def validate(self) -> None:
-        """Raise TraceError when a field or an event cannot be."""
+        """Raise TraceError for an invalid field or event."""
         header = {"label": self.label, "origin": self.origin, "ranks": self.num_ranks, "events": len(self.events)}
         if problem := _problem_of_header(header):
-            raise TraceError(f"the timeline cannot be: {problem}")
+            raise TraceError(f"the timeline is invalid: {problem}")
         for number, event in enumerate(self.events):
             if problem := _problem(event, self.num_ranks):
-                raise TraceError(f"event {number} of the timeline cannot be: {problem}")
+                raise TraceError(f"event {number} of the timeline is invalid: {problem}")
 
     def seconds(self, stage: str) -> Float64[ndarray, " R"]:
-        """Return how long each rank spent in a stage; events that overlap count each."""
+        """Return the seconds of each rank in a stage; overlapping events all count."""
         return self._total(event for event in self.events if event.stage == stage)
 
     def exposed_seconds(self) -> Float64[ndarray, " R"]:
-        """Return how long each rank waited: all stages that begin with "wait"."""
+        """Return the seconds that each rank waited: all stages that begin with "wait"."""
         return self._total(event for event in self.events if event.stage.startswith("wait"))
 
     def perfetto(self) -> dict[str, Any]:
-        """Return a Chrome trace, to be opened at ui.perfetto.dev: a process per rank, a track per stage.
+        """Return a Chrome trace for ui.perfetto.dev: a process per rank, a track per stage.
 
-        Events of a stage that overlap get tracks of their own, since slices of one track have to nest.
+        Overlapping events of a stage get separate tracks, because slices of one track have to nest.
         """
         slices: list[dict[str, Any]] = []
         tracks: dict[tuple[int, str, int], int] = {}
-        ends: dict[tuple[int, str], list[float]] = {}  # when each lane of a stage is free again
+        ends: dict[tuple[int, str], list[float]] = {}  # end of the last event in each lane of a stage
         for event in sorted(self.events, key=lambda event: (event.start, event.rank)):
             lanes = ends.setdefault((event.rank, event.stage), [])
             lane = next((i for i, end in enumerate(lanes) if end <= event.start), len(lanes))
@@ -117,9 +117,9 @@ class Timeline:
 
 
 class TimelineRecorder:
-    """Takes the events of one rank by its host clock, a few microseconds each; any thread may add one.
+    """Records the events of one rank by its host clock, in a few microseconds each; any thread may add one.
 
-    A stage on an accelerator lasts until the host has seen its end: one that only enqueues work looks short.
+    A stage that only enqueues work on an accelerator looks short: it lasts until the host goes on.
     """
 
     def __init__(self, rank: int, num_ranks: int) -> None:
@@ -132,7 +132,7 @@ class TimelineRecorder:
     def record(
         self, stage: str, *, layer: int = -1, micro_batch: int = -1, bytes: int = 0, label: str = ""
     ) -> Iterator[None]:
-        """Add an event that lasts as long as the block, also when that raises."""
+        """Add an event that lasts as long as the block, also if that raises."""
         start = time.perf_counter()
         try:
             yield
@@ -151,13 +151,13 @@ class TimelineRecorder:
         bytes: int = 0,
         label: str = "",
     ) -> None:
-        """Add an event whose times were taken elsewhere; `start` is what `time.perf_counter` said then."""
+        """Add an event with given times; `start` by `time.perf_counter`."""
         self._events.append(Event(stage, layer, micro_batch, self._rank, start - self._zero, seconds, bytes, label))
 
     def timeline(self) -> Timeline:
-        """Return what has been recorded up to now.
+        """Return the events recorded so far.
 
-        raises   TraceError when an event cannot be
+        raises   TraceError for an invalid event
         """
         timeline = Timeline(
             events=tuple(self._events), num_ranks=self._num_ranks, label="measured", origin=self._origin
@@ -167,16 +167,16 @@ class TimelineRecorder:
 
 
 def merged(timelines: Sequence[Timeline]) -> Timeline:
-    """Join the timelines of the ranks of one run; the origin is the earliest.
+    """Return the timelines of the ranks of one run as one; the origin is the earliest.
 
-    Clocks of different machines agree as well as their system times do.
+    Starts on different machines are as accurate as their system clocks.
 
     raises   TraceError for none, for timelines that differ in label or number of ranks, or have a rank in common
     """
     kinds = sorted({(one.label, one.num_ranks) for one in timelines})
     if len(kinds) != 1:
         raise TraceError(
-            f"timelines of (label, ranks) {kinds} make no run together: merge one timeline per rank of a single run"
+            f"timelines of (label, ranks) {kinds} are not of one run: merge one timeline per rank of a single run"
         )
     times = Counter(rank for one in timelines for rank in {event.rank for event in one.events})
     twice = sorted(rank for rank, count in times.items() if count > 1)
@@ -191,7 +191,7 @@ def merged(timelines: Sequence[Timeline]) -> Timeline:
 def write_timeline(path: Path | str, timeline: Timeline) -> None:
     """Write a timeline, whole or not at all.
 
-    raises   TraceError when it cannot be
+    raises   TraceError for an invalid timeline
     """
     timeline.validate()
     header = {
@@ -208,10 +208,10 @@ def write_timeline(path: Path | str, timeline: Timeline) -> None:
 
 
 def read_timeline(path: Path | str) -> Timeline:
-    """Read a timeline that `write_timeline` wrote.
+    """Return the timeline in a file of `write_timeline`.
 
-    raises   TraceError, with the number of the line, when the file is missing, foreign (such as the trace that
-             `save_perfetto` writes), of another version or damaged
+    raises   TraceError, with the line number, for a file that is missing, damaged, of another version or of another
+             format, such as a trace of `save_perfetto`
     """
     path = Path(path)
     events: list[Event] = []
@@ -233,7 +233,7 @@ def read_timeline(path: Path | str) -> Timeline:
 
 
 def _refuse_perfetto(start: bytes, path: Path) -> None:
-    """Raise a TraceError for the beginning of a Chrome trace: the other file that is called a timeline."""
+    """Raise TraceError for the beginning of a Chrome trace, such as `relibra simulate --timeline` writes."""
     if _TRACE_EVENTS.match(start):
         raise TraceError(
             f"{path} is a trace for Perfetto (JSON with traceEvents, as relibra simulate --timeline writes it), where "
@@ -243,14 +243,14 @@ def _refuse_perfetto(start: bytes, path: Path) -> None:
 
 
 def _object(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """Parse one line."""
+    """Return the object in one line."""
     where = f"{path}:{number}"
     if not line.endswith(b"\n"):
         what = f"is longer than {MAX_LINE_BYTES} bytes" if len(line) > MAX_LINE_BYTES else "is missing or cut off"
         raise TraceError(f"{where}: the line {what}: the file is no timeline, or only part of one; write it again")
     try:
         value = json.loads(line, object_pairs_hook=_without_repetition)
-    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, JSON nested without end, a key twice
+    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, too deep nesting, a repeated key
         raise TraceError(f"{where}: the line is no JSON ({error}): the file is damaged; write it again") from error
     if not isinstance(value, dict):
         raise TraceError(f"{where}: the line holds no JSON object: the file is no timeline")
@@ -275,7 +275,7 @@ def _header(fields: dict[str, Any], path: Path) -> dict[str, Any]:
     expected = {"format", "version", "label", "origin", "ranks", "events"}
     problem = _names_problem(fields, expected) or _problem_of_header(fields)
     if problem:
-        raise TraceError(f"{path}:1: the header cannot be: {problem}")
+        raise TraceError(f"{path}:1: the header is invalid: {problem}")
     return fields
 
 
@@ -285,7 +285,7 @@ def _event(fields: dict[str, Any], num_ranks: int, path: Path, number: int) -> E
         event = Event(**fields)
         problem = _problem(event, num_ranks)
     if problem:
-        raise TraceError(f"{path}:{number}: the event cannot be: {problem}")
+        raise TraceError(f"{path}:{number}: the event is invalid: {problem}")
     return event._replace(start=float(event.start), seconds=float(event.seconds))
 
 
@@ -294,7 +294,7 @@ def _names_problem(fields: Mapping[str, Any], expected: set[str]) -> str:
 
 
 def _problem_of_header(header: Mapping[str, Any]) -> str:
-    """Say what is wrong with label, origin and numbers of ranks and events; nothing: ''."""
+    """Return what is wrong with label, origin and numbers of ranks and events; '' if nothing."""
     if header["label"] not in LABELS:
         return f"label is {header['label']!r}, allowed are {LABELS}"
     if not _is_number(header["origin"]):
@@ -306,7 +306,7 @@ def _problem_of_header(header: Mapping[str, Any]) -> str:
 
 
 def _problem(event: Event, num_ranks: int) -> str:
-    """Say what is wrong with an event; nothing: ''."""
+    """Return what is wrong with an event; '' if nothing."""
     for name, text, longest in (("stage", event.stage, MAX_STAGE), ("label", event.label, MAX_LABEL)):
         if not isinstance(text, str) or len(text) > longest or (name == "stage" and not text):
             return f"{name} is {text!r}, allowed are texts of up to {longest} characters, and a stage has a name"
@@ -329,12 +329,12 @@ def _is_whole(value: object, low: int, high: int) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    """Tell seconds: finite, not negative, and small enough for a float to count nanoseconds or so."""
+    """Return whether a value is a number of seconds: finite, not negative, with nanoseconds left in a float."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LARGEST
 
 
 def _slice(event: Event, track: int) -> dict[str, Any]:
-    """One "complete" event of the Chrome trace format; times in microseconds."""
+    """Return a "complete" event of the Chrome trace format; times in microseconds."""
     where = [f"L{event.layer}"] if event.layer >= 0 else []
     where += [f"m{event.micro_batch}"] if event.micro_batch >= 0 else []
     return {

@@ -25,7 +25,7 @@ from relibra.parallel.replicas.replica_gradients import LayerReplicas
 from relibra.parallel.replicas.replica_slots import ReplicaSlots
 from relibra.parallel.replicas.transfer import Transfer
 from relibra.parallel.rows.exchange import Route
-from relibra.parallel.rows.rank_tables import RankTables
+from relibra.parallel.rows.rank_tables import Place, RankTables
 from relibra.replay.checkpointing import is_recompute
 from tests.parallel.ranks_at_work import Case, load, num_targets, run_batch
 from tests.replay.tiny_models import tiny_model
@@ -50,9 +50,13 @@ class Fault:
     micro_batch: int = 1
     hangs: bool = False
 
-    def strike(self, layer_id: int, micro_batch: int) -> None:
+    def strike(self, place: Place) -> None:
         """End or stop this process if this is the moment."""
-        if dist.get_rank() == self.rank and (self.layer in (-1, layer_id)) and self.micro_batch == micro_batch:
+        if (
+            dist.get_rank() == self.rank
+            and (self.layer in (-1, place.layer_id))
+            and self.micro_batch == place.micro_batch
+        ):
             Path(f"struck-{self.rank}").write_text(str(time.time()))
             if self.hangs:
                 time.sleep(600)
@@ -75,18 +79,18 @@ def armed(fault: Fault) -> Any:
 
     def in_exchange(route: Route, *_: object) -> None:
         if is_recompute() == (fault.moment == "exchange of gradients"):
-            fault.strike(route.place.layer_id, route.place.micro_batch)
+            fault.strike(route.place)
 
     def in_push(_: ReplicaSlots, tables: RankTables, *__: object) -> None:
         if tables.pushes_from_here:
-            fault.strike(tables.layer_id, tables.micro_batch)
+            fault.strike(tables.place)
 
     def in_return(replicas: LayerReplicas, *_: object) -> None:
-        fault.strike(replicas.tables.layer_id, replicas.tables.micro_batch)
+        fault.strike(replicas.tables.place)
 
     def in_canonical_return(transfer: Transfer, *_: object) -> None:
         if is_recompute():
-            fault.strike(transfer.tables.layer_id, transfer.tables.micro_batch)
+            fault.strike(transfer.tables.place)
 
     if fault.moment == "canonical return":
         return before(Transfer, "start", in_canonical_return)
@@ -105,7 +109,7 @@ def in_model(fault: Fault) -> Iterator[None]:
     entered: list[int] = []
     with (
         before(PlanExecution, "micro_batch", lambda _, number, *__: entered.append(number)),
-        before(torch.nn.Embedding, "forward", lambda *_: fault.strike(-1, entered[-1])),
+        before(torch.nn.Embedding, "forward", lambda *_: fault.strike(Place(-1, -1, entered[-1]))),
     ):
         yield
 

@@ -130,11 +130,11 @@ def use_a_pool(case, folder) -> dict:
     model = load(case, folder)
     rank = dist.get_rank()
     found = {"uneven machines": message_of(lambda: HostPool(model, ranks_per_machine=3))}
-    with replaced(shared_memory, "_free_bytes", lambda: 1000):
+    with replaced(shared_memory, "free_bytes", lambda: 1000):
         found["little memory"] = message_of(lambda: HostPool(model))
     with replaced(os, "posix_fallocate", _no_room if rank == 1 else os.posix_fallocate):
         found["memory gone"] = message_of(lambda: HostPool(model))
-    with replaced(shared_memory, "_open", lambda _: -1):
+    with replaced(shared_memory, "open_memory", lambda _: -1):
         found["out of reach"] = message_of(lambda: HostPool(model))
     found["inodes of failures"] = sorted(inodes_mapped_by("self"))
 

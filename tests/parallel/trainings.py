@@ -99,11 +99,11 @@ def watched_step(case: Case, folder) -> dict:
         replicas.slots.wait()
         for name, slots in replicas.slots.weights.items():
             found["memory"].add((name, slots.data_ptr()))
-            home_E = experts[f"model.layers.{replicas.tables.layer_id}.mlp.experts.{name}"]
+            home_E = experts[f"model.layers.{replicas.tables.place.layer_id}.mlp.experts.{name}"]
             for _, push in replicas.tables.pushes_to_here:
                 found["compared"][when] += 1
                 if not torch.equal(slots[push.slot], home_E[push.expert].to(slots.dtype)):
-                    found["wrong"].append((when, replicas.tables.layer_id, name, push))
+                    found["wrong"].append((when, replicas.tables.place.layer_id, name, push))
 
     with (
         before(LayerReplicas, "wait_for_weights", lambda replicas: compare(replicas, "forward")),

@@ -197,7 +197,7 @@ def test_rows_shifted_by_one_are_named_by_their_hash():
         BatchRoutes.padded(rebuild(trace, [1, 2, 3, 0]), mask_BN, ids_BN)
     with pytest.raises(TraceError, match=r"sample 1, row 1, layers 1 to 3: .* fit the previous token"):
         BatchRoutes.padded(rebuild(trace, [0, 0, 1, 2]), mask_BN, ids_BN)
-    with pytest.raises(TraceError, match=r"sample 0, row 0, .* moving the rows by one does not help"):
+    with pytest.raises(TraceError, match=r"sample 0, row 0, .* shifting the rows by one does not help"):
         BatchRoutes.padded(trace, mask_BN, 60 - ids_BN)
 
 

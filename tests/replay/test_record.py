@@ -3,7 +3,7 @@ import torch
 
 from relibra.errors import EngineError
 from relibra.replay import find_routers, record_routing
-from relibra.replay.record import _narrow_dtype
+from relibra.replay.record import narrow_dtype
 from tests.replay.tiny_models import CONFIGS, random_tokens, tiny_model
 
 
@@ -102,7 +102,7 @@ def test_hooks_are_gone_after_the_context():
 
 
 def test_ids_take_the_narrowest_type():
-    assert [_narrow_dtype(n) for n in (256, 257, 1 << 15, 1 << 16)] == [
+    assert [narrow_dtype(n) for n in (256, 257, 1 << 15, 1 << 16)] == [
         torch.uint8,
         torch.int16,
         torch.int16,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -28,12 +28,24 @@ NAME = "relibra"
 _ATTRIBUTE = "_relibra_balanced_ep"
 
 
+class LayerInput(NamedTuple):
+    """Tokens of this rank, the experts that they chose, and their gate weights."""
+
+    hidden_TH: Tensor
+    experts_TK: Tensor
+    weights_TK: Tensor
+
+    def rows(self, number_X: Tensor) -> LayerInput:
+        """Return the rows of these numbers."""
+        return LayerInput(self.hidden_TH[number_X], self.experts_TK[number_X], self.weights_TK[number_X])
+
+
 @runtime_checkable
 class LayerRunner(Protocol):
     """Runs the experts of one layer in place of `all_to_all`."""
 
-    def __call__(self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return the weighted expert output of each token of this rank; collective."""
+    def __call__(self, tokens: LayerInput) -> Tensor:
+        """Return the weighted expert output `[T, H]`; collective."""
 
 
 class BalancedEP(AllToAllEP):  # type: ignore[misc]
@@ -73,11 +85,11 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
     ) -> Float[Tensor, "T H"]:
         """Return the weighted expert output of each token of this rank; collective over the expert-parallel group."""
         run = self.run_at_home if self.runner is None else self.runner
-        return run(hidden_states, top_k_index, top_k_weights)
+        return run(LayerInput(hidden_states, top_k_index, top_k_weights))
 
-    def run_at_home(self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def run_at_home(self, tokens: LayerInput) -> Tensor:
         """Run every expert at its home, as `all_to_all` does; collective."""
-        position_E = self._position_of(experts_TK.device)
+        position_E, (hidden_TH, experts_TK, weights_TK) = self._position_of(tokens.experts_TK.device), tokens
         return super().__call__(hidden_TH, experts_TK if position_E is None else position_E[experts_TK], weights_TK)
 
     def run_rows(

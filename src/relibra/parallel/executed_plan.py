@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import nn
 
 from relibra.parallel.balanced import BalancedEP
 from relibra.parallel.canonical import CHUNK
 from relibra.parallel.replicas.group_state import GroupState
-from relibra.parallel.rows.rank_tables import Place, RankTables, rank_tables
+from relibra.parallel.rows.rank_tables import RankTables, rank_tables
 from relibra.planning.plan import StepPlan
-from relibra.replay import BatchRoutes
 from relibra.routing.demand import ScheduledDemand
 from relibra.timeline import TimelineRecorder
 
@@ -26,7 +24,6 @@ class ExecutedPlan:
     layers      of the model, by position in the plan
     demand      under the schedule of the plan; None: the plan is not followed, every expert runs at home
     canonical   whether sums are canonical
-    device      of the model
     """
 
     model: nn.Module
@@ -36,17 +33,6 @@ class ExecutedPlan:
     canonical: bool
     state: GroupState
     recorder: TimelineRecorder
-    device: torch.device
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches of the plan."""
-        return len(self.plan.replica_MLRB)
-
-    def place(self, micro_batch: int, position: int | None = None) -> Place:
-        """Return where this rank is, for messages and events; -1: outside of any micro-batch."""
-        layer_id = -1 if position is None else int(self.plan.layer_ids[position])
-        return Place(self.state.rank, layer_id, micro_batch)
 
     def tables(self, micro_batch: int, position: int) -> RankTables:
         """Return the tables of a layer."""
@@ -56,7 +42,7 @@ class ExecutedPlan:
 
     def first_push(self, micro_batch: int) -> tuple[int, RankTables] | None:
         """Return position and tables of the first layer with pushes; None: there is none, or no such micro-batch."""
-        if micro_batch >= self.num_micro_batches:
+        if micro_batch >= len(self.plan.replica_MLRB):
             return None
         with_replicas_L = (self.plan.replica_MLRB[micro_batch] >= 0).any(axis=(1, 2))
         for position in np.flatnonzero(with_replicas_L).tolist():
@@ -64,7 +50,3 @@ class ExecutedPlan:
             if tables.pushes:
                 return position, tables
         return None
-
-    def has_layers_of(self, routes: BatchRoutes | None) -> bool:
-        """Return whether routes are of the layers of the plan."""
-        return routes is None or list(routes.layer_ids) == self.plan.layer_ids.tolist()

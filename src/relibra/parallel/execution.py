@@ -13,11 +13,10 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from relibra.errors import EngineError
-from relibra.parallel.balanced import BalancedEP, balanced_layers
+from relibra.parallel.balanced import BalancedEP, LayerInput, balanced_layers
 from relibra.parallel.executed_plan import ExecutedPlan
 from relibra.parallel.fallback import choose_demand
 from relibra.parallel.layer import run_at_home, run_layer
@@ -26,6 +25,7 @@ from relibra.parallel.replicas.group_state import GroupState
 from relibra.parallel.replicas.host_pool import HostPool
 from relibra.parallel.replicas.replica_source import ReplicaSource
 from relibra.parallel.rows.exchange import waiting
+from relibra.parallel.rows.rank_tables import Place
 from relibra.planning.plan import StepPlan
 from relibra.replay import BatchRoutes, RoutingReplay, replay_routing
 from relibra.replay.checkpointing import is_recompute
@@ -55,11 +55,6 @@ class PlanExecution:
         self._current: _Current | None = None
         self._awaiting_recompute: set[int] = set()  # layers whose last forward pass was inside a micro-batch
 
-    @property
-    def follows_plan(self) -> bool:
-        """Whether plan and model fit and all ranks hold the same plan; else every expert runs at home."""
-        return self._executed.demand is not None
-
     @contextmanager
     def micro_batch(self, number: int, routes: BatchRoutes | None = None) -> Iterator[RoutingReplay | None]:
         """Replay routes inside, forward and backward, and run the experts as the plan says; collective.
@@ -82,8 +77,8 @@ class PlanExecution:
             raise EngineError(
                 f"micro-batch {number} begins inside micro-batch {self._current.number}: leave that one first"
             )
-        if not 0 <= number < executed.num_micro_batches:
-            raise EngineError(f"the plan has micro-batches 0 to {executed.num_micro_batches - 1}, not {number}")
+        if not 0 <= number < len(executed.plan.replica_MLRB):
+            raise EngineError(f"the plan has micro-batches 0 to {len(executed.plan.replica_MLRB) - 1}, not {number}")
         if routes is not None and routes.num_rows == 0:
             routes = None
         planned = prepare_micro_batch(executed, number, routes, self._source)
@@ -99,7 +94,8 @@ class PlanExecution:
             if state.slots is not None:
                 state.slots.close()
             # Errors of FSDP's own collectives do not say where they happened.
-            place = executed.place(number)._replace(layer_id=self._last_layer_id())
+            events = self.timeline().events
+            place = Place(state.rank, events[-1].layer if events else -1, number)  # of the last exchange
             with waiting("the model's own communication", place, range(state.num_ranks)):
                 raise
         finally:
@@ -109,28 +105,16 @@ class PlanExecution:
         """Return what this rank did so far: pushes, returns, exchanges, and how long it waited for them."""
         return self._executed.recorder.timeline()
 
-    def run_layer(
-        self,
-        position: int,
-        hidden_TH: Float[Tensor, "T H"],
-        experts_TK: Int64[Tensor, "T K"],
-        weights_TK: Float[Tensor, "T K"],
-    ) -> Float[Tensor, "T H"]:
+    def run_layer(self, position: int, tokens: LayerInput) -> Tensor:
         """Run one layer as the plan says, or at home without a plan; collective."""
         self._check_pass(position)
         executed, current = self._executed, self._current
         layer = executed.layers[position]
         if current is not None and current.planned is not None:
-            return run_layer(layer, current.planned, position, hidden_TH, experts_TK, weights_TK)
-        return run_at_home(
-            layer,
-            hidden_TH,
-            experts_TK,
-            weights_TK,
-            place=executed.place(-1 if current is None else current.number, position),
-            canonical=executed.canonical,
-            recorder=executed.recorder,
-        )
+            return run_layer(layer, current.planned, position, tokens)
+        number = -1 if current is None else current.number
+        place = Place(executed.state.rank, int(executed.plan.layer_ids[position]), number)
+        return run_at_home(layer, tokens, place, executed.recorder, canonical=executed.canonical)
 
     def start_first_push(self, *_: object) -> None:
         """Start the first push when the forward pass of a micro-batch begins."""
@@ -149,11 +133,6 @@ class PlanExecution:
                 f"layer {self._executed.plan.layer_ids[position]}: activation checkpointing recomputes it outside of "
                 "any micro-batch of the plan: call backward() inside micro_batch(...) of its forward pass"
             )
-
-    def _last_layer_id(self) -> int:
-        """Return the layer that last exchanged something on this rank, -1 for none."""
-        events = self.timeline().events
-        return events[-1].layer if events else -1
 
 
 @contextmanager
@@ -183,11 +162,11 @@ def execute_plan(
                     loss(model(batch.input_ids)).backward()
     """
     by_layer = balanced_layers(model)
-    layers, device = list(by_layer.values()), next(model.parameters()).device
+    layers = list(by_layer.values())
     if any(layer.runner is not None for layer in layers):
         raise EngineError("the model is executing another plan: leave its execute_plan context first")
-    state = _group_state(layers)
-    followed = choose_demand(plan, demand, by_layer, f"{sums}, pool: {pool is not None}", state.group, device)
+    state = _group_state(model, layers)
+    followed = choose_demand(plan, demand, by_layer, f"{sums}, pool: {pool is not None}", state)
     executed = ExecutedPlan(
         model=model,
         layers=layers,
@@ -196,7 +175,6 @@ def execute_plan(
         canonical=sums == "canonical",
         state=state,
         recorder=TimelineRecorder(dist.get_rank(), dist.get_world_size()),
-        device=device,
     )
     execution = PlanExecution(executed, ReplicaSource(pool))
     handle = model.register_forward_pre_hook(execution.start_first_push)
@@ -212,13 +190,13 @@ def execute_plan(
             state.slots.close()
 
 
-def _group_state(layers: list[BalancedEP]) -> GroupState:
+def _group_state(model: nn.Module, layers: list[BalancedEP]) -> GroupState:
     """Return the state of the expert-parallel group; made once per model, collective over all ranks."""
     state = layers[0].group_state
     if state is None:
         shapes = [{name: getattr(layer.experts, name).shape[1:] for name in layer.names} for layer in layers]
         assert all(of_layer == shapes[0] for of_layer in shapes), "all layers have experts of one shape"
-        state = GroupState(layers[0].ep_mesh)
+        state = GroupState(layers[0].ep_mesh, next(model.parameters()).device)
         for layer in layers:
             layer.group_state = state
     return state

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from jaxtyping import Int
 from numpy import ndarray
 
 from relibra.cluster import cluster_preset
 from relibra.errors import EngineError, PlanError
 from relibra.parallel.balanced import BalancedEP
+from relibra.parallel.replicas.group_state import GroupState
 from relibra.parallel.rows.exchange import all_gather
 from relibra.parallel.rows.rank_tables import Place, RankTables
 from relibra.planning.plan import StepPlan
@@ -42,12 +42,7 @@ class Agreement(NamedTuple):
 
 
 def choose_demand(
-    plan: StepPlan,
-    demand: Demand,
-    layers: dict[int, BalancedEP],
-    modes: str,
-    group: dist.ProcessGroup,
-    device: torch.device,
+    plan: StepPlan, demand: Demand, layers: dict[int, BalancedEP], modes: str, state: GroupState
 ) -> ScheduledDemand | None:
     """Return the demand under the schedule of the plan; None, with a warning: the plan is not followed. Collective.
 
@@ -56,15 +51,13 @@ def choose_demand(
     raises   EngineError when homes or modes differ between ranks, or the plan does not fit the model
     """
     scheduled = _schedule(plan, demand)
-    problem = _find_disagreement(plan, scheduled, list(layers.values()), modes, group, device)
+    problem = _find_disagreement(plan, scheduled, list(layers.values()), modes, state)
     if problem is None:
         assert isinstance(scheduled, ScheduledDemand), "a rank without a demand is a disagreement"
         _check_fit(plan, layers)
-        problem = _find_broken_rule(plan, scheduled)
-    if problem is None:
-        assert isinstance(scheduled, ScheduledDemand), "a rank without a demand is a disagreement"
-        return scheduled
-    if dist.get_rank(group) == 0:
+        if (problem := _find_broken_rule(plan, scheduled)) is None:
+            return scheduled
+    if state.rank == 0:
         _log.warning("the plan is not followed, every expert runs at home: %s", problem)
     return None
 
@@ -72,39 +65,34 @@ def choose_demand(
 def find_route_mismatch(tables_L: Sequence[RankTables], experts_XLK: Int[ndarray, "X L K"]) -> str | None:
     """Return where the routes of a rank first differ from what was planned; None: nowhere."""
     for position, tables in enumerate(tables_L):
-        planned_E = tables.tokens_E
+        planned_E, layer_id = tables.tokens_E, tables.place.layer_id
         actual_E = np.bincount(experts_XLK[:, position].ravel(), minlength=len(planned_E))
         if len(actual_E) > len(planned_E):
-            return f"layer {tables.layer_id} chooses expert {len(actual_E) - 1}, the plan has {len(planned_E)} experts"
+            return f"layer {layer_id} chooses expert {len(actual_E) - 1}, the plan has {len(planned_E)} experts"
         wrong = np.flatnonzero(planned_E != actual_E)
         if len(wrong):
             e = wrong[0]
             return (
-                f"in layer {tables.layer_id} expert {e} was planned to get {planned_E[e]} token-slots from this rank "
+                f"in layer {layer_id} expert {e} was planned to get {planned_E[e]} token-slots from this rank "
                 f"and gets {actual_E[e]} ({len(wrong)} of {len(planned_E)} experts differ)"
             )
     return None
 
 
 def agree_on_micro_batch(
-    problem: str | None,
-    *,
-    place: Place,
-    from_pool: bool,
-    any_live: bool,
-    group: dist.ProcessGroup,
-    device: torch.device,
+    state: GroupState, micro_batch: int, problem: str | None, *, from_pool: bool, any_live: bool
 ) -> Agreement:
     """Exchange what each rank is about to do; collective. The first rank with a problem logs it.
 
     problem     where the routes of this rank differ from the plan; None: nowhere
-    place       of this micro-batch
     from_pool   whether the weights of replicas come from a pool
     any_live    whether this rank has rows without recorded routes
     raises      EngineError when ranks differ in micro-batch or source: their later messages could match by chance
     """
-    own = torch.tensor([place.micro_batch, from_pool, problem is not None, any_live], dtype=torch.int64, device=device)
-    gathered_RX = torch.stack(all_gather(own, group, "the agreement", place)).cpu()
+    place = Place(state.rank, -1, micro_batch)
+    own_X = [micro_batch, from_pool, problem is not None, any_live]
+    own = torch.tensor(own_X, dtype=torch.int64, device=state.device)
+    gathered_RX = torch.stack(all_gather(own, state.group, "the agreement", place)).cpu()
     micro_batch_R, from_pool_R, differs_R, any_live_R = gathered_RX.unbind(dim=1)
     for values_R, what in (
         (micro_batch_R, "micro-batches"),
@@ -115,7 +103,7 @@ def agree_on_micro_batch(
                 f"{place}: the ranks of the group are in {what} {values_R.tolist()}: enter micro-batches in one order "
                 "on all ranks, all with gradients or all without; a rank without samples passes None"
             )
-    if differs_R.any() and place.rank == int(differs_R.nonzero()[0]):
+    if differs_R.any() and state.rank == int(differs_R.nonzero()[0]):
         _log.warning(
             "%s: the routes are not those of the plan (%s), so all ranks run this micro-batch at home: replay the "
             "routes that the plan was made for, with the ranks and micro-batches of its schedule",
@@ -134,20 +122,15 @@ def _schedule(plan: StepPlan, demand: Demand) -> ScheduledDemand | PlanError:
 
 
 def _find_disagreement(
-    plan: StepPlan,
-    demand: ScheduledDemand | PlanError,
-    layers: list[BalancedEP],
-    modes: str,
-    group: dist.ProcessGroup,
-    device: torch.device,
+    plan: StepPlan, demand: ScheduledDemand | PlanError, layers: list[BalancedEP], modes: str, state: GroupState
 ) -> str | None:
     """Compare plan, demand, homes and modes of all ranks; return why they cannot follow the plan. Collective."""
     homes = np.stack([layer.physical_to_logical_E for layer in layers]).astype("<i8").tobytes()
     usable = not isinstance(demand, PlanError)
     tokens = b"" if isinstance(demand, PlanError) else np.ascontiguousarray(demand.tokens_MLRE).tobytes()
     parts = [hashlib.sha256(part).digest() for part in (homes, modes.encode(), plan.digest().encode() + tokens)]
-    own = torch.frombuffer(bytearray(bytes([usable]) + b"".join(parts)), dtype=torch.uint8).to(device)
-    gathered = all_gather(own, group, "the agreement on the plan", Place(dist.get_rank(group), -1, -1))
+    own = torch.frombuffer(bytearray(bytes([usable]) + b"".join(parts)), dtype=torch.uint8).to(state.device)
+    gathered = all_gather(own, state.group, "the agreement on the plan", Place(state.rank, -1, -1))
     digests_R = [bytes(digests.tolist()) for digests in gathered]
 
     def differing(part: slice) -> list[int]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from relibra.parallel.balanced import BalancedEP, parameters_replaced
+from relibra.parallel.balanced import BalancedEP, LayerInput, parameters_replaced
 from relibra.parallel.canonical import CanonicalExperts
 from relibra.parallel.micro_batch import PlannedMicroBatch
 from relibra.parallel.replicas.replica_gradients import (
@@ -53,47 +52,25 @@ class LayerRun:
         )
 
 
-def run_layer(
-    layer: BalancedEP,
-    planned: PlannedMicroBatch,
-    position: int,
-    hidden_TH: Tensor,
-    experts_TK: Tensor,
-    weights_TK: Tensor,
-) -> Tensor:
+def run_layer(layer: BalancedEP, planned: PlannedMicroBatch, position: int, tokens: LayerInput) -> Tensor:
     """Run a layer: planned rows as the plan says, rows without recorded routes at home; collective.
 
     position   of the layer in the plan
     """
-    rows = planned.rows(len(hidden_TH), position)
+    rows = planned.rows(len(tokens.hidden_TH), position)
     if rows is None:
-        return _run_planned(layer, planned, position, hidden_TH, experts_TK, weights_TK)
-    X, Y = rows.planned_X, rows.live_Y
+        return _run_planned(layer, planned, position, tokens)
+    place, recorder = planned.tables_L[position].place, planned.pushes.recorder
     outputs = [
-        _run_planned(layer, planned, position, hidden_TH[X], experts_TK[X], weights_TK[X]),
-        run_at_home(
-            layer,
-            hidden_TH[Y],
-            experts_TK[Y],
-            weights_TK[Y],
-            place=planned.tables_L[position].place,
-            canonical=planned.canonical,
-            recorder=planned.pushes.recorder,
-        ),
+        _run_planned(layer, planned, position, tokens.rows(rows.planned_X)),
+        run_at_home(layer, tokens.rows(rows.live_Y), place, recorder, canonical=planned.canonical),
     ]
     return torch.cat(outputs)[rows.back_T]
 
 
-def _run_planned(
-    layer: BalancedEP,
-    planned: PlannedMicroBatch,
-    position: int,
-    hidden_TH: Tensor,
-    experts_TK: Tensor,
-    weights_TK: Tensor,
-) -> Tensor:
+def _run_planned(layer: BalancedEP, planned: PlannedMicroBatch, position: int, tokens: LayerInput) -> Tensor:
     """Run the token-slots of the plan, between the pushes of this layer and of the next one."""
-    planned.check_choices(position, experts_TK)
+    planned.check_choices(position, tokens.experts_TK)
     tables, pushes = planned.tables_L[position], planned.pushes
     run = LayerRun(
         layer=layer,
@@ -104,8 +81,8 @@ def _run_planned(
     )
     if run.replicas is not None:
         pushes.before_layer(position)
-    run_sums = _run_canonical if planned.canonical else _run_fast
-    output_TH = run_sums(run, hidden_TH, weights_TK)
+    run_experts = _run_canonical if planned.canonical else _run_fast
+    output_TH = run_experts(run, tokens.hidden_TH, tokens.weights_TK)
     if not is_recompute():
         pushes.after_layer(position)
     return output_TH
@@ -149,14 +126,7 @@ def _run_canonical(run: LayerRun, hidden_TH: Tensor, weights_TK: Tensor) -> Tens
 
 
 def run_at_home(
-    layer: BalancedEP,
-    hidden_TH: Tensor,
-    experts_TK: Tensor,
-    weights_TK: Tensor,
-    *,
-    place: Place,
-    canonical: bool,
-    recorder: TimelineRecorder,
+    layer: BalancedEP, tokens: LayerInput, place: Place, recorder: TimelineRecorder, *, canonical: bool
 ) -> Tensor:
     """Run every token-slot at the home of its expert, as `all_to_all` does; collective."""
     with (
@@ -164,17 +134,16 @@ def run_at_home(
         waiting("the exchange of rows", place, range(layer.ep_mesh.size())),
     ):
         if not canonical:
-            return layer.run_at_home(hidden_TH, experts_TK, weights_TK)
-        tables = _count_home_tables(layer, experts_TK, place)
-        lists = row_lists(tables, experts_TK.cpu().numpy(), hidden_TH.device)
+            return layer.run_at_home(tokens)
+        tables = _count_home_tables(layer, tokens.experts_TK, place)
+        lists = row_lists(tables, tokens.experts_TK.cpu().numpy(), tokens.hidden_TH.device)
         run = LayerRun(layer=layer, tables=tables, lists=lists, replicas=None, recorder=recorder)
-        return _run_canonical(run, hidden_TH, weights_TK)
+        return _run_canonical(run, tokens.hidden_TH, tokens.weights_TK)
 
 
 def _count_home_tables(layer: BalancedEP, experts_TK: Tensor, place: Place) -> RankTables:
     """Exchange the counts of token-slots per expert; return the tables of this rank without replicas."""
-    group, map_E = layer.ep_mesh.get_group(), layer.physical_to_logical_E
+    map_E = layer.physical_to_logical_E
     own_E = torch.bincount(experts_TK.flatten(), minlength=len(map_E))
-    counts_RE = all_gather(own_E, group, "the exchange of counts", place)
-    tokens_RE = torch.stack(counts_RE).cpu().numpy()
-    return home_tables(tokens_RE, map_E, dist.get_rank(group), place.layer_id, place.micro_batch)
+    counts_RE = all_gather(own_E, layer.ep_mesh.get_group(), "the exchange of counts", place)
+    return home_tables(torch.stack(counts_RE).cpu().numpy(), map_E, place)

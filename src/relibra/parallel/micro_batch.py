@@ -18,7 +18,7 @@ from relibra.parallel.executed_plan import ExecutedPlan
 from relibra.parallel.fallback import agree_on_micro_batch, find_route_mismatch
 from relibra.parallel.replicas.push_schedule import PushSchedule
 from relibra.parallel.replicas.replica_source import ReplicaSource
-from relibra.parallel.rows.rank_tables import RankTables
+from relibra.parallel.rows.rank_tables import Place, RankTables
 from relibra.parallel.rows.row_lists import RowLists, exchange_row_lists, row_lists
 from relibra.replay import BatchRoutes
 
@@ -108,21 +108,16 @@ def prepare_micro_batch(
     experts_XLK = _recorded_experts(routes, len(positions))
     if executed.demand is not None:
         tables_L = [executed.tables(number, position) for position in positions]
-        fits = executed.has_layers_of(routes)
+        fits = routes is None or list(routes.layer_ids) == executed.plan.layer_ids.tolist()
         problem = find_route_mismatch(tables_L, experts_XLK) if fits else "they are of other layers"
-    agreed = agree_on_micro_batch(
-        problem,
-        place=executed.place(number),
-        from_pool=source.wants_pool,
-        any_live=routes is None or not bool(routes.valid_T.all()),
-        group=executed.state.group,
-        device=executed.device,
-    )
-    source.choose(executed.state.slots, executed.place(number))
+    any_live = routes is None or not bool(routes.valid_T.all())
+    state = executed.state
+    agreed = agree_on_micro_batch(state, number, problem, from_pool=source.wants_pool, any_live=any_live)
+    source.choose(state.slots, Place(state.rank, -1, number))
     if executed.demand is None or not agreed.routes_fit:
         return None
     pushes = PushSchedule(
-        state=executed.state,
+        state=state,
         num_slots=executed.plan.slots,
         tables_L=tables_L,
         homes_L=[layer.homes for layer in executed.layers],
@@ -138,7 +133,7 @@ def prepare_micro_batch(
         routes=routes,
         any_live=agreed.any_live,
         canonical=executed.canonical,
-        device=executed.device,
+        device=state.device,
     )
 
 
@@ -154,5 +149,5 @@ def _make_row_lists(
 ) -> list[RowLists]:
     """Return the row lists of all layers; collective for fast sums, which send tokens once."""
     if executed.canonical:
-        return [row_lists(tables, experts_XLK[:, n], executed.device) for n, tables in enumerate(tables_L)]
-    return exchange_row_lists(tables_L, experts_XLK, executed.state.group, executed.device)
+        return [row_lists(tables, experts_XLK[:, n], executed.state.device) for n, tables in enumerate(tables_L)]
+    return exchange_row_lists(tables_L, experts_XLK, executed.state.group, executed.state.device)

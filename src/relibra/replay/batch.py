@@ -1,4 +1,4 @@
-"""`BatchRoutes`: recorded routes laid out row by row as the routers of one training batch see its tokens."""
+"""`BatchRoutes`: recorded routes, row by row as the routers of one training batch see its tokens."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class BatchRoutes:
     sample_T, row_T   which sample of the trace, and which row of it, a batch row is; -1 for padding
     sample_ids        ids of the samples, for messages
     weight_versions   policy version that routed each sample
-    fallback_samples  positions of the samples that run native as a whole, because rows other than the last are missing:
-                      half a sample replayed would follow neither policy
-    coverage          share of the rows due for replay (all but the last of each sample) that are replayed; want 1.0
+    fallback_samples  positions of the samples that run native as a whole because rows other than the last are missing:
+                      a sample replayed in part would follow neither policy
+    coverage          replayed share of the rows to replay (all but the last of each sample); 1.0 is complete
     """
 
     experts_TLK: Integer[Tensor, "T L K"]
@@ -50,10 +50,10 @@ class BatchRoutes:
         attention_mask_BN: Shaped[Tensor, "B N"],
         input_ids_BN: Integer[Tensor, "B N"] | None = None,
     ) -> BatchRoutes:
-        """Lay out a batch whose row `b` is sample `b` of the trace, padded on either side.
+        """Return the routes of a batch whose row `b` is sample `b` of the trace, padded on either side.
 
-        attention_mask_BN   non-zero where a token stands
-        input_ids_BN        checked against the token hash of the trace, if it has one, to notice shifted rows
+        attention_mask_BN   non-zero for tokens
+        input_ids_BN        compared with the token hash of the trace, if it has one, to detect shifted rows
         raises              TraceError when the rows of a sample do not fit its tokens, or the trace is illegal
         """
         B, N = attention_mask_BN.shape
@@ -72,13 +72,13 @@ class BatchRoutes:
         input_ids_T: Integer[Tensor, "*T"] | None = None,
         lengths: Sequence[int] | None = None,
     ) -> BatchRoutes:
-        """Lay out the samples of the trace one after another, followed by padding up to `rows`.
+        """Return the routes of a pack: the samples of the trace one after another, then padding up to `rows`.
 
         rows          rows of the batch; default: the length of `input_ids_T`, or the samples without padding
         input_ids_T   checked as in `padded`; a leading batch axis of 1 is fine
         lengths       tokens of each sample in the pack (differences of `cu_seqlens`); default: its rows in the trace.
                       Give them when the trace leaves out last tokens, as engines do
-        raises        TraceError as `padded`, or when only `lengths` could tell left-out last tokens from padding
+        raises        TraceError as `padded`, or when only `lengths` tell left-out last tokens from padding
         """
         lengths_S = trace.rows_per_sample if lengths is None else np.asarray(lengths, dtype=np.int64)
         if len(lengths_S) != trace.num_samples:
@@ -106,7 +106,7 @@ class BatchRoutes:
         return self.experts_TLK.shape[2]
 
     def name_row(self, row: int) -> str:
-        """Say in words which row of which sample a batch row is."""
+        """Return the name of a batch row: its sample and row, or padding."""
         sample = int(self.sample_T[row])
         return "padding" if sample < 0 else f"sample {self.sample_ids[sample]}, row {int(self.row_T[row])}"
 
@@ -118,7 +118,7 @@ def _lay_out(
     num_rows: int,
     tokens_T: Int[ndarray, " T"] | None,
 ) -> BatchRoutes:
-    """Put the rows of the trace where their tokens stand in the batch.
+    """Place the rows of the trace at their tokens in the batch.
 
     lengths_S     tokens of each sample in the batch
     positions_n   batch row of every token, sample by sample
@@ -140,7 +140,7 @@ def _lay_out(
     fallback = np.unique(sample_n[due_n & ~valid_n])
     valid_n &= ~np.isin(sample_n, fallback)
 
-    dtype = np.uint8 if trace.num_experts <= 256 else np.int32  # torch hardly computes with uint16
+    dtype = np.uint8 if trace.num_experts <= 256 else np.int32  # torch has few operations on uint16
     experts_TLK = np.empty((num_rows, trace.num_layers, trace.top_k), dtype=dtype)
     experts_TLK[:] = np.arange(trace.top_k)
     experts_TLK[positions_n[valid_n]] = trace.experts_TLK[source_n[valid_n]]
@@ -162,7 +162,7 @@ def _lay_out(
 
 
 def _check_lengths(trace: RoutingTrace, lengths_S: Int[ndarray, " S"]) -> None:
-    """Accept n rows for n tokens, or n-1 rows that all but the last token have (how engines send them)."""
+    """Raise TraceError unless a sample of n tokens has n rows, or n - 1 without the last one, as engines send them."""
     for s, (rows, tokens) in enumerate(zip(trace.rows_per_sample.tolist(), lengths_S.tolist(), strict=True)):
         if rows == tokens or (rows == tokens - 1 and (rows == 0 or trace.valid_T[trace.offsets[s + 1] - 1])):
             continue
@@ -174,7 +174,7 @@ def _check_lengths(trace: RoutingTrace, lengths_S: Int[ndarray, " S"]) -> None:
 
 
 def _refuse_two_readings(trace: RoutingTrace, rows: int) -> None:
-    """Refuse a pack of several samples with room for a token of each that the trace may have left out."""
+    """Raise TraceError if the trace may have left out the last token of each sample of a pack with room for them."""
     S = trace.num_samples
     if 1 < S <= rows - trace.num_rows and all(trace.valid_T[trace.sample_rows(s)][-1:].all() for s in range(S)):
         raise TraceError(
@@ -184,9 +184,9 @@ def _refuse_two_readings(trace: RoutingTrace, rows: int) -> None:
 
 
 def _check_tokens(trace: RoutingTrace, sample: int, tokens_n: Int[ndarray, " n"]) -> None:
-    """Hold the token hash of each valid row against the token it is about to be replayed on.
+    """Compare the token hash of each valid row with the token that it is replayed on.
 
-    raises   TraceError naming sample, first row and layers, and telling whether the rows fit when moved by one
+    raises   TraceError with sample, first row and layers, and whether the rows fit when shifted by one
     """
     rows = trace.sample_rows(sample)
     assert trace.token_hash_T is not None
@@ -202,9 +202,9 @@ def _check_tokens(trace: RoutingTrace, sample: int, tokens_n: Int[ndarray, " n"]
 
 
 def _shift_from(row: int, got_n: ndarray, valid_n: ndarray, tokens_n: ndarray) -> str:
-    """Find out whether the rows from here on belong to the next or the previous token.
+    """Return whether the rows from here on belong to the next or the previous token, as a message.
 
-    A recorder that lost a row hashes positions either in the full sample or among the rows it kept; both are tried.
+    A recorder that lost a row hashes positions in the full sample or among the rows it kept; both are tried.
     """
 
     def fits(start: int, expected: ndarray) -> bool:
@@ -221,7 +221,7 @@ def _shift_from(row: int, got_n: ndarray, valid_n: ndarray, tokens_n: ndarray) -
     with_row = np.insert(tokens_n, row, 0)
     if fits(row + 1, hash_tokens(tokens_n)[row:]) or fits(row + 1, hash_tokens(with_row)[row + 1 :]):
         return "from the next row on they fit the previous token: a row was inserted, so record the sample again"
-    return "moving the rows by one does not help: pass the batch whose tokens were recorded"
+    return "shifting the rows by one does not help: pass the batch whose tokens were recorded"
 
 
 def _to_flat(tokens: Tensor | None, rows: int) -> Int[ndarray, " T"] | None:

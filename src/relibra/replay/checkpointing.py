@@ -1,4 +1,4 @@
-"""Activation checkpointing as a router sees it: its backward pass runs the layers, and their routers, once more."""
+"""Detect activation checkpointing, whose backward pass runs the layers and their routers once more."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 
 def is_recompute() -> bool:
-    """Tell whether we are inside a backward pass, where nothing but a recomputation runs a router."""
+    """Return whether a backward pass is running, in which only a recomputation runs a router."""
     return torch._C._current_graph_task_id() != -1
 
 
 def awaits_recompute(logits_TE: Tensor, *, with_grad: bool) -> bool:
-    """Tell inside a forward pass whether the backward pass will recompute the layer of this router.
+    """Return, inside a forward pass, whether the backward pass will recompute the layer of this router.
 
     A reentrant checkpoint runs its layer without gradients inside a decoder that has them (`with_grad`). A
-    non-reentrant one hooks the tensors saved for backward; so do others, such as offloading: then we expect one
-    recomputation too many, so that the backward pass has to run inside a replay without need.
+    non-reentrant one hooks the tensors saved for backward. Offloading does so too: a recomputation is then expected
+    that does not come, and the backward pass has to run inside a replay without need.
     """
     if not torch.is_grad_enabled():
         return with_grad

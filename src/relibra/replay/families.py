@@ -80,7 +80,7 @@ RULES: dict[str, Callable[[Any], GateRule]] = {
         if router.expert_selection_fn == "softmax"
         else partial(score_gates, norm=router.norm_topk_prob)
     ),
-    # elementwise scores; where there is a selection bias, it stays out of the weights
+    # elementwise scores; a selection bias does not enter the weights
     **dict.fromkeys(
         (
             "DeepseekV3TopkRouter",
@@ -129,7 +129,7 @@ RULES: dict[str, Callable[[Any], GateRule]] = {
         score_gates, norm=True, eps=router.norm_topk_prob_eps, scale=router.routed_scaling_factor
     ),
 }
-"""Router class -> its gate rule, with the settings read off the router."""
+"""Router class -> its gate rule, with the settings of the router."""
 
 REFUSED: dict[str, str] = {
     "PhimoeTopKRouter": "its sparsemixer weights depend on which expert came first and on noise",

@@ -1,11 +1,11 @@
-"""Gate rules: the weights a router gives to chosen experts, one pure function per rule.
+"""Gate rules: the weights that a router gives to chosen experts, one pure function per rule.
 
-Replay fixes *which* experts a token takes; how much each counts is computed anew from the live logits, so that
-gradients reach the router (R3, arXiv 2510.11370). A selection bias or a group limit only steers the choice: no rule
-here knows them, and every rule gathers from the full score row. (Scores masked by group would turn an expert off.)
+Replay fixes which experts a token takes; their weights are computed from the live logits, so that gradients reach the
+router (R3, arXiv 2510.11370). A selection bias or a group limit only affects the choice: no rule here uses them, and
+every rule gathers from the full score row. (Scores masked by group would turn an expert off.)
 
-Letters: `x_TE` router logits, `ids_TK` chosen experts, `dtype` what the router returns its weights in. Each rule
-repeats the operations of the model in the same order and precision: native ids give native weights bit for bit.
+`x_TE`: router logits; `ids_TK`: chosen experts; `dtype`: type of the router's weights. Each rule repeats the operations
+of the model in the same order and precision: native ids give native weights bit for bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def softmax_gates(
     scale: float = 1.0,
     inner: torch.dtype | None = torch.float32,
 ) -> Float[Tensor, "T K"]:
-    """Take the softmax over all experts at the chosen ids.
+    """Return the softmax over all experts at the chosen ids.
 
     norm    divide by their sum + `eps`
     scale   constant factor of the routed experts
@@ -48,7 +48,7 @@ def topk_softmax_gates(
     *,
     inner: torch.dtype | None = None,
 ) -> Float[Tensor, "T K"]:
-    """Take the softmax over the chosen logits only; `inner` as in `softmax_gates`."""
+    """Return the softmax over the chosen logits only; `inner` as in `softmax_gates`."""
     return torch.softmax(x_TE.gather(1, ids_TK), dim=-1, dtype=inner).to(dtype)
 
 
@@ -63,7 +63,7 @@ def score_gates(
     scale: float = 1.0,
     inner: torch.dtype | None = None,
 ) -> Float[Tensor, "T K"]:
-    """Take an elementwise score (sigmoid, root of softplus) at the chosen ids; the rest as in `softmax_gates`."""
+    """Return an elementwise score (sigmoid, root of softplus) at the chosen ids; arguments as in `softmax_gates`."""
     chosen_TK = score(x_TE if inner is None else x_TE.to(inner)).gather(1, ids_TK)
     return _normalised(chosen_TK, dtype, norm, eps, scale)
 
@@ -71,7 +71,7 @@ def score_gates(
 def floored_softmax_gates(
     x_TE: Float[Tensor, "T E"], ids_TK: Int64[Tensor, "T K"], dtype: torch.dtype, *, floor: float
 ) -> Float[Tensor, "T K"]:
-    """Take the softmax over all experts at the chosen ids, divided by their sum but never by less than `floor`."""
+    """Return the softmax over all experts at the chosen ids, divided by their sum, or by `floor` if that is greater."""
     chosen_TK = torch.softmax(x_TE, dim=-1, dtype=torch.float32).gather(1, ids_TK)
     return (chosen_TK / chosen_TK.sum(dim=-1, keepdim=True).clamp(min=floor)).to(dtype)
 
@@ -79,7 +79,7 @@ def floored_softmax_gates(
 def rescaled_gates(
     p_TE: Float[Tensor, "T E"], ids_TK: Int64[Tensor, "T K"], dtype: torch.dtype, *, router: nn.Module
 ) -> Float[Tensor, "T K"]:
-    """Take probabilities (not logits: such a router returns them) renormalised, times a learned factor per expert.
+    """Return renormalised probabilities times a learned factor per expert; such a router returns no logits.
 
     The factor is read from the router at each call: FSDP swaps the parameter between sharded and whole.
     """

@@ -1,4 +1,4 @@
-"""Recording: which experts every token takes while a model runs, read off its routers."""
+"""`record_routing`: record which experts each token takes while a model runs."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class RoutingRecorder:
     """Collects one tensor of expert ids per forward pass; see `record_routing`."""
 
     def __init__(self, sites: tuple[RouterSite, ...]) -> None:
-        """Start with nothing recorded; `sites` are the routers whose calls will be reported."""
+        """Start empty; `sites` are the routers whose calls are recorded."""
         self.layer_ids = tuple(site.layer_id for site in sites)
         self.num_experts = sites[0].num_experts
         self.top_k = sites[0].top_k
         self._sites = sites
-        self._dtype = _narrow_dtype(self.num_experts)
+        self._dtype = narrow_dtype(self.num_experts)
         self._forwards: list[Tensor] = []
-        self._running: list[Tensor] = []  # ids of the forward under way: its first layers, in order
+        self._running: list[Tensor] = []  # ids of the current forward pass: its first layers, in order
         self._unchecked = set(range(len(sites)))
 
     def take(self) -> list[Integer[Tensor, "T L K"]]:
-        """Return the ids `[rows, L, K]` of each forward pass since the last call, oldest first, and forget them.
+        """Return the ids `[T, L, K]` of each forward pass since the last call, oldest first, and drop them.
 
-        Rows are all tokens of a forward as its routers saw them, padding included. The type is the narrowest one with
-        full support in torch: uint8, int16 or int32.
+        Rows are all tokens of a forward pass as its routers saw them, padding included. The type is the narrowest one
+        with full support in torch: uint8, int16 or int32.
 
         raises   EngineError when a forward pass stopped before its last router
         """
@@ -61,7 +61,7 @@ class RoutingRecorder:
             )
         self._running.append(output[2])
         if len(self._running) == len(self._sites):
-            with torch.inference_mode(False):  # or the caller could not change what generation recorded
+            with torch.inference_mode(False):  # else the caller could not change ids recorded in generation
                 self._forwards.append(torch.stack(self._running, dim=1).to(self._dtype))
             self._running = []
 
@@ -70,11 +70,11 @@ class RoutingRecorder:
 def record_routing(model: nn.Module) -> Iterator[RoutingRecorder]:
     """Record the experts that every forward pass of the model takes inside this context.
 
-    Recomputation by activation checkpointing is no forward pass of its own and is not recorded. The first forward pass
+    Recomputation by activation checkpointing is not recorded. The first forward pass
     checks that relibra's gate rule reproduces each router's weights bit for bit.
 
-    raises   EngineError for a model that cannot be recorded (`find_routers`), a rule that does not hold, or a forward
-             pass that was left unfinished
+    raises   EngineError for a model that cannot be recorded (`find_routers`), a rule that does not hold, or an
+             unfinished forward pass
 
         with record_routing(model) as recorder:
             model(input_ids)
@@ -94,6 +94,6 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecorder]:
         recorder.take()
 
 
-def _narrow_dtype(num_experts: int) -> torch.dtype:
-    # torch can hold uint16 but hardly compute with it, so ids beyond uint8 take a signed type.
+def narrow_dtype(num_experts: int) -> torch.dtype:
+    """Return the smallest type for expert ids; signed beyond uint8, because torch hardly computes with uint16."""
     return torch.uint8 if num_experts <= 1 << 8 else torch.int16 if num_experts <= 1 << 15 else torch.int32

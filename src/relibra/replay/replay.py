@@ -1,4 +1,4 @@
-"""Replaying: run a model with recorded expert choices and live gate weights (R3, arXiv 2510.11370)."""
+"""`replay_routing`: run a model with recorded expert choices and live gate weights (R3, arXiv 2510.11370)."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from relibra.replay.checkpointing import awaits_recompute, is_recompute
 from relibra.replay.routers import RouterSite, decoder_of, find_routers
 
 _SUSPICIOUS_ROWS = 16
-"""With one choice per token, this many rows that all took expert 0 are an empty capture rather than a decision."""
+"""With one choice per token, this many rows that all took expert 0 are taken for an empty recording."""
 
 _RULE_CHECKED = "_relibra_rule_checked"
-"""Set on a router to what its gate rule was last seen to hold for: the check synchronises the device."""
+"""Attribute of a router: the key of the last check of its gate rule, which synchronises the device."""
 
 
 @dataclass(frozen=True)
 class RouterComparison:
-    """What the router itself would have taken beside what was replayed; sums that add up over batches and ranks.
+    """Experts that the routers would have taken, compared with the replayed ones; counts to add over batches and ranks.
 
     rows                replayed rows
-    pairs               (row, layer) of them
+    pairs               (row, layer) pairs of them
     choices             (row, layer, choice): K per pair
-    differing_pairs     with another *set* of experts
-    differing_rows      with such a layer
-    differing_choices   replayed experts that the router itself would not have taken
+    differing_pairs     pairs with another *set* of experts
+    differing_rows      rows with such a layer
+    differing_choices   replayed experts that the router would not have taken
     """
 
     rows: int = 0
@@ -44,34 +44,34 @@ class RouterComparison:
     differing_choices: int = 0
 
     def __add__(self, other: RouterComparison) -> RouterComparison:
-        """Return the sums over the rows of both."""
+        """Return the sums of both."""
         return RouterComparison(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class RoutingReplay:
-    """What one replay context did; see `replay_routing`."""
+    """One replay context; see `replay_routing`."""
 
     def __init__(self, sites: tuple[RouterSite, ...], routes: BatchRoutes) -> None:
-        """Prepare one hook per router; the layers of the routes are those of the routers."""
+        """Make one hook per router; the layers of the routes are those of the routers."""
         self._routes = routes
         self._experts_TLK, self._valid_T = routes.experts_TLK, routes.valid_T
         self._hooks = [_RouterReplay(site, self, position) for position, site in enumerate(sites)]
         self._backward_begun = False
         """Whether a forward pass over these routes, of this context or an earlier one, began its backward pass here."""
         self._with_grad = False
-        """Whether the caller of the decoder records gradients; inside a reentrant checkpoint nobody else can tell."""
+        """Whether the caller of the decoder records gradients; inside a reentrant checkpoint only it knows."""
 
     @property
     def disagreement(self) -> float:
-        """Share of (replayed row, layer) where the router itself would have taken another *set* of experts.
+        """Share of (replayed row, layer) pairs for which the router would have taken another *set* of experts.
 
-        Counted in the forward pass, read back from the device only here; nan when nothing was compared.
+        Counted in the forward pass, read back from the device only here; nan if nothing was compared.
         """
         compared = self.comparison()
         return compared.differing_pairs / compared.pairs if compared.pairs else float("nan")
 
     def comparison(self) -> RouterComparison:
-        """Compare routers with routes over the rows that were replayed, as counted in the forward pass.
+        """Return the comparison of routers and routes over the replayed rows, as counted in the forward pass.
 
         Read back from the device only here; all 0 before the forward pass.
         """
@@ -96,9 +96,9 @@ class RoutingReplay:
             self._with_grad = torch.is_grad_enabled()
 
     def _after_decoder(self, _decoder: nn.Module, _args: Any, output: Any) -> None:
-        """Tie the routes to the graph of this forward pass: gradients reach its output before any layer recomputes.
+        """Hook the routes to the output of this forward pass, which gradients reach before any layer recomputes.
 
-        So a pass whose loss is never used leaves nothing behind, and with several in flight none is taken for another.
+        So a pass whose loss is not used has no effect, and several passes in flight are told apart.
         """
         if is_recompute():
             return
@@ -108,7 +108,7 @@ class RoutingReplay:
                 leaf.register_hook(partial(_begin_backward, self._routes, self._hooks[0].site.module, awaits_L))
 
     def _check_consumption(self) -> None:
-        """Hold every layer against the first: a context covers one forward pass, one backward pass, or both."""
+        """Raise TraceError unless all layers ran equally often: one forward pass, one backward pass, or both."""
         first, backward = self._hooks[0], any(hook.recomputes for hook in self._hooks)
         for hook in self._hooks:
             skipped = backward and hook.awaits and not hook.recomputes
@@ -121,13 +121,13 @@ class RoutingReplay:
         if not first.forwards and not self._backward_begun:
             raise TraceError(
                 f"layer {first.site.layer_id}: its routes were used by 0 forward passes and 0 recomputations, so "
-                "nothing was replayed: run the very model that replay_routing was given inside the context, and let "
+                "nothing was replayed: run the model that replay_routing was given inside the context, and let "
                 "torch.compile trace it there first"
             )
 
 
 class _RouterReplay:
-    """Forward hook of one router: swaps in recorded ids and the live weights that belong to them."""
+    """Forward hook of one router: replaces its ids by recorded ones and its weights by theirs."""
 
     def __init__(self, site: RouterSite, replay: RoutingReplay, position: int) -> None:
         self.site = site
@@ -216,7 +216,7 @@ def _open_replay(router: nn.Module) -> RoutingReplay | None:
 
 
 def _begin_backward(routes: BatchRoutes, router: nn.Module, awaits_L: list[bool], _grad: Tensor) -> None:
-    """Run when the backward pass of a replayed forward pass reaches its decoder: are its routes being replayed?"""
+    """Check, as the backward pass of a replayed forward pass begins, that its routes are being replayed again."""
     replay = _open_replay(router)
     if replay is not None and replay._routes is routes:
         replay._backward_begun = True
@@ -232,7 +232,7 @@ def _begin_backward(routes: BatchRoutes, router: nn.Module, awaits_L: list[bool]
 
 
 def _check_fit(routes: BatchRoutes, sites: tuple[RouterSite, ...]) -> None:
-    """Hold layers, experts and choices of the routes against those of the model."""
+    """Compare layers, experts and choices of the routes with those of the model."""
     wanted = [site.layer_id for site in sites]
     if list(routes.layer_ids) != wanted:
         missing = sorted(set(wanted) - set(routes.layer_ids))
@@ -272,7 +272,7 @@ def _check_versions(routes: BatchRoutes, weight_version: int) -> None:
 
 
 def _refuse_empty_capture(routes: BatchRoutes, layer_id: int, position: int) -> None:
-    """Notice a layer that some engine left at zero; with two or more choices zeros are duplicates already."""
+    """Raise TraceError for a layer that an engine left at zero; with more choices zeros are duplicates."""
     rows = routes.valid_T.nonzero().flatten()
     if len(rows) >= _SUSPICIOUS_ROWS and not routes.experts_TLK[rows, position].any():
         raise TraceError(

@@ -19,7 +19,7 @@ from relibra.replay.gates import GateRule
 DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 """Matches the number of the decoder layer in a module's name."""
 _DRAFT = re.compile(r"(?:^|\.)(?:mtp|nextn|draft)")
-"""Heads that predict further tokens number their layers from 0 again and are never recorded."""
+"""Heads that predict further tokens; they number their layers from 0 again and are not recorded."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,18 +46,18 @@ class RouterSite:
         return self.rule(output[0], ids_TK, output[1].dtype)
 
     def rule_key(self, output: tuple[Tensor, ...]) -> str:
-        """Say what a check of the rule depends on: its parameters, and the types of the router's logits and weights."""
+        """Return what a check of the rule depends on: its parameters, and the types of logits and weights."""
         rule: Any = self.rule
         function, settings = getattr(rule, "func", rule), getattr(rule, "keywords", {})
         values = {name: value for name, value in settings.items() if not isinstance(value, nn.Module)}
         return f"{function.__name__} {values} {output[0].dtype} {output[1].dtype}"
 
     def check_rule(self, output: tuple[Tensor, ...]) -> None:
-        """Compare the rule with the router itself: its own ids have to give its own weights, bit for bit.
+        """Compare the rule with the router: its ids have to give its weights, bit for bit.
 
-        Costs one device synchronisation, so callers do it once per `rule_key`.
+        This synchronises the device once, so callers check once per `rule_key`.
 
-        raises   EngineError when the installed transformers computes the weights otherwise
+        raises   EngineError when the installed transformers computes the weights differently
         """
         with torch.no_grad():
             same = torch.equal(self.gates(output, output[2]), output[1])
@@ -127,7 +127,7 @@ def _known_class(module: nn.Module) -> str:
 
 
 def _site(name: str, module: Any, family: str) -> RouterSite:
-    """Read a router; three families keep the number of experts or choices elsewhere than the rest."""
+    """Return the site of a router; three families name the numbers of experts or choices differently."""
     if family == "Gemma4TextRouter":
         num_experts, top_k = module.config.num_experts, module.config.top_k_experts
     else:
@@ -153,7 +153,7 @@ def _layer_of(name: str) -> re.Match[str]:
 
 
 def _expert_blocks(model: nn.Module) -> Iterator[str]:
-    """Yield the path (with a dot at its end) of each module that has stacked expert weights below it."""
+    """Yield the path, with a dot at its end, of each module with stacked expert weights."""
     for name, module in model.named_modules():
         path, _, leaf = name.rpartition(".")
         if leaf == "experts" and not _DRAFT.search(name) and any(p.ndim == 3 for p in module.parameters()):

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra.parallel.rows.rank_tables import home_tables, rank_tables
+from relibra.parallel.rows.rank_tables import Place, home_tables, rank_tables
 from tests.planning.plans import planned_steps
 
 
@@ -98,8 +98,8 @@ def test_without_a_plan_every_expert_is_computed_at_home(step):
     for m, layer in np.ndindex(plan.replica_MLRB.shape[:2]):
         tokens_RE, map_E = demand.tokens_MLRE[m, layer].astype(np.int64), plan.physical_to_logical_map[layer]
         for rank in range(plan.num_ranks):
-            tables = home_tables(tokens_RE, map_E.astype(np.int64), rank, layer_id=5, micro_batch=m)
-            assert (tables.pushes, tables.num_spare) == ((), 0)
+            tables = home_tables(tokens_RE, map_E.astype(np.int64), Place(rank, 5, m))
+            assert (tables.pushes, tables.send_RP.shape[1]) == ((), tables.num_homes)
             assert tables.receive_RP.tolist() == tokens_RE[:, map_E.reshape(plan.num_ranks, -1)[rank]].tolist()
 
 

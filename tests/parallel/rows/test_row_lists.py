@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.parallel.rows.exchange import Route
-from relibra.parallel.rows.rank_tables import home_tables, rank_tables
+from relibra.parallel.rows.rank_tables import Place, home_tables, rank_tables
 from relibra.parallel.rows.row_lists import exchange_row_lists, row_lists, rows_to_send
 from tests.parallel.rows.test_rank_tables import experts_in_slots
 from tests.parallel.steps import random_step
@@ -129,7 +129,7 @@ def test_without_sending_once_every_choice_travels_in_the_order_of_tokens(seed, 
 def test_two_experts_of_a_token_on_one_rank_share_a_row():
     experts_TK = np.array([[0, 1], [0, 2], [2, 3]])
     tokens_RE = np.array([[2, 1, 2, 1], [0, 0, 0, 0]])
-    tables = home_tables(tokens_RE, np.arange(4), rank=0, layer_id=0, micro_batch=0)
+    tables = home_tables(tokens_RE, np.arange(4), Place(0, 0, 0))
     choice_X = row_lists(tables, experts_TK, CPU).choice_X.numpy()
     assert choice_X.tolist() == [0, 2, 1, 3, 4, 5]  # experts 0, 0, 1 on rank 0, experts 2, 2, 3 on rank 1
     token_Z, send_R, row_X = rows_to_send(tables, choice_X, num_rows=3, top_k=2)

@@ -15,13 +15,14 @@ class GroupState:
     """State that all layers of a model share on one rank, made by the first `execute_plan`.
 
     group        process group of the expert-parallel group: exchanges of rows, agreements
+    device       of the model
     push_group   the same ranks, for replica weights and gradients, which travel beside the rows
     slots        None until a layer with replicas runs for the first time
     """
 
-    def __init__(self, ep_mesh: DeviceMesh) -> None:
+    def __init__(self, ep_mesh: DeviceMesh, device: torch.device) -> None:
         """Make the push group; collective over all ranks of the default process group."""
-        self.group = ep_mesh.get_group()
+        self.group, self.device = ep_mesh.get_group(), device
         self.rank, self.num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.push_group = _make_push_group(self.group, torch.device(ep_mesh.device_type))
         self.slots: ReplicaSlots | None = None

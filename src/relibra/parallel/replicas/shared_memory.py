@@ -43,9 +43,9 @@ def reserve(num_bytes: int, machine_R: Int[ndarray, " R"], group: dist.ProcessGr
             if made_R[other].handle < 0:
                 raise _too_little(other, num_bytes, made_R[other].free, made_R[other].error)
         if rank != first:
-            handle = _open(made_R[first])
+            handle = open_memory(made_R[first])
         memory, error = _attach(handle, num_bytes, _share(num_bytes, machine_R, rank))
-        error_R = gather_integers([error, _free_bytes()], group)
+        error_R = gather_integers([error, free_bytes()], group)
         for other in np.flatnonzero(error_R[:, 0] > 0).tolist():
             raise _too_little(other, num_bytes, int(error_R[other, 1]), int(error_R[other, 0]))
         if lost := np.flatnonzero(error_R[:, 0] == _UNREACHABLE).tolist():
@@ -83,7 +83,8 @@ _UNREACHABLE = -1
 """Instead of an error number, which is positive."""
 
 
-def _free_bytes() -> int:
+def free_bytes() -> int:
+    """Return the free bytes of shared memory, 0 if there is none."""
     try:
         status = os.statvfs(FOLDER)
     except OSError:
@@ -92,7 +93,7 @@ def _free_bytes() -> int:
 
 
 def _make(num_bytes: int) -> _Made:
-    free = _free_bytes()
+    free = free_bytes()
     if num_bytes > free:
         return _NOTHING._replace(free=free)
     try:
@@ -102,7 +103,7 @@ def _make(num_bytes: int) -> _Made:
     return _Made(handle, os.getpid(), os.fstat(handle).st_ino, free, 0)
 
 
-def _open(made: _Made) -> int:
+def open_memory(made: _Made) -> int:
     """Open the file of another process of this machine; return -1 if that fails."""
     try:
         handle = os.open(f"/proc/{made.process}/fd/{made.handle}", os.O_RDWR)

@@ -45,7 +45,7 @@ class Transfer:
                     tensor,
                     group=self._group,
                     tag=self._parts * len(self.tables.pushes) + n,
-                    group_peer=push.replica if push.home == self.tables.rank else push.home,
+                    group_peer=push.replica if push.home == self.tables.place.rank else push.home,
                 )
             )
             if n in outgoing:
@@ -63,7 +63,7 @@ class Transfer:
         """
         if not self._works:
             return
-        layer, micro_batch = self.tables.layer_id, self.tables.micro_batch
+        layer, micro_batch = self.tables.place.layer_id, self.tables.place.micro_batch
         with (
             self._recorder.record(f"wait {self._stage}", layer=layer, micro_batch=micro_batch),
             waiting(f"the {self._stage} of replicas", self.tables.place, self._peers()),
@@ -72,15 +72,10 @@ class Transfer:
                 self._works.pop().wait()
         seconds = time.perf_counter() - self._begun
         self._recorder.add(
-            self._stage,
-            start=self._begun,
-            seconds=seconds,
-            layer=layer,
-            micro_batch=micro_batch,
-            bytes=self._bytes,
+            self._stage, start=self._begun, seconds=seconds, layer=layer, micro_batch=micro_batch, bytes=self._bytes
         )
         self._sent.clear()
 
     def _peers(self) -> list[int]:
-        own = [push for push in self.tables.pushes if self.tables.rank in (push.home, push.replica)]
+        own = [push for push in self.tables.pushes if self.tables.place.rank in (push.home, push.replica)]
         return sorted({push.home for push in own} | {push.replica for push in own})

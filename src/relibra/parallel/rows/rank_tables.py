@@ -55,8 +55,7 @@ class RankTables:
 
     Local slots `P` of a rank: its E / R homes in the order of the map, then its B replica slots.
 
-    layer_id, micro_batch, rank   place in the step
-    num_homes, num_spare          E / R and B
+    num_homes       E / R
     tokens_E        token-slots that this rank sends to each expert
     send_RP         token-slots that this rank sends to local slot P of rank R
     receive_RP      token-slots that arrive from source rank R for own local slot P
@@ -68,11 +67,8 @@ class RankTables:
     pushes          copies of all ranks, by (replica rank, slot): the same list on every rank
     """
 
-    layer_id: int
-    micro_batch: int
-    rank: int
+    place: Place
     num_homes: int
-    num_spare: int
     tokens_E: Int64[ndarray, " E"]
     send_RP: Int64[ndarray, "R P"]
     receive_RP: Int64[ndarray, "R P"]
@@ -82,11 +78,6 @@ class RankTables:
     pushes: tuple[Push, ...]
 
     @property
-    def place(self) -> Place:
-        """Place in the step, for messages and events."""
-        return Place(self.rank, self.layer_id, self.micro_batch)
-
-    @property
     def num_home_rows(self) -> int:
         """Number of rows for the experts at home on this rank; its replicas compute the others."""
         return int(self.receive_RP[:, : self.num_homes].sum())
@@ -94,12 +85,12 @@ class RankTables:
     @property
     def pushes_from_here(self) -> list[tuple[int, Push]]:
         """The pushes of experts that are at home on this rank, with their numbers."""
-        return [(n, push) for n, push in enumerate(self.pushes) if push.home == self.rank]
+        return [(n, push) for n, push in enumerate(self.pushes) if push.home == self.place.rank]
 
     @property
     def pushes_to_here(self) -> list[tuple[int, Push]]:
         """The pushes into the slots of this rank, with their numbers."""
-        return [(n, push) for n, push in enumerate(self.pushes) if push.replica == self.rank]
+        return [(n, push) for n, push in enumerate(self.pushes) if push.replica == self.place.rank]
 
 
 def rank_tables(
@@ -116,36 +107,25 @@ def rank_tables(
     split = split_tokens(tokens_RE, plan.home_LE[layer], replica_RB, quota_RB, plan.ranks_per_node)
     if chunk is not None:
         split = chunked_split(split, chunk)
-    return _of_split(
-        split, tokens_RE, plan.physical_to_logical_map[layer], plan.slots, rank, int(plan.layer_ids[layer]), micro_batch
-    )
+    place = Place(rank, int(plan.layer_ids[layer]), micro_batch)
+    return _of_split(split, tokens_RE, plan.physical_to_logical_map[layer], plan.slots, place)
 
 
 def home_tables(
-    tokens_RE: Int64[ndarray, "R E"],
-    physical_to_logical_E: Int64[ndarray, " E"],
-    rank: int,
-    layer_id: int,
-    micro_batch: int,
+    tokens_RE: Int64[ndarray, "R E"], physical_to_logical_E: Int64[ndarray, " E"], place: Place
 ) -> RankTables:
     """Return the tables of a rank when every expert is computed at home, as without a plan."""
     num_ranks, E = tokens_RE.shape
     home_E = np.argsort(physical_to_logical_E, kind="stable") // (E // num_ranks)
     none_RB = np.zeros((num_ranks, 0), dtype=np.int64)
     split = split_tokens(tokens_RE, home_E, none_RB, none_RB, num_ranks)
-    return _of_split(split, tokens_RE, physical_to_logical_E, 0, rank, layer_id, micro_batch)
+    return _of_split(split, tokens_RE, physical_to_logical_E, 0, place)
 
 
 def _of_split(
-    split: TokenSplit,
-    tokens_RE: ndarray,
-    physical_to_logical_E: ndarray,
-    slots: int,
-    rank: int,
-    layer_id: int,
-    micro_batch: int,
+    split: TokenSplit, tokens_RE: ndarray, physical_to_logical_E: ndarray, slots: int, place: Place
 ) -> RankTables:
-    num_ranks, E = tokens_RE.shape
+    (num_ranks, E), rank = tokens_RE.shape, place.rank
     num_homes = E // num_ranks
     home_slot_E = np.argsort(physical_to_logical_E, kind="stable") % num_homes
     local_I = np.where(split.slot_I < 0, home_slot_E[split.expert_I], num_homes + split.slot_I)
@@ -157,11 +137,8 @@ def _of_split(
     arrived_Y = np.repeat(np.tile(np.arange(send_RP.shape[1]), num_ranks), receive_RP.ravel())
     compute_order_Y = np.argsort(arrived_Y, kind="stable")
     return RankTables(
-        layer_id=layer_id,
-        micro_batch=micro_batch,
-        rank=rank,
+        place=place,
         num_homes=num_homes,
-        num_spare=slots,
         tokens_E=tokens_RE[rank].astype(np.int64),
         send_RP=send_RP,
         receive_RP=receive_RP,

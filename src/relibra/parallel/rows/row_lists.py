@@ -19,7 +19,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from relibra.parallel.rows.exchange import Route
-from relibra.parallel.rows.rank_tables import Place, RankTables
+from relibra.parallel.rows.rank_tables import RankTables
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -151,7 +151,7 @@ def _exchange_row_numbers(
         send_R=(len(tables_L) + send_LR.sum(axis=0)).tolist(),
         receive_R=(len(tables_L) + receive_LR.sum(axis=0)).tolist(),
         group=group,
-        place=Place(tables_L[0].rank, -1, tables_L[0].micro_batch),
+        place=tables_L[0].place._replace(layer_id=-1),
     )
     received = route.move(torch.from_numpy(np.concatenate(message)).to(device)).cpu().numpy()
     return np.split(received, np.cumsum(route.receive_R)[:-1])
