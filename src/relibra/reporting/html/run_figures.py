@@ -13,7 +13,7 @@ from relibra.reporting.html.route_figures import DASHES, PALETTE, band, line, pl
 
 PANEL_PIXELS = 190
 GAP_PIXELS = 44
-"""Between panels: room for the legend of the lower one in one line; for several runs in two."""
+"""Between panels: room for the legend of the lower one in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,7 @@ def compared_panels(runs: Sequence[tuple[str, Metrics]], panels: Sequence[Panel]
         )
         for panel in panels
     ]
-    return _draw_panels(drawn, GAP_PIXELS + 20)
+    return _draw_panels(drawn, GAP_PIXELS + 76)
 
 
 def _draw_panels(panels: Sequence[tuple[Panel, Sequence[tuple[Curve, Metrics]]]], gap: int) -> Any:
