@@ -13,6 +13,7 @@ import relibra
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "relibra"
 FILES = sorted(SOURCE.rglob("*.py"))
+DESIGN = (ROOT / "docs" / "design.md").read_text()
 
 ABOVE = {
     "cli": {
@@ -279,6 +280,24 @@ def test_files_stay_readable(file):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = node.end_lineno - node.lineno + 1
             assert length <= 70, f"{file}:{node.lineno} {node.name} has {length} lines: what is its one decision?"
+
+
+LETTERS = re.findall(r"`([A-Z])`", "".join(re.findall(r"^\| `[A-Z]`.*? \|", DESIGN, flags=re.MULTILINE)))
+"""Letters of axes that docs/design.md explains."""
+
+
+def test_letters_have_one_meaning_each():
+    assert len(set(LETTERS)) == len(LETTERS) > 12
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_axes_are_letters_of_the_table(file):
+    """Shapes of jaxtyping and the suffixes of array names use only letters that docs/design.md explains."""
+    text = file.read_text()
+    shapes = re.findall(r"(?:Float|Int|UInt|Bool|Shaped|Integer|Num)\w*\[\w+(?:\.\w+)*, \"([^\"]*)\"\]", text)
+    axes = {axis for shape in shapes for axis in re.findall(r"[A-Z]", shape)}
+    suffixes = re.findall(r"\b[a-z][a-z0-9_]*_(?:\d?([A-Z]+))\b", text)
+    assert axes | set("".join(suffixes)) <= set(LETTERS), f"{file}: a letter is missing in docs/design.md"
 
 
 def test_tests_end_only_what_they_started():

@@ -175,20 +175,20 @@ class OnePass:
             yield from self.work(r, "attention", layer, 2 * costs.before_MR(layer)[m, r])
 
 
-def gradients_after_the_end(start_S, end_S, whole_S, layers_S):
+def gradients_after_the_end(start_D, end_D, whole_D, layers_D):
     """Sum gradients stage by stage, layer by layer, and return how long after the last pass the last sum is done.
 
-    start_S, end_S   of each stage's last backward pass
-    whole_S          seconds of all sums of a stage; the first layer's can begin when its gradients are complete
+    start_D, end_D   of each stage's last backward pass
+    whole_D          seconds of all sums of a stage; the first layer's can begin when its gradients are complete
     """
     done = []
-    for start, end, whole, layers in zip(start_S, end_S, whole_S, layers_S, strict=True):
+    for start, end, whole, layers in zip(start_D, end_D, whole_D, layers_D, strict=True):
         clock = start
         for _ in range(layers - 1):
             clock += whole / layers
         clock = max(clock, end)  # the first layer's gradients come last, when the pass is over
         done.append(clock + whole / layers)
-    return max(0.0, max(done) - max(end_S))
+    return max(0.0, max(done) - max(end_D))
 
 
 def pass_seconds(costs, *, backward, overlap, recompute=False):

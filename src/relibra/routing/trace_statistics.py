@@ -347,17 +347,17 @@ def _count_groups(trace: RoutingTrace, groups: dict[str, Group]) -> ndarray:
     """Add the load of every named group to `groups`; return that of all samples, in a group or not."""
     names = trace.group_names
     group_S = np.where((trace.group_ids >= 0) & (trace.group_ids < len(names)), trace.group_ids + 1, 0)
-    samples_G = np.bincount(group_S, minlength=len(names) + 1)  # place 0: samples without a named group
+    samples_X = np.bincount(group_S, minlength=len(names) + 1)  # place 0: samples without a named group
     by_group = trace.select(np.argsort(group_S, kind="stable")) if names else trace
-    bounds = by_group.offsets[np.concatenate([[0], np.cumsum(samples_G)])]
-    load_GLE = count_token_slots(by_group.experts_TLK, by_group.valid_T, bounds, trace.num_experts)
-    tokens_G = np.diff(np.concatenate([[0], np.cumsum(by_group.valid_T)])[bounds])
+    bounds = by_group.offsets[np.concatenate([[0], np.cumsum(samples_X)])]
+    load_XLE = count_token_slots(by_group.experts_TLK, by_group.valid_T, bounds, trace.num_experts)
+    tokens_X = np.diff(np.concatenate([[0], np.cumsum(by_group.valid_T)])[bounds])
     found = [
-        Group(name=name, samples=int(samples_G[g]), tokens=int(tokens_G[g]), load_LE=load_GLE[g])
+        Group(name=name, samples=int(samples_X[g]), tokens=int(tokens_X[g]), load_LE=load_XLE[g])
         for g, name in enumerate(names, start=1)
     ]
     groups.update(pool_groups([*groups.values(), *found]))
-    return load_GLE.sum(axis=0)
+    return load_XLE.sum(axis=0)
 
 
 def _joined(one: Group, other: Group) -> Group:

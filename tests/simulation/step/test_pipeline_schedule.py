@@ -23,29 +23,29 @@ def test_every_stage_runs_every_pass_once_and_forward_first(stages, micro_batche
 @settings(deadline=None)
 def test_no_task_overlaps_another_or_comes_before_its_input(seed):
     rng = np.random.default_rng(seed)
-    S, M = int(rng.integers(1, 5)), int(rng.integers(1, 6))
-    seconds_2SM, handover_M = rng.integers(0, 5, (2, S, M)).astype(float), rng.integers(0, 3, M).astype(float)
-    start_2SM, end = run_schedule(seconds_2SM, handover_M)
-    end_2SM = start_2SM + seconds_2SM
-    assert end == end_2SM.max()
-    for stage in range(S):
+    D, M = int(rng.integers(1, 5)), int(rng.integers(1, 6))
+    seconds_2DM, handover_M = rng.integers(0, 5, (2, D, M)).astype(float), rng.integers(0, 3, M).astype(float)
+    start_2DM, end = run_schedule(seconds_2DM, handover_M)
+    end_2DM = start_2DM + seconds_2DM
+    assert end == end_2DM.max()
+    for stage in range(D):
         clock = 0.0
-        for direction, m in stage_tasks(stage, S, M):
+        for direction, m in stage_tasks(stage, D, M):
             needs = [clock]
             if direction == FORWARD and stage:
-                needs.append(end_2SM[FORWARD, stage - 1, m] + handover_M[m])
+                needs.append(end_2DM[FORWARD, stage - 1, m] + handover_M[m])
             if direction == BACKWARD:
-                needs.append(end_2SM[FORWARD, stage, m])
-                if stage < S - 1:
-                    needs.append(end_2SM[BACKWARD, stage + 1, m] + handover_M[m])
-            assert start_2SM[direction, stage, m] == max(needs)  # and not a moment later
-            clock = end_2SM[direction, stage, m]
+                needs.append(end_2DM[FORWARD, stage, m])
+                if stage < D - 1:
+                    needs.append(end_2DM[BACKWARD, stage + 1, m] + handover_M[m])
+            assert start_2DM[direction, stage, m] == max(needs)  # and not a moment later
+            clock = end_2DM[direction, stage, m]
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 5), (4, 4), (4, 8), (8, 32)])
 def test_even_stages_have_the_bubble_of_the_books(stages, micro_batches):
-    seconds_2SM = np.ones((2, stages, micro_batches)) * np.array([1.0, 2.0])[:, None, None]
-    _, end = run_schedule(seconds_2SM, np.zeros(micro_batches))
+    seconds_2DM = np.ones((2, stages, micro_batches)) * np.array([1.0, 2.0])[:, None, None]
+    _, end = run_schedule(seconds_2DM, np.zeros(micro_batches))
     assert end == 3 * (micro_batches + stages - 1)
 
 

@@ -284,22 +284,22 @@ def test_sums_of_gradients_count_from_the_end_of_their_own_stage(seed, stages):
     how = Execution(pipeline_stages=stages)
     run = run_group(costs_of(plan, demand, cluster, model, how), how)
     (mini_batch,) = run.mini_batches
-    start_S = mini_batch.start_2SM[1, :, -1]
-    end_S = start_S + mini_batch.last_backward_S
-    assert max(end_S) == pytest.approx(mini_batch.seconds)
+    start_D = mini_batch.start_2DM[1, :, -1]
+    end_D = start_D + mini_batch.last_backward_D
+    assert max(end_D) == pytest.approx(mini_batch.seconds)
     layout = ParallelLayout(expert_parallel=plan.num_ranks, pipeline_stages=stages)
-    layers_S = [part.stop - part.start for part in layout.stage_layers(4)]
-    whole_S = [
+    layers_D = [part.stop - part.start for part in layout.stage_layers(4)]
+    whole_D = [
         gradient_reduction_seconds(
             cluster, layout, *owned_parameters(model, layout, layers, first=s == 0, last=s == stages - 1)
         )
-        for s, layers in enumerate(layers_S)
+        for s, layers in enumerate(layers_D)
     ]
     step = simulate_step(plan, demand, cluster, model, how)
-    expected = gradients_after_the_end(start_S.tolist(), end_S.tolist(), whole_S, layers_S)
+    expected = gradients_after_the_end(start_D.tolist(), end_D.tolist(), whole_D, layers_D)
     assert step.terms["gradients"] == pytest.approx(expected)
     waits = simulate_step(plan, demand, cluster, model, replace(how, overlap=False))
-    assert waits.terms["gradients"] == pytest.approx(max(whole_S))
+    assert waits.terms["gradients"] == pytest.approx(max(whole_D))
 
 
 def test_log_probabilities_run_forward_only():

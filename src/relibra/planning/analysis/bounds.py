@@ -37,12 +37,12 @@ def reachable_bound(
     size = ranks_per_node if scope == "node" else num_ranks
     domain_LE = home_LE // size
     num_domains = num_ranks // size
-    domain_MLD = home_rank_load(load_MLE, domain_LE, num_domains)
-    lowest_MLD = -(-domain_MLD // size)
+    domain_MLX = home_rank_load(load_MLE, domain_LE, num_domains)
+    lowest_MLX = -(-domain_MLX // size)
     for domain in range(num_domains):
         inside_LE = domain_LE == domain
-        lowest_MLD[:, :, domain] = _instances_bound(load_MLE, inside_LE, lowest_MLD[:, :, domain], size * slots)
-    return lowest_MLD.max(axis=2)
+        lowest_MLX[:, :, domain] = _instances_bound(load_MLE, inside_LE, lowest_MLX[:, :, domain], size * slots)
+    return lowest_MLX.max(axis=2)
 
 
 def _instances_bound(load_MLE: ndarray, inside_LE: ndarray, lowest_ML: ndarray, spare: int) -> ndarray:

@@ -195,9 +195,9 @@ def _trade_copies(copies_RE, home_E, homes_R, needed_R, share_E) -> None:
                 _move_in(best_s, home_E, mover_R, origin_R)
 
 
-def relabel_ranks(placement_RP: Int[ndarray, "R P"], before_RQ: Int[ndarray, "R Q"]) -> Int[ndarray, "R P"]:
+def relabel_ranks(placement_RP: Int[ndarray, "R P"], before_RX: Int[ndarray, "R X"]) -> Int[ndarray, "R P"]:
     """Give the rows of a placement to the ranks that held most of their experts before: same loads, fewer moves."""
-    num_experts = int(max(placement_RP.max(initial=0), before_RQ.max(initial=0))) + 1
-    held_RE, before_RE = copies_of(placement_RP, num_experts) > 0, copies_of(before_RQ, num_experts) > 0
+    num_experts = int(max(placement_RP.max(initial=0), before_RX.max(initial=0))) + 1
+    held_RE, before_RE = copies_of(placement_RP, num_experts) > 0, copies_of(before_RX, num_experts) > 0
     row_of_rank = linear_sum_assignment(before_RE.astype(np.int64) @ held_RE.T.astype(np.int64), maximize=True)[1]
     return placement_RP[row_of_rank]

@@ -108,14 +108,14 @@ def group_advantages(
     [0.7071, -0.7071, 0.0]
     """
     index_S, num_groups = _groups(group_S)
-    size_G = torch.bincount(index_S, minlength=num_groups)
-    mean_G = rewards_S.new_zeros(num_groups).index_add(0, index_S, rewards_S) / size_G
+    size_X = torch.bincount(index_S, minlength=num_groups)
+    mean_X = rewards_S.new_zeros(num_groups).index_add(0, index_S, rewards_S) / size_X
     # Where all are equal the mean is a rounding error off, which the division would blow up.
-    centred_S = torch.where(mixed_groups(rewards_S, group_S), rewards_S - mean_G[index_S], 0.0)
+    centred_S = torch.where(mixed_groups(rewards_S, group_S), rewards_S - mean_X[index_S], 0.0)
     if not divide_by_std:
         return centred_S
-    variance_G = rewards_S.new_zeros(num_groups).index_add(0, index_S, centred_S.square()) / (size_G - 1).clamp(min=1)
-    return centred_S / (variance_G.sqrt()[index_S] + 1e-6)
+    variance_X = rewards_S.new_zeros(num_groups).index_add(0, index_S, centred_S.square()) / (size_X - 1).clamp(min=1)
+    return centred_S / (variance_X.sqrt()[index_S] + 1e-6)
 
 
 def mixed_groups(rewards_S: Float[Tensor, " S"], group_S: Int[Tensor, " S"]) -> Bool[Tensor, " S"]:
@@ -124,9 +124,9 @@ def mixed_groups(rewards_S: Float[Tensor, " S"], group_S: Int[Tensor, " S"]) -> 
     Dynamic sampling of DAPO, arXiv 2503.14476, eq. 11, for any rewards.
     """
     index_S, num_groups = _groups(group_S)
-    lowest_G = rewards_S.new_full((num_groups,), torch.inf).scatter_reduce(0, index_S, rewards_S, "amin")
-    highest_G = rewards_S.new_full((num_groups,), -torch.inf).scatter_reduce(0, index_S, rewards_S, "amax")
-    return (lowest_G < highest_G)[index_S]
+    lowest_X = rewards_S.new_full((num_groups,), torch.inf).scatter_reduce(0, index_S, rewards_S, "amin")
+    highest_X = rewards_S.new_full((num_groups,), -torch.inf).scatter_reduce(0, index_S, rewards_S, "amax")
+    return (lowest_X < highest_X)[index_S]
 
 
 def overlong_penalty(length_S: Int[Tensor, " S"], *, max_response: int, buffer: int) -> Float[Tensor, " S"]:

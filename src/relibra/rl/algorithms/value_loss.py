@@ -77,6 +77,6 @@ def auroc(score_S: Float[ndarray, " S"], correct_S: Bool[ndarray, " S"]) -> floa
     wrong = len(correct_S) - right
     if not right or not wrong:
         return float("nan")
-    _, place_S, count_U = np.unique(score_S, return_inverse=True, return_counts=True)
-    rank_U = np.cumsum(count_U) - (count_U - 1) / 2  # equal scores share the mean of their ranks
-    return float((rank_U[place_S][correct_S].sum() - right * (right + 1) / 2) / (right * wrong))
+    _, place_S, count_X = np.unique(score_S, return_inverse=True, return_counts=True)
+    rank_X = np.cumsum(count_X) - (count_X - 1) / 2  # equal scores share the mean of their ranks
+    return float((rank_X[place_S][correct_S].sum() - right * (right + 1) / 2) / (right * wrong))

@@ -83,8 +83,8 @@ def _lots(table: ResponseTable, config: RunConfig) -> Int64[ndarray, " S"]:
     by_group = config.algorithm.advantage == "group"
     units, unit_S = np.unique(table.group_id_S if by_group else table.sample_id_S, return_inverse=True)
     newest = int(table.sample_id_S.max(initial=0))  # other steps hardly ever have the same
-    lot_U = np.random.default_rng([config.run.seed, _LOT_STREAM, newest]).permutation(len(units))
-    return lot_U[unit_S]
+    lot_X = np.random.default_rng([config.run.seed, _LOT_STREAM, newest]).permutation(len(units))
+    return lot_X[unit_S]
 
 
 def demand_of(

@@ -58,21 +58,21 @@ class MiniBatchRun:
     seconds          from its first forward to its last backward pass
     busy             seconds of the busiest stage, by term
     copying          seconds of copies in that stage
-    last_backward_S  seconds of the last micro-batch's backward pass in each stage: sums of gradients run beside it
-    start_2SM        when each pass starts, counted from the start of the mini-batch
+    last_backward_D  seconds of the last micro-batch's backward pass in each stage: sums of gradients run beside it
+    start_2DM        when each pass starts, counted from the start of the mini-batch
     """
 
     number_M: Int64[ndarray, " M"]
     seconds: float
     busy: dict[str, float]
     copying: float
-    last_backward_S: Float64[ndarray, " S"]
-    start_2SM: Float64[ndarray, "2 S M"]
+    last_backward_D: Float64[ndarray, " D"]
+    start_2DM: Float64[ndarray, "2 D M"]
 
     @property
-    def end_S(self) -> Float64[ndarray, " S"]:
+    def end_D(self) -> Float64[ndarray, " D"]:
         """Return when each stage ends its last backward pass, counted from the start of the mini-batch."""
-        return self.start_2SM[BACKWARD, :, -1] + self.last_backward_S if len(self.number_M) else self.last_backward_S
+        return self.start_2DM[BACKWARD, :, -1] + self.last_backward_D if len(self.number_M) else self.last_backward_D
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,24 +84,24 @@ class GroupRun:
     """
 
     mini_batches: tuple[MiniBatchRun, ...]
-    spent: dict[str, Float64[ndarray, "S R"]]
-    waited_SR: Float64[ndarray, "S R"]
-    sent: dict[str, Float64[ndarray, "S R"]]
-    received: dict[str, Float64[ndarray, "S R"]]
-    host_SR: Float64[ndarray, "S R"]
-    token_slots_SR: Int64[ndarray, "S R"]
+    spent: dict[str, Float64[ndarray, "D R"]]
+    waited_DR: Float64[ndarray, "D R"]
+    sent: dict[str, Float64[ndarray, "D R"]]
+    received: dict[str, Float64[ndarray, "D R"]]
+    host_DR: Float64[ndarray, "D R"]
+    token_slots_DR: Int64[ndarray, "D R"]
     uneven: dict[str, tuple[float, float]]
     flops: float
 
 
-def run_group(costs_S: list[StageCosts], how: Execution, note_of: NoteOf | None = None) -> GroupRun:
+def run_group(costs_D: list[StageCosts], how: Execution, note_of: NoteOf | None = None) -> GroupRun:
     """Walk through all passes of a group and lay them out in time."""
-    passes_2S: list[list[PassSeconds]] = [[], []]
-    for stage, costs in enumerate(costs_S):
+    passes_2D: list[list[PassSeconds]] = [[], []]
+    for stage, costs in enumerate(costs_D):
         notes = [note_of(stage, direction) if note_of else None for direction in (FORWARD, BACKWARD)]
-        passes_2S[FORWARD].append(forward_pass(costs, overlap=how.overlap, note=notes[FORWARD]))
+        passes_2D[FORWARD].append(forward_pass(costs, overlap=how.overlap, note=notes[FORWARD]))
         if not how.forward_only:
-            passes_2S[BACKWARD].append(
+            passes_2D[BACKWARD].append(
                 backward_pass(
                     costs,
                     overlap=how.overlap,
@@ -109,30 +109,30 @@ def run_group(costs_S: list[StageCosts], how: Execution, note_of: NoteOf | None 
                     note=notes[BACKWARD],
                 )
             )
-    pairs_S = [list(pair) for pair in zip(*(one for one in passes_2S if one), strict=True)]
-    last = len(costs_S) - 1
-    moved_S = [_bytes(costs, how, (int(s > 0), int(s < last))) for s, costs in enumerate(costs_S)]
-    moved = {kind: np.stack([one[kind] for one in moved_S]) for kind in moved_S[0]}
+    pairs_D = [list(pair) for pair in zip(*(one for one in passes_2D if one), strict=True)]
+    last = len(costs_D) - 1
+    moved_D = [_bytes(costs, how, (int(s > 0), int(s < last))) for s, costs in enumerate(costs_D)]
+    moved = {kind: np.stack([one[kind] for one in moved_D]) for kind in moved_D[0]}
     return GroupRun(
         mini_batches=tuple(
-            _mini_batch(pairs_S, costs_S, number, how) for number in mini_batches_of(costs_S[0], how.mini_batches)
+            _mini_batch(pairs_D, costs_D, number, how) for number in mini_batches_of(costs_D[0], how.mini_batches)
         ),
         spent={
-            name: np.stack([sum(one.spent[name] for one in pair) for pair in pairs_S]) for name in pairs_S[0][0].spent
+            name: np.stack([sum(one.spent[name] for one in pair) for pair in pairs_D]) for name in pairs_D[0][0].spent
         },
-        waited_SR=np.stack([sum(one.waited_R for one in pair) for pair in pairs_S]),
+        waited_DR=np.stack([sum(one.waited_R for one in pair) for pair in pairs_D]),
         sent={kind: value_S2R[:, 0] for kind, value_S2R in moved.items()},
         received={kind: value_S2R[:, 1] for kind, value_S2R in moved.items()},
-        host_SR=np.stack([_from_host(costs) for costs in costs_S]),
-        token_slots_SR=np.stack([costs.load_MLR.sum(axis=(0, 1)) for costs in costs_S]),
-        uneven={name: _uneven(costs_S, name) for name in ("attention", "experts")},
-        flops=sum(costs.flops for costs in costs_S) / (3 if how.forward_only else 1),
+        host_DR=np.stack([_from_host(costs) for costs in costs_D]),
+        token_slots_DR=np.stack([costs.load_MLR.sum(axis=(0, 1)) for costs in costs_D]),
+        uneven={name: _uneven(costs_D, name) for name in ("attention", "experts")},
+        flops=sum(costs.flops for costs in costs_D) / (3 if how.forward_only else 1),
     )
 
 
-def _uneven(costs_S: list[StageCosts], name: str) -> tuple[float, float]:
+def _uneven(costs_D: list[StageCosts], name: str) -> tuple[float, float]:
     busiest = mean = 0.0
-    for costs in costs_S:
+    for costs in costs_D:
         if name == "experts":
             seconds_XR = (costs.home_MLR + costs.replica_MLR).reshape(-1, costs.home_MLR.shape[2])
         else:
@@ -148,23 +148,23 @@ def mini_batches_of(costs: StageCosts, mini_batches: int) -> list[Int64[ndarray,
 
 
 def _mini_batch(
-    pairs_S: list[list[PassSeconds]], costs_S: list[StageCosts], number_M: Int64[ndarray, " M"], how: Execution
+    pairs_D: list[list[PassSeconds]], costs_D: list[StageCosts], number_M: Int64[ndarray, " M"], how: Execution
 ) -> MiniBatchRun:
-    S = len(pairs_S)
-    seconds_2SM = np.zeros((2, S, len(number_M)))
-    for stage, pair in enumerate(pairs_S):
+    D = len(pairs_D)
+    seconds_2DM = np.zeros((2, D, len(number_M)))
+    for stage, pair in enumerate(pairs_D):
         for direction, one in enumerate(pair):
-            seconds_2SM[direction, stage] = one.seconds_M[number_M]
-    start_2SM, end = run_schedule(seconds_2SM, costs_S[0].handover_M[number_M], forward_only=how.forward_only)
-    busiest = int(np.argmax(seconds_2SM.sum(axis=(0, 2))))
-    busy = {name: float(sum(one.terms[name][number_M].sum() for one in pairs_S[busiest])) for name in TERMS}
+            seconds_2DM[direction, stage] = one.seconds_M[number_M]
+    start_2DM, end = run_schedule(seconds_2DM, costs_D[0].handover_M[number_M], forward_only=how.forward_only)
+    busiest = int(np.argmax(seconds_2DM.sum(axis=(0, 2))))
+    busy = {name: float(sum(one.terms[name][number_M].sum() for one in pairs_D[busiest])) for name in TERMS}
     return MiniBatchRun(
         number_M=number_M,
         seconds=end,
         busy=busy,
-        copying=float(sum(one.copying_M[number_M].sum() for one in pairs_S[busiest])),
-        last_backward_S=seconds_2SM[BACKWARD, :, -1] if len(number_M) else np.zeros(S),
-        start_2SM=start_2SM,
+        copying=float(sum(one.copying_M[number_M].sum() for one in pairs_D[busiest])),
+        last_backward_D=seconds_2DM[BACKWARD, :, -1] if len(number_M) else np.zeros(D),
+        start_2DM=start_2DM,
     )
 
 

@@ -41,19 +41,19 @@ def stage_tasks(stage: int, num_stages: int, num_micro_batches: int, *, forward_
 
 
 def run_schedule(
-    seconds_2SM: Float64[ndarray, "2 S M"], handover_M: Float64[ndarray, " M"], *, forward_only: bool = False
-) -> tuple[Float64[ndarray, "2 S M"], float]:
+    seconds_2DM: Float64[ndarray, "2 D M"], handover_M: Float64[ndarray, " M"], *, forward_only: bool = False
+) -> tuple[Float64[ndarray, "2 D M"], float]:
     """Return when each task starts, and when the last one ends.
 
-    seconds_2SM   [forward or backward, stage, micro-batch]
+    seconds_2DM   [forward or backward, stage, micro-batch]
     handover_M    from the end of a task to the arrival of its output at the next stage; nobody is busy with it
 
     Events on the heap are ends of tasks, (time, stage, micro-batch, direction): ties have one order.
     """
-    _, S, M = seconds_2SM.shape
-    tasks_S = [stage_tasks(s, S, M, forward_only=forward_only) for s in range(S)]
-    start_2SM, end_2SM = np.full(seconds_2SM.shape, np.nan), np.full(seconds_2SM.shape, np.nan)
-    next_S, free_S = [0] * S, [0.0] * S
+    _, D, M = seconds_2DM.shape
+    tasks_D = [stage_tasks(s, D, M, forward_only=forward_only) for s in range(D)]
+    start_2DM, end_2DM = np.full(seconds_2DM.shape, np.nan), np.full(seconds_2DM.shape, np.nan)
+    next_D, free_D = [0] * D, [0.0] * D
     heap: list[tuple[float, int, int, int]] = []
 
     def arrival(stage: int, task: Task) -> float:
@@ -62,36 +62,36 @@ def run_schedule(
         before = stage - 1 if direction == FORWARD else stage + 1
         if direction == FORWARD and stage == 0:
             return 0.0
-        if direction == BACKWARD and stage == S - 1:
-            return float(end_2SM[FORWARD, stage, m])
-        return float(end_2SM[direction, before, m] + handover_M[m])
+        if direction == BACKWARD and stage == D - 1:
+            return float(end_2DM[FORWARD, stage, m])
+        return float(end_2DM[direction, before, m] + handover_M[m])
 
     def start_next(stage: int) -> None:
-        if next_S[stage] == len(tasks_S[stage]):
+        if next_D[stage] == len(tasks_D[stage]):
             return
-        task = tasks_S[stage][next_S[stage]]
+        task = tasks_D[stage][next_D[stage]]
         ready = arrival(stage, task)
         if np.isnan(ready):
             return
-        next_S[stage] += 1
-        begin = max(ready, free_S[stage])
-        start_2SM[task.direction, stage, task.micro_batch] = begin
-        free_S[stage] = float(begin + seconds_2SM[task.direction, stage, task.micro_batch])
-        heapq.heappush(heap, (free_S[stage], stage, task.micro_batch, task.direction))
+        next_D[stage] += 1
+        begin = max(ready, free_D[stage])
+        start_2DM[task.direction, stage, task.micro_batch] = begin
+        free_D[stage] = float(begin + seconds_2DM[task.direction, stage, task.micro_batch])
+        heapq.heappush(heap, (free_D[stage], stage, task.micro_batch, task.direction))
 
-    running = [False] * S
+    running = [False] * D
     end = 0.0
-    for stage in range(S):
+    for stage in range(D):
         start_next(stage)
-        running[stage] = next_S[stage] > 0
+        running[stage] = next_D[stage] > 0
     while heap:
         end, stage, m, direction = heapq.heappop(heap)
-        end_2SM[direction, stage, m] = end
+        end_2DM[direction, stage, m] = end
         running[stage] = False
         for other in (stage - 1, stage, stage + 1):
-            if 0 <= other < S and not running[other]:
-                before = next_S[other]
+            if 0 <= other < D and not running[other]:
+                before = next_D[other]
                 start_next(other)
-                running[other] = next_S[other] > before
-    assert all(done == len(tasks) for done, tasks in zip(next_S, tasks_S, strict=True)), "the schedule has no deadlock"
-    return start_2SM, end
+                running[other] = next_D[other] > before
+    assert all(done == len(tasks) for done, tasks in zip(next_D, tasks_D, strict=True)), "the schedule has no deadlock"
+    return start_2DM, end

@@ -183,7 +183,7 @@ class _Track:
             tasks = stage_tasks(stage, how.pipeline_stages, len(own.number_M), forward_only=how.forward_only)
             for direction, m in tasks:
                 position = int(own.number_M[m])
-                start = begin + float(own.start_2SM[direction, stage, m])
+                start = begin + float(own.start_2DM[direction, stage, m])
                 yield from self._notes[stage, direction].events(
                     rank, self._layout.rank_in_group(rank), int(self._number_M[position]), position, start
                 )

@@ -198,19 +198,19 @@ def assemble(
     if not how.forward_only and not cluster.memory_bytes_per_second:
         notes = (f"the optimizer is left out: cluster {cluster.name!r} does not say memory_bytes_per_second",)
 
-    def of_ranks(parts_QSR: list[ndarray]) -> ndarray:
-        return np.stack(parts_QSR, axis=1).reshape(-1)  # stage, group, rank
+    def of_ranks(parts_XDR: list[ndarray]) -> ndarray:
+        return np.stack(parts_XDR, axis=1).reshape(-1)  # stage, group, rank
 
     return SimulatedStep(
         layout=layout,
         seconds=sum(terms.values()),
         terms=terms,
         stage_seconds={name: of_ranks([run.spent[name] for run in runs]) for name in runs[0].spent},
-        waited_R=of_ranks([run.waited_SR for run in runs]),
+        waited_R=of_ranks([run.waited_DR for run in runs]),
         sent_bytes={name: of_ranks([run.sent[name] for run in runs]) for name in runs[0].sent},
         received_bytes={name: of_ranks([run.received[name] for run in runs]) for name in runs[0].received},
-        host_bytes_R=of_ranks([run.host_SR for run in runs]),
-        token_slots_R=of_ranks([run.token_slots_SR for run in runs]),
+        host_bytes_R=of_ranks([run.host_DR for run in runs]),
+        token_slots_R=of_ranks([run.token_slots_DR for run in runs]),
         expert_skew=_skew(runs, "experts"),
         attention_skew=_skew(runs, "attention"),
         copy_seconds=copying,
@@ -248,8 +248,8 @@ def ends_of_mini_batches(
             whole = gradient_reduction_seconds(cluster, layout, *own)
             exposed = whole
             if how.overlap:
-                exposed = max(whole - float(slowest.last_backward_S[stage]), whole / num_layers)
-                exposed -= slowest.seconds - float(slowest.end_S[stage])
+                exposed = max(whole - float(slowest.last_backward_D[stage]), whole / num_layers)
+                exposed -= slowest.seconds - float(slowest.end_D[stage])
             gradients = max(gradients, exposed)
             if cluster.memory_bytes_per_second:
                 optimizer = max(optimizer, optimizer_seconds(cluster, layout, *own))
