@@ -52,8 +52,6 @@ LEFT_PRIVATE = {
     "tests/planning/replicas/test_pricing.py _choices",
     "tests/replay/test_record.py _narrow_dtype",
     "tests/rl/ranks_at_work.py _update",
-    "tests/rl/run/test_display.py _table",
-    "tests/rl/test_trainer.py _warn_beyond_context",
     "tests/routing/test_trace_files.py _sha256",
     "tests/simulation/step/test_training_step.py _of_micro_batches",
     "tests/simulation/test_scale.py _first_layer",

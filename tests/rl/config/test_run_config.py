@@ -229,7 +229,7 @@ def test_responses_and_windows_follow_from_the_settings():
 
 
 def test_an_override_cannot_go_into_a_value():
-    assert "'run.steps.x=2' goes into 'steps', which is a value" in refusal("run.steps=1", "run.steps.x=2")
+    assert "'run.steps.x=2' sets a key of 'steps', which is a value" in refusal("run.steps=1", "run.steps.x=2")
 
 
 def test_a_rule_between_settings_names_only_the_overrides_it_is_about():
