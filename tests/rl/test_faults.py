@@ -62,7 +62,7 @@ def test_a_killed_rank_ends_the_run_with_its_name(rank, tmp_path):
     last = going.stderr.splitlines()[-1]
     assert last == (
         f"error: the run ended early: rank {rank} was killed by SIGKILL; "
-        f"{going.run} keeps every finished step; to go on from its last checkpoint: relibra train --resume {going.run}"
+        f"{going.run} keeps every finished step; to resume from its last checkpoint: relibra train --resume {going.run}"
     )
     assert "Traceback" not in going.stderr
     assert going.stdout == ""
