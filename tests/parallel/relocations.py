@@ -271,11 +271,11 @@ def refuse_all(setting: Setting, folder: Path) -> dict[str, str]:
             del state[name]
 
     def executing():
-        layer.execution = (None, 1)
+        layer.runner = layer.run_at_home
         try:
             relocate(model, maps, optimizer)
         finally:
-            layer.execution = None
+            layer.runner = None
 
     def unreduced():
         model.set_requires_gradient_sync(False)

@@ -85,7 +85,7 @@ def test_what_cannot_be_done_is_said_on_every_rank(tmp_path):
         "no such layer": ("no expert 0 in layer position 3", "layer positions 0 to 2"),
         "no such expert": ("no expert 8 in layer position 0: it holds experts 0 to 7",),
         "other names": ("EngineError: layer position 0, expert 0: the weights have shapes", "gate"),
-        "homes in dispute": ("EngineError: layer position 0: expert ", "disagree about the homes"),
+        "homes in dispute": ("EngineError: layer position 0: expert ", "disagree on the homes"),
     }
     for rank, found in enumerate(on_ranks(2, {"use": step()}, tmp_path, use_a_pool)["use"]):
         for name, parts in expected.items():
