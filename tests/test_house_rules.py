@@ -1,6 +1,7 @@
 """Rules of the house that a reviewer would otherwise have to remember (docs/design.md)."""
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
@@ -278,6 +279,54 @@ def test_files_stay_readable(file):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = node.end_lineno - node.lineno + 1
             assert length <= 70, f"{file}:{node.lineno} {node.name} has {length} lines: what is its one decision?"
+
+
+def _imported(file):
+    """Return the files of src/relibra that a file imports, also those behind the names of a package."""
+    found = set()
+    for module in _imports(file):
+        path = SOURCE.parent / Path(*module.split("."))
+        found |= {one for one in (path.with_suffix(".py"), path / "__init__.py") if one.exists()}
+        lazy = path.parent / "__init__.py"
+        if not path.with_suffix(".py").exists() and not path.is_dir() and lazy.exists():
+            behind = re.findall(rf'"{path.name}": "([\w.]+)"', lazy.read_text())
+            direct = re.findall(rf"from ([\w.]+) import [^\n]*\b{path.name}\b", lazy.read_text())
+            found |= {SOURCE.parent / Path(*one.split(".")).with_suffix(".py") for one in (*behind, *direct)}
+    return found
+
+
+def _calls_in_order(tree, name, seen):
+    """Yield the names that a function of a module calls, in the order of lines; calls of its own functions inlined."""
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    calls = [
+        node for node in ast.walk(functions[name]) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    ]
+    for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
+        if call.func.id in functions and call.func.id not in seen:
+            yield from _calls_in_order(tree, call.func.id, {*seen, name})
+        else:
+            yield call.func.id
+
+
+def test_picture_of_a_step_follows_the_code():
+    """docs/design.md: files exist, each --> is an import, stages stand in the order in which rl/step.py calls them."""
+    picture = DESIGN.split("## One RL step")[1].split("```")[1]
+    chains = [re.findall(r"[\w/]+\.py", line) for line in picture.splitlines() if re.match(r" +\[\w+\]", line)]
+    assert len(chains) == picture.count("[") > 7
+    for chain in chains:
+        assert all((SOURCE / name).exists() for name in chain), chain
+        for name, imported in itertools.pairwise(chain):
+            assert SOURCE / imported in _imported(SOURCE / name), f"{name} does not import {imported}"
+    step = SOURCE / "rl" / "step.py"
+    tree = ast.parse(step.read_text())
+    module_of = {
+        alias.name: node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    called = [module_of[name] for name in _calls_in_order(tree, "rl_step", set()) if name in module_of]
+    called = [f"{module}.homes.relocation" if module == "relibra.parallel" else module for module in called]
+    stages = [".".join(("relibra", *Path(chain[0]).with_suffix("").parts)) for chain in chains]
+    first = [called.index(stage) for stage in stages]
+    assert first == sorted(first), dict(zip(stages, first, strict=True))
 
 
 LETTERS = re.findall(r"`([A-Z])`", "".join(re.findall(r"^\| `[A-Z]`.*? \|", DESIGN, flags=re.MULTILINE)))
