@@ -38,7 +38,7 @@ def response_of(
         log_probs_r=-rng.random(r, dtype=np.float32),
         versions_r=np.repeat(np.array([version - 1, version], dtype=np.int32), [earlier, length]),
         values_r=np.full(r, np.nan, dtype=np.float32),
-        experts_nLK=keys.argsort(-1)[..., :TOP_K].astype(np.uint8) if routed else None,
+        experts_mLK=keys.argsort(-1)[:-1, :, :TOP_K].astype(np.uint8) if routed else None,
         windows=1 + (earlier > 0),
         window_length=length,
         finish_reason="stop" if finished else None,

@@ -23,6 +23,7 @@ from relibra.rl.config.run_config import RunConfig, load_config
 from relibra.rl.run.ranks import Rendezvous, joined_ranks
 from relibra.rl.tasks.task import Prompt
 from relibra.rl.toy.arithmetic import Arithmetic
+from relibra.rl.update.policy_update import update_policy
 
 TINY = (
     "warmup.steps=2",
@@ -71,7 +72,7 @@ def run_in_group(overrides: Sequence[str], run: Path, *, descent: bool = False, 
     """Make a whole run, or go on with it, as a rank of the joined group; return this rank's metrics.
 
     descent   plain descent instead of AdamW
-    note      called with (learner, batch) of every step before the update
+    note      called with (model, batch) of every step before the update
     """
     config = tiny_config(*overrides, ranks=dist.get_world_size())
     if dist.get_rank() == 0:
@@ -80,9 +81,9 @@ def run_in_group(overrides: Sequence[str], run: Path, *, descent: bool = False, 
     rows: list[dict] = []
 
     def rl_step(*args: Any) -> Any:
-        metrics, responses = step.rl_step(*args)
-        rows.append(metrics)
-        return metrics, responses
+        result = step.rl_step(*args)
+        rows.append(result.metrics)
+        return result
 
     before = signal.getsignal(signal.SIGINT)
     with ExitStack() as patches:
@@ -91,18 +92,16 @@ def run_in_group(overrides: Sequence[str], run: Path, *, descent: bool = False, 
         if descent:
             patches.enter_context(mock.patch.object(trainer, "make_optimizer", _plain_descent))
         if note:
-            patches.enter_context(mock.patch.object(step, "_update", _noting(note)))
+            patches.enter_context(mock.patch.object(step, "update_policy", _noting(note)))
         trainer.train_rank(config, run, CPU)
     signal.signal(signal.SIGINT, before)
     return rows
 
 
 def _noting(note: Any) -> Any:
-    update = step._update
-
-    def noted(learner: Any, batch: Any, *args: Any) -> Any:
-        note(learner, batch, *args)
-        return update(learner, batch, *args)
+    def noted(model: Any, optimizer: Any, batch: Any, *args: Any, **options: Any) -> Any:
+        note(model, batch)
+        return update_policy(model, optimizer, batch, *args, **options)
 
     return noted
 

@@ -8,7 +8,6 @@ import torch
 from relibra.rl import step, trainer
 from relibra.rl.config.presets import PRESETS
 from relibra.rl.rollout.collect import check_live_responses
-from relibra.rl.step import Learner
 from tests.rl.ranks_at_work import (
     PLAN_COLUMNS,
     assert_near,
@@ -182,18 +181,16 @@ def test_a_reference_policy_is_kept_and_measured(alone):
 def test_r2_replays_in_the_update_what_the_recompute_pass_took(tmp_path):
     seen = []
 
-    def note(learner: Learner, batch, *_):
+    def note(model, batch):
         for micro_batch in batch.micro_batches:
             with torch.no_grad():
                 native = []
                 hooks = [
                     module.register_forward_hook(lambda _m, _a, output, kept=native: kept.append(output[2]))
-                    for name, module in learner.policy.trained.named_modules()
+                    for name, module in model.named_modules()
                     if name.endswith("mlp.gate")
                 ]
-                learner.policy.trained(
-                    input_ids=micro_batch.tokens_1T, position_ids=micro_batch.position_1T, use_cache=False
-                )
+                model(input_ids=micro_batch.tokens_1T, position_ids=micro_batch.position_1T, use_cache=False)
                 for hook in hooks:
                     hook.remove()
             seen.append(torch.equal(torch.stack(native, dim=1).sort(-1)[0], micro_batch.routes.experts_TLK.sort(-1)[0]))

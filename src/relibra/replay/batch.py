@@ -95,6 +95,35 @@ class BatchRoutes:
             _refuse_two_readings(trace, rows)
         return _lay_out(trace, lengths_S, np.arange(total), rows, _to_flat(input_ids_T, rows))
 
+    @classmethod
+    def of_rows(
+        cls,
+        experts_S: Sequence[Shaped[ndarray, "_ L K"]],
+        *,
+        num_experts: int,
+        layer_ids: Sequence[int],
+        sample_ids: Sequence[int],
+        weight_versions: Sequence[int],
+    ) -> BatchRoutes:
+        """Lay the rows of several samples end to end, all of them to be replayed; copies the routes once.
+
+        experts_S   ids `[m, L, K]` of each sample, one row per fed token, checked before (`RoutingTrace.validate`)
+        """
+        experts_TLK = np.concatenate(experts_S, dtype=np.uint8 if num_experts <= 256 else np.int32)
+        rows = [len(experts_mLK) for experts_mLK in experts_S]
+        return cls(
+            experts_TLK=torch.from_numpy(experts_TLK),
+            valid_T=torch.ones(len(experts_TLK), dtype=torch.bool),
+            layer_ids=tuple(layer_ids),
+            num_experts=num_experts,
+            sample_T=torch.from_numpy(np.repeat(np.arange(len(rows)), rows)),
+            row_T=torch.from_numpy(np.concatenate([np.arange(count) for count in rows])),
+            sample_ids=tuple(sample_ids),
+            weight_versions=tuple(weight_versions),
+            fallback_samples=(),
+            coverage=1.0,
+        )
+
     @property
     def num_rows(self) -> int:
         """Rows of the batch, padding included, `T`."""

@@ -55,15 +55,16 @@ def _train(config: RunConfig, run: Path, device: torch.device, display: Training
     task, tokenizer, policy = _build_task_and_policy(config, run, device)
     resumed = broadcast_json(has_checkpoint(run) if dist.get_rank() == 0 else None)
     warmed = resumed or _warm_up(config, policy, task, tokenizer, display, stop)
-    learner, step = _build_learner(config, run, device, policy, task, tokenizer, resumed=resumed)
+    learner, progress, step = _build_learner(config, run, device, policy, task, tokenizer, resumed=resumed)
     if resumed:
         display.resumed(step)
     elif config.checkpoint.every and warmed:
-        _save(run, 0, learner, config.checkpoint.keep)  # so that no resume repeats the warm-up
+        _save(run, 0, learner, progress, config.checkpoint.keep)  # so that no resume repeats the warm-up
     saved, stopped, reached = step, stop.on_any_rank(), False
     with StepLogs(run, step) if dist.get_rank() == 0 else nullcontext() as logs:
         while step < config.run.steps and not stopped and not reached:
-            metrics, responses = rl_step(step, learner, config, run)
+            result = rl_step(step, learner, progress, config, run)
+            metrics, progress = result.metrics, result.progress
             metrics["evaluation"] = None
             if config.evaluation.every and (step + 1) % config.evaluation.every == 0:
                 metrics["evaluation"] = evaluate(
@@ -72,14 +73,14 @@ def _train(config: RunConfig, run: Path, device: torch.device, display: Training
                 goal = config.evaluation.stop_at
                 reached = goal is not None and metrics["evaluation"]["reward"] >= goal
             if logs:
-                logs.append(metrics, responses, task, tokenizer)
+                logs.append(metrics, result.responses, task, tokenizer)
             display.rl_step(metrics)
             step += 1
             if config.checkpoint.every and step % config.checkpoint.every == 0:
-                saved = _save(run, step, learner, config.checkpoint.keep)
+                saved = _save(run, step, learner, progress, config.checkpoint.keep)
             stopped = stop.on_any_rank()
     if config.checkpoint.every and saved < step:
-        _save(run, step, learner, config.checkpoint.keep)
+        _save(run, step, learner, progress, config.checkpoint.keep)
     save_policy(policy, tokenizer, run / "policy")
     return warmed and (step >= config.run.steps or reached)
 
@@ -149,8 +150,8 @@ def _build_learner(
     tokenizer: Tokenizer,
     *,
     resumed: bool,
-) -> tuple[Learner, int]:
-    """Build everything that trains, and load the latest checkpoint of a resumed run; return the next step too."""
+) -> tuple[Learner, Progress, int]:
+    """Build everything that trains, load the latest checkpoint of a resumed run, and return the next step too."""
     optimizer = make_optimizer(policy.trained, config.update.learning_rate, config.update.weight_decay)
     critic = None
     if config.algorithm.advantage == "gae":
@@ -186,10 +187,9 @@ def _build_learner(
         engine=engine,
         task=task,
         tokenizer=tokenizer,
-        progress=progress,
         ranks_per_node=dist.get_world_size() if launched is None else launched.num_local_ranks,
     )
-    return learner, step
+    return learner, progress, step
 
 
 def _models(
@@ -201,9 +201,8 @@ def _models(
     return models
 
 
-def _save(run: Path, step: int, learner: Learner, keep: int) -> int:
+def _save(run: Path, step: int, learner: Learner, progress: Progress, keep: int) -> int:
     """Write a checkpoint, and return its step."""
-    progress = learner.progress
     save_checkpoint(
         run,
         step,

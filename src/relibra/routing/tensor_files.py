@@ -23,7 +23,16 @@ from relibra.errors import RelibraError
 from relibra.files import atomic_path
 
 MAX_HEADER_BYTES = 1 << 20
-MAX_LENGTHS = {"S": 1 << 31, "L": 1 << 16, "M": 1 << 24, "R": 1 << 15, "E": 1 << 15, "B": 1 << 10}
+MAX_LENGTHS = {
+    "S": 1 << 31,
+    "T": 1 << 40,
+    "X": 1 << 40,
+    "L": 1 << 16,
+    "M": 1 << 24,
+    "R": 1 << 15,
+    "E": 1 << 15,
+    "B": 1 << 10,
+}
 """Longest axes: beside an axis of length 0 a file could claim any length for the others without a byte to show."""
 _KEY = "relibra"
 """One metadata entry for all facts: safetensors writes several in an order that differs from run to run."""
@@ -158,8 +167,8 @@ def _check_layout(where: str, form: TensorFormat, layout: Mapping[str, tuple[str
 
 
 def _dtype(code: str) -> str:
-    """Translate safetensors' name of an integer type ("I16") into numpy's; others stay and will not be expected."""
-    return f"int{code[1:]}" if code.startswith("I") else code
+    """Translate safetensors' name of a type ("I16", "F32") into numpy's; others stay and will not be expected."""
+    return {"I": "int", "F": "float"}.get(code[0], code[0]) + code[1:]
 
 
 def _checksum(tensors: Mapping[str, ndarray], facts: Mapping[str, Any]) -> str:

@@ -6,15 +6,14 @@ import pytest
 from relibra.cluster import cluster_preset
 from relibra.planning.budget import Budget
 from relibra.planning.planner import plan_step
-from relibra.rl.batch.step_plan import demand_of, plan_together, schedule_of, tabulate
-from relibra.rl.batch.token_batch import routes_of
+from relibra.rl.batch.step_plan import count_demand, gather_table, make_step_schedule, plan_together
 from relibra.rl.config.run_config import load_config
+from relibra.rl.rollout.response import trace_of
 from relibra.routing.demand import Demand
 from tests.rl.joined import alone, on_ranks
 from tests.rl.made_up import EXPERTS, LAYERS, response_of
 
 RESPONSES = [response_of(s, length=3 + s * 5 % 11, group=s // 3) for s in range(12)]
-MODEL_LE = (LAYERS, EXPERTS)
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +37,29 @@ def config_of(*overrides, ranks=1):
     )
 
 
-def trace_of(responses):
-    return routes_of(responses, num_experts=EXPERTS, layer_ids=range(LAYERS), source="test")
+def schedule_of(table, config):
+    return make_step_schedule(
+        table, config.update, by_group=config.algorithm.advantage == "group", seed=config.run.seed
+    )
+
+
+def demand_of(responses, table, schedule):
+    return count_demand(responses, table, schedule, num_experts=EXPERTS, layer_ids=range(LAYERS))
 
 
 @pytest.mark.usefixtures("_group")
 def test_the_table_is_by_sample_id_and_finds_places():
-    table = tabulate([RESPONSES[7], RESPONSES[2], RESPONSES[4]])
+    table = gather_table([RESPONSES[7], RESPONSES[2], RESPONSES[4]])
     assert table.sample_id_S.tolist() == [2, 4, 7]
     assert table.group_id_S.tolist() == [0, 1, 2]
     assert table.tokens_S.tolist() == [len(RESPONSES[s].tokens_n) - 1 for s in (2, 4, 7)]
-    assert table.place_of([7, 2]).tolist() == [2, 0]
-    assert tabulate([]).sample_id_S.tolist() == []
+    assert table.index_of([7, 2]).tolist() == [2, 0]
+    assert gather_table([]).sample_id_S.tolist() == []
 
 
 @pytest.mark.usefixtures("_group")
 def test_groups_stay_together_where_advantages_are_measured_in_them():
-    table = tabulate(RESPONSES)
+    table = gather_table(RESPONSES)
     by_group = schedule_of(table, config_of("algorithm.preset=grpo")).mini_batch_S
     assert [len(set(group)) for group in by_group.reshape(4, 3).tolist()] == [1] * 4
     assert np.bincount(by_group).tolist() == [6, 6]
@@ -64,7 +69,7 @@ def test_groups_stay_together_where_advantages_are_measured_in_them():
 
 @pytest.mark.usefixtures("_group")
 def test_lots_decide_the_mini_batch_the_same_ones_whenever_the_step_is_made():
-    table, settings = tabulate(RESPONSES), ("algorithm.preset=ppo", "update.mini_batches=6")
+    table, settings = gather_table(RESPONSES), ("algorithm.preset=ppo", "update.mini_batches=6")
     dealt = schedule_of(table, config_of(*settings)).mini_batch_S.tolist()
     assert dealt == schedule_of(table, config_of(*settings)).mini_batch_S.tolist()
     assert dealt != sorted(dealt), "old responses would always be trained first"
@@ -73,21 +78,23 @@ def test_lots_decide_the_mini_batch_the_same_ones_whenever_the_step_is_made():
 
 @pytest.mark.usefixtures("_group")
 def test_the_demand_counts_every_fed_row_of_every_layer():
-    table, config = tabulate(RESPONSES), config_of()
+    table, config = gather_table(RESPONSES), config_of()
     schedule = schedule_of(table, config)
-    demand = demand_of(trace_of(RESPONSES), table, schedule, MODEL_LE)
+    demand = demand_of(RESPONSES, table, schedule)
     rows = sum(len(one.tokens_n) - 1 for one in RESPONSES)
     assert demand.load_MLE.sum(axis=(0, 2)).tolist() == [2 * rows] * LAYERS
-    expected = Demand.from_trace(trace_of(RESPONSES)).counts_SLE
+    expected = Demand.from_trace(
+        trace_of(RESPONSES, num_experts=EXPERTS, layer_ids=range(LAYERS), source="test")
+    ).counts_SLE
     assert demand.counts_SLE.tolist() == expected.tolist()
     assert demand.group_M.tolist() == schedule.mini_batch_M.tolist()
 
 
 @pytest.mark.usefixtures("_group")
 def test_a_plan_of_one_rank_is_that_of_the_planner():
-    table, config = tabulate(RESPONSES), config_of()
-    demand = demand_of(trace_of(RESPONSES), table, schedule_of(table, config), MODEL_LE)
-    plan = plan_together(demand, config, 1, None)
+    table, config = gather_table(RESPONSES), config_of()
+    demand = demand_of(RESPONSES, table, schedule_of(table, config))
+    plan = plan_together(demand, config.plan, 1, None)
     plan.validate(cluster_preset("h100x8", 1, 1), demand)
     assert plan.digest() == whole_plan(demand, config, 1).digest()
     assert plan.demand_digest == demand.digest()
@@ -122,13 +129,13 @@ def _plan_on_a_rank(_folder):
 
     rank, found = dist.get_rank(), {}
     own = RESPONSES[rank::2] if rank else []  # rank 0 has no response at all
-    table = tabulate(own)
+    table = gather_table(own)
     for name, overrides in CASES.items():
         config, previous = config_of(*overrides, ranks=2), None
         schedule = schedule_of(table, config)
-        demand = demand_of(trace_of(own), table, schedule, MODEL_LE)
+        demand = demand_of(own, table, schedule)
         for step in range(2):
-            plan = plan_together(demand, config, 2, previous)
+            plan = plan_together(demand, config.plan, 2, previous)
             whole = whole_plan(demand, config, 2, previous)
             plan.validate(cluster_preset("h100x8", 2, 2), demand)
             found[name, step] = {
@@ -140,7 +147,9 @@ def _plan_on_a_rank(_folder):
                 "resident": plan.resident,
             }
             previous = plan
-    on_two_nodes = plan_together(demand, config_of(ranks=2), 1, None)  # two nodes of one rank: responses are packed
+    on_two_nodes = plan_together(
+        demand, config_of(ranks=2).plan, 1, None
+    )  # two nodes of one rank: responses are packed
     on_two_nodes.validate(cluster_preset("h100x8", 2, 1), demand)
     found["two nodes"] = on_two_nodes.digest()
     return found

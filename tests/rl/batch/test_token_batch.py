@@ -1,4 +1,4 @@
-"""Micro-batches laid end to end: the layout, the routes on their rows, and the same log-probs as apart."""
+"""Token batches: the layout, the routes on their rows, and the same log-probs as apart."""
 
 from dataclasses import replace
 
@@ -10,16 +10,18 @@ from hypothesis import strategies as st
 
 from relibra.errors import TraceError
 from relibra.replay import record_routing, replay_routing
-from relibra.rl.batch.token_batch import make_micro_batch, routes_of
-from relibra.rl.update.policy_update import log_probs_and_entropy, response_logits
+from relibra.rl.batch.token_batch import make_token_batch, with_routes
+from relibra.rl.update.recompute import log_probs_and_entropy, response_logits
 from tests.replay.tiny_models import tiny_model
-from tests.rl.made_up import EXPERTS, LAYERS, TOP_K, response_of, responses_of
+from tests.rl.made_up import EXPERTS, LAYERS, response_of, responses_of
 
 RESPONSES = responses_of([4, 1, 7, 3])
 
 
-def trace_of(responses):
-    return routes_of(responses, num_experts=EXPERTS, layer_ids=range(LAYERS), source="test")
+def routed_batch(responses, chosen):
+    experts = [responses[s].experts_mLK for s in chosen]
+    batch = make_token_batch(responses, chosen)
+    return with_routes(batch, experts, responses, num_experts=EXPERTS, layer_ids=range(LAYERS))
 
 
 @pytest.fixture(scope="module")
@@ -41,29 +43,30 @@ def alone(model, response):
 def test_layout_of_a_micro_batch():
     first = replace(response_of(0, prompt=1, length=2), tokens_n=np.array([5, 6, 7]))
     second = replace(response_of(1, prompt=3, length=2), tokens_n=np.array([8, 9, 10, 11, 12]))
-    batch = make_micro_batch([first, second], [1, 0], trace_of([first, second]))
+    batch = routed_batch([first, second], [1, 0])
     assert batch.tokens_1T.tolist() == [[8, 9, 10, 11, 5, 6]]
     assert batch.position_1T.tolist() == [[0, 1, 2, 3, 0, 1]]
     assert batch.row_X.tolist() == [2, 3, 4, 5]
     assert batch.target_X.tolist() == [11, 12, 6, 7]
     assert batch.response_X.tolist() == [0, 0, 1, 1]
     assert batch.samples_B.tolist() == [1, 0]
+    assert batch.token_X.tolist() == [2, 3, 0, 1]
     assert batch.num_responses == 2
 
 
 def test_with_last_tokens_fed_too_the_rows_after_them_are_known():
-    batch = make_micro_batch(RESPONSES, [2, 1], None, whole=True)
+    batch = make_token_batch(RESPONSES, [2, 1], feed_last=True)
     lengths = [len(RESPONSES[s].tokens_n) for s in (2, 1)]
-    assert batch.after_B.tolist() == [lengths[0] - 1, sum(lengths) - 1]
-    assert batch.tokens_1T[0, batch.after_B].tolist() == [RESPONSES[s].tokens_n[-1] for s in (2, 1)]
+    assert batch.last_row_B.tolist() == [lengths[0] - 1, sum(lengths) - 1]
+    assert batch.tokens_1T[0, batch.last_row_B].tolist() == [RESPONSES[s].tokens_n[-1] for s in (2, 1)]
     assert batch.tokens_1T[0, batch.row_X + 1].tolist() == batch.target_X.tolist()
 
 
 @settings(max_examples=10)
 @given(st.permutations(range(len(RESPONSES))))
 def test_routes_lie_on_the_rows_of_their_tokens(order):
-    batch = make_micro_batch(RESPONSES, order, trace_of(RESPONSES))
-    expected = np.concatenate([RESPONSES[s].experts_nLK[:-1] for s in order])
+    batch = routed_batch(RESPONSES, order)
+    expected = np.concatenate([RESPONSES[s].experts_mLK for s in order])
     assert batch.routes.experts_TLK.tolist() == expected.tolist()
     assert batch.routes.valid_T.all(), "no row of a packed micro-batch is left to the router"
     assert batch.routes.fallback_samples == ()
@@ -75,7 +78,7 @@ def test_routes_lie_on_the_rows_of_their_tokens(order):
 
 def test_packed_responses_get_the_log_probs_of_separate_ones(model):
     for chosen in ([0, 1, 2, 3], [2], [3, 1]):
-        logp_X, entropy_X = log_probs_and_entropy(model, make_micro_batch(RESPONSES, chosen, None), 1.0)
+        logp_X, entropy_X = log_probs_and_entropy(model, make_token_batch(RESPONSES, chosen), 1.0)
         expected = [value for s in chosen for value in alone(model, RESPONSES[s])[0]]
         assert logp_X.tolist() == pytest.approx(expected, abs=1e-5)
         assert entropy_X.shape == logp_X.shape
@@ -85,10 +88,8 @@ def test_packed_replay_of_their_own_routes_gives_the_log_probs_of_separate_nativ
     recorded = []
     for response in RESPONSES:
         _, experts_NLK = alone(model, response)
-        filler_1LK = np.tile(np.arange(TOP_K), (1, LAYERS, 1))
-        experts_nLK = np.concatenate([experts_NLK.numpy(), filler_1LK]).astype(np.uint8)
-        recorded.append(replace(response, experts_nLK=experts_nLK))
-    batch = make_micro_batch(recorded, [3, 0, 2, 1], trace_of(recorded))
+        recorded.append(replace(response, experts_mLK=experts_NLK.numpy()))
+    batch = routed_batch(recorded, [3, 0, 2, 1])
     with replay_routing(model, batch.routes) as replay:
         logp_X, _ = log_probs_and_entropy(model, batch, 1.0)
     expected = [value for s in (3, 0, 2, 1) for value in alone(model, recorded[s])[0]]
@@ -98,28 +99,16 @@ def test_packed_replay_of_their_own_routes_gives_the_log_probs_of_separate_nativ
 
 
 def test_replayed_routes_are_those_executed_and_others_change_the_log_probs(model):
-    batch = make_micro_batch(RESPONSES, [0, 2], trace_of(RESPONSES))
+    batch = routed_batch(RESPONSES, [0, 2])
     with replay_routing(model, batch.routes) as replay, torch.no_grad():
         replayed = response_logits(model, batch)
-    native = response_logits(model, make_micro_batch(RESPONSES, [0, 2], None))
+    native = response_logits(model, make_token_batch(RESPONSES, [0, 2]))
     assert replay.comparison().differing_pairs > 0
     assert (replayed - native).abs().max() > 1e-2
 
 
-def test_the_route_of_a_last_token_does_not_matter(model):
-    changed = [
-        replace(one, experts_nLK=np.concatenate([one.experts_nLK[:-1], 7 - one.experts_nLK[-1:]])) for one in RESPONSES
-    ]
-    outputs = []
-    for responses in (RESPONSES, changed):
-        batch = make_micro_batch(responses, [1, 2], trace_of(responses))
-        with replay_routing(model, batch.routes):
-            outputs.append(log_probs_and_entropy(model, batch, 1.0)[0])
-    assert torch.equal(*outputs)
-
-
 def test_temperature_divides_the_logits(model):
-    batch = make_micro_batch(RESPONSES, [0, 1], None)
+    batch = make_token_batch(RESPONSES, [0, 1])
     logp_X, entropy_X = log_probs_and_entropy(model, batch, 2.0)
     with torch.no_grad():
         tempered_XV = (response_logits(model, batch) / 2).log_softmax(-1)
@@ -129,52 +118,42 @@ def test_temperature_divides_the_logits(model):
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
-def test_what_is_gathered_is_scattered_back(lengths, data):
+def test_values_of_the_rank_are_found_by_token_and_written_back(lengths, data):
     responses = responses_of(lengths, routed=False)
     cut = data.draw(st.integers(0, len(lengths)))
     order = data.draw(st.permutations(range(len(lengths))))
-    values_Sr = [one.log_probs_r for one in responses]
-    back_Sr = [np.zeros(0, dtype=np.float32) for _ in responses]
+    values_X = torch.from_numpy(np.concatenate([one.log_probs_r for one in responses]))
+    back_X = torch.zeros_like(values_X)
     for chosen in (order[:cut], order[cut:]):
-        batch = make_micro_batch(responses, chosen, None)
-        gathered_X = batch.gather(values_Sr)
-        assert len(gathered_X) == len(batch.row_X)
-        assert gathered_X.tolist() == [float(value) for s in chosen for value in values_Sr[s]]
-        batch.scatter(gathered_X, back_Sr)
-    assert all(np.array_equal(one, other) for one, other in zip(values_Sr, back_Sr, strict=True))
+        batch = make_token_batch(responses, chosen)
+        assert torch.equal(values_X[batch.token_X], batch.sampled_log_probs_X)
+        assert len(batch.token_X) == len(batch.row_X) == len(batch.in_window_X)
+        back_X[batch.token_X] = batch.sampled_log_probs_X
+    assert torch.equal(values_X, back_X)
 
 
-def test_without_a_trace_a_micro_batch_routes_anew():
-    assert make_micro_batch(RESPONSES, [1], None).routes is None
+def test_without_routes_a_batch_routes_anew():
+    assert make_token_batch(RESPONSES, [1]).routes is None
 
 
-def test_routes_of_other_tokens_are_refused():
-    trace = trace_of(RESPONSES)
-    longer = [*RESPONSES[:3], response_of(3, length=9)]
-    with pytest.raises(TraceError, match="sample 3: the trace has 6 rows, the batch 11 tokens"):
-        make_micro_batch(longer, [3], trace)
-    tokens_n = RESPONSES[3].tokens_n.copy()
-    tokens_n[0] = 61
-    with pytest.raises(TraceError, match="sample 3, row 0"):
-        make_micro_batch([*RESPONSES[:3], replace(RESPONSES[3], tokens_n=tokens_n)], [3], trace)
+def test_routes_with_another_number_of_rows_are_refused():
+    short = replace(RESPONSES[3], experts_mLK=RESPONSES[3].experts_mLK[:-1])
+    rows = len(RESPONSES[3].tokens_n) - 1
+    with pytest.raises(TraceError, match=rf"sample 3: {rows - 1} rows of routes, {rows} fed tokens"):
+        routed_batch([*RESPONSES[:3], short], [3])
 
 
-def test_routes_of_responses_leave_last_tokens_out_and_name_their_versions():
-    trace = trace_of(responses_of([2, 3], version=6))
-    assert trace.rows_per_sample.tolist() == [2, 4]
-    assert trace.weight_versions.tolist() == [6, 6]
-    assert trace.valid_T.all()
-    assert trace_of([]) is None
+def test_routes_name_samples_and_their_versions():
+    batch = routed_batch(responses_of([2, 3], version=6), [1, 0])
+    assert batch.routes.sample_ids == (1, 0)
+    assert batch.routes.weight_versions == (6, 6)
 
 
 def test_a_filler_trains_nothing(model):
-    batch = make_micro_batch(RESPONSES, [], trace_of(RESPONSES))
+    batch = routed_batch(RESPONSES, [])
     assert batch.num_responses == 0
     assert batch.routes is None
     assert batch.tokens_1T.shape == batch.position_1T.shape == (1, 1)
-    assert batch.gather([one.log_probs_r for one in RESPONSES]).shape == (0,)
-    kept = [np.zeros(1, dtype=np.float32)]
-    batch.scatter(torch.zeros(0), kept)
-    assert kept[0].tolist() == [0.0]
-    assert response_logits(model, batch).shape[0] == 1, "one row keeps the peers company"
+    assert batch.sampled_log_probs_X.shape == batch.token_X.shape == (0,)
+    assert response_logits(model, batch).shape[0] == 1, "one row keeps collectives aligned"
     assert log_probs_and_entropy(model, batch, 1.0)[0].shape == (0,)

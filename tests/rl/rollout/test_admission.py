@@ -156,7 +156,7 @@ def test_windows_cover_each_response_token_once(length):
         dropped[last : own.stop] += 1
         steps += 1
         assert response.windows == steps
-        assert len(response.experts_nLK) == len(response.tokens_n)
+        assert len(response.experts_mLK) == len(response.tokens_n) - 1
     assert response.length == length
     assert (trained + dropped == 1).all()
     assert dropped.sum() == tail_drop * (steps - 1)

@@ -111,11 +111,10 @@ def check_against_forward_pass(model, response, temperature=1.0, *, start=0, exp
         with record_routing(model) as recorder:
             logits = model(tokens_1N, use_cache=False).logits[0]
         [experts_TLK] = recorder.take()
-        assert response.experts_nLK.shape == (len(response.tokens_n), *experts_TLK.shape[1:])
-        assert np.array_equal(response.experts_nLK[:-1], experts_TLK[:-1].numpy())
+        assert np.array_equal(response.experts_mLK, experts_TLK[:-1].numpy())
     else:
         logits = model(tokens_1N, use_cache=False).logits[0]
-        assert response.experts_nLK is None
+        assert response.experts_mLK is None
     log_prob_NV = torch.log_softmax(logits.float() / temperature, dim=-1)
     each_r = log_prob_NV[:-1].gather(1, tokens_1N[0, 1:, None])[response.prompt_length - 1 :, 0]
     np.testing.assert_allclose(response.log_probs_r[start:], each_r[start:].numpy(), atol=tolerance, rtol=0)

@@ -41,7 +41,7 @@ def _group():
         yield
 
 
-def response(sample_id, length=3, routed=True):
+def response(sample_id, length=3):
     rng = np.random.default_rng(sample_id)
     return Response(
         sample_id=sample_id,
@@ -51,7 +51,6 @@ def response(sample_id, length=3, routed=True):
         log_probs_r=rng.normal(size=length).astype(np.float32),
         versions_r=np.arange(length, dtype=np.int32),
         values_r=np.full(length, np.nan, np.float32),
-        experts_nLK=rng.integers(0, 4, (2 + length, 2, 2)).astype(np.uint8) if routed else None,
         windows=1,
         window_length=length,
         reward=0.25 if sample_id % 2 else None,
@@ -130,9 +129,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
     models = models_of(tmp_path, reference=True)
     learn(models)
     before = contents(models)
-    folder = save_checkpoint(
-        tmp_path, 10, models=models, responses=[response(3), response(1, routed=False)], state=STATE, keep=2
-    )
+    folder = save_checkpoint(tmp_path, 10, models=models, responses=[response(3), response(1)], state=STATE, keep=2)
     assert folder == tmp_path / "checkpoints" / "step-00010"
     assert same(contents(models), before) == []
     expected = learn(models, first=2)
@@ -143,7 +140,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
     assert (loaded.step, loaded.state) == (10, STATE)
     assert [r.sample_id for r in loaded.responses] == [3, 1], "in the order of the rank that saved them"
     assert same_response(loaded.responses[0], response(3))
-    assert same_response(loaded.responses[1], response(1, routed=False))
+    assert same_response(loaded.responses[1], response(1))
     assert same(contents(resumed), before) == []
     assert learn(resumed, first=2) == expected
 
@@ -307,7 +304,7 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(tmp_path, lim
     with (
         small_files(limit),
         pytest.raises(
-            EngineError, match=r"cannot write the checkpoint .* \(rank 0: File too large\): earlier checkpoints"
+            EngineError, match=r"cannot write the checkpoint .* \(rank 0: .*File too large.*\): earlier checkpoints"
         ),
     ):
         save(tmp_path, 2, models=models)

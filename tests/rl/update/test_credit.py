@@ -1,14 +1,17 @@
 """Credit: whose advantages, where they lie, what is trained, and what the value model is worth."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.rl.config.run_config import load_config
-from relibra.rl.update.credit import auroc_at_cuts, compare_groups, estimate, spread, useful_groups, variance_explained
+from relibra.rl.update import credit as credit_of
+from relibra.rl.update.credit import broadcast_advantages, compute_gae, compute_group_advantages, filter_groups
+from relibra.rl.update.values import ResponseValues
 from tests.rl.joined import alone
 from tests.rl.made_up import response_of
 
@@ -29,6 +32,52 @@ def config_of(*overrides, preset="tppo"):
 def values_for(responses, seed=0):
     rng = np.random.default_rng(seed)
     return [rng.normal(size=response.length + 1).astype(np.float32) for response in responses]
+
+
+def flat(values_Sr):
+    """Return values before each token and after the last, one array per response, as `ResponseValues`."""
+    return ResponseValues(
+        before_X=torch.cat([torch.zeros(0), *(torch.from_numpy(values[:-1]) for values in values_Sr)]),
+        after_S=torch.tensor([float(values[-1]) for values in values_Sr]),
+    )
+
+
+@dataclass
+class CreditByResponse:
+    advantage_Sr: list
+    trained_Sr: list
+
+
+def by_response(credit, responses):
+    lengths = [response.length for response in responses]
+    return CreditByResponse(
+        [piece.numpy() for piece in credit.advantages_X.split(lengths)],
+        [piece.numpy() for piece in credit.loss_mask_X.split(lengths)],
+    )
+
+
+def estimate(responses, values_Sr, config, *, train_unfinished):
+    window = config.rollout.window_tokens
+    credit = compute_gae(
+        responses, flat(values_Sr), config.algorithm, window_tokens=window, train_unfinished=train_unfinished
+    )
+    return by_response(credit, responses)
+
+
+def variance_explained(responses, values_Sr, gamma):
+    return credit_of.variance_explained(responses, flat(values_Sr), gamma)
+
+
+def auroc_at_cuts(responses):
+    return credit_of.auroc_at_cuts(responses, max_response=18, overlong_buffer=0)
+
+
+def group_advantages(responses, config):
+    return compute_group_advantages(responses, divide_by_std=config.algorithm.divide_by_std)
+
+
+def useful_groups(responses, config):
+    return filter_groups(responses, config.algorithm, max_response=18)
 
 
 def advantages_by_hand(response, expected, config, window=WINDOW):
@@ -182,7 +231,7 @@ def test_windows_of_any_length_have_advantages_of_their_own():
 def test_a_rank_without_responses_takes_part():
     credit = estimate([], [], config_of(), train_unfinished=True)
     assert (credit.advantage_Sr, credit.trained_Sr) == ([], [])
-    assert compare_groups([], config_of(preset="grpo")) == {}
+    assert group_advantages([], config_of(preset="grpo")) == {}
     assert useful_groups([], config_of(preset="dapo")).tolist() == []
     assert variance_explained([], [], 1.0) is None
 
@@ -193,14 +242,14 @@ def test_a_response_is_compared_with_its_group_and_all_its_tokens_share_that():
         response_of(s, reward=reward, group=group, routed=False)
         for s, (reward, group) in enumerate(zip(rewards, groups, strict=True))
     ]
-    advantage_of = compare_groups(responses, config_of(preset="grpo"))
+    advantage_of = group_advantages(responses, config_of(preset="grpo"))
     deviation = np.std([1, 0, 0], ddof=1) + 1e-6
     assert [advantage_of[s] for s in range(5)] == pytest.approx(
         [2 / 3 / deviation, -1 / 3 / deviation, -1 / 3 / deviation, 0, 0], abs=1e-5
     )
-    plain = compare_groups(responses, config_of("algorithm.divide_by_std=false", preset="grpo"))
+    plain = group_advantages(responses, config_of("algorithm.divide_by_std=false", preset="grpo"))
     assert [plain[s] for s in range(5)] == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0, 0], abs=1e-6)
-    credit = spread(responses[1:3], advantage_of)
+    credit = by_response(broadcast_advantages(responses[1:3], advantage_of), responses[1:3])
     assert credit.advantage_Sr[0].tolist() == [np.float32(advantage_of[1])] * 5
     assert all(trained.all() for trained in credit.trained_Sr)
 
@@ -260,7 +309,6 @@ def test_a_finished_response_without_a_reward_is_a_mistake_of_ours():
 @pytest.mark.parametrize("first", [WINDOW, 2])
 def test_values_at_cuts_are_held_against_how_responses_ended(first):
     """Also where the first window was a short one, of a place refilled inside a step."""
-    config = config_of()
 
     def ended(sample_id, values_at_cuts, reward, first=WINDOW):
         earlier = first + WINDOW * (len(values_at_cuts) - 1)
@@ -272,9 +320,9 @@ def test_values_at_cuts_are_held_against_how_responses_ended(first):
 
     right, wrong = ended(0, [0.6, 0.9], 1.0), ended(1, [0.2, 0.7], 0.0, first=first)
     # of the pairs (0.6, 0.9) x (0.2, 0.7) three are in the right order
-    assert auroc_at_cuts([right, wrong], config) == 0.75
+    assert auroc_at_cuts([right, wrong]) == 0.75
     never_cut = response_of(2, length=WINDOW, reward=1.0)
     unfinished = response_of(3, earlier=WINDOW, finished=False)
-    assert auroc_at_cuts([right, wrong, never_cut, unfinished], config) == 0.75
-    assert auroc_at_cuts([right], config) is None
-    assert auroc_at_cuts([], config) is None
+    assert auroc_at_cuts([right, wrong, never_cut, unfinished]) == 0.75
+    assert auroc_at_cuts([right]) is None
+    assert auroc_at_cuts([]) is None

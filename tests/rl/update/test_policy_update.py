@@ -6,22 +6,36 @@ import numpy as np
 import pytest
 import torch
 
-from relibra.rl.algorithms.policy_loss import token_log_probs
-from relibra.rl.batch.token_batch import make_micro_batch
+from relibra.rl.algorithms.policy_loss import LossSums, policy_loss, token_log_probs
+from relibra.rl.batch.schedule import Schedule
+from relibra.rl.batch.token_batch import make_token_batch
+from relibra.rl.batch.training_batch import TrainingBatch
 from relibra.rl.config.presets import PRESETS
 from relibra.rl.config.run_config import load_config
-from relibra.rl.update.policy_update import (
-    MiniBatchTotals,
-    PolicyTargets,
-    StepTotals,
-    UpdateSums,
-    own_totals,
-    policy_loss,
-)
+from relibra.rl.update.policy_update import loss_totals
+from tests.rl.joined import alone
 from tests.rl.made_up import response_of, responses_of
 
 VOCAB = 61
 LENGTHS = (4, 1, 7, 3, 5, 2, 6)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group():
+    with alone():
+        yield
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the loss reads of each response, beside its tokens."""
+
+    log_probs_old_Sr: list
+    sampled_Sr: list
+    advantage_Sr: list
+    trained_Sr: list
+    reference_Sr: list | None
+    positive_S: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -30,20 +44,48 @@ class Step:
 
     responses: list
     logits_SrV: list
-    targets: PolicyTargets
+    targets: Targets
 
-    def loss(self, config, chosen, totals, mini_batch=0, sums=None):
-        batch = make_micro_batch(self.responses, chosen, None)
-        logits_XV = torch.cat([self.logits_SrV[s] for s in chosen]) if chosen else torch.zeros(1, VOCAB)
-        return policy_loss(logits_XV, batch, self.targets, totals, mini_batch, config, sums or UpdateSums())
+    def batch(self, chosen):
+        def of(values_Sr):
+            return torch.cat([torch.zeros(0), *(torch.from_numpy(values_Sr[s].astype(np.float32)) for s in chosen)])
 
-    def gradients(self, config, cuts, totals, sums=None):
-        """Return the gradient of every logit, summed over micro-batches."""
+        targets = self.targets
+        return replace(
+            make_token_batch(self.responses, chosen),
+            old_log_probs_X=of(targets.log_probs_old_Sr),
+            sampled_log_probs_X=of(targets.sampled_Sr),
+            advantages_X=of(targets.advantage_Sr),
+            loss_mask_X=of(targets.trained_Sr) > 0,
+            ref_log_probs_X=None if targets.reference_Sr is None else of(targets.reference_Sr),
+            positive_B=torch.from_numpy(targets.positive_S[chosen]),
+        )
+
+    def loss_and_sums(self, config, chosen, totals, mini_batch=0):
+        logits_XV = torch.cat([self.logits_SrV[s] for s in chosen])
+        return policy_loss(
+            logits_XV,
+            self.batch(chosen),
+            totals[mini_batch],
+            config.algorithm,
+            temperature=1.0,
+            max_response=config.rollout.max_response,
+        )
+
+    def loss(self, *arguments, **options):
+        return self.loss_and_sums(*arguments, **options)[0]
+
+    def gradients(self, config, cuts, totals):
+        """Return the gradient of every logit and the sums, summed over micro-batches."""
         for leaf in self.logits_SrV:
             leaf.grad = None
+        all_sums = LossSums()
         for chosen in cuts:
-            self.loss(config, chosen, totals, sums=sums).backward()
-        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone() for leaf in self.logits_SrV]
+            loss, sums = self.loss_and_sums(config, chosen, totals)
+            loss.backward()
+            all_sums += sums
+        grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone() for leaf in self.logits_SrV]
+        return grads, all_sums
 
 
 def step_of(seed=0, *, drift=0.3, reference=False, lengths=LENGTHS):
@@ -60,7 +102,7 @@ def step_of(seed=0, *, drift=0.3, reference=False, lengths=LENGTHS):
     trained_Sr = [rng.random(len(now)) < 0.7 for now in now_Sr]
     trained_Sr[1][:] = False  # a response without a trained token
     trained_Sr[2][:] = True
-    targets = PolicyTargets(
+    targets = Targets(
         log_probs_old_Sr=old_Sr,
         sampled_Sr=[(old + 0.3 * rng.normal(size=len(old))).astype(np.float32) for old in old_Sr],
         advantage_Sr=[(rng.normal(size=len(trained)) * trained).astype(np.float32) for trained in trained_Sr],
@@ -74,9 +116,19 @@ def step_of(seed=0, *, drift=0.3, reference=False, lengths=LENGTHS):
 
 
 def totals_of(step, mini_batches=1):
-    mini_batch_S = np.arange(len(step.responses)) * mini_batches // len(step.responses)
-    counts = own_totals(step.targets, mini_batch_S, mini_batches).tolist()
-    return StepTotals(of_mini_batch=[MiniBatchTotals(tokens=a, responses=b, positive_tokens=c) for a, b, c in counts])
+    """Return the totals of mini-batches of neighbouring responses, one micro-batch each."""
+    S = len(step.responses)
+    mini_batch_S = np.arange(S) * mini_batches // S
+    schedule = Schedule(
+        mini_batch_M=np.arange(mini_batches, dtype=np.int32),
+        micro_batch_S=mini_batch_S.astype(np.int32),
+        rank_S=np.zeros(S, dtype=np.int32),
+    )
+    micro_batches = [step.batch(np.flatnonzero(mini_batch_S == m).tolist()) for m in range(mini_batches)]
+    batch = TrainingBatch(
+        responses=step.responses, micro_batches=micro_batches, schedule=schedule, demand=None, plan=None
+    )
+    return loss_totals(batch)
 
 
 def preset_config(name, *overrides):
@@ -139,8 +191,7 @@ def loss_by_hand(step, config):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_loss_of_a_step_by_hand(name):
     step = step_of(reference=name == "regularised")
-    sums = UpdateSums()
-    loss = step.loss(CONFIGS[name], list(range(7)), totals_of(step), sums=sums)
+    loss, sums = step.loss_and_sums(CONFIGS[name], list(range(7)), totals_of(step))
     assert float(loss.detach()) == pytest.approx(loss_by_hand(step, CONFIGS[name]), abs=2e-6)
     assert sums.loss == pytest.approx(float(loss.detach()))
     assert sums.tokens == sum(trained.sum() for trained in step.targets.trained_Sr)
@@ -151,8 +202,8 @@ def test_cutting_a_mini_batch_into_1_2_or_7_micro_batches_gives_the_same_gradien
     step = step_of(1, reference=name == "regularised")
     totals, config = totals_of(step), CONFIGS[name]
     cuts = ([[0, 1, 2, 3, 4, 5, 6]], [[6, 0, 3], [2, 4, 1, 5]], [[s] for s in range(7)])
-    sums = [UpdateSums() for _ in cuts]
-    whole, *others = [step.gradients(config, cut, totals, sums=own) for cut, own in zip(cuts, sums, strict=True)]
+    found, sums = zip(*(step.gradients(config, cut, totals) for cut in cuts), strict=True)
+    whole, *others = found
     assert max(float(leaf.abs().max()) for leaf in whole) > 1e-3
     for other in others:
         assert max(float((a - b).abs().max()) for a, b in zip(whole, other, strict=True)) <= 1e-6
@@ -180,9 +231,8 @@ def test_cutting_a_step_into_1_2_or_7_mini_batches_gives_every_token_the_same_we
 def test_before_the_first_update_all_ratios_are_1_and_nothing_is_clipped(name):
     step = step_of(3, drift=0.0)
     step = replace(step, targets=replace(step.targets, sampled_Sr=step.targets.log_probs_old_Sr))
-    sums = UpdateSums()
     config = preset_config(name, "algorithm.positive_coefficient=0")
-    gradients = step.gradients(config, [[0, 1, 2], [3, 4, 5, 6]], totals_of(step), sums=sums)
+    gradients, sums = step.gradients(config, [[0, 1, 2], [3, 4, 5, 6]], totals_of(step))
     assert sums.clipped == sums.masked == 0
     assert sums.tokens > 0
     # what is left is the plain policy gradient: minus weight x advantage x gradient of the log-prob
@@ -204,7 +254,7 @@ def test_tokens_that_are_not_trained_have_no_gradient_and_no_share(name):
     config = preset_config(name, "algorithm.positive_coefficient=0")
     step = step_of(4)
     totals = totals_of(step)
-    gradients = step.gradients(config, [list(range(7))], totals)
+    gradients, _ = step.gradients(config, [list(range(7))], totals)
     loss = float(step.loss(config, list(range(7)), totals).detach())
     assert sum(float(leaf.abs().sum()) for leaf in gradients) > 0
     for s, trained in enumerate(step.targets.trained_Sr):
@@ -232,21 +282,22 @@ def test_positive_examples_are_learned_by_all_their_tokens():
     step = replace(step, targets=replace(step.targets, advantage_Sr=nothing))
     config = preset_config("tppo", "algorithm.positive_coefficient=0.5")
     totals = totals_of(step)
-    gradients = step.gradients(config, [[0, 1, 2], [3, 4, 5, 6]], totals)
-    assert totals.positive_tokens == sum(LENGTHS[s] for s in (0, 1, 3, 6))
+    gradients, _ = step.gradients(config, [[0, 1, 2], [3, 4, 5, 6]], totals)
+    positive_tokens = totals[0].step_positive_tokens
+    assert positive_tokens == sum(LENGTHS[s] for s in (0, 1, 3, 6))
     for s, one in enumerate(step.responses):
         tokens_r = torch.from_numpy(one.tokens_n[one.prompt_length :])
         slope_rV = torch.nn.functional.one_hot(tokens_r, VOCAB) - step.logits_SrV[s].detach().softmax(-1)
-        expected = -0.5 / totals.positive_tokens * slope_rV * float(step.targets.positive_S[s])
+        expected = -0.5 / positive_tokens * slope_rV * float(step.targets.positive_S[s])
         torch.testing.assert_close(gradients[s], expected, atol=1e-7, rtol=0)
 
 
 def test_a_reference_policy_pulls_and_is_measured():
     step = step_of(7, reference=True)
     free, held = preset_config("grpo"), preset_config("grpo", "algorithm.kl_coefficient=0.5")
-    sums = UpdateSums()
     totals, everything = totals_of(step), list(range(7))
-    difference = float((step.loss(held, everything, totals, sums=sums) - step.loss(free, everything, totals)).detach())
+    loss, sums = step.loss_and_sums(held, everything, totals)
+    difference = float((loss - step.loss(free, everything, totals)).detach())
     per_response = []
     for s, one in enumerate(step.responses):
         tokens_r = torch.from_numpy(one.tokens_n[one.prompt_length :])
@@ -262,43 +313,48 @@ def test_tokens_that_the_correction_rejects_are_counted_and_have_no_gradient():
     sampled_Sr = [old.copy() for old in step.targets.log_probs_old_Sr]
     sampled_Sr[2][3] -= np.log(20.0)  # the sampler found it 20 times less likely
     step = replace(step, targets=replace(step.targets, sampled_Sr=sampled_Sr))
-    sums = UpdateSums()
     config = preset_config("grpo", "algorithm.correction=icepop")
-    gradients = step.gradients(config, [list(range(7))], totals_of(step), sums=sums)
+    gradients, sums = step.gradients(config, [list(range(7))], totals_of(step))
     assert sums.masked == 1
     assert gradients[2][3].abs().sum() == 0
     assert gradients[2][2].abs().sum() > 0
 
 
 def test_a_filler_adds_nothing_and_goes_backward():
-    step, sums = step_of(9), UpdateSums()
-    batch = make_micro_batch(step.responses, [], None)
+    step, config = step_of(9), CONFIGS["dapo"]
     logits_1V = torch.randn(1, VOCAB, requires_grad=True)
-    loss = policy_loss(logits_1V, batch, step.targets, totals_of(step), 0, CONFIGS["dapo"], sums)
+    loss, sums = policy_loss(
+        logits_1V,
+        make_token_batch(step.responses, []),
+        totals_of(step)[0],
+        config.algorithm,
+        temperature=1.0,
+        max_response=config.rollout.max_response,
+    )
     loss.backward()
     assert float(loss.detach()) == 0
     assert logits_1V.grad.abs().sum() == 0
-    assert sums == UpdateSums()
+    assert sums == LossSums()
 
 
 def test_a_micro_batch_without_trained_tokens_goes_backward_too():
     step = step_of(10)
-    gradients = step.gradients(CONFIGS["dapo"], [[1]], totals_of(step))
+    gradients, _ = step.gradients(CONFIGS["dapo"], [[1]], totals_of(step))
     assert step.logits_SrV[1].grad is not None
     assert all(leaf.abs().sum() == 0 for leaf in gradients)
 
 
 def test_totals_count_trained_tokens_and_responses_that_have_some():
-    responses = responses_of([3, 2, 4], routed=False)
-    targets = PolicyTargets(
-        log_probs_old_Sr=[one.log_probs_r for one in responses],
-        sampled_Sr=[one.log_probs_r for one in responses],
-        advantage_Sr=[one.log_probs_r for one in responses],
-        trained_Sr=[np.array([True, False, True]), np.zeros(2, dtype=bool), np.ones(4, dtype=bool)],
-        reference_Sr=None,
-        positive_S=np.array([False, True, True]),
-    )
-    assert own_totals(targets, np.array([0, 1, 1]), 3).tolist() == [[2, 1, 0], [4, 1, 6], [0, 0, 0]]
+    step = step_of(lengths=LENGTHS)
+    masks = [np.zeros(n, dtype=bool) for n in LENGTHS]
+    masks[0][:2], masks[2][:], masks[6][3] = True, True, True
+    step = replace(step, targets=replace(step.targets, trained_Sr=masks))
+    first, second = totals_of(step, 2)  # responses 0 to 3, 4 to 6
+    assert (first.tokens, first.responses, first.positive_tokens) == (2 + LENGTHS[2], 2, 4 + 1 + 3)
+    assert (second.tokens, second.responses, second.positive_tokens) == (1, 1, 6)
+    assert first.step_tokens == second.step_tokens == 2 + LENGTHS[2] + 1
+    assert first.step_positive_tokens == 14
+    assert first.mini_batches == 2
 
 
 def test_made_up_windows_are_what_they_seem():

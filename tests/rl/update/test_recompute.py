@@ -9,21 +9,15 @@ import torch
 
 from relibra.replay import record_routing
 from relibra.rl.algorithms.mismatch import mismatch_metrics
+from relibra.rl.algorithms.policy_loss import LossTotals, policy_loss
 from relibra.rl.batch.schedule import make_schedule
-from relibra.rl.batch.token_batch import make_micro_batch, routes_of
-from relibra.rl.batch.training_batch import TrainingBatch, executing, replaying
+from relibra.rl.batch.token_batch import make_token_batch, with_routes
+from relibra.rl.batch.training_batch import TrainingBatch, executing, plan_recorded_routes, replaying
 from relibra.rl.config.run_config import load_config
-from relibra.rl.update.policy_update import (
-    MiniBatchTotals,
-    PolicyTargets,
-    StepTotals,
-    UpdateSums,
-    log_probs_and_entropy,
-    policy_loss,
-    response_logits,
-)
-from relibra.rl.update.recompute import recompute, reference_log_probs
+from relibra.rl.model.policy import Policy
+from relibra.rl.update.recompute import log_probs_and_entropy, recompute, reference_log_probs, response_logits
 from tests.replay.tiny_models import tiny_model
+from tests.rl.joined import alone as alone_in_group
 from tests.rl.made_up import EXPERTS, LAYERS, of_rank, response_of
 
 RESPONSES = [
@@ -49,20 +43,28 @@ def batch_of(responses, *, replayed, tokens=14):
         micro_batch_tokens=tokens,
         num_ranks=1,
     )
-    trace = routes_of(responses, num_experts=EXPERTS, layer_ids=range(LAYERS), source="test") if replayed else None
-    return TrainingBatch(
-        responses=responses,
-        micro_batches=[make_micro_batch(responses, chosen.tolist(), trace) for chosen in of_rank(schedule, 0)],
-        schedule=schedule,
-        mini_batch_S=schedule.mini_batch_S.astype(np.int64),
-        demand=None,
-        plan=None,
-    )
+    micro_batches = [make_token_batch(responses, chosen.tolist()) for chosen in of_rank(schedule, 0)]
+    if replayed:
+        micro_batches = [routed(micro_batch, responses) for micro_batch in micro_batches]
+    return TrainingBatch(responses=responses, micro_batches=micro_batches, schedule=schedule, demand=None, plan=None)
+
+
+def routed(micro_batch, responses):
+    experts = [responses[s].experts_mLK for s in micro_batch.samples_B]
+    return with_routes(micro_batch, experts, responses, num_experts=EXPERTS, layer_ids=range(LAYERS))
 
 
 def run(model, batch, **options):
-    with executing(model, batch, CONFIG) as around:
-        return recompute(model, batch, around, CONFIG, **options)
+    with executing(model, batch, "fast") as context:
+        return recompute(model, batch, context, CONFIG.algorithm, temperature=1.0, **options)
+
+
+def by_response(batch, values):
+    """Return values of the response tokens of each micro-batch, one array per response of the rank."""
+    flat_X = torch.zeros(sum(one.length for one in batch.responses))
+    for micro_batch, values_X in zip(batch.micro_batches, values, strict=True):
+        flat_X[micro_batch.token_X] = values_X
+    return [piece.numpy() for piece in flat_X.split([one.length for one in batch.responses])]
 
 
 def native_log_probs(model, response):
@@ -80,16 +82,17 @@ def test_micro_batches_of_a_mini_batch_know_their_numbers():
 
 
 def test_log_probs_are_those_of_each_response_by_itself_in_their_order(model):
-    found = run(model, batch_of(RESPONSES, replayed=False))
-    for response, log_probs_r in zip(RESPONSES, found.log_probs_Sr, strict=True):
+    batch = batch_of(RESPONSES, replayed=False)
+    found = run(model, batch)
+    for response, log_probs_r in zip(RESPONSES, by_response(batch, found.log_probs), strict=True):
         assert log_probs_r == pytest.approx(native_log_probs(model, response), abs=1e-5)
     assert found.routers.pairs == 0, "nothing was replayed"
-    assert found.responses == RESPONSES
+    assert found.routes == []
 
 
 def test_the_sampler_is_compared_on_the_last_window_only(model):
     batch = batch_of(RESPONSES, replayed=False)
-    true_Sr = run(model, batch).log_probs_Sr
+    true_Sr = by_response(batch, run(model, batch).log_probs)
     fresh = sum(response.window_length for response in RESPONSES)
     agreeing = []
     for response, log_probs_r in zip(RESPONSES, true_Sr, strict=True):
@@ -113,64 +116,68 @@ def test_entropy_is_summed_over_the_last_windows(model):
     found = run(model, batch_of(RESPONSES, replayed=False))
     expected = 0.0
     for s, response in enumerate(RESPONSES):
-        _, entropy_X = log_probs_and_entropy(model, make_micro_batch(RESPONSES, [s], None), 1.0)
+        _, entropy_X = log_probs_and_entropy(model, make_token_batch(RESPONSES, [s]), 1.0)
         expected += float(entropy_X[-response.window_length :].sum())
     assert found.entropy == pytest.approx(expected, rel=1e-5)
 
 
 def test_r2_records_the_routes_that_this_pass_took(model):
-    found = run(model, batch_of(RESPONSES, replayed=False), record=True)
-    for before, after in zip(RESPONSES, found.responses, strict=True):
-        with torch.no_grad(), record_routing(model) as recorder:
-            model(input_ids=torch.from_numpy(before.tokens_n[:-1])[None], use_cache=False)
-            [experts_NLK] = recorder.take()
-        assert after.experts_nLK[:-1].tolist() == experts_NLK.tolist()
-        assert len(after.experts_nLK) == len(before.tokens_n)
-        assert after.tokens_n is before.tokens_n
-    again = run(model, batch_of(found.responses, replayed=True))
+    batch = batch_of(RESPONSES, replayed=False)
+    found = run(model, batch, record=True)
+    policy = Policy(
+        trained=model, copy=model, num_experts=EXPERTS, layer_ids=tuple(range(LAYERS)), top_k=2, balanced=False
+    )
+    with alone_in_group():
+        planned = plan_recorded_routes(batch, found.routes, policy, CONFIG.plan, previous=None, ranks_per_node=1)
+    for micro_batch in planned.micro_batches:
+        expected = []
+        for s in micro_batch.samples_B:
+            with torch.no_grad(), record_routing(model) as recorder:
+                model(input_ids=torch.from_numpy(RESPONSES[s].tokens_n[:-1])[None], use_cache=False)
+                expected += recorder.take()
+        assert torch.equal(micro_batch.routes.experts_TLK, torch.cat(expected))
+    rows = sum(len(response.tokens_n) - 1 for response in RESPONSES)
+    assert planned.demand.load_MLE.sum(axis=(0, 2)).tolist() == [2 * rows] * LAYERS
+    again = run(model, replace(planned, plan=None))
     assert again.routers.differing_pairs == 0
     assert again.routers.rows == sum(len(response.tokens_n) - 1 for response in RESPONSES)
-    for one, other in zip(found.log_probs_Sr, again.log_probs_Sr, strict=True):
-        assert other == pytest.approx(one, abs=1e-6)
+    for one, other in zip(found.log_probs, again.log_probs, strict=True):
+        torch.testing.assert_close(other, one, atol=1e-6, rtol=0)
 
 
 def test_r3_replays_the_recorded_routes_and_counts_where_the_router_differs(model):
     batch = batch_of(RESPONSES, replayed=True)
     found = run(model, batch)
     assert found.routers.differing_pairs > 0.5 * found.routers.pairs, "the recorded routes are random ones"
-    with executing(model, batch, CONFIG) as around, around(0):
+    with executing(model, batch, "fast") as context, context(0):
         expected_X, _ = log_probs_and_entropy(model, batch.micro_batches[0], 1.0)
-    first = batch.micro_batches[0]
-    assert first.gather(found.log_probs_Sr).tolist() == expected_X.tolist()
+    assert torch.equal(found.log_probs[0], expected_X)
 
 
 @pytest.mark.parametrize("replayed", [False, True])
 def test_the_first_mini_batch_has_ratio_1_to_the_bit(model, replayed):
     batch = batch_of(RESPONSES, replayed=replayed)
     found = run(model, batch)
-    ones = [np.ones(response.length, dtype=bool) for response in RESPONSES]
-    targets = PolicyTargets(
-        log_probs_old_Sr=found.log_probs_Sr,
-        sampled_Sr=found.log_probs_Sr,
-        advantage_Sr=[np.ones(response.length, dtype=np.float32) for response in RESPONSES],
-        trained_Sr=ones,
-        reference_Sr=None,
-        positive_S=np.zeros(len(RESPONSES), dtype=bool),
+    ones = [torch.ones(len(micro_batch.row_X)) for micro_batch in batch.micro_batches]
+    batch = batch.filled(
+        old_log_probs_X=found.log_probs,
+        sampled_log_probs_X=found.log_probs,
+        advantages_X=ones,
+        loss_mask_X=[ones_X > 0 for ones_X in ones],
     )
-    totals, sums = (
-        StepTotals(of_mini_batch=[MiniBatchTotals(tokens=15, responses=4, positive_tokens=0)] * 2),
-        UpdateSums(),
+    totals = LossTotals(
+        tokens=15, responses=4, positive_tokens=0, step_tokens=30, step_positive_tokens=0, mini_batches=2
     )
     for number, micro_batch in batch.of_mini_batch(0):
         with replaying(model, micro_batch.routes):
             logits_XV = response_logits(model, micro_batch)
-        loss = policy_loss(logits_XV, micro_batch, targets, totals, 0, CONFIG, sums)
+        loss, sums = policy_loss(
+            logits_XV, micro_batch, totals, CONFIG.algorithm, temperature=1.0, max_response=CONFIG.rollout.max_response
+        )
         share = len(micro_batch.row_X) * 2 / 30
         assert float(loss.detach()) == pytest.approx(-share, abs=1e-6), f"micro-batch {number}: ratios are not 1"
-        assert micro_batch.gather(found.log_probs_Sr).tolist() == pytest.approx(
-            log_probs_of(logits_XV, micro_batch), abs=0
-        )
-    assert sums.clipped == 0
+        assert found.log_probs[number].tolist() == log_probs_of(logits_XV, micro_batch)
+        assert sums.clipped == 0
 
 
 def log_probs_of(logits_XV, micro_batch):
@@ -179,14 +186,15 @@ def log_probs_of(logits_XV, micro_batch):
 
 def test_the_reference_routes_by_itself_whatever_is_replayed(model):
     reference = tiny_model(seed=5).eval().requires_grad_(False)
-    found = reference_log_probs(reference, batch_of(RESPONSES, replayed=True), CONFIG)
-    for response, log_probs_r in zip(RESPONSES, found, strict=True):
+    batch = batch_of(RESPONSES, replayed=True)
+    found = reference_log_probs(reference, batch, 1.0)
+    for response, log_probs_r in zip(RESPONSES, by_response(batch, found), strict=True):
         assert log_probs_r == pytest.approx(native_log_probs(reference, response), abs=1e-5)
 
 
 def test_a_rank_without_responses_compares_nothing(model):
     batch = batch_of([RESPONSES[0]], replayed=False)
-    idle = replace(batch, responses=[], micro_batches=[make_micro_batch([], [], None)])
-    found = recompute(model, idle, lambda _: nullcontext(), CONFIG, record=True)
-    assert (found.tokens, found.entropy, found.log_probs_Sr, found.responses) == (0, 0.0, [], [])
+    idle = replace(batch, responses=[], micro_batches=[make_token_batch([], [])])
+    found = recompute(model, idle, lambda _: nullcontext(), CONFIG.algorithm, temperature=1.0, record=True)
+    assert (found.tokens, found.entropy, len(found.log_probs[0])) == (0, 0.0, 0)
     assert mismatch_metrics(found.mismatch) == {}

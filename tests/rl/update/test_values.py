@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from relibra.rl.batch.step_plan import own_mini_batches, schedule_of, tabulate
+from relibra.rl.batch.step_plan import gather_table, make_step_schedule, own_mini_batches
 from relibra.rl.config.run_config import load_config
-from relibra.rl.update.values import expect, update_values
+from relibra.rl.update.values import compute_values, update_values
 from tests.rl.joined import alone
 from tests.rl.made_up import response_of, responses_of
 
@@ -62,11 +62,12 @@ def said_of(critic, response):
 def test_a_value_stands_before_each_token_and_after_the_last(tokens):
     critic = Running()
     responses = [*responses_of([4, 1, 6, 3], routed=False), response_of(4, earlier=5, length=2, routed=False)]
-    expected_Sr = expect(critic, responses, config_of(f"update.micro_batch_tokens={tokens}"))
-    for response, expected in zip(responses, expected_Sr, strict=True):
-        assert expected.shape == (response.length + 1,)
-        assert expected.dtype == np.float32
-        assert expected == pytest.approx(said_of(critic, response)[response.prompt_length - 1 :], abs=1e-5)
+    values = compute_values(critic, responses, tokens)
+    pieces = values.before_X.split([response.length for response in responses])
+    for response, before_r, after in zip(responses, pieces, values.after_S, strict=True):
+        assert [*before_r.tolist(), float(after)] == pytest.approx(
+            said_of(critic, response)[response.prompt_length - 1 :], abs=1e-5
+        )
 
 
 def with_values(responses, critic, shift=0.0):
@@ -77,7 +78,19 @@ def with_values(responses, critic, shift=0.0):
 
 def learn(critic, responses, config, step=0):
     optimizer = torch.optim.SGD(critic.parameters(), lr=1.0)
-    return update_values(critic, optimizer, responses, config, optimizer_step=step, num_ranks=1)
+    return update_values(
+        critic,
+        optimizer,
+        responses,
+        config.critic,
+        config.update,
+        gamma=config.algorithm.gamma,
+        by_group=False,
+        seed=0,
+        responses_per_step=config.rollout.responses_per_step,
+        optimizer_step=step,
+        num_ranks=1,
+    )
 
 
 def loss_by_hand(critic, part, config, nominal):
@@ -110,7 +123,7 @@ def test_the_value_model_steps_once_per_mini_batch_towards_discounted_rewards(to
         object.__setattr__(response, "reward", float(s % 2))
     loss, steps = learn(critic, responses, config)
     losses = []
-    for chosen in own_mini_batches(responses, config):
+    for chosen in own_mini_batches(responses, 2, by_group=False, seed=0):
         part = [responses[s] for s in chosen]
         expected = loss_by_hand(mirror, part, config, nominal=4)
         mirror.worth.grad = None
@@ -130,7 +143,8 @@ def test_mini_batches_are_those_that_the_policy_would_have():
     for start in range(0, 120, 6):
         step = [replace(response, sample_id=start + response.sample_id) for response in responses]
         config = config_of("update.mini_batches=3")
-        parts, schedule = own_mini_batches(step, config), schedule_of(tabulate(step), config)
+        parts = own_mini_batches(step, 3, by_group=False, seed=0)
+        schedule = make_step_schedule(gather_table(step), config.update, by_group=False, seed=0)
         assert [schedule.mini_batch_S[part].tolist() for part in parts] == [[0, 0], [1, 1], [2, 2]]
         first.append(parts[0].tolist())
     share = np.mean([0 in part for part in first])

@@ -1,18 +1,134 @@
-"""The policy's loss: log-probs, ratios per token or response, the clipped surrogate, and what each token weighs."""
+"""The policy loss: log-probs, ratios per token or response, the clipped surrogate, weights of tokens."""
 
 from __future__ import annotations
 
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from relibra.rl.algorithms.corrections import correction_weights
+from relibra.rl.algorithms.divergences import kl_estimate
+from relibra.rl.batch.token_batch import TokenBatch
+from relibra.rl.config.settings import AlgorithmSettings
+
 Aggregate = Literal["token", "token_over_step", "response", "constant"]
-"""How tokens make up the loss of a mini-batch; see `token_weights`."""
+"""How a mini-batch's loss is averaged over tokens; see `token_weights`."""
 
 _LARGEST_LOG_RATIO = 20.0
-"""Log-ratios are cut here, so that no exponential overflows: 0 x infinity is no gradient."""
+"""Log-ratios are clamped to this, so that no exponential overflows: 0 x infinity has no gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTotals:
+    """Counts over all ranks that a mini-batch's loss is divided by, so that the cut into micro-batches changes nothing.
+
+    tokens, responses, positive_tokens   of the mini-batch: trained tokens, responses with a trained token, and response
+                                         tokens of positive responses
+    step_tokens, step_positive_tokens    the same of all mini-batches of the step
+    mini_batches                         of the step
+    """
+
+    tokens: int
+    responses: int
+    positive_tokens: int
+    step_tokens: int
+    step_positive_tokens: int
+    mini_batches: int
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Sums over trained tokens; they add up over micro-batches and ranks.
+
+    clipped   tokens whose ratio was clipped
+    masked    tokens that the correction gave weight 0
+    kl        divergence from the reference policy
+    """
+
+    loss: float = 0.0
+    clipped: float = 0.0
+    masked: float = 0.0
+    tokens: float = 0.0
+    kl: float = 0.0
+
+    def __add__(self, other: LossSums) -> LossSums:
+        """Return the sums over the tokens of both."""
+        return LossSums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+def policy_loss(
+    logits_XV: Float[Tensor, "X V"],
+    batch: TokenBatch,
+    totals: LossTotals,
+    settings: AlgorithmSettings,
+    *,
+    temperature: float,
+    max_response: int,
+) -> tuple[Float[Tensor, ""], LossSums]:
+    """Return a micro-batch's part of the loss of its mini-batch, and its sums; parts of all ranks add up to the loss.
+
+    loss = - sum over trained tokens of w (c min(r A, clip(r, 1 - low, 1 + high) A) - k KL + e H)
+           - p mini_batches / step_positive_tokens x sum over tokens of positive responses of log pi
+
+    with weight w (`token_weights`), correction c (`correction_weights`), ratio r = pi / pi_old of the token or its
+    response (`sequence_log_ratio`), advantage A, divergence KL from the reference (`kl_estimate`), entropy H, and the
+    coefficients k, e and p of the settings.
+
+    logits_XV   that predict the response tokens; for filler one row, whose backward pass keeps collectives aligned
+    """
+    if not batch.num_responses:
+        return logits_XV.sum() * 0.0, LossSums()
+    assert batch.loss_mask_X is not None, "loss_mask_X is filled before the update"
+    assert batch.old_log_probs_X is not None, "old_log_probs_X is filled before the update"
+    assert batch.advantages_X is not None, "advantages_X is filled before the update"
+    mask_X = batch.loss_mask_X
+    logp_X = token_log_probs(logits_XV, batch.target_X, temperature)
+    response_Y, old_Y = batch.response_X[mask_X], batch.old_log_probs_X[mask_X]  # Y: the trained ones of X
+    correction_Y = correction_weights(
+        settings.correction,
+        old_Y - batch.sampled_log_probs_X[mask_X],
+        response_Y,
+        batch.num_responses,
+        low=settings.correction_low,
+        high=settings.correction_high,
+    )
+    log_ratio_Y = logp_X[mask_X] - old_Y
+    if settings.ratio == "sequence":
+        log_ratio_Y = sequence_log_ratio(log_ratio_Y, response_Y, batch.num_responses)
+    surrogate_Y, clipped_Y = clipped_surrogate(
+        log_ratio_Y,
+        batch.advantages_X[mask_X],
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        dual_clip=settings.dual_clip,
+    )
+    weight_Y = token_weights(
+        settings.aggregate,
+        torch.bincount(response_Y, minlength=batch.num_responses)[response_Y],
+        tokens_of_mini_batch=totals.tokens,
+        tokens_of_step=totals.step_tokens,
+        mini_batches=totals.mini_batches,
+        responses_of_mini_batch=totals.responses,
+        max_response=max_response,
+    )
+    gain_Y, kl = correction_Y * surrogate_Y, 0.0
+    if batch.ref_log_probs_X is not None:
+        kl_Y = kl_estimate(settings.kl_estimator, logp_X[mask_X], batch.ref_log_probs_X[mask_X])
+        gain_Y = gain_Y - settings.kl_coefficient * kl_Y
+        kl = float(kl_Y.detach().sum())
+    if settings.entropy_coefficient:
+        gain_Y = gain_Y + settings.entropy_coefficient * token_entropy(logits_XV[mask_X], temperature)
+    loss = -(weight_Y * gain_Y).sum()
+    if settings.positive_coefficient and totals.step_positive_tokens:
+        assert batch.positive_B is not None, "positive_B is filled before the update"
+        share = totals.mini_batches / totals.step_positive_tokens
+        positive_X = batch.positive_B[batch.response_X]
+        loss = loss - settings.positive_coefficient * share * (logp_X * positive_X).sum()
+    masked = float((correction_Y == 0).sum())
+    return loss, LossSums(float(loss.detach()), float(clipped_Y.sum()), masked, float(len(response_Y)), kl)
 
 
 def token_log_probs(
@@ -20,14 +136,14 @@ def token_log_probs(
 ) -> Float[Tensor, " X"]:
     """Return the log-probability of each token, in float32 or better.
 
-    logits_XV     that predict the tokens: those of the places before them
+    logits_XV     that predict the tokens: those at the positions before them
     temperature   of the policy, as in sampling
     """
     return torch.log_softmax(_tempered(logits_XV, temperature), dim=-1).gather(-1, tokens_X[:, None]).squeeze(-1)
 
 
 def token_entropy(logits_XV: Float[Tensor, "X V"], temperature: float) -> Float[Tensor, " X"]:
-    """Return the entropy of the tempered policy at each place, in nats and in float32 or better."""
+    """Return the entropy of the tempered policy at each position, in nats, in float32 or better."""
     log_probs_XV = torch.log_softmax(_tempered(logits_XV, temperature), dim=-1)
     return -(log_probs_XV.exp() * log_probs_XV).sum(-1)
 
@@ -35,12 +151,12 @@ def token_entropy(logits_XV: Float[Tensor, "X V"], temperature: float) -> Float[
 def sequence_log_ratio(
     log_ratio_X: Float[Tensor, " X"], response_X: Int[Tensor, " X"], num_responses: int
 ) -> Float[Tensor, " X"]:
-    """Give every token the mean log-ratio of its response, and the gradient of its own.
+    """Return for each token the mean log-ratio of its response, with the gradient of the token's own.
 
     GSPO, arXiv 2507.18071: the ratio of section 4.1 in the token-level form of section 4.3, sg[s] pi / sg[pi].
 
     log_ratio_X   log-probs now minus those of the old policy
-    response_X    place of each token's response, 0 .. num_responses - 1; all its trained tokens must be here
+    response_X    index of each token's response, 0 .. num_responses - 1; all its trained tokens must be here
     """
     value_X = log_ratio_X.detach()
     size_S = torch.bincount(response_X, minlength=num_responses).clamp(min=1)
@@ -56,7 +172,7 @@ def clipped_surrogate(
     clip_high: float,
     dual_clip: float = 0.0,
 ) -> tuple[Float[Tensor, " X"], Bool[Tensor, " X"]]:
-    """Return what is maximised, min(r A, clip(r, 1 - low, 1 + high) A), and where a clip took hold.
+    """Return the clipped objective, min(r A, clip(r, 1 - low, 1 + high) A), and where it is clipped.
 
     PPO, arXiv 1707.06347, eq. 7, with the two bounds of DAPO, arXiv 2503.14476, eq. 10. Where the advantage is
     negative, a dual clip c keeps the result at c A or above: arXiv 1912.09729.
@@ -83,7 +199,7 @@ def token_weights(
     responses_of_mini_batch: int,
     max_response: int,
 ) -> Float[Tensor, " X"]:
-    """Return what each token weighs: the loss of a mini-batch is minus the sum of weight x surrogate.
+    """Return the weight of each token: the loss of a mini-batch is minus the sum of weight x surrogate.
 
     token             mean over the tokens of the mini-batch: DAPO, arXiv 2503.14476, eq. 12
     token_over_step   the same with the mean number of tokens of the step's mini-batches, so that every token of a step

@@ -1,4 +1,4 @@
-"""The plan in the loop: when a rollout is done, its routes say what every expert will have to do; plan from them."""
+"""The plan of a step: mini-batches and schedule of all responses, demand counted from their routes, and the plan."""
 
 from __future__ import annotations
 
@@ -17,96 +17,104 @@ from relibra.planning.layer_shards import demand_of_layers, join_layers, layers_
 from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
 from relibra.rl.batch.schedule import Schedule, make_schedule
-from relibra.rl.config.run_config import RunConfig
+from relibra.rl.config.settings import PlanSettings, UpdateSettings
 from relibra.rl.rollout.response import Response
 from relibra.rl.run.ranks import gather_arrays, gather_json, gather_several
-from relibra.routing.demand import Demand, ScheduledDemand
-from relibra.routing.trace import RoutingTrace
+from relibra.routing.demand import Demand, ScheduledDemand, count_token_slots
 
-_LOT_STREAM = 5
-"""Random stream of the lots that deal responses to mini-batches, apart from those of prompts and slips."""
+_MINI_BATCH_STREAM = 5
+"""Random stream that assigns responses to mini-batches."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ResponseTable:
-    """What every rank knows of all responses of a step, by sample id.
+    """Responses of all ranks in a step, by sample id; the same on all ranks.
 
-    sample_id_S, group_id_S   which they are
-    tokens_S                  fed in training: all but the last
+    tokens_S   tokens fed in training: all but the last
     """
 
     sample_id_S: Int64[ndarray, " S"]
     group_id_S: Int64[ndarray, " S"]
     tokens_S: Int64[ndarray, " S"]
 
-    def place_of(self, sample_ids: Sequence[int]) -> Int64[ndarray, " s"]:
-        """Return where samples stand in the table."""
+    def index_of(self, sample_ids: Sequence[int]) -> Int64[ndarray, " s"]:
+        """Return the rows of samples."""
         return np.searchsorted(self.sample_id_S, np.asarray(sample_ids, dtype=np.int64))
 
 
-def tabulate(responses: Sequence[Response]) -> ResponseTable:
-    """Tell every rank of the responses of all; collective."""
+def gather_table(responses: Sequence[Response]) -> ResponseTable:
+    """Return the table of the responses of all ranks; collective."""
     own = [(response.sample_id, response.group_id, len(response.tokens_n) - 1) for response in responses]
     rows = np.concatenate(gather_arrays(np.array(own, dtype=np.int64).reshape(-1, 3)))
     order = np.argsort(rows[:, 0], kind="stable")
     return ResponseTable(sample_id_S=rows[order, 0], group_id_S=rows[order, 1], tokens_S=rows[order, 2])
 
 
-def schedule_of(table: ResponseTable, config: RunConfig) -> Schedule:
-    """Deal the responses of a step to mini-batches, by lot, and inside them by length; the same on all ranks.
+def make_step_schedule(table: ResponseTable, update: UpdateSettings, *, by_group: bool, seed: int) -> Schedule:
+    """Assign the responses of a step to mini-batches at random, and inside them by length; the same on all ranks.
 
-    By number, responses that go on would always be in the first mini-batches (T-PPO).
+    In the order of samples, unfinished responses of earlier steps would always be in the first mini-batches (T-PPO).
+
+    by_group   keep groups together in a mini-batch
     """
     return make_schedule(
         table.tokens_S,
-        _lots(table, config),
-        mini_batches=config.update.mini_batches,
-        micro_batch_tokens=config.update.micro_batch_tokens,
+        _draw_unit_order(table, by_group=by_group, seed=seed),
+        mini_batches=update.mini_batches,
+        micro_batch_tokens=update.micro_batch_tokens,
         num_ranks=dist.get_world_size(),
     )
 
 
-def own_mini_batches(responses: Sequence[Response], config: RunConfig) -> list[Int64[ndarray, " _"]]:
-    """Deal responses of all ranks to mini-batches by the lot of `schedule_of`; return this rank's places; collective.
+def own_mini_batches(
+    responses: Sequence[Response], mini_batches: int, *, by_group: bool, seed: int
+) -> list[Int64[ndarray, " _"]]:
+    """Assign responses of all ranks to mini-batches as `make_step_schedule` does; collective.
 
-    Which responses share a mini-batch does not depend on who holds them.
+    Which responses share a mini-batch does not depend on the ranks that hold them.
+
+    returns   indices of this rank's responses per mini-batch
     """
-    table = tabulate(responses)
-    lot_S = _lots(table, config)
-    own_s = lot_S[table.place_of([response.sample_id for response in responses])]
-    parts = np.array_split(np.arange(len(np.unique(lot_S))), config.update.mini_batches)
+    table = gather_table(responses)
+    unit_S = _draw_unit_order(table, by_group=by_group, seed=seed)
+    own_s = unit_S[table.index_of([response.sample_id for response in responses])]
+    parts = np.array_split(np.arange(len(np.unique(unit_S))), mini_batches)
     return [np.flatnonzero(np.isin(own_s, part)) for part in parts]
 
 
-def _lots(table: ResponseTable, config: RunConfig) -> Int64[ndarray, " S"]:
-    """Draw the number of each response's unit, its group or itself, in the order that mini-batches are filled in."""
-    by_group = config.algorithm.advantage == "group"
+def _draw_unit_order(table: ResponseTable, *, by_group: bool, seed: int) -> Int64[ndarray, " S"]:
+    """Draw the position of each response's unit, its group or itself, in the order that mini-batches are filled in."""
     units, unit_S = np.unique(table.group_id_S if by_group else table.sample_id_S, return_inverse=True)
-    newest = int(table.sample_id_S.max(initial=0))  # other steps hardly ever have the same
-    lot_X = np.random.default_rng([config.run.seed, _LOT_STREAM, newest]).permutation(len(units))
-    return lot_X[unit_S]
+    newest = int(table.sample_id_S.max(initial=0))  # differs from step to step, with few exceptions
+    order_X = np.random.default_rng([seed, _MINI_BATCH_STREAM, newest]).permutation(len(units))
+    return order_X[unit_S]
 
 
-def demand_of(
-    trace: RoutingTrace | None, table: ResponseTable, schedule: Schedule, model_LE: tuple[int, int]
+def count_demand(
+    responses: Sequence[Response],
+    table: ResponseTable,
+    schedule: Schedule,
+    *,
+    num_experts: int,
+    layer_ids: Sequence[int],
 ) -> ScheduledDemand:
-    """Count the routes of all ranks and put them under a schedule; collective.
+    """Count the routes of the responses of all ranks, and apply the schedule; collective.
 
-    trace      routes of this rank's responses; None: it has none
-    model_LE   MoE layers and experts
+    responses   of this rank, with validated routes
     """
-    counts_sLE = np.zeros((0, *model_LE), dtype=np.int32)
-    own_ids = np.zeros(0, dtype=np.int64)
-    if trace is not None:
-        own = Demand.from_trace(trace)
-        counts_sLE, own_ids = own.counts_SLE, own.sample_ids.astype(np.int64)
-    own_layers = np.array([] if trace is None else trace.layer_ids, dtype=np.int64)
-    counts_SLE, ids_S, layer_ids = (
-        np.concatenate(pieces) for pieces in zip(*gather_several([counts_sLE, own_ids, own_layers]), strict=True)
-    )
-    order = np.argsort(ids_S, kind="stable")
+    counts_sLE = np.zeros((len(responses), len(layer_ids), num_experts), dtype=np.int32)
+    for s, response in enumerate(responses):
+        assert response.experts_mLK is not None, f"sample {response.sample_id} has no routes"
+        rows = len(response.experts_mLK)
+        [counts_sLE[s]] = count_token_slots(
+            response.experts_mLK, np.ones(rows, dtype=bool), np.array([0, rows]), num_experts
+        )
+    own_ids = np.array([response.sample_id for response in responses], dtype=np.int64)
+    counts_SLE, ids_S = (np.concatenate(pieces) for pieces in zip(*gather_several([counts_sLE, own_ids]), strict=True))
     demand = Demand(
-        counts_SLE=counts_SLE[order], layer_ids=layer_ids[: model_LE[0]].astype(np.int32), sample_ids=table.sample_id_S
+        counts_SLE=counts_SLE[np.argsort(ids_S, kind="stable")],
+        layer_ids=np.array(layer_ids, dtype=np.int32),
+        sample_ids=table.sample_id_S,
     )
     scheduled = demand.with_schedule(
         schedule.micro_batch_S, schedule.rank_S, dist.get_world_size(), schedule.num_micro_batches
@@ -115,9 +123,9 @@ def demand_of(
 
 
 def plan_together(
-    demand: ScheduledDemand, config: RunConfig, ranks_per_node: int, previous: StepPlan | None
+    demand: ScheduledDemand, settings: PlanSettings, ranks_per_node: int, previous: StepPlan | None
 ) -> StepPlan:
-    """Plan a step, each rank some of the layers; the same plan on all ranks; collective.
+    """Plan a step, each rank a part of the layers; return the same plan on all ranks; collective.
 
     Where several nodes share the step, the schedule is decided first, on rank 0, from all layers.
 
@@ -125,7 +133,6 @@ def plan_together(
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     cluster = cluster_preset("h100x8", num_ranks, ranks_per_node)
-    settings = config.plan
     may_pack = settings.pack and settings.sums == "fast"
     budget = Budget(
         slots=settings.slots,
@@ -136,7 +143,7 @@ def plan_together(
         tolerance=settings.tolerance,
     )
     if may_pack and cluster.num_nodes > 1:
-        demand = _with_packed_schedule(demand, cluster, budget, config, previous)
+        demand = _with_packed_schedule(demand, cluster, budget, settings.balancer, previous)
     budget = replace(budget, pack_samples=False, place_samples=False)
     layers = layers_of_rank(len(demand.layer_ids), rank, num_ranks)
     part = None
@@ -152,38 +159,38 @@ def plan_together(
 
 
 def _with_packed_schedule(
-    demand: ScheduledDemand, cluster: Cluster, budget: Budget, config: RunConfig, previous: StepPlan | None
+    demand: ScheduledDemand, cluster: Cluster, budget: Budget, balancer: str, previous: StepPlan | None
 ) -> ScheduledDemand:
     schedule_2S = np.zeros((0, len(demand.sample_ids)), dtype=np.int32)
     if dist.get_rank() == 0:
-        plan = plan_step(demand, cluster, budget, config.plan.balancer, previous=previous)
+        plan = plan_step(demand, cluster, budget, balancer, previous=previous)
         schedule_2S = np.stack([plan.micro_batch_S, plan.rank_S])
     micro_batch_S, rank_S = gather_arrays(schedule_2S)[0]
     return demand.with_schedule(micro_batch_S, rank_S, cluster.num_ranks, len(demand.tokens_MLRE))
 
 
 def _gather_parts(part: StepPlan | None, demand: ScheduledDemand, cluster: Cluster, slots: int) -> StepPlan:
-    """Give every rank the parts of all, and join them."""
+    """Return the plan of all layers, joined from the parts of all ranks; collective."""
     (M, _, R, E), layers = demand.tokens_MLRE.shape, np.arange(len(demand.layer_ids))
-    told: dict[str, ndarray] = {
+    arrays: dict[str, ndarray] = {
         "physical_to_logical_map": np.zeros((0, E), dtype=np.int16),
         "previous_map": np.zeros((0, E), dtype=np.int16),
         "replica_MLRB": np.zeros((M, 0, R, slots), dtype=np.int16),
         "quota_MLRB": np.zeros((M, 0, R, slots), dtype=np.int32),
         "bound_ML": np.zeros((M, 0), dtype=np.int64),
     }
-    about: list[Any] = []
+    facts: list[Any] = []
     if part is not None:
-        told = {name: getattr(part, name) for name in told}
-        about = [part.balancer, part.resident, part.scope, part.plan_seconds]
-    gathered = gather_several(list(told.values()))
-    about_R = gather_json(about)
+        arrays = {name: getattr(part, name) for name in arrays}
+        facts = [part.balancer, part.resident, part.scope, part.plan_seconds]
+    gathered = gather_several(list(arrays.values()))
+    facts_R = gather_json(facts)
     parts = []
     for rank in range(R):
-        if not about_R[rank]:
+        if not facts_R[rank]:
             continue
-        balancer, resident, scope, seconds = about_R[rank]
-        of = dict(zip(told, gathered[rank], strict=True))
+        balancer, resident, scope, seconds = facts_R[rank]
+        of = dict(zip(arrays, gathered[rank], strict=True))
         parts.append(
             StepPlan(
                 balancer=balancer,

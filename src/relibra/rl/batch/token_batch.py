@@ -1,132 +1,143 @@
-"""Micro-batches: responses laid end to end, without padding, with the routes that belong to them."""
+"""`TokenBatch`: the responses of one rank in one micro-batch as flat tensors, with all that the losses read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Int64, Shaped
+from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
 
+from relibra.errors import TraceError
 from relibra.replay import BatchRoutes
 from relibra.rl.rollout.response import Response
-from relibra.routing.trace import RoutingTrace
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class MicroBatch:
-    """Responses that go through a model together: `B` of them in a row of `T` tokens.
+class TokenBatch:
+    """`B` responses laid end to end, without padding: `T` tokens that are fed, `X` response tokens.
 
-    The model tells them apart by positions that begin again at 0.
+    The model separates responses by positions that begin again at 0. Stages fill the fields that are None at first and
+    return a new batch (`dataclasses.replace`).
 
-    samples_B     which of the rank's responses; none: filler, for a rank that keeps its peers company
-    tokens_1T     what is fed: without the last token of a response, whose output nobody needs (or with it: `whole`)
-    position_1T   place of each token in its response
-    row_X         rows whose output belongs to a response token, X of them: that of the token before it
-    target_X      the response tokens
-    response_X    the response of each, as an index into `samples_B`
-    after_B       with `whole`: the row of the last token of each response
-    routes        experts to replay; None: the model routes itself
+    samples_B             index of each response among those of the rank. B = 0 is a filler micro-batch: it keeps
+                          collectives aligned on ranks without responses
+    tokens_1T             tokens that are fed: without the last token of a response, whose output is not needed; the
+                          value model is fed that one too
+    position_1T           position of each token in its response
+    last_row_B            row of the last token of each response
+    row_X                 row whose output predicts the response token: that of the token before it
+    target_X              the response tokens
+    response_X            response of each, 0 .. B - 1
+    token_X               index of each among all response tokens of the rank, response after response
+    in_window_X           sampled in this step
+    sampled_log_probs_X   under the sampler
+    routes                experts to replay; None: the model routes by itself
+    old_log_probs_X       under the trained weights before the update (`recompute`)
+    loss_mask_X           tokens that the surrogate is summed over
+    advantages_X          0 where not in the mask
+    positive_B            finished responses with a task reward above 0
+    ref_log_probs_X       under the reference policy; None: there is none
+    old_values_X          of the value model when the token was sampled; nan: not recorded
+    returns_X             targets of the value model
     """
 
-    samples_B: Int64[ndarray, " B"]
+    samples_B: Int[Tensor, " B"]
     tokens_1T: Int[Tensor, "1 T"]
     position_1T: Int[Tensor, "1 T"]
+    last_row_B: Int[Tensor, " B"]
     row_X: Int[Tensor, " X"]
     target_X: Int[Tensor, " X"]
     response_X: Int[Tensor, " X"]
-    after_B: Int[Tensor, " B"]
-    routes: BatchRoutes | None
+    token_X: Int[Tensor, " X"]
+    in_window_X: Bool[Tensor, " X"]
+    sampled_log_probs_X: Float[Tensor, " X"]
+    routes: BatchRoutes | None = None
+    old_log_probs_X: Float[Tensor, " X"] | None = None
+    loss_mask_X: Bool[Tensor, " X"] | None = None
+    advantages_X: Float[Tensor, " X"] | None = None
+    positive_B: Bool[Tensor, " B"] | None = None
+    ref_log_probs_X: Float[Tensor, " X"] | None = None
+    old_values_X: Float[Tensor, " X"] | None = None
+    returns_X: Float[Tensor, " X"] | None = None
 
     @property
     def num_responses(self) -> int:
         """Responses in it, B."""
         return len(self.samples_B)
 
-    def gather(self, values_Sr: Sequence[Shaped[ndarray, " _"]]) -> Float[Tensor, " X"]:
-        """Pick the value of each response token from one array per response of the rank, as float32."""
-        pieces = [values_Sr[s] for s in self.samples_B]
-        joined = np.concatenate(pieces) if pieces else np.zeros(0)
-        return torch.from_numpy(joined.astype(np.float32))
-
-    def scatter(self, values_X: Float[Tensor, " X"], into_Sr: list[Float[ndarray, " _"]]) -> None:
-        """Put values of response tokens where the arrays of their responses stand: the reverse of `gather`."""
-        lengths = torch.bincount(self.response_X, minlength=self.num_responses).tolist()
-        pieces = values_X.detach().float().cpu().split(lengths)
-        for s, piece in zip(self.samples_B.tolist(), pieces, strict=True):
-            into_Sr[s] = piece.numpy()
+    def to(self, device: torch.device) -> TokenBatch:
+        """Return the batch with its tensors on a device; routes stay where they are."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
 
-def make_micro_batch(
-    responses: Sequence[Response], chosen: Sequence[int], trace: RoutingTrace | None, *, whole: bool = False
-) -> MicroBatch:
-    """Lay out the chosen responses; none of them: filler.
+def make_token_batch(responses: Sequence[Response], chosen: Sequence[int], *, feed_last: bool = False) -> TokenBatch:
+    """Lay out the chosen responses of a rank; none of them: filler.
 
-    trace    routes of all `responses`, in their order, without the rows of last tokens; None: the model routes itself
-    whole    feed last tokens too
-    raises   TraceError when routes and tokens disagree
+    feed_last   feed last tokens too, for the value after them
     """
-    if not len(chosen):
-        return _filler()
+    lengths_S = np.array([response.length for response in responses], dtype=np.int64)
+    first_token_S = np.cumsum(lengths_S) - lengths_S
     picked = [responses[s] for s in chosen]
-    fed = [len(response.tokens_n) - (not whole) for response in picked]
-    starts = np.cumsum([0, *fed])[:-1]
-    tokens_T = np.concatenate([response.tokens_n[:length] for response, length in zip(picked, fed, strict=True)])
-    routes = None
-    if trace is not None:
-        routes = BatchRoutes.packed(trace.select(list(chosen)), input_ids_T=torch.from_numpy(tokens_T), lengths=fed)
-    lengths = [response.length for response in picked]
-    first = [start + response.prompt_length - 1 for start, response in zip(starts, picked, strict=True)]
-    return MicroBatch(
-        samples_B=np.asarray(chosen, dtype=np.int64),
-        tokens_1T=torch.from_numpy(tokens_T)[None],
-        position_1T=torch.from_numpy(np.concatenate([np.arange(length) for length in fed]))[None],
-        row_X=torch.from_numpy(
-            np.concatenate([np.arange(row, row + length) for row, length in zip(first, lengths, strict=True)])
-        ),
-        target_X=torch.from_numpy(np.concatenate([response.tokens_n[response.prompt_length :] for response in picked])),
-        response_X=torch.from_numpy(np.repeat(np.arange(len(picked)), lengths)),
-        after_B=torch.from_numpy(starts + np.array(fed) - 1),
-        routes=routes,
+    fed_B = np.array([len(response.tokens_n) - (not feed_last) for response in picked], dtype=np.int64)
+    start_B = np.cumsum(fed_B) - fed_B
+    rows = [
+        range(start + one.prompt_length - 1, start + one.prompt_length - 1 + one.length)
+        for start, one in zip(start_B.tolist(), picked, strict=True)
+    ]
+    none_1 = np.zeros(0 if picked else 1, dtype=np.int64)  # a filler feeds one token
+    return TokenBatch(
+        samples_B=torch.tensor(list(chosen), dtype=torch.int64),
+        tokens_1T=_join([none_1, *(one.tokens_n[:n] for one, n in zip(picked, fed_B, strict=True))], np.int64)[None],
+        position_1T=_join([none_1, *map(np.arange, fed_B)], np.int64)[None],
+        last_row_B=torch.from_numpy(start_B + fed_B - 1),
+        row_X=_join(rows, np.int64),
+        target_X=_join([one.tokens_n[one.prompt_length :] for one in picked], np.int64),
+        response_X=torch.from_numpy(np.repeat(np.arange(len(picked)), [one.length for one in picked])),
+        token_X=_join([first_token_S[s] + np.arange(lengths_S[s]) for s in chosen], np.int64),
+        in_window_X=_join([np.arange(one.length) >= one.length - one.window_length for one in picked], np.bool_),
+        sampled_log_probs_X=_join([one.log_probs_r for one in picked], np.float32),
     )
 
 
-def routes_of(
-    responses: Sequence[Response], *, num_experts: int, layer_ids: Sequence[int], source: str
-) -> RoutingTrace | None:
-    """Gather the rows of all tokens that are fed in training, none of them a last token; None without responses.
+def with_routes(
+    batch: TokenBatch,
+    experts_B: Sequence[ndarray],
+    responses: Sequence[Response],
+    *,
+    num_experts: int,
+    layer_ids: Sequence[int],
+) -> TokenBatch:
+    """Return the batch with routes `[m, L, K]` per response, one row per fed token; filler is unchanged.
 
-    raises    TraceError when an engine delivered illegal routes
+    responses   of the rank, for ids and weight versions
+    raises      TraceError where a response has another number of rows than fed tokens
     """
-    if not responses:
-        return None
-    experts = [response.experts_nLK for response in responses]
-    return RoutingTrace.from_samples(
-        [experts_nLK[:-1] for experts_nLK in experts if experts_nLK is not None],
+    if not batch.num_responses:
+        return batch
+    picked = [responses[s] for s in batch.samples_B.tolist()]
+    for one, experts_mLK in zip(picked, experts_B, strict=True):
+        if len(experts_mLK) != len(one.tokens_n) - 1:
+            raise TraceError(
+                f"sample {one.sample_id}: {len(experts_mLK)} rows of routes, {len(one.tokens_n) - 1} fed tokens: the "
+                "engine has to report one row for each token that it was fed"
+            )
+    routes = BatchRoutes.of_rows(
+        experts_B,
         num_experts=num_experts,
         layer_ids=layer_ids,
-        tokens=[response.tokens_n[:-1] for response in responses],
-        sample_ids=[response.sample_id for response in responses],
-        group_ids=[response.group_id for response in responses],
-        prompt_lengths=[response.prompt_length for response in responses],
-        weight_versions=[int(response.versions_r[-1]) for response in responses],
-        source=source,
+        sample_ids=[one.sample_id for one in picked],
+        weight_versions=[int(one.versions_r[-1]) for one in picked],
     )
+    return replace(batch, routes=routes)
 
 
-def _filler() -> MicroBatch:
-    """Return a micro-batch that trains nothing."""
-    none_X = torch.zeros(0, dtype=torch.int64)
-    return MicroBatch(
-        samples_B=np.zeros(0, dtype=np.int64),
-        tokens_1T=torch.zeros(1, 1, dtype=torch.int64),
-        position_1T=torch.zeros(1, 1, dtype=torch.int64),
-        row_X=none_X,
-        target_X=none_X,
-        response_X=none_X,
-        after_B=none_X,
-        routes=None,
-    )
+def _join(pieces: Sequence[ndarray | range], dtype: type[np.generic]) -> Tensor:
+    joined = np.concatenate([np.zeros(0, dtype), *pieces]) if pieces else np.zeros(0, dtype)
+    return torch.from_numpy(joined.astype(dtype, copy=False))

@@ -1,30 +1,32 @@
-"""`TrainingBatch`: the responses of a step where they are trained, cut into micro-batches, and the plan of the step."""
+"""`TrainingBatch`: a rank's responses of a step on the rank that trains them, as micro-batches, with the plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch.distributed as dist
-from jaxtyping import Int64
-from numpy import ndarray
-from torch import nn
+from torch import Tensor, nn
 
 from relibra.parallel import execute_plan
 from relibra.parallel.balanced import balanced_layers
 from relibra.planning.plan import StepPlan
 from relibra.replay import BatchRoutes, RoutingReplay, replay_routing
 from relibra.rl.batch.schedule import Schedule
-from relibra.rl.batch.step_plan import demand_of, plan_together, schedule_of, tabulate
-from relibra.rl.batch.token_batch import MicroBatch, make_micro_batch, routes_of
+from relibra.rl.batch.step_plan import count_demand, gather_table, make_step_schedule, plan_together
+from relibra.rl.batch.token_batch import TokenBatch, make_token_batch, with_routes
 from relibra.rl.config.run_config import RunConfig
+from relibra.rl.config.settings import PlanSettings
 from relibra.rl.model.policy import Policy
+from relibra.rl.rollout.exchange import exchange_responses
 from relibra.rl.rollout.response import Response
-from relibra.rl.rollout.response_tensors import exchange_responses
-from relibra.rl.update.policy_update import Around
 from relibra.routing.demand import ScheduledDemand
+
+MicroBatchContext = Callable[[int], AbstractContextManager[RoutingReplay | None]]
+"""Context of the passes of a micro-batch, by its number: execution of the plan, replay of routes, or neither."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,103 +34,107 @@ class TrainingBatch:
     """One rank's part of a step.
 
     responses       by sample id
-    micro_batches   by their number in the step; filler where this rank has nothing to do
+    micro_batches   by their number in the step; filler where this rank has no response
     schedule        of all ranks
-    mini_batch_S    of each of this rank's responses
-    demand          what the replayed routes ask of every expert; None: nothing is replayed
-    plan            who computes it; None: every expert at its home
+    demand          counted from the replayed routes; None: no routes are replayed
+    plan            None: every expert at its home
     """
 
     responses: list[Response]
-    micro_batches: list[MicroBatch]
+    micro_batches: list[TokenBatch]
     schedule: Schedule
-    mini_batch_S: Int64[ndarray, " S"]
     demand: ScheduledDemand | None
     plan: StepPlan | None
 
-    def of_mini_batch(self, number: int) -> list[tuple[int, MicroBatch]]:
+    def of_mini_batch(self, number: int) -> list[tuple[int, TokenBatch]]:
         """Return the micro-batches of a mini-batch, with their numbers in the step."""
         chosen = np.flatnonzero(self.schedule.mini_batch_M == number)
         return [(int(m), self.micro_batches[m]) for m in chosen]
 
+    def filled(self, **values: Sequence[Any]) -> TrainingBatch:
+        """Return the batch with fields of its `TokenBatch`es set: for each field one tensor per micro-batch."""
+        micro_batches = [
+            replace(micro_batch, **{name: per_batch[m] for name, per_batch in values.items()})
+            for m, micro_batch in enumerate(self.micro_batches)
+        ]
+        return replace(self, micro_batches=micro_batches)
 
-def place(
+
+def build_batch(
     responses: Sequence[Response],
     policy: Policy,
     config: RunConfig,
     *,
     previous: StepPlan | None,
     ranks_per_node: int,
-    plan: bool,
 ) -> TrainingBatch:
-    """Decide where and when every response is trained, and bring it there; collective.
+    """Decide when and on which rank each response is trained, send it there, and lay out micro-batches; collective.
 
-    plan   plan from the routes of the responses, and replay them; False: the model routes itself for now
+    With replay of the rollout's routes (R3), the step is planned from them.
+
+    responses   of this rank; where routes are replayed, with validated ones
+    previous    plan of the step before; None: experts are where the static layout has them
     """
-    table = tabulate(responses)
-    schedule, demand, step_plan = schedule_of(table, config), None, None
-    if plan and len(table.sample_id_S):
-        trace = routes_of(
-            responses, num_experts=policy.num_experts, layer_ids=policy.layer_ids, source="rollout of this step"
-        )
-        demand = demand_of(trace, table, schedule, (len(policy.layer_ids), policy.num_experts))
+    table = gather_table(responses)
+    by_group = config.algorithm.advantage == "group"
+    schedule = make_step_schedule(table, config.update, by_group=by_group, seed=config.run.seed)
+    demand, plan = None, None
+    if config.algorithm.replay == "R3" and len(table.sample_id_S):
+        demand = count_demand(responses, table, schedule, num_experts=policy.num_experts, layer_ids=policy.layer_ids)
         if policy.balanced:
-            step_plan = plan_together(demand, config, ranks_per_node, previous)
-            schedule = replace(schedule, micro_batch_S=step_plan.micro_batch_S, rank_S=step_plan.rank_S)
-    place_s = table.place_of([response.sample_id for response in responses])
-    own = exchange_responses(responses, schedule.rank_S[place_s].tolist())
-    return _cut(own, table.place_of([response.sample_id for response in own]), schedule, demand, step_plan, policy)
+            plan = plan_together(demand, config.plan, ranks_per_node, previous)
+            schedule = replace(schedule, micro_batch_S=plan.micro_batch_S, rank_S=plan.rank_S)
+    sent_s = table.index_of([response.sample_id for response in responses])
+    own = exchange_responses(responses, schedule.rank_S[sent_s].tolist())
+    micro_batch_s = schedule.micro_batch_S[table.index_of([response.sample_id for response in own])]
+    micro_batches = [
+        make_token_batch(own, np.flatnonzero(micro_batch_s == m).tolist()) for m in range(schedule.num_micro_batches)
+    ]
+    batch = TrainingBatch(responses=own, micro_batches=micro_batches, schedule=schedule, demand=demand, plan=plan)
+    return batch if demand is None else _replaying_routes(batch, policy)
 
 
-def with_recorded_routes(
+def plan_recorded_routes(
     batch: TrainingBatch,
-    responses: list[Response],
+    recorded: Sequence[Tensor],
     policy: Policy,
-    config: RunConfig,
+    settings: PlanSettings,
     *,
     previous: StepPlan | None,
     ranks_per_node: int,
 ) -> TrainingBatch:
     """Return the batch with routes that its own recompute pass recorded (R2), and a plan from them; collective.
 
-    responses   those of the batch, with the recorded routes
+    recorded   routes `[T, L, K]` of each micro-batch
     """
-    table = tabulate(responses)
+    responses = list(batch.responses)
+    for micro_batch, experts_TLK in zip(batch.micro_batches, recorded, strict=True):
+        rows = [len(responses[s].tokens_n) - 1 for s in micro_batch.samples_B.tolist()]
+        pieces = experts_TLK[: sum(rows)].numpy()
+        for s, experts_mLK in zip(micro_batch.samples_B.tolist(), np.split(pieces, np.cumsum(rows)[:-1]), strict=False):
+            responses[s] = replace(responses[s], experts_mLK=experts_mLK)
+    table, plan = gather_table(responses), None
     if not len(table.sample_id_S):
         return batch
-    trace = routes_of(responses, num_experts=policy.num_experts, layer_ids=policy.layer_ids, source="recompute pass")
-    demand = demand_of(trace, table, batch.schedule, (len(policy.layer_ids), policy.num_experts))
-    plan = None
-    if policy.balanced:  # responses are where they are trained: the schedule stays
-        fixed = config.model_copy(update={"plan": config.plan.model_copy(update={"pack": False})})
-        plan = plan_together(demand, fixed, ranks_per_node, previous)
-    places = table.place_of([response.sample_id for response in responses])
-    return _cut(responses, places, batch.schedule, demand, plan, policy)
+    demand = count_demand(responses, table, batch.schedule, num_experts=policy.num_experts, layer_ids=policy.layer_ids)
+    if policy.balanced:  # responses are on their ranks already: the schedule stays
+        plan = plan_together(demand, settings.model_copy(update={"pack": False}), ranks_per_node, previous)
+    return _replaying_routes(replace(batch, responses=responses, demand=demand, plan=plan), policy)
 
 
-def _cut(
-    own: list[Response],
-    place_s: Int64[ndarray, " s"],
-    schedule: Schedule,
-    demand: ScheduledDemand | None,
-    plan: StepPlan | None,
-    policy: Policy,
-) -> TrainingBatch:
-    trace = None
-    if demand is not None:
-        trace = routes_of(own, num_experts=policy.num_experts, layer_ids=policy.layer_ids, source="this step")
-    micro_batch_s = schedule.micro_batch_S[place_s]
-    return TrainingBatch(
-        responses=own,
-        micro_batches=[
-            make_micro_batch(own, np.flatnonzero(micro_batch_s == m).tolist(), trace)
-            for m in range(schedule.num_micro_batches)
-        ],
-        schedule=schedule,
-        mini_batch_S=schedule.mini_batch_S[place_s].astype(np.int64),
-        demand=demand,
-        plan=plan,
-    )
+def _replaying_routes(batch: TrainingBatch, policy: Policy) -> TrainingBatch:
+    """Return the batch whose micro-batches replay the routes of its responses, which do not keep them."""
+    micro_batches = []
+    for micro_batch in batch.micro_batches:
+        experts = [batch.responses[s].experts_mLK for s in micro_batch.samples_B.tolist()]
+        known_B = [experts_mLK for experts_mLK in experts if experts_mLK is not None]
+        micro_batches.append(
+            with_routes(
+                micro_batch, known_B, batch.responses, num_experts=policy.num_experts, layer_ids=policy.layer_ids
+            )
+        )
+    responses = [replace(response, experts_mLK=None) for response in batch.responses]
+    return replace(batch, responses=responses, micro_batches=micro_batches)
 
 
 def homes_at_rest(policy: Policy, ranks_per_node: int) -> StepPlan | None:
@@ -156,12 +162,14 @@ def homes_at_rest(policy: Policy, ranks_per_node: int) -> StepPlan | None:
 
 
 @contextmanager
-def executing(model: nn.Module, batch: TrainingBatch, config: RunConfig) -> Iterator[Around]:
-    """Give what each micro-batch of the batch runs in: the plan, the replay of its routes, or nothing; collective."""
+def executing(
+    model: nn.Module, batch: TrainingBatch, sums: Literal["fast", "canonical"]
+) -> Iterator[MicroBatchContext]:
+    """Yield the contexts of the micro-batches: the plan, the replay of their routes, or neither; collective."""
     if batch.plan is None or batch.demand is None:
         yield lambda number: replaying(model, batch.micro_batches[number].routes)
         return
-    with execute_plan(model, batch.plan, batch.demand, sums=config.plan.sums) as execution:
+    with execute_plan(model, batch.plan, batch.demand, sums=sums) as execution:
         yield lambda number: execution.micro_batch(number, batch.micro_batches[number].routes)
 
 

@@ -1,4 +1,4 @@
-"""What a step tells about itself: sums over ranks, turned into the row of metrics.jsonl."""
+"""Metrics of a step: sums over ranks, for the row of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relibra.rl.algorithms.mismatch import MismatchSums, alarms, mismatch_metric
 from relibra.rl.batch.training_batch import TrainingBatch
 from relibra.rl.rollout.response import Response, RolloutCost
 from relibra.rl.run.ranks import gather_arrays, largest_over_ranks, sum_over_ranks
-from relibra.rl.update.policy_update import UpdateSums
+from relibra.rl.update.policy_update import PolicyUpdate
 from relibra.rl.update.recompute import Recomputed
 from relibra.routing.statistics import rank_skew, skew
 
@@ -42,9 +42,9 @@ _ROUTERS = (
 
 
 def rollout_metrics(responses: Sequence[Response], cost: RolloutCost) -> dict[str, Any]:
-    """Describe the responses of all ranks and what sampling them took; collective.
+    """Return the metrics of the responses of all ranks and of the cost to sample them; collective.
 
-    Rewards and lengths are those of responses that finished in this step; None where none did.
+    Rewards and lengths are those of responses that finished in this step; None if there are none.
     """
     own = [
         (
@@ -57,8 +57,8 @@ def rollout_metrics(responses: Sequence[Response], cost: RolloutCost) -> dict[st
         )
         for response in responses
     ]
-    every = np.concatenate(gather_arrays(np.array(own, dtype=np.float64).reshape(-1, 6)))
-    finished = every[every[:, 0] > 0]
+    rows = np.concatenate(gather_arrays(np.array(own, dtype=np.float64).reshape(-1, 6)))
+    finished = rows[rows[:, 0] > 0]
     places, busy, prefilled = sum_over_ranks(
         torch.tensor([cost.slot_steps, cost.busy_slot_steps, cost.prefilled_tokens])
     ).tolist()
@@ -71,9 +71,9 @@ def rollout_metrics(responses: Sequence[Response], cost: RolloutCost) -> dict[st
         "response_length_max": int(lengths.max()) if len(finished) else None,
         "cut_share": float(finished[:, 3].mean()) if len(finished) else None,
         "finished": len(finished),
-        "unfinished_share": float(1 - every[:, 0].mean()),
-        "tokens": int(every[:, 4].sum()),
-        "sampled_tokens": int(every[:, 5].sum()),
+        "unfinished_share": float(1 - rows[:, 0].mean()),
+        "tokens": int(rows[:, 4].sum()),
+        "sampled_tokens": int(rows[:, 5].sum()),
         "prefilled_tokens": int(prefilled),
         "decode_steps": largest_over_ranks(cost.decode_steps),
         "passes": None if cost.passes is None else largest_over_ranks(cost.passes),
@@ -81,8 +81,8 @@ def rollout_metrics(responses: Sequence[Response], cost: RolloutCost) -> dict[st
     }
 
 
-def mismatch_of_ranks(recomputed: Recomputed) -> dict[str, Any]:
-    """Compare trainer and sampler over all ranks, and say what alarms it raises; collective."""
+def mismatch_metrics_of_ranks(recomputed: Recomputed) -> dict[str, Any]:
+    """Return the metrics of trainer compared with sampler over all ranks, with alarms; collective."""
     largest = max(float(piece[0]) for piece in gather_arrays(np.array([recomputed.mismatch.largest])))
     sums = MismatchSums(sums=sum_over_ranks(recomputed.mismatch.sums), largest=largest)
     counts = sum_over_ranks(torch.tensor(astuple(recomputed.routers))).tolist()
@@ -97,9 +97,10 @@ def mismatch_of_ranks(recomputed: Recomputed) -> dict[str, Any]:
     }
 
 
-def update_metrics(sums: UpdateSums, norms: Sequence[float], *, referenced: bool) -> dict[str, Any]:
-    """Describe the update over all ranks; `referenced`: there is a reference policy. Collective."""
-    loss, clipped, masked, tokens, kl = sum_over_ranks(torch.tensor(astuple(sums), dtype=torch.float64)).tolist()
+def update_metrics(update: PolicyUpdate, *, referenced: bool) -> dict[str, Any]:
+    """Return the metrics of the update over all ranks; `referenced`: there is a reference policy. Collective."""
+    sums, norms = sum_over_ranks(torch.tensor(astuple(update.sums), dtype=torch.float64)), update.grad_norms
+    loss, clipped, masked, tokens, kl = sums.tolist()
     return {
         "loss": loss / len(norms) if norms else None,
         "grad_norm": float(np.mean(norms)) if norms else None,
@@ -111,7 +112,7 @@ def update_metrics(sums: UpdateSums, norms: Sequence[float], *, referenced: bool
 
 
 def balance_metrics(batch: TrainingBatch) -> dict[str, Any]:
-    """Describe how even the expert loads were, before and after planning; the same on all ranks."""
+    """Return the skew of expert loads before and after planning; the same on all ranks."""
     empty: dict[str, Any] = dict.fromkeys(
         ("rank_skew", "expert_skew", "planned_skew", "plan_bound", "replicas", "moved_experts", "plan_seconds")
     )

@@ -1,13 +1,13 @@
-"""The routes of a step on disk: a shard per rank, and one index over all of them."""
+"""The routes of a step on disk: one shard per rank, and one index over all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
-from relibra.rl.config.run_config import RunConfig
 from relibra.rl.model.policy import Policy
 from relibra.rl.rollout.response import Response, trace_of
 from relibra.rl.run.ranks import gather_json
@@ -15,11 +15,12 @@ from relibra.rl.run.run_folder import trace_folder
 from relibra.routing.trace_files import ShardEntry, TraceWriter, index_of, write_index
 
 
-def write_step_trace(run: Path, step: int, responses: Sequence[Response], policy: Policy, config: RunConfig) -> None:
-    """Write the routes of all ranks' responses; nothing where the engine reports none; collective."""
-    asked = config.rollout.engine == "embedded" or config.algorithm.replay == "R3"
-    if not policy.layer_ids or not asked:
-        return
+def write_step_trace(run: Path, step: int, responses: Sequence[Response], policy: Policy) -> list[Response]:
+    """Validate and write the routes of all ranks' responses of a step whose engine records routes; collective.
+
+    returns   the responses; their routes are views of the array that was written
+    raises    TraceError where the engine reported illegal routes
+    """
     folder = trace_folder(run, step)
     writer = TraceWriter(folder, shard_prefix=f"rank-{dist.get_rank():03d}")
     trace = None
@@ -27,8 +28,13 @@ def write_step_trace(run: Path, step: int, responses: Sequence[Response], policy
         source = f"rollout of step {step}"
         trace = trace_of(responses, num_experts=policy.num_experts, layer_ids=policy.layer_ids, source=source)
         writer.append(trace)
-    entries = gather_json([entry.model_dump() for entry in writer.shards])
+    gathered_R = gather_json([entry.model_dump() for entry in writer.shards])
     if dist.get_rank() == 0:
         assert trace is not None, "rank 0 has the first response of every step"
-        shards = [ShardEntry(**entry) for of_rank in entries for entry in of_rank]
-        write_index(folder, index_of(trace, shards))
+        write_index(folder, index_of(trace, [ShardEntry(**entry) for entries in gathered_R for entry in entries]))
+    if trace is None:
+        return []
+    return [
+        replace(response, experts_mLK=trace.experts_TLK[start:stop])
+        for response, start, stop in zip(responses, trace.offsets, trace.offsets[1:] - 1, strict=False)
+    ]

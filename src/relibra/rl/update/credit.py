@@ -1,4 +1,4 @@
-"""Credit: from rewards and expected values to the advantage of every response token, and which tokens are trained."""
+"""Credit: from rewards and values to the advantage of every response token, and the mask of trained tokens."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float32, Int64
 from numpy import ndarray
+from torch import Tensor
 
 from relibra.rl.algorithms.advantages import (
     egae,
@@ -21,57 +22,58 @@ from relibra.rl.algorithms.advantages import (
     whiten,
 )
 from relibra.rl.algorithms.value_loss import auroc, explained_variance, value_sums
-from relibra.rl.config.run_config import RunConfig
+from relibra.rl.batch.training_batch import TrainingBatch
 from relibra.rl.config.settings import AlgorithmSettings
 from relibra.rl.rollout.collect import length_penalty
 from relibra.rl.rollout.response import Response
 from relibra.rl.run.ranks import gather_arrays, gather_several, sum_over_ranks
-from relibra.rl.update.values import discounted_returns
+from relibra.rl.update.values import ResponseValues, discounted_returns
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Credit:
-    """Advantages of this rank's responses, one array over the response tokens of each.
+    """Advantages of this rank's response tokens, response after response.
 
-    advantage_Sr   0 where not trained
-    trained_Sr     tokens that the policy trains on
+    advantages_X   0 where not in the mask
+    loss_mask_X    tokens that the policy trains on
     """
 
-    advantage_Sr: list[Float32[ndarray, " _"]]
-    trained_Sr: list[Bool[ndarray, " _"]]
+    advantages_X: Float32[Tensor, " X"]
+    loss_mask_X: Bool[Tensor, " X"]
 
 
-def useful_groups(responses: Sequence[Response], config: RunConfig) -> Bool[ndarray, " S"]:
-    """Say which of this rank's responses the group filter leaves; collective.
+def filter_groups(
+    responses: Sequence[Response], settings: AlgorithmSettings, *, max_response: int
+) -> Bool[ndarray, " S"]:
+    """Return the mask of this rank's responses that the group filter keeps; collective.
 
-    What counts is the task's reward: penalties for length would make any group look mixed.
+    It compares rewards of the task without length penalties, which would make any group look mixed.
     """
-    if config.algorithm.group_filter == "off":
+    if settings.group_filter == "off":
         return np.ones(len(responses), dtype=bool)
-    rated = _rated_of_all([_by_task(response, config) for response in responses])
-    mixed = mixed_groups(torch.from_numpy(rated.reward_S), torch.from_numpy(rated.group_id_S)).numpy()
-    useless = set(rated.sample_id_S[~mixed].tolist())
-    return np.array([response.sample_id not in useless for response in responses], dtype=bool)
-
-
-def compare_groups(responses: Sequence[Response], config: RunConfig) -> dict[int, float]:
-    """Return the advantage of every response of all ranks, by sample id, within its group; collective."""
-    rated = _rated_of_all(responses)
-    advantage_S = group_advantages(
-        torch.from_numpy(rated.reward_S),
-        torch.from_numpy(rated.group_id_S),
-        divide_by_std=config.algorithm.divide_by_std,
+    rewarded = _gather_rewards(
+        [
+            response
+            if response.reward is None
+            else replace(response, reward=_task_reward(response, max_response, settings.overlong_buffer))
+            for response in responses
+        ]
     )
-    return dict(zip(rated.sample_id_S.tolist(), advantage_S.tolist(), strict=True))
+    mixed = mixed_groups(torch.from_numpy(rewarded.reward_S), torch.from_numpy(rewarded.group_id_S)).numpy()
+    dropped = set(rewarded.sample_id_S[~mixed].tolist())
+    return np.array([response.sample_id not in dropped for response in responses], dtype=bool)
 
 
-def _by_task(response: Response, config: RunConfig) -> Response:
-    if response.reward is None:
-        return response
-    return replace(response, reward=response.reward - _penalty(response, config))
+def compute_group_advantages(responses: Sequence[Response], *, divide_by_std: bool) -> dict[int, float]:
+    """Return the advantage of every response of all ranks within its group, by sample id; collective."""
+    rewarded = _gather_rewards(responses)
+    advantage_S = group_advantages(
+        torch.from_numpy(rewarded.reward_S), torch.from_numpy(rewarded.group_id_S), divide_by_std=divide_by_std
+    )
+    return dict(zip(rewarded.sample_id_S.tolist(), advantage_S.tolist(), strict=True))
 
 
-class _Rated(NamedTuple):
+class _Rewards(NamedTuple):
     """Rewards of the finished responses of all ranks, by sample id."""
 
     sample_id_S: Int64[ndarray, " S"]
@@ -79,95 +81,111 @@ class _Rated(NamedTuple):
     reward_S: Float32[ndarray, " S"]
 
 
-def _rated_of_all(responses: Sequence[Response]) -> _Rated:
+def _gather_rewards(responses: Sequence[Response]) -> _Rewards:
     finished = [response for response in responses if response.finish_reason is not None]
-    own = _Rated(
+    own = _Rewards(
         np.array([response.sample_id for response in finished], dtype=np.int64),
         np.array([response.group_id for response in finished], dtype=np.int64),
         np.array([response.reward for response in finished], dtype=np.float32),
     )
-    every = _Rated(*map(np.concatenate, zip(*gather_several(own), strict=True)))
-    order = np.argsort(every.sample_id_S, kind="stable")  # sums of a group do not depend on who sampled it
-    return _Rated(*(column[order] for column in every))
+    gathered = _Rewards(*map(np.concatenate, zip(*gather_several(own), strict=True)))
+    order = np.argsort(gathered.sample_id_S, kind="stable")  # sums of a group do not depend on the ranks
+    return _Rewards(*(column[order] for column in gathered))
 
 
-def spread(responses: Sequence[Response], advantage_of: Mapping[int, float]) -> Credit:
-    """Give every token of a response the advantage of the response."""
-    return Credit(
-        advantage_Sr=[np.full(r.length, advantage_of[r.sample_id], dtype=np.float32) for r in responses],
-        trained_Sr=[np.ones(r.length, dtype=bool) for r in responses],
-    )
+def broadcast_advantages(responses: Sequence[Response], advantage_of: Mapping[int, float]) -> Credit:
+    """Return credit that gives every token of a response the advantage of the response, by sample id."""
+    advantage_S = torch.tensor([advantage_of[response.sample_id] for response in responses], dtype=torch.float32)
+    advantages_X = advantage_S.repeat_interleave(torch.tensor([response.length for response in responses]).long())
+    return Credit(advantages_X=advantages_X, loss_mask_X=torch.ones(len(advantages_X), dtype=torch.bool))
 
 
-def estimate(
+def compute_gae(
     responses: Sequence[Response],
-    expected_Sr: Sequence[Float32[ndarray, " _"]],
-    config: RunConfig,
+    values: ResponseValues,
+    settings: AlgorithmSettings,
     *,
+    window_tokens: int,
     train_unfinished: bool,
 ) -> Credit:
-    """Estimate advantages of the tokens of the last window from a value model (EGAE, arXiv 2506.15050); collective.
+    """Estimate advantages of the tokens of the last windows from values (EGAE, arXiv 2506.15050); collective.
 
-    expected_Sr        values before each response token and after the last
-    train_unfinished   the value model is good enough to train on responses whose reward nobody knows
+    Rows of `N = window_tokens` columns hold the last window of each response.
+
+    train_unfinished   train on unfinished responses too, whose reward is not known yet
     """
-    settings, window = config.algorithm, config.rollout.window_tokens
-    S = len(responses)
-    values_SN1, rewards_SN = np.zeros((S, window + 1), np.float32), np.zeros((S, window), np.float32)
-    trained_SN = np.zeros((S, window), dtype=bool)
-    finished_S = np.array([response.finish_reason is not None for response in responses], dtype=bool)
-    length_S = np.array([response.window_length for response in responses], dtype=np.int64)
+    S, N = len(responses), window_tokens
+    finished_S = torch.tensor([response.finish_reason is not None for response in responses], dtype=torch.bool)
+    length_S = torch.tensor([response.window_length for response in responses], dtype=torch.int64)
+    window_X = in_last_window(responses)
+    column_N = torch.arange(N + 1)
+    inside_SN = column_N[:N] < length_S[:, None]
+    values_SN1, rewards_SN = torch.zeros(S, N + 1), torch.zeros(S, N)
+    values_SN1[:, :N][inside_SN] = values.before_X[window_X]
+    values_SN1[column_N == length_S[:, None]] = values.after_S
     for s, response in enumerate(responses):
-        values_SN1[s, : length_S[s] + 1] = expected_Sr[s][response.length - length_S[s] :]
         if finished_S[s]:
             assert response.reward is not None, f"sample {response.sample_id} is finished, so it has a reward"
             rewards_SN[s, length_S[s] - 1] = response.reward
-        drop = 0 if finished_S[s] else settings.tail_drop
-        trained_SN[s, : max(0, length_S[s] - drop)] = finished_S[s] or train_unfinished
-    total_S = np.array([response.length for response in responses]) + np.where(finished_S, 0, window / 2)
+    trained_S = torch.where(finished_S, length_S, (length_S - settings.tail_drop) * train_unfinished)
+    mask_SN = column_N[:N] < trained_S[:, None]
+    total_S = torch.tensor([response.length for response in responses]) + torch.where(finished_S, 0, N / 2)
     advantage_SN = egae(
-        torch.from_numpy(values_SN1),
-        torch.from_numpy(rewards_SN),
-        torch.from_numpy(length_S),
-        torch.from_numpy(finished_S),
+        values_SN1,
+        rewards_SN,
+        length_S,
+        finished_S,
         gamma=settings.gamma,
-        lambda_B=_lambda(torch.from_numpy(total_S.astype(np.float32)), settings),
+        lambda_B=_lambda(total_S.float(), settings),
         bootstrap=settings.bootstrap,
     )
-    mask_SN = torch.from_numpy(trained_SN)
     if settings.whiten:
         advantage_SN = whiten(advantage_SN, mask_SN, sum_over_ranks(moments(advantage_SN, mask_SN)))
     advantage_SN = advantage_SN.clamp(-settings.advantage_clamp, settings.advantage_clamp) * mask_SN
-    return Credit(
-        advantage_Sr=_behind_earlier_windows(responses, advantage_SN.numpy()),
-        trained_Sr=_behind_earlier_windows(responses, trained_SN),
+    advantages_X, loss_mask_X = torch.zeros(len(window_X)), torch.zeros(len(window_X), dtype=torch.bool)
+    advantages_X[window_X], loss_mask_X[window_X] = advantage_SN[inside_SN], mask_SN[inside_SN]
+    return Credit(advantages_X=advantages_X, loss_mask_X=loss_mask_X)
+
+
+def in_last_window(responses: Sequence[Response]) -> Bool[Tensor, " X"]:
+    """Return the mask of response tokens that were sampled in this step, response after response."""
+    masks = [np.arange(one.length) >= one.length - one.window_length for one in responses]
+    return torch.from_numpy(np.concatenate([np.zeros(0, dtype=bool), *masks]))
+
+
+def with_credit(batch: TrainingBatch, credit: Credit, *, max_response: int, overlong_buffer: int) -> TrainingBatch:
+    """Return the batch with advantages, loss mask and positive responses."""
+    positive_S = torch.tensor(
+        [is_correct(response, max_response, overlong_buffer) for response in batch.responses], dtype=torch.bool
+    )
+    return batch.filled(
+        advantages_X=[credit.advantages_X[micro_batch.token_X] for micro_batch in batch.micro_batches],
+        loss_mask_X=[credit.loss_mask_X[micro_batch.token_X] for micro_batch in batch.micro_batches],
+        positive_B=[positive_S[micro_batch.samples_B] for micro_batch in batch.micro_batches],
     )
 
 
-def variance_explained(
-    responses: Sequence[Response], expected_Sr: Sequence[Float32[ndarray, " _"]], gamma: float
-) -> float | None:
+def variance_explained(responses: Sequence[Response], values: ResponseValues, gamma: float) -> float | None:
     """Return the share of the variance of returns that the value model explains; collective.
 
-    Over all response tokens of finished responses of all ranks; None where none finished, or all returns are alike.
+    Over all response tokens of finished responses of all ranks; None if there are none, or all returns are equal.
     """
-    finished = [s for s, response in enumerate(responses) if response.finish_reason is not None]
-    values = np.concatenate([np.zeros(0, np.float32), *(expected_Sr[s][:-1] for s in finished)])
-    returns = np.concatenate(
-        [np.zeros(0), *(discounted_returns(responses[s], gamma) for s in finished)], dtype=np.float32
-    )
-    share = explained_variance(sum_over_ranks(value_sums(torch.from_numpy(values), torch.from_numpy(returns))))
+    finished_S = torch.tensor([response.finish_reason is not None for response in responses], dtype=torch.bool)
+    lengths_S = torch.tensor([response.length for response in responses], dtype=torch.int64)
+    values_X = values.before_X[finished_S.repeat_interleave(lengths_S)]
+    returns_X = discounted_returns([one for one in responses if one.finish_reason is not None], gamma)
+    share = explained_variance(sum_over_ranks(value_sums(values_X, returns_X)))
     return None if math.isnan(share) else share
 
 
-def auroc_at_cuts(responses: Sequence[Response], config: RunConfig) -> float | None:
-    """Return how well the value at a cut told whether the response would end right: 0.5 is chance; collective.
+def auroc_at_cuts(responses: Sequence[Response], *, max_response: int, overlong_buffer: int) -> float | None:
+    """Return the AUROC of values at cuts as predictors of correct responses: 0.5 is chance; collective.
 
-    Over all cuts, at the ends of earlier windows, of the responses of all ranks that finished in this step, with what
-    the value model said then; None where all of them ended right, or none did. No two windows are of one version.
+    Over all cuts, at the ends of earlier windows, of the responses of all ranks that finished in this step, with the
+    values recorded then; None where all of them are correct, or none is. No two windows are of one version.
     """
     cuts = [
-        (response.values_r[cut - 1], is_correct(response, config))
+        (response.values_r[cut - 1], is_correct(response, max_response, overlong_buffer))
         for response in responses
         if response.finish_reason is not None
         for cut in np.flatnonzero(np.diff(response.versions_r)) + 1
@@ -177,31 +195,17 @@ def auroc_at_cuts(responses: Sequence[Response], config: RunConfig) -> float | N
     return None if math.isnan(found) else found
 
 
-def is_correct(response: Response, config: RunConfig) -> bool:
-    """Say whether the task gave a reward above 0, whatever the length cost."""
-    return response.reward is not None and response.reward - _penalty(response, config) > 0
+def is_correct(response: Response, max_response: int, overlong_buffer: int) -> bool:
+    """Return whether the task's reward, without the length penalty, is above 0."""
+    return response.reward is not None and _task_reward(response, max_response, overlong_buffer) > 0
 
 
-def _penalty(response: Response, config: RunConfig) -> float:
-    return length_penalty(
-        response, max_response=config.rollout.max_response, overlong_buffer=config.algorithm.overlong_buffer
-    )
+def _task_reward(response: Response, max_response: int, overlong_buffer: int) -> float:
+    assert response.reward is not None, "the caller checks"
+    return response.reward - length_penalty(response, max_response=max_response, overlong_buffer=overlong_buffer)
 
 
-def _lambda(length_S: Float[torch.Tensor, " S"], settings: AlgorithmSettings) -> Float[torch.Tensor, " S"]:
+def _lambda(length_S: Float[Tensor, " S"], settings: AlgorithmSettings) -> Float[Tensor, " S"]:
     if settings.lambda_mode == "fixed":
         return torch.full_like(length_S, settings.lambda_policy)
     return length_adaptive_lambda(length_S, alpha=settings.lambda_alpha, floor=settings.lambda_policy)
-
-
-def _behind_earlier_windows(responses: Sequence[Response], values_SN: ndarray) -> list[ndarray]:
-    """Lay rows over the last window behind zeros for the tokens of earlier ones."""
-    return [
-        np.concatenate(
-            [
-                np.zeros(response.length - response.window_length, values_SN.dtype),
-                values_SN[s, : response.window_length],
-            ]
-        )
-        for s, response in enumerate(responses)
-    ]

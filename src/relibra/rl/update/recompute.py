@@ -1,42 +1,38 @@
-"""Recompute: what the trained weights say of a step's responses before they change (the old log-probs)."""
+"""Recompute: log-probs of a step's responses under the trained weights before the update (old log-probs)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
 import torch
-from jaxtyping import Float32
-from numpy import ndarray
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
-from relibra.replay import RoutingRecorder, record_routing
+from relibra.replay import record_routing
 from relibra.replay.replay import RouterComparison
 from relibra.rl.algorithms.corrections import correction_weights
 from relibra.rl.algorithms.mismatch import MismatchSums, mismatch_sums, no_mismatch
-from relibra.rl.batch.token_batch import MicroBatch
-from relibra.rl.batch.training_batch import TrainingBatch
-from relibra.rl.config.run_config import RunConfig
-from relibra.rl.rollout.response import Response, with_last_row
-from relibra.rl.update.policy_update import Around, log_probs_and_entropy
+from relibra.rl.algorithms.policy_loss import token_entropy, token_log_probs
+from relibra.rl.batch.token_batch import TokenBatch
+from relibra.rl.batch.training_batch import MicroBatchContext, TrainingBatch
+from relibra.rl.config.settings import AlgorithmSettings
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recomputed:
-    """What came of it on this rank.
+    """Result of the recompute pass on this rank.
 
-    log_probs_Sr   of each response token
-    responses      those of the batch; with `record`, with the routes that the trained model took here (R2)
-    entropy        sum over the tokens of the last windows, and
-    tokens         how many they are
-    mismatch       trainer beside sampler, on the last windows
-    routers        the trained model's own choices beside the replayed ones
+    log_probs    of the response tokens of each micro-batch
+    routes       with `record`: experts that the trained model chose in each micro-batch (R2), else empty
+    entropy      sum over the tokens of the last windows
+    tokens       their number
+    mismatch     trainer compared with sampler, on the last windows
+    routers      the trained model's own choices compared with the replayed ones
     """
 
-    log_probs_Sr: list[Float32[ndarray, " _"]]
-    responses: list[Response]
+    log_probs: list[Float[Tensor, " _"]]
+    routes: list[Integer[Tensor, "_ L K"]]
     entropy: float
     tokens: int
     mismatch: MismatchSums
@@ -45,53 +41,79 @@ class Recomputed:
 
 @torch.no_grad()
 def recompute(
-    model: nn.Module, batch: TrainingBatch, around: Around, config: RunConfig, *, record: bool = False
+    model: nn.Module,
+    batch: TrainingBatch,
+    context: MicroBatchContext,
+    settings: AlgorithmSettings,
+    *,
+    temperature: float,
+    record: bool = False,
 ) -> Recomputed:
     """Run a step's micro-batches forward; collective.
 
     record   keep the routes of this pass, to be replayed in the update (R2, arXiv 2507.18071)
     """
-    log_probs_Sr: list[ndarray] = [np.zeros(0, dtype=np.float32) for _ in batch.responses]
-    responses, entropy, tokens = list(batch.responses), 0.0, 0
+    log_probs, routes, entropy, tokens = list[Tensor](), list[Tensor](), 0.0, 0
     mismatch, routers = no_mismatch(), RouterComparison()
-    fresh_Sr = [_in_last_window(response) for response in batch.responses]
-    sampled_Sr = [response.log_probs_r for response in batch.responses]
     with record_routing(model) if record else nullcontext() as recorder:
         for number, micro_batch in enumerate(batch.micro_batches):
-            with around(number) as replay:
-                logp_X, entropy_X = log_probs_and_entropy(model, micro_batch, config.rollout.temperature)
+            with context(number) as replay:
+                logp_X, entropy_X = log_probs_and_entropy(model, micro_batch, temperature)
             if replay is not None:
                 routers += replay.comparison()
             if recorder is not None:
-                _keep_routes(recorder, micro_batch, responses)
-            micro_batch.scatter(logp_X, log_probs_Sr)
-            fresh_X, sampled_X = micro_batch.gather(fresh_Sr) > 0, micro_batch.gather(sampled_Sr)
-            mismatch += _compare(logp_X[fresh_X], sampled_X[fresh_X], micro_batch.response_X[fresh_X], config)
-            entropy += float(entropy_X[fresh_X].sum())
-            tokens += int(fresh_X.sum())
+                routes += [experts_TLK.cpu() for experts_TLK in recorder.take()]
+            log_probs.append(logp_X.float())
+            window_X = micro_batch.in_window_X
+            mismatch += _compare_with_sampler(
+                logp_X[window_X],
+                micro_batch.sampled_log_probs_X[window_X],
+                micro_batch.response_X[window_X],
+                settings,
+            )
+            entropy += float(entropy_X[window_X].sum())
+            tokens += int(window_X.sum())
     return Recomputed(
-        log_probs_Sr=log_probs_Sr,
-        responses=responses,
-        entropy=entropy,
-        tokens=tokens,
-        mismatch=mismatch,
-        routers=routers,
+        log_probs=log_probs, routes=routes, entropy=entropy, tokens=tokens, mismatch=mismatch, routers=routers
     )
 
 
 @torch.no_grad()
-def reference_log_probs(model: nn.Module, batch: TrainingBatch, config: RunConfig) -> Sequence[Float32[ndarray, " _"]]:
-    """Return the log-probs of each response token under a frozen policy, which routes by itself."""
-    log_probs_Sr: list[ndarray] = [np.zeros(0, dtype=np.float32) for _ in batch.responses]
-    for micro_batch in batch.micro_batches:
-        if micro_batch.num_responses:
-            logp_X, _ = log_probs_and_entropy(model, micro_batch, config.rollout.temperature)
-            micro_batch.scatter(logp_X, log_probs_Sr)
-    return log_probs_Sr
+def reference_log_probs(model: nn.Module, batch: TrainingBatch, temperature: float) -> list[Float[Tensor, " _"]]:
+    """Return the log-probs of the response tokens of each micro-batch under a frozen policy, which routes by itself."""
+    return [
+        log_probs_and_entropy(model, micro_batch, temperature)[0].float()
+        if micro_batch.num_responses
+        else torch.zeros(0)
+        for micro_batch in batch.micro_batches
+    ]
 
 
-def _compare(logp_Y: Tensor, sampled_Y: Tensor, response_Y: Tensor, config: RunConfig) -> MismatchSums:
-    settings = config.algorithm
+def response_logits(model: nn.Module, batch: TokenBatch) -> Float[Tensor, "X V"]:
+    """Return the logits that predict each response token; for filler, one row that predicts nothing. Collective."""
+    device = next(model.parameters()).device
+    rows = batch.row_X if len(batch.row_X) else torch.zeros(1, dtype=torch.int64)
+    return model(
+        input_ids=batch.tokens_1T.to(device),
+        position_ids=batch.position_1T.to(device),
+        use_cache=False,
+        logits_to_keep=rows.to(device),
+    ).logits[0]
+
+
+@torch.no_grad()
+def log_probs_and_entropy(
+    model: nn.Module, batch: TokenBatch, temperature: float
+) -> tuple[Float[Tensor, " X"], Float[Tensor, " X"]]:
+    """Return log-prob and entropy of the policy at each response token, on the CPU; collective."""
+    logits_XV = response_logits(model, batch)[: len(batch.row_X)]
+    targets_X = batch.target_X.to(logits_XV.device)
+    return token_log_probs(logits_XV, targets_X, temperature).cpu(), token_entropy(logits_XV, temperature).cpu()
+
+
+def _compare_with_sampler(
+    logp_Y: Tensor, sampled_Y: Tensor, response_Y: Tensor, settings: AlgorithmSettings
+) -> MismatchSums:
     weight_Y = correction_weights(
         settings.correction,
         logp_Y - sampled_Y,
@@ -101,17 +123,3 @@ def _compare(logp_Y: Tensor, sampled_Y: Tensor, response_Y: Tensor, config: RunC
         high=settings.correction_high,
     )
     return mismatch_sums(logp_Y, sampled_Y, weight_Y)
-
-
-def _in_last_window(response: Response) -> ndarray:
-    return np.arange(response.length) >= response.length - response.window_length
-
-
-def _keep_routes(recorder: RoutingRecorder, batch: MicroBatch, responses: list[Response]) -> None:
-    """Put the routes of a forward pass into the responses it was over."""
-    [experts_TLK] = recorder.take()
-    if not batch.num_responses:
-        return
-    rows = [len(responses[s].tokens_n) - 1 for s in batch.samples_B]
-    for s, piece in zip(batch.samples_B.tolist(), experts_TLK.cpu().split(rows), strict=True):
-        responses[s] = replace(responses[s], experts_nLK=with_last_row(piece.numpy()))

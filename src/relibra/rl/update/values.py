@@ -1,79 +1,106 @@
-"""The value model's part of a step: what it expects of each token, and what it learns from finished responses."""
+"""The value model's part of a step: values of each token, and an update on finished responses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from jaxtyping import Float, Float32
-from numpy import ndarray
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from relibra.rl.algorithms.value_loss import clipped_value_loss, value_weights
 from relibra.rl.batch.schedule import own_micro_batches
 from relibra.rl.batch.step_plan import own_mini_batches
-from relibra.rl.batch.token_batch import MicroBatch, make_micro_batch
-from relibra.rl.config.run_config import RunConfig
+from relibra.rl.batch.token_batch import TokenBatch, make_token_batch
+from relibra.rl.config.settings import CriticSettings, UpdateSettings
 from relibra.rl.model.critic import values
 from relibra.rl.model.optimizer import clip_gradients, set_learning_rate
 from relibra.rl.rollout.response import Response
 from relibra.rl.run.ranks import largest_over_ranks, sum_over_ranks
 
 
-def expect(critic: nn.Module, responses: Sequence[Response], config: RunConfig) -> list[Float32[ndarray, " _"]]:
-    """Return what the value model says before each response token and after the last: r + 1 numbers; collective."""
-    expected: list[Float32[ndarray, " _"]] = [np.zeros(0, dtype=np.float32) for _ in responses]
-    for batch in _cut(responses, range(len(responses)), config):
-        with torch.no_grad():
-            values_T = values(critic, batch.tokens_1T, batch.position_1T).cpu()
-        before_Sr = list(expected)
-        batch.scatter(values_T[batch.row_X], before_Sr)
-        for s, after in zip(batch.samples_B.tolist(), values_T[batch.after_B].numpy(), strict=True):
-            expected[s] = np.append(before_Sr[s], after).astype(np.float32)
-    return expected
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ResponseValues:
+    """Values of this rank's responses, response after response.
+
+    before_X   before each response token
+    after_S    after the last token of each response
+    """
+
+    before_X: Float32[Tensor, " X"]
+    after_S: Float32[Tensor, " S"]
+
+
+@torch.no_grad()
+def compute_values(critic: nn.Module, responses: Sequence[Response], micro_batch_tokens: int) -> ResponseValues:
+    """Return the values of all tokens of this rank's responses; collective."""
+    before_X = torch.zeros(sum(response.length for response in responses))
+    after_S = torch.zeros(len(responses))
+    for batch in _cut(responses, range(len(responses)), micro_batch_tokens):
+        values_T = values(critic, batch.tokens_1T, batch.position_1T).cpu()
+        before_X[batch.token_X] = values_T[batch.row_X]
+        after_S[batch.samples_B] = values_T[batch.last_row_B]
+    return ResponseValues(before_X=before_X, after_S=after_S)
+
+
+def record_values(responses: Sequence[Response], computed: ResponseValues) -> list[Response]:
+    """Return the responses with the values of the tokens of their last windows; earlier ones were recorded then."""
+    pieces = computed.before_X.split([response.length for response in responses])
+    recorded = []
+    for response, values_r in zip(responses, pieces, strict=True):
+        start = response.length - response.window_length
+        recorded.append(
+            replace(response, values_r=np.concatenate([response.values_r[:start], values_r[start:].numpy()]))
+        )
+    return recorded
 
 
 def update_values(
     critic: nn.Module,
     optimizer: torch.optim.Optimizer,
     finished: Sequence[Response],
-    config: RunConfig,
+    settings: CriticSettings,
+    update: UpdateSettings,
     *,
+    gamma: float,
+    by_group: bool,
+    seed: int,
+    responses_per_step: int,
     optimizer_step: int,
     num_ranks: int,
 ) -> tuple[float, int]:
     """Train the value model on finished responses, all their windows; collective.
 
-    The target of every token is the reward at the end, discounted (Monte Carlo, lambda 1). Mini-batches are dealt by
-    lot, like those of the policy: by number, the longest responses would always be in the first.
+    The target of every token is the reward at the end, discounted (Monte Carlo, lambda 1). Mini-batches are drawn as
+    those of the policy: in the order of samples, the longest responses would always be in the first.
 
     finished         of this rank, with reward and recorded values
+    by_group, seed   as of `own_mini_batches`
     optimizer_step   steps made before, for the warm-up of the learning rate
     returns          mean loss over mini-batches on all ranks, and the optimizer steps that were made
     """
-    parts = own_mini_batches(finished, config)
+    parts = own_mini_batches(finished, update.mini_batches, by_group=by_group, seed=seed)
     totals = sum_over_ranks(torch.tensor([len(part) for part in parts])).tolist()
-    old_Sr = [response.values_r for response in finished]
-    returns_Sr = [discounted_returns(response, config.algorithm.gamma) for response in finished]
-    nominal = config.rollout.responses_per_step // config.update.mini_batches  # fewer that finished make a smaller step
+    nominal = responses_per_step // update.mini_batches  # fewer that finished make a smaller step
     losses: list[float] = []
-    for part, total in list(zip(parts, totals, strict=True)) * config.update.epochs:
+    for part, total in list(zip(parts, totals, strict=True)) * update.epochs:
         if not total:
-            continue  # nobody can fill it
-        batches = _cut(finished, part.tolist(), config)
+            continue
+        batches = _cut(finished, part.tolist(), update.micro_batch_tokens)
         loss_sum = 0.0
         for i, batch in enumerate(batches):
             if isinstance(critic, FSDPModule):
                 critic.set_requires_gradient_sync(i == len(batches) - 1)
-            loss = _loss(critic, batch, old_Sr, returns_Sr, config, nominal=max(nominal, total))
+            loss = _value_loss(critic, _with_targets(batch, finished, gamma), settings, max(nominal, total))
             (loss * num_ranks).backward()
             loss_sum += float(loss.detach())
         step = optimizer_step + len(losses)
         what = f"the value model's gradient in optimizer step {step}"
-        clip_gradients(critic.parameters(), config.update.max_grad_norm, what=what)
-        set_learning_rate(optimizer, config.critic.learning_rate, step, config.update.warmup_steps)
+        clip_gradients(critic.parameters(), update.max_grad_norm, what=what)
+        set_learning_rate(optimizer, settings.learning_rate, step, update.warmup_steps)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss_sum)
@@ -82,39 +109,46 @@ def update_values(
     return float(sum_over_ranks(torch.tensor(losses)).mean()), len(losses)
 
 
-def _loss(
-    critic: nn.Module,
-    batch: MicroBatch,
-    old_Sr: Sequence[Float[ndarray, " _"]],
-    returns_Sr: Sequence[Float[ndarray, " _"]],
-    config: RunConfig,
-    *,
-    nominal: int,
-) -> Float[Tensor, ""]:
+def _with_targets(batch: TokenBatch, finished: Sequence[Response], gamma: float) -> TokenBatch:
+    picked = [finished[s] for s in batch.samples_B.tolist()]
+    old_values = [torch.from_numpy(response.values_r) for response in picked]
+    return replace(
+        batch,
+        old_values_X=torch.cat([torch.zeros(0), *old_values]),
+        returns_X=discounted_returns(picked, gamma),
+    )
+
+
+def _value_loss(critic: nn.Module, batch: TokenBatch, settings: CriticSettings, responses: int) -> Float[Tensor, ""]:
+    """Return a micro-batch's part of the loss of a mini-batch with so many responses; collective."""
     values_T = values(critic, batch.tokens_1T, batch.position_1T)
     if not batch.num_responses:
-        return values_T.sum() * 0.0
-    device = values_T.device
+        return values_T.sum() * 0.0  # filler
+    batch = batch.to(values_T.device)
+    assert batch.old_values_X is not None, "targets are filled before the loss"
+    assert batch.returns_X is not None, "targets are filled before the loss"
     loss_X = clipped_value_loss(
-        values_T[batch.row_X.to(device)],
-        batch.gather(old_Sr).to(device),
-        batch.gather(returns_Sr).to(device),
-        clip_low=config.critic.clip_low,
-        clip_high=config.critic.clip_high,
+        values_T[batch.row_X],
+        batch.old_values_X,
+        batch.returns_X,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
     )
     tokens_X = torch.bincount(batch.response_X, minlength=batch.num_responses)[batch.response_X]
-    return (value_weights(tokens_X.to(device), nominal) * loss_X).sum()
+    return (value_weights(tokens_X, responses) * loss_X).sum()
 
 
-def discounted_returns(response: Response, gamma: float) -> Float[ndarray, " r"]:
-    """Return what a value model should say before each token of a finished response: the reward to come."""
-    assert response.reward is not None, f"sample {response.sample_id} is finished, so it has a reward"
-    return response.reward * gamma ** np.arange(response.length - 1, -1, -1.0)
+def discounted_returns(finished: Sequence[Response], gamma: float) -> Float32[Tensor, " X"]:
+    """Return the discounted reward to come before each token of finished responses, response after response."""
+    pieces = [np.zeros(0)]
+    for response in finished:
+        assert response.reward is not None, f"sample {response.sample_id} is finished, so it has a reward"
+        pieces.append(response.reward * gamma ** np.arange(response.length - 1, -1, -1.0))
+    return torch.from_numpy(np.concatenate(pieces).astype(np.float32))
 
 
-def _cut(responses: Sequence[Response], chosen: Sequence[int], config: RunConfig) -> list[MicroBatch]:
+def _cut(responses: Sequence[Response], chosen: Sequence[int], micro_batch_tokens: int) -> list[TokenBatch]:
     """Cut this rank's responses into micro-batches, as many as every other rank has; collective."""
-    runs = own_micro_batches([len(responses[s].tokens_n) for s in chosen], config.update.micro_batch_tokens)
-    count = largest_over_ranks(len(runs))
-    batches = [make_micro_batch(responses, [chosen[i] for i in run], None, whole=True) for run in runs]
-    return batches + [make_micro_batch(responses, [], None) for _ in range(count - len(runs))]
+    runs = own_micro_batches([len(responses[s].tokens_n) for s in chosen], micro_batch_tokens)
+    runs += [[]] * (largest_over_ranks(len(runs)) - len(runs))
+    return [make_token_batch(responses, [chosen[i] for i in run], feed_last=True) for run in runs]
