@@ -1,4 +1,4 @@
-"""Execute a plan in two processes: one training step of a tiny Qwen3-MoE, held against the same step in one process."""
+"""Execute a plan in two processes: a step of a tiny Qwen3-MoE, compared with the same step in one process."""
 
 import json
 import logging

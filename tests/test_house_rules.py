@@ -49,14 +49,7 @@ LEFT_CIRCLES = [
     ["relibra.planning.analysis.explanation", "relibra.planning.plan", "relibra.planning.validation"],
 ]
 LEFT_PRIVATE = {
-    "tests/planning/replicas/test_pricing.py _copies_hidden",
-    "tests/planning/replicas/test_pricing.py _choices",
-    "tests/replay/test_record.py _narrow_dtype",
     "tests/rl/ranks_at_work.py _update",
-    "tests/routing/test_trace_files.py _sha256",
-    "tests/simulation/step/test_training_step.py _of_micro_batches",
-    "tests/simulation/test_scale.py _first_layer",
-    "tests/simulation/test_scale.py _first_layer_of_plan",
 }
 """What is left to mend; nothing may join it."""
 

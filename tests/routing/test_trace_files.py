@@ -1,4 +1,5 @@
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -105,10 +106,12 @@ def _rewrite_index(folder, **changes):
 
 def _resign(folder, shard):
     """Make the index agree with the bytes of a changed shard, so that only its content can give it away."""
-    from relibra.routing.trace_files import _sha256, read_index
+    from relibra.routing.trace_files import read_index
 
     entries = [
-        entry.model_copy(update={"size": shard.stat().st_size, "sha256": _sha256(shard)})
+        entry.model_copy(
+            update={"size": shard.stat().st_size, "sha256": hashlib.sha256(shard.read_bytes()).hexdigest()}
+        )
         if entry.file == shard.name
         else entry
         for entry in read_index(folder).shards

@@ -59,6 +59,6 @@ def test_4096_ranks_take_less_than_a_minute_and_the_memory_of_one_group(planned)
 
 
 def _first_layer(plan, demand):
-    from relibra.planning.analysis.comparison import _first_layer, _first_layer_of_plan
+    from relibra.planning.analysis.comparison import first_layer, first_layer_of_plan
 
-    return _first_layer_of_plan(plan), _first_layer(demand)
+    return first_layer_of_plan(plan), first_layer(demand)

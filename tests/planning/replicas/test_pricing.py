@@ -39,7 +39,7 @@ def asked(layers=3, *, machine=None):
 
 def test_every_micro_batch_and_layer_takes_its_cheapest_choice():
     question, demand, home_LE = asked()
-    made = [choose() for choose in pricing._choices(question, demand, home_LE)]
+    made = [choose() for choose in pricing.replica_choices(question, demand, home_LE)]
     assert len(made) == 1 + 2 * 2 + 3
     prices = np.stack([pricing.seconds(question, demand, home_LE, *one) for one in made])
     replica, quota, best_ML = pricing.cheapest_replicas(question, demand, home_LE, Deadline(None), share=0.5)
@@ -77,10 +77,10 @@ def test_copies_on_other_nodes_hide_in_both_directions():
     attention = pricing.attention_seconds(demand, question.cluster, EXPERT)
     out = EXPERT.weight_bytes / question.cluster.inter_send.bytes_per_second
     # Backward weights and gradients, twice the bytes, go under twice the attention: 3 / 2 as long per copy.
-    assert pricing._copies_hidden(question, demand) == int(attention / (1.5 * out))
+    assert pricing.copies_hidden(question, demand) == int(attention / (1.5 * out))
     slow = Link(latency_seconds=0, bytes_per_second=question.cluster.inter_send.bytes_per_second / 3)
     slow_out, _, _ = asked(machine=replace(question.cluster, inter_send=slow))
-    assert pricing._copies_hidden(slow_out, demand) == int(attention / (3 * out))
+    assert pricing.copies_hidden(slow_out, demand) == int(attention / (3 * out))
 
 
 def test_a_short_deadline_is_kept_over_many_layers():

@@ -240,9 +240,9 @@ def test_groups_run_side_by_side_and_meet_at_the_gradients():
 
 
 def _part(plan, demand, chosen_M):
-    from relibra.simulation.step.training_step import _of_micro_batches
+    from relibra.simulation.step.training_step import only_micro_batches
 
-    return _of_micro_batches(plan, demand, np.flatnonzero(chosen_M))
+    return only_micro_batches(plan, demand, np.flatnonzero(chosen_M))
 
 
 def test_counted_rows_are_sent_and_lie_between_their_bounds():

@@ -169,12 +169,12 @@ def compile_kernels(
     start = time.perf_counter()
     with suppress(PlanError):
         plan_step(
-            _first_layer(demand),
+            first_layer(demand),
             cluster,
             replace(budget, deadline_seconds=None),
             balancer,
             expert=expert,
-            previous=None if previous is None else _first_layer_of_plan(previous),
+            previous=None if previous is None else first_layer_of_plan(previous),
             history_MLE=None if history_MLE is None else history_MLE[:, :1].copy(),
         )
     return time.perf_counter() - start
@@ -228,7 +228,7 @@ def scopes_in_words(rows: Iterable[ComparisonRow]) -> str:
     return "; ".join(f"{words[scope]}: {', '.join(names)}" for scope, names in scopes.items() if names)
 
 
-def _first_layer(demand: ScheduledDemand) -> ScheduledDemand:
+def first_layer(demand: ScheduledDemand) -> ScheduledDemand:
     """Cut a demand down to its first layer; whole arrays, because kernels are compiled per memory layout."""
     return replace(
         demand,
@@ -239,7 +239,8 @@ def _first_layer(demand: ScheduledDemand) -> ScheduledDemand:
     )
 
 
-def _first_layer_of_plan(plan: StepPlan) -> StepPlan:
+def first_layer_of_plan(plan: StepPlan) -> StepPlan:
+    """Return the part of a plan that concerns its first layer."""
     return replace(
         plan,
         layer_ids=plan.layer_ids[:1],

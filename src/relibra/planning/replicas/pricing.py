@@ -85,7 +85,7 @@ def copies_against_traffic(
     return replica, quota
 
 
-def _copies_hidden(question: Question, demand: ScheduledDemand) -> int:
+def copies_hidden(question: Question, demand: ScheduledDemand) -> int:
     """Count the copies on other nodes that one home rank can serve while attention runs, forward and backward.
 
     Weights leave it before the forward pass; before the backward pass, which takes twice as long, they leave it again,
@@ -101,7 +101,7 @@ def _copies_hidden(question: Question, demand: ScheduledDemand) -> int:
 Replicas = tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]
 
 
-def _choices(
+def replica_choices(
     question: Question, demand: ScheduledDemand, home_LE: Int64[ndarray, "L E"]
 ) -> list[Callable[[], Replicas]]:
     """List ways to choose replicas, to be called: none, then few copies first, so that they stay at equal seconds."""
@@ -123,7 +123,7 @@ def _choices(
         for tolerance in tolerances
     ]
     if budget.slots > 1 and across:
-        hidden = max(1, _copies_hidden(question, demand))  # one copy in the open may still save more than it costs
+        hidden = max(1, copies_hidden(question, demand))  # one copy in the open may still save more than it costs
         choices += [
             partial(copies_against_traffic, question, demand, home_LE, budget.slots // 2, most)
             for most in sorted({hidden // 2, hidden, 2 * hidden} - {0})
@@ -141,7 +141,7 @@ def cheapest_replicas(
     share   of the planning time that may be over in the end. No replicas and the first choices, as many as there are
             threads, are priced in any case, further ones only if they are done by then, going by those before
     """
-    choices = _choices(question, demand, home_LE)
+    choices = replica_choices(question, demand, home_LE)
     together = len(choices) if clock.seconds is None else max(2, question.budget.threads or available_cores())
     best: tuple[ndarray, ndarray, ndarray] | None = None
     longest = 0.0

@@ -93,7 +93,7 @@ def groups_of(plan: StepPlan, demand: ScheduledDemand) -> Iterator[tuple[StepPla
         if demand.group_M is None:
             yield plan, demand
         else:
-            yield _of_micro_batches(plan, demand, number_M)
+            yield only_micro_batches(plan, demand, number_M)
 
 
 def micro_batches_of_groups(plan: StepPlan, demand: ScheduledDemand) -> list[Int64[ndarray, " M"]]:
@@ -117,9 +117,10 @@ def _check_demand(plan: StepPlan, demand: ScheduledDemand) -> None:
         )
 
 
-def _of_micro_batches(
+def only_micro_batches(
     plan: StepPlan, demand: ScheduledDemand, number_M: Int64[ndarray, " M"]
 ) -> tuple[StepPlan, ScheduledDemand]:
+    """Return plan and demand of the micro-batches with these numbers, in this order."""
     new_number = np.full(len(demand.tokens_MLRE) + 1, -1, dtype=np.int32)  # the last entry is that of samples left out
     new_number[number_M] = np.arange(len(number_M))
     micro_batch_S = new_number[plan.micro_batch_S]
