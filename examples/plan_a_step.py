@@ -3,9 +3,11 @@
 import numpy as np
 
 from relibra.cluster import cluster_preset
+from relibra.planning.analysis.explanation import explain_plan
 from relibra.planning.analysis.levers import lever_gaps
 from relibra.planning.budget import Budget
 from relibra.planning.planner import plan_step
+from relibra.planning.validation import validate_plan
 from relibra.routing.micro_batches import cut_recorded
 from relibra.routing.synthetic import TraceShape, domain_trace
 
@@ -15,10 +17,10 @@ cluster = cluster_preset("h100x8", num_ranks=8, ranks_per_node=4)
 demand = cut_recorded(trace, tokens=1024, num_ranks=8)  # a trainer has its own schedule: Demand.with_schedule
 
 plan = plan_step(demand, cluster, Budget(slots=1, objective="tokens"))
-plan.validate(cluster, demand)
+validate_plan(plan, cluster.topology, demand)
 for lever, skew in lever_gaps(plan, demand):
     print(f"{lever:<17} {skew:.3f}")
-print("\n".join(plan.explain(demand, layer=1).splitlines()[2:4]))
+print("\n".join(explain_plan(plan, demand, layer=1).splitlines()[2:4]))
 
 # Output:
 # static            1.279

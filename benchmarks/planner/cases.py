@@ -27,6 +27,7 @@ from relibra.planning.costs.expert_shape import expert_shape
 from relibra.planning.planner import plan_step
 from relibra.planning.replicas.replication import replicate
 from relibra.planning.replicas.replication_milp import replicate_milp
+from relibra.planning.validation import validate_plan
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
 from relibra.routing.readers import open_trace
 
@@ -66,7 +67,7 @@ def planned(demand, ranks: int, slots: int, levers: str = "relibra", **options: 
     """Plan for the token objective as the library would by default, on two threads."""
     name, budget = with_levers(levers, Budget(slots=slots, objective="tokens", threads=THREADS))
     plan = plan_step(demand, cluster_preset("h100x8", ranks), budget, name, expert=EXPERT, **options)
-    plan.validate(cluster_preset("h100x8", ranks), demand)
+    validate_plan(plan, cluster_preset("h100x8", ranks).topology, demand)
     return plan, plan.scheduled(demand)
 
 

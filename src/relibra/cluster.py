@@ -55,6 +55,19 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Shape of a machine: `num_nodes` nodes of `ranks_per_node` ranks; rank r is on node r // ranks_per_node."""
+
+    num_nodes: int
+    ranks_per_node: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the expert-parallel group, `R`."""
+        return self.num_nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Regular machine of `num_nodes` nodes with `ranks_per_node` ranks; rank r is on node r // ranks_per_node.
 
@@ -111,6 +124,11 @@ class Cluster:
     def num_ranks(self) -> int:
         """Ranks of the expert-parallel group, `R`."""
         return self.num_nodes * self.ranks_per_node
+
+    @property
+    def topology(self) -> Topology:
+        """Nodes and ranks per node, without links and speeds."""
+        return Topology(num_nodes=self.num_nodes, ranks_per_node=self.ranks_per_node)
 
     @property
     def flops_per_second(self) -> float:

@@ -12,6 +12,7 @@ from relibra import write_trace
 from relibra.cluster import cluster_preset, write_cluster
 from relibra.planning.analysis.comparison import comparable
 from relibra.planning.plan_files import read_plan
+from relibra.planning.validation import validate_plan
 from relibra.routing.demand_files import read_demand
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
 from relibra.routing.synthetic import TraceShape, domain_trace
@@ -50,7 +51,7 @@ def test_plan_writes_a_plan_that_fits_its_demand(run, trace, routes, tmp_path):
     code, out, _ = run("plan", trace, *CUT, "--objective", "tokens", "--output", path)
     assert code == 0
     plan, demand = read_plan(path), read_demand(tmp_path / "out" / "p.demand.safetensors")
-    plan.validate(cluster_preset("h100x8", 4, 2), demand)
+    validate_plan(plan, cluster_preset("h100x8", 4, 2).topology, demand)
     assert demand.load_MLE.tolist() == cut_recorded(routes, 100, 4).load_MLE.tolist()
     assert f"{plan.skew(plan.scheduled(demand)):.3f} planned" in out
     assert plan.digest()[:16] in out

@@ -4,7 +4,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from relibra import Demand
-from relibra.planning.plan import StepPlan, map_of
+from relibra.cluster import Topology
+from relibra.planning.placement import static_homes
+from relibra.planning.plan import StepPlan
 
 
 @st.composite
@@ -35,7 +37,7 @@ def planned_step(rng, *, nodes=2, per_node=2, experts_per_rank=2, micro_batches=
     micro_batch_S = np.array([*range(M), *range(M), -1], dtype=np.int32)  # the last sample is left out
     rank_S = rng.integers(0, R, S).astype(np.int32)
     scheduled = demand.with_schedule(micro_batch_S, rank_S, R)
-    previous_map = np.tile(np.arange(E, dtype=np.int16), (L, 1))
+    previous = static_homes(Topology(num_nodes=nodes, ranks_per_node=per_node), demand.layer_ids, E)
     home_LE = np.stack([rng.permutation(np.repeat(np.arange(R), experts_per_rank)) for _ in range(L)]).astype(np.int16)
     replica_MLRB = np.full((M, L, R, B), -1, np.int16)
     quota_MLRB = np.zeros((M, L, R, B), np.int32)
@@ -53,8 +55,8 @@ def planned_step(rng, *, nodes=2, per_node=2, experts_per_rank=2, micro_batches=
         layer_ids=demand.layer_ids,
         micro_batch_S=micro_batch_S,
         rank_S=rank_S,
-        physical_to_logical_map=map_of(home_LE, previous_map, R),
-        previous_map=previous_map,
+        physical_to_logical_map=previous.with_home_ranks(home_LE).physical_to_logical_map,
+        previous_map=previous.physical_to_logical_map,
         replica_MLRB=replica_MLRB,
         quota_MLRB=quota_MLRB,
         resident=resident,

@@ -16,7 +16,6 @@ from relibra.planning.costs.prediction import (
     predict,
     pushed_copies,
 )
-from relibra.planning.plan import map_of
 from relibra.planning.traffic.split import split_tokens
 from relibra.planning.traffic.traffic import link_rows, link_rows_reference, send_once_share
 from relibra.routing.statistics import co_activation
@@ -252,11 +251,12 @@ def test_a_resident_replica_that_changes_its_slot_is_still_there():
 
 def test_relocation_takes_the_busiest_rank():
     plan, demand = two_nodes()
-    swapped = map_of(np.array([[1, 0, 2, 3]], np.int16), plan.previous_map, 4)
+    swapped = plan.previous.with_home_ranks(np.array([[1, 0, 2, 3]], np.int16)).physical_to_logical_map
     inside = predict(replace(plan, physical_to_logical_map=swapped), demand, cluster_for(plan), EXPERT)
     assert inside.relocation == 420 / 10
     assert inside.moved_bytes == 2 * 420
-    crossed = replace(plan, physical_to_logical_map=map_of(np.array([[2, 1, 0, 3]], np.int16), plan.previous_map, 4))
+    elsewhere = plan.previous.with_home_ranks(np.array([[2, 1, 0, 3]], np.int16))
+    crossed = replace(plan, physical_to_logical_map=elsewhere.physical_to_logical_map)
     assert predict(crossed, demand, cluster_for(plan), EXPERT).relocation == 420 / 1  # receiving is the slower side
     waiting = cluster_for(plan, inter_receive=Link(latency_seconds=3, bytes_per_second=1))
     assert predict(crossed, demand, waiting, EXPERT).relocation == 423

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relibra.errors import PlanError
-from relibra.planning.analysis.explanation import diff
+from relibra.planning.analysis.explanation import diff, explain_plan
 from relibra.planning.budget import Budget
-from relibra.planning.loads import homes_of
-from relibra.planning.plan import map_of
+from relibra.planning.placement import Homes
 from relibra.planning.planner import plan_step
+from relibra.planning.validation import validate_plan
 from tests.planning.cases import cluster, make_demand
 
 DEMAND = make_demand(24, 3, 16, 4, 8, 0)
@@ -35,7 +35,7 @@ def _first_replica(plan):
 
 
 def test_a_plan_is_valid(plan):
-    plan.validate(MACHINE, DEMAND)
+    validate_plan(plan, MACHINE.topology, DEMAND)
 
 
 def test_broken_plans_are_refused_with_the_place(plan):
@@ -69,11 +69,11 @@ def test_broken_plans_are_refused_with_the_place(plan):
     }
     for words, broken in cases.items():
         with pytest.raises(PlanError, match=words):
-            broken.validate(MACHINE, DEMAND)
+            validate_plan(broken, MACHINE.topology, DEMAND)
     with pytest.raises(PlanError, match="micro_batch_S has shape"):
-        plan.validate(MACHINE, make_demand(23, 3, 16, 4, 8, 0))
+        validate_plan(plan, MACHINE.topology, make_demand(23, 3, 16, 4, 8, 0))
     with pytest.raises(PlanError, match="plan again"):
-        plan.validate(cluster(1, 8), DEMAND)
+        validate_plan(plan, cluster(1, 8).topology, DEMAND)
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -91,19 +91,20 @@ def test_any_single_change_of_a_decision_changes_the_digest(seed):
 def test_maps_keep_experts_that_stay_in_their_slots(seed, ranks, per_rank):
     rng = np.random.default_rng(seed)
     E = ranks * per_rank
-    before = np.stack([rng.permutation(E), rng.permutation(E)]).astype(np.int16)
+    slots = np.stack([rng.permutation(E), rng.permutation(E)]).astype(np.int16)
+    before = Homes(num_nodes=ranks, ranks_per_node=1, layer_ids=np.arange(2), physical_to_logical_map=slots)
     home_LE = np.stack([rng.permutation(np.repeat(np.arange(ranks), per_rank)) for _ in range(2)]).astype(np.int16)
-    after = map_of(home_LE, before, ranks)
-    assert (homes_of(after, ranks) == home_LE).all()
-    stays = homes_of(before, ranks) == home_LE
+    after = before.with_home_ranks(home_LE)
+    assert (after.home_LE == home_LE).all()
+    stays = before.home_LE == home_LE
     for layer in range(2):
-        slot_before, slot_after = np.argsort(before[layer]), np.argsort(after[layer])
+        slot_before, slot_after = (np.argsort(homes.physical_to_logical_map[layer]) for homes in (before, after))
         assert (slot_before[stays[layer]] == slot_after[stays[layer]]).all()
 
 
 def test_explanations_name_experts_ranks_and_reasons(plan):
     m, layer, r, _ = _first_replica(plan)
-    words = plan.explain(DEMAND, int(plan.layer_ids[layer]), m)
+    words = explain_plan(plan, DEMAND, int(plan.layer_ids[layer]), m)
     assert f"layer {layer}: " in words
     assert "experts get a new home before the step" in words
     assert f"micro-batch {m}: " in words
@@ -111,11 +112,11 @@ def test_explanations_name_experts_ranks_and_reasons(plan):
     assert f"expert {e} (" in words
     assert f"on rank {r}" in words
     assert "because its home, rank" in words
-    assert plan.explain(DEMAND, 0)
+    assert explain_plan(plan, DEMAND, 0)
     with pytest.raises(PlanError, match=r"layer 9 is not in the plan: it has layers \[0, 1, 2\]"):
-        plan.explain(DEMAND, 9)
+        explain_plan(plan, DEMAND, 9)
     with pytest.raises(PlanError, match=r"micro-batch 4 is not in the plan: it has 0\.\.3"):
-        plan.explain(DEMAND, 0, 4)
+        explain_plan(plan, DEMAND, 0, 4)
 
 
 def test_differences_count_homes_samples_and_copies(plan):

@@ -15,8 +15,8 @@ from relibra.errors import ClusterError, PlanError, TraceError
 from relibra.planning.balancers import BALANCERS
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES
-from relibra.planning.plan import cross_node_copies
 from relibra.planning.planner import plan_step
+from relibra.planning.validation import validate_plan
 from relibra.routing.demand import ScheduledDemand
 from tests.planning.cases import cluster, demands, make_demand
 
@@ -38,7 +38,7 @@ def test_any_demand_gets_a_valid_plan_that_is_never_worse_than_static(case, slot
         slots=slots, move_homes=move, pack_samples=pack, cross_node_copies=cross, objective=objective, threads=1
     )
     plan = plan_step(demand, machine, budget, expert=SMALL)
-    plan.validate(machine, demand)
+    validate_plan(plan, machine.topology, demand)
     static = plan_step(demand, machine, budget, "static", expert=SMALL)
     if objective == "tokens":
         assert plan.skew(plan.scheduled(demand)) <= static.skew(demand) + 1e-12
@@ -67,7 +67,7 @@ def test_every_balancer_makes_valid_plans(case, slots):
                 history_MLE=history,
                 never_worse=never_worse,
             )
-            plan.validate(machine, demand)
+            validate_plan(plan, machine.topology, demand)
 
 
 def test_hot_experts_of_a_step_are_spread():
@@ -148,7 +148,7 @@ def test_a_deadline_is_kept_and_well_spent(balancer):
         start = time.monotonic()
         plan = plan_step(demand, machine, Budget(slots=1, deadline_seconds=seconds), balancer)
         assert time.monotonic() - start < seconds + 1.0  # checking and pricing come on top; other work may be running
-        plan.validate(machine, demand)
+        validate_plan(plan, machine.topology, demand)
         skews.append(plan.skew(plan.scheduled(demand)))
         assert plan.cut_short or seconds == 1.0
     full = plan_step(demand, machine, Budget(slots=1))
@@ -182,7 +182,7 @@ def test_after_losing_ranks_a_step_is_planned_anew():
     with pytest.raises(PlanError, match="the previous plan has nodes 2, this step 1: leave it out"):
         plan_step(fewer, smaller, Budget(slots=1), previous=before)
     plan = plan_step(fewer, smaller, Budget(slots=1))
-    plan.validate(smaller, fewer)
+    validate_plan(plan, smaller.topology, fewer)
     assert plan.skew(fewer) < 1.05
     assert plan.num_moved == (plan.home_LE != plan_step(fewer, smaller, Budget(), "static").home_LE).sum()
 
@@ -202,7 +202,7 @@ def test_the_last_micro_batches_may_be_empty(objective):
     assert longer.load_MLE[4:].sum() == 0
     budget = Budget(slots=1, objective=objective, pack_samples=True, token_slack=9.0, attention_slack=9.0)
     plan = plan_step(longer, machine, budget, expert=SMALL)
-    plan.validate(machine, longer)
+    validate_plan(plan, machine.topology, longer)
     assert plan.replica_MLRB.shape[0] == 6
     assert plan.skew(plan.scheduled(longer)) >= 1
 
@@ -249,7 +249,7 @@ def test_auto_uses_no_lever_that_is_forbidden():
     for seed in range(6):
         demand, machine = make_demand(24, 2, 16, 4, 8, seed), cluster(2, 4)
         plan = plan_step(demand, machine, Budget(slots=2), "auto")
-        assert cross_node_copies(plan) == 0
+        assert plan.num_cross_node_copies == 0
         still = plan_step(demand, machine, Budget(slots=2, move_homes=False), "auto")
         assert still.num_moved == 0
 
@@ -293,7 +293,7 @@ def test_no_micro_batch_at_all():
     nothing = demand.with_schedule(np.full(4, -1, dtype=np.int32), np.zeros(4, dtype=np.int32), 4)
     for name in [*BALANCERS, "auto"]:
         plan = plan_step(nothing, cluster(1, 4), Budget(slots=1), name)
-        plan.validate(cluster(1, 4), nothing)
+        validate_plan(plan, cluster(1, 4).topology, nothing)
         assert plan.skew(nothing) == 1.0
 
 
@@ -303,7 +303,7 @@ def test_groups_that_share_experts_get_the_same_homes():
     together = ScheduledDemand.of_groups(groups)
     assert (together.tokens_MLRE[4:] == groups[1].tokens_MLRE).all()
     plan = plan_step(together, machine, budget)
-    plan.validate(machine, together)
+    validate_plan(plan, machine.topology, together)
     alone = [plan_step(group, machine, budget) for group in groups]
     assert (alone[0].home_LE != alone[1].home_LE).any()
     foreign = [

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from relibra import Budget, Demand, cluster_preset, plan_step
+from relibra import Budget, Demand, StepPlan, cluster_preset, plan_step
+from relibra.planning.analysis.comparison import first_layer
 from relibra.simulation import Execution, model_shape, simulate_groups, simulate_step
 
 MODEL, RANKS, MICRO_BATCHES = model_shape("qwen3-235b-a22b"), 64, 32
@@ -36,7 +37,8 @@ def planned():
 @pytest.mark.slow
 def test_64_ranks_take_seconds(planned):
     plan, demand, cluster = planned
-    simulate_step(*_first_layer(plan, demand), cluster, replace(MODEL, moe_layers=1))  # kernels are compiled
+    one_layer = first_layer(demand)  # its simulation compiles the kernels
+    simulate_step(StepPlan.static(one_layer, cluster.topology), one_layer, cluster, replace(MODEL, moe_layers=1))
     start = time.perf_counter()
     step = simulate_step(plan, demand, cluster, MODEL)
     assert time.perf_counter() - start < 3
@@ -56,9 +58,3 @@ def test_4096_ranks_take_less_than_a_minute_and_the_memory_of_one_group(planned)
         tracemalloc.stop()
     assert step.layout.num_ranks == 4096
     assert peaks[1] < 1.2 * peaks[0]
-
-
-def _first_layer(plan, demand):
-    from relibra.planning.analysis.comparison import first_layer, first_layer_of_plan
-
-    return first_layer_of_plan(plan), first_layer(demand)

@@ -35,6 +35,7 @@ def explain(
     Example: relibra explain plan.safetensors --layer 7
     """
     from relibra.planning.analysis.explanation import diff as compute_difference
+    from relibra.planning.analysis.explanation import explain_plan
     from relibra.planning.plan_files import read_plan
     from relibra.routing.demand_files import read_demand
 
@@ -50,7 +51,7 @@ def explain(
     place = demand or demand_path(plan)
     if not place.exists():
         raise ConfigError(f"{place} does not exist: explaining a plan needs its demand, name it with --demand")
-    text = made.explain(read_demand(place), layer, micro_batch)
+    text = explain_plan(made, read_demand(place), layer, micro_batch)
     typer.echo(json.dumps({"layer": layer, "explanation": text.splitlines()}) if as_json else text)
 
 

@@ -18,13 +18,13 @@ import torch
 from jaxtyping import Int
 from numpy import ndarray
 
-from relibra.cluster import cluster_preset
 from relibra.errors import EngineError, PlanError
 from relibra.parallel.balanced import BalancedEP
 from relibra.parallel.replicas.group_state import GroupState
 from relibra.parallel.rows.exchange import all_gather
 from relibra.parallel.rows.rank_tables import Place, RankTables
 from relibra.planning.plan import StepPlan
+from relibra.planning.validation import validate_plan
 from relibra.routing.demand import Demand, ScheduledDemand
 
 _log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ def _find_disagreement(
 def _find_broken_rule(plan: StepPlan, demand: Demand) -> str | None:
     """Return which rule the plan breaks; None: it is valid."""
     try:
-        plan.validate(cluster_preset("h100x8", plan.num_ranks, plan.ranks_per_node), demand)  # only its shape counts
+        validate_plan(plan, plan.topology, demand)
     except PlanError as error:
         return str(error)
     return None

@@ -1,34 +1,33 @@
-"""`Decision`: what a balancer hands over; `plan_step` makes a checked `StepPlan` of it."""
+"""`PlacementRequest`: the input of a balancer; its output is a `Placement`. `Balancer`: an entry of the registry."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, fields
+from typing import Literal
 
+import numpy as np
 from jaxtyping import Float64, Int, Int16, Int32
 from numpy import ndarray
 
+from relibra.cluster import Cluster
 from relibra.planning.budget import Budget
-from relibra.planning.plan import Scope
+from relibra.planning.costs.expert_shape import ExpertShape
+from relibra.planning.placement import Homes, Placement, Scope
 from relibra.routing.demand import ScheduledDemand
-
-if TYPE_CHECKING:
-    from relibra.cluster import Cluster
-    from relibra.planning.costs.expert_shape import ExpertShape
 
 Sees = Literal["nothing", "history", "step totals", "micro-batches", "live"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Question:
+class PlacementRequest:
     """What a balancer is asked; the registry blanks what a balancer of its kind may not see.
 
     budget        its objective is decided: not None
-    demand        with a schedule; for balancers that see "history" or "step totals" use `total_LE`, never the demand
+    demand        balancers that see "history" or "step totals" plan from `total_LE`, never from the demand
     total_LE      token-slots per layer and expert that the balancer may plan homes and static replicas from
-    previous_map  experts by home slot before the step
-    warm          previous_map was planned for an earlier step, so it is a good start; False: it is the static layout
+    previous      homes before the step
+    warm          `previous` was planned for an earlier step, so it is a good start; False: it is the static layout
     history_MLE   loads of earlier micro-batches, for balancers that see "history"
     """
 
@@ -36,27 +35,43 @@ class Question:
     cluster: Cluster
     budget: Budget
     expert: ExpertShape
-    previous_map: Int16[ndarray, "L E"]
+    previous: Homes
     total_LE: Float64[ndarray, "L E"]
     warm: bool = False
     history_MLE: Int[ndarray, "H L E"] | None = None
 
+    def empty_slots(self) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]:
+        """Return the spare slots of the budget without replicas, and their quotas of 0."""
+        shape = (*self.demand.tokens_MLRE.shape[:3], self.budget.slots)
+        return np.full(shape, -1, dtype=np.int16), np.zeros(shape, dtype=np.int32)
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Decision:
-    """Homes, replicas and quotas, as in `StepPlan`.
+    def placement(
+        self,
+        home_LE: Int[ndarray, "L E"],
+        replica_MLRB: Int16[ndarray, "M L R B"],
+        quota_MLRB: Int32[ndarray, "M L R B"],
+        *,
+        schedule: ScheduledDemand | None = None,
+        resident: bool = False,
+        scope: Scope = "node",
+        cut_short: bool = False,
+    ) -> Placement:
+        """Return the placement with these home ranks, each expert in its old slot where it stays on its rank.
 
-    scheduled   the demand under another schedule, from balancers that move samples
-    cut_short   the deadline ended the search
-    """
-
-    home_LE: Int16[ndarray, "L E"]
-    replica_MLRB: Int16[ndarray, "M L R B"]
-    quota_MLRB: Int32[ndarray, "M L R B"]
-    resident: bool = False
-    scope: Scope = "node"
-    scheduled: ScheduledDemand | None = None
-    cut_short: bool = False
+        schedule   the demand under another schedule, from balancers that move samples; None: as requested
+        """
+        homes = self.previous.with_home_ranks(home_LE.astype(np.int16))
+        scheduled = schedule or self.demand
+        return Placement(
+            **{entry.name: getattr(homes, entry.name) for entry in fields(Homes)},
+            micro_batch_S=scheduled.micro_batch_S,
+            rank_S=scheduled.rank_S,
+            replica_MLRB=replica_MLRB,
+            quota_MLRB=quota_MLRB,
+            resident=resident,
+            scope=scope,
+            cut_short=cut_short,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +82,6 @@ class Balancer:
     based_on   the paper or code it follows; "after ..." where no public code exists
     """
 
-    decide: Callable[[Question], Decision]
+    decide: Callable[[PlacementRequest], Placement]
     sees: Sees
     based_on: str

@@ -29,21 +29,6 @@ def demand_of_layers(demand: ScheduledDemand, layers: Int64[ndarray, " l"]) -> S
     )
 
 
-def plan_of_layers(plan: StepPlan, layers: Int64[ndarray, " l"]) -> StepPlan:
-    """Return what a plan decides about some layers; its predicted seconds, which are of all layers, are left out."""
-    return replace(
-        plan,
-        layer_ids=plan.layer_ids[layers],
-        physical_to_logical_map=plan.physical_to_logical_map[layers],
-        previous_map=plan.previous_map[layers],
-        replica_MLRB=plan.replica_MLRB[:, layers],
-        quota_MLRB=plan.quota_MLRB[:, layers],
-        bound_ML=plan.bound_ML[:, layers],
-        predicted={},
-        demand_digest="",
-    )
-
-
 def join_layers(parts: Sequence[StepPlan], demand: ScheduledDemand) -> StepPlan:
     """Join plans of consecutive layers under one schedule into the plan of all of them.
 

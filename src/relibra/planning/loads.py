@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import Bool, Int, Int16, Int32, Int64
+from jaxtyping import Int, Int16, Int32, Int64
 from numpy import ndarray
 
 
@@ -33,14 +33,3 @@ def replica_load_change(
     np.add.at(change_MLR, (micro_batch_X, layer_X, rank_X), quota_X)
     np.subtract.at(change_MLR, (micro_batch_X, layer_X, home_LE[layer_X, expert_X]), quota_X)
     return change_MLR
-
-
-def moved_experts(before: Int16[ndarray, "L E"], after: Int16[ndarray, "L E"], num_ranks: int) -> Bool[ndarray, "L E"]:
-    """Tell for each expert whether its home rank differs between two maps of home slots."""
-    return homes_of(before, num_ranks) != homes_of(after, num_ranks)
-
-
-def homes_of(physical_to_logical_map: Int16[ndarray, "L E"], num_ranks: int) -> Int16[ndarray, "L E"]:
-    """Invert a map of home slots into the home rank of each expert."""
-    per_rank = max(1, physical_to_logical_map.shape[1] // num_ranks)
-    return (np.argsort(physical_to_logical_map, axis=1, kind="stable") // per_rank).astype(np.int16)

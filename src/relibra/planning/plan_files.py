@@ -10,7 +10,8 @@ from numpy import ndarray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from relibra.errors import PlanError
-from relibra.planning.plan import FORMAT_VERSION, Scope, StepPlan
+from relibra.planning.placement import Scope
+from relibra.planning.plan import FORMAT_VERSION, StepPlan
 from relibra.routing.tensor_files import TensorFormat, check_arrays, read_tensors, write_tensors
 
 FORMAT = TensorFormat(
@@ -77,7 +78,7 @@ def write_plan(path: Path | str, plan: StepPlan) -> None:
 
 
 def read_plan(path: Path | str) -> StepPlan:
-    """Read a plan that `write_plan` wrote; whether it fits a machine and a load is for `StepPlan.validate`.
+    """Read a plan that `write_plan` wrote; whether it fits a machine and a load is for `validate_plan`.
 
     raises    PlanError when the file is missing, foreign, of another version, damaged, or holds values out of range
     """

@@ -12,13 +12,15 @@ from numpy import ndarray
 from relibra.cluster import Cluster
 from relibra.errors import PlanError
 from relibra.planning.analysis.bounds import reachable_bound
-from relibra.planning.balancer import Balancer, Decision, Question
+from relibra.planning.balancer import Balancer, PlacementRequest
 from relibra.planning.balancers import BALANCERS
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES, ExpertShape
-from relibra.planning.plan import StepPlan, cross_node_copies, map_of
+from relibra.planning.placement import Homes, Placement, static_homes
+from relibra.planning.plan import StepPlan
 from relibra.planning.replicas.pricing import predict_planned
 from relibra.planning.search.concurrency import Deadline
+from relibra.planning.validation import validate_plan
 from relibra.routing.demand import ScheduledDemand
 
 DEFAULT_EXPERT = EXPERT_SHAPES["qwen3-30b-a3b"]
@@ -31,7 +33,7 @@ def plan_step(
     balancer: str = "relibra",
     *,
     expert: ExpertShape | None = None,
-    previous: StepPlan | None = None,
+    previous: Homes | None = None,
     history_MLE: Int[ndarray, "H L E"] | None = None,
     never_worse: bool = True,
 ) -> StepPlan:
@@ -41,7 +43,7 @@ def plan_step(
     balancer      a name of `BALANCERS`, or "auto": the cheapest plan of all that may know the step
     expert        sizes of one expert, for the objective in seconds; None: the token objective, and seconds are
                   predicted for experts like those of Qwen3-30B-A3B
-    previous      the plan of the step before: its homes are where the experts are now
+    previous      where the experts are now, for example the plan of the step before; None: in the static layout
     history_MLE   loads of earlier micro-batches, for balancers that only see the past; None: they plan from even loads
     never_worse   return the static layout instead of a plan that this objective finds worse (unless homes must not
                   move and are elsewhere); False: to compare
@@ -58,9 +60,8 @@ def plan_step(
     if balancer not in BALANCERS:
         raise PlanError(f"balancer {balancer!r} is unknown: allowed are {', '.join([*BALANCERS, 'auto'])}")
     start = time.perf_counter()
-    question = _question(demand, cluster, budget, expert, previous, history_MLE, BALANCERS[balancer])
-    decision = BALANCERS[balancer].decide(question)
-    plan = _plan(balancer, decision, question, expert)
+    request = _request(demand, cluster, budget, expert, previous, history_MLE, BALANCERS[balancer])
+    plan = _plan(balancer, BALANCERS[balancer].decide(request), request)
     plan = replace(plan, plan_seconds=time.perf_counter() - start)
     if never_worse and balancer != "static":
         static = plan_step(demand, cluster, budget, "static", expert=expert, previous=previous)
@@ -71,7 +72,7 @@ def plan_step(
 
 
 def _cheapest(
-    demand: ScheduledDemand, cluster: Cluster, budget: Budget, *, expert: ExpertShape, previous: StepPlan | None
+    demand: ScheduledDemand, cluster: Cluster, budget: Budget, *, expert: ExpertShape, previous: Homes | None
 ) -> StepPlan:
     """Ask every balancer that may know the step; keep the cheapest plan that uses no lever the budget forbids.
 
@@ -86,13 +87,13 @@ def _cheapest(
     allowed = [
         plan
         for plan in plans
-        if (budget.move_homes or plan.num_moved == 0) and (budget.cross_node_copies or cross_node_copies(plan) == 0)
+        if (budget.move_homes or plan.num_moved == 0) and (budget.cross_node_copies or plan.num_cross_node_copies == 0)
     ]
     best = min(allowed, key=lambda plan: _cost(plan, demand, budget))
     return replace(best, plan_seconds=sum(plan.plan_seconds for plan in plans))
 
 
-def _check(demand: ScheduledDemand, cluster: Cluster, previous: StepPlan | None, history_MLE: ndarray | None) -> None:
+def _check(demand: ScheduledDemand, cluster: Cluster, previous: Homes | None, history_MLE: ndarray | None) -> None:
     if demand.tokens_MLRE.shape[2] != cluster.num_ranks:
         raise PlanError(
             f"the demand is scheduled on {demand.tokens_MLRE.shape[2]} ranks, cluster {cluster.name!r} has "
@@ -116,7 +117,7 @@ def _check(demand: ScheduledDemand, cluster: Cluster, previous: StepPlan | None,
         )
 
 
-def _check_previous(demand: ScheduledDemand, cluster: Cluster, previous: StepPlan) -> None:
+def _check_previous(demand: ScheduledDemand, cluster: Cluster, previous: Homes) -> None:
     """Homes of a previous plan say where experts *are*: on the same ranks and for the same model only."""
     theirs = (previous.num_nodes, previous.ranks_per_node, previous.num_experts, previous.layer_ids.tolist())
     ours = (cluster.num_nodes, cluster.ranks_per_node, demand.num_experts, demand.layer_ids.tolist())
@@ -128,66 +129,60 @@ def _check_previous(demand: ScheduledDemand, cluster: Cluster, previous: StepPla
             )
 
 
-def _question(
+def _request(
     demand: ScheduledDemand,
     cluster: Cluster,
     budget: Budget,
     expert: ExpertShape,
-    previous: StepPlan | None,
+    previous: Homes | None,
     history_MLE: ndarray | None,
     entry: Balancer,
-) -> Question:
+) -> PlacementRequest:
     """Show a balancer what it may see, and no more."""
     L, E = demand.counts_SLE.shape[1:]
-    static_map = np.tile(np.arange(E, dtype=np.int16), (L, 1))
     total_LE = np.ones((L, E))
     if entry.sees in ("step totals", "micro-batches"):
         total_LE = demand.load_MLE.sum(axis=0).astype(np.float64)
     elif entry.sees == "history" and history_MLE is not None and len(history_MLE):
         total_LE = history_MLE.sum(axis=0).astype(np.float64)
-    return Question(
+    return PlacementRequest(
         demand=demand,
         cluster=cluster,
         budget=budget,
         expert=expert,
-        previous_map=static_map if previous is None else previous.physical_to_logical_map,
+        previous=previous or static_homes(cluster.topology, demand.layer_ids, E),
         warm=previous is not None,
         total_LE=total_LE,
         history_MLE=history_MLE if entry.sees == "history" else None,
     )
 
 
-def _plan(balancer: str, decision: Decision, question: Question, expert: ExpertShape) -> StepPlan:
-    """Make a plan of a decision: schedule, slot order, bound, price."""
-    demand, cluster = question.demand, question.cluster
-    scheduled = decision.scheduled or demand
-    plan = StepPlan(
-        balancer=balancer,
-        objective=question.budget.objective or "",
-        demand_digest=demand.digest(),
-        cut_short=decision.cut_short,
-        num_nodes=cluster.num_nodes,
-        ranks_per_node=cluster.ranks_per_node,
-        layer_ids=demand.layer_ids.astype(np.int32),
-        micro_batch_S=scheduled.micro_batch_S,
-        rank_S=scheduled.rank_S,
-        physical_to_logical_map=map_of(decision.home_LE, question.previous_map, cluster.num_ranks),
-        previous_map=question.previous_map,
-        replica_MLRB=decision.replica_MLRB,
-        quota_MLRB=decision.quota_MLRB,
-        resident=decision.resident,
-        scope=decision.scope,
-        bound_ML=reachable_bound(
-            scheduled.load_MLE,
-            decision.home_LE,
-            cluster.num_ranks,
-            cluster.ranks_per_node,
-            decision.replica_MLRB.shape[3],
-            decision.scope,
-        ),
+def _plan(balancer: str, placement: Placement, request: PlacementRequest) -> StepPlan:
+    """Make a plan of a placement: bound, check, predicted seconds."""
+    demand, cluster = request.demand, request.cluster
+    scheduled = demand
+    if placement.micro_batch_S is not demand.micro_batch_S or placement.rank_S is not demand.rank_S:
+        scheduled = demand.with_schedule(
+            placement.micro_batch_S, placement.rank_S, cluster.num_ranks, len(demand.tokens_MLRE)
+        )
+    bound_ML = reachable_bound(
+        scheduled.load_MLE,
+        placement.home_LE,
+        cluster.num_ranks,
+        cluster.ranks_per_node,
+        placement.slots,
+        placement.scope,
     )
-    plan.validate(cluster, scheduled)  # before anything is computed from it
-    return replace(plan, predicted=predict_planned(plan, scheduled, cluster, expert).as_dict())
+    plan = StepPlan.of_placement(
+        placement,
+        request.previous,
+        bound_ML,
+        balancer=balancer,
+        objective=request.budget.objective or "",
+        demand_digest=demand.digest(),
+    )
+    validate_plan(plan, cluster.topology, scheduled)  # before anything is computed from it
+    return replace(plan, predicted=predict_planned(plan, scheduled, cluster, request.expert).as_dict())
 
 
 def _cost(plan: StepPlan, demand: ScheduledDemand, budget: Budget) -> float:

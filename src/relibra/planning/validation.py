@@ -6,24 +6,21 @@ rank that does not hold its expert yet, every token-slot is computed exactly onc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from relibra.cluster import Topology
 from relibra.errors import PlanError
+from relibra.planning.plan import StepPlan
 from relibra.routing.demand import Demand, ScheduledDemand
 
-if TYPE_CHECKING:
-    from relibra.cluster import Cluster
-    from relibra.planning.plan import StepPlan
 
-
-def validate_plan(plan: StepPlan, cluster: Cluster, demand: Demand) -> None:
+def validate_plan(plan: StepPlan, topology: Topology, demand: Demand) -> None:
     """Raise PlanError at the first rule that a plan breaks.
 
+    topology the machine's nodes and ranks per node
     demand   the step's demand, with or without a schedule: the plan's own schedule is used
     """
-    _check_sizes(plan, cluster, demand)
+    _check_sizes(plan, topology, demand)
     _check_schedule(plan, demand)
     _check_homes(plan)
     _check_replicas(plan)
@@ -33,11 +30,11 @@ def validate_plan(plan: StepPlan, cluster: Cluster, demand: Demand) -> None:
         raise PlanError(f"{_where(plan, layer, m)}: the busiest rank is below the plan's bound, so the bound is wrong")
 
 
-def _check_sizes(plan: StepPlan, cluster: Cluster, demand: Demand) -> None:
-    if (plan.num_nodes, plan.ranks_per_node) != (cluster.num_nodes, cluster.ranks_per_node):
+def _check_sizes(plan: StepPlan, topology: Topology, demand: Demand) -> None:
+    if plan.topology != topology:
         raise PlanError(
-            f"the plan is for {plan.num_nodes} nodes of {plan.ranks_per_node} ranks, cluster {cluster.name!r} has "
-            f"{cluster.num_nodes} of {cluster.ranks_per_node}: plan again"
+            f"the plan is for {plan.num_nodes} nodes of {plan.ranks_per_node} ranks, the machine has "
+            f"{topology.num_nodes} of {topology.ranks_per_node}: plan again"
         )
     S, L, E = demand.counts_SLE.shape
     M, R = plan.bound_ML.shape[0], plan.num_ranks
@@ -57,7 +54,7 @@ def _check_sizes(plan: StepPlan, cluster: Cluster, demand: Demand) -> None:
         if not np.issubdtype(getattr(plan, name).dtype, np.integer):
             raise PlanError(f"plan array {name} holds {getattr(plan, name).dtype}: whole numbers are needed")
         if getattr(plan, name).shape != shape:
-            raise PlanError(f"plan array {name} has shape {getattr(plan, name).shape}: {shape} fits demand and cluster")
+            raise PlanError(f"plan array {name} has shape {getattr(plan, name).shape}: {shape} fits demand and machine")
     if not np.array_equal(plan.layer_ids, demand.layer_ids):
         raise PlanError("the plan's layers are not those of the demand: it was made for another model")
     if E % R:

@@ -18,8 +18,8 @@ from relibra.parallel import relocate
 from relibra.rl.batch.training_batch import (
     TrainingBatch,
     build_batch,
+    current_homes,
     executing,
-    homes_at_rest,
     plan_recorded_routes,
 )
 from relibra.rl.config.run_config import RunConfig
@@ -252,7 +252,7 @@ def _build_and_recompute(
     """
     policy, settings, nodes = learner.policy, config.algorithm, learner.ranks_per_node
     with clock.stage("plan"):
-        previous = homes_at_rest(policy, nodes) if progress.planned else None
+        previous = current_homes(policy, nodes) if progress.planned else None
         batch = build_batch(responses, policy, config, previous=previous, ranks_per_node=nodes)
     _move_homes(learner, batch, clock)
     with clock.stage("recompute"), executing(policy.trained, batch, config.plan.sums) as context:

@@ -23,7 +23,6 @@ from relibra.planning.balancer import Balancer
 from relibra.planning.balancers import BALANCERS
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import expert_shape
-from relibra.planning.plan import cross_node_copies
 from relibra.planning.planner import plan_step
 
 EXPERT = expert_shape("mixtral-8x7b")
@@ -91,7 +90,7 @@ def test_a_lever_set_fixes_what_relibra_may_do(demand):
     everything = replace(BUDGET, pack_samples=True, cross_node_copies=True)
     [(_, plan)] = iterate_comparison(demand, CLUSTER, everything, ["relibra"], expert=EXPERT)
     assert plan.micro_batch_S.tolist() == demand.micro_batch_S.tolist()
-    assert cross_node_copies(plan) == 0
+    assert plan.num_cross_node_copies == 0
 
 
 def test_a_balancer_that_fails_or_breaks_a_rule_has_a_row_that_says_so(demand, monkeypatch):
@@ -121,7 +120,7 @@ def test_an_unknown_name_is_told_before_anything_is_planned(demand, monkeypatch)
 def test_levers_go_from_static_to_the_plan_and_its_bound(demand):
     budget = replace(BUDGET, pack_samples=True, cross_node_copies=True)
     plan = plan_step(demand, CLUSTER, budget, expert=EXPERT)
-    assert cross_node_copies(plan) > 0
+    assert plan.num_cross_node_copies > 0
     levers = lever_gaps(plan, demand)
     assert [name for name, _ in levers] == ["static", "schedule", "homes", "replicas", "cross-node copies", "bound"]
     skews = dict(levers)

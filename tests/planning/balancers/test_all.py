@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from relibra.planning.balancers import BALANCERS
-from tests.planning.balancers.questions import ask, questions, rank_loads, spread
+from tests.planning.balancers.requests import ask, rank_loads, requests, spread
 
 IN_PLACE = {"ultraep", "feplb", "llep", "popfetcher"}
 LIVE = {"ultraep", "feplb", "foremoe", "balanced"}
@@ -13,36 +13,36 @@ LIVE = {"ultraep", "feplb", "foremoe", "balanced"}
 
 @pytest.mark.parametrize("name", BALANCERS)
 @settings(max_examples=25)
-@given(question=questions())
-def test_every_decision_is_legal_and_repeatable(name, question):
-    decision = BALANCERS[name].decide(question)
-    rank_loads(question, decision)
-    again = BALANCERS[name].decide(question)
+@given(request=requests())
+def test_every_decision_is_legal_and_repeatable(name, request):
+    placement = BALANCERS[name].decide(request)
+    rank_loads(request, placement)
+    again = BALANCERS[name].decide(request)
     for array in ("home_LE", "replica_MLRB", "quota_MLRB"):
-        assert np.array_equal(getattr(decision, array), getattr(again, array))
+        assert np.array_equal(getattr(placement, array), getattr(again, array))
 
 
 @pytest.mark.parametrize("name", BALANCERS)
 @settings(max_examples=10)
-@given(question=questions())
-def test_homes_stay_where_they_may_not_move(name, question):
-    if not question.budget.move_homes or name in IN_PLACE:
-        before_LE = np.argsort(question.previous_map, axis=1) // (
-            question.previous_map.shape[1] // question.cluster.num_ranks
+@given(request=requests())
+def test_homes_stay_where_they_may_not_move(name, request):
+    if not request.budget.move_homes or name in IN_PLACE:
+        before_LE = np.argsort(request.previous.physical_to_logical_map, axis=1) // (
+            request.previous.physical_to_logical_map.shape[1] // request.cluster.num_ranks
         )
-        assert np.array_equal(BALANCERS[name].decide(question).home_LE, before_LE)
+        assert np.array_equal(BALANCERS[name].decide(request).home_LE, before_LE)
 
 
 @pytest.mark.parametrize("name", sorted(LIVE))
 @settings(max_examples=15)
-@given(question=questions())
-def test_whoever_knows_the_load_is_never_worse_than_no_replicas(name, question):
-    decision = BALANCERS[name].decide(question)
-    load_MLR = rank_loads(question, decision)
+@given(request=requests())
+def test_whoever_knows_the_load_is_never_worse_than_no_replicas(name, request):
+    placement = BALANCERS[name].decide(request)
+    load_MLR = rank_loads(request, placement)
     M, L, R = load_MLR.shape
     for m, layer in np.ndindex(M, L):
         alone_R = np.zeros(R)
-        np.add.at(alone_R, decision.home_LE[layer], question.demand.load_MLE[m, layer])
+        np.add.at(alone_R, placement.home_LE[layer], request.demand.load_MLE[m, layer])
         assert load_MLR[m, layer].max() <= alone_R.max()
 
 
@@ -50,10 +50,8 @@ def test_whoever_knows_the_load_is_never_worse_than_no_replicas(name, question):
 def test_balancers_balance(name):
     rng = np.random.default_rng(0)
     load_MLE = rng.multinomial(64_000, rng.dirichlet(np.full(64, 0.5)), (4, 2))
-    question = ask(spread(load_MLE, 8), 1, slots=2)
-    before, after = (
-        rank_loads(question, BALANCERS[key].decide(question)).max(axis=2).sum() for key in ("static", name)
-    )
+    request = ask(spread(load_MLE, 8), 1, slots=2)
+    before, after = (rank_loads(request, BALANCERS[key].decide(request)).max(axis=2).sum() for key in ("static", name))
     assert after < 0.93 * before
 
 

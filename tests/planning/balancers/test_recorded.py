@@ -11,7 +11,7 @@ from relibra.planning.balancers.even_placement import busiest_rank
 from relibra.planning.balancers.homes import copies_of
 from relibra.planning.balancers.shares import optimal_quotas
 from relibra.planning.baselines.eplb import eplb_placement
-from tests.planning.balancers.questions import ask, spread, step_skew
+from tests.planning.balancers.requests import ask, spread, step_skew
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 TASKS = ("intent", "law", "summary", "translation")
@@ -103,12 +103,12 @@ def test_placement_of_eplb_scores_as_the_original(model, num_ranks, even, optima
 )
 def test_balancers_reach_what_was_measured(name, expected, worse, better):
     for (model, num_ranks), skew in zip(CASES, expected, strict=True):
-        question = _question(model, num_ranks, BALANCERS[name].sees == "history")
-        got = step_skew(question, BALANCERS[name].decide(question))
+        request = _question(model, num_ranks, BALANCERS[name].sees == "history")
+        got = step_skew(request, BALANCERS[name].decide(request))
         assert skew - better <= got <= skew + worse, (model, num_ranks, got)
 
 
 def test_balanced_is_nearly_even():
     for model, num_ranks in CASES:
-        question = _question(model, num_ranks, False)
-        assert step_skew(question, BALANCERS["balanced"].decide(question)) <= 1.006
+        request = _question(model, num_ranks, False)
+        assert step_skew(request, BALANCERS["balanced"].decide(request)) <= 1.006

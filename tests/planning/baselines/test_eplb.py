@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from relibra.planning.balancers import BALANCERS
 from relibra.planning.baselines.eplb import eplb_placement
 from relibra.planning.baselines.lplb import topology
-from tests.planning.balancers.questions import ask, spread, step_skew
+from tests.planning.balancers.requests import ask, spread, step_skew
 
 # Input and output of the example in DeepSeek's README: 12 experts in 4 groups, 16 slots, 2 nodes of 4 GPUs.
 WEIGHT = np.array(
@@ -69,8 +69,8 @@ def test_placement_equals_the_reference(seed, num_ranks, per_rank, slots):
 def test_a_better_split_of_the_same_placement_never_loses():
     rng = np.random.default_rng(1)
     load_MLE = rng.multinomial(50_000, rng.dirichlet(np.full(64, 0.5)), (6, 3))
-    question = ask(spread(load_MLE, 16), 2, slots=1)
-    even, optimal = (step_skew(question, BALANCERS[name].decide(question)) for name in ("eplb", "eplb_lp"))
+    request = ask(spread(load_MLE, 16), 2, slots=1)
+    even, optimal = (step_skew(request, BALANCERS[name].decide(request)) for name in ("eplb", "eplb_lp"))
     assert 1 <= optimal < even
 
 
@@ -84,5 +84,5 @@ def test_every_edge_set_of_lplb_is_a_permutation(num_ranks, slots):
 def test_lplb_is_as_even_as_its_own_tests_ask(num_ranks, accepted):
     rng = np.random.default_rng(0)
     load_MLE = np.maximum(0, 10_000 * rng.normal(1, 0.3, (1, 4, 256))).astype(np.int64)
-    question = ask(spread(load_MLE, num_ranks), max(1, num_ranks // 8), slots=2)
-    assert step_skew(question, BALANCERS["lplb"].decide(question)) <= accepted
+    request = ask(spread(load_MLE, num_ranks), max(1, num_ranks // 8), slots=2)
+    assert step_skew(request, BALANCERS["lplb"].decide(request)) <= accepted

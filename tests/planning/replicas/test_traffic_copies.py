@@ -12,6 +12,7 @@ from relibra.planning.costs.prediction import predict
 from relibra.planning.planner import plan_step
 from relibra.planning.replicas.traffic_copies import replicate_for_traffic
 from relibra.planning.traffic.split import split_tokens
+from relibra.planning.validation import validate_plan
 from tests.planning.cases import cluster, make_demand
 
 
@@ -86,7 +87,7 @@ def test_between_slow_links_a_plan_for_seconds_copies_experts_to_the_tokens():
     budget = Budget(slots=2, move_homes=False, place_samples=False, objective="seconds")
     inside = plan_step(demand, machine, budget, expert=expert)
     across = plan_step(demand, machine, replace(budget, cross_node_copies=True), expert=expert)
-    across.validate(machine, demand)
+    validate_plan(across, machine.topology, demand)
     assert across.predicted["exchange"] < 0.95 * inside.predicted["exchange"]
     assert across.predicted["total"] < inside.predicted["total"]
     rows = [predict(plan, demand, machine, expert).cross_node_token_slots for plan in (across, inside)]

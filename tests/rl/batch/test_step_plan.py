@@ -6,6 +6,7 @@ import pytest
 from relibra.cluster import cluster_preset
 from relibra.planning.budget import Budget
 from relibra.planning.planner import plan_step
+from relibra.planning.validation import validate_plan
 from relibra.rl.batch.step_plan import count_demand, gather_table, make_step_schedule, plan_together
 from relibra.rl.config.run_config import load_config
 from relibra.rl.rollout.response import trace_of
@@ -95,7 +96,7 @@ def test_a_plan_of_one_rank_is_that_of_the_planner():
     table, config = gather_table(RESPONSES), config_of()
     demand = demand_of(RESPONSES, table, schedule_of(table, config))
     plan = plan_together(demand, config.plan, 1, None)
-    plan.validate(cluster_preset("h100x8", 1, 1), demand)
+    validate_plan(plan, cluster_preset("h100x8", 1, 1).topology, demand)
     assert plan.digest() == whole_plan(demand, config, 1).digest()
     assert plan.demand_digest == demand.digest()
 
@@ -137,7 +138,7 @@ def _plan_on_a_rank(_folder):
         for step in range(2):
             plan = plan_together(demand, config.plan, 2, previous)
             whole = whole_plan(demand, config, 2, previous)
-            plan.validate(cluster_preset("h100x8", 2, 2), demand)
+            validate_plan(plan, cluster_preset("h100x8", 2, 2).topology, demand)
             found[name, step] = {
                 "digest": plan.digest(),
                 "whole": whole.digest(),
@@ -150,7 +151,7 @@ def _plan_on_a_rank(_folder):
     on_two_nodes = plan_together(
         demand, config_of(ranks=2).plan, 1, None
     )  # two nodes of one rank: responses are packed
-    on_two_nodes.validate(cluster_preset("h100x8", 2, 1), demand)
+    validate_plan(on_two_nodes, cluster_preset("h100x8", 2, 1).topology, demand)
     found["two nodes"] = on_two_nodes.digest()
     return found
 

@@ -6,16 +6,12 @@ follow from counting, so a plan below its bound is a bug in the plan's loads.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from jaxtyping import Int, Int64
 from numpy import ndarray
 
 from relibra.planning.loads import home_rank_load
-
-if TYPE_CHECKING:
-    from relibra.planning.plan import Scope
+from relibra.planning.placement import Scope
 
 
 def reachable_bound(

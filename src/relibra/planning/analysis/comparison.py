@@ -19,8 +19,10 @@ from relibra.planning.balancers import BALANCERS
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.costs.prediction import predict
-from relibra.planning.plan import Scope, StepPlan, cross_node_copies, step_skew
+from relibra.planning.placement import Homes, Scope, step_skew
+from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
+from relibra.planning.validation import validate_plan
 from relibra.routing.demand import ScheduledDemand
 
 LEVER_SETS: dict[str, dict[str, Any]] = {
@@ -60,7 +62,7 @@ class ComparisonRow:
     plan_seconds               wall clock on this machine, kernels compiled before (label `measured`)
     predicted_seconds          the objective in seconds (label `model`)
     relocation_seconds         what of it moves experts to new homes, once
-    valid, message             did the plan pass `StepPlan.validate`; if not, why, and there are no figures
+    valid, message             did the plan pass `validate_plan`; if not, why, and there are no figures
     """
 
     balancer: str
@@ -159,12 +161,12 @@ def compile_kernels(
     balancer: str,
     *,
     expert: ExpertShape,
-    previous: StepPlan | None = None,
+    previous: Homes | None = None,
     history_MLE: Int[ndarray, "H L E"] | None = None,
 ) -> float:
     """Plan the first layer alone, so that compiling kernels is not counted as planning; return its seconds.
 
-    What is wrong with the question is left to the plan of the whole step to say.
+    Errors of the request are ignored here: the plan of the whole step raises them.
     """
     start = time.perf_counter()
     with suppress(PlanError):
@@ -174,7 +176,7 @@ def compile_kernels(
             replace(budget, deadline_seconds=None),
             balancer,
             expert=expert,
-            previous=None if previous is None else first_layer_of_plan(previous),
+            previous=None if previous is None else previous.of_layers(np.arange(1)),
             history_MLE=None if history_MLE is None else history_MLE[:, :1].copy(),
         )
     return time.perf_counter() - start
@@ -185,7 +187,7 @@ def measure(
 ) -> ComparisonRow:
     """Check and measure one plan; `demand` is the step's, under any schedule. An invalid plan has no figures."""
     try:
-        plan.validate(cluster, demand)
+        validate_plan(plan, cluster.topology, demand)
     except PlanError as error:
         return ComparisonRow(balancer=balancer, sees=sees, valid=False, message=str(error))
     scheduled = plan.scheduled(demand)
@@ -209,7 +211,7 @@ def measure(
         scope=plan.scope,
         copies=plan.num_copies,
         copies_per_micro_batch_layer=plan.num_copies / max(1, worst_ML.size),
-        cross_node_copies=cross_node_copies(plan),
+        cross_node_copies=plan.num_cross_node_copies,
         moved_experts=plan.num_moved,
         moved_bytes=volumes.moved_bytes,
         copy_bytes=volumes.copy_bytes,
@@ -236,17 +238,4 @@ def first_layer(demand: ScheduledDemand) -> ScheduledDemand:
         layer_ids=demand.layer_ids[:1],
         tokens_MLRE=demand.tokens_MLRE[:, :1].copy(),
         pairs_LEE=None if demand.pairs_LEE is None else demand.pairs_LEE[:1].copy(),
-    )
-
-
-def first_layer_of_plan(plan: StepPlan) -> StepPlan:
-    """Return the part of a plan that concerns its first layer."""
-    return replace(
-        plan,
-        layer_ids=plan.layer_ids[:1],
-        physical_to_logical_map=plan.physical_to_logical_map[:1].copy(),
-        previous_map=plan.previous_map[:1].copy(),
-        replica_MLRB=plan.replica_MLRB[:, :1].copy(),
-        quota_MLRB=plan.quota_MLRB[:, :1].copy(),
-        bound_ML=plan.bound_ML[:, :1].copy(),
     )

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from relibra.errors import PlanError
-from relibra.planning.loads import home_rank_load, moved_experts
+from relibra.planning.loads import home_rank_load
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import Demand
 
 
-def explain(plan: StepPlan, demand: Demand, layer: int, micro_batch: int | None = None) -> str:
+def explain_plan(plan: StepPlan, demand: Demand, layer: int, micro_batch: int | None = None) -> str:
     """Say what the plan does in a layer, in one micro-batch or in the one that gains most, and why.
 
     layer    decoder layer id, as in `plan.layer_ids`
@@ -53,7 +53,7 @@ def _index(plan: StepPlan, layer: int) -> int:
 
 
 def _homes_sentence(plan: StepPlan, index: int, layer: int) -> str:
-    moved_E = moved_experts(plan.previous_map, plan.physical_to_logical_map, plan.num_ranks)[index]
+    moved_E = plan.previous.home_LE[index] != plan.home_LE[index]
     if not moved_E.any():
         return f"layer {layer}: every expert stays at home"
     some = ", ".join(f"{e} to rank {plan.home_LE[index, e]}" for e in np.flatnonzero(moved_E)[:4])

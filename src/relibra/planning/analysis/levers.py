@@ -8,7 +8,8 @@ from numpy import ndarray
 
 from relibra.planning.analysis.bounds import reachable_bound
 from relibra.planning.loads import home_rank_load, replica_load_change
-from relibra.planning.plan import StepPlan, cross_node_copies, step_skew
+from relibra.planning.placement import step_skew
+from relibra.planning.plan import StepPlan
 from relibra.planning.replicas.replication import replicate
 from relibra.routing.demand import ScheduledDemand
 from relibra.routing.statistics import contiguous_homes
@@ -27,7 +28,7 @@ def lever_gaps(plan: StepPlan, demand: ScheduledDemand) -> list[tuple[str, float
     scheduled = plan.scheduled(demand)
     static_LE = _static_homes(plan)
     final = plan.skew(scheduled)
-    inside = _skew_with_replicas_inside(plan, scheduled) if cross_node_copies(plan) else final
+    inside = _skew_with_replicas_inside(plan, scheduled) if plan.num_cross_node_copies else final
     return [
         ("static", _homes_skew(demand, static_LE, plan.num_ranks)),
         ("schedule", _homes_skew(scheduled, static_LE, plan.num_ranks)),

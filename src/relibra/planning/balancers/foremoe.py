@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import Int64
 from numpy import ndarray
 
-from relibra.planning.balancer import Decision, Question
-from relibra.planning.balancers.homes import empty_slots, previous_homes
+from relibra.planning.balancer import PlacementRequest
 from relibra.planning.homes.home_search import busiest, ranks_inside_nodes
+from relibra.planning.placement import Placement
 from relibra.planning.search.concurrency import side_by_side
 from relibra.routing.compiled import compiled
 
@@ -29,17 +29,17 @@ LEAVING = 2
 """Experts that may leave a machine in one (micro-batch, layer)."""
 
 
-def decide(question: Question) -> Decision:
+def decide(request: PlacementRequest) -> Placement:
     """Place homes for the step, then spill per (micro-batch, layer)."""
-    budget, cluster = question.budget, question.cluster
-    load_MLE, before_LE = question.demand.load_MLE, previous_homes(question)
-    replica_MLRB, quota_MLRB = empty_slots(question)
+    budget, cluster = request.budget, request.cluster
+    load_MLE, before_LE = request.demand.load_MLE, request.previous.home_LE.copy()
+    replica_MLRB, quota_MLRB = request.empty_slots()
 
     def plan(layer: int) -> ndarray:
         load_ME = np.ascontiguousarray(load_MLE[:, layer])
         home_E = before_LE[layer].astype(np.int64)
         if budget.move_homes:
-            home_E = _homes(question, load_ME, home_E, layer)
+            home_E = _homes(request, load_ME, home_E, layer)
         if budget.slots:
             _spill_layer(
                 load_ME,
@@ -53,19 +53,21 @@ def decide(question: Question) -> Decision:
         return home_E
 
     home_LE = np.array(side_by_side(plan, before_LE.shape[0], budget.threads), dtype=np.int16)
-    return Decision(
-        home_LE=home_LE,
-        replica_MLRB=replica_MLRB,
-        quota_MLRB=quota_MLRB,
+    return request.placement(
+        home_LE,
+        replica_MLRB,
+        quota_MLRB,
         scope="cluster" if budget.cross_node_copies else "node",
     )
 
 
-def _homes(question: Question, load_ME: ndarray, before_E: Int64[ndarray, " E"], layer: int) -> Int64[ndarray, " E"]:
+def _homes(
+    request: PlacementRequest, load_ME: ndarray, before_E: Int64[ndarray, " E"], layer: int
+) -> Int64[ndarray, " E"]:
     """Levels 1 and 1b, with hysteresis: the old homes stay unless the new ones earn what their moves cost."""
-    cluster = question.cluster
+    cluster = request.cluster
     G, N, E = cluster.ranks_per_node, cluster.num_nodes, load_ME.shape[1]
-    generator = np.random.default_rng([question.budget.seed, layer])
+    generator = np.random.default_rng([request.budget.seed, layer])
     swaps = generator.integers(0, E, (SWAPS if N > 1 else 0, 2))
     machine_E = before_E // G
     if N > 1:
@@ -80,14 +82,14 @@ def _homes(question: Question, load_ME: ndarray, before_E: Int64[ndarray, " E"],
     gain = (busiest(load_ME, before_E // G) - busiest(load_ME, machine_E)) / G
     if same_machine_E.all():
         gain = busiest(load_ME, before_E) - busiest(load_ME, home_E)
-    return home_E if gain > _moving_token_slots(question, int((home_E != before_E).sum())) else before_E
+    return home_E if gain > _moving_token_slots(request, int((home_E != before_E).sum())) else before_E
 
 
-def _moving_token_slots(question: Question, moved: int) -> float:
+def _moving_token_slots(request: PlacementRequest, moved: int) -> float:
     """Price moving experts in token-slots of the busiest rank: their state over all ranks' network shares at once."""
-    if question.budget.objective == "tokens":
+    if request.budget.objective == "tokens":
         return 0.0
-    cluster, expert = question.cluster, question.expert
+    cluster, expert = request.cluster, request.expert
     network = min(cluster.inter_send.bytes_per_second, cluster.inter_receive.bytes_per_second)
     seconds = moved * expert.state_bytes / network / cluster.num_ranks
     return seconds * cluster.flops_per_second / (3 * expert.flops_per_token_slot)

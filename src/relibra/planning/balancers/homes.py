@@ -5,30 +5,11 @@ from __future__ import annotations
 from typing import no_type_check
 
 import numpy as np
-from jaxtyping import Float64, Int, Int16, Int32, Int64
+from jaxtyping import Float64, Int, Int64
 from numpy import ndarray
 from scipy.optimize import linear_sum_assignment
 
-from relibra.planning.balancer import Decision, Question
-from relibra.planning.loads import homes_of
 from relibra.routing.compiled import compiled
-
-
-def previous_homes(question: Question) -> Int16[ndarray, "L E"]:
-    """Return the home rank of each expert before the step."""
-    return homes_of(question.previous_map, question.cluster.num_ranks)
-
-
-def empty_slots(question: Question) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]:
-    """Return spare slots without replicas, and their quotas of 0."""
-    shape = (*question.demand.tokens_MLRE.shape[:3], question.budget.slots)
-    return np.full(shape, -1, dtype=np.int16), np.zeros(shape, dtype=np.int32)
-
-
-def without_replicas(question: Question, home_LE: Int[ndarray, "L E"]) -> Decision:
-    """Decide for homes alone."""
-    replica_MLRB, quota_MLRB = empty_slots(question)
-    return Decision(home_LE=home_LE.astype(np.int16), replica_MLRB=replica_MLRB, quota_MLRB=quota_MLRB)
 
 
 def copies_of(placement_RP: Int[ndarray, "R P"], num_experts: int) -> Int64[ndarray, "R E"]:

@@ -11,10 +11,10 @@ from jaxtyping import Float32, Int64
 from numpy import ndarray
 
 from relibra.cluster import Cluster
-from relibra.planning.balancer import Decision, Question
+from relibra.planning.balancer import PlacementRequest
 from relibra.planning.homes.annealing import COLD, WARM
 from relibra.planning.homes.home_search import HomeWeights, co_activation_groups, place_homes
-from relibra.planning.loads import homes_of
+from relibra.planning.placement import Placement
 from relibra.planning.replicas.pricing import cheapest_replicas, choose_replicas, moving_seconds
 from relibra.planning.schedule.locality import place_samples
 from relibra.planning.schedule.packing import PackingLimits, pack_samples
@@ -27,40 +27,40 @@ _PACKING_PROPOSALS = 400_000
 _PACKING_ROUNDS = 2
 
 
-def decide(question: Question) -> Decision:
+def decide(request: PlacementRequest) -> Placement:
     """Choose homes, then the schedule, then homes again if the schedule changed, then replicas; see `Budget`.
 
     A deadline limits the search of homes and schedule; replicas are always placed.
     """
-    budget, demand = question.budget, question.demand
+    budget, demand = request.budget, request.demand
     clock = Deadline(budget.deadline_seconds)
-    previous_LE = homes_of(question.previous_map, question.cluster.num_ranks).astype(np.int64)
+    previous_LE = request.previous.home_LE.astype(np.int64)
     home_LE = previous_LE
     if budget.move_homes:
-        home_LE = _homes(question, demand, home_LE, clock, first=not question.warm)
-    if question.cluster.num_nodes > 1:
-        demand, home_LE = _schedule(question, demand, home_LE, clock)
+        home_LE = _homes(request, demand, home_LE, clock, first=not request.warm)
+    if request.cluster.num_nodes > 1:
+        demand, home_LE = _schedule(request, demand, home_LE, clock)
     if budget.objective == "tokens":
         replica_MLRB, quota_MLRB = choose_replicas(
-            question, demand, home_LE, budget.tolerance, cross_node=budget.cross_node_copies
+            request, demand, home_LE, budget.tolerance, cross_node=budget.cross_node_copies
         )
     else:
-        home_LE, replica_MLRB, quota_MLRB = _cheapest(question, demand, home_LE, previous_LE, clock)
-    return Decision(
-        home_LE=home_LE.astype(np.int16),
-        replica_MLRB=replica_MLRB,
-        quota_MLRB=quota_MLRB,
+        home_LE, replica_MLRB, quota_MLRB = _cheapest(request, demand, home_LE, previous_LE, clock)
+    return request.placement(
+        home_LE,
+        replica_MLRB,
+        quota_MLRB,
         scope="cluster" if budget.cross_node_copies else "node",
-        scheduled=demand,
+        schedule=demand,
         cut_short=clock.missed,
     )
 
 
 def _schedule(
-    question: Question, demand: ScheduledDemand, home_LE: ndarray, clock: Deadline
+    request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray, clock: Deadline
 ) -> tuple[ScheduledDemand, ndarray]:
     """Pack samples into micro-batches and homes to what came of it, in turn; then place samples on ranks."""
-    budget, cluster = question.budget, question.cluster
+    budget, cluster = request.budget, request.cluster
     if budget.pack_samples:
         limits = PackingLimits.of_schedule(
             demand.micro_batch_S,
@@ -71,9 +71,9 @@ def _schedule(
         for round_number in range(_PACKING_ROUNDS):
             if not clock.allows(0.5):
                 break
-            demand = _packed(question, demand, home_LE, limits, seed=budget.seed + round_number)
+            demand = _packed(request, demand, home_LE, limits, seed=budget.seed + round_number)
             if budget.move_homes:
-                home_LE = _homes(question, demand, home_LE, clock, first=False)
+                home_LE = _homes(request, demand, home_LE, clock, first=False)
     if budget.place_samples and clock.allows(0.7):
         share_SLN = _node_share(demand, home_LE, cluster.ranks_per_node, cluster.num_nodes)
         micro_batch_S, rank_S = demand.micro_batch_S, demand.rank_S
@@ -84,40 +84,40 @@ def _schedule(
 
 
 def _cheapest(
-    question: Question, demand: ScheduledDemand, home_LE: ndarray, previous_LE: ndarray, clock: Deadline
+    request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray, previous_LE: ndarray, clock: Deadline
 ) -> tuple[ndarray, ndarray, ndarray]:
     """Price replicas for the new homes and for those there are; every layer takes the cheaper, moves included.
 
     A layer's moves are priced as if they were spread evenly over the ranks. In the end all moves together, as uneven as
     they are, have to pay, or nobody moves.
     """
-    cluster = question.cluster
-    replica_MLRB, quota_MLRB, new_ML = cheapest_replicas(question, demand, home_LE, clock, share=0.8)
+    cluster = request.cluster
+    replica_MLRB, quota_MLRB, new_ML = cheapest_replicas(request, demand, home_LE, clock, share=0.8)
     if np.array_equal(home_LE, previous_LE):
         return home_LE, replica_MLRB, quota_MLRB
-    kept_replica, kept_quota, kept_ML = cheapest_replicas(question, demand, previous_LE, clock, share=0.95)
-    move_seconds = question.expert.state_bytes / _slowest_link(cluster)
+    kept_replica, kept_quota, kept_ML = cheapest_replicas(request, demand, previous_LE, clock, share=0.95)
+    move_seconds = request.expert.state_bytes / _slowest_link(cluster)
     moved_L = (home_LE != previous_LE).sum(axis=1) / cluster.num_ranks
     new_L, kept_L = new_ML.sum(axis=0), kept_ML.sum(axis=0)
     stays_L = kept_L <= new_L + moved_L * move_seconds
     mixed_LE = np.where(stays_L[:, None], previous_LE, home_LE)
     saved = (kept_L - new_L)[~stays_L].sum()
-    if saved <= moving_seconds(question, demand, mixed_LE):
+    if saved <= moving_seconds(request, mixed_LE):
         return previous_LE, kept_replica, kept_quota
     replica_MLRB[:, stays_L], quota_MLRB[:, stays_L] = kept_replica[:, stays_L], kept_quota[:, stays_L]
     return mixed_LE, replica_MLRB, quota_MLRB
 
 
-def home_weights(question: Question, num_domains: int) -> HomeWeights:
+def home_weights(request: PlacementRequest, num_domains: int) -> HomeWeights:
     """Weigh network and moves against compute, in seconds on this cluster; with the token objective they weigh nothing.
 
     A domain is what homes are evened out over: a node, or a rank where there are no replicas. A token-slot costs a rank
     3 x forward flops; one that enters or leaves its domain 4 rows (dispatch and combine, forward and backward) on the
     slowest link; an expert that moves its weights, master copy and moments, shared by the links of all domains.
     """
-    if question.budget.objective == "tokens":
+    if request.budget.objective == "tokens":
         return HomeWeights()
-    cluster, expert = question.cluster, question.expert
+    cluster, expert = request.cluster, request.expert
     compute = 3 * expert.flops_per_token_slot / cluster.flops_per_second
     rate = _slowest_link(cluster)
     return HomeWeights(
@@ -134,31 +134,33 @@ def _slowest_link(cluster: Cluster) -> float:
     return min(cluster.inter_send.bytes_per_second, cluster.inter_receive.bytes_per_second)
 
 
-def _homes(question: Question, demand: ScheduledDemand, home_LE: ndarray, clock: Deadline, *, first: bool) -> ndarray:
+def _homes(
+    request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray, clock: Deadline, *, first: bool
+) -> ndarray:
     """Place the experts of every layer; `first`: from scratch, otherwise around the homes there are.
 
     With a deadline, in rounds of growing effort, each from the homes before it, until the next would be too long.
     """
     M, L, _ = demand.load_MLE.shape
     # without replicas every rank stands for itself
-    per_domain = question.cluster.ranks_per_node if question.budget.slots else 1
-    weights = home_weights(question, question.cluster.num_ranks // per_domain)
+    per_domain = request.cluster.ranks_per_node if request.budget.slots else 1
+    weights = home_weights(request, request.cluster.num_ranks // per_domain)
     proposals = int(np.clip(_SWAPS_OF_A_STEP // max(1, M * L), 4_000, 100_000))
     proposals //= (1 if first else 8) * (2 if weights.network else 1)  # the network term doubles the work of a swap
     if clock.seconds is None:
-        return _placed(question, demand, home_LE, per_domain, weights, proposals, first=first)
+        return _placed(request, demand, home_LE, per_domain, weights, proposals, first=first)
     seconds = 0.0
     for effort in (64, 16, 4, 1):
         if not clock.allows(0.6, estimate=4 * seconds):
             break
         start = clock.elapsed()
-        home_LE = _placed(question, demand, home_LE, per_domain, weights, proposals // effort, first=first)
+        home_LE = _placed(request, demand, home_LE, per_domain, weights, proposals // effort, first=first)
         seconds = clock.elapsed() - start
     return home_LE
 
 
 def _placed(
-    question: Question,
+    request: PlacementRequest,
     demand: ScheduledDemand,
     home_LE: ndarray,
     per_domain: int,
@@ -167,10 +169,10 @@ def _placed(
     *,
     first: bool,
 ) -> ndarray:
-    cluster = question.cluster
+    cluster = request.cluster
     load_MLE = demand.load_MLE
     M, L, E = load_MLE.shape
-    previous_LE = homes_of(question.previous_map, cluster.num_ranks).astype(np.int64)
+    previous_LE = request.previous.home_LE.astype(np.int64)
     domains = cluster.num_ranks // per_domain
 
     def place(layer: int) -> ndarray:
@@ -190,18 +192,18 @@ def _placed(
             weights=weights,
             temperature=COLD if first else WARM,
             proposals=proposals,
-            seed=question.budget.seed * 1_000_003 + layer,
+            seed=request.budget.seed * 1_000_003 + layer,
             start_node_E=start_E,
         )
 
-    return np.stack(side_by_side(place, L, question.budget.threads))
+    return np.stack(side_by_side(place, L, request.budget.threads))
 
 
 def _packed(
-    question: Question, demand: ScheduledDemand, home_LE: ndarray, limits: PackingLimits, *, seed: int
+    request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray, limits: PackingLimits, *, seed: int
 ) -> ScheduledDemand:
     """Pack the micro-batches of each expert-data-parallel group among themselves: a sample stays in its group."""
-    cluster = question.cluster
+    cluster = request.cluster
     share_SLN = _node_share(demand, home_LE, cluster.ranks_per_node, cluster.num_nodes)
     micro_batch_S, rank_S = demand.micro_batch_S, demand.rank_S
     M = len(demand.load_MLE)

@@ -13,22 +13,23 @@ import numpy as np
 from jaxtyping import Int, Int16, Int64
 from numpy import ndarray
 
-from relibra.planning.balancer import Decision, Question
-from relibra.planning.balancers.homes import choose_homes, copies_of, previous_homes
+from relibra.planning.balancer import PlacementRequest
+from relibra.planning.balancers.homes import choose_homes, copies_of
 from relibra.planning.balancers.shares import even_quotas, local_first_quotas, optimal_quotas
+from relibra.planning.placement import Placement
 
 Split = Literal["even", "optimal", "local first"]
 
 
-def resident_decision(question: Question, placement_LRP: Int[ndarray, "L R P"], split: Split) -> Decision:
+def resident_placement(request: PlacementRequest, placement_LRP: Int[ndarray, "L R P"], split: Split) -> Placement:
     """Turn a physical placement into a decision whose replicas stay for the whole step.
 
     placement_LRP   expert in each of the P = E / R + B slots of a rank; -1: empty
     split           how every micro-batch shares its load over the copies (`relibra.planning.balancers.shares`)
     """
-    demand, budget, cluster = question.demand, question.budget, question.cluster
+    demand, budget, cluster = request.demand, request.budget, request.cluster
     M, L, R, E = demand.tokens_MLRE.shape
-    load_MLE, before_LE = demand.load_MLE, previous_homes(question)
+    load_MLE, before_LE = demand.load_MLE, request.previous.home_LE.copy()
     home_LE = np.empty((L, E), dtype=np.int16)
     replica_MLRB = np.full((M, L, R, budget.slots), -1, dtype=np.int16)
     quota_MLRB = np.zeros((M, L, R, budget.slots), dtype=np.int32)
@@ -36,9 +37,9 @@ def resident_decision(question: Question, placement_LRP: Int[ndarray, "L R P"], 
         copies_RE = copies_of(placement_LRP[layer], E)
         home_E = before_LE[layer].astype(np.int64)
         if budget.move_homes:
-            share_E = question.total_LE[layer] / np.maximum(1, copies_RE.sum(axis=0))
+            share_E = request.total_LE[layer] / np.maximum(1, copies_RE.sum(axis=0))
             home_E, copies_RE = choose_homes(copies_RE, home_E, share_E, budget.slots)
-        replica_RB, copies_RB = _lay_replicas(copies_RE, home_E, question.total_LE[layer], budget.slots)
+        replica_RB, copies_RB = _lay_replicas(copies_RE, home_E, request.total_LE[layer], budget.slots)
         home_copies_E = copies_RE[home_E, np.arange(E)]
         load_ME = load_MLE[:, layer]
         if split == "even":
@@ -50,7 +51,7 @@ def resident_decision(question: Question, placement_LRP: Int[ndarray, "L R P"], 
                 demand.tokens_MLRE[:, layer], home_E, home_copies_E, replica_RB, copies_RB, cluster.ranks_per_node
             )
         home_LE[layer], replica_MLRB[:, layer], quota_MLRB[:, layer] = home_E, replica_RB, quota_MRB
-    return Decision(home_LE=home_LE, replica_MLRB=replica_MLRB, quota_MLRB=quota_MLRB, resident=True, scope="cluster")
+    return request.placement(home_LE, replica_MLRB, quota_MLRB, resident=True, scope="cluster")
 
 
 def _lay_replicas(

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from relibra.planning.balancer import Decision, Question
-from relibra.planning.balancers.homes import empty_slots, previous_homes
+from relibra.planning.balancer import PlacementRequest
 from relibra.planning.homes.home_search import longest_first
+from relibra.planning.placement import Placement
 from relibra.planning.replicas.replication import replicate
 
 
-def decide(question: Question) -> Decision:
+def decide(request: PlacementRequest) -> Placement:
     """Make every rank's load as equal as its slots allow in each micro-batch and layer, copies on any node."""
-    R, budget = question.cluster.num_ranks, question.budget
-    load_MLE, home_LE = question.demand.load_MLE, previous_homes(question)
-    replica_MLRB, quota_MLRB = empty_slots(question)
+    R, budget = request.cluster.num_ranks, request.budget
+    load_MLE, home_LE = request.demand.load_MLE, request.previous.home_LE.copy()
+    replica_MLRB, quota_MLRB = request.empty_slots()
     for layer in range(home_LE.shape[0]):
         if budget.move_homes:
             home_LE[layer] = longest_first(load_MLE[:, layer].sum(axis=0), R)
         load_ME = np.ascontiguousarray(load_MLE[:, layer])
         replica_MLRB[:, layer], quota_MLRB[:, layer] = replicate(load_ME, home_LE[layer], R, R, slots=budget.slots)
-    return Decision(home_LE=home_LE, replica_MLRB=replica_MLRB, quota_MLRB=quota_MLRB, scope="cluster")
+    return request.placement(home_LE, replica_MLRB, quota_MLRB, scope="cluster")

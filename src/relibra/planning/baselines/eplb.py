@@ -15,22 +15,23 @@ import numpy as np
 from jaxtyping import Int64, Shaped
 from numpy import ndarray
 
-from relibra.planning.balancer import Decision, Question
-from relibra.planning.balancers.resident import resident_decision
+from relibra.planning.balancer import PlacementRequest
+from relibra.planning.balancers.resident import resident_placement
+from relibra.planning.placement import Placement
 from relibra.routing.compiled import compiled
 
 
-def decide(question: Question) -> Decision:
+def decide(request: PlacementRequest) -> Placement:
     """Place by EPLB from `total_LE`, and share the tokens of every micro-batch evenly over the copies."""
-    return resident_decision(question, eplb_layers(question), "even")
+    return resident_placement(request, eplb_layers(request), "even")
 
 
-def eplb_layers(question: Question) -> Int64[ndarray, "L R P"]:
+def eplb_layers(request: PlacementRequest) -> Int64[ndarray, "L R P"]:
     """Return EPLB's placement of every layer: the expert in each of the P = E / R + B slots of a rank."""
-    L, E = question.total_LE.shape
-    R = question.cluster.num_ranks
-    num_replicas = E + R * question.budget.slots
-    layers = [eplb_placement(weight_E, num_replicas, 1, 1, R)[0] for weight_E in question.total_LE]
+    L, E = request.total_LE.shape
+    R = request.cluster.num_ranks
+    num_replicas = E + R * request.budget.slots
+    layers = [eplb_placement(weight_E, num_replicas, 1, 1, R)[0] for weight_E in request.total_LE]
     return np.array(layers, dtype=np.int64).reshape(L, R, num_replicas // R)
 
 

@@ -6,11 +6,12 @@ SGLang's `lp` dispatch solve it. Ours is exact and in integers, theirs are appro
 
 from __future__ import annotations
 
-from relibra.planning.balancer import Decision, Question
-from relibra.planning.balancers.resident import resident_decision
+from relibra.planning.balancer import PlacementRequest
+from relibra.planning.balancers.resident import resident_placement
 from relibra.planning.baselines.eplb import eplb_layers
+from relibra.planning.placement import Placement
 
 
-def decide(question: Question) -> Decision:
+def decide(request: PlacementRequest) -> Placement:
     """Place by EPLB from `total_LE` and split each micro-batch so that its busiest rank is as low as possible."""
-    return resident_decision(question, eplb_layers(question), "optimal")
+    return resident_placement(request, eplb_layers(request), "optimal")

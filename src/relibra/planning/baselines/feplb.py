@@ -13,27 +13,27 @@ from typing import no_type_check
 
 import numpy as np
 
-from relibra.planning.balancer import Decision, Question
-from relibra.planning.balancers.homes import empty_slots, previous_homes
+from relibra.planning.balancer import PlacementRequest
+from relibra.planning.placement import Placement
 from relibra.routing.compiled import compiled
 
 DYNAMIC = 4
 """Experts that may leave a rank; the paper's default."""
 
 
-def decide(question: Question) -> Decision:
+def decide(request: PlacementRequest) -> Placement:
     """Move busy experts, whole, to lighter ranks of their node, per (micro-batch, layer)."""
-    home_LE = previous_homes(question)
-    replica_MLRB, quota_MLRB = empty_slots(question)
-    if question.budget.slots:
+    home_LE = request.previous.home_LE.copy()
+    replica_MLRB, quota_MLRB = request.empty_slots()
+    if request.budget.slots:
         _move_all(
-            question.demand.load_MLE,
+            request.demand.load_MLE,
             home_LE.astype(np.int64),
-            question.cluster.ranks_per_node,
+            request.cluster.ranks_per_node,
             replica_MLRB,
             quota_MLRB,
         )
-    return Decision(home_LE=home_LE, replica_MLRB=replica_MLRB, quota_MLRB=quota_MLRB)
+    return request.placement(home_LE, replica_MLRB, quota_MLRB)
 
 
 @compiled

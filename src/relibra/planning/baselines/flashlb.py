@@ -15,9 +15,10 @@ import numpy as np
 from jaxtyping import Float64, Int, Int64
 from numpy import ndarray
 
-from relibra.planning.balancer import Decision, Question
-from relibra.planning.balancers.homes import previous_homes, relabel_ranks
-from relibra.planning.balancers.resident import resident_decision
+from relibra.planning.balancer import PlacementRequest
+from relibra.planning.balancers.homes import relabel_ranks
+from relibra.planning.balancers.resident import resident_placement
+from relibra.planning.placement import Placement
 from relibra.planning.search.concurrency import side_by_side
 from relibra.routing.compiled import compiled
 
@@ -27,18 +28,18 @@ Z = 0.6744897501960817
 TIERS, REACH, MAX_SUMS = 4, 8, 64
 
 
-def decide(question: Question) -> Decision:
+def decide(request: PlacementRequest) -> Placement:
     """Place every layer from its micro-batches and share tokens evenly."""
-    R, B = question.cluster.num_ranks, question.budget.slots
-    load_MLE, home_LE = question.demand.load_MLE, previous_homes(question)
+    R, B = request.cluster.num_ranks, request.budget.slots
+    load_MLE, home_LE = request.demand.load_MLE, request.previous.home_LE.copy()
     per_rank = home_LE.shape[1] // R
 
     def place(layer: int) -> ndarray:
         placement_RP = flashlb_placement(load_MLE[:, layer], R, B)
         return relabel_ranks(placement_RP, np.argsort(home_LE[layer], kind="stable").reshape(R, per_rank))
 
-    layers = side_by_side(place, home_LE.shape[0], question.budget.threads)
-    return resident_decision(question, np.stack(layers), "even")
+    layers = side_by_side(place, home_LE.shape[0], request.budget.threads)
+    return resident_placement(request, np.stack(layers), "even")
 
 
 def flashlb_placement(load_TE: Int[ndarray, "T E"], num_ranks: int, slots: int) -> Int64[ndarray, "R P"]:

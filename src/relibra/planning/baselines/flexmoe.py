@@ -13,25 +13,26 @@ import numpy as np
 from jaxtyping import Float64, Int64
 from numpy import ndarray
 
-from relibra.planning.balancer import Decision, Question
-from relibra.planning.balancers.homes import copies_of, previous_homes
-from relibra.planning.balancers.resident import resident_decision
+from relibra.planning.balancer import PlacementRequest
+from relibra.planning.balancers.homes import copies_of
+from relibra.planning.balancers.resident import resident_placement
+from relibra.planning.placement import Placement
 
 ROUNDS = 10
 
 
-def decide(question: Question) -> Decision:
+def decide(request: PlacementRequest) -> Placement:
     """Grow and shrink copies of every layer from past totals, and share tokens on the own node first."""
-    home_LE = previous_homes(question)
-    R, N, B = question.cluster.num_ranks, question.cluster.num_nodes, question.budget.slots
+    home_LE = request.previous.home_LE.copy()
+    R, N, B = request.cluster.num_ranks, request.cluster.num_nodes, request.budget.slots
     L, E = home_LE.shape
     placement_LRP = np.empty((L, R, E // R + B), dtype=np.int64)
-    for layer, total_E in enumerate(question.total_LE):
+    for layer, total_E in enumerate(request.total_LE):
         homes_Rk = np.argsort(home_LE[layer], kind="stable").reshape(R, E // R)
         empty_RB = np.full((R, B), -1, dtype=np.int64)
         start_RP = np.concatenate([homes_Rk, empty_RB], axis=1)
         placement_LRP[layer] = grow_and_shrink(expand(start_RP, total_E), total_E, N)
-    return resident_decision(question, placement_LRP, "local first")
+    return resident_placement(request, placement_LRP, "local first")
 
 
 def expand(placement_RP: Int64[ndarray, "R P"], load_E: Float64[ndarray, " E"]) -> Int64[ndarray, "R P"]:

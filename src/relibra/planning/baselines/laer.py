@@ -13,25 +13,26 @@ import numpy as np
 from jaxtyping import Float64, Int64
 from numpy import ndarray
 
-from relibra.planning.balancer import Decision, Question
+from relibra.planning.balancer import PlacementRequest
 from relibra.planning.balancers.homes import copies_of
-from relibra.planning.balancers.resident import resident_decision
+from relibra.planning.balancers.resident import resident_placement
+from relibra.planning.placement import Placement
 
 
-def decide(question: Question) -> Decision:
+def decide(request: PlacementRequest) -> Placement:
     """Keep the cheapest layout of every layer, and share tokens on the own node first."""
-    cluster = question.cluster
+    cluster = request.cluster
     R, N = cluster.num_ranks, cluster.num_nodes
-    L, E = question.total_LE.shape
-    per_rank = E // R + question.budget.slots
+    L, E = request.total_LE.shape
+    per_rank = E // R + request.budget.slots
     placement_LRP = np.empty((L, R, per_rank), dtype=np.int64)
-    for layer, total_E in enumerate(question.total_LE):
+    for layer, total_E in enumerate(request.total_LE):
         candidates = [greedy_counts(total_E, R * per_rank, N)]
         if R * per_rank % E == 0:
             candidates.insert(0, np.full(E, R * per_rank // E))
         placements = [greedy_placement(total_E, count_E, R, per_rank, N) for count_E in candidates]
-        placement_LRP[layer] = min(placements, key=lambda placement_RP: _seconds(question, total_E, placement_RP))
-    return resident_decision(question, placement_LRP, "local first")
+        placement_LRP[layer] = min(placements, key=lambda placement_RP: _seconds(request, total_E, placement_RP))
+    return resident_placement(request, placement_LRP, "local first")
 
 
 def greedy_counts(load_E: Float64[ndarray, " E"], num_slots: int, num_nodes: int) -> Int64[ndarray, " E"]:
@@ -70,9 +71,9 @@ def greedy_placement(
     return placement_RP
 
 
-def _seconds(question: Question, load_E: Float64[ndarray, " E"], placement_RP: Int64[ndarray, "R P"]) -> float:
+def _seconds(request: PlacementRequest, load_E: Float64[ndarray, " E"], placement_RP: Int64[ndarray, "R P"]) -> float:
     """4 x the sum over sources of bytes / bandwidth + 3 x the busiest rank's compute, with equal sources."""
-    cluster, expert = question.cluster, question.expert
+    cluster, expert = request.cluster, request.expert
     N, G = cluster.num_nodes, cluster.ranks_per_node
     copies_RE = copies_of(placement_RP, len(load_E))
     copies_NE = copies_RE.reshape(N, G, -1).sum(axis=1)

@@ -11,8 +11,8 @@ from typing import no_type_check
 
 import numpy as np
 
-from relibra.planning.balancer import Decision, Question
-from relibra.planning.balancers.homes import empty_slots, previous_homes
+from relibra.planning.balancer import PlacementRequest
+from relibra.planning.placement import Placement
 from relibra.routing.compiled import compiled
 
 CAPACITY = 1.1
@@ -25,13 +25,13 @@ WORTH = 1.3
 """Skew below which nothing is done."""
 
 
-def decide(question: Question) -> Decision:
+def decide(request: PlacementRequest) -> Placement:
     """Spill what is over capacity to the least loaded ranks of the cluster, per (micro-batch, layer)."""
-    home_LE = previous_homes(question)
-    replica_MLRB, quota_MLRB = empty_slots(question)
-    if question.budget.slots:
-        _spill_all(question.demand.load_MLE, home_LE.astype(np.int64), replica_MLRB, quota_MLRB)
-    return Decision(home_LE=home_LE, replica_MLRB=replica_MLRB, quota_MLRB=quota_MLRB, scope="cluster")
+    home_LE = request.previous.home_LE.copy()
+    replica_MLRB, quota_MLRB = request.empty_slots()
+    if request.budget.slots:
+        _spill_all(request.demand.load_MLE, home_LE.astype(np.int64), replica_MLRB, quota_MLRB)
+    return request.placement(home_LE, replica_MLRB, quota_MLRB, scope="cluster")
 
 
 @compiled

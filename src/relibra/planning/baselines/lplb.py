@@ -12,21 +12,22 @@ import numpy as np
 from jaxtyping import Int64
 from numpy import ndarray
 
-from relibra.planning.balancer import Decision, Question
-from relibra.planning.balancers.resident import resident_decision
+from relibra.planning.balancer import PlacementRequest
+from relibra.planning.balancers.resident import resident_placement
 from relibra.planning.baselines.eplb import eplb_placement
+from relibra.planning.placement import Placement
 
 CUBE = ([3, 0, 1, 2, 7, 4, 5, 6], [6, 7, 4, 5, 0, 1, 2, 3])
 """Two edge sets of a cube, as LPLB ships it for 8 ranks."""
 
 
-def decide(question: Question) -> Decision:
+def decide(request: PlacementRequest) -> Placement:
     """Copy the heaviest experts of each rank to its neighbours, and split each micro-batch optimally."""
-    R, B = question.cluster.num_ranks, question.budget.slots
-    L, E = question.total_LE.shape
+    R, B = request.cluster.num_ranks, request.budget.slots
+    L, E = request.total_LE.shape
     origin_CR = topology(R, B)
     placement_LRP = np.full((L, R, E // R + B), -1, dtype=np.int64)
-    for layer, total_E in enumerate(question.total_LE):
+    for layer, total_E in enumerate(request.total_LE):
         homes_Rk = eplb_placement(total_E, E, 1, 1, R)[0].reshape(R, E // R)
         order_Rk = np.argsort(-total_E[homes_Rk], axis=1, kind="stable")
         heaviest_Rk = np.take_along_axis(homes_Rk, order_Rk, axis=1)
@@ -34,7 +35,7 @@ def decide(question: Question) -> Decision:
         for c in range(min(B, E // R)):
             origin_R = origin_CR[c % len(origin_CR)]
             placement_LRP[layer, :, E // R + c] = np.where(origin_R == np.arange(R), -1, heaviest_Rk[origin_R, c])
-    return resident_decision(question, placement_LRP, "optimal")
+    return resident_placement(request, placement_LRP, "optimal")
 
 
 def topology(num_ranks: int, slots: int) -> Int64[ndarray, "C R"]:

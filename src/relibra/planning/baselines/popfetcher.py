@@ -12,29 +12,29 @@ import numpy as np
 from jaxtyping import Float64, Int64
 from numpy import ndarray
 
-from relibra.planning.balancer import Decision, Question
-from relibra.planning.balancers.homes import empty_slots, previous_homes
+from relibra.planning.balancer import PlacementRequest
+from relibra.planning.placement import Placement
 
 
-def decide(question: Question) -> Decision:
+def decide(request: PlacementRequest) -> Placement:
     """Fetch the most popular remote experts to every rank and keep the rank's own tokens for them local."""
-    home_LE = previous_homes(question)
-    replica_MLRB, quota_MLRB = empty_slots(question)
-    tokens_MLRE = question.demand.tokens_MLRE
+    home_LE = request.previous.home_LE.copy()
+    replica_MLRB, quota_MLRB = request.empty_slots()
+    tokens_MLRE = request.demand.tokens_MLRE
     M, L, R, B = replica_MLRB.shape
-    seen = max(1, M if question.history_MLE is None else len(question.history_MLE))
+    seen = max(1, M if request.history_MLE is None else len(request.history_MLE))
     for layer in range(L):
-        expected_E = question.total_LE[layer] / seen / R  # per micro-batch and rank
+        expected_E = request.total_LE[layer] / seen / R  # per micro-batch and rank
         for rank in range(R):
-            fetched = _popular(question, expected_E, np.flatnonzero(home_LE[layer] != rank))[:B]
+            fetched = _popular(request, expected_E, np.flatnonzero(home_LE[layer] != rank))[:B]
             own_MX = tokens_MLRE[:, layer, rank, fetched]
             replica_MLRB[:, layer, rank, : len(fetched)] = np.where(own_MX > 0, fetched, -1)
             quota_MLRB[:, layer, rank, : len(fetched)] = own_MX
-    return Decision(home_LE=home_LE, replica_MLRB=replica_MLRB, quota_MLRB=quota_MLRB, scope="cluster")
+    return request.placement(home_LE, replica_MLRB, quota_MLRB, scope="cluster")
 
 
 def _popular(
-    question: Question, expected_E: Float64[ndarray, " E"], remote: Int64[ndarray, " X"]
+    request: PlacementRequest, expected_E: Float64[ndarray, " E"], remote: Int64[ndarray, " X"]
 ) -> Int64[ndarray, " X2"]:
     """List the remote experts that are worth fetching, most tokens first.
 
@@ -42,5 +42,5 @@ def _popular(
     backward, and the gradient home).
     """
     by_tokens = remote[np.argsort(-expected_E[remote], kind="stable")]
-    pays = 4 * expected_E[by_tokens] * question.expert.row_bytes > 3 * question.expert.weight_bytes
+    pays = 4 * expected_E[by_tokens] * request.expert.row_bytes > 3 * request.expert.weight_bytes
     return by_tokens[pays]

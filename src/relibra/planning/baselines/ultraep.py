@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Int, Int16, Int32
 from numpy import ndarray
 
-from relibra.planning.balancer import Decision, Question
-from relibra.planning.balancers.homes import empty_slots, previous_homes
+from relibra.planning.balancer import PlacementRequest
+from relibra.planning.placement import Placement
 from relibra.routing.compiled import compiled
 
 KEEP = 1
@@ -27,22 +27,22 @@ SMALL = 1024
 Placed = tuple[Int16[ndarray, "R B"], Int32[ndarray, "R B"]]
 
 
-def decide(question: Question) -> Decision:
+def decide(request: PlacementRequest) -> Placement:
     """Solve each (micro-batch, layer, node) by itself, homes as they are."""
-    G = question.cluster.ranks_per_node
-    load_MLE, home_LE = question.demand.load_MLE, previous_homes(question)
-    replica_MLRB, quota_MLRB = empty_slots(question)
-    if question.budget.slots:
+    G = request.cluster.ranks_per_node
+    load_MLE, home_LE = request.demand.load_MLE, request.previous.home_LE.copy()
+    replica_MLRB, quota_MLRB = request.empty_slots()
+    if request.budget.slots:
         for layer in range(home_LE.shape[0]):
             home_E = home_LE[layer].astype(np.int64)
-            for node in range(question.cluster.num_nodes):
+            for node in range(request.cluster.num_nodes):
                 here = slice(node * G, (node + 1) * G)
                 experts = np.flatnonzero(home_E // G == node)
                 load_MX = np.ascontiguousarray(load_MLE[:, layer, experts])
-                replica_MGB, quota_MGB = solve(load_MX, home_E[experts] - node * G, G, question.budget.slots)
+                replica_MGB, quota_MGB = solve(load_MX, home_E[experts] - node * G, G, request.budget.slots)
                 replica_MLRB[:, layer, here] = np.where(replica_MGB >= 0, experts[replica_MGB], -1)
                 quota_MLRB[:, layer, here] = quota_MGB
-    return Decision(home_LE=home_LE, replica_MLRB=replica_MLRB, quota_MLRB=quota_MLRB)
+    return request.placement(home_LE, replica_MLRB, quota_MLRB)
 
 
 def solve(

@@ -18,7 +18,7 @@ from numpy import ndarray
 from relibra.cluster import Cluster
 from relibra.errors import PlanError
 from relibra.planning.costs.expert_shape import ExpertShape
-from relibra.planning.loads import homes_of
+from relibra.planning.placement import Homes, Placement
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.traffic import IN, OUT, iterate_traffic, link_rows, send_once_share
 from relibra.routing.demand import ScheduledDemand
@@ -78,7 +78,7 @@ def predict(
         compute=float(compute_seconds(plan, demand, cluster, expert).sum()),
         exchange=float(exchanged.seconds_ML.sum()),
         copies=float(exposed_copy_seconds(plan, cluster, expert, attention_seconds).sum()),
-        relocation=relocation_seconds(plan, cluster, expert),
+        relocation=relocation_seconds(plan.previous, plan, cluster, expert),
         cross_node_token_slots=exchanged.cross_node_token_slots,
         sent_bytes=exchanged.sent_bytes,
         copy_bytes=_copy_bytes(plan, expert),
@@ -101,7 +101,7 @@ def _check_fit(plan: StepPlan, demand: ScheduledDemand, cluster: Cluster) -> Non
 
 
 def compute_seconds(
-    plan: StepPlan, demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape
+    plan: Placement, demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape
 ) -> Float64[ndarray, "M L"]:
     """Return the seconds of the busiest rank's experts per micro-batch and layer: forward and twice that backward."""
     flops = 3.0 * expert.flops_per_token_slot
@@ -131,7 +131,7 @@ class Exchange:
 
 
 def exchange(
-    plan: StepPlan,
+    plan: Placement,
     demand: ScheduledDemand,
     cluster: Cluster,
     expert: ExpertShape,
@@ -165,7 +165,7 @@ def exchange(
 
 
 def pushed_copies(
-    plan: StepPlan,
+    plan: Placement,
 ) -> tuple[Bool[ndarray, "M L R B"], Bool[ndarray, "M L R B"], Bool[ndarray, "M L R B"]]:
     """Tell which replicas receive weights before forward, again before backward, and return a gradient after it.
 
@@ -184,7 +184,7 @@ def pushed_copies(
 
 
 def exposed_copy_seconds(
-    plan: StepPlan, cluster: Cluster, expert: ExpertShape, attention_seconds: float
+    plan: Placement, cluster: Cluster, expert: ExpertShape, attention_seconds: float
 ) -> Float64[ndarray, "M L"]:
     """Return the seconds of copies that attention does not hide; each phase hides under its own direction."""
     forward, backward, gradients = pushed_copies(plan)
@@ -194,13 +194,13 @@ def exposed_copy_seconds(
     return np.maximum(0, forward_ML - attention_seconds) + np.maximum(0, backward_ML - 2 * attention_seconds)
 
 
-def _copy_bytes(plan: StepPlan, expert: ExpertShape) -> int:
+def _copy_bytes(plan: Placement, expert: ExpertShape) -> int:
     forward, backward, gradients = (int(copied.sum()) for copied in pushed_copies(plan))
     return (forward + backward) * expert.weight_bytes + gradients * expert.gradient_bytes
 
 
 def copy_seconds(
-    plan: StepPlan,
+    plan: Placement,
     copied_MLRB: Bool[ndarray, "M L R B"],
     cluster: Cluster,
     bytes_each: int,
@@ -215,7 +215,7 @@ def copy_seconds(
 
 
 def copy_seconds_of_links(
-    plan: StepPlan,
+    plan: Placement,
     copied_MLRB: Bool[ndarray, "M L R B"],
     cluster: Cluster,
     bytes_each: int,
@@ -254,12 +254,12 @@ def copy_seconds_of_links(
     return inside_ML, np.maximum(sent_ML, cluster.inter_receive.seconds(busiest(to_X, ~inside_X)))
 
 
-def relocation_seconds(plan: StepPlan, cluster: Cluster, expert: ExpertShape) -> float:
+def relocation_seconds(before: Homes, after: Homes, cluster: Cluster, expert: ExpertShape) -> float:
     """Time the moves of expert state: the busiest rank's bytes over each kind of link, one message per layer."""
-    before_LE, after_LE = homes_of(plan.previous_map, plan.num_ranks), plan.home_LE
+    before_LE, after_LE = before.home_LE, after.home_LE
     layer_X, expert_X = np.nonzero(before_LE != after_LE)
     from_X, to_X = before_LE[layer_X, expert_X], after_LE[layer_X, expert_X]
-    inside_X = from_X // plan.ranks_per_node == to_X // plan.ranks_per_node
+    inside_X = from_X // after.ranks_per_node == to_X // after.ranks_per_node
 
     def busiest(ranks: ndarray) -> float:
         return float(np.bincount(ranks).max(initial=0) * expert.state_bytes)

@@ -17,7 +17,7 @@ from jaxtyping import Float64, Int, Int16, Int32, Int64
 from numpy import ndarray
 
 from relibra.cluster import Cluster
-from relibra.planning.balancer import Question
+from relibra.planning.balancer import PlacementRequest
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.costs.prediction import (
     Prediction,
@@ -27,7 +27,7 @@ from relibra.planning.costs.prediction import (
     predict,
     relocation_seconds,
 )
-from relibra.planning.plan import StepPlan, map_of
+from relibra.planning.plan import StepPlan
 from relibra.planning.replicas.replication import replicate
 from relibra.planning.replicas.traffic_copies import replicate_for_traffic
 from relibra.planning.search.concurrency import Deadline, available_cores, side_by_side
@@ -38,10 +38,15 @@ TOLERANCES = (0.1,)
 
 
 def choose_replicas(
-    question: Question, demand: ScheduledDemand, home_LE: Int64[ndarray, "L E"], tolerance: float, *, cross_node: bool
+    request: PlacementRequest,
+    demand: ScheduledDemand,
+    home_LE: Int64[ndarray, "L E"],
+    tolerance: float,
+    *,
+    cross_node: bool,
 ) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]:
     """Choose replicas for every micro-batch and layer at one tolerance: some 10 microseconds each."""
-    cluster, budget = question.cluster, question.budget
+    cluster, budget = request.cluster, request.budget
     load_MLE = demand.load_MLE
 
     def place(layer: int) -> tuple[ndarray, ndarray]:
@@ -64,10 +69,14 @@ def choose_replicas(
 
 
 def copies_against_traffic(
-    question: Question, demand: ScheduledDemand, home_LE: Int64[ndarray, "L E"], traffic_slots: int, most_per_home: int
+    request: PlacementRequest,
+    demand: ScheduledDemand,
+    home_LE: Int64[ndarray, "L E"],
+    traffic_slots: int,
+    most_per_home: int,
 ) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]:
     """Choose replicas that keep tokens inside their node, and even out the rest with the slots that are left."""
-    cluster, budget = question.cluster, question.budget
+    cluster, budget = request.cluster, request.budget
 
     def place(layer: int) -> tuple[ndarray, ndarray]:
         return replicate_for_traffic(
@@ -85,13 +94,13 @@ def copies_against_traffic(
     return replica, quota
 
 
-def copies_hidden(question: Question, demand: ScheduledDemand) -> int:
+def copies_hidden(request: PlacementRequest, demand: ScheduledDemand) -> int:
     """Count the copies on other nodes that one home rank can serve while attention runs, forward and backward.
 
     Weights leave it before the forward pass; before the backward pass, which takes twice as long, they leave it again,
     and after it gradients come in.
     """
-    cluster, expert = question.cluster, question.expert
+    cluster, expert = request.cluster, request.expert
     attention = attention_seconds(demand, cluster, expert)
     out = expert.weight_bytes / cluster.inter_send.bytes_per_second
     back = expert.gradient_bytes / cluster.inter_receive.bytes_per_second
@@ -102,10 +111,10 @@ Replicas = tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]
 
 
 def replica_choices(
-    question: Question, demand: ScheduledDemand, home_LE: Int64[ndarray, "L E"]
+    request: PlacementRequest, demand: ScheduledDemand, home_LE: Int64[ndarray, "L E"]
 ) -> list[Callable[[], Replicas]]:
     """List ways to choose replicas, to be called: none, then few copies first, so that they stay at equal seconds."""
-    budget, cluster = question.budget, question.cluster
+    budget, cluster = request.budget, request.cluster
 
     def none() -> Replicas:
         M, L, _ = demand.load_MLE.shape
@@ -118,21 +127,21 @@ def replica_choices(
     tolerances = sorted({t for t in (budget.tolerance, *TOLERANCES) if t >= budget.tolerance}, reverse=True)
     across = budget.cross_node_copies and cluster.num_nodes > 1
     choices += [
-        partial(choose_replicas, question, demand, home_LE, tolerance, cross_node=cross_node)
+        partial(choose_replicas, request, demand, home_LE, tolerance, cross_node=cross_node)
         for cross_node in (False, True)[: 1 + across]
         for tolerance in tolerances
     ]
     if budget.slots > 1 and across:
-        hidden = max(1, copies_hidden(question, demand))  # one copy in the open may still save more than it costs
+        hidden = max(1, copies_hidden(request, demand))  # one copy in the open may still save more than it costs
         choices += [
-            partial(copies_against_traffic, question, demand, home_LE, budget.slots // 2, most)
+            partial(copies_against_traffic, request, demand, home_LE, budget.slots // 2, most)
             for most in sorted({hidden // 2, hidden, 2 * hidden} - {0})
         ]
     return choices
 
 
 def cheapest_replicas(
-    question: Question, demand: ScheduledDemand, home_LE: Int64[ndarray, "L E"], clock: Deadline, *, share: float
+    request: PlacementRequest, demand: ScheduledDemand, home_LE: Int64[ndarray, "L E"], clock: Deadline, *, share: float
 ) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"], Float64[ndarray, "M L"]]:
     """Choose, per micro-batch and layer, the replicas that make it cheapest; return also its seconds.
 
@@ -141,8 +150,8 @@ def cheapest_replicas(
     share   of the planning time that may be over in the end. No replicas and the first choices, as many as there are
             threads, are priced in any case, further ones only if they are done by then, going by those before
     """
-    choices = replica_choices(question, demand, home_LE)
-    together = len(choices) if clock.seconds is None else max(2, question.budget.threads or available_cores())
+    choices = replica_choices(request, demand, home_LE)
+    together = len(choices) if clock.seconds is None else max(2, request.budget.threads or available_cores())
     best: tuple[ndarray, ndarray, ndarray] | None = None
     longest = 0.0
     for first in range(0, len(choices), together):
@@ -150,9 +159,9 @@ def cheapest_replicas(
             break
         begun = clock.elapsed()
         made = [choose() for choose in choices[first : first + together]]
-        price = partial(_price, question, demand, home_LE, made)
+        price = partial(_price, request, demand, home_LE, made)
         for (replica, quota), seconds_ML in zip(
-            made, side_by_side(price, len(made), question.budget.threads), strict=True
+            made, side_by_side(price, len(made), request.budget.threads), strict=True
         ):
             if best is None:
                 best = replica, quota, seconds_ML
@@ -166,57 +175,37 @@ def cheapest_replicas(
 
 
 def _price(
-    question: Question, demand: ScheduledDemand, home_LE: Int64[ndarray, "L E"], made: list[Replicas], number: int
+    request: PlacementRequest,
+    demand: ScheduledDemand,
+    home_LE: Int64[ndarray, "L E"],
+    made: list[Replicas],
+    number: int,
 ) -> Float64[ndarray, "M L"]:
-    return seconds(question, demand, home_LE, *made[number])
+    return seconds(request, demand, home_LE, *made[number])
 
 
 def seconds(
-    question: Question,
+    request: PlacementRequest,
     demand: ScheduledDemand,
     home_LE: Int[ndarray, "L E"],
     replica_MLRB: Int16[ndarray, "M L R B"],
     quota_MLRB: Int32[ndarray, "M L R B"],
 ) -> Float64[ndarray, "M L"]:
     """Return compute, exchange and exposed copies per micro-batch and layer."""
-    cluster, expert = question.cluster, question.expert
-    draft = _draft(question, demand, home_LE, replica_MLRB, quota_MLRB)
+    cluster, expert = request.cluster, request.expert
+    placement = request.placement(home_LE, replica_MLRB, quota_MLRB, schedule=demand, scope="cluster")
     hidden = attention_seconds(demand, cluster, expert)
     return (
-        compute_seconds(draft, demand, cluster, expert)
-        + exchange(draft, demand, cluster, expert, demand.pairs_LEE).seconds_ML
-        + exposed_copy_seconds(draft, cluster, expert, hidden)
+        compute_seconds(placement, demand, cluster, expert)
+        + exchange(placement, demand, cluster, expert, demand.pairs_LEE).seconds_ML
+        + exposed_copy_seconds(placement, cluster, expert, hidden)
     )
 
 
-def moving_seconds(question: Question, demand: ScheduledDemand, home_LE: Int[ndarray, "L E"]) -> float:
+def moving_seconds(request: PlacementRequest, home_LE: Int[ndarray, "L E"]) -> float:
     """Return the seconds of moving from the previous homes to these."""
-    M, L, _ = demand.load_MLE.shape
-    nothing = np.zeros((M, L, question.cluster.num_ranks, 0), dtype=np.int16)
-    draft = _draft(question, demand, home_LE, nothing, nothing.astype(np.int32))
-    return relocation_seconds(draft, question.cluster, question.expert)
-
-
-def _draft(
-    question: Question, demand: ScheduledDemand, home_LE: ndarray, replica_MLRB: ndarray, quota_MLRB: ndarray
-) -> StepPlan:
-    """Make a plan that is only good for being priced."""
-    cluster = question.cluster
-    return StepPlan(
-        balancer="draft",
-        num_nodes=cluster.num_nodes,
-        ranks_per_node=cluster.ranks_per_node,
-        layer_ids=demand.layer_ids.astype(np.int32),
-        micro_batch_S=demand.micro_batch_S,
-        rank_S=demand.rank_S,
-        physical_to_logical_map=map_of(home_LE.astype(np.int16), question.previous_map, cluster.num_ranks),
-        previous_map=question.previous_map,
-        replica_MLRB=replica_MLRB,
-        quota_MLRB=quota_MLRB,
-        resident=False,
-        scope="cluster",
-        bound_ML=np.zeros(replica_MLRB.shape[:2], dtype=np.int64),
-    )
+    homes = request.previous.with_home_ranks(home_LE.astype(np.int16))
+    return relocation_seconds(request.previous, homes, request.cluster, request.expert)
 
 
 def attention_seconds(demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float64, Int, Int64
 from numpy import ndarray
 
-from relibra.planning.plan import StepPlan
+from relibra.planning.placement import Placement
 from relibra.planning.traffic.split import traffic_MLRR
 from relibra.routing.compiled import compiled
 from relibra.routing.demand import ScheduledDemand
@@ -24,7 +24,7 @@ _TRAFFIC_BYTES = 64 << 20
 """At most this much traffic (source rank x destination rank) is held at once."""
 
 
-def iterate_traffic(plan: StepPlan, demand: ScheduledDemand) -> Iterator[tuple[int, slice, Int64[ndarray, "L R R2"]]]:
+def iterate_traffic(plan: Placement, demand: ScheduledDemand) -> Iterator[tuple[int, slice, Int64[ndarray, "L R R2"]]]:
     """Yield the traffic of one micro-batch at a time, a bounded number of layers of it at once."""
     M, L, R, _ = demand.tokens_MLRE.shape
     at_once = max(1, _TRAFFIC_BYTES // (8 * R * R))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float64, Int32, Int64
@@ -11,12 +11,10 @@ from numpy import ndarray
 
 from relibra.cluster import Cluster
 from relibra.errors import ConfigError, TraceError
-from relibra.planning.loads import home_rank_load
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.byte_ledger import MAX_PAIRS, distinct_rows_of_step
 from relibra.routing.demand import ScheduledDemand
 from relibra.routing.demand_rows import sample_of_rows
-from relibra.routing.statistics import contiguous_homes
 from relibra.routing.trace import RoutingTrace
 from relibra.simulation import ModelShape
 
@@ -138,23 +136,7 @@ def compare_plan(name: str, plan: StepPlan, demand: ScheduledDemand) -> Compared
 
 def compare_static(plan: StepPlan, demand: ScheduledDemand) -> ComparedPlan:
     """Return the static layout in place of a plan: no moves, no replicas, the schedule that the balancer was given."""
-    M, L, R, E = demand.tokens_MLRE.shape
-    slot_map = np.tile(np.arange(E, dtype=np.int16), (L, 1))
-    home_LE = np.tile(contiguous_homes(E, R), (L, 1))
-    static = replace(
-        plan,
-        balancer="static",
-        micro_batch_S=demand.micro_batch_S,
-        rank_S=demand.rank_S,
-        physical_to_logical_map=slot_map,
-        previous_map=slot_map,
-        replica_MLRB=np.full((M, L, R, 0), -1, dtype=np.int16),
-        quota_MLRB=np.zeros((M, L, R, 0), dtype=np.int32),
-        bound_ML=home_rank_load(demand.load_MLE, home_LE, R).max(axis=2, initial=0),
-        predicted={},
-        plan_seconds=0.0,
-    )
-    return ComparedPlan(name=STATIC, plan=static, given=demand, demand=demand)
+    return ComparedPlan(name=STATIC, plan=StepPlan.static(demand, plan.topology), given=demand, demand=demand)
 
 
 def can_count_rows(plans: Sequence[ComparedPlan]) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 import relibra
 from relibra.planning.analysis.comparison import ComparisonRow
 from relibra.planning.analysis.levers import lever_bounds, lever_gaps
-from relibra.planning.plan import StepPlan, cross_node_copies
+from relibra.planning.plan import StepPlan
 from relibra.reporting.data.compared_plans import ComparedPlan, ComparedStep
 from relibra.reporting.data.number_format import count, exact_percent, plural
 from relibra.reporting.data.step_simulation import StepSimulation, simulate_plans, simulate_timelines
@@ -150,7 +150,7 @@ def _cards(step: ComparedStep, found: StepSimulation | None) -> str:
 def _change_cards(plan: StepPlan) -> list[tuple[str, str, str]]:
     """Return label, figure and note of the replicas and moves of a plan."""
     M, L, _, _ = plan.replica_MLRB.shape
-    away = cross_node_copies(plan)
+    away = plan.num_cross_node_copies
     per_layer = f"{plan.num_copies / max(1, M * L):.1f} per micro-batch and layer"
     return [
         ("Replicas", count(plan.num_copies), f"temporary copies of experts, {per_layer}"),

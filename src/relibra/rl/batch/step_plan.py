@@ -13,7 +13,8 @@ from numpy import ndarray
 
 from relibra.cluster import Cluster, cluster_preset
 from relibra.planning.budget import Budget
-from relibra.planning.layer_shards import demand_of_layers, join_layers, layers_of_rank, plan_of_layers
+from relibra.planning.layer_shards import demand_of_layers, join_layers, layers_of_rank
+from relibra.planning.placement import Homes
 from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
 from relibra.rl.batch.schedule import Schedule, make_schedule
@@ -123,13 +124,13 @@ def count_demand(
 
 
 def plan_together(
-    demand: ScheduledDemand, settings: PlanSettings, ranks_per_node: int, previous: StepPlan | None
+    demand: ScheduledDemand, settings: PlanSettings, ranks_per_node: int, previous: Homes | None
 ) -> StepPlan:
     """Plan a step, each rank a part of the layers; return the same plan on all ranks; collective.
 
     Where several nodes share the step, the schedule is decided first, on rank 0, from all layers.
 
-    previous   plan of the step before; None: experts are where the static layout has them
+    previous   where the experts are now; None: in the static layout
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     cluster = cluster_preset("h100x8", num_ranks, ranks_per_node)
@@ -153,13 +154,13 @@ def plan_together(
             cluster,
             budget,
             settings.balancer,
-            previous=None if previous is None else plan_of_layers(previous, layers),
+            previous=None if previous is None else previous.of_layers(layers),
         )
     return _gather_parts(part, demand, cluster, settings.slots)
 
 
 def _with_packed_schedule(
-    demand: ScheduledDemand, cluster: Cluster, budget: Budget, balancer: str, previous: StepPlan | None
+    demand: ScheduledDemand, cluster: Cluster, budget: Budget, balancer: str, previous: Homes | None
 ) -> ScheduledDemand:
     schedule_2S = np.zeros((0, len(demand.sample_ids)), dtype=np.int32)
     if dist.get_rank() == 0:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from relibra.parallel import execute_plan
 from relibra.parallel.balanced import balanced_layers
+from relibra.planning.placement import Homes
 from relibra.planning.plan import StepPlan
 from relibra.replay import BatchRoutes, RoutingReplay, replay_routing
 from relibra.rl.batch.schedule import Schedule
@@ -65,7 +66,7 @@ def build_batch(
     policy: Policy,
     config: RunConfig,
     *,
-    previous: StepPlan | None,
+    previous: Homes | None,
     ranks_per_node: int,
 ) -> TrainingBatch:
     """Decide when and on which rank each response is trained, send it there, and lay out micro-batches; collective.
@@ -100,7 +101,7 @@ def plan_recorded_routes(
     policy: Policy,
     settings: PlanSettings,
     *,
-    previous: StepPlan | None,
+    previous: Homes | None,
     ranks_per_node: int,
 ) -> TrainingBatch:
     """Return the batch with routes that its own recompute pass recorded (R2), and a plan from them; collective.
@@ -137,27 +138,16 @@ def _replaying_routes(batch: TrainingBatch, policy: Policy) -> TrainingBatch:
     return replace(batch, responses=responses, micro_batches=micro_batches)
 
 
-def homes_at_rest(policy: Policy, ranks_per_node: int) -> StepPlan | None:
-    """Return where the experts are now, as a plan for no micro-batch at all; None where they cannot move."""
+def current_homes(policy: Policy, ranks_per_node: int) -> Homes | None:
+    """Return where the experts are now; None where they cannot move."""
     if not policy.balanced:
         return None
     homes_LE = np.stack([layer.physical_to_logical_E for layer in balanced_layers(policy.trained).values()])
-    homes_LE, num_ranks = homes_LE.astype(np.int16), dist.get_world_size()
-    none = np.zeros(0, dtype=np.int32)
-    return StepPlan(
-        balancer="at rest",
-        num_nodes=num_ranks // ranks_per_node,
+    return Homes(
+        num_nodes=dist.get_world_size() // ranks_per_node,
         ranks_per_node=ranks_per_node,
         layer_ids=np.array(policy.layer_ids, dtype=np.int32),
-        micro_batch_S=none,
-        rank_S=none,
-        physical_to_logical_map=homes_LE,
-        previous_map=homes_LE,
-        replica_MLRB=np.zeros((0, len(homes_LE), num_ranks, 0), dtype=np.int16),
-        quota_MLRB=np.zeros((0, len(homes_LE), num_ranks, 0), dtype=np.int32),
-        resident=False,
-        scope="node",
-        bound_ML=np.zeros((0, len(homes_LE)), dtype=np.int64),
+        physical_to_logical_map=homes_LE.astype(np.int16),
     )
 
 

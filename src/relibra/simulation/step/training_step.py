@@ -260,19 +260,8 @@ def ends_of_mini_batches(
 
 def _relocation(plan: StepPlan, cluster: Cluster, model: ModelShape, layout: ParallelLayout) -> float:
     """Stages move their experts at the same time, each its own layers."""
-    if layout.pipeline_stages == 1:
-        return relocation_seconds(plan, cluster, model.expert)
-    parts = [_of_layers(plan, layers) for layers in layout.stage_layers(model.moe_layers)]
-    return max(relocation_seconds(part, cluster, model.expert) for part in parts)
-
-
-def _of_layers(plan: StepPlan, layers: slice) -> StepPlan:
-    return replace(
-        plan,
-        layer_ids=plan.layer_ids[layers],
-        physical_to_logical_map=plan.physical_to_logical_map[layers],
-        previous_map=plan.previous_map[layers],
-        replica_MLRB=plan.replica_MLRB[:, layers],
-        quota_MLRB=plan.quota_MLRB[:, layers],
-        bound_ML=plan.bound_ML[:, layers],
+    before, layers = plan.previous, np.arange(len(plan.layer_ids))
+    return max(
+        relocation_seconds(before.of_layers(layers[part]), plan.of_layers(layers[part]), cluster, model.expert)
+        for part in layout.stage_layers(model.moe_layers)
     )

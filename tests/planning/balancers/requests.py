@@ -1,19 +1,22 @@
 """Small questions for balancers, and a checker of their answers that shares no code with any of them."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import strategies as st
 
 from relibra import Demand
-from relibra.cluster import cluster_preset
-from relibra.planning.balancer import Question
+from relibra.cluster import Topology, cluster_preset
+from relibra.planning.balancer import PlacementRequest
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import ExpertShape
+from relibra.planning.placement import static_homes
 
 SMALL_EXPERT = ExpertShape(hidden=8, width=2)
 
 
 def ask(tokens_MLRE, nodes, *, slots, total_LE=None, expert=SMALL_EXPERT, previous_map=None, **budget):
-    """Make a question of scheduled tokens; homes before the step are the static layout unless given."""
+    """Make a request of scheduled tokens; homes before the step are the static layout unless given."""
     tokens_MLRE = np.asarray(tokens_MLRE, dtype=np.int32)
     M, L, R, E = tokens_MLRE.shape
     counts_SLE = tokens_MLRE.swapaxes(1, 2).reshape(M * R, L, E)
@@ -23,12 +26,13 @@ def ask(tokens_MLRE, nodes, *, slots, total_LE=None, expert=SMALL_EXPERT, previo
     ).with_schedule(micro_batch_S, rank_S, R)
     if total_LE is None:
         total_LE = tokens_MLRE.sum(axis=(0, 2))
-    return Question(
+    static = static_homes(Topology(num_nodes=nodes, ranks_per_node=R // nodes), demand.layer_ids, E)
+    return PlacementRequest(
         demand=demand,
         cluster=cluster_preset("h100x8", R, R // nodes),
         budget=Budget(**{"slots": slots, "threads": 1, "objective": "tokens", **budget}),
         expert=expert,
-        previous_map=np.tile(np.arange(E, dtype=np.int16), (L, 1)) if previous_map is None else previous_map,
+        previous=static if previous_map is None else replace(static, physical_to_logical_map=previous_map),
         total_LE=np.asarray(total_LE, dtype=np.float64),
     )
 
@@ -40,7 +44,7 @@ def spread(load_MLE, num_ranks):
 
 
 @st.composite
-def questions(draw):
+def requests(draw):
     """Draw questions with zero loads, one hot expert, no slots, one rank, one node, empty micro-batches, E = R."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     nodes, per_node, per_rank = (
@@ -71,32 +75,32 @@ def questions(draw):
     )
 
 
-def rank_loads(question, decision):
-    """Count what every rank computes, one replica after the other, and check every rule of a decision on the way."""
-    demand = decision.scheduled if getattr(decision, "scheduled", None) is not None else question.demand
+def rank_loads(request, placement):
+    """Count what every rank computes, one replica after the other, and check every rule of a placement on the way."""
+    demand = request.demand.with_schedule(placement.micro_batch_S, placement.rank_S, request.cluster.num_ranks)
     M, L, R, E = demand.tokens_MLRE.shape
-    B, G = question.budget.slots, question.cluster.ranks_per_node
-    assert decision.home_LE.shape == (L, E)
-    assert decision.home_LE.dtype == decision.replica_MLRB.dtype == np.int16
-    assert decision.quota_MLRB.dtype == np.int32
-    assert decision.replica_MLRB.shape == decision.quota_MLRB.shape == (M, L, R, B)
+    B, G = request.budget.slots, request.cluster.ranks_per_node
+    assert placement.home_LE.shape == (L, E)
+    assert placement.home_LE.dtype == placement.replica_MLRB.dtype == np.int16
+    assert placement.quota_MLRB.dtype == np.int32
+    assert placement.replica_MLRB.shape == placement.quota_MLRB.shape == (M, L, R, B)
     load_MLE = demand.load_MLE
     result = np.zeros((M, L, R), dtype=np.int64)
     for m, layer in np.ndindex(M, L):
-        home_E = decision.home_LE[layer]
+        home_E = placement.home_LE[layer]
         assert np.bincount(home_E, minlength=R).tolist() == [E // R] * R
         left_E = load_MLE[m, layer].copy()
         for r in range(R):
             held = set(np.flatnonzero(home_E == r).tolist())
             for b in range(B):
-                expert, quota = int(decision.replica_MLRB[m, layer, r, b]), int(decision.quota_MLRB[m, layer, r, b])
+                expert, quota = int(placement.replica_MLRB[m, layer, r, b]), int(placement.quota_MLRB[m, layer, r, b])
                 if expert < 0:
                     assert (expert, quota) == (-1, 0)
                     continue
                 assert expert not in held
                 held.add(expert)
-                assert quota > 0 or (decision.resident and quota == 0)
-                assert decision.scope == "cluster" or home_E[expert] // G == r // G
+                assert quota > 0 or (placement.resident and quota == 0)
+                assert placement.scope == "cluster" or home_E[expert] // G == r // G
                 left_E[expert] -= quota
                 result[m, layer, r] += quota
         assert (left_E >= 0).all()
@@ -105,7 +109,7 @@ def rank_loads(question, decision):
     return result
 
 
-def step_skew(question, decision):
+def step_skew(request, placement):
     """Mean over layers of the sum of busiest ranks / the sum of mean ranks."""
-    load_MLR = rank_loads(question, decision)
+    load_MLR = rank_loads(request, placement)
     return float((load_MLR.max(axis=2).sum(axis=0) / load_MLR.mean(axis=2).sum(axis=0)).mean())
