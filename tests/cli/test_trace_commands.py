@@ -1,4 +1,5 @@
 import json
+import re
 import tomllib
 from dataclasses import replace
 
@@ -214,7 +215,7 @@ def test_the_resolved_configuration_can_be_printed(run):
     assert json.loads(out)["run"]["steps"] == 3
     code, out, _ = run("train", "--show-config", "run.steps=3")
     assert code == 0
-    assert "# Longest response, in tokens." in out
+    assert re.search(r"^# .*\nmax_response = \d+$", out, flags=re.MULTILINE), "a setting with its comment"
     from relibra.rl.config.run_config import RunConfig
 
     assert RunConfig.model_validate(tomllib.loads(out)).run.steps == 3
