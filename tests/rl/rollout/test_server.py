@@ -175,7 +175,7 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_told(served):
     served.failures = [503, 429, 502]
     assert len(engine_of(served).generate(one, window=4, max_response=4)[0]) == 1
     served.failures = [503] * server.ATTEMPTS
-    with pytest.raises(EngineError, match=rf"{served.url}/generate did not do what was asked.*status 503"):
+    with pytest.raises(EngineError, match=rf"{served.url}/generate failed the last of.*status 503"):
         engine_of(served).generate(one, window=4, max_response=4)
     served.asked.clear()
     served.failures = [400]
@@ -211,8 +211,8 @@ def change_meta(**changes):
     ("change", "message"),
     [
         (lambda _: b"<html>", "JSONDecodeError"),
-        (lambda _: {"text": "hello"}, r"without what was asked for \(KeyError\('meta_info'\)\)"),
-        (change_meta(routed_experts=None), "without what was asked for"),
+        (lambda _: {"text": "hello"}, r"without the requested fields \(KeyError\('meta_info'\)\)"),
+        (change_meta(routed_experts=None), "without the requested fields"),
         (change_meta(output_token_logprobs=[]), "0 of 4 tokens"),
         (change_meta(output_token_logprobs=[[-1.0, 3, None]]), "1 of 4 tokens, ended by 'length'"),
         (change_meta(output_token_logprobs=[[float("-inf"), 3, None]] * 4), "not finite"),

@@ -1,1 +1,4 @@
-"""What is learned from sampled tokens: pure functions of tensors. They know of no model, no rank and no setting."""
+"""Losses, advantages and corrections as functions of tensors, each beside its paper.
+
+In: tensors, and for the policy loss a `TokenBatch`. Out: tensors. Start with `policy_loss.py`.
+"""

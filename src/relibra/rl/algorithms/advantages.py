@@ -1,4 +1,4 @@
-"""Advantages: how much better a token or a response was than could be expected."""
+"""Advantages of tokens and responses over a baseline: GAE, its extension to windows, groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Float64, Int, Real
 from torch import Tensor
 
 Bootstrap = Literal["hold", "value", "zero"]
-"""Value after the last token of an unfinished response: that before it, the value model's, or 0 (wrong; for tests)."""
+"""Value after the last token of an unfinished response: the one before it, the value model's, or 0 (for tests)."""
 
 _SMALLEST_VARIANCE = 1e-8
 """Added to the variance that `whiten` divides by."""
@@ -23,19 +23,19 @@ def gae(
     gamma: float,
     lambda_B: Float[Tensor, " B"],
 ) -> Float[Tensor, "B N"]:
-    """Estimate the advantage of every token of finished responses; nothing comes after the last one.
+    """Estimate the advantage of every token of finished responses; the value after the last one is 0.
 
     GAE, arXiv 1506.02438, eq. 16.
 
     values_BN    value before each token
     rewards_BN   for each token
-    length_B     tokens of each response; what lies beyond is ignored, and 0 in the result
+    length_B     tokens of each response; columns beyond are ignored, and 0 in the result
     """
     following_BN = torch.nn.functional.pad(values_BN[:, 1:], (0, 1))
     inside_BN, last_BN = _inside_and_last(length_B, values_BN.shape[1])
     following_BN = torch.where(last_BN, 0.0, following_BN)
     residual_BN = torch.where(inside_BN, rewards_BN + gamma * following_BN - values_BN, 0.0)
-    return _sums_of_what_follows(residual_BN, gamma * lambda_B)
+    return _discounted_suffix_sums(residual_BN, gamma * lambda_B)
 
 
 def egae(
@@ -55,9 +55,9 @@ def egae(
     last token of an unfinished response has advantage 0.
 
     values_BN1   one column more than tokens: t = value before the t-th token of the window, length = value after its
-                 last one, which only "value" looks at
+                 last one, which only "value" reads
     rewards_BN   for each token of the window
-    length_B     tokens of each window; what lies beyond is ignored, and 0 in the result
+    length_B     tokens of each window; columns beyond are ignored, and 0 in the result
     """
     values_BN, following_BN = values_BN1[:, :-1], values_BN1[:, 1:]
     inside_BN, last_BN = _inside_and_last(length_B, values_BN.shape[1])
@@ -68,11 +68,11 @@ def egae(
     after_window_BN = torch.where(finished_B[:, None], 0.0, after_window_BN)
     following_BN = torch.where(last_BN, after_window_BN, following_BN)
     residual_BN = torch.where(inside_BN, rewards_BN + gamma * following_BN - values_BN, 0.0)
-    return _sums_of_what_follows(residual_BN, gamma * lambda_B)
+    return _discounted_suffix_sums(residual_BN, gamma * lambda_B)
 
 
 def length_adaptive_lambda(length_B: Real[Tensor, " B"], *, alpha: float, floor: float) -> Float[Tensor, " B"]:
-    """Choose lambda so that its trace spans a share of each response: 1 - 1 / (alpha x length), at least `floor`.
+    """Return lambdas whose traces span a share of each response: 1 - 1 / (alpha x length), at least `floor`.
 
     VAPO, arXiv 2504.05118; the floor is T-PPO's, arXiv 2506.15050.
 
@@ -85,21 +85,21 @@ def length_adaptive_lambda(length_B: Real[Tensor, " B"], *, alpha: float, floor:
 def monte_carlo_returns(
     rewards_BN: Float[Tensor, "B N"], length_B: Int[Tensor, " B"], gamma: float
 ) -> Float[Tensor, "B N"]:
-    """Sum the discounted rewards from each token of a finished response on: what a value model should have said.
+    """Return the sum of discounted rewards from each token of a finished response on: the targets of a value model.
 
-    length_B   tokens of each response; what lies beyond is ignored, and 0 in the result
+    length_B   tokens of each response; columns beyond are ignored, and 0 in the result
     """
     inside_BN, _ = _inside_and_last(length_B, rewards_BN.shape[1])
-    return _sums_of_what_follows(torch.where(inside_BN, rewards_BN, 0.0), torch.full_like(rewards_BN[:, 0], gamma))
+    return _discounted_suffix_sums(torch.where(inside_BN, rewards_BN, 0.0), torch.full_like(rewards_BN[:, 0], gamma))
 
 
 def group_advantages(
     rewards_S: Float[Tensor, " S"], group_S: Int[Tensor, " S"], *, divide_by_std: bool = True
 ) -> Float[Tensor, " S"]:
-    """Compare each response with its group: (reward - mean) / (standard deviation + 1e-6).
+    """Return (reward - mean) / (standard deviation + 1e-6) of each response within its group.
 
-    GRPO, arXiv 2402.03300, section 4.1.1; without the division Dr. GRPO, arXiv 2503.20783. A group whose rewards are
-    all equal teaches nothing: advantage 0.
+    GRPO, arXiv 2402.03300, section 4.1.1; without the division Dr. GRPO, arXiv 2503.20783. Where the rewards
+    of a group are all equal, advantages are 0.
 
     group_S   group of each response, any integers; all responses of a group must be here
 
@@ -110,7 +110,7 @@ def group_advantages(
     index_S, num_groups = _groups(group_S)
     size_X = torch.bincount(index_S, minlength=num_groups)
     mean_X = rewards_S.new_zeros(num_groups).index_add(0, index_S, rewards_S) / size_X
-    # Where all are equal the mean is a rounding error off, which the division would blow up.
+    # Where all are equal, the mean has a rounding error, which the division would enlarge.
     centred_S = torch.where(mixed_groups(rewards_S, group_S), rewards_S - mean_X[index_S], 0.0)
     if not divide_by_std:
         return centred_S
@@ -119,7 +119,7 @@ def group_advantages(
 
 
 def mixed_groups(rewards_S: Float[Tensor, " S"], group_S: Int[Tensor, " S"]) -> Bool[Tensor, " S"]:
-    """Tell which responses belong to a group whose rewards differ: the others teach nothing.
+    """Return the mask of responses in groups whose rewards differ; the others have advantage 0.
 
     Dynamic sampling of DAPO, arXiv 2503.14476, eq. 11, for any rewards.
     """
@@ -130,7 +130,7 @@ def mixed_groups(rewards_S: Float[Tensor, " S"], group_S: Int[Tensor, " S"]) -> 
 
 
 def overlong_penalty(length_S: Int[Tensor, " S"], *, max_response: int, buffer: int) -> Float[Tensor, " S"]:
-    """Return what a response loses for its length: 0 up to `max_response - buffer` tokens, then evenly down to -1.
+    """Return the length penalty of each response: 0 up to `max_response - buffer` tokens, then linearly down to -1.
 
     DAPO, arXiv 2503.14476, eq. 13. A buffer of 0 tokens switches it off.
 
@@ -143,7 +143,7 @@ def overlong_penalty(length_S: Int[Tensor, " S"], *, max_response: int, buffer: 
 
 
 def moments(x_BN: Float[Tensor, "B N"], mask_BN: Bool[Tensor, "B N"]) -> Float64[Tensor, " 3"]:
-    """Return count, sum and sum of squares of what is in the mask; they add up over ranks."""
+    """Return count, sum and sum of squares of the entries in the mask; they add up over ranks."""
     chosen = x_BN[mask_BN].double()
     return torch.stack([mask_BN.sum().double(), chosen.sum(), chosen.square().sum()])
 
@@ -151,7 +151,7 @@ def moments(x_BN: Float[Tensor, "B N"], mask_BN: Bool[Tensor, "B N"]) -> Float64
 def whiten(
     x_BN: Float[Tensor, "B N"], mask_BN: Bool[Tensor, "B N"], moments: Float64[Tensor, " 3"]
 ) -> Float[Tensor, "B N"]:
-    """Shift and scale to mean 0 and variance 1 over all that the moments were taken of; 0 outside of the mask."""
+    """Return x shifted and scaled by its moments to mean 0 and variance 1; 0 outside of the mask."""
     count, total, squares = moments.unbind()
     mean = total / count.clamp(min=1)
     variance = (squares / count.clamp(min=1) - mean.square()).clamp(min=0)
@@ -160,12 +160,12 @@ def whiten(
 
 
 def _inside_and_last(length_B: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Return masks `[B, N]` of the tokens there are, and of the last one of each row."""
+    """Return masks `[B, N]` of the tokens, and of the last one of each row."""
     column_1N = torch.arange(columns, device=length_B.device).unsqueeze(0)
     return column_1N < length_B[:, None], column_1N == length_B[:, None] - 1
 
 
-def _sums_of_what_follows(x_BN: Tensor, decay_B: Tensor) -> Tensor:
+def _discounted_suffix_sums(x_BN: Tensor, decay_B: Tensor) -> Tensor:
     """Return y with y[:, t] = x[:, t] + decay y[:, t + 1]."""
     sums_BN = torch.empty_like(x_BN)
     following_B = torch.zeros_like(x_BN[:, 0])
@@ -176,6 +176,6 @@ def _sums_of_what_follows(x_BN: Tensor, decay_B: Tensor) -> Tensor:
 
 
 def _groups(group_S: Tensor) -> tuple[Tensor, int]:
-    """Number the groups from 0; return the number of each response's and how many there are."""
+    """Return the group of each response, numbered from 0, and the number of groups."""
     _, index_S = torch.unique(group_S, return_inverse=True)
     return index_S, int(index_S.max()) + 1 if len(index_S) else 0

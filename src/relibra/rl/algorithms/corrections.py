@@ -1,4 +1,4 @@
-"""What tokens weigh because the sampler's log-probs differ from the trainer's at the same weights."""
+"""Token weights that correct for the difference of the sampler's log-probs from the trainer's at the same weights."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def correction_weights(
     tis            min(k, high): truncated importance sampling
     sequence_tis   the same with the product of k over the response
     icepop         k within low .. high, else 0: IcePop, arXiv 2510.18855
-    mis            1 within low .. high, else 0: such tokens are rejected, others are not weighted
+    mis            1 within low .. high, else 0: other tokens are rejected, none is reweighted
 
     log_ratio_X    log-probs by the trainer, at the weights that sampled, minus those by the sampler
-    response_X     place of each token's response, 0 .. num_responses - 1
+    response_X     index of each token's response, 0 .. num_responses - 1
     """
     log_ratio_X = log_ratio_X.detach()
     if kind == "off":

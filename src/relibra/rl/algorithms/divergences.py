@@ -15,16 +15,16 @@ Estimator = Literal["k1", "k2", "k3"]
 def kl_estimate(
     kind: Estimator, logp_X: Float[Tensor, " X"], logp_reference_X: Float[Tensor, " X"]
 ) -> Float[Tensor, " X"]:
-    """Estimate KL(policy, reference) token by token, to be made small.
+    """Return estimates of KL(policy, reference) per token, to be minimised.
 
     Schulman, "Approximating KL divergence" (2020), with d = logp - logp of the reference:
 
-    k1   d, which may be negative; right in the mean
-    k2   d^2 / 2, never negative; a little off in the mean
-    k3   exp(-d) - 1 + d, never negative; right in the mean. GRPO's, arXiv 2402.03300, eq. 4
+    k1   d, which may be negative; unbiased
+    k2   d^2 / 2, never negative; slightly biased
+    k3   exp(-d) - 1 + d, never negative; unbiased. GRPO's, arXiv 2402.03300, eq. 4
 
-    The gradient of k2 is in the mean that of KL(policy, reference); that of k3 is that of KL(reference, policy), large
-    where the reference is much likelier. That of k1 is 0 in the mean and teaches nothing: k1 has the gradient of k2.
+    In expectation, the gradient of k2 is that of KL(policy, reference); that of k3 is that of KL(reference, policy),
+    large where the reference is much likelier. That of k1 itself is 0 in expectation, so k1 has the gradient of k2.
     """
     difference_X = logp_X - logp_reference_X
     if kind == "k3":

@@ -1,4 +1,4 @@
-"""How far trainer and sampler are apart at the same weights: sums that add up over ranks, metrics, alarms."""
+"""Mismatch of trainer and sampler at the same weights: sums that add up over ranks, metrics, alarms."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from relibra.replay.replay import RouterComparison
 _NUM_TOTALS = 8
 _BINS_PER_DECADE, _FIRST_DECADE, _DECADES = 50, -8, 10
 _NUM_BINS = _BINS_PER_DECADE * _DECADES
-"""Bins of abs(log-ratio) from 1e-8 to 100, each 4.7 % wider than the last; the outermost take what is beyond."""
+"""Bins of abs(log-ratio) from 1e-8 to 100, each 4.7 % wider than the last; the outermost include values beyond."""
 
 _LARGEST_LOG_RATIO = 20.0
-"""Importance weights are taken of log-ratios cut here, so that their squares stay finite."""
+"""Importance weights are of log-ratios clamped to this, so that their squares stay finite."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MismatchSums:
-    """What the metrics are made of; over ranks, `sums` add up and of `largest` the largest is taken.
+    """Sums that the metrics are computed from; over ranks, `sums` add up and of `largest` the maximum is taken.
 
     sums      8 totals, then a histogram of abs(log-ratio)
     largest   abs(log-ratio)
@@ -72,7 +72,7 @@ def mismatch_sums(
 
 
 def mismatch_metrics(mismatch: MismatchSums) -> dict[str, float]:
-    """Turn sums over tokens into metrics; d = log-prob by trainer - by sampler, w = exp(d). Without tokens: none.
+    """Return metrics from sums over tokens; d = log-prob by trainer - by sampler, w = exp(d). Without tokens: none.
 
     k3_kl                    mean of w - 1 - d, estimates KL(sampler, trainer)
     ratio_above_2            share of tokens with w or 1 / w above 2
@@ -81,9 +81,9 @@ def mismatch_metrics(mismatch: MismatchSums) -> dict[str, float]:
     log_ratio_max            largest abs(d)
     probability_difference   mean of abs(difference of probabilities)
     weight_mean, weight_std  of w
-    ess                      (sum w)^2 / (count x sum w^2): share of tokens that importance sampling leaves
+    ess                      (sum w)^2 / (count x sum w^2): effective share of tokens under importance sampling
     chi2                     mean of w^2, minus 1; below 0 where the mean of w is
-    masked_share             tokens that the correction left out
+    masked_share             tokens that the correction gave weight 0
     """
     totals = mismatch.sums[:_NUM_TOTALS].tolist()
     count, k3, above, probability, weight, squared_weight, masked, size = totals
@@ -106,9 +106,9 @@ def mismatch_metrics(mismatch: MismatchSums) -> dict[str, float]:
 
 
 def router_metrics(comparison: RouterComparison) -> dict[str, float]:
-    """Turn what a replay compared into shares; without rows: none.
+    """Return shares of rows and choices where the trainer's router differs from the replayed routes; none without rows.
 
-    router_disagreement       share of (row, layer) where the trainer's router would have taken another set of experts
+    router_disagreement       share of (row, layer) where the trainer's router chooses another set of experts
     router_rows_differing     share of rows with such a layer
     router_layers_differing   such layers, per row
     router_choices_differing  share of choices: 1 - overlap of the two sets / K
@@ -125,7 +125,7 @@ def router_metrics(comparison: RouterComparison) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Alarm:
-    """A metric, the range where it is harmless, and what is the matter outside of it."""
+    """A metric, its harmless range, and the meaning of values outside of it."""
 
     metric: str
     low: float
@@ -137,7 +137,7 @@ _ALARMS = (
     _Alarm("probability_difference", 0.0, 0.01, "trainer and sampler give the same tokens other probabilities"),
     _Alarm("k3_kl", 0.0, 0.1, "the sampler is another policy than the trainer's"),
     _Alarm("ess", 0.3, 1.0, "few tokens carry most of the importance weight"),
-    _Alarm("weight_mean", 0.5, 2.0, "importance weights are off in the mean"),
+    _Alarm("weight_mean", 0.5, 2.0, "importance weights are not 1 on average"),
     _Alarm("weight_std", 0.0, 1.0, "importance weights scatter"),
     _Alarm("chi2", -1.0, 1.0, "importance weights scatter in their squares"),
     _Alarm("ratio_above_2", 0.0, 0.1, "runs have collapsed soon after this"),
@@ -145,7 +145,7 @@ _ALARMS = (
 
 
 def alarms(metrics: Mapping[str, float | None]) -> list[str]:
-    """Say in a sentence each which metrics of trainer against sampler are at a level that has preceded trouble.
+    """Return one sentence per metric outside of its harmless range.
 
     The levels are those of verl's documentation of rollout corrections; the last is from arXiv 2510.11370.
     """
@@ -159,7 +159,7 @@ def alarms(metrics: Mapping[str, float | None]) -> list[str]:
 
 
 def _within(value: float, alarm: _Alarm) -> bool:
-    rounding = 1e-6  # an ess of 1 may come out a little beyond
+    rounding = 1e-6  # an ess of 1 may be computed as slightly more
     return alarm.low - rounding <= value <= alarm.high + rounding
 
 

@@ -1,4 +1,4 @@
-"""The value model's loss, and whether what it says is of use."""
+"""The value loss, and metrics of the value model: explained variance and AUROC."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy import ndarray
 from torch import Tensor
 
 _NO_SPREAD = 1e-12
-"""Returns whose variance is below this share of their mean square are all the same, but for rounding."""
+"""Returns whose variance is below this share of their mean square count as equal."""
 
 
 def clipped_value_loss(
@@ -20,28 +20,28 @@ def clipped_value_loss(
     clip_low: float,
     clip_high: float,
 ) -> Float[Tensor, " X"]:
-    """Return the squared error of each value, or that of the value cut to old - low .. old + high where it is larger.
+    """Return the squared error of each value, or of the value clipped to old - low .. old + high where that is larger.
 
-    So a value that has gone far enough towards its return, and beyond the cut, learns nothing more. PPO's value clip
-    with the two bounds of T-PPO, arXiv 2506.15050.
+    A value that has moved beyond the clip towards its return has gradient 0. PPO's value clip with the two bounds of
+    T-PPO, arXiv 2506.15050.
 
-    old_value_X   what was said when the token was sampled; nan: nothing was, so there is no cut
+    old_value_X   of the value model when the token was sampled; nan: not recorded, so there is no clip
     """
     old_value_X = torch.where(old_value_X.isnan(), value_X.detach(), old_value_X)
-    cut_X = torch.minimum(torch.maximum(value_X, old_value_X - clip_low), old_value_X + clip_high)
-    return torch.maximum((value_X - return_X).square(), (cut_X - return_X).square())
+    clipped_X = torch.minimum(torch.maximum(value_X, old_value_X - clip_low), old_value_X + clip_high)
+    return torch.maximum((value_X - return_X).square(), (clipped_X - return_X).square())
 
 
 def value_weights(tokens_of_response_X: Int[Tensor, " X"], responses_of_mini_batch: int) -> Float[Tensor, " X"]:
-    """Return what each token weighs: a mean over the tokens of a response, then over responses.
+    """Return the weight of each token for a mean over the tokens of a response, then over responses.
 
-    responses_of_mini_batch   as many as there should be: with fewer at hand, the step is as much smaller
+    responses_of_mini_batch   the number to divide by: with fewer responses, the step is smaller in proportion
     """
     return 1 / (tokens_of_response_X.float() * max(1, responses_of_mini_batch))
 
 
 def value_sums(value_X: Float[Tensor, " X"], return_X: Float[Tensor, " X"]) -> Float64[Tensor, " 5"]:
-    """Return what `explained_variance` needs: count, and sum and sum of squares of returns and of errors.
+    """Return count, and sum and sum of squares of returns and of errors, for `explained_variance`.
 
     They add up over micro-batches and ranks.
     """
@@ -54,7 +54,7 @@ def value_sums(value_X: Float[Tensor, " X"], return_X: Float[Tensor, " X"]) -> F
 def explained_variance(sums: Float64[Tensor, " 5"]) -> float:
     """Return 1 - variance of the errors / variance of the returns; nan where the returns do not vary.
 
-    1 is a perfect value model; at 0 a constant does as well, and below it the model adds noise to the advantages.
+    1 is a perfect value model; a constant has 0, and below 0 the model adds noise to the advantages.
     """
     count, returns, squared_returns, errors, squared_errors = sums.tolist()
     if not count:
@@ -66,7 +66,7 @@ def explained_variance(sums: Float64[Tensor, " 5"]) -> float:
 
 
 def auroc(score_S: Float[ndarray, " S"], correct_S: Bool[ndarray, " S"]) -> float:
-    """Return how often a correct response has the higher score of a correct and a wrong one; a tie counts half.
+    """Return the share of (correct, wrong) pairs where the correct response has the higher score; a tie counts half.
 
     The area under the ROC curve, as the rank statistic of Mann and Whitney; nan without responses of either kind.
 

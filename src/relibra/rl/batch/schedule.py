@@ -1,4 +1,4 @@
-"""`Schedule`: which response is trained in which mini-batch and micro-batch, and on which rank. No torch in here."""
+"""`Schedule`: which response is trained in which mini-batch and micro-batch, and on which rank; no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy import ndarray
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """Micro-batches of a step, in the order they run; every rank takes part in each, with or without a response.
+    """Micro-batches of a step, in the order they run; every rank runs each, with or without a response.
 
     mini_batch_M    mini-batch of each micro-batch: ascending, none of them empty
     micro_batch_S   of each response
@@ -42,15 +42,15 @@ def make_schedule(
     micro_batch_tokens: int,
     num_ranks: int,
 ) -> Schedule:
-    """Deal responses to mini-batches by unit, and inside each to as few micro-batches as their tokens allow.
+    """Assign responses to mini-batches by unit, and inside each to as few micro-batches as their tokens allow.
 
     A mini-batch takes whole units in ascending order, as evenly as possible, whatever the number of ranks. Inside it
-    the longest response goes first, each to the emptiest (micro-batch, rank); only a response longer than the limit
-    breaks it, and goes alone.
+    the longest response is assigned first, each to the (micro-batch, rank) with fewest tokens; only a response longer
+    than the limit exceeds it, and is alone there.
 
     tokens_S             of each response
-    unit_S               number of what stays together in a mini-batch, a group or the response itself: its place in
-                         the order that mini-batches are filled in (a lot, see `schedule_of`)
+    unit_S               unit that stays together in a mini-batch, a group or the response itself: its position in
+                         the order that mini-batches are filled in (`make_step_schedule` draws it)
     mini_batches         at most; fewer where there are fewer units
     micro_batch_tokens   limit of one rank in one micro-batch
 
@@ -94,7 +94,7 @@ def _fill(tokens_X: Int[ndarray, " X"], limit: int, num_ranks: int) -> Int64[nda
 
 
 def own_micro_batches(tokens_S: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
-    """Cut one rank's responses, in order, into runs within a token limit; a longer response goes alone.
+    """Cut one rank's responses, in order, into runs within a token limit; a longer response is alone.
 
     >>> own_micro_batches([3, 4, 2, 9], 8)
     [[0, 1], [2], [3]]

@@ -1,1 +1,4 @@
-"""Rollout engines: they turn prompts into responses with log-probs and routes."""
+"""Rollout: prompts to responses with log-probs, routes and rewards.
+
+In: unfinished responses and the sample cursor. Out: a `Rollout`. Start with `collect.py`.
+"""

@@ -1,6 +1,6 @@
 """The embedded engine: batched sampling with a KV cache inside the training process, routes recorded on the way.
 
-It knows token ids only, no text. Every rank holds a full copy of the policy and samples its own share of the responses.
+It handles token ids, not text. Every rank holds a full copy of the policy and samples its own share of the responses.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ class EmbeddedEngine:
     model         full copy of the policy, in evaluation mode
     stop_ids      tokens that end a response
     temperature   of sampling; log-probs are those of the tempered policy
-    seed          decides every token, together with the sample's id and the token's place in the response
+    seed          with the sample's id and the token's position in the response, determines the random numbers
     max_batch     responses decoded at once
-    record        note which experts every token takes; False: a model without experts, or with unknown routers
-    shortest      tokens that a spare has to have time for, else it does not begin
+    record        record the experts of every token; False: a model without experts, or with unknown routers
+    shortest      a spare begins only if there is time for this many tokens
 
-    Where there are more responses than places, waiting ones take the places of those that ended (refill): they are
-    prefilled together and joined to the running batch. A refill costs about one decode step of the whole batch, so it
-    waits until the places standing empty have cost as much, which is the cheapest rate whatever the lengths are (the
-    rule of economic order quantities). Models whose caches cannot be joined get a new batch when the old one has ended.
+    With more responses than places, waiting ones take the places of those that ended (refill): they are prefilled
+    together and joined to the running batch. A refill costs about one decode step of the whole batch, so it waits until
+    idle places have cost as much, which minimises the total for any lengths (economic order quantity). Models whose
+    caches cannot be joined get a new batch when the old one has ended.
 
-    In the cost, the pass that fills an empty batch counts as a decode step, for it adds a token to every response under
-    way; a refill does not. Both are passes, and more than one where a prefill is cut.
+    In the cost, the pass that fills an empty batch counts as a decode step, because it adds a token to every running
+    response; a refill does not. Both are passes, and more than one where a prefill is cut.
 
-    With spares a call is at most `window` decode steps: places that fall free take a spare by the same rule, as long as
-    the steps left repay the refill and are enough for `shortest` tokens: one in the refill and one in each step left.
-    Where all responses have ended, and no spare may begin any more, the call ends early.
+    With spares a call is at most `window` decode steps: free places take a spare by the same rule, while the steps left
+    repay the refill and are enough for `shortest` tokens: one in the refill and one in each step left. When all
+    responses have ended and no spare may begin, the call ends early.
     """
 
     model: nn.Module
@@ -76,7 +76,7 @@ class EmbeddedEngine:
         raises    EngineError for an empty prompt, probabilities that are not finite, or where the model's routes cannot
                   be recorded (`record_routing`)
         """
-        assert spare is None or len(responses) <= self.max_batch, "spares are for places: each response needs its own"
+        assert spare is None or len(responses) <= self.max_batch, "with spares, each response needs a place"
         rows = [_Row(response, min(window, max_response - response.length)) for response in responses]
         queue = _Queue(rows, spare if rows else None, window, max_response, self.shortest)
         with record_routing(self.model) if self.record else nullcontext() as recorder:
@@ -84,7 +84,7 @@ class EmbeddedEngine:
         return [row.window() for row in queue.rows], cost
 
     def _decode(self, queue: _Queue, places: int, recorder: RoutingRecorder | None) -> RolloutCost:
-        """Sample until every row has ended, and none is left to begin."""
+        """Sample until every row has ended and none is waiting."""
         tally, batch = _Tally(places), None
         while True:
             running = len(batch.rows) if batch else 0
@@ -100,9 +100,9 @@ class EmbeddedEngine:
                 return tally.cost()
 
     def _prefilled(self, rows: Sequence[_Row], recorder: RoutingRecorder | None) -> Iterator[_Batch | None]:
-        """Feed rows that start or go on, and sample the first token of each; yield a batch per pass, None if all end.
+        """Feed rows that begin, and sample the first token of each; yield a batch per pass, None if all end.
 
-        Rows of like length go together, none below half the longest: responses that go on are much longer than prompts.
+        Rows of a pass have at least half the length of the longest: unfinished responses are much longer than prompts.
         """
         device = next(self.model.parameters()).device
         by_length = sorted(rows, key=lambda row: -len(row.response.tokens_n))
@@ -116,7 +116,7 @@ class EmbeddedEngine:
             yield self._step(_Batch(chunk, input_BN.to(device), mask_BN.to(device), cache), recorder)
 
     def _step(self, batch: _Batch, recorder: RoutingRecorder | None) -> _Batch | None:
-        """Feed what is due and sample one more token for each row; return the rows that go on, None if none does."""
+        """Feed the input and sample one more token for each row; return the rows that are not ended, or None."""
         width = batch.input_BN.shape[1]
         logits_BV = self.model(
             input_ids=batch.input_BN,
@@ -135,13 +135,13 @@ class EmbeddedEngine:
         for row, token, log_prob in zip(batch.rows, token_B.tolist(), log_prob_B.tolist(), strict=True):
             row.add(token, log_prob, stopped=token in self.stop_ids)
         if recorder is not None:
-            _hand_out_routes(batch, recorder)
-        return batch.going_on(token_B)
+            _assign_routes(batch, recorder)
+        return batch.continued(token_B)
 
 
 @dataclass
 class _Tally:
-    """What a call has taken so far, with the meanings of `RolloutCost`.
+    """Cost of a call so far, with the meanings of `RolloutCost`.
 
     idle   places x decode steps without a row since the last prefill
     """
@@ -155,15 +155,15 @@ class _Tally:
 
     @property
     def refill_is_due(self) -> bool:
-        """Say whether places that stand empty have cost as much as filling them: a decode step of all places."""
+        """Return whether idle places have cost as much as a refill: a decode step of all places."""
         return self.idle >= self.places
 
     def steps_with(self, running: int) -> int:
-        """Return the decode steps when rows have been prefilled beside so many: into an empty batch it is one."""
+        """Return the decode steps after a prefill beside `running` rows: into an empty batch it counts as one."""
         return self.decode_steps + (not running)
 
     def prefill(self, fresh: Sequence[_Row], passes: int, running: int) -> None:
-        """Count rows that were prefilled beside so many."""
+        """Count a prefill of rows beside `running` others."""
         self.decode_steps = self.steps_with(running)
         self.busy += 0 if running else len(fresh)
         self.passes += passes
@@ -171,7 +171,7 @@ class _Tally:
         self.idle = 0
 
     def decode(self, running: int, left: int) -> None:
-        """Count a token for each of so many rows; `left` of them go on."""
+        """Count a decode step of `running` rows; `left` of them are not ended."""
         self.decode_steps += 1
         self.passes += 1
         self.busy += running
@@ -189,11 +189,11 @@ class _Tally:
 
 @dataclass
 class _Queue:
-    """Rows of a call in the order in which they begin: those it was given, and spares as long as there are steps left.
+    """Rows of a call in the order in which they begin: the given ones, then spares while steps are left.
 
-    rows       all that have begun or surely will
-    spare      what may begin beyond them; None: nothing
-    shortest   tokens that a spare has to have time for
+    rows       all that have begun or are certain to
+    spare      responses that may begin beyond them; None: none
+    shortest   tokens that a spare needs time for
     taken      rows that have begun
     """
 
@@ -205,7 +205,7 @@ class _Queue:
     taken: int = 0
 
     def take(self, free: int, steps: int, places: int) -> list[_Row]:
-        """Let rows begin in free ones of the places; `steps`: so far, with the pass that feeds them if it is one."""
+        """Return the rows that begin in free places; `steps`: so far, with the pass that feeds them if it counts."""
         if self.spare is not None and self.taken == len(self.rows):
             left = self.window - steps
             repays = free == places or free * left >= places  # in an empty batch the pass itself is a decode step
@@ -219,7 +219,7 @@ class _Queue:
 
 @dataclass
 class _Row:
-    """A response under way: what this window added to it, and the routes of each position fed so far."""
+    """A running response: tokens of this window, and the routes of each position fed so far."""
 
     response: Response
     limit: int
@@ -230,7 +230,7 @@ class _Row:
 
     def __post_init__(self) -> None:
         sample = f"sample {self.response.sample_id}"
-        assert self.response.finish_reason is None, f"{sample} is finished: it cannot go on"
+        assert self.response.finish_reason is None, f"{sample} is finished: it cannot be continued"
         assert self.limit > 0, f"{sample} may not grow: its window is {self.limit}"
         if not len(self.response.tokens_n):
             raise EngineError(f"{sample} has an empty prompt: a policy needs one token to start from; drop this prompt")
@@ -242,7 +242,7 @@ class _Row:
 
     @property
     def place(self) -> int:
-        """Place of the next token in the response."""
+        """Position of the next token in the response."""
         return self.response.length + len(self.tokens)
 
     @property
@@ -253,7 +253,7 @@ class _Row:
         if not math.isfinite(log_prob):
             raise EngineError(
                 f"sample {self.response.sample_id}: the policy gives response token {self.place} "
-                f"the log-prob {log_prob}: its weights are broken; go on from an earlier checkpoint with a lower "
+                f"the log-prob {log_prob}: its weights are broken; resume from an earlier checkpoint with a lower "
                 "update.learning_rate"
             )
         self.tokens.append(token)
@@ -273,7 +273,7 @@ class _Row:
 class _Batch:
     """Rows decoded together.
 
-    input_BN   tokens to be fed next: the prefix, left-padded, and after that the latest token
+    input_BN   tokens to be fed next: the left-padded prefix at first, then the latest token
     mask_BC    which columns of the cache, and then of the input, hold tokens; in each row padding comes first
     """
 
@@ -282,8 +282,8 @@ class _Batch:
     mask_BC: Bool[Tensor, "B C"]
     cache: Cache
 
-    def going_on(self, token_B: Int[Tensor, " B"]) -> _Batch | None:
-        """Return the batch that feeds these tokens, after rows that have ended left it."""
+    def continued(self, token_B: Int[Tensor, " B"]) -> _Batch | None:
+        """Return the batch that feeds these tokens, without rows that have ended."""
         kept = [b for b, row in enumerate(self.rows) if not row.ended]
         if not kept:
             return None
@@ -296,7 +296,7 @@ class _Batch:
 
 
 def _joined(batches: Sequence[_Batch]) -> _Batch | None:
-    """Make one batch of several that are due to feed one token, without columns that are padding in all rows."""
+    """Join batches that feed one token next, without columns that are padding in all rows."""
     if not batches:
         return None
     rows = [row for batch in batches for row in batch.rows]
@@ -311,8 +311,8 @@ def _joined(batches: Sequence[_Batch]) -> _Batch | None:
     )
 
 
-def _hand_out_routes(batch: _Batch, recorder: RoutingRecorder) -> None:
-    """Give each row the routes of its tokens of the last forward pass; those of padding are dropped."""
+def _assign_routes(batch: _Batch, recorder: RoutingRecorder) -> None:
+    """Append the routes of the last forward pass to their rows; those of padding are dropped."""
     [experts_TLK] = recorder.take()
     experts_BNLK = experts_TLK.view(*batch.input_BN.shape, *experts_TLK.shape[1:]).cpu().numpy()
     width = batch.input_BN.shape[1]

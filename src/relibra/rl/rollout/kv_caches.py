@@ -1,4 +1,4 @@
-"""KV caches of batches that are decoded here: they grow in place, and those that were prefilled apart can be joined."""
+"""KV caches that grow in place, and the join of caches that were prefilled separately."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 ROOM = 64
-"""Columns that a cache which has to grow makes room for beyond those it needs now."""
+"""Extra columns that are allocated when a cache grows."""
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     """Keys and values in buffers with room for more columns: a decode step writes one instead of copying all of them.
 
-    `keys` and `values` are views of the columns in use. Whoever replaces them (a reordering, a join) leaves the buffers
-    behind, which the next update notices.
+    `keys` and `values` are views of the columns in use. Code that replaces them (a reordering, a join) leaves the
+    buffers unused, and the next update allocates new ones.
     """
 
     _buffers: tuple[Tensor, Tensor] | None = None
@@ -25,7 +25,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *_arguments: object, **_settings: object
     ) -> tuple[Tensor, Tensor]:
-        """Add columns; return all there are. Not differentiable."""
+        """Add columns; return all of them. Not differentiable."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
@@ -44,34 +44,34 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def growing_cache(config: PreTrainedConfig) -> DynamicCache:
-    """Return an empty cache for a model; layers that see everything before them grow in place."""
+    """Return an empty cache for a model; layers with full attention grow in place."""
     cache = DynamicCache(config=config)
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
 def _with_room(states: Tensor, columns: int) -> Tensor:
-    """Copy states into the first columns of a buffer; the rest is not read before it is written."""
+    """Return a buffer with states in its first columns; the rest is not read before it is written."""
     buffer = states.new_empty((*states.shape[:-2], columns, states.shape[-1]))
     buffer[..., : states.shape[-2], :] = states
     return buffer
 
 
 _JOINED = (DynamicLayer, GrowingLayer, DynamicSlidingWindowLayer, DummyLayer)
-"""What we know how to join. Subclasses may hold more than keys and values, so exact types count."""
+"""Layers that can be joined. Subclasses may hold more than keys and values, so types must match exactly."""
 
 
 def can_join(cache: Cache) -> bool:
-    """Tell whether all layers keep plain keys and values; states of linear attention, say, are not joined."""
+    """Return whether all layers keep plain keys and values; states of linear attention cannot be joined."""
     return all(type(layer) in _JOINED for layer in cache.layers)
 
 
 def join_caches(caches: Sequence[Cache], width: int) -> Cache:
-    """Put the rows of several caches under one another, in order; the first cache is changed and returned.
+    """Concatenate the rows of several caches, in order; the first cache is changed and returned.
 
     Columns of a cache end with the latest token of each row, and rows that are shorter have padding before them. So
-    caches are aligned at their ends: what a narrower one lacks is padding, and columns before the last `width` are
-    padding in every row. Positions are part of the keys already and stay what they were.
+    caches are aligned at their ends: narrower ones are padded in front, and columns before the last `width` are
+    padding in every row. Positions are part of the keys already and do not change.
 
     width   columns of the joined cache: tokens fed of the longest row
     """
@@ -82,7 +82,7 @@ def join_caches(caches: Sequence[Cache], width: int) -> Cache:
             continue
         kept = width
         if isinstance(layer, DynamicSlidingWindowLayer):
-            kept = min(width, layer.sliding_window - 1)  # as much as the layer itself keeps between steps
+            kept = min(width, layer.sliding_window - 1)  # the layer itself keeps this many between steps
             layer.cumulative_length = width
         layer.keys = torch.cat([last_columns(part.keys, kept, dim=-2) for part in parts])
         layer.values = torch.cat([last_columns(part.values, kept, dim=-2) for part in parts])
@@ -90,7 +90,7 @@ def join_caches(caches: Sequence[Cache], width: int) -> Cache:
 
 
 def last_columns(states: Tensor, columns: int, dim: int) -> Tensor:
-    """Cut or pad a tensor at its front to so many columns; padding is masked, so any finite number would do."""
+    """Return a tensor cut or padded in front to a number of columns; padding is masked, so any finite value works."""
     present = states.shape[dim]
     if present >= columns:
         return states.narrow(dim, present - columns, columns)

@@ -1,4 +1,4 @@
-"""The uniform numbers that decide sampled tokens: a function of seed, response and place."""
+"""Uniform numbers for sampling tokens, as a function of seed, response and position (Philox)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from jaxtyping import Float64, Integer, UInt64
 from numpy import ndarray
 
 _STREAM = 4
-"""Apart from whatever else follows from the run's seed."""
+"""Random stream of sampling, separate from the others of the run's seed."""
 _ROUNDS = 10
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _KEY_STEPS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
@@ -18,10 +18,9 @@ _HALF = np.uint64(32)
 def uniform_numbers(
     seed: int, sample_ids_B: Integer[ndarray, " B"], positions_B: Integer[ndarray, " B"]
 ) -> Float64[ndarray, " B"]:
-    """Return the number in [0, 1) that belongs to each (seed, sample, place in the response).
+    """Return the number in [0, 1) of each (seed, sample, position in the response).
 
-    A counter-based generator needs no state: batches may be put together, cut and continued at will, and every token
-    keeps its number.
+    A counter-based generator has no state, so a token's number does not depend on its batch, rank or window.
 
     source    Philox4x32-10: Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3"
     """
@@ -35,7 +34,7 @@ def uniform_numbers(
 
 
 def philox(counter_4B: UInt64[ndarray, "4 B"], key_0: int, key_1: int) -> UInt64[ndarray, "4 B"]:
-    """Return the four 32-bit words that Philox4x32-10 makes of each counter, each word in a uint64."""
+    """Return the four 32-bit words of Philox4x32-10 for each counter, each word in a uint64."""
     x0, x1, x2, x3 = counter_4B
     k0, k1 = np.uint64(key_0), np.uint64(key_1)
     for _ in range(_ROUNDS):

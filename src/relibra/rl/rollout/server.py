@@ -1,4 +1,4 @@
-"""Engines that are served: a client for the token endpoints of SGLang and vLLM, and how they get new weights."""
+"""Client of served engines: the token endpoints of SGLang and vLLM, and their weight updates."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from relibra.rl.rollout.response import Response, RolloutCost, Window
 from relibra.routing.trace import expert_dtype
 
 ATTEMPTS = 4
-"""Tries of one request; a server that starts, restarts or is full answers a later one."""
+"""Attempts per request; a server that starts, restarts or is full may answer a later one."""
 _PAUSE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedRoutes:
-    """What the routes of a served model look like; servers report every decoder layer, or only those with experts."""
+    """Shape of the routes of a served model; servers report all decoder layers, or only those with experts."""
 
     num_experts: int
     layer_ids: tuple[int, ...]
@@ -51,8 +51,8 @@ class ServerEngine:
     max_batch         requests under way at once
     timeout_seconds   of one request
 
-    Log-probs have to be those of the tempered policy: vLLM needs `--logprobs-mode processed_logprobs`. A server tells
-    nothing of places, so the cost is the least that `max_batch` of them could have taken.
+    Log-probs have to be those of the tempered policy: vLLM needs `--logprobs-mode processed_logprobs`. A server does
+    not report places, so the cost is the least that `max_batch` of them could have taken.
     """
 
     url: str
@@ -74,7 +74,7 @@ class ServerEngine:
     ) -> tuple[list[Window], RolloutCost]:
         """Add up to `window` tokens to each response, none beyond `max_response`; see `RolloutEngine`.
 
-        raises    EngineError when the server cannot be reached, refuses, or answers something else than was asked
+        raises    EngineError when the server cannot be reached, refuses, or answers in another form than requested
         """
         assert spare is None, "the settings refuse rollout.refill with a server, which counts no decode steps"
         places = min(self.max_batch, len(responses))
@@ -84,7 +84,7 @@ class ServerEngine:
             try:
                 windows = [one.result() for one in pending]
             finally:
-                threads.shutdown(cancel_futures=True)  # after a failure nobody waits for those not yet sent
+                threads.shutdown(cancel_futures=True)  # after a failure, requests not yet sent are dropped
         lengths = [len(one.tokens_w) for one in windows]
         steps = max(max(lengths, default=0), -(-sum(lengths) // max(1, places)))
         prefilled = sum(len(response.tokens_n) for response in responses)
@@ -103,7 +103,7 @@ class ServerEngine:
             tokens, log_probs, reason, routes = ask(self, response.tokens_n.tolist(), limit, int(share * (1 << 31)))
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise EngineError(
-                f"{self.url} answered without what was asked for ({error!r}): start it with log-probs and routed "
+                f"{self.url} answered without the requested fields ({error!r}): start it with log-probs and routed "
                 f"experts, and check that it speaks the dialect {self.dialect!r}"
             ) from error
         if not (reason == "stop" and 0 < len(tokens) <= limit) and not (reason == "length" and len(tokens) == limit):
@@ -127,7 +127,7 @@ class ServerEngine:
         if self.routes is None:
             return None
         shape, own = self.routes, len(self.routes.layer_ids)
-        assert ids is not None, "routes were asked for"
+        assert ids is not None, "the request asked for routes"
         if ids.ndim == 1 and ids.size % (rows * shape.top_k) == 0:  # SGLang sends no shape
             ids = ids.reshape(rows, -1, shape.top_k)
         if ids.shape not in ((rows, shape.num_layers, shape.top_k), (rows, own, shape.top_k)):
@@ -142,15 +142,15 @@ class ServerEngine:
 
 
 def publish_weights(model: Any, folder: Path, engine: ServerEngine, weight_version: int) -> None:
-    """Write a `transformers` model as a plain folder, let the server load it, and drop what it has cached.
+    """Write a `transformers` model as a plain folder, let the server load it, and drop the server's caches.
 
-    folder    seen by the server under the same path; vLLM has to have been started from it, with
-              VLLM_SERVER_DEV_MODE=1, for it reloads from where it started
+    folder    visible to the server under the same path; vLLM must have been started from it, with
+              VLLM_SERVER_DEV_MODE=1, because it reloads from its start folder
     raises    EngineError when the folder cannot be written or the server does not load it
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(folder)  # not atomic: the server looks at it only when asked to
+        model.save_pretrained(folder)  # not atomic: the server reads it only on request
     except (OSError, SafetensorError) as error:
         raise EngineError(f"cannot write weights for {engine.url} into {folder}: {error}") from error
     if engine.dialect == "vllm":
@@ -193,9 +193,9 @@ def _ask_vllm(engine: ServerEngine, tokens: list[int], limit: int, seed: int) ->
 
 
 def _post(engine: ServerEngine, path: str, body: dict[str, Any]) -> Any:
-    """Send JSON and return the JSON of the answer; tried again where a later try may do better."""
+    """Send JSON and return the JSON of the answer; try again after errors that may pass."""
     url = engine.url.rstrip("/") + path
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # engines stand beside the trainer
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # engines run beside the trainer
     failure: object = None
     for attempt in range(ATTEMPTS):
         time.sleep(_PAUSE_SECONDS * (2**attempt - 1))
@@ -211,5 +211,5 @@ def _post(engine: ServerEngine, path: str, body: dict[str, Any]) -> Any:
         except (OSError, http.client.HTTPException, ValueError) as error:
             failure = f"{type(error).__name__}: {error}"
             if isinstance(error, ValueError) or isinstance(getattr(error, "reason", error), TimeoutError):
-                break  # no JSON, or it has had its time
-    raise EngineError(f"{url} did not do what was asked, last of up to {ATTEMPTS} tries: {failure}; look at its log")
+                break  # no JSON, or a timeout
+    raise EngineError(f"{url} failed the last of up to {ATTEMPTS} attempts: {failure}; look at its log")
