@@ -4,17 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from relibra import ClusterError, cluster_preset
 from relibra.cluster import Link
-from relibra.planning.costs.prediction import compute_seconds, exchange, pushed_copies
 from relibra.simulation import ParallelLayout, model_shape
 from relibra.simulation.cost_model import (
-    copy_costs,
-    exchange_costs,
-    expert_seconds,
     gradient_reduction_seconds,
     handover_seconds,
     optimizer_seconds,
@@ -23,30 +17,6 @@ from relibra.simulation.cost_model import (
     weight_sync_seconds,
 )
 from tests.simulation.steps import random_step
-
-SEEDS = st.integers(0, 2**32 - 1)
-
-
-@given(SEEDS)
-@settings(max_examples=30, deadline=None)
-def test_experts_and_exchanges_are_those_of_the_objective(seed):
-    plan, demand, cluster, model = random_step(seed)
-    home_MLR, replica_MLR = expert_seconds(plan, demand, cluster, model.expert)
-    busiest_ML = 3 * (home_MLR + replica_MLR).max(axis=2)
-    np.testing.assert_allclose(busiest_ML, compute_seconds(plan, demand, cluster, model.expert), rtol=1e-12)
-    costs = exchange_costs(plan, demand, cluster, model.expert)
-    whole_ML = exchange(plan, demand, cluster, model.expert).seconds_ML
-    np.testing.assert_allclose(2 * (costs.dispatch_ML + costs.combine_ML), whole_ML, rtol=1e-12)
-    assert costs.out_MLR.sum() == pytest.approx(costs.in_MLR.sum())
-    push, again, home = copy_costs(plan, cluster, model.expert)
-    for copies, copied_MLRB in zip((push, again, home), pushed_copies(plan), strict=True):
-        assert copies.received_MLR.sum() == copied_MLRB.sum() == copies.sent_MLR.sum()
-        assert copies.from_host_MLR.sum() == 0
-    fetched = copy_costs(plan, cluster, model.expert, from_pool=True)
-    assert fetched[0].from_host_MLR.sum() == push.received_MLR.sum()
-    assert fetched[0].sent_MLR.sum() == fetched[0].network_ML.sum() == 0
-    for one, other in zip(fetched[1:], (again, home), strict=True):
-        assert (one.seconds_ML == other.seconds_ML).all()
 
 
 def test_rows_count_tokens_and_the_squares_of_samples():

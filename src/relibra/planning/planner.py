@@ -16,9 +16,9 @@ from relibra.planning.balancer import Balancer, PlacementRequest
 from relibra.planning.balancers import BALANCERS
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES, ExpertShape
+from relibra.planning.costs.prediction import predict
 from relibra.planning.placement import Homes, Placement, static_homes
 from relibra.planning.plan import StepPlan
-from relibra.planning.replicas.pricing import predict_planned
 from relibra.planning.search.concurrency import Deadline
 from relibra.planning.validation import validate_plan
 from relibra.routing.demand import ScheduledDemand
@@ -182,7 +182,7 @@ def _plan(balancer: str, placement: Placement, request: PlacementRequest) -> Ste
         demand_digest=demand.digest(),
     )
     validate_plan(plan, cluster.topology, scheduled)  # before anything is computed from it
-    return replace(plan, predicted=predict_planned(plan, scheduled, cluster, request.expert).as_dict())
+    return replace(plan, predicted=predict(plan, scheduled, cluster, request.expert).as_dict())
 
 
 def _cost(plan: StepPlan, demand: ScheduledDemand, budget: Budget) -> float:

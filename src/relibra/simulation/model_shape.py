@@ -334,4 +334,4 @@ MODEL_SHAPES: dict[str, ModelShape] = {
         _preset("mixtral-8x7b", 32, (32, 8, 128), (8, 2), 32_000),
     )
 }  # fmt: skip
-"""Sizes by name, of the models whose experts `planning.objective` knows, from their published `config.json`."""
+"""Sizes by name, of the models with a preset in `planning.costs.expert_shape`, from their published `config.json`."""

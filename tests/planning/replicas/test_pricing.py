@@ -9,6 +9,7 @@ import pytest
 from relibra.cluster import Link
 from relibra.planning.balancer import PlacementRequest
 from relibra.planning.budget import Budget
+from relibra.planning.costs.compute import mean_attention_seconds
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES
 from relibra.planning.placement import static_homes
 from relibra.planning.planner import plan_step
@@ -75,7 +76,7 @@ def test_no_further_choice_begins_that_would_end_too_late(monkeypatch):
 
 def test_copies_on_other_nodes_hide_in_both_directions():
     request, demand, _ = asked()
-    attention = pricing.attention_seconds(demand, request.cluster, EXPERT)
+    attention = mean_attention_seconds(demand, request.cluster, EXPERT)
     out = EXPERT.weight_bytes / request.cluster.inter_send.bytes_per_second
     # Backward weights and gradients, twice the bytes, go under twice the attention: 3 / 2 as long per copy.
     assert pricing.copies_hidden(request, demand) == int(attention / (1.5 * out))

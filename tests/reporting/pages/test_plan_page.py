@@ -16,8 +16,8 @@ from relibra.errors import ConfigError
 from relibra.planning.analysis.comparison import ComparisonRow, compare
 from relibra.planning.analysis.levers import lever_bounds, lever_gaps
 from relibra.planning.budget import Budget
+from relibra.planning.costs.prediction import predict
 from relibra.planning.planner import plan_step
-from relibra.planning.replicas.pricing import predict_planned
 from relibra.planning.traffic.byte_ledger import byte_ledger, distinct_rows_of_step
 from relibra.reporting.data.compared_plans import ComparedStep, compare_plan, compare_static
 from relibra.reporting.data.number_format import percent
@@ -101,7 +101,7 @@ def test_the_card_of_the_expert_layers_is_the_sum_of_the_parts_below_it() -> Non
         bound = simulate_step(one.plan, one.demand, CLUSTER, model)
         assert seconds_in_words(bound.terms["exchange"]) != seconds_in_words(step.terms["exchange"])
     assert "Rows between ranks are counted token by token." in page
-    planner = predict_planned(after.plan, after.demand, CLUSTER, model.expert).total
+    planner = predict(after.plan, after.demand, CLUSTER, model.expert).total
     assert f"{seconds_in_words(planner)} by the planner’s own model, which uses a lower bound of rows" in page
 
 

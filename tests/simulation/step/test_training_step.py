@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from relibra import Budget, ConfigError, Demand, PlanError, cluster_preset, plan_step
 from relibra.cluster import Link
-from relibra.planning.costs.prediction import compute_seconds, predict, pushed_copies
+from relibra.planning.costs.copies import pushed_copies
+from relibra.planning.costs.layer_costs import layer_costs
+from relibra.planning.costs.prediction import predict
 from relibra.planning.traffic.byte_ledger import distinct_rows_of_step
 from relibra.routing.demand_rows import sample_of_rows
 from relibra.routing.micro_batches import cut_recorded
@@ -34,7 +36,7 @@ FEW = settings(max_examples=25, deadline=None)  # a step takes some 20 ms under 
 def test_without_overlap_the_terms_are_those_of_the_objective(seed):
     plan, demand, cluster, model = random_step(seed)
     step = simulate_step(plan, demand, cluster, model, Execution(overlap=False))
-    prediction = predict(plan, demand, cluster, model.expert)
+    prediction = predict(plan, demand, cluster, model.expert, attention_seconds=0.0)
     for term in ("compute", "exchange", "copies", "relocation"):
         assert step.terms[term] == pytest.approx(getattr(prediction, term), rel=1e-9, abs=1e-9), term
     sent = sum(float(step.sent_bytes[kind].sum()) for kind in ("dispatch", "combine"))
@@ -51,7 +53,7 @@ def test_with_pairs_too_and_the_planner_s_own_plan():
     model = replace(model_shape("qwen3-30b-a3b"), moe_layers=3, experts=16, top_k=4)
     plan = plan_step(demand, cluster, Budget(slots=2, objective="tokens"), expert=model.expert)
     demand = plan.scheduled(demand)
-    prediction = predict(plan, demand, cluster, model.expert, pairs_LEE=pairs_LEE)
+    prediction = predict(plan, demand, cluster, model.expert, attention_seconds=0.0)
     step = simulate_step(plan, demand, cluster, model, Execution(overlap=False))
     for term in ("compute", "exchange", "copies", "relocation"):
         assert step.terms[term] == pytest.approx(getattr(prediction, term), rel=1e-9), term
@@ -171,7 +173,7 @@ def test_what_is_sent_is_received_and_every_token_slot_is_computed_once(seed, ov
 def test_no_step_is_faster_than_its_busiest_ranks_and_overlap_never_hurts(seed):
     plan, demand, cluster, model = random_step(seed)
     fast, slow = (simulate_step(plan, demand, cluster, model, Execution(overlap=how)) for how in (True, False))
-    bound = compute_seconds(plan, demand, cluster, model.expert).sum()
+    bound = layer_costs(plan, demand, cluster, model.expert).compute_ML.sum()
     assert bound - 1e-9 <= fast.seconds <= slow.seconds + 1e-9
     assert fast.terms["compute"] == pytest.approx(bound)
     assert 0 <= fast.terms["copies"] <= slow.terms["copies"] + 1e-9
@@ -197,7 +199,7 @@ def test_free_links_leave_the_busiest_ranks_compute_and_attention(seed):
     # Ranks meet after each layer, and all layers of a rank take the same share of its time: maxima add up.
     attention = 3 * (flops_MR.max(axis=1).sum() + 0) / cluster.flops_per_second
     head = 3 * 2 * model.head_parameters * rows_MR.max(axis=1).sum() / cluster.flops_per_second
-    bound = compute_seconds(plan, demand, cluster, model.expert).sum()
+    bound = layer_costs(plan, demand, cluster, model.expert).compute_ML.sum()
     expected = bound + attention + head + step.terms["optimizer"]
     if model.dense_layers == 0 or plan.num_ranks == 1:
         assert step.seconds == pytest.approx(expected)

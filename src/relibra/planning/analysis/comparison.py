@@ -198,7 +198,7 @@ def measure(
     any_homes_ML = any_homes_bound(
         scheduled.load_MLE, cluster.num_ranks, cluster.ranks_per_node, plan.slots, plan.scope
     )
-    volumes = predict(plan, scheduled, cluster, expert, pairs_LEE=demand.pairs_LEE)
+    volumes = predict(plan, scheduled, cluster, expert)
     return ComparisonRow(
         balancer=balancer,
         sees=sees,

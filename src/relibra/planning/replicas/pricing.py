@@ -16,18 +16,10 @@ import numpy as np
 from jaxtyping import Float64, Int, Int16, Int32, Int64
 from numpy import ndarray
 
-from relibra.cluster import Cluster
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.costs.expert_shape import ExpertShape
-from relibra.planning.costs.prediction import (
-    Prediction,
-    compute_seconds,
-    exchange,
-    exposed_copy_seconds,
-    predict,
-    relocation_seconds,
-)
-from relibra.planning.plan import StepPlan
+from relibra.planning.costs.compute import mean_attention_seconds
+from relibra.planning.costs.copies import relocation_seconds
+from relibra.planning.costs.layer_costs import layer_costs
 from relibra.planning.replicas.replication import replicate
 from relibra.planning.replicas.traffic_copies import replicate_for_traffic
 from relibra.planning.search.concurrency import Deadline, available_cores, side_by_side
@@ -101,7 +93,7 @@ def copies_hidden(request: PlacementRequest, demand: ScheduledDemand) -> int:
     and after it gradients come in.
     """
     cluster, expert = request.cluster, request.expert
-    attention = attention_seconds(demand, cluster, expert)
+    attention = mean_attention_seconds(demand, cluster, expert)
     out = expert.weight_bytes / cluster.inter_send.bytes_per_second
     back = expert.gradient_bytes / cluster.inter_receive.bytes_per_second
     return int(min(attention / out, 2 * attention / (out + back)))
@@ -194,43 +186,12 @@ def seconds(
     """Return compute, exchange and exposed copies per micro-batch and layer."""
     cluster, expert = request.cluster, request.expert
     placement = request.placement(home_LE, replica_MLRB, quota_MLRB, schedule=demand, scope="cluster")
-    hidden = attention_seconds(demand, cluster, expert)
-    return (
-        compute_seconds(placement, demand, cluster, expert)
-        + exchange(placement, demand, cluster, expert, demand.pairs_LEE).seconds_ML
-        + exposed_copy_seconds(placement, cluster, expert, hidden)
-    )
+    costs = layer_costs(placement, demand, cluster, expert)
+    exposed_ML = costs.exposed_copies_ML(mean_attention_seconds(demand, cluster, expert))
+    return costs.compute_ML + costs.exchange_ML + exposed_ML
 
 
 def moving_seconds(request: PlacementRequest, home_LE: Int[ndarray, "L E"]) -> float:
     """Return the seconds of moving from the previous homes to these."""
     homes = request.previous.with_home_ranks(home_LE.astype(np.int16))
     return relocation_seconds(request.previous, homes, request.cluster, request.expert)
-
-
-def attention_seconds(demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> float:
-    """Estimate the forward attention of a mean micro-batch and layer on one rank, under which copies hide.
-
-    Only the projections: 4 hidden^2 weights, two flops each, per token. The scores come on top with long samples, so
-    this errs on the side of exposed copies. 0 where the choices per token are not known.
-    """
-    if not demand.top_k or not len(demand.load_MLE):
-        return 0.0
-    tokens = demand.load_MLE[:, 0].sum() / demand.top_k / len(demand.load_MLE) / cluster.num_ranks
-    return float(tokens * 8 * expert.hidden**2 / cluster.flops_per_second)
-
-
-def predict_planned(plan: StepPlan, demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> Prediction:
-    """Predict as `plan_step` does for `StepPlan.predicted`: with the pairs of the demand, copies under attention.
-
-    demand    with the plan's schedule (`plan.scheduled`)
-    raises    PlanError when plan, demand and cluster do not fit together
-    """
-    return predict(
-        plan,
-        demand,
-        cluster,
-        expert,
-        pairs_LEE=demand.pairs_LEE,
-        attention_seconds=attention_seconds(demand, cluster, expert),
-    )

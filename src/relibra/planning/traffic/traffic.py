@@ -17,6 +17,9 @@ from relibra.planning.traffic.split import traffic_MLRR
 from relibra.routing.compiled import compiled
 from relibra.routing.demand import ScheduledDemand
 
+INSIDE, BETWEEN = 0, 1
+"""Links inside a node and between nodes, in `link_rows`."""
+
 OUT, IN = 0, 1
 """Directions in `link_rows`."""
 
@@ -38,47 +41,33 @@ def iterate_traffic(plan: Placement, demand: ScheduledDemand) -> Iterator[tuple[
 
 def link_rows(
     traffic_LRR: Int64[ndarray, "L R R2"], share_LR: Float64[ndarray, "L R"], ranks_per_node: int
-) -> tuple[Float64[ndarray, "L 2 R"], Float64[ndarray, "L 2 R"], int]:
-    """Sum the rows that leave and enter each rank by link; what stays on a rank uses none.
+) -> tuple[Float64[ndarray, "2 L 2 R"], Float64[ndarray, "2 L 2 R"]]:
+    """Sum what leaves and enters each rank by link; what stays on a rank uses none.
 
     share_LR   rows per token-slot at the destination rank
-    returns    rows over links inside a node and between nodes, [layer, out or in, rank], and unscaled token-slots
-               between nodes
+    returns    rows and token-slots, [inside a node or between nodes, layer, out or in, rank]
     """
     L, R, _ = traffic_LRR.shape
-    rows_2L2R = np.zeros((2, L, 2, R))
-    cross_node = _sum_links(traffic_LRR, share_LR, ranks_per_node, rows_2L2R)
-    return rows_2L2R[0], rows_2L2R[1], int(cross_node)
+    rows_2L2R, slots_2L2R = np.zeros((2, L, 2, R)), np.zeros((2, L, 2, R))
+    _sum_links(traffic_LRR, share_LR, ranks_per_node, rows_2L2R, slots_2L2R)
+    return rows_2L2R, slots_2L2R
 
 
 @compiled
 @no_type_check
-def _sum_links(traffic_LRR, share_LR, ranks_per_node, rows_2L2R) -> int:
+def _sum_links(traffic_LRR, share_LR, ranks_per_node, rows_2L2R, slots_2L2R) -> None:
     L, R, _ = traffic_LRR.shape
-    cross_node = 0
     for layer in range(L):
         for s in range(R):
             for d in range(R):
-                if traffic_LRR[layer, s, d] > 0 and s != d:
+                slots = traffic_LRR[layer, s, d]
+                if slots > 0 and s != d:
                     between = 1 if s // ranks_per_node != d // ranks_per_node else 0
-                    rows = traffic_LRR[layer, s, d] * share_LR[layer, d]
+                    rows = slots * share_LR[layer, d]
                     rows_2L2R[between, layer, 0, s] += rows
                     rows_2L2R[between, layer, 1, d] += rows
-                    cross_node += between * traffic_LRR[layer, s, d]
-    return cross_node
-
-
-def link_rows_reference(
-    traffic_LRR: Int64[ndarray, "L R R2"], share_LR: Float64[ndarray, "L R"], ranks_per_node: int
-) -> tuple[Float64[ndarray, "L 2 R"], Float64[ndarray, "L 2 R"], int]:
-    """Do the same as `link_rows` with whole arrays."""
-    R = traffic_LRR.shape[1]
-    node_R = np.arange(R) // ranks_per_node
-    same_RR = node_R[:, None] == node_R[None, :]
-    rows_LRR = traffic_LRR * share_LR[:, None, :]
-    inside_LRR, between_LRR = rows_LRR * (same_RR & ~np.eye(R, dtype=bool)), rows_LRR * ~same_RR
-    out_and_in = [np.stack([rows.sum(axis=2), rows.sum(axis=1)], axis=1) for rows in (inside_LRR, between_LRR)]
-    return out_and_in[0], out_and_in[1], int(traffic_LRR[:, ~same_RR].sum())
+                    slots_2L2R[between, layer, 0, s] += slots
+                    slots_2L2R[between, layer, 1, d] += slots
 
 
 def send_once_share(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relibra.planning.replicas.pricing import predict_planned
+from relibra.planning.costs.prediction import predict
 from relibra.reporting.data.compared_plans import ComparedStep
 from relibra.reporting.data.number_format import percent
 from relibra.reporting.data.step_simulation import StepSimulation
@@ -130,7 +130,7 @@ def _describe_planner_seconds(step: ComparedStep, found: StepSimulation) -> str:
     """Return why the planner predicts other seconds for the expert layers; "" where it does not."""
     after = step.after
     simulated = seconds_in_words(found.moe_seconds[1])
-    planner = seconds_in_words(predict_planned(after.plan, after.demand, step.cluster, step.model.expert).total)
+    planner = seconds_in_words(predict(after.plan, after.demand, step.cluster, step.model.expert).total)
     if simulated == planner:
         return ""
     rows = "a row for every choice" if after.demand.pairs_LEE is None else "a lower bound of rows from pairs of experts"

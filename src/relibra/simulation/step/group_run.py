@@ -10,7 +10,7 @@ from jaxtyping import Float64, Int64
 from numpy import ndarray
 
 from relibra.errors import ConfigError
-from relibra.simulation.cost_model import CopyCosts
+from relibra.planning.costs.copies import CopyCosts
 from relibra.simulation.step.passes import TERMS, Note, PassSeconds, backward_pass, forward_pass
 from relibra.simulation.step.pipeline_schedule import BACKWARD, FORWARD, run_schedule
 from relibra.simulation.step.stage_costs import StageCosts

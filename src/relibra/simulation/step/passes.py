@@ -10,7 +10,7 @@ does (`relibra.parallel`, docs/execution.md), in its order:
 Copies run beside all of this, one transfer after another. A push begins when the slots are free: at the start of the
 pass, then when the layer with the replicas before is done with them. Between nodes a push shares links with rows, and
 rests while these travel. Gradients leave when the last rank has computed those of its replicas, and have arrived before
-rows travel again. Without overlap everybody waits for each copy: what `objective.predict` adds up.
+rows travel again. Without overlap everybody waits for each copy: what `planning.predict` adds up.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Float64
 from numpy import ndarray
 
-from relibra.simulation.cost_model import CopyCosts
+from relibra.planning.costs.copies import CopyCosts
 from relibra.simulation.step.stage_costs import StageCosts
 
 TERMS = ("attention", "exchange", "gates", "compute", "copies")

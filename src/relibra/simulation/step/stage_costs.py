@@ -10,20 +10,13 @@ from jaxtyping import Float64, Int, Int64
 from numpy import ndarray
 
 from relibra.cluster import Cluster
+from relibra.planning.costs.compute import dense_seconds
+from relibra.planning.costs.copies import CopyCosts
+from relibra.planning.costs.exchange import ExchangeCosts
+from relibra.planning.costs.layer_costs import layer_costs
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import ScheduledDemand
-from relibra.simulation.cost_model import (
-    CopyCosts,
-    ExchangeCosts,
-    attention_seconds,
-    copy_costs,
-    dense_layer_seconds,
-    exchange_costs,
-    expert_seconds,
-    handover_seconds,
-    head_seconds,
-    rows_and_scores,
-)
+from relibra.simulation.cost_model import handover_seconds, rows_and_scores
 from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.model_shape import ModelShape
 
@@ -91,12 +84,10 @@ def stage_costs(
     """
     expert = model.expert
     rows_MR, score_flops_MR = rows_and_scores(plan, demand, model)
-    attention_MR = attention_seconds(model, cluster, rows_MR, score_flops_MR)
-    dense_MR = model.dense_layers * dense_layer_seconds(model, cluster, rows_MR, score_flops_MR)
-    head_MR = head_seconds(model, cluster, rows_MR)
-    home_MLR, replica_MLR = expert_seconds(plan, demand, cluster, expert)
-    exchanged = exchange_costs(plan, demand, cluster, expert, distinct_MLRR)
-    copies = copy_costs(plan, cluster, expert, from_pool=from_pool)
+    attention_MR = dense_seconds(cluster, rows_MR, model.always_parameters, score_flops_MR)
+    dense_MR = model.dense_layers * dense_seconds(cluster, rows_MR, model.dense_layer_parameters, score_flops_MR)
+    head_MR = dense_seconds(cluster, rows_MR, model.head_parameters)
+    costs = layer_costs(plan, demand, cluster, expert, distinct_MLRR=distinct_MLRR, from_pool=from_pool)
     load_MLR, nothing_MR = plan.rank_load(demand), np.zeros_like(rows_MR)
     found = []
     for stage, layers in enumerate(layout.stage_layers(len(plan.layer_ids))):
@@ -104,7 +95,7 @@ def stage_costs(
         around_MR = (layers.stop - layers.start) * attention_MR + first * dense_MR + last * head_MR
         flops = 3 * float(around_MR.sum()) * cluster.flops_per_second
         flops += 3.0 * expert.flops_per_token_slot * float(load_MLR[:, layers].sum())
-        push, again, gradients = (_cut(one, layers) for one in copies)
+        push, again, gradients = (_cut(one, layers) for one in (costs.push, costs.again, costs.gradients))
         found.append(
             StageCosts(
                 layer_ids=plan.layer_ids[layers].astype(np.int64),
@@ -112,9 +103,9 @@ def stage_costs(
                 attention_MR=attention_MR,
                 first_MR=dense_MR if first else nothing_MR,
                 last_MR=head_MR if last else nothing_MR,
-                home_MLR=home_MLR[:, layers],
-                replica_MLR=replica_MLR[:, layers],
-                exchange=_cut(exchanged, layers),
+                home_MLR=costs.home_MLR[:, layers],
+                replica_MLR=costs.replica_MLR[:, layers],
+                exchange=_cut(costs.exchange, layers),
                 push=push,
                 again=_without_last(again) if last and overlap else again,
                 gradients=gradients,

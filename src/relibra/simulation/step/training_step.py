@@ -15,8 +15,9 @@ from jaxtyping import Int, Int64
 from numpy import ndarray
 
 from relibra.cluster import Cluster
-from relibra.errors import ConfigError, PlanError
-from relibra.planning.costs.prediction import relocation_seconds
+from relibra.errors import ConfigError
+from relibra.planning.costs.copies import relocation_seconds
+from relibra.planning.costs.layer_costs import check_demand, check_fit
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import ScheduledDemand
 from relibra.simulation.cost_model import gradient_reduction_seconds, optimizer_seconds, owned_parameters
@@ -101,26 +102,16 @@ def micro_batches_of_groups(plan: StepPlan, demand: ScheduledDemand) -> list[Int
 
     raises   PlanError when the demand is not the plan's
     """
-    _check_demand(plan, demand)
+    check_demand(plan, demand)
     if demand.group_M is None:
         return [np.arange(len(plan.replica_MLRB))]
     return [np.flatnonzero(demand.group_M == group) for group in range(int(demand.group_M.max(initial=0)) + 1)]
 
 
-def _check_demand(plan: StepPlan, demand: ScheduledDemand) -> None:
-    planned = (len(plan.micro_batch_S), *plan.replica_MLRB.shape[:3], plan.num_experts)
-    found = (len(demand.counts_SLE), *demand.tokens_MLRE.shape)
-    if planned != found:
-        raise PlanError(
-            f"a plan for (samples, micro-batches, layers, ranks, experts) {planned} meets a demand of {found}: pass "
-            "plan.scheduled(demand)"
-        )
-
-
 def only_micro_batches(
     plan: StepPlan, demand: ScheduledDemand, number_M: Int64[ndarray, " M"]
 ) -> tuple[StepPlan, ScheduledDemand]:
-    """Return plan and demand of the micro-batches with these numbers, in this order."""
+    """Return a plan and its scheduled demand cut down to some micro-batches, numbered from 0 in the given order."""
     new_number = np.full(len(demand.tokens_MLRE) + 1, -1, dtype=np.int32)  # the last entry is that of samples left out
     new_number[number_M] = np.arange(len(number_M))
     micro_batch_S = new_number[plan.micro_batch_S]
@@ -146,13 +137,8 @@ def costs_of(
     """Check that everything fits, and price one group."""
     layout = ParallelLayout(expert_parallel=plan.num_ranks, pipeline_stages=how.pipeline_stages)
     layout.check(cluster, model)
-    _check_demand(plan, demand)
+    check_fit(plan, demand, cluster)
     planned = (*plan.replica_MLRB.shape[:3], plan.num_experts)
-    if (plan.num_nodes, plan.ranks_per_node) != (cluster.num_nodes, cluster.ranks_per_node):
-        raise PlanError(
-            f"a plan for {plan.num_nodes} x {plan.ranks_per_node} ranks meets cluster {cluster.name!r} of "
-            f"{cluster.num_nodes} x {cluster.ranks_per_node}: plan again, or use Cluster.with_ranks"
-        )
     if (model.moe_layers, model.experts) != (planned[1], planned[3]):
         raise ConfigError(
             f"a plan of {planned[1]} layers and {planned[3]} experts meets model {model.name!r} of {model.moe_layers} "

@@ -1,0 +1,62 @@
+"""Seconds of what a rank computes: its experts, and the weights that every token meets."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import numpy as np
+from jaxtyping import Float64
+from numpy import ndarray
+
+from relibra.cluster import Cluster
+from relibra.planning.costs.expert_shape import ExpertShape
+from relibra.planning.placement import Placement
+from relibra.routing.demand import ScheduledDemand
+
+Rows = TypeVar("Rows", float, ndarray)
+
+
+def dense_seconds(cluster: Cluster, rows: Rows, parameters: int, score_flops: ndarray | float = 0.0) -> Rows:
+    """Return the forward seconds of rows that all meet the same weights: attention, router, dense layers.
+
+    (2 x weights x rows + flops of attention scores) / sustained flops per second, elementwise. Norms and rotations are
+    left out.
+    """
+    flops: Any = 2.0 * parameters * rows + score_flops
+    return flops / cluster.flops_per_second
+
+
+def mean_attention_seconds(demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> float:
+    """Estimate the forward attention of a mean micro-batch and layer on one rank, which copies can overlap.
+
+    Counts the projections only, 4 hidden^2 weights. Scores add to them with long samples, so the estimate exposes
+    rather too many copies. 0 where the choices per token are not known.
+    """
+    if not demand.top_k or not len(demand.load_MLE):
+        return 0.0
+    tokens = demand.load_MLE[:, 0].sum() / demand.top_k / len(demand.load_MLE) / cluster.num_ranks
+    return float(dense_seconds(cluster, tokens, 4 * expert.hidden**2))
+
+
+def expert_seconds(
+    plan: Placement, demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape
+) -> tuple[Float64[ndarray, "M L R"], Float64[ndarray, "M L R"]]:
+    """Return the forward seconds of each rank's experts: those at home, and its replicas.
+
+    Each expert is a GEMM of its own rows (`Cluster.gemm_seconds`), 2 flops per weight and row; backward takes twice as
+    long.
+    """
+    flops = float(expert.flops_per_token_slot)
+    M, L, R, _ = plan.replica_MLRB.shape
+    m_X, layer_X, rank_X, slot_X = np.nonzero(plan.replica_MLRB >= 0)
+    rows_X = plan.quota_MLRB[m_X, layer_X, rank_X, slot_X].astype(np.int64)
+    home_rows_MLE = demand.load_MLE.copy()
+    np.subtract.at(home_rows_MLE, (m_X, layer_X, plan.replica_MLRB[m_X, layer_X, rank_X, slot_X]), rows_X)
+    first_ML = R * np.arange(M * L).reshape(M, L, 1)
+    home_X, replica_X = (first_ML + plan.home_LE).ravel(), (m_X * L + layer_X) * R + rank_X
+
+    def add_up(rank_X: ndarray, rows_X: ndarray) -> Float64[ndarray, "M L R"]:
+        seconds_MLR = np.bincount(rank_X, cluster.gemm_seconds(rows_X, flops), M * L * R).reshape(M, L, R)
+        return seconds_MLR.astype(np.float64, copy=False)  # bincount of nothing is int64
+
+    return add_up(home_X, home_rows_MLE.ravel()), add_up(replica_X, rows_X)

@@ -1,0 +1,154 @@
+"""`CopyCosts`: seconds and counts of experts that travel, as weights to replicas, gradients home, or to new homes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64
+from numpy import ndarray
+
+from relibra.cluster import Cluster
+from relibra.planning.costs.expert_shape import ExpertShape
+from relibra.planning.placement import Homes, Placement
+from relibra.planning.traffic.traffic import BETWEEN, INSIDE
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CopyCosts:
+    """Copies of experts in one kind of transfer: weights out before a pass, or gradients home after it.
+
+    seconds_ML              of the busiest rank, over whichever link is slowest
+    network_ML              of the busiest rank between nodes alone, on links that rows use too
+    takes_part_MLR          ranks that send or receive
+    sent_MLR, received_MLR  experts that leave and enter a rank
+    from_host_MLR           of those received, how many come from a pool in host memory and from no rank: all or none
+    bytes_each              of one expert
+    """
+
+    seconds_ML: Float64[ndarray, "M L"]
+    network_ML: Float64[ndarray, "M L"]
+    takes_part_MLR: Bool[ndarray, "M L R"]
+    sent_MLR: Int64[ndarray, "M L R"]
+    received_MLR: Int64[ndarray, "M L R"]
+    from_host_MLR: Int64[ndarray, "M L R"]
+    bytes_each: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all copies."""
+        return int(self.received_MLR.sum()) * self.bytes_each
+
+
+def copy_costs(
+    plan: Placement, cluster: Cluster, expert: ExpertShape, *, from_pool: bool = False
+) -> tuple[CopyCosts, CopyCosts, CopyCosts]:
+    """Return the pushes before forward, the pushes again before backward, and the gradients sent home after it.
+
+    One transfer per copy, as the executor makes them: homes send weights, one replica after another, and receive
+    gradients, by `intra` where home and replica share a node, else out through `inter_send` of one and in through
+    `inter_receive` of the other.
+
+    from_pool   the pushes before forward are copies out of the host memory of each replica's own node
+                (`parallel.HostPool`), inside a node too, as in a pass without gradients that has a pool
+    """
+    forward, backward, gradients = pushed_copies(plan)
+    first = _count_copies(plan, forward)
+    again, returned = (first if copied is forward else _count_copies(plan, copied) for copied in (backward, gradients))
+    push = _from_pool(first, cluster, expert) if from_pool else _copies(*first, cluster, expert.weight_bytes)
+    home_2MLR, replica_2MLR = returned
+    return (
+        push,
+        _copies(*again, cluster, expert.weight_bytes),
+        _copies(replica_2MLR, home_2MLR, cluster, expert.gradient_bytes),
+    )
+
+
+def pushed_copies(
+    plan: Placement,
+) -> tuple[Bool[ndarray, "M L R B"], Bool[ndarray, "M L R B"], Bool[ndarray, "M L R B"]]:
+    """Return which replicas receive weights before forward, again before backward, and return a gradient after it.
+
+    A buffer shared by all layers is filled for each pass. Resident slots are filled when an expert comes to a rank,
+    keep it until backward, add up gradients over micro-batches and return them when it leaves the rank.
+    """
+    used_MLRB = plan.replica_MLRB >= 0
+    if not plan.resident:
+        return used_MLRB, used_MLRB, used_MLRB
+    before, after = plan.replica_MLRB[:-1], plan.replica_MLRB[1:]
+    arrives_MLRB, leaves_MLRB = used_MLRB.copy(), used_MLRB.copy()
+    for b in range(plan.slots):  # whichever slot of its rank the expert is in
+        arrives_MLRB[1:] &= after != before[..., b : b + 1]
+        leaves_MLRB[:-1] &= before != after[..., b : b + 1]
+    return arrives_MLRB, np.zeros_like(used_MLRB), leaves_MLRB
+
+
+def _count_copies(
+    plan: Placement, copied_MLRB: Bool[ndarray, "M L R B"]
+) -> tuple[Int64[ndarray, "2 M L R"], Int64[ndarray, "2 M L R"]]:
+    """Count copies by the rank of the home and by the rank of the replica, inside and between nodes."""
+    M, L, R, _ = copied_MLRB.shape
+    m_X, layer_X, rank_X, slot_X = np.nonzero(copied_MLRB)
+    home_X = plan.home_LE[layer_X, plan.replica_MLRB[m_X, layer_X, rank_X, slot_X]]
+    between_X = rank_X // plan.ranks_per_node != home_X // plan.ranks_per_node
+    first_X = ((between_X * M + m_X) * L + layer_X) * R
+
+    def count(rank_of_X: ndarray) -> Int64[ndarray, "2 M L R"]:
+        return np.bincount(first_X + rank_of_X, minlength=2 * M * L * R).reshape(2, M, L, R)
+
+    return count(home_X), count(rank_X)
+
+
+def _copies(
+    sent_2MLR: Int64[ndarray, "2 M L R"], received_2MLR: Int64[ndarray, "2 M L R"], cluster: Cluster, bytes_each: int
+) -> CopyCosts:
+    sent_2ML, received_2ML = (
+        count_2MLR.max(axis=-1, initial=0) * float(bytes_each) for count_2MLR in (sent_2MLR, received_2MLR)
+    )
+    inside_ML = cluster.intra.seconds(np.maximum(sent_2ML[INSIDE], received_2ML[INSIDE]))
+    network_ML = np.maximum(
+        cluster.inter_send.seconds(sent_2ML[BETWEEN]), cluster.inter_receive.seconds(received_2ML[BETWEEN])
+    )
+    sent_MLR, received_MLR = sent_2MLR.sum(axis=0), received_2MLR.sum(axis=0)
+    return CopyCosts(
+        seconds_ML=np.maximum(inside_ML, network_ML),
+        network_ML=network_ML,
+        takes_part_MLR=(sent_MLR > 0) | (received_MLR > 0),
+        sent_MLR=sent_MLR,
+        received_MLR=received_MLR,
+        from_host_MLR=np.zeros_like(received_MLR),
+        bytes_each=bytes_each,
+    )
+
+
+def _from_pool(counts: tuple[ndarray, ndarray], cluster: Cluster, expert: ExpertShape) -> CopyCosts:
+    received_MLR = counts[1].sum(axis=0)
+    seconds_ML = cluster.host.seconds(received_MLR.max(axis=-1, initial=0) * float(expert.weight_bytes))
+    return CopyCosts(
+        seconds_ML=seconds_ML,
+        network_ML=np.zeros_like(seconds_ML),
+        takes_part_MLR=received_MLR > 0,
+        sent_MLR=np.zeros_like(received_MLR),
+        received_MLR=received_MLR,
+        from_host_MLR=received_MLR,
+        bytes_each=expert.weight_bytes,
+    )
+
+
+def relocation_seconds(before: Homes, after: Homes, cluster: Cluster, expert: ExpertShape) -> float:
+    """Return the seconds of moving expert state to new homes: the busiest rank's bytes over each kind of link.
+
+    One message per layer.
+    """
+    layer_X, expert_X = np.nonzero(before.home_LE != after.home_LE)
+    from_X, to_X = before.home_LE[layer_X, expert_X], after.home_LE[layer_X, expert_X]
+    inside_X = from_X // after.ranks_per_node == to_X // after.ranks_per_node
+
+    def busiest(ranks: ndarray) -> float:
+        return float(np.bincount(ranks).max(initial=0) * expert.state_bytes)
+
+    messages = len(np.unique(layer_X[inside_X]))
+    inside = cluster.intra.seconds(max(busiest(from_X[inside_X]), busiest(to_X[inside_X])), messages)
+    messages = len(np.unique(layer_X[~inside_X]))
+    sent = cluster.inter_send.seconds(busiest(from_X[~inside_X]), messages)
+    return max(inside, sent, cluster.inter_receive.seconds(busiest(to_X[~inside_X]), messages))

@@ -1,0 +1,107 @@
+"""`LayerCosts`: all that a plan decides about the seconds of each (micro-batch, layer, rank).
+
+The planner's objective takes maxima over ranks and sums of these arrays, the simulator makes events of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float64, Int
+from numpy import ndarray
+
+from relibra.cluster import Cluster
+from relibra.errors import PlanError
+from relibra.planning.costs.compute import expert_seconds
+from relibra.planning.costs.copies import CopyCosts, copy_costs
+from relibra.planning.costs.exchange import ExchangeCosts, exchange_costs
+from relibra.planning.costs.expert_shape import ExpertShape
+from relibra.planning.placement import Placement
+from relibra.routing.demand import ScheduledDemand
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerCosts:
+    """Costs of the expert layers of a step.
+
+    home_MLR, replica_MLR    forward seconds of each rank's experts at home and replicas; backward takes twice them
+    exchange                 dispatch and combine
+    push, again, gradients   copies of weights before forward and before backward, gradients home after it
+    """
+
+    home_MLR: Float64[ndarray, "M L R"]
+    replica_MLR: Float64[ndarray, "M L R"]
+    exchange: ExchangeCosts
+    push: CopyCosts
+    again: CopyCosts
+    gradients: CopyCosts
+
+    @property
+    def compute_ML(self) -> Float64[ndarray, "M L"]:
+        """Return the seconds of the busiest rank's experts, forward and backward."""
+        return 3.0 * (self.home_MLR + self.replica_MLR).max(axis=2)
+
+    @property
+    def exchange_ML(self) -> Float64[ndarray, "M L"]:
+        """Return the seconds of rows, forward and backward: two passes along the traffic and two against it."""
+        return 2.0 * (self.exchange.dispatch_ML + self.exchange.combine_ML)
+
+    def exposed_copies_ML(self, attention_seconds: float) -> Float64[ndarray, "M L"]:
+        """Return the seconds of copies that do not fit beside attention, forward and backward each by itself.
+
+        attention_seconds   forward attention of one layer and micro-batch; backward takes twice as long
+        """
+        backward_ML = self.again.seconds_ML + self.gradients.seconds_ML
+        forward_ML = np.maximum(0.0, self.push.seconds_ML - attention_seconds)
+        return forward_ML + np.maximum(0.0, backward_ML - 2 * attention_seconds)
+
+
+def layer_costs(
+    plan: Placement,
+    demand: ScheduledDemand,
+    cluster: Cluster,
+    expert: ExpertShape,
+    *,
+    distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,
+    from_pool: bool = False,
+) -> LayerCosts:
+    """Return the costs of every micro-batch and layer under a plan.
+
+    demand          under the schedule of the plan
+    distinct_MLRR   as for `exchange_costs`
+    from_pool       as for `copy_costs`
+    raises          PlanError when plan, demand and cluster do not fit together
+    """
+    check_fit(plan, demand, cluster)
+    home_MLR, replica_MLR = expert_seconds(plan, demand, cluster, expert)
+    push, again, gradients = copy_costs(plan, cluster, expert, from_pool=from_pool)
+    return LayerCosts(
+        home_MLR=home_MLR,
+        replica_MLR=replica_MLR,
+        exchange=exchange_costs(plan, demand, cluster, expert, distinct_MLRR),
+        push=push,
+        again=again,
+        gradients=gradients,
+    )
+
+
+def check_fit(plan: Placement, demand: ScheduledDemand, cluster: Cluster) -> None:
+    """Raise PlanError when plan, demand and cluster do not fit together."""
+    if (plan.num_nodes, plan.ranks_per_node) != (cluster.num_nodes, cluster.ranks_per_node):
+        raise PlanError(
+            f"a plan for {plan.num_nodes} x {plan.ranks_per_node} ranks meets cluster {cluster.name!r} of "
+            f"{cluster.num_nodes} x {cluster.ranks_per_node}: plan again, or use Cluster.with_ranks"
+        )
+    check_demand(plan, demand)
+
+
+def check_demand(plan: Placement, demand: ScheduledDemand) -> None:
+    """Raise PlanError when the demand is not the plan's."""
+    planned = (len(plan.micro_batch_S), *plan.replica_MLRB.shape[:3], plan.num_experts)
+    found = (len(demand.counts_SLE), *demand.tokens_MLRE.shape)
+    if planned != found:
+        raise PlanError(
+            f"a plan for (samples, micro-batches, layers, ranks, experts) {planned} meets a demand of {found}: pass "
+            "plan.scheduled(demand)"
+        )

@@ -1,0 +1,160 @@
+"""Closed forms of the arrays, and slow loops beside them."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relibra.cluster import Link
+from relibra.planning.costs.compute import dense_seconds, expert_seconds, mean_attention_seconds
+from relibra.planning.costs.copies import copy_costs, pushed_copies
+from relibra.planning.costs.exchange import exchange_costs
+from relibra.planning.costs.layer_costs import layer_costs
+from relibra.planning.traffic.split import split_tokens
+from tests.planning.costs.by_hand import EXPERT, cluster_for
+from tests.planning.plans import planned_step, planned_steps
+
+
+def test_dense_work_is_two_flops_per_weight_and_row_and_the_scores():
+    plan, demand = planned_step(np.random.default_rng(0), nodes=1, per_node=2)
+    machine = cluster_for(plan)  # 180 flops per second
+    assert dense_seconds(machine, np.array([0.0, 9.0]), 20, np.array([0.0, 180.0])).tolist() == [0.0, 3.0]
+    assert mean_attention_seconds(demand, machine, EXPERT) == 0
+    slots = demand.load_MLE[:, 0].sum() / len(demand.load_MLE) / 2
+    seconds = mean_attention_seconds(replace(demand, top_k=2), machine, EXPERT)
+    assert seconds == pytest.approx(slots / 2 * 2 * 4 * 2**2 / 180)
+
+
+@given(planned_steps(), st.booleans())
+def test_each_expert_is_a_gemm_of_its_own_rows(step, with_table):
+    plan, demand = step
+    machine = cluster_for(plan, gemm_table=((2, 60.0), (8, 180.0)) if with_table else ())
+    home_MLR, replica_MLR = expert_seconds(plan, demand, machine, EXPERT)
+    for m, layer in np.ndindex(*home_MLR.shape[:2]):
+        home_R, replica_R = np.zeros(plan.num_ranks), np.zeros(plan.num_ranks)
+        left_E = demand.load_MLE[m, layer].tolist()
+        for rank, slot in np.argwhere(plan.replica_MLRB[m, layer] >= 0):
+            rows = int(plan.quota_MLRB[m, layer, rank, slot])
+            left_E[plan.replica_MLRB[m, layer, rank, slot]] -= rows
+            replica_R[rank] += machine.gemm_seconds(np.array([rows]), 60.0)[0]
+        for e, rows in enumerate(left_E):
+            home_R[plan.home_LE[layer, e]] += machine.gemm_seconds(np.array([rows]), 60.0)[0]
+        np.testing.assert_allclose(home_MLR[m, layer], home_R)
+        np.testing.assert_allclose(replica_MLR[m, layer], replica_R)
+
+
+def test_a_gemm_table_makes_small_pieces_expensive():
+    plan, demand = planned_step(np.random.default_rng(1), nodes=1, per_node=1, experts_per_rank=2, layers=1, slots=0)
+    counts_SLE = np.zeros_like(demand.counts_SLE)
+    counts_SLE[0, 0], counts_SLE[1, 0] = [8, 8], [16, 0]
+    demand = plan.scheduled(replace(demand, counts_SLE=counts_SLE))
+    cluster = cluster_for(plan, gemm_table=((8, 60.0), (16, 180.0)))
+    assert layer_costs(plan, demand, cluster_for(plan), EXPERT).compute_ML[:, 0].tolist() == [16.0, 16.0, 0.0]
+    assert layer_costs(plan, demand, cluster, EXPERT).compute_ML[:, 0].tolist() == [
+        2 * 8 * 180 / 60,
+        16 * 180 / 180,
+        0.0,
+    ]
+
+
+@given(planned_steps())
+@settings(deadline=None)
+def test_exchanges_are_those_of_the_split(step):
+    plan, demand = step
+    machine, G = cluster_for(plan), plan.ranks_per_node
+    costs = exchange_costs(plan, demand, machine, EXPERT)
+    tokens_MLRE = demand.tokens_MLRE
+    counted = exchange_costs(plan, demand, machine, EXPERT, np.zeros((*tokens_MLRE.shape[:3], plan.num_ranks), int))
+    assert not counted.out_MLR.any()
+    assert not counted.dispatch_ML.any()
+    np.testing.assert_array_equal(counted.gates_ML, costs.gates_ML)
+    for at in np.ndindex(*tokens_MLRE.shape[:2]):
+        arrays = (tokens_MLRE[at], plan.home_LE[at[1]], plan.replica_MLRB[at], plan.quota_MLRB[at])
+        split, links = split_tokens(*arrays, G), Counter()
+        for source, instance in np.argwhere(split.tokens_RI > 0):
+            rank, rows = int(split.rank_I[instance]), int(split.tokens_RI[source, instance])
+            if rank != source:
+                kind = "intra" if rank // G == source // G else "inter"
+                links[kind, "out", int(source)] += rows
+                links[kind, "in", rank] += rows
+        for r in range(plan.num_ranks):
+            for way, found_MLR, gates_MLR in (
+                ("out", costs.out_MLR, costs.gates_out_MLR),
+                ("in", costs.in_MLR, costs.gates_in_MLR),
+            ):
+                assert found_MLR[(*at, r)] == gates_MLR[(*at, r)] == links["intra", way, r] + links["inter", way, r]
+        assert costs.cross_node_ML[at] == sum(n for port, n in links.items() if port[:2] == ("inter", "out"))
+        busiest = Counter()
+        for (kind, way, _), rows in links.items():
+            busiest[kind, way] = max(busiest[kind, way], rows)
+        inside = max(busiest["intra", "out"], busiest["intra", "in"]) / 10
+        along = max(inside, busiest["inter", "out"] / 2, busiest["inter", "in"] / 1)
+        against = max(inside, busiest["inter", "in"] / 2, busiest["inter", "out"] / 1)
+        assert costs.dispatch_ML[at] == pytest.approx(4 * along)
+        assert costs.combine_ML[at] == pytest.approx(4 * against)
+        assert costs.gates_ML[at] == pytest.approx(2 * along)
+        assert costs.gates_back_ML[at] == pytest.approx(2 * against)
+
+
+def test_a_home_that_feeds_several_nodes_sends_to_one_after_the_other_and_a_pool_relieves_it():
+    plan, _ = planned_step(
+        np.random.default_rng(0), nodes=4, per_node=1, experts_per_rank=1, micro_batches=1, layers=1, slots=1
+    )
+    replica_MLRB = np.full_like(plan.replica_MLRB, -1)
+    for rank in set(range(4)) - {plan.home_LE[0, 0]}:
+        replica_MLRB[0, 0, rank, 0] = 0
+    plan, machine = replace(plan, replica_MLRB=replica_MLRB), cluster_for(plan)
+    push, _, home = copy_costs(plan, machine, EXPERT)
+    assert push.seconds_ML == push.network_ML == 3 * 60 / 2  # fan-out at 2 B/s; each replica takes 60 s
+    assert home.seconds_ML == 3 * 120 / 1
+    assert copy_costs(plan, machine, EXPERT, from_pool=True)[0].seconds_ML == 60 / 5
+
+
+@given(planned_steps())
+def test_copies_take_as_long_as_the_busiest_port_of_any_rank(case):
+    """Slow and obvious: one copy at a time, out of one rank and into another."""
+    plan, _ = case
+    machine = cluster_for(plan, intra=Link(latency_seconds=3, bytes_per_second=10))
+    every = copy_costs(plan, machine, EXPERT)
+    pool = copy_costs(plan, machine, EXPERT, from_pool=True)[0]
+    assert not pool.network_ML.any()
+    assert not pool.sent_MLR.any()
+    inter = (machine.inter_send, machine.inter_receive)
+    links = {"intra": (machine.intra,) * 2, "inter": inter, "host": (machine.host,) * 2}
+    pushed = pushed_copies(plan)
+    for costs, copied_MLRB, to_home in zip((*every, pool), (*pushed, pushed[0]), (0, 0, 1, 0), strict=True):
+        for m, layer in np.ndindex(*plan.replica_MLRB.shape[:2]):
+            copies, sent, received = Counter(), Counter(), Counter()
+            for rank, slot in np.argwhere(copied_MLRB[m, layer]).tolist():
+                home = int(plan.home_LE[layer, plan.replica_MLRB[m, layer, rank, slot]])
+                kind = "intra" if home // plan.ranks_per_node == rank // plan.ranks_per_node else "inter"
+                source, target = (rank, home) if to_home else (home, rank)
+                received[target] += 1
+                if costs is pool:
+                    copies["host", 1, rank] += 1
+                    continue
+                sent[source] += 1
+                copies[kind, 0, source] += 1
+                copies[kind, 1, target] += 1
+            found = dict.fromkeys(links, 0.0)
+            for (kind, way, _), number in copies.items():
+                found[kind] = max(found[kind], links[kind][way].seconds(float(costs.bytes_each) * number))
+            assert costs.seconds_ML[m, layer] == pytest.approx(max(found.values()))
+            assert costs.network_ML[m, layer] == pytest.approx(found["inter"])
+            for r in range(plan.num_ranks):
+                assert (costs.sent_MLR[m, layer, r], costs.received_MLR[m, layer, r]) == (sent[r], received[r])
+                assert costs.takes_part_MLR[m, layer, r] == bool(sent[r] or received[r])
+                assert costs.from_host_MLR[m, layer, r] == (received[r] if costs is pool else 0)
+
+
+def test_a_resident_replica_that_changes_its_slot_is_still_there():
+    plan, _ = planned_step(np.random.default_rng(0), nodes=1, per_node=2, micro_batches=2, layers=1, slots=2)
+    replica_MLRB = np.full_like(plan.replica_MLRB, -1)
+    replica_MLRB[:, 0, 0] = [[2, 3], [1, 2]]
+    plan = replace(plan, resident=True, replica_MLRB=replica_MLRB)
+    forward, _, gradients = pushed_copies(plan)
+    assert forward[:, 0, 0].tolist() == [[True, True], [True, False]]
+    assert gradients[:, 0, 0].tolist() == [[False, True], [True, True]]
