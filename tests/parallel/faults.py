@@ -24,7 +24,7 @@ from relibra.parallel import PlanExecution, execute_plan, register
 from relibra.parallel.replicas.replica_gradients import LayerReplicas
 from relibra.parallel.replicas.replica_slots import ReplicaSlots
 from relibra.parallel.replicas.transfer import Transfer
-from relibra.parallel.rows.exchange import Route
+from relibra.parallel.rows.exchange import AllToAll
 from relibra.parallel.rows.rank_tables import Place, RankTables
 from relibra.replay.checkpointing import is_recompute
 from tests.parallel.ranks_at_work import Case, load, num_targets, run_batch
@@ -77,9 +77,9 @@ def before(owner: type, name: str, action: Callable[..., None]) -> Any:
 def armed(fault: Fault) -> Any:
     """Make the fault happen when its moment comes."""
 
-    def in_exchange(route: Route, *_: object) -> None:
+    def in_exchange(sizes: AllToAll, *_: object) -> None:
         if is_recompute() == (fault.moment == "exchange of gradients"):
-            fault.strike(route.place)
+            fault.strike(sizes.place)
 
     def in_push(_: ReplicaSlots, tables: RankTables, *__: object) -> None:
         if tables.pushes_from_here:
@@ -100,7 +100,7 @@ def armed(fault: Fault) -> Any:
         return before(LayerReplicas, "send_gradients", in_return)
     if fault.moment == "model":
         return in_model(fault)
-    return before(Route, "move", in_exchange)
+    return before(AllToAll, "move", in_exchange)
 
 
 @contextmanager

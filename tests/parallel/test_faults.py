@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from relibra import EngineError
-from relibra.parallel.rows.exchange import Place, waiting
+from relibra.parallel.rows.exchange import Place, explain_peer_failure
 from tests.parallel.faults import GROUP_TIMEOUT_S, Fault, survivors_of
 from tests.parallel.steps import step
 
@@ -117,5 +117,5 @@ def test_what_no_peer_did_stays_as_it_is(error):
 
 
 def _raise(error):
-    with waiting("the push", PLACE, range(3)):
+    with explain_peer_failure("the push", PLACE, range(3)):
         raise error

@@ -16,7 +16,7 @@ from relibra import Budget, plan_step
 from relibra.parallel import execute_plan, logical_parameters, relocate
 from relibra.parallel.replicas.host_pool import HostPool
 from relibra.parallel.replicas.replica_gradients import LayerReplicas
-from relibra.parallel.rows.exchange import Route
+from relibra.parallel.rows.exchange import AllToAll
 from relibra.planning.plan import StepPlan
 from relibra.replay import BatchRoutes
 from relibra.replay.checkpointing import is_recompute
@@ -112,7 +112,7 @@ def watched_step(case: Case, folder) -> dict:
         noted_timelines() as timelines,
     ):
         try:
-            with before(Route, "move", interrupt):
+            with before(AllToAll, "move", interrupt):
                 step_on_rank(case, folder)
         except InterruptedError as error:
             found["interrupted"] = str(error)
@@ -126,9 +126,9 @@ def watched_step(case: Case, folder) -> dict:
     return found
 
 
-def interrupt(route: Route, *_: object) -> None:
+def interrupt(sizes: AllToAll, *_: object) -> None:
     """Fail on all ranks alike where rows of the second layer are about to go, and weights are on their way."""
-    if route.place.layer_id == 1:
+    if sizes.place.layer_id == 1:
         raise InterruptedError("in layer 1")
 
 
@@ -136,11 +136,11 @@ def step_with_a_slow_rank(case: Case, folder) -> dict:
     """Do a step in which rank 1 thinks before the exchanges of the second layer."""
     slow = dist.get_rank() == 1
 
-    def think(route: Route, *_: object) -> None:
-        if slow and route.place.layer_id == 1 and route.stage == "dispatch" and not is_recompute():
+    def think(sizes: AllToAll, *_: object) -> None:
+        if slow and sizes.place.layer_id == 1 and sizes.stage == "dispatch" and not is_recompute():
             time.sleep(0.5)
 
-    with before(Route, "move", think), noted_timelines() as timelines:
+    with before(AllToAll, "move", think), noted_timelines() as timelines:
         step_on_rank(case, folder)
     return {"timeline": timelines[0]}
 

@@ -1,7 +1,8 @@
 """Execute step plans inside the expert-parallel layers of a transformers model; importing this loads torch.
 
 In: a model, a `StepPlan` and the routes it was made for. Out: outputs and gradients of the same model without a plan.
-Open `execution.py` first, then `layer.py` (one layer, from dispatch to combine).
+Open `execution.py` first, then `layer.py` (one layer, from dispatch to combine), `replicas/replica_gradients.py`
+(gradients of replicas return to the homes), `fallback.py` (routes and plan disagree: experts run at home).
 
 register()                          make `ep_implementation="relibra"` known to transformers
 execute_plan(model, plan, demand)   run forward and backward passes of each micro-batch as the plan says

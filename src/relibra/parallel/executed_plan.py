@@ -1,4 +1,4 @@
-"""`ExecutedPlan`: a plan inside a model, the same for all micro-batches."""
+"""`ExecutedPlan`: what the micro-batches of an executed plan have in common."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ExecutedPlan:
 
     layers      of the model, by position in the plan
     demand      under the schedule of the plan; None: the plan is not followed, every expert runs at home
-    canonical   whether sums are canonical
+    canonical   whether sums have an order that no plan changes (`canonical.py`)
     """
 
     model: nn.Module
@@ -35,7 +35,7 @@ class ExecutedPlan:
     recorder: TimelineRecorder
 
     def tables(self, micro_batch: int, position: int) -> RankTables:
-        """Return the tables of a layer."""
+        """Return the tables of this rank in a micro-batch and layer."""
         assert self.demand is not None, "a plan that is not followed has no tables"
         chunk = CHUNK if self.canonical else None
         return rank_tables(self.plan, self.demand, self.state.rank, micro_batch, position, chunk)

@@ -24,7 +24,7 @@ from relibra.parallel.micro_batch import PlannedMicroBatch, prepare_micro_batch
 from relibra.parallel.replicas.group_state import GroupState
 from relibra.parallel.replicas.host_pool import HostPool
 from relibra.parallel.replicas.replica_source import ReplicaSource
-from relibra.parallel.rows.exchange import waiting
+from relibra.parallel.rows.exchange import explain_peer_failure
 from relibra.parallel.rows.rank_tables import Place
 from relibra.planning.plan import StepPlan
 from relibra.replay import BatchRoutes, RoutingReplay, replay_routing
@@ -96,7 +96,7 @@ class PlanExecution:
             # Errors of FSDP's own collectives do not say where they happened.
             events = self.timeline().events
             place = Place(state.rank, events[-1].layer if events else -1, number)  # of the last exchange
-            with waiting("the model's own communication", place, range(state.num_ranks)):
+            with explain_peer_failure("the model's own communication", place, range(state.num_ranks)):
                 raise
         finally:
             self._current = None

@@ -21,7 +21,7 @@ from relibra.parallel.replicas.replica_gradients import (
     ReturnReplicaGradients,
 )
 from relibra.parallel.rows.dispatch import combine_choices, combine_tokens, dispatch_choices, dispatch_tokens
-from relibra.parallel.rows.exchange import Route, all_gather, waiting
+from relibra.parallel.rows.exchange import AllToAll, all_gather, explain_peer_failure
 from relibra.parallel.rows.rank_tables import Place, RankTables, home_tables
 from relibra.parallel.rows.row_lists import RowLists, row_lists
 from relibra.replay.checkpointing import is_recompute
@@ -41,9 +41,9 @@ class LayerRun:
     replicas: LayerReplicas | None
     recorder: TimelineRecorder
 
-    def choice_route(self) -> Route:
+    def choice_exchange(self) -> AllToAll:
         """Return the exchange of one row per token-slot."""
-        return Route(
+        return AllToAll(
             send_R=self.tables.send_RP.sum(axis=1).tolist(),
             receive_R=self.tables.receive_RP.sum(axis=1).tolist(),
             group=self.layer.ep_mesh.get_group(),
@@ -90,7 +90,7 @@ def _run_planned(layer: BalancedEP, planned: PlannedMicroBatch, position: int, t
 
 def _run_fast(run: LayerRun, hidden_TH: Tensor, weights_TK: Tensor) -> Tensor:
     """Send each token once to each rank that computes it; results are weighted and added there."""
-    choices = run.choice_route()
+    choices = run.choice_exchange()
     rows_YH, weight_Y1 = dispatch_tokens(run.lists, choices, hidden_TH, weights_TK)
     if run.replicas is None:
         output_YH = run.layer.run_rows(rows_YH, run.lists.slot_Y, weight_Y1)
@@ -118,7 +118,7 @@ def _run_homes_and_replicas(run: LayerRun, replicas: LayerReplicas, rows_YH: Ten
 
 def _run_canonical(run: LayerRun, hidden_TH: Tensor, weights_TK: Tensor) -> Tensor:
     """Send one row per token-slot; results are weighted and added where the tokens came from, in a fixed order."""
-    choices = run.choice_route()
+    choices = run.choice_exchange()
     rows_YH = dispatch_choices(run.lists, choices, hidden_TH, weights_TK.shape[1])
     experts = CanonicalExperts(layer=run.layer, tables=run.tables, replicas=run.replicas)
     output_YH = experts(rows_YH, run.layer.homes())
@@ -131,7 +131,7 @@ def run_at_home(
     """Run every token-slot at the home of its expert, as `all_to_all` does; collective."""
     with (
         recorder.record("at home", layer=place.layer_id, micro_batch=place.micro_batch),
-        waiting("the exchange of rows", place, range(layer.ep_mesh.size())),
+        explain_peer_failure("the exchange of rows", place, range(layer.ep_mesh.size())),
     ):
         if not canonical:
             return layer.run_at_home(tokens)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relibra.parallel.rows.exchange import Route
+from relibra.parallel.rows.exchange import AllToAll
 from relibra.parallel.rows.rank_tables import Place, home_tables, rank_tables
 from relibra.parallel.rows.row_lists import exchange_row_lists, row_lists, rows_to_send
 from tests.parallel.rows.test_rank_tables import experts_in_slots
@@ -28,11 +28,11 @@ class Sent(Exception):
 def lists_of_all(tables_RL, experts_RTLK):
     """Run the collective of all ranks in one process: first each one up to its message, then with what it gets."""
 
-    def send(route, rows):
-        raise Sent(np.split(rows.numpy(), np.cumsum(route.send_R)[:-1]))
+    def send(sizes, rows):
+        raise Sent(np.split(rows.numpy(), np.cumsum(sizes.send_R)[:-1]))
 
     def run(tables_L, experts_TLK, move):
-        with mock.patch.object(Route, "move", move):
+        with mock.patch.object(AllToAll, "move", move):
             return exchange_row_lists(tables_L, experts_TLK, mock.Mock(spec=dist.ProcessGroup), CPU)
 
     sent_RR = []
@@ -44,8 +44,8 @@ def lists_of_all(tables_RL, experts_RTLK):
     for rank, (tables_L, experts_TLK) in enumerate(zip(tables_RL, experts_RTLK, strict=True)):
         mine = [sent_R[rank] for sent_R in sent_RR]
 
-        def receive(route, _, mine=mine):
-            assert route.receive_R == [len(message) for message in mine]
+        def receive(sizes, _, mine=mine):
+            assert sizes.receive_R == [len(message) for message in mine]
             return torch.from_numpy(np.concatenate(mine))
 
         result.append(run(tables_L, experts_TLK, receive))

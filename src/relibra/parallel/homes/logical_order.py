@@ -1,4 +1,4 @@
-"""Logical order: weights as other programs expect them, expert 0 first, wherever their homes are."""
+"""Logical order: experts in the order of their ids, which other programs expect, wherever their homes are."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from relibra.parallel.homes.relocation import relocate
 
 @contextmanager
 def logical_order(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-    """Move experts to positions 0..E-1 inside, and back afterwards; collective, as is saving inside.
+    """Move experts into the order 0..E-1 within the `with` block, and back after it; collective, as is saving there.
 
-    If they are in that order already, nothing is sent.
+    Nothing is sent if they are in that order already.
 
     optimizer   as in `relocate`
     raises      as `relocate`
@@ -42,7 +42,7 @@ def logical_order(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
 def logical_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield each parameter by name, gathered whole, with expert rows in logical order; collective, no expert moves.
 
-    One parameter is whole at a time; all ranks have to iterate over all of them.
+    Only one parameter is gathered at a time; all ranks have to iterate to the end.
     """
     reshard(model)
     rows_by_id = {
@@ -57,7 +57,7 @@ def logical_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Return every parameter to its shard: after a forward pass without backward the root module keeps it gathered."""
+    """Free gathered parameters: the root module keeps them after a forward pass without a backward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -28,7 +28,7 @@ from torch import nn
 from relibra.errors import EngineError
 from relibra.parallel.balanced import BalancedEP, balanced_layers
 from relibra.parallel.homes.home_shards import StoredRows, home_mesh, home_ranks, rows_by_expert
-from relibra.parallel.rows.exchange import all_gather, waiting
+from relibra.parallel.rows.exchange import all_gather, explain_peer_failure
 from relibra.parallel.rows.rank_tables import Place
 
 
@@ -131,7 +131,7 @@ def _relocate_layer(
         rows = stored.rows[leave_X.to(stored.rows.device)].reshape(len(leave_X), prod(stored.rows.shape[1:]))
         sent[:, columns] = rows.view(torch.uint8).to(device)
     place = Place(dist.get_rank(), layer_id, -1)
-    with waiting("moving experts (the layer is as it was)", place, list(number_of)):
+    with explain_peer_failure("moving experts (the layer is as it was)", place, list(number_of)):
         dist.all_to_all_single(received, sent, moves.num_received_R.tolist(), moves.num_sent_R.tolist(), group=group)
         arrived = torch.zeros(1, dtype=torch.int32, device=device)
         dist.all_reduce(arrived, group=group)

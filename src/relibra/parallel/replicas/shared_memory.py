@@ -29,8 +29,8 @@ def reserve(num_bytes: int, machine_R: Int[ndarray, " R"], group: dist.ProcessGr
     """Return zeroed memory shared by the ranks of a machine; collective, and raises on all ranks alike.
 
     machine_R   machine of each rank of the group
-    group       exchanges host memory
-    raises      EngineError when a machine has too little, or a rank cannot open the memory of the first of its machine
+    group       of a backend for host memory (gloo)
+    raises      EngineError when a machine has too little memory, or a rank cannot open that of its machine's first rank
     """
     rank = dist.get_rank(group)
     first_ranks = np.unique(machine_R, return_index=True)[1]
@@ -44,7 +44,7 @@ def reserve(num_bytes: int, machine_R: Int[ndarray, " R"], group: dist.ProcessGr
                 raise _too_little(other, num_bytes, made_R[other].free, made_R[other].error)
         if rank != first:
             handle = open_memory(made_R[first])
-        memory, error = _attach(handle, num_bytes, _share(num_bytes, machine_R, rank))
+        memory, error = _attach(handle, num_bytes, _range_to_reserve(num_bytes, machine_R, rank))
         error_R = gather_integers([error, free_bytes()], group)
         for other in np.flatnonzero(error_R[:, 0] > 0).tolist():
             raise _too_little(other, num_bytes, int(error_R[other, 1]), int(error_R[other, 0]))
@@ -61,7 +61,7 @@ def reserve(num_bytes: int, machine_R: Int[ndarray, " R"], group: dist.ProcessGr
 
 
 def gather_integers(values: Sequence[int], group: dist.ProcessGroup) -> Int64[ndarray, "R X"]:
-    """Return the integers of all ranks, the same number from each; collective over a group for host memory."""
+    """Return the integers of all ranks, as many from each; collective over a group of host memory (gloo)."""
     own = torch.tensor(list(values), dtype=torch.int64)
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, own, group=group)
@@ -80,7 +80,7 @@ class _Made(NamedTuple):
 
 _NOTHING = _Made(-1, 0, 0, 0, 0)
 _UNREACHABLE = -1
-"""Instead of an error number, which is positive."""
+"""In place of an `errno`, which is positive: the file of the first rank cannot be opened."""
 
 
 def free_bytes() -> int:
@@ -115,8 +115,8 @@ def open_memory(made: _Made) -> int:
     return handle
 
 
-def _share(num_bytes: int, machine_R: Int[ndarray, " R"], rank: int) -> tuple[int, int]:
-    """Return the bytes [start, stop) that a rank reserves: whole pages of its own, so that they lie near it."""
+def _range_to_reserve(num_bytes: int, machine_R: Int[ndarray, " R"], rank: int) -> tuple[int, int]:
+    """Return the bytes [start, stop) that a rank reserves: whole pages, so that they lie on its NUMA node."""
     mates = np.flatnonzero(machine_R == machine_R[rank]).tolist()
     pages, own = math.ceil(num_bytes / mmap.PAGESIZE), mates.index(rank)
     start, stop = (pages * n // len(mates) * mmap.PAGESIZE for n in (own, own + 1))

@@ -7,7 +7,7 @@ import time
 import torch.distributed as dist
 from torch import Tensor
 
-from relibra.parallel.rows.exchange import waiting
+from relibra.parallel.rows.exchange import explain_peer_failure
 from relibra.parallel.rows.rank_tables import RankTables
 from relibra.timeline import TimelineRecorder
 
@@ -53,7 +53,7 @@ class Transfer:
                 self._bytes += tensor.nbytes
         self._parts += 1
         if operations:
-            with waiting(f"the {self._stage} of replicas", self.tables.place, self._peers()):
+            with explain_peer_failure(f"the {self._stage} of replicas", self.tables.place, self._peers()):
                 self._works += dist.batch_isend_irecv(operations)
 
     def finish(self) -> None:
@@ -66,7 +66,7 @@ class Transfer:
         layer, micro_batch = self.tables.place.layer_id, self.tables.place.micro_batch
         with (
             self._recorder.record(f"wait {self._stage}", layer=layer, micro_batch=micro_batch),
-            waiting(f"the {self._stage} of replicas", self.tables.place, self._peers()),
+            explain_peer_failure(f"the {self._stage} of replicas", self.tables.place, self._peers()),
         ):
             while self._works:
                 self._works.pop().wait()

@@ -1,7 +1,7 @@
-"""Dispatch and combine: rows to the ranks that compute them, and their results back.
+"""Dispatch and combine: send rows to the ranks that compute them, and their results back.
 
 Sizes and orders are known before the layer runs, so no counts are exchanged and the host never waits for the device.
-Two pairs, each differentiable, with the mirror image of each exchange in the backward pass:
+Two differentiable pairs; the backward pass of each exchange is the reverse exchange:
 
 tokens    a token goes to a rank once and is copied there for each of its experts; results are weighted and added there,
           and one row comes back. Used by fast sums
@@ -20,12 +20,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from relibra.parallel.rows.exchange import Route, exchange
+from relibra.parallel.rows.exchange import AllToAll, exchange
 from relibra.parallel.rows.row_lists import RowLists, SendOnce
 
 
 def dispatch_tokens(
-    lists: RowLists, choices: Route, hidden_TH: Float[Tensor, "T H"], weights_TK: Float[Tensor, "T K"]
+    lists: RowLists, choices: AllToAll, hidden_TH: Float[Tensor, "T H"], weights_TK: Float[Tensor, "T K"]
 ) -> tuple[Float[Tensor, "Y H"], Float[Tensor, "Y 1"]]:
     """Return the rows that this rank computes, and their gate weights; collective.
 
@@ -33,23 +33,23 @@ def dispatch_tokens(
     raises    EngineError when a peer is gone or the group's time-out has passed
     """
     once = _send_once(lists)
-    arrived_ZH = exchange(_Gather.apply(hidden_TH, once.token_Z), _token_route(once, choices))
+    arrived_ZH = exchange(_Gather.apply(hidden_TH, once.token_Z), _token_exchange(once, choices))
     weight_Y1 = exchange(_Permute.apply(weights_TK.reshape(-1, 1), lists.choice_X), choices)
     weight_Y1 = _Permute.apply(weight_Y1, lists.compute_order_Y)
     return _Gather.apply(arrived_ZH, once.arrived_Y), weight_Y1
 
 
 def combine_tokens(
-    lists: RowLists, choices: Route, output_YH: Float[Tensor, "Y H"], num_tokens: int
+    lists: RowLists, choices: AllToAll, output_YH: Float[Tensor, "Y H"], num_tokens: int
 ) -> Float[Tensor, "T H"]:
     """Return the results of this rank's tokens from weighted results of rows; the reverse of `dispatch_tokens`."""
     once = _send_once(lists)
     summed_ZH = _Sum.apply(output_YH, once.arrived_Y, sum(once.receive_R))
-    return _Sum.apply(exchange(summed_ZH, _token_route(once, choices).back), once.token_Z, num_tokens)
+    return _Sum.apply(exchange(summed_ZH, _token_exchange(once, choices).back), once.token_Z, num_tokens)
 
 
 def dispatch_choices(
-    lists: RowLists, choices: Route, hidden_TH: Float[Tensor, "T H"], top_k: int
+    lists: RowLists, choices: AllToAll, hidden_TH: Float[Tensor, "T H"], top_k: int
 ) -> Float[Tensor, "Y H"]:
     """Return the rows that this rank computes; collective, raises as `dispatch_tokens`."""
     hidden_TKH = hidden_TH.unsqueeze(1).expand(-1, top_k, -1)  # backward adds K rows in their order
@@ -58,7 +58,7 @@ def dispatch_choices(
 
 
 def combine_choices(
-    lists: RowLists, choices: Route, output_YH: Float[Tensor, "Y H"], weights_TK: Float[Tensor, "T K"]
+    lists: RowLists, choices: AllToAll, output_YH: Float[Tensor, "Y H"], weights_TK: Float[Tensor, "T K"]
 ) -> Float[Tensor, "T H"]:
     """Return the weighted results of this rank's tokens from results of rows; the reverse of `dispatch_choices`."""
     back_XH = exchange(_Permute.apply(output_YH, _inverse(lists.compute_order_Y)), choices.back)
@@ -71,46 +71,46 @@ def _send_once(lists: RowLists) -> SendOnce:
     return lists.once
 
 
-def _token_route(once: SendOnce, choices: Route) -> Route:
+def _token_exchange(once: SendOnce, choices: AllToAll) -> AllToAll:
     return replace(choices, send_R=once.send_R, receive_R=once.receive_R)
 
 
 class _Gather(torch.autograd.Function):
-    """Rows by number, any number of times; gradients of one row are added in single precision or better."""
+    """Select rows by index, with repetition; gradients of a row are summed in float32 or wider."""
 
     @staticmethod
-    def forward(ctx: Any, rows_ZH: Tensor, number_Y: Tensor) -> Tensor:
-        ctx.save_for_backward(number_Y)
+    def forward(ctx: Any, rows_ZH: Tensor, index_Y: Tensor) -> Tensor:
+        ctx.save_for_backward(index_Y)
         ctx.num_rows = len(rows_ZH)
-        return rows_ZH.index_select(0, number_Y)
+        return rows_ZH.index_select(0, index_Y)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (number_Y,) = ctx.saved_tensors
-        return _add_up(gradients[0], number_Y, ctx.num_rows), None
+        (index_Y,) = ctx.saved_tensors
+        return _add_up(gradients[0], index_Y, ctx.num_rows), None
 
 
 class _Sum(torch.autograd.Function):
-    """The reverse of `_Gather`: each row is added to the row of its number."""
+    """Sum rows that have one index, in float32 or wider: the reverse of `_Gather`."""
 
     @staticmethod
-    def forward(ctx: Any, rows_YH: Tensor, number_Y: Tensor, num_rows: int) -> Tensor:
-        ctx.save_for_backward(number_Y)
-        return _add_up(rows_YH, number_Y, num_rows)
+    def forward(ctx: Any, rows_YH: Tensor, index_Y: Tensor, num_rows: int) -> Tensor:
+        ctx.save_for_backward(index_Y)
+        return _add_up(rows_YH, index_Y, num_rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return gradients[0].index_select(0, ctx.saved_tensors[0]), None, None
 
 
-def _add_up(rows_YH: Tensor, number_Y: Tensor, num_rows: int) -> Tensor:
+def _add_up(rows_YH: Tensor, index_Y: Tensor, num_rows: int) -> Tensor:
     wide = torch.promote_types(rows_YH.dtype, torch.float32)
     sums_ZH = torch.zeros((num_rows, rows_YH.shape[1]), dtype=wide, device=rows_YH.device)
-    return sums_ZH.index_add_(0, number_Y, rows_YH.to(wide)).to(rows_YH.dtype)
+    return sums_ZH.index_add_(0, index_Y, rows_YH.to(wide)).to(rows_YH.dtype)
 
 
 class _Permute(torch.autograd.Function):
-    """Rows in another order. The backward pass of plain indexing would add row by row, as if rows could repeat."""
+    """Reorder rows. The backward pass of plain indexing would add row by row, because an index could repeat."""
 
     @staticmethod
     def forward(ctx: Any, rows_XH: Tensor, order_X: Tensor) -> Tensor:

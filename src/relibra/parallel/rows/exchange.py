@@ -1,4 +1,4 @@
-"""Exchange rows between ranks with sizes known beforehand; name place and peers when an exchange fails."""
+"""Exchange rows between ranks, with sizes that every rank knows before; errors name place and peers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from relibra.errors import EngineError
 from relibra.parallel.rows.rank_tables import Place
 from relibra.timeline import TimelineRecorder
 
-_OF_A_PEER = re.compile(r"gloo/(transport|rendezvous)|closed by peer|reset by peer|timed out waiting", re.IGNORECASE)
-"""Messages of gloo about a lost or slow peer. It has no error class of its own, and its messages about wrong arguments
-name it too; NCCL raises `DistError`."""
+_LOST_PEER = re.compile(r"gloo/(transport|rendezvous)|closed by peer|reset by peer|timed out waiting", re.IGNORECASE)
+"""Messages of gloo about a lost or slow peer: it raises plain RuntimeError, also for wrong arguments; NCCL raises
+`DistError`."""
 
 
 @contextmanager
-def waiting(what: str, place: Place, peers: Sequence[int]) -> Iterator[None]:
-    """Turn the failure of a collective inside, by a time-out or a dead peer, into an error with place and peers.
+def explain_peer_failure(what: str, place: Place, peers: Sequence[int]) -> Iterator[None]:
+    """Raise an error with place and peers if a collective inside fails because a peer is gone or slow.
 
     what     operation, such as "the exchange of rows"
     peers    ranks of the expert-parallel group that have to take part
@@ -36,13 +36,13 @@ def waiting(what: str, place: Place, peers: Sequence[int]) -> Iterator[None]:
         raise
     except RuntimeError as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0]
-        of_a_peer = isinstance(error, dist.DistError) or _OF_A_PEER.search(reason)
-        if not of_a_peer or "out of memory" in str(error):
+        lost_peer = isinstance(error, dist.DistError) or _LOST_PEER.search(reason)
+        if not lost_peer or "out of memory" in str(error):
             raise
         others = sorted(set(peers) - {place.rank})
         raise EngineError(
-            f"{place}: {what} with ranks {others} failed: {reason}. One of them died, hangs or is elsewhere in the "
-            "step: look for the first error among those ranks, and resume from the last checkpoint"
+            f"{place}: {what} with ranks {others} failed: {reason}. One of them died, hangs or runs "
+            "another part of the step: look for the first error among those ranks, and resume from the last checkpoint"
         ) from error
 
 
@@ -53,14 +53,14 @@ def all_gather(own: Tensor, group: dist.ProcessGroup, what: str, place: Place) -
     raises   EngineError
     """
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    with waiting(what, place, range(len(gathered))):
+    with explain_peer_failure(what, place, range(len(gathered))):
         dist.all_gather(gathered, own, group=group)
     return gathered
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Route:
-    """One all-to-all of an expert-parallel group: its sizes on this rank, and its place.
+class AllToAll:
+    """Sizes of one all-to-all on this rank, its group, and its place in the step.
 
     send_R, receive_R   rows to and from each rank
     recorder            records each exchange with the bytes for other ranks; None: it is not recorded
@@ -75,7 +75,7 @@ class Route:
     stage: Literal["dispatch", "combine"] = "dispatch"
 
     @property
-    def back(self) -> Route:
+    def back(self) -> AllToAll:
         """The reverse exchange."""
         back: Literal["dispatch", "combine"] = "combine" if self.stage == "dispatch" else "dispatch"
         return replace(self, send_R=self.receive_R, receive_R=self.send_R, stage=back)
@@ -83,7 +83,7 @@ class Route:
     def move(self, rows: Shaped[Tensor, "X ..."]) -> Shaped[Tensor, "Y ..."]:
         """Send rows, ordered by destination; return those that arrive, ordered by source. Not differentiable."""
         received = rows.new_empty((sum(self.receive_R), *rows.shape[1:]))
-        with self._recorded(rows), waiting("the exchange of rows", self.place, range(len(self.send_R))):
+        with self._recorded(rows), explain_peer_failure("the exchange of rows", self.place, range(len(self.send_R))):
             dist.all_to_all_single(received, rows.contiguous(), self.receive_R, self.send_R, group=self.group)
         return received
 
@@ -99,20 +99,20 @@ class Route:
         )
 
 
-def exchange(rows: Shaped[Tensor, "X ..."], route: Route) -> Shaped[Tensor, "Y ..."]:
-    """Send rows, ordered by destination; return those that arrive, ordered by source. Gradients take the reverse way.
+def exchange(rows: Shaped[Tensor, "X ..."], sizes: AllToAll) -> Shaped[Tensor, "Y ..."]:
+    """Send rows, ordered by destination; return those that arrive, ordered by source. Differentiable.
 
     raises   EngineError when a peer is gone or the group's time-out has passed
     """
-    return _Exchange.apply(rows, route)
+    return _Exchange.apply(rows, sizes)
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
-        ctx.route = route
-        return route.move(rows)
+    def forward(ctx: Any, rows: Tensor, sizes: AllToAll) -> Tensor:
+        ctx.sizes = sizes
+        return sizes.move(rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.route.back.move(gradients[0]), None
+        return ctx.sizes.back.move(gradients[0]), None

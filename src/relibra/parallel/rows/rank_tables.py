@@ -51,18 +51,18 @@ class Push(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankTables:
-    """The part of one rank in one (micro-batch, layer).
+    """What one rank sends, receives, computes and pushes in one (micro-batch, layer).
 
-    Local slots `P` of a rank: its E / R homes in the order of the map, then its B replica slots.
+    Local slots `P` of a rank: its E / R experts at home, in the order of their parameters, then its B replica slots.
 
     num_homes       E / R
     tokens_E        token-slots that this rank sends to each expert
     send_RP         token-slots that this rank sends to local slot P of rank R
     receive_RP      token-slots that arrive from source rank R for own local slot P
-    send_order_X    which of the token-slots, sorted by expert and stably so, goes out X-th: by destination rank, local
-                    slot, position
-    compute_order_Y which of the arrived rows (by source rank, local slot, position) is computed Y-th: by local slot,
-                    source rank, position
+    send_order_X    index, in a stable sort of this rank's token-slots by expert, of the one sent as the X-th; they
+                    are sent by destination rank, local slot, position
+    compute_order_Y index, by source rank, local slot and position, of the arrived row computed as the Y-th; they
+                    are computed by local slot, source rank, position
     slot_Y          local slot of each row in the order of computation; homes come first
     pushes          copies of all ranks, by (replica rank, slot): the same list on every rank
     """
@@ -108,7 +108,7 @@ def rank_tables(
     if chunk is not None:
         split = chunked_split(split, chunk)
     place = Place(rank, int(plan.layer_ids[layer]), micro_batch)
-    return _of_split(split, tokens_RE, plan.physical_to_logical_map[layer], plan.slots, place)
+    return _make_tables(split, tokens_RE, plan.physical_to_logical_map[layer], plan.slots, place)
 
 
 def home_tables(
@@ -119,10 +119,10 @@ def home_tables(
     home_E = np.argsort(physical_to_logical_E, kind="stable") // (E // num_ranks)
     none_RB = np.zeros((num_ranks, 0), dtype=np.int64)
     split = split_tokens(tokens_RE, home_E, none_RB, none_RB, num_ranks)
-    return _of_split(split, tokens_RE, physical_to_logical_E, 0, place)
+    return _make_tables(split, tokens_RE, physical_to_logical_E, 0, place)
 
 
-def _of_split(
+def _make_tables(
     split: TokenSplit, tokens_RE: ndarray, physical_to_logical_E: ndarray, slots: int, place: Place
 ) -> RankTables:
     (num_ranks, E), rank = tokens_RE.shape, place.rank

@@ -1,9 +1,8 @@
 """`RowLists`: which rows of a layer travel, and in which order.
 
-Counts follow from the plan. Which tokens share a destination does not: two experts of one token may be on one rank, and
-only the source knows the recorded routes. So sources send row numbers to destinations once per micro-batch, for all
-layers in one message of 4 bytes per token-slot, and layers exchange nothing but rows. (Sending a token once: UniEP,
-arXiv 2604.19241.)
+The plan gives the counts. It does not say which tokens have two experts on one rank: only the source rank has their
+routes. So, once per micro-batch, each source sends row numbers for all layers to each destination (4 bytes per
+token-slot), and layers then exchange rows only. (Sending a token once: UniEP, arXiv 2604.19241.)
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from jaxtyping import Int, Int32, Int64
 from numpy import ndarray
 from torch import Tensor
 
-from relibra.parallel.rows.exchange import Route
+from relibra.parallel.rows.exchange import AllToAll
 from relibra.parallel.rows.rank_tables import RankTables
 
 
@@ -26,10 +25,10 @@ from relibra.parallel.rows.rank_tables import RankTables
 class SendOnce:
     """Rows that travel when each token goes to a rank once: one row Z per (destination, token).
 
-    token_Z     planned row of the batch that goes out Z-th, by destination and token
+    token_Z     row of the batch sent as the Z-th, in the order of destination and token
     send_R      rows to each destination
     receive_R   rows from each source
-    arrived_Y   arrived row (by source, then by token) that is the input of the Y-th computed row
+    arrived_Y   index of the arrived row (in the order of source and token) that is the input of the Y-th computed row
     """
 
     token_Z: Int64[Tensor, " Z"]
@@ -40,12 +39,12 @@ class SendOnce:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowLists:
-    """Rows of one layer that one rank sends and computes, on the device.
+    """Indices of the rows of one layer that this rank sends and computes, on the device.
 
-    choice_X          token-slot (row of `[T, K]`, flattened) that goes out X-th: by destination, local slot, position
+    choice_X          token-slot (index into `[T, K]`, flattened) sent as the X-th: by destination, local slot, position
     compute_order_Y   arrived token-slot (by source, local slot, position) that is computed Y-th
     slot_Y            local slot of the Y-th computed row
-    once              rows of tokens that are sent once; None: each token-slot is a row
+    once              what is sent when each token goes to a rank once; None: one row per token-slot
     """
 
     choice_X: Int64[Tensor, " X"]
@@ -80,8 +79,8 @@ def rows_to_send(
 ) -> tuple[Int64[ndarray, " Z"], Int64[ndarray, " R"], Int32[ndarray, " X"]]:
     """Return the rows to send so that each token goes to each destination once.
 
-    returns   token of each row, rows per destination, and for each token-slot the number of its row among those to its
-              destination
+    returns   token of each row, rows per destination, and for each token-slot the index of its row among the rows to
+              the same destination
     """
     choices_R = tables.send_RP.sum(axis=1)
     rank_X = np.repeat(np.arange(len(choices_R)), choices_R)
@@ -108,7 +107,7 @@ def exchange_row_lists(
     choices_L = [sent_order(tables, experts_TLK[:, layer]) for layer, tables in enumerate(tables_L)]
     own_L = [rows_to_send(tables, choice_X, T, K) for tables, choice_X in zip(tables_L, choices_L, strict=True)]
     gathered_R = _exchange_row_numbers(tables_L, own_L, group, device)
-    read_R = [L] * len(gathered_R)  # how much of each message has been read: first come the rows per layer
+    read_R = [L] * len(gathered_R)  # next position to read in each message, after its L numbers of rows
     result = []
     for layer, tables in enumerate(tables_L):
         token_Z, send_R, _ = own_L[layer]
@@ -147,14 +146,14 @@ def _exchange_row_numbers(
     for rank in range(send_LR.shape[1]):
         message.append(np.array([rows_R[rank] for _, rows_R, _ in own_L], dtype=np.int32))
         message += [pieces_R[rank] for pieces_R in pieces_LR]
-    route = Route(
+    sizes = AllToAll(
         send_R=(len(tables_L) + send_LR.sum(axis=0)).tolist(),
         receive_R=(len(tables_L) + receive_LR.sum(axis=0)).tolist(),
         group=group,
         place=tables_L[0].place._replace(layer_id=-1),
     )
-    received = route.move(torch.from_numpy(np.concatenate(message)).to(device)).cpu().numpy()
-    return np.split(received, np.cumsum(route.receive_R)[:-1])
+    received = sizes.move(torch.from_numpy(np.concatenate(message)).to(device)).cpu().numpy()
+    return np.split(received, np.cumsum(sizes.receive_R)[:-1])
 
 
 def _on(device: torch.device, numbers: ndarray) -> Tensor:

@@ -49,7 +49,7 @@ def place_homes(
     seed: int,
     start_node_E: Int64[ndarray, " E"] | None = None,
 ) -> Int64[ndarray, " E"]:
-    """Choose the home rank of each expert of one layer; every rank gets E / R experts.
+    """Return the home rank of each expert of one layer; every rank gets E / R experts.
 
     source_MNE        token-slots that node N sends to expert E
     previous_home_E   homes before the step: one of the starts, and what moving is counted from

@@ -30,7 +30,7 @@ def make_optimizer(model: nn.Module, learning_rate: float, weight_decay: float) 
 def set_learning_rate(optimizer: torch.optim.Optimizer, base: float, step: int, warmup_steps: int) -> float:
     """Set the learning rate of the next optimizer step, and return it.
 
-    base           learning rate after the warm-up
+    base           learning rate after the warm-up: `update.learning_rate`, or `critic.learning_rate`
     step           optimizer steps made so far
     warmup_steps   steps over which the rate rises linearly; the last of them uses `base`
     """
@@ -57,9 +57,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, *, what:
     for gradient in local:
         total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
     dist.all_reduce(total)
-    norm = float(
-        total.sqrt().float()
-    )  # rounded to float32, so that it does not depend on which rank holds which expert
+    norm = float(total.sqrt().float())  # rounded to float32: the same for every map of experts to ranks
     if not math.isfinite(norm):
         raise EngineError(
             f"{what} has the norm {norm}: the weights are unchanged; resume from the last checkpoint with a lower "
