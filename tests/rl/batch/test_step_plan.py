@@ -9,7 +9,7 @@ from relibra.planning.planner import plan_step
 from relibra.planning.validation import validate_plan
 from relibra.rl.batch.step_plan import count_demand, gather_table, make_step_schedule, plan_together
 from relibra.rl.config.run_config import load_config
-from relibra.rl.rollout.response import trace_of
+from relibra.rl.run.step_trace import trace_of
 from relibra.routing.demand import Demand
 from tests.rl.joined import alone, on_ranks
 from tests.rl.made_up import EXPERTS, LAYERS, response_of

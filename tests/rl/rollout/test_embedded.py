@@ -12,7 +12,8 @@ from relibra.errors import EngineError
 from relibra.replay import record_routing
 from relibra.rl.rollout import embedded
 from relibra.rl.rollout.embedded import EmbeddedEngine
-from relibra.rl.rollout.response import Response, RolloutEngine, new_response, trace_of
+from relibra.rl.rollout.response import Response, RolloutEngine, new_response
+from relibra.rl.run.step_trace import trace_of
 from tests.replay.tiny_models import tiny_model
 
 VOCAB, STOP_IDS = 64, (7, 11, 40)

@@ -10,8 +10,6 @@ import numpy as np
 from jaxtyping import Float32, Int32, Int64, Shaped
 from numpy import ndarray
 
-from relibra.routing.trace import RoutingTrace, expert_dtype, hash_tokens
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Window:
@@ -152,28 +150,3 @@ class RolloutEngine(Protocol):
                 others; None: places stay idle
         """
         ...
-
-
-def trace_of(responses: Sequence[Response], *, num_experts: int, layer_ids: Sequence[int], source: str) -> RoutingTrace:
-    """Return the routes of responses in one array, not yet validated; the last row of each is marked invalid."""
-    first = responses[0].experts_mLK
-    assert first is not None, f"sample {responses[0].sample_id} has no routes"
-    dtype, (_, L, K) = expert_dtype(num_experts), first.shape
-    offsets = np.cumsum([0, *(len(response.tokens_n) for response in responses)])
-    experts_TLK, valid_T = np.empty((offsets[-1], L, K), dtype), np.ones(offsets[-1], dtype=bool)
-    experts_TLK[offsets[1:] - 1], valid_T[offsets[1:] - 1] = np.arange(K), False  # last tokens were not fed
-    for start, stop, response in zip(offsets, offsets[1:] - 1, responses, strict=False):
-        experts_TLK[start:stop] = response.experts_mLK
-    return RoutingTrace(
-        experts_TLK=experts_TLK,
-        offsets=offsets,
-        valid_T=valid_T,
-        layer_ids=np.array(layer_ids, dtype=np.int32),
-        num_experts=num_experts,
-        sample_ids=np.array([response.sample_id for response in responses], dtype=np.int64),
-        group_ids=np.array([response.group_id for response in responses], dtype=np.int64),
-        prompt_lengths=np.array([response.prompt_length for response in responses], dtype=np.int64),
-        weight_versions=np.array([response.versions_r[-1] for response in responses], dtype=np.int64),
-        token_hash_T=np.concatenate([hash_tokens(response.tokens_n) for response in responses]),
-        source=source,
-    )
