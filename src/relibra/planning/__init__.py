@@ -13,7 +13,6 @@ _WHERE = {
     "StepPlan": "relibra.planning.plan",
     "diff": "relibra.planning.analysis.explanation",
     "expert_shape": "relibra.planning.costs.expert_shape",
-    "list_transfers": "relibra.planning.traffic.transfers",
     "plan_step": "relibra.planning.planner",
     "predict": "relibra.planning.costs.prediction",
     "read_plan": "relibra.planning.plan_files",

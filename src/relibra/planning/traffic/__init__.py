@@ -1,4 +1,4 @@
-"""Traffic of a plan: token split, rows and bytes on every link, transfers of weights.
+"""Traffic of a plan: token split, rows and bytes on every link.
 
 In: a plan and its scheduled demand. Out: arrays of rows or bytes. Start with `split.py`.
 """
