@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import write_results
 from relibra.routing.readers import iterate_routes
-from relibra.routing.trace_statistics import survey
+from relibra.routing.trace_statistics import compute_statistics
 
 CASES = (
     ("gpt_oss_20b_decode_topk.npz", "gpt-oss-20b, decoding"),
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _rows(path: Path, name: str) -> list[dict]:
-    result = survey(lambda: iterate_routes(path), ranks=[8, 16, 32], micro_batch_tokens=TOKENS)
+    result = compute_statistics(lambda: iterate_routes(path), ranks=[8, 16, 32], micro_batch_tokens=TOKENS)
     return [
         {
             "case": name,

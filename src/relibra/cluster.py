@@ -1,7 +1,7 @@
-"""`Cluster`: the machine a step is planned for, as nodes, ranks and links, with presets and a TOML file format.
+"""`Cluster`: nodes, ranks and links of the machine that a step is planned for; presets and a TOML file format.
 
 A link costs `alpha + beta * bytes` per direction and rank; both directions run at once. Presets hold data-sheet
-bandwidths: for decisions that hang on the last tenth, measure and write your own file.
+bandwidths; `relibra calibrate` measures those of a machine.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Amount = TypeVar("Amount", float, ndarray)
 MAX_RANKS = 1 << 16
 _MAX_FILE_BYTES = 1 << 20
 _LARGEST = 1e24
-"""No byte count, rate or time comes near; keeps sums finite."""
+"""Upper limit of byte counts, rates and times; keeps sums finite."""
 _SLOWEST = 1e-3
-"""No link and no processor is slower."""
+"""Lower limit of rates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One direction of one rank's connection.
+    """One direction of a rank's link.
 
     latency_seconds    alpha: seconds per message, 0 or more
     bytes_per_second   1 / beta, above 0
@@ -45,12 +45,12 @@ class Link:
     bytes_per_second: float
 
     def __post_init__(self) -> None:
-        """Refuse what no link can do."""
+        """Raise ClusterError for values out of range."""
         _check_number("latency_seconds", self.latency_seconds, may_be_0=True)
         _check_rate("bytes_per_second", self.bytes_per_second)
 
     def seconds(self, num_bytes: Amount, messages: int = 1) -> Amount:
-        """Return alpha * messages + beta * bytes; nothing to send takes no time. Works elementwise on arrays."""
+        """Return alpha * messages + beta * bytes, elementwise; 0 bytes take no time."""
         return num_bytes / self.bytes_per_second + (num_bytes > 0) * (messages * self.latency_seconds)
 
 
@@ -69,16 +69,16 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Regular machine of `num_nodes` nodes with `ranks_per_node` ranks; rank r is on node r // ranks_per_node.
+    """Machine of `num_nodes` equal nodes with `ranks_per_node` ranks; rank r is on node r // ranks_per_node.
 
     intra                        rank to rank inside a node, the same in each direction
     inter_send, inter_receive    a rank's share of its node's network, out and in
     host                         host memory to rank and back, the same in each direction
     memory_bytes                 device memory per rank
-    memory_bytes_per_second      of the device's own memory, which bounds decoding and the optimizer; 0: not known
+    memory_bytes_per_second      of the device memory, the limit of decoding and the optimizer; 0: not known
     peak_flops_per_second        dense bf16 per rank; `efficiency` is the share that grouped GEMMs sustain
     gemm_table                   measured (rows of one expert, flops per second), rows rising; empty: the sustained rate
-    source, label                where the figures come from: cited, measured or model
+    source, label                origin of the figures; its kind: cited, measured or model
     raises                       ClusterError for values out of range
     """
 
@@ -98,7 +98,7 @@ class Cluster:
     label: Label
 
     def __post_init__(self) -> None:
-        """Refuse what no machine can be."""
+        """Raise ClusterError for values out of range."""
         for key in ("num_nodes", "ranks_per_node", "memory_bytes"):
             _check_number(key, getattr(self, key), whole=True)
         if self.num_ranks > MAX_RANKS:
@@ -136,11 +136,10 @@ class Cluster:
         return self.peak_flops_per_second * self.efficiency
 
     def gemm_seconds(self, rows: Shaped[ndarray, "*X"], flops_per_row: float) -> Float64[ndarray, "*X"]:
-        """Return the seconds that one expert needs for so many rows, elementwise; no rows take no time.
+        """Return the seconds that one expert needs for `rows` rows, elementwise; 0 rows take no time.
 
-        With a table the rate is interpolated between its entries and never falls with more rows (noise in a measured
-        table must not make work cheaper by splitting it). Fewer rows than the first entry take as long as the first:
-        reading the weights is what they wait for.
+        With a table the rate is interpolated and never falls with more rows (otherwise noise in a measured table would
+        make split work cheaper). Fewer rows than the first entry take as long as the first: reading the weights limits.
         """
         if not self.gemm_table:
             return rows * (flops_per_row / self.flops_per_second)
@@ -150,7 +149,7 @@ class Cluster:
         return (rows > 0) * (at_least * flops_per_row / rate)
 
     def with_ranks(self, num_ranks: int, ranks_per_node: int | None = None) -> Cluster:
-        """Return the same kind of machine with another number of ranks; fewer than a node holds: one smaller node.
+        """Return this machine with another number of ranks; fewer ranks than a node has: one smaller node.
 
         raises    ClusterError when the ranks do not fill nodes evenly
         """
@@ -166,9 +165,9 @@ class Cluster:
         return replace(self, num_nodes=num_ranks // per_node, ranks_per_node=per_node)
 
     def without_ranks(self, ranks: Iterable[int]) -> Cluster:
-        """Return the machine that is left when these ranks are gone; the survivors are numbered anew, in order.
+        """Return the machine without these ranks; the remaining ones are renumbered in order.
 
-        raises    ClusterError when a rank is unknown, none is left, or nodes are left with different numbers of ranks
+        raises    ClusterError when a rank is unknown, none remains, or nodes keep different numbers of ranks
         """
         lost = set(ranks)
         unknown = sorted(lost - set(range(self.num_ranks)))
@@ -177,7 +176,7 @@ class Cluster:
         alive = [int(rank) // self.ranks_per_node for rank in range(self.num_ranks) if rank not in lost]
         sizes = [alive.count(node) for node in sorted(set(alive))]
         if not sizes:
-            raise ClusterError(f"all {self.num_ranks} ranks of cluster {self.name!r} are lost: nothing to plan for")
+            raise ClusterError(f"all {self.num_ranks} ranks of cluster {self.name!r} are lost: keep at least one")
         if len(set(sizes)) > 1:
             raise ClusterError(
                 f"without ranks {sorted(lost)} the nodes of cluster {self.name!r} keep {sizes} ranks: a plan needs "
@@ -187,7 +186,7 @@ class Cluster:
 
 
 def cluster_preset(name: str, num_ranks: int | None = None, ranks_per_node: int | None = None) -> Cluster:
-    """Return a known machine, resized to `num_ranks` if given; see `PRESETS`.
+    """Return a machine of `PRESETS`, resized to `num_ranks` if given.
 
     raises    ClusterError for an unknown name, or ranks that do not fill nodes evenly
 
@@ -203,24 +202,24 @@ def cluster_preset(name: str, num_ranks: int | None = None, ranks_per_node: int 
 
 
 def write_cluster(path: Path | str, cluster: Cluster) -> None:
-    """Write a cluster as TOML; reading it back gives an equal value."""
+    """Write a cluster as TOML; `read_cluster` returns an equal value."""
     values = asdict(cluster)
     links = {key: value for key, value in values.items() if isinstance(value, dict)}
-    lines = [f"{key} = {_toml(value)}" for key, value in values.items() if key not in links]
+    lines = [f"{key} = {_format_toml(value)}" for key, value in values.items() if key not in links]
     for key, link in links.items():
-        lines += ["", f"[{key}]", *(f"{name} = {_toml(value)}" for name, value in link.items())]
+        lines += ["", f"[{key}]", *(f"{name} = {_format_toml(value)}" for name, value in link.items())]
     write_text(Path(path), "\n".join(lines) + "\n")
 
 
 def read_cluster(path: Path | str) -> Cluster:
-    """Read a cluster from TOML, as `write_cluster` writes it.
+    """Read a cluster from a TOML file of `write_cluster`.
 
-    raises    ClusterError when the file is missing, not TOML, or has unknown, missing or impossible entries
+    raises    ClusterError when the file is missing, not TOML, or has unknown, missing or invalid entries
     """
     path = Path(path)
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
-            raise ClusterError(f"{path} has more than {_MAX_FILE_BYTES} bytes: that is no cluster file")
+            raise ClusterError(f"{path} has more than {_MAX_FILE_BYTES} bytes: it is not a cluster file")
         body = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ClusterError(f"cluster file {path} cannot be read: {error.strerror}") from error
@@ -229,9 +228,9 @@ def read_cluster(path: Path | str) -> Cluster:
             raise
         raise ClusterError(f"cluster file {path} is not valid TOML: {error}") from error
     try:
-        links = {key: _from_table(Link, body[key], f"[{key}]") for key in _LINKS if key in body}
-        table = _table_rows(body.get("gemm_table", []))
-        return _from_table(Cluster, {**body, **links, "gemm_table": table}, "top level")
+        links = {key: _parse_table(Link, body[key], f"[{key}]") for key in _LINKS if key in body}
+        table = _parse_gemm_table(body.get("gemm_table", []))
+        return _parse_table(Cluster, {**body, **links, "gemm_table": table}, "top level")
     except ClusterError as error:
         raise ClusterError(f"cluster file {path}: {error}") from error
 
@@ -241,8 +240,8 @@ _LINKS = ("intra", "inter_send", "inter_receive", "host")
 Built = TypeVar("Built", Link, Cluster)
 
 
-def _from_table(kind: type[Built], table: Any, where: str) -> Built:
-    """Make a value of a TOML table that has the keys of its fields, no others, and all without a default."""
+def _parse_table(kind: type[Built], table: Any, where: str) -> Built:
+    """Build a value from a TOML table: its keys are the fields, none unknown, none without a default missing."""
     allowed = [field.name for field in fields(kind)]
     if not isinstance(table, dict):
         raise ClusterError(f"{where} is {table!r}: expected a table with {', '.join(allowed)}")
@@ -260,7 +259,7 @@ def _from_table(kind: type[Built], table: Any, where: str) -> Built:
         raise ClusterError(f"{where}: {error}" if kind is Link else str(error)) from error
 
 
-def _table_rows(table: Any) -> tuple[tuple[int, float], ...]:
+def _parse_gemm_table(table: Any) -> tuple[tuple[int, float], ...]:
     if not isinstance(table, list):
         raise ClusterError(f"gemm_table is {table!r}: expected a list of pairs [rows, flops per second]")
     for entry in table:
@@ -270,7 +269,7 @@ def _table_rows(table: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _check_number(key: str, value: Any, *, whole: bool = False, most: float = _LARGEST, may_be_0: bool = False) -> None:
-    """Accept numbers in 0 < value <= most, and 0 where it may be; not NaN and not the infinities."""
+    """Raise ClusterError unless 0 < value <= most (or 0, where allowed); NaN and infinities are refused."""
     kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
     in_range = isinstance(value, kinds) and (0 < value <= most or (may_be_0 and value == 0))
     if isinstance(value, bool) or not in_range:
@@ -279,25 +278,25 @@ def _check_number(key: str, value: Any, *, whole: bool = False, most: float = _L
 
 
 def _check_rate(key: str, value: Any) -> None:
-    """Refuse rates with which a step would take forever, and figures of it would be infinite."""
+    """Raise ClusterError for rates so low that times become infinite."""
     _check_number(key, value)
     if value < _SLOWEST:
         raise ClusterError(f"{key} is {value!r}: it must be at least {_SLOWEST:g}")
 
 
-def _toml(value: Any) -> str:
-    """Write a value as TOML; Python's shortest float text reads back to the same float."""
+def _format_toml(value: Any) -> str:
+    """Return a value as TOML; Python's shortest float text reads back as the same float."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)  # printable text needs only \" and \\
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(_format_toml, value))}]"
     return repr(float(value) if isinstance(value, float) else int(value))
 
 
-def _gpus(
+def _node(
     name: str, ranks: int, gb: int, tflops: float, efficiency: float, rates_gb: tuple[float, ...], source: str
 ) -> Cluster:
-    """Describe one node; `rates_gb` are GB/s per rank: intra, inter and host per direction, and its own memory."""
+    """Build a cluster of one node; `rates_gb`: GB/s per rank: intra, inter, host (per direction), device memory."""
     intra, inter, host, memory = (rate * 1e9 for rate in rates_gb)
     return Cluster(
         name=name,
@@ -320,14 +319,14 @@ _IB8 = "InfiniBand 8 x 400 Gb/s per node"
 PRESETS: dict[str, Cluster] = {
     cluster.name: cluster
     for cluster in (
-        _gpus("h100x8", 8, 80, 989.4, 0.5, (450, 50, 64, 3350), f"H100 SXM data sheet, NVLink 900 GB/s, {_IB8}"),
-        _gpus("h800x8", 8, 80, 989.4, 0.5, (200, 50, 64, 3350), f"H800: H100 SXM figures, NVLink 400 GB/s, {_IB8}"),
-        _gpus("h200x8", 8, 141, 989.4, 0.5, (450, 50, 64, 4800), f"H200 SXM data sheet, NVLink 900 GB/s, {_IB8}"),
-        _gpus("h20x8", 8, 96, 148, 0.7, (450, 25, 64, 4000), "H20: NVLink 900 GB/s, 4 x 400 Gb/s per node"),
-        _gpus("nvl72", 72, 186, 2500, 0.5, (900, 50, 225, 8000), "GB200 NVL72 data sheet, NVLink 1.8 TB/s per GPU"),
-        _gpus("rtx4090x8", 8, 24, 165.2, 0.6, (32, 1.5625, 32, 1008), "RTX 4090 data sheet, PCIe 4.0 x16, 100 Gb/s"),
+        _node("h100x8", 8, 80, 989.4, 0.5, (450, 50, 64, 3350), f"H100 SXM data sheet, NVLink 900 GB/s, {_IB8}"),
+        _node("h800x8", 8, 80, 989.4, 0.5, (200, 50, 64, 3350), f"H800: H100 SXM figures, NVLink 400 GB/s, {_IB8}"),
+        _node("h200x8", 8, 141, 989.4, 0.5, (450, 50, 64, 4800), f"H200 SXM data sheet, NVLink 900 GB/s, {_IB8}"),
+        _node("h20x8", 8, 96, 148, 0.7, (450, 25, 64, 4000), "H20: NVLink 900 GB/s, 4 x 400 Gb/s per node"),
+        _node("nvl72", 72, 186, 2500, 0.5, (900, 50, 225, 8000), "GB200 NVL72 data sheet, NVLink 1.8 TB/s per GPU"),
+        _node("rtx4090x8", 8, 24, 165.2, 0.6, (32, 1.5625, 32, 1008), "RTX 4090 data sheet, PCIe 4.0 x16, 100 Gb/s"),
         replace(
-            _gpus("laptop", 4, 4, 0.2, 0.5, (2, 0.1, 10, 20), "a 4-process gloo job on one CPU, order of magnitude"),
+            _node("laptop", 4, 4, 0.2, 0.5, (2, 0.1, 10, 20), "a 4-process gloo job on one CPU, order of magnitude"),
             label="model",
         ),
     )

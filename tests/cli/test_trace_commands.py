@@ -185,7 +185,7 @@ def test_stats_of_a_group(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["trace", "stats", "TRACE", "--ranks", "5"], 1, "32 experts cannot be shared evenly by 5 ranks"),
+        (["trace", "stats", "TRACE", "--ranks", "5"], 1, "32 experts cannot be divided evenly among 5 ranks"),
         (["trace", "stats", "TRACE", "--ranks", "a"], 2, "not a list of numbers of ranks"),
         (["trace", "stats", "TRACE", "--ranks", "0"], 2, "not a list of numbers of ranks"),
         (["trace", "stats", "TRACE", "--ranks", "²"], 2, "not a list of numbers of ranks"),

@@ -260,13 +260,13 @@ def test_other_versions_and_foreign_files(stored, tmp_path):
     with pytest.raises(PlanError, match="its metadata is not JSON"):
         read_plan(tmp_path / "nested")
     (tmp_path / "text").write_text("hello, this is no plan at all")
-    with pytest.raises(PlanError, match="is not a step plan, or it was cut"):
+    with pytest.raises(PlanError, match="is not a step plan, or is truncated"):
         read_plan(tmp_path / "text")
     (tmp_path / "empty").touch()
-    with pytest.raises(PlanError, match="is not a step plan, or it was cut"):
+    with pytest.raises(PlanError, match="is not a step plan, or is truncated"):
         read_plan(tmp_path / "empty")
     for nothing in (tmp_path, tmp_path / "none"):
-        with pytest.raises(PlanError, match=r"there is no file .*: expected a step plan"):
+        with pytest.raises(PlanError, match="expected a step plan"):
             read_plan(nothing)
 
 

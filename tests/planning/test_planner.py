@@ -279,7 +279,7 @@ def test_misfits_get_a_sentence():
     with pytest.raises(PlanError, match="scheduled on 8 ranks, cluster 'h100x8' has 4"):
         plan_step(demand, cluster(1, 4))
     odd = make_demand(8, 2, 18, 2, 8, 0)
-    with pytest.raises(PlanError, match="18 experts cannot be shared evenly by 8 ranks"):
+    with pytest.raises(PlanError, match=r"18 experts .* 8 ranks"):
         plan_step(odd, machine)
     with pytest.raises(PlanError, match="balancer 'best' is unknown: allowed are static, "):
         plan_step(demand, machine, balancer="best")

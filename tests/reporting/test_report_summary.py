@@ -14,14 +14,16 @@ from relibra.errors import TraceError
 from relibra.reporting.data.sentences import describe_skew, describe_stability
 from relibra.reporting.data.summary import Stability, Step, Summary, evenly_chosen, possible_ranks, summarize
 from relibra.routing.trace import RoutingTrace
-from relibra.routing.trace_statistics import survey_step
+from relibra.routing.trace_statistics import compute_step_statistics
 from tests.reporting.recordings import small_trace
 
 
 def summary_of(*traces: RoutingTrace, tokens: int = 32, own_ranks: int | None = None) -> Summary:
     ranks = possible_ranks(traces[0].num_experts, own_ranks)
-    surveys = [survey_step(lambda trace=trace: [trace], ranks=ranks, micro_batch_tokens=tokens) for trace in traces]
-    return summarize([Step(number=i, survey=one) for i, one in enumerate(surveys)], own_ranks=own_ranks)
+    statistics = [
+        compute_step_statistics(lambda trace=trace: [trace], ranks=ranks, micro_batch_tokens=tokens) for trace in traces
+    ]
+    return summarize([Step(number=i, statistics=one) for i, one in enumerate(statistics)], own_ranks=own_ranks)
 
 
 @pytest.mark.parametrize("name", ["metrics", "number_format", "samples", "step_simulation", "summary", "sweep_lines"])

@@ -92,7 +92,7 @@ def test_a_schedule_that_does_not_fit_is_refused():
         demand.with_schedule(np.zeros(3, int), np.zeros(3, int), 1)
     with pytest.raises(TraceError, match=r"ranks 0\.\.2: allowed are 0\.\.1"):
         demand.with_schedule(np.zeros(2, int), np.array([0, 2]), 2)
-    with pytest.raises(TraceError, match="zero pieces"):
+    with pytest.raises(TraceError, match="no pieces"):
         Demand.from_traces([])
 
 

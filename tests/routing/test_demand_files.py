@@ -110,7 +110,7 @@ def test_half_a_schedule_is_refused(tmp_path, demand):
 
 
 def test_plans_missing_and_cut_files_are_no_demand(tmp_path, demand):
-    with pytest.raises(TraceError, match=r"there is no file .*: expected a demand"):
+    with pytest.raises(TraceError, match="expected a demand"):
         read_demand(tmp_path / "none")
     write_demand(tmp_path / "d", demand)
     data = (tmp_path / "d").read_bytes()

@@ -44,5 +44,5 @@ def test_a_demand_of_another_trace_is_refused():
         sample_of_rows(_trace(1), cut_recorded(_trace(0), 16, 2))
     with pytest.raises(TraceError, match="not in it"):
         sample_of_rows(_trace(), replace(Demand.from_trace(_trace()), sample_ids=np.arange(7, 11)))
-    with pytest.raises(TraceError, match="layers are others"):
+    with pytest.raises(TraceError, match="layers differ"):
         sample_of_rows(_trace(), replace(Demand.from_trace(_trace()), layer_ids=np.arange(5, 7)))

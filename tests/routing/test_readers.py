@@ -65,7 +65,7 @@ def test_the_number_of_experts_can_be_given(tmp_path):
             "ids holds no tokens: record some first",
         ),
         ({"ids": _ids(3)[0], "seqlen": np.array([3])}, "expected integer"),
-        ({"ids": np.zeros((3, 2, 3), int), "seqlen": np.array([3])}, "one id twice"),
+        ({"ids": np.zeros((3, 2, 3), int), "seqlen": np.array([3])}, "id twice"),
         ({"ids": _ids(3).astype(int) - 1, "seqlen": np.array([3])}, "allowed are 0..65535"),
         (
             {"ids": _ids(3), "seqlen": np.array([3]), "dataset": np.array([4]), "dataset_names": np.array(["a"])},

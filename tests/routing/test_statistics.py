@@ -85,7 +85,7 @@ def test_empty_micro_batches_count_as_even_and_do_not_fluctuate():
 
 
 def test_ranks_have_to_divide_the_experts():
-    with pytest.raises(ClusterError, match="12 experts cannot be shared evenly by 8 ranks"):
+    with pytest.raises(ClusterError, match=r"12 experts .* 8 ranks"):
         contiguous_homes(12, 8)
     with pytest.raises(ClusterError, match="0 ranks"):
         contiguous_homes(12, 0)

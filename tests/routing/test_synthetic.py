@@ -27,7 +27,7 @@ def test_zipf_refuses_a_skew_nobody_can_have(wanted):
 
 def test_zipf_says_when_chance_outweighs_the_request():
     shape = TraceShape(rows_per_sample=[20], num_layers=4, num_experts=64, top_k=2)
-    with pytest.raises(ConfigError, match="use more tokens or a larger skew"):
+    with pytest.raises(ConfigError, match="20 tokens gave 3"):
         zipf_trace(shape, np.random.default_rng(0), rank_skew=1.02, num_ranks=32)
 
 

@@ -80,7 +80,7 @@ def test_a_hash_survives_concatenation_only_if_all_have_one():
 def test_faults_name_sample_row_and_layer(dtype):
     experts = [array.astype(dtype) for array in _samples()]
     experts[1][2, 1] = [3, 3]
-    with pytest.raises(TraceError, match=r"sample 77, row 2, layer 9: expert ids \[3, 3\] hold one id twice"):
+    with pytest.raises(TraceError, match=r"sample 77, row 2, layer 9: expert ids \[3, 3\]"):
         RoutingTrace.from_samples(experts, num_experts=8, sample_ids=[5, 77], layer_ids=[4, 9])
     experts[1][2, 1] = [3, 8]
     with pytest.raises(TraceError, match=r"sample \d+, row 2, layer 9: expert id.* range 0\.\.7"):
@@ -139,7 +139,7 @@ def test_a_shifted_sample_hashes_differently_nearly_everywhere():
 def test_dense_layers_of_an_engine_are_dropped_on_import():
     """Engines report every decoder layer; dense ones come as zeros, which no router could have chosen."""
     reported = [np.concatenate([np.zeros((4, 1, 2), np.int64), _samples(rows=(4,))[0]], axis=1)]
-    with pytest.raises(TraceError, match=r"layer 0: expert ids \[0, 0\] hold one id twice"):
+    with pytest.raises(TraceError, match=r"layer 0: expert ids \[0, 0\]"):
         RoutingTrace.from_samples(reported, num_experts=8)
     trace = RoutingTrace.from_samples(reported, num_experts=8, moe_layers=[1, 2])
     assert trace.layer_ids.tolist() == [1, 2]

@@ -19,7 +19,7 @@ from relibra.errors import RelibraError, TraceError
 
 if TYPE_CHECKING:
     from relibra.routing.trace import RoutingTrace
-    from relibra.routing.trace_statistics import Survey
+    from relibra.routing.trace_statistics import TraceStatistics
 
 app = typer.Typer(no_args_is_help=True, help="Recorded routes: sizes, checks, load statistics.")
 
@@ -127,10 +127,10 @@ def stats(
     Example: relibra trace stats runs/demo/traces/step-00000 --ranks 2,4,8
     """
     wanted = None if ranks is None else _rank_counts(ranks)
-    from relibra.routing.trace_statistics import default_ranks, survey
+    from relibra.routing.trace_statistics import compute_statistics, default_ranks
 
     with progress(f"counting {path}"):
-        result = survey(
+        result = compute_statistics(
             lambda: _pieces(path, num_experts, group),
             ranks=wanted or default_ranks,
             micro_batch_tokens=micro_batch_tokens,
@@ -140,10 +140,10 @@ def stats(
     if as_json:
         typer.echo(json.dumps(result.figures()))
     else:
-        _print_survey(result)
+        _print_statistics(result)
 
 
-def _print_survey(result: Survey) -> None:
+def _print_statistics(result: TraceStatistics) -> None:
     figures = result.figures()
     typer.echo(
         f"{result.rows:,} rows of {result.samples:,} samples, {result.layers} layers, "
@@ -169,7 +169,7 @@ def _print_survey(result: Survey) -> None:
     )
 
 
-def _print_left_out(result: Survey) -> None:
+def _print_left_out(result: TraceStatistics) -> None:
     from relibra.routing.trace_statistics import DEFAULT_RANKS
 
     shown = [row.ranks for row in result.layouts]

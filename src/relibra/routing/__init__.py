@@ -1,1 +1,1 @@
-"""What the router did: traces, their files, the demand they make, and statistics. No torch in here."""
+"""Recorded expert choices: traces, their files, the demand counted from them, and statistics. Imports no torch."""

@@ -1,4 +1,4 @@
-"""`compiled`: numba kernels, cached on disk where there is a place to write."""
+"""`compiled`: numba kernels, cached on disk if a folder is writable."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from numba import njit
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a kernel at its first call; where neither the package nor the home folder can be written, without cache.
+    """Compile a kernel at its first call, without cache if neither package nor home folder is writable.
 
-    Put `@no_type_check` under it: the shape checker of the tests must not wrap what numba compiles.
+    Put `@no_type_check` under it: the shape checker of the tests must not wrap numba functions.
     """
     try:
         return njit(cache=True, nogil=True)(function)

@@ -40,26 +40,26 @@ class Demand:
 
     @staticmethod
     def from_trace(trace: RoutingTrace) -> Demand:
-        """Count the routes of a trace, sample by sample (not the pairs: add those with `dataclasses.replace`).
+        """Count the routes of a trace per sample; `pairs_LEE` is left None.
 
         raises    TraceError when a valid row holds an id out of range
         """
         counts_SLE = np.zeros((trace.num_samples, trace.num_layers, trace.num_experts), dtype=np.int32)
-        _histogram(trace.experts_TLK, trace.valid_T, trace.offsets, counts_SLE)
+        _add_token_slots(trace.experts_TLK, trace.valid_T, trace.offsets, counts_SLE)
         return Demand(counts_SLE=counts_SLE, layer_ids=trace.layer_ids, sample_ids=trace.sample_ids, top_k=trace.top_k)
 
     @staticmethod
     def from_traces(traces: Iterable[RoutingTrace]) -> Demand:
-        """Count a trace that comes in pieces of whole samples (`iterate_trace`), one piece in memory at a time.
+        """Count a trace given in pieces of whole samples (`iterate_trace`), one piece in memory at a time.
 
         raises    TraceError when there is no piece, or pieces come from different models
         """
         pieces = [Demand.from_trace(trace) for trace in traces]
         if not pieces:
-            raise TraceError("no routes to count: the trace came in zero pieces")
+            raise TraceError("no routes to count: the trace has no pieces")
         models = {(piece.num_experts, *piece.layer_ids.tolist()) for piece in pieces}
         if len(models) > 1:
-            raise TraceError(f"pieces of different models cannot be counted together: (experts, layers ...) {models}")
+            raise TraceError(f"pieces come from different models: (experts, layers ...) {models}")
         return Demand(
             counts_SLE=np.concatenate([piece.counts_SLE for piece in pieces]),
             layer_ids=pieces[0].layer_ids,
@@ -83,12 +83,14 @@ class Demand:
 
         micro_batch_S   micro-batch of each sample, 0-based, or -1: the sample is left out
         rank_S          source rank of each sample, in 0..num_ranks-1
-        num_micro_batches   more than the schedule names, if the last ones are empty; None: as many as it names
+        num_micro_batches   number of micro-batches, empty last ones included; None: the highest in the schedule + 1
         raises          TraceError when the schedule does not fit the samples, or a rank gets 2^31 token-slots or more
         """
         S, L, E = self.counts_SLE.shape
         if micro_batch_S.shape != (S,) or rank_S.shape != (S,):
-            raise TraceError(f"a schedule of {len(micro_batch_S)} samples was given for a demand of {S} samples")
+            raise TraceError(
+                f"schedule of {len(micro_batch_S)} samples for a demand of {S} samples: the numbers must be equal"
+            )
         kept = np.flatnonzero(micro_batch_S >= 0)
         if len(kept) and (rank_S[kept].min() < 0 or rank_S[kept].max() >= num_ranks):
             raise TraceError(
@@ -115,14 +117,16 @@ class Demand:
         )
 
     def _refuse_overflow(self, micro_batch_S: Int[ndarray, " S"], kept: Int[ndarray, " X"]) -> None:
-        """Token-slots of an expert in a micro-batch are counted in 32 bits."""
+        """Raise TraceError if an expert gets 2^31 token-slots or more in a micro-batch: counts are 32-bit."""
         for m in range(int(micro_batch_S.max()) + 1):
             inside = kept[micro_batch_S[kept] == m]
             if len(inside) and int(self.counts_SLE[inside].sum(axis=0, dtype=np.int64).max()) >= 1 << 31:
-                raise TraceError(f"micro-batch {m} sends 2^31 token-slots or more to one expert: cut smaller ones")
+                raise TraceError(
+                    f"micro-batch {m} sends 2^31 token-slots or more to one expert: use smaller micro-batches"
+                )
 
     def digest(self) -> str:
-        """Return the SHA-256 of the loads of all samples and layers, whatever the schedule."""
+        """Return the SHA-256 of the loads of all samples and layers; the schedule does not change it."""
         return self._digest
 
     @cached_property
@@ -165,7 +169,7 @@ class ScheduledDemand(Demand):
     def of_groups(demands: Sequence[ScheduledDemand]) -> ScheduledDemand:
         """Concatenate the demands of expert-data-parallel groups, micro-batches in the order of groups.
 
-        Groups share expert parameters, so one plan has to serve them all: planned together, they get the same homes.
+        Groups share expert parameters and so need the same homes: they are planned together.
 
         raises    TraceError when there is no group, or groups differ in model or ranks
         """
@@ -199,7 +203,7 @@ class ScheduledDemand(Demand):
         num_ranks: int,
         num_micro_batches: int | None = None,
     ) -> ScheduledDemand:
-        """Do the same as `Demand.with_schedule`; groups are kept where the number of micro-batches stays."""
+        """Return `Demand.with_schedule` with `group_M`, if the number of micro-batches is unchanged."""
         scheduled = super().with_schedule(micro_batch_S, rank_S, num_ranks, num_micro_batches)
         if self.group_M is None or len(self.group_M) != len(scheduled.tokens_MLRE):
             return scheduled
@@ -213,7 +217,7 @@ class ScheduledDemand(Demand):
         return load_MLE
 
     def validate(self) -> None:
-        """Check shapes and signs, and that no expert gets more token-slots than its samples hold.
+        """Check shapes and signs, and that each expert gets at most the token-slots of its samples.
 
         raises    TraceError
         """
@@ -228,11 +232,11 @@ class ScheduledDemand(Demand):
 
 
 _LOAD_BYTES = 64 << 20
-"""At most this much load is counted at once, however small the micro-batches are."""
+"""Largest load array that is counted at once."""
 
 
 def micro_batch_load(trace: RoutingTrace, tokens: int) -> Int64[ndarray, "M L E"]:
-    """Count the routes in runs of `tokens` consecutive rows, whatever the samples; the short rest is its own run.
+    """Count the routes in runs of `tokens` consecutive rows across samples; the last run may be shorter.
 
     raises    TraceError when `tokens` < 1
     """
@@ -241,7 +245,7 @@ def micro_batch_load(trace: RoutingTrace, tokens: int) -> Int64[ndarray, "M L E"
 
 
 def iterate_micro_batch_load(pieces: Iterable[RoutingTrace], tokens: int) -> Iterator[Int64[ndarray, "M L E"]]:
-    """Do the same as `micro_batch_load` for a trace that comes in pieces; yield micro-batches as they fill up.
+    """Yield the load of `micro_batch_load` for a trace given in pieces, a few micro-batches at a time.
 
     raises    TraceError when `tokens` < 1
     """
@@ -285,12 +289,12 @@ def count_token_slots(
     [[[1, 0, 1]], [[0, 1, 1]]]
     """
     counts_NLE = np.zeros((len(bounds) - 1, experts_TLK.shape[1], num_experts), dtype=np.int64)
-    _histogram(experts_TLK, valid_T, bounds, counts_NLE)
+    _add_token_slots(experts_TLK, valid_T, bounds, counts_NLE)
     return counts_NLE
 
 
-def _histogram(experts_TLK: ndarray, valid_T: ndarray, bounds: ndarray, counts_NLE: ndarray) -> None:
-    """Add to `counts_NLE` what the rows hold; whatever comes in, nothing is read or written out of place."""
+def _add_token_slots(experts_TLK: ndarray, valid_T: ndarray, bounds: ndarray, counts_NLE: ndarray) -> None:
+    """Add the token-slots of the rows to `counts_NLE`, after checking bounds and ids."""
     ascending = bool((bounds[1:] >= bounds[:-1]).all())
     if not ascending or bounds[0] < 0 or bounds[-1] > len(experts_TLK) or len(valid_T) != len(experts_TLK):
         raise TraceError(f"row bounds must rise within 0..{len(experts_TLK)}: got {bounds[:3]} ... {bounds[-3:]}")
@@ -304,7 +308,7 @@ def _histogram(experts_TLK: ndarray, valid_T: ndarray, bounds: ndarray, counts_N
 @compiled
 @no_type_check
 def _count(experts_TLK: ndarray, valid_T: ndarray, bounds: ndarray, counts_NLE: ndarray) -> int:
-    """Count, and return -1, or the first row with an id out of range."""
+    """Count token-slots; return the first row with an id out of range, or -1."""
     _, L, K = experts_TLK.shape
     E = counts_NLE.shape[2]
     for n in range(len(bounds) - 1):

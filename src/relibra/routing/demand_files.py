@@ -1,4 +1,4 @@
-"""Demand files: a `Demand` in one `.safetensors` file, with its schedule and its pairs where it has them."""
+"""Demand files: a `Demand` in one `.safetensors` file, with its schedule and pairs if it has them."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def write_demand(path: Path | str, demand: Demand) -> None:
 
 
 def read_demand(path: Path | str) -> Demand:
-    """Read a demand that `write_demand` wrote; a `ScheduledDemand` where the file holds a schedule.
+    """Read a demand written by `write_demand`; a `ScheduledDemand` if the file holds a schedule.
 
-    raises    TraceError when the file is missing, foreign, damaged, or holds counts that cannot be
+    raises    TraceError when the file is missing, of another format, damaged, or holds impossible counts
     """
     arrays, facts = read_tensors(Path(path), FORMAT)
     top_k = facts.get("top_k")
     if set(facts) != {"top_k"} or isinstance(top_k, bool) or not isinstance(top_k, int | None):
-        raise TraceError(f"{path} is damaged: a demand says top_k, a whole number or null, and nothing else")
+        raise TraceError(f"{path} is damaged: its only fact must be top_k, a whole number or null")
     present = [name for name in _SCHEDULE if name in arrays]
     if present and not {"tokens_MLRE", "micro_batch_S", "rank_S"} <= set(present):
         raise TraceError(f"{path}: demand holds {', '.join(present)} alone: a schedule is {', '.join(_SCHEDULE[:3])}")
@@ -86,7 +86,7 @@ def read_scheduled_demand(path: Path | str) -> ScheduledDemand:
 
 
 def _check(demand: Demand) -> None:
-    """Check what `Demand.validate` leaves out: that ids, pairs and schedule belong together."""
+    """Check the demand, and that its ids, pairs and schedule agree."""
     demand.validate()
     if (demand.layer_ids[:1] < 0).any() or (np.diff(demand.layer_ids) <= 0).any():
         raise TraceError(f"demand has layer ids {demand.layer_ids}: they must rise from 0 or more")

@@ -1,4 +1,4 @@
-"""Which rows of a trace a demand was counted from: a demand keeps counts, some questions need the tokens again."""
+"""Match the rows of a trace to the samples of a demand that was counted from it."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from relibra.routing.trace import RoutingTrace
 
 
 def sample_of_rows(trace: RoutingTrace, demand: Demand) -> Int64[ndarray, " T"]:
-    """Find, for each row of a trace, the place of its sample in the demand; -1: in none, or not valid.
+    """Return, for each row of a trace, the position of its sample in the demand; -1: in none, or not valid.
 
-    A sample of the demand is a sample of the trace, or a run of rows of one; runs of a sample follow one another. Where
-    that leaves several places to begin, the first one with the counts of the demand is taken.
+    A sample of the demand is a whole sample of the trace or a run of its rows; runs of a sample are consecutive. If
+    several start rows are possible, the first one with the counts of the demand is taken.
 
     raises    TraceError when the demand was not counted from this trace
     """
     result_T = np.full(trace.num_rows, -1, dtype=np.int64)
     place_of_id = {sample: s for s, sample in enumerate(np.asarray(trace.sample_ids).tolist())}
     if len(place_of_id) < trace.num_samples or not np.array_equal(trace.layer_ids, demand.layer_ids):
-        raise TraceError(_foreign("it repeats sample ids, or its layers are others"))
+        raise TraceError(_mismatch_message("it repeats sample ids, or its layers differ"))
     valid_T, top_k = np.asarray(trace.valid_T), trace.top_k
     pieces: dict[int, list[int]] = {}
     for s, sample in enumerate(demand.sample_ids.tolist()):
         pieces.setdefault(sample, []).append(s)
     for sample, parts in pieces.items():
         if sample not in place_of_id:
-            raise TraceError(_foreign(f"sample {sample} is not in it"))
+            raise TraceError(_mismatch_message(f"sample {sample} is not in it"))
         start, stop = trace.offsets[place_of_id[sample] : place_of_id[sample] + 2]
         rows = start + np.flatnonzero(valid_T[start:stop])
         lengths = demand.counts_SLE[parts, 0].sum(axis=1, dtype=np.int64) // top_k
-        where = _begin(trace, demand, rows, parts, lengths)
+        where = _find_start(trace, demand, rows, parts, lengths)
         if where < 0:
-            raise TraceError(_foreign(f"sample {sample} has other counts"))
+            raise TraceError(_mismatch_message(f"sample {sample} has other counts"))
         result_T[rows[where : where + int(lengths.sum())]] = np.repeat(parts, lengths)
     return result_T
 
 
-def _begin(trace: RoutingTrace, demand: Demand, rows: ndarray, parts: list[int], lengths: ndarray) -> int:
-    """Return the first place among `rows` from which the parts have their counts; -1: nowhere."""
+def _find_start(trace: RoutingTrace, demand: Demand, rows: ndarray, parts: list[int], lengths: ndarray) -> int:
+    """Return the first start among `rows` from which the parts have their counts; -1: none."""
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     last = len(rows) - int(bounds[-1])
     layers = trace.num_layers
     for where in dict.fromkeys([0, last, *range(last)]) if last >= 0 else ():
         chosen_TLK = np.asarray(trace.experts_TLK[rows[where : where + int(bounds[-1])]])
         all_valid = np.ones(len(chosen_TLK), dtype=bool)
-        if all(  # most places are wrong, which one layer tells
+        if all(  # one layer rules out most starts
             np.array_equal(
                 count_token_slots(chosen_TLK[:, :some], all_valid, bounds, demand.num_experts),
                 demand.counts_SLE[parts, :some],
@@ -59,5 +59,5 @@ def _begin(trace: RoutingTrace, demand: Demand, rows: ndarray, parts: list[int],
     return -1
 
 
-def _foreign(reason: str) -> str:
-    return f"the demand was not counted from this trace ({reason}): name the trace that was planned from, or none"
+def _mismatch_message(reason: str) -> str:
+    return f"the demand was not counted from this trace ({reason}): pass the trace that was planned from, or none"

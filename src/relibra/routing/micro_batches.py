@@ -1,7 +1,7 @@
-"""Cut a trace into micro-batches, where no trainer has: a `Demand` with a schedule, for planning and comparing.
+"""Cut a recorded trace into micro-batches: a `ScheduledDemand`, for planning and comparing without a trainer.
 
-*Recorded* order cuts every `tokens` rows in the order of the recording, inside a task set; the sets take turns. A piece
-of a sample inside a micro-batch is then a sample of the demand. *Shuffled* deals whole samples, as a trainer would.
+*Recorded* order cuts every `tokens` rows of a task set; the sets alternate. Each part of a sample in a micro-batch is a
+sample of the demand. *Shuffled* order assigns whole samples, like a trainer.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from relibra.routing.trace import RoutingTrace
 
 
 def cut_recorded(trace: RoutingTrace, tokens: int, num_ranks: int) -> ScheduledDemand:
-    """Cut micro-batches of exactly `tokens` rows in recorded order; rests that do not fill one are left out.
+    """Cut micro-batches of exactly `tokens` rows in recorded order; incomplete ones are left out.
 
-    Task sets are the named groups of the trace, each pure and taking turns, unless one is too small to fill a
-    micro-batch: then the recording is one set. Inside a micro-batch, pieces of samples go to source ranks so that
-    these hold about the same number of rows.
+    Task sets are the named groups of the trace, which alternate, or the whole trace if one cannot fill a micro-batch.
+    Inside a micro-batch, pieces of samples go to source ranks so that these hold about the same number of rows.
 
     returns   demand whose samples are pieces; `sample_ids` repeat where a sample was cut
-    raises    TraceError when no micro-batch fills up
+    raises    TraceError when no micro-batch is full
     """
     if tokens < 1:
         raise TraceError(f"micro-batches of {tokens} tokens: at least 1 token each")
@@ -53,7 +52,7 @@ def cut_recorded(trace: RoutingTrace, tokens: int, num_ranks: int) -> ScheduledD
 
 
 def deal_samples(trace: RoutingTrace, tokens: int, num_ranks: int, rng: Generator) -> ScheduledDemand:
-    """Deal whole samples in random order to micro-batches of at most `tokens` rows; a longer sample has its own.
+    """Assign whole samples in random order to micro-batches of at most `tokens` rows; a longer sample has its own.
 
     Inside a micro-batch samples go to source ranks longest first, each to the rank with the fewest rows so far.
     """
@@ -72,7 +71,7 @@ def deal_samples(trace: RoutingTrace, tokens: int, num_ranks: int, rng: Generato
 
 
 def select_micro_batches(demand: ScheduledDemand, first: int) -> ScheduledDemand:
-    """Keep the micro-batches from `first` on, renumbered from 0, and only their samples."""
+    """Return the micro-batches from `first` on, renumbered from 0, with their samples only."""
     kept = np.flatnonzero(demand.micro_batch_S >= first)
     part = Demand(
         counts_SLE=demand.counts_SLE[kept],

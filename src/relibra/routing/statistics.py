@@ -1,7 +1,7 @@
-"""How uneven the load is: skew, violation, balancedness, stability over time, co-activation.
+"""Load imbalance: skew, violation, balancedness, stability over time, co-activation.
 
-Every figure says whether it compares *experts* or *ranks*. Loads are token-slots; leading axes are free (micro-batch,
-layer, ...) unless a shape says otherwise. A piece without any load counts as perfectly even.
+Every docstring names what is compared, *experts* or *ranks*. Loads are token-slots; leading axes are free (micro-batch,
+layer, ...) unless a shape is given. Entries without load count as perfectly even.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def contiguous_homes(num_experts: int, num_ranks: int) -> Int64[ndarray, " E"]:
     """
     if num_ranks < 1 or num_experts % num_ranks:
         raise ClusterError(
-            f"{num_experts} experts cannot be shared evenly by {num_ranks} ranks: choose a number of ranks that "
+            f"{num_experts} experts cannot be divided evenly among {num_ranks} ranks: choose a number of ranks that "
             f"divides {num_experts}"
         )
     return np.repeat(np.arange(num_ranks), num_experts // num_ranks)
@@ -36,7 +36,7 @@ def contiguous_homes(num_experts: int, num_ranks: int) -> Int64[ndarray, " E"]:
 def rank_load(
     load_E: Shaped[ndarray, "*batch E"], home_E: Int[ndarray, " E"], num_ranks: int
 ) -> Shaped[ndarray, "*batch R"]:
-    """Sum the load of the experts that live on each rank."""
+    """Return the load of the experts on each rank."""
     order = np.argsort(home_E, kind="stable")
     starts = np.searchsorted(home_E[order], np.arange(num_ranks))
     total = np.add.reduceat(np.append(load_E[..., order], np.zeros_like(load_E[..., :1]), axis=-1), starts, axis=-1)
@@ -60,7 +60,7 @@ def rank_skew(load_E: Shaped[ndarray, "*batch E"], num_ranks: int) -> Float64[nd
 
 
 def balancedness(load_LR: Shaped[ndarray, "*batch L R"]) -> Float64[ndarray, "*batch"]:
-    """Return the sum over layers of mean rank load / the sum of maximal rank loads, as vLLM logs it; 1 is even."""
+    """Return the sum over layers of mean rank load / the sum of maximal rank loads, as logged by vLLM; 1 is even."""
     top = load_LR.max(axis=-1).sum(axis=-1, dtype=np.float64)
     return np.divide(load_LR.mean(axis=-1).sum(axis=-1), top, out=np.ones_like(top), where=top > 0)
 
@@ -79,8 +79,8 @@ def coefficient_of_variation(load_X: Shaped[ndarray, "*batch X"]) -> Float64[nda
 def cosine_to_mean(load_MLE: Shaped[ndarray, "M L E"]) -> Float64[ndarray, "M L"]:
     """Return the cosine between each micro-batch's expert load and the step's, per layer.
 
-    1 means that the step as a whole predicts its micro-batches; the further below, the more there is to gain from
-    planning each micro-batch by itself. Empty micro-batches count as 1.
+    At 1 the step total predicts every micro-batch; the lower, the more planning each micro-batch gains. Empty
+    micro-batches count as 1.
     """
     step_LE = load_MLE.sum(axis=0, dtype=np.float64)
     dot = np.einsum("mle,le->ml", load_MLE, step_LE)
@@ -99,17 +99,17 @@ def fluctuation(load_MLE: Shaped[ndarray, "M L E"]) -> Float64[ndarray, " L"]:
     filled_L1 = np.maximum(1, filled_ML1.sum(axis=0))
     mean_LE = share_MLE.sum(axis=0) / filled_L1
     variance_LE = (filled_ML1 * (share_MLE - mean_LE) ** 2).sum(axis=0) / filled_L1
-    return np.sqrt(variance_LE).sum(axis=-1)  # the mean shares, its divisor, sum to 1
+    return np.sqrt(variance_LE).sum(axis=-1)  # no division: the mean shares sum to 1
 
 
 def co_activation(trace: RoutingTrace) -> Int64[ndarray, "L E E"]:
     """Count, per layer, how many tokens pick experts e and f together; the diagonal counts tokens per expert.
 
-    These are the pairs behind send-once volumes: two experts of one token on one rank cost one transfer.
+    Send-once volumes follow from these pairs: two experts of a token on one rank need one transfer.
 
     raises    TraceError for a trace that is not valid
     """
-    trace.validate()  # the kernel below trusts every id
+    trace.validate()  # the kernel does not check ids
     pairs_LEE = np.zeros((trace.num_layers, trace.num_experts, trace.num_experts), dtype=np.int64)
     _count_pairs(trace.experts_TLK, trace.valid_T, pairs_LEE)
     return pairs_LEE

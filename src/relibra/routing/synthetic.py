@@ -1,7 +1,7 @@
-"""Made-up routes with known properties, for tests and for questions that no recording answers.
+"""Synthetic routes with known properties, for tests and benchmarks.
 
 Tokens pick K different experts by Plackett-Luce sampling (the K largest of log-weight + Gumbel noise), so popular
-experts are picked more often and no expert twice. A generator is passed in; the same one gives the same bytes.
+experts are picked more often and no expert twice. The same generator state gives the same bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from relibra.routing.statistics import contiguous_homes, rank_skew
 from relibra.routing.trace import RoutingTrace, expert_dtype
 
 SKEW_TOLERANCE = 0.03
-"""Largest relative difference between the rank skew asked for and the one delivered, mean over layers."""
+"""Largest relative difference between requested and generated rank skew, mean over layers."""
 
 _FIT_ROWS = 4096
 _CHUNK_ENTRIES = 1 << 24
@@ -28,7 +28,7 @@ _CHUNK_ENTRIES = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class TraceShape:
-    """Sizes of a trace to make: rows of each sample, MoE layers, experts, choices per token."""
+    """Sizes of a synthetic trace: rows of each sample, MoE layers, experts, choices per token."""
 
     rows_per_sample: Sequence[int]
     num_layers: int
@@ -36,7 +36,7 @@ class TraceShape:
     top_k: int
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no model has; raises ConfigError."""
+        """Raise ConfigError for impossible sizes."""
         if not 1 <= self.top_k <= self.num_experts:
             raise ConfigError(f"a token cannot pick {self.top_k} different experts of {self.num_experts}")
         if self.num_layers < 1 or not self.rows_per_sample or min(self.rows_per_sample) < 0:
@@ -51,21 +51,21 @@ class TraceShape:
 
 
 def zipf_trace(shape: TraceShape, rng: Generator, *, rank_skew: float, num_ranks: int) -> RoutingTrace:
-    """Make routes whose *rank* skew under the static layout, mean over layers, is the one asked for.
+    """Generate routes with a given *rank* skew under the static layout, mean over layers.
 
     Expert weight = (1 + rank)^-a (1 + place in rank)^-1 after shuffling ranks and places in every layer; `a` is
-    bisected per layer. (The shape of UltraEP's load generator, with a milder slope inside a rank.)
+    bisected per layer. (As UltraEP's load generator, with a smaller slope inside a rank.)
 
     rank_skew   max / mean over ranks of the whole trace, > 1
     num_ranks   divides the experts
-    raises      ConfigError when the skew cannot be had: above min(R, E / K), or below what chance gives; checked on
-                the finished trace within SKEW_TOLERANCE
+    raises      ConfigError when the skew is out of reach: above min(R, E / K), or below the skew of random draws; the
+                finished trace is checked within SKEW_TOLERANCE
     """
     home_E = contiguous_homes(shape.num_experts, num_ranks)
     ceiling = min(num_ranks, shape.num_experts / shape.top_k)
     if not 1 < rank_skew < ceiling:
         raise ConfigError(
-            f"rank skew {rank_skew} was asked for: with {num_ranks} ranks, {shape.num_experts} experts and "
+            f"rank skew {rank_skew} is out of reach: with {num_ranks} ranks, {shape.num_experts} experts and "
             f"{shape.top_k} choices it lies between 1 and {ceiling:g}; for 1 use balanced_trace"
         )
     experts_LTK = []
@@ -75,13 +75,15 @@ def zipf_trace(shape: TraceShape, rng: Generator, *, rank_skew: float, num_ranks
         noise_TE = rng.gumbel(size=(min(_FIT_ROWS, shape.num_rows), shape.num_experts))
         slope = _fit_slope(rank_place_E, local_place_E, noise_TE, shape.top_k, rank_skew, num_ranks)
         log_weight_E = -slope * np.log1p(rank_place_E) - np.log1p(local_place_E)
-        experts_LTK.append(_pick(np.broadcast_to(log_weight_E, (shape.num_rows, shape.num_experts)), shape.top_k, rng))
-    trace = _trace(shape, experts_LTK, source=f"synthetic zipf, rank skew {rank_skew:g} on {num_ranks} ranks")
-    delivered = _rank_skew_of(trace, num_ranks)
+        experts_LTK.append(
+            _draw_experts(np.broadcast_to(log_weight_E, (shape.num_rows, shape.num_experts)), shape.top_k, rng)
+        )
+    trace = _build_trace(shape, experts_LTK, source=f"synthetic zipf, rank skew {rank_skew:g} on {num_ranks} ranks")
+    delivered = _measure_rank_skew(trace, num_ranks)
     if abs(delivered - rank_skew) > SKEW_TOLERANCE * rank_skew:
         raise ConfigError(
-            f"rank skew {rank_skew} was asked for, {shape.num_rows} tokens gave {delivered:.3f}: chance outweighs the "
-            "slope; use more tokens or a larger skew"
+            f"rank skew {rank_skew} is not reached, {shape.num_rows} tokens gave {delivered:.3f}: use more tokens or a "
+            "larger skew"
         )
     return trace
 
@@ -89,13 +91,13 @@ def zipf_trace(shape: TraceShape, rng: Generator, *, rank_skew: float, num_ranks
 def domain_trace(
     shape: TraceShape, rng: Generator, *, num_domains: int = 4, sigma: float = 0.8, drift: float = 0.5
 ) -> RoutingTrace:
-    """Make routes of a mixture of domains, each with its own hot experts, which drift from first to last sample.
+    """Generate routes of a mixture of domains, each with hot experts that drift from first to last sample.
 
     A domain's log-popularity turns from one normal draw towards another: cos(angle) A + sin(angle) B, with
     angle = drift (pi / 2) s / S at sample s, so its spread stays `sigma` while its hot experts change.
 
     sigma     standard deviation of log-popularity: about 0.35 after balanced training, 0.8 in recorded inference
-    drift     0: nothing moves; 1: the last sample shares nothing with the first of its domain
+    drift     0: constant popularity; 1: that of the last sample is independent of the first of its domain
     returns   group id = domain
     """
     S, L, E = len(shape.rows_per_sample), shape.num_layers, shape.num_experts
@@ -107,21 +109,23 @@ def domain_trace(
     for layer in range(L):
         start_SE, end_SE = ends_2DLE[0, domain_S, layer], ends_2DLE[1, domain_S, layer]
         log_weight_SE = np.cos(angle_S)[:, None] * start_SE + np.sin(angle_S)[:, None] * end_SE
-        experts_LTK.append(_pick(log_weight_SE[sample_T], shape.top_k, rng))
-    return _trace(shape, experts_LTK, group_ids=domain_S, source=f"synthetic domains, {num_domains}, drift {drift:g}")
+        experts_LTK.append(_draw_experts(log_weight_SE[sample_T], shape.top_k, rng))
+    return _build_trace(
+        shape, experts_LTK, group_ids=domain_S, source=f"synthetic domains, {num_domains}, drift {drift:g}"
+    )
 
 
 def balanced_trace(shape: TraceShape) -> RoutingTrace:
-    """Make routes that deal experts out in turn: every run of E / gcd(E, K) tokens loads all experts equally."""
+    """Generate round-robin routes: every run of E / gcd(E, K) tokens loads all experts equally."""
     slot_TK = np.arange(shape.num_rows * shape.top_k, dtype=np.int64).reshape(shape.num_rows, shape.top_k)
     experts_LTK = [(slot_TK + layer) % shape.num_experts for layer in range(shape.num_layers)]
-    return _trace(shape, experts_LTK, source="synthetic, forced balance")
+    return _build_trace(shape, experts_LTK, source="synthetic, forced balance")
 
 
 def _fit_slope(
     rank_place_E: ndarray, local_place_E: ndarray, noise_TE: ndarray, top_k: int, target: float, num_ranks: int
 ) -> float:
-    """Bisect the slope over ranks; common random numbers make the skew a smooth function of it."""
+    """Bisect the slope over ranks; fixed noise makes the skew a smooth function of it."""
     low, high = 0.0, 32.0
     bounds = np.array([0, len(noise_TE)])
     valid_T = np.ones(len(noise_TE), dtype=bool)
@@ -134,7 +138,7 @@ def _fit_slope(
     return (low + high) / 2
 
 
-def _pick(log_weight_TE: Float64[ndarray, "T E"], top_k: int, rng: Generator) -> Int64[ndarray, "T K"]:
+def _draw_experts(log_weight_TE: Float64[ndarray, "T E"], top_k: int, rng: Generator) -> Int64[ndarray, "T K"]:
     """Draw K different experts per token, most likely first, a bounded number of rows at a time."""
     T, E = log_weight_TE.shape
     picked_TK = np.empty((T, top_k), dtype=np.int64)
@@ -145,12 +149,12 @@ def _pick(log_weight_TE: Float64[ndarray, "T E"], top_k: int, rng: Generator) ->
     return picked_TK
 
 
-def _rank_skew_of(trace: RoutingTrace, num_ranks: int) -> float:
+def _measure_rank_skew(trace: RoutingTrace, num_ranks: int) -> float:
     load_1LE = count_token_slots(trace.experts_TLK, trace.valid_T, np.array([0, trace.num_rows]), trace.num_experts)
     return float(rank_skew(load_1LE, num_ranks).mean())
 
 
-def _trace(
+def _build_trace(
     shape: TraceShape, experts_LTK: Sequence[ndarray], *, source: str, group_ids: ndarray | None = None
 ) -> RoutingTrace:
     S = len(shape.rows_per_sample)

@@ -1,7 +1,7 @@
-"""Single-file values: one safetensors file with arrays, JSON facts and a checksum over both.
+"""Values in one file: a safetensors file with arrays, JSON facts and a checksum over both.
 
-Everything is checked before anything is allocated: the header against the file, then names, types and shapes against
-the format, then (after reading) the checksum. A byte that changes anywhere is noticed or means nothing.
+Before allocation the header is checked against the file, and names, types and shapes against the format; after reading
+the checksum. Any changed byte that matters is detected.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ MAX_LENGTHS = {
     "E": 1 << 15,
     "B": 1 << 10,
 }
-"""Longest axes: beside an axis of length 0 a file could claim any length for the others without a byte to show."""
+"""Longest axes: with an axis of length 0, a file could declare any length for the others without holding data."""
 _KEY = "relibra"
-"""One metadata entry for all facts: safetensors writes several in an order that differs from run to run."""
+"""One metadata entry for all facts: the order in which safetensors writes several differs between runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorFormat:
-    """What a file of one kind holds.
+    """Arrays and name of one kind of file.
 
-    noun       what users call it, with article ("a step plan")
+    noun       its name in messages, with article ("a step plan")
     axes       letters of each array's axes; the same letter is the same length in all of them
     dtypes     type of each array
     optional   arrays that may be absent
     may_be_0   axes that may have length 0
-    error      raised for every file that is not right
+    error      raised for every invalid file
     """
 
     name: str
@@ -61,9 +61,9 @@ class TensorFormat:
 
 
 def write_tensors(path: Path, form: TensorFormat, arrays: Mapping[str, ndarray], facts: Mapping[str, Any]) -> None:
-    """Write a file whole or not at all; the same content gives the same bytes. Facts are JSON values.
+    """Write a file atomically; the same content gives the same bytes. Facts are JSON values.
 
-    raises    the error of the format, when arrays have other types or shapes than it says
+    raises    the error of the format, when types or shapes of arrays differ from it
     """
     check_arrays(form, arrays)
     tensors = {name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)}
@@ -82,7 +82,7 @@ def write_tensors(path: Path, form: TensorFormat, arrays: Mapping[str, ndarray],
 
 
 def check_arrays(form: TensorFormat, arrays: Mapping[str, ndarray]) -> None:
-    """Hold arrays against their format, before anything else looks into them.
+    """Check names, types and shapes of arrays against their format.
 
     raises    the error of the format
     """
@@ -90,9 +90,9 @@ def check_arrays(form: TensorFormat, arrays: Mapping[str, ndarray]) -> None:
 
 
 def read_tensors(path: Path, form: TensorFormat) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arrays and the facts of a file; what the facts mean is for the caller to check.
+    """Return the arrays and the facts of a file; the caller checks the facts.
 
-    raises    the error of the format, when the file is missing, foreign, of another version, damaged or forged
+    raises    the error of the format, when the file is missing, damaged, or of another format or version
     """
     _check_header_size(path, form)
     try:
@@ -114,7 +114,7 @@ def read_tensors(path: Path, form: TensorFormat) -> tuple[dict[str, Any], dict[s
 
 def _check_header_size(path: Path, form: TensorFormat) -> None:
     if not path.is_file():
-        raise form.error(f"there is no file {path}: expected {form.noun}")
+        raise form.error(f"{path} does not exist: expected {form.noun}")
     try:
         with path.open("rb") as file:
             start = file.read(8)
@@ -124,7 +124,7 @@ def _check_header_size(path: Path, form: TensorFormat) -> None:
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
     if length > min(MAX_HEADER_BYTES, size - 8):
         raise form.error(
-            f"{path} is not {form.noun}, or it was cut: a header of {length} bytes does not fit its {size} bytes "
+            f"{path} is not {form.noun}, or is truncated: a header of {length} bytes does not fit its {size} bytes "
             f"(at most {MAX_HEADER_BYTES})"
         )
 
@@ -167,7 +167,7 @@ def _check_layout(where: str, form: TensorFormat, layout: Mapping[str, tuple[str
 
 
 def _dtype(code: str) -> str:
-    """Translate safetensors' name of a type ("I16", "F32") into numpy's; others stay and will not be expected."""
+    """Return numpy's name of a safetensors type ("I16", "F32"); other names are returned unchanged."""
     return {"I": "int", "F": "float"}.get(code[0], code[0]) + code[1:]
 
 

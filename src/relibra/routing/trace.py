@@ -23,7 +23,7 @@ MAX_EXPERTS = 1 << 16
 
 _PER_ROW = ("experts_TLK", "valid_T", "token_hash_T")
 _PER_SAMPLE = {"sample_ids": -1, "group_ids": -1, "prompt_lengths": 0, "weight_versions": 0}
-"""Per-sample columns and what stands in them when the recorder does not know."""
+"""Per-sample columns and their values where the recorder gave none."""
 
 
 def expert_dtype(num_experts: int) -> type[np.uint8] | type[np.uint16]:
@@ -40,12 +40,12 @@ class RoutingTrace:
     valid_T          False where nothing was recorded (the last token of a sample, lost rows); such rows hold any ids
     layer_ids        absolute 0-based decoder layer of each entry of the layer axis, ascending
     num_experts      logical experts per layer
-    sample_ids       who the sample is, `group_ids` which prompt it answers; -1 when unknown
+    sample_ids       id of the sample; `group_ids`: of the prompt it answers; -1 when unknown
     prompt_lengths   rows that belong to the prompt; the rest is the response
     weight_versions  policy version that routed the sample
-    token_hash_T     `hash_tokens` of the token of each row, or None; lets replay notice shifted rows
-    group_names      names of the groups 0, 1, ..., when groups mean something to a reader (a task, a data set)
-    source           who recorded it
+    token_hash_T     `hash_tokens` of the token of each row, or None; replay detects shifted rows with it
+    group_names      names of groups 0, 1, ... (tasks, data sets); empty: groups have no names
+    source           recorder or file that the trace comes from
     """
 
     experts_TLK: Shaped[ndarray, "T L K"]
@@ -62,7 +62,7 @@ class RoutingTrace:
     source: str = "unknown"
 
     def __post_init__(self) -> None:
-        """Freeze the arrays: a trace is a value, and several stages look at the same bytes."""
+        """Make the arrays read-only: several stages share the same bytes."""
         for field in fields(self):
             array = getattr(self, field.name)
             if isinstance(array, ndarray):
@@ -94,11 +94,11 @@ class RoutingTrace:
         moe_layers   keep these layers only: engines report dense layers too, filled with zeros; default: all
         valid        one mask `[n]` per sample; default: every row valid
         tokens       token ids `[n]` per sample, kept only as a 16-bit hash per row; default: no hash
-        raises       TraceError when the arrays do not fit together or hold illegal ids
+        raises       TraceError when shapes of the arrays differ or ids are out of range
         """
         if not 1 <= num_experts <= MAX_EXPERTS:
             raise TraceError(f"num_experts is {num_experts}: allowed are 1 to {MAX_EXPERTS}")
-        arrays, layers = _checked_arrays(experts, layer_ids, moe_layers)
+        arrays, layers = _select_layers(experts, layer_ids, moe_layers)
         rows = [len(array) for array in arrays]
         _check_row_counts(rows, valid=valid, tokens=tokens)
         offsets = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
@@ -107,7 +107,7 @@ class RoutingTrace:
         dtype = expert_dtype(num_experts)
         if flat.dtype != dtype:  # a narrower unsigned type would silently wrap, negative fillers included
             flat = np.where(valid_T[:, None, None], flat, np.arange(flat.shape[2]))
-            _refuse_ids_out_of_range(flat, num_experts, offsets, layers)
+            _check_id_range(flat, num_experts, offsets, layers)
         per_sample = {
             "sample_ids": sample_ids if sample_ids is not None else range(len(arrays)),
             "group_ids": group_ids,
@@ -161,7 +161,7 @@ class RoutingTrace:
         return slice(int(self.offsets[sample]), int(self.offsets[sample + 1]))
 
     def select(self, samples: Iterable[int] | Int[ndarray, " n"]) -> RoutingTrace:
-        """Return the trace of these samples, in this order; a run of neighbours is a view, not a copy.
+        """Return the trace of these samples, in this order; consecutive samples are a view, not a copy.
 
         samples   positions on the sample axis (not sample ids, not a mask)
         raises    TraceError when a position does not exist
@@ -172,7 +172,7 @@ class RoutingTrace:
         index = given.astype(np.int64)
         outside = index[(index < 0) | (index >= self.num_samples)]
         if len(outside):
-            raise TraceError(f"sample position {outside[0]} asked for: the trace has 0..{self.num_samples - 1}")
+            raise TraceError(f"sample position {outside[0]} does not exist: the trace has 0..{self.num_samples - 1}")
         neighbours = len(index) > 0 and np.array_equal(index, np.arange(index[0], index[0] + len(index)))
         if neighbours:
             rows: slice | ndarray = slice(int(self.offsets[index[0]]), int(self.offsets[index[-1] + 1]))
@@ -187,9 +187,9 @@ class RoutingTrace:
         )
 
     def validate(self) -> None:
-        """Check every promise of the class docstring; O(T L K), a few nanoseconds an entry.
+        """Check every rule of the class docstring; O(T L K), a few nanoseconds an entry.
 
-        raises    TraceError naming sample, row and layer of the first fault
+        raises    TraceError that names sample, row and layer of the first fault
         """
         self._validate_shapes()
         row, layer, fault = first_illegal_row(self.experts_TLK, self.valid_T, self.num_experts)
@@ -200,7 +200,7 @@ class RoutingTrace:
             if fault == _OUT_OF_RANGE:
                 raise TraceError(f"{where}: expert ids {got} leave the allowed range 0..{self.num_experts - 1}")
             raise TraceError(
-                f"{where}: expert ids {got} hold one id twice: a token takes {self.top_k} different experts; "
+                f"{where}: expert ids {got} hold the same id twice: a token takes {self.top_k} different experts; "
                 "mark rows that were not recorded as invalid instead of filling them"
             )
 
@@ -248,12 +248,12 @@ class RoutingTrace:
 
 
 def concatenate(traces: Sequence[RoutingTrace]) -> RoutingTrace:
-    """Join traces of one model, samples in the order given; a token hash survives only if every trace has one.
+    """Join traces of one model, samples in the order given; token hashes are kept only if every trace has them.
 
-    raises    TraceError when model facts (layers, experts, choices, group names) differ
+    raises    TraceError when layers, experts, choices or group names differ
     """
     if not traces:
-        raise TraceError("nothing to concatenate: got no traces")
+        raise TraceError("no traces to concatenate")
     first = traces[0]
     for i, other in enumerate(traces[1:], start=1):
         for name in ("num_experts", "top_k", "group_names"):
@@ -281,9 +281,8 @@ def concatenate(traces: Sequence[RoutingTrace]) -> RoutingTrace:
 def hash_tokens(tokens_n: Shaped[ndarray, " n"]) -> UInt16[ndarray, " n"]:
     """Hash each token id together with its position to 16 bits (Fibonacci hashing).
 
-    Two neighbouring rows that trade places differ with probability 1 - 2^-16 each, so a shifted sample is noticed.
-    The hash is a check, not a secret: with a vocabulary at hand it can be turned back into the text, so a trace with
-    hashes deserves the same care as the text itself.
+    Each of two exchanged neighbouring rows differs with probability 1 - 2^-16, so a shifted sample is detected.
+    The text can be recovered from the hashes with the vocabulary: protect a trace with hashes like the text itself.
 
     >>> hash_tokens(np.array([7, 7])).tolist()
     [6464, 46968]
@@ -299,7 +298,7 @@ _OUT_OF_RANGE, _TWICE = 1, 2
 @compiled
 @no_type_check
 def first_illegal_row(experts_TLK: ndarray, valid_T: ndarray, num_experts: int) -> tuple[int, int, int]:
-    """Return (row, layer, fault) of the first valid row with an id out of range or twice; fault 0: there is none."""
+    """Return (row, layer, fault) of the first valid row with an id out of range or repeated; fault 0: none."""
     T, L, K = experts_TLK.shape
     for t in range(T):
         if not valid_T[t]:
@@ -316,7 +315,7 @@ def first_illegal_row(experts_TLK: ndarray, valid_T: ndarray, num_experts: int) 
 
 
 def first_illegal_row_reference(experts_TLK: ndarray, valid_T: ndarray, num_experts: int) -> tuple[int, int, int]:
-    """Do the same as `first_illegal_row` with Python sets."""
+    """Return the result of `first_illegal_row`, computed with Python lists."""
     for t in np.flatnonzero(valid_T).tolist():
         for layer, ids in enumerate(experts_TLK[t].tolist()):
             for k, expert in enumerate(ids):
@@ -327,10 +326,10 @@ def first_illegal_row_reference(experts_TLK: ndarray, valid_T: ndarray, num_expe
     return 0, 0, 0
 
 
-def _checked_arrays(
+def _select_layers(
     experts: Sequence[ndarray], layer_ids: Sequence[int] | None, moe_layers: Sequence[int] | None
 ) -> tuple[list[ndarray], list[int]]:
-    """Return the routes of the layers to keep, and those layers."""
+    """Return the routes of the layers to keep, and their layer ids."""
     if len(experts) == 0:
         raise TraceError("a trace needs at least one sample: got none; pass one [rows, layers, choices] array each")
     arrays = [np.asarray(array) for array in experts]  # torch tensors on the CPU included
@@ -358,9 +357,7 @@ def _check_row_counts(rows: Sequence[int], **columns: Sequence[ndarray] | None) 
             raise TraceError(f"'{name}' and 'experts' disagree on the number of rows, first in sample {s}")
 
 
-def _refuse_ids_out_of_range(
-    experts_TLK: ndarray, num_experts: int, offsets: ndarray, layer_ids: Sequence[int]
-) -> None:
+def _check_id_range(experts_TLK: ndarray, num_experts: int, offsets: ndarray, layer_ids: Sequence[int]) -> None:
     bad = (experts_TLK < 0) | (experts_TLK >= num_experts)
     if not bad.any():
         return

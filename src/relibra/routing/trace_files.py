@@ -1,7 +1,7 @@
-"""Trace folders: `index.json` beside safetensors shards, written whole or not at all, read in pieces.
+"""Trace folders: `index.json` and safetensors shards, written atomically, read in pieces.
 
-The index is written last and names every shard with its size and SHA-256, and carries a digest of itself, so a folder
-whose writer was killed, or in which a byte changed, is refused. Shards hold whole samples. docs/trace-format.md
+The index is written last. It holds the size and SHA-256 of every shard and its own digest, so an unfinished or changed
+folder is refused. Shards hold whole samples. docs/trace-format.md
 describes the format for other programs.
 """
 
@@ -28,7 +28,7 @@ FORMAT = "relibra.routing-trace"
 FORMAT_VERSION = 1
 INDEX = "index.json"
 SHARD_ROWS = 1 << 18
-"""Rows per shard unless the writer is told otherwise: 100 MB at 48 layers x 8 choices."""
+"""Default rows per shard: 100 MB at 48 layers x 8 choices."""
 MAX_INDEX_BYTES = 64 << 20
 
 _Count = Annotated[int, Field(ge=0)]
@@ -37,7 +37,7 @@ _SHARD_PREFIX = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class ShardEntry(BaseModel):
-    """One shard as the index names it."""
+    """Index entry of one shard."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -49,7 +49,7 @@ class ShardEntry(BaseModel):
 
 
 class TraceIndex(BaseModel):
-    """What `index.json` says of a trace."""
+    """Content of `index.json`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -66,7 +66,7 @@ class TraceIndex(BaseModel):
     @classmethod
     def _each_shard_once(cls, shards: list[ShardEntry]) -> list[ShardEntry]:
         if len({shard.file for shard in shards}) < len(shards):
-            raise ValueError("a shard is named twice")
+            raise ValueError("a shard is listed twice")
         return shards
 
     @property
@@ -81,7 +81,7 @@ class TraceIndex(BaseModel):
 
 
 class TraceWriter:
-    """Write a trace piece by piece at bounded memory; leaving the `with` block writes the index.
+    """Write a trace in pieces at bounded memory; leaving the `with` block writes the index.
 
     >>> with TraceWriter(folder) as writer:  # doctest: +SKIP
     ...     for piece in pieces:
@@ -92,8 +92,8 @@ class TraceWriter:
         """Prepare to write into `folder`, which must not hold a trace yet.
 
         shard_rows     pieces with more rows are cut at sample borders
-        shard_prefix   keeps the shards of several writers of one trace apart (one per rank)
-        raises         TraceError when the folder holds a finished trace already
+        shard_prefix   start of the shard names; differs between several writers of one trace (one per rank)
+        raises         TraceError when the folder already holds a finished trace
         """
         self.folder = Path(folder)
         self.shard_rows = shard_rows
@@ -106,12 +106,12 @@ class TraceWriter:
 
     def _refuse_finished(self) -> None:
         if (self.folder / INDEX).exists():
-            raise TraceError(f"{self.folder} holds a trace already: choose another folder or delete it")
+            raise TraceError(f"{self.folder} already holds a trace: choose another folder or delete it")
 
     def append(self, trace: RoutingTrace) -> None:
         """Validate samples and write them as one or more shards.
 
-        raises    TraceError when they are not valid, or not of the same model as those before
+        raises    TraceError when they are not valid, or of another model than those before
         """
         trace.validate()
         if self._first is None:
@@ -124,7 +124,7 @@ class TraceWriter:
     def index(self) -> TraceIndex:
         """Return the index of what has been written so far.
 
-        raises    TraceError when nothing has been
+        raises    TraceError when no samples were written
         """
         if self._first is None or not self.shards:
             raise TraceError(f"no samples were written to {self.folder}: a trace needs at least one")
@@ -137,14 +137,14 @@ class TraceWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Finish the trace, unless the block failed: then the folder stays without an index, unreadable by design."""
+        """Write the index, unless the block raised: then the folder has none and readers refuse it."""
         if kind is None:
-            self._refuse_finished()  # another writer may have been faster
+            self._refuse_finished()  # another writer may have finished first
             write_index(self.folder, self.index())
 
 
 def index_of(trace: RoutingTrace, shards: list[ShardEntry]) -> TraceIndex:
-    """Return the index of a trace of the same model as `trace`, made of these shards."""
+    """Return the index of these shards; `trace` is of the same model."""
     return TraceIndex(
         num_experts=trace.num_experts,
         top_k=trace.top_k,
@@ -156,7 +156,7 @@ def index_of(trace: RoutingTrace, shards: list[ShardEntry]) -> TraceIndex:
 
 
 def write_index(folder: Path, index: TraceIndex) -> None:
-    """Write the index, and with it the trace: before this no reader accepts the folder."""
+    """Write the index, which completes the trace: readers refuse a folder without one."""
     body = index.model_dump(mode="json")
     write_text(folder / INDEX, json.dumps({"digest": _digest(body), **body}, indent=1) + "\n")
 
@@ -164,7 +164,7 @@ def write_index(folder: Path, index: TraceIndex) -> None:
 def write_trace(trace: RoutingTrace, folder: Path | str, *, shard_rows: int = SHARD_ROWS) -> None:
     """Write one trace to a new folder.
 
-    raises    TraceError when the trace is not valid or the folder holds one already
+    raises    TraceError when the trace is not valid or the folder already holds one
     """
     with TraceWriter(folder, shard_rows=shard_rows) as writer:
         writer.append(trace)
@@ -180,16 +180,16 @@ def read_index(folder: Path | str) -> TraceIndex:
         raise TraceError(
             f"{folder} is not a finished trace: it has no {INDEX}. "
             + (
-                "It looks like a run: name one of its traces/step-... folders"
+                "It looks like a run: pass one of its traces/step-... folders"
                 if any(Path(folder).glob("traces/step-*")) or any(Path(folder).glob("step-*"))
-                else "A writer that was stopped leaves none: record it again"
+                else "The writer was stopped: record it again"
             )
         )
     if path.stat().st_size > MAX_INDEX_BYTES:
         raise TraceError(f"{path} has {path.stat().st_size} bytes: an index has at most {MAX_INDEX_BYTES}")
     try:
         body = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, JSON nested without end
+    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, JSON nested too deep
         raise TraceError(f"{path} is damaged: {error}") from error
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror}") from error
@@ -215,8 +215,8 @@ def iterate_trace(folder: Path | str, *, max_rows: int = SHARD_ROWS) -> Iterator
 
     Each shard's SHA-256 is checked before its first piece, and every row of every piece.
 
-    max_rows   upper bound of rows per piece; a single longer sample comes as a piece of its own
-    raises     TraceError on any damage: missing, truncated or changed shards, illegal ids
+    max_rows   most rows per piece; a longer sample is a piece of its own
+    raises     TraceError for missing, truncated or changed shards and illegal ids
     """
     folder = Path(folder)
     index = read_index(folder)
@@ -226,16 +226,16 @@ def iterate_trace(folder: Path | str, *, max_rows: int = SHARD_ROWS) -> Iterator
 
 
 def read_trace(folder: Path | str) -> RoutingTrace:
-    """Read a whole trace into memory; see `iterate_trace` for one that does not fit.
+    """Read a whole trace into memory (`iterate_trace` reads it in pieces).
 
-    raises    TraceError on any damage
+    raises    TraceError as `iterate_trace`
     """
     pieces = list(iterate_trace(folder, max_rows=1 << 62))
     return pieces[0] if len(pieces) == 1 else concatenate(pieces)
 
 
 def split_samples(trace: RoutingTrace, max_rows: int) -> Iterator[RoutingTrace]:
-    """Cut a trace into views of consecutive samples with at most `max_rows` rows (or one longer sample) each."""
+    """Yield views of consecutive samples with at most `max_rows` rows (or one longer sample) each."""
     for start, stop in _sample_runs(trace.offsets, max_rows):
         yield trace.select(range(start, stop))
 
@@ -270,7 +270,7 @@ def _write_shard(folder: Path, name: str, trace: RoutingTrace) -> ShardEntry:
 
 def _check_shard(path: Path, entry: ShardEntry) -> None:
     if not path.is_file():
-        raise TraceError(f"shard {path} is missing: the index names it; copy the whole folder, or record again")
+        raise TraceError(f"shard {path} is missing but is listed in the index: copy the whole folder, or record again")
     size = path.stat().st_size
     if size != entry.size:
         raise TraceError(f"shard {path} has {size} bytes, the index says {entry.size}: it was cut or overwritten")
@@ -315,7 +315,7 @@ def _iterate_shard(path: Path, entry: ShardEntry, index: TraceIndex, max_rows: i
 
 
 def _read_rows(file: Any, name: str, rows: slice) -> np.ndarray:
-    """Read some rows only; safetensors itself refuses a slice of none."""
+    """Read a range of rows; safetensors refuses an empty slice."""
     piece = file.get_slice(name)
     if rows.start < rows.stop:
         return piece[rows]
@@ -326,7 +326,7 @@ _DTYPES = {"U8": np.uint8, "U16": np.uint16, "I64": np.int64}
 
 
 def _check_layout(path: Path, file: Any, expected: dict[str, tuple[tuple[int, ...], type[np.generic]]]) -> None:
-    """Compare names, shapes and types with the index before anything is allocated."""
+    """Compare names, shapes and types with the index before allocating arrays."""
     if sorted(file.keys()) != sorted(expected):
         raise TraceError(f"shard {path} holds {sorted(file.keys())}: expected {sorted(expected)}")
     names = {dtype: name for name, dtype in _DTYPES.items()}

@@ -1,8 +1,7 @@
-"""`Survey`: the load statistics of a whole trace, gathered from its pieces at bounded memory.
+"""`TraceStatistics`: the load statistics of a whole trace, computed in pieces at bounded memory.
 
-`relibra trace stats` and the report page both print what stands here, so they agree. A micro-batch is a run of
-consecutive rows, whatever samples they belong to; the short rest of a trace is a micro-batch of its own, and one
-without any routed token is left out.
+`relibra trace stats` and the report page both print them. A micro-batch is a run of consecutive rows across samples;
+the last one may be shorter, and one without routed tokens is left out.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from relibra.routing.trace import RoutingTrace
 from relibra.routing.trace_files import SHARD_ROWS, split_samples
 
 MICRO_BATCH_TOKENS = 2048
-"""Unless someone says otherwise, and unless the trace is short: `default_micro_batch_tokens`."""
+"""Largest default (`default_micro_batch_tokens`)."""
 
 DEFAULT_RANKS = (8, 16, 32)
 
 _CELLS_AT_ONCE = 1 << 19
-"""Cells of load that are turned into floats at a time: 4 MB an array."""
+"""Load cells converted to floats at a time: 4 MB an array."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankSkew:
-    """What `ranks` ranks would see under the static layout: *rank* skew of every (micro-batch, layer) pair.
+    """*Rank* skew of every (micro-batch, layer) pair under the static layout on `ranks` ranks.
 
-    slots, busiest   token-slots of all pairs together; those of the busiest rank of each pair
+    slots, busiest   token-slots of all pairs; of the busiest rank of each pair, summed
     """
 
     ranks: int
@@ -63,21 +62,21 @@ class RankSkew:
 
     @property
     def skew_weighted(self) -> float:
-        """Sum over pairs of the busiest rank's load / sum of the mean loads: the expert time of the steps, 1 if even.
+        """Sum over pairs of the busiest rank's load / sum of the mean loads: relative expert time, 1 if even.
 
-        Pairs with more tokens take longer and weigh more; without any token the figure is 1.
+        Pairs are weighted by their tokens; without tokens the figure is 1.
         """
         return self.busiest * self.ranks / self.slots if self.slots else 1.0
 
     @property
     def idle_share(self) -> float:
-        """Share of the expert time that ranks wait for the busiest, averaged over ranks."""
+        """Share of the expert time that a rank waits for the busiest one, mean over ranks."""
         return 1.0 - 1.0 / self.skew_weighted
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Group:
-    """The samples of one named group (a task, a data set) and the load they make."""
+    """Samples of one named group (a task, a data set) and their load."""
 
     name: str
     samples: int
@@ -86,10 +85,10 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Survey:
-    """Sizes, load, skew per layout, and how far single micro-batches stray from the whole.
+class TraceStatistics:
+    """Sizes, load, skew per layout, and how far micro-batches differ from the whole trace.
 
-    rows, tokens          token rows, and those of them that hold a route
+    rows, tokens          token rows; those with a recorded route
     load_LE               token-slots of the whole trace
     expert_skew           max / mean *expert* load, mean over (micro-batch, layer) pairs
     cosine_mean_L         cosine between a micro-batch's and the whole trace's *expert* load, mean over micro-batches;
@@ -127,7 +126,7 @@ class Survey:
         return self.load_LE.shape[1]
 
     def figures(self) -> dict[str, object]:
-        """Return the figures as plain numbers, ready for JSON.
+        """Return the figures as plain numbers for JSON.
 
         step_expert_skew   max / mean *expert* load of the whole trace, mean over layers
         max_vio            largest violation of an *expert* over the whole trace, max over layers
@@ -153,32 +152,34 @@ class Survey:
 
 
 Pieces = Callable[[], Iterable[RoutingTrace]]
-"""Starts a fresh pass over the pieces of a trace, as `lambda: iterate_routes(path)`."""
+"""Returns a new iterator over the pieces of a trace, as `lambda: iterate_routes(path)`."""
 
 RankChoice = Sequence[int] | Callable[[int], Sequence[int]]
-"""Numbers of ranks, or a function from the number of experts to them."""
+"""Numbers of ranks, or a function that computes them from the number of experts."""
 
 
-def survey(pieces: Pieces, *, ranks: RankChoice, micro_batch_tokens: int | None = None) -> Survey:
-    """Gather the statistics of a trace; it is read twice unless it comes in one piece.
+def compute_statistics(pieces: Pieces, *, ranks: RankChoice, micro_batch_tokens: int | None = None) -> TraceStatistics:
+    """Compute the statistics of a trace; it is read twice unless it has one piece.
 
     micro_batch_tokens   consecutive rows per micro-batch; None: `default_micro_batch_tokens`
-    raises               TraceError on damage or a trace without tokens, ClusterError when ranks do not divide the
-                         experts
+    raises               TraceError for a damaged trace or one without tokens, ClusterError when ranks do not divide
+                         the experts
     """
-    result = survey_step(pieces, ranks=ranks, micro_batch_tokens=micro_batch_tokens)
-    refuse_without_tokens([result])
+    result = compute_step_statistics(pieces, ranks=ranks, micro_batch_tokens=micro_batch_tokens)
+    require_tokens([result])
     return result
 
 
-def refuse_without_tokens(surveys: Iterable[Survey]) -> None:
-    """Raise a TraceError when no token of these surveys was routed: even load would be a lie."""
-    if not any(one.tokens for one in surveys):
-        raise TraceError("no token was routed, so there is no load to speak of: record at least one")
+def require_tokens(statistics: Iterable[TraceStatistics]) -> None:
+    """Raise TraceError when no token of these steps was routed: without load there is no skew."""
+    if not any(one.tokens for one in statistics):
+        raise TraceError("no token was routed, so there is no load: record at least one token")
 
 
-def survey_step(pieces: Pieces, *, ranks: RankChoice, micro_batch_tokens: int | None = None) -> Survey:
-    """Do the same as `survey` for one step of several, which may be without tokens."""
+def compute_step_statistics(
+    pieces: Pieces, *, ranks: RankChoice, micro_batch_tokens: int | None = None
+) -> TraceStatistics:
+    """Compute the same as `compute_statistics` for one step of several; it may have no tokens."""
     samples = rows = tokens = num_pieces = 0
     groups: dict[str, Group] = {}
     first: RoutingTrace | None = None
@@ -193,13 +194,13 @@ def survey_step(pieces: Pieces, *, ranks: RankChoice, micro_batch_tokens: int | 
         for part in split_samples(piece, SHARD_ROWS):
             total_LE += _count_groups(part, groups)
     if first is None or total_LE is None:
-        raise TraceError("the trace holds no samples: there is nothing to count")
+        raise TraceError("the trace holds no samples: record at least one")
     micro_batch_tokens = micro_batch_tokens or default_micro_batch_tokens(rows)
     again = [first] if num_pieces == 1 else pieces()
-    spread = _Spread(total_LE, homes)
+    sums = _MicroBatchSums(total_LE, homes)
     for load_MLE in iterate_micro_batch_load(again, micro_batch_tokens):
-        spread.add(load_MLE)
-    return Survey(
+        sums.add(load_MLE)
+    return TraceStatistics(
         samples=samples,
         rows=rows,
         tokens=tokens,
@@ -208,15 +209,15 @@ def survey_step(pieces: Pieces, *, ranks: RankChoice, micro_batch_tokens: int | 
         source=first.source,
         groups=tuple(groups.values()),
         load_LE=total_LE,
-        micro_batches=spread.micro_batches,
+        micro_batches=sums.micro_batches,
         micro_batch_tokens=micro_batch_tokens,
-        layouts=spread.layouts(),
-        expert_skew=spread.expert_skew,
-        cosine_mean_L=spread.cosine_mean_L,
-        cosine_low_L=spread.cosine_low_L,
-        cosine_high_L=spread.cosine_high_L,
-        chance_L=chance_cosine(total_LE, spread.micro_batches),
-        fluctuation_L=spread.fluctuation_L,
+        layouts=sums.layouts(),
+        expert_skew=sums.expert_skew,
+        cosine_mean_L=sums.cosine_mean_L,
+        cosine_low_L=sums.cosine_low_L,
+        cosine_high_L=sums.cosine_high_L,
+        chance_L=chance_cosine(total_LE, sums.micro_batches),
+        fluctuation_L=sums.fluctuation_L,
     )
 
 
@@ -243,7 +244,7 @@ def default_ranks(num_experts: int) -> list[int]:
 
 
 def pool_ranks(layouts: Sequence[RankSkew]) -> RankSkew:
-    """Put the pairs of several steps together, in order; all of one number of ranks."""
+    """Concatenate the pairs of several steps; all have the same number of ranks."""
     return RankSkew(
         ranks=layouts[0].ranks,
         skew_ML=np.concatenate([layout.skew_ML for layout in layouts]),
@@ -253,16 +254,16 @@ def pool_ranks(layouts: Sequence[RankSkew]) -> RankSkew:
 
 
 def pool_groups(groups: Iterable[Group]) -> dict[str, Group]:
-    """Put groups of the same name together, in order of first appearance."""
+    """Add up groups of the same name, in order of first appearance."""
     pooled: dict[str, Group] = {}
     for group in groups:
         known = pooled.get(group.name)
-        pooled[group.name] = group if known is None else _joined(known, group)
+        pooled[group.name] = group if known is None else _join_groups(known, group)
     return pooled
 
 
 def chance_cosine(load_LE: Int64[ndarray, "L E"], micro_batches: int) -> Float64[ndarray, " L"]:
-    """Return the cosine to the whole that independent draws from its shares would show, per layer.
+    """Return the cosine to the whole that independent draws from its shares would have, per layer.
 
     With N token-slots in a micro-batch and shares p: E|c|^2 = N^2 sum p^2 + N (1 - sum p^2), so the cosine is about
     sqrt(N sum p^2 / (N sum p^2 + 1 - sum p^2)). N is the mean over micro-batches.
@@ -275,8 +276,8 @@ def chance_cosine(load_LE: Int64[ndarray, "L E"], micro_batches: int) -> Float64
     return np.sqrt(np.divide(signal_L, signal_L + noise_L, out=np.ones_like(total_L), where=signal_L > 0))
 
 
-class _Spread:
-    """What the micro-batches of a trace are like, added up as they come; only rank skew is kept pair by pair."""
+class _MicroBatchSums:
+    """Running sums over the micro-batches of a trace; only rank skew is kept per pair."""
 
     def __init__(self, total_LE: ndarray, homes: dict[int, ndarray]) -> None:
         num_layers = len(total_LE)
@@ -325,7 +326,7 @@ class _Spread:
 
     @property
     def fluctuation_L(self) -> ndarray:
-        """As `statistics.fluctuation`; shares are taken from those of the whole, which keeps small variances exact."""
+        """As `statistics.fluctuation`, from differences to the mean shares, which keeps small variances exact."""
         mean_LE = self.off_LE / max(1, self.micro_batches)
         variance_LE = self.off_square_LE / max(1, self.micro_batches) - mean_LE**2
         return np.sqrt(np.maximum(0.0, variance_LE)).sum(axis=-1)
@@ -344,7 +345,7 @@ def _in_small_parts(load_MLE: ndarray) -> Iterator[ndarray]:
 
 
 def _count_groups(trace: RoutingTrace, groups: dict[str, Group]) -> ndarray:
-    """Add the load of every named group to `groups`; return that of all samples, in a group or not."""
+    """Add the load of every named group to `groups`; return the load of all samples."""
     names = trace.group_names
     group_S = np.where((trace.group_ids >= 0) & (trace.group_ids < len(names)), trace.group_ids + 1, 0)
     samples_X = np.bincount(group_S, minlength=len(names) + 1)  # place 0: samples without a named group
@@ -360,7 +361,7 @@ def _count_groups(trace: RoutingTrace, groups: dict[str, Group]) -> ndarray:
     return load_XLE.sum(axis=0)
 
 
-def _joined(one: Group, other: Group) -> Group:
+def _join_groups(one: Group, other: Group) -> Group:
     return Group(
         name=one.name,
         samples=one.samples + other.samples,

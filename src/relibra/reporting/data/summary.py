@@ -15,7 +15,7 @@ from numpy import ndarray
 
 from relibra.errors import TraceError
 from relibra.routing.statistics import coefficient_of_variation, skew
-from relibra.routing.trace_statistics import Group, RankSkew, Survey, pool_groups, pool_ranks, refuse_without_tokens
+from relibra.routing.trace_statistics import Group, RankSkew, TraceStatistics, pool_groups, pool_ranks, require_tokens
 
 RANK_COUNTS = (2, 8, 32)
 """Numbers of ranks that every report shows: two processes, one node, four nodes."""
@@ -51,14 +51,14 @@ class Step:
     """One RL step, reduced; number None for a trace outside a run."""
 
     number: int | None
-    survey: Survey
+    statistics: TraceStatistics
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stability:
     """How alike the micro-batches of a step are, and one step and the next.
 
-    cosine_mean_L  see `Survey`, over the micro-batches of all steps; low and high are its range
+    cosine_mean_L  see `TraceStatistics`, over the micro-batches of all steps; low and high are its range
     chance         what the cosine would be by chance alone
     fluctuation    mean over steps and layers
     step_to_step   mean cosine between a step's load and that of the recorded step before it; None with one step
@@ -106,22 +106,22 @@ class Summary:
     @property
     def top_k(self) -> int:
         """Choices per token."""
-        return self.steps[0].survey.top_k
+        return self.steps[0].statistics.top_k
 
     @property
     def tokens(self) -> int:
         """Valid token rows of all steps."""
-        return sum(step.survey.tokens for step in self.steps)
+        return sum(step.statistics.tokens for step in self.steps)
 
     @property
     def samples(self) -> int:
         """Samples of all steps."""
-        return sum(step.survey.samples for step in self.steps)
+        return sum(step.statistics.samples for step in self.steps)
 
     @property
     def sources(self) -> tuple[str, ...]:
         """The recorders of the steps, each name once."""
-        return tuple(dict.fromkeys(step.survey.source for step in self.steps))
+        return tuple(dict.fromkeys(step.statistics.source for step in self.steps))
 
     @property
     def possible(self) -> tuple[tuple[RankView, RankSkew], ...]:
@@ -159,24 +159,24 @@ def summarize(steps: Sequence[Step], *, own_ranks: int | None = None) -> Summary
     raises      TraceError when there is no step or token, or steps come from different models
     """
     _check_one_model(steps)
-    surveys = [step.survey for step in steps]
-    refuse_without_tokens(surveys)
-    load_LE = np.sum([one.load_LE for one in surveys], axis=0)
-    layer_ids = surveys[0].layer_ids
-    pooled = {parts[0].ranks: pool_ranks(parts) for parts in zip(*(one.layouts for one in surveys), strict=True)}
-    groups = [group for group in pool_groups(g for one in surveys for g in one.groups).values() if group.tokens]
+    statistics = [step.statistics for step in steps]
+    require_tokens(statistics)
+    load_LE = np.sum([one.load_LE for one in statistics], axis=0)
+    layer_ids = statistics[0].layer_ids
+    pooled = {parts[0].ranks: pool_ranks(parts) for parts in zip(*(one.layouts for one in statistics), strict=True)}
+    groups = [group for group in pool_groups(g for one in statistics for g in one.groups).values() if group.tokens]
     return Summary(
         steps=tuple(steps),
-        micro_batch_tokens=next(one.micro_batch_tokens for one in surveys if one.tokens),
+        micro_batch_tokens=next(one.micro_batch_tokens for one in statistics if one.tokens),
         layer_ids=layer_ids,
         load_LE=load_LE,
-        step_M=np.repeat([step.number or 0 for step in steps], [one.micro_batches for one in surveys]),
+        step_M=np.repeat([step.number or 0 for step in steps], [one.micro_batches for one in statistics]),
         rank_views=tuple(
             RankView(ranks=ranks, is_own=ranks == own_ranks, skew=pooled.get(ranks))
             for ranks in rank_counts(load_LE.shape[1], own_ranks)
         ),
         hottest=hottest_experts(load_LE, layer_ids, NUM_HOTTEST),
-        stability=_stability(surveys),
+        stability=_stability(statistics),
         expert_skew=float(skew(load_LE).mean()),
         coefficient_of_variation=float(np.median(coefficient_of_variation(load_LE))),
         groups=tuple(sorted(groups, key=lambda group: (-group.tokens, group.name))),
@@ -211,8 +211,8 @@ def evenly_chosen(num_items: int, limit: int) -> list[int]:
     return sorted({int(i) for i in np.linspace(0, num_items - 1, min(limit, num_items)).round()})
 
 
-def _stability(surveys: Sequence[Survey]) -> Stability:
-    filled = [one for one in surveys if one.micro_batches]
+def _stability(statistics: Sequence[TraceStatistics]) -> Stability:
+    filled = [one for one in statistics if one.micro_batches]
     weights = [one.micro_batches for one in filled]
     loads = [one.load_LE.astype(np.float64) for one in filled]
     norms = [np.linalg.norm(load_LE, axis=-1) for load_LE in loads]
@@ -234,17 +234,17 @@ def _stability(surveys: Sequence[Survey]) -> Stability:
 def _check_one_model(steps: Sequence[Step]) -> None:
     first = steps[0]
     for step in steps[1:]:
-        if _model(step.survey) != _model(first.survey):
+        if _model(step.statistics) != _model(first.statistics):
             raise TraceError(
-                f"step {step.number} has {_model_in_words(step.survey)}, step {first.number} has "
-                f"{_model_in_words(first.survey)}: a report is about one model; put the steps of each model into a "
+                f"step {step.number} has {_model_in_words(step.statistics)}, step {first.number} has "
+                f"{_model_in_words(first.statistics)}: a report is about one model; put the steps of each model into a "
                 "folder of their own"
             )
 
 
-def _model(one: Survey) -> tuple[int, ...]:
+def _model(one: TraceStatistics) -> tuple[int, ...]:
     return (*one.load_LE.shape, one.top_k, *one.layer_ids.tolist())
 
 
-def _model_in_words(one: Survey) -> str:
+def _model_in_words(one: TraceStatistics) -> str:
     return f"{one.layers} layers x {one.experts} experts, {one.top_k} choices per token"

@@ -53,7 +53,7 @@ def heatmap_views(summary: Summary) -> list[tuple[str, ndarray]]:
     if len(summary.steps) > 1:
         room = MAX_HEATMAP_CELLS // summary.load_LE.size - 1
         chosen = evenly_chosen(len(summary.steps), min(room, MAX_HEATMAP_STEPS)) if room >= 1 else []
-        views += [(f"step {summary.steps[i].number}", summary.steps[i].survey.load_LE) for i in chosen]
+        views += [(f"step {summary.steps[i].number}", summary.steps[i].statistics.load_LE) for i in chosen]
     return views
 
 

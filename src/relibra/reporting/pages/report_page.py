@@ -22,7 +22,7 @@ from relibra.reporting.html.sample_browser import sample_browser
 from relibra.reporting.pages import route_sections, run_sections
 from relibra.reporting.pages.glossary import LOAD_WORDS, PLAN_WORDS, ROUTE_WORDS, glossary
 from relibra.reporting.pages.plan_page import SCRIPTS, describe_step, step_sections
-from relibra.routing.trace_statistics import survey_step
+from relibra.routing.trace_statistics import compute_step_statistics
 from relibra.simulation import ModelShape
 from relibra.timeline import Timeline
 
@@ -72,10 +72,10 @@ def summarize_recording(recording: Recording) -> Summary:
         return possible_ranks(num_experts, recording.num_ranks)
 
     for number, pieces in recording.steps():
-        step = Step(number=number, survey=survey_step(pieces, ranks=ranks, micro_batch_tokens=tokens))
+        step = Step(number=number, statistics=compute_step_statistics(pieces, ranks=ranks, micro_batch_tokens=tokens))
         steps.append(step)
-        if step.survey.tokens:  # micro-batches of later steps are as large as those of the first
-            tokens = step.survey.micro_batch_tokens
+        if step.statistics.tokens:  # micro-batches of later steps are as large as those of the first
+            tokens = step.statistics.micro_batch_tokens
     return summarize(steps, own_ranks=recording.num_ranks)
 
 

@@ -1,4 +1,4 @@
-"""Readers of routes that somebody else recorded: one file per format, and `open_trace`, which tells them apart."""
+"""Readers of recorded routes: one file per format; `open_trace` selects by the path."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from relibra.routing.trace_files import INDEX, iterate_trace, read_trace
 
 
 def open_trace(path: Path | str, num_experts: int | None = None) -> RoutingTrace:
-    """Read a trace folder of ours, or a recorded `.npz` of per-token choices.
+    """Read a trace folder, or an `.npz` of per-token choices.
 
-    num_experts   experts per layer, for formats that do not say; None: see the reader
-    raises        TraceError when the path is neither
+    num_experts   experts per layer, for formats without this number; None: see the reader
+    raises        TraceError for any other path
     """
     path = Path(path)
     if path.is_dir():
@@ -29,9 +29,9 @@ def open_trace(path: Path | str, num_experts: int | None = None) -> RoutingTrace
 
 
 def iterate_routes(path: Path | str, num_experts: int | None = None) -> Iterator[RoutingTrace]:
-    """Yield the same as `open_trace` in pieces of whole samples; a trace folder is never held as a whole.
+    """Yield the trace of `open_trace` in pieces of whole samples; of a trace folder, one piece is in memory at a time.
 
-    raises    TraceError as `open_trace`, when the damaged piece is reached
+    raises    TraceError as `open_trace`, at the damaged piece
     """
     if Path(path).is_dir():
         yield from iterate_trace(path)

@@ -1,6 +1,6 @@
-"""Read `.npz` archives of per-token expert choices, the form in which published recordings come.
+"""Read `.npz` archives of per-token expert choices, the format of published recordings.
 
-Two layouts are understood, told apart by their arrays:
+Two layouts are supported:
 
     ids [T, L, K], seqlen [S]                     one set of samples; optional dataset [S] and dataset_names name groups
     NAME_ids [T, L, K], NAME_seqlen [S], ...      one set of samples per group NAME; optional layers [L]
@@ -36,15 +36,15 @@ _DAMAGE = (
     OverflowError,
     MemoryError,
 )
-"""What zipfile and numpy raise at damaged archives, as found by damaging them."""
+"""Errors that zipfile and numpy raise for damaged archives, found by damaging some."""
 
 
 def read_token_choices(path: Path | str, num_experts: int | None = None) -> RoutingTrace:
-    """Read one archive; every row is valid, because recordings of this form hold only rows that were routed.
+    """Read one archive; every row is valid, because this format holds only routed rows.
 
-    num_experts   the format does not hold it; None: the next multiple of 8 above the largest id, which is right for
-                  most models (32, 64, 128, 160, 256, 384) and wrong for one with, say, 60 experts
-    raises        TraceError when the archive is damaged, has other arrays, or ids beyond `num_experts`
+    num_experts   experts per layer, not in the archive; None: the next multiple of 8 above the largest id (right for
+                  32, 64, 128, 160, 256, 384 experts, wrong for, say, 60)
+    raises        TraceError when the archive is damaged, has other arrays, or ids above `num_experts` - 1
     """
     path = Path(path)
     arrays = _load(path)
@@ -94,7 +94,7 @@ def read_token_choices(path: Path | str, num_experts: int | None = None) -> Rout
 
 
 def _load(path: Path) -> dict[str, ndarray]:
-    """Load every array, sizes checked first: a small archive may unpack, or claim to, to more than memory holds."""
+    """Load every array after checking sizes: a small archive may unpack to more than fits in memory."""
     try:
         with zipfile.ZipFile(path) as archive:
             size = sum(member.file_size for member in archive.infolist())
@@ -111,14 +111,16 @@ def _load(path: Path) -> dict[str, ndarray]:
 
 
 def _load_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> ndarray:
-    """Read one array, after comparing the size that its own header claims with the bytes that are there."""
+    """Read one array, after comparing the size in its header with the bytes of the member."""
     with archive.open(member) as file:
         major, _ = np.lib.format.read_magic(file)
         read_header = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
         shape, _, dtype = read_header(file)
         claimed = math.prod(shape) * dtype.itemsize
         if dtype.hasobject or claimed > member.file_size:
-            raise TraceError(f"{path}: {member.filename} cannot be read: it claims {claimed} bytes of {dtype}")
+            raise TraceError(
+                f"{path}: {member.filename} cannot be read: its header declares {claimed} bytes of {dtype}"
+            )
     with archive.open(member) as file:
         return np.lib.format.read_array(file, allow_pickle=False)
 
@@ -134,7 +136,7 @@ def _checked_ids(path: Path, name: str, array: ndarray) -> ndarray:
 
 
 def _checked_lengths(path: Path, name: str, array: ndarray, rows: int) -> ndarray:
-    lengths = _checked_vector(path, name, array, high=rows + 1)  # bounded one by one: a sum alone could wrap around
+    lengths = _checked_vector(path, name, array, high=rows + 1)  # each is bounded: the sum alone could wrap around
     if lengths.sum() != rows:
         raise TraceError(f"{path}: {name} must hold the lengths of samples that sum to {rows} rows")
     return lengths
