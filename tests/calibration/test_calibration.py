@@ -138,7 +138,7 @@ def test_sizes_take_turns_and_slow_ones_are_repeated_less_often():
     assert measurement.repeat_in_turns(3, once, often, lambda _: False) == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
     assert orders == [[0, 1, 2], [0, 1, 2], [2, 1, 0], [0, 1, 2], [2, 1, 0]]
     few = measurement.repeat_in_turns(3, once, often, lambda _: True)
-    assert [len(seconds) for seconds in few] == [measurement.LEAST] * 3
+    assert [len(seconds) for seconds in few] == [measurement.MIN_REPETITIONS] * 3
 
 
 def test_a_cpu_is_two_ranks_and_never_one():
@@ -191,7 +191,7 @@ def sleeping(rank, job, folder):
 @pytest.mark.parametrize(
     ("work", "words"),
     [
-        (dying, "rank 1 of the calibration was ended by SIGKILL"),
+        (dying, "rank 1 of the calibration was killed by SIGKILL"),
         (failing, "of the calibration failed: .*has no clock; nothing was written"),
         (sleeping, "did not finish within 3 s"),
     ],

@@ -362,8 +362,8 @@ def test_reports_of_what_has_no_demand_or_is_no_plan(run, trace, plan, tmp_path)
     lonely = tmp_path / "lonely.safetensors"
     lonely.write_bytes(plan.read_bytes())
     assert "name it with --demand" in run("report", lonely)[2]
-    assert "is no plan" in run("report", plan, trace)[2]
-    assert "is no plan" in run("report", tmp_path / "none.safetensors")[2]
+    assert "is not a plan" in run("report", plan, trace)[2]
+    assert "is not a plan" in run("report", tmp_path / "none.safetensors")[2]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Measure this machine with one process per rank, all at once, as in training.
 
-Each rank times its experts, a large product, copies in host and device memory, and the all-to-all; the slowest rank
-counts for each size. Sizes take turns, up and down, so that a slow moment of the machine affects all of them.
+Each rank times its experts, a large matrix product, copies in host and device memory, and the all-to-all; the result is
+the time of the slowest rank. Sizes alternate, ascending and descending, so that a slow moment affects all of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Sizes:
     rows                of each expert
     dense               the large product multiplies dense x dense matrices
     copies, exchange    bytes; for an exchange, to all other ranks together
-    repetitions         at most; fewer, but at least `LEAST`, when one kind of measurement takes longer than `seconds`
+    repetitions         of each size, at most
+    seconds             after which a kind of measurement ends, with at least `MIN_REPETITIONS`
     """
 
     rows: tuple[int, ...]
@@ -52,7 +53,7 @@ class Sizes:
     seconds: float = 40.0
 
 
-LEAST = 3
+MIN_REPETITIONS = 3
 _MIB = 1 << 20
 CPU_SIZES = Sizes(
     rows=(1, 2, 4, 8, 16, 32, 64, 128, 256),
@@ -174,15 +175,16 @@ def _run_ranks(job: Job, folder: Path) -> None:
                     "busy, or a rank hangs; try again, or use fewer ranks"
                 )
     except ProcessExitedException as error:
-        how = (
-            f"was ended by {_signal_name(-error.exit_code)}" if error.exit_code < 0 else f"left with {error.exit_code}"
-        )
+        code = error.exit_code
+        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
         raise EngineError(
             f"rank {error.error_index} of the calibration {how}: nothing was written, try again"
         ) from error
     except ProcessRaisedException as error:
-        said = str(error).strip().splitlines()[-1]
-        raise EngineError(f"rank {error.error_index} of the calibration failed: {said}; nothing was written") from error
+        reason = str(error).strip().splitlines()[-1]
+        raise EngineError(
+            f"rank {error.error_index} of the calibration failed: {reason}; nothing was written"
+        ) from error
     finally:
         for process in processes.processes:
             if process.is_alive():
@@ -228,16 +230,16 @@ def _time_products(job: Job, device: torch.device) -> list[list[float]]:
     left, right = (torch.randn(sizes.dense, sizes.dense, device=device).to(job.dtype) for _ in range(2))
     works = [*(experts.work([rows] * EXPERTS) for rows in sizes.rows), lambda: (left @ right,)]
 
-    def once(order: list[int]) -> list[float]:
+    def time_round(order: list[int]) -> list[float]:
         return seconds_each([works[n] for n in order], device)
 
-    return repeat_in_turns(len(works), once, sizes, lambda elapsed: elapsed > sizes.seconds)
+    return repeat_in_turns(len(works), time_round, sizes, lambda elapsed: elapsed > sizes.seconds)
 
 
 def _time_copies(job: Job, device: torch.device) -> list[list[float]]:
     """Return seconds of copies in host memory, or between host and GPU in the slower direction.
 
-    Each copy uses the next piece of memory, so that small ones are not served from a cache.
+    Each copy uses the next piece of memory, so that small copies do not read from a cache.
     """
     sizes = job.sizes
     host = torch.zeros(2 * max(sizes.copies), dtype=torch.uint8, pin_memory=job.cuda)
@@ -246,7 +248,7 @@ def _time_copies(job: Job, device: torch.device) -> list[list[float]]:
     other.fill_(1)
     begin = 0
 
-    def copied(size: int) -> float:
+    def time_copy(size: int) -> float:
         nonlocal begin
         begin = begin if begin + size <= len(host) else 0
         there, here = other[begin : begin + size], host[begin : begin + size]
@@ -258,10 +260,10 @@ def _time_copies(job: Job, device: torch.device) -> list[list[float]]:
             seconds.append(_now(device) - start)
         return max(seconds)
 
-    def once(order: list[int]) -> list[float]:
-        return [copied(sizes.copies[n]) for n in order]
+    def time_round(order: list[int]) -> list[float]:
+        return [time_copy(sizes.copies[n]) for n in order]
 
-    return repeat_in_turns(len(sizes.copies), once, sizes, lambda elapsed: elapsed > sizes.seconds)
+    return repeat_in_turns(len(sizes.copies), time_round, sizes, lambda elapsed: elapsed > sizes.seconds)
 
 
 def _time_memory(job: Job, device: torch.device) -> list[float]:
@@ -269,12 +271,12 @@ def _time_memory(job: Job, device: torch.device) -> list[float]:
     source = torch.ones(max(job.sizes.copies), dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
 
-    def once(_: list[int]) -> list[float]:
+    def time_round(_: list[int]) -> list[float]:
         start = _now(device)
         target.copy_(source)
         return [_now(device) - start]
 
-    return repeat_in_turns(1, once, job.sizes, lambda elapsed: elapsed > job.sizes.seconds)[0]
+    return repeat_in_turns(1, time_round, job.sizes, lambda elapsed: elapsed > job.sizes.seconds)[0]
 
 
 def _time_exchange(job: Job, device: torch.device) -> list[list[float]]:
@@ -283,7 +285,7 @@ def _time_exchange(job: Job, device: torch.device) -> list[list[float]]:
     sent = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     received = torch.zeros_like(sent)
 
-    def exchanged(size: int) -> float:
+    def time_exchange(size: int) -> float:
         each = [0 if rank == own else size // (job.ranks - 1) for rank in range(job.ranks)]
         dist.barrier()
         start = _now(device)
@@ -291,33 +293,34 @@ def _time_exchange(job: Job, device: torch.device) -> list[list[float]]:
             dist.all_to_all_single(received[:size], sent[:size], each, each)
         return (_now(device) - start) / EXCHANGES
 
-    def once(order: list[int]) -> list[float]:
-        return [exchanged(sizes[n]) for n in order]
+    def time_round(order: list[int]) -> list[float]:
+        return [time_exchange(sizes[n]) for n in order]
 
     def enough(elapsed: float) -> bool:  # all ranks stop after the same repetition
         slowest = torch.tensor(elapsed)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return float(slowest) > job.sizes.seconds
 
-    return repeat_in_turns(len(sizes), once, job.sizes, enough)
+    return repeat_in_turns(len(sizes), time_round, job.sizes, enough)
 
 
 def repeat_in_turns(
-    number: int, once: Callable[[list[int]], list[float]], sizes: Sizes, enough: Callable[[float], bool]
+    number: int, time_round: Callable[[list[int]], list[float]], sizes: Sizes, enough: Callable[[float], bool]
 ) -> list[list[float]]:
     """Return seconds by size; a first round warms up, and later rounds run the sizes in ascending or descending order.
 
-    once     times the sizes of these numbers, in this order
-    enough   whether to stop after so many seconds, once `LEAST` repetitions are done
+    number       sizes to time
+    time_round   returns the seconds of the sizes of these indices, timed in this order
+    enough       whether to stop after so many seconds; asked from `MIN_REPETITIONS` on
     """
     seconds: list[list[float]] = [[] for _ in range(number)]
-    once(list(range(number)))
+    time_round(list(range(number)))
     start = time.perf_counter()
     for repetition in range(sizes.repetitions):
         order = list(range(number))[:: -1 if repetition % 2 else 1]
-        for n, spent in zip(order, once(order), strict=True):
+        for n, spent in zip(order, time_round(order), strict=True):
             seconds[n].append(spent)
-        if repetition + 1 >= LEAST and enough(time.perf_counter() - start):
+        if repetition + 1 >= MIN_REPETITIONS and enough(time.perf_counter() - start):
             break
     return seconds
 

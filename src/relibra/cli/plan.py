@@ -31,7 +31,7 @@ EXPORTS = ("sglang", "vllm-ascend", "tensorrt-llm")
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest(PlanningRequest):
-    """One plan: who makes it, what it may change, and where to write it."""
+    """Options of `relibra plan`: the balancer, what it may change, and the files to write."""
 
     balancer: options.Balancer = "relibra"
     objective: options.OptionalObjective = None
@@ -248,7 +248,7 @@ def _summary(result: Result, static_skew: float) -> dict[str, str]:
     assert row.moved_bytes is not None, "measured"
     across = f", {row.cross_node_copies:,} of them on another node than their home" if row.cross_node_copies else ""
     default = "" if result.request.model else ", the default: choose with --model"
-    # Pairs of experts bound the rows that travel; `relibra simulate` counts them.
+    # From pairs of experts the exchange is a lower bound; `relibra simulate` counts rows.
     least = {"exchange": "at least "} if result.workload.demand.pairs_LEE is not None else {}
     terms = ", ".join(
         f"{name} {least.get(name, '')}{value:.3g}" for name, value in plan.predicted.items() if name != "total"
@@ -270,7 +270,7 @@ def _summary(result: Result, static_skew: float) -> dict[str, str]:
 
 
 def _slower_than_static(result: Result) -> str:
-    """Return why a plan for even ranks is slower than the static layout by the model; empty where it is not."""
+    """Return why a plan that minimises tokens is predicted to be slower than static; empty if it is not."""
     plan, static = result.plan, result.static
     if plan.objective != "tokens" or plan.predicted["total"] <= static.predicted["total"]:
         return ""

@@ -29,7 +29,7 @@ COUNT_ROWS = "name the trace of the plan with --trace to count them, as relibra 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportRequest:
-    """What a page is about, and where to write it."""
+    """Options of `relibra report`: what the page shows, and its file."""
 
     path: Annotated[
         Path,
@@ -152,7 +152,7 @@ def _read_plan(path: Path, demand: Path | None, name: str) -> ComparedPlan:
     from relibra.routing.demand_files import read_scheduled_demand
 
     if not path.exists() or not _is_plan(path):
-        raise ConfigError(f"{path} is no plan (NAME{PLAN_SUFFIX} of relibra plan): compare a plan with another plan")
+        raise ConfigError(f"{path} is not a plan (NAME{PLAN_SUFFIX} of relibra plan): compare a plan with another plan")
     place = demand or demand_path(path)
     if not place.exists():
         raise ConfigError(f"{place} does not exist: the loads of a plan are in its demand, name it with --demand")

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class SimulatedPlan:
     """The simulated step of one plan.
 
-    skew            token-slots of the busiest ranks / mean ranks
-    rows_counted    rows between ranks were counted token by token, not bounded from pairs of experts
+    skew            load of the busiest ranks / mean load of ranks, over micro-batches and layers
+    rows_counted    whether rows between ranks are counted token by token; else they are a lower bound
     """
 
     plan: StepPlan
@@ -85,7 +85,7 @@ def execution_of(request: SimulationRequest) -> Execution:
 def simulate_balancer(
     request: SimulationRequest, workload: Workload, tokens: TokenChoices, model: ModelShape
 ) -> SimulatedPlan:
-    """Plan with the requested balancer and simulate the step; a plan slower than static is kept.
+    """Plan with the requested balancer and simulate the step, also where the plan is slower than static.
 
     tokens    of the workload
     model     with the layers, experts and choices of the routes
@@ -138,7 +138,7 @@ def rows_in_words(one: SimulatedPlan) -> str:
 
 
 def static_plan_in_words(balancer: str, chosen: SimulatedPlan, static: SimulatedPlan, workload: Workload) -> str:
-    """Return why a balancer kept the static layout or had no history, and what would change that; empty elsewhere."""
+    """Return why a balancer kept the static layout or had no history, and what changes that; else an empty string."""
     from relibra.planning.balancers import BALANCERS
 
     if workload.history_MLE is None and balancer in BALANCERS and BALANCERS[balancer].sees == "history":

@@ -41,9 +41,9 @@ SETTINGS = ("ranks", "ranks_per_node", "slots", "micro_batch_tokens", "pipeline_
 MAX_POINTS = 500
 STOPPED = "stopped by Ctrl-C"
 MIN_RELOCATION_SHARE = 0.005
-"""Share of a step below which relocation has no column."""
+"""The table has a column for relocation if its share of some step is at least this."""
 MAX_SENTENCES = 4
-"""Sentences about the best point above the table: the overlap ratio, and the largest parts of its step."""
+"""Sentences printed about the best point, at most: the overlap ratio, and the largest parts of its step."""
 
 
 def _list(metavar: str, words: str) -> Any:
@@ -52,7 +52,7 @@ def _list(metavar: str, words: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRequest:
-    """Lists of settings, and what all points have in common."""
+    """Options of `relibra sweep`: lists of settings, and the settings that all points share."""
 
     source: options.Source
     ranks: Annotated[str, _list("R,...", "Ranks of the expert-parallel group")]
@@ -221,7 +221,7 @@ def _settings(point: SimulationRequest) -> dict[str, Any]:
 def _row(
     point: SimulationRequest, machine: Cluster, one: SimulatedPlan, static: SimulatedPlan, tokens: int
 ) -> dict[str, Any]:
-    step, settled = one.step, one.step.seconds_without_relocation
+    step, seconds_without = one.step, one.step.seconds_without_relocation
     return {
         **_settings(point),
         **step.figures(),
@@ -233,8 +233,8 @@ def _row(
         "tokens": tokens,
         "tokens_per_second": tokens / step.seconds,
         "tokens_per_second_per_rank": tokens / step.seconds / step.layout.num_ranks,
-        "ratio_to_static_without_relocation": static.step.seconds_without_relocation / settled,
-        "tokens_per_second_per_rank_without_relocation": tokens / settled / step.layout.num_ranks,
+        "ratio_to_static_without_relocation": static.step.seconds_without_relocation / seconds_without,
+        "tokens_per_second_per_rank_without_relocation": tokens / seconds_without / step.layout.num_ranks,
         "relocation_share": step.terms["relocation"] / step.seconds,
         "exchange_share": (step.terms["exchange"] + step.terms["gates"]) / step.seconds,
         "straggler_share": step.straggler_seconds() / step.seconds,
@@ -286,7 +286,7 @@ def _print_json(found: list[Point], left_out: list[dict[str, Any]]) -> None:
 def _print(
     found: list[Point], left_out: list[dict[str, Any]], varied: list[str], recording: Recording, model: ModelShape
 ) -> None:
-    """Print what limits the best point, then the table of all points, then the impossible ones."""
+    """Print what limits the best point, the table of all points, and the impossible ones with the reason."""
     best, sentences = _best(found)
     place = _in_words(best.row, varied or ["ranks", "balancer"])
     memory = [sentence for sentence in sentences[MAX_SENTENCES:] if sentence.startswith("Memory: ")]

@@ -85,13 +85,13 @@ def train(
 
 
 def _print_outcome(run: Path, steps: int, rewards: list[float], page: Path | None) -> None:
-    edge = max(1, min(5, len(rewards) // 2))
+    averaged = max(1, min(5, len(rewards) // 2))
     if steps:
         typer.echo(f"steps   {steps}")
     if rewards:
-        first, last = sum(rewards[:edge]) / edge, sum(rewards[-edge:]) / edge
+        first, last = sum(rewards[:averaged]) / averaged, sum(rewards[-averaged:]) / averaged
         ended = " in which responses ended" if len(rewards) < steps else ""
-        typer.echo(f"reward  {first:.2f} -> {last:.2f} (mean of the first and last {edge} steps{ended})")
+        typer.echo(f"reward  {first:.2f} -> {last:.2f} (mean of the first and last {averaged} steps{ended})")
     typer.echo(f"run     {run}")
     if page:
         typer.echo(f"report  {page}")

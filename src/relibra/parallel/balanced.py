@@ -1,7 +1,7 @@
 """`BalancedEP`: expert parallelism of transformers whose layers can follow a `StepPlan`.
 
 `execute_plan` gives each layer a `LayerRunner` while it runs. Without one a layer is transformers' own `all_to_all`, so
-one model serves planned training steps and everything else.
+one model runs planned training steps and everything else.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class LayerInput(NamedTuple):
     experts_TK: Tensor
     weights_TK: Tensor
 
-    def rows(self, number_X: Tensor) -> LayerInput:
-        """Return the rows of these numbers."""
-        return LayerInput(self.hidden_TH[number_X], self.experts_TK[number_X], self.weights_TK[number_X])
+    def rows(self, index_X: Tensor) -> LayerInput:
+        """Return the rows of these indices."""
+        return LayerInput(self.hidden_TH[index_X], self.experts_TK[index_X], self.weights_TK[index_X])
 
 
 @runtime_checkable
@@ -138,7 +138,7 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
 
 @contextmanager
 def parameters_replaced(experts: nn.Module, by: dict[str, Tensor]) -> Iterator[None]:
-    """Make the experts module compute with other weights `[X, ...]` than its parameters."""
+    """Run the experts module with weights `[X, ...]` in place of its parameters."""
     module: Any = experts
     own, num_experts = {name: module._parameters[name] for name in by}, module.num_experts
     module._parameters.update(by)

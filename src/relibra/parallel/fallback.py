@@ -3,7 +3,7 @@
 for the whole step     `choose_demand`: ranks hold different plans or demands, or the plan breaks a rule
 for one micro-batch    `agree_on_micro_batch`: the routes of any rank are not those that the plan was made for
 
-Differences that running at home would not help, such as other homes, raise EngineError on all ranks instead.
+Differences that remain when experts run at home, such as other homes, raise EngineError on all ranks instead.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def agree_on_micro_batch(
     problem     where the routes of this rank differ from the plan; None: nowhere
     from_pool   whether the weights of replicas come from a pool
     any_live    whether this rank has rows without recorded routes
-    raises      EngineError when ranks differ in micro-batch or source: their later messages could match by chance
+    raises      EngineError when ranks differ in micro-batch or source: later messages could match a wrong receive
     """
     place = Place(state.rank, -1, micro_batch)
     own_X = [micro_batch, from_pool, problem is not None, any_live]
@@ -114,7 +114,7 @@ def agree_on_micro_batch(
 
 
 def _schedule(plan: StepPlan, demand: Demand) -> ScheduledDemand | PlanError:
-    """Return the demand under the schedule of the plan, or the error: the other ranks are told of it first."""
+    """Return the demand under the schedule of the plan, or the error, which ranks exchange before any raises."""
     try:
         return plan.scheduled(demand)
     except PlanError as error:

@@ -32,7 +32,7 @@ from relibra.timeline import TimelineRecorder
 class LayerRun:
     """One layer in one micro-batch on this rank.
 
-    replicas   of this (layer, micro-batch), on every rank if on any; None: no rank has replicas
+    replicas   set on all ranks if any rank has replicas of this layer in this micro-batch, else None
     """
 
     layer: BalancedEP
@@ -69,7 +69,7 @@ def run_layer(layer: BalancedEP, planned: PlannedMicroBatch, position: int, toke
 
 
 def _run_planned(layer: BalancedEP, planned: PlannedMicroBatch, position: int, tokens: LayerInput) -> Tensor:
-    """Run the token-slots of the plan, between the pushes of this layer and of the next one."""
+    """Run the token-slots of the plan; push for this layer before, unless pushed early, and for the next one after."""
     planned.check_choices(position, tokens.experts_TK)
     tables, pushes = planned.tables_L[position], planned.pushes
     run = LayerRun(

@@ -1,4 +1,4 @@
-"""`PlannedMicroBatch`: what one rank knows of a micro-batch before its first layer runs."""
+"""`PlannedMicroBatch`: what one rank prepares of a micro-batch before its first layer runs."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from relibra.replay import BatchRoutes
 
 
 class Rows(NamedTuple):
-    """Rows of a batch with recorded routes, and the others.
+    """Rows of a batch with recorded routes (planned), and rows that the router decides on (live).
 
-    planned_X, live_Y   row numbers
-    back_T              place of each row among the planned ones followed by the live ones
+    planned_X, live_Y   indices of rows
+    back_T              index of each row in the planned rows followed by the live ones
     """
 
     planned_X: Int64[Tensor, " X"]
@@ -41,8 +41,8 @@ class PlannedMicroBatch:
 
     tables_L, lists_L   by position of the layer
     routes              of this rank; None: it has no sample here, and all its rows are live
-    any_live            whether any rank has rows without recorded routes: then all take part in their exchange
-    canonical           whether sums are canonical
+    any_live            whether any rank has live rows: then all ranks take part in their exchange
+    canonical           whether sums have an order that no plan changes (`canonical.py`)
     """
 
     tables_L: Sequence[RankTables]
@@ -79,7 +79,7 @@ class PlannedMicroBatch:
         return Rows(planned_X.to(self.device), live_Y.to(self.device), back_T.to(self.device))
 
     def check_choices(self, position: int, experts_XK: Int64[Tensor, "X K"]) -> None:
-        """Compare what the router chose with the routes; on an accelerator only the number of rows, without waiting.
+        """Compare the choices of the router with the routes; on an accelerator only their number, which needs no sync.
 
         raises   EngineError: the replay did not reach this layer, or something changed its choices
         """
@@ -101,7 +101,7 @@ def prepare_micro_batch(
 ) -> PlannedMicroBatch | None:
     """Return tables, row lists and pushes of a micro-batch; None: it does not follow the plan. Collective.
 
-    source   is told where the weights of this micro-batch's replicas come from
+    source   chooses here where the weights of this micro-batch's replicas come from
     raises   EngineError when ranks are in different micro-batches or modes, or when a peer is gone
     """
     tables_L, problem, positions = [], None, range(len(executed.layers))

@@ -18,7 +18,7 @@ from relibra.replay.checkpointing import awaits_recompute, is_recompute
 from relibra.replay.routers import RouterSite, decoder_of, find_routers
 
 _SUSPICIOUS_ROWS = 16
-"""With one choice per token, this many rows that all took expert 0 are taken for an empty recording."""
+"""With one choice per token, so many rows that all took expert 0 are refused as an empty recording."""
 
 _RULE_CHECKED = "_relibra_rule_checked"
 """Attribute of a router: the key of the last check of its gate rule, which synchronises the device."""
@@ -52,14 +52,14 @@ class RoutingReplay:
     """One replay context; see `replay_routing`."""
 
     def __init__(self, sites: tuple[RouterSite, ...], routes: BatchRoutes) -> None:
-        """Make one hook per router; the layers of the routes are those of the routers."""
+        """Create a hook for each router; routes and routers have the same layers."""
         self._routes = routes
         self._experts_TLK, self._valid_T = routes.experts_TLK, routes.valid_T
         self._hooks = [_RouterReplay(site, self, position) for position, site in enumerate(sites)]
         self._backward_begun = False
-        """Whether a forward pass over these routes, of this context or an earlier one, began its backward pass here."""
+        """Whether a backward pass has begun here, of a forward pass over these routes in this or an earlier context."""
         self._with_grad = False
-        """Whether the caller of the decoder records gradients; inside a reentrant checkpoint only it knows."""
+        """Whether gradients are enabled around the decoder: a reentrant checkpoint disables them around its layers."""
 
     @property
     def disagreement(self) -> float:
@@ -96,9 +96,9 @@ class RoutingReplay:
             self._with_grad = torch.is_grad_enabled()
 
     def _after_decoder(self, _decoder: nn.Module, _args: Any, output: Any) -> None:
-        """Hook the routes to the output of this forward pass, which gradients reach before any layer recomputes.
+        """Register `_begin_backward` on the output, which gradients reach before any layer recomputes.
 
-        So a pass whose loss is not used has no effect, and several passes in flight are told apart.
+        So a pass without a backward pass has no effect, and each of several passes in flight checks its own routes.
         """
         if is_recompute():
             return
@@ -127,7 +127,7 @@ class RoutingReplay:
 
 
 class _RouterReplay:
-    """Forward hook of one router: replaces its ids by recorded ones and its weights by theirs."""
+    """Forward hook of one router: replaces its expert ids by recorded ones, and its gate weights by theirs."""
 
     def __init__(self, site: RouterSite, replay: RoutingReplay, position: int) -> None:
         self.site = site
@@ -155,7 +155,7 @@ class _RouterReplay:
                 raise EngineError(
                     f"layer {self.site.layer_id}: activation checkpointing recomputes a forward pass that did not "
                     "replay the routes of this context: call backward() inside replay_routing over the routes of that "
-                    "forward pass, the same BatchRoutes object, or outside if that forward pass was native"
+                    "forward pass, the same BatchRoutes object, or outside if that forward pass was not replayed"
                 )
             self.recomputes += 1
         else:
@@ -171,11 +171,11 @@ def replay_routing(model: nn.Module, routes: BatchRoutes, weight_version: int | 
     """Make every router of the model take the recorded experts for one micro-batch.
 
     Only the choice is replayed: weights come from the live logits under the model's own rule, so gradients reach the
-    router. Rows that are not valid run native. Put the backward pass inside the context too; with activation
+    router. Rows that are not valid follow the router. Put the backward pass inside the context too; with activation
     checkpointing it recomputes the layers and needs the same routes. With several micro-batches in flight, enter a
     second context over the same `BatchRoutes` object around the backward pass alone.
 
-    weight_version   version of the model's weights; samples recorded under another one are refused. None: any goes
+    weight_version   version of the model's weights; samples recorded under another one are refused. None: not checked
     raises           EngineError for a model without known routers, a second replay inside this one, or (in backward) a
                      recomputation outside of a context over its routes; TraceError when the routes do not fit the
                      model, its version or the batch, when a layer did not use them exactly as often as the others, or

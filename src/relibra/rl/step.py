@@ -58,7 +58,7 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """State that goes from step to step, beside weights; a checkpoint keeps all of it.
+    """State that a step hands to the next one, beside weights; checkpoints contain all of it.
 
     live                  unfinished responses of this rank
     for_values            finished ones that the value model has not been trained on yet
@@ -67,7 +67,7 @@ class Progress:
     policy_steps          optimizer steps of the policy so far
     value_steps           of the value model
     explained_variance    share of the variance of returns that the value model explained last; None: not known
-    planned               a step has been planned, so the next plan starts from the present homes
+    planned               whether a step was planned, so that the next plan starts from the current homes
     """
 
     live: Sequence[Response] = ()
@@ -125,7 +125,7 @@ class Learner:
     """Models, engine and task of one rank.
 
     critic      value model of the "gae" algorithms
-    reference   frozen policy that the trained one is kept near to; None: there is none
+    reference   frozen policy of the KL term; None: there is no such term
     """
 
     policy: Policy
@@ -351,7 +351,7 @@ def _run_value_model(
 
 
 def _without_routes(response: Response) -> Response:
-    """Return the response without its routes: the next window feeds the prefix anew, the critic routes itself."""
+    """Return the response without its routes: the next window prefills the prefix again, the critic routes itself."""
     return replace(response, experts_mLK=None)
 
 

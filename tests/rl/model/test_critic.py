@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from relibra.rl.model.critic import build_critic, value_model_class, values
 from relibra.rl.model.optimizer import clip_gradients, make_optimizer
-from relibra.rl.model.sequence_masks import give_masks
+from relibra.rl.model.sequence_masks import use_explicit_masks
 from tests.replay.tiny_models import CONFIGS, random_tokens, tiny_model
 from tests.rl.joined import CPU, alone, on_ranks, policy_of, tiny_config
 
@@ -53,7 +53,7 @@ def test_sequences_laid_end_to_end_do_not_see_each_other(family, attention):
         torch.nn.init.normal_(tensor, std=0.2)
     if family == "gpt_oss":  # which never hands positions to its masks
         for model in (causal, critic):
-            give_masks(model, torch.float32)
+            use_explicit_masks(model, torch.float32)
     with torch.no_grad():
         logits = causal(input_ids=tokens, position_ids=positions, use_cache=False).logits[0]
         together = values(critic, tokens, positions)

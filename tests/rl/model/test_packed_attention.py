@@ -16,7 +16,7 @@ from relibra.rl.model.packed_attention import (
     sequence_lengths,
     use_packed_attention,
 )
-from relibra.rl.model.sequence_masks import reads_across
+from relibra.rl.model.sequence_masks import mixes_sequences
 from tests.replay.tiny_models import CONFIGS, random_tokens, tiny_model
 
 PACKS = ("qwen3_moe", "mixtral", "deepseek_v3")
@@ -82,7 +82,7 @@ def test_a_family_that_attends_in_its_own_way_keeps_it(family):
     assert model.config._attn_implementation == before
     if before == "sdpa":
         use_packed_attention(model)
-        assert not reads_across(model)
+        assert not mixes_sequences(model)
 
 
 @pytest.mark.parametrize("name", ["GPTBigCode", "Persimmon", "CTRL", "Moshi"])
@@ -95,10 +95,10 @@ def test_a_family_that_hands_no_positions_to_its_attention_keeps_its_mask(name):
             if parameter.ndim > 1:
                 parameter.data.normal_(std=0.3)
     assert model.config._attn_implementation == "sdpa"
-    assert not reads_across(model)
+    assert not mixes_sequences(model)
     assert not can_attend_packed(model)
     use_packed_attention(model)
-    assert reads_across(model)
+    assert mixes_sequences(model)
 
 
 @pytest.mark.parametrize("broken", ["packed attention lets the second sequence see the first", "its scale is wrong"])

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from relibra.errors import ConfigError
-from relibra.rl.model.sequence_masks import give_masks, reads_across
+from relibra.rl.model.sequence_masks import mixes_sequences, use_explicit_masks
 from tests.replay.tiny_models import CONFIGS, random_tokens, tiny_model
 from tests.rl.joined import VOCAB, alone, policy_of, tiny_config
 
@@ -20,14 +20,14 @@ def _group():
 @pytest.mark.parametrize("family", [*CONFIGS])
 def test_only_gpt_oss_of_the_tiny_families_needs_masks(family, dtype):
     model = tiny_model(family, dtype=dtype, num_hidden_layers=2).eval()
-    assert reads_across(model) == (family == "gpt_oss")
-    give_masks(model, dtype)
-    assert not reads_across(model)
+    assert mixes_sequences(model) == (family == "gpt_oss")
+    use_explicit_masks(model, dtype)
+    assert not mixes_sequences(model)
 
 
 def test_masks_change_nothing_else(tmp_path):
     plain, masked = tiny_model("gpt_oss").eval(), tiny_model("gpt_oss").eval()
-    give_masks(masked, torch.float32)
+    use_explicit_masks(masked, torch.float32)
     tokens = random_tokens(2, 40)  # longer than the window of the sliding layers
     padded = torch.ones_like(tokens)
     padded[0, :7] = 0

@@ -72,7 +72,7 @@ def _expert_sizes(name: str) -> tuple[int, int] | None:
 
 
 def other_model_in_words(model: ModelShape, routed: ModelShape) -> str:
-    """Return a warning where routes and sizes come from different models; empty where they may be of one."""
+    """Return a warning if routes and sizes are of different models; empty if they may be of the same."""
     if model.experts == 1:  # only the sizes of an expert were given
         return ""
     own = (model.top_k, model.experts, model.moe_layers)
@@ -81,7 +81,7 @@ def other_model_in_words(model: ModelShape, routed: ModelShape) -> str:
     return (
         f"these routes are of another model: {model.name} picks {model.top_k} of {model.experts} experts in "
         f"{plural(model.moe_layers, 'expert layer')}; experts, choices and layers are taken from the routes, all "
-        "other sizes from it; name the recorded model with --model"
+        f"other sizes from {model.name}; name the recorded model with --model"
     )
 
 

@@ -1,4 +1,4 @@
-"""`find_recording`: the trace behind a run's settings, a run's folder, or the path of a trace."""
+"""`find_recording`: find the trace of a run, given its settings or its folder, or of a path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Recording:
 
     trace     where they are
     config    config.json of the recorded model; None where it is not known
-    words     which step of which run they are; empty for a bare trace
+    words     for messages, such as "step 3 of run demo"; empty where the source is a trace
     """
 
     trace: Path

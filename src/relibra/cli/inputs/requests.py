@@ -1,4 +1,4 @@
-"""Requests: one frozen value per verb, whose fields are its command-line options."""
+"""Requests: a frozen dataclass per command, whose fields are its command-line options."""
 
 from __future__ import annotations
 

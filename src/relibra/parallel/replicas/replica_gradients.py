@@ -92,7 +92,9 @@ class LayerReplicas:
 
 
 class AddReplicaGradients(torch.autograd.Function):
-    """Homes as they are, with an anchor for `ReturnReplicaGradients`; backward adds the gradients that arrived."""
+    """Identity of the homes, with an anchor; backward adds the gradients of replicas that arrived.
+
+    The anchor, a zero, is an input of `ReturnReplicaGradients`, so that its backward pass runs before this one."""
 
     @staticmethod
     def forward(ctx: Any, replicas: LayerReplicas, names: list[str], *homes: Tensor) -> tuple[Tensor, ...]:
@@ -109,7 +111,7 @@ class AddReplicaGradients(torch.autograd.Function):
 
 
 class ReturnReplicaGradients(torch.autograd.Function):
-    """Weights of this rank's replicas; backward sends their gradients home, then the next push may start."""
+    """Weights of this rank's replicas; backward sends their gradients home and lets the next push start."""
 
     @staticmethod
     def forward(ctx: Any, replicas: LayerReplicas, trained: list[str], _anchor: Tensor) -> tuple[Tensor, ...]:
@@ -128,7 +130,7 @@ class ReturnReplicaGradients(torch.autograd.Function):
 
 
 class RefillSlots(torch.autograd.Function):
-    """Output of a layer as it is; backward puts the weights of its replicas into the slots again, also of idle ones."""
+    """Identity of a layer's output; backward pushes the weights of its replicas again, also of idle ones."""
 
     @staticmethod
     def forward(ctx: Any, replicas: LayerReplicas, output: Tensor, *slots: Tensor) -> Tensor:

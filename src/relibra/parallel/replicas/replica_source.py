@@ -37,7 +37,7 @@ class ReplicaSource:
         if slots is not None and not (self.current is not None and self._is_fresh):
             slots.invalidate()
         if self.current is not None and not self._is_fresh:
-            with explain_peer_failure("a look at the host pool", place, range(dist.get_world_size())):
+            with explain_peer_failure("the check of the host pool", place, range(dist.get_world_size())):
                 self.current.keep_current()
         self._is_fresh = self.current is not None  # after a pass with gradients, an optimizer step may follow
 

@@ -13,15 +13,15 @@ from relibra.timeline import TimelineRecorder
 
 
 class Transfer:
-    """The copies of one (layer, micro-batch) on one rank; all ranks of the group start them in one order.
+    """Copies of one (layer, micro-batch) to and from this rank; all ranks of the group start them in the same order.
 
-    homewards   gradients go from slots to homes; else weights go from homes to slots
+    homewards   True: gradients, from slots to homes; False: weights, from homes to slots
     """
 
     def __init__(
         self, tables: RankTables, group: dist.ProcessGroup, recorder: TimelineRecorder, *, homewards: bool
     ) -> None:
-        """Note the time; nothing moves yet."""
+        """Record the start time; nothing is sent yet."""
         self.tables = tables
         self._group, self._recorder = group, recorder
         self._stage = "return" if homewards else "push"
@@ -30,7 +30,7 @@ class Transfer:
         self._parts, self._bytes, self._begun = 0, 0, time.perf_counter()
 
     def start(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
-        """Start the copies of one parameter, by number of the push, in the order of pushes.
+        """Start the copies of one parameter, by index of the push, in the order of pushes.
 
         outgoing   rows to send; those that are not contiguous are copied first
         incoming   rows to write, each contiguous

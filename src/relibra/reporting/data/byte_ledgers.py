@@ -1,4 +1,4 @@
-"""Byte ledgers of a compared step: what the forward dispatch of each plan sends, and what the links could carry."""
+"""Byte ledgers of a compared step: what the forward dispatch of each plan sends, beside what the links can carry."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from relibra.reporting.data.compared_plans import ComparedStep
 
 
 class NamedLedger(NamedTuple):
-    """A ledger per layer and in total, under the name that the page gives it."""
+    """A ledger per layer and in total, with its name on the page."""
 
     name: str
     by_layer: ByteLedger
@@ -17,10 +17,9 @@ class NamedLedger(NamedTuple):
 
 
 def byte_ledgers(step: ComparedStep) -> list[NamedLedger]:
-    """Return the ledger of each plan as the executor sends (each token to a rank once), then the second's per choice.
+    """Return the ledger of each plan as executed (a token goes to a rank once), and the second plan's per choice.
 
-    Where it is not known which experts tokens choose together, both ledgers count one row per choice, and there is no
-    third.
+    If it is not known which experts tokens choose together, both ledgers count a row per choice; there is no third.
     """
     known = step.shared_choices_known
     (before, after) = step.plans_with_rows

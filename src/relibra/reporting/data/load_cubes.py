@@ -14,9 +14,9 @@ from relibra.reporting.data.compared_plans import ComparedPlan, ComparedStep, ti
 class LoadCubes(NamedTuple):
     """Load / mean over the rows (ranks or experts) of one micro-batch and layer.
 
-    plans     of each plan [micro-batch, layer, row]; an expert with replicas has the load of its busiest instance
+    plans     an array [M, L, X] for each plan; an expert with replicas has the load of its busiest instance
     end       where the colour scale ends: the 99th percentile of the busiest rows, at least 2
-    largest   the largest value of both
+    largest   the largest value of both plans
     """
 
     plans: tuple[Float64[ndarray, "M L X"], ...]

@@ -12,7 +12,7 @@ from relibra.reporting.pages.limits_section import MIN_RELOCATION_SHARE
 
 
 def balancers_section(rows: Sequence[ComparisonRow]) -> str:
-    """Show skew and bound of each balancer that made a plan, lowest first, then all figures, then errors."""
+    """Return bars of skew and bound by balancer, lowest skew first, a table of all figures, and errors."""
     if not rows:
         return ""
     made = [row for row in rows if row.skew is not None]
@@ -25,9 +25,9 @@ def balancers_section(rows: Sequence[ComparisonRow]) -> str:
             "Sees: what the balancer may know of the step. Skew: busiest / mean load of ranks, over all micro-batches "
             "and layers. Gap: skew / bound − 1. Replicas: temporary copies of experts per micro-batch and layer. "
             "Across nodes: token-slots computed on another node than they come from. Plan s: measured on the machine "
-            "that planned. Step s: predicted by the planner’s model of the MoE layers, which counts rows as a bound "
-            "from pairs of experts, so that it differs from simulated seconds. In brackets: without moves of "
-            "experts, which are paid once.",
+            "that planned. Step s: predicted by the planner’s model of the MoE layers; it differs from simulated "
+            "seconds, because its rows are a bound from pairs of experts. In brackets: without moves of "
+            "experts, which happen once.",
             "how",
         ),
         paragraph(

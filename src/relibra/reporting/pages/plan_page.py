@@ -1,7 +1,6 @@
-"""`write_plan_page`: one self-contained HTML page about a plan, and about what it is compared with.
+"""`write_plan_page`: a self-contained HTML page that compares a plan with the static layout or with another plan.
 
-Beside the plan stands the static layout or another plan. Pictures are HTML, SVG and canvases drawn by two small
-scripts, without plotly.
+Pictures are HTML, SVG and canvases drawn by two small scripts, without plotly.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ def write_plan_page(
     timelines: Sequence[tuple[str, Timeline]] = (),
     remedy: str = "",
 ) -> Path:
-    """Write the page of a plan, whole or not at all, and return where it is.
+    """Write the page of a plan, completely or not at all; return its path.
 
-    balancers   on the same step, to be shown beside the plan
+    balancers   figures of other balancers on the same step
     timelines   (name, timeline) of the step, measured or simulated elsewhere
-    remedy      how to have rows counted token by token, said where they are bounds; "" where nothing can be done
+    remedy      advice shown where rows are bounds: how to count them token by token; "" for none
     raises      ConfigError when the page cannot be written there
     """
     output = Path(path)

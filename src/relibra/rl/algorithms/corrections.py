@@ -1,4 +1,4 @@
-"""Token weights that correct for the difference of the sampler's log-probs from the trainer's at the same weights."""
+"""Importance weights of tokens, for log-probs of the sampler that differ from the trainer's at equal parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Correction = Literal["off", "tis", "sequence_tis", "icepop", "mis"]
 """See `correction_weights`."""
 
 _LARGEST_LOG_SUM = 20.0
-"""The log-ratio of a whole response is cut here, so that its exponential stays finite."""
+"""The log-ratio of a whole response is clamped to this, so that its exponential is finite."""
 
 
 def correction_weights(
@@ -32,7 +32,7 @@ def correction_weights(
     icepop         k within low .. high, else 0: IcePop, arXiv 2510.18855
     mis            1 within low .. high, else 0: other tokens are rejected, none is reweighted
 
-    log_ratio_X    log-probs by the trainer, at the weights that sampled, minus those by the sampler
+    log_ratio_X    log-probs by the trainer, at the parameters that sampled, minus those by the sampler
     response_X     index of each token's response, 0 .. num_responses - 1
     """
     log_ratio_X = log_ratio_X.detach()

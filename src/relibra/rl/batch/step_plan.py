@@ -84,7 +84,7 @@ def own_mini_batches(
 
 
 def _draw_unit_order(table: ResponseTable, *, by_group: bool, seed: int) -> Int64[ndarray, " S"]:
-    """Draw the position of each response's unit, its group or itself, in the order that mini-batches are filled in."""
+    """Draw the order in which groups, or single responses, fill mini-batches; return its position for each response."""
     units, unit_S = np.unique(table.group_id_S if by_group else table.sample_id_S, return_inverse=True)
     newest = int(table.sample_id_S.max(initial=0))  # differs from step to step, with few exceptions
     order_X = np.random.default_rng([seed, _MINI_BATCH_STREAM, newest]).permutation(len(units))
@@ -126,7 +126,7 @@ def count_demand(
 def plan_together(
     demand: ScheduledDemand, settings: PlanSettings, ranks_per_node: int, previous: Homes | None
 ) -> StepPlan:
-    """Plan a step, each rank a part of the layers; return the same plan on all ranks; collective.
+    """Return the plan of a step, the same on all ranks; each rank plans a part of the layers. Collective.
 
     Where several nodes share the step, the schedule is decided first, on rank 0, from all layers.
 

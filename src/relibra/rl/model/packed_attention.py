@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from relibra.rl.model.sequence_masks import logits_behind, reads_across, same_logits
+from relibra.rl.model.sequence_masks import logits_behind, mixes_sequences, same_logits
 
 PACKED = "relibra_packed"
 """Name among the attention implementations of transformers."""
@@ -109,7 +109,7 @@ def can_attend_packed(model: nn.Module) -> bool:
     kept_apart = (
         loaded.config._attn_implementation == PACKED
         and same_logits(model, masked, logits_behind(model))
-        and not reads_across(model)
+        and not mixes_sequences(model)
     )
     loaded.set_attn_implementation("sdpa")
     return kept_apart

@@ -21,7 +21,7 @@ from relibra.errors import ConfigError, EngineError
 from relibra.replay import find_routers
 from relibra.rl.config.settings import ModelSettings
 from relibra.rl.model.packed_attention import can_attend_packed, use_packed_attention
-from relibra.rl.model.sequence_masks import give_masks, reads_across
+from relibra.rl.model.sequence_masks import mixes_sequences, use_explicit_masks
 from relibra.rl.model.sharding import (
     full_parameters,
     is_missing_folder,
@@ -47,9 +47,9 @@ class Policy:
     layer_ids     decoder layers (absolute, from 0) whose routes can be recorded; none: a dense model, or (with replay
                   off) one with unknown routers
     top_k         experts per token in each of them; 0 if there are none
-    balanced      the experts of `trained` can follow plans
-    packed        the model attends to each of several packed sequences by itself (`attend_packed`)
-    given_masks   the model needs explicit masks (`give_masks`) to keep packed sequences apart
+    balanced      `trained` has experts and can execute plans
+    packed        the model supports attention within each packed sequence (`packed_attention.py`)
+    explicit_masks   the model needs explicit masks (`sequence_masks.py`) to keep packed sequences independent
     """
 
     trained: nn.Module
@@ -59,7 +59,7 @@ class Policy:
     top_k: int
     balanced: bool
     packed: bool = False
-    given_masks: bool = False
+    explicit_masks: bool = False
 
     def sync(self) -> None:
         """Copy the trained weights, gathered in logical expert order, into the full copy; collective."""
@@ -69,9 +69,9 @@ class Policy:
                 targets[name].copy_(full)
 
     def separate_sequences(self, model: nn.Module) -> None:
-        """Make a model of this family treat packed sequences independently, in the cheapest way it supports."""
-        if self.given_masks:
-            _give_masks(model, self.copy)
+        """Keep packed sequences of a model of this family independent, in the fastest way that it supports."""
+        if self.explicit_masks:
+            _use_explicit_masks(model, self.copy)
         if self.packed:
             use_packed_attention(model)
 
@@ -92,13 +92,13 @@ def build_policy(
     vocab_size      tokens of the tokenizer
     folder          for a temporary file of initial weights, which all ranks load
     replay          algorithm.replay: routers must be known unless it is "off"
-    follows_plans   plans decide where experts are computed, if the model has any
+    follows_plans   plans decide where experts are computed, if the model has experts
     raises          ConfigError, the same on all ranks, if there is no such model, or it does not fit the run
     """
     model_config = on_all_ranks(lambda: _model_config(settings, vocab_size))
-    anatomy = on_all_ranks(lambda: _anatomy(model_config, settings, num_ranks, replay))
-    with _initial_weights(settings, seed, model_config, anatomy, folder) as path:
-        if anatomy.tied:
+    structure = on_all_ranks(lambda: _read_structure(model_config, settings, num_ranks, replay))
+    with _initial_weights(settings, seed, model_config, structure, folder) as path:
+        if structure.tied:
             model_config = AutoConfig.from_pretrained(path)
 
         def load_copy() -> nn.Module:
@@ -108,8 +108,8 @@ def build_policy(
                 )
 
         full = on_all_ranks(load_copy).to(device).eval().requires_grad_(False)
-        given_masks = on_all_ranks(lambda: _needs_masks(full, settings))
-        packed = on_all_ranks(lambda: not given_masks and can_attend_packed(full))
+        explicit_masks = on_all_ranks(lambda: _needs_masks(full, settings))
+        packed = on_all_ranks(lambda: not explicit_masks and can_attend_packed(full))
         try:
             trained = load_sharded(
                 AutoModelForCausalLM,
@@ -117,7 +117,7 @@ def build_policy(
                 model_config=without_randomness(copy.deepcopy(model_config)),
                 settings=settings,
                 device=device,
-                has_experts=anatomy.num_experts > 0,
+                has_experts=structure.num_experts > 0,
                 experts="relibra" if follows_plans else "all_to_all",
             )
         except ValueError as error:  # transformers has no plan for this family; the same on all ranks
@@ -128,19 +128,19 @@ def build_policy(
     policy = Policy(
         trained=trained,
         copy=full,
-        num_experts=anatomy.num_experts,
-        layer_ids=anatomy.layer_ids,
-        top_k=anatomy.top_k,
-        balanced=follows_plans and anatomy.num_experts > 0,
+        num_experts=structure.num_experts,
+        layer_ids=structure.layer_ids,
+        top_k=structure.top_k,
+        balanced=follows_plans and structure.num_experts > 0,
         packed=packed,
-        given_masks=given_masks,
+        explicit_masks=explicit_masks,
     )
     policy.separate_sequences(trained)
     return policy
 
 
 def save_policy(policy: Policy, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write policy and tokenizer as a `transformers` folder, which gets its name when it is complete; collective."""
+    """Write policy and tokenizer as a `transformers` folder, renamed to `folder` when it is complete; collective."""
     temporary = folder.with_name(f".{folder.name}.tmp")
     if dist.get_rank() == 0:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -170,14 +170,14 @@ def write_weights(policy: Policy, folder: Path) -> None:
 
 
 def _needs_masks(full: nn.Module, settings: ModelSettings) -> bool:
-    """Return whether packed sequences stay independent only with explicit masks, which the full copy then gets.
+    """Return whether packed sequences are independent only with explicit masks, and use these in the full copy.
 
     raises   ConfigError if masks do not help either
     """
-    if not settings.path or not reads_across(full):
+    if not settings.path or not mixes_sequences(full):
         return False
-    _give_masks(full, full)
-    if reads_across(full):
+    _use_explicit_masks(full, full)
+    if mixes_sequences(full):
         raise ConfigError(
             f"{_name(settings)} cannot be trained: training packs sequences end to end, and {type(full).__name__} "
             "carries state from one sequence into the next, as recurrent layers do; use an attention-only model"
@@ -185,13 +185,13 @@ def _needs_masks(full: nn.Module, settings: ModelSettings) -> bool:
     return True
 
 
-def _give_masks(model: nn.Module, full: nn.Module) -> None:
-    """Give a model of the family of `full` its masks, in the dtype that `full` computes in."""
-    give_masks(model, full.dtype)  # type: ignore[arg-type]
+def _use_explicit_masks(model: nn.Module, full: nn.Module) -> None:
+    """Use explicit masks in a model of the family of `full`, in the dtype of `full`."""
+    use_explicit_masks(model, full.dtype)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Anatomy:
+class _Structure:
     """Structure of a model, known before its weights are loaded.
 
     tied   names of parameters that share their values with others
@@ -222,7 +222,7 @@ def _model_config(settings: ModelSettings, vocab_size: int) -> Any:
     return model_config
 
 
-def _anatomy(model_config: Any, settings: ModelSettings, ranks: int, replay: str) -> _Anatomy:
+def _read_structure(model_config: Any, settings: ModelSettings, ranks: int, replay: str) -> _Structure:
     """Return the structure of a model; raises ConfigError if it cannot be trained with these settings."""
     name = _name(settings)
     with loading(name), torch.device("meta"):
@@ -246,7 +246,7 @@ def _anatomy(model_config: Any, settings: ModelSettings, ranks: int, replay: str
         raise ConfigError(
             f"algorithm.replay {replay!r} needs a model with experts, and {name} has none: set algorithm.replay=off"
         )
-    return _Anatomy(
+    return _Structure(
         num_experts=num_experts,
         layer_ids=tuple(site.layer_id for site in sites),
         top_k=sites[0].top_k if sites else 0,
@@ -256,14 +256,14 @@ def _anatomy(model_config: Any, settings: ModelSettings, ranks: int, replay: str
 
 @contextmanager
 def _initial_weights(
-    settings: ModelSettings, seed: int, model_config: Any, anatomy: _Anatomy, folder: Path
+    settings: ModelSettings, seed: int, model_config: Any, structure: _Structure, folder: Path
 ) -> Iterator[str]:
     """Yield the folder (or hub name) that all ranks load from; collective.
 
     Tied weights are untied here: FSDP2 in transformers 5.23 unties them silently in the trained model, so that a tied
     copy would differ from it.
     """
-    if settings.path and not anatomy.tied:
+    if settings.path and not structure.tied:
         yield settings.path
         return
     temporary, writes = folder / ".initial-weights", dist.get_rank() == 0
@@ -271,7 +271,7 @@ def _initial_weights(
     def write() -> None:
         if writes:
             with _writing(temporary), quiet_loading():
-                _initial_model(settings, seed, model_config, anatomy).save_pretrained(temporary)
+                _initial_model(settings, seed, model_config, structure).save_pretrained(temporary)
 
     try:
         on_all_ranks(write)
@@ -282,18 +282,18 @@ def _initial_weights(
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _initial_model(settings: ModelSettings, seed: int, model_config: Any, anatomy: _Anatomy) -> Any:
+def _initial_model(settings: ModelSettings, seed: int, model_config: Any, structure: _Structure) -> Any:
     """Return the built-in model, or that of `model.path` with all weights untied."""
     if not settings.path:
         return initial_model(model_config, seed)
     _log.warning(
         "%s ties %s to other weights, which sharded training does not support: they become separate parameters",
         _name(settings),
-        ", ".join(anatomy.tied),
+        ", ".join(structure.tied),
     )
     with loading(_name(settings)):
         model = AutoModelForCausalLM.from_pretrained(settings.path, dtype=torch.float32)
-    for name in anatomy.tied:
+    for name in structure.tied:
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
         setattr(module, leaf, nn.Parameter(getattr(module, leaf).detach().clone()))

@@ -17,7 +17,7 @@ _NOISE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 """Largest change by rounding (other kernels, other rows in a group), relative to the logits' standard deviation."""
 
 
-def reads_across(model: nn.Module) -> bool:
+def mixes_sequences(model: nn.Module) -> bool:
     """Return whether a sequence changes the logits of the next one in its row; the model is not sharded."""
     return not same_logits(model, logits_behind(model, first=0), logits_behind(model, first=1))
 
@@ -41,7 +41,7 @@ def same_logits(model: nn.Module, left_TV: Tensor, right_TV: Tensor) -> bool:
     return bool(change_T.median() <= _NOISE[model.dtype] * left_TV.std())  # type: ignore[index]
 
 
-def give_masks(model: nn.Module, dtype: torch.dtype) -> None:
+def use_explicit_masks(model: nn.Module, dtype: torch.dtype) -> None:
     """Add a hook that passes the decoder masks made from positions, unless the caller passes a mask or a cache.
 
     dtype    of the forward pass

@@ -1,4 +1,4 @@
-"""Which responses are sampled in a step, and on which rank: unfinished ones first, new ones in the free places."""
+"""Which responses are sampled in a step, and on which rank: unfinished ones first, new ones in the free slots."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class SampleCursor:
     """Samples that have not begun, the same on all ranks.
 
     next_sample   no response from this id on has begun
-    passed_over   ids below it that have not begun either, ascending: spares that no free place was left for; they
-                  begin first in the next step
+    passed_over   ids below it that have not begun either, ascending: spares that got no slot; they begin first in the
+                  next step
     """
 
     next_sample: int = 0
@@ -65,7 +65,7 @@ class Admission:
 
 
 def plan_admission(live: Sequence[tuple[int, int]], slots: int, cursor: SampleCursor, num_ranks: int) -> Admission:
-    """Assign every live response to a rank, and begin one new response per free place.
+    """Assign every live response to a rank, and begin one new response per free slot.
 
     The number of responses sampled per step is constant, so no prompt waits. Responses go to the ranks in turn, those
     with most windows first, then by id: counts differ by at most one, and long prefixes that have to be fed again are
@@ -77,15 +77,15 @@ def plan_admission(live: Sequence[tuple[int, int]], slots: int, cursor: SampleCu
     >>> plan_admission([(4, 1), (1, 2)], slots=4, cursor=SampleCursor(next_sample=6), num_ranks=2)
     Admission(rank_of={1: 0, 4: 1, 6: 0, 7: 1}, begun=[6, 7], cursor=SampleCursor(next_sample=8, passed_over=()))
     """
-    assert len(live) <= slots, f"{len(live)} responses are under way, and a step has {slots} places"
+    assert len(live) <= slots, f"{len(live)} responses are under way, and a step has {slots} slots"
     assert len({sample_id for sample_id, _ in live}) == len(live), "a response is live twice"
     waiting = set(cursor.passed_over)
     assert all(sample_id < cursor.next_sample and sample_id not in waiting for sample_id, _ in live), (
         "a response is live that never started"
     )
     begun = list(islice(cursor.ids(), slots - len(live)))
-    going_on = [sample_id for sample_id, _ in sorted(live, key=lambda one: (-one[1], one[0]))]
-    order = [*going_on, *begun]
+    unfinished = [sample_id for sample_id, _ in sorted(live, key=lambda one: (-one[1], one[0]))]
+    order = [*unfinished, *begun]
     return Admission(
         rank_of={sample_id: place % num_ranks for place, sample_id in enumerate(order)},
         begun=begun,
@@ -105,7 +105,7 @@ def check_no_response_lost(
     assert started == finished + len(live), (
         f"{started} responses started, {finished} finished and {len(live)} are under way: some were lost"
     )
-    assert len(live) <= slots, f"{len(live)} responses are under way, and a step has {slots} places"
+    assert len(live) <= slots, f"{len(live)} responses are under way, and a step has {slots} slots"
     for sample_id, windows in live:
         assert 0 < windows < max_windows, f"sample {sample_id} goes on after {windows} windows of {max_windows}"
 

@@ -48,9 +48,9 @@ def collect(
     settings: RolloutSettings,
     weight_version: int,
 ) -> Rollout:
-    """Sample a window of every unfinished response and of new ones in all free places; collective.
+    """Sample a window of every unfinished response, and of new ones in all free slots; collective.
 
-    With `rollout.refill`, further responses begin in places that become free before the step ends.
+    With `rollout.refill`, further responses begin in slots that become free before the step ends.
 
     live      unfinished responses of this rank
     cursor    samples that had not begun before this step
@@ -152,11 +152,10 @@ def _encode_prompt(group: int, task: Task, tokenizer: Tokenizer, max_prompt: int
 
 
 def longest_prompt(task: Task, tokenizer: Tokenizer, max_prompt: int) -> int:
-    """Encode the prompts of a file, each rank its share, so that a run with a too long prompt ends before it starts.
+    """Return the tokens of the longest prompt of a file, 0 for tasks without a file; collective.
 
-    Collective.
+    Each rank encodes its share. Called before a run, so that a too long prompt ends it before its first step.
 
-    returns   tokens of the longest; 0 for tasks without a file
     raises    ConfigError naming file and line where a prompt has more tokens than allowed
     """
     if not isinstance(task, Prompts):

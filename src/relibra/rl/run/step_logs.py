@@ -26,7 +26,7 @@ class StepLogs:
     """Appends each finished step to the logs of a run folder."""
 
     def __init__(self, run: Path, first_step: int = 0) -> None:
-        """Open the logs; TensorBoard hides earlier entries from `first_step` on."""
+        """Open the logs; TensorBoard hides what a killed run logged from `first_step` on."""
         self._metrics = (run / "metrics.jsonl").open("a", encoding="utf-8")
         self._samples = (run / "samples.jsonl").open("a", encoding="utf-8")
         self._tensorboard = SummaryWriter(str(run / "tensorboard"), purge_step=first_step)
@@ -42,7 +42,7 @@ class StepLogs:
         self._tensorboard.close()
 
     def append(self, metrics: dict[str, Any], responses: Sequence[Response], task: Task, tokenizer: Tokenizer) -> None:
-        """Write the metrics of a step, which are on disk when this returns, and some of rank 0's responses."""
+        """Write the metrics of a step, synced to disk, and some of rank 0's responses."""
         step = metrics["step"]
         self._metrics.write(json.dumps(_finite(metrics), allow_nan=False) + "\n")
         self._metrics.flush()
@@ -70,7 +70,7 @@ class StepLogs:
 
 
 def remove_steps_from(run: Path, step: int) -> None:
-    """Remove what a killed run logged after the checkpoint of `step` finished steps; collective."""
+    """Remove logs and traces of steps from `step` on, which a killed run wrote after its checkpoint; collective."""
     if dist.get_rank() == 0:
         for name in ("metrics.jsonl", "samples.jsonl"):
             if (run / name).exists():

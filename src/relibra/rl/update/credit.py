@@ -1,4 +1,4 @@
-"""Credit: from rewards and values to the advantage of every response token, and the mask of trained tokens."""
+"""Credit: the advantage of each response token, from rewards and values, and the mask of trained tokens."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def compute_gae(
     window_tokens: int,
     train_unfinished: bool,
 ) -> Credit:
-    """Estimate advantages of the tokens of the last windows from values (EGAE, arXiv 2506.15050); collective.
+    """Return advantages of the tokens of the last windows, from values (EGAE, arXiv 2506.15050); collective.
 
     Rows of `N = window_tokens` columns hold the last window of each response.
 
@@ -154,7 +154,7 @@ def in_last_window(responses: Sequence[Response]) -> Bool[Tensor, " X"]:
 
 
 def with_credit(batch: TrainingBatch, credit: Credit, *, max_response: int, overlong_buffer: int) -> TrainingBatch:
-    """Return the batch with advantages, loss mask and positive responses."""
+    """Return the batch with advantages, loss mask, and which responses are correct (`positive_B`)."""
     positive_S = torch.tensor(
         [is_correct(response, max_response, overlong_buffer) for response in batch.responses], dtype=torch.bool
     )
@@ -182,7 +182,7 @@ def auroc_at_cuts(responses: Sequence[Response], *, max_response: int, overlong_
     """Return the AUROC of values at cuts as predictors of correct responses: 0.5 is chance; collective.
 
     Over all cuts, at the ends of earlier windows, of the responses of all ranks that finished in this step, with the
-    values recorded then; None where all of them are correct, or none is. No two windows are of one version.
+    values recorded then; None where all of them are correct, or none is. A cut is a change of the weight version.
     """
     cuts = [
         (response.values_r[cut - 1], is_correct(response, max_response, overlong_buffer))
