@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness.provenance import quartiles
+from benchmarks.planner.replication_milp import replicate_milp
 from benchmarks.planner.steps import domain_step, skewed_load
 from benchmarks.programs import command
 from relibra.cluster import cluster_preset
@@ -26,7 +27,6 @@ from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import expert_shape
 from relibra.planning.planner import plan_step
 from relibra.planning.replicas.replication import replicate
-from relibra.planning.replicas.replication_milp import replicate_milp
 from relibra.planning.validation import validate_plan
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
 from relibra.routing.readers import open_trace

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from relibra.errors import TraceError
-from relibra.routing.demand import micro_batch_load
 from relibra.routing.micro_batches import cut_recorded, deal_samples, select_micro_batches
 from relibra.routing.synthetic import TraceShape, domain_trace
 from relibra.routing.trace import RoutingTrace
+from tests.routing.slow_statistics import micro_batch_load
 
 
 def _trace(lengths, groups=None, names=()):

@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra import ConfigError
-from relibra.routing.demand import micro_batch_load
-from relibra.routing.statistics import cosine_to_mean, rank_skew
+from relibra.routing.statistics import rank_skew
 from relibra.routing.synthetic import SKEW_TOLERANCE, TraceShape, balanced_trace, domain_trace, zipf_trace
+from tests.routing.slow_statistics import cosine_to_mean, micro_batch_load
 from tests.routing.traces import assert_same
 
 SHAPE = TraceShape(rows_per_sample=[256] * 32, num_layers=3, num_experts=64, top_k=6)

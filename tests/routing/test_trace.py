@@ -10,7 +10,6 @@ from relibra.routing.trace import (
     concatenate,
     expert_dtype,
     first_illegal_row,
-    first_illegal_row_reference,
     hash_tokens,
 )
 from tests.routing.traces import assert_same, traces
@@ -112,6 +111,18 @@ def test_shapes_that_do_not_fit_are_refused():
         RoutingTrace.from_samples([np.zeros((1, 1, 3), np.uint8)], num_experts=2)
     with pytest.raises(TraceError, match="position"):
         RoutingTrace.from_samples(_samples(), num_experts=8).select([2])
+
+
+def first_illegal_row_reference(experts_TLK, valid_T, num_experts):
+    """Do the same as `first_illegal_row` with Python sets."""
+    for t in np.flatnonzero(valid_T).tolist():
+        for layer, ids in enumerate(experts_TLK[t].tolist()):
+            for k, expert in enumerate(ids):
+                if expert >= num_experts:
+                    return t, layer, 1
+                if expert in ids[:k]:
+                    return t, layer, 2
+    return 0, 0, 0
 
 
 @given(traces(num_experts=5), st.data())

@@ -235,17 +235,10 @@ _LOAD_BYTES = 64 << 20
 """Largest load array that is counted at once."""
 
 
-def micro_batch_load(trace: RoutingTrace, tokens: int) -> Int64[ndarray, "M L E"]:
-    """Count the routes in runs of `tokens` consecutive rows across samples; the last run may be shorter.
-
-    raises    TraceError when `tokens` < 1
-    """
-    none_0LE = np.zeros((0, trace.num_layers, trace.num_experts), dtype=np.int64)
-    return np.concatenate([none_0LE, *iterate_micro_batch_load([trace], tokens)])
-
-
 def iterate_micro_batch_load(pieces: Iterable[RoutingTrace], tokens: int) -> Iterator[Int64[ndarray, "M L E"]]:
-    """Yield the load of `micro_batch_load` for a trace given in pieces, a few micro-batches at a time.
+    """Count the routes in runs of `tokens` consecutive rows of a trace in pieces; yield micro-batches as they fill up.
+
+    Runs go on over the ends of samples and pieces; the last run may be shorter.
 
     raises    TraceError when `tokens` < 1
     """

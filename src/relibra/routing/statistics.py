@@ -1,4 +1,4 @@
-"""Load imbalance: skew, violation, balancedness, stability over time, co-activation.
+"""Load imbalance: skew, violation, stability over time, co-activation.
 
 Every docstring names what is compared, *experts* or *ranks*. Loads are token-slots; leading axes are free (micro-batch,
 layer, ...) unless a shape is given. Entries without load count as perfectly even.
@@ -59,12 +59,6 @@ def rank_skew(load_E: Shaped[ndarray, "*batch E"], num_ranks: int) -> Float64[nd
     return skew(rank_load(load_E, contiguous_homes(load_E.shape[-1], num_ranks), num_ranks))
 
 
-def balancedness(load_LR: Shaped[ndarray, "*batch L R"]) -> Float64[ndarray, "*batch"]:
-    """Return the sum over layers of mean rank load / the sum of maximal rank loads, as logged by vLLM; 1 is even."""
-    top = load_LR.max(axis=-1).sum(axis=-1, dtype=np.float64)
-    return np.divide(load_LR.mean(axis=-1).sum(axis=-1), top, out=np.ones_like(top), where=top > 0)
-
-
 def max_vio(load_E: Shaped[ndarray, "*batch E"]) -> Float64[ndarray, "*batch"]:
     """Return the largest violation `load_e / sum(load) * E - 1` over *experts*; 0 is even (arXiv 2408.15664)."""
     return skew(load_E) - 1.0
@@ -74,18 +68,6 @@ def coefficient_of_variation(load_X: Shaped[ndarray, "*batch X"]) -> Float64[nda
     """Return standard deviation / mean over the last axis (population form)."""
     mean = load_X.mean(axis=-1, dtype=np.float64)
     return np.divide(load_X.std(axis=-1, dtype=np.float64), mean, out=np.zeros_like(mean), where=mean > 0)
-
-
-def cosine_to_mean(load_MLE: Shaped[ndarray, "M L E"]) -> Float64[ndarray, "M L"]:
-    """Return the cosine between each micro-batch's expert load and the step's, per layer.
-
-    At 1 the step total predicts every micro-batch; the lower, the more planning each micro-batch gains. Empty
-    micro-batches count as 1.
-    """
-    step_LE = load_MLE.sum(axis=0, dtype=np.float64)
-    dot = np.einsum("mle,le->ml", load_MLE, step_LE)
-    norms = np.linalg.norm(load_MLE, axis=-1) * np.linalg.norm(step_LE, axis=-1)
-    return np.divide(dot, norms, out=np.ones_like(dot), where=norms > 0)
 
 
 def fluctuation(load_MLE: Shaped[ndarray, "M L E"]) -> Float64[ndarray, " L"]:

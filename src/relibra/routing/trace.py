@@ -314,18 +314,6 @@ def first_illegal_row(experts_TLK: ndarray, valid_T: ndarray, num_experts: int) 
     return 0, 0, 0
 
 
-def first_illegal_row_reference(experts_TLK: ndarray, valid_T: ndarray, num_experts: int) -> tuple[int, int, int]:
-    """Return the result of `first_illegal_row`, computed with Python lists."""
-    for t in np.flatnonzero(valid_T).tolist():
-        for layer, ids in enumerate(experts_TLK[t].tolist()):
-            for k, expert in enumerate(ids):
-                if expert >= num_experts:
-                    return t, layer, _OUT_OF_RANGE
-                if expert in ids[:k]:
-                    return t, layer, _TWICE
-    return 0, 0, 0
-
-
 def _select_layers(
     experts: Sequence[ndarray], layer_ids: Sequence[int] | None, moe_layers: Sequence[int] | None
 ) -> tuple[list[ndarray], list[int]]:

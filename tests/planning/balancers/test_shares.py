@@ -4,14 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import linprog
 
 from relibra.planning.balancers.homes import choose_homes, copies_of, relabel_ranks
-from relibra.planning.balancers.shares import (
-    even_quotas,
-    local_first_quotas,
-    optimal_maximum_reference,
-    optimal_quotas,
-)
+from relibra.planning.balancers.shares import even_quotas, local_first_quotas, optimal_quotas
 
 
 @st.composite
@@ -48,6 +44,25 @@ def _subset_bound(load_E, home_E, replica_RB):
         for size in range(1, R + 1)
         for ranks in combinations(range(R), size)
     )
+
+
+def optimal_maximum_reference(load_E, home_E, replica_RB):
+    """Solve the linear program behind `optimal_quotas` with HiGHS: the lowest possible maximum, in fractions."""
+    R, E = len(replica_RB), len(home_E)
+    rank_X, slot_X = np.nonzero(replica_RB >= 0)
+    rank_I = np.concatenate([home_E, rank_X])
+    expert_I = np.concatenate([np.arange(E), replica_RB[rank_X, slot_X]])
+    n = len(rank_I)
+    per_rank, per_expert = np.zeros((R, n + 1)), np.zeros((E, n + 1))
+    per_rank[rank_I, np.arange(n)] = 1
+    per_rank[:, n] = -1
+    per_expert[expert_I, np.arange(n)] = 1
+    cost = np.zeros(n + 1)
+    cost[n] = 1
+    scale = max(1, int(load_E.max(initial=0)))
+    result = linprog(cost, A_ub=per_rank, b_ub=np.zeros(R), A_eq=per_expert, b_eq=load_E / scale, method="highs")
+    assert result.status == 0, result.message
+    return float(result.fun) * scale
 
 
 @given(layouts())

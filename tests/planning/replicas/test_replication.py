@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.planner.replication_milp import replicate_milp
 from relibra.planning.replicas.replication import replicate
-from relibra.planning.replicas.replication_milp import replicate_milp
-from relibra.planning.replicas.replication_reference import replicate_incrementally
+from tests.planning.replicas.incremental_greedy import replicate_incrementally
 
 
 def rank_load(load_E, home_E, replica_RB, quota_RB):

@@ -6,7 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relibra.planning.schedule.locality import LENGTH_BUCKET, place_samples
-from relibra.planning.schedule.packing import PackingLimits, pack_samples, packing_cost
+from relibra.planning.schedule.packing import PackingLimits, pack_samples
+
+
+def packing_cost(share_SLN, micro_batch_S):
+    """Return the sum over micro-batches and layers of the load of the fullest node."""
+    kept = micro_batch_S >= 0
+    load_MLN = np.zeros((int(micro_batch_S.max(initial=-1)) + 1, *share_SLN.shape[1:]))
+    np.add.at(load_MLN, micro_batch_S[kept], share_SLN[kept])
+    return float(load_MLN.max(axis=2).sum())
 
 
 @st.composite

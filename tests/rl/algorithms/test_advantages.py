@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from relibra.rl.algorithms.advantages import (
     egae,
-    gae,
     group_advantages,
     length_adaptive_lambda,
     mixed_groups,
@@ -19,6 +18,7 @@ from relibra.rl.algorithms.advantages import (
     overlong_penalty,
     whiten,
 )
+from tests.rl.algorithms.gae import gae
 
 GAMMAS, LAMBDAS = (1.0, 0.99), (1.0, 0.95, 0.5)
 

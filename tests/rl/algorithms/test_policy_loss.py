@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra.rl.algorithms.advantages import egae, gae, moments, whiten
+from relibra.rl.algorithms.advantages import egae, moments, whiten
 from relibra.rl.algorithms.policy_loss import (
     clipped_surrogate,
     sequence_log_ratio,
@@ -16,6 +16,7 @@ from relibra.rl.algorithms.policy_loss import (
     token_log_probs,
     token_weights,
 )
+from tests.rl.algorithms.gae import gae
 
 AGGREGATES = ("token", "token_over_step", "response", "constant")
 

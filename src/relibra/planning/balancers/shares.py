@@ -11,7 +11,6 @@ from typing import no_type_check
 import numpy as np
 from jaxtyping import Int, Int16, Int32
 from numpy import ndarray
-from scipy.optimize import linprog
 
 from relibra.routing.compiled import compiled
 
@@ -211,21 +210,3 @@ def _push(s, t, amount, rank_I, tokens_I, load_R, from_I, to_I) -> None:
         r = rank_I[from_I[r]]
     load_R[s] -= amount
     load_R[t] += amount
-
-
-def optimal_maximum_reference(
-    load_E: Int[ndarray, " E"], home_E: Int[ndarray, " E"], replica_RB: Int[ndarray, "R B"]
-) -> float:
-    """Solve the linear program behind `optimal_quotas` with HiGHS: the lowest possible maximum, in fractions."""
-    _, rank_I, _, expert_I = _instances(home_E, replica_RB)
-    E, R, n = len(home_E), len(replica_RB), len(rank_I)
-    per_rank, per_expert = np.zeros((R, n + 1)), np.zeros((E, n + 1))
-    per_rank[rank_I, np.arange(n)] = 1
-    per_rank[:, n] = -1
-    per_expert[expert_I, np.arange(n)] = 1
-    cost = np.zeros(n + 1)
-    cost[n] = 1
-    scale = max(1, int(load_E.max(initial=0)))
-    result = linprog(cost, A_ub=per_rank, b_ub=np.zeros(R), A_eq=per_expert, b_eq=load_E / scale, method="highs")
-    assert result.status == 0, result.message
-    return float(result.fun) * scale

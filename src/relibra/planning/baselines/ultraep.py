@@ -24,8 +24,6 @@ KEEP = 1
 SMALL = 1024
 """Replicas with fewer token-slots are dropped at the end if that does not raise the maximum (`u_min`)."""
 
-Placed = tuple[Int16[ndarray, "R B"], Int32[ndarray, "R B"]]
-
 
 def decide(request: PlacementRequest) -> Placement:
     """Solve each (micro-batch, layer, node) by itself, homes as they are."""
@@ -59,25 +57,9 @@ def solve(
     return replica_MRB, quota_MRB
 
 
-def threshold_oracle(
-    load_E: Int[ndarray, " E"], home_E: Int[ndarray, " E"], num_ranks: int, slots: int, tau: int
-) -> Placed | None:
-    """Bring every rank to at most `tau` token-slots, greedily; None when the greedy way finds no plan.
-
-    Not monotone: it may fail at a ceiling and succeed at a lower one.
-    """
-    load_E, home_E = load_E.astype(np.int64), home_E.astype(np.int64)
-    load_R = np.bincount(home_E, weights=load_E, minlength=num_ranks).astype(np.int64)
-    order_E, starts, source_R = _orders(load_E, home_E, load_R)
-    replica_RB, quota_RB = np.empty((num_ranks, slots), np.int16), np.empty((num_ranks, slots), np.int32)
-    room_R, free_R = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
-    found = _oracle(load_E, load_R, order_E, starts, source_R, tau, room_R, free_R, replica_RB, quota_RB)
-    return (replica_RB, quota_RB) if found else None
-
-
 @compiled
 @no_type_check
-def _orders(load_E, home_E, load_R) -> tuple[ndarray, ndarray, ndarray]:
+def sort_sources(load_E, home_E, load_R) -> tuple[ndarray, ndarray, ndarray]:
     """Sort once per load: experts by home and falling load, sources by falling load (ties: lower id)."""
     E, R = len(load_E), len(load_R)
     starts, order_E, source_R = np.zeros(R + 1, np.int64), np.empty(E, np.int64), np.empty(R, np.int64)
@@ -104,7 +86,11 @@ def _orders(load_E, home_E, load_R) -> tuple[ndarray, ndarray, ndarray]:
 
 @compiled
 @no_type_check
-def _oracle(load_E, load_R, order_E, starts, source_R, tau, room_R, free_R, replica_RB, quota_RB) -> bool:
+def shed_excess(load_E, load_R, order_E, starts, source_R, tau, room_R, free_R, replica_RB, quota_RB) -> bool:
+    """Bring every rank to at most `tau` token-slots, greedily; return whether that succeeded.
+
+    Not monotone: it may fail at a ceiling and succeed at a lower one.
+    """
     R, B = replica_RB.shape
     excess, slack = 0, 0
     for r in range(R):
@@ -172,11 +158,11 @@ def _solve_all(load_ME, home_E, replica_MRB, quota_MRB) -> None:
         for e in range(len(load_E)):
             load_R[home_E[e]] += load_E[e]
         top, mean = load_R.max(), -(-load_R.sum() // R)
-        order_E, starts, source_R = _orders(load_E, home_E, load_R)
+        order_E, starts, source_R = sort_sources(load_E, home_E, load_R)
         best = top
         for attempt in range(3):
             tau = -(-mean * 101 // 100) + attempt * -(-top // 100)
-            if tau < best and _oracle(
+            if tau < best and shed_excess(
                 load_E, load_R, order_E, starts, source_R, tau, room_R, free_R, replica_RB, quota_RB
             ):
                 best = tau
@@ -186,7 +172,7 @@ def _solve_all(load_ME, home_E, replica_MRB, quota_MRB) -> None:
             low = mean - 1
             while best - low > 1:
                 tau = (low + best) // 2
-                if _oracle(load_E, load_R, order_E, starts, source_R, tau, room_R, free_R, replica_RB, quota_RB):
+                if shed_excess(load_E, load_R, order_E, starts, source_R, tau, room_R, free_R, replica_RB, quota_RB):
                     best = tau
                     replica_MRB[m], quota_MRB[m] = replica_RB, quota_RB
                 else:

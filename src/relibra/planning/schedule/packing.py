@@ -94,14 +94,6 @@ def pack_samples(
     return micro_batch_S, rank_S
 
 
-def packing_cost(share_SLN: Float32[ndarray, "S L N"], micro_batch_S: Int[ndarray, " S"]) -> float:
-    """Return the sum over micro-batches and layers of the load of the fullest node."""
-    kept = micro_batch_S >= 0
-    load_MLN = np.zeros((int(micro_batch_S.max(initial=-1)) + 1, *share_SLN.shape[1:]))
-    np.add.at(load_MLN, micro_batch_S[kept], share_SLN[kept])
-    return float(load_MLN.max(axis=2).sum())
-
-
 @compiled
 @no_type_check
 def _pack(

@@ -196,37 +196,3 @@ def _serve(s, give, room, rank_I, left_I, low, high, out_RI) -> None:
         remainder_I[best] = 0
         out_RI[s, best] += 1
         left_I[best] -= 1
-
-
-def split_tokens_reference(
-    supply_R: Int[ndarray, " R"], rank_I: Int[ndarray, " I"], quota_I: Int[ndarray, " I"], ranks_per_node: int
-) -> Int64[ndarray, "R I"]:
-    """Split one expert the slow and obvious way: Python integers and fractions, one stage after the other."""
-    from fractions import Fraction
-
-    supply, left = [int(x) for x in supply_R], [int(x) for x in quota_I]
-    out = np.zeros((len(supply), len(left)), dtype=np.int64)
-
-    def serve(source: int, amount: int, instances: list[int]) -> None:
-        room = sum(left[i] for i in instances)
-        exact = {i: Fraction(amount * left[i], room) for i in instances} if room else {}
-        shares = {i: int(share) for i, share in exact.items()}
-        by_remainder = sorted(exact, key=lambda i: (shares[i] - exact[i], i))
-        for i in by_remainder[: amount - sum(shares.values())]:
-            shares[i] += 1
-        for i, share in shares.items():
-            out[source, i] += share
-            left[i] -= share
-        supply[source] -= amount
-
-    for i, rank in enumerate(rank_I):
-        serve(int(rank), min(supply[rank], left[i]), [i])
-    for start in range(0, len(supply), ranks_per_node):
-        here = [i for i, rank in enumerate(rank_I) if start <= rank < start + ranks_per_node]
-        sources = range(start, start + ranks_per_node)
-        for source in sources:
-            wanted, room = sum(supply[s] for s in sources if s >= source), sum(left[i] for i in here)
-            serve(source, supply[source] if wanted <= room else supply[source] * room // wanted, here)
-    for source in range(len(supply)):
-        serve(source, supply[source], list(range(len(left))))
-    return out

@@ -15,29 +15,6 @@ _SMALLEST_VARIANCE = 1e-8
 """Added to the variance that `whiten` divides by."""
 
 
-def gae(
-    values_BN: Float[Tensor, "B N"],
-    rewards_BN: Float[Tensor, "B N"],
-    length_B: Int[Tensor, " B"],
-    *,
-    gamma: float,
-    lambda_B: Float[Tensor, " B"],
-) -> Float[Tensor, "B N"]:
-    """Estimate the advantage of every token of finished responses; the value after the last one is 0.
-
-    GAE, arXiv 1506.02438, eq. 16.
-
-    values_BN    value before each token
-    rewards_BN   for each token
-    length_B     tokens of each response; columns beyond are ignored, and 0 in the result
-    """
-    following_BN = torch.nn.functional.pad(values_BN[:, 1:], (0, 1))
-    inside_BN, last_BN = _inside_and_last(length_B, values_BN.shape[1])
-    following_BN = torch.where(last_BN, 0.0, following_BN)
-    residual_BN = torch.where(inside_BN, rewards_BN + gamma * following_BN - values_BN, 0.0)
-    return _discounted_suffix_sums(residual_BN, gamma * lambda_B)
-
-
 def egae(
     values_BN1: Float[Tensor, "B N1"],
     rewards_BN: Float[Tensor, "B N"],
@@ -50,9 +27,9 @@ def egae(
 ) -> Float[Tensor, "B N"]:
     """Estimate the advantage of the tokens of a window, whether its response goes on after it or not.
 
-    Extended GAE of T-PPO, arXiv 2506.15050. For a finished response it is `gae`, to the bit. The sum of residuals ends
-    with the window; with "hold", the value after the last token is taken to be that before it, so that at gamma 1 the
-    last token of an unfinished response has advantage 0.
+    Extended GAE of T-PPO, arXiv 2506.15050. For a finished response it is GAE (arXiv 1506.02438, eq. 16), to the bit.
+    The sum of residuals ends with the window; with "hold", the value after the last token is taken to be that before
+    it, so that at gamma 1 the last token of an unfinished response has advantage 0.
 
     values_BN1   one column more than tokens: t = value before the t-th token of the window, length = value after its
                  last one, which only "value" reads
