@@ -1,4 +1,4 @@
-"""Fit a `Cluster` to measured seconds. Nothing is measured here: `measurement.py` does that.
+"""Fit a `Cluster` to the seconds that `measurement.py` measures.
 
 GEMM table    rows of one expert -> flops per second, forward and backward
 links         seconds = alpha + beta x bytes, fitted over sizes
@@ -43,7 +43,7 @@ class Spread:
 class LinkFit:
     """A link, and the error of the fitted line.
 
-    bytes, seconds    what it was fitted to, with spreads over repetitions
+    bytes, seconds    measured, with spreads over repetitions
     error             root mean square over sizes of (line - measured) / measured
     worst             largest absolute relative difference
     """

@@ -1,6 +1,6 @@
 """`CanonicalExperts`: sums whose bits do not depend on which rank computed what (after UniEP, arXiv 2604.19241).
 
-Three things would make bits depend on the plan; logical numbers fix each of them:
+Three things would make bits depend on the plan; each gets an order that no plan changes:
 
 - a row of a matrix product depends on how many rows are multiplied together, so each expert multiplies chunks of
   exactly `CHUNK` rows, padded with zeros: always the same rows (`chunked_split`) in a call of the same shapes;
@@ -26,7 +26,7 @@ from relibra.parallel.replicas.replica_gradients import LayerReplicas
 from relibra.parallel.rows.rank_tables import RankTables
 
 CHUNK = 128
-"""Rows that are multiplied together."""
+"""Rows of a matrix product."""
 
 
 def num_chunks(rows: int) -> int:
@@ -38,7 +38,7 @@ def num_chunks(rows: int) -> int:
 class CanonicalExperts:
     """The experts of one (layer, micro-batch) on this rank, computed chunk by chunk.
 
-    replicas   of this (layer, micro-batch), on every rank if on any; None: no rank has replicas
+    replicas   set on all ranks if any rank has replicas of this layer in this micro-batch, else None
     """
 
     layer: BalancedEP
@@ -172,7 +172,7 @@ def _room(slots: Tensor, rows: int) -> Tensor:
 
 
 def _autocast_now(device_type: str) -> Callable[[], torch.autocast]:
-    """Return a function that makes a context with the automatic casts of now."""
+    """Return a function that makes a context with the current autocast settings."""
     return partial(
         torch.autocast,
         device_type,

@@ -19,15 +19,15 @@ from relibra.routing.trace import RoutingTrace, hash_tokens
 class BatchRoutes:
     """Routes of one batch of `T` rows: `B*N` for a padded batch, the row of tokens for a packed one.
 
-    experts_TLK       logical ids, uint8 up to 256 experts else int32; rows that run native hold 0, 1, ..., K-1
-    valid_T           rows to replay; the others run native: padding, a last token that was never fed to the engine,
-                      and every row of a fallback sample
+    experts_TLK       logical ids, uint8 up to 256 experts else int32; rows that are not replayed hold 0, 1, ..., K-1
+    valid_T           rows to replay; the others follow the router: padding, a last token that was never fed to
+                      the engine, and every row of a fallback sample
     layer_ids         absolute decoder layer of each entry of the layer axis
     num_experts       experts per layer
     sample_T, row_T   which sample of the trace, and which row of it, a batch row is; -1 for padding
     sample_ids        ids of the samples, for messages
     weight_versions   policy version that routed each sample
-    fallback_samples  positions of the samples that run native as a whole because rows other than the last are missing:
+    fallback_samples  positions of samples without any replayed row, because rows other than the last are missing:
                       a sample replayed in part would follow neither policy
     coverage          replayed share of the rows to replay (all but the last of each sample); 1.0 is complete
     """
@@ -78,7 +78,7 @@ class BatchRoutes:
         input_ids_T   checked as in `padded`; a leading batch axis of 1 is fine
         lengths       tokens of each sample in the pack (differences of `cu_seqlens`); default: its rows in the trace.
                       Give them when the trace leaves out last tokens, as engines do
-        raises        TraceError as `padded`, or when only `lengths` tell left-out last tokens from padding
+        raises        TraceError as `padded`, or when only `lengths` can distinguish missing last tokens from padding
         """
         lengths_S = trace.rows_per_sample if lengths is None else np.asarray(lengths, dtype=np.int64)
         if len(lengths_S) != trace.num_samples:
@@ -92,7 +92,7 @@ class BatchRoutes:
                 "pack the same samples that the trace holds"
             )
         if lengths is None and (input_ids_T is None or trace.token_hash_T is None):
-            _refuse_two_readings(trace, rows)
+            _refuse_ambiguous_pack(trace, rows)
         return _lay_out(trace, lengths_S, np.arange(total), rows, _to_flat(input_ids_T, rows))
 
     @classmethod
@@ -105,7 +105,7 @@ class BatchRoutes:
         sample_ids: Sequence[int],
         weight_versions: Sequence[int],
     ) -> BatchRoutes:
-        """Lay the rows of several samples end to end, all of them to be replayed; copies the routes once.
+        """Return the rows of several samples end to end, all of them to be replayed; copies the routes once.
 
         experts_S   ids `[m, L, K]` of each sample, one row per fed token, checked before (`RoutingTrace.validate`)
         """
@@ -161,7 +161,9 @@ def _lay_out(
         for s in range(trace.num_samples):
             _check_tokens(trace, s, tokens_T[positions_n[starts_S[s] : starts_S[s] + lengths_S[s]]])
 
-    recorded_n = row_n < trace.rows_per_sample[sample_n]  # false for the last token of a sample in wire form
+    recorded_n = (
+        row_n < trace.rows_per_sample[sample_n]
+    )  # false for the last token of a sample, which engines leave out
     source_n = trace.offsets[sample_n] + np.where(recorded_n, row_n, 0)
     valid_n = np.zeros(len(positions_n), dtype=bool)
     valid_n[recorded_n] = trace.valid_T[source_n[recorded_n]]
@@ -202,7 +204,7 @@ def _check_lengths(trace: RoutingTrace, lengths_S: Int[ndarray, " S"]) -> None:
         )
 
 
-def _refuse_two_readings(trace: RoutingTrace, rows: int) -> None:
+def _refuse_ambiguous_pack(trace: RoutingTrace, rows: int) -> None:
     """Raise TraceError if the trace may have left out the last token of each sample of a pack with room for them."""
     S = trace.num_samples
     if 1 < S <= rows - trace.num_rows and all(trace.valid_T[trace.sample_rows(s)][-1:].all() for s in range(S)):

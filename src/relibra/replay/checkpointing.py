@@ -15,8 +15,8 @@ def awaits_recompute(logits_TE: Tensor, *, with_grad: bool) -> bool:
     """Return, inside a forward pass, whether the backward pass will recompute the layer of this router.
 
     A reentrant checkpoint runs its layer without gradients inside a decoder that has them (`with_grad`). A
-    non-reentrant one hooks the tensors saved for backward. Offloading does so too: a recomputation is then expected
-    that does not come, and the backward pass has to run inside a replay without need.
+    non-reentrant one hooks the tensors saved for backward. Offloading uses the same
+    hooks and is taken for a checkpoint: its backward pass has to run inside a replay too, without a recomputation.
     """
     if not torch.is_grad_enabled():
         return with_grad

@@ -158,7 +158,7 @@ def test_a_lost_rank_leaves_the_layer_and_the_checkpoint_as_they_were(tmp_path, 
     assert processes[1].exitcode == -9
     for rank in (0, 2, 3):
         survivor = json.loads((tmp_path / f"found-{rank}.json").read_text())
-        assert f"rank {rank}, layer 1: moving experts (the layer is as it was) with ranks" in survivor["message"]
+        assert f"rank {rank}, layer 1: moving experts (the layer is unchanged) with ranks" in survivor["message"]
         assert survivor["seconds"] < timeout_s + 5
         assert survivor["homes"] == [setting.maps(1)[0].tolist(), *setting.maps(0)[1:].tolist()]
         assert survivor["rows kept"] == [False, True, True]

@@ -38,7 +38,7 @@ class Relocation:
 
     experts      experts of all layers and ranks that changed their position
     sent_bytes   of this rank to others
-    seconds      on this rank, waiting included
+    seconds      on this rank, with its waits
     """
 
     experts: int
@@ -71,7 +71,7 @@ def relocate(
         _check(layers, wanted_LE)
         tensors = {layer_id: rows_by_expert(layer_id, layer, optimizer) for layer_id, layer in layers.items()}
     except EngineError as error:
-        refusal = error  # raised after the other ranks know of it: they would wait
+        refusal = error  # raised after the exchange of agreement, so that no rank waits for this one
     _check_agreement(layers, wanted_LE, tensors, refusal, group)
     experts = sent_bytes = 0
     for (layer_id, layer), wanted_E in zip(layers.items(), wanted_LE.astype(np.int64), strict=True):
@@ -131,11 +131,11 @@ def _relocate_layer(
         rows = stored.rows[leave_X.to(stored.rows.device)].reshape(len(leave_X), prod(stored.rows.shape[1:]))
         sent[:, columns] = rows.view(torch.uint8).to(device)
     place = Place(dist.get_rank(), layer_id, -1)
-    with explain_peer_failure("moving experts (the layer is as it was)", place, list(number_of)):
+    with explain_peer_failure("moving experts (the layer is unchanged)", place, list(number_of)):
         dist.all_to_all_single(received, sent, moves.num_received_R.tolist(), moves.num_sent_R.tolist(), group=group)
         arrived = torch.zeros(1, dtype=torch.int32, device=device)
         dist.all_reduce(arrived, group=group)
-        arrived.item()  # on an accelerator, only this waits
+        arrived.item()  # the only wait on an accelerator
     for stored, columns in _columns(tensors):
         rows = received[:, columns].clone(memory_format=torch.contiguous_format).view(stored.rows.dtype)
         rows = rows.reshape(len(arrive_Y), *stored.rows.shape[1:]).to(stored.rows.device)

@@ -30,7 +30,7 @@ class ReplicaSlots:
 
     weights      `[B, ...]` per parameter of the experts modules, by name
     num_slots    B
-    push_group   process group of all transfers
+    push_group   process group of pushes and returns
     """
 
     def __init__(self, like_homes: dict[str, Tensor], num_slots: int, push_group: dist.ProcessGroup) -> None:
@@ -87,7 +87,7 @@ class ReplicaSlots:
     def close(self) -> None:
         """End the thread that fetches weights: the step is over or has failed.
 
-        Pushes under way are finished by the next use of the slots: dropped, their messages could match later pushes.
+        The next use of the slots finishes pushes under way: later pushes could match the messages of dropped ones.
         """
         self._current = None
         if self._prefetcher is not None:

@@ -25,7 +25,7 @@ STATIC = "static layout"
 class ComparedPlan:
     """One plan under its own schedule.
 
-    name     how the page calls it
+    name     on the page
     given    the demand under the schedule that the balancer was given
     demand   the same under the schedule of the plan
     """
@@ -65,10 +65,10 @@ class ComparedPlan:
         plan, home_MLE = self.plan, self.demand.load_MLE.copy()
         busiest_MLE = np.zeros_like(home_MLE)
         m_X, layer_X, rank_X, slot_X = np.nonzero(plan.replica_MLRB >= 0)
-        place_X = (m_X, layer_X, plan.replica_MLRB[m_X, layer_X, rank_X, slot_X])
+        index_X = (m_X, layer_X, plan.replica_MLRB[m_X, layer_X, rank_X, slot_X])
         quota_X = plan.quota_MLRB[m_X, layer_X, rank_X, slot_X].astype(np.int64)
-        np.subtract.at(home_MLE, place_X, quota_X)
-        np.maximum.at(busiest_MLE, place_X, quota_X)
+        np.subtract.at(home_MLE, index_X, quota_X)
+        np.maximum.at(busiest_MLE, index_X, quota_X)
         return np.maximum(home_MLE, busiest_MLE)
 
 
@@ -79,8 +79,8 @@ class ComparedStep:
     before          the static layout, or another plan
     after           the plan that the page is about
     model           with the layers, experts and choices per token that were routed
-    distinct_rows   of each plan the tokens that each rank sends to each rank [M, L, R, R], counted in the trace, a
-                    token with several choices on one rank once; None: not counted
+    distinct_rows   for each plan, tokens that each rank sends to each rank [M, L, R, R], counted in the trace; a token
+                    with several choices on one rank counts once; None: not counted
     raises          ConfigError when the plans differ in ranks, experts or layers
     """
 

@@ -75,11 +75,11 @@ def simulate_timelines(
 
 
 def choose_ranks(busy_R: Sequence[float] | Sequence[int], limit: int = MAX_RANKS) -> list[int]:
-    """Return the busiest and the least busy rank and some between them by load, in order of their numbers.
+    """Return the busiest and the least busy rank and some between them by load, in ascending order.
 
     >>> choose_ranks([3, 9, 1, 4, 5], 3)
     [1, 2, 3]
     """
     order = np.argsort(-np.asarray(busy_R), kind="stable")
-    places = np.unique(np.linspace(0, len(order) - 1, min(limit, len(order))).round().astype(int))
-    return sorted(int(rank) for rank in order[places])
+    positions = np.unique(np.linspace(0, len(order) - 1, min(limit, len(order))).round().astype(int))
+    return sorted(int(rank) for rank in order[positions])

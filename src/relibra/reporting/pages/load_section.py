@@ -15,11 +15,11 @@ from relibra.reporting.html.array_json import data_element, pack, quantise
 from relibra.reporting.html.html import paragraph, section, slider
 
 MAX_BYTES = 3_000_000
-"""Of all pictures together, a third more as base64: two for a rank in a micro-batch and layer, one for an expert."""
+"""Limit for all pictures before base64: 2 bytes per rank and 1 per expert, for each micro-batch and layer."""
 
 
 def load_section(step: ComparedStep) -> str:
-    """Show the load of ranks and experts under both plans; "" for a step without load."""
+    """Return the loads of ranks and experts under both plans; "" for a step without load."""
     if not all(one.demand.load_MLE.any() for one in step.plans):
         return ""
     facts = load_facts(step)

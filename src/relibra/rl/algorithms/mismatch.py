@@ -1,4 +1,4 @@
-"""Mismatch of trainer and sampler at the same weights: sums that add up over ranks, metrics, alarms."""
+"""Mismatch of trainer and sampler at equal parameters: sums that add up over ranks, metrics, alarms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUM_BINS = _BINS_PER_DECADE * _DECADES
 """Bins of abs(log-ratio) from 1e-8 to 100, each 4.7 % wider than the last; the outermost include values beyond."""
 
 _LARGEST_LOG_RATIO = 20.0
-"""Importance weights are of log-ratios clamped to this, so that their squares stay finite."""
+"""Log-ratios of importance weights are clamped to this, so that squares of the weights are finite."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,13 +45,13 @@ def no_mismatch() -> MismatchSums:
 def mismatch_sums(
     log_probs_X: Float[Tensor, " X"], sampled_X: Float[Tensor, " X"], weight_X: Float[Tensor, " X"]
 ) -> MismatchSums:
-    """Compare log-probs of response tokens by the trainer, at the weights that sampled, with those by the sampler.
+    """Return sums that compare log-probs by the trainer, at the parameters that sampled, with those by the sampler.
 
     weight_X   by `correction_weights`; tokens of weight 0 count as masked
     """
     trainer_X, sampler_X = log_probs_X.detach().double().cpu(), sampled_X.double().cpu()
     difference_X = trainer_X - sampler_X
-    size_X = difference_X.abs().nan_to_num(nan=math.inf, posinf=math.inf)  # a nan fits into no bin
+    size_X = difference_X.abs().nan_to_num(nan=math.inf, posinf=math.inf)  # nan has no bin
     ratio_X = difference_X.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
     totals = [
         torch.tensor(float(len(size_X)), dtype=torch.float64),

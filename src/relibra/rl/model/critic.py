@@ -21,7 +21,7 @@ from relibra.rl.model.sharding import load_sharded, without_randomness
 def build_critic(settings: ModelSettings, policy: Policy, folder: Path, device: torch.device) -> nn.Module:
     """Return a value model with the policy's current weights, and a head that predicts 0; collective.
 
-    It is sharded as the policy is, chooses its own experts, and follows no plan.
+    It is sharded as the policy is, has its own routers, and executes no plan.
 
     folder    for a temporary file of weights
     raises    ConfigError, the same on all ranks, if the folder cannot be written
@@ -68,6 +68,6 @@ def value_model_class(causal: Any) -> Any:
     transformers defines one for some families only, always from the two base classes that are used here.
     """
     family = next(base for base in causal.__mro__ if base.__name__.endswith("PreTrainedModel"))
-    about = {"base_model_prefix": causal.base_model_prefix, "__module__": family.__module__}
+    attributes = {"base_model_prefix": causal.base_model_prefix, "__module__": family.__module__}
     name = causal.__name__.replace("ForCausalLM", "ForTokenClassification")
-    return type(name, (GenericForTokenClassification, family), about)
+    return type(name, (GenericForTokenClassification, family), attributes)

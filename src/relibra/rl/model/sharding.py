@@ -62,17 +62,17 @@ def load_sharded(
     raises        ValueError if transformers has no sharding plan for this model family
     """
     num_ranks, mixed = dist.get_world_size(), settings.dtype == "bfloat16"
-    spread: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if num_ranks > 1:
         register()
-        spread["distributed_config"] = DistributedConfig(
+        options["distributed_config"] = DistributedConfig(
             fsdp_size=num_ranks,
             ep_size=num_ranks if has_experts else 1,
             ep_implementation=experts if has_experts else "auto",
             fsdp_mixed_precision=mixed,
         )
     with quiet_loading():
-        model = model_class.from_pretrained(path, config=model_config, dtype=torch.float32, **spread).to(device)
+        model = model_class.from_pretrained(path, config=model_config, dtype=torch.float32, **options).to(device)
     if mixed and num_ranks == 1:
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         fully_shard(model, mesh=init_device_mesh(device.type, (1,)), mp_policy=precision)
@@ -95,8 +95,8 @@ def without_randomness(model_config: Any) -> Any:
 
 def is_balanced(model: nn.Module) -> bool:
     """Return whether `relibra.parallel` runs the experts of a model, so that they can follow plans and move."""
-    spread = getattr(getattr(model, "config", None), "distributed_config", None)
-    return spread is not None and spread.ep_size > 1 and spread.ep_implementation == NAME
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    return config is not None and config.ep_size > 1 and config.ep_implementation == NAME
 
 
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

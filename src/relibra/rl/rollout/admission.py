@@ -87,7 +87,7 @@ def plan_admission(live: Sequence[tuple[int, int]], slots: int, cursor: SampleCu
     unfinished = [sample_id for sample_id, _ in sorted(live, key=lambda one: (-one[1], one[0]))]
     order = [*unfinished, *begun]
     return Admission(
-        rank_of={sample_id: place % num_ranks for place, sample_id in enumerate(order)},
+        rank_of={sample_id: index % num_ranks for index, sample_id in enumerate(order)},
         begun=begun,
         cursor=cursor.without(begun),
     )
@@ -118,9 +118,9 @@ def check_versions(responses: Sequence[Response], weight_version: int) -> None:
     for response in responses:
         own_w = response.versions_r[response.length - response.window_length :]
         if (other := np.flatnonzero(own_w != weight_version)).size:
-            place = response.length - response.window_length + int(other[0])
+            position = response.length - response.window_length + int(other[0])
             raise TraceError(
-                f"sample {response.sample_id}: response token {place} of the window to be trained was sampled by "
+                f"sample {response.sample_id}: response token {position} of the window to be trained was sampled by "
                 f"weights of version {int(own_w[other[0]])}, and the step starts from version {weight_version}: sync "
                 "the engine's weights before every rollout, and drop what it has cached"
             )

@@ -36,19 +36,19 @@ class EmbeddedEngine:
     stop_ids      tokens that end a response
     temperature   of sampling; log-probs are those of the tempered policy
     seed          with the sample's id and the token's position in the response, determines the random numbers
-    max_batch     responses decoded at once
+    max_batch     responses decoded at once: the slots of the batch
     record        record the experts of every token; False: a model without experts, or with unknown routers
     shortest      a spare begins only if there is time for this many tokens
 
-    With more responses than places, waiting ones take the places of those that ended (refill): they are prefilled
+    With more responses than slots, waiting ones take the slots of those that ended (refill): they are prefilled
     together and joined to the running batch. A refill costs about one decode step of the whole batch, so it waits until
-    idle places have cost as much, which minimises the total for any lengths (economic order quantity). Models whose
+    idle slots have cost as much, which minimises the total for any lengths (economic order quantity). Models whose
     caches cannot be joined get a new batch when the old one has ended.
 
     In the cost, the pass that fills an empty batch counts as a decode step, because it adds a token to every running
     response; a refill does not. Both are passes, and more than one where a prefill is cut.
 
-    With spares a call is at most `window` decode steps: free places take a spare by the same rule, while the steps left
+    With spares a call is at most `window` decode steps: free slots take a spare by the same rule, while the steps left
     repay the refill and are enough for `shortest` tokens: one in the refill and one in each step left. When all
     responses have ended and no spare may begin, the call ends early.
     """
@@ -76,20 +76,20 @@ class EmbeddedEngine:
         raises    EngineError for an empty prompt, probabilities that are not finite, or where the model's routes cannot
                   be recorded (`record_routing`)
         """
-        assert spare is None or len(responses) <= self.max_batch, "with spares, each response needs a place"
+        assert spare is None or len(responses) <= self.max_batch, "with spares, each response needs a slot"
         rows = [_Row(response, min(window, max_response - response.length)) for response in responses]
         queue = _Queue(rows, spare if rows else None, window, max_response, self.shortest)
         with record_routing(self.model) if self.record else nullcontext() as recorder:
             cost = self._decode(queue, min(self.max_batch, len(rows)), recorder)
         return [row.window() for row in queue.rows], cost
 
-    def _decode(self, queue: _Queue, places: int, recorder: RoutingRecorder | None) -> RolloutCost:
+    def _decode(self, queue: _Queue, slots: int, recorder: RoutingRecorder | None) -> RolloutCost:
         """Sample until every row has ended and none is waiting."""
-        tally, batch = _Tally(places), None
+        tally, batch = _Tally(slots), None
         while True:
             running = len(batch.rows) if batch else 0
             joins = batch is None or (tally.refill_is_due and can_join(batch.cache))
-            if joins and (fresh := queue.take(places - running, tally.steps_with(running), places)):
+            if joins and (fresh := queue.take(slots - running, tally.steps_with(running), slots)):
                 pieces = list(self._prefilled(fresh, recorder))
                 tally.prefill(fresh, len(pieces), running)
                 batch = _joined([piece for piece in (batch, *pieces) if piece])
@@ -129,7 +129,7 @@ class EmbeddedEngine:
         uniform_B = uniform_numbers(
             self.seed,
             np.array([row.response.sample_id for row in batch.rows]),
-            np.array([row.place for row in batch.rows]),
+            np.array([row.position for row in batch.rows]),
         )
         token_B, log_prob_B = _sample(logits_BV, self.temperature, uniform_B)
         for row, token, log_prob in zip(batch.rows, token_B.tolist(), log_prob_B.tolist(), strict=True):
@@ -143,10 +143,10 @@ class EmbeddedEngine:
 class _Tally:
     """Cost of a call so far, with the meanings of `RolloutCost`.
 
-    idle   places x decode steps without a row since the last prefill
+    idle   slots x decode steps without a row since the last prefill
     """
 
-    places: int
+    slots: int
     decode_steps: int = 0
     passes: int = 0
     busy: int = 0
@@ -155,8 +155,8 @@ class _Tally:
 
     @property
     def refill_is_due(self) -> bool:
-        """Return whether idle places have cost as much as a refill: a decode step of all places."""
-        return self.idle >= self.places
+        """Return whether idle slots have cost as much as a refill: a decode step of all slots."""
+        return self.idle >= self.slots
 
     def steps_with(self, running: int) -> int:
         """Return the decode steps after a prefill beside `running` rows: into an empty batch it counts as one."""
@@ -175,13 +175,13 @@ class _Tally:
         self.decode_steps += 1
         self.passes += 1
         self.busy += running
-        self.idle += self.places - left
+        self.idle += self.slots - left
 
     def cost(self) -> RolloutCost:
         return RolloutCost(
             decode_steps=self.decode_steps,
             passes=self.passes,
-            slot_steps=self.decode_steps * self.places,
+            slot_steps=self.decode_steps * self.slots,
             busy_slot_steps=self.busy,
             prefilled_tokens=self.prefilled_tokens,
         )
@@ -193,7 +193,7 @@ class _Queue:
 
     rows       all that have begun or are certain to
     spare      responses that may begin beyond them; None: none
-    shortest   tokens that a spare needs time for
+    shortest   a spare begins only if there is time for this many tokens
     taken      rows that have begun
     """
 
@@ -204,11 +204,11 @@ class _Queue:
     shortest: int
     taken: int = 0
 
-    def take(self, free: int, steps: int, places: int) -> list[_Row]:
-        """Return the rows that begin in free places; `steps`: so far, with the pass that feeds them if it counts."""
+    def take(self, free: int, steps: int, slots: int) -> list[_Row]:
+        """Return the rows that begin in free slots; `steps`: decode steps so far, with this prefill if it is one."""
         if self.spare is not None and self.taken == len(self.rows):
             left = self.window - steps
-            repays = free == places or free * left >= places  # in an empty batch the pass itself is a decode step
+            repays = free == slots or free * left >= slots  # in an empty batch the pass itself is a decode step
             if repays and left + 1 >= self.shortest:
                 limit = min(left + 1, self.max_response)
                 self.rows += [_Row(response, limit) for response in islice(self.spare, free)]
@@ -241,7 +241,7 @@ class _Row:
         return len(self.response.tokens_n) + len(self.tokens)
 
     @property
-    def place(self) -> int:
+    def position(self) -> int:
         """Position of the next token in the response."""
         return self.response.length + len(self.tokens)
 
@@ -252,7 +252,7 @@ class _Row:
     def add(self, token: int, log_prob: float, *, stopped: bool) -> None:
         if not math.isfinite(log_prob):
             raise EngineError(
-                f"sample {self.response.sample_id}: the policy gives response token {self.place} "
+                f"sample {self.response.sample_id}: the policy gives response token {self.position} "
                 f"the log-prob {log_prob}: its weights are broken; resume from an earlier checkpoint with a lower "
                 "update.learning_rate"
             )

@@ -114,7 +114,7 @@ class RolloutCost:
 
     decode_steps       rounds that added one token to every response under way
     passes             forward passes: decode steps, pieces of prefills, refills; None: unknown, of a server
-    slot_steps         decode steps x places for responses; a place is idle when its response has ended
+    slot_steps         decode steps x slots for responses; a slot is idle when its response has ended
     busy_slot_steps    those that were not idle
     prefilled_tokens   tokens fed before the first new one of each response, earlier windows included
     """
@@ -145,8 +145,8 @@ class RolloutEngine(Protocol):
 
         Tokens follow from the run's seed, the sample's id and the token's position, not from the rest of the batch.
 
-        spare   responses that may begin in places of others that have ended (`rollout.refill`), while enough of the
+        spare   responses that may begin in slots of others that have ended (`rollout.refill`), while enough of the
                 `window` decode steps are left. Those taken from the iterator begin, and their windows follow the
-                others; None: places stay idle
+                others; None: slots stay idle
         """
         ...

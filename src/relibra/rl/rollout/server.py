@@ -52,7 +52,7 @@ class ServerEngine:
     timeout_seconds   of one request
 
     Log-probs have to be those of the tempered policy: vLLM needs `--logprobs-mode processed_logprobs`. A server does
-    not report places, so the cost is the least that `max_batch` of them could have taken.
+    not report slots, so the cost is the least that `max_batch` of them could have taken.
     """
 
     url: str
@@ -77,8 +77,8 @@ class ServerEngine:
         raises    EngineError when the server cannot be reached, refuses, or answers in another form than requested
         """
         assert spare is None, "the settings refuse rollout.refill with a server, which counts no decode steps"
-        places = min(self.max_batch, len(responses))
-        with ThreadPoolExecutor(max_workers=max(1, places)) as threads:
+        slots = min(self.max_batch, len(responses))
+        with ThreadPoolExecutor(max_workers=max(1, slots)) as threads:
             limits = [min(window, max_response - response.length) for response in responses]
             pending = [threads.submit(self._window, *pair) for pair in zip(responses, limits, strict=True)]
             try:
@@ -86,12 +86,12 @@ class ServerEngine:
             finally:
                 threads.shutdown(cancel_futures=True)  # after a failure, requests not yet sent are dropped
         lengths = [len(one.tokens_w) for one in windows]
-        steps = max(max(lengths, default=0), -(-sum(lengths) // max(1, places)))
+        steps = max(max(lengths, default=0), -(-sum(lengths) // max(1, slots)))
         prefilled = sum(len(response.tokens_n) for response in responses)
         return windows, RolloutCost(
             decode_steps=steps,
             passes=None,
-            slot_steps=steps * places,
+            slot_steps=steps * slots,
             busy_slot_steps=sum(lengths),
             prefilled_tokens=prefilled,
         )

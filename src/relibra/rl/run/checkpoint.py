@@ -126,15 +126,15 @@ def _write(partial: Path, step: int, models: Models, responses: Sequence[Respons
             (partial / "responses").mkdir()
     with _writing(partial):
         save_responses(partial / "responses" / f"rank-{rank:05d}.safetensors", responses)
-    about: dict[str, Any] = {"step": step, "ranks": num_ranks, "state": state, "models": {}}
+    contents: dict[str, Any] = {"step": step, "ranks": num_ranks, "state": state, "models": {}}
     with in_logical_order(models) as homes:
         for name, (model, optimizer) in models.items():
             numbers = scalars(model, optimizer) if optimizer else None
-            about["models"][name] = {"homes": homes[name], "optimizer": numbers}
+            contents["models"][name] = {"homes": homes[name], "optimizer": numbers}
         _write_tensors(tensors(models), partial / "weights")
     with _writing(partial):
         if rank == 0:
-            (partial / "state.json").write_text(json.dumps(about), encoding="utf-8")
+            (partial / "state.json").write_text(json.dumps(contents), encoding="utf-8")
     with _writing(partial):
         own = digest_files(partial, rank, num_ranks)
     everyone = gather_json(own)
@@ -144,14 +144,14 @@ def _write(partial: Path, step: int, models: Models, responses: Sequence[Respons
 
 
 def _load(folder: Path, models: Models) -> LoadedCheckpoint:
-    about = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    saved = about["models"]
+    contents = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    saved = contents["models"]
     if set(saved) != set(models):
         raise ConfigError(
             f"checkpoint {folder} holds {', '.join(saved)}, this run has {', '.join(models)}: resume with the "
             "configuration of the run that wrote it"
         )
-    same_ranks = about["ranks"] == dist.get_world_size()
+    same_ranks = contents["ranks"] == dist.get_world_size()
     with at_saved_homes(models, {name: saved[name]["homes"] if same_ranks else None for name in models}):
         for name, (model, optimizer) in models.items():
             if optimizer and saved[name]["optimizer"] is not None:
@@ -164,7 +164,7 @@ def _load(folder: Path, models: Models) -> LoadedCheckpoint:
                 "configuration of the run that wrote it"
             ) from error
     return LoadedCheckpoint(
-        step=about["step"], state=about["state"], responses=_own_responses(folder, same_ranks=same_ranks)
+        step=contents["step"], state=contents["state"], responses=_own_responses(folder, same_ranks=same_ranks)
     )
 
 
@@ -214,7 +214,7 @@ def _cannot_write(folder: Path, problem: str) -> EngineError:
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:
-    """Rename a complete checkpoint to its name; one of an earlier try at the same step is removed."""
+    """Rename a complete checkpoint to its name; one of an earlier attempt at the same step is removed."""
     if folder.exists():
         _discard(folder)
     partial.rename(folder)

@@ -79,9 +79,7 @@ def launch(config: RunConfig, resume: Path | None = None) -> Finished | None:
 def _run_processes(config: RunConfig, run: Path) -> bool:
     context = multiprocessing.get_context("spawn")
     keep_torch_quiet()
-    with socket.create_server(
-        ("127.0.0.1", 0)
-    ) as listener:  # listens from here on, so that no other program takes the port
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # from here on, no other program can take the port
         port = listener.getsockname()[1]
         pipes = [context.Pipe(duplex=False) for _ in range(config.parallel.ranks)]
         processes: list[BaseProcess] = [

@@ -30,7 +30,7 @@ class LostPeerError(EngineError):
 class Rendezvous:
     """Rank, and local port where the ranks of one machine connect.
 
-    listener   on rank 0: socket that listens on the port since before any rank started
+    listener   on rank 0: socket that already listens on the port
     """
 
     rank: int
@@ -157,9 +157,9 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 def largest_over_ranks(value: int) -> int:
     """Return the largest value of any rank; collective."""
-    total = torch.tensor([value])
-    dist.all_reduce(total, op=dist.ReduceOp.MAX)
-    return int(total)
+    largest = torch.tensor([value])
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest)
 
 
 _TRANSPORT = ("gloo/transport", "connection closed by peer", "connection reset by peer", "broken pipe", "timed out")

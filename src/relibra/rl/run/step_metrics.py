@@ -59,7 +59,7 @@ def rollout_metrics(responses: Sequence[Response], cost: RolloutCost) -> dict[st
     ]
     rows = np.concatenate(gather_arrays(np.array(own, dtype=np.float64).reshape(-1, 6)))
     finished = rows[rows[:, 0] > 0]
-    places, busy, prefilled = sum_over_ranks(
+    slots, busy, prefilled = sum_over_ranks(
         torch.tensor([cost.slot_steps, cost.busy_slot_steps, cost.prefilled_tokens])
     ).tolist()
     lengths = finished[:, 2]
@@ -77,7 +77,7 @@ def rollout_metrics(responses: Sequence[Response], cost: RolloutCost) -> dict[st
         "prefilled_tokens": int(prefilled),
         "decode_steps": largest_over_ranks(cost.decode_steps),
         "passes": None if cost.passes is None else largest_over_ranks(cost.passes),
-        "idle_share": float(1 - busy / places) if places else 0.0,
+        "idle_share": float(1 - busy / slots) if slots else 0.0,
     }
 
 

@@ -40,13 +40,13 @@ class Prompts:
 
     def prompt(self, number: int) -> Prompt:
         """Return a prompt of the training stream: each epoch has every row once, in another order."""
-        epoch, place = divmod(number, self.num_training)
-        return self._at(self.rows, int(_order(self.seed, epoch, self.num_training)[place]))
+        epoch, index = divmod(number, self.num_training)
+        return self._at(self.rows, int(_order(self.seed, epoch, self.num_training)[index]))
 
     def evaluation_prompts(self, count: int) -> list[Prompt]:
         """Return the first held-out prompts, in the order of the file; fewer if it has no more."""
         last = min(self.first_held + count, len(self.held))
-        return [self._at(self.held, place) for place in range(self.first_held, last)]
+        return [self._at(self.held, index) for index in range(self.first_held, last)]
 
     def reward(self, prompt: Prompt, response: str, *, stopped: bool) -> float:  # noqa: ARG002
         """Return the chosen reward of the text, whether it stopped or was cut.
@@ -55,8 +55,8 @@ class Prompts:
         """
         return self.rate(prompt, response)
 
-    def _at(self, rows: Rows, place: int) -> Prompt:
-        return _prompt(rows.row(place), self.prompt_column, rows.name(place))
+    def _at(self, rows: Rows, index: int) -> Prompt:
+        return _prompt(rows.row(index), self.prompt_column, rows.name(index))
 
 
 def open_prompts(settings: TaskSettings, seed: int, evaluation_prompts: int) -> Prompts:
@@ -93,8 +93,8 @@ def open_prompts(settings: TaskSettings, seed: int, evaluation_prompts: int) -> 
 def _checked(path: Path, setting: str, settings: TaskSettings) -> Rows:
     """Open a file and check every row, so that a bad one is an error before the run starts."""
     rows = open_rows(path, setting)
-    for place, row in enumerate(rows):
-        origin = rows.name(place)
+    for index, row in enumerate(rows):
+        origin = rows.name(index)
         _prompt(row, settings.prompt_column, origin)
         if settings.reward in NEEDS_ANSWER:
             right_answer(row, settings.answer_column, origin)

@@ -28,11 +28,11 @@ class Rows(Protocol):
         """Yield all rows in order."""
         ...
 
-    def row(self, place: int) -> dict[str, Any]:
+    def row(self, index: int) -> dict[str, Any]:
         """Return one row."""
         ...
 
-    def name(self, place: int) -> str:
+    def name(self, index: int) -> str:
         """Return file and line of a row, for error messages."""
         ...
 
@@ -92,31 +92,31 @@ class JsonLines:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield all rows in order; raises ConfigError as `row` does."""
         with self.path.open("rb") as file:
-            for place, line in enumerate(line for line in file if line.strip()):
-                yield self._parsed(line, place)
+            for index, line in enumerate(line for line in file if line.strip()):
+                yield self._parsed(line, index)
 
-    def row(self, place: int) -> dict[str, Any]:
+    def row(self, index: int) -> dict[str, Any]:
         """Return one row; raises ConfigError if the line is no JSON object."""
         with self.path.open("rb") as file:
-            file.seek(self.offset_r[place])
-            return self._parsed(file.readline(), place)
+            file.seek(self.offset_r[index])
+            return self._parsed(file.readline(), index)
 
-    def name(self, place: int) -> str:
+    def name(self, index: int) -> str:
         """Return file and line of a row, for error messages."""
-        return f"{self.path}, line {self.line_r[place]}"
+        return f"{self.path}, line {self.line_r[index]}"
 
-    def _parsed(self, line: bytes, place: int) -> dict[str, Any]:
+    def _parsed(self, line: bytes, index: int) -> dict[str, Any]:
         try:
             row = json.loads(line)
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{self.name(place)}: not UTF-8 ({error.reason}); save the file as UTF-8") from error
+            raise ConfigError(f"{self.name(index)}: not UTF-8 ({error.reason}); save the file as UTF-8") from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(
-                f"{self.name(place)}: not JSON ({error}); a .jsonl file holds one JSON object per line"
+                f"{self.name(index)}: not JSON ({error}); a .jsonl file holds one JSON object per line"
             ) from error
         if not isinstance(row, dict):
             raise ConfigError(
-                f"{self.name(place)}: got a JSON {type(row).__name__}; a .jsonl file holds one JSON object per line"
+                f"{self.name(index)}: got a JSON {type(row).__name__}; a .jsonl file holds one JSON object per line"
             )
         return row
 
@@ -151,14 +151,14 @@ class Parquet:
         for batch in self.table.to_batches(max_chunksize=1024):
             yield from batch.to_pylist()
 
-    def row(self, place: int) -> dict[str, Any]:
+    def row(self, index: int) -> dict[str, Any]:
         """Return one row."""
-        row: dict[str, Any] = self.table.slice(place, 1).to_pylist()[0]
+        row: dict[str, Any] = self.table.slice(index, 1).to_pylist()[0]
         return row
 
-    def name(self, place: int) -> str:
+    def name(self, index: int) -> str:
         """Return file and row number (from 1), for error messages."""
-        return f"{self.path}, row {place + 1}"
+        return f"{self.path}, row {index + 1}"
 
 
 def column(row: Mapping[str, Any], name: str, *, origin: str, remedy: str) -> Any:
