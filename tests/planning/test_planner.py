@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.errors import ClusterError, PlanError, TraceError
-from relibra.planning.balancers import BALANCERS
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES
 from relibra.planning.planner import plan_step
+from relibra.planning.registry import BALANCERS
 from relibra.planning.validation import validate_plan
 from relibra.routing.demand import ScheduledDemand
 from tests.planning.cases import cluster, demands, make_demand

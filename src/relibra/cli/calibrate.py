@@ -15,7 +15,7 @@ from relibra.cli.inputs import options
 from relibra.cli.inputs.machine import open_cluster
 from relibra.cli.inputs.models import open_expert
 from relibra.cli.outputs.files import check_outputs, writing
-from relibra.cli.terminal import progress
+from relibra.cli.outputs.terminal import progress
 from relibra.errors import ConfigError
 from relibra.planning.budget import DEFAULT_MODEL
 

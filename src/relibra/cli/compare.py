@@ -17,7 +17,7 @@ from relibra.cli.inputs.requests import PlanningRequest, takes
 from relibra.cli.inputs.workload import open_workload, size_in_words
 from relibra.cli.outputs.files import check_outputs, input_files, named
 from relibra.cli.outputs.plan_page import write_page
-from relibra.cli.terminal import plural, print_note, progress
+from relibra.cli.outputs.terminal import plural, print_note, progress
 from relibra.errors import PlanError
 from relibra.planning.budget import DEFAULT_MODEL
 

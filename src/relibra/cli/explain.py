@@ -11,7 +11,7 @@ import typer
 
 from relibra.cli.inputs import options
 from relibra.cli.outputs.files import demand_path
-from relibra.cli.terminal import plural, ranges_in_words
+from relibra.cli.outputs.terminal import plural, ranges_in_words
 from relibra.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import typer
 
 import relibra
 from relibra.cli import bench, calibrate, compare, explain, plan, report, simulate, sweep, trace, train
-from relibra.cli.terminal import printable
+from relibra.cli.outputs.terminal import printable
 from relibra.errors import RelibraError
 
 app = typer.Typer(

@@ -16,7 +16,7 @@ from relibra.cli.inputs.requests import PlanningRequest, takes
 from relibra.cli.inputs.workload import Workload, idle_ranks_in_words, open_workload, size_in_words
 from relibra.cli.outputs.files import NamedPath, check_outputs, demand_path, input_files, named, writing
 from relibra.cli.outputs.plan_page import write_page
-from relibra.cli.terminal import plural, print_note, printable, progress
+from relibra.cli.outputs.terminal import plural, print_note, printable, progress
 from relibra.errors import ConfigError, PlanError
 from relibra.planning.budget import DEFAULT_MODEL
 

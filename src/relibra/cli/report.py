@@ -15,7 +15,7 @@ from relibra.cli.inputs.models import open_model
 from relibra.cli.inputs.requests import takes
 from relibra.cli.inputs.workload import check_num_experts
 from relibra.cli.outputs.files import demand_path
-from relibra.cli.terminal import printable, progress
+from relibra.cli.outputs.terminal import printable, progress
 from relibra.errors import ConfigError
 from relibra.planning.budget import DEFAULT_MODEL
 

@@ -17,6 +17,7 @@ from relibra.cli.inputs.recordings import Recording, find_recording
 from relibra.cli.inputs.requests import SimulationRequest, takes
 from relibra.cli.inputs.workload import Workload, idle_ranks_in_words, open_workload, size_in_words
 from relibra.cli.outputs.files import check_outputs, input_files, named, writing
+from relibra.cli.outputs.terminal import plural, print_note, print_wrapped, progress
 from relibra.cli.simulated_step import (
     SimulatedPlan,
     TokenChoices,
@@ -30,7 +31,6 @@ from relibra.cli.simulated_step import (
     simulated_model,
     static_plan_in_words,
 )
-from relibra.cli.terminal import plural, print_note, print_wrapped, progress
 
 if TYPE_CHECKING:
     from relibra.simulation import ModelShape

@@ -139,7 +139,7 @@ def rows_in_words(one: SimulatedPlan) -> str:
 
 def static_plan_in_words(balancer: str, chosen: SimulatedPlan, static: SimulatedPlan, workload: Workload) -> str:
     """Return why a balancer kept the static layout or had no history, and what changes that; else an empty string."""
-    from relibra.planning.balancers import BALANCERS
+    from relibra.planning.registry import BALANCERS
 
     if workload.history_MLE is None and balancer in BALANCERS and BALANCERS[balancer].sees == "history":
         return f"{balancer} plans from earlier loads only and had none: --take second-half gives it the first half"

@@ -18,6 +18,7 @@ from relibra.cli.inputs.recordings import Recording, find_recording
 from relibra.cli.inputs.requests import SimulationRequest, takes
 from relibra.cli.inputs.workload import Workload, open_workload
 from relibra.cli.outputs.files import check_outputs, input_files, named, writing
+from relibra.cli.outputs.terminal import print_note, print_wrapped, progress
 from relibra.cli.simulated_step import (
     SimulatedPlan,
     TokenChoices,
@@ -29,7 +30,6 @@ from relibra.cli.simulated_step import (
     simulate_balancer,
     simulated_model,
 )
-from relibra.cli.terminal import print_note, print_wrapped, progress
 from relibra.errors import ConfigError, RelibraError
 
 if TYPE_CHECKING:

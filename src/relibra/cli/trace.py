@@ -14,7 +14,7 @@ from rich.table import Table
 
 from relibra.cli.inputs import options
 from relibra.cli.inputs.workload import check_num_experts
-from relibra.cli.terminal import print_note, printable, progress, ranges_in_words
+from relibra.cli.outputs.terminal import print_note, printable, progress, ranges_in_words
 from relibra.errors import RelibraError, TraceError
 
 if TYPE_CHECKING:

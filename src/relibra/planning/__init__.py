@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 _WHERE = {
-    "BALANCERS": "relibra.planning.balancers",
+    "BALANCERS": "relibra.planning.registry",
     "Budget": "relibra.planning.budget",
     "ExpertShape": "relibra.planning.costs.expert_shape",
     "Prediction": "relibra.planning.costs.prediction",

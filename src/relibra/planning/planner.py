@@ -13,13 +13,13 @@ from relibra.cluster import Cluster
 from relibra.errors import PlanError
 from relibra.planning.analysis.bounds import reachable_bound
 from relibra.planning.balancer import Balancer, PlacementRequest
-from relibra.planning.balancers import BALANCERS
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES, ExpertShape
 from relibra.planning.costs.prediction import predict
 from relibra.planning.placement import Homes, Placement, static_homes
 from relibra.planning.plan import StepPlan
-from relibra.planning.search.concurrency import Deadline
+from relibra.planning.registry import BALANCERS
+from relibra.planning.search.deadline import Deadline
 from relibra.planning.validation import validate_plan
 from relibra.routing.demand import ScheduledDemand
 

@@ -20,10 +20,10 @@ from relibra.planning.analysis.comparison import (
 )
 from relibra.planning.analysis.levers import lever_bounds, lever_gaps
 from relibra.planning.balancer import Balancer
-from relibra.planning.balancers import BALANCERS
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import expert_shape
 from relibra.planning.planner import plan_step
+from relibra.planning.registry import BALANCERS
 
 EXPERT = expert_shape("mixtral-8x7b")
 CLUSTER = cluster_preset("h100x8", 4, 2)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from relibra.planning.balancers import BALANCERS
+from relibra.planning.registry import BALANCERS
 from tests.planning.balancers.requests import ask, rank_loads, requests, spread
 
 IN_PLACE = {"ultraep", "feplb", "llep", "popfetcher"}

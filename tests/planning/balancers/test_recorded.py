@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relibra.planning.balancers import BALANCERS
 from relibra.planning.balancers.even_placement import busiest_rank
 from relibra.planning.balancers.homes import copies_of
 from relibra.planning.balancers.shares import optimal_quotas
 from relibra.planning.baselines.eplb import eplb_placement
+from relibra.planning.registry import BALANCERS
 from tests.planning.balancers.requests import ask, spread, step_skew
 
 DATA = Path(__file__).parents[4] / "shared" / "data"

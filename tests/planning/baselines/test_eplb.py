@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra.planning.balancers import BALANCERS
 from relibra.planning.baselines.eplb import eplb_placement
 from relibra.planning.baselines.lplb import topology
+from relibra.planning.registry import BALANCERS
 from tests.planning.balancers.requests import ask, spread, step_skew
 
 # Input and output of the example in DeepSeek's README: 12 experts in 4 groups, 16 slots, 2 nodes of 4 GPUs.

@@ -14,7 +14,7 @@ from relibra.planning.costs.expert_shape import EXPERT_SHAPES
 from relibra.planning.placement import static_homes
 from relibra.planning.planner import plan_step
 from relibra.planning.replicas import pricing
-from relibra.planning.search.concurrency import Deadline
+from relibra.planning.search.deadline import Deadline
 from relibra.planning.validation import validate_plan
 from tests.planning.cases import cluster, make_demand
 

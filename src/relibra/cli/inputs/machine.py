@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relibra.cli.terminal import plural
+from relibra.cli.outputs.terminal import plural
 from relibra.errors import ConfigError
 
 if TYPE_CHECKING:

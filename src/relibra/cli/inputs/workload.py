@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from relibra.cli.inputs.machine import fit_cluster, open_cluster
 from relibra.cli.inputs.options import Order, Take
 from relibra.cli.inputs.requests import WorkloadRequest
-from relibra.cli.terminal import plural
+from relibra.cli.outputs.terminal import plural
 from relibra.errors import ConfigError, TraceError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from relibra.cli.inputs.models import open_model
 from relibra.cli.inputs.workload import Workload
-from relibra.cli.terminal import print_note, progress
+from relibra.cli.outputs.terminal import print_note, progress
 
 if TYPE_CHECKING:
     from relibra.planning.analysis.comparison import ComparisonRow

@@ -15,13 +15,13 @@ from numpy import ndarray
 from relibra.cluster import Cluster
 from relibra.errors import PlanError
 from relibra.planning.analysis.bounds import any_homes_bound
-from relibra.planning.balancers import BALANCERS
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.costs.prediction import predict
 from relibra.planning.placement import Homes, Scope, step_skew
 from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
+from relibra.planning.registry import BALANCERS
 from relibra.planning.validation import validate_plan
 from relibra.routing.demand import ScheduledDemand
 

@@ -18,7 +18,7 @@ from numpy import ndarray
 from relibra.planning.balancer import PlacementRequest
 from relibra.planning.homes.home_search import busiest, ranks_inside_nodes
 from relibra.planning.placement import Placement
-from relibra.planning.search.concurrency import side_by_side
+from relibra.planning.search.parallel_map import parallel_map
 from relibra.routing.compiled import compiled
 
 SWAPS = 2000
@@ -52,7 +52,7 @@ def decide(request: PlacementRequest) -> Placement:
             )
         return home_E
 
-    home_LE = np.array(side_by_side(plan, before_LE.shape[0], budget.threads), dtype=np.int16)
+    home_LE = np.array(parallel_map(plan, before_LE.shape[0], budget.threads), dtype=np.int16)
     return request.placement(
         home_LE,
         replica_MLRB,

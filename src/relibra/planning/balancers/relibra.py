@@ -18,7 +18,8 @@ from relibra.planning.placement import Placement
 from relibra.planning.replicas.pricing import cheapest_replicas, choose_replicas, moving_seconds
 from relibra.planning.schedule.locality import place_samples
 from relibra.planning.schedule.packing import PackingLimits, pack_samples
-from relibra.planning.search.concurrency import Deadline, side_by_side
+from relibra.planning.search.deadline import Deadline
+from relibra.planning.search.parallel_map import parallel_map
 from relibra.routing.demand import ScheduledDemand
 
 _SWAPS_OF_A_STEP = 60_000_000
@@ -196,7 +197,7 @@ def _placed(
             start_node_E=start_E,
         )
 
-    return np.stack(side_by_side(place, L, request.budget.threads))
+    return np.stack(parallel_map(place, L, request.budget.threads))
 
 
 def _packed(

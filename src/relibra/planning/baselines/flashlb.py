@@ -19,7 +19,7 @@ from relibra.planning.balancer import PlacementRequest
 from relibra.planning.balancers.homes import relabel_ranks
 from relibra.planning.balancers.resident import resident_placement
 from relibra.planning.placement import Placement
-from relibra.planning.search.concurrency import side_by_side
+from relibra.planning.search.parallel_map import parallel_map
 from relibra.routing.compiled import compiled
 
 Z = 0.6744897501960817
@@ -38,7 +38,7 @@ def decide(request: PlacementRequest) -> Placement:
         placement_RP = flashlb_placement(load_MLE[:, layer], R, B)
         return relabel_ranks(placement_RP, np.argsort(home_LE[layer], kind="stable").reshape(R, per_rank))
 
-    layers = side_by_side(place, home_LE.shape[0], request.budget.threads)
+    layers = parallel_map(place, home_LE.shape[0], request.budget.threads)
     return resident_placement(request, np.stack(layers), "even")
 
 

@@ -22,7 +22,8 @@ from relibra.planning.costs.copies import relocation_seconds
 from relibra.planning.costs.layer_costs import layer_costs
 from relibra.planning.replicas.replication import replicate
 from relibra.planning.replicas.traffic_copies import replicate_for_traffic
-from relibra.planning.search.concurrency import Deadline, available_cores, side_by_side
+from relibra.planning.search.deadline import Deadline
+from relibra.planning.search.parallel_map import available_cores, parallel_map
 from relibra.routing.demand import ScheduledDemand
 
 TOLERANCES = (0.1,)
@@ -55,7 +56,7 @@ def choose_replicas(
     M, L, _ = load_MLE.shape
     replica_MLRB = np.full((M, L, cluster.num_ranks, budget.slots), -1, dtype=np.int16)
     quota_MLRB = np.zeros(replica_MLRB.shape, dtype=np.int32)
-    for layer, (replica_MRB, quota_MRB) in enumerate(side_by_side(place, L, budget.threads)):
+    for layer, (replica_MRB, quota_MRB) in enumerate(parallel_map(place, L, budget.threads)):
         replica_MLRB[:, layer], quota_MLRB[:, layer] = replica_MRB, quota_MRB
     return replica_MLRB, quota_MLRB
 
@@ -81,7 +82,7 @@ def copies_against_traffic(
             tolerance=budget.tolerance,
         )
 
-    layers = side_by_side(place, len(home_LE), budget.threads)
+    layers = parallel_map(place, len(home_LE), budget.threads)
     replica, quota = (np.stack([pair[part] for pair in layers], axis=1) for part in (0, 1))
     return replica, quota
 
@@ -153,7 +154,7 @@ def cheapest_replicas(
         made = [choose() for choose in choices[first : first + together]]
         price = partial(_price, request, demand, home_LE, made)
         for (replica, quota), seconds_ML in zip(
-            made, side_by_side(price, len(made), request.budget.threads), strict=True
+            made, parallel_map(price, len(made), request.budget.threads), strict=True
         ):
             if best is None:
                 best = replica, quota, seconds_ML

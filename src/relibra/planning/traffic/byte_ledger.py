@@ -28,7 +28,7 @@ from numpy import ndarray
 
 from relibra.cluster import Cluster
 from relibra.planning.plan import StepPlan
-from relibra.planning.search.concurrency import side_by_side
+from relibra.planning.search.parallel_map import parallel_map
 from relibra.planning.traffic.split import TokenSplit, split_tokens
 from relibra.planning.traffic.traffic import iterate_traffic, send_once_share
 from relibra.routing.compiled import compiled
@@ -229,7 +229,7 @@ def distinct_rows_of_step(
             split = split_tokens(*arrays, plan.ranks_per_node)
             distinct_MLRR[at] = distinct_rows(experts_TLK[rows, layer], source_t, split, R)
 
-    side_by_side(count, M, threads)
+    parallel_map(count, M, threads)
     return distinct_MLRR
 
 

@@ -16,12 +16,12 @@ from relibra.planning.plan import StepPlan
 from relibra.reporting.data.compared_plans import ComparedPlan, ComparedStep
 from relibra.reporting.data.number_format import count, exact_percent, plural
 from relibra.reporting.data.step_simulation import StepSimulation, simulate_plans, simulate_timelines
+from relibra.reporting.html.glossary import LOAD_WORDS, PLAN_WORDS, glossary
 from relibra.reporting.html.html import cards, paragraph, section
 from relibra.reporting.html.html_bars import waterfall
 from relibra.reporting.html.html_page import check_output, html_page, write_page
 from relibra.reporting.pages.balancers_section import balancers_section
 from relibra.reporting.pages.failure_section import failure_section
-from relibra.reporting.pages.glossary import LOAD_WORDS, PLAN_WORDS, glossary
 from relibra.reporting.pages.ledger_section import ledger_section
 from relibra.reporting.pages.limits_section import limits_section, seconds_card
 from relibra.reporting.pages.load_section import load_section

@@ -15,12 +15,12 @@ from relibra.reporting.data.recording import Recording, open_recording
 from relibra.reporting.data.samples import Samples, read_samples
 from relibra.reporting.data.sentences import describe_balance, describe_reward, describe_skew
 from relibra.reporting.data.summary import Step, Summary, possible_ranks, summarize
+from relibra.reporting.html.glossary import LOAD_WORDS, PLAN_WORDS, ROUTE_WORDS, glossary
 from relibra.reporting.html.html import paragraph, section
 from relibra.reporting.html.html_page import check_output, html_page, write_page
 from relibra.reporting.html.route_figures import plotly_figures
 from relibra.reporting.html.sample_browser import sample_browser
 from relibra.reporting.pages import route_sections, run_sections
-from relibra.reporting.pages.glossary import LOAD_WORDS, PLAN_WORDS, ROUTE_WORDS, glossary
 from relibra.reporting.pages.plan_page import SCRIPTS, describe_step, step_sections
 from relibra.routing.trace_statistics import compute_step_statistics
 from relibra.simulation import ModelShape

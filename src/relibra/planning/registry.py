@@ -1,0 +1,43 @@
+"""Registry of balancers: the planners that a step can be given to, each after one system, behind one interface.
+
+`relibra.planning.plan_step` asks one of them. `relibra.eplb` offers the static
+planner under the names that DeepSeek's EPLB, vLLM and SGLang call. What a balancer may *see* is what it plans homes and
+replicas from; a static placement is still executed on the true micro-batches, by its rule of sharing tokens.
+"""
+
+from __future__ import annotations
+
+from relibra.planning.balancer import Balancer
+from relibra.planning.balancers import foremoe, relibra, static
+from relibra.planning.baselines import (
+    balanced,
+    eplb,
+    eplb_lp,
+    feplb,
+    flashlb,
+    flexmoe,
+    laer,
+    llep,
+    lplb,
+    popfetcher,
+    ultraep,
+)
+
+BALANCERS: dict[str, Balancer] = {
+    "static": Balancer(decide=static.decide, sees="nothing", based_on="plain expert parallelism"),
+    "balanced": Balancer(decide=balanced.decide, sees="micro-batches", based_on="our own ideal, any copy anywhere"),
+    "relibra": Balancer(decide=relibra.decide, sees="micro-batches", based_on="after ReLibra, arXiv 2605.08639"),
+    "foremoe": Balancer(decide=foremoe.decide, sees="micro-batches", based_on="after ForeMoE, arXiv 2606.11867"),
+    "flashlb": Balancer(decide=flashlb.decide, sees="micro-batches", based_on="FlashLB, vllm-project/vllm-ascend"),
+    "ultraep": Balancer(decide=ultraep.decide, sees="live", based_on="UltraEP, arXiv 2606.04101"),
+    "feplb": Balancer(decide=feplb.decide, sees="live", based_on="after FEPLB, arXiv 2604.19654"),
+    "llep": Balancer(decide=llep.decide, sees="live", based_on="LLEP, arXiv 2601.17111, with bounded slots"),
+    "eplb": Balancer(decide=eplb.decide, sees="step totals", based_on="EPLB, deepseek-ai/EPLB"),
+    "eplb_lp": Balancer(decide=eplb_lp.decide, sees="step totals", based_on="EPLB with an optimal split"),
+    "lplb": Balancer(decide=lplb.decide, sees="step totals", based_on="LPLB, deepseek-ai/LPLB"),
+    "eplb_history": Balancer(decide=eplb.decide, sees="history", based_on="EPLB, deepseek-ai/EPLB"),
+    "laer": Balancer(decide=laer.decide, sees="history", based_on="LAER-MoE, arXiv 2602.11686"),
+    "flexmoe": Balancer(decide=flexmoe.decide, sees="history", based_on="after FlexMoE, arXiv 2304.03946"),
+    "popfetcher": Balancer(decide=popfetcher.decide, sees="history", based_on="after PopFetcher, ATC'25"),
+}
+"""Every balancer by name; "after" in `based_on`: there is no public code to hold ours against."""
