@@ -254,7 +254,7 @@ def _summary(result: Result, static_skew: float) -> dict[str, str]:
         f"{name} {least.get(name, '')}{value:.3g}" for name, value in plan.predicted.items() if name != "total"
     )
     static = result.static.predicted
-    back = " with the moves back to it" if static["relocation"] else ""
+    back = " with relocation back to it" if static["relocation"] else ""
     return {
         "balancer": plan.balancer,
         "minimises": f"{plan.objective}; seconds are for experts of {result.request.priced_model}{default}",

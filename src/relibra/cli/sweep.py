@@ -345,8 +345,8 @@ def _legend(staged: bool, moved: bool) -> str:
     return "; ".join(
         [
             *(["all ranks: expert-parallel ranks x pipeline stages"] * staged),
-            f"/ static: throughput over that of the static layout of the same machine and cut{', and tokens/s' * moved}"
-            + ", without the relocation before the step (move), which later steps need less of" * moved,
+            "/ static: throughput relative to the static layout of the same machine and micro-batches",
+            *(["/ static and tokens/s leave out relocation (move), of which later steps need less"] * moved),
             f"exch, strag, copy{', move' * moved}: shares of the step for exchanging rows, for experts on the busiest "
             f"ranks only, for copies that are not hidden{', for moving experts' * moved}",
             "skew: token-slots of the busiest / mean ranks",

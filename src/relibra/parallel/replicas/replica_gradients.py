@@ -92,9 +92,7 @@ class LayerReplicas:
 
 
 class AddReplicaGradients(torch.autograd.Function):
-    """Identity of the homes, with an anchor; backward adds the gradients of replicas that arrived.
-
-    The anchor, a zero, is an input of `ReturnReplicaGradients`, so that its backward pass runs before this one."""
+    """Identity of the homes, with an anchor (0): the backward of its reader, `ReturnReplicaGradients`, runs first."""
 
     @staticmethod
     def forward(ctx: Any, replicas: LayerReplicas, names: list[str], *homes: Tensor) -> tuple[Tensor, ...]:

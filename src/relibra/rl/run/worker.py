@@ -60,9 +60,8 @@ def run_worker(
         from relibra.rl.trainer import train_rank
 
         device = _device(rank, config.parallel.ranks)
-        with joined_ranks(
-            config.parallel.timeout_seconds, device, Rendezvous(rank, config.parallel.ranks, port, listener)
-        ):
+        rendezvous = Rendezvous(rank, config.parallel.ranks, port, listener)
+        with joined_ranks(config.parallel.timeout_seconds, device, rendezvous):
             complete = train_rank(config, Path(run), device)
     sys.exit(Exit.DONE if complete else Exit.STOPPED)
 
