@@ -15,7 +15,7 @@ from scipy.optimize import linear_sum_assignment
 
 from relibra.errors import PlanError
 from relibra.planning.balancers.even_placement import even_placement
-from relibra.planning.balancers.homes import copies_of
+from relibra.planning.balancers.homes import count_copies
 from relibra.planning.baselines.eplb import experts_by_node
 
 
@@ -151,7 +151,8 @@ def _keep_in_place(
     """Permute ranks inside each node, and slots inside each rank, so that most experts stay where they are."""
     new_RP, old_RP = new_P.reshape(num_ranks, -1), old_P.reshape(num_ranks, -1)
     num_experts = int(max(new_P.max(), old_P.max())) + 1
-    kept_RR = np.minimum(copies_of(old_RP, num_experts)[:, None], copies_of(new_RP, num_experts)[None]).sum(axis=2)
+    old_RE, new_RE = count_copies(old_RP, num_experts), count_copies(new_RP, num_experts)
+    kept_RR = np.minimum(old_RE[:, None], new_RE[None]).sum(axis=2)
     result_RP = np.full_like(new_RP, -1)
     for first in range(0, num_ranks, ranks_per_node):
         node = slice(first, first + ranks_per_node)

@@ -65,7 +65,7 @@ def test_broken_plans_are_refused_with_the_place(plan):
         "is in the plan or in the demand's schedule": _changed(plan, "micro_batch_S", lambda a: a.__setitem__(0, -1)),
         "ranks outside 0..7": _changed(plan, "rank_S", lambda a: a.__setitem__(0, 8)),
         "below the plan's bound": replace(plan, bound_ML=plan.bound_ML + 10**6),
-        "not those of the demand": _changed(plan, "layer_ids", lambda a: a.__setitem__(0, 7)),
+        "made for another model": _changed(plan, "layer_ids", lambda a: a.__setitem__(0, 7)),
     }
     for words, broken in cases.items():
         with pytest.raises(PlanError, match=words):

@@ -133,7 +133,7 @@ def test_forged_values_raise_or_read_as_a_plan_within_range(tmp_path, data):
         ({"scope": "world"}, "scope: Input should be 'node' or 'cluster'"),
         ({"predicted": {"total": -1.0}}, r"predicted\.total"),
         ({"plan_seconds": "soon"}, "plan_seconds"),
-        ({"digest": "0" * 64}, "is damaged: its plan has digest .* it says '000000000000'"),
+        ({"digest": "0" * 64}, "is damaged: its digest is .* '000000000000'"),
         ({"surprise": 1}, "surprise: Extra inputs"),
     ],
 )

@@ -149,13 +149,13 @@ COLUMNS = (
 
 def print_comparison(rows: list[ComparisonRow]) -> None:
     """Print the rows as a table that fits the terminal, a legend, and the errors of balancers without a valid plan."""
-    from relibra.planning.analysis.comparison import LEVERS_IN_WORDS, scopes_in_words
+    from relibra.planning.analysis.comparison import LEVERS_IN_WORDS, describe_scopes
 
     console = Console()
     shown, table = _fitting(rows, console)
     console.print(table)
     console.print("\n" + "; ".join(f"{_name(column)}: {column.meaning}" for column in shown), highlight=False)
-    console.print(f"scope of copies: {scopes_in_words(rows)}", highlight=False)
+    console.print(f"scope of copies: {describe_scopes(rows)}", highlight=False)
     if any("+" in row.balancer for row in rows):
         console.print(LEVERS_IN_WORDS, highlight=False)
     hidden = ", ".join(_name(column) for column in COLUMNS if column not in shown)

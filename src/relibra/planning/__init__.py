@@ -1,4 +1,4 @@
-"""Planning: what is decided about a step before it runs. `plan_step` is the door; names load on first use."""
+"""Planning: homes, schedule and replicas of a step. Start with `plan_step`; names load on first use."""
 
 from __future__ import annotations
 

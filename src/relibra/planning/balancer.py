@@ -21,13 +21,13 @@ Sees = Literal["nothing", "history", "step totals", "micro-batches", "live"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlacementRequest:
-    """What a balancer is asked; the registry blanks what a balancer of its kind may not see.
+    """Input of a balancer; arrays that balancers of its kind do not see are left out.
 
-    budget        its objective is decided: not None
+    budget        its objective is set: not None
     demand        balancers that see "history" or "step totals" plan from `total_LE`, never from the demand
     total_LE      token-slots per layer and expert that the balancer may plan homes and static replicas from
     previous      homes before the step
-    warm          `previous` was planned for an earlier step, so it is a good start; False: it is the static layout
+    warm          `previous` was planned for an earlier step; False: it is the static layout
     history_MLE   loads of earlier micro-batches, for balancers that see "history"
     """
 
@@ -78,8 +78,8 @@ class PlacementRequest:
 class Balancer:
     """One entry of the registry.
 
-    sees       what the planner may look at
-    based_on   the paper or code it follows; "after ..." where no public code exists
+    sees       loads that it plans from
+    based_on   its paper or code; "after ...": no public code exists
     """
 
     decide: Callable[[PlacementRequest], Placement]

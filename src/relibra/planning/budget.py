@@ -1,4 +1,4 @@
-"""`Budget`: what a plan may use (slots, levers, time) and by which measure it is judged."""
+"""`Budget`: slots, levers, time and objective of a plan."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from relibra.errors import PlanError
 
 Objective = Literal["seconds", "tokens"]
 DEFAULT_MODEL = "qwen3-30b-a3b"
-"""Whose sizes price a plan where nobody names a model."""
+"""Model whose expert sizes are used if none is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a balancer may use for one step.
+    """Slots, levers, time and objective of a balancer for one step.
 
     slots               B, spare expert slots per rank for replicas; 0 turns replicas off
     objective           "seconds": modelled step time; "tokens": sum over micro-batches and layers of the busiest rank;
-                        None: seconds where the size of an expert is given, else tokens
-    move_homes          may experts change their home rank between steps
-    place_samples       may samples change the rank they are fed from, inside their micro-batch
-    pack_samples        may samples change their micro-batch (which rows meet in one forward pass changes; the gradient
-                        of a step is the same sum)
-    cross_node_copies   may a replica sit on another node than its home: weights and gradients then cross the network
-    tolerance           accepted load of the busiest rank above the lowest reachable one; larger means fewer copies
-    token_slack         how far packing may fill a micro-batch beyond the largest of the given schedule
+                        None: seconds if the size of an expert is given, else tokens
+    move_homes          experts may change their home rank between steps
+    place_samples       samples may change their source rank inside their micro-batch
+    pack_samples        samples may change their micro-batch; the gradient of a step is the same sum
+    cross_node_copies   replicas may be on another node than their home: weights and gradients then cross the network
+    tolerance           accepted load of the busiest rank above the lowest reachable, as a share; larger: fewer copies
+    token_slack         share by which packing may exceed the tokens of the largest micro-batch of the given schedule
     attention_slack     the same for the attention cost of a micro-batch (sum of squared lengths)
     deadline_seconds    stop improving after this long and return the best plan so far; None: no limit. A plan under a
                         deadline may differ from run to run
@@ -48,7 +47,7 @@ class Budget:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what no plan could use."""
+        """Raise PlanError for values out of range."""
         for name in ("slots", "seed", "threads"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):

@@ -1,8 +1,8 @@
 """Placement files for serving engines: the homes and replicas of a plan as slot maps.
 
 An engine's file holds one placement for the whole step and a fixed rule for sharing tokens over copies, so quotas and
-replicas that change from one micro-batch to the next do not survive; `physical_maps` says which replicas are kept.
-Engines know no empty slot either: in files, empty slots are filled (`filled_map`).
+replicas per micro-batch are lost; `physical_maps` defines which replicas are kept. Engines have no empty slots: in
+files they are filled (`filled_map`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from relibra.routing.demand import Demand
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PhysicalMaps:
-    """Where experts are, in the three arrays that vLLM, SGLang and DeepSeek's EPLB use.
+    """Locations of experts, in the three arrays of vLLM, SGLang and DeepSeek's EPLB.
 
-    physical_to_logical_map   expert in each slot, -1: empty; slot p lives on rank p // (P / R)
+    physical_to_logical_map   expert in each slot, -1: empty; slot p is on rank p // (P / R)
     logical_to_physical_map   slots of each expert, its home first, then by slot; padded with -1
-    logical_replica_count     copies of each expert, its home among them
+    logical_replica_count     copies of each expert, its home included
     """
 
     physical_to_logical_map: Int64[ndarray, "L P"]
@@ -36,11 +36,11 @@ class PhysicalMaps:
 
 
 def physical_maps(plan: StepPlan, micro_batch: int | None = None) -> PhysicalMaps:
-    """Lay out homes and replicas in P = R x (E / R + B) slots: on each rank its homes first, then its spare slots.
+    """Return homes and replicas in P = R x (E / R + B) slots: on each rank its homes, then its spare slots.
 
-    micro_batch   whose replicas to show, slot by slot. None: for each layer and rank the B experts whose replicas there
-                  compute most token-slots over the step (ties: lower id), largest first
-    raises        PlanError for a micro-batch that the plan does not have
+    micro_batch   whose replicas are returned. None: for each layer and rank the B experts whose replicas there compute
+                  most token-slots over the step (ties: lower id), largest first
+    raises        PlanError for an unknown micro-batch
     """
     M, L, R, _ = plan.replica_MLRB.shape
     if micro_batch is None:
@@ -89,10 +89,10 @@ def _with_inverse(map_LP: Int64[ndarray, "L P"], plan: StepPlan) -> PhysicalMaps
 def filled_map(plan: StepPlan, demand: Demand, micro_batch: int | None = None) -> Int64[ndarray, "L P"]:
     """Return the slot map with an expert in every slot, as serving engines need it.
 
-    Slot by slot, an empty one gets the expert with the highest load per copy among those its rank does not hold (ties:
-    lower id). A rank that holds all of them repeats one: that slot is wasted.
+    An empty slot gets the expert with the highest load per copy that is not on its rank (ties: lower id); if all are,
+    one is repeated and the slot is wasted.
 
-    demand       whose `counts_SLE` say what is hot
+    demand       load of the experts (`counts_SLE`)
     micro_batch  see `physical_maps`
     raises       PlanError when demand and plan differ in layers or experts
     """
@@ -100,7 +100,7 @@ def filled_map(plan: StepPlan, demand: Demand, micro_batch: int | None = None) -
     load_LE = demand.counts_SLE.sum(axis=0, dtype=np.float64)
     if load_LE.shape != plan.physical_to_logical_map.shape:
         raise PlanError(
-            f"a plan of (layers, experts) {plan.physical_to_logical_map.shape} meets a demand of {load_LE.shape}: "
+            f"plan of (layers, experts) {plan.physical_to_logical_map.shape} for a demand of {load_LE.shape}: "
             "pass the demand it was made for"
         )
     map_LP, copies_LE = maps.physical_to_logical_map.copy(), maps.logical_replica_count.copy()
@@ -135,7 +135,7 @@ def write_sglang_json(
     map_LP = filled_map(plan, demand, micro_batch)
     layers = int(plan.layer_ids.max()) + 1 if num_hidden_layers is None else num_hidden_layers
     if layers <= plan.layer_ids.max():
-        raise PlanError(f"a model of {layers} hidden layers has no layer {plan.layer_ids.max()}, which the plan names")
+        raise PlanError(f"a model of {layers} hidden layers has no layer {plan.layer_ids.max()} of the plan")
     rows = np.tile(np.arange(map_LP.shape[1]) % plan.num_experts, (layers, 1))
     rows[plan.layer_ids] = map_LP
     write_text(Path(path), json.dumps({"physical_to_logical_map": rows.tolist()}) + "\n")

@@ -1,4 +1,4 @@
-"""Layers are planned by themselves once the schedule is fixed: cut a demand by layers, join the plans of the parts."""
+"""Planning by layers under a fixed schedule: cut a demand by layers, join the plans of the parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relibra.routing.demand import ScheduledDemand
 
 
 def layers_of_rank(num_layers: int, rank: int, num_ranks: int) -> Int64[ndarray, " l"]:
-    """Return the layers that a rank plans, as positions on the layer axis; none where there are more ranks."""
+    """Return the layers that a rank plans, as positions on the layer axis; may be empty."""
     return np.array_split(np.arange(num_layers), num_ranks)[rank]
 
 
@@ -32,7 +32,7 @@ def demand_of_layers(demand: ScheduledDemand, layers: Int64[ndarray, " l"]) -> S
 def join_layers(parts: Sequence[StepPlan], demand: ScheduledDemand) -> StepPlan:
     """Join plans of consecutive layers under one schedule into the plan of all of them.
 
-    Seconds of planning are those of the slowest part, for they are made side by side. Nothing is predicted.
+    Parts are planned in parallel: `plan_seconds` is that of the slowest. Nothing is predicted.
 
     demand   of all layers
     """

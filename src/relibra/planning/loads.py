@@ -1,4 +1,4 @@
-"""Loads that follow from homes and replicas: the arithmetic that plans, bounds and solvers share."""
+"""Rank loads of homes and replicas, for plans, bounds and solvers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy import ndarray
 def home_rank_load(
     load_MLE: Int64[ndarray, "M L E"], home_LE: Int[ndarray, "L E"], num_ranks: int
 ) -> Int64[ndarray, "M L R"]:
-    """Sum expert loads over the experts at home on each rank (or node, given node numbers)."""
+    """Return the load of the experts at home on each rank (or node, given node numbers)."""
     M, L, _ = load_MLE.shape
     load_MLR = np.zeros((M, L, num_ranks), dtype=np.int64)
     for layer in range(L):
@@ -24,7 +24,7 @@ def home_rank_load(
 def replica_load_change(
     replica_MLRB: Int16[ndarray, "M L R B"], quota_MLRB: Int32[ndarray, "M L R B"], home_LE: Int[ndarray, "L E"]
 ) -> Int64[ndarray, "M L R"]:
-    """Return what replicas add to the ranks that hold them and take from the homes of their experts."""
+    """Return the load that replicas add to their ranks and take from the homes of their experts."""
     M, L, R, _ = replica_MLRB.shape
     change_MLR = np.zeros((M, L, R), dtype=np.int64)
     micro_batch_X, layer_X, rank_X, slot_X = np.nonzero(replica_MLRB >= 0)

@@ -29,7 +29,7 @@ class Homes:
 
     num_nodes, ranks_per_node   N and G
     layer_ids                   absolute decoder layer of each entry of the layer axis
-    physical_to_logical_map     expert of each home slot; slot p lives on rank p // (E / R)
+    physical_to_logical_map     expert of each home slot; slot p is on rank p // (E / R)
     """
 
     num_nodes: int
@@ -105,11 +105,11 @@ def static_homes(topology: Topology, layer_ids: Int[ndarray, " L"], num_experts:
 class Placement(Homes):
     """Homes, schedule and replicas of one step: what a balancer returns.
 
-    micro_batch_S, rank_S   where each sample of the demand runs; micro-batch -1: left out
+    micro_batch_S, rank_S   micro-batch (-1: left out) and source rank of each sample
     replica_MLRB            expert in each spare slot; -1: empty
-    quota_MLRB              token-slots that the replica computes; its home computes what is left
-    resident                True: slots belong to a layer and keep their replica over micro-batches where it stays the
-                            same; False: one buffer shared by all layers, filled anew each time
+    quota_MLRB              token-slots that the replica computes; the home computes the rest
+    resident                True: every layer has its own slots, which keep replicas over micro-batches; False: one
+                            buffer for all layers, filled for each
     scope                   "node": replicas stay on the node of their home; "cluster": anywhere
     cut_short               a deadline ended the search
     """

@@ -20,16 +20,16 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepPlan(Placement):
-    """Placement of one step, with what it is expected to cost.
+    """Placement of one step, with its bound and predicted seconds.
 
-    balancer        who decided
-    previous_map    `physical_to_logical_map` before the step: what differs has to move
+    balancer        name of the balancer
+    previous_map    `physical_to_logical_map` before the step; differing experts move
     bound_ML        lowest load of the busiest rank that any plan with this schedule, these homes, these slots and this
                     scope can reach, in token-slots
     predicted       seconds per term of the objective (label `model`), and "total"
     plan_seconds    wall clock of planning
-    objective       what the balancer was asked to minimise; "" where it was not recorded
-    demand_digest   `Demand.digest` of the load it was made for; "" where it was not recorded
+    objective       minimised by the balancer; "": not recorded
+    demand_digest   `Demand.digest` of the planned load; "": not recorded
     """
 
     balancer: str
@@ -50,7 +50,7 @@ class StepPlan(Placement):
         objective: str = "",
         demand_digest: str = "",
     ) -> StepPlan:
-        """Return the plan of a placement; nothing is predicted yet.
+        """Return the plan of a placement, without a prediction.
 
         previous   homes before the step
         """
@@ -65,7 +65,7 @@ class StepPlan(Placement):
 
     @staticmethod
     def static(demand: ScheduledDemand, topology: Topology) -> StepPlan:
-        """Return the static layout under the schedule of a demand: no moves, no slots, nothing predicted."""
+        """Return the static layout under the schedule of a demand: no moves, slots or prediction."""
         homes = static_homes(topology, demand.layer_ids, demand.num_experts)
         M, L, R, _ = demand.tokens_MLRE.shape
         placement = Placement(
@@ -100,13 +100,13 @@ class StepPlan(Placement):
     def scheduled(self, demand: Demand) -> ScheduledDemand:
         """Return the demand under this plan's schedule; raises PlanError when the plan was made for another load."""
         if demand.counts_SLE.shape[0] != len(self.micro_batch_S):
-            raise PlanError(f"a plan of {len(self.micro_batch_S)} samples meets {demand.counts_SLE.shape[0]} samples")
+            raise PlanError(f"plan of {len(self.micro_batch_S)} samples, demand of {len(demand.counts_SLE)} samples")
         if self.demand_digest and demand.digest() != self.demand_digest:
             raise PlanError("the plan was made for another demand (its digest differs): pass the one it was made for")
         return demand.with_schedule(self.micro_batch_S, self.rank_S, self.num_ranks, len(self.bound_ML))
 
     def digest(self) -> str:
-        """Return the SHA-256 of every decision: ranks with equal digests do the same. Predictions do not count."""
+        """Return the SHA-256 of all decisions: ranks with equal digests execute the same. Predictions are left out."""
         sizes = (FORMAT_VERSION, self.num_nodes, self.ranks_per_node, self.resident, self.scope)
         digest = hashlib.sha256(repr(sizes).encode())
         for name, array in self.decisions().items():
@@ -115,6 +115,6 @@ class StepPlan(Placement):
         return digest.hexdigest()
 
     def decisions(self) -> dict[str, ndarray]:
-        """Return the arrays that decide what is executed, by name."""
+        """Return the executed arrays by name."""
         names = ("layer_ids", "micro_batch_S", "rank_S", "physical_to_logical_map", "previous_map")
         return {name: getattr(self, name) for name in (*names, "replica_MLRB", "quota_MLRB")}

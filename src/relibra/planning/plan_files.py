@@ -1,4 +1,4 @@
-"""Plan files: a `StepPlan` in one `.safetensors` file, with the digest that ranks compare before they run it."""
+"""Plan files: a `StepPlan` in one `.safetensors` file, with the digest that ranks compare before execution."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _Count = Annotated[int, Field(ge=1, le=1 << 16)]
 
 
 class _Facts(BaseModel):
-    """What a plan holds beside its arrays."""
+    """Fields of a plan other than arrays."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -67,7 +67,7 @@ class _Facts(BaseModel):
 def write_plan(path: Path | str, plan: StepPlan) -> None:
     """Write a plan.
 
-    raises    PlanError when it holds values that no plan can hold
+    raises    PlanError for values out of range
     """
     facts = {name: getattr(plan, name) for name in _Facts.model_fields if name not in ("digest", "predicted")}
     arrays = {name: getattr(plan, name) for name in FORMAT.axes}
@@ -78,16 +78,16 @@ def write_plan(path: Path | str, plan: StepPlan) -> None:
 
 
 def read_plan(path: Path | str) -> StepPlan:
-    """Read a plan that `write_plan` wrote; whether it fits a machine and a load is for `validate_plan`.
+    """Read a plan written by `write_plan`; `validate_plan` checks it against a machine and a load.
 
-    raises    PlanError when the file is missing, foreign, of another version, damaged, or holds values out of range
+    raises    PlanError when the file is missing, of another format or version, damaged, or has values out of range
     """
     arrays, body = read_tensors(Path(path), FORMAT)
     facts = _check_facts(str(path), body)
     plan = StepPlan(**arrays, **facts.model_dump(exclude={"digest"}))
     _check_values(str(path), plan)
     if plan.digest() != facts.digest:
-        raise PlanError(f"{path} is damaged: its plan has digest {plan.digest()[:12]}, it says {facts.digest[:12]!r}")
+        raise PlanError(f"{path} is damaged: its digest is {plan.digest()[:12]}, recorded is {facts.digest[:12]!r}")
     return plan
 
 
@@ -100,7 +100,7 @@ def _check_facts(where: str, body: dict[str, object]) -> _Facts:
 
 
 def _check_values(where: str, plan: StepPlan) -> None:
-    """Refuse what would make other code read out of place; legality under a load is not looked at."""
+    """Raise PlanError for indices out of range; the load is not checked."""
     M, _, R, _ = plan.replica_MLRB.shape
     E = plan.num_experts
     if plan.num_ranks != R or E % R:

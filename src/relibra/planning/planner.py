@@ -1,4 +1,4 @@
-"""`plan_step`: ask a balancer, make a priced plan of what it says, and never return one worse than static."""
+"""`plan_step`: run a balancer, price its placement, and never return a plan worse than static."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def plan_step(
     history_MLE: Int[ndarray, "H L E"] | None = None,
     never_worse: bool = True,
 ) -> StepPlan:
-    """Decide one step: homes, schedule, replicas and quotas.
+    """Plan one step: homes, schedule, replicas and quotas.
 
     demand        token-slots under a schedule (`Demand.with_schedule`) over as many ranks as the cluster has
-    balancer      a name of `BALANCERS`, or "auto": the cheapest plan of all that may know the step
+    balancer      a name of `BALANCERS`, or "auto": the cheapest plan of all that see the step
     expert        sizes of one expert, for the objective in seconds; None: the token objective, and seconds are
                   predicted for experts like those of Qwen3-30B-A3B
-    previous      where the experts are now, for example the plan of the step before; None: in the static layout
-    history_MLE   loads of earlier micro-batches, for balancers that only see the past; None: they plan from even loads
-    never_worse   return the static layout instead of a plan that this objective finds worse (unless homes must not
-                  move and are elsewhere); False: to compare
-    raises        PlanError when demand, cluster and budget do not fit together
+    previous      current homes, for example the plan of the last step; None: the static layout
+    history_MLE   loads of earlier micro-batches, for balancers that see "history"; None: they plan from even loads
+    never_worse   return the static layout instead of a plan with a worse objective (unless homes differ from it and
+                  must not move); False: to compare
+    raises        PlanError when sizes of demand, cluster and budget disagree
     """
     budget = budget or Budget()
     if expert is None and budget.objective == "seconds":
@@ -74,9 +74,9 @@ def plan_step(
 def _cheapest(
     demand: ScheduledDemand, cluster: Cluster, budget: Budget, *, expert: ExpertShape, previous: Homes | None
 ) -> StepPlan:
-    """Ask every balancer that may know the step; keep the cheapest plan that uses no lever the budget forbids.
+    """Return the cheapest plan within the budget of all balancers that see the step.
 
-    relibra is asked first, and nobody any more once a deadline is over.
+    relibra runs first; once the deadline is over, no further balancer runs.
     """
     clock = Deadline(budget.deadline_seconds)
     knowing = [name for name, entry in BALANCERS.items() if entry.sees not in ("nothing", "history")]
@@ -101,13 +101,13 @@ def _check(demand: ScheduledDemand, cluster: Cluster, previous: Homes | None, hi
         )
     if demand.num_experts % cluster.num_ranks:
         raise PlanError(
-            f"{demand.num_experts} experts cannot be shared evenly by {cluster.num_ranks} ranks: choose a number of "
-            f"ranks that divides {demand.num_experts}"
+            f"{demand.num_experts} experts cannot be divided evenly among {cluster.num_ranks} ranks: choose a number "
+            f"of ranks that divides {demand.num_experts}"
         )
     if demand.num_experts > 1 << 15 or cluster.num_ranks > 1 << 15:
         raise PlanError(f"{demand.num_experts} experts on {cluster.num_ranks} ranks: at most {1 << 15} of each")
     if 0 in demand.counts_SLE.shape[1:]:
-        raise PlanError(f"a demand of (samples, layers, experts) {demand.counts_SLE.shape} has nothing to plan")
+        raise PlanError(f"a demand of (samples, layers, experts) {demand.counts_SLE.shape} is empty")
     if previous is not None:
         _check_previous(demand, cluster, previous)
     if history_MLE is not None and (history_MLE.shape[1:] != demand.counts_SLE.shape[1:] or (history_MLE < 0).any()):
@@ -118,7 +118,7 @@ def _check(demand: ScheduledDemand, cluster: Cluster, previous: Homes | None, hi
 
 
 def _check_previous(demand: ScheduledDemand, cluster: Cluster, previous: Homes) -> None:
-    """Homes of a previous plan say where experts *are*: on the same ranks and for the same model only."""
+    """Raise PlanError when the previous homes have other ranks, layers or experts."""
     theirs = (previous.num_nodes, previous.ranks_per_node, previous.num_experts, previous.layer_ids.tolist())
     ours = (cluster.num_nodes, cluster.ranks_per_node, demand.num_experts, demand.layer_ids.tolist())
     for what, before, now in zip(("nodes", "ranks per node", "experts", "layers"), theirs, ours, strict=True):
@@ -138,7 +138,7 @@ def _request(
     history_MLE: ndarray | None,
     entry: Balancer,
 ) -> PlacementRequest:
-    """Show a balancer what it may see, and no more."""
+    """Return the input of a balancer, with the loads that it sees."""
     L, E = demand.counts_SLE.shape[1:]
     total_LE = np.ones((L, E))
     if entry.sees in ("step totals", "micro-batches"):
@@ -158,7 +158,7 @@ def _request(
 
 
 def _plan(balancer: str, placement: Placement, request: PlacementRequest) -> StepPlan:
-    """Make a plan of a placement: bound, check, predicted seconds."""
+    """Return the validated plan of a placement, with bound and predicted seconds."""
     demand, cluster = request.demand, request.cluster
     scheduled = demand
     if placement.micro_batch_S is not demand.micro_batch_S or placement.rank_S is not demand.rank_S:
@@ -181,7 +181,7 @@ def _plan(balancer: str, placement: Placement, request: PlacementRequest) -> Ste
         objective=request.budget.objective or "",
         demand_digest=demand.digest(),
     )
-    validate_plan(plan, cluster.topology, scheduled)  # before anything is computed from it
+    validate_plan(plan, cluster.topology, scheduled)  # before its loads are used
     return replace(plan, predicted=predict(plan, scheduled, cluster, request.expert).as_dict())
 
 

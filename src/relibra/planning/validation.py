@@ -1,7 +1,7 @@
-"""Check a plan against the machine and the load, with no code that any solver uses.
+"""Check a plan against the machine and the load, independently of solver code.
 
-What is checked is what an executor relies on: every expert has one home, every replica sits in a slot of its own on a
-rank that does not hold its expert yet, every token-slot is computed exactly once, and nobody goes below the bound.
+Checked is what the executor needs: every expert has one home, every replica its own slot on a rank without its expert,
+every token-slot is computed exactly once, and no maximum is below the bound.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from relibra.routing.demand import Demand, ScheduledDemand
 def validate_plan(plan: StepPlan, topology: Topology, demand: Demand) -> None:
     """Raise PlanError at the first rule that a plan breaks.
 
-    topology the machine's nodes and ranks per node
-    demand   the step's demand, with or without a schedule: the plan's own schedule is used
+    topology nodes and ranks per node of the machine
+    demand   of the step; the schedule of the plan is used
     """
     _check_sizes(plan, topology, demand)
     _check_schedule(plan, demand)
@@ -39,7 +39,7 @@ def _check_sizes(plan: StepPlan, topology: Topology, demand: Demand) -> None:
     S, L, E = demand.counts_SLE.shape
     M, R = plan.bound_ML.shape[0], plan.num_ranks
     if plan.replica_MLRB.ndim != 4:
-        raise PlanError(f"plan array replica_MLRB has shape {plan.replica_MLRB.shape}: four axes are needed")
+        raise PlanError(f"plan array replica_MLRB has shape {plan.replica_MLRB.shape}: expected 4 axes")
     shapes = {
         "layer_ids": (L,),
         "micro_batch_S": (S,),
@@ -52,13 +52,13 @@ def _check_sizes(plan: StepPlan, topology: Topology, demand: Demand) -> None:
     }
     for name, shape in shapes.items():
         if not np.issubdtype(getattr(plan, name).dtype, np.integer):
-            raise PlanError(f"plan array {name} holds {getattr(plan, name).dtype}: whole numbers are needed")
+            raise PlanError(f"plan array {name} holds {getattr(plan, name).dtype}: expected whole numbers")
         if getattr(plan, name).shape != shape:
             raise PlanError(f"plan array {name} has shape {getattr(plan, name).shape}: {shape} fits demand and machine")
     if not np.array_equal(plan.layer_ids, demand.layer_ids):
-        raise PlanError("the plan's layers are not those of the demand: it was made for another model")
+        raise PlanError("layers of plan and demand differ: the plan was made for another model")
     if E % R:
-        raise PlanError(f"{E} experts cannot have homes on {R} ranks evenly: use a number of ranks that divides {E}")
+        raise PlanError(f"{E} experts cannot be divided evenly among {R} ranks: use a number of ranks that divides {E}")
 
 
 def _check_schedule(plan: StepPlan, demand: Demand) -> None:
@@ -127,7 +127,7 @@ def _check_quotas(plan: StepPlan, demand: Demand) -> np.ndarray:
             expert_X = plan.replica_MLRB[m_X, layer_X, r, b]
             taken_X = plan.quota_MLRB[m_X, layer_X, r, b]
             load_MLR[m_X, layer_X, r] += taken_X
-            home_left_MLE[m_X, layer_X, expert_X] -= taken_X  # one slot of one rank: no pair twice
+            home_left_MLE[m_X, layer_X, expert_X] -= taken_X  # one slot of one rank: no duplicate pairs
     if (home_left_MLE < 0).any():
         m, layer, e = np.argwhere(home_left_MLE < 0)[0].tolist()
         has, too_many = load_MLE[m, layer, e], -home_left_MLE[m, layer, e]

@@ -88,9 +88,7 @@ class Demand:
         """
         S, L, E = self.counts_SLE.shape
         if micro_batch_S.shape != (S,) or rank_S.shape != (S,):
-            raise TraceError(
-                f"schedule of {len(micro_batch_S)} samples for a demand of {S} samples: the numbers must be equal"
-            )
+            raise TraceError(f"schedule of {len(micro_batch_S)} samples for a demand of {S} samples: pass all of them")
         kept = np.flatnonzero(micro_batch_S >= 0)
         if len(kept) and (rank_S[kept].min() < 0 or rank_S[kept].max() >= num_ranks):
             raise TraceError(
@@ -121,9 +119,7 @@ class Demand:
         for m in range(int(micro_batch_S.max()) + 1):
             inside = kept[micro_batch_S[kept] == m]
             if len(inside) and int(self.counts_SLE[inside].sum(axis=0, dtype=np.int64).max()) >= 1 << 31:
-                raise TraceError(
-                    f"micro-batch {m} sends 2^31 token-slots or more to one expert: use smaller micro-batches"
-                )
+                raise TraceError(f"micro-batch {m} has 2^31 token-slots or more for one expert: cut smaller ones")
 
     def digest(self) -> str:
         """Return the SHA-256 of the loads of all samples and layers; the schedule does not change it."""

@@ -110,9 +110,8 @@ def domain_trace(
         start_SE, end_SE = ends_2DLE[0, domain_S, layer], ends_2DLE[1, domain_S, layer]
         log_weight_SE = np.cos(angle_S)[:, None] * start_SE + np.sin(angle_S)[:, None] * end_SE
         experts_LTK.append(_draw_experts(log_weight_SE[sample_T], shape.top_k, rng))
-    return _build_trace(
-        shape, experts_LTK, group_ids=domain_S, source=f"synthetic domains, {num_domains}, drift {drift:g}"
-    )
+    source = f"synthetic domains, {num_domains}, drift {drift:g}"
+    return _build_trace(shape, experts_LTK, group_ids=domain_S, source=source)
 
 
 def balanced_trace(shape: TraceShape) -> RoutingTrace:

@@ -14,9 +14,9 @@ from relibra.planning.analysis.comparison import (
     comparable,
     compare,
     compile_kernels,
+    describe_scopes,
     iterate_comparison,
     measure,
-    scopes_in_words,
 )
 from relibra.planning.analysis.levers import lever_bounds, lever_gaps
 from relibra.planning.balancer import Balancer
@@ -77,7 +77,7 @@ def test_every_balancer_gives_a_valid_row_and_relibra_is_ahead_of_all_real_ones(
     assert [row.message for row in rows.values() if not row.valid] == []
     assert all(row.skew >= row.bound >= row.bound_any_homes >= 1 - 1e-12 for row in rows.values())
     assert rows["static"].scope == rows["relibra"].scope == "node"
-    assert scopes_in_words([rows["static"], rows["eplb"]]) == "inside the node: static; anywhere: eplb"
+    assert describe_scopes([rows["static"], rows["eplb"]]) == "inside the node: static; anywhere: eplb"
     assert rows["static"].copies == rows["static"].moved_bytes == 0
     assert rows["relibra"].cross_node_copies == 0
     in_node = [rows[name].skew for name in ("foremoe", "ultraep", "feplb")]  # copies inside the node only, as it has

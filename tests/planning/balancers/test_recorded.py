@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from relibra.planning.balancers.even_placement import busiest_rank
-from relibra.planning.balancers.homes import copies_of
+from relibra.planning.balancers.homes import count_copies
 from relibra.planning.balancers.shares import optimal_quotas
 from relibra.planning.baselines.eplb import eplb_placement
 from relibra.planning.registry import BALANCERS
@@ -74,7 +74,7 @@ def test_placement_of_eplb_scores_as_the_original(model, num_ranks, even, optima
         placement_P, _ = eplb_placement(load_ME.sum(axis=0), E + num_ranks, 1, 1, num_ranks)
         placement_RP = placement_P.reshape(num_ranks, -1)
         tops_even += busiest_rank(load_ME, placement_RP) / mean
-        held_RE = copies_of(placement_RP, E) > 0
+        held_RE = count_copies(placement_RP, E) > 0
         home_E = held_RE.argmax(axis=0)  # any host: here it only stands for the first copy
         held_RE[home_E, np.arange(E)] = False
         replica_RP = np.where(held_RE, np.arange(E), -1).astype(np.int16)

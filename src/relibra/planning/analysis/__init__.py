@@ -1,4 +1,4 @@
-"""Analysis of plans: bounds, what each lever brought, plans in words, balancers side by side, fault coverage.
+"""Analysis of plans: bounds, gain of each lever, plans in words, comparison of balancers, fault coverage.
 
-In: plans and demands. Out: numbers and sentences; nothing here changes a plan. Start with `comparison.py`.
+In: plans and demands. Out: numbers and sentences. Start with `comparison.py`.
 """

@@ -1,7 +1,7 @@
-"""Bounds: how low the busiest rank can get, whatever the solver, and what each lever brought.
+"""Bounds: lowest possible load of the busiest rank, for any solver.
 
-All bounds are in whole token-slots of the busiest rank, per micro-batch and layer. None of them solves anything: they
-follow from counting, so a plan below its bound is a bug in the plan's loads.
+All bounds are in whole token-slots of the busiest rank, per micro-batch and layer, and follow from counting: a plan
+below its bound has wrong loads.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def reachable_bound(
     slots: int,
     scope: Scope,
 ) -> Int64[ndarray, "M L"]:
-    """Bound what replicas and token split can reach with these homes.
+    """Return the bound of replicas and token split with these homes.
 
-    Without slots it is the load of the busiest rank itself. With slots a domain (a node, or with scope "cluster" all
-    ranks) cannot get below its mean, nor below the smallest T for which its experts need no more than the instances it
-    has room for: an expert with load x takes at least ceil(x / T) of them.
+    Without slots it is the load of the busiest rank. With slots a domain (a node, or with scope "cluster" all ranks)
+    cannot get below its mean, nor below the smallest T for which its experts fit into its slots: an expert with load x
+    needs at least ceil(x / T) instances.
     """
     if slots == 0 or num_ranks == 1:
         return home_rank_load(load_MLE, home_LE, num_ranks).max(axis=2)
@@ -42,7 +42,7 @@ def reachable_bound(
 
 
 def _instances_bound(load_MLE: ndarray, inside_LE: ndarray, lowest_ML: ndarray, spare: int) -> ndarray:
-    """Raise a bound to the smallest T with sum of (ceil(load / T) - 1) <= spare instances, by bisection."""
+    """Return the smallest T >= `lowest_ML` with sum of (ceil(load / T) - 1) <= spare instances, by bisection."""
     load_MLE = np.where(inside_LE, load_MLE, 0)
 
     def copies(t_ML: ndarray) -> ndarray:
@@ -62,11 +62,10 @@ def _instances_bound(load_MLE: ndarray, inside_LE: ndarray, lowest_ML: ndarray, 
 def any_homes_bound(
     load_MLE: Int64[ndarray, "M L E"], num_ranks: int, ranks_per_node: int, slots: int, scope: Scope
 ) -> Int64[ndarray, "M L"]:
-    """Bound what any homes with the same number of experts per rank can reach, each micro-batch taken by itself.
+    """Return the bound of any homes with equally many experts per rank, for each micro-batch alone.
 
-    Per domain (a rank without slots, else a node or the cluster): the mean; the heaviest expert together with the
-    lightest ones that must share its domain; and, where a domain holds two experts or more, two of the D + 1 heaviest
-    share one, beside the lightest.
+    Per domain (a rank without slots, else a node or the cluster): the mean; the heaviest expert with the lightest
+    ones as neighbours; and, if D domains hold two experts or more, two of the D + 1 heaviest in one, with the lightest.
     """
     E = load_MLE.shape[2]
     size = 1 if slots == 0 else (ranks_per_node if scope == "node" else num_ranks)

@@ -1,4 +1,4 @@
-"""Balancers side by side on one step: each planned alone, checked by code that is not its own, and measured alike."""
+"""Compare balancers on one step: each plan is validated by independent code and measured the same way."""
 
 from __future__ import annotations
 
@@ -31,28 +31,27 @@ LEVER_SETS: dict[str, dict[str, Any]] = {
     "relibra+packing+cross-node": {"pack_samples": True, "cross_node_copies": True},
     "relibra+seconds": {"pack_samples": True, "cross_node_copies": True, "objective": "seconds"},
 }
-"""Rows for relibra's levers, as settings of the budget; homes and replicas inside the node always.
+"""Rows for relibra's levers, as settings of the budget, beside homes and replicas inside the node.
 
-The last one plans for modelled seconds whatever the others plan for: where copies and moves cost more than an even load
-saves, it leaves the load uneven.
+The last one always plans for modelled seconds: it leaves load uneven if copies and moves cost more than they save.
 """
 
 LEVERS_IN_WORDS = (
-    "+packing: samples may change their micro-batch; +cross-node: copies on other nodes too; +seconds: both, planned "
-    "for modelled seconds whatever the others are planned for"
+    "+packing: samples may change their micro-batch; +cross-node: copies on other nodes too; +seconds: both, always "
+    "planned for modelled seconds"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
-    """What one balancer made of a step; figures are None where it made no plan.
+    """Figures of one balancer's plan of a step; None if it made no plan.
 
-    balancer, sees             name, and what it may look at
+    balancer, sees             name; loads that it plans from
     skew, bound, gap           token objective: sum over micro-batches and layers of the busiest rank / sum of means;
                                the lowest that its schedule, homes, slots and scope allow; skew / bound - 1
     bound_any_homes            the lowest that its schedule, slots and scope allow with the best homes for each
                                micro-batch and layer
-    scope                      where its replicas may sit: on the "node" of their home, or anywhere in the "cluster"
+    scope                      allowed ranks of replicas: on the "node" of their home, or anywhere in the "cluster"
     worst                      largest max / mean of a single micro-batch and layer
     copies                     replicas over all micro-batches and layers; cross_node_copies: of these, away from the
                                node of their home
@@ -61,8 +60,8 @@ class ComparisonRow:
     cross_node_token_slots     token-slots computed on another node than the one they come from
     plan_seconds               wall clock on this machine, kernels compiled before (label `measured`)
     predicted_seconds          the objective in seconds (label `model`)
-    relocation_seconds         what of it moves experts to new homes, once
-    valid, message             did the plan pass `validate_plan`; if not, why, and there are no figures
+    relocation_seconds         its part for moving experts to new homes, once
+    valid, message             result of `validate_plan`; if it failed, the reason
     """
 
     balancer: str
@@ -87,7 +86,7 @@ class ComparisonRow:
     relocation_seconds: float | None = None
 
     def figures(self) -> dict[str, object]:
-        """Return the fields by name, ready for JSON."""
+        """Return the fields by name, for JSON."""
         return asdict(self)
 
 
@@ -97,7 +96,7 @@ def comparable() -> list[str]:
 
 
 def with_levers(name: str, budget: Budget) -> tuple[str, Budget]:
-    """Return the registry's name of a balancer and its budget: a set of levers fixes what relibra may move.
+    """Return the registry's name of a balancer and its budget: a set of levers fixes the settings of relibra.
 
     raises    PlanError for an unknown name
     """
@@ -164,7 +163,7 @@ def compile_kernels(
     previous: Homes | None = None,
     history_MLE: Int[ndarray, "H L E"] | None = None,
 ) -> float:
-    """Plan the first layer alone, so that compiling kernels is not counted as planning; return its seconds.
+    """Plan the first layer to compile the kernels before planning is timed; return the seconds.
 
     Errors of the request are ignored here: the plan of the whole step raises them.
     """
@@ -222,8 +221,8 @@ def measure(
     )
 
 
-def scopes_in_words(rows: Iterable[ComparisonRow]) -> str:
-    """Say whose copies may sit where: bounds compare only between rows where that is the same."""
+def describe_scopes(rows: Iterable[ComparisonRow]) -> str:
+    """Return the balancers by allowed scope of copies; bounds are comparable only within one scope."""
     made = list(rows)
     words = {"node": "inside the node", "cluster": "anywhere"}
     scopes = {scope: [row.balancer for row in made if row.scope == scope] for scope in words}
@@ -231,7 +230,7 @@ def scopes_in_words(rows: Iterable[ComparisonRow]) -> str:
 
 
 def first_layer(demand: ScheduledDemand) -> ScheduledDemand:
-    """Cut a demand down to its first layer; whole arrays, because kernels are compiled per memory layout."""
+    """Return the demand of the first layer, in contiguous arrays: kernels are compiled per memory layout."""
     return replace(
         demand,
         counts_SLE=demand.counts_SLE[:, :1].copy(),

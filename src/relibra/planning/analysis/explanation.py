@@ -1,4 +1,4 @@
-"""A plan in words: what happens in a layer and why, and how two plans differ."""
+"""Plans in words: the decisions in a layer with their reasons, and the difference of two plans."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from relibra.routing.demand import Demand
 
 
 def explain_plan(plan: StepPlan, demand: Demand, layer: int, micro_batch: int | None = None) -> str:
-    """Say what the plan does in a layer, in one micro-batch or in the one that gains most, and why.
+    """Return sentences about the plan of a layer, in one micro-batch or in the one that gains most.
 
     layer    decoder layer id, as in `plan.layer_ids`
-    raises   PlanError for a layer or micro-batch that the plan does not have
+    raises   PlanError for an unknown layer or micro-batch
     """
     index = _index(plan, layer)
     scheduled = plan.scheduled(demand)
@@ -34,7 +34,7 @@ def explain_plan(plan: StepPlan, demand: Demand, layer: int, micro_batch: int | 
     lines = [_homes_sentence(plan, index, layer)]
     mean = load_E.sum() / plan.num_ranks
     if mean == 0:
-        return "\n".join([*lines, f"micro-batch {micro_batch}: no token is routed here, nothing to do"])
+        return "\n".join([*lines, f"micro-batch {micro_batch}: no token is routed here"])
     lines.append(
         f"micro-batch {micro_batch}: {load_E.sum():,} token-slots, {mean:,.0f} per rank if even; busiest rank "
         f"{int(np.argmax(before_R))} would compute {before_R.max():,} ({before_R.max() / mean:.2f} x mean) from homes "
@@ -64,7 +64,7 @@ def _homes_sentence(plan: StepPlan, index: int, layer: int) -> str:
 def _replica_sentences(
     plan: StepPlan, index: int, micro_batch: int, load_E: np.ndarray, before_R: np.ndarray, mean: float
 ) -> list[str]:
-    """One sentence per expert with replicas, the largest quota first."""
+    """Return one sentence per expert with replicas, the largest quota first."""
     held_RB, quota_RB = plan.replica_MLRB[micro_batch, index], plan.quota_MLRB[micro_batch, index]
     experts = np.unique(held_RB[held_RB >= 0])
     if not len(experts):
@@ -79,7 +79,7 @@ def _replica_sentences(
         if before_R[home] > mean:
             why = f"its home, rank {home}, is at {before_R[home] / mean:.2f} x mean"
         else:
-            why = f"its home, rank {home}, makes room for what it takes over from busier ranks"
+            why = f"its home, rank {home}, makes room for load of busier ranks"
         network = f"; rank {', '.join(map(str, away))} on another node than its home" if away else ""
         word = "a copy" if len(ranks) == 1 else "copies"
         sentences.append(f"expert {e} ({load_E[e]:,} token-slots) gets {word}: {parts}, because {why}{network}")
@@ -93,7 +93,7 @@ def _why_none(plan: StepPlan, index: int, micro_batch: int, busiest: int) -> str
     if bound >= busiest:
         return "no replicas: nothing would lower the busiest rank"
     if plan.objective == "seconds":
-        return f"no replicas: {bound:,} could be reached, but by the model the copies would cost more than they save"
+        return f"no replicas: {bound:,} could be reached, but in the model the copies cost more than they save"
     if plan.cut_short:
         return f"no replicas: {bound:,} might be reached, but the deadline ended the search"
     return f"no replicas: {plan.balancer} found none that lower the busiest rank ({bound:,} is the bound)"
@@ -101,7 +101,7 @@ def _why_none(plan: StepPlan, index: int, micro_batch: int, busiest: int) -> str
 
 @dataclass(frozen=True, kw_only=True)
 class PlanDifference:
-    """How a plan differs from another one of the same step or of the step before.
+    """Difference of a plan to another one, of the same step or of the step before.
 
     homes          (decoder layer, expert, rank before, rank after), by layer and expert
     samples        samples that run in another micro-batch or on another rank; -1: the plans have different samples
@@ -115,7 +115,7 @@ class PlanDifference:
     cells: int
 
     def __str__(self) -> str:
-        """One line."""
+        """Return one line."""
         samples = "other samples" if self.samples < 0 else f"{self.samples} samples scheduled elsewhere"
         cells = "other micro-batches" if self.cells < 0 else f"{self.cells} (micro-batch, layer) pairs changed"
         return f"{len(self.homes)} homes moved; {samples}; copies {self.copies[0]} -> {self.copies[1]}, {cells}"
@@ -144,7 +144,7 @@ def diff(before: StepPlan, after: StepPlan) -> PlanDifference:
 
 
 def _replica_table(plan: StepPlan, layer: int) -> np.ndarray:
-    """1 + quota of each (micro-batch, rank, expert) with a replica: independent of the order and number of slots."""
+    """Return 1 + quota of each (micro-batch, rank, expert) with a replica: independent of order and number of slots."""
     M, _, R, _ = plan.replica_MLRB.shape
     table_MRE = np.zeros((M, R, plan.num_experts), dtype=np.int64)
     m_X, rank_X, slot_X = np.nonzero(plan.replica_MLRB[:, layer] >= 0)

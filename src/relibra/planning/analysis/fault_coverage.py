@@ -1,7 +1,6 @@
-"""Cover: how much routed load could go on where it is if a rank were lost, because a replica of its expert survives.
+"""Fault coverage: share of the load whose expert keeps an instance if a rank is lost (Chameleon, arXiv 2508.21613).
 
-Replicas are made for balance; that they are spares too comes for nothing (Chameleon, arXiv 2508.21613, asks what a
-failure leaves behind). Weights are covered this way, not optimizer states: those live at homes only.
+Replicas cover weights, not optimizer states: those are at homes only.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def replica_cover(plan: StepPlan, demand: ScheduledDemand) -> Float64[ndarray, "
 
 
 def step_cover(plan: StepPlan, demand: ScheduledDemand) -> Float64[ndarray, " R"]:
-    """Return the same share of all layers together, weighted by their load; 1 for a step without load."""
+    """Return the share over all layers, weighted by load; 1 for a step without load."""
     load_L = demand.load_MLE.sum(axis=(0, 2), dtype=np.float64)
     if not load_L.any():
         return np.ones(plan.num_ranks)

@@ -1,4 +1,4 @@
-"""Which lever bought what: the skew of a step as the levers of a plan are pulled one after the other."""
+"""Gain of each lever: the skew of a step as the levers of a plan are applied one after the other."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from relibra.routing.statistics import contiguous_homes
 def lever_gaps(plan: StepPlan, demand: ScheduledDemand) -> list[tuple[str, float]]:
     """Return the token objective after each lever, from the static layout down to the bound.
 
-    Cumulative and in this order: "static" homes under the given schedule without replicas; the plan's "schedule"; its
-    "homes"; "replicas" inside the nodes; "cross-node copies", which is the plan itself; and the plan's "bound". A lever
-    that a plan does not use leaves the figure as it is. Where a plan has copies across nodes, what replicas inside the
-    nodes alone would reach is solved again, with the plan's slots.
+    Cumulative: "static" homes under the given schedule without replicas; the plan's "schedule"; its "homes"; "replicas"
+    inside the nodes; "cross-node copies" (the plan itself); the plan's "bound". An unused lever leaves the figure
+    unchanged. If a plan has copies across nodes, replicas inside the nodes alone are solved with the plan's slots.
 
     demand    with the schedule that the balancer was given
     """
@@ -40,11 +39,10 @@ def lever_gaps(plan: StepPlan, demand: ScheduledDemand) -> list[tuple[str, float
 
 
 def lever_bounds(plan: StepPlan, demand: ScheduledDemand) -> list[tuple[str, float]]:
-    """Return the lowest skew that could be reached after each lever of `lever_gaps`, by counting alone.
+    """Return the lowest reachable skew after each lever of `lever_gaps` (`reachable_bound`).
 
-    With the homes and the schedule so far, and the slots and the scope of the plan: what a schedule or homes make
-    possible shows here, even where they take little off the skew by themselves. Replicas and cross-node copies are what
-    reaches it, so from "homes" on it is the plan's bound.
+    With schedule and homes so far, and slots and scope of the plan. From "homes" on it is the plan's bound, because
+    replicas and cross-node copies only approach it.
 
     demand    with the schedule that the balancer was given
     """

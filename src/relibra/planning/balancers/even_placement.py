@@ -1,8 +1,8 @@
-"""The best static placement we know for an even split: the planner behind `faces`, held against EPLB.
+"""Static placement for an even split of tokens over copies; `relibra.eplb` uses it.
 
-Replicas go to the largest load per copy, copies are laid longest first on ranks that do not hold the expert yet, and
-then two copies of different ranks are exchanged while the sum over time of the busiest rank falls. Times are steps or
-micro-batches, at most 16 sums of them; with one time this is the load of the busiest rank.
+Replicas go to the largest load per copy; copies are placed longest first on ranks without the expert; then copies of
+different ranks are exchanged while the sum over times of the busiest rank falls. Times are steps or micro-batches, at
+most 16 sums of them.
 """
 
 from __future__ import annotations
@@ -13,49 +13,49 @@ import numpy as np
 from jaxtyping import Int64, Shaped
 from numpy import ndarray
 
-from relibra.planning.balancers.homes import copies_of
+from relibra.planning.balancers.homes import count_copies
 from relibra.planning.baselines.eplb import eplb_placement
 from relibra.routing.compiled import compiled
 
 MAX_TIMES = 16
 EXCHANGES = 400
-"""Exchanges tried, divided by the times: trying one costs as much as there are times."""
+"""Exchanges tried x times: the cost of one grows with the times."""
 
 
 def even_placement(load_TE: Shaped[ndarray, "T E"], num_ranks: int, per_rank: int) -> Int64[ndarray, "R P"]:
-    """Choose the expert of each slot of one layer; never worse than EPLB's choice under an even split.
+    """Return the expert of each slot of one layer; never worse than EPLB under an even split.
 
     load_TE    load of each expert at each time, any unit
-    per_rank   slots of a rank; all are filled. No expert twice on a rank, unless there are not enough experts or, which
-               is rare, EPLB's placement with such a repeat is the better one
+    per_rank   slots of a rank; all are filled. No expert is twice on a rank, unless experts are too few or (rarely)
+               EPLB's placement with a repeat is better
     """
     T, E = load_TE.shape
     load_TE = load_TE.astype(np.float64)
     if T > MAX_TIMES:
         load_TE = np.add.reduceat(load_TE, np.arange(0, T, -(-T // MAX_TIMES)), axis=0)
     total_E = load_TE.sum(axis=0)
-    ours_RP = _longest_first(total_E, _counts(total_E, num_ranks * per_rank, num_ranks), num_ranks, per_rank)
+    ours_RP = _longest_first(total_E, _count_copies(total_E, num_ranks * per_rank, num_ranks), num_ranks, per_rank)
     eplb_RP = eplb_placement(total_E, num_ranks * per_rank, 1, 1, num_ranks)[0].reshape(num_ranks, per_rank)
     starts = [ours_RP, eplb_RP.copy()]
     for start_RP in starts:
         share_TE = load_TE / np.bincount(start_RP.ravel(), minlength=E)
         load_TR = share_TE[:, start_RP].sum(axis=2)
-        _part_all(share_TE, start_RP, load_TR)
+        _separate_copies(share_TE, start_RP, load_TR)
         _exchange(share_TE, start_RP, load_TR, EXCHANGES // len(load_TE))
     costs = [busiest_rank(load_TE, placement_RP) for placement_RP in (*starts, eplb_RP)]
     return (*starts, eplb_RP)[int(np.argmin(costs))]
 
 
 def busiest_rank(load_TE: Shaped[ndarray, "T E"], placement_RP: Int64[ndarray, "R P"]) -> float:
-    """Sum over time of the load of the busiest rank when every copy takes the same share."""
-    copies_RE = copies_of(placement_RP, load_TE.shape[1])
+    """Return the sum over times of the load of the busiest rank under an even split."""
+    copies_RE = count_copies(placement_RP, load_TE.shape[1])
     return float(((load_TE / copies_RE.sum(axis=0)) @ copies_RE.T).max(axis=1).sum())
 
 
 @compiled
 @no_type_check
-def _counts(load_E, num_slots, num_ranks) -> ndarray:
-    """Give slots to the largest load per copy, while a rank is left without the expert (ties: lower id)."""
+def _count_copies(load_E, num_slots, num_ranks) -> ndarray:
+    """Return copies per expert: each slot goes to the largest load per copy not yet on all ranks (ties: lower id)."""
     E = len(load_E)
     count_E = np.ones(E, np.int64)
     for x in range(num_slots - E):
@@ -73,7 +73,7 @@ def _counts(load_E, num_slots, num_ranks) -> ndarray:
 @compiled
 @no_type_check
 def _longest_first(load_E, count_E, num_ranks, per_rank) -> ndarray:
-    """Lay copies by falling share on the lightest rank with room that does not hold the expert."""
+    """Place copies by falling share on the lightest rank with room and without the expert."""
     placement_RP = np.full((num_ranks, per_rank), -1, np.int64)
     filled_R, total_R = np.zeros(num_ranks, np.int64), np.zeros(num_ranks)
     for e in np.argsort(-load_E / count_E, kind="mergesort"):
@@ -92,8 +92,8 @@ def _longest_first(load_E, count_E, num_ranks, per_rank) -> ndarray:
 
 @compiled
 @no_type_check
-def _part_all(share_TE, placement_RP, load_TR) -> None:
-    """Exchange every second copy of an expert on a rank for a copy elsewhere, the pair with the lowest worse rank."""
+def _separate_copies(share_TE, placement_RP, load_TR) -> None:
+    """Exchange each duplicate of an expert on a rank for a copy elsewhere: the pair with the lowest higher load."""
     R, P = placement_RP.shape
     share_E, load_R = share_TE.sum(axis=0), load_TR.sum(axis=0)
     for a in range(R):
@@ -136,7 +136,7 @@ def _holds(row_P, e) -> bool:
 @compiled
 @no_type_check
 def _exchange(share_TE, placement_RP, load_TR, rounds) -> None:
-    """Exchange a copy on a rank that is busiest at some time for one elsewhere: the best pair, as long as one helps."""
+    """Exchange a copy on a rank that is busiest at some time for one elsewhere: the best pair, while one improves."""
     T, R = load_TR.shape
     P = placement_RP.shape[1]
     tops_T3, critical_R = np.empty((T, 3), np.int64), np.zeros(R, np.bool_)
@@ -177,7 +177,7 @@ def _exchange(share_TE, placement_RP, load_TR, rounds) -> None:
 @compiled
 @no_type_check
 def _three_busiest(load_R, tops_3) -> None:
-    """List the three busiest ranks; with fewer ranks, the busiest again."""
+    """Write the three busiest ranks to `tops_3`; with fewer ranks, the busiest again."""
     tops_3[:] = np.argmax(load_R)
     for x in range(1, 3):
         best = -1

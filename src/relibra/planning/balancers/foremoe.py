@@ -1,10 +1,10 @@
 """After ForeMoE (arXiv 2606.11867; no public code): machines for the step, homes inside them, spills per micro-batch.
 
-Knows every (micro-batch, layer). Level 1 deals experts to machines so that the sum over micro-batches of the fullest
-machine is low, and keeps the old map unless the gain pays for the moves; level 1b lays them on the ranks of a machine;
-level 2 sends a few experts of an overfull machine to another one's ranks; level 3 splits experts inside a machine.
-The paper leaves levels 1 and 3 open; its own micro-step heuristic moves whole experts without looking at the receiver
-and can make things worse, so splitting is used instead.
+Uses the loads of every (micro-batch, layer). Level 1 assigns experts to machines with a low sum over micro-batches of
+the fullest machine, and keeps the old map unless the gain exceeds the cost of moves; level 1b assigns them to ranks of
+a machine; level 2 sends a few experts of an overfull machine to another one's ranks; level 3 splits experts inside a
+machine. The paper leaves levels 1 and 3 open; its micro-step heuristic moves whole experts, ignores the receiver's load
+and can increase the maximum, so splitting is used instead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEAVING = 2
 
 
 def decide(request: PlacementRequest) -> Placement:
-    """Place homes for the step, then spill per (micro-batch, layer)."""
+    """Choose homes for the step, then spill per (micro-batch, layer)."""
     budget, cluster = request.budget, request.cluster
     load_MLE, before_LE = request.demand.load_MLE, request.previous.home_LE.copy()
     replica_MLRB, quota_MLRB = request.empty_slots()
@@ -39,7 +39,7 @@ def decide(request: PlacementRequest) -> Placement:
         load_ME = np.ascontiguousarray(load_MLE[:, layer])
         home_E = before_LE[layer].astype(np.int64)
         if budget.move_homes:
-            home_E = _homes(request, load_ME, home_E, layer)
+            home_E = _search_homes(request, load_ME, home_E, layer)
         if budget.slots:
             _spill_layer(
                 load_ME,
@@ -61,10 +61,10 @@ def decide(request: PlacementRequest) -> Placement:
     )
 
 
-def _homes(
+def _search_homes(
     request: PlacementRequest, load_ME: ndarray, before_E: Int64[ndarray, " E"], layer: int
 ) -> Int64[ndarray, " E"]:
-    """Levels 1 and 1b, with hysteresis: the old homes stay unless the new ones earn what their moves cost."""
+    """Return the homes of levels 1 and 1b, or the old ones unless the gain exceeds the cost of moves."""
     cluster = request.cluster
     G, N, E = cluster.ranks_per_node, cluster.num_nodes, load_ME.shape[1]
     generator = np.random.default_rng([request.budget.seed, layer])
@@ -76,7 +76,7 @@ def _homes(
         swap_machines(load_ME, found_E, N, swaps)
         if busiest(load_ME, found_E) < busiest(load_ME, machine_E):
             machine_E = found_E
-    total_1E = load_ME.sum(axis=0, keepdims=True)  # its level 1b: longest first by step totals, nothing annealed
+    total_1E = load_ME.sum(axis=0, keepdims=True)  # level 1b of the paper: longest first by step totals, no annealing
     home_E = ranks_inside_nodes(total_1E, machine_E, before_E, G, N, move=0.0, proposals=0, seed=0)
     same_machine_E = machine_E == before_E // G
     gain = (busiest(load_ME, before_E // G) - busiest(load_ME, machine_E)) / G
@@ -86,7 +86,7 @@ def _homes(
 
 
 def _moving_token_slots(request: PlacementRequest, moved: int) -> float:
-    """Price moving experts in token-slots of the busiest rank: their state over all ranks' network shares at once."""
+    """Return the cost of moves in token-slots of the busiest rank: expert state over the network of all ranks."""
     if request.budget.objective == "tokens":
         return 0.0
     cluster, expert = request.cluster, request.expert
@@ -98,7 +98,7 @@ def _moving_token_slots(request: PlacementRequest, moved: int) -> float:
 @compiled
 @no_type_check
 def deal_machines(load_ME, num_machines) -> ndarray:
-    """Deal experts, heaviest first, to the machine with room that raises the sum of maxima least (ties: lower id)."""
+    """Assign experts, heaviest first, to the machine with room that raises the sum of maxima least (ties: lower id)."""
     M, E = load_ME.shape
     load_MN, top_M = np.zeros((M, num_machines), np.int64), np.zeros(M, np.int64)
     room_N = np.full(num_machines, E // num_machines)
@@ -169,7 +169,7 @@ def _spill_layer(load_ME, home_E, ranks_per_node, tolerance, cross_node, replica
             _leave_machines(home_E, ranks_per_node, load_R, left_E, replica_RB, quota_RB)
         for low in range(0, R, ranks_per_node):
             _spill(home_E, low, low + ranks_per_node, tolerance, load_R, left_E, replica_RB, quota_RB)
-        if load_R.max() >= before:  # nothing gained: the base plan
+        if load_R.max() >= before:  # no gain: drop the replicas
             for r in range(R):
                 for b in range(replica_RB.shape[1]):
                     replica_RB[r, b], quota_RB[r, b] = -1, 0
@@ -257,7 +257,7 @@ def _slot(expert, replica_B) -> int:
 @compiled
 @no_type_check
 def _move(e, source, target, tokens, load_R, left_E, replica_RB, quota_RB) -> None:
-    """Let `target` compute token-slots of `e` that its home computed, in a new slot if it holds no copy."""
+    """Move token-slots of `e` from its home to `target`, in a new slot if it holds no copy."""
     b = _slot(e, replica_RB[target])
     if b < 0:
         b = _slot(-1, replica_RB[target])

@@ -1,4 +1,4 @@
-"""Homes of baselines: those before the step, and those that fit a physical placement."""
+"""Homes of baselines: choose them within a physical placement."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from scipy.optimize import linear_sum_assignment
 from relibra.routing.compiled import compiled
 
 
-def copies_of(placement_RP: Int[ndarray, "R P"], num_experts: int) -> Int64[ndarray, "R E"]:
-    """Count the physical copies of each expert on each rank."""
+def count_copies(placement_RP: Int[ndarray, "R P"], num_experts: int) -> Int64[ndarray, "R E"]:
+    """Return the physical copies of each expert on each rank."""
     copies_RE = np.zeros((len(placement_RP), num_experts), dtype=np.int64)
     rank_X, slot_X = np.nonzero(placement_RP >= 0)
     np.add.at(copies_RE, (rank_X, placement_RP[rank_X, slot_X]), 1)
@@ -28,24 +28,24 @@ def choose_homes(
 ) -> tuple[Int64[ndarray, " E"], Int64[ndarray, "R E"]]:
     """Choose a home for each expert among the ranks that hold it, with E / R homes on every rank.
 
-    Experts keep their home where they can; the others are matched along augmenting paths. Where a placement has no such
-    homes (nine experts without another copy on a rank of eight homes), two copies of nearly the same load trade places.
+    Experts keep their home if possible; the others are matched along augmenting paths. If the placement has no such
+    homes (say nine experts without another copy on a rank of eight homes), copies of similar load are exchanged.
 
     copies_RE   copies of each expert on each rank
     share_E     load of one copy
     slots       spare slots of a rank
-    returns     homes, and the copies after such trades
+    returns     homes, and the copies after such exchanges
     """
     R, E = copies_RE.shape
     copies_RE = copies_RE.copy()
     stays_E = copies_RE[previous_home_E, np.arange(E)] > 0
     home_E = np.where(stays_E, previous_home_E, -1)
     homes_R = np.bincount(home_E[stays_E], minlength=R)
-    needed_R = (copies_RE > 0).sum(axis=1) - slots  # fewer homes, and a copy would have to go
+    needed_R = (copies_RE > 0).sum(axis=1) - slots  # with fewer homes a copy would have no slot
     _match_experts(copies_RE, home_E, homes_R)
     _fill_ranks(copies_RE, home_E, homes_R, needed_R)
     _trade_copies(copies_RE, home_E, homes_R, needed_R, share_E)
-    for e in np.flatnonzero(home_E < 0):  # a wasted slot (two copies of one expert on a rank) takes the home
+    for e in np.flatnonzero(home_E < 0):  # the home takes a wasted slot (two copies of one expert on a rank)
         rank = previous_home_E[e]
         if homes_R[rank] == E // R:
             rank = np.flatnonzero(homes_R < E // R)[0]
@@ -56,10 +56,10 @@ def choose_homes(
 
 @compiled
 @no_type_check
-def _reach(e, copies_RE, home_E, homes_R, mover_R, origin_R, queue_R) -> int:
-    """Walk from a homeless expert to a rank with room (returned, or -1): it moves in, who is there moves on, ...
+def _find_path(e, copies_RE, home_E, homes_R, mover_R, origin_R, queue_R) -> int:
+    """Find an augmenting path from expert `e` without home to a rank with room; return that rank or -1.
 
-    mover_R, origin_R hold, per rank reached, the expert that would move in and the rank it would leave (-1: none).
+    mover_R, origin_R   per rank reached, the expert that would move there and the rank it would leave (-1: none)
     """
     R, E = copies_RE.shape
     mover_R[:] = -1
@@ -86,7 +86,7 @@ def _reach(e, copies_RE, home_E, homes_R, mover_R, origin_R, queue_R) -> int:
 
 @compiled
 @no_type_check
-def _move_in(r, home_E, mover_R, origin_R) -> None:
+def _apply_path(r, home_E, mover_R, origin_R) -> None:
     while r >= 0:
         home_E[mover_R[r]] = r
         r = origin_R[r]
@@ -95,21 +95,21 @@ def _move_in(r, home_E, mover_R, origin_R) -> None:
 @compiled
 @no_type_check
 def _match_experts(copies_RE, home_E, homes_R) -> None:
-    """Give homeless experts a rank that holds them; experts on the way move on to another rank that holds them."""
+    """Assign experts without home to ranks that hold them, along augmenting paths."""
     R, E = copies_RE.shape
     mover_R, origin_R, queue_R = np.empty(R, np.int64), np.empty(R, np.int64), np.empty(R, np.int64)
     for e in range(E):
         if home_E[e] < 0:
-            found = _reach(e, copies_RE, home_E, homes_R, mover_R, origin_R, queue_R)
+            found = _find_path(e, copies_RE, home_E, homes_R, mover_R, origin_R, queue_R)
             if found >= 0:
                 homes_R[found] += 1
-                _move_in(found, home_E, mover_R, origin_R)
+                _apply_path(found, home_E, mover_R, origin_R)
 
 
 @compiled
 @no_type_check
 def _fill_ranks(copies_RE, home_E, homes_R, needed_R) -> None:
-    """Bring ranks to the homes they need, from experts they hold, along paths that end where homes are to spare."""
+    """Raise ranks to the homes they need, along paths from ranks with more homes than needed."""
     R, E = copies_RE.shape
     taken_R, origin_R, queue_R = np.empty(R, np.int64), np.empty(R, np.int64), np.empty(R, np.int64)
     for start in range(R):
@@ -145,13 +145,13 @@ def _fill_ranks(copies_RE, home_E, homes_R, needed_R) -> None:
 @compiled
 @no_type_check
 def _trade_copies(copies_RE, home_E, homes_R, needed_R, share_E) -> None:
-    """Let a homeless expert in: somebody on its way and a guest of a rank that lacks homes trade places."""
+    """Make room for experts without home: exchange copies of similar load between two ranks."""
     R, E = copies_RE.shape
     mover_R, origin_R, queue_R = np.empty(R, np.int64), np.empty(R, np.int64), np.empty(R, np.int64)
     for e in range(E):
         if home_E[e] >= 0:
             continue
-        _reach(e, copies_RE, home_E, homes_R, mover_R, origin_R, queue_R)
+        _find_path(e, copies_RE, home_E, homes_R, mover_R, origin_R, queue_R)
         best, best_s, best_r, leaves, comes = np.inf, -1, -1, -1, -1
         for r in range(R):
             if homes_R[r] >= needed_R[r]:
@@ -173,12 +173,12 @@ def _trade_copies(copies_RE, home_E, homes_R, needed_R, share_E) -> None:
             home_E[leaves] = best_r
             homes_R[best_r] += 1
             if leaves != e:
-                _move_in(best_s, home_E, mover_R, origin_R)
+                _apply_path(best_s, home_E, mover_R, origin_R)
 
 
 def relabel_ranks(placement_RP: Int[ndarray, "R P"], before_RX: Int[ndarray, "R X"]) -> Int[ndarray, "R P"]:
-    """Give the rows of a placement to the ranks that held most of their experts before: same loads, fewer moves."""
+    """Return the rows of a placement reordered to ranks that held most of their experts: same loads, fewer moves."""
     num_experts = int(max(placement_RP.max(initial=0), before_RX.max(initial=0))) + 1
-    held_RE, before_RE = copies_of(placement_RP, num_experts) > 0, copies_of(before_RX, num_experts) > 0
+    held_RE, before_RE = count_copies(placement_RP, num_experts) > 0, count_copies(before_RX, num_experts) > 0
     row_of_rank = linear_sum_assignment(before_RE.astype(np.int64) @ held_RE.T.astype(np.int64), maximize=True)[1]
     return placement_RP[row_of_rank]

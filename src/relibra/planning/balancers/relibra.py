@@ -1,7 +1,7 @@
-"""relibra: the whole step from known routes: homes, schedule, replicas, cross-node copies (after ReLibra and ForeMoE).
+"""relibra: homes, schedule, replicas and cross-node copies of a step from known routes (after ReLibra and ForeMoE).
 
-ReLibra (arXiv 2605.08639) has no public code; what it leaves open is ours: chained replication, packing against nodes,
-cross-node copies with slots shared by both kinds, and the search of the ceiling per (micro-batch, layer).
+ReLibra (arXiv 2605.08639) has no public code. Own parts: chained replication, packing against nodes, cross-node copies
+in slots shared by both kinds, and the search of the ceiling per (micro-batch, layer).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PACKING_ROUNDS = 2
 
 
 def decide(request: PlacementRequest) -> Placement:
-    """Choose homes, then the schedule, then homes again if the schedule changed, then replicas; see `Budget`.
+    """Choose homes, schedule, homes again if the schedule changed, then replicas; see `Budget`.
 
     A deadline limits the search of homes and schedule; replicas are always placed.
     """
@@ -38,15 +38,15 @@ def decide(request: PlacementRequest) -> Placement:
     previous_LE = request.previous.home_LE.astype(np.int64)
     home_LE = previous_LE
     if budget.move_homes:
-        home_LE = _homes(request, demand, home_LE, clock, first=not request.warm)
+        home_LE = _search_homes(request, demand, home_LE, clock, first=not request.warm)
     if request.cluster.num_nodes > 1:
-        demand, home_LE = _schedule(request, demand, home_LE, clock)
+        demand, home_LE = _search_schedule(request, demand, home_LE, clock)
     if budget.objective == "tokens":
         replica_MLRB, quota_MLRB = choose_replicas(
             request, demand, home_LE, budget.tolerance, cross_node=budget.cross_node_copies
         )
     else:
-        home_LE, replica_MLRB, quota_MLRB = _cheapest(request, demand, home_LE, previous_LE, clock)
+        home_LE, replica_MLRB, quota_MLRB = _choose_cheaper_homes(request, demand, home_LE, previous_LE, clock)
     return request.placement(
         home_LE,
         replica_MLRB,
@@ -57,10 +57,10 @@ def decide(request: PlacementRequest) -> Placement:
     )
 
 
-def _schedule(
+def _search_schedule(
     request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray, clock: Deadline
 ) -> tuple[ScheduledDemand, ndarray]:
-    """Pack samples into micro-batches and homes to what came of it, in turn; then place samples on ranks."""
+    """Pack samples into micro-batches and search homes for them, alternating; then assign samples to ranks."""
     budget, cluster = request.budget, request.cluster
     if budget.pack_samples:
         limits = PackingLimits.of_schedule(
@@ -72,9 +72,9 @@ def _schedule(
         for round_number in range(_PACKING_ROUNDS):
             if not clock.allows(0.5):
                 break
-            demand = _packed(request, demand, home_LE, limits, seed=budget.seed + round_number)
+            demand = _pack_groups(request, demand, home_LE, limits, seed=budget.seed + round_number)
             if budget.move_homes:
-                home_LE = _homes(request, demand, home_LE, clock, first=False)
+                home_LE = _search_homes(request, demand, home_LE, clock, first=False)
     if budget.place_samples and clock.allows(0.7):
         share_SLN = _node_share(demand, home_LE, cluster.ranks_per_node, cluster.num_nodes)
         micro_batch_S, rank_S = demand.micro_batch_S, demand.rank_S
@@ -84,13 +84,13 @@ def _schedule(
     return demand, home_LE
 
 
-def _cheapest(
+def _choose_cheaper_homes(
     request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray, previous_LE: ndarray, clock: Deadline
 ) -> tuple[ndarray, ndarray, ndarray]:
-    """Price replicas for the new homes and for those there are; every layer takes the cheaper, moves included.
+    """Price replicas under the new and the previous homes; every layer takes the cheaper, moves included.
 
-    A layer's moves are priced as if they were spread evenly over the ranks. In the end all moves together, as uneven as
-    they are, have to pay, or nobody moves.
+    A layer's moves are priced as if spread evenly over the ranks. If all moves together, with their real distribution,
+    cost more than they save, no expert moves.
     """
     cluster = request.cluster
     replica_MLRB, quota_MLRB, new_ML = cheapest_replicas(request, demand, home_LE, clock, share=0.8)
@@ -110,11 +110,11 @@ def _cheapest(
 
 
 def home_weights(request: PlacementRequest, num_domains: int) -> HomeWeights:
-    """Weigh network and moves against compute, in seconds on this cluster; with the token objective they weigh nothing.
+    """Return the seconds of network and moves relative to compute on this cluster; 0 with the token objective.
 
-    A domain is what homes are evened out over: a node, or a rank where there are no replicas. A token-slot costs a rank
-    3 x forward flops; one that enters or leaves its domain 4 rows (dispatch and combine, forward and backward) on the
-    slowest link; an expert that moves its weights, master copy and moments, shared by the links of all domains.
+    Homes are balanced over domains: nodes, or ranks without replicas. A token-slot costs a rank 3 x forward flops; one
+    that enters or leaves its domain 4 rows (dispatch and combine, forward and backward) on the slowest link; an expert
+    that moves its weights, master copy and moments, over the links of all domains.
     """
     if request.budget.objective == "tokens":
         return HomeWeights()
@@ -129,38 +129,38 @@ def home_weights(request: PlacementRequest, num_domains: int) -> HomeWeights:
 
 
 def _slowest_link(cluster: Cluster) -> float:
-    """Bytes per second between nodes, or inside the node where there is only one."""
+    """Return bytes per second between nodes, or inside a single node."""
     if cluster.num_nodes == 1:
         return cluster.intra.bytes_per_second
     return min(cluster.inter_send.bytes_per_second, cluster.inter_receive.bytes_per_second)
 
 
-def _homes(
+def _search_homes(
     request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray, clock: Deadline, *, first: bool
 ) -> ndarray:
-    """Place the experts of every layer; `first`: from scratch, otherwise around the homes there are.
+    """Search homes of every layer; `first`: from scratch, otherwise near the given homes.
 
-    With a deadline, in rounds of growing effort, each from the homes before it, until the next would be too long.
+    With a deadline, in rounds of growing effort, each from the last homes, while the next one fits.
     """
     M, L, _ = demand.load_MLE.shape
-    # without replicas every rank stands for itself
+    # without replicas every rank is a domain
     per_domain = request.cluster.ranks_per_node if request.budget.slots else 1
     weights = home_weights(request, request.cluster.num_ranks // per_domain)
     proposals = int(np.clip(_SWAPS_OF_A_STEP // max(1, M * L), 4_000, 100_000))
     proposals //= (1 if first else 8) * (2 if weights.network else 1)  # the network term doubles the work of a swap
     if clock.seconds is None:
-        return _placed(request, demand, home_LE, per_domain, weights, proposals, first=first)
+        return _anneal_homes(request, demand, home_LE, per_domain, weights, proposals, first=first)
     seconds = 0.0
     for effort in (64, 16, 4, 1):
         if not clock.allows(0.6, estimate=4 * seconds):
             break
         start = clock.elapsed()
-        home_LE = _placed(request, demand, home_LE, per_domain, weights, proposals // effort, first=first)
+        home_LE = _anneal_homes(request, demand, home_LE, per_domain, weights, proposals // effort, first=first)
         seconds = clock.elapsed() - start
     return home_LE
 
 
-def _placed(
+def _anneal_homes(
     request: PlacementRequest,
     demand: ScheduledDemand,
     home_LE: ndarray,
@@ -200,10 +200,10 @@ def _placed(
     return np.stack(parallel_map(place, L, request.budget.threads))
 
 
-def _packed(
+def _pack_groups(
     request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray, limits: PackingLimits, *, seed: int
 ) -> ScheduledDemand:
-    """Pack the micro-batches of each expert-data-parallel group among themselves: a sample stays in its group."""
+    """Pack the micro-batches of each expert-data-parallel group; a sample stays in its group."""
     cluster = request.cluster
     share_SLN = _node_share(demand, home_LE, cluster.ranks_per_node, cluster.num_nodes)
     micro_batch_S, rank_S = demand.micro_batch_S, demand.rank_S
@@ -228,14 +228,14 @@ def _packed(
 
 
 def _lengths(demand: ScheduledDemand) -> Int64[ndarray, " S"]:
-    """Token-slots of each sample in one layer: its length times the choices per token."""
+    """Return the token-slots of each sample in one layer: its length times the choices per token."""
     return demand.counts_SLE[:, 0].sum(axis=1, dtype=np.int64)
 
 
 def _node_share(
     demand: ScheduledDemand, home_LE: ndarray, ranks_per_node: int, num_nodes: int
 ) -> Float32[ndarray, "S L N"]:
-    """Sum each sample's token-slots over the experts of each node."""
+    """Return each sample's token-slots at the experts of each node."""
     S, L, _ = demand.counts_SLE.shape
     share_SLN = np.empty((S, L, num_nodes), dtype=np.float32)
     for layer in range(L):

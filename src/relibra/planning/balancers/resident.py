@@ -1,8 +1,8 @@
-"""Resident replicas: from a physical placement, as EPLB and its family make it, to homes, replicas and quotas.
+"""Resident replicas: convert a physical placement of EPLB and its family to homes, replicas and quotas.
 
-Such planners fill all `E / R + B` slots of every rank alike and keep them for the whole step. We need one *home* per
-expert (the copy that owns the optimizer state), exactly E / R of them on every rank; all other copies are replicas. Two
-copies of an expert on one rank are one instance, and the second slot is wasted, as it is in the original.
+Such planners fill all `E / R + B` slots of a rank and keep them for the whole step. Here every expert has one *home*
+(the copy that owns the optimizer state), exactly E / R of them on every rank; all other copies are replicas. Two copies
+of an expert on one rank are one instance, and the second slot is wasted, as in the original.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxtyping import Int, Int16, Int64
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.balancers.homes import choose_homes, copies_of
+from relibra.planning.balancers.homes import choose_homes, count_copies
 from relibra.planning.balancers.shares import even_quotas, local_first_quotas, optimal_quotas
 from relibra.planning.placement import Placement
 
@@ -22,7 +22,7 @@ Split = Literal["even", "optimal", "local first"]
 
 
 def resident_placement(request: PlacementRequest, placement_LRP: Int[ndarray, "L R P"], split: Split) -> Placement:
-    """Turn a physical placement into a decision whose replicas stay for the whole step.
+    """Return a physical placement as a `Placement` whose replicas stay for the whole step.
 
     placement_LRP   expert in each of the P = E / R + B slots of a rank; -1: empty
     split           how every micro-batch shares its load over the copies (`relibra.planning.balancers.shares`)
@@ -34,12 +34,12 @@ def resident_placement(request: PlacementRequest, placement_LRP: Int[ndarray, "L
     replica_MLRB = np.full((M, L, R, budget.slots), -1, dtype=np.int16)
     quota_MLRB = np.zeros((M, L, R, budget.slots), dtype=np.int32)
     for layer in range(L):
-        copies_RE = copies_of(placement_LRP[layer], E)
+        copies_RE = count_copies(placement_LRP[layer], E)
         home_E = before_LE[layer].astype(np.int64)
         if budget.move_homes:
             share_E = request.total_LE[layer] / np.maximum(1, copies_RE.sum(axis=0))
             home_E, copies_RE = choose_homes(copies_RE, home_E, share_E, budget.slots)
-        replica_RB, copies_RB = _lay_replicas(copies_RE, home_E, request.total_LE[layer], budget.slots)
+        replica_RB, copies_RB = _assign_slots(copies_RE, home_E, request.total_LE[layer], budget.slots)
         home_copies_E = copies_RE[home_E, np.arange(E)]
         load_ME = load_MLE[:, layer]
         if split == "even":
@@ -54,10 +54,10 @@ def resident_placement(request: PlacementRequest, placement_LRP: Int[ndarray, "L
     return request.placement(home_LE, replica_MLRB, quota_MLRB, resident=True, scope="cluster")
 
 
-def _lay_replicas(
+def _assign_slots(
     copies_RE: Int64[ndarray, "R E"], home_E: Int64[ndarray, " E"], total_E: ndarray, slots: int
 ) -> tuple[Int16[ndarray, "R B"], Int64[ndarray, "R B"]]:
-    """Put the copies that are not homes into the spare slots; where too many, those with the largest shares."""
+    """Return the copies that are not homes in spare slots; if too many, those with the largest shares."""
     R = len(copies_RE)
     share_RE = copies_RE * (total_E / np.maximum(1, copies_RE.sum(axis=0)))
     replica_RB = np.full((R, slots), -1, dtype=np.int16)

@@ -1,7 +1,7 @@
-"""Shares: how many token-slots each instance of an expert computes, once homes and replicas are fixed. Exact integers.
+"""Shares: token-slots that each instance of an expert computes under fixed homes and replicas, as exact integers.
 
-Three rules that systems with static replicas use at run time: *even* (each copy the same), *optimal* (the busiest rank
-as low as the placement allows) and *local first* (copies on the own node, if there are any).
+Three rules of systems with static replicas: *even* (each copy the same), *optimal* (lowest possible busiest rank) and
+*local first* (copies on the own node, if any).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def even_quotas(
     replica_RB: Int16[ndarray, "R B"],
     copies_RB: Int[ndarray, "R B"],
 ) -> Int32[ndarray, "M R B"]:
-    """Give each physical copy of an expert the same share of its load (EPLB and its family).
+    """Return quotas with the same share for each physical copy of an expert (EPLB and its family).
 
-    home_copies_E, copies_RB   physical copies behind an instance: two slots of one rank serve one instance twice
+    home_copies_E, copies_RB   physical copies of an instance: two slots of one rank are one instance
     returns                    token-slots per replica; leftovers go to the largest remainders (ties: home, lower rank).
-                               An expert without any copy is served by its home
+                               The home computes an expert without copies
     """
     quota_MRB = np.zeros((len(load_ME), *replica_RB.shape), dtype=np.int32)
     _even(load_ME, _instances(home_E, replica_RB), home_copies_E, copies_RB, quota_MRB)
@@ -38,11 +38,11 @@ def optimal_quotas(
     home_E: Int[ndarray, " E"],
     replica_RB: Int16[ndarray, "R B"],
 ) -> Int32[ndarray, "M R B"]:
-    """Split every load over its instances so that the busiest rank gets as little as these instances allow.
+    """Return quotas with the lowest busiest rank that these instances allow.
 
     The linear program of LPLB and MicroMoE (arXiv 2511.16947), solved in integers: token-slots flow along shortest
-    paths of ranks that share an expert, from the fullest rank to ranks below a ceiling. Where no path is left, the
-    ranks within reach are closed: their average is the new ceiling, and proof that no split does better.
+    paths of ranks that share an expert, from the fullest rank to ranks below a ceiling. If no path is left, the mean
+    of the reached ranks is the new ceiling, and a lower bound of any split.
     """
     quota_MRB = np.zeros((len(load_ME), *replica_RB.shape), dtype=np.int32)
     ones_E, ones_RB = np.ones(len(home_E), dtype=np.int64), np.ones(replica_RB.shape, dtype=np.int64)
@@ -62,7 +62,7 @@ def local_first_quotas(
     copies_RB: Int[ndarray, "R B"],
     ranks_per_node: int,
 ) -> Int32[ndarray, "M R B"]:
-    """Share the tokens of each node evenly over the copies on that node, or over all copies if it has none (LAER)."""
+    """Return quotas that share each node's tokens evenly over its copies, or over all copies if it has none (LAER)."""
     M, R, _ = tokens_MRE.shape
     quota_MRB = np.zeros((M, *replica_RB.shape), dtype=np.int32)
     for node in range(R // ranks_per_node):
@@ -81,7 +81,7 @@ def local_first_quotas(
 
 
 def _instances(home_E: ndarray, replica_RB: ndarray) -> tuple[ndarray, ndarray, ndarray, ndarray]:
-    """List instances by expert, home first: starts per expert, then expert, rank and flat slot (-1: home) of each."""
+    """Return instances by expert, home first: starts per expert, then rank, flat slot (-1: home) and expert of each."""
     rank_X, slot_X = np.nonzero(replica_RB >= 0)
     E = len(home_E)
     expert_I = np.concatenate([np.arange(E), replica_RB[rank_X, slot_X]]).astype(np.int64)

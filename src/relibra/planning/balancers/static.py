@@ -1,4 +1,4 @@
-"""The static layout of plain expert parallelism: expert e on rank e // (E / R), no replicas. Sees nothing."""
+"""The static layout of plain expert parallelism: expert e on rank e // (E / R), no replicas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from relibra.routing.statistics import contiguous_homes
 
 
 def decide(request: PlacementRequest) -> Placement:
-    """Put the experts back to the static layout (or leave them where they are if homes may not move)."""
+    """Return the static layout, or the previous homes if homes may not move."""
     home_LE = request.previous.home_LE.copy()
     if request.budget.move_homes:
         home_LE[:] = contiguous_homes(home_LE.shape[1], request.cluster.num_ranks)

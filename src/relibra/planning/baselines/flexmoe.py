@@ -14,7 +14,7 @@ from jaxtyping import Float64, Int64
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.balancers.homes import copies_of
+from relibra.planning.balancers.homes import count_copies
 from relibra.planning.balancers.resident import resident_placement
 from relibra.planning.placement import Placement
 
@@ -73,7 +73,7 @@ def grow_and_shrink(
 
 def _loads(placement_RP: ndarray, load_E: ndarray) -> tuple[ndarray, ndarray]:
     """Load of each rank under an even split, and load per copy of each expert."""
-    copies_RE = copies_of(placement_RP, len(load_E))
+    copies_RE = count_copies(placement_RP, len(load_E))
     share_E = load_E / np.maximum(1, copies_RE.sum(axis=0))
     return copies_RE @ share_E, share_E
 

@@ -14,7 +14,7 @@ from jaxtyping import Float64, Int64
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.balancers.homes import copies_of
+from relibra.planning.balancers.homes import count_copies
 from relibra.planning.balancers.resident import resident_placement
 from relibra.planning.placement import Placement
 
@@ -75,7 +75,7 @@ def _seconds(request: PlacementRequest, load_E: Float64[ndarray, " E"], placemen
     """4 x the sum over sources of bytes / bandwidth + 3 x the busiest rank's compute, with equal sources."""
     cluster, expert = request.cluster, request.expert
     N, G = cluster.num_nodes, cluster.ranks_per_node
-    copies_RE = copies_of(placement_RP, len(load_E))
+    copies_RE = count_copies(placement_RP, len(load_E))
     copies_NE = copies_RE.reshape(N, G, -1).sum(axis=1)
     total_E = np.maximum(1, copies_RE.sum(axis=0))
     # each node sends load / N of an expert: to its own copies evenly, else to all copies evenly

@@ -6,8 +6,8 @@ The cost of a layer, in token-slots of the fullest node:
 
 with X[m,n] the load of node n and Y[m,n] the larger of what it receives from and sends to other nodes. While annealing,
 max is replaced by the log-sum-exp LSE_b(x) = (1/b) log sum exp(b x), between max and max + log(N) / b, in units of
-each micro-batch's mean. A swap touches two nodes, so two terms of each sum change: O(M) per proposal. What counts in
-the end is the best *exact* F seen. Own random numbers (splitmix64): the same bytes in every process and thread.
+each micro-batch's mean. A swap touches two nodes, so two terms of each sum change: O(M) per proposal. Returned is the
+best *exact* F seen. Random numbers are splitmix64: the same bytes in every process and thread.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from relibra.planning.search.random_numbers import below, random_bits, uniform
 from relibra.routing.compiled import compiled
 
 COLD, WARM = 5e-3, 5e-4
-"""First temperature, as a share of the cost of a perfectly even layer, for a crude start and for last step's homes."""
+"""First temperature, as a share of the cost of an even layer: from scratch, and from homes of the last step."""
 _LAST_TEMPERATURE = 2e-5
-"""Temperature falls to this geometrically."""
+"""Last temperature; it falls geometrically."""
 _SHARPNESS = (20.0, 200.0)
 """First and last `b` of the log-sum-exp."""
 _REFRESH = 256
-"""Proposals between updates of temperature and sharpness, which recompute all sums and so remove rounding drift."""
+"""Proposals between updates of temperature and sharpness; these recompute all sums, without rounding drift."""
 
 
 def home_cost(
@@ -62,7 +62,7 @@ def anneal_nodes(
     proposals: int,
     seed: int,
 ) -> Int64[ndarray, " E"]:
-    """Improve the node of each expert by swaps; return the best assignment seen, by exact cost, maybe the start itself.
+    """Return the best node of each expert found by swaps from `start_E`, by exact cost (may be the start).
 
     temperature   the first one, `COLD` or `WARM`
     """
@@ -140,7 +140,7 @@ def _anneal(best_E, load_ME, source_MNE, previous_node_E, network, move, first, 
 @compiled
 @no_type_check
 def _members(node_E, num_nodes) -> tuple:
-    """List the experts of each node, and the place of each expert in its list."""
+    """Return the experts of each node, and the position of each expert in its list."""
     member_Nk = np.zeros((num_nodes, len(node_E) // num_nodes), np.int64)
     place_E, filled_N = np.zeros(len(node_E), np.int64), np.zeros(num_nodes, np.int64)
     for e in range(len(node_E)):
@@ -154,7 +154,7 @@ def _members(node_E, num_nodes) -> tuple:
 @compiled
 @no_type_check
 def _tables(node_E, load_ME, source_MNE, tables) -> tuple:
-    """Return X and Y, and what Y is updated from: token-slots that stay on their node, and all that a node sends."""
+    """Return X and Y, and the terms of Y: token-slots that stay on their node, and all that a node sends."""
     M, N, E = source_MNE.shape
     value_TMN, local_MN, sent_MN = np.zeros((2, M, N)), np.zeros((M, N)), np.zeros((M, N))
     for m in range(M):
@@ -172,7 +172,7 @@ def _tables(node_E, load_ME, source_MNE, tables) -> tuple:
 @compiled
 @no_type_check
 def _two_nodes(state, load_MN) -> tuple:
-    """Choose the fullest and the lightest node of some micro-batch, or, half of the time, any two."""
+    """Return the fullest and lightest node of a random micro-batch or, half of the time, two random nodes."""
     M, N = load_MN.shape
     if random_bits(state) & np.uint64(1):
         m = below(state, M)
@@ -225,7 +225,7 @@ def _refresh(value_TMN, power_TMN, sum_TM, scale_TM, weight_T, tables, sharpness
 @compiled
 @no_type_check
 def _swap(t, m, a, c, new_a, new_c, power_TMN, sum_TM, scale_TM, sharpness, new_TM4) -> float:
-    """Return the smoothed maximum of one micro-batch after two nodes got new values, and remember these."""
+    """Return the smoothed maximum of one micro-batch with new values of two nodes; write these to `new_TM4`."""
     scale = scale_TM[t, m]
     new_TM4[t, m, 0], new_TM4[t, m, 1] = new_a, new_c
     if scale == 0.0:
@@ -239,5 +239,5 @@ def _swap(t, m, a, c, new_a, new_c, power_TMN, sum_TM, scale_TM, sharpness, new_
 @compiled
 @no_type_check
 def _power(value, scale, sharpness) -> float:
-    """exp(b (x / mean - 1)); far above any load that an optimum has, the exponent is cut before it overflows."""
+    """Return exp(b (x / mean - 1)), the exponent clipped against overflow."""
     return np.exp(min(sharpness * (value / scale - 1.0), 600.0))

@@ -1,8 +1,8 @@
-"""Homes: which rank owns each expert during a step, decided from every micro-batch of it.
+"""Homes: the rank that owns each expert during a step, chosen from the loads of all its micro-batches.
 
-Replicas never have to leave a node as long as no node is too full, so homes are chosen in two levels: *nodes* by
-simulated annealing over swaps of two experts (`planning.homes.annealing`), judged by the individual micro-batches and
-not by their sum; then *ranks* inside each node, the same way. (ReLibra, arXiv 2605.08639; two levels also in
+If no node is too full, replicas can stay inside nodes, so homes are chosen in two levels: *nodes* by simulated
+annealing over swaps of two experts (`planning.homes.annealing`), whose cost is a sum over micro-batches; then *ranks*
+inside each node, the same way. (ReLibra, arXiv 2605.08639; two levels also in
 ForeMoE, arXiv 2606.11867.)
 """
 
@@ -20,12 +20,12 @@ from relibra.planning.homes.annealing import COLD, anneal_nodes, home_cost
 from relibra.routing.compiled import compiled
 
 NEWCOMER = -1
-"""Rank before the step of an expert that comes from another node: it moves wherever it goes."""
+"""Previous rank of an expert that comes from another node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HomeWeights:
-    """What else counts when homes are chosen, measured against one token-slot of compute on the fullest node.
+    """Weights of network and moves in the cost of homes, in token-slots of compute on the fullest node.
 
     network       per token-slot that enters or leaves the node, whichever is more
     move          per expert that changes its node
@@ -52,12 +52,12 @@ def place_homes(
     """Return the home rank of each expert of one layer; every rank gets E / R experts.
 
     source_MNE        token-slots that node N sends to expert E
-    previous_home_E   homes before the step: one of the starts, and what moving is counted from
-    temperature       how far the annealing may stray from its start: `annealing.COLD` or `WARM`
+    previous_home_E   homes before the step: one of the starts, and the origin of moves
+    temperature       first temperature of the annealing: `annealing.COLD` or `WARM`
     proposals         swaps tried
     start_node_E      another start (say, `co_activation_groups`); the best of all starts is annealed
-    returns           `previous_home_E` itself unless the cost falls by more than moving costs, or, on unchanged nodes,
-                      ranks are busier than with the new homes
+    returns           `previous_home_E` unless the cost falls by more than moves cost, or, on unchanged nodes, the load
+                      of the busiest ranks does
     """
     num_nodes = source_MNE.shape[1]
     previous_node_E = previous_home_E // ranks_per_node
@@ -89,7 +89,7 @@ def place_homes(
 
 
 def busiest(load_ME: Int64[ndarray, "M E"], home_E: Int[ndarray, " E"]) -> int:
-    """Sum over micro-batches of the load of the fullest rank (or node, given nodes), without replicas."""
+    """Return the sum over micro-batches of the load of the fullest rank (or node, given nodes), without replicas."""
     on_rank_ER = np.zeros((len(home_E), int(home_E.max()) + 1), dtype=np.int64)
     on_rank_ER[np.arange(len(home_E)), home_E] = 1
     return int((load_ME @ on_rank_ER).max(axis=1).sum())
@@ -106,11 +106,11 @@ def ranks_inside_nodes(
     proposals: int,
     seed: int,
 ) -> Int64[ndarray, " E"]:
-    """Lay the experts of each node on its ranks, annealed over micro-batches: even ranks need fewer copies.
+    """Return the home ranks of experts inside their nodes, annealed over micro-batches: even ranks need fewer copies.
 
-    The start is the better of two: longest first, or everybody where they were and newcomers in the gaps.
+    The start is the better of two: longest first, or unchanged ranks with newcomers in the gaps.
 
-    move        what an expert that changes its rank costs, in token-slots on the fullest rank
+    move        cost of an expert that changes its rank, in token-slots on the fullest rank
     proposals   swaps tried per node
     """
     home_E = np.empty(len(node_E), dtype=np.int64)
@@ -121,17 +121,17 @@ def ranks_inside_nodes(
         before_X[(before_X < 0) | (before_X >= ranks_per_node)] = NEWCOMER
         nowhere = np.zeros((len(load_ME), ranks_per_node, len(experts)), dtype=np.int64)
         problem = (load_MX, nowhere, before_X, 0.0, move)
-        dealt_X = _named_to_stay(longest_first(load_MX.sum(axis=0), ranks_per_node), before_X, ranks_per_node)
-        starts = (dealt_X, _everybody_stays(load_MX.sum(axis=0), before_X, ranks_per_node))
+        dealt_X = _renumber_ranks(longest_first(load_MX.sum(axis=0), ranks_per_node), before_X, ranks_per_node)
+        starts = (dealt_X, _keep_ranks(load_MX.sum(axis=0), before_X, ranks_per_node))
         rank_X = min(starts, key=lambda start_X: home_cost(start_X, *problem))
         if ranks_per_node > 1:
             rank_X = anneal_nodes(rank_X, *problem, temperature=COLD, proposals=proposals, seed=seed + node)
-        home_E[experts] = node * ranks_per_node + _named_to_stay(rank_X, before_X, ranks_per_node)
+        home_E[experts] = node * ranks_per_node + _renumber_ranks(rank_X, before_X, ranks_per_node)
     return home_E
 
 
-def _named_to_stay(rank_X: ndarray, before_X: ndarray, num_ranks: int) -> Int64[ndarray, " X"]:
-    """Rename the ranks so that most experts stay where they are; loads are the same under any names."""
+def _renumber_ranks(rank_X: ndarray, before_X: ndarray, num_ranks: int) -> Int64[ndarray, " X"]:
+    """Renumber the ranks so that most experts stay on theirs; the loads stay the same."""
     stays = np.zeros((num_ranks, num_ranks), dtype=np.int64)
     here = before_X != NEWCOMER
     np.add.at(stays, (rank_X[here], before_X[here]), 1)
@@ -139,30 +139,30 @@ def _named_to_stay(rank_X: ndarray, before_X: ndarray, num_ranks: int) -> Int64[
     return name_of_rank[rank_X].astype(np.int64)
 
 
-def _everybody_stays(load_X: ndarray, before_X: ndarray, num_ranks: int) -> Int64[ndarray, " X"]:
-    """Leave experts where they are, as many as fit, and put newcomers into the gaps, longest to the lightest rank."""
+def _keep_ranks(load_X: ndarray, before_X: ndarray, num_ranks: int) -> Int64[ndarray, " X"]:
+    """Keep as many experts on their rank as fit; newcomers fill the gaps, longest to the lightest rank."""
     rank_X = before_X.astype(np.int64)
     room, filled = np.full(num_ranks, len(load_X) // num_ranks), np.zeros(num_ranks)
-    _deal(np.argsort(-load_X, kind="stable"), load_X.astype(np.float64), room, filled, rank_X)
+    _fill_bins(np.argsort(-load_X, kind="stable"), load_X.astype(np.float64), room, filled, rank_X)
     return rank_X
 
 
 def longest_first(load_E: Shaped[ndarray, " E"], num_bins: int) -> Int64[ndarray, " E"]:
-    """Deal experts to bins of equal count: heaviest expert first, to the lightest bin with room (ties: lower id).
+    """Return experts in bins of equal count: heaviest expert first, to the lightest bin with room (ties: lower id).
 
     >>> longest_first(np.array([5, 4, 3, 2]), 2).tolist()
     [0, 1, 1, 0]
     """
     bin_E = np.full(len(load_E), NEWCOMER)
     room, filled = np.full(num_bins, len(load_E) // num_bins), np.zeros(num_bins)
-    _deal(np.argsort(-load_E, kind="stable"), load_E.astype(np.float64), room, filled, bin_E)
+    _fill_bins(np.argsort(-load_E, kind="stable"), load_E.astype(np.float64), room, filled, bin_E)
     return bin_E
 
 
 @compiled
 @no_type_check
-def _deal(order_E, load_E, room, filled, bin_E) -> None:
-    """Give newcomers of `bin_E` the lightest bin with room, in order; the others keep theirs while there is room."""
+def _fill_bins(order_E, load_E, room, filled, bin_E) -> None:
+    """Assign newcomers of `bin_E` to the lightest bin with room, in order; the others keep theirs while it has room."""
     for e in range(len(bin_E)):
         if bin_E[e] != NEWCOMER:
             if room[bin_E[e]] == 0:
@@ -182,10 +182,10 @@ def _deal(order_E, load_E, room, filled, bin_E) -> None:
 
 
 def co_activation_groups(pairs_EE: Int64[ndarray, "E E"], num_bins: int) -> Int64[ndarray, " E"]:
-    """Deal experts to bins of equal count so that experts picked by the same token meet: fewer rows cross nodes.
+    """Return experts in bins of equal count, experts picked by the same tokens together: fewer rows cross nodes.
 
-    A start for the annealing where the network decides and co-routing is known (`statistics.co_activation`): a bin is
-    seeded with the busiest expert left and takes, one at a time, the expert picked most often together with it.
+    A start for the annealing with known co-routing (`statistics.co_activation`): a bin starts with the busiest expert
+    left and takes, one at a time, the expert picked most often together with it.
     """
     E = len(pairs_EE)
     bin_E = np.full(E, -1, dtype=np.int64)

@@ -1,9 +1,9 @@
-"""Prices: which of several decisions costs least in seconds, (micro-batch, layer) by (micro-batch, layer).
+"""Prices: choose the replicas with the least seconds for each (micro-batch, layer).
 
-A replica is worth its push, its second push and its gradient only where it shortens compute and exchange by more than
-attention fails to hide. So replicas are chosen for a range of tolerances, each with fewer copies than the one before,
-and every (micro-batch, layer) takes the cheapest; none at all is one of them (ForeMoE's fallback, arXiv 2606.11867).
-Where copies may cross nodes, those that keep a node's own tokens inside it are priced too
+A replica pays off if it shortens compute and exchange by more than the part of its two pushes and its gradient that
+attention does not hide. So replicas are chosen for several tolerances, each with fewer copies than the last, and every
+(micro-batch, layer) takes the cheapest; no replicas is one choice (ForeMoE's fallback, arXiv 2606.11867).
+If copies may cross nodes, copies that keep a node's own tokens inside it are priced too
 (`relibra.planning.replicas.traffic_copies`): as many as attention hides at their homes, half and twice that.
 """
 
@@ -27,7 +27,7 @@ from relibra.planning.search.parallel_map import available_cores, parallel_map
 from relibra.routing.demand import ScheduledDemand
 
 TOLERANCES = (0.1,)
-"""Accepted overloads that are priced, beside the budget's own and no replicas at all."""
+"""Tolerances that are priced, beside the budget's own and no replicas."""
 
 
 def choose_replicas(
@@ -38,7 +38,7 @@ def choose_replicas(
     *,
     cross_node: bool,
 ) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]:
-    """Choose replicas for every micro-batch and layer at one tolerance: some 10 microseconds each."""
+    """Return replicas of every micro-batch and layer at one tolerance: some 10 microseconds each."""
     cluster, budget = request.cluster, request.budget
     load_MLE = demand.load_MLE
 
@@ -68,7 +68,7 @@ def copies_against_traffic(
     traffic_slots: int,
     most_per_home: int,
 ) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]:
-    """Choose replicas that keep tokens inside their node, and even out the rest with the slots that are left."""
+    """Return replicas that keep tokens inside their node; the remaining slots balance the remaining load."""
     cluster, budget = request.cluster, request.budget
 
     def place(layer: int) -> tuple[ndarray, ndarray]:
@@ -88,10 +88,10 @@ def copies_against_traffic(
 
 
 def copies_hidden(request: PlacementRequest, demand: ScheduledDemand) -> int:
-    """Count the copies on other nodes that one home rank can serve while attention runs, forward and backward.
+    """Return how many copies on other nodes a home rank can send while attention runs, forward and backward.
 
-    Weights leave it before the forward pass; before the backward pass, which takes twice as long, they leave it again,
-    and after it gradients come in.
+    Weights leave before the forward pass and before the backward pass, which takes twice as long; gradients arrive
+    after it.
     """
     cluster, expert = request.cluster, request.expert
     attention = mean_attention_seconds(demand, cluster, expert)
@@ -106,7 +106,7 @@ Replicas = tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]
 def replica_choices(
     request: PlacementRequest, demand: ScheduledDemand, home_LE: Int64[ndarray, "L E"]
 ) -> list[Callable[[], Replicas]]:
-    """List ways to choose replicas, to be called: none, then few copies first, so that they stay at equal seconds."""
+    """Return functions that choose replicas, fewest copies first: at equal seconds the first one wins."""
     budget, cluster = request.budget, request.cluster
 
     def none() -> Replicas:
@@ -125,7 +125,7 @@ def replica_choices(
         for tolerance in tolerances
     ]
     if budget.slots > 1 and across:
-        hidden = max(1, copies_hidden(request, demand))  # one copy in the open may still save more than it costs
+        hidden = max(1, copies_hidden(request, demand))  # one exposed copy may save more than it costs
         choices += [
             partial(copies_against_traffic, request, demand, home_LE, budget.slots // 2, most)
             for most in sorted({hidden // 2, hidden, 2 * hidden} - {0})
@@ -136,12 +136,12 @@ def replica_choices(
 def cheapest_replicas(
     request: PlacementRequest, demand: ScheduledDemand, home_LE: Int64[ndarray, "L E"], clock: Deadline, *, share: float
 ) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"], Float64[ndarray, "M L"]]:
-    """Choose, per micro-batch and layer, the replicas that make it cheapest; return also its seconds.
+    """Return the cheapest replicas per micro-batch and layer, and their seconds.
 
-    The seconds are compute, exchange and exposed copies; what homes cost to move is not in them.
+    The seconds are compute, exchange and exposed copies, without moves of homes.
 
-    share   of the planning time that may be over in the end. No replicas and the first choices, as many as there are
-            threads, are priced in any case, further ones only if they are done by then, going by those before
+    share   of the planning time that may be used. No replicas and the first choices, one per thread, are always priced,
+            further ones only if they are expected to end within it
     """
     choices = replica_choices(request, demand, home_LE)
     together = len(choices) if clock.seconds is None else max(2, request.budget.threads or available_cores())
@@ -193,6 +193,6 @@ def seconds(
 
 
 def moving_seconds(request: PlacementRequest, home_LE: Int[ndarray, "L E"]) -> float:
-    """Return the seconds of moving from the previous homes to these."""
+    """Return the seconds of moving experts from the previous homes to these."""
     homes = request.previous.with_home_ranks(home_LE.astype(np.int16))
     return relocation_seconds(request.previous, homes, request.cluster, request.expert)

@@ -1,16 +1,16 @@
-"""Replicas: which experts get a temporary copy where, per (micro-batch, layer), and how many tokens it takes over.
+"""Replicas: temporary copies of experts per (micro-batch, layer), their ranks and their token-slots.
 
-The load of a rank above a ceiling `tau` is handed to ranks below it. Two greedy ways:
+Load of a rank above a ceiling `tau` moves to ranks below it. Two greedy methods:
 
 *threshold*   after UltraEP's planner (arXiv 2606.04101): the fullest rank first, its largest expert first, to the
               target with most room, with a floor that keeps pieces from getting too small for the slots. Few copies.
-*chain*       ours: a rank may give away more than its excess when that fills a target exactly, and is then filled from
-              elsewhere in turn, as in the alias method for sampling (Walker 1977). Each copy fills one rank to the
-              ceiling, so one slot per rank is nearly always enough to reach the mean, wherever the load is.
+*chain*       a rank may give away more than its excess if that fills a target exactly, and is then filled from other
+              ranks, as in the alias method for sampling (Walker 1977). Each copy fills one rank to the ceiling, so one
+              slot per rank is nearly always enough to reach the mean.
 
 A ceiling is searched upwards from the lowest reachable one; feasibility is not monotone, so the best state is kept.
-Within a (micro-batch, layer) the fullest node is solved first: the others only have to stay below what it ends with.
-Where a node as a whole is too full and copies may cross nodes, chains run inside the nodes first, then over all ranks.
+Within a (micro-batch, layer) the fullest node is solved first: the others only need to stay below its final maximum.
+If a node as a whole is too full and copies may cross nodes, chains run inside the nodes first, then over all ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOAD, FREE = 0, 1
 """Rows of `state_2R`: load of each rank, and its free slots."""
 
 _WAYS = 4
-"""Way 0 is *threshold*; ways 1 to 3 are *chain* with another taste each (`_taste`)."""
+"""Way 0 is *threshold*; ways 1 to 3 are *chain* with different scores (`_score_move`)."""
 
 
 def replicate(
@@ -40,11 +40,11 @@ def replicate(
     tolerance: float = 0.0,
     cross_node: bool = False,
 ) -> tuple[Int16[ndarray, "M R B"], Int32[ndarray, "M R B"]]:
-    """Choose the replicas of one layer for each micro-batch.
+    """Return the replicas of one layer for each micro-batch.
 
     home_E      home rank of each expert
     tolerance   load above the lowest reachable that is accepted for fewer copies, as a share of it
-    cross_node  also allow replicas on other nodes, where a node as a whole is too full
+    cross_node  also allow replicas on other nodes if a node as a whole is too full
     returns     expert per slot (-1: empty) and its token-slots; never a higher maximum than without replicas
     """
     M = len(load_ME)
@@ -105,7 +105,7 @@ def _replicate_layer(
 @compiled
 @no_type_check
 def _reset(load_E, order_E, starts, low, high, state_2R, held_RB, quota_RB) -> None:
-    """Put ranks low..high back to their homes alone."""
+    """Remove all replicas of ranks low..high."""
     for r in range(low, high):
         state_2R[LOAD, r] = 0
         state_2R[FREE, r] = held_RB.shape[1]
@@ -121,7 +121,7 @@ def _solve(
     load_E, order_E, starts, low, high, ranks_per_node, lowest, ceiling,
     state_2R, held_RB, quota_RB, left_E, best_2R, best_held_RB, best_quota_RB,
 ) -> None:  # fmt: skip
-    """Bring the fullest of ranks low..high down, to `ceiling` or as near as is found; state is updated."""
+    """Lower the maximum of ranks low..high to `ceiling` or as near as found; `state_2R` is updated."""
     if state_2R[LOAD, low:high].max() <= ceiling:
         return
     best = state_2R[LOAD, low:high].max()
@@ -163,7 +163,7 @@ def _solve(
 @compiled
 @no_type_check
 def _threshold(order_E, starts, low, high, tau, state_2R, held_RB, quota_RB, left_E) -> None:
-    """Hand the excess over `tau` of ranks low..high to ranks below (UltraEP, dynamic floor)."""
+    """Move the excess over `tau` of ranks low..high to ranks below (UltraEP, dynamic floor)."""
     load_R, free_R = state_2R[LOAD], state_2R[FREE]
     for s in low + np.argsort(-load_R[low:high], kind="mergesort"):
         need = load_R[s] - tau
@@ -186,7 +186,7 @@ def _threshold(order_E, starts, low, high, tau, state_2R, held_RB, quota_RB, lef
                 if best < 0:
                     break
                 x = min(need, tau - load_R[best], left_E[e])
-                _give(e, s, best, x, state_2R, held_RB, quota_RB, left_E)
+                _move_tokens(e, s, best, x, state_2R, held_RB, quota_RB, left_E)
                 need -= x
             if need == 0:
                 break
@@ -197,7 +197,7 @@ def _threshold(order_E, starts, low, high, tau, state_2R, held_RB, quota_RB, lef
 @compiled
 @no_type_check
 def _chain(order_E, starts, low, high, tau, way, state_2R, held_RB, quota_RB, left_E) -> None:
-    """Bring ranks low..high to `tau` with moves that fill a target exactly, or clear a source, wherever possible."""
+    """Lower ranks low..high to `tau` with moves that fill a target exactly or clear a source, if possible."""
     load_R, free_R = state_2R[LOAD], state_2R[FREE]
     while True:
         s = low
@@ -224,23 +224,23 @@ def _chain(order_E, starts, low, high, tau, way, state_2R, held_RB, quota_RB, le
                 else:
                     if left_E[e] >= room and free_R[s] > 0:
                         x = room
-                    score = _taste(way, x, excess, room, left_E[e], tau)
+                    score = _score_move(way, x, excess, room, left_E[e], tau)
                 if score > best_score:
                     best_score, best_e, best_t, best_x = score, e, t, x
         if best_e < 0:
             return
-        _give(best_e, s, best_t, best_x, state_2R, held_RB, quota_RB, left_E)
+        _move_tokens(best_e, s, best_t, best_x, state_2R, held_RB, quota_RB, left_E)
 
 
 @compiled
 @no_type_check
-def _taste(way, x, excess, room, left, tau) -> int:
+def _score_move(way, x, excess, room, left, tau) -> int:
     """Score a move of `x` tokens that needs a new slot; above 0, below 4 tau."""
     if way == 1:  # the largest useful move, exact fills first
         return min(x, excess) + (tau // 2 if x == room else 0)
     if x != room:
         return min(x, tau)
-    if way == 2:  # fill the smallest room first, so that what room is left lies on few ranks
+    if way == 2:  # the smallest room first: the room left is on few ranks
         return 3 * tau - room
     return max(2 * tau, 4 * tau - left) - 1  # the smallest expert that fills
 
@@ -256,7 +256,7 @@ def _slot_of(expert, held_B) -> int:
 
 @compiled
 @no_type_check
-def _give(e, source, target, x, state_2R, held_RB, quota_RB, left_E) -> None:
+def _move_tokens(e, source, target, x, state_2R, held_RB, quota_RB, left_E) -> None:
     """Move `x` token-slots of `e` from its home to a replica, in a new slot if there is none yet."""
     b = _slot_of(e, held_RB[target])
     if b < 0:
@@ -272,7 +272,7 @@ def _give(e, source, target, x, state_2R, held_RB, quota_RB, left_E) -> None:
 @compiled
 @no_type_check
 def _prune(home_E, state_2R, held_RB, quota_RB) -> None:
-    """Drop replicas, smallest first, whose tokens the home can take back without a higher maximum."""
+    """Drop replicas, smallest first, whose tokens fit on their home without a higher maximum."""
     B = held_RB.shape[1]
     load_R = state_2R[LOAD]
     top = load_R.max()

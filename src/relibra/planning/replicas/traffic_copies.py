@@ -1,12 +1,11 @@
 """Copies that keep tokens inside their node: the hottest remote experts of a node, for its own tokens.
 
-Copies for balance (`planning.replicas.replication`) never look at where tokens come from. Between nodes a link is far
-slower than the experts behind it (an overlap ratio far below 1, MegaScale-MoE, arXiv 2505.11432), and a copy that
-attention hides costs nothing: then a node does well to hold for itself what its own tokens ask for most. EPLB and
-FlashLB do that by accident, for a whole step at a time; here it is decided for each (micro-batch, layer).
+Copies for balance (`planning.replicas.replication`) ignore the source of tokens. Links between nodes are far slower
+than experts (an overlap ratio far below 1, MegaScale-MoE, arXiv 2505.11432), and a copy that attention hides costs
+nothing: so a node holds copies of the remote experts with most of its tokens, chosen per (micro-batch, layer).
 
-Part of each rank's slots goes to such copies; what they take over counts as experts at home there, and the other slots
-even out what is left, inside the nodes.
+These copies take part of each rank's slots and count as experts at home there; the other slots balance the remaining
+load inside the nodes.
 """
 
 from __future__ import annotations
@@ -31,13 +30,12 @@ def replicate_for_traffic(
     most_per_home: int,
     tolerance: float = 0.0,
 ) -> tuple[Int16[ndarray, "M R B"], Int32[ndarray, "M R B"]]:
-    """Choose the replicas of one layer for each micro-batch: first against traffic between nodes, then for balance.
+    """Return the replicas of one layer for each micro-batch: first against traffic between nodes, then for balance.
 
     tokens_MRE      token-slots that each source rank sends to each expert
     traffic_slots   of the `slots` of each rank, those that may hold copies from other nodes; they come first
-    most_per_home   (node, expert) pairs among them, per rank that is home to the expert. Evening out may split what a
-                    node holds over more of its ranks; each part is a copy that this rank sends and gets a gradient of,
-                    so its copies can be more. They are priced as they are
+    most_per_home   (node, expert) pairs among them, per home rank of the expert. Balancing may split a copy over
+                    several ranks of the node; the home then sends one copy for each
     returns         expert per slot (-1: empty) and its token-slots
     """
     M, R, E = tokens_MRE.shape
@@ -46,11 +44,11 @@ def replicate_for_traffic(
     held_MRB = np.full((M, R, traffic_slots), -1, dtype=np.int64)
     taken_MRB = np.zeros((M, R, traffic_slots), dtype=np.int64)
     load_ME = source_MNE.sum(axis=1)
-    _hold_hottest(source_MNE, load_ME, home_E, ranks_per_node, most_per_home, held_MRB, taken_MRB)
+    _choose_hottest(source_MNE, load_ME, home_E, ranks_per_node, most_per_home, held_MRB, taken_MRB)
     m_X, rank_X, slot_X = np.nonzero(held_MRB >= 0)
     left_ME = load_ME.copy()
     np.subtract.at(left_ME, (m_X, held_MRB[m_X, rank_X, slot_X]), taken_MRB[m_X, rank_X, slot_X])
-    # What is held counts as experts of its own, at home where it is held; their numbers come after those of the others.
+    # Copies count as further experts, at home on their rank; their numbers follow those of the real experts.
     whole_ME = np.concatenate([left_ME, taken_MRB.reshape(M, -1)], axis=1)
     whole_home_E = np.concatenate([home_E, np.repeat(np.arange(R), traffic_slots)])
     even_MRB, quota_MRB = replicate(
@@ -68,8 +66,8 @@ def replicate_for_traffic(
 
 @compiled
 @no_type_check
-def _hold_hottest(source_MNE, load_ME, home_E, ranks_per_node, most_per_home, held_MRB, taken_MRB) -> None:
-    """Give slots to (node, expert) pairs by falling tokens; each goes to the emptiest rank of the node with room."""
+def _choose_hottest(source_MNE, load_ME, home_E, ranks_per_node, most_per_home, held_MRB, taken_MRB) -> None:
+    """Assign slots to (node, expert) pairs by falling tokens, on the least loaded rank of the node with room."""
     M, E = len(source_MNE), source_MNE.shape[2]
     R, B = held_MRB.shape[1:]
     G = ranks_per_node

@@ -1,4 +1,4 @@
-"""Schedule: which samples meet in a micro-batch, and from which rank each is fed.
+"""Schedule: micro-batch and source rank of each sample.
 
 In: token-slots per sample. Out: `micro_batch_S`, `rank_S`. Start with `packing.py`.
 """

@@ -1,7 +1,7 @@
-"""Sample locality: from which rank each sample is fed, so that fewer tokens cross nodes (ReLibra, arXiv 2605.08639).
+"""Sample locality: source ranks of samples with fewer tokens across nodes (ReLibra, arXiv 2605.08639).
 
-Micro-batches stay as they are, and so does the balance of attention: samples only trade places with samples of about
-their length. One place serves all layers, because the activations of a sample live on one rank.
+Micro-batches and the balance of attention are kept: samples exchange ranks only with samples of similar length. A
+sample has one rank in all layers, because its activations are there.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from numpy import ndarray
 from scipy.optimize import linear_sum_assignment
 
 LENGTH_BUCKET = 1.1
-"""Samples trade places while the longest of them has at most this many times the tokens of the shortest."""
+"""Largest ratio of lengths of samples that exchange ranks."""
 MOST_AT_ONCE = 512
-"""Samples of a bucket; more are dealt in pieces, because assigning takes cubic time."""
+"""Most samples of a bucket: assignment takes cubic time."""
 
 
 def place_samples(
@@ -24,10 +24,10 @@ def place_samples(
     length_S: Int64[ndarray, " S"],
     ranks_per_node: int,
 ) -> Int32[ndarray, " S"]:
-    """Permute the ranks of each micro-batch's samples so that most token-slots find their expert's home on the node.
+    """Return source ranks with most token-slots on the node of their expert's home, permuted in each micro-batch.
 
     share_SLN   token-slots of each sample at the experts of each node, per layer
-    returns     rank of each sample; per micro-batch and length bucket the same ranks as before, dealt out anew
+    returns     rank of each sample: a permutation of the old ranks in each micro-batch and length bucket
     """
     gain_SN = share_SLN.sum(axis=1, dtype=np.float64)
     rank_S = rank_S.astype(np.int32)

@@ -1,10 +1,10 @@
-"""Packing: which samples meet in a micro-batch, so that no node is too full in any layer.
+"""Packing: assign samples to micro-batches so that no node is too full in any layer.
 
-No weights move for it. The loss of a step is normalised over all its tokens, so which micro-batch a sample runs in does
-not change the gradient sum. Homes are given; samples of similar length are swapped between micro-batches, or moved into
-room, by annealing the sum over micro-batches and layers of the fullest node. Micro-batches keep to a token limit and a
-limit on attention cost (sum of squared lengths). (The idea is RoutePack's, arXiv 2608.12146, there with whole ranks and
-optimizer steps; here nodes, because replicas even out their ranks.)
+No weights move. The loss of a step is normalised over all its tokens, so the micro-batch of a sample does not change
+the gradient sum. Homes are given; samples of similar length are swapped between micro-batches, or moved into
+room, by annealing the sum over micro-batches and layers of the fullest node. Tokens and attention cost
+(sum of squared lengths) of a micro-batch are limited. (After RoutePack, arXiv 2608.12146, which balances ranks and
+optimizer steps; here nodes, because replicas balance their ranks.)
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from relibra.routing.compiled import compiled
 _TEMPERATURE = (1e-4, 1e-6)
 """First and last temperature, as a share of the sum of mean node loads."""
 _WINDOW = 24
-"""Samples are swapped with one of this many next in length on either side."""
+"""A sample is swapped with one of this many neighbours in length on either side."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackingLimits:
-    """What a micro-batch may hold: the sum of its sample lengths, and of their squares (attention cost)."""
+    """Limits of a micro-batch: sum of its sample lengths, and of their squares (attention cost)."""
 
     tokens: float
     attention: float
@@ -41,7 +41,7 @@ class PackingLimits:
         token_slack: float,
         attention_slack: float,
     ) -> PackingLimits:
-        """Take the largest micro-batch of a schedule, and a share on top."""
+        """Return the largest micro-batch of a schedule plus the slacks."""
         kept = micro_batch_S >= 0
         tokens_M = np.bincount(micro_batch_S[kept], weights=length_S[kept])
         attention_M = np.bincount(micro_batch_S[kept], weights=length_S[kept].astype(np.float64) ** 2)
@@ -63,12 +63,12 @@ def pack_samples(
     proposals: int,
     seed: int,
 ) -> tuple[Int32[ndarray, " S"], Int32[ndarray, " S"]]:
-    """Choose the micro-batch of each sample, starting from a given schedule; samples in micro-batch -1 stay out.
+    """Return micro-batch and rank of each sample, improved from a given schedule; micro-batch -1 is kept.
 
     share_SLN   token-slots of each sample at the experts of each node, per layer
     length_S    tokens (or token-slots: any unit that is proportional)
     open_M      micro-batches that samples may move to
-    limits      what no micro-batch may exceed; the given schedule keeps to it
+    limits      of every micro-batch; the given schedule is within them
     returns     micro-batch and rank of each sample; swapped samples also swap ranks, a moved one goes to the rank with
                 the fewest tokens
     """

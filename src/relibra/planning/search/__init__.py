@@ -1,1 +1,1 @@
-"""Machinery that searches share: random numbers of kernels, parallel map, deadline. It decides nothing."""
+"""Shared by all searches: random numbers of kernels, parallel map, deadline."""

@@ -1,20 +1,19 @@
-"""The byte ledger: which bytes of a dispatch were useful, which came twice, and which only passed through.
+"""The byte ledger: useful, duplicate and forwarded bytes of dispatches.
 
-Switching Efficiency (arXiv 2604.14690) splits what a network achieves of what it could into three factors:
+Switching Efficiency (arXiv 2604.14690) splits the used share of a network's capacity into three factors:
 
     useful / capacity = useful / received  x  received / forwarded  x  forwarded / capacity
                         data factor           routing factor           port factor
 
 *Useful* is the first copy of a token at a rank. *Received* counts every row at the rank that computes it, *forwarded*
-every row at every port it leaves on its way. *Capacity* is the time until the busiest port is done, in either
-direction, times the rates of all ports. It is an identity, not three independent causes: a plan that changes one factor
-moves the others. Low port: uneven ranks (replicas help); low data: tokens sent twice (send once); low routing: detours
-(locality).
+every row at every port it leaves. *Capacity* is the time until the busiest port is done, in either direction, times the
+rates of all ports. A plan that changes one factor changes the others. Low port: uneven ranks (replicas help); low data:
+tokens sent twice (send once); low routing: detours (locality).
 
 Ports are the link of a rank into its node and, between nodes, its share of the network. Networks of rails join ranks of
-equal number on their nodes: a row for another number is handed on inside the node where it arrives, its second port.
-The combine runs the same ways back, the reverse passes again: their factors are the same where links are as fast in
-both directions. Latencies are left out: this is about bytes.
+equal number on their nodes: a row for another number is forwarded inside the destination node, its second port.
+Combine and backward pass reverse these paths: their factors are the same if links are as fast in both directions.
+Latencies are left out.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from relibra.routing.compiled import compiled
 from relibra.routing.demand import ScheduledDemand
 
 MAX_PAIRS = 1 << 26
-"""Entries of the tables of distinct rows; for larger steps callers take bounds instead of a count token by token."""
+"""Most entries of the tables of distinct rows; for larger steps callers use bounds instead of exact counts."""
 
 
 ROUNDING = 1e-12
@@ -44,12 +43,12 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ByteLedger:
-    """Bytes of the forward dispatches of a step, per layer, over all micro-batches; what stays on its rank is none.
+    """Bytes of the forward dispatches of a step between ranks, per layer, over all micro-batches.
 
     useful_L      the first copy of each token at each rank
     duplicate_L   further copies of it there
-    forwarded_L   bytes that pass through a rank on their way, once more each
-    capacity_L    bytes that all ports could have sent until the busiest one was done
+    forwarded_L   bytes sent again by an intermediate rank
+    capacity_L    bytes that all ports could send until the busiest one is done
     exact         useful bytes were counted token by token; False: bounded from below by co-routing pairs
     """
 
@@ -61,18 +60,18 @@ class ByteLedger:
 
     @property
     def data_factor_L(self) -> Float64[ndarray, " L"]:
-        """Useful / received; 1 where nothing travels."""
+        """Useful / received; 1 without traffic."""
         return _ratio(self.useful_L, self.useful_L + self.duplicate_L)
 
     @property
     def routing_factor_L(self) -> Float64[ndarray, " L"]:
-        """Received / all that ports sent; 1 where nothing travels."""
+        """Received / bytes sent by all ports; 1 without traffic."""
         received_L = self.useful_L + self.duplicate_L
         return _ratio(received_L, received_L + self.forwarded_L)
 
     @property
     def port_factor_L(self) -> Float64[ndarray, " L"]:
-        """All that ports sent / what they could have sent meanwhile; 1 where nothing travels."""
+        """Bytes sent by all ports / capacity; 1 without traffic."""
         return _ratio(self.useful_L + self.duplicate_L + self.forwarded_L, self.capacity_L)
 
     @property
@@ -81,7 +80,7 @@ class ByteLedger:
         return _ratio(self.useful_L, self.capacity_L)
 
     def total(self) -> ByteLedger:
-        """Return the same for all layers together: phases one after the other, so bytes and capacities add up."""
+        """Return the ledger of all layers: they run one after the other, so bytes and capacities add up."""
         names = ("useful_L", "duplicate_L", "forwarded_L", "capacity_L")
         return ByteLedger(
             **{name: np.array([getattr(self, name).sum()], dtype=np.float64) for name in names}, exact=self.exact
@@ -97,13 +96,13 @@ def byte_ledger(
     distinct_MLRR: Int32[ndarray, "M L R R2"] | None = None,
     send_once: bool = False,
 ) -> ByteLedger:
-    """Count the bytes of a plan's dispatches.
+    """Return the bytes of a plan's dispatches.
 
     demand          with the schedule of the plan
     row_bytes       bytes of one row (`ExpertShape.row_bytes`)
     distinct_MLRR   tokens that each source sends to each rank (`distinct_rows`), for exact figures; None: bounded from
                     below by `demand.pairs_LEE`, and without pairs every row counts as useful
-    send_once       a token goes to a rank once, as the executor does it: nothing comes twice
+    send_once       a token is sent to a rank once, as in the executor: no duplicates
     """
     L, R = len(plan.layer_ids), plan.num_ranks
     share_LR = np.ones((L, R))
@@ -124,7 +123,7 @@ def byte_ledger(
         seconds_L[layers] += seconds
     exact = distinct_MLRR is not None or demand.top_k == 1
     duplicate_L = received_L - useful_L
-    duplicate_L[np.abs(duplicate_L) <= ROUNDING * received_L] = 0.0  # both add up the same rows, in another order
+    duplicate_L[np.abs(duplicate_L) <= ROUNDING * received_L] = 0.0  # sums of the same rows in another order
     return ByteLedger(
         useful_L=useful_L,
         duplicate_L=duplicate_L,
@@ -143,13 +142,15 @@ def port_bytes_per_second(cluster: Cluster) -> float:
 def _dispatch(
     rows_LRR: Shaped[ndarray, "L R R2"], cluster: Cluster, row_bytes: int
 ) -> tuple[Float64[ndarray, " L"], Float64[ndarray, " L"], Float64[ndarray, " L"]]:
-    """Return received and forwarded bytes of a dispatch, and the seconds of its busiest port; no row stays at home."""
+    """Return received and forwarded bytes of a dispatch, and the seconds of its busiest port."""
     N, G = cluster.num_nodes, cluster.ranks_per_node
     bytes_LNGNG = rows_LRR.reshape(-1, N, G, N, G) * float(row_bytes)
     n = np.arange(N)
     inside_LNGG = bytes_LNGNG[:, n, :, n, :].transpose(1, 0, 2, 3)
-    bytes_LNGNG[:, n, :, n, :] = 0  # what is left goes over the network
-    handed_LNGG = bytes_LNGNG.sum(axis=1).transpose(0, 2, 1, 3)  # node, number where it enters, number it is for
+    bytes_LNGNG[:, n, :, n, :] = 0  # the rest crosses the network
+    handed_LNGG = bytes_LNGNG.sum(axis=1).transpose(
+        0, 2, 1, 3
+    )  # node, number of the entry rank, number of the destination
     handed_LNGG[:, :, np.arange(G), np.arange(G)] = 0
     carried_LNGG = inside_LNGG + handed_LNGG
     ports = (
@@ -169,7 +170,7 @@ def _dispatch(
 def distinct_rows(
     experts_TK: Shaped[ndarray, "T K"], source_T: Int[ndarray, " T"], split: TokenSplit, num_ranks: int
 ) -> Int64[ndarray, "R R2"]:
-    """Count (token, destination) pairs by source rank, in one (micro-batch, layer): what a rank has to receive once.
+    """Return distinct (token, destination) pairs by source rank, in one (micro-batch, layer).
 
     experts_TK   choices of the tokens, in the order of the trace
     source_T     rank that each token is fed from
@@ -209,11 +210,11 @@ def distinct_rows_of_step(
     *,
     threads: int = 1,
 ) -> Int32[ndarray, "M L R R2"]:
-    """Count (token, destination) pairs by source rank, in every micro-batch and layer of a plan.
+    """Return distinct (token, destination) pairs by source rank, in every micro-batch and layer of a plan.
 
     demand        with the schedule of the plan
     experts_TLK   choices of the tokens, in the order of the trace
-    sample_T      place of each token's sample in the demand; -1: in none (`demand_rows.sample_of_rows`)
+    sample_T      position of each token's sample in the demand; -1: in none (`demand_rows.sample_of_rows`)
     """
     M, L, R, _ = demand.tokens_MLRE.shape
     micro_batch_T = np.where(sample_T >= 0, demand.micro_batch_S[sample_T], -1)

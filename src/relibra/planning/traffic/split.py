@@ -1,11 +1,11 @@
-"""Token split: how each source rank shares out its tokens over the home and the replicas of an expert.
+"""Token split: how each source rank divides its tokens among the home and the replicas of an expert.
 
-Integers, and both margins exact: every source sends all its tokens, every instance gets its quota. So the split sizes
-of each all-to-all are known before the step and nobody exchanges counts (ReLibra, arXiv 2605.08639; the order of
+Integers with exact margins: every source sends all its tokens, every instance gets its quota. So the split sizes of
+each all-to-all are known before the step, without an exchange of counts (ReLibra, arXiv 2605.08639; the order of
 preference, same rank, same node, anywhere, after ForeMoE, arXiv 2606.11867).
 
-Sources are served one after the other against what is *left* of each quota, by largest remainder. Rounding each source
-alone would miss the quotas by a few tokens; served in turn, the last source takes exactly what is left.
+Sources are processed in order against what is *left* of each quota, by largest remainder, so the quotas are met
+exactly; rounding each source alone would miss them by a few tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from relibra.routing.compiled import compiled
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenSplit:
-    """Who computes what in one (micro-batch, layer): instances are ordered by expert, home first, then by rank.
+    """Split of one (micro-batch, layer): instances are ordered by expert, home first, then by rank.
 
     expert_I, rank_I   expert and rank of each instance; every expert has its home
     slot_I             spare slot that holds a replica, -1 for a home
@@ -58,7 +58,7 @@ def _instances(
     expert_X, quota_X = replica_RB[rank_X, slot_X], quota_RB[rank_X, slot_X].astype(np.int64)
     home_quota_E = tokens_RE.sum(axis=0, dtype=np.int64)
     np.subtract.at(home_quota_E, expert_X, quota_X)
-    assert (home_quota_E >= 0).all(), "replicas were promised more tokens than their expert gets"
+    assert (home_quota_E >= 0).all(), "quotas of replicas exceed the load of their expert"
     E = len(home_E)
     expert_I = np.concatenate([np.arange(E), expert_X]).astype(np.int32)
     is_replica_I = np.arange(len(expert_I)) >= E
@@ -75,7 +75,7 @@ def traffic_MLRR(
     quota_MLRB: Int32[ndarray, "M L R B"],
     ranks_per_node: int,
 ) -> Int64[ndarray, "M L R R2"]:
-    """Count the token-slots that each source rank sends to each rank (last axis: destination), itself included."""
+    """Return the token-slots that each source rank sends to each rank (last axis: destination), itself included."""
     M, L, R, _ = tokens_MLRE.shape
     traffic = np.zeros((M, L, R, R), dtype=np.int64)
     _count_traffic(tokens_MLRE, home_LE.astype(np.int64), replica_MLRB, quota_MLRB, ranks_per_node, traffic)
@@ -158,21 +158,21 @@ def _split_expert(supply_R, rank_I, left_I, ranks_per_node, out_RI) -> None:
                 break
             give = supply_R[s] if wanted <= room else supply_R[s] * room // wanted
             wanted -= supply_R[s]
-            _serve(s, give, room, rank_I, left_I, low, high, out_RI)
+            _divide_tokens(s, give, room, rank_I, left_I, low, high, out_RI)
             supply_R[s] -= give
             room -= give
     room = left_I.sum()
     for s in range(R):  # anywhere
         if supply_R[s] > 0:
-            _serve(s, supply_R[s], room, rank_I, left_I, 0, R, out_RI)
+            _divide_tokens(s, supply_R[s], room, rank_I, left_I, 0, R, out_RI)
             room -= supply_R[s]
             supply_R[s] = 0
 
 
 @compiled
 @no_type_check
-def _serve(s, give, room, rank_I, left_I, low, high, out_RI) -> None:
-    """Share `give` tokens of source `s` over instances on ranks low..high in proportion to what they have left.
+def _divide_tokens(s, give, room, rank_I, left_I, low, high, out_RI) -> None:
+    """Divide `give` tokens of source `s` among instances on ranks low..high in proportion to their remaining quotas.
 
     `room` is the sum of what is left there, at least `give`. Leftovers of rounding down go to the largest remainders
     (ties: lower instance). A share never exceeds what is left: give c / room is below c unless give = room.

@@ -1,6 +1,6 @@
 """Traffic of the exchanges: rows on every link, from the token split of a plan.
 
-Nobody has to send a token twice to one rank: given co-routing pairs, rows are counted once per (token, rank).
+A token is sent to a rank once: given co-routing pairs, rows are counted once per (token, rank).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ OUT, IN = 0, 1
 """Directions in `link_rows`."""
 
 _TRAFFIC_BYTES = 64 << 20
-"""At most this much traffic (source rank x destination rank) is held at once."""
+"""Largest traffic array (source rank x destination rank) in memory."""
 
 
 def iterate_traffic(plan: Placement, demand: ScheduledDemand) -> Iterator[tuple[int, slice, Int64[ndarray, "L R R2"]]]:
-    """Yield the traffic of one micro-batch at a time, a bounded number of layers of it at once."""
+    """Yield the traffic of one micro-batch and a bounded number of its layers at a time."""
     M, L, R, _ = demand.tokens_MLRE.shape
     at_once = max(1, _TRAFFIC_BYTES // (8 * R * R))
     for m in range(M):
@@ -42,7 +42,7 @@ def iterate_traffic(plan: Placement, demand: ScheduledDemand) -> Iterator[tuple[
 def link_rows(
     traffic_LRR: Int64[ndarray, "L R R2"], share_LR: Float64[ndarray, "L R"], ranks_per_node: int
 ) -> tuple[Float64[ndarray, "2 L 2 R"], Float64[ndarray, "2 L 2 R"]]:
-    """Sum what leaves and enters each rank by link; what stays on a rank uses none.
+    """Return the rows that leave and enter each rank by link; rows that stay on a rank use none.
 
     share_LR   rows per token-slot at the destination rank
     returns    rows and token-slots, [inside a node or between nodes, layer, out or in, rank]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relibra.planning.analysis.comparison import LEVERS_IN_WORDS, ComparisonRow, scopes_in_words
+from relibra.planning.analysis.comparison import LEVERS_IN_WORDS, ComparisonRow, describe_scopes
 from relibra.reporting.data.number_format import count
 from relibra.reporting.html.html import paragraph, section, table
 from relibra.reporting.html.html_bars import Bar, bar_table
@@ -32,7 +32,7 @@ def balancers_section(rows: Sequence[ComparisonRow]) -> str:
         ),
         paragraph(
             f"{LEVERS_IN_WORDS}. Bounds compare only between balancers whose replicas may be on the same nodes: "
-            f"{scopes_in_words(rows)}.",
+            f"{describe_scopes(rows)}.",
             "how",
         ),
         _bars(made),

@@ -118,9 +118,7 @@ def _load_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) 
         shape, _, dtype = read_header(file)
         claimed = math.prod(shape) * dtype.itemsize
         if dtype.hasobject or claimed > member.file_size:
-            raise TraceError(
-                f"{path}: {member.filename} cannot be read: its header declares {claimed} bytes of {dtype}"
-            )
+            raise TraceError(f"{path}: {member.filename} cannot be read: header of {claimed} bytes of {dtype}")
     with archive.open(member) as file:
         return np.lib.format.read_array(file, allow_pickle=False)
 
