@@ -186,7 +186,9 @@ def _draw_panels(panels: Sequence[tuple[Panel, Sequence[tuple[Curve, Metrics]]]]
         axis |= _axis_settings(panel, [value for curve, metrics in curves for value in curve.of(metrics)])
         figure.update_layout({f"yaxis{number}": axis, f"legend{number}": {"y": top + 4 / height}})
     bottom = "y" if len(shown) == 1 else f"y{len(shown)}"
-    figure.update_layout(height=height + 110, xaxis={"title": {"text": "RL step"}, "anchor": bottom})
+    few = max((len(metrics.rows) for _, curves in shown for _, metrics in curves), default=0) <= 10
+    ticks = {"dtick": 1} if few else {}  # else plotly puts marks between steps
+    figure.update_layout(height=height + 110, xaxis={"title": {"text": "RL step"}, "anchor": bottom, **ticks})
     return figure
 
 

@@ -17,6 +17,7 @@ from relibra.reporting.html.html import paragraph, plot, section, table
 from relibra.reporting.html.html_page import check_output, html_page, write_page
 from relibra.reporting.html.route_figures import plotly_figures
 from relibra.reporting.html.run_figures import Panel, compared_panels, has_any
+from relibra.reporting.pages.glossary import LOAD_WORDS, glossary
 
 FIGURES = (
     ("reward", "", "reward, last step", ".3f"),
@@ -66,6 +67,7 @@ def render_comparison(runs: Sequence[Recording], made: datetime) -> str:
         if any(has_any(one, panels) for one in metrics):
             words = f"{title} of {' and '.join(names)} over RL steps."
             pieces.append(section(identifier, title, plot(f"{identifier}-plot", compared_panels(pairs, panels), words)))
+    pieces.append(glossary(LOAD_WORDS))
     steps = "; ".join(f"{name}: {plural(len(one.rows), 'step')}" for name, one in pairs)
     footer = paragraph(f"relibra {relibra.__version__}, {made:%Y-%m-%d %H:%M} UTC · {steps}")
     title = " and ".join(names)

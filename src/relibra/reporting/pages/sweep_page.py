@@ -24,7 +24,10 @@ from relibra.reporting.html.sweep_figures import VALUE_NAME, load_matplotlib, sw
 
 KINDS = (".png", ".html")
 
-LEFT_OUT = "The moves of experts to new home ranks before the first step are left out, since they are paid once."
+ABOUT = (
+    "nothing was measured. Each balancer plans on which ranks experts are computed. Moves of experts to other ranks "
+    "before the step (relocation) are left out, since they are paid once."
+)
 
 
 def check_plot(path: Path) -> None:
@@ -66,16 +69,16 @@ def _page(
     names = list(varied) or ["ranks", "balancer"]
     best_settings = ", ".join(f"{setting_name(name)} {setting_text(best[name])}" for name in names)
     constants = describe_constants(rows, [name for name in constant if name not in names])
-    about = f"{title}. " + f"The same for all {len(rows)} points: {constants}. " * bool(constants)
-    figures = [[*(setting_text(row[name]) for name in names), f"{row[VALUE]:,.0f}"] for row in rows]
-    text_columns = [number for number, name in enumerate(names) if name == "balancer"]
+    shared = f"The same for all {len(rows)} points: {constants}." if constants else ""
+    cells = [[*(setting_text(row[name]) for name in names), f"{row[VALUE]:,.0f}"] for row in rows]
+    texts = [number for number, name in enumerate(names) if name == "balancer"]
     body = section(
         "sweep",
         VALUE_NAME[:1].upper() + VALUE_NAME[1:],
-        paragraph(f"Label: simulated; nothing was measured. {about}{LEFT_OUT}", "how"),
+        paragraph(f"A training step of {title}: {ABOUT} {shared}", "how"),
         plot("sweep-plot", sweep_figure(sweep), f"{VALUE_NAME} over {sweep.axis_name}; see the table below"),
-        table("Points of the sweep", [*map(setting_name, names), VALUE_NAME], figures, text_columns=text_columns),
+        table("Points of the sweep", [*map(setting_name, names), "tokens/s per rank"], cells, text_columns=texts),
     )
     sentence = f"Most {VALUE_NAME}, simulated: {best[VALUE]:,.0f} with {best_settings}."
-    footer = paragraph(f"relibra {relibra.__version__}; docs/simulation.md says what is simulated")
+    footer = paragraph(f"relibra {relibra.__version__}; docs/simulation.md describes the model of the machine")
     return html_page(title, "sweep", sentence, body, footer, scripts=("page.js",), plotly=True)
