@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from relibra import Budget, Demand, RoutingTrace, StepPlan, cluster_preset, plan_step
+from relibra import Budget, Demand, RoutingTrace, ScheduledDemand, StepPlan, cluster_preset, plan_step
 from relibra.parallel import execute_plan, logical_order, logical_parameters, register, relocate
 from relibra.planning.analysis.levers import lever_gaps
 from relibra.replay import BatchRoutes, replay_routing
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def train_on_rank(
-    rank: int, folder: Path, plan: StepPlan, demand: Demand, trace: RoutingTrace, tokens_SN: Tensor
+    rank: int, folder: Path, plan: StepPlan, demand: ScheduledDemand, trace: RoutingTrace, tokens_SN: Tensor
 ) -> None:
     torch.set_num_threads(1)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # says that saving gathers

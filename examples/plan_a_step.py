@@ -1,13 +1,9 @@
-"""Plan one step from known routes on two nodes, see what each lever bought, and ask for the reasons."""
+"""Plan one step from known routes on two nodes; print the gain of each part of the plan, and reasons for replicas."""
 
 import numpy as np
 
-from relibra.cluster import cluster_preset
-from relibra.planning.analysis.explanation import explain_plan
+from relibra import Budget, cluster_preset, explain_plan, plan_step, validate_plan
 from relibra.planning.analysis.levers import lever_gaps
-from relibra.planning.budget import Budget
-from relibra.planning.planner import plan_step
-from relibra.planning.validation import validate_plan
 from relibra.routing.micro_batches import cut_recorded
 from relibra.routing.synthetic import TraceShape, domain_trace
 

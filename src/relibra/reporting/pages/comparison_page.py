@@ -13,11 +13,11 @@ from relibra.reporting.data.metrics import Metrics
 from relibra.reporting.data.number_format import plural
 from relibra.reporting.data.recording import Recording, open_recording
 from relibra.reporting.html import run_figures
+from relibra.reporting.html.glossary import LOAD_WORDS, glossary
 from relibra.reporting.html.html import paragraph, plot, section, table
 from relibra.reporting.html.html_page import check_output, html_page, write_page
 from relibra.reporting.html.route_figures import plotly_figures
 from relibra.reporting.html.run_figures import Panel, compared_panels, has_any
-from relibra.reporting.pages.glossary import LOAD_WORDS, glossary
 
 FIGURES = (
     ("reward", "", "reward, last step", ".3f"),
