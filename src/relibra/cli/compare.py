@@ -182,7 +182,8 @@ def _fitting(rows: list[ComparisonRow], console: Console) -> tuple[list[Column],
 
 def _table(rows: list[ComparisonRow], columns: list[Column], space: int) -> Table:
     table = Table(box=None, padding=(0, space, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("balancer", no_wrap=True, min_width=max(len(line) for line in _names(rows)))
+    names = ["balancer", *(line for row in rows for line in _folded(row.balancer).splitlines())]
+    table.add_column("balancer", no_wrap=True, min_width=max(map(len, names)))
     for column in columns:
         table.add_column(column.title, justify="right", no_wrap=True)
     table.add_column("ok", justify="right", no_wrap=True)
@@ -190,10 +191,6 @@ def _table(rows: list[ComparisonRow], columns: list[Column], space: int) -> Tabl
         cells = ["-" if row.skew is None else column.cell(row) for column in columns]
         table.add_row(_folded(row.balancer), *cells, "yes" if row.valid else "NO")
     return table
-
-
-def _names(rows: list[ComparisonRow]) -> list[str]:
-    return ["balancer", *(line for row in rows for line in _folded(row.balancer).splitlines())]
 
 
 def _name(column: Column) -> str:

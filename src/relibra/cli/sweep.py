@@ -118,7 +118,7 @@ def sweep(request: SweepRequest) -> None:
         check_plot(request.plot)
     model = simulated_model(recording, request.model)
     found, left_out = _simulate(points, recording.trace, model)
-    varied = _varied(points)
+    varied = [name for name in SETTINGS if len({getattr(point, name) for point in points}) > 1]
     if request.plot is not None:
         _plot(request.plot, found, varied, f"{model.name} on {found[0].machine.name}, simulated")
     if request.as_json:
@@ -245,11 +245,6 @@ def _row(
         "memory_bytes": one.memory.total,
         "memory_warning": one.memory.warning,
     }
-
-
-def _varied(points: list[SimulationRequest]) -> list[str]:
-    """Return the settings that differ between points."""
-    return [name for name in SETTINGS if len({getattr(point, name) for point in points}) > 1]
 
 
 def _in_words(row: dict[str, Any], names: list[str]) -> str:

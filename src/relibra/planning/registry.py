@@ -12,7 +12,6 @@ from relibra.planning.balancers import foremoe, relibra, static
 from relibra.planning.baselines import (
     balanced,
     eplb,
-    eplb_lp,
     feplb,
     flashlb,
     flexmoe,
@@ -33,7 +32,7 @@ BALANCERS: dict[str, Balancer] = {
     "feplb": Balancer(decide=feplb.decide, sees="live", based_on="after FEPLB, arXiv 2604.19654"),
     "llep": Balancer(decide=llep.decide, sees="live", based_on="LLEP, arXiv 2601.17111, with bounded slots"),
     "eplb": Balancer(decide=eplb.decide, sees="step totals", based_on="EPLB, deepseek-ai/EPLB"),
-    "eplb_lp": Balancer(decide=eplb_lp.decide, sees="step totals", based_on="EPLB with an optimal split"),
+    "eplb_lp": Balancer(decide=eplb.decide_optimal, sees="step totals", based_on="EPLB with an optimal split"),
     "lplb": Balancer(decide=lplb.decide, sees="step totals", based_on="LPLB, deepseek-ai/LPLB"),
     "eplb_history": Balancer(decide=eplb.decide, sees="history", based_on="EPLB, deepseek-ai/EPLB"),
     "laer": Balancer(decide=laer.decide, sees="history", based_on="LAER-MoE, arXiv 2602.11686"),

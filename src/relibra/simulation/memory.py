@@ -49,11 +49,6 @@ class MemoryUse:
         return sum(self.parts.values())
 
     @property
-    def total_static(self) -> float:
-        """The same without balancing: other activations, no slots."""
-        return self.total - self.parts["activations"] - self.parts["slots"] + self.activations_static
-
-    @property
     def warning(self) -> str:
         """One sentence if it does not fit, else ''."""
         if self.total <= self.capacity:
@@ -138,7 +133,8 @@ def _activations(
     of_layers_MLR = per_row * rows_MR[:, None, :] + per_slot * load_MLR
     if not of_layers_MLR.size:
         return 0.0
-    of_dense_MR = _dense_bytes(model) * rows_MR
+    dense_bytes = _attention_bytes(model) + 3 * model.dense_width * model.expert.bytes_per_value
+    of_dense_MR = dense_bytes * rows_MR
     if not (how.recompute_activations or how.forward_only):
         return in_flight * float((of_layers_MLR.sum(axis=1) + dense_layers * of_dense_MR).max())
     num_layers = load_MLR.shape[1] + dense_layers
@@ -153,7 +149,3 @@ def _attention_bytes(model: ModelShape) -> int:
         one = model.latent
         heads = model.query_heads * (2 * (one.nope_dim + one.rope_dim) + 2 * one.value_dim) + one.kv_rank
     return (4 * model.hidden + heads) * model.expert.bytes_per_value
-
-
-def _dense_bytes(model: ModelShape) -> int:
-    return _attention_bytes(model) + 3 * model.dense_width * model.expert.bytes_per_value

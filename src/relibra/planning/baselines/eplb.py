@@ -26,6 +26,15 @@ def decide(request: PlacementRequest) -> Placement:
     return resident_placement(request, eplb_layers(request), "even")
 
 
+def decide_optimal(request: PlacementRequest) -> Placement:
+    """Place by EPLB from `total_LE` and split each micro-batch so that its busiest rank is as low as possible.
+
+    The best that any dispatcher can do with those copies, after LPLB, MicroMoE (arXiv 2511.16947) and SGLang's `lp`
+    dispatch. Ours is exact and in integers, theirs are approximate or fractional.
+    """
+    return resident_placement(request, eplb_layers(request), "optimal")
+
+
 def eplb_layers(request: PlacementRequest) -> Int64[ndarray, "L R P"]:
     """Return EPLB's placement of every layer: the expert in each of the P = E / R + B slots of a rank."""
     L, E = request.total_LE.shape

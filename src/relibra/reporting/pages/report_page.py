@@ -8,7 +8,6 @@ from pathlib import Path
 
 import relibra
 from relibra.cluster import Cluster
-from relibra.reporting.data.metrics import Metrics
 from relibra.reporting.data.number_format import count, plural
 from relibra.reporting.data.planned_step import PlannedStep, plan_last_step
 from relibra.reporting.data.recording import Recording, open_recording
@@ -96,7 +95,8 @@ def render_page(
     planned   the last step, to be shown before and after planning, or why it is not
     """
     metrics = recording.metrics
-    sentences = (describe_reward(metrics), _planned_in_training(metrics), describe_skew(summary) if summary else "")
+    balance = describe_balance(metrics) if metrics.known("planned_skew") else ""
+    sentences = (describe_reward(metrics), balance, describe_skew(summary) if summary else "")
     body = (
         route_sections.summary_cards(summary, metrics),
         run_sections.learning(metrics),
@@ -120,10 +120,6 @@ def render_page(
         scripts=("page.js", *SCRIPTS * isinstance(planned, PlannedStep)),
         plotly=True,
     )
-
-
-def _planned_in_training(metrics: Metrics) -> str:
-    return describe_balance(metrics) if metrics.known("planned_skew") else ""
 
 
 def _step_sections(planned: PlannedStep | str, timelines: Sequence[tuple[str, Timeline]]) -> tuple[str, ...]:
