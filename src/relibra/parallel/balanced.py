@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
 
 from relibra.errors import EngineError
-from relibra.parallel.replicas.group_state import GroupState
+from relibra.parallel.replicas.replica_slots import GroupState
 from relibra.replay.routers import DECODER_LAYER
 
 NAME = "relibra"

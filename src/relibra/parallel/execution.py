@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from relibra.errors import EngineError
 from relibra.parallel.balanced import BalancedEP, LayerInput, balanced_layers
-from relibra.parallel.executed_plan import ExecutedPlan
 from relibra.parallel.fallback import choose_demand
 from relibra.parallel.layer import run_at_home, run_layer
-from relibra.parallel.micro_batch import PlannedMicroBatch, prepare_micro_batch
-from relibra.parallel.replicas.group_state import GroupState
+from relibra.parallel.micro_batch import ExecutedPlan, PlannedMicroBatch, prepare_micro_batch
 from relibra.parallel.replicas.host_pool import HostPool
-from relibra.parallel.replicas.replica_source import ReplicaSource
+from relibra.parallel.replicas.push_schedule import ReplicaSource
+from relibra.parallel.replicas.replica_slots import GroupState
 from relibra.parallel.rows.exchange import explain_peer_failure
 from relibra.parallel.rows.rank_tables import Place
 from relibra.planning.plan import StepPlan

@@ -20,7 +20,7 @@ from numpy import ndarray
 
 from relibra.errors import EngineError, PlanError
 from relibra.parallel.balanced import BalancedEP
-from relibra.parallel.replicas.group_state import GroupState
+from relibra.parallel.replicas.replica_slots import GroupState
 from relibra.parallel.rows.exchange import all_gather
 from relibra.parallel.rows.rank_tables import Place, RankTables
 from relibra.planning.plan import StepPlan

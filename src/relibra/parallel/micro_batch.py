@@ -11,16 +11,55 @@ import numpy as np
 import torch
 from jaxtyping import Int, Int64
 from numpy import ndarray
-from torch import Tensor
+from torch import Tensor, nn
 
 from relibra.errors import EngineError
-from relibra.parallel.executed_plan import ExecutedPlan
+from relibra.parallel.balanced import BalancedEP
+from relibra.parallel.canonical import CHUNK
 from relibra.parallel.fallback import agree_on_micro_batch, find_route_mismatch
-from relibra.parallel.replicas.push_schedule import PushSchedule
-from relibra.parallel.replicas.replica_source import ReplicaSource
-from relibra.parallel.rows.rank_tables import Place, RankTables
+from relibra.parallel.replicas.push_schedule import PushSchedule, ReplicaSource
+from relibra.parallel.replicas.replica_slots import GroupState
+from relibra.parallel.rows.rank_tables import Place, RankTables, rank_tables
 from relibra.parallel.rows.row_lists import RowLists, exchange_row_lists, row_lists
+from relibra.planning.plan import StepPlan
 from relibra.replay import BatchRoutes
+from relibra.routing.demand import ScheduledDemand
+from relibra.timeline import TimelineRecorder
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExecutedPlan:
+    """A plan, the model that executes it, and this rank's part in it.
+
+    layers      of the model, by position in the plan
+    demand      under the schedule of the plan; None: the plan is not followed, every expert runs at home
+    canonical   whether sums have an order that no plan changes (`canonical.py`)
+    """
+
+    model: nn.Module
+    layers: Sequence[BalancedEP]
+    plan: StepPlan
+    demand: ScheduledDemand | None
+    canonical: bool
+    state: GroupState
+    recorder: TimelineRecorder
+
+    def tables(self, micro_batch: int, position: int) -> RankTables:
+        """Return the tables of this rank in a micro-batch and layer."""
+        assert self.demand is not None, "a plan that is not followed has no tables"
+        chunk = CHUNK if self.canonical else None
+        return rank_tables(self.plan, self.demand, self.state.rank, micro_batch, position, chunk)
+
+    def first_push(self, micro_batch: int) -> tuple[int, RankTables] | None:
+        """Return position and tables of the first layer with pushes; None: there is none, or no such micro-batch."""
+        if micro_batch >= len(self.plan.replica_MLRB):
+            return None
+        with_replicas_L = (self.plan.replica_MLRB[micro_batch] >= 0).any(axis=(1, 2))
+        for position in np.flatnonzero(with_replicas_L).tolist():
+            tables = self.tables(micro_batch, position)
+            if tables.pushes:
+                return position, tables
+        return None
 
 
 class Rows(NamedTuple):

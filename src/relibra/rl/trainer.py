@@ -15,8 +15,7 @@ from relibra.rl.config.run_config import RunConfig
 from relibra.rl.evaluation import evaluate
 from relibra.rl.model.critic import build_critic
 from relibra.rl.model.optimizer import make_optimizer
-from relibra.rl.model.policy import Policy, build_policy, save_policy
-from relibra.rl.model.reference import reference_policy
+from relibra.rl.model.policy import Policy, build_policy, reference_policy, save_policy
 from relibra.rl.model.tokenizer import Tokenizer, make_tokenizer
 from relibra.rl.rollout.collect import longest_prompt
 from relibra.rl.rollout.engines import make_engine, sync_weights

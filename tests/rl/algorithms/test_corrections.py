@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra.rl.algorithms.corrections import correction_weights
 from relibra.rl.algorithms.mismatch import mismatch_metrics, mismatch_sums
+from relibra.rl.algorithms.policy_loss import correction_weights
 
 KINDS = ("off", "tis", "sequence_tis", "icepop", "mis")
 

@@ -1,4 +1,4 @@
-"""The policy loss: log-probs, ratios per token or response, the clipped surrogate, weights of tokens."""
+"""The policy loss: log-probs, ratios, the clipped surrogate, corrections, divergence, weights of tokens."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from relibra.rl.algorithms.corrections import correction_weights
-from relibra.rl.algorithms.divergences import kl_estimate
 from relibra.rl.batch.token_batch import TokenBatch
 from relibra.rl.config.settings import AlgorithmSettings
 
 Aggregate = Literal["token", "token_over_step", "response", "constant"]
 """How a mini-batch's loss is averaged over tokens; see `token_weights`."""
+Correction = Literal["off", "tis", "sequence_tis", "icepop", "mis"]
+"""See `correction_weights`."""
+Estimator = Literal["k1", "k2", "k3"]
+"""See `kl_estimate`."""
 
 _LARGEST_LOG_RATIO = 20.0
 """Log-ratios are clamped to this, so that no exponential overflows: 0 x infinity has no gradient."""
@@ -223,3 +225,59 @@ def token_weights(
 def _tempered(logits_XV: Tensor, temperature: float) -> Tensor:
     logits_XV = logits_XV.float() if logits_XV.dtype in (torch.bfloat16, torch.float16) else logits_XV
     return logits_XV if temperature == 1 else logits_XV / temperature  # a copy of the logits is large
+
+
+def correction_weights(
+    kind: Correction,
+    log_ratio_X: Float[Tensor, " X"],
+    response_X: Int[Tensor, " X"],
+    num_responses: int,
+    *,
+    low: float,
+    high: float,
+) -> Float[Tensor, " X"]:
+    """Return a weight for the surrogate of each token, without gradient; k = probability by trainer / by sampler.
+
+    off            1
+    tis            min(k, high): truncated importance sampling
+    sequence_tis   the same with the product of k over the response
+    icepop         k within low .. high, else 0: IcePop, arXiv 2510.18855
+    mis            1 within low .. high, else 0: other tokens are rejected, none is reweighted
+
+    log_ratio_X    log-probs by the trainer, at the parameters that sampled, minus those by the sampler
+    response_X     index of each token's response, 0 .. num_responses - 1
+    """
+    log_ratio_X = log_ratio_X.detach()
+    if kind == "off":
+        return torch.ones_like(log_ratio_X)
+    if kind == "sequence_tis":
+        sum_S = log_ratio_X.new_zeros(num_responses).index_add(0, response_X, log_ratio_X)
+        return sum_S.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp().clamp(max=high)[response_X]
+    ratio_X = log_ratio_X.exp()
+    if kind == "tis":
+        return ratio_X.clamp(max=high)
+    kept_X = (ratio_X >= low) & (ratio_X <= high)
+    return torch.where(kept_X, ratio_X if kind == "icepop" else 1.0, 0.0)
+
+
+def kl_estimate(
+    kind: Estimator, logp_X: Float[Tensor, " X"], logp_reference_X: Float[Tensor, " X"]
+) -> Float[Tensor, " X"]:
+    """Return estimates of KL(policy, reference) per token, to be minimised.
+
+    Schulman, "Approximating KL divergence" (2020), with d = logp - logp of the reference:
+
+    k1   d, which may be negative; unbiased
+    k2   d^2 / 2, never negative; slightly biased
+    k3   exp(-d) - 1 + d, never negative; unbiased. GRPO's, arXiv 2402.03300, eq. 4
+
+    In expectation, the gradient of k2 is that of KL(policy, reference); that of k3 is that of KL(reference, policy),
+    large where the reference is much likelier. That of k1 itself is 0 in expectation, so k1 has the gradient of k2.
+    """
+    difference_X = logp_X - logp_reference_X
+    if kind == "k3":
+        return torch.expm1(-difference_X) + difference_X
+    half_square_X = difference_X.square() / 2
+    if kind == "k2":
+        return half_square_X
+    return difference_X.detach() + (half_square_X - half_square_X.detach())

@@ -314,3 +314,22 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def _name(settings: ModelSettings) -> str:
     return f"model.path {settings.path!r}" if settings.path else "the built-in model"
+
+
+def reference_policy(policy: Policy, folder: Path, device: torch.device, *, dtype: str, write: bool) -> nn.Module:
+    """Return a full frozen copy on every rank, loaded from a folder; collective.
+
+    dtype    of the policy's forward pass
+    write    write the current policy into the folder first (a new run); False: the folder exists (a resumed run)
+    raises   ConfigError, the same on all ranks, if the folder cannot be written or read
+    """
+    if write:
+        write_weights(policy, folder)
+
+    def load() -> nn.Module:
+        with loading(f"the reference policy {str(folder)!r}"), quiet_loading():
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+
+    reference = on_all_ranks(load).to(device).eval().requires_grad_(False)
+    policy.separate_sequences(reference)
+    return reference

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from relibra.replay import record_routing
 from relibra.replay.replay import RouterComparison
-from relibra.rl.algorithms.corrections import correction_weights
 from relibra.rl.algorithms.mismatch import MismatchSums, mismatch_sums, no_mismatch
-from relibra.rl.algorithms.policy_loss import token_entropy, token_log_probs
+from relibra.rl.algorithms.policy_loss import correction_weights, token_entropy, token_log_probs
 from relibra.rl.batch.token_batch import TokenBatch
 from relibra.rl.batch.training_batch import MicroBatchContext, TrainingBatch
 from relibra.rl.config.settings import AlgorithmSettings
