@@ -32,7 +32,7 @@ def explain(
 ) -> None:
     """Explain what a plan does in one layer and why, or list how two plans differ.
 
-    Example: relibra explain plan.safetensors --layer 7
+    Example: relibra explain plan.safetensors --layer 0
     """
     from relibra.planning.analysis.explanation import diff as compute_difference
     from relibra.planning.analysis.explanation import explain_plan

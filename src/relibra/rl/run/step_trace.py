@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
+from numpy import ndarray
 
+from relibra.errors import TraceError
 from relibra.rl.model.policy import Policy
 from relibra.rl.rollout.response import Response
 from relibra.rl.run.ranks import gather_json
@@ -43,15 +45,17 @@ def write_step_trace(run: Path, step: int, responses: Sequence[Response], policy
 
 
 def trace_of(responses: Sequence[Response], *, num_experts: int, layer_ids: Sequence[int], source: str) -> RoutingTrace:
-    """Return the routes of responses in one array, not yet validated; the last row of each is marked invalid."""
+    """Return the routes of responses in one array; the last row of each is marked invalid.
+
+    raises    TraceError for routes that are missing, of another shape, of no whole numbers, or out of range
+    """
     first = responses[0].experts_mLK
-    assert first is not None, f"sample {responses[0].sample_id} has no routes"
-    dtype, (_, L, K) = expert_dtype(num_experts), first.shape
+    dtype, L, K = expert_dtype(num_experts), len(layer_ids), 0 if first is None else first.shape[-1]
     offsets = np.cumsum([0, *(len(response.tokens_n) for response in responses)])
     experts_TLK, valid_T = np.empty((offsets[-1], L, K), dtype), np.ones(offsets[-1], dtype=bool)
     experts_TLK[offsets[1:] - 1], valid_T[offsets[1:] - 1] = np.arange(K), False  # last tokens were not fed
     for start, stop, response in zip(offsets, offsets[1:] - 1, responses, strict=False):
-        experts_TLK[start:stop] = response.experts_mLK
+        experts_TLK[start:stop] = _checked(response, (len(response.tokens_n) - 1, L, K), num_experts)
     return RoutingTrace(
         experts_TLK=experts_TLK,
         offsets=offsets,
@@ -65,3 +69,17 @@ def trace_of(responses: Sequence[Response], *, num_experts: int, layer_ids: Sequ
         token_hash_T=np.concatenate([hash_tokens(response.tokens_n) for response in responses]),
         source=source,
     )
+
+
+def _checked(response: Response, shape: tuple[int, ...], num_experts: int) -> ndarray:
+    """Return the routes of a response; a copy into another array would cast and broadcast what does not fit."""
+    routes, sample = response.experts_mLK, response.sample_id
+    if routes is None or routes.shape != shape or routes.dtype.kind not in "iu":
+        found = "none" if routes is None else f"{routes.dtype} of shape {routes.shape}"
+        raise TraceError(f"sample {sample}: the engine's routes are {found}; expected whole numbers of shape {shape}")
+    if routes.size and not 0 <= int(routes.min()) <= int(routes.max()) < num_experts:
+        raise TraceError(
+            f"sample {sample}: the engine's routes name experts {routes.min()} to {routes.max()}; allowed are 0 to "
+            f"{num_experts - 1}"
+        )
+    return routes
