@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,3 +83,20 @@ BY_NAME = {program.name: program for program in (*PROGRAMS, *VERBS)}
 def command(name: str, *arguments: str) -> list[str]:
     """Return the command line that runs a program in a process of its own."""
     return [sys.executable, str(FOLDER), name, *arguments]
+
+
+def recorded_program(text: str) -> tuple[str, list[str]]:
+    """Return name and arguments of the program that a row's command ran; an empty name for another command.
+
+    >>> recorded_program("python benchmarks/runtime.py --repetitions 9")
+    ('runtime', ['--repetitions', '9'])
+    """
+    words = [word for word in shlex.split(text) if word != "FOLDER"]  # older rows name a folder for recordings
+    if words == ["make", "bench-gpu"]:
+        return "gpu", []
+    if words[:2] == ["relibra", "bench"] and len(words) > 2:
+        return words[2], words[3:]
+    path = Path(words[1]) if words[:1] == ["python"] and len(words) > 1 else Path()
+    if path.suffix == ".py" and path.parts[0] == "benchmarks" and ".." not in path.parts:
+        return path.stem, words[2:]  # rows from before relibra bench NAME was written into them
+    return "", []

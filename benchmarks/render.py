@@ -14,6 +14,7 @@ Run: relibra bench render [--check] [--json]
 import argparse
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 from benchmarks.harness.provenance import RESULTS, ROOT
 from benchmarks.harness.results_files import Row, read_results
 from benchmarks.load_picture import draw_skew
+from benchmarks.programs import BY_NAME, recorded_program
 from benchmarks.table_columns import COLUMNS, Column, shown
 from relibra.errors import ConfigError
 from relibra.files import write_text
@@ -176,14 +178,22 @@ def _cells(row: Row, columns: Sequence[Column], file: str) -> list[str]:
 
 
 def _provenance(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """Return the line under a table: the rows' label, units, program, commit and machine."""
+    """Return the line under a table: the rows' label, units, program, commit, machine and versions, as recorded."""
     first = rows[0]
     versions = ", ".join(f"{package} {number}" for package, number in first["versions"].items())
-    dirty = " with uncommitted changes" if first["dirty"] else ""
+    dirty = " (uncommitted changes)" if first["dirty"] else ""
     units = [row["unit"] for row in rows if "unit" in row and "unit" not in columns]
     counts = sorted({row["repetitions"] for row in rows})
     repetitions = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
     return (
         f"*{first['label']}: {'; '.join(dict.fromkeys(units)) or 'see each row'}; {repetitions} repetition(s); "
-        f"`{first['command']}` at commit {first['commit'][:12]}{dirty}; {first['machine']}; {versions}.*"
+        f"{_command_in_words(first['command'])} at commit {first['commit'][:12]}{dirty} with {versions}; "
+        f"{first['machine']}.*"
     )
+
+
+def _command_in_words(recorded: str) -> str:
+    """Return the command that made a row, and the one that makes it today if that is another."""
+    name, arguments = recorded_program(recorded)
+    today = shlex.join(["relibra", "bench", name, *arguments]) if name in BY_NAME else recorded
+    return f"recorded by `{recorded}`" + (f" (today `{today}`)" if today != recorded else "")

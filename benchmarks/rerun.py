@@ -7,7 +7,6 @@ NAME is a file of benchmarks/results. The committed rows stay; exit code 1 when 
 from __future__ import annotations
 
 import argparse
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from pathlib import Path
 from benchmarks.compare import TOLERANCE, report
 from benchmarks.harness.provenance import DATA, RESULTS, ROOT, commit
 from benchmarks.harness.results_files import Row, compare, read_results
-from benchmarks.programs import BY_NAME, command
+from benchmarks.programs import BY_NAME, command, recorded_program
 from relibra.errors import ConfigError, EngineError
 
 
@@ -28,8 +27,7 @@ def command_of(rows: list[Row], data: Path, output: Path) -> list[str]:
     commands = sorted({row["command"] for row in rows})
     if len(commands) > 1:
         raise ConfigError(f"the rows come from several commands, {'; '.join(commands)}: choose a row with --row")
-    words = [word for word in shlex.split(commands[0]) if word != "FOLDER"]  # older rows name a folder for recordings
-    name, arguments = _program(words)
+    name, arguments = recorded_program(commands[0])
     if name not in BY_NAME:
         raise ConfigError(
             f"the rows name the command {commands[0]!r}, which is no benchmark: allowed are relibra bench NAME and "
@@ -37,18 +35,6 @@ def command_of(rows: list[Row], data: Path, output: Path) -> list[str]:
         )
     words = command(name, *arguments)
     return [*words, *([] if data == DATA else ["--data", str(data)]), "--output", str(output)]
-
-
-def _program(words: list[str]) -> tuple[str, list[str]]:
-    """Return name and arguments of a program, whichever way a row was made; an empty name for another command."""
-    if words == ["make", "bench-gpu"]:
-        return "gpu", []
-    if words[:2] == ["relibra", "bench"] and len(words) > 2:
-        return words[2], words[3:]
-    path = Path(words[1]) if words[:1] == ["python"] and len(words) > 1 else Path()
-    if path.suffix == ".py" and path.parts[0] == "benchmarks" and ".." not in path.parts:
-        return path.stem, words[2:]  # rows from before relibra bench NAME was written into them
-    return "", []
 
 
 def chosen(rows: list[Row], number: int | None, name: str) -> list[Row]:

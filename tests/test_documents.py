@@ -263,7 +263,9 @@ def test_a_table_without_rows_says_so_until_there_are_some(render, monkeypatch, 
     table = render.rendered(page).splitlines()
     assert table[1] == "| case | what | reached | target | ok |"
     assert table[3:5] == ["| x | w | 0.012 | <= 0.02 | yes |", "| x | w | 0.012 | >= 0.02 | NO |"]
-    assert table[6].startswith("*measured: see each row; 9 repetition(s); `c` at commit 000000000000; m; torch 2.*")
+    assert table[6].startswith(
+        "*measured: see each row; 9 repetition(s); recorded by `c` at commit 000000000000 with torch 2; m.*"
+    )
     assert render.rendered("\n".join(table)) == "\n".join(table)
 
 
