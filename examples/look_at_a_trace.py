@@ -1,5 +1,9 @@
-"""Make routes with a known skew, store them, and see what groups of 2 to 16 ranks would lose to them."""
+"""See what groups of 2 to 16 ranks would lose to the routes of a trace: one that you name, or a made one.
 
+Run: python examples/look_at_a_trace.py [TRACE], such as runs/demo/traces/step-00000
+"""
+
+import sys
 import tempfile
 from pathlib import Path
 
@@ -9,15 +13,20 @@ from relibra import Demand, iterate_trace, write_trace
 from relibra.routing.statistics import rank_skew
 from relibra.routing.synthetic import TraceShape, zipf_trace
 
-shape = TraceShape(rows_per_sample=[256] * 64, num_layers=4, num_experts=64, top_k=4)
-trace = zipf_trace(shape, np.random.default_rng(0), rank_skew=1.5, num_ranks=8)
+
+def made_trace(folder: Path) -> Path:
+    """Write routes with a skew of 1.5 on 8 ranks."""
+    shape = TraceShape(rows_per_sample=[256] * 64, num_layers=4, num_experts=64, top_k=4)
+    write_trace(zipf_trace(shape, np.random.default_rng(0), rank_skew=1.5, num_ranks=8), folder / "trace")
+    return folder / "trace"
+
 
 with tempfile.TemporaryDirectory() as folder:
-    write_trace(trace, Path(folder) / "trace")
-    demand = Demand.from_traces(iterate_trace(Path(folder) / "trace"))  # holds one piece at a time
+    trace = Path(sys.argv[1]) if len(sys.argv) > 1 else made_trace(Path(folder))
+    demand = Demand.from_traces(iterate_trace(trace))  # holds one piece at a time
 
 load_LE = demand.counts_SLE.sum(axis=0)
-for ranks in (2, 4, 8, 16):
+for ranks in (ranks for ranks in (2, 4, 8, 16) if demand.num_experts % ranks == 0):
     skew = rank_skew(load_LE, ranks).mean()
     print(f"{ranks:2d} ranks: rank skew {skew:.2f}, ranks wait {1 - 1 / skew:.0%} of the expert time")
 
