@@ -32,8 +32,8 @@ def fit_cluster(cluster: Cluster, num_experts: int, ranks: int, ranks_per_node: 
     listed = ", ".join(map(str, allowed))
     if num_experts % ranks:
         raise ConfigError(
-            f"--ranks {ranks} does not divide {num_experts} experts: allowed are {listed} (divisors of {num_experts} "
-            f"that fill nodes of {per_node})"
+            f"--ranks {ranks} does not divide {num_experts} experts: allowed are {listed} (they "
+            f"divide {num_experts}, and are at most {per_node}, the ranks of a node, or a multiple of it)"
         )
     if ranks % min(ranks, per_node):
         nodes = ", ".join(str(g) for g in range(1, ranks + 1) if ranks % g == 0)
