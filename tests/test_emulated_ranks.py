@@ -127,7 +127,6 @@ def test_time_in_proportion_to_rows_gives_the_skew_of_the_rows(demand, monkeypat
 def test_what_does_not_fit_is_halved_or_skipped(monkeypatch, capsys):
     from benchmarks.runtime import emulated_ranks as emulated
     from benchmarks.runtime import gpu
-    from relibra.calibration.grouped_experts import bytes_needed
 
     def two_micro_batches(ranks, tokens):
         shape = TraceShape(rows_per_sample=[tokens] * 2 * ranks, num_layers=1, num_experts=16, top_k=2)
@@ -141,7 +140,7 @@ def test_what_does_not_fit_is_halved_or_skipped(monkeypatch, capsys):
     groups, most = emulated.sizes_needed(works)
     assert groups == 16 // 8 + 1
     assert most >= 4 * 2
-    needed = bytes_needed(groups, most, SHAPE.hidden, SHAPE.width, torch.bfloat16)
+    needed = gpu.bytes_needed(groups, most, SHAPE.hidden, SHAPE.width, torch.bfloat16)
     tokens, fewer = gpu.fitting(setting, 8, 2, needed - 1)
     assert tokens == 2
     assert {work.load_PR.sum() for work in fewer} == {2 * 8 * 2 * 2}

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import quartiles, write_results
-from relibra.rl.algorithms.advantages import Bootstrap, egae, moments, monte_carlo_returns, whiten
+from relibra.rl.algorithms.advantages import Bootstrap, egae, moments, whiten
 from relibra.rl.algorithms.policy_loss import clipped_surrogate, token_log_probs, token_weights
 from relibra.rl.algorithms.value_loss import clipped_value_loss, value_weights
 
@@ -207,8 +207,7 @@ class Learner:
         length_F = torch.from_numpy(slots.length_B[finished_F])
         columns_1C = torch.arange(CAP).unsqueeze(0)
         mask_FC = columns_1C < length_F[:, None]
-        rewards_FC = torch.from_numpy(window.reward_B[finished_F])[:, None] * (columns_1C == length_F[:, None] - 1)
-        return_X = monte_carlo_returns(rewards_FC, length_F, 1.0)[mask_FC]
+        return_X = torch.from_numpy(window.reward_B[finished_F])[:, None].expand(-1, CAP)[mask_FC]  # not discounted
         state_X = torch.from_numpy(slots.states_BC[finished_F])[mask_FC]
         old_X = torch.from_numpy(slots.old_values_BC[finished_F])[mask_FC]
         weight_X = value_weights(length_F[:, None].expand(-1, CAP)[mask_FC], SLOTS)

@@ -24,7 +24,7 @@ from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import quartiles, write_results
 from benchmarks.planner.steps import domain_step
 from benchmarks.runtime import emulated_ranks as emulated
-from relibra.calibration.grouped_experts import bytes_needed, grouped_experts
+from relibra.calibration.grouped_experts import grouped_experts
 from relibra.errors import ConfigError
 from relibra.planning.costs.expert_shape import ExpertShape, expert_shape
 from relibra.routing.demand import ScheduledDemand
@@ -133,6 +133,15 @@ def _timed(
     experts = grouped_experts(groups, most, shape.hidden, shape.width, device, torch.bfloat16, emulated.SEED)
     error = experts.check()
     return emulated.measured_seconds(works, experts, effort.repetitions), error
+
+
+def bytes_needed(groups: int, rows: int, hidden: int, width: int, dtype: torch.dtype) -> int:
+    """Return an upper bound on the bytes of a rank's forward and backward: weights, gradients and saved activations.
+
+    Per row: rows, output, their gradients and one spare; gate_up with its gradient, silu, product and theirs.
+    """
+    weights = 2 * groups * 3 * hidden * width
+    return (weights + rows * (5 * hidden + 9 * width)) * dtype.itemsize
 
 
 def fitting(setting: Setting, ranks: int, number: int, limit_bytes: int) -> tuple[int, list[emulated.RankWork]] | None:

@@ -60,3 +60,8 @@ def of_rank(schedule: Schedule, rank: int) -> list[np.ndarray]:
         np.flatnonzero((schedule.micro_batch_S == m) & (schedule.rank_S == rank))
         for m in range(schedule.num_micro_batches)
     ]
+
+
+def mini_batch_of(schedule: Schedule) -> np.ndarray:
+    """Return the mini-batch of each response."""
+    return schedule.mini_batch_M[schedule.micro_batch_S]

@@ -22,7 +22,7 @@ from relibra.rl import step, trainer
 from relibra.rl.config.run_config import RunConfig, load_config
 from relibra.rl.run.ranks import Rendezvous, joined_ranks
 from relibra.rl.tasks.task import Prompt
-from relibra.rl.toy.arithmetic import Arithmetic
+from relibra.rl.toy.tasks import Arithmetic
 from relibra.rl.update.policy_update import update_policy
 
 TINY = (

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from relibra.reporting.data.metrics import read_metrics
 from relibra.rl.config.presets import PRESETS
-from relibra.rl.toy.arithmetic import CHARACTERS
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
+from relibra.rl.toy.tasks import Arithmetic
 from relibra.routing.trace_files import read_trace
 from tests.rl.ranks_at_work import comparable
 from tests.rl.runs import check_samples, check_whole, make_user_task, train
@@ -104,7 +104,7 @@ def test_traces_hold_every_sample_of_the_step_once(run):
 def test_the_policy_loads_without_relibra(run):
     model = AutoModelForCausalLM.from_pretrained(run / "policy")
     assert model.config.model_type == "qwen3_moe"
-    tokens = torch.tensor([CharacterTokenizer(CHARACTERS).encode("1+2=")])
+    tokens = torch.tensor([CharacterTokenizer(Arithmetic.characters).encode("1+2=")])
     assert torch.isfinite(model(tokens).logits).all()
 
 

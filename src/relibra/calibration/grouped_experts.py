@@ -118,15 +118,6 @@ def grouped_experts(
     )
 
 
-def bytes_needed(groups: int, rows: int, hidden: int, width: int, dtype: torch.dtype) -> int:
-    """Return an upper bound on the bytes of a rank's forward and backward: weights, gradients and saved activations.
-
-    Per row: rows, output, their gradients and one spare; gate_up with its gradient, silu, product and theirs.
-    """
-    weights = 2 * groups * 3 * hidden * width
-    return (weights + rows * (5 * hidden + 9 * width)) * dtype.itemsize
-
-
 def seconds_each(works: Sequence[Work], device: torch.device) -> list[float]:
     """Run works one after another and return the seconds of each.
 

@@ -21,10 +21,9 @@ from relibra.rl.rollout.collect import longest_prompt
 from relibra.rl.rollout.engines import make_engine, sync_weights
 from relibra.rl.run.checkpoint import load_checkpoint, save_checkpoint
 from relibra.rl.run.display import TrainingDisplay
-from relibra.rl.run.ranks import broadcast_json
+from relibra.rl.run.ranks import StopRequest, broadcast_json
 from relibra.rl.run.run_folder import has_checkpoint, locked_run_folder, write_config
 from relibra.rl.run.step_logs import StepLogs, remove_steps_from
-from relibra.rl.run.stop_request import StopRequest
 from relibra.rl.step import Learner, Progress, Trained, rl_step
 from relibra.rl.tasks.make import make_task, settings_without_effect
 from relibra.rl.tasks.task import Task

@@ -14,7 +14,6 @@ from relibra.rl.algorithms.advantages import (
     length_adaptive_lambda,
     mixed_groups,
     moments,
-    monte_carlo_returns,
     overlong_penalty,
     whiten,
 )
@@ -173,14 +172,6 @@ def test_lambda_follows_the_length_and_has_a_floor():
     got = length_adaptive_lambda(lengths, alpha=0.05, floor=0.95).tolist()
     assert got == pytest.approx([0.95, 0.95, 0.95, 0.98047, 0.997559, 0.998372, 0.999186], abs=5e-7 * 10)
     assert [round(x, 6) for x in got[-3:]] == [0.997559, 0.998372, 0.999186]
-
-
-def test_returns_are_what_comes_later():
-    rewards_BN = torch.tensor([[0.0, 0.0, 1.0, 7.0], [1.0, 2.0, 4.0, 8.0]])
-    plain = monte_carlo_returns(rewards_BN, torch.tensor([3, 4]), 1.0)
-    assert plain.tolist() == [[1.0, 1.0, 1.0, 0.0], [15.0, 14.0, 12.0, 8.0]]
-    halved = monte_carlo_returns(rewards_BN, torch.tensor([3, 4]), 0.5)
-    assert halved.tolist() == [[0.25, 0.5, 1.0, 0.0], [4.0, 6.0, 8.0, 8.0]]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.5, 1.0])), max_size=12), st.booleans())

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.rl.batch.schedule import make_schedule, own_micro_batches
-from tests.rl.made_up import of_rank
+from tests.rl.made_up import mini_batch_of, of_rank
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
@@ -54,7 +54,7 @@ def test_mini_batches_are_whole_units_in_order_and_as_even_as_can_be(step):
     schedule, unit_S, mini_batches = schedule_of(step), step[1], step[2]
     assert (np.diff(schedule.mini_batch_M) >= 0).all()
     units = np.unique(unit_S)
-    of_unit = [set(schedule.mini_batch_S[unit_S == unit].tolist()) for unit in units]
+    of_unit = [set(mini_batch_of(schedule)[unit_S == unit].tolist()) for unit in units]
     assert all(len(found) == 1 for found in of_unit), "a unit is torn apart"
     order = [found.pop() for found in of_unit]
     assert order == sorted(order)
@@ -66,7 +66,7 @@ def test_mini_batches_are_whole_units_in_order_and_as_even_as_can_be(step):
 @settings(max_examples=40)
 @given(steps(), st.integers(1, 6))
 def test_what_a_mini_batch_holds_does_not_depend_on_the_ranks(step, other_ranks):
-    assert schedule_of(step).mini_batch_S.tolist() == schedule_of(step, other_ranks).mini_batch_S.tolist()
+    assert mini_batch_of(schedule_of(step)).tolist() == mini_batch_of(schedule_of(step, other_ranks)).tolist()
 
 
 @settings(max_examples=40)
@@ -82,7 +82,7 @@ def test_micro_batches_are_as_few_as_their_tokens_allow(step):
     """At most one more than tokens need wherever no response is longer than half of the limit."""
     schedule, (tokens_S, _, _, limit, ranks) = schedule_of(step), step
     for number in np.unique(schedule.mini_batch_M):
-        own = tokens_S[schedule.mini_batch_S == number]
+        own = tokens_S[mini_batch_of(schedule) == number]
         if own.max() * 2 > limit:
             continue
         needed = -(-own.sum() // (limit * ranks))
@@ -103,7 +103,7 @@ def test_a_step_without_responses_has_no_micro_batch():
     schedule = make_schedule(none, none, mini_batches=4, micro_batch_tokens=10, num_ranks=2)
     assert schedule.num_micro_batches == 0
     assert of_rank(schedule, 1) == []
-    assert schedule.mini_batch_S.tolist() == []
+    assert mini_batch_of(schedule).tolist() == []
 
 
 @settings(max_examples=40)

@@ -12,7 +12,7 @@ from relibra.rl.config.run_config import load_config
 from relibra.rl.run.step_trace import trace_of
 from relibra.routing.demand import Demand
 from tests.rl.joined import alone, on_ranks
-from tests.rl.made_up import EXPERTS, LAYERS, response_of
+from tests.rl.made_up import EXPERTS, LAYERS, mini_batch_of, response_of
 
 RESPONSES = [response_of(s, length=3 + s * 5 % 11, group=s // 3) for s in range(12)]
 
@@ -61,20 +61,20 @@ def test_the_table_is_by_sample_id_and_finds_places():
 @pytest.mark.usefixtures("_group")
 def test_groups_stay_together_where_advantages_are_measured_in_them():
     table = gather_table(RESPONSES)
-    by_group = schedule_of(table, config_of("algorithm.preset=grpo")).mini_batch_S
+    by_group = mini_batch_of(schedule_of(table, config_of("algorithm.preset=grpo")))
     assert [len(set(group)) for group in by_group.reshape(4, 3).tolist()] == [1] * 4
     assert np.bincount(by_group).tolist() == [6, 6]
-    uneven = schedule_of(table, config_of("algorithm.preset=ppo", "update.mini_batches=8")).mini_batch_S
+    uneven = mini_batch_of(schedule_of(table, config_of("algorithm.preset=ppo", "update.mini_batches=8")))
     assert np.bincount(uneven).tolist() == [2, 2, 2, 2, 1, 1, 1, 1]
 
 
 @pytest.mark.usefixtures("_group")
 def test_lots_decide_the_mini_batch_the_same_ones_whenever_the_step_is_made():
     table, settings = gather_table(RESPONSES), ("algorithm.preset=ppo", "update.mini_batches=6")
-    dealt = schedule_of(table, config_of(*settings)).mini_batch_S.tolist()
-    assert dealt == schedule_of(table, config_of(*settings)).mini_batch_S.tolist()
+    dealt = mini_batch_of(schedule_of(table, config_of(*settings))).tolist()
+    assert dealt == mini_batch_of(schedule_of(table, config_of(*settings))).tolist()
     assert dealt != sorted(dealt), "old responses would always be trained first"
-    assert dealt != schedule_of(table, config_of(*settings, "run.seed=1")).mini_batch_S.tolist()
+    assert dealt != mini_batch_of(schedule_of(table, config_of(*settings, "run.seed=1"))).tolist()
 
 
 @pytest.mark.usefixtures("_group")

@@ -11,10 +11,10 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 
 from relibra.errors import ConfigError
 from relibra.rl.model.tokenizer import ModelTokenizer, Tokenizer, make_tokenizer
-from relibra.rl.toy.arithmetic import CHARACTERS, STOP
 from relibra.rl.toy.character_tokenizer import PADDING, CharacterTokenizer
-from relibra.rl.toy.strings import CHARACTERS as LETTERS
+from relibra.rl.toy.tasks import STOP, Arithmetic, Strings
 
+CHARACTERS = Arithmetic.characters
 TOKENIZER = CharacterTokenizer(CHARACTERS)
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
@@ -53,7 +53,7 @@ def test_a_character_without_an_id_is_named_and_messages_are_refused():
         TOKENIZER.encode([{"role": "user", "content": "1"}])
 
 
-@pytest.mark.parametrize("characters", [CHARACTERS, LETTERS, "aA b\n\t'é中\N{GRINNING FACE}."])
+@pytest.mark.parametrize("characters", [CHARACTERS, Strings.characters, "aA b\n\t'é中\N{GRINNING FACE}."])
 def test_a_saved_character_tokenizer_has_the_same_ids_in_transformers(tmp_path, characters):
     own = CharacterTokenizer(characters)
     own.save(tmp_path)

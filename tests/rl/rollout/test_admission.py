@@ -150,7 +150,7 @@ def test_windows_cover_each_response_token_once(length):
             window_of(added, rows=rows, stopped=stopped, seed=steps), weight_version=steps, max_response=longest
         )
         check_versions([response], steps)
-        own = slice(response.window_start - response.prompt_length, response.length)
+        own = slice(response.length - response.window_length, response.length)
         last = response.length - (tail_drop if response.finish_reason is None else 0)
         trained[own.start : last] += 1
         dropped[last : own.stop] += 1

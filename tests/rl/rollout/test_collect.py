@@ -15,8 +15,8 @@ from relibra.rl.rollout.collect import check_live_responses, collect, compute_re
 from relibra.rl.rollout.embedded import EmbeddedEngine
 from relibra.rl.rollout.response import RolloutCost, Window, new_response
 from relibra.rl.tasks.make import make_task
-from relibra.rl.toy.arithmetic import Arithmetic
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
+from relibra.rl.toy.tasks import Arithmetic
 from tests.replay.tiny_models import tiny_model
 from tests.rl.joined import alone
 from tests.rl.made_up import response_of

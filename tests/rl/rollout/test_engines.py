@@ -15,12 +15,12 @@ from relibra.rl.model.policy import Policy
 from relibra.rl.rollout.embedded import EmbeddedEngine
 from relibra.rl.rollout.engines import make_engine
 from relibra.rl.rollout.response import new_response
-from relibra.rl.toy.arithmetic import CHARACTERS
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
+from relibra.rl.toy.tasks import Arithmetic
 from tests.replay.tiny_models import tiny_model
 from tests.rl.ranks_at_work import run_alone
 
-STOP = len(CHARACTERS)
+STOP = len(Arithmetic.characters)
 
 
 class Server(ThreadingHTTPServer):
@@ -113,5 +113,5 @@ def test_spares_begin_only_where_the_time_left_is_enough():
     rollout = load_config(None, ["algorithm.preset=tppo", "rollout.window=20"]).rollout
     model = tiny_model()
     policy = Policy(trained=model, copy=model, num_experts=8, layer_ids=(0,), top_k=2, balanced=False)
-    tokenizer = CharacterTokenizer(CHARACTERS)
+    tokenizer = CharacterTokenizer(Arithmetic.characters)
     assert make_engine(rollout, policy, tokenizer, seed=0, shortest=6, replays_rollout=True).shortest == 6

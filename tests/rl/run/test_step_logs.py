@@ -8,8 +8,8 @@ import numpy as np
 from relibra.reporting.data.metrics import read_metrics
 from relibra.rl.run.run_folder import trace_folder
 from relibra.rl.run.step_logs import StepLogs, remove_steps_from
-from relibra.rl.toy.arithmetic import Arithmetic
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
+from relibra.rl.toy.tasks import Arithmetic
 from tests.rl.joined import alone
 from tests.rl.made_up import response_of
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from relibra.rl.tasks.task import Demonstrating, Task
-from relibra.rl.toy.arithmetic import CHARACTERS, STOP, Arithmetic, problem, write_chain
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
+from relibra.rl.toy.tasks import STOP, Arithmetic, problem, write_chain
 
 TASK = Arithmetic(seed=0, max_terms=12, continue_probability=0.72)
-TOKENIZER = CharacterTokenizer(CHARACTERS)
+TOKENIZER = CharacterTokenizer(TASK.characters)
 PROMPT = problem([7, 5, 8])
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from relibra.rl.tasks.task import Demonstrating, Task
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
-from relibra.rl.toy.strings import LETTERS, STOP, Strings, rearranged
+from relibra.rl.toy.tasks import LETTERS, STOP, Strings, rearranged
 
 
 def strings(operation="reverse", seed=0):

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from relibra.rl.toy.arithmetic import Arithmetic
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
+from relibra.rl.toy.tasks import Arithmetic
 from relibra.rl.toy.warmup import warm_up
 from tests.replay.tiny_models import tiny_model
 from tests.rl.joined import alone, tiny_config

@@ -11,7 +11,7 @@ from relibra.rl.batch.step_plan import gather_table, make_step_schedule, own_min
 from relibra.rl.config.run_config import load_config
 from relibra.rl.update.values import compute_values, update_values
 from tests.rl.joined import alone
-from tests.rl.made_up import response_of, responses_of
+from tests.rl.made_up import mini_batch_of, response_of, responses_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -144,8 +144,8 @@ def test_mini_batches_are_those_that_the_policy_would_have():
         step = [replace(response, sample_id=start + response.sample_id) for response in responses]
         config = config_of("update.mini_batches=3")
         parts = own_mini_batches(step, 3, by_group=False, seed=0)
-        schedule = make_step_schedule(gather_table(step), config.update, by_group=False, seed=0)
-        assert [schedule.mini_batch_S[part].tolist() for part in parts] == [[0, 0], [1, 1], [2, 2]]
+        mini_batch_S = mini_batch_of(make_step_schedule(gather_table(step), config.update, by_group=False, seed=0))
+        assert [mini_batch_S[part].tolist() for part in parts] == [[0, 0], [1, 1], [2, 2]]
         first.append(parts[0].tolist())
     share = np.mean([0 in part for part in first])
     assert 0.1 < share < 0.7, "the oldest is in the first mini-batch as often as any"

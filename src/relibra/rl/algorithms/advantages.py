@@ -37,7 +37,8 @@ def egae(
     length_B     tokens of each window; columns beyond are ignored, and 0 in the result
     """
     values_BN, following_BN = values_BN1[:, :-1], values_BN1[:, 1:]
-    inside_BN, last_BN = _inside_and_last(length_B, values_BN.shape[1])
+    column_1N = torch.arange(values_BN.shape[1], device=length_B.device).unsqueeze(0)
+    inside_BN, last_BN = column_1N < length_B[:, None], column_1N == length_B[:, None] - 1
     if bootstrap == "zero":
         after_window_BN = torch.zeros_like(values_BN)
     else:
@@ -57,17 +58,6 @@ def length_adaptive_lambda(length_B: Real[Tensor, " B"], *, alpha: float, floor:
     tensor([0.9500, 0.9976])
     """
     return (1 - 1 / (alpha * length_B.float())).clamp(min=floor)
-
-
-def monte_carlo_returns(
-    rewards_BN: Float[Tensor, "B N"], length_B: Int[Tensor, " B"], gamma: float
-) -> Float[Tensor, "B N"]:
-    """Return the sum of discounted rewards from each token of a finished response on: the targets of a value model.
-
-    length_B   tokens of each response; columns beyond are ignored, and 0 in the result
-    """
-    inside_BN, _ = _inside_and_last(length_B, rewards_BN.shape[1])
-    return _discounted_suffix_sums(torch.where(inside_BN, rewards_BN, 0.0), torch.full_like(rewards_BN[:, 0], gamma))
 
 
 def group_advantages(
@@ -134,12 +124,6 @@ def whiten(
     variance = (squares / count.clamp(min=1) - mean.square()).clamp(min=0)
     whitened_BN = (x_BN.double() - mean) * (variance + _SMALLEST_VARIANCE).rsqrt()
     return torch.where(mask_BN, whitened_BN, 0.0).to(x_BN.dtype)
-
-
-def _inside_and_last(length_B: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Return masks `[B, N]` of the tokens, and of the last one of each row."""
-    column_1N = torch.arange(columns, device=length_B.device).unsqueeze(0)
-    return column_1N < length_B[:, None], column_1N == length_B[:, None] - 1
 
 
 def _discounted_suffix_sums(x_BN: Tensor, decay_B: Tensor) -> Tensor:

@@ -71,8 +71,8 @@ def mismatch_sums(
     )
 
 
-def mismatch_metrics(mismatch: MismatchSums) -> dict[str, float]:
-    """Return metrics from sums over tokens; d = log-prob by trainer - by sampler, w = exp(d). Without tokens: none.
+def mismatch_metrics(mismatch: MismatchSums) -> dict[str, float | None]:
+    """Return metrics from sums over tokens; d = log-prob by trainer - by sampler, w = exp(d). None without tokens.
 
     k3_kl                    mean of w - 1 - d, estimates KL(sampler, trainer)
     ratio_above_2            share of tokens with w or 1 / w above 2
@@ -87,10 +87,9 @@ def mismatch_metrics(mismatch: MismatchSums) -> dict[str, float]:
     """
     totals = mismatch.sums[:_NUM_TOTALS].tolist()
     count, k3, above, probability, weight, squared_weight, masked, size = totals
-    if not count:
-        return {}
+    has_tokens, count = count > 0, count or math.nan
     mean = weight / count
-    return {
+    metrics: dict[str, float | None] = {
         "k3_kl": k3 / count,
         "ratio_above_2": above / count,
         "log_ratio_mean_abs": size / count,
@@ -103,24 +102,24 @@ def mismatch_metrics(mismatch: MismatchSums) -> dict[str, float]:
         "chi2": squared_weight / count - 1,
         "masked_share": masked / count,
     }
+    return metrics if has_tokens else dict.fromkeys(metrics)
 
 
-def router_metrics(comparison: RouterComparison) -> dict[str, float]:
-    """Return shares of rows and choices where the trainer's router differs from the replayed routes; none without rows.
+def router_metrics(comparison: RouterComparison) -> dict[str, float | None]:
+    """Return shares of rows and choices where the trainer's router differs from the replayed routes; None without rows.
 
     router_disagreement       share of (row, layer) where the trainer's router chooses another set of experts
     router_rows_differing     share of rows with such a layer
     router_layers_differing   such layers, per row
     router_choices_differing  share of choices: 1 - overlap of the two sets / K
     """
-    if not comparison.pairs:
-        return {}
-    return {
-        "router_disagreement": comparison.differing_pairs / comparison.pairs,
-        "router_rows_differing": comparison.differing_rows / comparison.rows,
-        "router_layers_differing": comparison.differing_pairs / comparison.rows,
-        "router_choices_differing": comparison.differing_choices / comparison.choices,
+    shares = {
+        "router_disagreement": (comparison.differing_pairs, comparison.pairs),
+        "router_rows_differing": (comparison.differing_rows, comparison.rows),
+        "router_layers_differing": (comparison.differing_pairs, comparison.rows),
+        "router_choices_differing": (comparison.differing_choices, comparison.choices),
     }
+    return {name: part / whole if whole else None for name, (part, whole) in shares.items()}
 
 
 @dataclass(frozen=True)

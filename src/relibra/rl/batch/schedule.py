@@ -28,11 +28,6 @@ class Schedule:
         """Micro-batches of the step, M."""
         return len(self.mini_batch_M)
 
-    @property
-    def mini_batch_S(self) -> Int32[ndarray, " S"]:
-        """Mini-batch of each response."""
-        return self.mini_batch_M[self.micro_batch_S]
-
 
 def make_schedule(
     tokens_S: Int[ndarray, " S"],

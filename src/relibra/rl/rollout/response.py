@@ -65,11 +65,6 @@ class Response:
         """Response tokens so far."""
         return len(self.log_probs_r)
 
-    @property
-    def window_start(self) -> int:
-        """Index of the first token of the last window in `tokens_n`."""
-        return len(self.tokens_n) - self.window_length
-
     def extended(self, window: Window, *, weight_version: int, max_response: int) -> Response:
         """Return the response one window longer.
 

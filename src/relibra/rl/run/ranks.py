@@ -1,14 +1,16 @@
-"""The ranks of a run: join the process group, and exchange JSON, arrays and numbers."""
+"""The ranks of a run: join the process group, exchange JSON, arrays and numbers, stop together."""
 
 from __future__ import annotations
 
 import json
 import math
+import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -160,6 +162,25 @@ def largest_over_ranks(value: int) -> int:
     largest = torch.tensor([value])
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return int(largest)
+
+
+class StopRequest:
+    """Records SIGINT (Ctrl-C) of this process, so that all ranks can stop together after a whole step."""
+
+    def __init__(self) -> None:
+        """Install the signal handler; a SIGINT that was blocked since the process started is delivered now."""
+        self._requested = False
+        self.on_request: Callable[[], None] = lambda: None
+        signal.signal(signal.SIGINT, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+    def on_any_rank(self) -> bool:
+        """Return whether any rank received SIGINT; collective."""
+        return largest_over_ranks(int(self._requested)) > 0
+
+    def _handle(self, _signal: int, _frame: FrameType | None) -> None:
+        self._requested = True
+        self.on_request()
 
 
 _TRANSPORT = ("gloo/transport", "connection closed by peer", "connection reset by peer", "broken pipe", "timed out")

@@ -20,26 +20,6 @@ from relibra.rl.update.policy_update import PolicyUpdate
 from relibra.rl.update.recompute import Recomputed
 from relibra.routing.statistics import rank_skew, skew
 
-_MISMATCH = (
-    "k3_kl",
-    "ratio_above_2",
-    "log_ratio_mean_abs",
-    "log_ratio_p99",
-    "log_ratio_max",
-    "probability_difference",
-    "weight_mean",
-    "weight_std",
-    "ess",
-    "chi2",
-    "masked_share",
-)
-_ROUTERS = (
-    "router_disagreement",
-    "router_rows_differing",
-    "router_layers_differing",
-    "router_choices_differing",
-)
-
 
 def rollout_metrics(responses: Sequence[Response], cost: RolloutCost) -> dict[str, Any]:
     """Return the metrics of the responses of all ranks and of the cost to sample them; collective.
@@ -89,12 +69,8 @@ def mismatch_metrics_of_ranks(recomputed: Recomputed) -> dict[str, Any]:
     entropy, tokens = sum_over_ranks(
         torch.tensor([recomputed.entropy, recomputed.tokens], dtype=torch.float64)
     ).tolist()
-    found: dict[str, float] = {**mismatch_metrics(sums), **router_metrics(RouterComparison(*counts))}
-    return {
-        **{name: found.get(name) for name in (*_MISMATCH, *_ROUTERS)},
-        "alarms": alarms(found),
-        "entropy": entropy / tokens if tokens else None,
-    }
+    found = {**mismatch_metrics(sums), **router_metrics(RouterComparison(*counts))}
+    return {**found, "alarms": alarms(found), "entropy": entropy / tokens if tokens else None}
 
 
 def update_metrics(update: PolicyUpdate, *, referenced: bool) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from relibra.rl.config.settings import TaskSettings
 from relibra.rl.tasks.prompts import open_prompts
 from relibra.rl.tasks.task import Task
-from relibra.rl.toy.arithmetic import Arithmetic
-from relibra.rl.toy.strings import Strings
+from relibra.rl.toy.tasks import Arithmetic, Strings
 
 
 def make_task(settings: TaskSettings, seed: int, evaluation_prompts: int) -> Task:
