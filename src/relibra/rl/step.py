@@ -39,13 +39,15 @@ from relibra.rl.update.credit import (
     broadcast_advantages,
     compute_gae,
     compute_group_advantages,
+    compute_values,
     filter_groups,
+    record_values,
     variance_explained,
     with_credit,
 )
 from relibra.rl.update.policy_update import PolicyUpdate, update_policy
 from relibra.rl.update.recompute import Recomputed, recompute, reference_log_probs
-from relibra.rl.update.values import compute_values, record_values, update_values
+from relibra.rl.update.value_update import update_values
 
 
 @dataclass(frozen=True, kw_only=True)

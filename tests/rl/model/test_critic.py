@@ -5,7 +5,7 @@ import torch
 import transformers
 from torch.distributed.tensor import DTensor
 
-from relibra.rl.model.critic import build_critic, value_model_class, values
+from relibra.rl.model.critic import build_critic, token_values, value_model_class
 from relibra.rl.model.optimizer import clip_gradients, make_optimizer
 from relibra.rl.model.sequence_masks import use_explicit_masks
 from tests.replay.tiny_models import CONFIGS, random_tokens, tiny_model
@@ -56,12 +56,12 @@ def test_sequences_laid_end_to_end_do_not_see_each_other(family, attention):
             use_explicit_masks(model, torch.float32)
     with torch.no_grad():
         logits = causal(input_ids=tokens, position_ids=positions, use_cache=False).logits[0]
-        together = values(critic, tokens, positions)
+        together = token_values(critic, tokens, positions)
         for start, end in zip([0, *ends], ends, strict=False):
             own, place = tokens[:, start:end], torch.arange(end - start)[None]
             alone = causal(input_ids=own, use_cache=False).logits[0]
             torch.testing.assert_close(logits[start:end], alone, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(together[start:end], values(critic, own, place), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(together[start:end], token_values(critic, own, place), rtol=1e-5, atol=1e-5)
     assert together.shape == (sum(LENGTHS),)
     assert together.dtype == torch.float32
     assert together.std() > 0.01
@@ -82,7 +82,7 @@ def test_the_critic_starts_as_the_policy_and_says_nothing(tmp_path, experts):
         policy.trained.model.norm.weight.mul_(1.5)  # trained since the copy was made
     critic = build_critic(config.model, policy, tmp_path, CPU)
     tokens, positions = packed()
-    assert torch.equal(values(critic, tokens, positions), torch.zeros(sum(LENGTHS)))
+    assert torch.equal(token_values(critic, tokens, positions), torch.zeros(sum(LENGTHS)))
     ours, theirs = (model.model(tokens).last_hidden_state for model in (critic, policy.trained))
     assert torch.equal(ours, theirs)
     assert all(p.requires_grad and p.dtype == torch.float32 for p in critic.parameters())
@@ -114,14 +114,14 @@ def learn_on_this_rank(folder, ranks):
         for seed in own:
             tokens = random_tokens(1, 12, seed=seed)
             positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
-            said = values(critic, tokens, positions)
+            said = token_values(critic, tokens, positions)
             before.append(said.detach().clone())
             loss = loss + (said - 1).square().sum() / 24
         (loss * ranks).backward()
         norm = clip_gradients(critic.parameters(), 100.0)
         optimizer.step()
         with torch.no_grad():
-            after = values(critic, random_tokens(1, 12, seed=0), torch.arange(12)[None])
+            after = token_values(critic, random_tokens(1, 12, seed=0), torch.arange(12)[None])
         found[name] = {"before": before, "norm": norm, "after": after}
     return found
 

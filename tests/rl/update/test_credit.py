@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 
 from relibra.rl.config.run_config import load_config
 from relibra.rl.update import credit as credit_of
-from relibra.rl.update.credit import broadcast_advantages, compute_gae, compute_group_advantages, filter_groups
-from relibra.rl.update.values import ResponseValues
+from relibra.rl.update.credit import (
+    ResponseValues,
+    broadcast_advantages,
+    compute_gae,
+    compute_group_advantages,
+    filter_groups,
+)
 from tests.rl.joined import alone
 from tests.rl.made_up import response_of
 

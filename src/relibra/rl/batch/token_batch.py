@@ -101,7 +101,7 @@ def make_token_batch(responses: Sequence[Response], chosen: Sequence[int], *, fe
         target_X=_join([one.tokens_n[one.prompt_length :] for one in picked], np.int64),
         response_X=torch.from_numpy(np.repeat(np.arange(len(picked)), [one.length for one in picked])),
         token_X=_join([first_token_S[s] + np.arange(lengths_S[s]) for s in chosen], np.int64),
-        in_window_X=_join([np.arange(one.length) >= one.length - one.window_length for one in picked], np.bool_),
+        in_window_X=_join([one.in_window_r for one in picked], np.bool_),
         sampled_log_probs_X=_join([one.log_probs_r for one in picked], np.float32),
     )
 

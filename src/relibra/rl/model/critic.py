@@ -50,7 +50,7 @@ def build_critic(settings: ModelSettings, policy: Policy, folder: Path, device: 
     return critic
 
 
-def values(
+def token_values(
     critic: nn.Module, input_ids_1T: Int64[Tensor, "1 T"], position_ids_1T: Int64[Tensor, "1 T"]
 ) -> Float32[Tensor, " T"]:
     """Return the predicted return after each token of packed sequences; collective.

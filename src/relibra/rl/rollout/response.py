@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float32, Int32, Int64, Shaped
+from jaxtyping import Bool, Float32, Int32, Int64, Shaped
 from numpy import ndarray
 
 
@@ -64,6 +64,11 @@ class Response:
     def length(self) -> int:
         """Response tokens so far."""
         return len(self.log_probs_r)
+
+    @property
+    def in_window_r(self) -> Bool[ndarray, " r"]:
+        """Mask of the response tokens of the last window."""
+        return np.arange(self.length) >= self.length - self.window_length
 
     def extended(self, window: Window, *, weight_version: int, max_response: int) -> Response:
         """Return the response one window longer.

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float32, Int64
+from jaxtyping import Bool, Float, Float32
 from numpy import ndarray
-from torch import Tensor
+from torch import Tensor, nn
 
 from relibra.rl.algorithms.advantages import (
     egae,
@@ -22,12 +21,14 @@ from relibra.rl.algorithms.advantages import (
     whiten,
 )
 from relibra.rl.algorithms.value_loss import auroc, explained_variance, value_sums
+from relibra.rl.batch.schedule import own_micro_batches
+from relibra.rl.batch.token_batch import TokenBatch, make_token_batch
 from relibra.rl.batch.training_batch import TrainingBatch
 from relibra.rl.config.settings import AlgorithmSettings
+from relibra.rl.model.critic import token_values
 from relibra.rl.rollout.collect import length_penalty
 from relibra.rl.rollout.response import Response
-from relibra.rl.run.ranks import gather_arrays, gather_several, sum_over_ranks
-from relibra.rl.update.values import ResponseValues, discounted_returns
+from relibra.rl.run.ranks import gather_arrays, largest_over_ranks, sum_over_ranks
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,6 +43,18 @@ class Credit:
     loss_mask_X: Bool[Tensor, " X"]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ResponseValues:
+    """Values of this rank's responses, response after response.
+
+    before_X   before each response token
+    after_S    after the last token of each response
+    """
+
+    before_X: Float32[Tensor, " X"]
+    after_S: Float32[Tensor, " S"]
+
+
 def filter_groups(
     responses: Sequence[Response], settings: AlgorithmSettings, *, max_response: int
 ) -> Bool[ndarray, " S"]:
@@ -51,7 +64,7 @@ def filter_groups(
     """
     if settings.group_filter == "off":
         return np.ones(len(responses), dtype=bool)
-    rewarded = _gather_rewards(
+    sample_ids, group_id_S, reward_S = _gather_rewards(
         [
             response
             if response.reward is None
@@ -59,38 +72,25 @@ def filter_groups(
             for response in responses
         ]
     )
-    mixed = mixed_groups(torch.from_numpy(rewarded.reward_S), torch.from_numpy(rewarded.group_id_S)).numpy()
-    dropped = set(rewarded.sample_id_S[~mixed].tolist())
+    mixed_S = mixed_groups(reward_S, group_id_S).tolist()
+    dropped = {sample_id for sample_id, mixed in zip(sample_ids, mixed_S, strict=True) if not mixed}
     return np.array([response.sample_id not in dropped for response in responses], dtype=bool)
 
 
 def compute_group_advantages(responses: Sequence[Response], *, divide_by_std: bool) -> dict[int, float]:
     """Return the advantage of every response of all ranks within its group, by sample id; collective."""
-    rewarded = _gather_rewards(responses)
-    advantage_S = group_advantages(
-        torch.from_numpy(rewarded.reward_S), torch.from_numpy(rewarded.group_id_S), divide_by_std=divide_by_std
-    )
-    return dict(zip(rewarded.sample_id_S.tolist(), advantage_S.tolist(), strict=True))
+    sample_ids, group_id_S, reward_S = _gather_rewards(responses)
+    advantage_S = group_advantages(reward_S, group_id_S, divide_by_std=divide_by_std)
+    return dict(zip(sample_ids, advantage_S.tolist(), strict=True))
 
 
-class _Rewards(NamedTuple):
-    """Rewards of the finished responses of all ranks, by sample id."""
-
-    sample_id_S: Int64[ndarray, " S"]
-    group_id_S: Int64[ndarray, " S"]
-    reward_S: Float32[ndarray, " S"]
-
-
-def _gather_rewards(responses: Sequence[Response]) -> _Rewards:
-    finished = [response for response in responses if response.finish_reason is not None]
-    own = _Rewards(
-        np.array([response.sample_id for response in finished], dtype=np.int64),
-        np.array([response.group_id for response in finished], dtype=np.int64),
-        np.array([response.reward for response in finished], dtype=np.float32),
-    )
-    gathered = _Rewards(*map(np.concatenate, zip(*gather_several(own), strict=True)))
-    order = np.argsort(gathered.sample_id_S, kind="stable")  # sums of a group do not depend on the ranks
-    return _Rewards(*(column[order] for column in gathered))
+def _gather_rewards(responses: Sequence[Response]) -> tuple[list[int], Tensor, Tensor]:
+    """Return sample ids, group ids and rewards of the finished responses of all ranks, by sample id; collective."""
+    own = [(one.sample_id, one.group_id, one.reward) for one in responses if one.finish_reason is not None]
+    rows = np.concatenate(gather_arrays(np.array(own, dtype=np.float64).reshape(-1, 3)))
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]  # sums of a group do not depend on the ranks
+    sample_id_S, group_id_S = rows[:, :2].astype(np.int64).T
+    return sample_id_S.tolist(), torch.from_numpy(group_id_S), torch.from_numpy(rows[:, 2].astype(np.float32))
 
 
 def broadcast_advantages(responses: Sequence[Response], advantage_of: Mapping[int, float]) -> Credit:
@@ -98,6 +98,36 @@ def broadcast_advantages(responses: Sequence[Response], advantage_of: Mapping[in
     advantage_S = torch.tensor([advantage_of[response.sample_id] for response in responses], dtype=torch.float32)
     advantages_X = advantage_S.repeat_interleave(torch.tensor([response.length for response in responses]).long())
     return Credit(advantages_X=advantages_X, loss_mask_X=torch.ones(len(advantages_X), dtype=torch.bool))
+
+
+@torch.no_grad()
+def compute_values(critic: nn.Module, responses: Sequence[Response], micro_batch_tokens: int) -> ResponseValues:
+    """Return the values of all tokens of this rank's responses; collective."""
+    before_X = torch.zeros(sum(response.length for response in responses))
+    after_S = torch.zeros(len(responses))
+    for batch in make_value_batches(responses, range(len(responses)), micro_batch_tokens):
+        values_T = token_values(critic, batch.tokens_1T, batch.position_1T).cpu()
+        before_X[batch.token_X] = values_T[batch.row_X]
+        after_S[batch.samples_B] = values_T[batch.last_row_B]
+    return ResponseValues(before_X=before_X, after_S=after_S)
+
+
+def record_values(responses: Sequence[Response], computed: ResponseValues) -> list[Response]:
+    """Return the responses with the values of the tokens of their last windows; earlier ones were recorded then."""
+    pieces = computed.before_X.split([response.length for response in responses])
+    return [
+        replace(response, values_r=np.where(response.in_window_r, values_r.numpy(), response.values_r))
+        for response, values_r in zip(responses, pieces, strict=True)
+    ]
+
+
+def make_value_batches(
+    responses: Sequence[Response], chosen: Sequence[int], micro_batch_tokens: int
+) -> list[TokenBatch]:
+    """Cut this rank's responses into micro-batches for the value model, as many as every other rank has; collective."""
+    runs = own_micro_batches([len(responses[s].tokens_n) for s in chosen], micro_batch_tokens)
+    runs += [[]] * (largest_over_ranks(len(runs)) - len(runs))
+    return [make_token_batch(responses, [chosen[i] for i in run], feed_last=True) for run in runs]
 
 
 def compute_gae(
@@ -117,7 +147,7 @@ def compute_gae(
     S, N = len(responses), window_tokens
     finished_S = torch.tensor([response.finish_reason is not None for response in responses], dtype=torch.bool)
     length_S = torch.tensor([response.window_length for response in responses], dtype=torch.int64)
-    window_X = in_last_window(responses)
+    window_X = torch.from_numpy(np.concatenate([np.zeros(0, dtype=bool), *(one.in_window_r for one in responses)]))
     column_N = torch.arange(N + 1)
     inside_SN = column_N[:N] < length_S[:, None]
     values_SN1, rewards_SN = torch.zeros(S, N + 1), torch.zeros(S, N)
@@ -147,12 +177,6 @@ def compute_gae(
     return Credit(advantages_X=advantages_X, loss_mask_X=loss_mask_X)
 
 
-def in_last_window(responses: Sequence[Response]) -> Bool[Tensor, " X"]:
-    """Return the mask of response tokens that were sampled in this step, response after response."""
-    masks = [np.arange(one.length) >= one.length - one.window_length for one in responses]
-    return torch.from_numpy(np.concatenate([np.zeros(0, dtype=bool), *masks]))
-
-
 def with_credit(batch: TrainingBatch, credit: Credit, *, max_response: int, overlong_buffer: int) -> TrainingBatch:
     """Return the batch with advantages, loss mask, and which responses are correct (`positive_B`)."""
     positive_S = torch.tensor(
@@ -176,6 +200,15 @@ def variance_explained(responses: Sequence[Response], values: ResponseValues, ga
     returns_X = discounted_returns([one for one in responses if one.finish_reason is not None], gamma)
     share = explained_variance(sum_over_ranks(value_sums(values_X, returns_X)))
     return None if math.isnan(share) else share
+
+
+def discounted_returns(finished: Sequence[Response], gamma: float) -> Float32[Tensor, " X"]:
+    """Return the discounted reward to come before each token of finished responses, response after response."""
+    pieces = [np.zeros(0)]
+    for response in finished:
+        assert response.reward is not None, f"sample {response.sample_id} is finished, so it has a reward"
+        pieces.append(response.reward * gamma ** np.arange(response.length - 1, -1, -1.0))
+    return torch.from_numpy(np.concatenate(pieces).astype(np.float32))
 
 
 def auroc_at_cuts(responses: Sequence[Response], *, max_response: int, overlong_buffer: int) -> float | None:

@@ -1,61 +1,24 @@
-"""The value model's part of a step: values of each token, and an update on finished responses."""
+"""Update of the value model on finished responses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
 import torch
-from jaxtyping import Float, Float32
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from relibra.rl.algorithms.value_loss import clipped_value_loss, value_weights
-from relibra.rl.batch.schedule import own_micro_batches
 from relibra.rl.batch.step_plan import own_mini_batches
-from relibra.rl.batch.token_batch import TokenBatch, make_token_batch
+from relibra.rl.batch.token_batch import TokenBatch
 from relibra.rl.config.settings import CriticSettings, UpdateSettings
-from relibra.rl.model.critic import values
+from relibra.rl.model.critic import token_values
 from relibra.rl.model.optimizer import clip_gradients, set_learning_rate
 from relibra.rl.rollout.response import Response
-from relibra.rl.run.ranks import largest_over_ranks, sum_over_ranks
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ResponseValues:
-    """Values of this rank's responses, response after response.
-
-    before_X   before each response token
-    after_S    after the last token of each response
-    """
-
-    before_X: Float32[Tensor, " X"]
-    after_S: Float32[Tensor, " S"]
-
-
-@torch.no_grad()
-def compute_values(critic: nn.Module, responses: Sequence[Response], micro_batch_tokens: int) -> ResponseValues:
-    """Return the values of all tokens of this rank's responses; collective."""
-    before_X = torch.zeros(sum(response.length for response in responses))
-    after_S = torch.zeros(len(responses))
-    for batch in _cut(responses, range(len(responses)), micro_batch_tokens):
-        values_T = values(critic, batch.tokens_1T, batch.position_1T).cpu()
-        before_X[batch.token_X] = values_T[batch.row_X]
-        after_S[batch.samples_B] = values_T[batch.last_row_B]
-    return ResponseValues(before_X=before_X, after_S=after_S)
-
-
-def record_values(responses: Sequence[Response], computed: ResponseValues) -> list[Response]:
-    """Return the responses with the values of the tokens of their last windows; earlier ones were recorded then."""
-    pieces = computed.before_X.split([response.length for response in responses])
-    recorded = []
-    for response, values_r in zip(responses, pieces, strict=True):
-        start = response.length - response.window_length
-        recorded.append(
-            replace(response, values_r=np.concatenate([response.values_r[:start], values_r[start:].numpy()]))
-        )
-    return recorded
+from relibra.rl.run.ranks import sum_over_ranks
+from relibra.rl.update.credit import discounted_returns, make_value_batches
 
 
 def update_values(
@@ -89,7 +52,7 @@ def update_values(
     for part, total in list(zip(parts, totals, strict=True)) * update.epochs:
         if not total:
             continue
-        batches = _cut(finished, part.tolist(), update.micro_batch_tokens)
+        batches = make_value_batches(finished, part.tolist(), update.micro_batch_tokens)
         loss_sum = 0.0
         for i, batch in enumerate(batches):
             if isinstance(critic, FSDPModule):
@@ -121,7 +84,7 @@ def _with_targets(batch: TokenBatch, finished: Sequence[Response], gamma: float)
 
 def _value_loss(critic: nn.Module, batch: TokenBatch, settings: CriticSettings, responses: int) -> Float[Tensor, ""]:
     """Return a micro-batch's part of the loss of a mini-batch with so many responses; collective."""
-    values_T = values(critic, batch.tokens_1T, batch.position_1T)
+    values_T = token_values(critic, batch.tokens_1T, batch.position_1T)
     if not batch.num_responses:
         return values_T.sum() * 0.0  # filler
     batch = batch.to(values_T.device)
@@ -136,19 +99,3 @@ def _value_loss(critic: nn.Module, batch: TokenBatch, settings: CriticSettings, 
     )
     tokens_X = torch.bincount(batch.response_X, minlength=batch.num_responses)[batch.response_X]
     return (value_weights(tokens_X, responses) * loss_X).sum()
-
-
-def discounted_returns(finished: Sequence[Response], gamma: float) -> Float32[Tensor, " X"]:
-    """Return the discounted reward to come before each token of finished responses, response after response."""
-    pieces = [np.zeros(0)]
-    for response in finished:
-        assert response.reward is not None, f"sample {response.sample_id} is finished, so it has a reward"
-        pieces.append(response.reward * gamma ** np.arange(response.length - 1, -1, -1.0))
-    return torch.from_numpy(np.concatenate(pieces).astype(np.float32))
-
-
-def _cut(responses: Sequence[Response], chosen: Sequence[int], micro_batch_tokens: int) -> list[TokenBatch]:
-    """Cut this rank's responses into micro-batches, as many as every other rank has; collective."""
-    runs = own_micro_batches([len(responses[s].tokens_n) for s in chosen], micro_batch_tokens)
-    runs += [[]] * (largest_over_ranks(len(runs)) - len(runs))
-    return [make_token_batch(responses, [chosen[i] for i in run], feed_last=True) for run in runs]

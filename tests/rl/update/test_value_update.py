@@ -9,7 +9,8 @@ from torch import nn
 
 from relibra.rl.batch.step_plan import gather_table, make_step_schedule, own_mini_batches
 from relibra.rl.config.run_config import load_config
-from relibra.rl.update.values import compute_values, update_values
+from relibra.rl.update.credit import compute_values
+from relibra.rl.update.value_update import update_values
 from tests.rl.joined import alone
 from tests.rl.made_up import mini_batch_of, response_of, responses_of
 
