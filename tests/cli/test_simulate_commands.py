@@ -74,6 +74,47 @@ def test_a_run_is_simulated_by_its_last_recorded_step(run, run_folder, tmp_path)
         assert "step 3 of run mine" in out
 
 
+@pytest.mark.parametrize("verb", ["plan", "compare", "simulate", "sweep", "stats", "inspect", "validate"])
+def test_verbs_take_a_run_where_they_take_a_trace(run, run_folder, tmp_path, monkeypatch, verb):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine" / "traces" / "step-00004").mkdir()  # not finished
+    balancer = {"compare": "static", "sweep": "static"}.get(verb, "relibra")
+    words = (verb, *CUT, "--balancer", balancer)
+    if verb in ("stats", "inspect", "validate"):
+        words = ("trace", verb)
+    for source in (run_folder, tmp_path / "runs" / "mine"):
+        code, out, err = run(*words, source)
+        assert code == 0
+        assert "step 3 of run mine" in out + err
+
+
+def test_seconds_without_a_model_are_those_of_the_policy_of_the_run(run, run_folder, tmp_path):
+    folder = tmp_path / "runs" / "mine"
+    config = {
+        "model_type": "mine", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "num_experts": 8,
+        "moe_intermediate_size": 32, "num_experts_per_tok": 2, "vocab_size": 100, "max_position_embeddings": 128,
+    }  # fmt: skip
+    (folder / "policy").mkdir()
+    (folder / "policy" / "config.json").write_text(json.dumps(config))
+    plan = ("plan", "-o", tmp_path / "p.safetensors")
+    for words in (("simulate",), plan):
+        for source in (folder, folder / "traces" / "step-00003"):
+            assert "(mine)" in json.loads(run(*words, *CUT, "--json", source)[1])["model"]
+        named = run(*words, *CUT, "--json", "--model", folder / "policy", folder)[1]
+        assert json.loads(named)["model"] == "mine"
+    assert "64x32" in run("compare", *CUT, "--balancer", "static", "--model", "64x32", folder)[1]
+
+
+def test_rows_that_fill_no_micro_batch_are_named(run, trace, tmp_path):
+    for tokens, rest in (("100", ""), ("300", "200")):
+        cut = ("--ranks", "4", "--micro-batch-tokens", tokens)
+        planned = run("plan", trace, *cut, "-o", tmp_path / "p.safetensors")[1]
+        counted = run("trace", "stats", trace, *cut)[1]
+        assert ("left out" in planned) == ("the last one" in counted) == bool(rest)
+        assert f"{rest} rows left out" in planned or not rest
+        assert f"the last one of {rest}" in counted or not rest
+
+
 def test_a_run_without_routes_says_what_to_do(run, tmp_path):
     settings = tmp_path / "run.toml"
     settings.write_text(f'[run]\nname = "other"\nfolder = "{tmp_path}"\n')

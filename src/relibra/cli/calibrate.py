@@ -13,7 +13,7 @@ from rich.table import Table
 
 from relibra.cli.inputs import options
 from relibra.cli.inputs.machine import open_cluster
-from relibra.cli.inputs.models import open_expert
+from relibra.cli.inputs.models import open_model
 from relibra.cli.outputs.files import check_outputs, writing
 from relibra.cli.outputs.terminal import progress
 from relibra.errors import ConfigError
@@ -54,7 +54,7 @@ def calibrate(
     """
     inputs = [("--links-of", Path(links_of))] if links_of and links_of.endswith(".toml") else []
     check_outputs([("--output", output)], inputs)
-    expert = open_expert(model)
+    expert = open_model(model).expert
     cited = None if links_of is None else open_cluster(links_of)
     for package in ("torch", "transformers"):
         if find_spec(package) is None:

@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from relibra.cli.inputs import options
-from relibra.cli.inputs.models import open_expert
+from relibra.cli.inputs.models import choose_model
+from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.requests import PlanningRequest, takes
-from relibra.cli.inputs.workload import open_workload, size_in_words
+from relibra.cli.inputs.workload import open_workload, workload_in_words
 from relibra.cli.outputs.files import check_outputs, input_files, named
 from relibra.cli.outputs.plan_page import write_page
-from relibra.cli.outputs.terminal import plural, print_note, progress
+from relibra.cli.outputs.terminal import plural, print_note, print_wrapped, progress
 from relibra.errors import PlanError
-from relibra.planning.budget import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from relibra.planning.analysis.comparison import ComparisonRow
@@ -36,7 +36,7 @@ class CompareRequest(PlanningRequest):
         typer.Option(metavar="NAME,...", help="Only these: a comma-separated list; may be repeated. Default: all."),
     ] = None
     objective: options.PlanObjective = options.Objective.TOKENS
-    model: options.ExpertModel = DEFAULT_MODEL
+    model: options.Model = None
 
     def balancers(self) -> list[str]:
         """Return the names, each once; all comparable balancers when none is given."""
@@ -50,24 +50,25 @@ class CompareRequest(PlanningRequest):
 def compare(request: CompareRequest) -> None:
     """Plan one step with every balancer; print skew, bound, copies, volumes and times side by side.
 
-    Example: relibra compare runs/demo/traces/step-00000 --ranks 4 --micro-batch-tokens 256
+    Example: relibra compare runs/demo --ranks 4 --micro-batch-tokens 256
     """
     from relibra.planning.analysis.comparison import iterate_comparison, with_levers
     from relibra.planning.budget import Budget
 
-    check_outputs(named("--html", request.html), input_files(request.trace, request.cluster))
-    expert = open_expert(request.model)
+    recording = find_recording(request.source)
+    check_outputs(named("--html", request.html), input_files(recording.trace, request.cluster))
+    model = choose_model(request.model, recording.trace)
     budget = Budget(slots=request.slots, objective=request.objective.value, seed=request.seed)
     names = request.balancers()
     for name in names:
         with_levers(name, budget)  # an unknown name fails before the trace is read
-    with progress(f"cutting {request.trace}"):
-        workload = open_workload(request.trace, request)
+    with progress(f"cutting {recording.trace}"):
+        workload = open_workload(recording, request)
     if workload.history_MLE is None:
         print_note("no history: balancers that see only earlier loads plan from even loads")
     machine, demand = workload.machine, workload.demand
     found = []
-    plans = iterate_comparison(demand, machine, budget, names, expert=expert, history_MLE=workload.history_MLE)
+    plans = iterate_comparison(demand, machine, budget, names, expert=model.expert, history_MLE=workload.history_MLE)
     for number, name in enumerate(names):
         with progress(f"planning with {name} ({number + 1} of {len(names)}; the first run compiles kernels)"):
             found.append(next(plans))
@@ -76,16 +77,16 @@ def compare(request: CompareRequest) -> None:
         raise PlanError(rows[0].message)  # no balancer has a plan: the request is at fault
     if request.html is not None:
         if shown := _plan_to_draw(found):
-            write_page(request.html, shown, workload, request.model, rows)
+            write_page(request.html, shown, workload, model, rows)
         else:
             print_note("no page: no balancer made a valid plan")
     if request.as_json:
         typer.echo(json.dumps([row.figures() for row in rows]))
         return
-    typer.echo(size_in_words(workload))
-    typer.echo(workload.cut)
+    for line in workload_in_words(workload):
+        print_wrapped(line)
     slots = plural(request.slots, "spare slot")
-    typer.echo(f"{slots} per rank; plans minimise {request.objective.value}; expert sizes of {request.model}")
+    print_wrapped(f"{slots} per rank; plans minimise {request.objective.value}; expert sizes of {model.name}")
     print_comparison(rows)
 
 

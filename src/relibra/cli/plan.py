@@ -10,21 +10,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from relibra.cli.inputs import options
-from relibra.cli.inputs.models import open_expert
+from relibra.cli.inputs.models import choose_model
 from relibra.cli.inputs.options import Objective
+from relibra.cli.inputs.recordings import Recording, find_recording
 from relibra.cli.inputs.requests import PlanningRequest, takes
-from relibra.cli.inputs.workload import Workload, idle_ranks_in_words, open_workload, size_in_words
+from relibra.cli.inputs.workload import Workload, open_workload, workload_in_words
 from relibra.cli.outputs.files import NamedPath, check_outputs, demand_path, input_files, named, writing
 from relibra.cli.outputs.plan_page import write_page
 from relibra.cli.outputs.terminal import plural, print_note, printable, progress
 from relibra.errors import ConfigError, PlanError
-from relibra.planning.budget import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from relibra.planning.analysis.comparison import ComparisonRow
     from relibra.planning.budget import Budget
     from relibra.planning.plan import StepPlan
     from relibra.routing.demand import ScheduledDemand
+    from relibra.simulation import ModelShape
 
 EXPORTS = ("sglang", "vllm-ascend", "tensorrt-llm")
 
@@ -39,7 +40,7 @@ class PlanRequest(PlanningRequest):
     cross_node_copies: Annotated[
         bool, typer.Option("--cross-node-copies", help="Replicas may be on another node than their home.")
     ] = False
-    model: options.OptionalExpertModel = None
+    model: options.PlannedModel = None
     deadline: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Stop improving the plan after this time.")
     ] = None
@@ -53,11 +54,6 @@ class PlanRequest(PlanningRequest):
         list[str] | None,
         typer.Option(metavar="FORMAT=PATH", help=f"Also write a placement: {', '.join(EXPORTS)}; may be repeated."),
     ] = None
-
-    @property
-    def priced_model(self) -> str:
-        """Model whose expert sizes give the seconds."""
-        return self.model or DEFAULT_MODEL
 
     def exports(self) -> list[NamedPath]:
         """Return format and path of each --export; raises ConfigError for one that is not FORMAT=PATH."""
@@ -82,31 +78,32 @@ def plan(request: PlanRequest) -> None:
 
     The demand of the step is written beside it (NAME.demand.safetensors), for relibra explain.
 
-    Example: relibra plan runs/demo/traces/step-00000 --ranks 4 --slots 1 --micro-batch-tokens 256
+    Example: relibra plan runs/demo --ranks 4 --slots 1 --micro-batch-tokens 256
     """
     from relibra.planning.analysis.comparison import measure
     from relibra.planning.plan_files import read_plan
     from relibra.planning.planner import plan_step
 
-    _check_paths(request)
-    expert = open_expert(request.priced_model)
+    recording = find_recording(request.source)
+    _check_paths(request, recording)
+    model = choose_model(request.model, recording.trace)
     balancer, budget = _choose_balancer(request)
     previous = None if request.previous is None else read_plan(request.previous)
-    with progress(f"cutting {request.trace}"):
-        workload = open_workload(request.trace, request)
+    with progress(f"cutting {recording.trace}"):
+        workload = open_workload(recording, request)
     machine, demand = workload.machine, workload.demand
-    given: dict[str, Any] = {"expert": expert, "previous": previous, "history_MLE": workload.history_MLE}
+    given: dict[str, Any] = {"expert": model.expert, "previous": previous, "history_MLE": workload.history_MLE}
     _compile_kernels(workload, budget, balancer, given)
     with progress(f"planning with {request.balancer}"):
         made = plan_step(demand, machine, budget, balancer, **given)
-        static = plan_step(demand, machine, budget, "static", expert=expert, previous=previous)
-    row = measure(made, demand, machine, expert, balancer=made.balancer, sees="")
+        static = plan_step(demand, machine, budget, "static", expert=model.expert, previous=previous)
+    row = measure(made, demand, machine, model.expert, balancer=made.balancer, sees="")
     if not row.valid:
         raise PlanError(row.message)
     _write(made, demand, request)
     if request.html is not None:
-        write_page(request.html, made, workload, request.priced_model)
-    result = Result(request=request, workload=workload, plan=made, row=row, static=static)
+        write_page(request.html, made, workload, model)
+    result = Result(request=request, workload=workload, model=model, plan=made, row=row, static=static)
     if request.as_json:
         typer.echo(json.dumps(_facts(result)))
     else:
@@ -119,12 +116,13 @@ class Result:
 
     request: PlanRequest
     workload: Workload
+    model: ModelShape
     plan: StepPlan
     row: ComparisonRow
     static: StepPlan
 
 
-def _check_paths(request: PlanRequest) -> None:
+def _check_paths(request: PlanRequest, recording: Recording) -> None:
     """Raise a ConfigError when a file cannot be written or would overwrite another one."""
     outputs = [
         ("--output", request.output),
@@ -132,7 +130,7 @@ def _check_paths(request: PlanRequest) -> None:
         *named("--html", request.html),
         *((f"--export {form}", path) for form, path in request.exports()),
     ]
-    check_outputs(outputs, [*input_files(request.trace, request.cluster), *named("--previous", request.previous)])
+    check_outputs(outputs, [*input_files(recording.trace, request.cluster), *named("--previous", request.previous)])
 
 
 def _choose_balancer(request: PlanRequest) -> tuple[str, Budget]:
@@ -213,7 +211,7 @@ def _facts(result: Result) -> dict[str, object]:
     return {
         **{name: value for name, value in row.figures().items() if name not in ("sees", "message")},
         "objective": plan.objective,
-        "model": result.request.priced_model,
+        "model": result.model.name,
         "static_predicted_seconds": result.static.predicted["total"],
         "skew_before": levers[0][1],
         "levers": dict(levers),
@@ -231,9 +229,8 @@ def _print_summary(result: Result) -> None:
     from relibra.planning.analysis.levers import lever_gaps
 
     levers = lever_gaps(result.plan, result.workload.demand)
-    for line in (size_in_words(result.workload), result.workload.cut, idle_ranks_in_words(result.workload)):
-        if line:
-            typer.echo(line)
+    for line in workload_in_words(result.workload):
+        typer.echo(line)
     for name, text in _summary(result, levers[0][1]).items():
         typer.echo(f"{name:<13} {text}")
     if slower := _slower_than_static(result):
@@ -257,7 +254,7 @@ def _summary(result: Result, static_skew: float) -> dict[str, str]:
     back = " with relocation back to it" if static["relocation"] else ""
     return {
         "balancer": plan.balancer,
-        "minimises": f"{plan.objective}; seconds are for experts of {result.request.priced_model}{default}",
+        "minimises": f"{plan.objective}; seconds are for experts of {result.model.name}{default}",
         "skew": f"{static_skew:.3f} static -> {row.skew:.3f} planned; bound {row.bound:.3f}, gap {row.gap:.2%}",
         "copies": f"{row.copies:,} ({row.copies_per_micro_batch_layer:.1f} per micro-batch and layer){across}",
         "moved": f"{row.moved_experts:,} of {plan.home_LE.size:,} experts, {row.moved_bytes / 1e9:.1f} GB",

@@ -11,13 +11,13 @@ import typer
 
 from relibra.cli.inputs import options
 from relibra.cli.inputs.machine import open_cluster
-from relibra.cli.inputs.models import open_model
+from relibra.cli.inputs.models import choose_model, open_model
+from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.requests import takes
 from relibra.cli.inputs.workload import check_num_experts
 from relibra.cli.outputs.files import demand_path
 from relibra.cli.outputs.terminal import printable, progress
 from relibra.errors import ConfigError
-from relibra.planning.budget import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from relibra.reporting.data.compared_plans import ComparedPlan
@@ -54,7 +54,7 @@ class ReportRequest:
         typer.Option(min=1, max=1 << 15, metavar="R", help="Plan the last step for so many ranks; default: the run's."),
     ] = None
     cluster: options.ClusterName = "h100x8"
-    model: options.SimulatedModel = None
+    model: options.Model = None
     num_experts: options.NumExperts = None
     as_json: options.Json = False
 
@@ -120,7 +120,8 @@ def _report_plans(request: ReportRequest) -> Path:
     from relibra.routing.readers import open_trace
     from relibra.simulation import cut_model
 
-    path, other, trace, timelines = request.path, request.other, request.trace, request.timelines()
+    path, other, timelines = request.path, request.other, request.timelines()
+    trace = None if request.trace is None else find_recording(request.trace).trace
     first = _read_plan(path, request.demand, "the plan" if other is None else _short_name(path, other))
     if other is None:
         plans = compare_static(first.plan, first.given), first
@@ -134,7 +135,7 @@ def _report_plans(request: ReportRequest) -> Path:
             before=plans[0],
             after=plans[1],
             cluster=open_cluster(request.cluster).with_ranks(plan.num_ranks, plan.ranks_per_node),
-            model=cut_model(open_model(request.model or DEFAULT_MODEL), plans[1].given),
+            model=cut_model(choose_model(request.model, trace or path), plans[1].given),
             distinct_rows=None if trace is None else count_distinct_rows(open_trace(trace, request.num_experts), plans),
         )
         output = request.output or path.with_name(f"{path.stem}.report.html")

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from relibra.cli.inputs import options
-from relibra.cli.inputs.models import model_in_words, other_model_in_words
-from relibra.cli.inputs.recordings import Recording, find_recording
+from relibra.cli.inputs.models import choose_model, model_in_words, other_model_in_words
+from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.requests import SimulationRequest, takes
-from relibra.cli.inputs.workload import Workload, idle_ranks_in_words, open_workload, size_in_words
+from relibra.cli.inputs.workload import Workload, open_workload, workload_in_words
 from relibra.cli.outputs.files import check_outputs, input_files, named, writing
 from relibra.cli.outputs.terminal import plural, print_note, print_wrapped, progress
 from relibra.cli.simulated_step import (
@@ -28,7 +28,6 @@ from relibra.cli.simulated_step import (
     open_token_choices,
     rows_in_words,
     simulate_balancer,
-    simulated_model,
     static_plan_in_words,
 )
 
@@ -63,18 +62,16 @@ def simulate(request: SimulateRequest) -> None:
     with_levers(request.balancer, budget_of(request))  # an unknown name fails before anything is read
     recording = find_recording(request.source)
     check_outputs(named("--timeline", request.timeline), input_files(recording.trace, request.cluster))
-    model = simulated_model(recording, request.model)
+    model = choose_model(request.model, recording.trace)
     with progress(f"cutting {recording.trace}"):
-        workload = open_workload(recording.trace, request)
+        workload = open_workload(recording, request)
     routed = cut_model(model, workload.demand)
     tokens = open_token_choices(workload)
     found = {}
     for name in dict.fromkeys(("static", request.balancer)):
         with progress(f"planning and simulating {name} (the first run compiles kernels)"):
             found[name] = simulate_balancer(replace(request, balancer=name), workload, tokens, routed)
-    result = Result(
-        request=request, recording=recording, workload=workload, model=model, routed=routed, by_balancer=found
-    )
+    result = Result(request=request, workload=workload, model=model, routed=routed, by_balancer=found)
     if request.timeline is not None:
         _write_timeline(request.timeline, result, tokens)
     if request.as_json:
@@ -91,7 +88,6 @@ class Result:
     """
 
     request: SimulateRequest
-    recording: Recording
     workload: Workload
     model: ModelShape
     routed: ModelShape
@@ -141,7 +137,7 @@ def _facts(result: Result) -> dict[str, object]:
         "cluster": machine.name,
         "cluster_label": machine.label,
         "rows_counted": chosen.rows_counted,
-        "trace": str(result.recording.trace),
+        "trace": str(result.workload.recording.trace),
         "cut": result.workload.cut,
     }
 
@@ -155,10 +151,7 @@ def _print(result: Result) -> None:
     typer.echo()
     settings = f"{plural(chosen.plan.slots, 'spare slot')} per rank{_execution_in_words(result)}"
     described = (
-        result.recording.words,
-        size_in_words(workload),
-        workload.cut,
-        idle_ranks_in_words(workload),
+        *workload_in_words(workload),
         f"{model_in_words(result.model, result.routed)}; {settings}; planned for {chosen.plan.objective}",
         other_model_in_words(result.model, result.routed),
     )

@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from relibra.cli.inputs.models import open_model
-from relibra.cli.inputs.recordings import Recording
 from relibra.cli.inputs.requests import SimulationRequest
 from relibra.cli.inputs.workload import Workload
-from relibra.planning.budget import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -58,14 +55,6 @@ def open_token_choices(workload: Workload) -> TokenChoices:
 
     routes = workload.open_routes()
     return TokenChoices(experts_TLK=routes.experts_TLK, sample_T=sample_of_rows(routes, workload.demand))
-
-
-def simulated_model(recording: Recording, name: str | None) -> ModelShape:
-    """Return the sizes of the named model, else of the recorded one, else of the default.
-
-    raises    ConfigError for an unknown model
-    """
-    return open_model(name or str(recording.config or DEFAULT_MODEL))
 
 
 def budget_of(request: SimulationRequest) -> Budget:

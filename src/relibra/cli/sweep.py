@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from relibra.cli.inputs import options
-from relibra.cli.inputs.models import model_in_words, other_model_in_words
+from relibra.cli.inputs.models import choose_model, model_in_words, other_model_in_words
 from relibra.cli.inputs.recordings import Recording, find_recording
 from relibra.cli.inputs.requests import SimulationRequest, takes
 from relibra.cli.inputs.workload import Workload, open_workload
@@ -28,7 +28,6 @@ from relibra.cli.simulated_step import (
     open_token_choices,
     rows_in_words,
     simulate_balancer,
-    simulated_model,
 )
 from relibra.errors import ConfigError, RelibraError
 
@@ -69,7 +68,7 @@ class SweepRequest:
     seed: options.Seed = 0
     take: options.TakenPart = options.Take.ALL
     objective: options.PlanObjective = options.Objective.SECONDS
-    model: options.SimulatedModel = None
+    model: options.Model = None
     num_experts: options.NumExperts = None
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also plot it: .png (matplotlib) or .html (plotly).")
@@ -116,8 +115,8 @@ def sweep(request: SweepRequest) -> None:
         from relibra.reporting.pages.sweep_page import check_plot
 
         check_plot(request.plot)
-    model = simulated_model(recording, request.model)
-    found, left_out = _simulate(points, recording.trace, model)
+    model = choose_model(request.model, recording.trace)
+    found, left_out = _simulate(points, recording, model)
     varied = [name for name in SETTINGS if len({getattr(point, name) for point in points}) > 1]
     if request.plot is not None:
         _plot(request.plot, found, varied, f"{model.name} on {found[0].machine.name}, simulated")
@@ -162,8 +161,8 @@ def _numbers(option: str, text: str | None, least: int, most: int) -> list[int |
 class Simulations:
     """Simulates points of a sweep; workloads and static layouts that points share are computed once."""
 
-    def __init__(self, trace: Path, model: ModelShape) -> None:
-        self._trace, self._model = trace, model
+    def __init__(self, recording: Recording, model: ModelShape) -> None:
+        self._recording, self._model = recording, model
         self._workloads: dict[tuple[Any, ...], tuple[Workload, TokenChoices]] = {}
         self._statics: dict[tuple[Any, ...], SimulatedPlan] = {}
 
@@ -173,7 +172,7 @@ class Simulations:
 
         key = (point.ranks, point.ranks_per_node, point.micro_batch_tokens)
         if key not in self._workloads:
-            opened = open_workload(self._trace, point)
+            opened = open_workload(self._recording, point)
             self._workloads[key] = opened, open_token_choices(opened)
         workload, tokens = self._workloads[key]
         model = cut_model(self._model, workload.demand)
@@ -187,14 +186,14 @@ class Simulations:
 
 
 def _simulate(
-    points: list[SimulationRequest], trace: Path, model: ModelShape
+    points: list[SimulationRequest], recording: Recording, model: ModelShape
 ) -> tuple[list[Point], list[dict[str, Any]]]:
     """Simulate all points.
 
     returns   simulated points; and the settings of the impossible ones, each with the reason as "why"
     raises    the reason of the first point, when all are impossible
     """
-    simulations = Simulations(trace, model)
+    simulations = Simulations(recording, model)
     found, left_out = [], []
     first: RelibraError | None = None
     for number, point in enumerate(points):

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from relibra.cli.inputs import options
+from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.workload import check_num_experts
 from relibra.cli.outputs.terminal import print_note, printable, progress, ranges_in_words
 from relibra.errors import RelibraError, TraceError
@@ -23,7 +24,12 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Recorded routes: sizes, checks, load statistics.")
 
-TracePath = Annotated[Path, typer.Argument(metavar="PATH", help="Trace folder, or .npz of per-token expert choices.")]
+TracePath = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PATH", help="Trace folder, .npz of per-token expert choices, or run: its last recorded step."
+    ),
+]
 
 
 @app.command()
@@ -35,6 +41,7 @@ def inspect(path: TracePath, num_experts: options.NumExperts = None, as_json: op
     from relibra.routing.readers import open_trace
     from relibra.routing.trace_files import read_index
 
+    path = _find_trace(path)
     if path.is_dir():
         index = read_index(path)
         check_num_experts(path, num_experts)
@@ -82,6 +89,7 @@ def validate(path: TracePath, num_experts: options.NumExperts = None, as_json: o
     """
     samples = rows = missing = 0
     try:
+        path = _find_trace(path)
         with progress(f"checking {path}"):
             for piece in _pieces(path, num_experts):
                 samples, rows = samples + piece.num_samples, rows + piece.num_rows
@@ -124,9 +132,10 @@ def stats(
 
     The last micro-batch may be shorter. The figures are those of `relibra report`.
 
-    Example: relibra trace stats runs/demo/traces/step-00000 --ranks 2,4,8
+    Example: relibra trace stats runs/demo --ranks 2,4,8
     """
     wanted = None if ranks is None else _rank_counts(ranks)
+    path = _find_trace(path)
     from relibra.routing.trace_statistics import compute_statistics, default_ranks
 
     with progress(f"counting {path}"):
@@ -149,7 +158,9 @@ def _print_statistics(result: TraceStatistics) -> None:
         f"{result.rows:,} rows of {result.samples:,} samples, {result.layers} layers, "
         f"{result.top_k} of {result.experts} experts per token"
     )
-    typer.echo(f"{result.micro_batches} micro-batches of {result.micro_batch_tokens:,} tokens")
+    rest = result.rows % result.micro_batch_tokens
+    last = f", the last one of {rest:,} (relibra plan leaves it out)" if rest else ""
+    typer.echo(f"{result.micro_batches} micro-batches of {result.micro_batch_tokens:,} tokens{last}")
     table = Table(title="rank skew (max / mean token-slots), static layout", title_justify="left")
     for column in ("ranks", "mean", "median", "p95", "max", "weighted", "idle"):
         table.add_column(column, justify="right")
@@ -178,6 +189,14 @@ def _print_left_out(result: TraceStatistics) -> None:
         instead = "" if shown[0] in DEFAULT_RANKS else f"; shown instead: {_listed(shown)}"
         words = f"not possible with {result.experts} experts: {_listed(missing)} ranks{instead}"
         print_note(f"{words}; choose with --ranks")
+
+
+def _find_trace(path: Path) -> Path:
+    """Return the path, or the last recorded step of a run, which is named on stderr."""
+    recording = find_recording(path)
+    if recording.words:
+        print_note(recording.words)
+    return recording.trace
 
 
 def _pieces(path: Path, num_experts: int | None, group: str | None = None) -> Iterator[RoutingTrace]:

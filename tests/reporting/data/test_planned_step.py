@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from relibra.cluster import cluster_preset
-from relibra.reporting.data.planned_step import PlannedStep, model_of_run, plan_last_step
+from relibra.planning.budget import DEFAULT_MODEL
+from relibra.reporting.data.planned_step import PlannedStep, default_model, plan_last_step
 from relibra.reporting.data.recording import open_recording
 from relibra.simulation import model_shape
 
@@ -25,9 +26,9 @@ def write_config(run_folder: Path, config: object) -> None:
 
 def test_the_sizes_of_the_policy_are_taken_where_they_can_be_read(run_folder: Path) -> None:
     recording = open_recording(run_folder)
-    assert model_of_run(recording) is None
+    assert default_model(recording.path).name == DEFAULT_MODEL
     write_config(run_folder, CONFIG)
-    shape = model_of_run(recording)
+    shape = default_model(recording.path)
     assert shape is not None
     assert (shape.name, shape.hidden) == ("this run’s policy (mine)", 64)
 
@@ -44,7 +45,7 @@ def test_the_sizes_of_the_policy_are_taken_where_they_can_be_read(run_folder: Pa
 )
 def test_damaged_sizes_are_none(run_folder: Path, change: dict[str, object]) -> None:
     write_config(run_folder, CONFIG | change)
-    assert model_of_run(open_recording(run_folder)) is None
+    assert default_model(run_folder).name == DEFAULT_MODEL
 
 
 def test_a_recording_of_few_layers_is_simulated_as_a_part_of_a_large_model(run_folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The model named by --model: the sizes of one expert, or of the whole model."""
+"""The sizes of the model named by --model, or of the default."""
 
 from __future__ import annotations
 
@@ -11,26 +11,19 @@ from relibra.cli.outputs.terminal import plural
 from relibra.errors import ConfigError
 
 if TYPE_CHECKING:
-    from relibra.planning.costs.expert_shape import ExpertShape
     from relibra.simulation import ModelShape
 
 _EXAMPLE = "HIDDENxWIDTH of one of its experts, for example 2880x2880"
 
 
-def open_expert(name: str) -> ExpertShape:
-    """Return the expert of a known model, or of the sizes HIDDENxWIDTH.
+def choose_model(name: str | None, trace: Path) -> ModelShape:
+    """Return the sizes of the named model, else of the one whose run recorded the trace, else of Qwen3-30B-A3B.
 
-    raises    ConfigError for anything else
+    raises    ConfigError for an unknown name
     """
-    from relibra.planning.costs.expert_shape import EXPERT_SHAPES, ExpertShape
+    from relibra.reporting.data.planned_step import default_model
 
-    if sizes := _expert_sizes(name):
-        if 0 in sizes:
-            raise ConfigError(f"--model {name!r}: HIDDEN and WIDTH of an expert must be at least 1")
-        return ExpertShape(hidden=sizes[0], width=sizes[1])
-    if name not in EXPERT_SHAPES:
-        raise ConfigError(f"--model {name!r} is unknown: allowed are {', '.join(EXPERT_SHAPES)}, or {_EXAMPLE}")
-    return EXPERT_SHAPES[name]
+    return open_model(name) if name else default_model(trace)
 
 
 def open_model(name: str) -> ModelShape:
@@ -38,15 +31,18 @@ def open_model(name: str) -> ModelShape:
 
     raises    ConfigError for anything else
     """
+    from relibra.planning.costs.expert_shape import ExpertShape
     from relibra.simulation import MODEL_SHAPES, ModelShape, model_shape_from_config
 
     if name in MODEL_SHAPES:
         return MODEL_SHAPES[name]
-    if _expert_sizes(name):
-        expert = open_expert(name)
-        heads = max(1, expert.hidden // 128)
+    if sizes := re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})", name):
+        hidden, width = int(sizes[1]), int(sizes[2])
+        if not hidden or not width:
+            raise ConfigError(f"--model {name!r}: HIDDEN and WIDTH of an expert must be at least 1")
+        expert, heads = ExpertShape(hidden=hidden, width=width), max(1, hidden // 128)
         return ModelShape(
-            name=name, moe_layers=1, hidden=expert.hidden, query_heads=heads, kv_heads=heads, head_dim=128, experts=1,
+            name=name, moe_layers=1, hidden=hidden, query_heads=heads, kv_heads=heads, head_dim=128, experts=1,
             top_k=1, expert=expert, vocabulary=1,
         )  # fmt: skip
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
@@ -64,11 +60,6 @@ def open_model(name: str) -> ModelShape:
     if not isinstance(config, dict):
         raise ConfigError(f"--model {name}: {path} is not a JSON object of settings")
     return model_shape_from_config(config, str(config.get("model_type", path.parent.name)))
-
-
-def _expert_sizes(name: str) -> tuple[int, int] | None:
-    sizes = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})", name)
-    return (int(sizes[1]), int(sizes[2])) if sizes else None
 
 
 def other_model_in_words(model: ModelShape, routed: ModelShape) -> str:

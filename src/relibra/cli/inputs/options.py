@@ -30,12 +30,12 @@ class Objective(StrEnum):
     TOKENS = "tokens"
 
 
-TracePath = Annotated[Path, typer.Argument(metavar="TRACE", help="Trace folder, or .npz of per-token expert choices.")]
 Source = Annotated[
     Path,
     typer.Argument(
-        metavar="RUN.toml|RUN|TRACE",
-        help="Settings or folder of a training run: its last recorded step is simulated. Or a trace folder, or .npz.",
+        metavar="TRACE|RUN|RUN.toml",
+        help="Trace folder, or .npz of per-token expert choices. Or folder or settings of a training run: its last "
+        "recorded step is taken.",
     ),
 ]
 NumExperts = Annotated[
@@ -94,25 +94,19 @@ OptionalObjective = Annotated[
     ),
 ]
 
-_EXPERT = "or HIDDENxWIDTH of one expert, such as 2880x2880"
-ExpertModel = Annotated[
-    str, typer.Option("--model", metavar="NAME", help=f"Model with the expert sizes for the seconds, {_EXPERT}.")
+_SIZES = (
+    "a name, a config.json, or HIDDENxWIDTH of one expert, such as 2880x2880; default: the model of the run, else "
+    "Qwen3-30B-A3B."
+)
+Model = Annotated[
+    str | None, typer.Option("--model", metavar="NAME", help=f"Model with the sizes for the seconds: {_SIZES}")
 ]
-OptionalExpertModel = Annotated[
+PlannedModel = Annotated[
     str | None,
     typer.Option(
         "--model",
         metavar="NAME",
-        help=f"Model with the expert sizes for the seconds, {_EXPERT}. Without it the plan minimises tokens, and the "
-        "seconds are those of Qwen3-30B-A3B.",
-    ),
-]
-SimulatedModel = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="NAME",
-        help=f"Model to simulate: a name, a config.json, {_EXPERT}; default: the model of the run, else Qwen3-30B-A3B.",
+        help=f"Model with the sizes for the seconds: {_SIZES} Only with --model the plan minimises seconds.",
     ),
 ]
 

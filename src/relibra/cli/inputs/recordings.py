@@ -13,12 +13,10 @@ class Recording:
     """Recorded routes.
 
     trace     where they are
-    config    config.json of the recorded model; None where it is not known
     words     for messages, such as "step 3 of run demo"; empty where the source is a trace
     """
 
     trace: Path
-    config: Path | None = None
     words: str = ""
 
 
@@ -47,10 +45,12 @@ def find_recording(source: Path) -> Recording:
 
 
 def _steps(run: Path) -> list[Path]:
-    return sorted((run / "traces").glob("step-*"))
+    """Return the traces of finished steps, in order."""
+    from relibra.routing.trace_files import INDEX
+
+    return sorted(path.parent for path in (run / "traces").glob(f"step-*/{INDEX}"))
 
 
 def _last_step(run: Path) -> Recording:
-    last, config = _steps(run)[-1], run / "policy" / "config.json"
-    number = int(last.name.removeprefix("step-"))
-    return Recording(trace=last, config=config if config.is_file() else None, words=f"step {number} of run {run.name}")
+    last = _steps(run)[-1]
+    return Recording(trace=last, words=f"step {int(last.name.removeprefix('step-'))} of run {run.resolve().name}")

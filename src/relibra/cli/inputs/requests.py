@@ -39,6 +39,7 @@ def _signature(request: type, hints: dict[str, Any]) -> inspect.Signature:
 class WorkloadRequest:
     """A trace cut into micro-batches for the ranks of a machine."""
 
+    source: options.Source
     ranks: options.Ranks
     ranks_per_node: options.RanksPerNode = None
     cluster: options.ClusterName = "h100x8"
@@ -53,7 +54,6 @@ class WorkloadRequest:
 class PlanningRequest(WorkloadRequest):
     """A workload to make plans for, and an HTML page about them."""
 
-    trace: options.TracePath
     slots: options.Slots = 1
     html: options.Page = None
     as_json: options.Json = False
@@ -63,10 +63,9 @@ class PlanningRequest(WorkloadRequest):
 class SimulationRequest(WorkloadRequest):
     """One training step, planned by one balancer and simulated."""
 
-    source: options.Source
     slots: options.Slots = 1
     balancer: options.Balancer = "relibra"
     objective: options.PlanObjective = options.Objective.SECONDS
-    model: options.SimulatedModel = None
+    model: options.Model = None
     pipeline_stages: options.PipelineStages = 1
     recompute: options.Recompute = False

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from relibra.cli.inputs.machine import fit_cluster, open_cluster
 from relibra.cli.inputs.options import Order, Take
+from relibra.cli.inputs.recordings import Recording
 from relibra.cli.inputs.requests import WorkloadRequest
 from relibra.cli.outputs.terminal import plural
 from relibra.errors import ConfigError, TraceError
@@ -27,14 +28,14 @@ MANY_IDLE = 0.1
 class Workload:
     """What is planned for, and on what.
 
-    trace         where the routes are; num_experts: as given for formats that lack it
+    recording     where the routes are; num_experts: as given for formats that lack it
     machine       the cluster with the requested ranks
     demand        of the planned micro-batches
     history_MLE   loads of the micro-batches before them; None without a history
     cut           how the trace was cut, in words
     """
 
-    trace: Path
+    recording: Recording
     num_experts: int | None
     machine: Cluster
     demand: ScheduledDemand
@@ -45,7 +46,7 @@ class Workload:
         """Read the trace again."""
         from relibra.routing.readers import open_trace
 
-        return open_trace(self.trace, self.num_experts)
+        return open_trace(self.recording.trace, self.num_experts)
 
     @property
     def tokens_per_rank(self) -> float:
@@ -55,7 +56,7 @@ class Workload:
         return float(tokens / max(1, len(load_MLE)) / self.machine.num_ranks)
 
 
-def open_workload(trace: Path, request: WorkloadRequest) -> Workload:
+def open_workload(recording: Recording, request: WorkloadRequest) -> Workload:
     """Read a trace, fit the machine to it, and cut the trace into micro-batches.
 
     raises    ClusterError for an unknown or damaged cluster; TraceError for a damaged trace, or when no micro-batch
@@ -63,14 +64,14 @@ def open_workload(trace: Path, request: WorkloadRequest) -> Workload:
     """
     from relibra.routing.readers import open_trace
 
-    cluster = open_cluster(request.cluster)
+    trace, cluster = recording.trace, open_cluster(request.cluster)
     check_num_experts(trace, request.num_experts)
     routes = open_trace(trace, request.num_experts)
     machine = fit_cluster(cluster, routes.num_experts, request.ranks, request.ranks_per_node)
     demand, cut = _cut(routes, request)
     demand, history_MLE = (demand, None) if request.take is Take.ALL else _second_half(trace, demand)
     return Workload(
-        trace=trace,
+        recording=recording,
         num_experts=request.num_experts,
         machine=machine,
         demand=demand,
@@ -100,7 +101,10 @@ def _cut(trace: RoutingTrace, request: WorkloadRequest) -> tuple[ScheduledDemand
     tokens = request.micro_batch_tokens or default_micro_batch_tokens(trace.num_rows)
     if request.order is Order.RECORDED:
         words = f"cut every {plural(tokens, 'token')} in recorded order, {_task_sets_in_words(trace, tokens)}"
-        return cut_recorded(trace, tokens, request.ranks), words
+        demand = cut_recorded(trace, tokens, request.ranks)
+        rest = trace.num_rows - tokens * len(demand.load_MLE)
+        words += f"; {plural(rest, 'row')} left out, which fill no micro-batch" * (rest > 0)
+        return demand, words
     words = f"whole samples dealt to micro-batches of at most {plural(tokens, 'token')}, seed {request.seed}"
     return deal_samples(trace, tokens, request.ranks, np.random.default_rng(request.seed)), words
 
@@ -139,21 +143,16 @@ def _task_sets_in_words(trace: RoutingTrace, tokens: int) -> str:
     return f"one task set: {plural(without, 'sample')} {'has' if without == 1 else 'have'} no group"
 
 
-def size_in_words(workload: Workload) -> str:
-    """Return the sizes of what is planned, in one line."""
+def workload_in_words(workload: Workload) -> list[str]:
+    """Return which step is planned, its sizes, how it was cut, and a warning where many ranks have no tokens."""
     demand, machine = workload.demand, workload.machine
     M, L, R, E = demand.tokens_MLRE.shape
     nodes = f"{plural(machine.num_nodes, 'node')} of {machine.ranks_per_node}, {machine.name}"
     sizes = ", ".join((plural(M, "micro-batch"), plural(L, "layer"), plural(E, "expert")))
-    return f"{sizes} on {plural(R, 'rank')} ({nodes})"
-
-
-def idle_ranks_in_words(workload: Workload) -> str:
-    """Return a warning where many ranks have no tokens in a mean micro-batch; empty where few have none."""
-    idle = float((workload.demand.tokens_MLRE.sum(axis=(1, 3)) == 0).mean())
-    if idle < MANY_IDLE:
-        return ""
-    return (
+    idle = float((demand.tokens_MLRE.sum(axis=(1, 3)) == 0).mean())
+    warning = (
         f"{idle:.0%} of ranks have no tokens in a mean micro-batch: choose fewer --ranks or a larger "
         "--micro-batch-tokens for a step closer to real training"
-    )
+    ) * (idle >= MANY_IDLE)
+    lines = workload.recording.words, f"{sizes} on {plural(R, 'rank')} ({nodes})", workload.cut, warning
+    return [line for line in lines if line]

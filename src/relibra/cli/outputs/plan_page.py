@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relibra.cli.inputs.models import open_model
 from relibra.cli.inputs.workload import Workload
 from relibra.cli.outputs.terminal import print_note, progress
 
 if TYPE_CHECKING:
     from relibra.planning.analysis.comparison import ComparisonRow
     from relibra.planning.plan import StepPlan
+    from relibra.simulation import ModelShape
 
 
-def write_page(path: Path, plan: StepPlan, workload: Workload, model: str, rows: Sequence[ComparisonRow] = ()) -> None:
+def write_page(
+    path: Path, plan: StepPlan, workload: Workload, model: ModelShape, rows: Sequence[ComparisonRow] = ()
+) -> None:
     """Write the page of a plan and print its path on stderr.
 
     model    whose sizes are simulated
@@ -32,7 +34,7 @@ def write_page(path: Path, plan: StepPlan, workload: Workload, model: str, rows:
             before=plans[0],
             after=plans[1],
             cluster=workload.machine,
-            model=cut_model(open_model(model), demand),
+            model=cut_model(model, demand),
             distinct_rows=count_distinct_rows(workload.open_routes(), plans),
         )
         page = write_plan_page(path, step, balancers=rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 from relibra.cluster import Cluster, cluster_preset
@@ -39,7 +40,7 @@ def plan_last_step(
 
     ranks     None: the run's own
     cluster   is resized to the ranks, with as many on a node as fill nodes; None: H100 nodes of 8
-    model     None: the trained policy, else Qwen3-30B-A3B
+    model     None: `default_model`
     raises    TraceError for a damaged trace
     """
     ranks = ranks or recording.num_ranks
@@ -58,7 +59,7 @@ def plan_last_step(
     machine = cluster or cluster_preset("h100x8")
     per_node = ranks if ranks < machine.ranks_per_node else math.gcd(ranks, machine.ranks_per_node)
     machine = machine.with_ranks(ranks, per_node)
-    routed = cut_model(model or model_of_run(recording) or model_shape(DEFAULT_MODEL), demand)
+    routed = cut_model(model or default_model(path), demand)
     slots = recording.setting("plan", "slots")
     budget = Budget(slots=slots if isinstance(slots, int) and slots >= 0 else 1, objective="tokens")
     plan = plan_step(demand, machine, budget, expert=routed.expert)
@@ -78,11 +79,14 @@ def plan_last_step(
     return PlannedStep(step, about)
 
 
-def model_of_run(recording: Recording) -> ModelShape | None:
-    """Return the sizes of the trained policy; None where the run saved none, or one of an unknown family."""
-    path = recording.path / "policy" / "config.json"
+def default_model(trace: Path) -> ModelShape:
+    """Return the sizes of the policy of a run; where it saved none, or one of an unknown family, of Qwen3-30B-A3B.
+
+    trace    of the run, or the run's folder; any other trace has no policy
+    """
+    run = trace.absolute().parent.parent if trace.absolute().parent.name == "traces" else trace
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads((run / "policy" / "config.json").read_bytes())
         return model_shape_from_config(config, f"this run’s policy ({config.get('model_type', 'unnamed type')})")
     except (OSError, ValueError, AttributeError, RelibraError):
-        return None
+        return model_shape(DEFAULT_MODEL)
