@@ -66,6 +66,15 @@ def refuse_all(case, folder) -> dict[str, str]:
         with execute_plan(model, case.plan, case.demand):
             execute()
 
+    def other_shapes(plan):
+        layer = list(balanced_layers(model).values())[1]
+        names, layer.names = layer.names, layer.names[:1]  # as if this layer had one parameter less
+        try:
+            with execute_plan(model, plan, case.demand):
+                pass
+        finally:
+            layer.names = names
+
     def other_rows():
         samples, tokens_BN, mask_BN = case.batch(0, rank)
         longer_BN = torch.nn.functional.pad(mask_BN, (0, 1))
@@ -84,6 +93,8 @@ def refuse_all(case, folder) -> dict[str, str]:
         "a state dict of moved experts": message_of(state_dict_of_moved),
         "moved homes": message_of(lambda: execute(plan=replace(case.plan, physical_to_logical_map=moved))),
         "other layers": message_of(lambda: execute(plan=replace(case.plan, layer_ids=case.plan.layer_ids + 1))),
+        "experts of different shapes": message_of(lambda: other_shapes(case.plan)),
+        "different shapes without replicas": message_of(lambda: other_shapes(case.plans[0])),
         "routes of another batch": message_of(other_rows),
         "all_to_all": message_of(lambda: execute(model=load(replace(case, implementation="all_to_all"), folder))),
         "tensor parallelism": message_of(lambda: load(case, folder, tp_size=2)),

@@ -27,6 +27,11 @@ EXPECTED = {
     ),
     "moved homes": ("EngineError: the plan has other homes than the model in layers [0, 1, 2]", "relocate(model"),
     "other layers": ("EngineError: the plan is for layers [1, 2, 3], the model has [0, 1, 2]",),
+    "experts of different shapes": (
+        "EngineError: the plan has replicas, and the model has experts of different shapes",
+        "Budget(slots=0)",
+    ),
+    "different shapes without replicas": ("no error",),
     "routes of another batch": ("TraceError: layer 0: its router sees ", " rows, the routes have 1"),
     "all_to_all": ("EngineError: no experts of ", "relibra.parallel.register()"),
     "tensor parallelism": ("EngineError: ep_implementation 'relibra' does not run under tensor parallelism",),
@@ -40,7 +45,8 @@ EXPECTED = {
 
 
 def test_refusals_name_what_is_wrong_and_leave_the_model_usable(tmp_path):
-    for messages in on_ranks(2, {"refusals": step()}, tmp_path, refuse_all)["refusals"]:
+    case = replace(step(), plans=[step(slots=0).plan])
+    for messages in on_ranks(2, {"refusals": case}, tmp_path, refuse_all)["refusals"]:
         assert messages.keys() == EXPECTED.keys()
         for name, message in messages.items():
             assert all(part in message for part in EXPECTED[name]), (name, message)

@@ -254,3 +254,11 @@ def test_batches_of_another_size_are_refused():
         BatchRoutes.packed(trace, rows=9)
     with pytest.raises(TraceError, match="sample 0: the trace has 6 rows, the batch 4 tokens"):
         BatchRoutes.padded(trace, torch.ones(2, 4))
+
+
+def test_ids_of_a_type_that_may_not_fit_are_refused():
+    facts = {"num_experts": 8, "layer_ids": [0], "sample_ids": [7], "weight_versions": [0]}
+    ids_mLK = np.zeros((3, 1, 2), dtype=np.uint16)
+    assert BatchRoutes.of_rows([ids_mLK], **facts).experts_TLK.dtype == torch.uint8
+    with pytest.raises(TraceError, match=r"samples \[7\]: expert ids are int64, .* 8 experts have to be uint8"):
+        BatchRoutes.of_rows([ids_mLK.astype(np.int64)], **facts)

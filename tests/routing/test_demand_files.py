@@ -101,11 +101,14 @@ def test_the_kind_of_demand_follows_from_the_file(tmp_path, demand):
     assert type(read_demand(tmp_path / "bare")) is Demand
     with pytest.raises(TraceError, match="bare has no schedule"):
         read_scheduled_demand(tmp_path / "bare")
+    groups = np.zeros(len(demand.tokens_MLRE), dtype=np.int32)
+    forge(tmp_path / "groups", demand, rank_S=None, micro_batch_S=None, tokens_MLRE=None, group_M=groups)
+    assert type(read_demand(tmp_path / "groups")) is Demand
 
 
 def test_half_a_schedule_is_refused(tmp_path, demand):
     forge(tmp_path / "d", demand, rank_S=None)
-    with pytest.raises(TraceError, match="demand holds tokens_MLRE, micro_batch_S alone: a schedule is"):
+    with pytest.raises(TraceError, match="demand holds only tokens_MLRE, micro_batch_S: a schedule is"):
         read_demand(tmp_path / "d")
 
 

@@ -193,8 +193,6 @@ def _group_state(model: nn.Module, layers: list[BalancedEP]) -> GroupState:
     """Return the state of the expert-parallel group; made once per model, collective over all ranks."""
     state = layers[0].group_state
     if state is None:
-        shapes = [{name: getattr(layer.experts, name).shape[1:] for name in layer.names} for layer in layers]
-        assert all(of_layer == shapes[0] for of_layer in shapes), "all layers have experts of one shape"
         state = GroupState(layers[0].ep_mesh, next(model.parameters()).device)
         for layer in layers:
             layer.group_state = state

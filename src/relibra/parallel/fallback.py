@@ -167,7 +167,7 @@ def _find_broken_rule(plan: StepPlan, demand: Demand) -> str | None:
 
 
 def _check_fit(plan: StepPlan, layers: dict[int, BalancedEP]) -> None:
-    """Compare layers, ranks, experts and homes of the plan with those of the model, with one result on all ranks."""
+    """Compare the plan with layers, ranks, experts and homes of the model, with one result on all ranks."""
     first = next(iter(layers.values()))
     num_ranks, per_rank = first.ep_mesh.size(), first.num_local_experts
     for what, of_plan, of_model in (
@@ -183,4 +183,12 @@ def _check_fit(plan: StepPlan, layers: dict[int, BalancedEP]) -> None:
         raise EngineError(
             f"the plan has other homes than the model in layers {plan.layer_ids[elsewhere_L].tolist()}: call "
             "relocate(model, plan.physical_to_logical_map, optimizer) first, or plan with Budget(move_homes=False)"
+        )
+    shapes = {
+        tuple((name, *getattr(layer.experts, name).shape[1:]) for name in layer.names) for layer in layers.values()
+    }
+    if plan.num_copies and len(shapes) > 1:
+        raise EngineError(
+            f"the plan has replicas, and the model has experts of different shapes, {sorted(shapes)}: all layers use "
+            "the same replica slots, so plan with Budget(slots=0)"
         )

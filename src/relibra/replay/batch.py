@@ -108,8 +108,17 @@ class BatchRoutes:
         """Return the rows of several samples end to end, all of them to be replayed; copies the routes once.
 
         experts_S   ids `[m, L, K]` of each sample, one row per fed token, checked before (`RoutingTrace.validate`)
+        raises      TraceError for ids of a type that may not fit, such as int64 for up to 256 experts
         """
-        experts_TLK = np.concatenate(experts_S, dtype=np.uint8 if num_experts <= 256 else np.int32)
+        dtype = np.dtype(np.uint8 if num_experts <= 256 else np.int32)
+        try:
+            experts_TLK = np.concatenate(experts_S, dtype=dtype)
+        except TypeError as error:
+            types = ", ".join(sorted({str(ids.dtype) for ids in experts_S}))
+            raise TraceError(
+                f"samples {list(sample_ids)}: expert ids are {types}, and those of {num_experts} experts have to be "
+                f"{dtype}: convert them with astype"
+            ) from error
         rows = [len(experts_mLK) for experts_mLK in experts_S]
         return cls(
             experts_TLK=torch.from_numpy(experts_TLK),

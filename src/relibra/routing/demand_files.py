@@ -10,7 +10,7 @@ from relibra.errors import TraceError
 from relibra.routing.demand import Demand, ScheduledDemand
 from relibra.routing.tensor_files import TensorFormat, check_arrays, read_tensors, write_tensors
 
-_SCHEDULE = ("tokens_MLRE", "micro_batch_S", "rank_S", "group_M")
+_SCHEDULE = ("tokens_MLRE", "micro_batch_S", "rank_S")
 FORMAT = TensorFormat(
     name="relibra.demand",
     version=1,
@@ -35,7 +35,7 @@ FORMAT = TensorFormat(
         "group_M": np.int32,
         "pairs_LEE": np.int64,
     },
-    optional=frozenset({*_SCHEDULE, "pairs_LEE"}),
+    optional=frozenset({*_SCHEDULE, "group_M", "pairs_LEE"}),
     may_be_0="SM",
     error=TraceError,
 )
@@ -64,8 +64,10 @@ def read_demand(path: Path | str) -> Demand:
     if set(facts) != {"top_k"} or isinstance(top_k, bool) or not isinstance(top_k, int | None):
         raise TraceError(f"{path} is damaged: its only fact must be top_k, a whole number or null")
     present = [name for name in _SCHEDULE if name in arrays]
-    if present and not {"tokens_MLRE", "micro_batch_S", "rank_S"} <= set(present):
-        raise TraceError(f"{path}: demand holds {', '.join(present)} alone: a schedule is {', '.join(_SCHEDULE[:3])}")
+    if present and len(present) < len(_SCHEDULE):
+        raise TraceError(f"{path}: demand holds only {', '.join(present)}: a schedule is {', '.join(_SCHEDULE)}")
+    if not present:
+        arrays.pop("group_M", None)  # without micro-batches there is nothing to group
     demand = ScheduledDemand(**arrays, top_k=top_k) if present else Demand(**arrays, top_k=top_k)
     try:
         _check(demand)

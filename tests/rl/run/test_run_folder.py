@@ -70,6 +70,12 @@ def test_only_a_run_with_a_checkpoint_can_go_on(tmp_path):
     assert has_checkpoint(run)
     settings = read_settings(run)
     assert RunConfig.model_validate(settings).update.learning_rate == 1e-5
+    about = json.loads((run / "config.json").read_text())
+    about["versions"]["relibra"] = "0.1.0"
+    about["warmup"]["slip"] = 0.1
+    (run / "config.json").write_text(json.dumps(about))
+    with pytest.raises(ConfigError, match=rf"cannot resume {run}: relibra 0\.1\.0 made this run, .*{run}/policy"):
+        read_settings(run)
     (run / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"its config\.json cannot be read"):
         read_settings(run)

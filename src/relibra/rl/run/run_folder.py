@@ -129,7 +129,7 @@ def has_checkpoint(run: Path) -> bool:
 def read_settings(path: Path) -> dict[str, Any]:
     """Return the settings of a run that is to be resumed.
 
-    raises    ConfigError if the folder is not one of a run with a checkpoint
+    raises    ConfigError if the folder is not one of a run with a checkpoint that this version of relibra reads
     """
     if not path.is_dir():
         raise ConfigError(f"cannot resume {path}: the folder does not exist; pass that of a run, such as runs/run")
@@ -142,5 +142,10 @@ def read_settings(path: Path) -> dict[str, Any]:
         settings: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot resume {path}: its config.json cannot be read ({error})") from error
-    settings.pop("versions", None)
+    made_by = settings.pop("versions", {}).get("relibra", relibra.__version__)
+    if made_by.startswith("0.1."):
+        raise ConfigError(
+            f"cannot resume {path}: relibra {made_by} made this run, and {relibra.__version__} does not read its "
+            f"checkpoints; finish it with {made_by}, or start a new run from its policy (model.path={path}/policy)"
+        )
     return settings
