@@ -45,7 +45,7 @@ SETTINGS = (
     "update.mini_batches=1",
     "update.micro_batch_tokens=4096",
     "update.learning_rate=1.5e-4",
-    "update.warmup_steps=10",
+    "update.lr_warmup_steps=10",
     "evaluation.every=5",
     "evaluation.prompts=192",
 )
@@ -54,22 +54,22 @@ WINDOWS = ("rollout.window=48", "algorithm.tail_drop=2")
 QUEUE = 3
 """Times as many responses per step as places, where PPO queues them."""
 MORE = {
-    "PPO": ("run.steps=65", "critic.warmup_steps=10"),
+    "PPO": ("run.steps=65", "critic.pretrain_steps=10"),
     "PPO, queued": (
         "run.steps=24",
-        "critic.warmup_steps=4",
+        "critic.pretrain_steps=4",
         f"rollout.prompts_per_step={QUEUE * 32}",
         "rollout.max_batch=32",
         f"update.mini_batches={QUEUE}",
         "evaluation.every=2",
     ),
-    "T-PPO": ("run.steps=105", "critic.warmup_steps=14", *WINDOWS),
-    "T-PPO, refill": ("run.steps=62", "critic.warmup_steps=9", *WINDOWS, "rollout.refill=true"),
+    "T-PPO": ("run.steps=105", "critic.pretrain_steps=14", *WINDOWS),
+    "T-PPO, refill": ("run.steps=62", "critic.pretrain_steps=9", *WINDOWS, "rollout.refill=true"),
 }
 """Steps in which only the value model learns see about as many finished responses in all, and runs sample about as many
 tokens: with refill a step has more of both."""
 WINDOWED = tuple(algorithm for algorithm in MORE if algorithm.startswith("T-PPO"))
-QUICK = ("run.steps=4", "evaluation.every=2", "evaluation.prompts=16", "critic.warmup_steps=1")
+QUICK = ("run.steps=4", "evaluation.every=2", "evaluation.prompts=16", "critic.pretrain_steps=1")
 SEEDS = 3
 LAST = 3
 """Evaluations that a reward is the mean of."""

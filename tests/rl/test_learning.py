@@ -22,7 +22,7 @@ SETTINGS = (
     "update.mini_batches=2",
     "update.micro_batch_tokens=1024",
     "update.learning_rate=2e-4",
-    "update.warmup_steps=10",
+    "update.lr_warmup_steps=10",
     "evaluation.prompts=128",
 )
 WINDOW = "rollout.window=20"
@@ -49,9 +49,9 @@ def policy(runs, tmp_path_factory):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_windows_gain_half_of_what_ppo_gains_in_less_decoding(runs, policy, tmp_path, seed):
     own = (*SETTINGS, f"run.seed={seed}", "evaluation.every=3")
-    waiting = runs.trained((*own, "run.steps=30", "critic.warmup_steps=10"), policy, tmp_path, "ppo")
+    waiting = runs.trained((*own, "run.steps=30", "critic.pretrain_steps=10"), policy, tmp_path, "ppo")
     # As many finished responses until the policy moves, which takes more steps where some of them go on.
-    windowed = runs.trained((*own, WINDOW, "run.steps=54", "critic.warmup_steps=18"), policy, tmp_path, "tppo")
+    windowed = runs.trained((*own, WINDOW, "run.steps=54", "critic.pretrain_steps=18"), policy, tmp_path, "tppo")
 
     curve = runs.points(waiting)
     first, final = curve[0].reward, runs.smoothed([point.reward for point in curve], LAST)[-1]
@@ -66,7 +66,7 @@ def test_windows_gain_half_of_what_ppo_gains_in_less_decoding(runs, policy, tmp_
 
 
 def test_a_gate_shuts_unfinished_responses_out_while_the_value_model_knows_nothing(runs, policy, tmp_path):
-    own = (*SETTINGS, WINDOW, "run.steps=12", "evaluation.every=4", "critic.warmup_steps=2")
+    own = (*SETTINGS, WINDOW, "run.steps=12", "evaluation.every=4", "critic.pretrain_steps=2")
     ignorant = (*own, "critic.learning_rate=1e-12")
     finished_only = runs.trained((*ignorant, "critic.explained_variance_gate=1.0"), policy, tmp_path, "finished-only")
     gated = runs.trained((*ignorant, "critic.explained_variance_gate=0.05"), policy, tmp_path, "gated")

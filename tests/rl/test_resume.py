@@ -22,7 +22,7 @@ TPPO = (
     "rollout.window=4",
     "algorithm.tail_drop=1",
     "critic.min_finished=5",  # so that finished responses wait in the checkpoint too
-    "update.warmup_steps=9",
+    "update.lr_warmup_steps=9",
     f"run.steps={STEPS}",
     "checkpoint.every=3",
 )

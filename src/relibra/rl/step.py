@@ -179,7 +179,7 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
     credit = values.credit or broadcast_advantages(batch.responses, advantage_of)
     batch = _with_targets(learner, batch, recomputed, credit, config, clock)
     update = PolicyUpdate()
-    if step >= config.critic.warmup_steps or learner.critic is None:
+    if step >= config.critic.pretrain_steps or learner.critic is None:
         update = _update_policy(learner, progress, batch, config, clock)
     with clock.stage("sync"):
         sync_weights(learner.engine, learner.policy, config.rollout.server_weights, step + 1)

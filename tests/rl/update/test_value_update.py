@@ -166,7 +166,7 @@ def test_few_finished_responses_make_a_small_step():
 def test_the_learning_rate_rises_over_the_first_steps():
     critic, moved = Running(), []
     responses = with_values([response_of(0, length=3, routed=False)], critic)
-    config = config_of("update.warmup_steps=4", "update.mini_batches=1", "critic.learning_rate=0.01")
+    config = config_of("update.lr_warmup_steps=4", "update.mini_batches=1", "critic.learning_rate=0.01")
     for step in (0, 1, 3, 9):
         fresh = Running()
         assert learn(fresh, responses, config, step)[1] == 1

@@ -239,7 +239,7 @@ class UpdateSettings(Section):
 
     learning_rate: float = Field(2e-4, gt=0)
     """Learning rate of AdamW for the policy."""
-    warmup_steps: int = Field(0, ge=0)
+    lr_warmup_steps: int = Field(0, ge=0)
     """Optimizer steps over which both learning rates rise linearly from 0."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay of AdamW; not applied to norms and biases."""
@@ -258,7 +258,7 @@ class CriticSettings(Section):
 
     learning_rate: float = Field(1e-3, gt=0)
     """Learning rate of AdamW for the value model."""
-    warmup_steps: int = Field(0, ge=0)
+    pretrain_steps: int = Field(0, ge=0)
     """First RL steps that train only the value model."""
     clip_low: float = Field(0.5, gt=0)
     """Value clipping: a new value is clipped at the old one - clip_low."""

@@ -74,7 +74,7 @@ def update_policy(
         step = optimizer_step + len(norms)
         what = f"the policy's gradient in optimizer step {step}"
         norms.append(clip_gradients(model.parameters(), update.max_grad_norm, what=what))
-        set_learning_rate(optimizer, update.learning_rate, step, update.warmup_steps)
+        set_learning_rate(optimizer, update.learning_rate, step, update.lr_warmup_steps)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return PolicyUpdate(sums=sums, grad_norms=norms)

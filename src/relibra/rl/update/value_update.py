@@ -63,7 +63,7 @@ def update_values(
         step = optimizer_step + len(losses)
         what = f"the value model's gradient in optimizer step {step}"
         clip_gradients(critic.parameters(), update.max_grad_norm, what=what)
-        set_learning_rate(optimizer, settings.learning_rate, step, update.warmup_steps)
+        set_learning_rate(optimizer, settings.learning_rate, step, update.lr_warmup_steps)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss_sum)
