@@ -42,11 +42,7 @@ def softmax_gates(
 
 
 def topk_softmax_gates(
-    x_TE: Float[Tensor, "T E"],
-    ids_TK: Int64[Tensor, "T K"],
-    dtype: torch.dtype,
-    *,
-    inner: torch.dtype | None = None,
+    x_TE: Float[Tensor, "T E"], ids_TK: Int64[Tensor, "T K"], dtype: torch.dtype, *, inner: torch.dtype | None = None
 ) -> Float[Tensor, "T K"]:
     """Return the softmax over the chosen logits only; `inner` as in `softmax_gates`."""
     return torch.softmax(x_TE.gather(1, ids_TK), dim=-1, dtype=inner).to(dtype)

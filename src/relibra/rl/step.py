@@ -15,13 +15,7 @@ from torch import nn
 
 from relibra.errors import ConfigError
 from relibra.parallel import relocate
-from relibra.rl.batch.training_batch import (
-    TrainingBatch,
-    build_batch,
-    current_homes,
-    executing,
-    plan_recorded_routes,
-)
+from relibra.rl.batch.training_batch import TrainingBatch, build_batch, current_homes, executing, plan_recorded_routes
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.model.policy import Policy
 from relibra.rl.model.tokenizer import Tokenizer
@@ -358,12 +352,7 @@ def _without_routes(response: Response) -> Response:
 
 
 def _with_targets(
-    learner: Learner,
-    batch: TrainingBatch,
-    recomputed: Recomputed,
-    credit: Credit,
-    config: RunConfig,
-    clock: Stopwatch,
+    learner: Learner, batch: TrainingBatch, recomputed: Recomputed, credit: Credit, config: RunConfig, clock: Stopwatch
 ) -> TrainingBatch:
     """Return the batch with all that the policy loss reads."""
     batch = with_credit(

@@ -123,12 +123,7 @@ def warn_beyond_context(longest: int, model: nn.Module, name: str) -> None:
 
 
 def _warm_up(
-    config: RunConfig,
-    policy: Policy,
-    task: Task,
-    tokenizer: Tokenizer,
-    display: TrainingDisplay,
-    stop: StopRequest,
+    config: RunConfig, policy: Policy, task: Task, tokenizer: Tokenizer, display: TrainingDisplay, stop: StopRequest
 ) -> bool:
     """Train on demonstrations; return False if Ctrl-C stopped it before the last warm-up step."""
 

@@ -47,9 +47,7 @@ class Relocation:
 
 
 def relocate(
-    model: nn.Module,
-    physical_to_logical_map: Int[ndarray, "L E"],
-    optimizer: torch.optim.Optimizer | None = None,
+    model: nn.Module, physical_to_logical_map: Int[ndarray, "L E"], optimizer: torch.optim.Optimizer | None = None
 ) -> Relocation:
     """Move experts to the positions of a map, between two steps; collective over all ranks of the model.
 

@@ -48,12 +48,7 @@ class ReplicaSlots:
         self._prefetcher: Prefetcher | None = None
 
     def start_push(
-        self,
-        tables: RankTables,
-        position: int,
-        homes: Homes,
-        source: WeightSource | None,
-        recorder: TimelineRecorder,
+        self, tables: RankTables, position: int, homes: Homes, source: WeightSource | None, recorder: TimelineRecorder
     ) -> None:
         """Start to fill the slots for a (layer, micro-batch), unless its weights are here or on their way; collective.
 

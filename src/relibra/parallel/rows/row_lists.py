@@ -92,10 +92,7 @@ def rows_to_send(
 
 
 def exchange_row_lists(
-    tables_L: Sequence[RankTables],
-    experts_TLK: Int[ndarray, "T L K"],
-    group: dist.ProcessGroup,
-    device: torch.device,
+    tables_L: Sequence[RankTables], experts_TLK: Int[ndarray, "T L K"], group: dist.ProcessGroup, device: torch.device
 ) -> list[RowLists]:
     """Return the row lists of all layers of a micro-batch, with tokens sent once; collective over the group.
 

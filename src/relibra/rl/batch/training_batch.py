@@ -62,12 +62,7 @@ class TrainingBatch:
 
 
 def build_batch(
-    responses: Sequence[Response],
-    policy: Policy,
-    config: RunConfig,
-    *,
-    previous: Homes | None,
-    ranks_per_node: int,
+    responses: Sequence[Response], policy: Policy, config: RunConfig, *, previous: Homes | None, ranks_per_node: int
 ) -> TrainingBatch:
     """Decide when and on which rank each response is trained, send it there, and lay out micro-batches; collective.
 

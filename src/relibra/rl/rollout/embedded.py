@@ -64,12 +64,7 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def generate(
-        self,
-        responses: Sequence[Response],
-        *,
-        window: int,
-        max_response: int,
-        spare: Iterator[Response] | None = None,
+        self, responses: Sequence[Response], *, window: int, max_response: int, spare: Iterator[Response] | None = None
     ) -> tuple[list[Window], RolloutCost]:
         """Add up to `window` tokens to each response, none beyond `max_response`; see `RolloutEngine`.
 

@@ -15,13 +15,7 @@ from relibra.rl.rollout.server import ServedRoutes, ServerEngine, publish_weight
 
 
 def make_engine(
-    rollout: RolloutSettings,
-    policy: Policy,
-    tokenizer: Tokenizer,
-    *,
-    seed: int,
-    shortest: int,
-    replays_rollout: bool,
+    rollout: RolloutSettings, policy: Policy, tokenizer: Tokenizer, *, seed: int, shortest: int, replays_rollout: bool
 ) -> RolloutEngine:
     """Return this rank's engine: an embedded one, or a client of the server that all ranks share.
 

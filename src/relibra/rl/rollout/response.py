@@ -134,12 +134,7 @@ class RolloutEngine(Protocol):
     """
 
     def generate(
-        self,
-        responses: Sequence[Response],
-        *,
-        window: int,
-        max_response: int,
-        spare: Iterator[Response] | None = None,
+        self, responses: Sequence[Response], *, window: int, max_response: int, spare: Iterator[Response] | None = None
     ) -> tuple[list[Window], RolloutCost]:
         """Add up to `window` tokens to each response, none beyond `max_response`; one window each, in their order.
 

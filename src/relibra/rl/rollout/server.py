@@ -65,12 +65,7 @@ class ServerEngine:
     timeout_seconds: float = 600.0
 
     def generate(
-        self,
-        responses: Sequence[Response],
-        *,
-        window: int,
-        max_response: int,
-        spare: Iterator[Response] | None = None,
+        self, responses: Sequence[Response], *, window: int, max_response: int, spare: Iterator[Response] | None = None
     ) -> tuple[list[Window], RolloutCost]:
         """Add up to `window` tokens to each response, none beyond `max_response`; see `RolloutEngine`.
 

@@ -25,13 +25,7 @@ from types import FrameType
 from relibra.environment import keep_torch_quiet, launched_rank
 from relibra.errors import ConfigError, EngineError
 from relibra.rl.config.run_config import RunConfig
-from relibra.rl.run.run_folder import (
-    has_checkpoint,
-    is_unused,
-    locked_run_folder,
-    open_or_create,
-    remove_if_unused,
-)
+from relibra.rl.run.run_folder import has_checkpoint, is_unused, locked_run_folder, open_or_create, remove_if_unused
 from relibra.rl.run.worker import MESSAGE_BYTES, Exit, run_launched, run_worker
 
 GRACE_SECONDS = 10.0
