@@ -60,6 +60,12 @@ def test_plan_writes_a_plan_that_fits_its_demand(run, trace, routes, tmp_path):
         assert f"  {lever} " in out
 
 
+def test_plan_names_what_it_overwrites(run, trace, tmp_path):
+    outputs = [run("plan", trace, *CUT, "-o", tmp_path / "p.safetensors")[1] for _ in range(2)]
+    assert ["\noverwritten " in out for out in outputs] == [False, True]
+    assert ["\nwritten " in out for out in outputs] == [True, False]
+
+
 def test_plan_prints_json(run, trace, tmp_path):
     path = tmp_path / "p.safetensors"
     options = ("--pack", "--cross-node-copies", "--model", "gpt-oss-20b", "--take", "second-half")
@@ -278,6 +284,7 @@ def test_the_table_fits_a_terminal_of_80_columns(run, trace, monkeypatch):
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
     assert rows["balancer"][1:5] == ["skew", "bound", "homes", "gap"]
     assert len(rows["static"]) == len(rows["eplb_history"]) == 11
+    assert "auto is no row" in out
     assert "  +cross-node" in out
     assert "plans minimise tokens" in out
     assert "step s model: modelled" in " ".join(out.split())

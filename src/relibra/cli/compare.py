@@ -88,6 +88,8 @@ def compare(request: CompareRequest) -> None:
     slots = plural(request.slots, "spare slot")
     print_wrapped(f"{slots} per rank; plans minimise {request.objective.value}; expert sizes of {model.name}")
     print_comparison(rows)
+    if request.balancer is None:
+        print_wrapped("auto is no row: it plans with all balancers that see the step and takes the cheapest plan")
 
 
 def _plan_to_draw(found: list[tuple[ComparisonRow, StepPlan | None]]) -> StepPlan | None:

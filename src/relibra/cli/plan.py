@@ -100,10 +100,11 @@ def plan(request: PlanRequest) -> None:
     row = measure(made, demand, machine, model.expert, balancer=made.balancer, sees="")
     if not row.valid:
         raise PlanError(row.message)
+    written = "overwritten" if request.output.exists() else "written"
     _write(made, demand, request)
     if request.html is not None:
         write_page(request.html, made, workload, model)
-    result = Result(request=request, workload=workload, model=model, plan=made, row=row, static=static)
+    result = Result(request=request, workload=workload, model=model, plan=made, row=row, static=static, written=written)
     if request.as_json:
         typer.echo(json.dumps(_facts(result)))
     else:
@@ -112,7 +113,10 @@ def plan(request: PlanRequest) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Result:
-    """A plan, its figures, and the static layout of the same workload."""
+    """A plan, its figures, and the static layout of the same workload.
+
+    written    "written", or "overwritten" if there was a plan in this file before
+    """
 
     request: PlanRequest
     workload: Workload
@@ -120,6 +124,7 @@ class Result:
     plan: StepPlan
     row: ComparisonRow
     static: StepPlan
+    written: str
 
 
 def _check_paths(request: PlanRequest, recording: Recording) -> None:
@@ -262,7 +267,7 @@ def _summary(result: Result, static_skew: float) -> dict[str, str]:
         "expert layers": f"{row.predicted_seconds:.3g} s, static {static['total']:.3g} s{back} (model: {terms})",
         "planned in": f"{plan.plan_seconds:.2f} s{', ended by the deadline' if plan.cut_short else ''}",
         "digest": plan.digest()[:16],
-        "written": f"{printable(str(output))} and {printable(demand_path(output).name)}",
+        result.written: f"{printable(str(output))} and {printable(demand_path(output).name)}",
     }
 
 

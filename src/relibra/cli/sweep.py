@@ -63,7 +63,7 @@ class SweepRequest:
     ] = None
     pipeline_stages: Annotated[str, _list("N,...", "Pipeline stages")] = "1"
     recompute: options.Recompute = False
-    balancer: Annotated[str, _list("NAME,...", "Balancers; relibra compare lists all")] = "relibra"
+    balancer: Annotated[str, _list("NAME,...", "Balancers that relibra compare lists, or auto")] = "relibra"
     order: options.CutOrder = options.Order.RECORDED
     seed: options.Seed = 0
     take: options.TakenPart = options.Take.ALL

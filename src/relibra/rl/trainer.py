@@ -59,6 +59,8 @@ def _train(config: RunConfig, run: Path, device: torch.device, display: Training
     elif config.checkpoint.every and warmed:
         _save(run, 0, learner, progress, config.checkpoint.keep)  # so that no resume repeats the warm-up
     saved, stopped, reached = step, stop.on_any_rank(), False
+    if config.follows_plans and step < config.run.steps and not stopped:
+        display.compiling()
     with StepLogs(run, step) if dist.get_rank() == 0 else nullcontext() as logs:
         while step < config.run.steps and not stopped and not reached:
             result = rl_step(step, learner, progress, config, run)

@@ -81,7 +81,10 @@ TakenPart = Annotated[
     ),
 ]
 
-Balancer = Annotated[str, typer.Option(metavar="NAME", help="Balancer that makes the plan; relibra compare lists all.")]
+Balancer = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="Balancer that makes the plan: a name that relibra compare lists, or auto."),
+]
 PlanObjective = Annotated[
     Objective, typer.Option(help="What a plan minimises: modelled seconds, or tokens of the busiest ranks.")
 ]

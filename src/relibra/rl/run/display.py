@@ -74,6 +74,10 @@ class TrainingDisplay:
         if "RL" in self._tasks:
             self._bars.update(self._tasks["RL"], completed=step)
 
+    def compiling(self) -> None:
+        """Show, before the first RL step, why it takes long."""
+        self.console.print("the first RL step compiles kernels: about a minute, once on a machine", highlight=False)
+
     def warmup_step(self, step: int, loss: float) -> None:
         """Show a finished warm-up step."""
         self._advance("warm-up", f"loss {loss:.3f}")
@@ -150,7 +154,7 @@ _SHOWN = (
     ("reward", "reward", "{:.3f}"),
     ("response length", "response_length", "{:.1f}"),
     ("unfinished", "unfinished_share", "{:.1%}"),
-    ("idle places in rollout", "idle_share", "{:.1%}"),
+    ("idle slots in rollout", "idle_share", "{:.1%}"),
     ("k3, trainer to sampler", "k3_kl", "{:.1e}"),
     ("entropy", "entropy", "{:.3f}"),
     ("clipped", "clip_fraction", "{:.2%}"),
