@@ -268,9 +268,11 @@ def test_a_sweep_compares_steps_without_the_relocation_before_them(run, trace):
     settled = eplb["seconds"] - eplb["terms"]["relocation"]
     assert eplb["ratio_to_static_without_relocation"] == pytest.approx(static["seconds"] / settled)
     assert eplb["ratio_to_static_without_relocation"] > eplb["ratio_to_static"]
+    assert eplb["seconds_without_relocation"] == settled
     assert eplb["relocation_share"] == eplb["terms"]["relocation"] / eplb["seconds"] > 0.01
     told = " ".join(run(*words)[1].split())
     assert f"{eplb['ratio_to_static_without_relocation']:.3f}" in told
+    assert f"{settled:.4g}" in told
     assert "relocation (move)" in told
     assert "(move)" not in " ".join(run("sweep", trace, *CUT, "--balancer", "static")[1].split())
 

@@ -225,6 +225,7 @@ def _row(
         **_settings(point),
         **step.figures(),
         "rows_counted": one.rows_counted,
+        "seconds_without_relocation": seconds_without,
         "ranks": point.ranks,
         "ranks_per_node": min(machine.ranks_per_node, machine.num_ranks),
         "all_ranks": step.layout.num_ranks,
@@ -321,7 +322,7 @@ def _print_table(rows: list[dict[str, Any]], settings: list[str]) -> None:
         table.add_row(
             *(str(row[name]) for name in settings),
             *([str(row["all_ranks"])] * staged),
-            f"{row['seconds']:.4g}",
+            f"{row['seconds_without_relocation']:.4g}",
             f"{row['ratio_to_static_without_relocation']:.3f}",
             f"{row['tokens_per_second_per_rank_without_relocation']:,.0f}",
             *(f"{100 * row[name]:.0f}" for name in shares),
@@ -340,8 +341,8 @@ def _legend(staged: bool, moved: bool) -> str:
         [
             *(["all ranks: expert-parallel ranks x pipeline stages"] * staged),
             "/ static: throughput relative to the static layout of the same machine and micro-batches",
-            *(["/ static and tokens/s leave out relocation (move), of which later steps need less"] * moved),
-            f"exch, strag, copy{', move' * moved}: shares of the step for exchanging rows, for experts on the busiest "
+            *(["seconds, / static and tokens/s are without relocation (move), which later steps need less of"] * moved),
+            f"exch, strag, copy{', move' * moved}: shares of the step{' with relocation' * moved} for exchanging rows, for experts on the busiest "
             f"ranks only, for copies that are not hidden{', for moving experts' * moved}",
             "skew: token-slots of the busiest / mean ranks",
             "GB: memory of the fullest rank, ! where it does not fit",
