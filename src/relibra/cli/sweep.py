@@ -342,8 +342,8 @@ def _legend(staged: bool, moved: bool) -> str:
             *(["all ranks: expert-parallel ranks x pipeline stages"] * staged),
             "/ static: throughput relative to the static layout of the same machine and micro-batches",
             *(["seconds, / static and tokens/s are without relocation (move), which later steps need less of"] * moved),
-            f"exch, strag, copy{', move' * moved}: shares of the step{' with relocation' * moved} for exchanging rows, for experts on the busiest "
-            f"ranks only, for copies that are not hidden{', for moving experts' * moved}",
+            f"exch, strag, copy{', move' * moved}: shares of the step{' with relocation' * moved} for exchanging rows, "
+            f"for experts on the busiest ranks only, for copies that are not hidden{', for moving experts' * moved}",
             "skew: token-slots of the busiest / mean ranks",
             "GB: memory of the fullest rank, ! where it does not fit",
         ]
