@@ -15,7 +15,7 @@ from scipy.optimize import linear_sum_assignment
 
 from relibra.errors import PlanError
 from relibra.planning.balancers.even_placement import even_placement
-from relibra.planning.balancers.homes import count_copies
+from relibra.planning.balancers.physical_placement import count_copies
 from relibra.planning.baselines.eplb import experts_by_node
 
 

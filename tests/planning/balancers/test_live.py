@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from relibra.planning.balancers.foremoe import deal_machines, swap_machines
 from relibra.planning.baselines.ultraep import shed_excess, solve, sort_sources
 from relibra.planning.costs.expert_shape import ExpertShape
-from relibra.planning.homes.home_search import busiest
+from relibra.planning.home_search.nodes_and_ranks import busiest
 from relibra.planning.registry import BALANCERS
 from tests.planning.balancers.requests import ask, rank_loads, spread, step_skew
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from relibra.planning.balancers.even_placement import busiest_rank
-from relibra.planning.balancers.homes import count_copies
+from relibra.planning.balancers.physical_placement import count_copies
 from relibra.planning.balancers.shares import optimal_quotas
 from relibra.planning.baselines.eplb import eplb_placement
 from relibra.planning.registry import BALANCERS

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from relibra.planning.balancers.homes import choose_homes, count_copies, relabel_ranks
+from relibra.planning.balancers.physical_placement import choose_homes, count_copies, relabel_ranks
 from relibra.planning.balancers.shares import even_quotas, local_first_quotas, optimal_quotas
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int64, Shaped
 from numpy import ndarray
 
-from relibra.planning.balancers.homes import count_copies
+from relibra.planning.balancers.physical_placement import count_copies
 from relibra.planning.baselines.eplb import eplb_placement
 from relibra.routing.compiled import compiled
 

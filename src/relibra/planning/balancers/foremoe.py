@@ -16,7 +16,7 @@ from jaxtyping import Int64
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.homes.home_search import busiest, ranks_inside_nodes
+from relibra.planning.home_search.nodes_and_ranks import busiest, ranks_inside_nodes
 from relibra.planning.placement import Placement
 from relibra.planning.search.parallel_map import parallel_map
 from relibra.routing.compiled import compiled

@@ -12,8 +12,8 @@ from numpy import ndarray
 
 from relibra.cluster import Cluster
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.homes.annealing import COLD, WARM
-from relibra.planning.homes.home_search import HomeWeights, co_activation_groups, place_homes
+from relibra.planning.home_search.annealing import COLD, WARM
+from relibra.planning.home_search.nodes_and_ranks import HomeWeights, co_activation_groups, place_homes
 from relibra.planning.placement import Placement
 from relibra.planning.replicas.pricing import cheapest_replicas, choose_replicas, moving_seconds
 from relibra.planning.schedule.locality import place_samples

@@ -14,7 +14,7 @@ from jaxtyping import Int, Int16, Int64
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.balancers.homes import choose_homes, count_copies
+from relibra.planning.balancers.physical_placement import choose_homes, count_copies
 from relibra.planning.balancers.shares import even_quotas, local_first_quotas, optimal_quotas
 from relibra.planning.placement import Placement
 

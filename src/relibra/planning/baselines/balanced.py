@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.homes.home_search import longest_first
+from relibra.planning.home_search.nodes_and_ranks import longest_first
 from relibra.planning.placement import Placement
 from relibra.planning.replicas.replication import replicate
 

@@ -16,7 +16,7 @@ from jaxtyping import Float64, Int, Int64
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.balancers.homes import relabel_ranks
+from relibra.planning.balancers.physical_placement import relabel_ranks
 from relibra.planning.balancers.resident import resident_placement
 from relibra.planning.placement import Placement
 from relibra.planning.search.parallel_map import parallel_map

@@ -14,7 +14,7 @@ from jaxtyping import Float64, Int64
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.balancers.homes import count_copies
+from relibra.planning.balancers.physical_placement import count_copies
 from relibra.planning.balancers.resident import resident_placement
 from relibra.planning.placement import Placement
 

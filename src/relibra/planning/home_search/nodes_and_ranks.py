@@ -1,9 +1,8 @@
 """Homes: the rank that owns each expert during a step, chosen from the loads of all its micro-batches.
 
 If no node is too full, replicas can stay inside nodes, so homes are chosen in two levels: *nodes* by simulated
-annealing over swaps of two experts (`planning.homes.annealing`), whose cost is a sum over micro-batches; then *ranks*
-inside each node, the same way. (ReLibra, arXiv 2605.08639; two levels also in
-ForeMoE, arXiv 2606.11867.)
+annealing over swaps of two experts (`annealing`), whose cost is a sum over micro-batches; then *ranks* inside each
+node, the same way. (ReLibra, arXiv 2605.08639; two levels also in ForeMoE, arXiv 2606.11867.)
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from jaxtyping import Int, Int64, Shaped
 from numpy import ndarray
 from scipy.optimize import linear_sum_assignment
 
-from relibra.planning.homes.annealing import COLD, anneal_nodes, home_cost
+from relibra.planning.home_search.annealing import COLD, anneal_nodes, home_cost
 from relibra.routing.compiled import compiled
 
 NEWCOMER = -1

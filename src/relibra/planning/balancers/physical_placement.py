@@ -1,4 +1,4 @@
-"""Homes of baselines: choose them within a physical placement."""
+"""Physical placements of systems with static replicas: count copies, choose homes among them, relabel ranks."""
 
 from __future__ import annotations
 
