@@ -15,7 +15,7 @@ from relibra.cli.inputs.models import choose_model, open_model
 from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.requests import takes
 from relibra.cli.inputs.workload import check_num_experts
-from relibra.cli.outputs.files import demand_path
+from relibra.cli.outputs.files import find_demand
 from relibra.cli.outputs.terminal import printable, progress
 from relibra.errors import ConfigError
 
@@ -154,7 +154,4 @@ def _read_plan(path: Path, demand: Path | None, name: str) -> ComparedPlan:
 
     if not path.exists() or not _is_plan(path):
         raise ConfigError(f"{path} is not a plan (NAME{PLAN_SUFFIX} of relibra plan): compare a plan with another plan")
-    place = demand or demand_path(path)
-    if not place.exists():
-        raise ConfigError(f"{place} does not exist: the loads of a plan are in its demand, name it with --demand")
-    return compare_plan(name, read_plan(path), read_scheduled_demand(place))
+    return compare_plan(name, read_plan(path), read_scheduled_demand(find_demand(path, demand)))

@@ -22,9 +22,10 @@ from relibra.cli.simulated_step import (
     SimulatedPlan,
     TokenChoices,
     budget_of,
+    compared_figures,
     count_tokens,
     execution_of,
-    is_static,
+    limits,
     open_token_choices,
     rows_in_words,
     simulate_balancer,
@@ -106,37 +107,18 @@ class Result:
 
 def _facts(result: Result) -> dict[str, object]:
     """Return what --json prints; what limits the step comes first."""
-    from relibra.simulation import advice
-    from relibra.simulation.limits import overlap_ratios, sustained_overlap_ratios
-
     chosen, static, machine = result.chosen, result.static, result.workload.machine
-    tokens = count_tokens(result.workload.demand, result.routed)
     return {
-        "overlap_ratio": overlap_ratios(machine, result.routed.expert),
-        "advice": advice(chosen.step, machine, result.routed, chosen.memory),
-        "sustained_overlap_ratio": sustained_overlap_ratios(machine, result.routed.expert),
-        **chosen.step.figures(),
+        **limits(chosen, machine, result.routed),
+        **compared_figures(chosen, static, count_tokens(result.workload.demand, result.routed)),
         "balancer": result.request.balancer,
-        "ratio_to_static": static.step.seconds / chosen.step.seconds,
-        "ratio_to_static_without_relocation": static.step.seconds_without_relocation
-        / chosen.step.seconds_without_relocation,
-        "seconds_without_relocation": chosen.step.seconds_without_relocation,
-        "kept_static": is_static(chosen.plan, static.plan),
         "static_seconds": static.step.seconds,
-        "tokens": tokens,
-        "tokens_per_second": tokens / chosen.step.seconds,
-        "tokens_per_second_per_rank": tokens / chosen.step.seconds / chosen.step.layout.num_ranks,
-        "skew": chosen.skew,
         "static_skew": static.skew,
-        "copies": chosen.plan.num_copies,
-        "memory_bytes": chosen.memory.total,
         "memory": dict(chosen.memory.parts),
-        "memory_warning": chosen.memory.warning,
         "model": result.model.name,
         "model_part": result.routed.part_in_words,
         "cluster": machine.name,
         "cluster_label": machine.label,
-        "rows_counted": chosen.rows_counted,
         "trace": str(result.workload.recording.trace),
         "cut": result.workload.cut,
     }

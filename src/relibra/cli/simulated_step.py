@@ -11,6 +11,7 @@ from relibra.cli.inputs.workload import Workload
 if TYPE_CHECKING:
     from numpy import ndarray
 
+    from relibra.cluster import Cluster
     from relibra.planning.budget import Budget
     from relibra.planning.plan import StepPlan
     from relibra.routing.demand import ScheduledDemand
@@ -115,6 +116,38 @@ def is_static(plan: StepPlan, static: StepPlan) -> bool:
         np.array_equal(getattr(plan, name), getattr(static, name)) for name in ("home_LE", "micro_batch_S", "rank_S")
     )
     return same and not plan.num_copies
+
+
+def compared_figures(one: SimulatedPlan, static: SimulatedPlan, tokens: int) -> dict[str, object]:
+    """Return the figures of a plan beside the static layout of the same workload, for JSON."""
+    step, settled = one.step, one.step.seconds_without_relocation
+    return {
+        **step.figures(),
+        "rows_counted": one.rows_counted,
+        "seconds_without_relocation": settled,
+        "ratio_to_static": static.step.seconds / step.seconds,
+        "ratio_to_static_without_relocation": static.step.seconds_without_relocation / settled,
+        "tokens": tokens,
+        "tokens_per_second": tokens / step.seconds,
+        "tokens_per_second_per_rank": tokens / step.seconds / step.layout.num_ranks,
+        "skew": one.skew,
+        "copies": one.plan.num_copies,
+        "kept_static": is_static(one.plan, static.plan),
+        "memory_bytes": one.memory.total,
+        "memory_warning": one.memory.warning,
+    }
+
+
+def limits(one: SimulatedPlan, machine: Cluster, model: ModelShape) -> dict[str, object]:
+    """Return what limits a simulated step: overlap ratios, and sentences with the largest part first."""
+    from relibra.simulation import advice
+    from relibra.simulation.limits import overlap_ratios, sustained_overlap_ratios
+
+    return {
+        "overlap_ratio": overlap_ratios(machine, model.expert),
+        "advice": advice(one.step, machine, model, one.memory),
+        "sustained_overlap_ratio": sustained_overlap_ratios(machine, model.expert),
+    }
 
 
 def rows_in_words(one: SimulatedPlan) -> str:

@@ -23,8 +23,9 @@ from relibra.cli.simulated_step import (
     SimulatedPlan,
     TokenChoices,
     budget_of,
+    compared_figures,
     count_tokens,
-    is_static,
+    limits,
     open_token_choices,
     rows_in_words,
     simulate_balancer,
@@ -121,7 +122,9 @@ def sweep(request: SweepRequest) -> None:
     if request.plot is not None:
         _plot(request.plot, found, varied, f"{model.name} on {found[0].machine.name}, simulated")
     if request.as_json:
-        _print_json(found, left_out)
+        best = _best(found)
+        facts = limits(best.simulated, best.machine, best.model)
+        typer.echo(json.dumps({**facts, "rows": [one.row for one in found], "left_out": left_out}))
     else:
         _print(found, left_out, varied, recording, model)
     if any(point["why"] == STOPPED for point in left_out):
@@ -220,30 +223,20 @@ def _settings(point: SimulationRequest) -> dict[str, Any]:
 def _row(
     point: SimulationRequest, machine: Cluster, one: SimulatedPlan, static: SimulatedPlan, tokens: int
 ) -> dict[str, Any]:
-    step, seconds_without = one.step, one.step.seconds_without_relocation
+    step = one.step
     return {
         **_settings(point),
-        **step.figures(),
-        "rows_counted": one.rows_counted,
-        "seconds_without_relocation": seconds_without,
+        **compared_figures(one, static, tokens),
         "ranks": point.ranks,
         "ranks_per_node": min(machine.ranks_per_node, machine.num_ranks),
         "all_ranks": step.layout.num_ranks,
-        "ratio_to_static": static.step.seconds / step.seconds,
-        "tokens": tokens,
-        "tokens_per_second": tokens / step.seconds,
-        "tokens_per_second_per_rank": tokens / step.seconds / step.layout.num_ranks,
-        "ratio_to_static_without_relocation": static.step.seconds_without_relocation / seconds_without,
-        "tokens_per_second_per_rank_without_relocation": tokens / seconds_without / step.layout.num_ranks,
+        "tokens_per_second_per_rank_without_relocation": tokens
+        / step.seconds_without_relocation
+        / step.layout.num_ranks,
         "relocation_share": step.terms["relocation"] / step.seconds,
         "exchange_share": (step.terms["exchange"] + step.terms["gates"]) / step.seconds,
         "straggler_share": step.straggler_seconds() / step.seconds,
         "copies_share": step.terms["copies"] / step.seconds,
-        "skew": one.skew,
-        "copies": one.plan.num_copies,
-        "kept_static": is_static(one.plan, static.plan),
-        "memory_bytes": one.memory.total,
-        "memory_warning": one.memory.warning,
     }
 
 
@@ -251,12 +244,9 @@ def _in_words(row: dict[str, Any], names: list[str]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {row[name]}" for name in names)
 
 
-def _best(found: list[Point]) -> tuple[Point, list[str]]:
-    """Return the point with the most tokens per second and rank, without relocation, and what limits it."""
-    from relibra.simulation import advice
-
-    best = max(found, key=lambda one: one.row["tokens_per_second_per_rank_without_relocation"])
-    return best, advice(best.simulated.step, best.machine, best.model, best.simulated.memory)
+def _best(found: list[Point]) -> Point:
+    """Return the point with the most tokens per second and rank, without relocation."""
+    return max(found, key=lambda one: one.row["tokens_per_second_per_rank_without_relocation"])
 
 
 def _plot(path: Path, found: list[Point], varied: list[str], title: str) -> None:
@@ -268,21 +258,14 @@ def _plot(path: Path, found: list[Point], varied: list[str], title: str) -> None
     print_note(f"plot: {path}")
 
 
-def _print_json(found: list[Point], left_out: list[dict[str, Any]]) -> None:
-    from relibra.simulation.limits import overlap_ratios, sustained_overlap_ratios
-
-    best, sentences = _best(found)
-    ratios = overlap_ratios(best.machine, best.model.expert)
-    sustained = sustained_overlap_ratios(best.machine, best.model.expert)
-    facts = {"overlap_ratio": ratios, "advice": sentences, "sustained_overlap_ratio": sustained}
-    typer.echo(json.dumps({**facts, "rows": [one.row for one in found], "left_out": left_out}))
-
-
 def _print(
     found: list[Point], left_out: list[dict[str, Any]], varied: list[str], recording: Recording, model: ModelShape
 ) -> None:
     """Print what limits the best point, the table of all points, and the impossible ones with the reason."""
-    best, sentences = _best(found)
+    from relibra.simulation import advice
+
+    best = _best(found)
+    sentences = advice(best.simulated.step, best.machine, best.model, best.simulated.memory)
     place = _in_words(best.row, varied or ["ranks", "balancer"])
     memory = [sentence for sentence in sentences[MAX_SENTENCES:] if sentence.startswith("Memory: ")]
     print_wrapped(f"most tokens per second and rank: {place}. What limits that step:")

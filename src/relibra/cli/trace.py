@@ -38,39 +38,33 @@ def inspect(path: TracePath, num_experts: options.NumExperts = None, as_json: op
 
     Example: relibra trace inspect runs/demo/traces/step-00000
     """
-    from relibra.routing.readers import open_trace
-    from relibra.routing.trace_files import read_index
+    import numpy as np
 
+    from relibra.routing.readers import open_trace
+    from relibra.routing.trace_files import TraceIndex, read_index
+
+    found: TraceIndex | RoutingTrace
     path = _find_trace(path)
     if path.is_dir():
-        index = read_index(path)
         check_num_experts(path, num_experts)
-        facts = {
-            "samples": index.samples,
-            "rows": index.rows,
-            "layers": len(index.layer_ids),
-            "layer_ids": (layer_ids := index.layer_ids),
-            "experts": index.num_experts,
-            "top_k": index.top_k,
-            "shards": len(index.shards),
-            "bytes": sum(shard.size for shard in index.shards),
-            "groups": index.group_names,
-            "source": index.source,
-        }
+        index = read_index(path)
+        found, samples, rows, sizes = index, index.samples, index.rows, [shard.size for shard in index.shards]
     else:
         trace = open_trace(path, num_experts)
-        facts = {
-            "samples": trace.num_samples,
-            "rows": trace.num_rows,
-            "layers": trace.num_layers,
-            "layer_ids": (layer_ids := trace.layer_ids.tolist()),
-            "experts": trace.num_experts,
-            "top_k": trace.top_k,
-            "shards": 1,
-            "bytes": path.stat().st_size,
-            "groups": list(trace.group_names),
-            "source": trace.source,
-        }
+        found, samples, rows, sizes = trace, trace.num_samples, trace.num_rows, [path.stat().st_size]
+    layer_ids = np.asarray(found.layer_ids).tolist()
+    facts = {
+        "samples": samples,
+        "rows": rows,
+        "layers": len(layer_ids),
+        "layer_ids": layer_ids,
+        "experts": found.num_experts,
+        "top_k": found.top_k,
+        "shards": len(sizes),
+        "bytes": sum(sizes),
+        "groups": list(found.group_names),
+        "source": found.source,
+    }
     if as_json:
         typer.echo(json.dumps(facts))
         return

@@ -33,6 +33,14 @@ def demand_path(plan_path: Path) -> Path:
     return plan_path.parent / f"{plan_path.name.removesuffix('.safetensors')}.demand.safetensors"
 
 
+def find_demand(plan_path: Path, named_path: Path | None) -> Path:
+    """Return the demand of a plan: the named file, else the one beside it; raises ConfigError if it is missing."""
+    path = named_path or demand_path(plan_path)
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist: the loads of a plan are in its demand, name it with --demand")
+    return path
+
+
 def check_outputs(outputs: Sequence[NamedPath], inputs: Sequence[NamedPath]) -> None:
     """Check that outputs can be written and overwrite no input and no other output.
 

@@ -13,6 +13,7 @@ from relibra.cluster import Cluster
 from relibra.errors import ConfigError, TraceError
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.byte_ledger import MAX_PAIRS, distinct_rows_of_step
+from relibra.reporting.data.number_format import plural
 from relibra.routing.demand import ScheduledDemand
 from relibra.routing.demand_rows import sample_of_rows
 from relibra.routing.trace import RoutingTrace
@@ -91,15 +92,7 @@ class ComparedStep:
     distinct_rows: tuple[Int32[ndarray, "M L R R"], ...] | None = None
 
     def __post_init__(self) -> None:
-        for noun in ("rank", "expert", "layer"):
-            sizes = [
-                len(one.plan.layer_ids) if noun == "layer" else getattr(one.plan, f"num_{noun}s") for one in self.plans
-            ]
-            if sizes[0] != sizes[1]:
-                raise ConfigError(
-                    f"{self.before.name} is for {sizes[0]:,} {noun}s, {self.after.name} for {sizes[1]:,}: only plans "
-                    "for equal ranks, experts and layers can be compared"
-                )
+        check_same_sizes(*((one.name, one.plan) for one in self.plans))
 
     @property
     def plans(self) -> tuple[ComparedPlan, ComparedPlan]:
@@ -127,6 +120,17 @@ class ComparedStep:
         gain_ML = busiest[0][:shared] - busiest[1][:shared]
         m = int(gain_ML.sum(axis=1).argmax())
         return m, int(gain_ML[m].argmax())
+
+
+def check_same_sizes(*plans: tuple[str, StepPlan]) -> None:
+    """Raise a ConfigError when two plans (name, plan) differ in ranks, experts or layers."""
+    for noun in ("rank", "expert", "layer"):
+        sizes = [len(plan.layer_ids) if noun == "layer" else getattr(plan, f"num_{noun}s") for _, plan in plans]
+        if sizes[0] != sizes[1]:
+            raise ConfigError(
+                f"{plans[0][0]} is for {plural(sizes[0], noun)}, {plans[1][0]} for {sizes[1]:,}: only plans for "
+                "equal ranks, experts and layers can be compared"
+            )
 
 
 def compare_plan(name: str, plan: StepPlan, demand: ScheduledDemand) -> ComparedPlan:
