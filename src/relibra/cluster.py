@@ -63,7 +63,7 @@ class Topology:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the expert-parallel group, `R`."""
+        """Return the ranks of the expert-parallel group, `R`."""
         return self.num_nodes * self.ranks_per_node
 
 
@@ -122,17 +122,17 @@ class Cluster:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the expert-parallel group, `R`."""
+        """Return the ranks of the expert-parallel group, `R`."""
         return self.num_nodes * self.ranks_per_node
 
     @property
     def topology(self) -> Topology:
-        """Nodes and ranks per node, without links and speeds."""
+        """Return nodes and ranks per node, without links and speeds."""
         return Topology(num_nodes=self.num_nodes, ranks_per_node=self.ranks_per_node)
 
     @property
     def flops_per_second(self) -> float:
-        """Dense bf16 flops per second that a rank sustains in grouped GEMMs of many rows: peak x efficiency."""
+        """Return the dense bf16 flops per second that grouped GEMMs of many rows sustain: peak x efficiency."""
         return self.peak_flops_per_second * self.efficiency
 
     def gemm_seconds(self, rows: Shaped[ndarray, "*X"], flops_per_row: float) -> Float64[ndarray, "*X"]:

@@ -1,4 +1,4 @@
-"""Drop-in `rebalance_experts` for DeepSeek's EPLB, vLLM and SGLang: their signatures and results, our placement.
+"""Drop-in `rebalance_experts` for DeepSeek's EPLB, vLLM and SGLang: their signatures and results, placement by relibra.
 
 Loads may be numpy arrays, torch tensors or nested lists. Maps come back as int64 on the CPU: torch tensors for torch
 tensors, else numpy arrays. The placement is that of `even_placement`, whose busiest rank is never above EPLB's.

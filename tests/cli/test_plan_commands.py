@@ -263,6 +263,12 @@ def test_balancers_are_named_one_by_one_or_in_a_row(run, trace):
     assert "stray" in err
 
 
+def test_plan_without_history_names_the_option_that_gives_it(run, trace, tmp_path):
+    words = ("plan", trace, *CUT, "--balancer", "eplb_history", "-o", tmp_path / "p.safetensors")
+    assert "--take second-half" in " ".join(run(*words)[2].split())
+    assert "second-half" not in run(*words, "--take", "second-half")[2]
+
+
 def test_compare_without_history_says_so(run, trace):
     _, _, err = run("compare", trace, *CUT, "--take", "all", "--balancer", "eplb_history")
     assert "no history" in err

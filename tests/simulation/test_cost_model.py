@@ -58,7 +58,7 @@ def test_the_optimizer_touches_30_bytes_of_each_weight_once():
     cluster = replace(cluster_preset("h100x8"), memory_bytes_per_second=10.0)
     layout = ParallelLayout(expert_parallel=8, data_parallel=2)
     assert optimizer_seconds(cluster, layout, 1600, 40) == (100 + 20) * 30 / 10
-    with pytest.raises(ClusterError, match="'h100x8' does not say memory_bytes_per_second"):
+    with pytest.raises(ClusterError, match="'h100x8' has no memory_bytes_per_second"):
         optimizer_seconds(replace(cluster, memory_bytes_per_second=0.0), layout, 1, 1)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from relibra import Budget, Demand, StepPlan, cluster_preset, plan_step
-from relibra.planning.analysis.comparison import first_layer
+from relibra.planning.analysis.comparison import first_layers
 from relibra.simulation import Execution, model_shape, simulate_groups, simulate_step
 
 MODEL, RANKS, MICRO_BATCHES = model_shape("qwen3-235b-a22b"), 64, 32
@@ -37,7 +37,7 @@ def planned():
 @pytest.mark.slow
 def test_64_ranks_take_seconds(planned):
     plan, demand, cluster = planned
-    one_layer = first_layer(demand)  # its simulation compiles the kernels
+    one_layer = first_layers(demand, 1)  # its simulation compiles the kernels
     simulate_step(StepPlan.static(one_layer, cluster.topology), one_layer, cluster, replace(MODEL, moe_layers=1))
     start = time.perf_counter()
     step = simulate_step(plan, demand, cluster, MODEL)

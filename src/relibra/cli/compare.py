@@ -65,7 +65,9 @@ def compare(request: CompareRequest) -> None:
     with progress(f"cutting {recording.trace}"):
         workload = open_workload(recording, request)
     if workload.history_MLE is None:
-        print_note("no history: balancers that see only earlier loads plan from even loads")
+        print_note(
+            "no history: balancers that see only earlier loads plan from even loads; --take second-half gives one"
+        )
     machine, demand = workload.machine, workload.demand
     found = []
     plans = iterate_comparison(demand, machine, budget, names, expert=model.expert, history_MLE=workload.history_MLE)

@@ -91,6 +91,8 @@ def plan(request: PlanRequest) -> None:
     previous = None if request.previous is None else read_plan(request.previous)
     with progress(f"cutting {recording.trace}"):
         workload = open_workload(recording, request)
+    if missing := workload.missing_history(balancer):
+        print_note(missing)
     machine, demand = workload.machine, workload.demand
     given: dict[str, Any] = {"expert": model.expert, "previous": previous, "history_MLE": workload.history_MLE}
     _compile_kernels(workload, budget, balancer, given)

@@ -161,10 +161,8 @@ def rows_in_words(one: SimulatedPlan) -> str:
 
 def static_plan_in_words(balancer: str, chosen: SimulatedPlan, static: SimulatedPlan, workload: Workload) -> str:
     """Return why a balancer kept the static layout or had no history, and what changes that; else an empty string."""
-    from relibra.planning.registry import BALANCERS
-
-    if workload.history_MLE is None and balancer in BALANCERS and BALANCERS[balancer].sees == "history":
-        return f"{balancer} plans from earlier loads only and had none: --take second-half gives it the first half"
+    if missing := workload.missing_history(balancer):
+        return missing
     if balancer == "static" or not is_static(chosen.plan, static.plan):
         return ""
     kept = f"{balancer} kept the static layout"

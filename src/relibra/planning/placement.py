@@ -39,22 +39,22 @@ class Homes:
 
     @property
     def topology(self) -> Topology:
-        """Nodes and ranks per node."""
+        """Return nodes and ranks per node."""
         return Topology(num_nodes=self.num_nodes, ranks_per_node=self.ranks_per_node)
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the expert-parallel group, `R`."""
+        """Return the ranks of the expert-parallel group, `R`."""
         return self.num_nodes * self.ranks_per_node
 
     @property
     def num_experts(self) -> int:
-        """Logical experts per layer, `E`."""
+        """Return the logical experts per layer, `E`."""
         return self.physical_to_logical_map.shape[1]
 
     @cached_property
     def home_LE(self) -> Int16[ndarray, "L E"]:
-        """Home rank of each expert."""
+        """Return the home rank of each expert."""
         per_rank = max(1, self.num_experts // self.num_ranks)
         return (np.argsort(self.physical_to_logical_map, axis=1, kind="stable") // per_rank).astype(np.int16)
 
@@ -124,17 +124,17 @@ class Placement(Homes):
 
     @property
     def slots(self) -> int:
-        """Spare slots per rank, `B`."""
+        """Return the spare slots per rank, `B`."""
         return self.replica_MLRB.shape[3]
 
     @property
     def num_copies(self) -> int:
-        """Replicas over all micro-batches and layers."""
+        """Return the number of replicas over all micro-batches and layers."""
         return int((self.replica_MLRB >= 0).sum())
 
     @property
     def num_cross_node_copies(self) -> int:
-        """Replicas on another node than the home of their expert."""
+        """Return the number of replicas on another node than the home of their expert."""
         micro_batch_X, layer_X, rank_X, slot_X = np.nonzero(self.replica_MLRB >= 0)
         home_X = self.home_LE[layer_X, self.replica_MLRB[micro_batch_X, layer_X, rank_X, slot_X]]
         return int((home_X // self.ranks_per_node != rank_X // self.ranks_per_node).sum())

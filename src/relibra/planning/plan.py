@@ -80,7 +80,7 @@ class StepPlan(Placement):
 
     @property
     def previous(self) -> Homes:
-        """Homes before the step."""
+        """Return the homes before the step."""
         return Homes(
             num_nodes=self.num_nodes,
             ranks_per_node=self.ranks_per_node,
@@ -90,7 +90,7 @@ class StepPlan(Placement):
 
     @property
     def num_moved(self) -> int:
-        """Experts whose home rank changes before the step, over all layers."""
+        """Return the number of experts whose home rank changes before the step, over all layers."""
         return int((self.previous.home_LE != self.home_LE).sum())
 
     def bound(self, demand: ScheduledDemand) -> float:

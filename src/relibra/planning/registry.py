@@ -1,8 +1,8 @@
-"""Registry of balancers: the planners that a step can be given to, each after one system, behind one interface.
+"""Registry of balancers, each after one system, behind one interface; `relibra.planning.plan_step` calls one of them.
 
-`relibra.planning.plan_step` asks one of them. `relibra.eplb` offers the static
-planner under the names that DeepSeek's EPLB, vLLM and SGLang call. What a balancer may *see* is what it plans homes and
-replicas from; a static placement is still executed on the true micro-batches, by its rule of sharing tokens.
+`relibra.eplb` offers the static planner under the names that DeepSeek's EPLB, vLLM and SGLang call. What a
+balancer may *see* is what it plans homes and replicas from; a static placement is still executed on the true
+micro-batches, by its rule of sharing tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from relibra.planning.baselines import (
 
 BALANCERS: dict[str, Balancer] = {
     "static": Balancer(decide=static.decide, sees="nothing", based_on="plain expert parallelism"),
-    "balanced": Balancer(decide=balanced.decide, sees="micro-batches", based_on="our own ideal, any copy anywhere"),
+    "balanced": Balancer(decide=balanced.decide, sees="micro-batches", based_on="lower reference: copies on any rank"),
     "relibra": Balancer(decide=relibra.decide, sees="micro-batches", based_on="after ReLibra, arXiv 2605.08639"),
     "foremoe": Balancer(decide=foremoe.decide, sees="micro-batches", based_on="after ForeMoE, arXiv 2606.11867"),
     "flashlb": Balancer(decide=flashlb.decide, sees="micro-batches", based_on="FlashLB, vllm-project/vllm-ascend"),
@@ -39,4 +39,4 @@ BALANCERS: dict[str, Balancer] = {
     "flexmoe": Balancer(decide=flexmoe.decide, sees="history", based_on="after FlexMoE, arXiv 2304.03946"),
     "popfetcher": Balancer(decide=popfetcher.decide, sees="history", based_on="after PopFetcher, ATC'25"),
 }
-"""Every balancer by name; "after" in `based_on`: there is no public code to hold ours against."""
+"""Every balancer by name; "after" in `based_on`: there is no public code to compare with."""

@@ -69,7 +69,7 @@ class Demand:
 
     @property
     def num_experts(self) -> int:
-        """Logical experts per layer, `E`."""
+        """Return the logical experts per layer, `E`."""
         return self.counts_SLE.shape[2]
 
     def with_schedule(
@@ -207,7 +207,7 @@ class ScheduledDemand(Demand):
 
     @cached_property
     def load_MLE(self) -> Int64[ndarray, "M L E"]:
-        """Token-slots per micro-batch, layer and expert, over all source ranks; read-only."""
+        """Return token-slots per micro-batch, layer and expert, over all source ranks; read-only."""
         load_MLE: ndarray = self.tokens_MLRE.sum(axis=2, dtype=np.int64)
         load_MLE.flags.writeable = False  # the array is shared by all callers
         return load_MLE

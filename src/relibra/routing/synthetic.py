@@ -46,7 +46,7 @@ class TraceShape:
 
     @property
     def num_rows(self) -> int:
-        """Token rows of all samples."""
+        """Return the token rows of all samples."""
         return int(sum(self.rows_per_sample))
 
 

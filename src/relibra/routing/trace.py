@@ -1,4 +1,4 @@
-"""`RoutingTrace`: which experts every token took, in every MoE layer, as recorded by a router.
+"""`RoutingTrace`: the experts of every token in every MoE layer, as a router chose them.
 
 Row `t` of a sample is the routing used while *processing* its token `t`. The last sampled token is never fed to the
 model, so it has no routing: its row exists, to keep rows and tokens aligned, and is marked invalid. Ids are logical:
@@ -133,27 +133,27 @@ class RoutingTrace:
 
     @property
     def num_samples(self) -> int:
-        """Samples, `S`."""
+        """Return the number of samples, `S`."""
         return len(self.offsets) - 1
 
     @property
     def num_rows(self) -> int:
-        """Token rows of all samples, `T`, invalid ones included."""
+        """Return the token rows of all samples, `T`, invalid ones included."""
         return self.experts_TLK.shape[0]
 
     @property
     def num_layers(self) -> int:
-        """MoE layers, `L`."""
+        """Return the number of MoE layers, `L`."""
         return self.experts_TLK.shape[1]
 
     @property
     def top_k(self) -> int:
-        """Choices per token, `K`."""
+        """Return the choices per token, `K`."""
         return self.experts_TLK.shape[2]
 
     @property
     def rows_per_sample(self) -> Int[ndarray, " S"]:
-        """Token rows of each sample, `[S]`."""
+        """Return the token rows of each sample, `[S]`."""
         return np.diff(self.offsets)
 
     def sample_rows(self, sample: int) -> slice:

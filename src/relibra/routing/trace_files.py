@@ -71,12 +71,12 @@ class TraceIndex(BaseModel):
 
     @property
     def rows(self) -> int:
-        """Token rows of all shards."""
+        """Return the token rows of all shards."""
         return sum(shard.rows for shard in self.shards)
 
     @property
     def samples(self) -> int:
-        """Samples of all shards."""
+        """Return the samples of all shards."""
         return sum(shard.samples for shard in self.shards)
 
 

@@ -1,4 +1,4 @@
-"""`TraceStatistics`: the load statistics of a whole trace, computed in pieces at bounded memory.
+"""`TraceStatistics`: the load statistics of a whole trace, computed at bounded memory.
 
 `relibra trace stats` and the report page both print them. A micro-batch is a run of consecutive rows across samples;
 the last one may be shorter, and one without routed tokens is left out.
@@ -42,27 +42,27 @@ class RankSkew:
 
     @property
     def skew_mean(self) -> float:
-        """Mean over pairs, each counted once."""
+        """Return the mean over pairs, each counted once."""
         return float(self.skew_ML.mean())
 
     @property
     def skew_median(self) -> float:
-        """Median over pairs."""
+        """Return the median over pairs."""
         return float(np.median(self.skew_ML))
 
     @property
     def skew_p95(self) -> float:
-        """95th percentile over pairs."""
+        """Return the 95th percentile over pairs."""
         return float(np.percentile(self.skew_ML, 95))
 
     @property
     def skew_max(self) -> float:
-        """Worst pair."""
+        """Return the skew of the worst pair."""
         return float(self.skew_ML.max())
 
     @property
     def skew_weighted(self) -> float:
-        """Sum over pairs of the busiest rank's load / sum of the mean loads: relative expert time, 1 if even.
+        """Return the sum over pairs of the busiest rank's load / sum of mean loads: relative expert time, 1 if even.
 
         Pairs are weighted by their tokens; without tokens the figure is 1.
         """
@@ -70,7 +70,7 @@ class RankSkew:
 
     @property
     def idle_share(self) -> float:
-        """Share of the expert time that a rank waits for the busiest one, mean over ranks."""
+        """Return the share of expert time that ranks wait for the busiest one, mean over ranks."""
         return 1.0 - 1.0 / self.skew_weighted
 
 
@@ -117,12 +117,12 @@ class TraceStatistics:
 
     @property
     def layers(self) -> int:
-        """MoE layers."""
+        """Return the number of MoE layers."""
         return self.load_LE.shape[0]
 
     @property
     def experts(self) -> int:
-        """Experts per layer."""
+        """Return the experts per layer."""
         return self.load_LE.shape[1]
 
     def figures(self) -> dict[str, object]:
@@ -326,7 +326,7 @@ class _MicroBatchSums:
 
     @property
     def fluctuation_L(self) -> ndarray:
-        """As `statistics.fluctuation`, from differences to the mean shares, which keeps small variances exact."""
+        """Return `statistics.fluctuation`, from differences to the mean shares, which keeps small variances exact."""
         mean_LE = self.off_LE / max(1, self.micro_batches)
         variance_LE = self.off_square_LE / max(1, self.micro_batches) - mean_LE**2
         return np.sqrt(np.maximum(0.0, variance_LE)).sum(axis=-1)

@@ -1,9 +1,9 @@
-"""Clusters nobody has at hand: training steps and RL iterations as events, from a plan, a model and a machine.
+"""Simulated training steps and RL iterations on clusters of any size, from a plan, a model and a machine.
 
 model_shape, ModelShape       sizes of a model; `model_shape_from_config` reads a config.json, `cut_model` keeps a part
 simulate_step                 one training step under a plan; `simulate_groups`: of many expert-parallel groups
 Execution, ParallelLayout     pipeline stages, mini-batches, overlap; how ranks are numbered
-simulated_timeline            its events, as the executor records them; `diff_timelines` holds two side by side
+simulated_timeline            its events, as the executor records them; `diff_timelines` compares two
 memory_use, advice            does it fit, and what limits it; `overlap_ratio` needs no simulation
 simulate_rollout, rl_iteration, speedup   the stages around a training step (docs/simulation.md)
 """

@@ -39,7 +39,7 @@ def rows_and_scores(
 
 
 def handover_seconds(model: ModelShape, cluster: Cluster, rows_MR: Float64[ndarray, "M R"]) -> Float64[ndarray, " M"]:
-    """Time what a pipeline stage hands to the next: hidden states of the busiest rank's tokens, over the network."""
+    """Return the seconds of sending hidden states to the next stage: the busiest rank's tokens, over the network."""
     num_bytes_M = rows_MR.max(axis=1, initial=0.0) * model.expert.row_bytes
     return np.maximum(cluster.inter_send.seconds(num_bytes_M), cluster.inter_receive.seconds(num_bytes_M))
 
@@ -47,7 +47,7 @@ def handover_seconds(model: ModelShape, cluster: Cluster, rows_MR: Float64[ndarr
 def owned_parameters(
     model: ModelShape, layout: ParallelLayout, num_layers: int, *, first: bool, last: bool
 ) -> tuple[int, int]:
-    """Count the weights of a rank of one stage: outside of routed experts (on every rank of it), and of its experts.
+    """Return the weights of a rank of one stage: outside of routed experts (equal on all its ranks), and its experts.
 
     num_layers    with experts, of the stage
     first, last   whether it holds dense layers and the input embedding; the output matrix
@@ -59,7 +59,7 @@ def owned_parameters(
 
 
 def gradient_reduction_seconds(cluster: Cluster, layout: ParallelLayout, shared: int, experts: int) -> float:
-    """Time the sum of gradients over the ranks that hold the same weights, fp32: rings or trees, what takes less.
+    """Return the seconds of the fp32 gradient all-reduce over ranks with equal weights: rings or trees, the faster one.
 
     A ring of n sends 2 (n - 1) / n x bytes in 2 (n - 1) messages, a double binary tree 2 x bytes in 2 log2(n)
     (NCCL has both). Shared weights are on all ranks of a stage: they go through the ranks of a node and through the
@@ -70,17 +70,17 @@ def gradient_reduction_seconds(cluster: Cluster, layout: ParallelLayout, shared:
     """
     G, nodes = cluster.ranks_per_node, cluster.num_nodes * layout.data_parallel
 
-    def summed(link: Link, n: int, num_bytes: float) -> float:
+    def all_reduce(link: Link, n: int, num_bytes: float) -> float:
         ring = link.seconds(2 * (n - 1) / n * num_bytes, 2 * (n - 1))
         tree = link.seconds(2 * num_bytes, 2 * (n - 1).bit_length())
         return float(min(ring, tree)) if n > 1 else 0.0
 
-    of_shared = max(summed(cluster.intra, G, 4.0 * shared), summed(cluster.inter_send, nodes, 4.0 * shared / G))
-    return of_shared + summed(cluster.inter_send, layout.data_parallel, 4.0 * experts)
+    of_shared = max(all_reduce(cluster.intra, G, 4.0 * shared), all_reduce(cluster.inter_send, nodes, 4.0 * shared / G))
+    return of_shared + all_reduce(cluster.inter_send, layout.data_parallel, 4.0 * experts)
 
 
 def optimizer_seconds(cluster: Cluster, layout: ParallelLayout, shared: int, experts: int) -> float:
-    """Time AdamW over the rank's share of the weights it holds together with others: 30 bytes each, bound by memory.
+    """Return the seconds of AdamW over the rank's shard of its weights: 30 bytes per weight, bound by memory.
 
     raises    ClusterError when the machine's memory bandwidth is not known
     """
@@ -95,14 +95,14 @@ def memory_bandwidth(cluster: Cluster) -> float:
     """
     if not cluster.memory_bytes_per_second:
         raise ClusterError(
-            f"cluster {cluster.name!r} does not say memory_bytes_per_second, which the optimizer and decoding are "
-            "bound by: add it to the cluster file"
+            f"cluster {cluster.name!r} has no memory_bytes_per_second, which limits the optimizer and decoding: "
+            "add it to the cluster file"
         )
     return cluster.memory_bytes_per_second
 
 
 def weight_sync_seconds(model: ModelShape, cluster: Cluster, engine_ranks: int) -> float:
-    """Time new weights on their way to rollout engines on the same machine: every engine takes the whole model once.
+    """Return the seconds of sending new weights to rollout engines on the same machine: each receives the whole model.
 
     A rank of an engine of `engine_ranks` receives 1 / engine_ranks of all weights, and sends as much on average.
     """

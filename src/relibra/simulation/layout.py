@@ -1,4 +1,4 @@
-"""`ParallelLayout`: how the ranks of a training job are cut into expert-parallel groups, pipeline stages and copies."""
+"""`ParallelLayout`: division of the ranks of a training job into expert-parallel groups, stages and copies."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class ParallelLayout:
     """R ranks share the experts of a layer; stages share the layers; groups hold the same experts (EDP).
 
     Rank numbers of the whole job: (stage x data_parallel + group) x R + rank of the expert-parallel group. Each group
-    and stage is on nodes of its own: a cluster describes those of one group and not who else is on them.
+    and stage is on nodes of its own; a cluster describes the nodes of one group.
 
     expert_parallel   R, ranks of one expert-parallel group; attention runs data-parallel on the same ranks
     pipeline_stages   consecutive parts of the layers, each on ranks of its own, run one forward one backward (1F1B)
     data_parallel     Q, expert-parallel groups of a stage; each runs its own micro-batches, gradients are summed
-    raises            ConfigError for numbers that no job has
+    raises            ConfigError for numbers below 1 or too many ranks
     """
 
     expert_parallel: int
@@ -27,7 +27,7 @@ class ParallelLayout:
     data_parallel: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse what no job has."""
+        """Raise ConfigError for numbers below 1 or too many ranks."""
         for name in ("expert_parallel", "pipeline_stages", "data_parallel"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -36,12 +36,12 @@ class ParallelLayout:
             raise ConfigError(f"layout {self} has {self.num_ranks} ranks: at most {MAX_RANKS}")
 
     def __str__(self) -> str:
-        """Name the three numbers as the field does."""
+        """Return the three degrees, as "EP 8 x PP 1 x DP 1"."""
         return f"EP {self.expert_parallel} x PP {self.pipeline_stages} x DP {self.data_parallel}"
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the whole job."""
+        """Return the number of ranks of the whole job."""
         return self.expert_parallel * self.pipeline_stages * self.data_parallel
 
     def place(self, rank: int) -> tuple[int, int]:
@@ -53,10 +53,9 @@ class ParallelLayout:
         return rank % self.expert_parallel
 
     def check(self, cluster: Cluster, model: ModelShape) -> None:
-        """Refuse a layout that does not fit.
+        """Raise ConfigError for a layout that does not fit the cluster and the model.
 
-        cluster   of one expert-parallel group, as plans are made for
-        raises    ConfigError
+        cluster   of one expert-parallel group
         """
         R, stages = self.expert_parallel, self.pipeline_stages
         if cluster.num_ranks != R:

@@ -1,4 +1,4 @@
-"""What limits a model on a cluster: one ratio known before any simulation, and sentences about a simulated step."""
+"""Limits of a model on a cluster: the overlap ratio, known without simulation, and sentences about a simulated step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from relibra.simulation.model_shape import ModelShape
 from relibra.simulation.step.step_result import SimulatedStep
 from relibra.simulation.units import bytes_in_words, seconds_in_words
 
-_WORTH_SAYING = 0.01
-"""A part of the step that is smaller than this share is left out of the advice."""
+_SMALLEST_SHARE = 0.01
+"""Parts of the step below this share are left out of the advice."""
 
 
 def overlap_ratio(expert: ExpertShape, bytes_per_second: float, peak_flops_per_second: float) -> float:
@@ -46,7 +46,7 @@ def sustained_overlap_ratios(cluster: Cluster, expert: ExpertShape) -> dict[str,
 
 
 def advice(step: SimulatedStep, cluster: Cluster, model: ModelShape, memory: MemoryUse | None = None) -> list[str]:
-    """Say what limits the step, with numbers: the ratio of work to traffic, then its parts, the largest first.
+    """Return sentences about what limits the step: the ratio of work to traffic, then its parts, the largest first.
 
     cluster   of one expert-parallel group
     memory    of `memory_use`: a sentence about what does not fit
@@ -54,12 +54,12 @@ def advice(step: SimulatedStep, cluster: Cluster, model: ModelShape, memory: Mem
     found = []
     for name, seconds, sentence in _parts(step):
         share = seconds / step.seconds if step.seconds else 0.0
-        if share >= _WORTH_SAYING:
+        if share >= _SMALLEST_SHARE:
             found.append((-seconds, name, f"{sentence} ({share:.0%} of {seconds_in_words(step.seconds)})."))
     sentences = [_of_overlap(step, cluster, model), *(sentence for _, _, sentence in sorted(found))]
     if memory is not None:
         gain = memory.activations_static - memory.parts["activations"]
-        if memory.activations_static and gain / memory.activations_static >= _WORTH_SAYING:
+        if memory.activations_static and gain / memory.activations_static >= _SMALLEST_SHARE:
             slots = memory.parts["slots"]
             price = f"; spare slots take {bytes_in_words(slots)}" if slots else ""
             sentences.append(
@@ -78,14 +78,14 @@ def _parts(step: SimulatedStep) -> list[tuple[str, float, str]]:
         lost = step.straggler_seconds(name)
         even = terms[name] - lost
         found.append(
-            (f"even {name}", even, f"Work: {what} take {seconds_in_words(even)} even if all ranks had equally much")
+            (f"even {name}", even, f"Work: {what} take {seconds_in_words(even)} even with equal load on all ranks")
         )
-        tail = "more even experts save it" if name == "compute" else "placing or packing samples saves it"
+        tail = "more even expert load reduces it" if name == "compute" else "placing or packing samples reduces it"
         found.append(
             (
                 f"uneven {name}",
                 lost,
-                f"Straggler: {seconds_in_words(lost)} of {what} are waits for the busiest rank; {tail}",
+                f"Straggler: {seconds_in_words(lost)} of {what} are waiting for the busiest rank; {tail}",
             )
         )
     exchange = terms["exchange"] + terms["gates"]
@@ -95,13 +95,13 @@ def _parts(step: SimulatedStep) -> list[tuple[str, float, str]]:
             "exchange",
             exchange,
             f"Traffic: rows between ranks take {seconds_in_words(exchange)}; experts that are picked together on one "
-            "rank save it",
+            "rank reduce it",
         ),
         (
             "copies",
             terms["copies"],
-            f"Copies: {seconds_in_words(terms['copies'])} of experts on their way are in the open, {hidden} hidden; "
-            "fewer replicas save it",
+            f"Copies: {seconds_in_words(terms['copies'])} of expert copies are exposed, {hidden} hidden; "
+            "fewer replicas reduce it",
         ),
         (
             "pipeline",
@@ -111,21 +111,21 @@ def _parts(step: SimulatedStep) -> list[tuple[str, float, str]]:
         (
             "gradients",
             terms["gradients"],
-            f"Gradients: their sums over ranks take {seconds_in_words(terms['gradients'])} in the open",
+            f"Gradients: their sums over ranks take {seconds_in_words(terms['gradients'])}, exposed",
         ),
         ("optimizer", terms["optimizer"], f"Optimizer: {seconds_in_words(terms['optimizer'])}"),
         (
             "relocation",
             terms["relocation"],
-            f"Relocation: experts change homes for {seconds_in_words(terms['relocation'])}, paid once; later steps "
-            "pay for what changes from then on",
+            f"Relocation: experts change homes for {seconds_in_words(terms['relocation'])}, once; later steps "
+            "move only what changes",
         ),
     ]
     return found
 
 
 def _of_overlap(step: SimulatedStep, cluster: Cluster, model: ModelShape) -> str:
-    """Say the ratio at peak flops, as it is defined, and at those that GEMMs sustain; the verdict is the step's own."""
+    """Return the sentence about the ratio at peak flops (its definition) and sustained flops, and simulated seconds."""
     ratios = overlap_ratios(cluster, model.expert)
     peak = " and ".join(f"{ratio:.2f} {where}" for where, ratio in ratios.items())
     sustained = " and ".join(f"{ratio:.2f}" for ratio in sustained_overlap_ratios(cluster, model.expert).values())

@@ -1,7 +1,7 @@
-"""Device memory of a training step: what the busiest rank holds, and what it would hold without balancing.
+"""Device memory of a training step: bytes of the fullest rank, and its activations without balancing.
 
 A model of bytes, not of an allocator: logits, workspaces, communication buffers and fragmentation are left out, so
-leave a tenth or so free.
+leave about a tenth free.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from relibra.simulation.step.group_run import Execution
 from relibra.simulation.units import bytes_in_words
 
 _STATE_BYTES = 12
-"""fp32 master and two Adam moments per parameter; each rank keeps its share of what it holds together with others."""
+"""fp32 master and two Adam moments per parameter; sharded over the ranks with equal weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +45,12 @@ class MemoryUse:
 
     @property
     def total(self) -> float:
-        """All parts."""
+        """Return the sum of all parts."""
         return sum(self.parts.values())
 
     @property
     def warning(self) -> str:
-        """One sentence if it does not fit, else ''."""
+        """Return one sentence if it does not fit, else an empty string."""
         if self.total <= self.capacity:
             return ""
         largest = max(self.parts, key=lambda name: self.parts[name])
@@ -65,7 +65,7 @@ class MemoryUse:
 def memory_use(
     plan: StepPlan, demand: ScheduledDemand, cluster: Cluster, model: ModelShape, how: Execution | None = None
 ) -> MemoryUse:
-    """Estimate the memory of a step.
+    """Return the estimated memory of the fullest stage of a step.
 
     Weights outside of routed experts are whole on every rank of a stage, with gradients; optimizer state is spread over
     all ranks that hold the same weights. A stage keeps activations of as many micro-batches as are in flight: as there
@@ -92,7 +92,7 @@ def memory_use(
         own = shared / (layout.data_parallel * layout.expert_parallel) + experts / layout.data_parallel
         trained = 0 if how.forward_only else 1
         expert = model.expert
-        sets = (num_layers if plan.resident else 1) if plan.num_copies else 0  # without replicas nobody needs slots
+        sets = (num_layers if plan.resident else 1) if plan.num_copies else 0  # no replicas, no slots
         parts = {
             "weights": float((shared + experts) * expert.bytes_per_value),
             "gradients": trained * 4.0 * (shared + experts),

@@ -26,7 +26,7 @@ class LatentAttention:
     rope_dim     width of the part of a key with positions, one for all heads; a cache holds it too
     nope_dim     width per head of the part of a key without positions
     value_dim    width of a value per head
-    raises       ConfigError for sizes that no model has
+    raises       ConfigError for sizes out of range
     """
 
     query_rank: int
@@ -36,7 +36,7 @@ class LatentAttention:
     value_dim: int
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no model has."""
+        """Raise ConfigError for sizes out of range."""
         _check_sizes(self, "latent attention", {"query_rank"})
 
 
@@ -46,12 +46,12 @@ class ModelShape:
 
     query_heads, kv_heads, head_dim    grouped-query attention; with `latent` only query_heads counts
     experts, top_k, expert             routed experts of a layer, choices per token, size of one
-    shared_width                       width of what every token runs through beside its choices; 0: nothing
+    shared_width                       width of the shared experts; 0: none
     dense_width                        width of the gated feed-forward of a dense layer
     tied_embeddings                    the output matrix is the input embedding
-    window, windowed_layers            attention reaches back that many tokens in so many layers; 0: everywhere all
+    window, windowed_layers            sliding window in tokens, and the layers that have it; 0: full attention
     part_of                            layers of the model that this is a part of (`cut_model`); 0: it is whole
-    raises                             ConfigError for sizes that no model has
+    raises                             ConfigError for sizes out of range or that contradict each other
     """
 
     name: str
@@ -74,7 +74,7 @@ class ModelShape:
     latent: LatentAttention | None = None
 
     def __post_init__(self) -> None:
-        """Refuse shapes that no model has."""
+        """Raise ConfigError for sizes out of range or that contradict each other."""
         may_be_0 = {"dense_layers", "dense_width", "shared_width", "window", "windowed_layers", "part_of"}
         _check_sizes(self, f"model {self.name!r}", may_be_0)
         if self.top_k > self.experts:
@@ -94,17 +94,17 @@ class ModelShape:
 
     @property
     def layers(self) -> int:
-        """Decoder layers, dense and with experts."""
+        """Return the number of decoder layers, dense and with experts."""
         return self.dense_layers + self.moe_layers
 
     @property
     def part_in_words(self) -> str:
-        """Say which part of a model this is, '' where it is whole."""
+        """Return which part of a model this is; an empty string for a whole model."""
         return f"{self.layers} of {self.part_of} layers, vocabulary in proportion" if self.part_of else ""
 
     @property
     def attention_parameters(self) -> int:
-        """Weights of the attention of one layer: projections, without norms and biases."""
+        """Return the weights of the attention of one layer: projections, without norms and biases."""
         H, heads = self.hidden, self.query_heads
         if self.latent is None:
             return 2 * H * self.head_dim * (heads + self.kv_heads)
@@ -115,45 +115,45 @@ class ModelShape:
 
     @property
     def always_parameters(self) -> int:
-        """Weights of an expert layer that every token meets: attention, router, shared experts."""
+        """Return the weights of an expert layer that every token uses: attention, router, shared experts."""
         return self.attention_parameters + self.hidden * self.experts + 3 * self.hidden * self.shared_width
 
     @property
     def dense_layer_parameters(self) -> int:
-        """Weights of a layer without experts."""
+        """Return the weights of a layer without experts."""
         return self.attention_parameters + 3 * self.hidden * self.dense_width
 
     @property
     def head_parameters(self) -> int:
-        """Weights of the output matrix."""
+        """Return the weights of the output matrix."""
         return self.hidden * self.vocabulary
 
     @property
     def routed_parameters(self) -> int:
-        """Weights of all routed experts."""
+        """Return the weights of all routed experts."""
         return self.moe_layers * self.experts * self.expert.parameters
 
     @property
     def shared_parameters(self) -> int:
-        """Weights outside of routed experts: what expert parallelism does not spread."""
+        """Return the weights outside of routed experts, which expert parallelism does not shard."""
         embeddings = self.head_parameters * (1 if self.tied_embeddings else 2)
         return self.moe_layers * self.always_parameters + self.dense_layers * self.dense_layer_parameters + embeddings
 
     @property
     def parameters(self) -> int:
-        """All weights; norms, biases and heads for several tokens are left out (under 1 %)."""
+        """Return all weights; norms, biases and heads for several tokens are left out (under 1 %)."""
         return self.routed_parameters + self.shared_parameters
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one token is multiplied with: its choices instead of all experts, and no input embedding."""
+        """Return the weights that a token is multiplied with: its choices of the experts, no input embedding."""
         chosen = self.moe_layers * self.top_k * self.expert.parameters
         always = self.moe_layers * self.always_parameters + self.dense_layers * self.dense_layer_parameters
         return chosen + always + self.head_parameters
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token over all layers; a window does not make it smaller."""
+        """Return the bytes of keys and values of one token over all layers; a window does not make it smaller."""
         one = self.latent
         values = 2 * self.kv_heads * self.head_dim if one is None else one.kv_rank + one.rope_dim
         return self.layers * values * self.expert.bytes_per_value
@@ -231,7 +231,7 @@ def model_shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelS
     raises    ConfigError when a size is missing or not one, or the model has no experts
     """
     name = name or str(config.get("model_type", "model"))
-    if isinstance(config.get("text_config"), Mapping):  # of a model that also sees or hears
+    if isinstance(config.get("text_config"), Mapping):  # of a multimodal model
         config = config["text_config"]
 
     def size(*keys: str, default: int | None = None) -> int:
@@ -295,7 +295,7 @@ def _latent(size: Any) -> LatentAttention:
 def _preset(
     name: str, layers: int, heads: tuple[int, int, int], choices: tuple[int, int], vocabulary: int, **more: Any
 ) -> ModelShape:
-    """Fill in a shape: layers with experts; heads (query, key, width); (experts, top k)."""
+    """Return a shape: layers with experts; heads (query, key, width); (experts, top k)."""
     return ModelShape(
         name=name,
         moe_layers=layers,

@@ -1,4 +1,4 @@
-"""One RL iteration: rollout, reward, recompute, update, relocation and weight sync, and what a faster stage buys."""
+"""One RL iteration: rollout, reward, recompute, update, relocation and weight sync, and the gain of a faster stage."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Engines:
     slots: int
 
     def __post_init__(self) -> None:
-        """Refuse what decodes nothing."""
+        """Raise ConfigError for numbers below 1."""
         for name in ("num_engines", "ranks", "slots"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"engines have {name} {getattr(self, name)}: it must be at least 1")
@@ -65,14 +65,14 @@ class Rollout:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Return decode, prefill and tokens fed again together."""
         return self.decode + self.prefill + self.fed_again
 
 
 def simulate_rollout(
     lengths_S: Int[ndarray, " S"], prompt_tokens: float, engines: Engines, model: ModelShape, cluster: Cluster
 ) -> Rollout:
-    """Decode responses of known lengths to their end; response s goes to engine s modulo the number of engines.
+    """Return the rollout of responses of known lengths; response s goes to engine s modulo the number of engines.
 
     prompt_tokens   mean length of a prompt
     cluster         whose ranks the engines run on
@@ -104,10 +104,10 @@ def simulate_windowed_rollout(
     *,
     rng: Generator,
 ) -> Rollout:
-    """Decode at most `window` tokens of each response (T-PPO): the mean of some iterations after the first ones.
+    """Return a rollout of at most `window` tokens per response (T-PPO): the mean of several iterations after a burn-in.
 
-    Slots stay full: a response that ends makes room for a new one in the next iteration, one that is cut goes on there
-    after its earlier tokens were fed in again.
+    Slots stay full: in the next iteration a new response replaces one that ended, and one that was cut continues after
+    its earlier tokens are prefilled again.
 
     draw    lengths of whole responses
     """
@@ -135,7 +135,7 @@ def simulate_windowed_rollout(
 
 
 def _mean_context(lengths_S: Int[ndarray, " S"]) -> float:
-    """Return how many tokens of its own a decoding response has behind it, mean over all decoded tokens."""
+    """Return the position of a decoded token in its response, mean over all decoded tokens."""
     total = float(lengths_S.sum())
     return float((lengths_S.astype(np.float64) ** 2).sum()) / (2 * total) if total else 0.0
 
@@ -148,7 +148,7 @@ class RlIteration:
 
     @property
     def seconds(self) -> float:
-        """Seconds from rollout to rollout."""
+        """Return the seconds of all stages."""
         return sum(self.stages.values())
 
     def share(self, stage: str) -> float:
@@ -156,7 +156,7 @@ class RlIteration:
         return self.stages[stage] / self.seconds if self.seconds else 0.0
 
     def figures(self) -> dict[str, object]:
-        """Return what a table or a JSON file shows."""
+        """Return the figures of a table or a JSON file."""
         return {
             "label": "simulated",
             "seconds": self.seconds,
@@ -175,7 +175,7 @@ def rl_iteration(
     recompute: SimulatedStep | None = None,
     reward_seconds: float = 0.0,
 ) -> RlIteration:
-    """Put the stages of an iteration together; planning is hidden behind reward and the first micro-batches.
+    """Return the iteration of these stages; planning is hidden behind reward and the first micro-batches.
 
     update       with `Execution(mini_batches=...)`; its relocation is the iteration's
     recompute    with `Execution(forward_only=True)`; replicas and schedule of its own, homes of the update's plan: they
@@ -197,7 +197,7 @@ def rl_iteration(
 
 @dataclass(frozen=True, kw_only=True)
 class Speedup:
-    """What one iteration gains over another: stage by stage, training stages together, and end to end.
+    """Gain of one iteration over another: stage by stage, training stages together, and end to end.
 
     stages          seconds before / after of each stage that both have
     training        recompute, relocation and update together
@@ -211,7 +211,7 @@ class Speedup:
     rollout_share: float
 
     def __str__(self) -> str:
-        """Say it in one sentence."""
+        """Return one sentence."""
         return (
             f"training {self.training:.2f}x, end to end {self.end_to_end:.2f}x with a rollout share of "
             f"{self.rollout_share:.0%}"
@@ -219,7 +219,7 @@ class Speedup:
 
 
 def speedup(before: RlIteration, after: RlIteration) -> Speedup:
-    """Hold two iterations against each other; stage and end-to-end figures are never the same claim."""
+    """Return the speed-up from one iteration to another."""
     training = ("recompute", "relocation", "update")
     seconds = [sum(one.stages[name] for name in training) for one in (before, after)]
     return Speedup(
@@ -231,7 +231,7 @@ def speedup(before: RlIteration, after: RlIteration) -> Speedup:
 
 
 def end_to_end_speedup(stage_speedup: float, other_share: float) -> float:
-    """Return what a speed-up of all but `other_share` of the time makes of the whole (Amdahl).
+    """Return the end-to-end speed-up when all but `other_share` of the time gets faster (Amdahl).
 
     >>> round(end_to_end_speedup(1.8, 0.3), 2)
     1.45
@@ -240,7 +240,7 @@ def end_to_end_speedup(stage_speedup: float, other_share: float) -> float:
 
 
 def needed_stage_speedup(end_to_end: float, other_share: float) -> float:
-    """Return how much faster the rest must get for a speed-up of the whole; infinite where nothing is enough.
+    """Return the stage speed-up needed for an end-to-end one (Amdahl); infinite where none is enough.
 
     >>> [round(needed_stage_speedup(1.45, share), 1) for share in (0.2, 0.3, 0.4, 0.5, 0.6)]
     [1.6, 1.8, 2.1, 2.6, 4.5]

@@ -1,6 +1,6 @@
 """Rollout without an engine: responses of known or drawn lengths decode in slots, whole or in windows.
 
-A decode step costs `fixed + per_active x responses under way`: weights are read once for all, keys and values for each.
+A decode step costs `fixed + per_active x active responses`: weights are read once for all, keys and values for each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from relibra.simulation.cost_model import memory_bandwidth
 from relibra.simulation.model_shape import ModelShape
 
 Draw = Callable[[int, Generator], Int64[ndarray, " S"]]
-"""Draws so many lengths."""
+"""Draws a number of lengths."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class LengthDistribution:
     longest: int
 
     def __post_init__(self) -> None:
-        """Refuse what draws no lengths."""
+        """Raise ConfigError for values out of range."""
         if not (self.median > 0 and self.sigma >= 0 and self.longest >= 1):
             raise ConfigError(
                 f"lengths of median {self.median}, sigma {self.sigma} and at most {self.longest}: the median is above "
@@ -43,28 +43,28 @@ class LengthDistribution:
             )
 
     def draw(self, number: int, rng: Generator) -> Int64[ndarray, " S"]:
-        """Draw lengths."""
+        """Return `number` lengths."""
         lengths = np.rint(rng.lognormal(np.log(self.median), self.sigma, number))
         return np.clip(lengths, 1, self.longest).astype(np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeCost:
-    """Seconds of one decode step of an engine: `fixed + per_active x responses under way`."""
+    """Seconds of one decode step of an engine: `fixed + per_active x active responses`."""
 
     fixed: float
     per_active: float
 
     def seconds(self, decode_steps: int, tokens: int) -> float:
-        """Return the seconds of many steps in which so many tokens were decoded in all."""
+        """Return the seconds of decode steps that decode `tokens` tokens together."""
         return self.fixed * decode_steps + self.per_active * tokens
 
 
 def decode_cost(model: ModelShape, cluster: Cluster, engine_ranks: int, context: float) -> DecodeCost:
-    """Model an engine that is bound by its memory.
+    """Return the decode cost of an engine that is bound by its memory bandwidth.
 
-    fixed        all weights of the rank are read (with many responses every expert is chosen by somebody), and two
-                 exchanges per layer start: their latencies
+    fixed        all weights of the rank are read (many responses use every expert), and the latencies of
+                 two exchanges per layer
     per_active   keys and values of the context are read, and 2 flops per active weight are computed
 
     engine_ranks   ranks that share one copy of the model
@@ -81,7 +81,7 @@ def decode_cost(model: ModelShape, cluster: Cluster, engine_ranks: int, context:
 
 
 def prefill_seconds(model: ModelShape, cluster: Cluster, engine_ranks: int, tokens_S: Int[ndarray, " S"]) -> float:
-    """Time sequences that are fed in whole: 2 flops per active weight and token, and their attention scores."""
+    """Return the seconds of prefilling sequences: 2 flops per active weight and token, and their attention scores."""
     flops = 2.0 * (model.active_parameters - model.head_parameters) * float(tokens_S.sum())
     flops += model.layers * float(model.score_flops(tokens_S).sum())
     return flops / engine_ranks / cluster.flops_per_second
@@ -102,7 +102,7 @@ class Decoded:
 
     @property
     def idle(self) -> float:
-        """Share of slots x decode steps without a response."""
+        """Return the share of slots x decode steps without a response."""
         return 1 - self.tokens / (self.slots * self.decode_steps) if self.decode_steps else 0.0
 
 
@@ -137,11 +137,11 @@ class WindowTotals:
     slots: int
 
     def idle(self, slots: int) -> float:
-        """Share of `slots` x decode steps without a response."""
+        """Return the share of `slots` x decode steps without a response."""
         return 1 - self.tokens / (slots * self.decode_steps)
 
     def tokens_per_time(self, cost_per_response: float) -> float:
-        """Return the rate if a decode step costs 1 + cost x responses under way; summed up, those are the tokens."""
+        """Return tokens per time if a decode step costs 1 + cost x active responses, summed up: the tokens."""
         return self.tokens / (self.decode_steps + cost_per_response * self.tokens)
 
 

@@ -1,10 +1,10 @@
-"""Durations and sizes as a reader wants them: three digits and a unit that fits, from toy models to clusters."""
+"""Durations and sizes as text: up to three digits and a unit that fits."""
 
 from __future__ import annotations
 
 
 def seconds_in_words(seconds: float) -> str:
-    """Write a duration.
+    """Return a duration as text.
 
     >>> seconds_in_words(0.01234), seconds_in_words(2.5), seconds_in_words(0.0)
     ('12.3 ms', '2.5 s', '0 s')
@@ -15,7 +15,7 @@ def seconds_in_words(seconds: float) -> str:
 
 
 def bytes_in_words(size: int | float) -> str:
-    """Write a size.
+    """Return a size as text.
 
     >>> bytes_in_words(80e9), bytes_in_words(1_234_567), bytes_in_words(900)
     ('80.0 GB', '1.2 MB', '0.9 kB')

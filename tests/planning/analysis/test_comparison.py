@@ -148,10 +148,11 @@ def test_an_invalid_plan_has_no_figures(demand):
     assert row.message
 
 
-def test_kernels_are_compiled_on_one_layer_without_a_deadline(demand, monkeypatch):
+def test_kernels_are_compiled_on_two_layers_without_a_deadline(demand, monkeypatch):
     asked = []
 
     def spy(part, cluster, budget, *_, previous, history_MLE, **__):
+        assert not part.load_MLE[:, 0].flags.c_contiguous  # as in the whole step: kernels are compiled per layout
         asked.append((part.counts_SLE.shape, budget.deadline_seconds, len(previous.layer_ids), history_MLE.shape))
         raise PlanError("the whole step will say it again")
 
@@ -160,7 +161,7 @@ def test_kernels_are_compiled_on_one_layer_without_a_deadline(demand, monkeypatc
     budget = replace(BUDGET, deadline_seconds=0.1)
     options = {"expert": EXPERT, "previous": previous, "history_MLE": demand.load_MLE[:2]}
     assert compile_kernels(demand, CLUSTER, budget, "relibra", **options) >= 0
-    assert asked == [((48, 1, 8), None, 1, (2, 1, 8))]
+    assert asked == [((48, 2, 8), None, 2, (2, 2, 8))]
 
 
 def test_levers_that_are_not_used_change_nothing(demand):

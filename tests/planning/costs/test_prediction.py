@@ -165,7 +165,7 @@ def test_pairs_of_disjoint_choices_change_nothing():
 
 def test_what_does_not_fit_is_refused():
     plan, demand = two_nodes()
-    with pytest.raises(PlanError, match="a plan for 2 x 2 ranks meets cluster 'h100x8' of 1 x 8"):
+    with pytest.raises(PlanError, match="a plan for 2 x 2 ranks does not fit cluster 'h100x8' of 1 x 8"):
         predict(plan, demand, cluster_preset("h100x8"), EXPERT)
-    with pytest.raises(PlanError, match=r"\(1, 1, 1, 4, 4\) meets a demand of \(2, 2, 1, 4, 4\)"):
+    with pytest.raises(PlanError, match=r"\(1, 1, 1, 4, 4\) does not fit a demand of \(2, 2, 1, 4, 4\)"):
         predict(plan, two_nodes(micro_batches=2)[1], cluster_for(plan), EXPERT)

@@ -55,6 +55,17 @@ class Workload:
         tokens = load_MLE[:, 0].sum() / (self.demand.top_k or 1)
         return float(tokens / max(1, len(load_MLE)) / self.machine.num_ranks)
 
+    def missing_history(self, balancer: str) -> str:
+        """Return which loads a balancer lacks in this workload, and the option for them; else an empty string."""
+        from relibra.planning.registry import BALANCERS
+
+        if self.history_MLE is not None or balancer not in BALANCERS or BALANCERS[balancer].sees != "history":
+            return ""
+        return (
+            f"{balancer} plans from loads of earlier micro-batches and has none, so it plans from even loads: "
+            "--take second-half gives it the first half"
+        )
+
 
 def open_workload(recording: Recording, request: WorkloadRequest) -> Workload:
     """Read a trace, fit the machine to it, and cut the trace into micro-batches.

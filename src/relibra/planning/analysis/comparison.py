@@ -163,20 +163,20 @@ def compile_kernels(
     previous: Homes | None = None,
     history_MLE: Int[ndarray, "H L E"] | None = None,
 ) -> float:
-    """Plan the first layer to compile the kernels before planning is timed; return the seconds.
+    """Plan the first two layers to compile the kernels before planning is timed; return the seconds.
 
     Errors of the request are ignored here: the plan of the whole step raises them.
     """
     start = time.perf_counter()
     with suppress(PlanError):
         plan_step(
-            first_layer(demand),
+            first_layers(demand, 2),
             cluster,
             replace(budget, deadline_seconds=None),
             balancer,
             expert=expert,
-            previous=None if previous is None else previous.of_layers(np.arange(1)),
-            history_MLE=None if history_MLE is None else history_MLE[:, :1].copy(),
+            previous=None if previous is None else previous.of_layers(np.arange(len(demand.layer_ids))[:2]),
+            history_MLE=None if history_MLE is None else history_MLE[:, :2].copy(),
         )
     return time.perf_counter() - start
 
@@ -229,12 +229,15 @@ def describe_scopes(rows: Iterable[ComparisonRow]) -> str:
     return "; ".join(f"{words[scope]}: {', '.join(names)}" for scope, names in scopes.items() if names)
 
 
-def first_layer(demand: ScheduledDemand) -> ScheduledDemand:
-    """Return the demand of the first layer, in contiguous arrays: kernels are compiled per memory layout."""
+def first_layers(demand: ScheduledDemand, number: int) -> ScheduledDemand:
+    """Return the demand of the first layers, in contiguous arrays.
+
+    Kernels are compiled per memory layout, and a slice of one layer of one is contiguous: use two to compile them.
+    """
     return replace(
         demand,
-        counts_SLE=demand.counts_SLE[:, :1].copy(),
-        layer_ids=demand.layer_ids[:1],
-        tokens_MLRE=demand.tokens_MLRE[:, :1].copy(),
-        pairs_LEE=None if demand.pairs_LEE is None else demand.pairs_LEE[:1].copy(),
+        counts_SLE=demand.counts_SLE[:, :number].copy(),
+        layer_ids=demand.layer_ids[:number],
+        tokens_MLRE=demand.tokens_MLRE[:, :number].copy(),
+        pairs_LEE=None if demand.pairs_LEE is None else demand.pairs_LEE[:number].copy(),
     )

@@ -34,9 +34,9 @@ def even_placement(load_TE: Shaped[ndarray, "T E"], num_ranks: int, per_rank: in
     if T > MAX_TIMES:
         load_TE = np.add.reduceat(load_TE, np.arange(0, T, -(-T // MAX_TIMES)), axis=0)
     total_E = load_TE.sum(axis=0)
-    ours_RP = _longest_first(total_E, _count_copies(total_E, num_ranks * per_rank, num_ranks), num_ranks, per_rank)
+    dealt_RP = _longest_first(total_E, _count_copies(total_E, num_ranks * per_rank, num_ranks), num_ranks, per_rank)
     eplb_RP = eplb_placement(total_E, num_ranks * per_rank, 1, 1, num_ranks)[0].reshape(num_ranks, per_rank)
-    starts = [ours_RP, eplb_RP.copy()]
+    starts = [dealt_RP, eplb_RP.copy()]
     for start_RP in starts:
         share_TE = load_TE / np.bincount(start_RP.ravel(), minlength=E)
         load_TR = share_TE[:, start_RP].sum(axis=2)

@@ -3,8 +3,9 @@
 Looks at loads over time. Here that is the micro-batches of the step (at most 64 sums of them), which makes it the
 strongest planner without per-micro-batch weight movement; tokens are shared evenly by the copies. An expert counts as
 its mean + z x standard deviation, and a rank as those of its experts together, so that experts busy at the same time
-part. Different from the original: every step is planned; an expert gets at most one copy per rank (the original fails
-where it wants more); and one copy of each expert is its home, E / R on every rank, which costs up to 2 % of balance.
+are parted. Different from the original: every step is planned; an expert gets at most one copy per rank (the original
+fails where it wants more); and one copy of each expert is its home, E / R on every rank, which costs up to 2 % of
+balance.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def flashlb_placement(load_TE: Int[ndarray, "T E"], num_ranks: int, slots: int) 
 
 
 def _score(x_TE: Float64[ndarray, "T E"], count_E: Int64[ndarray, " E"], placement_RP: ndarray) -> float:
-    """Mean over time of the busiest rank / the mean rank, under an even split."""
+    """Return the mean over time of the busiest rank / the mean rank, under an even split."""
     share_TE = x_TE / count_E
     load_TR = np.where(placement_RP >= 0, share_TE[:, placement_RP], 0).sum(axis=2)
     return float((load_TR.max(axis=1) / load_TR.mean(axis=1)).mean())

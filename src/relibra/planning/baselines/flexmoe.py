@@ -72,7 +72,7 @@ def grow_and_shrink(
 
 
 def _loads(placement_RP: ndarray, load_E: ndarray) -> tuple[ndarray, ndarray]:
-    """Load of each rank under an even split, and load per copy of each expert."""
+    """Return the load of each rank under an even split, and load per copy of each expert."""
     copies_RE = count_copies(placement_RP, len(load_E))
     share_E = load_E / np.maximum(1, copies_RE.sum(axis=0))
     return copies_RE @ share_E, share_E

@@ -4,7 +4,7 @@ The original shards every expert over all ranks and rebuilds whatever it needs b
 same; it plans from the counts of past iterations. Candidates for the replica counts are placed greedily and the one
 with the least communication + compute is kept; tokens go to copies on the own node, if there are any.
 Different from the original: the history has no source ranks, so sources are taken as equal; bandwidths and flops are
-those of the cluster at hand; each expert has one home, as everywhere in relibra.
+those of the given cluster; each expert has one home, as everywhere in relibra.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def greedy_placement(
 
 
 def _seconds(request: PlacementRequest, load_E: Float64[ndarray, " E"], placement_RP: Int64[ndarray, "R P"]) -> float:
-    """4 x the sum over sources of bytes / bandwidth + 3 x the busiest rank's compute, with equal sources."""
+    """Return 4 x the sum over sources of bytes / bandwidth + 3 x the busiest rank's compute, with equal sources."""
     cluster, expert = request.cluster, request.expert
     N, G = cluster.num_nodes, cluster.ranks_per_node
     copies_RE = count_copies(placement_RP, len(load_E))

@@ -71,7 +71,7 @@ def _spill(load_E, home_E, pending_R, replica_RB, quota_RB) -> None:
             _put(e, t, piece, replica_RB, quota_RB)
             assigned_R[t] += piece
             rest -= piece
-        if rest == load_E[e] - own and rest > 0:  # nobody has room: all of it to the least loaded with a slot
+        if rest == load_E[e] - own and rest > 0:  # no rank has room: all of it to the least loaded with a slot
             least = home
             for t in range(R):
                 free = t == home or replica_RB[t, B - 1] < 0

@@ -1,4 +1,4 @@
-"""After PopFetcher (ATC'25; no public code): hot experts of the next layer are fetched while other things compute.
+"""After PopFetcher (ATC'25; no public code): hot experts of the next layer are fetched during other computation.
 
 Sees history. A rank fetches a remote expert when the tokens that it expects to send there outweigh the weights, and
 computes its own tokens for that expert itself. Different from the paper: loads are predicted from past totals alone

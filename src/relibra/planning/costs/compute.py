@@ -1,4 +1,4 @@
-"""Seconds of what a rank computes: its experts, and the weights that every token meets."""
+"""Seconds that a rank computes: its experts, and the weights that every token uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Rows = TypeVar("Rows", float, ndarray)
 
 
 def dense_seconds(cluster: Cluster, rows: Rows, parameters: int, score_flops: ndarray | float = 0.0) -> Rows:
-    """Return the forward seconds of rows that all meet the same weights: attention, router, dense layers.
+    """Return the forward seconds of rows that all use the same weights: attention, router, dense layers.
 
     (2 x weights x rows + flops of attention scores) / sustained flops per second, elementwise. Norms and rotations are
     left out.
@@ -27,10 +27,10 @@ def dense_seconds(cluster: Cluster, rows: Rows, parameters: int, score_flops: nd
 
 
 def mean_attention_seconds(demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> float:
-    """Estimate the forward attention of a mean micro-batch and layer on one rank, which copies can overlap.
+    """Return estimated forward attention seconds of a mean micro-batch and layer on one rank; copies can overlap it.
 
     Counts the projections only, 4 hidden^2 weights. Scores add to them with long samples, so the estimate exposes
-    rather too many copies. 0 where the choices per token are not known.
+    too many copies rather than too few. 0 where the choices per token are not known.
     """
     if not demand.top_k or not len(demand.load_MLE):
         return 0.0
@@ -57,6 +57,6 @@ def expert_seconds(
 
     def add_up(rank_X: ndarray, rows_X: ndarray) -> Float64[ndarray, "M L R"]:
         seconds_MLR = np.bincount(rank_X, cluster.gemm_seconds(rows_X, flops), M * L * R).reshape(M, L, R)
-        return seconds_MLR.astype(np.float64, copy=False)  # bincount of nothing is int64
+        return seconds_MLR.astype(np.float64, copy=False)  # bincount of an empty array is int64
 
     return add_up(home_X, home_rows_MLE.ravel()), add_up(replica_X, rows_X)

@@ -36,7 +36,7 @@ class CopyCosts:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all copies."""
+        """Return the bytes of all copies."""
         return int(self.received_MLR.sum()) * self.bytes_each
 
 
@@ -86,7 +86,7 @@ def pushed_copies(
 def _count_copies(
     plan: Placement, copied_MLRB: Bool[ndarray, "M L R B"]
 ) -> tuple[Int64[ndarray, "2 M L R"], Int64[ndarray, "2 M L R"]]:
-    """Count copies by the rank of the home and by the rank of the replica, inside and between nodes."""
+    """Return the number of copies by the rank of the home and by the rank of the replica, inside and between nodes."""
     M, L, R, _ = copied_MLRB.shape
     m_X, layer_X, rank_X, slot_X = np.nonzero(copied_MLRB)
     home_X = plan.home_LE[layer_X, plan.replica_MLRB[m_X, layer_X, rank_X, slot_X]]

@@ -20,39 +20,39 @@ class ExpertShape:
     bytes_per_value: int = 2
 
     def __post_init__(self) -> None:
-        """Refuse shapes that no expert has."""
+        """Raise ConfigError for sizes out of range."""
         for name, value in asdict(self).items():
             if not 1 <= value <= 1 << 30:
                 raise ConfigError(f"expert {name} is {value}: it must be at least 1")
 
     @property
     def parameters(self) -> int:
-        """Weights of one expert."""
+        """Return the number of weights."""
         return self.matrices * self.hidden * self.width
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights, as they are computed with."""
+        """Return the bytes of the weights in the type of computation."""
         return self.parameters * self.bytes_per_value
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradient, fp32."""
+        """Return the bytes of the gradient, fp32."""
         return self.parameters * 4
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that move with an expert: weights, fp32 master and two Adam moments; 14 per parameter in bf16."""
+        """Return the bytes that move with an expert: weights, fp32 master, Adam moments; 14 per parameter in bf16."""
         return self.weight_bytes + self.parameters * 12
 
     @property
     def flops_per_token_slot(self) -> int:
-        """Forward flops for one token: a multiplication and an addition per weight. Backward takes twice as many."""
+        """Return the forward flops of one token: two per weight. Backward takes twice as many."""
         return 2 * self.parameters
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token's hidden state on the wire."""
+        """Return the bytes of one token's hidden state in an exchange."""
         return self.hidden * self.bytes_per_value
 
 

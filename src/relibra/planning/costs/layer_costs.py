@@ -1,4 +1,4 @@
-"""`LayerCosts`: all that a plan decides about the seconds of each (micro-batch, layer, rank).
+"""`LayerCosts`: the seconds of each (micro-batch, layer, rank) that depend on the plan.
 
 The planner's objective takes maxima over ranks and sums of these arrays, the simulator makes events of them.
 """
@@ -90,7 +90,7 @@ def check_fit(plan: Placement, demand: ScheduledDemand, cluster: Cluster) -> Non
     """Raise PlanError when plan, demand and cluster do not fit together."""
     if (plan.num_nodes, plan.ranks_per_node) != (cluster.num_nodes, cluster.ranks_per_node):
         raise PlanError(
-            f"a plan for {plan.num_nodes} x {plan.ranks_per_node} ranks meets cluster {cluster.name!r} of "
+            f"a plan for {plan.num_nodes} x {plan.ranks_per_node} ranks does not fit cluster {cluster.name!r} of "
             f"{cluster.num_nodes} x {cluster.ranks_per_node}: plan again, or use Cluster.with_ranks"
         )
     check_demand(plan, demand)
@@ -102,6 +102,6 @@ def check_demand(plan: Placement, demand: ScheduledDemand) -> None:
     found = (len(demand.counts_SLE), *demand.tokens_MLRE.shape)
     if planned != found:
         raise PlanError(
-            f"a plan for (samples, micro-batches, layers, ranks, experts) {planned} meets a demand of {found}: pass "
-            "plan.scheduled(demand)"
+            f"a plan for (samples, micro-batches, layers, ranks, experts) {planned} does not fit a "
+            f"demand of {found}: pass plan.scheduled(demand)"
         )

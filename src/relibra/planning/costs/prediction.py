@@ -1,4 +1,4 @@
-"""The objective: how long a planned step is expected to take, in seconds, term by term.
+"""The objective: the predicted seconds of a planned step, term by term.
 
     total = sum over micro-batches and layers of (busiest rank's experts + exchange + exposed copies) + relocation
 
@@ -22,7 +22,7 @@ from relibra.routing.demand import ScheduledDemand
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a plan is expected to cost in one step, summed over micro-batches and layers.
+    """Predicted cost of a plan in one step, summed over micro-batches and layers.
 
     compute, exchange, copies, relocation    seconds; `copies` counts only what attention does not hide
     cross_node_token_slots                   token-slots computed on another node than the one they come from
@@ -42,7 +42,7 @@ class Prediction:
 
     @property
     def total(self) -> float:
-        """Sum of the four terms, in seconds."""
+        """Return the sum of the four terms, in seconds."""
         return self.compute + self.exchange + self.copies + self.relocation
 
     def as_dict(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""When planning has to stop."""
+"""`Deadline`: the time limit of planning."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Deadline:
-    """When planning has to stop improving; without a limit there is always time.
+    """Time limit after which planning stops improving.
 
     seconds   from the moment this value was made; None: no limit
-    missed    somebody asked for time and there was none: the search was cut short
+    missed    time was asked for and refused: the search was cut short
     """
 
     seconds: float | None
@@ -19,12 +19,12 @@ class Deadline:
     start: float = field(default_factory=time.monotonic)
 
     def allows(self, share: float, *, estimate: float = 0.0) -> bool:
-        """Tell whether work of so many estimated seconds ends before this share of the time is spent."""
+        """Return whether work of `estimate` seconds ends before this share of the time; sets `missed` if not."""
         if self.seconds is None or self.elapsed() + estimate < share * self.seconds:
             return True
         self.missed = True
         return False
 
     def elapsed(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return time.monotonic() - self.start

@@ -23,5 +23,5 @@ def parallel_map(work: Callable[[int], T], count: int, threads: int | None) -> l
 
 
 def available_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -60,23 +60,23 @@ class ByteLedger:
 
     @property
     def data_factor_L(self) -> Float64[ndarray, " L"]:
-        """Useful / received; 1 without traffic."""
+        """Return useful / received; 1 without traffic."""
         return _ratio(self.useful_L, self.useful_L + self.duplicate_L)
 
     @property
     def routing_factor_L(self) -> Float64[ndarray, " L"]:
-        """Received / bytes sent by all ports; 1 without traffic."""
+        """Return received / bytes sent by all ports; 1 without traffic."""
         received_L = self.useful_L + self.duplicate_L
         return _ratio(received_L, received_L + self.forwarded_L)
 
     @property
     def port_factor_L(self) -> Float64[ndarray, " L"]:
-        """Bytes sent by all ports / capacity; 1 without traffic."""
+        """Return bytes sent by all ports / capacity; 1 without traffic."""
         return _ratio(self.useful_L + self.duplicate_L + self.forwarded_L, self.capacity_L)
 
     @property
     def efficiency_L(self) -> Float64[ndarray, " L"]:
-        """Useful / capacity, the product of the three factors."""
+        """Return useful / capacity, the product of the three factors."""
         return _ratio(self.useful_L, self.capacity_L)
 
     def total(self) -> ByteLedger:
@@ -134,7 +134,7 @@ def byte_ledger(
 
 
 def port_bytes_per_second(cluster: Cluster) -> float:
-    """Return what all ports of all ranks can send in a second; a single node has no network."""
+    """Return the bytes per second of all ports of all ranks; a single node has no network."""
     network = cluster.inter_send.bytes_per_second if cluster.num_nodes > 1 else 0.0
     return cluster.num_ranks * (cluster.intra.bytes_per_second + network)
 

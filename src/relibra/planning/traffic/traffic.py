@@ -73,7 +73,7 @@ def _sum_links(traffic_LRR, share_LR, ranks_per_node, rows_2L2R, slots_2L2R) -> 
 def send_once_share(
     pairs_LEE: Int[ndarray, "L E E2"], home_LE: Int[ndarray, "L E"], num_ranks: int
 ) -> Float64[ndarray, "L R"]:
-    """Bound from below the distinct tokens a rank receives, as a share of its token-slots; 1 where nothing is known.
+    """Return a lower bound of the distinct tokens a rank receives, as a share of its token-slots; 1 where it has none.
 
     For the events "token picks e", e at home on the rank, with n_e tokens each and n_ef in common, the union holds at
     least sum_e n_e^2 / sum_f n_ef tokens (de Caen 1997), out of sum_e n_e token-slots. Exact for disjoint and for equal

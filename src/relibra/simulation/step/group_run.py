@@ -1,4 +1,4 @@
-"""One expert-parallel group through one step: passes of its stages, their schedule, and what adds up over them."""
+"""One expert-parallel group through one step: passes of its stages, their schedule, and their sums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relibra.simulation.step.pipeline_schedule import BACKWARD, FORWARD, run_sch
 from relibra.simulation.step.stage_costs import StageCosts
 
 NoteOf = Callable[[int, int], Note | None]
-"""Says who takes the events of (stage, direction)."""
+"""Returns the recorder of the events of (stage, direction)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Execution:
     host_pool                with forward_only: replicas are copied out of a `parallel.HostPool`, all of them, and no
                              home sends. False, as `relibra.rl` computes log-probabilities: homes send. Passes with
                              gradients have homes send in either case
-    overlap                  copies of experts and sums of gradients run beside other work; False: everybody waits
+    overlap                  copies of experts and sums of gradients run beside other work; False: ranks wait for them
     recompute_activations    layers run forward again in the backward pass
     raises                   ConfigError
     """
@@ -42,7 +42,7 @@ class Execution:
     recompute_activations: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what nobody can run."""
+        """Raise ConfigError for numbers below 1."""
         if self.pipeline_stages < 1 or self.mini_batches < 1:
             raise ConfigError(
                 f"execution in {self.pipeline_stages} pipeline stages and {self.mini_batches} mini-batches: both are "
@@ -95,7 +95,7 @@ class GroupRun:
 
 
 def run_group(costs_D: list[StageCosts], how: Execution, note_of: NoteOf | None = None) -> GroupRun:
-    """Walk through all passes of a group and lay them out in time."""
+    """Return the passes of a group and when each starts."""
     passes_2D: list[list[PassSeconds]] = [[], []]
     for stage, costs in enumerate(costs_D):
         notes = [note_of(stage, direction) if note_of else None for direction in (FORWARD, BACKWARD)]
@@ -143,7 +143,7 @@ def _uneven(costs_D: list[StageCosts], name: str) -> tuple[float, float]:
 
 
 def mini_batches_of(costs: StageCosts, mini_batches: int) -> list[Int64[ndarray, " M"]]:
-    """Cut the micro-batches of a group into runs, the first ones longer by one where they do not divide."""
+    """Return the micro-batches of each mini-batch; the first ones have one more where they do not divide."""
     return [number_M.astype(np.int64) for number_M in np.array_split(np.arange(len(costs.attention_MR)), mini_batches)]
 
 
@@ -173,7 +173,7 @@ def _from_host(costs: StageCosts) -> Float64[ndarray, " R"]:
 
 
 def _bytes(costs: StageCosts, how: Execution, neighbours: tuple[int, int]) -> dict[str, Float64[ndarray, "2 R"]]:
-    """Add up what each rank of a stage sends and receives, [direction, rank] by kind; host memory is not in it.
+    """Return the bytes that each rank of a stage sends and receives, [direction, rank] by kind, without host memory.
 
     neighbours   stages before and after this one: 0 or 1 each
     """

@@ -7,10 +7,10 @@ does (`relibra.parallel`, docs/execution.md), in its order:
     forward    attention, dispatch (rows, gate weights), experts at home, wait push, replicas, combine
     backward   dispatch, wait push, replicas, experts at home, wait return, combine (gate weights, rows), attention
 
-Copies run beside all of this, one transfer after another. A push begins when the slots are free: at the start of the
+Copies run beside this, one transfer after another. A push begins when the slots are free: at the start of the
 pass, then when the layer with the replicas before is done with them. Between nodes a push shares links with rows, and
-rests while these travel. Gradients leave when the last rank has computed those of its replicas, and have arrived before
-rows travel again. Without overlap everybody waits for each copy: what `planning.predict` adds up.
+pauses while these travel. Gradients leave when the last rank has computed those of its replicas, and arrive before rows
+travel again. Without overlap all ranks wait for each copy, as in the sums of `planning.predict`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ STAGES = ("attention", "dispatch", "experts", "combine", "wait push", "push", "w
 """Stages of events, named as the executor names those that it records."""
 
 _ROUNDING = 1e-12
-"""Differences of clocks below this share of them are none."""
+"""Times that differ by less than this share count as equal."""
 
 Note = Callable[[str, int, ndarray, ndarray, ndarray | None, ndarray | None, str], None]
 """Takes one kind of event of all micro-batches and ranks: stage, layer id, start and end [M, R], bytes [M, R] or None,
-who has it [M, R] or None for all, label."""
+ranks that have it [M, R] or None for all, label."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PassSeconds:
-    """How long one pass takes in each micro-batch, and on what.
+    """Seconds of one pass in each micro-batch, by term and by stage.
 
     terms        TERMS: seconds on the way from its start to its end
     spent        STAGES: seconds of each rank, summed over micro-batches and layers; stages may overlap
@@ -58,7 +58,7 @@ class PassSeconds:
 
 
 def forward_pass(costs: StageCosts, *, overlap: bool = True, note: Note | None = None) -> PassSeconds:
-    """Walk from the first layer to the last."""
+    """Return the seconds of a forward pass."""
     walk = _Walk(costs, overlap, note)
     for layer in range(len(costs.layer_ids)):
         walk.attention(layer, costs.before_MR(layer))
@@ -70,7 +70,7 @@ def forward_pass(costs: StageCosts, *, overlap: bool = True, note: Note | None =
 def backward_pass(
     costs: StageCosts, *, overlap: bool = True, recompute_activations: bool = False, note: Note | None = None
 ) -> PassSeconds:
-    """Walk from the last layer to the first.
+    """Return the seconds of a backward pass.
 
     recompute_activations   each layer runs forward once more before its backward pass; replicas are pushed before that
     """
@@ -96,12 +96,12 @@ class _Transfer(NamedTuple):
 
 @dataclass(eq=False)
 class _Walk:
-    """Where the ranks are in a pass; times count from its start.
+    """Clocks of the ranks in a pass; times count from its start.
 
-    now_MR      when each rank is done with what it did last
-    met_M       when all ranks were last at the same time
+    now_MR      end of each rank's last event
+    met_M       last time at which all ranks waited for each other
     free_M      when the next push may begin
-    rows        from when to when rows were on their way, in order
+    rows        start and end of each exchange of rows, in order
     """
 
     costs: StageCosts
@@ -120,7 +120,7 @@ class _Walk:
         self.waited_R, self.copying_M = np.zeros(R), np.zeros(M)
 
     def result(self) -> PassSeconds:
-        """Close the books at the last rank's end."""
+        """Return the sums, up to the end of the last rank."""
         self._meet("attention")
         return PassSeconds(
             seconds_M=self.met_M,
@@ -131,12 +131,12 @@ class _Walk:
         )
 
     def attention(self, layer: int, seconds_MR: Float64[ndarray, "M R"]) -> None:
-        """Let each rank compute on its own; layer -1: after all layers."""
+        """Add what ranks compute without waiting; layer -1: after all layers."""
         if seconds_MR.any():
             self._work("attention", layer, seconds_MR, "" if layer >= 0 else "head")
 
     def forward_experts(self, layer: int, push: CopyCosts, *, frees_slots: bool = True) -> None:
-        """Dispatch, experts, combine."""
+        """Add dispatch, experts and combine."""
         costs, exchange = self.costs, self.costs.exchange
         self._meet("attention")
         pushed = self._begin("push", layer, push, self.free_M)
@@ -156,7 +156,7 @@ class _Walk:
             self.free_M = np.where(has_M, after_M, self.free_M)
 
     def backward_experts(self, layer: int, *, pushed: bool) -> None:
-        """Dispatch and combine of gradients, with the experts' backward between them, and gradients of replicas home.
+        """Add dispatch and combine of gradients, the experts' backward between them, and gradients of replicas home.
 
         pushed   the weights of replicas are there already
         """
@@ -191,7 +191,7 @@ class _Walk:
             self.note(stage, self._id(layer), start_MR, self.now_MR, None, busy_MR, label)
 
     def _meet(self, term: str, work_MR: Float64[ndarray, "M R"] | None = None) -> None:
-        """Find when the last rank is there; what exceeds the work of the busiest rank was a wait for copies."""
+        """Wait for the last rank; time beyond the work of the busiest rank counts as waiting for copies."""
         met_M = self.now_MR.max(axis=1)
         passed_M = met_M - self.met_M
         if work_MR is not None:
@@ -203,7 +203,7 @@ class _Walk:
         self.met_M = met_M
 
     def _exchange(self, stage: str, layer: int, seconds_ML: ndarray, rows_MLR: ndarray, term: str) -> None:
-        """Wait for the last rank, then move rows; all ranks are done together."""
+        """Add an exchange that starts with the last rank and ends on all ranks together."""
         start_MR, end_M = self.now_MR, self.met_M + seconds_ML[:, layer]
         self.rows.append((self.met_M, end_M))
         self.terms[term] += seconds_ML[:, layer]
@@ -221,7 +221,7 @@ class _Walk:
         return _Transfer(kind, layer, copies, begin_M)
 
     def _arrival(self, transfer: _Transfer) -> Float64[ndarray, " M"]:
-        """Say when copies are done: those between nodes rest while rows travel, of which none may come any more."""
+        """Return when copies are done: those between nodes pause while rows travel; no later rows can overlap them."""
         _, layer, copies, begun_M = transfer
         done_M, network_M = begun_M + copies.seconds_ML[:, layer], copies.network_ML[:, layer]
         if not network_M.any():
@@ -229,14 +229,14 @@ class _Walk:
         self.rows = [pair for pair in self.rows if (pair[1] > self.free_M).any()]
         through_M = begun_M + network_M
         for start_M, end_M in self.rows:
-            rests_M = (start_M < through_M * (1 - _ROUNDING)) & (end_M > begun_M)
-            through_M = through_M + np.where(rests_M, end_M - np.maximum(start_M, begun_M), 0.0)
+            pauses_M = (start_M < through_M * (1 - _ROUNDING)) & (end_M > begun_M)
+            through_M = through_M + np.where(pauses_M, end_M - np.maximum(start_M, begun_M), 0.0)
         return np.where(network_M > 0, np.maximum(done_M, through_M), done_M)
 
     def _wait(self, transfer: _Transfer) -> Float64[ndarray, " M"]:
-        """Let the ranks that take part wait; return when the copies were done.
+        """Make the ranks that take part wait; return when the copies are done.
 
-        A transfer counts as going on until its rank has seen its end.
+        A transfer lasts until its rank has waited for it.
         """
         kind, layer, copies, begun_M = transfer
         done_M = self._arrival(transfer)
@@ -246,15 +246,15 @@ class _Walk:
         self.spent[f"wait {kind}"] += (self.now_MR - start_MR).sum(axis=0)
         self.spent[kind] += ((self.now_MR - begun_MR) * part_MR).sum(axis=0)
         if self.note is not None:
-            # With a pool the executor has every rank look whether its copies are there, also those that have none.
-            looks_MR = part_MR | (copies.from_host_MLR[:, layer].sum(axis=1, keepdims=True) > 0)
-            self.note(f"wait {kind}", self._id(layer), start_MR, self.now_MR, None, looks_MR, "")
+            # With a pool the executor checks on every rank, also on those without copies.
+            checks_MR = part_MR | (copies.from_host_MLR[:, layer].sum(axis=1, keepdims=True) > 0)
+            self.note(f"wait {kind}", self._id(layer), start_MR, self.now_MR, None, checks_MR, "")
             sent_MR = copies.sent_MLR[:, layer] * copies.bytes_each
             self.note(kind, self._id(layer), begun_MR, self.now_MR, sent_MR, part_MR, "")
         return done_M
 
     def _wait_for_all(self, transfer: _Transfer) -> Float64[ndarray, " M"]:
-        """Without overlap: copies begin when all ranks are there, and nobody goes on before they are done."""
+        """Start copies when all ranks are ready, make all wait until they are done, and return that time."""
         done_M = self._wait(transfer._replace(begun_M=self.met_M))
         self.terms["copies"] += transfer.copies.seconds_ML[:, transfer.layer]
         self.met_M = done_M

@@ -1,4 +1,4 @@
-"""When pipeline stages run which micro-batch: one forward one backward (1F1B), as events on a heap.
+"""Pipeline schedule: start of each micro-batch in each stage under one forward one backward (1F1B), on an event heap.
 
 Each stage runs its tasks in a fixed order and one at a time; a task starts when its input has arrived from the
 neighbouring stage. One stage is the simple case: forward, backward, forward, backward, ...
@@ -46,7 +46,7 @@ def run_schedule(
     """Return when each task starts, and when the last one ends.
 
     seconds_2DM   [forward or backward, stage, micro-batch]
-    handover_M    from the end of a task to the arrival of its output at the next stage; nobody is busy with it
+    handover_M    from the end of a task to the arrival of its output at the next stage; no rank is busy with it
 
     Events on the heap are ends of tasks, (time, stage, micro-batch, direction): ties have one order.
     """
@@ -57,7 +57,7 @@ def run_schedule(
     heap: list[tuple[float, int, int, int]] = []
 
     def arrival(stage: int, task: Task) -> float:
-        """NaN: not known yet."""
+        """Return when the input of a task arrives; NaN: not known yet."""
         direction, m = task
         before = stage - 1 if direction == FORWARD else stage + 1
         if direction == FORWARD and stage == 0:

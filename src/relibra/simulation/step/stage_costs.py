@@ -1,9 +1,9 @@
-"""`StageCosts`: all seconds and rows of one pipeline stage of one expert-parallel group, ready to be walked through."""
+"""`StageCosts`: seconds and rows of one pipeline stage of one expert-parallel group."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float64, Int, Int64
@@ -12,8 +12,7 @@ from numpy import ndarray
 from relibra.cluster import Cluster
 from relibra.planning.costs.compute import dense_seconds
 from relibra.planning.costs.copies import CopyCosts
-from relibra.planning.costs.exchange import ExchangeCosts
-from relibra.planning.costs.layer_costs import layer_costs
+from relibra.planning.costs.layer_costs import LayerCosts, layer_costs
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import ScheduledDemand
 from relibra.simulation.cost_model import handover_seconds, rows_and_scores
@@ -22,15 +21,13 @@ from relibra.simulation.model_shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StageCosts:
-    """Costs of the layers of one stage in each micro-batch; seconds are of a forward pass, backward takes twice them.
+class StageCosts(LayerCosts):
+    """`LayerCosts` of one stage, and the costs around its expert layers; forward seconds, backward takes twice them.
 
     layer_ids                  decoder layer of each entry of the layer axis
     rows_MR                    tokens that each rank feeds in
-    attention_MR               what comes before the experts of a layer, the same in all layers
-    first_MR, last_MR          what comes before the first layer (dense layers) and after the last one (output matrix)
-    home_MLR, replica_MLR      experts at home, and replicas
-    exchange, push, again, gradients   exchanges; copies of weights before forward and before backward, gradients home
+    attention_MR               seconds before the experts of a layer, the same in all layers
+    first_MR, last_MR          seconds before the first layer (dense layers) and after the last one (output matrix)
     handover_M                 to the neighbouring stage
     load_MLR                   token-slots that each rank computes
     flops                      useful flops of all ranks, forward and backward
@@ -43,12 +40,6 @@ class StageCosts:
     attention_MR: Float64[ndarray, "M R"]
     first_MR: Float64[ndarray, "M R"]
     last_MR: Float64[ndarray, "M R"]
-    home_MLR: Float64[ndarray, "M L R"]
-    replica_MLR: Float64[ndarray, "M L R"]
-    exchange: ExchangeCosts
-    push: CopyCosts
-    again: CopyCosts
-    gradients: CopyCosts
     handover_M: Float64[ndarray, " M"]
     load_MLR: Int64[ndarray, "M L R"]
     flops: float
@@ -72,10 +63,10 @@ def stage_costs(
     distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,
     from_pool: bool = False,
 ) -> list[StageCosts]:
-    """Price one expert-parallel group: the plan's arrays hold the micro-batches of this group alone, in their order.
+    """Return the costs of each stage of one expert-parallel group, whose micro-batches the plan's arrays hold.
 
     In the last stage the backward pass of a micro-batch follows its forward pass at once, so the replicas of the last
-    layer are still in the slots, and nobody pushes them again.
+    layer are still in the slots and are not pushed again.
 
     demand          under the schedule of the plan
     overlap         False: every copy that the objective counts is made
@@ -95,20 +86,17 @@ def stage_costs(
         around_MR = (layers.stop - layers.start) * attention_MR + first * dense_MR + last * head_MR
         flops = 3 * float(around_MR.sum()) * cluster.flops_per_second
         flops += 3.0 * expert.flops_per_token_slot * float(load_MLR[:, layers].sum())
-        push, again, gradients = (_cut(one, layers) for one in (costs.push, costs.again, costs.gradients))
+        parts = {field.name: _cut(getattr(costs, field.name), layers) for field in fields(costs)}
+        if last and overlap:
+            parts["again"] = _without_last(parts["again"])
         found.append(
             StageCosts(
+                **parts,
                 layer_ids=plan.layer_ids[layers].astype(np.int64),
                 rows_MR=rows_MR,
                 attention_MR=attention_MR,
                 first_MR=dense_MR if first else nothing_MR,
                 last_MR=head_MR if last else nothing_MR,
-                home_MLR=costs.home_MLR[:, layers],
-                replica_MLR=costs.replica_MLR[:, layers],
-                exchange=_cut(costs.exchange, layers),
-                push=push,
-                again=_without_last(again) if last and overlap else again,
-                gradients=gradients,
                 handover_M=handover_seconds(model, cluster, rows_MR),
                 load_MLR=load_MLR[:, layers],
                 flops=flops,
@@ -120,18 +108,16 @@ def stage_costs(
     return found
 
 
-Costs = TypeVar("Costs", ExchangeCosts, CopyCosts)
-
-
-def _cut(costs: Costs, layers: slice) -> Costs:
-    """Keep some layers."""
+def _cut(costs: Any, layers: slice) -> Any:
+    """Return an array, or costs of arrays, of some layers."""
+    if isinstance(costs, ndarray):
+        return costs[:, layers]
     arrays = {field.name: getattr(costs, field.name) for field in fields(costs)}
-    kept: dict[str, Any] = {name: array[:, layers] for name, array in arrays.items() if isinstance(array, ndarray)}
-    return replace(costs, **kept)
+    return replace(costs, **{name: _cut(array, layers) for name, array in arrays.items() if isinstance(array, ndarray)})
 
 
 def _without_last(copies: CopyCosts) -> CopyCosts:
-    """Leave out the copies of the last layer that has any, per micro-batch."""
+    """Return copies without those of the last layer that has any, per micro-batch."""
     L = copies.seconds_ML.shape[1]
     has_ML: ndarray = np.any(copies.takes_part_MLR, axis=2)
     last_M = L - 1 - np.argmax(has_ML[:, ::-1], axis=1)

@@ -1,4 +1,4 @@
-"""`SimulatedStep`: what a simulated training step took, on what, and where ranks waited."""
+"""`SimulatedStep`: seconds, bytes and waiting times of a simulated training step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SimulatedStep:
     host_bytes_R       weights that each rank fetched from host memory
     token_slots_R      that each rank computed in a forward pass
     expert_skew, attention_skew   seconds of the busiest rank / of the mean rank, each summed over micro-batches and
-                       layers: what ranks wait for each other; 1 where nobody has work
+                       layers; 1 without work
     copy_seconds       of copies between experts, hidden or not, in the slowest group and its busiest stage
     useful_flops       of all ranks: forward and backward once, without recomputation
     peak_flops_per_second   of one rank
@@ -53,24 +53,24 @@ class SimulatedStep:
 
     @property
     def seconds_without_relocation(self) -> float:
-        """What a later step takes as far as homes stay: experts move before the step, once."""
+        """Return the seconds of a step whose experts are already at their homes."""
         return self.seconds - self.terms["relocation"]
 
     @property
     def utilisation(self) -> float:
-        """Share of the seconds of all ranks in which they compute: attention and experts."""
+        """Return the share of the seconds of all ranks in which they compute: attention and experts."""
         busy_R = self.stage_seconds["attention"] + self.stage_seconds["experts"]
         return float(busy_R.mean() / self.seconds) if self.seconds else 0.0
 
     @property
     def model_flops_utilisation(self) -> float:
-        """Useful flops per second of all ranks / their peak (MFU)."""
+        """Return the useful flops per second of all ranks / their peak (MFU)."""
         possible = self.seconds * self.layout.num_ranks * self.peak_flops_per_second
         return self.useful_flops / possible if possible else 0.0
 
     @property
     def hidden_copy_seconds(self) -> float:
-        """Seconds of copies that other work hid."""
+        """Return the seconds of copies hidden by other work."""
         return self.copy_seconds - self.terms["copies"]
 
     def straggler_seconds(self, term: str = "compute") -> float:
@@ -79,7 +79,7 @@ class SimulatedStep:
         return self.terms[term] * (1 - 1 / max(1.0, skew))
 
     def figures(self) -> dict[str, object]:
-        """Return what a table or a JSON file shows: whole step, no arrays."""
+        """Return the figures of the whole step for a table or a JSON file, without arrays."""
         seconds = {name: _of_ranks(value_R) for name, value_R in self.stage_seconds.items()}
         return {
             "label": "simulated",

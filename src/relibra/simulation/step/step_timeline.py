@@ -1,4 +1,4 @@
-"""`Timeline` of a simulated step: the events that the executor would record, in its order, and some that it does not.
+"""`Timeline` of a simulated step: the events that the executor records, in its order, and some that it does not.
 
 Made on request only, for chosen ranks, micro-batches and layers: a large step has hundreds of millions of events.
 """
@@ -28,11 +28,11 @@ from relibra.simulation.step.training_step import (
 from relibra.timeline import MAX_EVENTS, Event, Timeline
 
 _EVENTS_PER_LAYER = 18
-"""At most so many per rank, micro-batch and layer, forward and backward."""
+"""Upper limit per rank, micro-batch and layer, forward and backward."""
 
 
 class _Notes:
-    """What one (group, stage, direction) did, in its order, in the micro-batches, ranks and layers that were chosen."""
+    """Events of one (group, stage, direction), in order, for the chosen micro-batches, ranks and layers."""
 
     def __init__(
         self, keep_X: Int64[ndarray, " X"], keep_Y: Int64[ndarray, " Y"], layers: Collection[int] | None
@@ -53,7 +53,7 @@ class _Notes:
         who_MR: ndarray | None,
         label: str,
     ) -> None:
-        """Take one kind of event."""
+        """Record one kind of event."""
         if self._layers is not None and layer not in self._layers:
             return
         nothing_MR = np.zeros_like(start_MR)
@@ -68,7 +68,7 @@ class _Notes:
         self._found.append((stage, layer, label, begin, seconds, moved, who))
 
     def events(self, rank: int, group_rank: int, micro_batch: int, position: int, start: float) -> Iterator[Event]:
-        """Yield what a rank did in a micro-batch whose pass started at `start`."""
+        """Yield the events of a rank in a micro-batch whose pass starts at `start`."""
         if position not in self._row_of:
             return
         at = self._row_of[position], self._column_of[group_rank]
@@ -99,9 +99,9 @@ def simulated_timeline(
 
     ranks           as `ParallelLayout` numbers them; None: all
     micro_batches   of the plan; None: all
-    layers          decoder layers; -1: what belongs to none; None: all
+    layers          decoder layers; -1: events outside of layers; None: all
     distinct_MLRR   as for `simulate_step`
-    raises          ConfigError for ranks that the step has not, or more events than a timeline holds; else as
+    raises          ConfigError for ranks outside the step, or more events than a timeline holds; else as
                     `simulate_step`
     """
     how = how or Execution()
@@ -147,7 +147,7 @@ def _refuse_too_many(events: int) -> None:
 
 
 class _Track:
-    """The run of one group, and what was noted of it."""
+    """The run of one group and its recorded events."""
 
     run: GroupRun
 
@@ -169,11 +169,11 @@ class _Track:
                 self._notes[stage, direction] = _Notes(keep_X, np.array(own, dtype=np.int64), layers)
 
     def notes_of(self, stage: int, direction: int) -> _Notes:
-        """Say who takes the events of a pass."""
+        """Return the recorder of a pass."""
         return self._notes[stage, direction]
 
     def events(self, rank: int, ends: list[tuple[MiniBatchRun, float, float]], how: Execution) -> Iterator[Event]:
-        """Yield what one rank did, mini-batch by mini-batch and pass by pass.
+        """Yield the events of one rank, mini-batch by mini-batch and pass by pass.
 
         ends   of each mini-batch: the run of the slowest group, seconds of gradients and of the optimizer
         """

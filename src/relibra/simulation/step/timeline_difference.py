@@ -1,4 +1,4 @@
-"""Two timelines side by side: do ranks do the same things in the same order, and how long does each stage take?"""
+"""Difference of two timelines: order of events on each rank, and seconds of each stage."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class StageRow:
 
 @dataclass(frozen=True, kw_only=True)
 class TimelineDifference:
-    """What `diff_timelines` found.
+    """Result of `diff_timelines`.
 
     same_order      on every rank, events of the compared stages are the same in the same order
     compared        stages that both timelines have: only their events are compared
     only_first, only_second   stages that just one of them has
-    sentences       one or two that say what differs, or that nothing does
+    sentences       one or two about what differs
     stages          side by side, in order of names; labels are those of the timelines
     labels          where the figures come from: first, second
     """
@@ -48,7 +48,7 @@ def diff_timelines(first: Timeline, second: Timeline) -> TimelineDifference:
 
     An event is compared by (stage, layer, micro-batch): not by time, bytes and label, which depend on the machine, the
     type of numbers and the writer. Order is that of recording on each rank; order between ranks does not count. A stage
-    that one of them never has (attention and experts are simulated, "at home" is recorded) is not compared: it stands
+    that one of them never has (attention and experts are simulated, "at home" is recorded) is not compared, but listed
     in `only_first` or `only_second`.
     """
     names = [{event.stage for event in timeline.events} for timeline in (first, second)]

@@ -1,8 +1,8 @@
-"""A training step under a plan, as events: who computes, sends and waits when, on machines of any size.
+"""A training step under a plan, as events of computing, sending and waiting, on machines of any size.
 
 Expert-parallel groups are simulated one after the other, so memory does not grow with their number. Inside a group the
 walk through the layers is vectorised over micro-batches and ranks (`passes`), and pipeline stages are events on a heap
-(`schedule`). Same input, same bytes.
+(`pipeline_schedule`). Equal inputs give equal bytes.
 """
 
 from __future__ import annotations
@@ -134,15 +134,16 @@ def costs_of(
     how: Execution,
     distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,
 ) -> list[StageCosts]:
-    """Check that everything fits, and price one group."""
+    """Return the costs of one group; raises ConfigError or PlanError when plan, model and cluster do not fit."""
     layout = ParallelLayout(expert_parallel=plan.num_ranks, pipeline_stages=how.pipeline_stages)
     layout.check(cluster, model)
     check_fit(plan, demand, cluster)
     planned = (*plan.replica_MLRB.shape[:3], plan.num_experts)
     if (model.moe_layers, model.experts) != (planned[1], planned[3]):
         raise ConfigError(
-            f"a plan of {planned[1]} layers and {planned[3]} experts meets model {model.name!r} of {model.moe_layers} "
-            f"and {model.experts}: pass the model that was routed, or dataclasses.replace(model, moe_layers=...)"
+            f"a plan of {planned[1]} layers and {planned[3]} experts does not fit model {model.name!r} of "
+            f"{model.moe_layers} and {model.experts}: pass the model that was routed, or "
+            "dataclasses.replace(model, moe_layers=...)"
         )
     if demand.top_k is not None and demand.top_k != model.top_k:
         raise ConfigError(
@@ -166,7 +167,7 @@ def costs_of(
 def assemble(
     plan: StepPlan, runs: list[GroupRun], cluster: Cluster, model: ModelShape, how: Execution
 ) -> SimulatedStep:
-    """Let groups meet at the end of each mini-batch, and add up."""
+    """Return the step of all groups, which wait for each other at the end of each mini-batch."""
     layout = ParallelLayout(
         expert_parallel=plan.num_ranks, pipeline_stages=how.pipeline_stages, data_parallel=len(runs)
     )
@@ -183,7 +184,7 @@ def assemble(
     terms["relocation"] = _relocation(plan, cluster, model, layout)
     notes: tuple[str, ...] = ()
     if not how.forward_only and not cluster.memory_bytes_per_second:
-        notes = (f"the optimizer is left out: cluster {cluster.name!r} does not say memory_bytes_per_second",)
+        notes = (f"the optimizer is left out: cluster {cluster.name!r} has no memory_bytes_per_second",)
 
     def of_ranks(parts_XDR: list[ndarray]) -> ndarray:
         return np.stack(parts_XDR, axis=1).reshape(-1)  # stage, group, rank
@@ -218,7 +219,7 @@ def ends_of_mini_batches(
     """Return the slowest group of each mini-batch, and the seconds of gradients (not hidden) and optimizer after it.
 
     A stage sums its gradients beside its last backward pass and while stages before it still run; at least one layer's
-    come after that pass. What counts is how long after the end of the last stage the last sum is done.
+    come after that pass. Counted is the time from the end of the last stage to the end of the last sum.
     """
     layout = ParallelLayout(
         expert_parallel=plan.num_ranks, pipeline_stages=how.pipeline_stages, data_parallel=len(runs)
@@ -245,7 +246,7 @@ def ends_of_mini_batches(
 
 
 def _relocation(plan: StepPlan, cluster: Cluster, model: ModelShape, layout: ParallelLayout) -> float:
-    """Stages move their experts at the same time, each its own layers."""
+    """Return the seconds of the slowest stage: stages move the experts of their layers at the same time."""
     before, layers = plan.previous, np.arange(len(plan.layer_ids))
     return max(
         relocation_seconds(before.of_layers(layers[part]), plan.of_layers(layers[part]), cluster, model.expert)
