@@ -18,7 +18,6 @@ from relibra.planning.loads import home_rank_load
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import ScheduledDemand
 from relibra.simulation.cost_model import owned_parameters, rows_and_scores
-from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.model_shape import ModelShape
 from relibra.simulation.step.group_run import Execution
 from relibra.simulation.units import bytes_in_words
@@ -75,7 +74,7 @@ def memory_use(
     """
     how = how or Execution()
     groups = 1 if demand.group_M is None else int(demand.group_M.max(initial=0)) + 1
-    layout = ParallelLayout(expert_parallel=plan.num_ranks, pipeline_stages=how.pipeline_stages, data_parallel=groups)
+    layout = how.layout(plan.num_ranks, groups)
     rows_MR, _ = rows_and_scores(plan, demand, model)
     static_E = np.repeat(np.arange(plan.num_ranks), plan.num_experts // plan.num_ranks)
     loads = (

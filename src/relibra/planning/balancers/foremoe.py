@@ -18,6 +18,7 @@ from numpy import ndarray
 from relibra.planning.balancer import PlacementRequest
 from relibra.planning.home_search.nodes_and_ranks import busiest, ranks_inside_nodes
 from relibra.planning.placement import Placement
+from relibra.planning.replicas.replication import slot_of
 from relibra.planning.search.parallel_map import parallel_map
 from relibra.routing.compiled import compiled
 
@@ -195,7 +196,7 @@ def _leave_machines(home_E, ranks_per_node, load_R, left_E, replica_RB, quota_RB
                 e = x
         t = -1
         for r in range(target * ranks_per_node, (target + 1) * ranks_per_node):
-            if _slot(e, replica_RB[r]) < 0 and replica_RB[r, B - 1] < 0 and (t < 0 or load_R[r] < load_R[t]):
+            if slot_of(e, replica_RB[r]) < 0 and replica_RB[r, B - 1] < 0 and (t < 0 or load_R[r] < load_R[t]):
                 t = r
         tokens = min(load_N[source] - mean, mean - load_N[target], left_E[e])
         if t < 0 or tokens == 0:
@@ -233,7 +234,7 @@ def _spill(home_E, low, high, tolerance, load_R, left_E, replica_RB, quota_RB) -
             for r in range(low, high):
                 if load_R[r] >= mean or r == source:
                     continue
-                here = _slot(e, replica_RB[r]) >= 0
+                here = slot_of(e, replica_RB[r]) >= 0
                 if not here and (holds or replica_RB[r, B - 1] >= 0):
                     continue
                 if target < 0 or (here and not holds) or load_R[r] < load_R[target]:
@@ -247,20 +248,11 @@ def _spill(home_E, low, high, tolerance, load_R, left_E, replica_RB, quota_RB) -
 
 @compiled
 @no_type_check
-def _slot(expert, replica_B) -> int:
-    for b in range(len(replica_B)):
-        if replica_B[b] == expert:
-            return b
-    return -1
-
-
-@compiled
-@no_type_check
 def _move(e, source, target, tokens, load_R, left_E, replica_RB, quota_RB) -> None:
     """Move token-slots of `e` from its home to `target`, in a new slot if it holds no copy."""
-    b = _slot(e, replica_RB[target])
+    b = slot_of(e, replica_RB[target])
     if b < 0:
-        b = _slot(-1, replica_RB[target])
+        b = slot_of(-1, replica_RB[target])
         replica_RB[target, b] = e
     quota_RB[target, b] += tokens
     load_R[source] -= tokens

@@ -53,10 +53,8 @@ def choose_replicas(
             cross_node=cross_node,
         )
 
-    M, L, _ = load_MLE.shape
-    replica_MLRB = np.full((M, L, cluster.num_ranks, budget.slots), -1, dtype=np.int16)
-    quota_MLRB = np.zeros(replica_MLRB.shape, dtype=np.int32)
-    for layer, (replica_MRB, quota_MRB) in enumerate(parallel_map(place, L, budget.threads)):
+    replica_MLRB, quota_MLRB = request.empty_slots()
+    for layer, (replica_MRB, quota_MRB) in enumerate(parallel_map(place, len(home_LE), budget.threads)):
         replica_MLRB[:, layer], quota_MLRB[:, layer] = replica_MRB, quota_MRB
     return replica_MLRB, quota_MLRB
 
@@ -109,12 +107,7 @@ def replica_choices(
     """Return functions that choose replicas, fewest copies first: at equal seconds the first one wins."""
     budget, cluster = request.budget, request.cluster
 
-    def none() -> Replicas:
-        M, L, _ = demand.load_MLE.shape
-        replica_MLRB = np.full((M, L, cluster.num_ranks, budget.slots), -1, dtype=np.int16)
-        return replica_MLRB, np.zeros(replica_MLRB.shape, dtype=np.int32)
-
-    choices: list[Callable[[], Replicas]] = [none]
+    choices: list[Callable[[], Replicas]] = [request.empty_slots]
     if not budget.slots:
         return choices
     tolerances = sorted({t for t in (budget.tolerance, *TOLERANCES) if t >= budget.tolerance}, reverse=True)

@@ -179,7 +179,7 @@ def _threshold(order_E, starts, low, high, tau, state_2R, held_RB, quota_RB, lef
                     return
                 floor, best = -(-need // candidates), -1
                 for t in range(low, high):
-                    if load_R[t] >= tau or free_R[t] == 0 or _slot_of(e, held_RB[t]) >= 0:
+                    if load_R[t] >= tau or free_R[t] == 0 or slot_of(e, held_RB[t]) >= 0:
                         continue
                     if min(need, tau - load_R[t], left_E[e]) >= floor and (best < 0 or load_R[t] < load_R[best]):
                         best = t
@@ -217,7 +217,7 @@ def _chain(order_E, starts, low, high, tau, way, state_2R, held_RB, quota_RB, le
                 if room <= 0:
                     continue
                 x = min(excess, room, left_E[e])
-                if _slot_of(e, held_RB[t]) >= 0:
+                if slot_of(e, held_RB[t]) >= 0:
                     score = 4 * tau + x  # costs no slot
                 elif free_R[t] == 0:
                     continue
@@ -247,7 +247,8 @@ def _score_move(way, x, excess, room, left, tau) -> int:
 
 @compiled
 @no_type_check
-def _slot_of(expert, held_B) -> int:
+def slot_of(expert, held_B) -> int:
+    """Return the slot that holds an expert (-1: the first empty slot); -1 if none does."""
     for b in range(len(held_B)):
         if held_B[b] == expert:
             return b
@@ -258,9 +259,9 @@ def _slot_of(expert, held_B) -> int:
 @no_type_check
 def _move_tokens(e, source, target, x, state_2R, held_RB, quota_RB, left_E) -> None:
     """Move `x` token-slots of `e` from its home to a replica, in a new slot if there is none yet."""
-    b = _slot_of(e, held_RB[target])
+    b = slot_of(e, held_RB[target])
     if b < 0:
-        b = _slot_of(-1, held_RB[target])
+        b = slot_of(-1, held_RB[target])
         held_RB[target, b] = e
         state_2R[FREE, target] -= 1
     quota_RB[target, b] += x

@@ -11,6 +11,7 @@ from numpy import ndarray
 
 from relibra.errors import ConfigError
 from relibra.planning.costs.copies import CopyCosts
+from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.step.passes import TERMS, Note, PassSeconds, backward_pass, forward_pass
 from relibra.simulation.step.pipeline_schedule import BACKWARD, FORWARD, run_schedule
 from relibra.simulation.step.stage_costs import StageCosts
@@ -40,6 +41,10 @@ class Execution:
     host_pool: bool = False
     overlap: bool = True
     recompute_activations: bool = False
+
+    def layout(self, num_ranks: int, groups: int) -> ParallelLayout:
+        """Return the layout of `groups` expert-parallel groups of `num_ranks` ranks."""
+        return ParallelLayout(expert_parallel=num_ranks, pipeline_stages=self.pipeline_stages, data_parallel=groups)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for numbers below 1."""

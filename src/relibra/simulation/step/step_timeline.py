@@ -106,9 +106,7 @@ def simulated_timeline(
     """
     how = how or Execution()
     numbers = micro_batches_of_groups(plan, demand)
-    layout = ParallelLayout(
-        expert_parallel=plan.num_ranks, pipeline_stages=how.pipeline_stages, data_parallel=len(numbers)
-    )
+    layout = how.layout(plan.num_ranks, len(numbers))
     chosen = _checked(ranks, layout)
     kept = [[m for m in number_M.tolist() if micro_batches is None or m in micro_batches] for number_M in numbers]
     per_stage = len(plan.layer_ids) // how.pipeline_stages + 2 if layers is None else len(layers)

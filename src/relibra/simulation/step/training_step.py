@@ -135,7 +135,7 @@ def costs_of(
     distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,
 ) -> list[StageCosts]:
     """Return the costs of one group; raises ConfigError or PlanError when plan, model and cluster do not fit."""
-    layout = ParallelLayout(expert_parallel=plan.num_ranks, pipeline_stages=how.pipeline_stages)
+    layout = how.layout(plan.num_ranks, 1)
     layout.check(cluster, model)
     check_fit(plan, demand, cluster)
     planned = (*plan.replica_MLRB.shape[:3], plan.num_experts)
@@ -168,9 +168,7 @@ def assemble(
     plan: StepPlan, runs: list[GroupRun], cluster: Cluster, model: ModelShape, how: Execution
 ) -> SimulatedStep:
     """Return the step of all groups, which wait for each other at the end of each mini-batch."""
-    layout = ParallelLayout(
-        expert_parallel=plan.num_ranks, pipeline_stages=how.pipeline_stages, data_parallel=len(runs)
-    )
+    layout = how.layout(plan.num_ranks, len(runs))
     ends = ends_of_mini_batches(plan, runs, cluster, model, how)
     terms = dict.fromkeys(ALL_TERMS, 0.0)
     copying = 0.0
@@ -221,9 +219,7 @@ def ends_of_mini_batches(
     A stage sums its gradients beside its last backward pass and while stages before it still run; at least one layer's
     come after that pass. Counted is the time from the end of the last stage to the end of the last sum.
     """
-    layout = ParallelLayout(
-        expert_parallel=plan.num_ranks, pipeline_stages=how.pipeline_stages, data_parallel=len(runs)
-    )
+    layout = how.layout(plan.num_ranks, len(runs))
     found = []
     for number in range(how.mini_batches):
         slowest = max((run.mini_batches[number] for run in runs), key=lambda one: one.seconds)  # ties: the first group
