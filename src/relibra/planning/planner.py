@@ -119,9 +119,9 @@ def _check(demand: ScheduledDemand, cluster: Cluster, previous: Homes | None, hi
 
 def _check_previous(demand: ScheduledDemand, cluster: Cluster, previous: Homes) -> None:
     """Raise PlanError when the previous homes have other ranks, layers or experts."""
-    theirs = (previous.num_nodes, previous.ranks_per_node, previous.num_experts, previous.layer_ids.tolist())
-    ours = (cluster.num_nodes, cluster.ranks_per_node, demand.num_experts, demand.layer_ids.tolist())
-    for what, before, now in zip(("nodes", "ranks per node", "experts", "layers"), theirs, ours, strict=True):
+    sizes = (previous.num_nodes, previous.ranks_per_node, previous.num_experts, previous.layer_ids.tolist())
+    step_sizes = (cluster.num_nodes, cluster.ranks_per_node, demand.num_experts, demand.layer_ids.tolist())
+    for what, before, now in zip(("nodes", "ranks per node", "experts", "layers"), sizes, step_sizes, strict=True):
         if before != now:
             raise PlanError(
                 f"the previous plan has {what} {before}, this step {now}: leave it out (after a change of ranks, load "

@@ -40,7 +40,7 @@ class Demand:
 
     @staticmethod
     def from_trace(trace: RoutingTrace) -> Demand:
-        """Count the routes of a trace per sample; `pairs_LEE` is left None.
+        """Return the token-slots of a trace per sample; `pairs_LEE` is left None.
 
         raises    TraceError when a valid row holds an id out of range
         """
@@ -50,7 +50,7 @@ class Demand:
 
     @staticmethod
     def from_traces(traces: Iterable[RoutingTrace]) -> Demand:
-        """Count a trace given in pieces of whole samples (`iterate_trace`), one piece in memory at a time.
+        """Return the demand of a trace in pieces of whole samples (`iterate_trace`), one piece in memory at a time.
 
         raises    TraceError when there is no piece, or pieces come from different models
         """
@@ -232,7 +232,7 @@ _LOAD_BYTES = 64 << 20
 
 
 def iterate_micro_batch_load(pieces: Iterable[RoutingTrace], tokens: int) -> Iterator[Int64[ndarray, "M L E"]]:
-    """Count the routes in runs of `tokens` consecutive rows of a trace in pieces; yield micro-batches as they fill up.
+    """Yield the load of micro-batches of `tokens` consecutive rows of a trace in pieces, as they fill up.
 
     Runs go on over the ends of samples and pieces; the last run may be shorter.
 

@@ -18,7 +18,7 @@ from relibra.routing.trace import RoutingTrace
 
 
 def cut_recorded(trace: RoutingTrace, tokens: int, num_ranks: int) -> ScheduledDemand:
-    """Cut micro-batches of exactly `tokens` rows in recorded order; incomplete ones are left out.
+    """Return micro-batches of exactly `tokens` rows in recorded order; incomplete ones are left out.
 
     Task sets are the named groups of the trace, which alternate, or the whole trace if one cannot fill a micro-batch.
     Inside a micro-batch, pieces of samples go to source ranks so that these hold about the same number of rows.

@@ -66,7 +66,7 @@ def zipf_trace(shape: TraceShape, rng: Generator, *, rank_skew: float, num_ranks
     if not 1 < rank_skew < ceiling:
         raise ConfigError(
             f"rank skew {rank_skew} is out of reach: with {num_ranks} ranks, {shape.num_experts} experts and "
-            f"{shape.top_k} choices it lies between 1 and {ceiling:g}; for 1 use balanced_trace"
+            f"{shape.top_k} choices it is between 1 and {ceiling:g}; for 1 use balanced_trace"
         )
     experts_LTK = []
     for _ in range(shape.num_layers):
@@ -138,7 +138,7 @@ def _fit_slope(
 
 
 def _draw_experts(log_weight_TE: Float64[ndarray, "T E"], top_k: int, rng: Generator) -> Int64[ndarray, "T K"]:
-    """Draw K different experts per token, most likely first, a bounded number of rows at a time."""
+    """Return K different experts per token, most likely first, a bounded number of rows at a time."""
     T, E = log_weight_TE.shape
     picked_TK = np.empty((T, top_k), dtype=np.int64)
     step = max(1, _CHUNK_ENTRIES // E)

@@ -207,7 +207,7 @@ class RoutingTrace:
     def _validate_shapes(self) -> None:
         T, L, K = self.experts_TLK.shape
         facts = {
-            f"num_experts {self.num_experts} lies in 1..{MAX_EXPERTS}": 1 <= self.num_experts <= MAX_EXPERTS,
+            f"num_experts {self.num_experts} is in 1..{MAX_EXPERTS}": 1 <= self.num_experts <= MAX_EXPERTS,
             f"{K} choices fit into {self.num_experts} experts": 1 <= K <= self.num_experts,
             f"ids are stored as {expert_dtype(self.num_experts).__name__}, got {self.experts_TLK.dtype}": (
                 self.experts_TLK.dtype == expert_dtype(self.num_experts)

@@ -75,7 +75,7 @@ class ParallelLayout:
             )
 
     def stage_layers(self, num_layers: int) -> list[slice]:
-        """Cut the expert layers into stages, as evenly as whole layers allow; the first stages take the remainder.
+        """Return the expert layers of each stage, as evenly as whole layers allow; the first stages take the remainder.
 
         >>> ParallelLayout(expert_parallel=8, pipeline_stages=3).stage_layers(8)
         [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None)]

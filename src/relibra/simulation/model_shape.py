@@ -161,7 +161,7 @@ class ModelShape:
     def score_flops(self, rows_S: Int[ndarray, " S"]) -> Float64[ndarray, " S"]:
         """Return forward flops of attention scores per layer, mean over layers, of each sequence.
 
-        A causal token at position p meets p + 1 keys, or as many as its window holds; each costs two flops per value
+        A causal token at position p attends to p + 1 keys, at most its window; each costs two flops per value
         of the key and two per value of the value, in each head.
         """
         one = self.latent

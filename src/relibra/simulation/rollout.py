@@ -107,7 +107,7 @@ class Decoded:
 
 
 def decode_whole(lengths_S: Int[ndarray, " S"], slots: int) -> Decoded:
-    """Decode all responses to their end; a slot that is free takes the next response, in their order.
+    """Return the decoding of whole responses; a free slot takes the next one, in order.
 
     raises   ConfigError for an engine without slots
     """
@@ -146,7 +146,7 @@ class WindowTotals:
 
 
 def decode_in_windows(draw: Draw, slots: int, window: int, rng: Generator, *, steps: int, burn_in: int) -> WindowTotals:
-    """Decode in steps of at most `window` tokens per response; unfinished responses go on in the next step.
+    """Return totals of steps of at most `window` tokens per response; unfinished ones continue in the next step.
 
     A slot whose response has ended, or used up its window, idles until the step does (T-PPO, arXiv 2506.15050).
 

@@ -131,7 +131,7 @@ def iterate_comparison(
     expert: ExpertShape,
     history_MLE: Int[ndarray, "H L E"] | None = None,
 ) -> Iterator[tuple[ComparisonRow, StepPlan | None]]:
-    """Yield the row and the plan of each balancer; one that cannot plan this step gives a row that says why.
+    """Yield the row and the plan of each balancer; one that cannot plan this step gives a row with the reason.
 
     Plans are as the balancers made them: none is replaced by the static layout where that would be better.
 

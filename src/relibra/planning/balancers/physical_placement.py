@@ -29,7 +29,7 @@ def choose_homes(
     """Choose a home for each expert among the ranks that hold it, with E / R homes on every rank.
 
     Experts keep their home if possible; the others are matched along augmenting paths. If the placement has no such
-    homes (say nine experts without another copy on a rank of eight homes), copies of similar load are exchanged.
+    homes (as with nine experts without another copy on a rank of eight homes), copies of similar load are exchanged.
 
     copies_RE   copies of each expert on each rank
     share_E     load of one copy

@@ -30,7 +30,7 @@ def decide_optimal(request: PlacementRequest) -> Placement:
     """Place by EPLB from `total_LE` and split each micro-batch so that its busiest rank is as low as possible.
 
     The best that any dispatcher can do with those copies, after LPLB, MicroMoE (arXiv 2511.16947) and SGLang's `lp`
-    dispatch. Ours is exact and in integers, theirs are approximate or fractional.
+    dispatch. Here it is exact and in integers; theirs are approximate or fractional.
     """
     return resident_placement(request, eplb_layers(request), "optimal")
 

@@ -82,7 +82,7 @@ def _score(x_TE: Float64[ndarray, "T E"], count_E: Int64[ndarray, " E"], placeme
 
 
 def _hand_out(weight_E: ndarray, count_E: ndarray, experts: ndarray, slots: int, most: int) -> Int64[ndarray, " E"]:
-    """Give slots one by one to the expert with the largest weight per copy; at most `most` copies each."""
+    """Return copies per expert: each slot goes to the largest weight per copy; at most `most` copies each."""
     count_E = count_E.copy()
     _hand_out_slots(weight_E, count_E, experts, slots, most)
     return count_E

@@ -36,7 +36,10 @@ def decide(request: PlacementRequest) -> Placement:
 
 
 def expand(placement_RP: Int64[ndarray, "R P"], load_E: Float64[ndarray, " E"]) -> Int64[ndarray, "R P"]:
-    """Fill empty slots (-1): the expert with most load per copy, on the least loaded rank, best one without it yet."""
+    """Return a placement whose empty slots (-1) hold the expert with most load per copy.
+
+    Each goes to the least loaded rank, to one without that expert if possible.
+    """
     placement_RP = placement_RP.copy()
     while (placement_RP < 0).any():
         load_R, share_E = _loads(placement_RP, load_E)

@@ -36,7 +36,7 @@ def decide(request: PlacementRequest) -> Placement:
 
 
 def greedy_counts(load_E: Float64[ndarray, " E"], num_slots: int, num_nodes: int) -> Int64[ndarray, " E"]:
-    """Give slots to the largest load per copy: one at a time up to a copy per node, then one per node at a time."""
+    """Return copies per expert: slots go to the largest load per copy, singly up to one per node, then one per node."""
     E = len(load_E)
     count_E = np.full(E, num_nodes if num_nodes * E <= num_slots else 1)
     left = num_slots - int(count_E.sum())

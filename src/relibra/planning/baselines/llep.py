@@ -19,10 +19,10 @@ CAPACITY = 1.1
 """Load that a rank may reach, as a multiple of the mean."""
 
 SMALL = 1024
-"""Token-slots below which a piece is not worth sending weights for, unless it is the last of its expert."""
+"""Token-slots below which no weights are sent for a piece, unless it is the last of its expert."""
 
-WORTH = 1.3
-"""Skew below which nothing is done."""
+LOWEST_SKEW = 1.3
+"""Skew below which experts stay at home."""
 
 
 def decide(request: PlacementRequest) -> Placement:
@@ -45,7 +45,7 @@ def _spill_all(load_MLE, home_LE, replica_MLRB, quota_MLRB) -> None:
             pending_R[:] = 0
             for e in range(len(load_E)):
                 pending_R[home_LE[layer, e]] += load_E[e]
-            if pending_R.max() * R >= WORTH * load_E.sum() and load_E.sum() > 0:
+            if pending_R.max() * R >= LOWEST_SKEW * load_E.sum() and load_E.sum() > 0:
                 _spill(load_E, home_LE[layer], pending_R, replica_MLRB[m, layer], quota_MLRB[m, layer])
 
 

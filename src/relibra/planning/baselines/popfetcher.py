@@ -36,7 +36,7 @@ def decide(request: PlacementRequest) -> Placement:
 def _popular(
     request: PlacementRequest, expected_E: Float64[ndarray, " E"], remote: Int64[ndarray, " X"]
 ) -> Int64[ndarray, " X2"]:
-    """List the remote experts that are worth fetching, most tokens first.
+    """Return the remote experts whose tokens outweigh their weights, most tokens first.
 
     A token travels four times (there and back, forward and backward), an expert's weights three times (forward,
     backward, and the gradient home).

@@ -54,7 +54,7 @@ def place_homes(
     previous_home_E   homes before the step: one of the starts, and the origin of moves
     temperature       first temperature of the annealing: `annealing.COLD` or `WARM`
     proposals         swaps tried
-    start_node_E      another start (say, `co_activation_groups`); the best of all starts is annealed
+    start_node_E      another start, such as `co_activation_groups`; the best of all starts is annealed
     returns           `previous_home_E` unless the cost falls by more than moves cost, or, on unchanged nodes, the load
                       of the busiest ranks does
     """
@@ -139,7 +139,7 @@ def _renumber_ranks(rank_X: ndarray, before_X: ndarray, num_ranks: int) -> Int64
 
 
 def _keep_ranks(load_X: ndarray, before_X: ndarray, num_ranks: int) -> Int64[ndarray, " X"]:
-    """Keep as many experts on their rank as fit; newcomers fill the gaps, longest to the lightest rank."""
+    """Return ranks that keep as many experts as fit; newcomers fill the gaps, longest to the lightest rank."""
     rank_X = before_X.astype(np.int64)
     room, filled = np.full(num_ranks, len(load_X) // num_ranks), np.zeros(num_ranks)
     _fill_bins(np.argsort(-load_X, kind="stable"), load_X.astype(np.float64), room, filled, rank_X)

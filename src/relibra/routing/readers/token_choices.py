@@ -43,7 +43,7 @@ def read_token_choices(path: Path | str, num_experts: int | None = None) -> Rout
     """Read one archive; every row is valid, because this format holds only routed rows.
 
     num_experts   experts per layer, not in the archive; None: the next multiple of 8 above the largest id (right for
-                  32, 64, 128, 160, 256, 384 experts, wrong for, say, 60)
+                  32, 64, 128, 160, 256, 384 experts, wrong for 60)
     raises        TraceError when the archive is damaged, has other arrays, or ids above `num_experts` - 1
     """
     path = Path(path)
