@@ -60,23 +60,23 @@ def read_samples(path: Path) -> Samples:
     """Read a samples file line by line; one that does not exist has no samples."""
     if not path.is_file():
         return Samples()
-    places: dict[int, list[int]] = {}
+    offsets: dict[int, list[int]] = {}
     unreadable = 0
     with path.open("rb") as file:
-        place = 0
+        offset = 0
         for line in file:
             row = read_row(line)
             if row is not None:
-                places.setdefault(row["step"], []).append(place)
+                offsets.setdefault(row["step"], []).append(offset)
             elif is_damaged(line):
                 unreadable += 1
-            place += len(line)
-        steps = sorted(places)
+            offset += len(line)
+        steps = sorted(offsets)
         chosen = [steps[i] for i in evenly_chosen(len(steps), MAX_STEPS)]
         found: list[Sample] = []
         for step in chosen:
-            for place in places[step][-MAX_OF_A_STEP:]:
-                file.seek(place)
+            for offset in offsets[step][-MAX_OF_A_STEP:]:
+                file.seek(offset)
                 row = read_row(file.readline())
                 assert row is not None, "the line was read before"
                 found.append(_sample(row))

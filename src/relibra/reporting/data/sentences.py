@@ -70,7 +70,7 @@ def describe_history(stability: Stability) -> str:
         return ""
     return (
         f"From one recorded step to the next the load of whole steps has a cosine of {stability.step_to_step:.3f}: "
-        "a plan made from the loads of the last step would know that much of this one."
+        "this is how well the loads of the last step predict this one."
     )
 
 

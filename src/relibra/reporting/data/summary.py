@@ -193,10 +193,10 @@ def hottest_experts(load_LE: Int64[ndarray, "L E"], layer_ids: Int[ndarray, " L"
     share_LE = np.divide(load_LE, total_L1, out=np.zeros(load_LE.shape), where=total_L1 > 0)
     order = np.argsort(-share_LE, axis=None, kind="stable")[:limit]
     E = load_LE.shape[1]
-    places = [(i // E, i % E, float(share_LE.flat[i])) for i in order.tolist()]
+    busiest = [(i // E, i % E, float(share_LE.flat[i])) for i in order.tolist()]
     return tuple(
         HotExpert(layer=int(layer_ids[layer]), expert=expert, share=share, times_mean=share * E)
-        for layer, expert, share in places
+        for layer, expert, share in busiest
     )
 
 

@@ -1,6 +1,6 @@
 """Numbers for scripts of the page: arrays as base64 of their bytes, which is a fifth of their JSON.
 
-A picture has few colours, so what is only painted travels as one byte per cell; what is also read out takes two.
+A cell that is only painted takes one byte, since a picture has few colours; one that is also read out takes two.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inl
 
 
 def check_output(output: Path) -> None:
-    """Raise a ConfigError when the place for a page is a folder, or cannot be looked at."""
+    """Raise a ConfigError when the place for a page is a folder, or cannot be read."""
     with _file_errors(output):
         if output.is_dir():
             raise ConfigError(f"the report cannot be written to {output}, which is a folder: name an .html file in it")
@@ -84,7 +84,7 @@ def html_page(
 </body>
 </html>
 """
-    return re.sub(r"[\ud800-\udfff]", "\ufffd", page)  # halves of characters in a name: no file can hold them
+    return re.sub(r"[\ud800-\udfff]", "\ufffd", page)  # lone surrogates of a name, which UTF-8 cannot encode
 
 
 def _asset(name: str) -> str:

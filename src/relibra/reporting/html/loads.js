@@ -6,7 +6,7 @@
   const data = JSON.parse(byId("load-data").textContent);
   const KINDS = { Uint8Array, Uint16Array };
   const numbers = (array) => new KINDS[array.type](Uint8Array.from(atob(array.data), (c) => c.charCodeAt(0)).buffer);
-  const unpack = (cube) => { // from 0 to 1; the last number of a type, beyond the end, is not used: the end is the largest load
+  const unpack = (cube) => { // shares of the end of the scale, from 0 to 1; the largest number of the type means "beyond the end" and does not occur
     const share = (values) => Float64Array.from(values, (raw) => raw / (2 ** (8 * values.BYTES_PER_ELEMENT) - 2));
     return { ...cube, shares: share(numbers(cube)), busiest: share(numbers(cube.busiest)) };
   };
@@ -32,7 +32,7 @@
   }
   const words = (times, digits = 2) => (times === null ? "none" : `${times.toFixed(digits)}×`);
 
-  function columns(canvas) { // what one picture shows: how many columns, a cell of it, and names of columns
+  function columns(canvas) { // columns of one picture: how many, the load of a cell, the names
     const plan = data.plans[Number(canvas.dataset.plan)], cube = plan[rows.value];
     const overLayers = canvas.dataset.axis === "l";
     return {
@@ -69,7 +69,7 @@
     small.getContext("2d").putImageData(image, 0, 0);
     context.imageSmoothingEnabled = false;
     context.drawImage(small, LEFT, PROFILE, inner, height);
-    context.strokeStyle = "#d55e00"; // hatches: beyond the scale
+    context.strokeStyle = "#d55e00"; // hatched: loads beyond the scale
     context.lineWidth = 1;
     for (let c = 0; c < count; c++) for (let r = 0; r < size; r++) {
       if (!(at(c, r) > scaleOf().end)) continue;
@@ -108,7 +108,7 @@
     }
     if (chosen < count) {
       const frames = [[LEFT + chosen * wide, 1.5, wide, PROFILE + height - 3], [LEFT + chosen * wide, PROFILE + row * step, wide, step]];
-      for (const [pen, thick] of wide < 8 ? [["#ffffff", 2], [accent, 1]] : [["#ffffff", 4], [accent, 2]]) { // two tones: seen on dark and on light cells
+      for (const [pen, thick] of wide < 8 ? [["#ffffff", 2], [accent, 1]] : [["#ffffff", 4], [accent, 2]]) { // two tones, visible on dark and on light cells
         context.strokeStyle = pen;
         context.lineWidth = thick;
         for (const frame of frames) context.strokeRect(...frame);
@@ -125,7 +125,7 @@
       context.fillRect(x, 0, 1, 1);
     }
     const middle = end >= 5 ? [Math.round(end / 2)] : end >= 2.5 ? [2] : [];
-    const ticks = [...(end < 12 ? [0] : []), 1, ...middle, end]; // as many as have room
+    const ticks = [...(end < 12 ? [0] : []), 1, ...middle, end]; // as many as fit
     bar.querySelector("div").replaceChildren(...ticks.map((tick, i) => {
       const label = document.createElement("span");
       label.textContent = i === ticks.length - 1 ? `${tick.toFixed(2)}× mean` : `${tick}×`;
@@ -141,7 +141,7 @@
     const kind = rows.value === "ranks" ? "rank" : "expert";
     const [l, m] = [number(layer), number(microBatch)];
     const largest = (cube) => (m >= cube.shape[0] ? null : cube.busiest[m * cube.shape[1] + l] * cube.end);
-    const read = (cube) => { // a byte per expert is good for a digit; the busiest is known exactly
+    const read = (cube) => { // loads of experts have a byte each, enough for one digit; the busiest has two
       if (m >= cube.shape[0]) return words(null);
       const others = Array.from({ length: cube.shape[2] }, (_, r) => cell(cube, m, l, r)), own = others[row];
       return own === Math.max(...others) ? words(largest(cube)) : words(own, kind === "rank" ? 2 : 1);

@@ -32,12 +32,12 @@ def sweep_png(sweep: SweepLines, title: str) -> bytes:
     figure = load_matplotlib().Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
     bars = sweep.has_bars
-    for number, (name, (places, values)) in enumerate(sweep.lines.items()):
+    for number, (name, (positions, values)) in enumerate(sweep.lines.items()):
         colour = PALETTE[number % len(PALETTE)]
         if bars:
-            axes.barh(places, values, color=colour, label=name)
+            axes.barh(positions, values, color=colour, label=name)
         else:
-            axes.plot(places, values, marker="o", color=colour, label=name)
+            axes.plot(positions, values, marker="o", color=colour, label=name)
     axes.set_title(title)
     (axes.set_xlabel if bars else axes.set_ylabel)(VALUE_NAME)
     if not bars:
@@ -58,15 +58,15 @@ def sweep_figure(sweep: SweepLines) -> Any:
     """Draw the lines, or bars of balancers, with plotly; all values from 0."""
     figure = plotly_figures().Figure()
     bars = sweep.has_bars
-    for number, (name, (places, values)) in enumerate(sweep.lines.items()):
+    for number, (name, (positions, values)) in enumerate(sweep.lines.items()):
         colour = PALETTE[number % len(PALETTE)]
         if bars:
             hover = "%{y}: %{x:,.0f}<extra></extra>"
-            figure.add_bar(x=values, y=places, orientation="h", name=name, marker_color=colour, hovertemplate=hover)
+            figure.add_bar(x=values, y=positions, orientation="h", name=name, marker_color=colour, hovertemplate=hover)
         else:
             hover = f"{name}{', ' * bool(name)}%{{x}} {setting_name(sweep.axis)}: %{{y:,.0f}}<extra></extra>"
             figure.add_scatter(
-                x=places, y=values, mode="lines+markers", name=name, line_color=colour, hovertemplate=hover
+                x=positions, y=values, mode="lines+markers", name=name, line_color=colour, hovertemplate=hover
             )
     figure.update_layout(
         height=100 + 44 * len(sweep.ticks) if bars else 440,

@@ -1,4 +1,4 @@
-// Draws timelines of ranks, all on one scale of time; sliders choose a layer to look at, how close, and where.
+// Draws timelines of ranks, all on one scale of time; sliders choose layer, zoom and time.
 (() => {
   const root = document.getElementById("timeline-explorer");
   if (!root) return;
@@ -58,7 +58,7 @@
     const whole = Math.max(...extents.map(([a, b]) => b - a)) || total;
     const margin = number(layer) === 0 ? 0 : 0.04 * whole;
     const span = (whole + 2 * margin) / 2 ** (number(zoom) / 4);
-    const room = number(layer) === 0 ? whole - span : total - span; // a layer is where it starts, the rest is reached too
+    const room = number(layer) === 0 ? whole - span : total - span; // of a layer the window starts there and moves to the end of the step
     const shift = (number(time) / 1000) * Math.max(0, room);
     return { span, starts: extents.map(([a]) => a - margin + shift) };
   }

@@ -46,7 +46,7 @@ def failure_section(step: ComparedStep) -> str:
             f"({percent(float(before_R.mean()))} with {before.name_in_sentence}). The least covered is rank {worst} "
             f"with {percent(float(after_R[worst]))}; the least covered layer is {plan.layer_ids[least]} with "
             f"{percent(float(layer_LR[least].min()))}. The {copies:.1f} replicas per micro-batch and layer{whose} "
-            "were made for balance; this use of them costs nothing more."
+            "are those of the plan: this use of them costs nothing more."
         ),
         paragraph(
             "Share of token-slots whose expert is also on another rank than the failed one, over all micro-batches "

@@ -19,7 +19,7 @@ MIN_RELOCATION_SHARE = 0.01
 def limits_section(step: ComparedStep, found: StepSimulation, *, remedy: str = "") -> str:
     """Show the overlap ratio, what limits the step, and its seconds part by part.
 
-    remedy    how to have rows counted, said where they are bounds
+    remedy    how to count rows, shown where they are bounds
     """
     before, after = step.plans
     cluster, model = step.cluster, step.model

@@ -69,7 +69,7 @@ def balance(metrics: Metrics) -> str:
         describe_balance(metrics),
         "Rank skew of a step, over its micro-batches as they were trained: sum of the busiest ranks’ loads / sum of "
         "the mean loads. Load: tokens times chosen experts that a rank computes. Static layout: the same step without "
-        "a plan, with experts in fixed places. Bound: the lowest skew that any replicas could reach with this schedule "
+        "a plan, with experts on fixed ranks. Bound: the lowest skew that any replicas could reach with this schedule "
         "and these homes (the rank that owns each expert).",
     )
 
