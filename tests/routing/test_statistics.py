@@ -9,13 +9,12 @@ from relibra.routing.statistics import (
     co_activation,
     coefficient_of_variation,
     contiguous_homes,
-    fluctuation,
     max_vio,
     rank_load,
     rank_skew,
     skew,
 )
-from tests.routing.slow_statistics import cosine_to_mean
+from tests.routing.slow_statistics import cosine_to_mean, fluctuation
 from tests.routing.traces import traces
 
 loads = hnp.arrays(np.int64, hnp.array_shapes(min_dims=3, max_dims=3, max_side=6), elements=st.integers(0, 1000))

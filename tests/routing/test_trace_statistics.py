@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from relibra.errors import ClusterError, TraceError
 from relibra.routing import trace_statistics as survey_module
-from relibra.routing.statistics import fluctuation, rank_skew, skew
+from relibra.routing.statistics import rank_skew, skew
 from relibra.routing.synthetic import TraceShape, domain_trace
 from relibra.routing.trace import RoutingTrace
 from relibra.routing.trace_files import split_samples
 from relibra.routing.trace_statistics import chance_cosine, compute_statistics, compute_step_statistics
-from tests.routing.slow_statistics import cosine_to_mean, micro_batch_load
+from tests.routing.slow_statistics import cosine_to_mean, fluctuation, micro_batch_load
 
 
 def small_trace(seed: int = 0, *, rows: int = 20) -> RoutingTrace:

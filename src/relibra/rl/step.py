@@ -75,21 +75,6 @@ class Progress:
     explained_variance: float | None = None
     planned: bool = False
 
-    def advance(
-        self, *, values: ValueStage, cursor: SampleCursor, finished: int, policy_steps: int, planned: bool
-    ) -> Progress:
-        """Return the progress after a step; the counts are those of the step."""
-        return Progress(
-            live=values.live,
-            for_values=values.for_values,
-            cursor=cursor,
-            finished=self.finished + finished,
-            policy_steps=self.policy_steps + policy_steps,
-            value_steps=self.value_steps + values.steps,
-            explained_variance=values.explained_variance,
-            planned=self.planned or planned,
-        )
-
     def as_state(self) -> dict[str, Any]:
         """Return the part of a checkpoint beside responses, for `from_state`; the same on all ranks."""
         return {**asdict(self.cursor), **{name: getattr(self, name) for name in _STATE}}
@@ -169,8 +154,8 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
     rollout = replace(rollout, responses=[_without_routes(response) for response in rollout.responses])
     batch, recomputed = _build_and_recompute(learner, progress, kept, config, clock)
     del kept  # with their routes, which are many bytes
-    values = _run_value_model(learner, progress, batch.responses, config, clock)
-    credit = values.credit or broadcast_advantages(batch.responses, advantage_of)
+    progress, credit, value_metrics = _run_value_model(learner, progress, batch.responses, config, clock)
+    credit = credit or broadcast_advantages(batch.responses, advantage_of)
     batch = _with_targets(learner, batch, recomputed, credit, config, clock)
     update = PolicyUpdate()
     if step >= config.critic.pretrain_steps or learner.critic is None:
@@ -181,17 +166,17 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
         "step": step,
         **rollout_metrics(rollout.responses, rollout.cost),
         **update_metrics(update, referenced=learner.reference is not None),
-        **values.metrics,
+        **value_metrics,
         **mismatch_metrics_of_ranks(recomputed),
         **balance_metrics(batch),
         "seconds": {name: round(seconds, 4) for name, seconds in clock.seconds.items()},
     }
-    progress = progress.advance(
-        values=values,
+    progress = replace(
+        progress,
         cursor=rollout.cursor,
-        finished=metrics["finished"],
-        policy_steps=len(update.grad_norms),
-        planned=batch.plan is not None,
+        finished=progress.finished + metrics["finished"],
+        policy_steps=progress.policy_steps + len(update.grad_norms),
+        planned=progress.planned or batch.plan is not None,
     )
     check_live_responses(progress.live, cursor=progress.cursor, finished=progress.finished, settings=config.rollout)
     return StepResult(metrics=metrics, responses=rollout.responses, progress=progress)
@@ -276,32 +261,18 @@ def _move_homes(learner: Learner, batch: TrainingBatch, clock: Stopwatch) -> Non
             relocate(learner.policy.trained, batch.plan.physical_to_logical_map, learner.optimizer)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ValueStage:
-    """Result of the value model's part of a step; without a value model, everything is empty.
-
-    credit               None: advantages are those of groups
-    live, for_values     for the next step, see `Progress`
-    steps                optimizer steps of the value model
-    """
-
-    credit: Credit | None = None
-    live: Sequence[Response] = ()
-    for_values: Sequence[Response] = ()
-    steps: int = 0
-    explained_variance: float | None = None
-    metrics: Mapping[str, float | None] = field(
-        default_factory=lambda: dict.fromkeys(("explained_variance", "cut_auroc", "value_loss"))
-    )
-
-
 def _run_value_model(
     learner: Learner, progress: Progress, responses: Sequence[Response], config: RunConfig, clock: Stopwatch
-) -> ValueStage:
-    """Compute values and advantages, and train the value model once enough responses have finished."""
+) -> tuple[Progress, Credit | None, dict[str, float | None]]:
+    """Compute values and advantages, and train the value model once enough responses have finished.
+
+    returns   progress with responses and counters of the value model; credit, None without a value model: advantages
+              are then those of groups; metrics
+    """
     critic, settings = learner.critic, config.algorithm
     if critic is None:
-        return ValueStage()
+        nothing: dict[str, float | None] = dict.fromkeys(("explained_variance", "cut_auroc", "value_loss"))
+        return replace(progress, live=(), for_values=()), None, nothing
     with clock.stage("values"):
         values = compute_values(critic.model, responses, config.update.micro_batch_tokens)
         explained = variance_explained(responses, values, settings.gamma)
@@ -336,14 +307,14 @@ def _run_value_model(
     found_auroc = auroc_at_cuts(
         responses, max_response=config.rollout.max_response, overlong_buffer=settings.overlong_buffer
     )
-    return ValueStage(
-        credit=credit,
+    progress = replace(
+        progress,
         live=[one for one in recorded if one.finish_reason is None],
         for_values=for_values,
-        steps=steps,
+        value_steps=progress.value_steps + steps,
         explained_variance=explained,
-        metrics={"explained_variance": explained, "cut_auroc": found_auroc, "value_loss": value_loss},
     )
+    return progress, credit, {"explained_variance": explained, "cut_auroc": found_auroc, "value_loss": value_loss}
 
 
 def _without_routes(response: Response) -> Response:

@@ -70,20 +70,6 @@ def coefficient_of_variation(load_X: Shaped[ndarray, "*batch X"]) -> Float64[nda
     return np.divide(load_X.std(axis=-1, dtype=np.float64), mean, out=np.zeros_like(mean), where=mean > 0)
 
 
-def fluctuation(load_MLE: Shaped[ndarray, "M L E"]) -> Float64[ndarray, " L"]:
-    """Return how much an expert's share of a layer's load varies over micro-batches.
-
-    Per layer: the coefficient of variation over non-empty micro-batches, averaged over experts with weight = load.
-    """
-    total_ML1 = load_MLE.sum(axis=-1, keepdims=True, dtype=np.float64)
-    filled_ML1 = total_ML1 > 0
-    share_MLE = np.divide(load_MLE, total_ML1, out=np.zeros(load_MLE.shape), where=filled_ML1)
-    filled_L1 = np.maximum(1, filled_ML1.sum(axis=0))
-    mean_LE = share_MLE.sum(axis=0) / filled_L1
-    variance_LE = (filled_ML1 * (share_MLE - mean_LE) ** 2).sum(axis=0) / filled_L1
-    return np.sqrt(variance_LE).sum(axis=-1)  # no division: the mean shares sum to 1
-
-
 def co_activation(trace: RoutingTrace) -> Int64[ndarray, "L E E"]:
     """Count, per layer, how many tokens pick experts e and f together; the diagonal counts tokens per expert.
 

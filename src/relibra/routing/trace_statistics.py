@@ -94,7 +94,8 @@ class TraceStatistics:
     cosine_mean_L         cosine between a micro-batch's and the whole trace's *expert* load, mean over micro-batches;
                           low and high are its range
     chance_L              see `chance_cosine`
-    fluctuation_L         see `statistics.fluctuation`
+    fluctuation_L         coefficient of variation of an expert's share of a layer's load, over non-empty micro-batches;
+                          mean over experts with weight = load
     """
 
     samples: int
@@ -326,7 +327,7 @@ class _MicroBatchSums:
 
     @property
     def fluctuation_L(self) -> ndarray:
-        """Return `statistics.fluctuation`, from differences to the mean shares, which keeps small variances exact."""
+        """Return the fluctuation, from differences to the mean shares, which keeps small variances exact."""
         mean_LE = self.off_LE / max(1, self.micro_batches)
         variance_LE = self.off_square_LE / max(1, self.micro_batches) - mean_LE**2
         return np.sqrt(np.maximum(0.0, variance_LE)).sum(axis=-1)

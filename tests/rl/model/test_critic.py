@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from relibra.rl.model.critic import build_critic, token_values, value_model_class
 from relibra.rl.model.optimizer import clip_gradients, make_optimizer
-from relibra.rl.model.sequence_masks import use_explicit_masks
+from relibra.rl.model.packed_sequences import use_explicit_masks
 from tests.replay.tiny_models import CONFIGS, random_tokens, tiny_model
 from tests.rl.joined import CPU, alone, on_ranks, policy_of, tiny_config
 

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from relibra.rl.model.packed_attention import (
+from relibra.rl.model.packed_sequences import (
     PACKED,
     attend_packed,
     can_attend_packed,
+    mixes_sequences,
     packed_mask,
     sequence_lengths,
     use_packed_attention,
 )
-from relibra.rl.model.sequence_masks import mixes_sequences
 from tests.replay.tiny_models import CONFIGS, random_tokens, tiny_model
 
 PACKS = ("qwen3_moe", "mixtral", "deepseek_v3")

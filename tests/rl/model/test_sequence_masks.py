@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from relibra.errors import ConfigError
-from relibra.rl.model.sequence_masks import mixes_sequences, use_explicit_masks
+from relibra.rl.model.packed_sequences import mixes_sequences, use_explicit_masks
 from tests.replay.tiny_models import CONFIGS, random_tokens, tiny_model
 from tests.rl.joined import VOCAB, alone, policy_of, tiny_config
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from relibra.errors import EngineError
-from relibra.rl.rollout import exchange
+from relibra.rl.rollout import response_arrays
 from tests.rl.rollout.made_up import random_response, same
 
 pytestmark = pytest.mark.slow
@@ -54,18 +54,20 @@ def work(rank, num_ranks, port):
         world_size=num_ranks,
         timeout=timedelta(seconds=60),
     )
-    for round_bytes in (exchange.ROUND_BYTES, 2003 * num_ranks):  # one round; several, cut at odd places
-        exchange.ROUND_BYTES = round_bytes
+    for round_bytes in (response_arrays.ROUND_BYTES, 2003 * num_ranks):  # one round; several, cut at odd places
+        response_arrays.ROUND_BYTES = round_bytes
         for case in CASES:
-            arrived = exchange.exchange_responses(*responses_of(case, rank, num_ranks))
+            arrived = response_arrays.exchange_responses(*responses_of(case, rank, num_ranks))
             wanted = expected_on(case, rank, num_ranks)
             assert [one.sample_id for one in arrived] == [one.sample_id for one in wanted], case
             assert all(same(one, other) for one, other in zip(arrived, wanted, strict=True)), case
-    limit, exchange.MAX_EXCHANGE_BYTES = exchange.MAX_EXCHANGE_BYTES, 5000
+    limit, response_arrays.MAX_EXCHANGE_BYTES = response_arrays.MAX_EXCHANGE_BYTES, 5000
     with pytest.raises(EngineError, match=r"a rank would receive .* at most 5000 are allowed"):
-        exchange.exchange_responses(*responses_of(("all to the last", 9), rank, num_ranks))
-    exchange.MAX_EXCHANGE_BYTES = limit
-    exchange.exchange_responses(*responses_of(CASES[0], rank, num_ranks))  # all refused together, so all go on together
+        response_arrays.exchange_responses(*responses_of(("all to the last", 9), rank, num_ranks))
+    response_arrays.MAX_EXCHANGE_BYTES = limit
+    response_arrays.exchange_responses(
+        *responses_of(CASES[0], rank, num_ranks)
+    )  # all refused together, so all go on together
     dist.barrier()
     dist.destroy_process_group()
 

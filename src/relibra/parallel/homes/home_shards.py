@@ -41,18 +41,6 @@ class HomeShard:
     first: int
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class HomeRanks:
-    """Rank and row that store each position, inside the data-parallel replica of this rank.
-
-    rank_E   global rank
-    row_E    local row there
-    """
-
-    rank_E: Int64[ndarray, " E"]
-    row_E: Int64[ndarray, " E"]
-
-
 class StoredRows(NamedTuple):
     """A tensor that holds one row per expert at home here; `rows` shares its memory."""
 
@@ -70,14 +58,14 @@ def home_shards(layer: BalancedEP) -> list[HomeShard]:
     return [_home_shard(layer, name) for name in layer.names]
 
 
-def home_ranks(layer: BalancedEP) -> HomeRanks:
-    """Return where each position of a layer is stored, the same on every rank of a data-parallel replica."""
+def home_ranks(layer: BalancedEP) -> tuple[Int64[ndarray, " E"], Int64[ndarray, " E"]]:
+    """Return global rank and local row of each position of a layer, inside this rank's data-parallel replica."""
     mesh, sizes = home_mesh(layer), _chunk_sizes(layer)
     replicas = mesh.mesh.cpu().numpy().reshape(-1, len(sizes), layer.ep_mesh.size())
     [own] = replicas[(replicas == dist.get_rank()).any(axis=(1, 2))]
     shard_of_row = np.repeat(np.arange(len(sizes)), sizes)
     row = np.concatenate([np.arange(size) for size in sizes])
-    return HomeRanks(rank_E=own[shard_of_row].T.reshape(-1).astype(np.int64), row_E=np.tile(row, own.shape[1]))
+    return own[shard_of_row].T.reshape(-1).astype(np.int64), np.tile(row, own.shape[1])
 
 
 def home_mesh(layer: BalancedEP) -> DeviceMesh:

@@ -116,10 +116,10 @@ def _relocate_layer(
     layer_id: int, layer: BalancedEP, wanted_E: ndarray, tensors: list[StoredRows], group: dist.ProcessGroup
 ) -> int:
     """Move the rows of one layer and set its map; return the bytes sent to other ranks."""
-    homes, own = home_ranks(layer), dist.get_rank(group)
+    (global_rank_E, row_E), own = home_ranks(layer), dist.get_rank(group)
     number_of = {rank: number for number, rank in enumerate(dist.get_process_group_ranks(group))}
-    rank_E = np.array([number_of[rank] for rank in homes.rank_E.tolist()])
-    moves = _moves(layer.physical_to_logical_E, wanted_E, rank_E, homes.row_E, own, len(number_of))
+    rank_E = np.array([number_of[rank] for rank in global_rank_E.tolist()])
+    moves = _moves(layer.physical_to_logical_E, wanted_E, rank_E, row_E, own, len(number_of))
     device = torch.device(layer.ep_mesh.device_type)
     width = sum(stored.row_bytes for stored in tensors)
     sent = torch.empty((len(moves.leave_X), width), dtype=torch.uint8, device=device)

@@ -92,10 +92,7 @@ class AllToAll:
             return nullcontext()
         elsewhere = sum(self.send_R) - self.send_R[self.place.rank]
         return self.recorder.record(
-            self.stage,
-            layer=self.place.layer_id,
-            micro_batch=self.place.micro_batch,
-            bytes=elsewhere * rows[:1].nbytes,
+            self.stage, layer=self.place.layer_id, micro_batch=self.place.micro_batch, bytes=elsewhere * rows[:1].nbytes
         )
 
 

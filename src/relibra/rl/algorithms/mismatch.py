@@ -66,8 +66,7 @@ def mismatch_sums(
     bin_X = ((size_X.clamp(min=1e-300).log10() - _FIRST_DECADE) * _BINS_PER_DECADE).floor()
     histogram = torch.bincount(bin_X.clamp(0, _NUM_BINS - 1).long(), minlength=_NUM_BINS)
     return MismatchSums(
-        sums=torch.cat([torch.stack(totals), histogram.double()]),
-        largest=float(size_X.max()) if len(size_X) else 0.0,
+        sums=torch.cat([torch.stack(totals), histogram.double()]), largest=float(size_X.max()) if len(size_X) else 0.0
     )
 
 

@@ -64,11 +64,7 @@ def make_schedule(
         micro_batch_S[chosen] = len(mini_batch_M) + bin_X // num_ranks
         rank_S[chosen] = bin_X % num_ranks
         mini_batch_M += [number] * (int(bin_X.max()) // num_ranks + 1)
-    return Schedule(
-        mini_batch_M=np.array(mini_batch_M, dtype=np.int32),
-        micro_batch_S=micro_batch_S,
-        rank_S=rank_S,
-    )
+    return Schedule(mini_batch_M=np.array(mini_batch_M, dtype=np.int32), micro_batch_S=micro_batch_S, rank_S=rank_S)
 
 
 def _fill(tokens_X: Int[ndarray, " X"], limit: int, num_ranks: int) -> Int64[ndarray, " X"]:

@@ -191,7 +191,7 @@ def _gather_parts(part: StepPlan | None, demand: ScheduledDemand, cluster: Clust
         if not facts_R[rank]:
             continue
         balancer, resident, scope, seconds = facts_R[rank]
-        of = dict(zip(arrays, gathered[rank], strict=True))
+        of_layers: dict[str, Any] = dict(zip(arrays, gathered[rank], strict=True))
         parts.append(
             StepPlan(
                 balancer=balancer,
@@ -204,11 +204,7 @@ def _gather_parts(part: StepPlan | None, demand: ScheduledDemand, cluster: Clust
                 scope=scope,
                 plan_seconds=seconds,
                 objective="tokens",
-                physical_to_logical_map=of["physical_to_logical_map"],
-                previous_map=of["previous_map"],
-                replica_MLRB=of["replica_MLRB"],
-                quota_MLRB=of["quota_MLRB"],
-                bound_ML=of["bound_ML"],
+                **of_layers,
             )
         )
     return join_layers(parts, demand)

@@ -22,8 +22,8 @@ from relibra.rl.batch.token_batch import TokenBatch, make_token_batch, with_rout
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.config.settings import PlanSettings
 from relibra.rl.model.policy import Policy
-from relibra.rl.rollout.exchange import exchange_responses
 from relibra.rl.rollout.response import Response
+from relibra.rl.rollout.response_arrays import exchange_responses
 from relibra.routing.demand import ScheduledDemand
 
 MicroBatchContext = Callable[[int], AbstractContextManager[RoutingReplay | None]]

@@ -20,8 +20,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from relibra.errors import ConfigError, EngineError
 from relibra.replay import find_routers
 from relibra.rl.config.settings import ModelSettings
-from relibra.rl.model.packed_attention import can_attend_packed, use_packed_attention
-from relibra.rl.model.sequence_masks import mixes_sequences, use_explicit_masks
+from relibra.rl.model.packed_sequences import (
+    can_attend_packed,
+    mixes_sequences,
+    use_explicit_masks,
+    use_packed_attention,
+)
 from relibra.rl.model.sharding import (
     full_parameters,
     is_missing_folder,
@@ -48,8 +52,8 @@ class Policy:
                   off) one with unknown routers
     top_k         experts per token in each of them; 0 if there are none
     balanced      `trained` has experts and can execute plans
-    packed        the model supports attention within each packed sequence (`packed_attention.py`)
-    explicit_masks   the model needs explicit masks (`sequence_masks.py`) to keep packed sequences independent
+    packed        the model supports attention within each packed sequence (`packed_sequences.py`)
+    explicit_masks   the model needs explicit masks to keep packed sequences independent
     """
 
     trained: nn.Module

@@ -15,8 +15,8 @@ from relibra.rl.algorithms.advantages import overlong_penalty
 from relibra.rl.config.settings import RolloutSettings
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.admission import SampleCursor, check_no_response_lost, plan_admission
-from relibra.rl.rollout.exchange import exchange_responses
 from relibra.rl.rollout.response import Response, RolloutCost, RolloutEngine, new_response
+from relibra.rl.rollout.response_arrays import exchange_responses
 from relibra.rl.run.ranks import gather_arrays, largest_over_ranks
 from relibra.rl.tasks.prompts import Prompts
 from relibra.rl.tasks.task import Task

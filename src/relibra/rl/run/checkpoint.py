@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 from relibra.errors import ConfigError, EngineError, RelibraError
 from relibra.rl.rollout.response import Response
-from relibra.rl.rollout.response_files import load_responses, save_responses
+from relibra.rl.rollout.response_arrays import load_responses, save_responses
 from relibra.rl.run.checkpoint_manifest import digest_files, find_damage, sync_folder, write_manifest
 from relibra.rl.run.checkpoint_tensors import at_saved_homes, in_logical_order, restore_scalars, scalars, tensors
 from relibra.rl.run.ranks import broadcast_json, gather_json

@@ -78,7 +78,7 @@ def at_saved_homes(
     """Move all experts to logical order inside, and to these homes afterwards; None: they stay. Collective."""
     balanced = {name: both for name, both in models.items() if is_balanced(both[0])}
     for model, optimizer in balanced.values():
-        relocate(model, _logical(model), optimizer)
+        relocate(model, np.sort(np.array(_homes(model)), axis=1), optimizer)
     yield
     for name, (model, optimizer) in balanced.items():
         if homes[name] is not None:
@@ -89,11 +89,6 @@ def _homes(model: nn.Module) -> Homes:
     if not is_balanced(model):
         return None
     return [layer.physical_to_logical_E.tolist() for layer in balanced_layers(model).values()]
-
-
-def _logical(model: nn.Module) -> np.ndarray:
-    layers = balanced_layers(model).values()
-    return np.stack([np.arange(len(layer.physical_to_logical_E)) for layer in layers])
 
 
 def _is_scalar(value: Any) -> bool:

@@ -65,10 +65,7 @@ def recompute(
             log_probs.append(logp_X.float())
             window_X = micro_batch.in_window_X
             mismatch += _compare_with_sampler(
-                logp_X[window_X],
-                micro_batch.sampled_log_probs_X[window_X],
-                micro_batch.response_X[window_X],
-                settings,
+                logp_X[window_X], micro_batch.sampled_log_probs_X[window_X], micro_batch.response_X[window_X], settings
             )
             entropy += float(entropy_X[window_X].sum())
             tokens += int(window_X.sum())

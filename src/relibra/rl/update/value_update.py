@@ -76,9 +76,7 @@ def _with_targets(batch: TokenBatch, finished: Sequence[Response], gamma: float)
     picked = [finished[s] for s in batch.samples_B.tolist()]
     old_values = [torch.from_numpy(response.values_r) for response in picked]
     return replace(
-        batch,
-        old_values_X=torch.cat([torch.zeros(0), *old_values]),
-        returns_X=discounted_returns(picked, gamma),
+        batch, old_values_X=torch.cat([torch.zeros(0), *old_values]), returns_X=discounted_returns(picked, gamma)
     )
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from relibra.errors import TraceError
 from relibra.rl.rollout.response import new_response
-from relibra.rl.rollout.response_files import from_arrays, load_responses, save_responses, to_arrays
+from relibra.rl.rollout.response_arrays import from_arrays, load_responses, save_responses, to_arrays
 from tests.rl.rollout.made_up import random_response, same
 
 RESPONSES = st.lists(
