@@ -345,12 +345,7 @@ def _slice(event: Event, track: int) -> dict[str, Any]:
         "tid": track,
         "ts": event.start * 1e6,
         "dur": event.seconds * 1e6,
-        "args": {
-            "layer": event.layer,
-            "micro_batch": event.micro_batch,
-            "bytes": event.bytes,
-            "label": event.label,
-        },
+        "args": {"layer": event.layer, "micro_batch": event.micro_batch, "bytes": event.bytes, "label": event.label},
     }
 
 

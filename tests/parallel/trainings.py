@@ -19,7 +19,7 @@ from relibra.parallel.replicas.replica_gradients import LayerReplicas
 from relibra.parallel.rows.exchange import AllToAll
 from relibra.planning.plan import StepPlan
 from relibra.replay import BatchRoutes
-from relibra.replay.checkpointing import is_recompute
+from relibra.replay.routers import is_recompute
 from relibra.timeline import Timeline
 from tests.parallel import ranks_at_work
 from tests.parallel.faults import before

@@ -110,12 +110,7 @@ def _report_two_runs(path: Path, other: Path, output: Path | None) -> Path:
 
 
 def _report_plans(request: ReportRequest) -> Path:
-    from relibra.reporting.data.compared_plans import (
-        ComparedStep,
-        can_count_rows,
-        compare_static,
-        count_distinct_rows,
-    )
+    from relibra.reporting.data.compared_plans import ComparedStep, can_count_rows, compare_static, count_distinct_rows
     from relibra.reporting.pages.plan_page import write_plan_page
     from relibra.routing.readers import open_trace
     from relibra.simulation import cut_model

@@ -27,7 +27,7 @@ from relibra.parallel.rows.exchange import explain_peer_failure
 from relibra.parallel.rows.rank_tables import Place
 from relibra.planning.plan import StepPlan
 from relibra.replay import BatchRoutes, RoutingReplay, replay_routing
-from relibra.replay.checkpointing import is_recompute
+from relibra.replay.routers import is_recompute
 from relibra.routing.demand import Demand
 from relibra.timeline import Timeline, TimelineRecorder
 

@@ -24,7 +24,7 @@ from relibra.parallel.rows.dispatch import combine_choices, combine_tokens, disp
 from relibra.parallel.rows.exchange import AllToAll, all_gather, explain_peer_failure
 from relibra.parallel.rows.rank_tables import Place, RankTables, home_tables
 from relibra.parallel.rows.row_lists import RowLists, row_lists
-from relibra.replay.checkpointing import is_recompute
+from relibra.replay.routers import is_recompute
 from relibra.timeline import TimelineRecorder
 
 

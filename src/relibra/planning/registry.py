@@ -9,18 +9,7 @@ from __future__ import annotations
 
 from relibra.planning.balancer import Balancer
 from relibra.planning.balancers import foremoe, relibra, static
-from relibra.planning.baselines import (
-    balanced,
-    eplb,
-    feplb,
-    flashlb,
-    flexmoe,
-    laer,
-    llep,
-    lplb,
-    popfetcher,
-    ultraep,
-)
+from relibra.planning.baselines import balanced, eplb, feplb, flashlb, flexmoe, laer, llep, lplb, popfetcher, ultraep
 
 BALANCERS: dict[str, Balancer] = {
     "static": Balancer(decide=static.decide, sees="nothing", based_on="plain expert parallelism"),

@@ -12,8 +12,7 @@ from jaxtyping import Integer
 from torch import Tensor, nn
 
 from relibra.errors import EngineError
-from relibra.replay.checkpointing import is_recompute
-from relibra.replay.routers import RouterSite, find_routers
+from relibra.replay.routers import RouterSite, find_routers, is_recompute
 
 
 class RoutingRecorder:

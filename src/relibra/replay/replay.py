@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from relibra.errors import EngineError, TraceError
 from relibra.replay.batch import BatchRoutes
-from relibra.replay.checkpointing import awaits_recompute, is_recompute
-from relibra.replay.routers import RouterSite, decoder_of, find_routers
+from relibra.replay.routers import RouterSite, awaits_recompute, decoder_of, find_routers, is_recompute
 
 _SUSPICIOUS_ROWS = 16
 """With one choice per token, so many rows that all took expert 0 are refused as an empty recording."""

@@ -19,7 +19,7 @@ from relibra.rl.model.policy import Policy, build_policy, reference_policy, save
 from relibra.rl.model.tokenizer import Tokenizer, make_tokenizer
 from relibra.rl.rollout.collect import longest_prompt
 from relibra.rl.rollout.engines import make_engine, sync_weights
-from relibra.rl.run.checkpoint import load_checkpoint, save_checkpoint
+from relibra.rl.run.checkpoint import Models, load_checkpoint, save_checkpoint
 from relibra.rl.run.display import TrainingDisplay
 from relibra.rl.run.ranks import StopRequest, broadcast_json
 from relibra.rl.run.run_folder import has_checkpoint, locked_run_folder, write_config
@@ -187,13 +187,9 @@ def _build_learner(
     return learner, progress, step
 
 
-def _models(
-    policy: Policy, optimizer: torch.optim.Optimizer, critic: Trained | None
-) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
-    models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {"policy": (policy.trained, optimizer)}
-    if critic is not None:
-        models["critic"] = (critic.model, critic.optimizer)
-    return models
+def _models(policy: Policy, optimizer: torch.optim.Optimizer, critic: Trained | None) -> Models:
+    policy_alone: Models = {"policy": (policy.trained, optimizer)}
+    return policy_alone if critic is None else {**policy_alone, "critic": (critic.model, critic.optimizer)}
 
 
 def _save(run: Path, step: int, learner: Learner, progress: Progress, keep: int) -> int:

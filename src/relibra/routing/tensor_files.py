@@ -68,12 +68,7 @@ def write_tensors(path: Path, form: TensorFormat, arrays: Mapping[str, ndarray],
     check_arrays(form, arrays)
     tensors = {name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)}
     text = json.dumps(
-        {
-            "format": form.name,
-            "version": form.version,
-            "checksum": _checksum(tensors, facts),
-            "facts": facts,
-        },
+        {"format": form.name, "version": form.version, "checksum": _checksum(tensors, facts), "facts": facts},
         sort_keys=True,
         allow_nan=False,
     )

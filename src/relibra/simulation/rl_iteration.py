@@ -14,13 +14,7 @@ from relibra.cluster import Cluster
 from relibra.errors import ConfigError
 from relibra.simulation.cost_model import weight_sync_seconds
 from relibra.simulation.model_shape import ModelShape
-from relibra.simulation.rollout import (
-    Draw,
-    decode_cost,
-    decode_in_windows,
-    decode_whole,
-    prefill_seconds,
-)
+from relibra.simulation.rollout import Draw, decode_cost, decode_in_windows, decode_whole, prefill_seconds
 from relibra.simulation.step.step_result import SimulatedStep
 
 STAGES = ("rollout", "reward", "recompute", "relocation", "update", "weight sync")

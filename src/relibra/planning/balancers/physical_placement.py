@@ -21,10 +21,7 @@ def count_copies(placement_RP: Int[ndarray, "R P"], num_experts: int) -> Int64[n
 
 
 def choose_homes(
-    copies_RE: Int64[ndarray, "R E"],
-    previous_home_E: Int64[ndarray, " E"],
-    share_E: Float64[ndarray, " E"],
-    slots: int,
+    copies_RE: Int64[ndarray, "R E"], previous_home_E: Int64[ndarray, " E"], share_E: Float64[ndarray, " E"], slots: int
 ) -> tuple[Int64[ndarray, " E"], Int64[ndarray, "R E"]]:
     """Choose a home for each expert among the ranks that hold it, with E / R homes on every rank.
 

@@ -34,9 +34,7 @@ def even_quotas(
 
 
 def optimal_quotas(
-    load_ME: Int[ndarray, "M E"],
-    home_E: Int[ndarray, " E"],
-    replica_RB: Int16[ndarray, "R B"],
+    load_ME: Int[ndarray, "M E"], home_E: Int[ndarray, " E"], replica_RB: Int16[ndarray, "R B"]
 ) -> Int32[ndarray, "M R B"]:
     """Return quotas with the lowest busiest rank that these instances allow.
 

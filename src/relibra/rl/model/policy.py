@@ -75,7 +75,7 @@ class Policy:
     def separate_sequences(self, model: nn.Module) -> None:
         """Keep packed sequences of a model of this family independent, in the fastest way that it supports."""
         if self.explicit_masks:
-            _use_explicit_masks(model, self.copy)
+            use_explicit_masks(model, self.copy.dtype)  # type: ignore[arg-type]
         if self.packed:
             use_packed_attention(model)
 
@@ -180,18 +180,13 @@ def _needs_masks(full: nn.Module, settings: ModelSettings) -> bool:
     """
     if not settings.path or not mixes_sequences(full):
         return False
-    _use_explicit_masks(full, full)
+    use_explicit_masks(full, full.dtype)  # type: ignore[arg-type]
     if mixes_sequences(full):
         raise ConfigError(
             f"{_name(settings)} cannot be trained: training packs sequences end to end, and {type(full).__name__} "
             "carries state from one sequence into the next, as recurrent layers do; use an attention-only model"
         )
     return True
-
-
-def _use_explicit_masks(model: nn.Module, full: nn.Module) -> None:
-    """Use explicit masks in a model of the family of `full`, in the dtype of `full`."""
-    use_explicit_masks(model, full.dtype)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)

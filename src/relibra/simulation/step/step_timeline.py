@@ -19,12 +19,7 @@ from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.model_shape import ModelShape
 from relibra.simulation.step.group_run import Execution, GroupRun, MiniBatchRun, run_group
 from relibra.simulation.step.pipeline_schedule import BACKWARD, FORWARD, stage_tasks
-from relibra.simulation.step.training_step import (
-    costs_of,
-    ends_of_mini_batches,
-    groups_of,
-    micro_batches_of_groups,
-)
+from relibra.simulation.step.training_step import costs_of, ends_of_mini_batches, groups_of, micro_batches_of_groups
 from relibra.timeline import MAX_EVENTS, Event, Timeline
 
 _EVENTS_PER_LAYER = 18
