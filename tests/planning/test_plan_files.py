@@ -34,7 +34,7 @@ def facts_of(plan):
         "balancer",
         "num_nodes",
         "ranks_per_node",
-        "resident",
+        "resident_slots",
         "scope",
         "plan_seconds",
         "objective",
@@ -69,7 +69,7 @@ def test_same_plan_same_bytes(stored, tmp_path):
 
 def test_a_step_without_micro_batches(tmp_path):
     plan, _ = planned_step(np.random.default_rng(0))
-    none = {name: getattr(plan, name)[:0] for name in ("replica_MLRB", "quota_MLRB", "bound_ML")}
+    none = {name: getattr(plan, name)[:0] for name in ("replica_MLRB", "quota_MLRB", "bound_ML", "group_M")}
     plan = replace(plan, micro_batch_S=np.full_like(plan.micro_batch_S, -1), **none)
     write_plan(tmp_path / "p", plan)
     assert_same(read_plan(tmp_path / "p"), plan)
@@ -247,8 +247,8 @@ def test_arrays_missing_or_unknown(stored):
 def test_other_versions_and_foreign_files(stored, tmp_path):
     _, path = stored
     data = path.read_bytes()
-    path.write_bytes(data.replace(rb"\"version\": 1", rb"\"version\": 2"))
-    with pytest.raises(PlanError, match="format version 2: this relibra reads version 1"):
+    path.write_bytes(data.replace(rb"\"version\": 2", rb"\"version\": 3"))
+    with pytest.raises(PlanError, match="format version 3: this relibra reads version 2"):
         read_plan(path)
     path.write_bytes(data.replace(b"relibra.step-plan", b"relibra.something"))
     with pytest.raises(PlanError, match=r"is not a step plan: its format must be 'relibra\.step-plan'"):

@@ -52,7 +52,7 @@ class PlacementRequest:
         quota_MLRB: Int32[ndarray, "M L R B"],
         *,
         schedule: ScheduledDemand | None = None,
-        resident: bool = False,
+        resident_slots: int = 0,
         scope: Scope = "node",
         cut_short: bool = False,
     ) -> Placement:
@@ -68,7 +68,8 @@ class PlacementRequest:
             rank_S=scheduled.rank_S,
             replica_MLRB=replica_MLRB,
             quota_MLRB=quota_MLRB,
-            resident=resident,
+            resident_slots=resident_slots,
+            group_M=scheduled.group_M,
             scope=scope,
             cut_short=cut_short,
         )

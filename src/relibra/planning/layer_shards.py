@@ -39,6 +39,7 @@ def join_layers(parts: Sequence[StepPlan], demand: ScheduledDemand) -> StepPlan:
     first = parts[0]
     assert all(np.array_equal(part.micro_batch_S, first.micro_batch_S) for part in parts), "parts share a schedule"
     assert all(np.array_equal(part.rank_S, first.rank_S) for part in parts), "parts share a schedule"
+    assert all(part.resident_slots == first.resident_slots for part in parts), "parts have the same slots"
     names = list(dict.fromkeys(part.balancer for part in parts))
     return replace(
         first,
@@ -49,7 +50,7 @@ def join_layers(parts: Sequence[StepPlan], demand: ScheduledDemand) -> StepPlan:
         replica_MLRB=np.concatenate([part.replica_MLRB for part in parts], axis=1),
         quota_MLRB=np.concatenate([part.quota_MLRB for part in parts], axis=1),
         bound_ML=np.concatenate([part.bound_ML for part in parts], axis=1),
-        resident=any(part.resident for part in parts),
+        resident_slots=first.resident_slots,
         scope="cluster" if any(part.scope == "cluster" for part in parts) else "node",
         predicted={},
         plan_seconds=max(part.plan_seconds for part in parts),

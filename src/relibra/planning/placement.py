@@ -108,8 +108,11 @@ class Placement(Homes):
     micro_batch_S, rank_S   micro-batch (-1: left out) and source rank of each sample
     replica_MLRB            expert in each spare slot; -1: empty
     quota_MLRB              token-slots that the replica computes; the home computes the rest
-    resident                True: every layer has its own slots, which keep replicas over micro-batches; False: one
-                            buffer for all layers, filled for each
+    resident_slots          of the B slots, the first ones that every layer has for itself: they keep replicas over
+                            micro-batches. The others are one buffer for all layers, filled for each pass
+    group_M                 sequence that a micro-batch belongs to, ascending: a mini-batch or an expert-data-parallel
+                            group (`ScheduledDemand.group_M`). Resident slots are filled anew at its start, and their
+                            gradients go home at its end; None: all micro-batches are one sequence
     scope                   "node": replicas stay on the node of their home; "cluster": anywhere
     cut_short               a deadline ended the search
     """
@@ -118,7 +121,8 @@ class Placement(Homes):
     rank_S: Int32[ndarray, " S"]
     replica_MLRB: Int16[ndarray, "M L R B"]
     quota_MLRB: Int32[ndarray, "M L R B"]
-    resident: bool = False
+    resident_slots: int = 0
+    group_M: Int32[ndarray, " M"] | None = None
     scope: Scope = "node"
     cut_short: bool = False
 

@@ -15,7 +15,7 @@ from relibra.errors import PlanError
 from relibra.planning.placement import Homes, Placement, static_homes, step_skew
 from relibra.routing.demand import Demand, ScheduledDemand
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,6 +74,7 @@ class StepPlan(Placement):
             rank_S=demand.rank_S,
             replica_MLRB=np.full((M, L, R, 0), -1, dtype=np.int16),
             quota_MLRB=np.zeros((M, L, R, 0), dtype=np.int32),
+            group_M=demand.group_M,
         )
         bound_ML = placement.rank_load(demand).max(axis=2, initial=0)
         return StepPlan.of_placement(placement, homes, bound_ML, balancer="static", demand_digest=demand.digest())
@@ -107,7 +108,7 @@ class StepPlan(Placement):
 
     def digest(self) -> str:
         """Return the SHA-256 of all decisions: ranks with equal digests execute the same. Predictions are left out."""
-        sizes = (FORMAT_VERSION, self.num_nodes, self.ranks_per_node, self.resident, self.scope)
+        sizes = (FORMAT_VERSION, self.num_nodes, self.ranks_per_node, self.resident_slots, self.scope)
         digest = hashlib.sha256(repr(sizes).encode())
         for name, array in self.decisions().items():
             digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
@@ -117,4 +118,5 @@ class StepPlan(Placement):
     def decisions(self) -> dict[str, ndarray]:
         """Return the executed arrays by name."""
         names = ("layer_ids", "micro_batch_S", "rank_S", "physical_to_logical_map", "previous_map")
-        return {name: getattr(self, name) for name in (*names, "replica_MLRB", "quota_MLRB")}
+        groups = () if self.group_M is None else ("group_M",)
+        return {name: getattr(self, name) for name in (*names, "replica_MLRB", "quota_MLRB", *groups)}

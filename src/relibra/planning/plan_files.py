@@ -27,6 +27,7 @@ FORMAT = TensorFormat(
         "replica_MLRB": "MLRB",
         "quota_MLRB": "MLRB",
         "bound_ML": "ML",
+        "group_M": "M",
     },
     dtypes={
         "layer_ids": np.int32,
@@ -37,7 +38,9 @@ FORMAT = TensorFormat(
         "replica_MLRB": np.int16,
         "quota_MLRB": np.int32,
         "bound_ML": np.int64,
+        "group_M": np.int32,
     },
+    optional=frozenset({"group_M"}),
     may_be_0="SMB",
     error=PlanError,
 )
@@ -54,7 +57,7 @@ class _Facts(BaseModel):
     balancer: str
     num_nodes: _Count
     ranks_per_node: _Count
-    resident: bool
+    resident_slots: Annotated[int, Field(ge=0, le=1 << 10)]
     scope: Scope
     predicted: dict[str, _Seconds]
     plan_seconds: _Seconds
@@ -70,7 +73,7 @@ def write_plan(path: Path | str, plan: StepPlan) -> None:
     raises    PlanError for values out of range
     """
     facts = {name: getattr(plan, name) for name in _Facts.model_fields if name not in ("digest", "predicted")}
-    arrays = {name: getattr(plan, name) for name in FORMAT.axes}
+    arrays = {name: array for name in FORMAT.axes if (array := getattr(plan, name)) is not None}
     check_arrays(FORMAT, arrays)
     checked = _check_facts(f"plan of {plan.balancer!r}", {**facts, "predicted": dict(plan.predicted), "digest": ""})
     _check_values(f"plan of {plan.balancer!r}", plan)
@@ -115,6 +118,9 @@ def _check_values(where: str, plan: StepPlan) -> None:
     _check_range(where, "replica_MLRB", plan.replica_MLRB, -1, E - 1)
     _check_range(where, "quota_MLRB", plan.quota_MLRB, 0, np.iinfo(np.int32).max)
     _check_range(where, "bound_ML", plan.bound_ML, 0, np.iinfo(np.int64).max)
+    if plan.group_M is not None and (np.diff(plan.group_M, prepend=0) < 0).any():
+        raise PlanError(f"{where}: groups {plan.group_M.tolist()} of micro-batches must not fall, from 0")
+    _check_range(where, "resident_slots", np.array(plan.resident_slots), 0, plan.slots)
     _check_range(where, "quota_MLRB of empty slots", plan.quota_MLRB[plan.replica_MLRB < 0], 0, 0)
     if (np.diff(plan.layer_ids) <= 0).any():
         raise PlanError(f"{where}: layer ids {plan.layer_ids.tolist()} must rise")

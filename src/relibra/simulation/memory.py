@@ -91,12 +91,12 @@ def memory_use(
         own = shared / (layout.data_parallel * layout.expert_parallel) + experts / layout.data_parallel
         trained = 0 if how.forward_only else 1
         expert = model.expert
-        sets = (num_layers if plan.resident else 1) if plan.num_copies else 0  # no replicas, no slots
+        sets = num_layers * plan.resident_slots + plan.slots - plan.resident_slots if plan.num_copies else 0
         parts = {
             "weights": float((shared + experts) * expert.bytes_per_value),
             "gradients": trained * 4.0 * (shared + experts),
             "optimizer": trained * _STATE_BYTES * own,
-            "slots": float(sets * plan.slots * (expert.weight_bytes + trained * expert.gradient_bytes)),
+            "slots": float(sets * (expert.weight_bytes + trained * expert.gradient_bytes)),
             "activations": kept[0],
         }
         found.append(

@@ -145,7 +145,7 @@ def _plan_on_a_rank(_folder):
                 "skews": (plan.skew(demand), whole.skew(demand), plan.bound(demand), whole.bound(demand)),
                 "moved": plan.num_moved,
                 "copies": plan.num_copies,
-                "resident": plan.resident,
+                "resident_slots": plan.resident_slots,
             }
             previous = plan
     on_two_nodes = plan_together(

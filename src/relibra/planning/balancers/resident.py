@@ -51,7 +51,7 @@ def resident_placement(request: PlacementRequest, placement_LRP: Int[ndarray, "L
                 demand.tokens_MLRE[:, layer], home_E, home_copies_E, replica_RB, copies_RB, cluster.ranks_per_node
             )
         home_LE[layer], replica_MLRB[:, layer], quota_MLRB[:, layer] = home_E, replica_RB, quota_MRB
-    return request.placement(home_LE, replica_MLRB, quota_MLRB, resident=True, scope="cluster")
+    return request.placement(home_LE, replica_MLRB, quota_MLRB, resident_slots=budget.slots, scope="cluster")
 
 
 def _assign_slots(

@@ -69,18 +69,21 @@ def pushed_copies(
 ) -> tuple[Bool[ndarray, "M L R B"], Bool[ndarray, "M L R B"], Bool[ndarray, "M L R B"]]:
     """Return which replicas receive weights before forward, again before backward, and return a gradient after it.
 
-    A buffer shared by all layers is filled for each pass. Resident slots are filled when an expert comes to a rank,
-    keep it until backward, add up gradients over micro-batches and return them when it leaves the rank.
+    Slots shared by all layers are filled for each pass. Resident slots are filled when an expert comes to a rank, keep
+    it until backward, add up gradients over micro-batches and return them when it leaves the rank. No expert stays from
+    one group of micro-batches to the next: an optimizer step between them changes the weights.
     """
     used_MLRB = plan.replica_MLRB >= 0
-    if not plan.resident:
-        return used_MLRB, used_MLRB, used_MLRB
-    before, after = plan.replica_MLRB[:-1], plan.replica_MLRB[1:]
-    arrives_MLRB, leaves_MLRB = used_MLRB.copy(), used_MLRB.copy()
-    for b in range(plan.slots):  # whichever slot of its rank the expert is in
-        arrives_MLRB[1:] &= after != before[..., b : b + 1]
-        leaves_MLRB[:-1] &= before != after[..., b : b + 1]
-    return arrives_MLRB, np.zeros_like(used_MLRB), leaves_MLRB
+    comes_MLRB, again_MLRB, leaves_MLRB = used_MLRB.copy(), used_MLRB.copy(), used_MLRB.copy()
+    resident = plan.resident_slots
+    again_MLRB[..., :resident] = False
+    group_M = np.zeros(len(used_MLRB), dtype=np.int32) if plan.group_M is None else plan.group_M
+    stays = (np.diff(group_M) == 0)[:, None, None, None]
+    before, after = plan.replica_MLRB[:-1, ..., :resident], plan.replica_MLRB[1:, ..., :resident]
+    for b in range(resident):  # whichever slot of its rank the expert is in
+        comes_MLRB[1:, ..., :resident] &= ~(stays & (after == before[..., b : b + 1]))
+        leaves_MLRB[:-1, ..., :resident] &= ~(stays & (before == after[..., b : b + 1]))
+    return comes_MLRB, again_MLRB, leaves_MLRB
 
 
 def _count_copies(

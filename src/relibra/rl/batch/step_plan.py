@@ -183,14 +183,14 @@ def _gather_parts(part: StepPlan | None, demand: ScheduledDemand, cluster: Clust
     facts: list[Any] = []
     if part is not None:
         arrays = {name: getattr(part, name) for name in arrays}
-        facts = [part.balancer, part.resident, part.scope, part.plan_seconds]
+        facts = [part.balancer, part.resident_slots, part.scope, part.plan_seconds]
     gathered = gather_several(list(arrays.values()))
     facts_R = gather_json(facts)
     parts = []
     for rank in range(R):
         if not facts_R[rank]:
             continue
-        balancer, resident, scope, seconds = facts_R[rank]
+        balancer, resident_slots, scope, seconds = facts_R[rank]
         of_layers: dict[str, Any] = dict(zip(arrays, gathered[rank], strict=True))
         parts.append(
             StepPlan(
@@ -200,7 +200,8 @@ def _gather_parts(part: StepPlan | None, demand: ScheduledDemand, cluster: Clust
                 layer_ids=demand.layer_ids[layers_of_rank(len(layers), rank, R)],
                 micro_batch_S=demand.micro_batch_S,
                 rank_S=demand.rank_S,
-                resident=resident,
+                resident_slots=resident_slots,
+                group_M=demand.group_M,
                 scope=scope,
                 plan_seconds=seconds,
                 objective="tokens",

@@ -102,7 +102,7 @@ def stage_costs(
                 flops=flops,
                 row_bytes=expert.row_bytes,
                 gate_bytes=expert.bytes_per_value,
-                resident=plan.resident,
+                resident=plan.resident_slots == plan.slots > 0,
             )
         )
     return found

@@ -121,6 +121,7 @@ def only_micro_batches(
         replica_MLRB=plan.replica_MLRB[number_M],
         quota_MLRB=plan.quota_MLRB[number_M],
         bound_ML=plan.bound_ML[number_M],
+        group_M=None if plan.group_M is None else plan.group_M[number_M],
     )
     own_demand = replace(demand, tokens_MLRE=demand.tokens_MLRE[number_M], micro_batch_S=micro_batch_S, group_M=None)
     return own_plan, own_demand
