@@ -228,8 +228,8 @@ def plan_whole_step(sizes: dict, repetitions: int = 3) -> dict:
         plan = plan_step(demand, cluster, budget, expert=EXPERT, previous=start)
         scheduled = plan.scheduled(demand)
         found |= {f"{name}_skew": plan.skew(scheduled), f"{name}_bound": plan.bound(scheduled)}
-        found |= {f"{name}_plan_seconds": plan.predicted["total"]}
-        found |= {f"{name}_static_seconds": static.predicted["total"]}
+        for what, one in (("plan", plan), ("static", static)):
+            found |= {f"{name}_{what}_seconds": one.predicted["total"] - one.predicted["attention"]}
     return found
 
 

@@ -160,7 +160,7 @@ def test_plan_says_what_it_was_made_for_and_when_static_is_faster(run, trace, tm
     assert (facts["objective"], facts["model"]) == ("tokens", "qwen3-30b-a3b")
     assert facts["predicted_seconds"] > facts["static_predicted_seconds"] > 0
     assert (
-        f"expert layers {facts['predicted_seconds']:.3g} s, static {facts['static_predicted_seconds']:.3g} s (mod"
+        f"layers        {facts['predicted_seconds']:.3g} s, static {facts['static_predicted_seconds']:.3g} s (mod"
         in out
     )
     assert "slower than static by the model: at 25 tokens per rank and micro-batch moves and copies cost" in out

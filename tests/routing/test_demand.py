@@ -130,3 +130,14 @@ def test_tiny_micro_batches_are_counted_a_bounded_number_at_a_time(monkeypatch):
     pieces = list(iterate_micro_batch_load(split_samples(trace, 40), 3))
     assert max(map(len, pieces)) <= 5
     assert np.array_equal(np.concatenate(pieces), whole)
+
+
+def test_lengths_and_sums_of_samples_per_rank():
+    counts_SLE = np.zeros((4, 2, 8), np.int32)
+    counts_SLE[:, :, 0] = counts_SLE[:, :, 1] = np.array([[3], [5], [7], [2]])
+    demand = Demand(counts_SLE=counts_SLE, layer_ids=np.arange(2), sample_ids=np.arange(4), top_k=2)
+    assert demand.length_S.tolist() == [3, 5, 7, 2]
+    assert replace(demand, top_k=None).length_S.tolist() == [6, 10, 14, 4]
+    scheduled = demand.with_schedule(np.array([1, 0, 1, -1]), np.array([2, 0, 2, 0]), 3)
+    assert scheduled.sum_per_rank(demand.length_S).tolist() == [[5, 0, 0], [0, 0, 10]]
+    assert scheduled.sum_per_rank(demand.length_S**2).tolist() == [[25, 0, 0], [0, 0, 9 + 49]]

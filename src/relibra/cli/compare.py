@@ -146,7 +146,7 @@ COLUMNS = (
     Column(
         "step s\nmodel",
         lambda row: f"{row.predicted_seconds:.3g}",
-        "modelled time of the MoE layers, from a lower bound of the rows that travel; not measured",
+        "modelled time of attention and experts, from a lower bound of the rows that travel; not measured",
         1,
     ),
 )

@@ -266,7 +266,7 @@ def _summary(result: Result, static_skew: float) -> dict[str, str]:
         "copies": f"{row.copies:,} ({row.copies_per_micro_batch_layer:.1f} per micro-batch and layer){across}",
         "moved": f"{row.moved_experts:,} of {plan.home_LE.size:,} experts, {row.moved_bytes / 1e9:.1f} GB",
         "across nodes": f"{row.cross_node_token_slots:,} token-slots",
-        "expert layers": f"{row.predicted_seconds:.3g} s, static {static['total']:.3g} s{back} (model: {terms})",
+        "layers": f"{row.predicted_seconds:.3g} s, static {static['total']:.3g} s{back} (model: {terms})",
         "planned in": f"{plan.plan_seconds:.2f} s{', ended by the deadline' if plan.cut_short else ''}",
         "digest": plan.digest()[:16],
         result.written: f"{printable(str(output))} and {printable(demand_path(output).name)}",
@@ -279,7 +279,13 @@ def _slower_than_static(result: Result) -> str:
     if plan.objective != "tokens" or plan.predicted["total"] <= static.predicted["total"]:
         return ""
     change = {term: plan.predicted[term] - static.predicted[term] for term in plan.predicted if term != "total"}
-    words = {"copies": "copies", "relocation": "moves", "exchange": "exchange", "compute": "small pieces of experts"}
+    words = {
+        "copies": "copies",
+        "relocation": "moves",
+        "exchange": "exchange",
+        "attention": "long samples together",
+        "compute": "small pieces of experts",
+    }
     costly = " and ".join(words[term] for term in sorted(change, key=lambda term: -change[term]) if change[term] > 0)
     advice = "--objective seconds" if result.request.model else "--model"
     return (

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import no_type_check
 
 import numpy as np
-from jaxtyping import Int, Int32, Int64, Shaped
+from jaxtyping import Float64, Int, Int32, Int64, Shaped
 from numpy import ndarray
 
 from relibra.errors import TraceError
@@ -71,6 +71,13 @@ class Demand:
     def num_experts(self) -> int:
         """Return the logical experts per layer, `E`."""
         return self.counts_SLE.shape[2]
+
+    @cached_property
+    def length_S(self) -> Int64[ndarray, " S"]:
+        """Tokens of each sample, token-slots of one layer / `top_k`; without `top_k` its token-slots. Read-only."""
+        length_S: ndarray = self.counts_SLE[:, :1].sum(axis=(1, 2), dtype=np.int64) // (self.top_k or 1)
+        length_S.flags.writeable = False  # the array is shared by all callers
+        return length_S
 
     def with_schedule(
         self,
@@ -211,6 +218,13 @@ class ScheduledDemand(Demand):
         load_MLE: ndarray = self.tokens_MLRE.sum(axis=2, dtype=np.int64)
         load_MLE.flags.writeable = False  # the array is shared by all callers
         return load_MLE
+
+    def sum_per_rank(self, value_S: Shaped[ndarray, " S"]) -> Float64[ndarray, "M R"]:
+        """Return the sum of a value over the samples of each micro-batch and source rank."""
+        M, _, R, _ = self.tokens_MLRE.shape
+        kept = np.flatnonzero(self.micro_batch_S >= 0)
+        bin_X = self.micro_batch_S[kept].astype(np.int64) * R + self.rank_S[kept]
+        return np.bincount(bin_X, value_S[kept], M * R).reshape(M, R).astype(np.float64, copy=False)
 
     def validate(self) -> None:
         """Check shapes and signs, and that each expert gets at most the token-slots of its samples.

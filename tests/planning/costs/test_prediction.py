@@ -46,9 +46,21 @@ def predict_reference(plan, demand, cluster, expert):
     return compute, exchange, slots, sent
 
 
+def attention_reference(plan, demand, cluster, expert):
+    """Walk over every micro-batch, rank, sample, token and layer, in plain Python."""
+    seconds = 0.0
+    for m in range(len(demand.tokens_MLRE)):
+        flops_R = [0.0] * plan.num_ranks
+        for s in np.flatnonzero(plan.micro_batch_S == m):
+            for position in range(int(demand.counts_SLE[s, 0].sum()) // demand.top_k):
+                flops_R[plan.rank_S[s]] += 2 * 4 * expert.hidden**2 + 4 * expert.hidden * (position + 1)
+        seconds += 3 * len(plan.layer_ids) * max(flops_R) / cluster.flops_per_second
+    return seconds
+
+
 @given(planned_steps())
 def test_prediction_equals_its_reference(step):
-    plan, demand = step
+    plan, demand = step[0], replace(step[1], top_k=2)
     cluster = cluster_for(plan)
     prediction = predict(plan, demand, cluster, EXPERT)
     compute, exchange, slots, sent = predict_reference(plan, demand, cluster, EXPERT)
@@ -58,7 +70,9 @@ def test_prediction_equals_its_reference(step):
     assert prediction.sent_bytes == pytest.approx(sent)
     assert prediction.moved_bytes == plan.num_moved * 14 * 30
     assert prediction.as_dict()["total"] == prediction.total
-    assert prediction.total == pytest.approx(compute + exchange + prediction.copies + prediction.relocation)
+    attention = attention_reference(plan, demand, cluster, EXPERT)
+    assert prediction.attention == pytest.approx(attention)
+    assert prediction.total == pytest.approx(compute + attention + exchange + prediction.copies + prediction.relocation)
 
 
 def two_nodes(replica=None, quota=0, resident=False, micro_batches=1):
@@ -185,3 +199,19 @@ def test_what_does_not_fit_is_refused():
         predict(plan, demand, cluster_preset("h100x8"), EXPERT)
     with pytest.raises(PlanError, match=r"\(1, 1, 1, 4, 4\) does not fit a demand of \(2, 2, 1, 4, 4\)"):
         predict(plan, two_nodes(micro_batches=2)[1], cluster_for(plan), EXPERT)
+
+
+def test_a_schedule_that_gathers_long_samples_loses_by_its_attention():
+    """Same tokens on every rank; one rank has them in one sample: its attention alone takes longer."""
+    plan, demand = two_nodes(micro_batches=5)
+    counts_SLE = np.zeros((5, 1, 4), np.int32)
+    counts_SLE[:, 0, 0] = [40, 10, 10, 10, 10]
+    demand = replace(demand, counts_SLE=counts_SLE, top_k=1)
+    seconds = {}
+    for name, rank_S in {"long alone": [0, 1, 1, 1, 1], "mixed": [0, 0, 1, 1, 1]}.items():
+        scheduled = demand.with_schedule(np.zeros(5, int), np.array(rank_S), 4, 5)
+        made = replace(plan, micro_batch_S=scheduled.micro_batch_S, rank_S=scheduled.rank_S)
+        seconds[name] = predict(made, scheduled, cluster_for(plan), EXPERT).attention
+    # 180 flops per second; 32 flops per token in projections, 8 per pair in scores, times 3 with the backward pass
+    assert seconds["long alone"] == pytest.approx(3 * (32 * 40 + 8 * 820) / 180)
+    assert seconds["mixed"] == pytest.approx(3 * (32 * 50 + 8 * (820 + 55)) / 180)

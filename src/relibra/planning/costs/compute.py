@@ -38,6 +38,21 @@ def mean_attention_seconds(demand: ScheduledDemand, cluster: Cluster, expert: Ex
     return float(dense_seconds(cluster, tokens, 4 * expert.hidden**2))
 
 
+def busiest_attention_seconds(demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> float:
+    """Return the attention of a step, forward and backward: that of the busiest rank, over micro-batches and layers.
+
+    Projections and scores: a sample of n tokens has n (n + 1) / 2 pairs, each two flops per value of a key and of a
+    value. Expert shapes know nothing of heads: 4 hidden^2 weights are assumed, and heads of `hidden` values together. 0
+    where the choices per token are not known.
+    """
+    if not demand.top_k:
+        return 0.0
+    length_S = demand.length_S.astype(np.float64)
+    score_flops_MR = 4.0 * expert.hidden * demand.sum_per_rank(length_S * (length_S + 1) / 2)
+    seconds_MR = dense_seconds(cluster, demand.sum_per_rank(length_S), 4 * expert.hidden**2, score_flops_MR)
+    return 3.0 * len(demand.layer_ids) * float(seconds_MR.max(axis=1, initial=0.0).sum())
+
+
 def expert_seconds(
     plan: Placement, demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape
 ) -> tuple[Float64[ndarray, "M L R"], Float64[ndarray, "M L R"]]:

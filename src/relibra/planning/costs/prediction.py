@@ -1,10 +1,12 @@
 """The objective: the predicted seconds of a planned step, term by term.
 
-    total = sum over micro-batches and layers of (busiest rank's experts + exchange + exposed copies) + relocation
+    total = sum over micro-batches and layers of (busiest rank's experts + busiest rank's attention + exchange
+            + exposed copies) + relocation
 
 Ranks wait for each other in every layer of every micro-batch, so each term takes its maximum over ranks before it is
 summed (ReLibra, arXiv 2605.08639; ForeMoE, arXiv 2606.11867). All figures are a model of the machine, not a
-measurement, and carry the label `model`. Attention, router and optimizer are not in the total: no plan changes them.
+measurement, and carry the label `model`. Router and optimizer are not in the total: no plan changes them. Attention is,
+because a schedule that gathers long samples on some ranks lets the others wait.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from relibra.cluster import Cluster
-from relibra.planning.costs.compute import mean_attention_seconds
+from relibra.planning.costs.compute import busiest_attention_seconds, mean_attention_seconds
 from relibra.planning.costs.copies import relocation_seconds
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.costs.layer_costs import layer_costs
@@ -24,7 +26,7 @@ from relibra.routing.demand import ScheduledDemand
 class Prediction:
     """Predicted cost of a plan in one step, summed over micro-batches and layers.
 
-    compute, exchange, copies, relocation    seconds; `copies` counts only what attention does not hide
+    compute, attention, exchange, copies, relocation    seconds; `copies` counts only what attention does not hide
     cross_node_token_slots                   token-slots computed on another node than the one they come from
     sent_bytes                               activation bytes between ranks: dispatch and combine, forward and backward
     copy_bytes                               weights pushed to replicas and gradients returned
@@ -32,6 +34,7 @@ class Prediction:
     """
 
     compute: float
+    attention: float
     exchange: float
     copies: float
     relocation: float
@@ -42,12 +45,12 @@ class Prediction:
 
     @property
     def total(self) -> float:
-        """Return the sum of the four terms, in seconds."""
-        return self.compute + self.exchange + self.copies + self.relocation
+        """Return the sum of the five terms, in seconds."""
+        return self.compute + self.attention + self.exchange + self.copies + self.relocation
 
     def as_dict(self) -> dict[str, float]:
-        """Return the four terms and their total by name, in seconds, as `StepPlan.predicted` holds them."""
-        names = ("compute", "exchange", "copies", "relocation", "total")
+        """Return the five terms and their total by name, in seconds, as `StepPlan.predicted` holds them."""
+        names = ("compute", "attention", "exchange", "copies", "relocation", "total")
         return {name: float(getattr(self, name)) for name in names}
 
 
@@ -72,6 +75,7 @@ def predict(
     costs = layer_costs(plan, demand, cluster, expert)
     return Prediction(
         compute=float(costs.compute_ML.sum()),
+        attention=busiest_attention_seconds(demand, cluster, expert),
         exchange=float(costs.exchange_ML.sum()),
         copies=float(costs.exposed_copies_ML(attention_seconds).sum()),
         relocation=relocation_seconds(plan.previous, plan, cluster, expert),

@@ -25,8 +25,8 @@ def balancers_section(rows: Sequence[ComparisonRow]) -> str:
             "Sees: what the balancer may know of the step. Skew: busiest / mean load of ranks, over all micro-batches "
             "and layers. Gap: skew / bound − 1. Replicas: temporary copies of experts per micro-batch and layer. "
             "Across nodes: token-slots computed on another node than they come from. Plan s: measured on the machine "
-            "that planned. Step s: predicted by the planner’s model of the MoE layers; it differs from simulated "
-            "seconds, because its rows are a bound from pairs of experts. In brackets: without moves of "
+            "that planned. Step s: predicted by the planner’s model of attention and experts; it differs from "
+            "simulated seconds, because its rows are a bound from pairs of experts. In brackets: without moves of "
             "experts, which happen once.",
             "how",
         ),

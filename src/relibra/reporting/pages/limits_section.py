@@ -130,7 +130,8 @@ def _describe_planner_seconds(step: ComparedStep, found: StepSimulation) -> str:
     """Return why the planner predicts other seconds for the expert layers; "" where it does not."""
     after = step.after
     simulated = seconds_in_words(found.moe_seconds[1])
-    planner = seconds_in_words(predict(after.plan, after.demand, step.cluster, step.model.expert).total)
+    predicted = predict(after.plan, after.demand, step.cluster, step.model.expert)
+    planner = seconds_in_words(predicted.total - predicted.attention)
     if simulated == planner:
         return ""
     rows = "a row for every choice" if after.demand.pairs_LEE is None else "a lower bound of rows from pairs of experts"
