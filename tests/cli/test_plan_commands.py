@@ -20,7 +20,8 @@ from relibra.timeline import Event, Timeline, read_timeline, write_timeline
 
 KEYS = {
     "balancer", "skew", "bound", "gap", "copies", "moved_bytes", "cross_node_token_slots", "plan_seconds",
-    "predicted_seconds", "valid", "bound_any_homes", "scope",
+    "predicted_seconds", "valid", "bound_any_homes", "scope", "pushed_bytes", "exposed_seconds", "cross_node_share",
+    "slots", "slots_used", "slot_bytes",
 }  # fmt: skip
 """What the rows of `relibra compare --json` hold at least."""
 
@@ -288,8 +289,10 @@ def test_the_table_fits_a_terminal_of_80_columns(run, trace, monkeypatch):
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
-    assert rows["balancer"][1:5] == ["skew", "bound", "homes", "gap"]
-    assert len(rows["static"]) == len(rows["eplb_history"]) == 11
+    legend = " ".join(out.split())
+    for title in ("skew", "copies", "pushed GB", "open s model", "across nodes", "slots GB", "plan s", "step s model"):
+        assert f" {title}: " in legend
+    assert len(rows["static"]) == len(rows["eplb_history"]) == len(rows["balancer"])
     assert "auto is no row" in out
     assert "  +cross-node" in out
     assert "plans minimise tokens" in out
@@ -309,8 +312,8 @@ def test_a_narrow_terminal_keeps_the_names_and_drops_what_matters_least(run, tra
         "relibra+packing",
         "+cross-node",
     ]
-    assert "no room for: any homes" in " ".join(out.split())
-    assert "across nodes (--json has all)" in " ".join(out.split())
+    assert "no room for: bound, any homes" in " ".join(out.split())
+    assert "plan s (--json has all)" in " ".join(out.split())
     monkeypatch.setenv("COLUMNS", "30")
     assert "eplb_history" in run("compare", trace, *CUT, "--balancer", "eplb_history")[1].split()
 

@@ -125,24 +125,35 @@ COLUMNS = (
         "bound",
         lambda row: f"{row.bound:.3f}",
         "the lowest skew with the homes, slots, schedule and scope of copies of this row",
-        2,
+        8,
     ),
     Column(
         "any\nhomes",
         lambda row: f"{row.bound_any_homes:.3f}",
         "the bound with the best homes for each micro-batch and layer",
-        9,
+        12,
     ),
-    Column("gap", lambda row: f"{row.gap:.1%}", "skew / bound - 1", 3),
-    Column("copies", lambda row: f"{row.copies_per_micro_batch_layer:.1f}", "per micro-batch and layer", 4),
-    Column("moved\nGB", lambda row: f"{(row.moved_bytes or 0) / 1e9:.1f}", "state of experts with a new home", 7),
+    Column("gap", lambda row: f"{row.gap:.1%}", "skew / bound - 1", 9),
+    Column("copies", lambda row: f"{row.copies_per_micro_batch_layer:.1f}", "per micro-batch and layer", 2),
+    Column(
+        "pushed\nGB",
+        lambda row: _billions(row.pushed_bytes),
+        "weights sent to replicas before forward and again before backward",
+        3,
+    ),
+    Column(
+        "open s\nmodel", lambda row: f"{row.exposed_seconds:.2g}", "modelled seconds of copies that nothing hides", 5
+    ),
     Column(
         "across\nnodes",
-        lambda row: _short(row.cross_node_token_slots or 0),
+        lambda row: f"{row.cross_node_share:.1%}",
         "token-slots computed on another node than their token",
-        8,
+        4,
     ),
-    Column("plan\ns", lambda row: f"{row.plan_seconds:.2f}", "measured here", 5),
+    Column("slots\nGB", lambda row: _billions(row.slot_bytes), "memory of a rank's spare slots with gradients", 6),
+    Column("slots\nused", lambda row: f"{row.slots_used}/{row.slots}", "most filled on a rank / reserved", 11),
+    Column("moved\nGB", lambda row: _billions(row.moved_bytes), "state of experts with a new home", 10),
+    Column("plan\ns", lambda row: f"{row.plan_seconds:.2f}", "measured here", 7),
     Column(
         "step s\nmodel",
         lambda row: f"{row.predicted_seconds:.3g}",
@@ -208,13 +219,11 @@ def _folded(name: str) -> str:
     return name if len(name) <= 15 or not plus else f"{head}\n  +{tail}"
 
 
-def _short(count: int) -> str:
-    """Write a large number with three digits.
+def _billions(number: int | None) -> str:
+    """Write a number of bytes in GB, small ones with more digits.
 
-    >>> _short(12_345_678), _short(950)
-    ('12.3M', '950')
+    >>> _billions(12_345_678_901), _billions(45_600_000), _billions(0)
+    ('12.3', '0.046', '0')
     """
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return str(count)
+    gigabytes = (number or 0) / 1e9
+    return f"{gigabytes:.1f}" if gigabytes >= 1 else f"{gigabytes:.2g}"

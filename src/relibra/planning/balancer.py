@@ -79,10 +79,12 @@ class PlacementRequest:
 class Balancer:
     """One entry of the registry.
 
-    sees       loads that it plans from
-    based_on   its paper or code; "after ...": no public code exists
+    sees        loads that it plans from
+    based_on    its paper or code; "after ...": no public code exists
+    own_slots   its plan has as many slots as its system reserves, also where the budget gives fewer (but not for 0)
     """
 
     decide: Callable[[PlacementRequest], Placement]
     sees: Sees
     based_on: str
+    own_slots: bool = False

@@ -87,7 +87,9 @@ def _cheapest(
     allowed = [
         plan
         for plan in plans
-        if (budget.move_homes or plan.num_moved == 0) and (budget.cross_node_copies or plan.num_cross_node_copies == 0)
+        if (budget.move_homes or plan.num_moved == 0)
+        and (budget.cross_node_copies or plan.num_cross_node_copies == 0)
+        and plan.slots <= budget.slots
     ]
     best = min(allowed, key=lambda plan: _cost(plan, demand, budget))
     return replace(best, plan_seconds=sum(plan.plan_seconds for plan in plans))

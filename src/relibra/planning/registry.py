@@ -9,7 +9,19 @@ from __future__ import annotations
 
 from relibra.planning.balancer import Balancer
 from relibra.planning.balancers import foremoe, relibra, static
-from relibra.planning.baselines import balanced, eplb, feplb, flashlb, flexmoe, laer, llep, lplb, popfetcher, ultraep
+from relibra.planning.baselines import (
+    balanced,
+    eplb,
+    feplb,
+    flashlb,
+    flexmoe,
+    laer,
+    llep,
+    lplb,
+    moonep,
+    popfetcher,
+    ultraep,
+)
 
 BALANCERS: dict[str, Balancer] = {
     "static": Balancer(decide=static.decide, sees="nothing", based_on="plain expert parallelism"),
@@ -18,6 +30,15 @@ BALANCERS: dict[str, Balancer] = {
     "foremoe": Balancer(decide=foremoe.decide, sees="micro-batches", based_on="after ForeMoE, arXiv 2606.11867"),
     "flashlb": Balancer(decide=flashlb.decide, sees="micro-batches", based_on="FlashLB, vllm-project/vllm-ascend"),
     "ultraep": Balancer(decide=ultraep.decide, sees="live", based_on="UltraEP, arXiv 2606.04101"),
+    "ultraep_shipped": Balancer(
+        decide=ultraep.decide_as_shipped, sees="live", based_on="UltraEP with copies of at least 1,024 token-slots"
+    ),
+    "moonep": Balancer(
+        decide=moonep.decide, sees="live", own_slots=True, based_on="MoonEP, MoonshotAI/MoonEP, the group one domain"
+    ),
+    "moonep_node": Balancer(
+        decide=moonep.decide_in_nodes, sees="live", own_slots=True, based_on="MoonEP, each node a domain"
+    ),
     "feplb": Balancer(decide=feplb.decide, sees="live", based_on="after FEPLB, arXiv 2604.19654"),
     "llep": Balancer(decide=llep.decide, sees="live", based_on="LLEP, arXiv 2601.17111, with bounded slots"),
     "eplb": Balancer(decide=eplb.decide, sees="step totals", based_on="EPLB, deepseek-ai/EPLB"),

@@ -14,6 +14,7 @@ from jaxtyping import Int64
 from numpy import ndarray
 
 from relibra.cluster import Cluster
+from relibra.planning.costs.copies import slot_bytes
 from relibra.planning.loads import home_rank_load
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import ScheduledDemand
@@ -91,12 +92,11 @@ def memory_use(
         own = shared / (layout.data_parallel * layout.expert_parallel) + experts / layout.data_parallel
         trained = 0 if how.forward_only else 1
         expert = model.expert
-        sets = num_layers * plan.resident_slots + plan.slots - plan.resident_slots if plan.num_copies else 0
         parts = {
             "weights": float((shared + experts) * expert.bytes_per_value),
             "gradients": trained * 4.0 * (shared + experts),
             "optimizer": trained * _STATE_BYTES * own,
-            "slots": float(sets * (expert.weight_bytes + trained * expert.gradient_bytes)),
+            "slots": float(slot_bytes(plan, expert, num_layers=num_layers, trained=not how.forward_only)),
             "activations": kept[0],
         }
         found.append(

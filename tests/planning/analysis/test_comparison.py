@@ -66,7 +66,14 @@ def test_figures_are_those_of_a_slow_count(demand):
     assert row.bound_any_homes == pytest.approx(lowest_ML.sum() / mean.sum())
     assert row.scope == "cluster"
     assert row.valid
-    assert row.predicted_seconds == plan.predicted["total"]
+    assert (row.predicted_seconds, row.exposed_seconds) == (plan.predicted["total"], plan.predicted["copies"])
+    assert (row.slots, row.slots_used) == (1, 1)
+    assert row.slot_bytes == EXPERT.weight_bytes + EXPERT.gradient_bytes
+    assert (row.pushed_bytes, row.copy_bytes) == (
+        2 * copies * EXPERT.weight_bytes,
+        copies * (2 * EXPERT.weight_bytes + EXPERT.gradient_bytes),
+    )
+    assert row.cross_node_share == row.cross_node_token_slots / load_MLR.sum()
 
 
 def test_every_balancer_gives_a_valid_row_and_relibra_is_ahead_of_all_real_ones(demand):
@@ -80,9 +87,11 @@ def test_every_balancer_gives_a_valid_row_and_relibra_is_ahead_of_all_real_ones(
     assert describe_scopes([rows["static"], rows["eplb"]]) == "inside the node: static; anywhere: eplb"
     assert rows["static"].copies == rows["static"].moved_bytes == 0
     assert rows["relibra"].cross_node_copies == 0
-    in_node = [rows[name].skew for name in ("foremoe", "ultraep", "feplb")]  # copies inside the node only, as it has
+    in_node = [
+        rows[name].skew for name in ("foremoe", "ultraep", "feplb", "moonep_node")
+    ]  # copies inside the node only, as it has
     assert rows["relibra"].skew <= min(in_node)
-    others = [row.skew for name, row in rows.items() if name not in LEVER_SETS and name != "balanced"]
+    others = [row.skew for name, row in rows.items() if name not in {*LEVER_SETS, "balanced", "moonep"}]
     assert rows["relibra+packing+cross-node"].skew < min(others)
 
 

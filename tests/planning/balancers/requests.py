@@ -79,7 +79,7 @@ def rank_loads(request, placement):
     """Count what every rank computes, one replica after the other, and check every rule of a placement on the way."""
     demand = request.demand.with_schedule(placement.micro_batch_S, placement.rank_S, request.cluster.num_ranks)
     M, L, R, E = demand.tokens_MLRE.shape
-    B, G = request.budget.slots, request.cluster.ranks_per_node
+    B, G = placement.slots, request.cluster.ranks_per_node
     assert placement.home_LE.shape == (L, E)
     assert placement.home_LE.dtype == placement.replica_MLRB.dtype == np.int16
     assert placement.quota_MLRB.dtype == np.int32

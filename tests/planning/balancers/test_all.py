@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from relibra.planning.registry import BALANCERS
 from tests.planning.balancers.requests import ask, rank_loads, requests, spread
 
-IN_PLACE = {"ultraep", "feplb", "llep", "popfetcher"}
-LIVE = {"ultraep", "feplb", "foremoe", "balanced"}
+IN_PLACE = {"ultraep", "ultraep_shipped", "moonep", "moonep_node", "feplb", "llep", "popfetcher"}
+LIVE = {"ultraep", "ultraep_shipped", "moonep", "moonep_node", "feplb", "foremoe", "balanced"}
 
 
 @pytest.mark.parametrize("name", BALANCERS)
@@ -17,6 +17,8 @@ LIVE = {"ultraep", "feplb", "foremoe", "balanced"}
 def test_every_decision_is_legal_and_repeatable(name, request):
     placement = BALANCERS[name].decide(request)
     rank_loads(request, placement)
+    E, R, B = request.demand.num_experts, request.cluster.num_ranks, request.budget.slots
+    assert placement.slots == (E // R if B and BALANCERS[name].own_slots else B)
     again = BALANCERS[name].decide(request)
     for array in ("home_LE", "replica_MLRB", "quota_MLRB"):
         assert np.array_equal(getattr(placement, array), getattr(again, array))

@@ -11,10 +11,16 @@ from relibra.planning.balancers.physical_placement import count_copies
 from relibra.planning.balancers.shares import optimal_quotas
 from relibra.planning.baselines.eplb import eplb_placement
 from relibra.planning.registry import BALANCERS
-from tests.planning.balancers.requests import ask, spread, step_skew
+from relibra.routing.micro_batches import cut_recorded, select_micro_batches
+from relibra.routing.readers import open_trace
+from tests.planning.balancers.requests import ask, rank_loads, spread, step_skew
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 TASKS = ("intent", "law", "summary", "translation")
+RECORDED = {  # file, experts, tokens of a micro-batch
+    "gpt-oss": ("gpt_oss_20b_decode_topk.npz", 32, 2048),
+    "v2-lite": ("deepseek_v2_lite_esft_topk.npz", 64, 1024),
+}
 
 pytestmark = pytest.mark.skipif(
     not DATA.is_dir(),
@@ -112,3 +118,28 @@ def test_balanced_is_nearly_even():
     for model, num_ranks in CASES:
         request = _question(model, num_ranks, False)
         assert step_skew(request, BALANCERS["balanced"].decide(request)) <= 1.006
+
+
+# Skew with one slot, and copies per micro-batch and layer, of the released code on the later half in recorded order
+# (UltraEP: its CUDA kernel, run thread by thread on a CPU; MoonEP: the reference of its own tests), as printed.
+@pytest.mark.parametrize(
+    ("name", "digits", "skews", "copies"),
+    [
+        ("ultraep", 4, [1.0728, 1.2016, 1.4272, 1.0458, 1.1398, 1.3232], [4.2, None, 18.9, None, None, 17.9]),
+        ("ultraep_shipped", 3, [1.492, 2.255, 3.122, 1.254, 1.545, 1.961], [1.6, 3.1, 9.1, None, None, None]),
+        ("moonep_node", 3, [1.0, 1.102, 1.279, 1.0, 1.079, 1.243], [7.1, 13.7, 27.2, 7.2, 13.3, 25.7]),
+        ("moonep", 3, [1.0] * 6, [7.1, 14.7, 29.3, 7.2, 14.3, 27.7]),
+    ],
+)
+def test_live_peers_equal_their_released_code(name, digits, skews, copies):
+    for (model, num_ranks), skew, per_layer in zip(CASES, skews, copies, strict=True):
+        file, experts, tokens = RECORDED[model]
+        whole = cut_recorded(open_trace(DATA / file, experts), tokens, num_ranks)
+        demand = select_micro_batches(whole, len(whole.load_MLE) // 2)
+        request = ask(demand.tokens_MLRE, num_ranks // 8, slots=1)
+        placement = BALANCERS[name].decide(request)
+        load_MLR = rank_loads(request, placement)
+        got = load_MLR.max(axis=2).sum() / load_MLR.mean(axis=2).sum()
+        assert round(got, digits) == skew, (model, num_ranks)
+        found = placement.num_copies / load_MLR[..., 0].size
+        assert per_layer is None or round(found, 1) == per_layer, (model, num_ranks)

@@ -16,6 +16,7 @@ from relibra.cluster import Cluster
 from relibra.errors import PlanError
 from relibra.planning.analysis.bounds import any_homes_bound
 from relibra.planning.budget import Budget
+from relibra.planning.costs.copies import slot_bytes
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.costs.prediction import predict
 from relibra.planning.placement import Homes, Scope, step_skew
@@ -56,10 +57,15 @@ class ComparisonRow:
     copies                     replicas over all micro-batches and layers; cross_node_copies: of these, away from the
                                node of their home
     moved_experts, moved_bytes experts with a new home rank, and the bytes of their state
-    copy_bytes                 weights pushed to replicas and gradients returned
+    slots, slots_used          spare slots per rank that the plan reserves; most that it fills on a rank
+    slot_bytes                 memory of the reserved slots on a rank: weights and gradients
+    pushed_bytes               weights pushed to replicas, forward and again backward
+    copy_bytes                 these, and the gradients that replicas return
     cross_node_token_slots     token-slots computed on another node than the one they come from
+    cross_node_share           these as a share of all
     plan_seconds               wall clock on this machine, kernels compiled before (label `measured`)
     predicted_seconds          the objective in seconds (label `model`)
+    exposed_seconds            its part for copies that nothing hides
     relocation_seconds         its part for moving experts to new homes, once
     valid, message             result of `validate_plan`; if it failed, the reason
     """
@@ -79,10 +85,16 @@ class ComparisonRow:
     cross_node_copies: int | None = None
     moved_experts: int | None = None
     moved_bytes: int | None = None
+    slots: int | None = None
+    slots_used: int | None = None
+    slot_bytes: int | None = None
+    pushed_bytes: int | None = None
     copy_bytes: int | None = None
     cross_node_token_slots: int | None = None
+    cross_node_share: float | None = None
     plan_seconds: float | None = None
     predicted_seconds: float | None = None
+    exposed_seconds: float | None = None
     relocation_seconds: float | None = None
 
     def figures(self) -> dict[str, object]:
@@ -213,10 +225,16 @@ def measure(
         cross_node_copies=plan.num_cross_node_copies,
         moved_experts=plan.num_moved,
         moved_bytes=volumes.moved_bytes,
+        slots=plan.slots,
+        slots_used=int((plan.replica_MLRB >= 0).sum(axis=3).max(initial=0)),
+        slot_bytes=slot_bytes(plan, expert),
+        pushed_bytes=volumes.pushed_bytes,
         copy_bytes=volumes.copy_bytes,
         cross_node_token_slots=volumes.cross_node_token_slots,
+        cross_node_share=volumes.cross_node_token_slots / max(1, int(load_MLR.sum())),
         plan_seconds=plan.plan_seconds,
         predicted_seconds=plan.predicted["total"],
+        exposed_seconds=plan.predicted["copies"],
         relocation_seconds=plan.predicted["relocation"],
     )
 

@@ -1,9 +1,13 @@
 """UltraEP's planner (arXiv 2606.04101; github.com/Dots-Infra/UltraEP v1.0.0, 94cab09): threshold and greedy oracle.
 
 Sees the exact loads of one (micro-batch, layer), after gating. Homes never move. Ranks above a ceiling `tau` hand their
-excess to ranks of the same node that have a free slot; three ceilings just above the mean are tried, then it bisects.
-Different from the original: the bisection keeps the dynamic floor (with the strict floor of 1024 tokens it misses most
-plans); runs on one CPU core instead of one GPU block; a plan that does not lower the maximum is dropped.
+excess to ranks of the same node that have a free slot. Three ceilings are tried, from 1 % above the mean, where a piece
+of an expert may be as small as the free targets allow; else a search finds the lowest ceiling at which pieces of at
+least `u_min` token-slots suffice. Equal to the released kernel up to the rounding of its single-precision ceilings.
+
+UltraEP ships `u_min` 1,024 (ULTRA_EP_QUOTA_MIN_TOKENS_PER_REPLICA) and 2 slots. Where a rank gets a few thousand
+token-slots or fewer that limit refuses nearly every copy of the search, so `ultraep` plans with 1, which is best for it
+at any size; `ultraep_shipped` keeps 1,024.
 """
 
 from __future__ import annotations
@@ -21,12 +25,24 @@ from relibra.routing.compiled import compiled
 KEEP = 1
 """Token-slots that stay at the home of an expert."""
 
-SMALL = 1024
-"""Replicas with fewer token-slots are dropped at the end if that does not raise the maximum (`u_min`)."""
+SHIPPED_U_MIN = 1024
+"""Fewest token-slots of a copy in the search, as UltraEP ships it."""
+
+PROBES = 4
+"""Ceilings that the search tries at once: one per warp."""
 
 
 def decide(request: PlacementRequest) -> Placement:
-    """Solve each (micro-batch, layer, node) by itself, homes as they are."""
+    """Solve each (micro-batch, layer, node) by itself, homes as they are, with copies of any size."""
+    return _decide(request, u_min=1)
+
+
+def decide_as_shipped(request: PlacementRequest) -> Placement:
+    """Do the same with copies of at least 1,024 token-slots, where the first three ceilings fail."""
+    return _decide(request, u_min=SHIPPED_U_MIN)
+
+
+def _decide(request: PlacementRequest, u_min: int) -> Placement:
     G = request.cluster.ranks_per_node
     load_MLE, home_LE = request.demand.load_MLE, request.previous.home_LE.copy()
     replica_MLRB, quota_MLRB = request.empty_slots()
@@ -37,23 +53,26 @@ def decide(request: PlacementRequest) -> Placement:
                 here = slice(node * G, (node + 1) * G)
                 experts = np.flatnonzero(home_E // G == node)
                 load_MX = np.ascontiguousarray(load_MLE[:, layer, experts])
-                replica_MGB, quota_MGB = solve(load_MX, home_E[experts] - node * G, G, request.budget.slots)
+                replica_MGB, quota_MGB = solve(
+                    load_MX, home_E[experts] - node * G, G, request.budget.slots, u_min=u_min
+                )
                 replica_MLRB[:, layer, here] = np.where(replica_MGB >= 0, experts[replica_MGB], -1)
                 quota_MLRB[:, layer, here] = quota_MGB
     return request.placement(home_LE, replica_MLRB, quota_MLRB)
 
 
 def solve(
-    load_ME: Int[ndarray, "M E"], home_E: Int[ndarray, " E"], num_ranks: int, slots: int
+    load_ME: Int[ndarray, "M E"], home_E: Int[ndarray, " E"], num_ranks: int, slots: int, *, u_min: int = 1
 ) -> tuple[Int16[ndarray, "M R B"], Int32[ndarray, "M R B"]]:
     """Plan the replicas of one domain (the ranks of one node) for each micro-batch.
 
     home_E    home rank of each expert, 0..num_ranks-1
+    u_min     fewest token-slots of a copy in the search
     returns   expert per slot (-1: empty) and the token-slots it computes
     """
     replica_MRB = np.full((len(load_ME), num_ranks, slots), -1, dtype=np.int16)
     quota_MRB = np.zeros((len(load_ME), num_ranks, slots), dtype=np.int32)
-    _solve_all(load_ME.astype(np.int64), home_E.astype(np.int64), replica_MRB, quota_MRB)
+    _solve_all(load_ME.astype(np.int64), home_E.astype(np.int64), u_min, replica_MRB, quota_MRB)
     return replica_MRB, quota_MRB
 
 
@@ -86,8 +105,10 @@ def sort_sources(load_E, home_E, load_R) -> tuple[ndarray, ndarray, ndarray]:
 
 @compiled
 @no_type_check
-def shed_excess(load_E, load_R, order_E, starts, source_R, tau, room_R, free_R, replica_RB, quota_RB) -> bool:
+def shed_excess(load_E, load_R, order_E, starts, source_R, tau, floor, room_R, free_R, replica_RB, quota_RB) -> bool:
     """Bring every rank to at most `tau` token-slots, greedily; return whether that succeeded.
+
+    floor   fewest token-slots of a copy; 0: what the rest needs if all targets that are left take as much
 
     Not monotone: it may fail at a ceiling and succeed at a lower one.
     """
@@ -113,8 +134,8 @@ def shed_excess(load_E, load_R, order_E, starts, source_R, tau, room_R, free_R, 
                 if t < 0:
                     break
                 amount = min(need, room_R[t], available)
-                if amount < -(-need // candidates):
-                    break  # the dynamic floor: smaller pieces would need more targets than there are
+                if amount < (floor if floor > 0 else -(-need // candidates)):
+                    break
                 b = B - free_R[t]
                 replica_RB[t, b], quota_RB[t, b] = e, amount
                 room_R[t] -= amount
@@ -148,7 +169,7 @@ def _roomiest(e, room_R, free_R, replica_RB) -> tuple[int, int]:
 
 @compiled
 @no_type_check
-def _solve_all(load_ME, home_E, replica_MRB, quota_MRB) -> None:
+def _solve_all(load_ME, home_E, u_min, replica_MRB, quota_MRB) -> None:
     M, R, B = replica_MRB.shape
     load_R, room_R, free_R = np.empty(R, np.int64), np.empty(R, np.int64), np.empty(R, np.int64)
     replica_RB, quota_RB = np.empty((R, B), np.int16), np.empty((R, B), np.int32)
@@ -157,49 +178,44 @@ def _solve_all(load_ME, home_E, replica_MRB, quota_MRB) -> None:
         load_R[:] = 0
         for e in range(len(load_E)):
             load_R[home_E[e]] += load_E[e]
-        top, mean = load_R.max(), -(-load_R.sum() // R)
+        mean = -(-load_R.sum() // R)
+        top = max(load_R.max(), mean)
         order_E, starts, source_R = sort_sources(load_E, home_E, load_R)
-        best = top
-        for attempt in range(3):
-            tau = -(-mean * 101 // 100) + attempt * -(-top // 100)
-            if tau < best and shed_excess(
-                load_E, load_R, order_E, starts, source_R, tau, room_R, free_R, replica_RB, quota_RB
-            ):
-                best = tau
-                replica_MRB[m], quota_MRB[m] = replica_RB, quota_RB
+        tau, found = -(-mean * 101 // 100), False
+        for _ in range(3):
+            found = shed_excess(load_E, load_R, order_E, starts, source_R, tau, 0, room_R, free_R, replica_RB, quota_RB)
+            if found:
                 break
-        if best == top:
-            low = mean - 1
-            while best - low > 1:
-                tau = (low + best) // 2
-                if shed_excess(load_E, load_R, order_E, starts, source_R, tau, room_R, free_R, replica_RB, quota_RB):
-                    best = tau
-                    replica_MRB[m], quota_MRB[m] = replica_RB, quota_RB
-                else:
-                    low = tau
-        _drop_small(home_E, load_R, replica_MRB[m], quota_MRB[m])
+            tau = min(top, tau + max(1, -(-top // 100)))
+        if not found:
+            tau = _search(
+                load_E, load_R, order_E, starts, source_R, mean, top, u_min, room_R, free_R, replica_RB, quota_RB
+            )
+            shed_excess(load_E, load_R, order_E, starts, source_R, tau, u_min, room_R, free_R, replica_RB, quota_RB)
+        replica_MRB[m], quota_MRB[m] = replica_RB, quota_RB
 
 
 @compiled
 @no_type_check
-def _drop_small(home_E, load_R, replica_RB, quota_RB) -> None:
-    """Give small replicas back to their homes, smallest first, where the maximum stays; `load_R` is updated."""
-    R, B = replica_RB.shape
-    small = 0
-    for r in range(R):
-        for b in range(B):
-            if replica_RB[r, b] >= 0:
-                load_R[r] += quota_RB[r, b]
-                load_R[home_E[replica_RB[r, b]]] -= quota_RB[r, b]
-                small += quota_RB[r, b] < SMALL
-    if small == 0:
-        return
-    top = load_R.max()
-    for x in np.argsort(quota_RB.copy().reshape(R * B), kind="mergesort"):
-        r, b = x // B, x % B
-        if replica_RB[r, b] >= 0 and quota_RB[r, b] < SMALL:
-            home = home_E[replica_RB[r, b]]
-            if load_R[home] + quota_RB[r, b] <= top:
-                load_R[home] += quota_RB[r, b]
-                load_R[r] -= quota_RB[r, b]
-                replica_RB[r, b], quota_RB[r, b] = -1, 0
+def _search(load_E, load_R, order_E, starts, source_R, low, high, u_min, room_R, free_R, replica_RB, quota_RB) -> int:
+    """Return the ceiling that UltraEP's search ends at: `low` first, then PROBES at a time between the two.
+
+    At `high`, the fullest rank, there is nothing to give. Success is not monotone, so which probes are tried matters.
+    """
+    if shed_excess(load_E, load_R, order_E, starts, source_R, low, u_min, room_R, free_R, replica_RB, quota_RB):
+        return low
+    low = min(low + 1, high)
+    while low < high:
+        first, span = low, high - low
+        near = span <= PROBES
+        for w in range(min(span, PROBES)):
+            probe = first + w if near else first + span * (w + 1) // (PROBES + 1)
+            if shed_excess(
+                load_E, load_R, order_E, starts, source_R, probe, u_min, room_R, free_R, replica_RB, quota_RB
+            ):
+                high = probe
+                break
+            low = probe + 1
+        if near:
+            return high
+    return low

@@ -138,6 +138,19 @@ def _from_pool(counts: tuple[ndarray, ndarray], cluster: Cluster, expert: Expert
     )
 
 
+def slot_bytes(plan: Placement, expert: ExpertShape, *, num_layers: int | None = None, trained: bool = True) -> int:
+    """Return the memory of a rank's spare slots; 0 for a plan without copies, which needs none.
+
+    Resident slots are there once per layer, the others once for all layers.
+
+    num_layers   layers on the rank; None: all of the plan
+    trained      fp32 gradients beside the weights
+    """
+    layers = len(plan.layer_ids) if num_layers is None else num_layers
+    number = layers * plan.resident_slots + plan.slots - plan.resident_slots if plan.num_copies else 0
+    return number * (expert.weight_bytes + trained * expert.gradient_bytes)
+
+
 def relocation_seconds(before: Homes, after: Homes, cluster: Cluster, expert: ExpertShape) -> float:
     """Return the seconds of moving expert state to new homes: the busiest rank's bytes over each kind of link.
 

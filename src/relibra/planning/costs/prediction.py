@@ -29,7 +29,8 @@ class Prediction:
     compute, attention, exchange, copies, relocation    seconds; `copies` counts only what attention does not hide
     cross_node_token_slots                   token-slots computed on another node than the one they come from
     sent_bytes                               activation bytes between ranks: dispatch and combine, forward and backward
-    copy_bytes                               weights pushed to replicas and gradients returned
+    pushed_bytes                             weights pushed to replicas, forward and again backward
+    copy_bytes                               these, and the gradients that replicas return
     moved_bytes                              state of experts that change their home rank, in full
     """
 
@@ -40,6 +41,7 @@ class Prediction:
     relocation: float
     cross_node_token_slots: int
     sent_bytes: float
+    pushed_bytes: int
     copy_bytes: int
     moved_bytes: int
 
@@ -81,6 +83,7 @@ def predict(
         relocation=relocation_seconds(plan.previous, plan, cluster, expert),
         cross_node_token_slots=int(costs.exchange.cross_node_ML.sum()),
         sent_bytes=4 * float(costs.exchange.out_MLR.sum()) * expert.row_bytes,
+        pushed_bytes=costs.push.total_bytes + costs.again.total_bytes,
         copy_bytes=costs.push.total_bytes + costs.again.total_bytes + costs.gradients.total_bytes,
         moved_bytes=plan.num_moved * expert.state_bytes,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from relibra.planning.analysis.comparison import LEVERS_IN_WORDS, ComparisonRow, describe_scopes
-from relibra.reporting.data.number_format import count
 from relibra.reporting.html.html import paragraph, section, table
 from relibra.reporting.html.html_bars import Bar, bar_table
 from relibra.reporting.pages.limits_section import MIN_RELOCATION_SHARE
@@ -17,17 +16,22 @@ def balancers_section(rows: Sequence[ComparisonRow]) -> str:
         return ""
     made = [row for row in rows if row.skew is not None]
     failed = [f"{row.balancer}: {row.message}" for row in rows if row.message]
-    header = ("balancer", "sees", "skew", "gap", "replicas", "moved GB", "across nodes", "plan s", "step s (model)")
+    header = (
+        *("balancer", "sees", "skew", "gap", "replicas", "pushed GB", "exposed s (model)", "across nodes"),
+        *("slots", "slots GB", "moved GB", "plan s", "step s (model)"),
+    )
     return section(
         "balancers",
         "Comparison of balancers",
         paragraph(
             "Sees: what the balancer may know of the step. Skew: busiest / mean load of ranks, over all micro-batches "
             "and layers. Gap: skew / bound − 1. Replicas: temporary copies of experts per micro-batch and layer. "
-            "Across nodes: token-slots computed on another node than they come from. Plan s: measured on the machine "
-            "that planned. Step s: predicted by the planner’s model of attention and experts; it differs from "
-            "simulated seconds, because its rows are a bound from pairs of experts. In brackets: without moves of "
-            "experts, which happen once.",
+            "Pushed: weights sent to replicas before forward and again before backward. Exposed: seconds of copies "
+            "that nothing hides. Across nodes: share of token-slots computed on another node than they come from. "
+            "Slots: spare slots per rank, in brackets the most that are filled if fewer; their memory with gradients. "
+            "Plan s: measured on the machine that planned. Step s: predicted by the planner’s model of attention and "
+            "experts; it differs from simulated seconds, because its rows are a bound from pairs of experts. In "
+            "brackets: without moves of experts, which happen once.",
             "how",
         ),
         paragraph(
@@ -65,8 +69,12 @@ def _cells(row: ComparisonRow) -> list[str]:
         f"{row.skew:.3f}",
         f"{row.gap:.1%}",
         f"{row.copies_per_micro_batch_layer:.1f}",
+        f"{(row.pushed_bytes or 0) / 1e9:.1f}",
+        f"{row.exposed_seconds or 0.0:.3g}",
+        f"{row.cross_node_share or 0.0:.1%}",
+        f"{row.slots}" if row.slots == row.slots_used else f"{row.slots} ({row.slots_used})",
+        f"{(row.slot_bytes or 0) / 1e9:.2f}",
         f"{(row.moved_bytes or 0) / 1e9:.1f}",
-        count(row.cross_node_token_slots or 0),
         f"{row.plan_seconds:.2f}",
         _seconds(row),
     ]
