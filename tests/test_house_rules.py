@@ -31,7 +31,7 @@ ABOVE = {
         "timeline",
     },
     "reporting": {"simulation", "planning", "cluster", "routing", "timeline"},
-    "rl": {"parallel", "replay", "planning", "cluster", "routing", "timeline"},
+    "rl": {"calibration", "parallel", "replay", "planning", "cluster", "routing", "timeline"},
     "serving": {"parallel", "replay", "planning", "cluster", "routing", "timeline"},
     "calibration": {"planning", "cluster", "routing"},
     "eplb": {"planning", "cluster", "routing"},

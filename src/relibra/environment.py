@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ def launched_rank() -> LaunchedRank | None:
         num_ranks=num_ranks,
         num_local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)),
     )
+
+
+def cache_folder() -> Path:
+    """Return the folder of the user for files that can be made again; it may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relibra"
 
 
 def keep_torch_quiet() -> None:

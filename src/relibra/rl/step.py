@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from relibra.cluster import Cluster
 from relibra.errors import ConfigError
 from relibra.parallel import relocate
 from relibra.rl.batch.training_batch import TrainingBatch, build_batch, current_homes, executing, plan_recorded_routes
@@ -107,6 +108,7 @@ class Learner:
 
     critic      value model of the "gae" algorithms
     reference   frozen policy of the KL term; None: there is no such term
+    cluster     machine that steps are planned for
     """
 
     policy: Policy
@@ -116,7 +118,7 @@ class Learner:
     engine: RolloutEngine
     task: Task
     tokenizer: Tokenizer
-    ranks_per_node: int
+    cluster: Cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,10 +233,10 @@ def _build_and_recompute(
 
     Routes are those of the rollout (R3), known before the recompute pass, or those of that pass (R2).
     """
-    policy, settings, nodes = learner.policy, config.algorithm, learner.ranks_per_node
+    policy, settings, cluster = learner.policy, config.algorithm, learner.cluster
     with clock.stage("plan"):
-        previous = current_homes(policy, nodes) if progress.planned else None
-        batch = build_batch(responses, policy, config, previous=previous, ranks_per_node=nodes)
+        previous = current_homes(policy, cluster.topology) if progress.planned else None
+        batch = build_batch(responses, policy, config, previous=previous, cluster=cluster)
     _move_homes(learner, batch, clock)
     with clock.stage("recompute"), executing(policy.trained, batch, config.plan.sums) as context:
         recomputed = recompute(
@@ -248,7 +250,7 @@ def _build_and_recompute(
     if settings.replay == "R2":
         with clock.stage("plan"):
             batch = plan_recorded_routes(
-                batch, recomputed.routes, policy, config.plan, previous=previous, ranks_per_node=nodes
+                batch, recomputed.routes, policy, config.plan, previous=previous, cluster=cluster
             )
         _move_homes(learner, batch, clock)
     return batch, recomputed

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from relibra.calibration.machine import find_cluster
 from relibra.environment import launched_rank
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.evaluation import evaluate
@@ -173,7 +174,7 @@ def _build_learner(
     reference = None
     if config.algorithm.kl_coefficient:
         reference = reference_policy(policy, run / "reference", device, dtype=config.model.dtype, write=not resumed)
-    launched = launched_rank()
+    launched, num_ranks = launched_rank(), dist.get_world_size()
     learner = Learner(
         policy=policy,
         optimizer=optimizer,
@@ -182,7 +183,9 @@ def _build_learner(
         engine=engine,
         task=task,
         tokenizer=tokenizer,
-        ranks_per_node=dist.get_world_size() if launched is None else launched.num_local_ranks,
+        cluster=find_cluster(
+            config.plan.cluster, device, num_ranks, num_ranks if launched is None else launched.num_local_ranks
+        ),
     )
     return learner, progress, step
 

@@ -78,8 +78,15 @@ def co_activation(trace: RoutingTrace) -> Int64[ndarray, "L E E"]:
     raises    TraceError for a trace that is not valid
     """
     trace.validate()  # the kernel does not check ids
-    pairs_LEE = np.zeros((trace.num_layers, trace.num_experts, trace.num_experts), dtype=np.int64)
-    _count_pairs(trace.experts_TLK, trace.valid_T, pairs_LEE)
+    return count_pairs(trace.experts_TLK, trace.valid_T, trace.num_experts)
+
+
+def count_pairs(
+    experts_TLK: Shaped[ndarray, "T L K"], valid_T: Shaped[ndarray, " T"], num_experts: int
+) -> Int64[ndarray, "L E E"]:
+    """Return `co_activation` of validated routes; rows that are not valid are left out."""
+    pairs_LEE = np.zeros((experts_TLK.shape[1], num_experts, num_experts), dtype=np.int64)
+    _count_pairs(experts_TLK, valid_T, pairs_LEE)
     return pairs_LEE
 
 

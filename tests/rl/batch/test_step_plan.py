@@ -5,6 +5,7 @@ import pytest
 
 from relibra.cluster import cluster_preset
 from relibra.planning.budget import Budget
+from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.planner import plan_step
 from relibra.planning.validation import validate_plan
 from relibra.rl.batch.step_plan import count_demand, gather_table, make_step_schedule, plan_together
@@ -12,8 +13,9 @@ from relibra.rl.config.run_config import load_config
 from relibra.rl.run.step_trace import trace_of
 from relibra.routing.demand import Demand
 from tests.rl.joined import alone, on_ranks
-from tests.rl.made_up import EXPERTS, LAYERS, mini_batch_of, response_of
+from tests.rl.made_up import EXPERTS, LAYERS, TOP_K, mini_batch_of, response_of
 
+EXPERT = ExpertShape(hidden=64, width=32)
 RESPONSES = [response_of(s, length=3 + s * 5 % 11, group=s // 3) for s in range(12)]
 
 
@@ -33,6 +35,7 @@ def config_of(*overrides, ranks=1):
             "rollout.responses_per_prompt=3",
             "update.mini_batches=2",
             "update.micro_batch_tokens=40",
+            "plan.objective=tokens",
             *overrides,
         ],
     )
@@ -45,7 +48,7 @@ def schedule_of(table, config):
 
 
 def demand_of(responses, table, schedule):
-    return count_demand(responses, table, schedule, num_experts=EXPERTS, layer_ids=range(LAYERS))
+    return count_demand(responses, table, schedule, num_experts=EXPERTS, layer_ids=range(LAYERS), top_k=TOP_K)
 
 
 @pytest.mark.usefixtures("_group")
@@ -95,7 +98,7 @@ def test_the_demand_counts_every_fed_row_of_every_layer():
 def test_a_plan_of_one_rank_is_that_of_the_planner():
     table, config = gather_table(RESPONSES), config_of()
     demand = demand_of(RESPONSES, table, schedule_of(table, config))
-    plan = plan_together(demand, config.plan, 1, None)
+    plan = plan_together(demand, config.plan, cluster_preset("h100x8", 1, 1), EXPERT, None).plan
     validate_plan(plan, cluster_preset("h100x8", 1, 1).topology, demand)
     assert plan.digest() == whole_plan(demand, config, 1).digest()
     assert plan.demand_digest == demand.digest()
@@ -105,19 +108,21 @@ def whole_plan(demand, config, num_ranks, previous=None):
     """Plan all layers in one place; what the parts of the ranks are held against."""
     budget = Budget(
         slots=config.plan.slots,
-        objective="tokens",
+        objective=config.plan.objective,
+        cross_node_copies=config.plan.objective == "seconds",
         move_homes=config.plan.move_homes,
         place_samples=False,
         tolerance=config.plan.tolerance,
     )
     cluster = cluster_preset("h100x8", num_ranks, num_ranks)
-    return plan_step(demand, cluster, budget, config.plan.balancer, previous=previous)
+    return plan_step(demand, cluster, budget, config.plan.balancer, expert=EXPERT, previous=previous)
 
 
 CASES = {
     "relibra": (),
     "no_copies": ("plan.slots=0",),
     "homes_stay": ("plan.move_homes=false",),
+    "seconds": ("plan.objective=seconds",),
     "eplb": ("plan.balancer=eplb",),
     "lplb": ("plan.balancer=lplb",),
     "canonical": ("plan.sums=canonical", "plan.balancer=static"),
@@ -136,7 +141,7 @@ def _plan_on_a_rank(_folder):
         schedule = schedule_of(table, config)
         demand = demand_of(own, table, schedule)
         for step in range(2):
-            plan = plan_together(demand, config.plan, 2, previous)
+            plan = plan_together(demand, config.plan, cluster_preset("h100x8", 2, 2), EXPERT, previous).plan
             whole = whole_plan(demand, config, 2, previous)
             validate_plan(plan, cluster_preset("h100x8", 2, 2).topology, demand)
             found[name, step] = {
@@ -149,8 +154,8 @@ def _plan_on_a_rank(_folder):
             }
             previous = plan
     on_two_nodes = plan_together(
-        demand, config_of(ranks=2).plan, 1, None
-    )  # two nodes of one rank: responses are packed
+        demand, config_of(ranks=2).plan, cluster_preset("h100x8", 2, 1), EXPERT, None
+    ).plan  # two nodes of one rank: responses are packed
     validate_plan(on_two_nodes, cluster_preset("h100x8", 2, 1).topology, demand)
     found["two nodes"] = on_two_nodes.digest()
     return found

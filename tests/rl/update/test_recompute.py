@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from relibra.cluster import cluster_preset
 from relibra.replay import record_routing
 from relibra.rl.algorithms.mismatch import mismatch_metrics
 from relibra.rl.algorithms.policy_loss import LossTotals, policy_loss
@@ -128,7 +129,9 @@ def test_r2_records_the_routes_that_this_pass_took(model):
         trained=model, copy=model, num_experts=EXPERTS, layer_ids=tuple(range(LAYERS)), top_k=2, balanced=False
     )
     with alone_in_group():
-        planned = plan_recorded_routes(batch, found.routes, policy, CONFIG.plan, previous=None, ranks_per_node=1)
+        planned = plan_recorded_routes(
+            batch, found.routes, policy, CONFIG.plan, previous=None, cluster=cluster_preset("laptop", 1)
+        )
     for micro_batch in planned.micro_batches:
         expected = []
         for s in micro_batch.samples_B:

@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from jaxtyping import Int64
 from numpy import ndarray
 
-from relibra.cluster import Cluster, cluster_preset
+from relibra.cluster import Cluster
 from relibra.planning.budget import Budget
+from relibra.planning.costs.expert_shape import ExpertShape
+from relibra.planning.costs.prediction import predict
 from relibra.planning.layer_shards import demand_of_layers, join_layers, layers_of_rank
 from relibra.planning.placement import Homes
 from relibra.planning.plan import StepPlan
@@ -20,11 +23,14 @@ from relibra.planning.planner import plan_step
 from relibra.rl.batch.schedule import Schedule, make_schedule
 from relibra.rl.config.settings import PlanSettings, UpdateSettings
 from relibra.rl.rollout.response import Response
-from relibra.rl.run.ranks import gather_arrays, gather_json, gather_several
+from relibra.rl.run.ranks import gather_arrays, gather_json, gather_several, sum_over_ranks
 from relibra.routing.demand import Demand, ScheduledDemand, count_token_slots
+from relibra.routing.statistics import count_pairs
 
 _MINI_BATCH_STREAM = 5
 """Random stream that assigns responses to mini-batches."""
+_PAIR_TOKENS = 1 << 14
+"""Most tokens whose pairs of experts one rank counts: 48 layers of 8 choices take about 0.1 s."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,6 +104,7 @@ def count_demand(
     *,
     num_experts: int,
     layer_ids: Sequence[int],
+    top_k: int,
 ) -> ScheduledDemand:
     """Count the routes of the responses of all ranks, and apply the schedule; collective.
 
@@ -116,6 +123,8 @@ def count_demand(
         counts_SLE=counts_SLE[np.argsort(ids_S, kind="stable")],
         layer_ids=np.array(layer_ids, dtype=np.int32),
         sample_ids=table.sample_id_S,
+        pairs_LEE=_count_pairs(responses, num_experts, len(layer_ids)),
+        top_k=top_k,
     )
     scheduled = demand.with_schedule(
         schedule.micro_batch_S, schedule.rank_S, dist.get_world_size(), schedule.num_micro_batches
@@ -123,74 +132,109 @@ def count_demand(
     return replace(scheduled, group_M=schedule.mini_batch_M)
 
 
+def _count_pairs(responses: Sequence[Response], num_experts: int, num_layers: int) -> Int64[ndarray, "L E E"]:
+    """Estimate how many tokens of the step pick two experts together (`statistics.count_pairs`); collective.
+
+    Every rank counts evenly spaced tokens of its responses, at most `_PAIR_TOKENS`, and scales the counts up: the pairs
+    only say how often two choices of a token go to the same rank.
+    """
+    pairs_LEE = np.zeros((num_layers, num_experts, num_experts), dtype=np.int64)
+    stride = max(1, -(-sum(len(response.tokens_n) - 1 for response in responses) // _PAIR_TOKENS))
+    for response in responses:
+        assert response.experts_mLK is not None, f"sample {response.sample_id} has no routes"
+        counted = response.experts_mLK[::stride]
+        pairs_LEE += stride * count_pairs(counted, np.ones(len(counted), dtype=bool), num_experts)
+    return sum_over_ranks(torch.from_numpy(pairs_LEE)).numpy()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedStep:
+    """The plan of a step, and what it is compared with.
+
+    static_seconds   modelled seconds of the same schedule with every expert at its static home, no replicas and no
+                     moves; the plan's own are in `StepPlan.predicted`
+    """
+
+    plan: StepPlan
+    static_seconds: float
+
+
 def plan_together(
-    demand: ScheduledDemand, settings: PlanSettings, ranks_per_node: int, previous: Homes | None
-) -> StepPlan:
+    demand: ScheduledDemand,
+    settings: PlanSettings,
+    cluster: Cluster,
+    expert: ExpertShape,
+    previous: Homes | None,
+) -> PlannedStep:
     """Return the plan of a step, the same on all ranks; each rank plans a part of the layers. Collective.
 
     Where several nodes share the step, the schedule is decided first, on rank 0, from all layers.
 
+    expert     size of one expert of the model
     previous   where the experts are now; None: in the static layout
     """
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    cluster = cluster_preset("h100x8", num_ranks, ranks_per_node)
     may_pack = settings.pack and settings.sums == "fast"
     budget = Budget(
         slots=settings.slots,
-        objective="tokens",
+        objective=settings.objective,
         move_homes=settings.move_homes,
         pack_samples=may_pack,
         place_samples=may_pack,
+        cross_node_copies=settings.objective == "seconds",
         tolerance=settings.tolerance,
     )
     if may_pack and cluster.num_nodes > 1:
-        demand = _with_packed_schedule(demand, cluster, budget, settings.balancer, previous)
+        demand = _with_packed_schedule(demand, cluster, budget, settings.balancer, expert, previous)
     budget = replace(budget, pack_samples=False, place_samples=False)
-    layers = layers_of_rank(len(demand.layer_ids), rank, num_ranks)
-    part = None
+    layers = layers_of_rank(len(demand.layer_ids), dist.get_rank(), dist.get_world_size())
+    part, static_seconds = None, 0.0
     if len(layers):
-        part = plan_step(
-            demand_of_layers(demand, layers),
-            cluster,
-            budget,
-            settings.balancer,
-            previous=None if previous is None else previous.of_layers(layers),
-        )
-    return _gather_parts(part, demand, cluster, settings.slots)
+        own = demand_of_layers(demand, layers)
+        homes = None if previous is None else previous.of_layers(layers)
+        part = plan_step(own, cluster, budget, settings.balancer, expert=expert, previous=homes)
+        static_seconds = predict(StepPlan.static(own, cluster.topology), own, cluster, expert).total
+    return _gather_parts(part, static_seconds, demand, cluster, settings)
 
 
 def _with_packed_schedule(
-    demand: ScheduledDemand, cluster: Cluster, budget: Budget, balancer: str, previous: Homes | None
+    demand: ScheduledDemand,
+    cluster: Cluster,
+    budget: Budget,
+    balancer: str,
+    expert: ExpertShape,
+    previous: Homes | None,
 ) -> ScheduledDemand:
     schedule_2S = np.zeros((0, len(demand.sample_ids)), dtype=np.int32)
     if dist.get_rank() == 0:
-        plan = plan_step(demand, cluster, budget, balancer, previous=previous)
+        plan = plan_step(demand, cluster, budget, balancer, expert=expert, previous=previous)
         schedule_2S = np.stack([plan.micro_batch_S, plan.rank_S])
     micro_batch_S, rank_S = gather_arrays(schedule_2S)[0]
     return demand.with_schedule(micro_batch_S, rank_S, cluster.num_ranks, len(demand.tokens_MLRE))
 
 
-def _gather_parts(part: StepPlan | None, demand: ScheduledDemand, cluster: Cluster, slots: int) -> StepPlan:
-    """Return the plan of all layers, joined from the parts of all ranks; collective."""
+def _gather_parts(
+    part: StepPlan | None, static_seconds: float, demand: ScheduledDemand, cluster: Cluster, settings: PlanSettings
+) -> PlannedStep:
+    """Return the plan of all layers, joined from the parts of all ranks; seconds are sums over parts. Collective."""
     (M, _, R, E), layers = demand.tokens_MLRE.shape, np.arange(len(demand.layer_ids))
     arrays: dict[str, ndarray] = {
         "physical_to_logical_map": np.zeros((0, E), dtype=np.int16),
         "previous_map": np.zeros((0, E), dtype=np.int16),
-        "replica_MLRB": np.zeros((M, 0, R, slots), dtype=np.int16),
-        "quota_MLRB": np.zeros((M, 0, R, slots), dtype=np.int32),
+        "replica_MLRB": np.zeros((M, 0, R, settings.slots), dtype=np.int16),
+        "quota_MLRB": np.zeros((M, 0, R, settings.slots), dtype=np.int32),
         "bound_ML": np.zeros((M, 0), dtype=np.int64),
     }
     facts: list[Any] = []
     if part is not None:
         arrays = {name: getattr(part, name) for name in arrays}
-        facts = [part.balancer, part.resident_slots, part.scope, part.plan_seconds]
+        facts = [part.balancer, part.resident_slots, part.scope, part.plan_seconds, dict(part.predicted)]
     gathered = gather_several(list(arrays.values()))
-    facts_R = gather_json(facts)
+    facts_R = gather_json([static_seconds, *facts])
     parts = []
     for rank in range(R):
-        if not facts_R[rank]:
+        if len(facts_R[rank]) == 1:
             continue
-        balancer, resident_slots, scope, seconds = facts_R[rank]
+        balancer, resident_slots, scope, seconds, predicted = facts_R[rank][1:]
         of_layers: dict[str, Any] = dict(zip(arrays, gathered[rank], strict=True))
         parts.append(
             StepPlan(
@@ -200,12 +244,15 @@ def _gather_parts(part: StepPlan | None, demand: ScheduledDemand, cluster: Clust
                 layer_ids=demand.layer_ids[layers_of_rank(len(layers), rank, R)],
                 micro_batch_S=demand.micro_batch_S,
                 rank_S=demand.rank_S,
-                resident_slots=resident_slots,
                 group_M=demand.group_M,
+                resident_slots=resident_slots,
                 scope=scope,
+                predicted=predicted,
                 plan_seconds=seconds,
-                objective="tokens",
+                objective=settings.objective,
                 **of_layers,
             )
         )
-    return join_layers(parts, demand)
+    predicted = {name: sum(part.predicted[name] for part in parts) for name in parts[0].predicted}
+    plan = replace(join_layers(parts, demand), predicted=predicted)
+    return PlannedStep(plan=plan, static_seconds=sum(static for static, *_ in facts_R))

@@ -8,16 +8,22 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from relibra.cluster import Cluster, Topology
 from relibra.parallel import execute_plan
 from relibra.parallel.balanced import balanced_layers
 from relibra.planning.placement import Homes
 from relibra.planning.plan import StepPlan
 from relibra.replay import BatchRoutes, RoutingReplay, replay_routing
 from relibra.rl.batch.schedule import Schedule
-from relibra.rl.batch.step_plan import count_demand, gather_table, make_step_schedule, plan_together
+from relibra.rl.batch.step_plan import (
+    PlannedStep,
+    count_demand,
+    gather_table,
+    make_step_schedule,
+    plan_together,
+)
 from relibra.rl.batch.token_batch import TokenBatch, make_token_batch, with_routes
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.config.settings import PlanSettings
@@ -39,6 +45,7 @@ class TrainingBatch:
     schedule        of all ranks
     demand          counted from the replayed routes; None: no routes are replayed
     plan            None: every expert at its home
+    static_seconds  modelled seconds of the step without the plan; None without one
     """
 
     responses: list[Response]
@@ -46,11 +53,18 @@ class TrainingBatch:
     schedule: Schedule
     demand: ScheduledDemand | None
     plan: StepPlan | None
+    static_seconds: float | None = None
 
     def of_mini_batch(self, number: int) -> list[tuple[int, TokenBatch]]:
         """Return the micro-batches of a mini-batch, with their numbers in the step."""
         chosen = np.flatnonzero(self.schedule.mini_batch_M == number)
         return [(int(m), self.micro_batches[m]) for m in chosen]
+
+    def following(self, planned: PlannedStep | None) -> TrainingBatch:
+        """Return the batch with a plan, if there is one."""
+        if planned is None:
+            return self
+        return replace(self, plan=planned.plan, static_seconds=planned.static_seconds)
 
     def filled(self, **values: Sequence[Any]) -> TrainingBatch:
         """Return the batch with fields of its `TokenBatch`es set: for each field one tensor per micro-batch."""
@@ -62,7 +76,7 @@ class TrainingBatch:
 
 
 def build_batch(
-    responses: Sequence[Response], policy: Policy, config: RunConfig, *, previous: Homes | None, ranks_per_node: int
+    responses: Sequence[Response], policy: Policy, config: RunConfig, *, previous: Homes | None, cluster: Cluster
 ) -> TrainingBatch:
     """Decide when and on which rank each response is trained, send it there, and lay out micro-batches; collective.
 
@@ -74,19 +88,21 @@ def build_batch(
     table = gather_table(responses)
     by_group = config.algorithm.advantage == "group"
     schedule = make_step_schedule(table, config.update, by_group=by_group, seed=config.run.seed)
-    demand, plan = None, None
+    demand, planned = None, None
     if config.algorithm.replay == "R3" and len(table.sample_id_S):
-        demand = count_demand(responses, table, schedule, num_experts=policy.num_experts, layer_ids=policy.layer_ids)
+        demand = count_demand(responses, table, schedule, **_sizes(policy))
         if policy.balanced:
-            plan = plan_together(demand, config.plan, ranks_per_node, previous)
-            schedule = replace(schedule, micro_batch_S=plan.micro_batch_S, rank_S=plan.rank_S)
+            planned = plan_together(demand, config.plan, cluster, policy.expert_shape, previous)
+            schedule = replace(schedule, micro_batch_S=planned.plan.micro_batch_S, rank_S=planned.plan.rank_S)
     sent_s = table.index_of([response.sample_id for response in responses])
     own = exchange_responses(responses, schedule.rank_S[sent_s].tolist())
     micro_batch_s = schedule.micro_batch_S[table.index_of([response.sample_id for response in own])]
     micro_batches = [
         make_token_batch(own, np.flatnonzero(micro_batch_s == m).tolist()) for m in range(schedule.num_micro_batches)
     ]
-    batch = TrainingBatch(responses=own, micro_batches=micro_batches, schedule=schedule, demand=demand, plan=plan)
+    batch = TrainingBatch(
+        responses=own, micro_batches=micro_batches, schedule=schedule, demand=demand, plan=None
+    ).following(planned)
     return batch if demand is None else _replaying_routes(batch, policy)
 
 
@@ -97,7 +113,7 @@ def plan_recorded_routes(
     settings: PlanSettings,
     *,
     previous: Homes | None,
-    ranks_per_node: int,
+    cluster: Cluster,
 ) -> TrainingBatch:
     """Return the batch with routes that its own recompute pass recorded (R2), and a plan from them; collective.
 
@@ -109,13 +125,18 @@ def plan_recorded_routes(
         pieces = experts_TLK[: sum(rows)].numpy()
         for s, experts_mLK in zip(micro_batch.samples_B.tolist(), np.split(pieces, np.cumsum(rows)[:-1]), strict=False):
             responses[s] = replace(responses[s], experts_mLK=experts_mLK)
-    table, plan = gather_table(responses), None
+    table, planned = gather_table(responses), None
     if not len(table.sample_id_S):
         return batch
-    demand = count_demand(responses, table, batch.schedule, num_experts=policy.num_experts, layer_ids=policy.layer_ids)
+    demand = count_demand(responses, table, batch.schedule, **_sizes(policy))
     if policy.balanced:  # responses are on their ranks already: the schedule stays
-        plan = plan_together(demand, settings.model_copy(update={"pack": False}), ranks_per_node, previous)
-    return _replaying_routes(replace(batch, responses=responses, demand=demand, plan=plan), policy)
+        unpacked = settings.model_copy(update={"pack": False})
+        planned = plan_together(demand, unpacked, cluster, policy.expert_shape, previous)
+    return _replaying_routes(replace(batch, responses=responses, demand=demand).following(planned), policy)
+
+
+def _sizes(policy: Policy) -> dict[str, Any]:
+    return {"num_experts": policy.num_experts, "layer_ids": policy.layer_ids, "top_k": policy.top_k}
 
 
 def _replaying_routes(batch: TrainingBatch, policy: Policy) -> TrainingBatch:
@@ -133,14 +154,14 @@ def _replaying_routes(batch: TrainingBatch, policy: Policy) -> TrainingBatch:
     return replace(batch, responses=responses, micro_batches=micro_batches)
 
 
-def current_homes(policy: Policy, ranks_per_node: int) -> Homes | None:
+def current_homes(policy: Policy, topology: Topology) -> Homes | None:
     """Return where the experts are now; None where they cannot move."""
     if not policy.balanced:
         return None
     homes_LE = np.stack([layer.physical_to_logical_E for layer in balanced_layers(policy.trained).values()])
     return Homes(
-        num_nodes=dist.get_world_size() // ranks_per_node,
-        ranks_per_node=ranks_per_node,
+        num_nodes=topology.num_nodes,
+        ranks_per_node=topology.ranks_per_node,
         layer_ids=np.array(policy.layer_ids, dtype=np.int32),
         physical_to_logical_map=homes_LE.astype(np.int16),
     )

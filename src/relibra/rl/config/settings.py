@@ -276,14 +276,24 @@ class PlanSettings(Section):
 
     balancer: str = "relibra"
     """Balancer: a name from `relibra compare`, or "static": plain all-to-all, no expert moves."""
-    slots: int = Field(1, ge=0, le=64)
-    """Replica slots per rank, for copies of busy experts; each costs the memory of one expert."""
+    cluster: str = "auto"
+    """Machine that plans are priced for: a preset (`relibra plan --help`), a file of `relibra calibrate` (.toml),
+    "measure" (a short calibration, kept per machine), or "auto": the preset of this GPU, and "laptop" on a CPU."""
+    objective: Literal["seconds", "tokens"] = "seconds"
+    """Minimise the modelled seconds of the step on this machine, or the token-slots of the busiest rank."""
+    slots: int = Field(2, ge=0, le=64)
+    """Replica slots per rank, for copies of busy experts."""
+    memory_gib: float = Field(4.0, ge=0)
+    """Most memory per rank for slots. Where it allows, slots belong to their layer and keep replicas over
+    micro-batches, each with weights and a float32 gradient; the others are shared by all layers."""
     move_homes: bool = True
     """Allow experts to move between ranks between steps."""
     pack: bool = True
     """Allow responses to change rank and micro-batch inside their mini-batch."""
-    tolerance: float = Field(0.02, ge=0, le=10)
-    """Accepted excess of the busiest rank's load over the lowest possible (0.02 = 2 %); larger means fewer copies."""
+    tolerance: float = Field(0.01, ge=0, le=10)
+    """Accepted excess of the busiest rank's load over the lowest possible (0.01 = 1 %); larger means fewer copies."""
+    steps_served: int = Field(10, ge=1)
+    """Steps over which the time of moving an expert to a new home is spread: how long routes stay alike."""
     sums: Literal["fast", "canonical"] = "fast"
     """"canonical": bitwise the same results under every plan of one schedule; slower, and turns `pack` off."""
 

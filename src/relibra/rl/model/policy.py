@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from relibra.errors import ConfigError, EngineError
+from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.replay import find_routers
 from relibra.rl.config.settings import ModelSettings
 from relibra.rl.model.packed_sequences import (
@@ -51,6 +52,7 @@ class Policy:
     layer_ids     decoder layers (absolute, from 0) whose routes can be recorded; none: a dense model, or (with replay
                   off) one with unknown routers
     top_k         experts per token in each of them; 0 if there are none
+    expert        size of one expert, for the seconds of plans; None: a dense model
     balanced      `trained` has experts and can execute plans
     packed        the model supports attention within each packed sequence (`packed_sequences.py`)
     explicit_masks   the model needs explicit masks to keep packed sequences independent
@@ -62,8 +64,15 @@ class Policy:
     layer_ids: tuple[int, ...]
     top_k: int
     balanced: bool
+    expert: ExpertShape | None = None
     packed: bool = False
     explicit_masks: bool = False
+
+    @property
+    def expert_shape(self) -> ExpertShape:
+        """Return `expert` of a model with experts."""
+        assert self.expert is not None, "only models with experts are planned for"
+        return self.expert
 
     def sync(self) -> None:
         """Copy the trained weights, gathered in logical expert order, into the full copy; collective."""
@@ -136,6 +145,7 @@ def build_policy(
         layer_ids=structure.layer_ids,
         top_k=structure.top_k,
         balanced=follows_plans and structure.num_experts > 0,
+        expert=structure.expert,
         packed=packed,
         explicit_masks=explicit_masks,
     )
@@ -193,12 +203,14 @@ def _needs_masks(full: nn.Module, settings: ModelSettings) -> bool:
 class _Structure:
     """Structure of a model, known before its weights are loaded.
 
-    tied   names of parameters that share their values with others
+    expert   None: a dense model
+    tied     names of parameters that share their values with others
     """
 
     num_experts: int
     layer_ids: tuple[int, ...]
     top_k: int
+    expert: ExpertShape | None
     tied: tuple[str, ...]
 
 
@@ -249,8 +261,19 @@ def _read_structure(model_config: Any, settings: ModelSettings, ranks: int, repl
         num_experts=num_experts,
         layer_ids=tuple(site.layer_id for site in sites),
         top_k=sites[0].top_k if sites else 0,
+        expert=_expert_shape(model_config, stacked, settings) if num_experts else None,
         tied=tuple(model.all_tied_weights_keys),
     )
+
+
+def _expert_shape(model_config: Any, stacked: Sequence[nn.Parameter], settings: ModelSettings) -> ExpertShape:
+    """Return the size of one expert: gate, up and down, in the dtype of the forward pass.
+
+    stacked   parameters `[E, ...]` of all layers with experts; every layer has one `down` `[E, H, F]` or `[E, F, H]`
+    """
+    hidden = int(model_config.get_text_config().hidden_size)
+    width = min(p.shape[1] * p.shape[2] for p in stacked) // hidden  # gate and up are often one parameter
+    return ExpertShape(hidden=hidden, width=max(1, width), bytes_per_value=getattr(torch, settings.dtype).itemsize)
 
 
 @contextmanager

@@ -95,6 +95,8 @@ class TrainingDisplay:
         else:
             line = f"step {metrics['step'] + 1}/{self._totals['RL']}  {_note(metrics)}  {seconds:.1f} s"
             self.console.print(line, highlight=False, soft_wrap=True)
+            if metrics.get("expected_seconds") is not None:
+                self.console.print(f"  {describe_plan(metrics)}", highlight=False, soft_wrap=True)
         for sentence in metrics["alarms"]:
             self.console.print(
                 f"step {metrics['step'] + 1}: {sentence}", style="yellow", highlight=False, soft_wrap=True
@@ -146,6 +148,20 @@ def _note(metrics: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
+def describe_plan(metrics: dict[str, Any]) -> str:
+    """Return what the plan of a step expects, and what was measured, as one line."""
+    measured = "  ".join(f"{stage} {metrics['seconds'].get(stage, 0.0):.2f} s" for stage in ("recompute", "update"))
+    return (
+        f"plan: expert layers {_duration(metrics['expected_seconds'])}, static "
+        f"{_duration(metrics['expected_static_seconds'])} expected; {metrics['pushes']} pushes, "
+        f"{metrics['moved_experts']} experts moved; measured {measured}"
+    )
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
 def _part(name: str, value: float | None, form: str) -> str:
     return f"{name} " + ("-" if value is None else form.format(value))
 
@@ -161,6 +177,8 @@ _SHOWN = (
     ("explained variance", "explained_variance", "{:.2f}"),
     ("rank skew, static", "rank_skew", "{:.3f}"),
     ("rank skew, planned", "planned_skew", "{:.3f}"),
+    ("expert layers, static, expected s", "expected_static_seconds", "{:.3g}"),
+    ("expert layers, planned, expected s", "expected_seconds", "{:.3g}"),
 )
 
 

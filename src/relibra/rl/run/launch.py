@@ -58,6 +58,11 @@ def launch(config: RunConfig, resume: Path | None = None) -> Finished | None:
     if launched is not None:
         run, complete = run_launched(config, launched, resume)
         return Finished(run, complete) if launched.rank == 0 else None
+    if config.plan.cluster == "measure" and config.follows_plans:
+        from relibra.calibration.machine import measure_cluster
+
+        print("plan.cluster 'measure': measuring this machine, or reading its measurement", file=sys.stderr, flush=True)
+        print(f"plan.cluster: {measure_cluster()}", file=sys.stderr, flush=True)
     run = open_or_create(config, resume)
     if resume is not None:
         with locked_run_folder(run):  # fail before processes start if the run is in use; rank 0 locks it later

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from relibra.planning.analysis.levers import lever_gaps
+from relibra.planning.costs.copies import pushed_copies
 from relibra.replay.replay import RouterComparison
 from relibra.rl.algorithms.mismatch import MismatchSums, alarms, mismatch_metrics, router_metrics
 from relibra.rl.batch.training_batch import TrainingBatch
@@ -90,7 +91,10 @@ def update_metrics(update: PolicyUpdate, *, referenced: bool) -> dict[str, Any]:
 def balance_metrics(batch: TrainingBatch) -> dict[str, Any]:
     """Return the skew of expert loads before and after planning; the same on all ranks."""
     empty: dict[str, Any] = dict.fromkeys(
-        ("rank_skew", "expert_skew", "planned_skew", "plan_bound", "replicas", "moved_experts", "plan_seconds")
+        (
+            *("rank_skew", "expert_skew", "planned_skew", "plan_bound", "replicas", "pushes", "moved_experts"),
+            *("plan_seconds", "expected_seconds", "expected_static_seconds"),
+        )
     )
     if batch.demand is None or not len(batch.demand.load_MLE):
         return empty
@@ -107,7 +111,10 @@ def balance_metrics(batch: TrainingBatch) -> dict[str, Any]:
             "planned_skew": batch.plan.skew(batch.plan.scheduled(batch.demand)),
             "plan_bound": gaps["bound"],
             "replicas": batch.plan.num_copies,
+            "pushes": int(pushed_copies(batch.plan)[0].sum()),
             "moved_experts": batch.plan.num_moved,
             "plan_seconds": batch.plan.plan_seconds,
+            "expected_seconds": batch.plan.predicted.get("total"),
+            "expected_static_seconds": batch.static_seconds,
         }
     return found
