@@ -1,8 +1,10 @@
 """RL training with static and with planned experts: whole runs on two processes.
 
 The same policy, from one warm-up, is trained with every expert at its home (transformers' `all_to_all`) and by plans;
-with canonical sums both follow the same bits. Rows go to results/rl.json.
-Run: relibra bench rl [--quick] [--json] [--output FOLDER]. Six minutes.
+with canonical sums both follow the same bits. The experts of the policy are numbered by falling load, which changes no
+result and puts the busy ones on rank 0: small models trained for minutes have even routes, real ones have not.
+Rows go to results/rl.json.
+Run: relibra bench rl [--quick] [--json] [--output FOLDER]. Ten minutes.
 --quick takes a small model and few steps, and writes no rows.
 """
 
@@ -21,16 +23,18 @@ from rich.table import Table
 from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import quartiles, write_results
 from benchmarks.rl.runs import Rows, trained, warmed_up
+from benchmarks.rl.uneven_routes import sort_experts_by_load
 
 SETTINGS = (
     "parallel.ranks=2",
     "run.seed=0",
-    "model.hidden_size=256",
+    "model.hidden_size=512",
     "model.num_layers=4",
-    "model.num_experts=32",
+    "model.num_experts=16",
     "model.experts_per_token=4",
     "rollout.prompts_per_step=16",
-    "rollout.responses_per_prompt=8",
+    "rollout.responses_per_prompt=16",
+    "plan.cluster=measure",
     "algorithm.preset=grpo",
     "update.mini_batches=4",
 )
@@ -53,6 +57,9 @@ def runs(folder: Path, *, quick: bool) -> Iterator[tuple[str, str, Rows]]:
     """Train every case from one warm-up."""
     settings = (*SETTINGS, *(QUICK if quick else ()))
     policy = warmed_up((*settings, *WARM_UP, *(("warmup.steps=4",) if quick else ())), folder, "warm-up")
+    first = trained((*settings, "run.steps=1", "plan.balancer=static"), policy, folder, "loads")
+    assert first, "the run whose routes are counted made its step"
+    sort_experts_by_load(policy, folder / "loads")
     for balancer, sums in CASES:
         steps = 3 if quick else STEPS[sums]
         own = (*settings, f"run.steps={steps}", f"plan.balancer={balancer}", f"plan.sums={sums}")
@@ -72,7 +79,9 @@ def result_rows(found: list[tuple[str, str, Rows]]) -> list[dict]:
         edge = min(EDGE, len(steps))
         rows.append({
             "case": f"{balancer}, {sums} sums", "label": "measured", "unit": UNIT, "seed": 0,
-            "repetitions": len(later), "balancer": balancer, "sums": sums, "steps": len(steps),
+            "repetitions": len(later), "balancer": balancer, "sums": sums, "steps": len(steps), "plan": balancer,
+            "seconds_train": _median([row["seconds"]["recompute"] + row["seconds"]["update"] for row in later]),
+            "seconds_step": _median(totals),
             "seconds_per_stage": stages, "step_seconds": _median(totals), **quartiles(totals, "step_seconds"),
             "reward_first": float(np.mean(rewards[:edge])), "reward_last": float(np.mean(rewards[-edge:])),
             "rewards": rewards,
