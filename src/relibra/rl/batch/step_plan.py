@@ -20,6 +20,7 @@ from relibra.planning.layer_shards import demand_of_layers, join_layers, layers_
 from relibra.planning.placement import Homes
 from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
+from relibra.rl.batch.plan_budget import plan_budget
 from relibra.rl.batch.schedule import Schedule, make_schedule
 from relibra.rl.config.settings import PlanSettings, UpdateSettings
 from relibra.rl.rollout.response import Response
@@ -173,17 +174,8 @@ def plan_together(
     expert     size of one expert of the model
     previous   where the experts are now; None: in the static layout
     """
-    may_pack = settings.pack and settings.sums == "fast"
-    budget = Budget(
-        slots=settings.slots,
-        objective=settings.objective,
-        move_homes=settings.move_homes,
-        pack_samples=may_pack,
-        place_samples=may_pack,
-        cross_node_copies=settings.objective == "seconds",
-        tolerance=settings.tolerance,
-    )
-    if may_pack and cluster.num_nodes > 1:
+    budget = plan_budget(settings, len(demand.layer_ids), expert)
+    if budget.pack_samples and cluster.num_nodes > 1:
         demand = _with_packed_schedule(demand, cluster, budget, settings.balancer, expert, previous)
     budget = replace(budget, pack_samples=False, place_samples=False)
     layers = layers_of_rank(len(demand.layer_ids), dist.get_rank(), dist.get_world_size())

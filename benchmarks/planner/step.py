@@ -1,0 +1,208 @@
+"""Seconds of a whole simulated step: what training plans by default, beside static and its peers. Rows go to
+results/step.json.
+
+Cases: a generated step of one layer of Qwen3-30B-A3B on 16 H100, and both recordings on 8, 16 and 32 ranks in nodes of
+8 and on 32 in one rack, with micro-batches of 2,048 and of 8,192 tokens per rank. A recording is too short for such
+steps: its samples are drawn again, seeded, until 32 micro-batches are full. The trainer's own schedule is used. Every
+plan is simulated, also where it loses to static. The recordings are not part of the project; the program says so when
+they are not there.
+Run: relibra bench step [--quick] [--json] [--data FOLDER] [--output FOLDER].
+Twenty minutes. --quick runs the generated case only and writes no rows.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness.options import measurement_options
+from benchmarks.harness.provenance import write_results
+from benchmarks.planner.steps import SPREAD, at_most
+from relibra.cluster import Cluster, cluster_preset
+from relibra.planning.budget import Budget
+from relibra.planning.planner import plan_step
+from relibra.planning.validation import validate_plan
+from relibra.rl.batch.plan_budget import plan_budget
+from relibra.rl.batch.schedule import make_schedule
+from relibra.rl.config.settings import PlanSettings
+from relibra.routing.demand import Demand, ScheduledDemand
+from relibra.routing.readers import open_trace
+from relibra.routing.statistics import co_activation
+from relibra.simulation import Execution, ModelShape, cut_model, memory_use, model_shape, simulate_step
+
+RECORDINGS = {
+    "gpt-oss-20b": ("gpt_oss_20b_decode_topk.npz", 32),
+    "deepseek-v2-lite": ("deepseek_v2_lite_esft_topk.npz", 64),
+}
+MACHINES = {
+    "8, one node": ("h100x8", 8),
+    "16, nodes of 8": ("h100x8", 16),
+    "32, nodes of 8": ("h100x8", 32),
+    "32, one rack": ("nvl72", 32),
+}
+MICRO_BATCHES = 32
+TOKENS = (2048, 8192)
+PEERS = ("eplb", "ultraep", "moonep_node", "moonep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step and the machine it runs on; `limit`: tokens of a rank's micro-batch."""
+
+    name: str
+    machine: str
+    cluster: Cluster
+    model: ModelShape
+    demand: ScheduledDemand
+    limit: int
+
+
+def main() -> None:
+    options = measurement_options(__doc__, data=True).parse_args()
+    rows = [row for case in _cases(options.data, options.quick) for row in rows_of(case)]
+    if options.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        print_rows(rows)
+    if not options.quick:
+        print(write_results("step", rows, "relibra bench step", options.output), file=sys.stderr)
+
+
+def _cases(data: Path, quick: bool) -> Iterator[Case]:
+    yield generated_case()
+    for name, (file, experts) in RECORDINGS.items() if not quick else ():
+        if not (data / file).exists():
+            print(f"skipped: {data / file} is not there; name its folder with --data", file=sys.stderr)
+            continue
+        trace = open_trace(data / file, experts)
+        demand = replace(Demand.from_trace(trace), pairs_LEE=co_activation(trace))
+        for machine, (preset, ranks) in MACHINES.items():
+            cluster = cluster_preset(preset, ranks)
+            for limit in TOKENS:
+                scheduled = scheduled_again(demand, ranks, limit, seed=0)
+                yield Case(
+                    name=name,
+                    machine=machine,
+                    cluster=cluster,
+                    model=cut_model(model_shape(name), scheduled),
+                    demand=scheduled,
+                    limit=limit,
+                )
+
+
+def generated_case() -> Case:
+    """Make 1,024 samples of log-normal lengths, about 10 micro-batches of 8,192 tokens per rank on 16 ranks."""
+    rng = np.random.default_rng(0)
+    samples, experts, top_k, ranks, limit = 1024, 128, 8, 16, 8192
+    length_S = np.clip(rng.lognormal(np.log(900), 0.9, samples), 16, limit).astype(np.int64)
+    weight_SE = np.exp(rng.normal(scale=SPREAD, size=experts) + rng.normal(scale=0.6, size=(samples, experts)))
+    share_SE = at_most(weight_SE, 1 / top_k)
+    counts_SLE = np.stack([rng.multinomial(n * top_k, p) for n, p in zip(length_S, share_SE, strict=True)])[:, None]
+    demand = Demand(
+        counts_SLE=counts_SLE.astype(np.int32),
+        layer_ids=np.arange(1, dtype=np.int32),
+        sample_ids=np.arange(samples),
+        top_k=top_k,
+    )
+    return Case(
+        name="generated",
+        machine="16, nodes of 8",
+        cluster=cluster_preset("h100x8", ranks),
+        model=cut_model(model_shape("qwen3-30b-a3b"), demand),
+        demand=_scheduled(demand, ranks, limit),
+        limit=limit,
+    )
+
+
+def scheduled_again(demand: Demand, ranks: int, limit: int, *, seed: int) -> ScheduledDemand:
+    """Draw samples again until `MICRO_BATCHES` micro-batches of `limit` tokens per rank are full, and schedule them."""
+    assert demand.top_k
+    rng = np.random.default_rng(seed)
+    length_S = demand.counts_SLE[:, 0].sum(axis=1) // demand.top_k
+    wanted = ranks * limit * MICRO_BATCHES
+    drawn_X = rng.integers(len(length_S), size=int(1.5 * wanted / length_S.mean()) + 100)
+    drawn_X = drawn_X[: int(np.searchsorted(np.cumsum(length_S[drawn_X]), wanted))]
+    scale = wanted / int(length_S.sum())
+    pairs_LEE = None if demand.pairs_LEE is None else np.round(demand.pairs_LEE * scale).astype(np.int64)
+    again = replace(
+        demand, counts_SLE=demand.counts_SLE[drawn_X], sample_ids=np.arange(len(drawn_X)), pairs_LEE=pairs_LEE
+    )
+    return _scheduled(again, ranks, limit)
+
+
+def _scheduled(demand: Demand, ranks: int, limit: int) -> ScheduledDemand:
+    """Schedule as the trainer does, in one mini-batch."""
+    assert demand.top_k
+    tokens_S = demand.counts_SLE[:, 0].sum(axis=1) // demand.top_k
+    schedule = make_schedule(
+        tokens_S, np.arange(len(tokens_S)), mini_batches=1, micro_batch_tokens=limit, num_ranks=ranks
+    )
+    scheduled = demand.with_schedule(schedule.micro_batch_S, schedule.rank_S, ranks, schedule.num_micro_batches)
+    return replace(scheduled, group_M=None)
+
+
+def budgets(case: Case) -> dict[str, tuple[str, Budget]]:
+    """Return balancer and budget of each plan by its name in the rows."""
+    layers = len(case.demand.layer_ids)
+    default = plan_budget(PlanSettings(), layers, case.model.expert)
+    tokens = plan_budget(PlanSettings(objective="tokens"), layers, case.model.expert)
+    plans = {"relibra (default)": ("relibra", default), "static": ("static", default), "tokens": ("relibra", tokens)}
+    return plans | {name: (name, replace(default, pack_samples=False)) for name in PEERS}
+
+
+def rows_of(case: Case) -> list[dict]:
+    """Plan and simulate a case with every balancer."""
+    rows = [_row(case, plan, *choice) for plan, choice in budgets(case).items()]
+    static = next(row["seconds"] for row in rows if row["plan"] == "static")
+    return [{**row, "ratio_to_static": static / row["seconds"]} for row in rows]
+
+
+def _row(case: Case, name: str, balancer: str, budget: Budget) -> dict:
+    plan = plan_step(
+        case.demand, case.cluster, budget, balancer, expert=case.model.expert, never_worse=balancer == "relibra"
+    )
+    scheduled = plan.scheduled(case.demand)
+    validate_plan(plan, case.cluster.topology, scheduled)
+    step = simulate_step(plan, scheduled, case.cluster, case.model, Execution())
+    memory = memory_use(plan, scheduled, case.cluster, case.model, Execution())
+    M, L, R, _ = plan.replica_MLRB.shape
+    assert case.demand.top_k
+    tokens_MR = scheduled.tokens_MLRE[:, 0].sum(axis=2) // case.demand.top_k
+    sent = {kind: float(bytes_R.sum()) for kind, bytes_R in step.sent_bytes.items()}
+    return {
+        "case": f"{case.name}, {case.machine}, {case.limit} tokens, {name}",
+        "label": "simulated",
+        "unit": f"seconds of a step of {M} micro-batches and {L} layers, copies overlapped",
+        "seed": 0,
+        "repetitions": 1,
+        "ranks": R,
+        "domain": case.machine,
+        "plan": name,
+        "seconds": step.seconds,
+        "skew": plan.skew(scheduled),
+        "pushes": sent.get("push", 0.0) / case.model.expert.weight_bytes / M / L,
+        "bytes_pushed": sent.get("push", 0.0) + sent.get("return", 0.0),
+        "exposed_seconds": step.terms["copies"],
+        "max_rank_tokens": int(tokens_MR.max()),
+        "token_limit": case.limit,
+        "moved": plan.num_moved,
+        "slot_bytes": memory.parts["slots"],
+    }
+
+
+def print_rows(rows: list[dict]) -> None:
+    """Print one line per case and plan."""
+    columns = ("seconds", "ratio_to_static", "skew", "pushes", "exposed_seconds", "max_rank_tokens", "moved")
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table.add_column("case", no_wrap=True)
+    for column in columns:
+        table.add_column(column.replace("_", " "), justify="right")
+    for row in rows:
+        shown = (f"{row[c]:,.3f}" if isinstance(row[c], float) else f"{row[c]:,}" for c in columns)
+        table.add_row(row["case"], *shown)
+    Console(width=170).print(table)
