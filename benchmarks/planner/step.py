@@ -148,9 +148,8 @@ def _scheduled(demand: Demand, ranks: int, limit: int) -> ScheduledDemand:
 
 def budgets(case: Case) -> dict[str, tuple[str, Budget]]:
     """Return balancer and budget of each plan by its name in the rows."""
-    layers = len(case.demand.layer_ids)
-    default = plan_budget(PlanSettings(), layers, case.model.expert)
-    tokens = plan_budget(PlanSettings(objective="tokens"), layers, case.model.expert)
+    default = plan_budget(PlanSettings())
+    tokens = plan_budget(PlanSettings(objective="tokens"))
     plans = {"relibra (default)": ("relibra", default), "static": ("static", default), "tokens": ("relibra", tokens)}
     return plans | {name: (name, replace(default, pack_samples=False)) for name in PEERS}
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from relibra.planning.budget import Budget
-from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.rl.config.settings import PlanSettings
 
 
-def plan_budget(settings: PlanSettings, num_layers: int, expert: ExpertShape) -> Budget:
-    """Return the budget of a step.
-
-    num_layers   of the whole model: `plan.memory_gib` is shared by the slots of all layers
-    """
+def plan_budget(settings: PlanSettings) -> Budget:
+    """Return the budget of a step."""
     may_pack = settings.pack and settings.sums == "fast"
     return Budget(
         slots=settings.slots,

@@ -174,7 +174,7 @@ def plan_together(
     expert     size of one expert of the model
     previous   where the experts are now; None: in the static layout
     """
-    budget = plan_budget(settings, len(demand.layer_ids), expert)
+    budget = plan_budget(settings)
     if budget.pack_samples and cluster.num_nodes > 1:
         demand = _with_packed_schedule(demand, cluster, budget, settings.balancer, expert, previous)
     budget = replace(budget, pack_samples=False, place_samples=False)
