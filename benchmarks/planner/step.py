@@ -146,7 +146,7 @@ def _scheduled(demand: Demand, ranks: int, limit: int) -> ScheduledDemand:
     return replace(scheduled, group_M=None)
 
 
-def budgets(case: Case) -> dict[str, tuple[str, Budget]]:
+def budgets() -> dict[str, tuple[str, Budget]]:
     """Return balancer and budget of each plan by its name in the rows."""
     default = plan_budget(PlanSettings())
     tokens = plan_budget(PlanSettings(objective="tokens"))
@@ -156,7 +156,7 @@ def budgets(case: Case) -> dict[str, tuple[str, Budget]]:
 
 def rows_of(case: Case) -> list[dict]:
     """Plan and simulate a case with every balancer."""
-    rows = [_row(case, plan, *choice) for plan, choice in budgets(case).items()]
+    rows = [_row(case, plan, *choice) for plan, choice in budgets().items()]
     static = next(row["seconds"] for row in rows if row["plan"] == "static")
     return [{**row, "ratio_to_static": static / row["seconds"]} for row in rows]
 
