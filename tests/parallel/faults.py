@@ -25,7 +25,7 @@ from relibra.parallel.replicas.replica_gradients import LayerReplicas
 from relibra.parallel.replicas.replica_slots import ReplicaSlots
 from relibra.parallel.replicas.transfer import Transfer
 from relibra.parallel.rows.exchange import AllToAll
-from relibra.parallel.rows.rank_tables import Place, RankTables
+from relibra.parallel.rows.rank_tables import Place, from_homes_on
 from relibra.replay.routers import is_recompute
 from tests.parallel.ranks_at_work import Case, load, num_targets, run_batch
 from tests.replay.tiny_models import tiny_model
@@ -81,16 +81,16 @@ def armed(fault: Fault) -> Any:
         if is_recompute() == (fault.moment == "exchange of gradients"):
             fault.strike(sizes.place)
 
-    def in_push(_: ReplicaSlots, tables: RankTables, *__: object) -> None:
-        if tables.pushes_from_here:
-            fault.strike(tables.place)
+    def in_push(_: ReplicaSlots, place: Place, pushes: list, *__: object) -> None:
+        if from_homes_on(place.rank, pushes):
+            fault.strike(place)
 
     def in_return(replicas: LayerReplicas, *_: object) -> None:
         fault.strike(replicas.tables.place)
 
     def in_canonical_return(transfer: Transfer, *_: object) -> None:
         if is_recompute():
-            fault.strike(transfer.tables.place)
+            fault.strike(transfer.place)
 
     if fault.moment == "canonical return":
         return before(Transfer, "start", in_canonical_return)

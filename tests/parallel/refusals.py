@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from relibra.errors import RelibraError
-from relibra.parallel import HostPool, execute_plan, relocate
+from relibra.parallel import execute_plan, relocate
 from relibra.parallel.balanced import balanced_layers
 from relibra.replay import BatchRoutes
 from tests.parallel.ranks_at_work import load, run_batch, step_on_rank
@@ -44,9 +44,9 @@ def refuse_all(case, folder) -> dict[str, str]:
         finally:
             layers[1].physical_to_logical_E = homes_E
 
-    def without_pool_on_one():
-        with HostPool(model) as pool:
-            execute(pool=pool if rank else None)
+    def gradients_on_one():
+        with torch.set_grad_enabled(rank == 1), execute_plan(model, case.plan, case.demand) as step:
+            step.micro_batch(0, None).__enter__()
 
     def state_dict_of_moved():
         relocate(model, moved)
@@ -89,7 +89,7 @@ def refuse_all(case, folder) -> dict[str, str]:
         "different micro-batches": message_of(lambda: execute(micro_batch=rank)),
         "different sums": message_of(lambda: execute(sums="canonical" if rank else "fast")),
         "different homes": message_of(other_homes),
-        "a pool on one rank": message_of(without_pool_on_one),
+        "gradients on one rank": message_of(gradients_on_one),
         "a state dict of moved experts": message_of(state_dict_of_moved),
         "moved homes": message_of(lambda: execute(plan=replace(case.plan, physical_to_logical_map=moved))),
         "other layers": message_of(lambda: execute(plan=replace(case.plan, layer_ids=case.plan.layer_ids + 1))),

@@ -18,9 +18,7 @@ EXPECTED = {
     "different micro-batches": ("EngineError: rank ", "are in micro-batches [0, 1]: enter micro-batches in one order"),
     "different sums": ("EngineError: ranks [1] execute with other sums than rank 0",),
     "different homes": ("EngineError: ranks [1] have experts at other homes than rank 0",),
-    "a pool on one rank": (
-        "EngineError: ranks [1] execute with other sums than rank 0, or only some ranks have a pool",
-    ),
+    "gradients on one rank": ("EngineError: rank ", "are in modes (1: with gradients) [0, 1]: enter micro-batches"),
     "a state dict of moved experts": (
         "EngineError: a state dict is requested while experts are not in logical order",
         "logical_order(",

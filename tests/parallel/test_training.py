@@ -20,7 +20,6 @@ from tests.parallel.trainings import (
     step_with_frozen_experts,
     train_dense,
     train_on_rank,
-    use_a_pool,
     watched_step,
 )
 from tests.replay.tiny_models import tiny_model
@@ -226,27 +225,3 @@ def test_frozen_experts_leave_the_gradients_of_the_rest(tmp_path):
                 assert (gradient is None) == (".experts." in parameter), parameter
                 if gradient is not None:
                     torch.testing.assert_close(gradient, expected[parameter], rtol=1e-5, atol=1e-5, msg=parameter)
-
-
-def test_a_host_pool_serves_log_probabilities_of_the_same_bits(tmp_path):
-    cases = {
-        "planner": step(slots=2),
-        "canonical": step(replicas=[(1, 0, 0, 0.9), (0, 0, 6, 0.9)], sums="canonical"),
-        "all replicas on rank 0": step(replicas=[(0, s, 4 + s, 1.0) for s in range(4)]),
-        "no replicas": step(slots=0),
-    }
-    for name, results_R in on_ranks(2, cases, tmp_path, use_a_pool).items():
-        case = cases[name]
-        for rank, result in enumerate(results_R):
-            chunk = CHUNK if case.sums == "canonical" else None
-            of_layers = [rank_tables(case.plan, case.demand, rank, m, x, chunk) for m, x in np.ndindex(2, 3)]
-            num_replicas = sum(len(tables.pushes_to_here) for tables in of_layers)
-            for machines, of_pool in result.items():
-                assert all(all(equal) and equal for equal in of_pool["equal"]), (name, machines)
-                assert of_pool["copies"] == [num_replicas] * 2, (name, machines)  # each is fetched once
-                assert of_pool["copies of training"] == 0
-                for own, with_pool in of_pool["stages"]:
-                    assert ("push" in own) == (name != "no replicas")
-                    assert "push" not in with_pool
-                before, after = of_pool["logits"]
-                assert not any(torch.equal(before[s], after[s]) for s in before)

@@ -14,11 +14,9 @@ import torch.distributed as dist
 
 from relibra import Budget, plan_step
 from relibra.parallel import execute_plan, logical_parameters, relocate
-from relibra.parallel.replicas.host_pool import HostPool
 from relibra.parallel.replicas.replica_gradients import LayerReplicas
 from relibra.parallel.rows.exchange import AllToAll
 from relibra.planning.plan import StepPlan
-from relibra.replay import BatchRoutes
 from relibra.replay.routers import is_recompute
 from relibra.timeline import Timeline
 from tests.parallel import ranks_at_work
@@ -97,12 +95,12 @@ def watched_step(case: Case, folder) -> dict:
 
     def compare(replicas: LayerReplicas, when: str) -> None:
         replicas.slots.wait()
-        for name, slots in replicas.slots.weights.items():
-            found["memory"].add((name, slots.data_ptr()))
+        for name, shared in replicas.slots.weights.items():
+            found["memory"].add((name, shared.data_ptr()))
             home_E = experts[f"model.layers.{replicas.tables.place.layer_id}.mlp.experts.{name}"]
             for _, push in replicas.tables.pushes_to_here:
                 found["compared"][when] += 1
-                if not torch.equal(slots[push.slot], home_E[push.expert].to(slots.dtype)):
+                if not torch.equal(replicas.weights_of(push.slot)[name][0], home_E[push.expert].to(shared.dtype)):
                     found["wrong"].append((when, replicas.tables.place.layer_id, name, push))
 
     with (
@@ -171,58 +169,6 @@ def step_with_frozen_experts(case: Case, folder) -> dict:
 
     with mock.patch.object(ranks_at_work, "load", load_frozen):
         return step_on_rank(case, folder)
-
-
-def use_a_pool(case: Case, folder) -> dict:
-    """Compute log-probabilities with and without a pool, before and after a training step, on one machine and on two.
-
-    found   by number of ranks per machine: whether the bits are equal, copies from the pool, and stages of the timeline
-    """
-    model = load(case, folder)
-    optimizer = torch.optim.AdamW(model.parameters(), **SETTINGS)
-    found: dict = {}
-    for ranks_per_machine in (None, 1):
-        with HostPool(model, ranks_per_machine=ranks_per_machine) as pool:
-            of_pool: dict = {"equal": [], "copies": [], "stages": [], "logits": []}
-            for _ in range(2):
-                own, stages, _ = log_probabilities(model, case, None)
-                with_pool, pool_stages, copies = log_probabilities(model, case, pool)
-                of_pool["equal"].append([torch.equal(own[s], with_pool[s]) for s in own])
-                of_pool["copies"].append(copies)
-                of_pool["stages"].append((stages, pool_stages))
-                of_pool["logits"].append(own)
-                with counted_copies() as trained, execute_plan(model, case.plan, case.demand, pool=pool) as step:
-                    for m in range(case.plan.replica_MLRB.shape[0]):
-                        run_batch(model, case, m, dist.get_rank(), case.num_ranks / num_targets(case), step)
-                of_pool["copies of training"] = len(trained)
-                optimizer.step()
-                optimizer.zero_grad()
-            found[str(ranks_per_machine)] = of_pool
-    return found
-
-
-def log_probabilities(model, case: Case, pool: HostPool | None) -> tuple[dict, set[str], int]:
-    """Return logits by sample, stages of the timeline, and how many experts came from the pool; no gradients."""
-    logits: dict = {}
-    with torch.no_grad(), counted_copies() as copies:
-        with execute_plan(model, case.plan, case.demand, sums=case.sums, pool=pool) as step:
-            for m in range(case.plan.replica_MLRB.shape[0]):
-                samples, tokens_BN, mask_BN = case.batch(m, dist.get_rank())
-                routes = BatchRoutes.padded(case.trace.select(samples), mask_BN) if samples else None
-                with step.micro_batch(m, routes):
-                    attention = mask_BN if samples else torch.ones_like(mask_BN)
-                    of_batch = model(tokens_BN, attention_mask=attention, use_cache=False).logits
-                logits |= {s: of_batch[row, : int(mask_BN[row].sum())] for row, s in enumerate(samples)}
-        stages = {event.stage for event in step.timeline().events}
-    return logits, stages, len(copies)
-
-
-@contextmanager
-def counted_copies():
-    """Note each expert that is copied out of a pool."""
-    copies: list[tuple[int, int]] = []
-    with before(HostPool, "copy_to", lambda _, position, expert, __: copies.append((position, expert))):
-        yield copies
 
 
 def plans_of(*cases: Case) -> tuple[StepPlan, ...]:

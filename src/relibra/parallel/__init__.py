@@ -9,18 +9,15 @@ execute_plan(model, plan, demand)   run forward and backward passes of each micr
 relocate(model, map, optimizer)     move experts to the homes of the next plan, with all their state
 logical_order(model, optimizer)     experts in logical order inside: to save, to resume
 logical_parameters(model)           whole parameters in logical order: to send weights elsewhere
-HostPool(model)                     all expert weights once per machine, for passes without gradients
 """
 
 from relibra.parallel.balanced import BalancedEP, register
 from relibra.parallel.execution import PlanExecution, execute_plan
 from relibra.parallel.homes.logical_order import logical_order, logical_parameters
 from relibra.parallel.homes.relocation import Relocation, relocate
-from relibra.parallel.replicas.host_pool import HostPool
 
 __all__ = [
     "BalancedEP",
-    "HostPool",
     "PlanExecution",
     "Relocation",
     "execute_plan",

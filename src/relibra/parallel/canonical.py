@@ -89,10 +89,10 @@ class _Canonical(torch.autograd.Function):
         for slot, rows in layer.chunks(of_homes=True):
             output_YH[rows] = layer.run(_only(weights, slot), rows_YH[rows])
         if layer.replicas is not None:
-            of_replicas = layer.replicas.wait_for_weights()
+            layer.replicas.wait_for_weights()
             for slot, rows in layer.chunks(of_homes=False):
-                spare = slot - layer.tables.num_homes
-                output_YH[rows] = layer.run(_only(of_replicas, spare), rows_YH[rows])
+                weights = layer.replicas.weights_of(slot - layer.tables.num_homes)
+                output_YH[rows] = layer.run(weights, rows_YH[rows])
         return output_YH
 
     @staticmethod
@@ -144,23 +144,24 @@ def _run_replicas_backward(
     of_rows_YH   receives the gradients of the rows of replicas
     returns      partial gradients `[chunks, ...]` for the homes of this rank, by parameter and push
     """
-    tables, spare_weights = layer.tables, replicas.refill()
+    replicas.refill()
+    tables, like = layer.tables, replicas.shared.weights
     rows_of = {push.slot: push.tokens for _, push in tables.pushes_to_here}
-    own = {name: {spare: _room(spare_weights[name], n) for spare, n in rows_of.items()} for name in trained}
+    own = {name: {spare: _room(like[name], n) for spare, n in rows_of.items()} for name in trained}
     done = dict.fromkeys(rows_of, 0)
     for slot, rows in layer.chunks(of_homes=False):
         spare = slot - tables.num_homes
         of_rows_YH[rows], of_weights = layer.gradients(
-            _only(spare_weights, spare), rows_YH[rows], gradient_YH[rows], trained
+            replicas.weights_of(spare), rows_YH[rows], gradient_YH[rows], trained
         )
         for name, of_chunk in of_weights.items():
             own[name][spare][done[spare]] = of_chunk[0]
         done[spare] += 1
     replicas.schedule.after_gradients(replicas.position)
-    transfer = replicas.start_return()
+    transfer = replicas.returns.transfer(tables.pushes)
     partials: dict[str, dict[int, Tensor]] = {}
     for name in trained:
-        partials[name] = {n: _room(spare_weights[name], push.tokens) for n, push in tables.pushes_from_here}
+        partials[name] = {n: _room(like[name], push.tokens) for n, push in tables.pushes_from_here}
         transfer.start({n: own[name][push.slot] for n, push in tables.pushes_to_here}, partials[name])
     transfer.finish()
     return partials

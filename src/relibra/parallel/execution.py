@@ -20,9 +20,10 @@ from relibra.parallel.balanced import BalancedEP, LayerInput, balanced_layers
 from relibra.parallel.fallback import choose_demand
 from relibra.parallel.layer import run_at_home, run_layer
 from relibra.parallel.micro_batch import ExecutedPlan, PlannedMicroBatch, prepare_micro_batch
-from relibra.parallel.replicas.host_pool import HostPool
-from relibra.parallel.replicas.push_schedule import ReplicaSource
+from relibra.parallel.replicas.replica_gradients import GradientReturn, WaitingGradients
 from relibra.parallel.replicas.replica_slots import GroupState
+from relibra.parallel.replicas.residency import keep_slots
+from relibra.parallel.replicas.resident_slots import Residents
 from relibra.parallel.rows.exchange import explain_peer_failure
 from relibra.parallel.rows.rank_tables import Place
 from relibra.planning.plan import StepPlan
@@ -47,11 +48,12 @@ class PlanExecution:
     ran_at_home   micro-batches that did not follow the plan, each time one was entered
     """
 
-    def __init__(self, executed: ExecutedPlan, source: ReplicaSource) -> None:
+    def __init__(self, executed: ExecutedPlan) -> None:
         """Start outside of any micro-batch."""
         self.ran_at_home: list[int] = []
-        self._executed, self._source = executed, source
+        self._executed = executed
         self._current: _Current | None = None
+        self._has_begun = True  # the forward pass of the current micro-batch
         self._awaiting_recompute: set[int] = set()  # layers whose last forward pass was inside a micro-batch
 
     @contextmanager
@@ -80,18 +82,17 @@ class PlanExecution:
             raise EngineError(f"the plan has micro-batches 0 to {len(executed.plan.replica_MLRB) - 1}, not {number}")
         if routes is not None and routes.num_rows == 0:
             routes = None
-        planned = prepare_micro_batch(executed, number, routes, self._source)
+        planned = prepare_micro_batch(executed, number, routes)
         if planned is None:
             self.ran_at_home.append(number)
-        self._current = _Current(number, planned)
+        self._current, self._has_begun = _Current(number, planned), False
         try:
             with nullcontext() if routes is None else replay_routing(executed.model, routes) as replay:
                 yield replay
-            if state.slots is not None and self._source.current is None:
+            if state.slots is not None:
                 state.slots.invalidate()  # an optimizer step may follow
         except BaseException:
-            if state.slots is not None:
-                state.slots.close()
+            self.forget_weights()
             # Errors of FSDP's own collectives do not say where they happened.
             events = self.timeline().events
             place = Place(state.rank, events[-1].layer if events else -1, number)  # of the last exchange
@@ -109,24 +110,51 @@ class PlanExecution:
         self._check_pass(position)
         executed, current = self._executed, self._current
         layer = executed.layers[position]
+        self._begin_forward()
         if current is not None and current.planned is not None:
             return run_layer(layer, current.planned, position, tokens)
         number = -1 if current is None else current.number
         place = Place(executed.state.rank, int(executed.plan.layer_ids[position]), number)
-        return run_at_home(layer, tokens, place, executed.recorder, canonical=executed.canonical)
+        waiting = self._waiting_gradients(place, position)
+        return run_at_home(layer, tokens, place, executed.recorder, canonical=executed.canonical, waiting=waiting)
 
     def start_first_push(self, *_: object) -> None:
         """Start the first push when the forward pass of a micro-batch begins."""
-        if self._current is not None and self._current.planned is not None and not is_recompute():
-            self._current.planned.pushes.before_forward()
+        if self._current is not None and not is_recompute():
+            self._begin_forward()
+            if self._current.planned is not None:
+                self._current.planned.pushes.before_forward()
+
+    def forget_weights(self) -> None:
+        """Mark the weights in all slots as outdated where the step is over or has failed."""
+        if self._executed.state.slots is not None:
+            self._executed.state.slots.forget()
+        if self._executed.residents is not None:
+            self._executed.residents.residency.forget_weights()
+
+    def _begin_forward(self) -> None:
+        """Note that a forward pass begins, the first time in a micro-batch."""
+        residents, current = self._executed.residents, self._current
+        if current is not None and residents is not None and not self._has_begun and not is_recompute():
+            self._has_begun = True
+            residents.residency.begin_forward(current.number, training=torch.is_grad_enabled())
+
+    def _waiting_gradients(self, place: Place, position: int) -> WaitingGradients | None:
+        """Return what has to go home from a layer that does not follow the plan; None: nothing, whatever comes."""
+        executed, state, micro_batch = self._executed, self._executed.state, place.micro_batch
+        if executed.residents is None or executed.canonical or micro_batch < 0 or not torch.is_grad_enabled():
+            return None
+        if not executed.residents.residency.has_replicas(micro_batch, position):
+            return None
+        slots = state.slots_for(executed.plan.slots - executed.plan.resident_slots, executed.layers[position].homes)
+        returns = GradientReturn(place, slots, executed.recorder)
+        return WaitingGradients(returns, executed.residents, position, state.num_ranks)
 
     def _check_pass(self, position: int) -> None:
         """Raise EngineError where a layer is recomputed outside of the micro-batch of its forward pass."""
         inside = self._current is not None
         if not is_recompute():
             (self._awaiting_recompute.add if inside else self._awaiting_recompute.discard)(position)
-            if not inside and torch.is_grad_enabled():
-                self._source.weights_may_change()  # an optimizer step may follow
         elif not inside and position in self._awaiting_recompute:
             raise EngineError(
                 f"layer {self._executed.plan.layer_ids[position]}: activation checkpointing recomputes it outside of "
@@ -135,9 +163,7 @@ class PlanExecution:
 
 
 @contextmanager
-def execute_plan(
-    model: nn.Module, plan: StepPlan, demand: Demand, *, sums: Sums = "fast", pool: HostPool | None = None
-) -> Iterator[PlanExecution]:
+def execute_plan(model: nn.Module, plan: StepPlan, demand: Demand, *, sums: Sums = "fast") -> Iterator[PlanExecution]:
     """Execute a plan inside a model that was loaded with `ep_implementation="relibra"`.
 
     Collective over the expert-parallel group; the first time for a model, which makes process groups, over all ranks.
@@ -148,8 +174,6 @@ def execute_plan(
     demand   what the plan was made for, under any schedule
     sums     "fast", or "canonical": outputs, gradients and so the whole run have the same bits under every plan of one
              schedule, at a price (docs/execution.md)
-    pool     weights of replicas come from it in micro-batches without gradients (log-probabilities of the old policy);
-             with gradients they come from their homes
     raises   EngineError when plan and model do not fit, or another plan is being executed
 
     A plan that breaks a rule, or that ranks disagree on, is not followed: every micro-batch runs at home, and one rank
@@ -165,28 +189,32 @@ def execute_plan(
     if any(layer.runner is not None for layer in layers):
         raise EngineError("the model is executing another plan: leave its execute_plan context first")
     state = _group_state(model, layers)
-    followed = choose_demand(plan, demand, by_layer, f"{sums}, pool: {pool is not None}", state)
+    followed, residents = choose_demand(plan, demand, by_layer, sums, state), None
+    if followed is not None and plan.resident_slots:
+        plan = keep_slots(plan)
+        residents = Residents(plan, state.rank)
     executed = ExecutedPlan(
         model=model,
         layers=layers,
         plan=plan,
         demand=followed,
+        residents=residents,
         canonical=sums == "canonical",
         state=state,
         recorder=TimelineRecorder(dist.get_rank(), dist.get_world_size()),
     )
-    execution = PlanExecution(executed, ReplicaSource(pool))
+    execution = PlanExecution(executed)
     handle = model.register_forward_pre_hook(execution.start_first_push)
     try:
         for position, layer in enumerate(layers):
             layer.runner = partial(execution.run_layer, position)
-        yield execution
+        with nullcontext() if residents is None else residents.during_steps_of(model):
+            yield execution
     finally:
         handle.remove()
         for layer in layers:
             layer.runner = None
-        if state.slots is not None:
-            state.slots.close()
+        execution.forget_weights()
 
 
 def _group_state(model: nn.Module, layers: list[BalancedEP]) -> GroupState:

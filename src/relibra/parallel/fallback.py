@@ -47,7 +47,7 @@ def choose_demand(
     """Return the demand under the schedule of the plan; None, with a warning: the plan is not followed. Collective.
 
     layers   by decoder layer
-    modes    what else has to be the same on all ranks: sums, pool
+    modes    what else has to be the same on all ranks: sums
     raises   EngineError when homes or modes differ between ranks, or the plan does not fit the model
     """
     scheduled = _schedule(plan, demand)
@@ -80,28 +80,31 @@ def find_route_mismatch(tables_L: Sequence[RankTables], experts_XLK: Int[ndarray
 
 
 def agree_on_micro_batch(
-    state: GroupState, micro_batch: int, problem: str | None, *, from_pool: bool, any_live: bool
+    state: GroupState, micro_batch: int, problem: str | None, *, any_live: bool, passes: int
 ) -> Agreement:
     """Exchange what each rank is about to do; collective. The first rank with a problem logs it.
 
     problem     where the routes of this rank differ from the plan; None: nowhere
-    from_pool   whether the weights of replicas come from a pool
     any_live    whether this rank has rows without recorded routes
-    raises      EngineError when ranks differ in micro-batch or source: later messages could match a wrong receive
+    passes      number that tells apart what ranks have done with resident slots
+    raises      EngineError when ranks differ in micro-batch, gradients or passes: later messages could match a wrong
+                receive
     """
     place = Place(state.rank, -1, micro_batch)
-    own_X = [micro_batch, from_pool, problem is not None, any_live]
+    own_X = [micro_batch, torch.is_grad_enabled(), passes, problem is not None, any_live]
     own = torch.tensor(own_X, dtype=torch.int64, device=state.device)
     gathered_RX = torch.stack(all_gather(own, state.group, "the agreement", place)).cpu()
-    micro_batch_R, from_pool_R, differs_R, any_live_R = gathered_RX.unbind(dim=1)
+    micro_batch_R, gradients_R, passes_R, differs_R, any_live_R = gathered_RX.unbind(dim=1)
     for values_R, what in (
         (micro_batch_R, "micro-batches"),
-        (from_pool_R, "modes (1: without gradients and with a pool)"),
+        (gradients_R, "modes (1: with gradients)"),
+        (passes_R, "states of resident slots (a number tells them apart)"),
     ):
         if (values_R != values_R[0]).any():
             raise EngineError(
                 f"{place}: the ranks of the group are in {what} {values_R.tolist()}: enter micro-batches in one order "
-                "on all ranks, all with gradients or all without; a rank without samples passes None"
+                "on all ranks, all with gradients or all without; a rank without samples passes None; optimizers step "
+                "on all ranks or on none"
             )
     if differs_R.any() and state.rank == int(differs_R.nonzero()[0]):
         _log.warning(
@@ -143,8 +146,7 @@ def _find_disagreement(
         )
     if ranks := differing(slice(33, 65)):
         raise EngineError(
-            f"ranks {ranks} execute with other sums than rank 0, or only some ranks have a pool: pass the same to "
-            "execute_plan on all ranks"
+            f"ranks {ranks} execute with other sums than rank 0: pass the same to execute_plan on all ranks"
         )
     if unusable := [rank for rank, digests in enumerate(digests_R) if not digests[0]]:
         own_reason = f" ({demand})" if isinstance(demand, PlanError) else ""

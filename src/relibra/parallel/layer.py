@@ -19,6 +19,8 @@ from relibra.parallel.replicas.replica_gradients import (
     LayerReplicas,
     RefillSlots,
     ReturnReplicaGradients,
+    ReturnWaitingGradients,
+    WaitingGradients,
 )
 from relibra.parallel.rows.dispatch import combine_choices, combine_tokens, dispatch_choices, dispatch_tokens
 from relibra.parallel.rows.exchange import AllToAll, all_gather, explain_peer_failure
@@ -32,7 +34,8 @@ from relibra.timeline import TimelineRecorder
 class LayerRun:
     """One layer in one micro-batch on this rank.
 
-    replicas   set on all ranks if any rank has replicas of this layer in this micro-batch, else None
+    replicas   set on all ranks if any rank has replicas of this layer in this micro-batch, else None. In resident slots
+               idle ones count too: gradients may wait there
     """
 
     layer: BalancedEP
@@ -76,7 +79,7 @@ def _run_planned(layer: BalancedEP, planned: PlannedMicroBatch, position: int, t
         layer=layer,
         tables=tables,
         lists=planned.lists_L[position],
-        replicas=LayerReplicas(pushes, position) if tables.pushes else None,
+        replicas=LayerReplicas(pushes, position) if pushes.has_replicas(position) else None,
         recorder=pushes.recorder,
     )
     if run.replicas is not None:
@@ -103,16 +106,18 @@ def _run_homes_and_replicas(run: LayerRun, replicas: LayerReplicas, rows_YH: Ten
     """Run the experts at home, while weights arrive, then the replicas."""
     layer, slot_Y, homes = run.layer, run.lists.slot_Y, run.layer.homes()
     n = run.tables.num_home_rows
-    anchor, *of_homes = AddReplicaGradients.apply(replicas, list(homes), *homes.values())
+    anchor, *of_homes = AddReplicaGradients.apply(replicas.returns, list(homes), *homes.values())
     with parameters_replaced(layer.experts, dict(zip(homes, of_homes, strict=True))):
-        output_YH = layer.run_rows(rows_YH[:n], slot_Y[:n], weight_Y1[:n])
+        outputs = [layer.run_rows(rows_YH[:n], slot_Y[:n], weight_Y1[:n])]
     trained = [name for name, home in homes.items() if home.requires_grad]
     weights = ReturnReplicaGradients.apply(replicas, trained, anchor)
-    if n < len(rows_YH):
-        with parameters_replaced(layer.experts, dict(zip(replicas.slots.weights, weights, strict=True))):
-            of_replicas_YH = layer.run_rows(rows_YH[n:], slot_Y[n:] - run.tables.num_homes, weight_Y1[n:])
-        output_YH = torch.cat([output_YH, of_replicas_YH])
-    result_YH: Tensor = RefillSlots.apply(replicas, output_YH, *weights)
+    for one, own in ((replicas.resident, weights[: len(homes)]), (replicas.shared, weights[len(homes) :])):
+        rows = run.tables.rows_of(one.slots)
+        if rows.start < rows.stop:
+            number_Y = slot_Y[rows] - run.tables.num_homes - one.slots.start
+            with parameters_replaced(layer.experts, dict(zip(homes, own, strict=True))):
+                outputs.append(layer.run_rows(rows_YH[rows], number_Y, weight_Y1[rows]))
+    result_YH: Tensor = RefillSlots.apply(replicas, torch.cat(outputs) if len(outputs) > 1 else outputs[0], *weights)
     return result_YH
 
 
@@ -126,19 +131,38 @@ def _run_canonical(run: LayerRun, hidden_TH: Tensor, weights_TK: Tensor) -> Tens
 
 
 def run_at_home(
-    layer: BalancedEP, tokens: LayerInput, place: Place, recorder: TimelineRecorder, *, canonical: bool
+    layer: BalancedEP,
+    tokens: LayerInput,
+    place: Place,
+    recorder: TimelineRecorder,
+    *,
+    canonical: bool,
+    waiting: WaitingGradients | None = None,
 ) -> Tensor:
-    """Run every token-slot at the home of its expert, as `all_to_all` does; collective."""
+    """Run every token-slot at the home of its expert, as `all_to_all` does; collective.
+
+    waiting   gradients that go home in the backward pass, with fast sums
+    """
     with (
         recorder.record("at home", layer=place.layer_id, micro_batch=place.micro_batch),
         explain_peer_failure("the exchange of rows", place, range(layer.ep_mesh.size())),
     ):
         if not canonical:
-            return layer.run_at_home(tokens)
+            return layer.run_at_home(tokens) if waiting is None else _run_with_waiting(layer, tokens, waiting)
         tables = _count_home_tables(layer, tokens.experts_TK, place)
         lists = row_lists(tables, tokens.experts_TK.cpu().numpy(), tokens.hidden_TH.device)
         run = LayerRun(layer=layer, tables=tables, lists=lists, replicas=None, recorder=recorder)
         return _run_canonical(run, tokens.hidden_TH, tokens.weights_TK)
+
+
+def _run_with_waiting(layer: BalancedEP, tokens: LayerInput, waiting: WaitingGradients) -> Tensor:
+    homes = layer.homes()
+    trained = [name for name, home in homes.items() if home.requires_grad]
+    anchor, *of_homes = AddReplicaGradients.apply(waiting.returns, list(homes), *homes.values())
+    with parameters_replaced(layer.experts, dict(zip(homes, of_homes, strict=True))):
+        output_TH = layer.run_at_home(tokens)
+    result_TH: Tensor = ReturnWaitingGradients.apply(waiting, trained, output_TH, anchor)
+    return result_TH
 
 
 def _count_home_tables(layer: BalancedEP, experts_TK: Tensor, place: Place) -> RankTables:

@@ -17,9 +17,10 @@ from relibra.errors import EngineError
 from relibra.parallel.balanced import BalancedEP
 from relibra.parallel.canonical import CHUNK
 from relibra.parallel.fallback import agree_on_micro_batch, find_route_mismatch
-from relibra.parallel.replicas.push_schedule import PushSchedule, ReplicaSource
+from relibra.parallel.replicas.push_schedule import PushSchedule
 from relibra.parallel.replicas.replica_slots import GroupState
-from relibra.parallel.rows.rank_tables import Place, RankTables, rank_tables
+from relibra.parallel.replicas.resident_slots import Residents
+from relibra.parallel.rows.rank_tables import RankTables, rank_tables
 from relibra.parallel.rows.row_lists import RowLists, exchange_row_lists, row_lists
 from relibra.planning.plan import StepPlan
 from relibra.replay import BatchRoutes
@@ -33,6 +34,7 @@ class ExecutedPlan:
 
     layers      of the model, by position in the plan
     demand      under the schedule of the plan; None: the plan is not followed, every expert runs at home
+    residents   resident slots of this rank; None: the plan has none, or is not followed
     canonical   whether sums have an order that no plan changes (`canonical.py`)
     """
 
@@ -40,6 +42,7 @@ class ExecutedPlan:
     layers: Sequence[BalancedEP]
     plan: StepPlan
     demand: ScheduledDemand | None
+    residents: Residents | None
     canonical: bool
     state: GroupState
     recorder: TimelineRecorder
@@ -49,17 +52,6 @@ class ExecutedPlan:
         assert self.demand is not None, "a plan that is not followed has no tables"
         chunk = CHUNK if self.canonical else None
         return rank_tables(self.plan, self.demand, self.state.rank, micro_batch, position, chunk)
-
-    def first_push(self, micro_batch: int) -> tuple[int, RankTables] | None:
-        """Return position and tables of the first layer with pushes; None: there is none, or no such micro-batch."""
-        if micro_batch >= len(self.plan.replica_MLRB):
-            return None
-        with_replicas_L = (self.plan.replica_MLRB[micro_batch] >= 0).any(axis=(1, 2))
-        for position in np.flatnonzero(with_replicas_L).tolist():
-            tables = self.tables(micro_batch, position)
-            if tables.pushes:
-                return position, tables
-        return None
 
 
 class Rows(NamedTuple):
@@ -135,12 +127,9 @@ class PlannedMicroBatch:
             )
 
 
-def prepare_micro_batch(
-    executed: ExecutedPlan, number: int, routes: BatchRoutes | None, source: ReplicaSource
-) -> PlannedMicroBatch | None:
+def prepare_micro_batch(executed: ExecutedPlan, number: int, routes: BatchRoutes | None) -> PlannedMicroBatch | None:
     """Return tables, row lists and pushes of a micro-batch; None: it does not follow the plan. Collective.
 
-    source   chooses here where the weights of this micro-batch's replicas come from
     raises   EngineError when ranks are in different micro-batches or modes, or when a peer is gone
     """
     tables_L, problem, positions = [], None, range(len(executed.layers))
@@ -151,18 +140,19 @@ def prepare_micro_batch(
         problem = find_route_mismatch(tables_L, experts_XLK) if fits else "they are of other layers"
     any_live = routes is None or not bool(routes.valid_T.all())
     state = executed.state
-    agreed = agree_on_micro_batch(state, number, problem, from_pool=source.wants_pool, any_live=any_live)
-    source.choose(state.slots, Place(state.rank, -1, number))
+    passes = 0 if executed.residents is None else executed.residents.residency.digest()
+    agreed = agree_on_micro_batch(state, number, problem, any_live=any_live, passes=passes)
+    if state.slots is not None:
+        state.slots.invalidate()
     if executed.demand is None or not agreed.routes_fit:
         return None
     pushes = PushSchedule(
         state=state,
-        num_slots=executed.plan.slots,
+        num_shared=executed.plan.slots - executed.plan.resident_slots,
+        residents=executed.residents,
         tables_L=tables_L,
         homes_L=[layer.homes for layer in executed.layers],
-        source=source.current,
         homes_early=executed.layers[0].homes_stay_whole,
-        next_push=None if source.current is None else executed.first_push(number + 1),
         recorder=executed.recorder,
     )
     return PlannedMicroBatch(

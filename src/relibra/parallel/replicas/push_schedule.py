@@ -2,86 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-import torch
-import torch.distributed as dist
+import numpy as np
+from jaxtyping import Bool, Int16
+from numpy import ndarray
 
-from relibra.parallel.replicas.host_pool import HostPool
-from relibra.parallel.replicas.prefetcher import WeightSource
-from relibra.parallel.replicas.replica_slots import GroupState, Homes, ReplicaSlots
-from relibra.parallel.rows.exchange import explain_peer_failure
-from relibra.parallel.rows.rank_tables import Place, RankTables
+from relibra.parallel.replicas.replica_slots import GroupState, Homes, ReplicaSlots, SlotRange
+from relibra.parallel.replicas.resident_slots import Residents
+from relibra.parallel.rows.rank_tables import RankTables
 from relibra.timeline import TimelineRecorder
-
-
-class ReplicaSource:
-    """The source of one execution: the pool, if there is one, in micro-batches without gradients; else the homes.
-
-    current   pool that the micro-batch entered last takes weights from; None: homes send them
-    """
-
-    def __init__(self, pool: HostPool | None) -> None:
-        """Take a pool, or None for homes in all micro-batches."""
-        self.current: HostPool | None = None
-        self._pool = pool
-        self._is_fresh = False
-
-    @property
-    def wants_pool(self) -> bool:
-        """Whether a micro-batch that is entered now takes weights from the pool."""
-        return self._pool is not None and not torch.is_grad_enabled()
-
-    def choose(self, slots: ReplicaSlots | None, place: Place) -> None:
-        """Choose the source of a micro-batch; refresh a pool and invalidate slots that may be outdated. Collective.
-
-        raises   EngineError when a peer is gone
-        """
-        self.current = self._pool if self.wants_pool else None
-        if slots is not None and not (self.current is not None and self._is_fresh):
-            slots.invalidate()
-        if self.current is not None and not self._is_fresh:
-            with explain_peer_failure("the check of the host pool", place, range(dist.get_world_size())):
-                self.current.keep_current()
-        self._is_fresh = self.current is not None  # after a pass with gradients, an optimizer step may follow
-
-    def weights_may_change(self) -> None:
-        """Compare the pool with the homes again before it is used: a pass with gradients ran outside the plan."""
-        self._is_fresh = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PushSchedule:
     """The pushes of one micro-batch. All ranks of the group start the same pushes in the same order.
 
-    forward    before_forward      first layer with replicas
+    forward    before_forward      first layer that lacks weights
                before_layer        this layer, unless it was pushed early
-               after_layer         next layer with replicas; after the last one, when weights come from a pool, the
-                                   first layer with replicas of the next micro-batch
+               after_layer         next layer that lacks weights
     backward   before_layer        this layer again, unless its weights are still in the slots
-               after_gradients     previous layer with replicas: the gradients of this one have left the slots
+               after_gradients     previous layer that lacks weights: the gradients of this one have left the slots
 
+    Weights in shared slots are lacking as soon as another layer has used the slots; those in resident slots when an
+    expert comes, or, with micro-batches in flight, when the slot was given to another expert before the backward pass.
     Early pushes need slots, which the first layer with replicas allocates when it runs, and weights that exist before
     their layer runs.
 
-    num_slots       slots of the plan
+    num_shared      shared slots of the plan
+    residents       resident slots; None: the plan has none
     tables_L        by position of the layer
     homes_L         local parameters of each layer
-    source          weights are fetched from it; None: homes send them
     homes_early     whether homes have their weights before their layer runs: FSDP does not shard them
-    next_push       (position, tables) of the first push of the next micro-batch; None: there is none, or homes send
     recorder        of the execution; pushes and returns are recorded
     """
 
     state: GroupState
-    num_slots: int
+    num_shared: int
+    residents: Residents | None
     tables_L: Sequence[RankTables]
     homes_L: Sequence[Homes]
-    source: WeightSource | None
     homes_early: bool
-    next_push: tuple[int, RankTables] | None
     recorder: TimelineRecorder
+
+    @property
+    def num_resident(self) -> int:
+        """Slots that each layer has for itself, which come first."""
+        return 0 if self.residents is None else self.residents.num_slots
+
+    @cached_property
+    def used_LRA(self) -> Int16[ndarray, "L R A"]:
+        """Experts that get tokens in resident slots, -1 elsewhere."""
+        if self.residents is None:
+            return np.zeros((len(self.tables_L), self.state.num_ranks, 0), dtype=np.int16)
+        return self.residents.used_LRA(self.tables_L, self.state.num_ranks)
+
+    def has_replicas(self, position: int) -> bool:
+        """Return whether any rank has replicas of a layer; in resident slots idle ones count too."""
+        resident, micro_batch = self.residents, self.tables_L[position].place.micro_batch
+        has_some = bool(self.tables_L[position].pushes)
+        return has_some or (resident is not None and resident.residency.has_replicas(micro_batch, position))
 
     def before_forward(self) -> None:
         """Start the first push, as the forward pass of the model begins."""
@@ -89,32 +71,52 @@ class PushSchedule:
 
     def before_layer(self, position: int) -> None:
         """Start the push of a layer that is about to run forward or backward, unless it was started early."""
-        self._start(position, self.tables_L[position])
+        slots, tables, A = self.slots(position), self.tables_L[position], self.num_resident
+        missing_RA = self._missing_LRA[position]
+        pushes = [push for push in tables.pushes if push.slot < A and missing_RA[push.replica, push.slot]]
+        if self._shared_L[position] and slots.shared_by != tables.place:
+            slots.shared_by = tables.place
+            pushes += [push for push in tables.pushes if push.slot >= A]
+        if pushes:
+            if self.residents is not None:
+                self.residents.residency.fill(position, self.used_LRA[position])
+            slots.start_push(tables.place, pushes, self.homes_L[position], self.slot_ranges(position), self.recorder)
 
     def after_layer(self, position: int) -> None:
-        """Start the push of the next layer with replicas: the experts of this one are done with the slots."""
-        if not self._can_start_early:
-            return
-        if (following := self._first_with_replicas(range(position + 1, len(self.tables_L)))) is not None:
-            self.before_layer(following)
-        elif self.next_push is not None:
-            self._start(*self.next_push)
+        """Start the push of the next layer that lacks weights: the experts of this one are done with the slots."""
+        self._start_early(range(position + 1, len(self.tables_L)))
 
     def after_gradients(self, position: int) -> None:
-        """Start the push of the previous layer with replicas: the gradients of this one's replicas are sent."""
-        if self._can_start_early and (previous := self._first_with_replicas(reversed(range(position)))) is not None:
-            self.before_layer(previous)
+        """Start the push of the previous layer that lacks weights: the gradients of this one's replicas are sent."""
+        self._start_early(range(position)[::-1])
 
     def slots(self, position: int) -> ReplicaSlots:
         """Return the slots, allocated with the shapes of a layer if necessary."""
-        return self.state.slots_for(self.num_slots, self.homes_L[position])
+        return self.state.slots_for(self.num_shared, self.homes_L[position])
+
+    def slot_ranges(self, position: int) -> tuple[SlotRange, SlotRange]:
+        """Return the resident slots of a layer and the shared ones; either may be none."""
+        shared, A = self.slots(position).weights, self.num_resident
+        resident = {name: weights[:0] for name, weights in shared.items()}
+        if self.residents is not None:
+            resident = self.residents.weights(position, shared)
+        return SlotRange(slice(0, A), resident), SlotRange(slice(A, A + self.num_shared), shared)
+
+    def _start_early(self, positions: range) -> None:
+        """Start the push of the first of these layers that lacks weights, if there are slots and weights already."""
+        if self.state.slots is not None and self.homes_early:
+            lacking_L = self._shared_L | self._missing_LRA.any(axis=(1, 2))
+            first = next((position for position in positions if lacking_L[position]), None)
+            if first is not None:
+                self.before_layer(first)
 
     @property
-    def _can_start_early(self) -> bool:
-        return self.state.slots is not None and (self.source is not None or self.homes_early)
+    def _missing_LRA(self) -> Bool[ndarray, "L R A"]:
+        if self.residents is None:
+            return np.zeros(self.used_LRA.shape, dtype=bool)
+        return self.residents.residency.missing(self.used_LRA)
 
-    def _first_with_replicas(self, positions: Iterable[int]) -> int | None:
-        return next((position for position in positions if self.tables_L[position].pushes), None)
-
-    def _start(self, position: int, tables: RankTables) -> None:
-        self.slots(position).start_push(tables, position, self.homes_L[position], self.source, self.recorder)
+    @cached_property
+    def _shared_L(self) -> Bool[ndarray, " L"]:
+        """Layers in which shared slots of any rank are used."""
+        return np.array([any(push.slot >= self.num_resident for push in tables.pushes) for tables in self.tables_L])

@@ -8,103 +8,176 @@ One layer, in the order of the forward pass; the backward pass runs the right co
     experts at home                                 experts at home
     ReturnReplicaGradients   wait for weights       send gradients of replicas home; the next push may start
     experts of replicas                             experts of replicas
-    RefillSlots              view the output        push the weights again, wait for them
+    RefillSlots              view the output        push lacking weights again, wait for them
 
 Autograd runs ready functions latest first. So gradients of replicas are on their way before the backward pass of the
 experts at home begins, and travel during it.
+
+Of replicas in shared slots the gradients of this micro-batch go home. Those of resident replicas are summed over
+micro-batches first; in the last one of a stay (`residency.py`) the sum goes home, also where the replica is idle, or
+where the micro-batch does not follow the plan (`ReturnWaitingGradients`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from relibra.parallel.replicas.push_schedule import PushSchedule
+from relibra.parallel.replicas.replica_slots import ReplicaSlots
+from relibra.parallel.replicas.resident_slots import Residents, Return
 from relibra.parallel.replicas.transfer import Transfer
+from relibra.parallel.rows.rank_tables import Place, Push
+from relibra.timeline import TimelineRecorder
 
 
-class LayerReplicas:
-    """The replicas of one (layer, micro-batch) in one forward pass and its backward pass.
+class GradientReturn:
+    """Gradients of replicas of one (layer, micro-batch) on their way home.
 
-    position   of the layer
-    tables     of the layer, with pushes of any ranks
-    slots      of this rank
+    slots   of this rank; they say shapes and dtypes
     """
 
-    def __init__(self, schedule: PushSchedule, position: int) -> None:
-        """Allocate slots if there are none; nothing moves yet."""
-        self.schedule, self.position = schedule, position
-        self.tables, self.slots = schedule.tables_L[position], schedule.slots(position)
-        self._return: Transfer | None = None
+    def __init__(self, place: Place, slots: ReplicaSlots, recorder: TimelineRecorder) -> None:
+        """Send nothing yet."""
+        self.place, self.slots, self.recorder = place, slots, recorder
+        self._transfer: Transfer | None = None
         self._arriving: dict[str, dict[int, Tensor]] = {}
 
-    def refill(self) -> dict[str, Tensor]:
-        """Push the weights into the slots unless they are there, wait for them and return them; collective."""
-        self.schedule.before_layer(self.position)
-        return self.wait_for_weights()
+    def send(self, returns: Sequence[Return], trained: Sequence[str], *, num_sums: int) -> None:
+        """Start to send gradients home; collective.
 
-    def wait_for_weights(self) -> dict[str, Tensor]:
-        """Return the slots `[B, ...]` by parameter, when the weights have arrived."""
-        self.slots.wait()
-        return self.slots.weights
-
-    def start_return(self) -> Transfer:
-        """Return a transfer of gradients to the homes; nothing moves yet."""
-        return Transfer(self.tables, self.slots.push_group, self.schedule.recorder, homewards=True)
-
-    def send_gradients(self, of_slots: dict[str, Tensor | None], trained: list[str]) -> None:
-        """Start to send the gradients of replicas home, zeros for idle ones; collective.
-
-        of_slots   gradient of each parameter `[B, ...]`
-        trained    parameters that need a gradient
+        returns   of all ranks, the same pushes on every rank
+        trained   parameters that need a gradient
+        num_sums  so many of the returns, the last ones, are sums in single precision
         """
-        tables = self.tables
-        self._return = self.start_return()
+        pushes = [one.push for one in returns]
+        self._transfer = transfer = self.transfer(pushes)
         for name in trained:
-            gradient, slots = of_slots[name], self.slots.weights[name]
-            self._arriving[name] = {n: slots.new_empty(slots.shape[1:]) for n, _ in tables.pushes_from_here}
-            self._return.start(
-                outgoing={
-                    n: slots.new_zeros(slots.shape[1:]) if gradient is None else gradient[push.slot]
-                    for n, push in tables.pushes_to_here
-                },
-                incoming=self._arriving[name],
-            )
+            like = self.slots.weights[name]
+            wide = torch.promote_types(like.dtype, torch.float32)
+            self._arriving[name] = {
+                n: like.new_empty(like.shape[1:], dtype=wide if n >= len(pushes) - num_sums else like.dtype)
+                for n, _ in transfer.of_homes
+            }
+            transfer.start({n: returns[n].rows[name] for n, _ in transfer.of_slots}, self._arriving[name])
 
-    def add_gradients(self, of_homes: dict[str, Tensor | None]) -> None:
-        """Add the gradients that arrived to those of the homes, in place and in the order of pushes."""
-        if self._return is None:  # experts are frozen
+    def transfer(self, pushes: Sequence[Push]) -> Transfer:
+        """Return a transfer the reverse way of these pushes; nothing moves yet."""
+        return Transfer(self.place, pushes, self.slots.push_group, self.recorder, homewards=True)
+
+    def add_to(self, of_homes: dict[str, Tensor | None]) -> None:
+        """Add the gradients that arrived to those of the homes, in place and in the order of their pushes."""
+        if self._transfer is None:  # experts are frozen
             return
-        self._return.finish()
-        arriving, self._arriving, self._return = self._arriving, {}, None
+        self._transfer.finish()
+        slot_of = {n: push.home_slot for n, push in self._transfer.of_homes}
+        arriving, self._arriving, self._transfer = self._arriving, {}, None
         for name, rows in arriving.items():
             if not rows:
                 continue
             of_home, sums = of_homes[name], dict[int, Tensor]()
             assert of_home is not None, "experts at home run on every rank, without tokens on a dummy row"
             for n, row in rows.items():
-                slot, wide = self.tables.pushes[n].home_slot, torch.promote_types(row.dtype, torch.float32)
+                slot, wide = slot_of[n], torch.promote_types(row.dtype, torch.float32)
                 sums[slot] = (sums[slot] if slot in sums else of_home[slot].to(wide)) + row.to(wide)
             for slot, total in sums.items():  # rounded once
                 of_home[slot] = total
 
 
+class LayerReplicas:
+    """The replicas of one (layer, micro-batch) in one forward pass and its backward pass.
+
+    position           of the layer
+    tables             of the layer, with pushes of any ranks
+    slots              of this rank
+    resident, shared   slots of this layer alone, and those of all layers, with their weights
+    returns            gradients on their way home
+    """
+
+    def __init__(self, schedule: PushSchedule, position: int) -> None:
+        """Allocate slots if there are none; nothing moves yet."""
+        self.schedule, self.position = schedule, position
+        self.tables, self.slots = schedule.tables_L[position], schedule.slots(position)
+        self.resident, self.shared = schedule.slot_ranges(position)
+        self.returns = GradientReturn(self.tables.place, self.slots, schedule.recorder)
+
+    def refill(self) -> None:
+        """Push the weights into the slots unless they are there, and wait for them; collective."""
+        self.schedule.before_layer(self.position)
+        self.wait_for_weights()
+
+    def wait_for_weights(self) -> None:
+        """Return when the weights of this layer's replicas have arrived."""
+        self.slots.wait(self.tables.place)
+
+    def weights_of(self, slot: int) -> dict[str, Tensor]:
+        """Return the weights `[1, ...]` in one slot of this rank (0..B-1)."""
+        A = self.resident.slots.stop
+        one, first = (self.resident, slot) if slot < A else (self.shared, slot - A)
+        return {name: weights[first : first + 1] for name, weights in one.weights.items()}
+
+    def send_gradients(self, of_slots: Sequence[Tensor | None], trained: Sequence[str]) -> None:
+        """Start to send gradients home, of idle replicas in shared slots zeros; collective.
+
+        of_slots   gradients by parameter: those of the resident slots, then those of the shared ones
+        trained    parameters that need a gradient
+        """
+        names, place, A = list(self.shared.weights), self.tables.place, self.resident.slots.stop
+        of_resident = dict(zip(names, of_slots, strict=False))
+        of_shared = dict(zip(names, of_slots[len(names) :], strict=True))
+        returns, sums = [], list[Return]()
+        for push in self.tables.pushes:
+            if push.slot >= A:
+                rows = {name: _row(of_shared[name], push.slot - A, self.shared.weights[name]) for name in trained}
+                returns.append(Return(push, rows if push.replica == place.rank else {}))
+        if (residents := self.schedule.residents) is not None:
+            gradients = {name: of_resident[name] for name in trained}
+            used_RA = self.schedule.used_LRA[self.position]
+            sums = residents.add_gradients(place.micro_batch, self.position, used_RA, gradients)
+        self.returns.send(returns + sums, trained, num_sums=len(sums))
+
+
+def _row(gradient: Tensor | None, slot: int, weights: Tensor) -> Tensor:
+    """Return the gradient of one slot; zeros where nothing was computed."""
+    return weights.new_zeros(weights.shape[1:]) if gradient is None else gradient[slot]
+
+
+class WaitingGradients:
+    """Sums of resident replicas of one (layer, micro-batch) that does not follow the plan.
+
+    returns   gradients on their way home
+    """
+
+    def __init__(self, returns: GradientReturn, residents: Residents, position: int, num_ranks: int) -> None:
+        """Send nothing yet."""
+        self.returns = returns
+        self._residents, self._position, self._num_ranks = residents, position, num_ranks
+
+    def send(self, trained: Sequence[str]) -> None:
+        """Start to send home what is complete with this micro-batch; collective."""
+        none_RA = np.full((self._num_ranks, self._residents.num_slots), -1, dtype=np.int16)
+        sums = self._residents.add_gradients(self.returns.place.micro_batch, self._position, none_RA, {})
+        self.returns.send(sums, trained, num_sums=len(sums))
+
+
 class AddReplicaGradients(torch.autograd.Function):
-    """Identity of the homes, with an anchor (0): the backward of its reader, `ReturnReplicaGradients`, runs first."""
+    """Identity of the homes, with an anchor (0): the backward of its reader, which sends gradients, runs first."""
 
     @staticmethod
-    def forward(ctx: Any, replicas: LayerReplicas, names: list[str], *homes: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, returns: GradientReturn, names: list[str], *homes: Tensor) -> tuple[Tensor, ...]:
         """Return the anchor, and views of the homes."""
         ctx.set_materialize_grads(False)
-        ctx.replicas, ctx.names = replicas, names
+        ctx.returns, ctx.names = returns, names
         return (homes[0].new_zeros(()), *(home.view_as(home) for home in homes))
 
     @staticmethod
     def backward(ctx: Any, _anchor: Tensor | None, *of_homes: Tensor | None) -> tuple[Tensor | None, ...]:
         """Wait for the gradients of replicas and add them to the gradients of the homes."""
-        ctx.replicas.add_gradients(dict(zip(ctx.names, of_homes, strict=True)))
+        ctx.returns.add_to(dict(zip(ctx.names, of_homes, strict=True)))
         return (None, None, *of_homes)
 
 
@@ -113,22 +186,24 @@ class ReturnReplicaGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, replicas: LayerReplicas, trained: list[str], _anchor: Tensor) -> tuple[Tensor, ...]:
-        """Wait for the weights and return the slots."""
+        """Wait for the weights and return the slots by parameter: resident ones, then shared ones."""
         ctx.set_materialize_grads(False)
         ctx.replicas, ctx.trained = replicas, trained
-        return tuple(slots.detach() for slots in replicas.wait_for_weights().values())
+        replicas.wait_for_weights()
+        both = (*replicas.resident.weights.values(), *replicas.shared.weights.values())
+        return tuple(weights.detach() for weights in both)
 
     @staticmethod
     def backward(ctx: Any, *of_slots: Tensor | None) -> tuple[None, None, None]:
         """Send the gradients of the slots home and start the push of the previous layer; collective."""
         replicas: LayerReplicas = ctx.replicas
-        replicas.send_gradients(dict(zip(replicas.slots.weights, of_slots, strict=True)), ctx.trained)
+        replicas.send_gradients(of_slots, ctx.trained)
         replicas.schedule.after_gradients(replicas.position)
         return None, None, None
 
 
 class RefillSlots(torch.autograd.Function):
-    """Identity of a layer's output; backward pushes the weights of its replicas again, also of idle ones."""
+    """Identity of a layer's output; backward pushes lacking weights of its replicas again, also of idle ones."""
 
     @staticmethod
     def forward(ctx: Any, replicas: LayerReplicas, output: Tensor, *slots: Tensor) -> Tensor:
@@ -141,3 +216,19 @@ class RefillSlots(torch.autograd.Function):
         """Push the weights again and wait for them; collective."""
         ctx.replicas.refill()
         return (None, gradients[0], *[None] * ctx.num_slots)
+
+
+class ReturnWaitingGradients(torch.autograd.Function):
+    """Identity of the output of a layer whose experts ran at home; backward sends sums of resident replicas home."""
+
+    @staticmethod
+    def forward(ctx: Any, waiting: WaitingGradients, trained: list[str], output: Tensor, _anchor: Tensor) -> Tensor:
+        """Return a view of the output."""
+        ctx.waiting, ctx.trained = waiting, trained
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Send them; collective."""
+        ctx.waiting.send(ctx.trained)
+        return None, None, gradients[0], None

@@ -6,6 +6,7 @@ others send. No torch here; `dispatch.py` moves rows, `transfer.py` weights and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -36,8 +37,8 @@ class Push(NamedTuple):
 
     expert            logical expert
     home, home_slot   rank of the home, and the expert's position in that rank's parameters
-    replica, slot     rank of the replica, and its spare slot (0..B-1)
-    tokens            token-slots that the replica computes
+    replica, slot     rank of the replica, and its spare slot (0..B-1); slots of all layers follow resident ones
+    tokens            token-slots that the replica computes; 0: the way home of a sum over micro-batches
     """
 
     expert: int
@@ -46,6 +47,16 @@ class Push(NamedTuple):
     replica: int
     slot: int
     tokens: int
+
+
+def from_homes_on(rank: int, pushes: Sequence[Push]) -> list[tuple[int, Push]]:
+    """Return the pushes of experts that are at home on a rank, with their numbers."""
+    return [(n, push) for n, push in enumerate(pushes) if push.home == rank]
+
+
+def to_slots_on(rank: int, pushes: Sequence[Push]) -> list[tuple[int, Push]]:
+    """Return the pushes into the slots of a rank, with their numbers."""
+    return [(n, push) for n, push in enumerate(pushes) if push.replica == rank]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,7 +74,8 @@ class RankTables:
     compute_order_Y index, by source rank, local slot and position, of the arrived row computed as the Y-th; they
                     are computed by local slot, source rank, position
     slot_Y          local slot of each row in the order of computation; homes come first
-    pushes          copies of all ranks, by (replica rank, slot): the same list on every rank
+    pushes          replicas of all ranks that get tokens, by (replica rank, slot): the same list on every rank. Each is
+                    pushed unless its slot holds the weights already
     """
 
     place: Place
@@ -84,12 +96,17 @@ class RankTables:
     @property
     def pushes_from_here(self) -> list[tuple[int, Push]]:
         """The pushes of experts that are at home on this rank, with their numbers."""
-        return [(n, push) for n, push in enumerate(self.pushes) if push.home == self.place.rank]
+        return from_homes_on(self.place.rank, self.pushes)
 
     @property
     def pushes_to_here(self) -> list[tuple[int, Push]]:
         """The pushes into the slots of this rank, with their numbers."""
-        return [(n, push) for n, push in enumerate(self.pushes) if push.replica == self.place.rank]
+        return to_slots_on(self.place.rank, self.pushes)
+
+    def rows_of(self, slots: slice) -> slice:
+        """Return the computed rows of consecutive replica slots (0..B-1)."""
+        rows_P1 = np.append(0, np.cumsum(self.receive_RP.sum(axis=0)))
+        return slice(int(rows_P1[self.num_homes + slots.start]), int(rows_P1[self.num_homes + slots.stop]))
 
 
 def rank_tables(
