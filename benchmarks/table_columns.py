@@ -85,6 +85,8 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("exposed %", lambda row: f"{100 * row['exposed_share']:.1f}"),
         ("peak MiB", lambda row: f"{row['peak_bytes'] / 2**20:,.0f}"),
         ("slot MiB", lambda row: f"{row['slot_bytes'] / 2**20:,.1f}"),
+        ("pushes", lambda row: f"{row['pushes']:.2f}" if "pushes" in row else "-"),
+        ("pushed MiB", lambda row: f"{row['bytes_pushed'] / 2**20:,.1f}" if "bytes_pushed" in row else "-"),
         ("relocation s", lambda row: row["relocation_seconds"]),
         ("configuration", lambda row: sizes(row["sizes"])),
     ),

@@ -31,6 +31,7 @@ from relibra.routing.trace import RoutingTrace
 
 NUM_RANKS = 2
 VOCAB = 512
+_JOINS = {"seconds": max, "exposed": max, "moved": max, "peak": max, "pushed": sum, "returned": sum}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +141,14 @@ class Variant:
     sums: str = "fast"
 
     @property
-    def slots(self) -> int:
-        """Spare slots per rank."""
-        return 0 if self.plan is None else self.plan.slots
+    def resident_slots(self) -> int:
+        """Spare slots per rank and layer."""
+        return 0 if self.plan is None else self.plan.resident_slots
+
+    @property
+    def shared_slots(self) -> int:
+        """Spare slots per rank, for all layers."""
+        return 0 if self.plan is None else self.plan.slots - self.plan.resident_slots
 
     @property
     def copies(self) -> int:
@@ -154,6 +160,7 @@ class Variant:
 class Found:
     """What the ranks found, by name of the variant, one entry per repetition; the worse rank counts.
 
+    pushed, returned   bytes of weights and of gradients of replicas that the ranks send, together
     expert_seconds   of one rank for the experts of a step of balanced routes, and nothing else
     """
 
@@ -161,6 +168,8 @@ class Found:
     exposed: dict[str, list[float]]
     moved: dict[str, list[float]]
     peak: dict[str, list[int]]
+    pushed: dict[str, list[int]]
+    returned: dict[str, list[int]]
     expert_seconds: float
 
 
@@ -176,13 +185,14 @@ def on_ranks(sizes: Sizes, variants: list[Variant], folder: Path, repetitions: i
     with _environment({"MALLOC_MMAP_THRESHOLD_": str(kept), "MALLOC_TRIM_THRESHOLD_": str(kept)}):
         mp.spawn(_work, (sizes, variants, folder, repetitions), nprocs=NUM_RANKS)
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
-    worse = {
+    joined = {
         key: {
-            name: [max(pair) for pair in zip(*(one[key][name] for one in found), strict=True)] for name in found[0][key]
+            name: [join(pair) for pair in zip(*(one[key][name] for one in found), strict=True)]
+            for name in found[0][key]
         }
-        for key in ("seconds", "exposed", "moved", "peak")
+        for key, join in _JOINS.items()
     }
-    return Found(**worse, expert_seconds=max(one["expert_seconds"] for one in found))
+    return Found(**joined, expert_seconds=max(one["expert_seconds"] for one in found))
 
 
 @contextmanager
@@ -203,7 +213,7 @@ def _work(rank: int, sizes: Sizes, variants: list[Variant], folder: Path, repeti
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=NUM_RANKS)
     models = {name: load(folder, name) for name in ("all_to_all", "relibra")}
     steps = [Step(variant, sizes, models["all_to_all" if variant.plan is None else "relibra"]) for variant in variants]
-    found = {key: {step.variant.name: [] for step in steps} for key in ("seconds", "exposed", "moved", "peak")}
+    found = {key: {step.variant.name: [] for step in steps} for key in _JOINS}
     first_of_each_model = {step.variant.plan is None: step for step in reversed(steps)}.values()
     for step in steps if repetitions else first_of_each_model:  # warm-up
         step.run()
@@ -239,8 +249,8 @@ class Step:
             self.batches.append((routes, tokens_BN))
 
     def run(self) -> dict[str, float]:
-        """Return seconds until all ranks are done, seconds exposed and of relocation before, and peak bytes here."""
-        plan, moved, exposed = self.variant.plan, 0.0, 0.0
+        """Return seconds until all ranks are done, and of this rank what `Found` has."""
+        plan, moved, exposed, sent = self.variant.plan, 0.0, 0.0, {"push": 0, "return": 0}
         if plan is not None:
             moved = relocate(self.model, plan.physical_to_logical_map).seconds
         self.model.zero_grad()
@@ -255,8 +265,11 @@ class Step:
             dist.barrier()
             seconds = time.perf_counter() - start
             if step is not None:
-                exposed = float(step.timeline().exposed_seconds()[dist.get_rank()])
-        return {"seconds": seconds, "exposed": exposed, "moved": moved, "peak": _memory("VmHWM") - before}
+                timeline = step.timeline()
+                exposed = float(timeline.exposed_seconds()[dist.get_rank()])
+                sent = {kind: sum(event.bytes for event in timeline.events if event.stage == kind) for kind in sent}
+        found = {"seconds": seconds, "exposed": exposed, "moved": moved, "peak": _memory("VmHWM") - before}
+        return {**found, "pushed": sent["push"], "returned": sent["return"]}
 
     def _execution(self):
         plan, demand, sums = self.variant.plan, self.variant.demand, self.variant.sums
