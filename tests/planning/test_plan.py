@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from relibra.errors import PlanError
 from relibra.planning.analysis.explanation import diff, explain_plan
 from relibra.planning.budget import Budget
+from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.placement import Homes
 from relibra.planning.planner import plan_step
 from relibra.planning.validation import validate_plan
@@ -74,6 +75,64 @@ def test_broken_plans_are_refused_with_the_place(plan):
         validate_plan(plan, MACHINE.topology, make_demand(23, 3, 16, 4, 8, 0))
     with pytest.raises(PlanError, match="plan again"):
         validate_plan(plan, cluster(1, 8).topology, DEMAND)
+
+
+def test_ranks_beyond_their_limit_are_refused(plan):
+    """One sample may be alone on its rank however long it is; two together must be within the limit."""
+    tokens = DEMAND.sum_per_rank(DEMAND.length_S)
+    attention = DEMAND.sum_per_rank(DEMAND.length_S**2)
+    validate_plan(plan, MACHINE.topology, DEMAND, rank_tokens=int(tokens.max()), rank_attention=int(attention.max()))
+    together = replace(plan, rank_S=np.zeros_like(plan.rank_S), bound_ML=np.zeros_like(plan.bound_ML))
+    in_first = DEMAND.length_S[plan.micro_batch_S == 0]
+    limit = int(in_first.sum()) - 1
+    with pytest.raises(
+        PlanError,
+        match=f"micro-batch 0: rank 0 has {limit + 1:,} tokens in {len(in_first)} samples, allowed are {limit:,}: ",
+    ):
+        validate_plan(together, MACHINE.topology, DEMAND, rank_tokens=limit)
+    with pytest.raises(PlanError, match=r"rank 0 has [\d,]+ squared tokens, the cost of attention, in \d+ samples"):
+        validate_plan(together, MACHINE.topology, DEMAND, rank_attention=int(attention.max()))
+    alone = DEMAND.with_schedule(np.where(np.arange(24) == 3, 0, -1), np.zeros(24, dtype=int), 8, 4)
+    validate_plan(plan_step(alone, MACHINE, Budget(slots=0)), MACHINE.topology, alone, rank_tokens=1)
+
+
+def test_samples_that_leave_their_group_are_refused(plan):
+    """Micro-batches 0 and 1 are a mini-batch, 2 and 3 another."""
+    groups = np.array([0, 0, 1, 1], dtype=np.int32)
+    demand, made = replace(DEMAND, group_M=groups), replace(plan, group_M=groups, bound_ML=np.zeros_like(plan.bound_ML))
+    validate_plan(made, MACHINE.topology, demand)
+    s = int(np.flatnonzero(DEMAND.micro_batch_S == 1)[0])
+    inside = _changed(made, "micro_batch_S", lambda a: a.__setitem__(s, 0))
+    outside = _changed(made, "micro_batch_S", lambda a: a.__setitem__(s, 2))
+    without_replicas = {
+        "replica_MLRB": np.full_like(plan.replica_MLRB, -1),
+        "quota_MLRB": np.zeros_like(plan.quota_MLRB),
+    }
+    validate_plan(replace(inside, **without_replicas), MACHINE.topology, demand)
+    with pytest.raises(PlanError, match=f"sample {s} moves from group 0 of micro-batches to group 1: it must stay"):
+        validate_plan(outside, MACHINE.topology, demand)
+    with pytest.raises(PlanError, match="micro-batch 1 is in group 1 of the plan, in 0 of the demand"):
+        validate_plan(replace(made, group_M=np.array([0, 1, 1, 1], dtype=np.int32)), MACHINE.topology, demand)
+
+
+def test_groups_of_another_number_of_micro_batches_are_refused(plan):
+    longer = DEMAND.with_schedule(DEMAND.micro_batch_S, DEMAND.rank_S, 8, 5)
+    longer = replace(longer, group_M=np.array([0, 0, 1, 1, 1], dtype=np.int32))
+    with pytest.raises(PlanError, match="the plan has 4 micro-batches, the demand 5: plan again"):
+        validate_plan(plan, MACHINE.topology, longer)
+
+
+def test_slots_beyond_the_memory_of_a_rank_are_refused(plan):
+    """A slot holds weights in bf16 and gradients in fp32; a resident one in each of 3 layers."""
+    expert = ExpertShape(hidden=1000, width=1000)  # 3 million parameters, 18 MB
+    validate_plan(plan, MACHINE.topology, DEMAND, memory_bytes=36_000_000, expert=expert)
+    validate_plan(plan, MACHINE.topology, DEMAND, memory_bytes=1)
+    with pytest.raises(PlanError, match=r"slots for 2 experts take 0\.036 GB on every rank, which has 0\.035 GB"):
+        validate_plan(plan, MACHINE.topology, DEMAND, memory_bytes=35_000_000, expert=expert)
+    resident = replace(plan, resident_slots=1)
+    validate_plan(resident, MACHINE.topology, DEMAND, memory_bytes=72_000_000, expert=expert)
+    with pytest.raises(PlanError, match="slots for 4 experts"):
+        validate_plan(resident, MACHINE.topology, DEMAND, memory_bytes=71_000_000, expert=expert)
 
 
 @given(st.integers(0, 2**32 - 1))

@@ -17,8 +17,10 @@ from relibra.planning.costs.expert_shape import EXPERT_SHAPES
 from relibra.planning.planner import plan_step
 from relibra.planning.registry import BALANCERS
 from relibra.planning.validation import validate_plan
-from relibra.routing.demand import ScheduledDemand
+from relibra.rl.batch.schedule import make_schedule
+from relibra.routing.demand import Demand, ScheduledDemand
 from tests.planning.cases import cluster, demands, make_demand
+from tests.planning.schedule.schedules import assert_within_limits, bins_of, most_squares, scheduled_demands
 
 SMALL = EXPERT_SHAPES["qwen3-30b-a3b"]
 
@@ -200,7 +202,7 @@ def test_the_last_micro_batches_may_be_empty(objective):
     demand, machine = make_demand(24, 2, 16, 4, 8, 0), cluster(2, 4)
     longer = demand.with_schedule(demand.micro_batch_S, demand.rank_S, 8, num_micro_batches=6)
     assert longer.load_MLE[4:].sum() == 0
-    budget = Budget(slots=1, objective=objective, pack_samples=True, token_slack=9.0, attention_slack=9.0)
+    budget = Budget(slots=1, objective=objective, pack_samples=True, token_slack=9.0)
     plan = plan_step(longer, machine, budget, expert=SMALL)
     validate_plan(plan, machine.topology, longer)
     assert plan.replica_MLRB.shape[0] == 6
@@ -210,10 +212,68 @@ def test_the_last_micro_batches_may_be_empty(objective):
 def test_packing_keeps_samples_in_their_group():
     groups = [make_demand(32, 2, 32, 3, 16, seed) for seed in (1, 2)]
     together = ScheduledDemand.of_groups(groups)
-    budget = Budget(slots=1, pack_samples=True, token_slack=1.0, attention_slack=1.0)
+    budget = Budget(slots=1, pack_samples=True, token_slack=1.0)
     plan = plan_step(together, cluster(2, 8), budget)
     assert (plan.micro_batch_S != together.micro_batch_S).any()
     assert ((plan.micro_batch_S >= 3) == (together.micro_batch_S >= 3)).all()
+
+
+@settings(max_examples=25)
+@given(scheduled_demands(), st.sampled_from(["seconds", "tokens"]), st.booleans(), st.integers(0, 2))
+def test_plans_keep_the_limits_of_every_rank_and_packing_never_costs(case, objective, stated, slots):
+    demand, limit, per_node = case
+    machine = cluster(demand.tokens_MLRE.shape[2] // per_node, per_node)
+    budget = Budget(slots=slots, objective=objective, rank_tokens=limit if stated else None, threads=1)
+    costs = []
+    for pack in (False, True):
+        plan = plan_step(demand, machine, replace(budget, pack_samples=pack), expert=SMALL, never_worse=False)
+        before, after = (bins_of(one.micro_batch_S, one.rank_S, demand.length_S) for one in (demand, plan))
+        most = limit if stated else max((sum(lengths) for lengths in before.values()), default=0)
+        assert_within_limits(after, most, most_squares(before, most))
+        load_MLR = plan.rank_load(plan.scheduled(demand))
+        costs.append(load_MLR.max(axis=2).sum() if objective == "tokens" else plan.predicted["total"])
+    assert costs[1] <= costs[0] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("objective", ["seconds", "tokens"])
+def test_packing_does_not_gather_long_samples_on_a_rank(objective):
+    """Samples of log-normal lengths, at most 2,048 tokens per rank: 13,769 were on a rank of 8,192 before."""
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(2048, rng.lognormal(5.5, 0.8, 400)).astype(np.int64)
+    popularity = rng.lognormal(0, 0.75, (3, 1, 32))[rng.integers(3, size=400)] * rng.lognormal(0, 0.5, (400, 1, 32))
+    counts = [rng.multinomial(4 * n, p[0] / p.sum())[None] for n, p in zip(lengths, popularity, strict=True)]
+    demand = Demand(
+        counts_SLE=np.array(counts, dtype=np.int32), layer_ids=np.arange(1), sample_ids=np.arange(400), top_k=4
+    )
+    schedule = make_schedule(lengths, np.arange(400), mini_batches=1, micro_batch_tokens=2048, num_ranks=16)
+    demand = demand.with_schedule(schedule.micro_batch_S, schedule.rank_S, 16)
+    budget = Budget(slots=1, objective=objective, rank_tokens=2048, pack_samples=True)
+    plan = plan_step(demand, cluster(2, 8), budget, expert=SMALL, never_worse=False)
+    stragglers = []
+    for one in (demand, plan.scheduled(demand)):
+        assert one.sum_per_rank(lengths).max() <= 2048
+        attention_MR = one.sum_per_rank(lengths**2)
+        stragglers.append(attention_MR.max(axis=1).sum() / attention_MR.mean(axis=1).sum())
+    assert stragglers[1] < 1.25 * stragglers[0]
+
+
+def test_a_schedule_beyond_the_stated_limit_is_refused():
+    demand = make_demand(64, 2, 16, 2, 8, 0)
+    assert max(len(lengths) for lengths in bins_of(demand.micro_batch_S, demand.rank_S, demand.length_S).values()) > 1
+    with pytest.raises(PlanError, match=r"micro-batch \d: rank \d has \d+ tokens in \d samples, allowed are 40: "):
+        plan_step(demand, cluster(1, 8), Budget(rank_tokens=40))
+    with pytest.raises(PlanError, match="needs the choices per token: give the demand a top_k"):
+        plan_step(replace(demand, top_k=None), cluster(1, 8), Budget(rank_tokens=4000))
+    with pytest.raises(PlanError, match="budget of 0 tokens per rank: at least 1"):
+        Budget(rank_tokens=0)
+
+
+def test_slots_beyond_the_device_are_refused_where_the_size_of_an_expert_is_given():
+    demand, machine = make_demand(24, 2, 16, 4, 8, 0), replace(cluster(1, 8), memory_bytes=20_000_000)
+    budget = Budget(slots=2, objective="tokens")
+    assert plan_step(demand, machine, budget).num_copies > 0
+    with pytest.raises(PlanError, match="replica slots for 2 experts take"):
+        plan_step(demand, machine, budget, expert=SMALL)
 
 
 @pytest.mark.parametrize("machine", [(1, 8), (2, 8)])

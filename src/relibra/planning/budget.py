@@ -24,8 +24,9 @@ class Budget:
     pack_samples        samples may change their micro-batch; the gradient of a step is the same sum
     cross_node_copies   replicas may be on another node than their home: weights and gradients then cross the network
     tolerance           accepted load of the busiest rank above the lowest reachable, as a share; larger: fewer copies
+    rank_tokens         most tokens of a rank in a micro-batch; a longer sample is alone there. None: as many as the
+                        fullest rank of the given schedule has
     token_slack         share by which packing may exceed the tokens of the largest micro-batch of the given schedule
-    attention_slack     the same for the attention cost of a micro-batch (sum of squared lengths)
     deadline_seconds    stop improving after this long and return the best plan so far; None: no limit. A plan under a
                         deadline may differ from run to run
     threads             layers planned at the same time; None: the cores of this process
@@ -40,15 +41,15 @@ class Budget:
     pack_samples: bool = False
     cross_node_copies: bool = False
     tolerance: float = 0.0
+    rank_tokens: int | None = None
     token_slack: float = 0.02
-    attention_slack: float = 0.05
     deadline_seconds: float | None = None
     threads: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Raise PlanError for values out of range."""
-        for name in ("slots", "seed", "threads"):
+        for name in ("slots", "seed", "threads", "rank_tokens"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise PlanError(f"budget {name} is {value!r}: it must be a whole number")
@@ -56,11 +57,15 @@ class Budget:
             raise PlanError(f"budget of {self.slots} slots per rank: allowed are 0 (no replicas) to 1024")
         if self.objective not in ("seconds", "tokens", None):
             raise PlanError(f"objective {self.objective!r} is unknown: allowed are 'seconds' and 'tokens'")
-        for name in ("tolerance", "token_slack", "attention_slack"):
+        for name in ("tolerance", "token_slack"):
             if not 0 <= getattr(self, name) <= 10:
                 raise PlanError(f"budget {name} is {getattr(self, name)}: allowed are shares from 0 to 10")
         if self.deadline_seconds is not None and not 0 < self.deadline_seconds < float("inf"):
             raise PlanError(f"deadline of {self.deadline_seconds} seconds: it must be above 0, or None for no limit")
+        if self.rank_tokens is not None and self.rank_tokens < 1:
+            raise PlanError(
+                f"budget of {self.rank_tokens} tokens per rank: at least 1, or None for the given schedule's"
+            )
         if self.threads is not None and self.threads < 1:
             raise PlanError(f"{self.threads} planner threads: at least 1, or None for all cores")
         if self.seed < 0:

@@ -19,6 +19,7 @@ from relibra.planning.costs.prediction import predict
 from relibra.planning.placement import Homes, Placement, static_homes
 from relibra.planning.plan import StepPlan
 from relibra.planning.registry import BALANCERS
+from relibra.planning.schedule.limits import ScheduleLimits
 from relibra.planning.search.deadline import Deadline
 from relibra.planning.validation import validate_plan
 from relibra.routing.demand import ScheduledDemand
@@ -53,15 +54,15 @@ def plan_step(
     if expert is None and budget.objective == "seconds":
         raise PlanError("the objective in seconds needs the size of an expert: pass expert=, or objective 'tokens'")
     budget = replace(budget, objective=budget.objective or ("tokens" if expert is None else "seconds"))
-    expert = expert or DEFAULT_EXPERT
-    _check(demand, cluster, previous, history_MLE)
+    _check(demand, cluster, budget, previous, history_MLE)
     if balancer == "auto":
         return _cheapest(demand, cluster, budget, expert=expert, previous=previous)
     if balancer not in BALANCERS:
         raise PlanError(f"balancer {balancer!r} is unknown: allowed are {', '.join([*BALANCERS, 'auto'])}")
     start = time.perf_counter()
-    request = _request(demand, cluster, budget, expert, previous, history_MLE, BALANCERS[balancer])
-    plan = _plan(balancer, BALANCERS[balancer].decide(request), request)
+    request = _request(demand, cluster, budget, expert or DEFAULT_EXPERT, previous, history_MLE, BALANCERS[balancer])
+    memory_bytes = None if expert is None else cluster.memory_bytes  # slots of unknown size are not checked
+    plan = _plan(balancer, BALANCERS[balancer].decide(request), request, memory_bytes)
     plan = replace(plan, plan_seconds=time.perf_counter() - start)
     if never_worse and balancer != "static":
         static = plan_step(demand, cluster, budget, "static", expert=expert, previous=previous)
@@ -72,7 +73,7 @@ def plan_step(
 
 
 def _cheapest(
-    demand: ScheduledDemand, cluster: Cluster, budget: Budget, *, expert: ExpertShape, previous: Homes | None
+    demand: ScheduledDemand, cluster: Cluster, budget: Budget, *, expert: ExpertShape | None, previous: Homes | None
 ) -> StepPlan:
     """Return the cheapest plan within the budget of all balancers that see the step.
 
@@ -95,7 +96,13 @@ def _cheapest(
     return replace(best, plan_seconds=sum(plan.plan_seconds for plan in plans))
 
 
-def _check(demand: ScheduledDemand, cluster: Cluster, previous: Homes | None, history_MLE: ndarray | None) -> None:
+def _check(
+    demand: ScheduledDemand,
+    cluster: Cluster,
+    budget: Budget,
+    previous: Homes | None,
+    history_MLE: ndarray | None,
+) -> None:
     if demand.tokens_MLRE.shape[2] != cluster.num_ranks:
         raise PlanError(
             f"the demand is scheduled on {demand.tokens_MLRE.shape[2]} ranks, cluster {cluster.name!r} has "
@@ -110,6 +117,8 @@ def _check(demand: ScheduledDemand, cluster: Cluster, previous: Homes | None, hi
         raise PlanError(f"{demand.num_experts} experts on {cluster.num_ranks} ranks: at most {1 << 15} of each")
     if 0 in demand.counts_SLE.shape[1:]:
         raise PlanError(f"a demand of (samples, layers, experts) {demand.counts_SLE.shape} is empty")
+    if budget.rank_tokens is not None and not demand.top_k:
+        raise PlanError("a limit of tokens per rank needs the choices per token: give the demand a top_k")
     if previous is not None:
         _check_previous(demand, cluster, previous)
     if history_MLE is not None and (history_MLE.shape[1:] != demand.counts_SLE.shape[1:] or (history_MLE < 0).any()):
@@ -159,8 +168,11 @@ def _request(
     )
 
 
-def _plan(balancer: str, placement: Placement, request: PlacementRequest) -> StepPlan:
-    """Return the validated plan of a placement, with bound and predicted seconds."""
+def _plan(balancer: str, placement: Placement, request: PlacementRequest, memory_bytes: int | None) -> StepPlan:
+    """Return the validated plan of a placement, with bound and predicted seconds.
+
+    memory_bytes   of a rank, for slots; None: not checked
+    """
     demand, cluster = request.demand, request.cluster
     scheduled = demand
     if placement.micro_batch_S is not demand.micro_batch_S or placement.rank_S is not demand.rank_S:
@@ -183,7 +195,18 @@ def _plan(balancer: str, placement: Placement, request: PlacementRequest) -> Ste
         objective=request.budget.objective or "",
         demand_digest=demand.digest(),
     )
-    validate_plan(plan, cluster.topology, scheduled)  # before its loads are used
+    limits = ScheduleLimits.of_demand(
+        demand, rank_tokens=request.budget.rank_tokens, token_slack=request.budget.token_slack
+    )
+    validate_plan(  # before its loads are used
+        plan,
+        cluster.topology,
+        demand,
+        rank_tokens=limits.rank_tokens,
+        rank_attention=limits.rank_attention,
+        memory_bytes=memory_bytes,
+        expert=request.expert,
+    )
     return replace(plan, predicted=predict(plan, scheduled, cluster, request.expert).as_dict())
 
 

@@ -1,27 +1,50 @@
 """Check a plan against the machine and the load, independently of solver code.
 
 Checked is what the executor needs: every expert has one home, every replica its own slot on a rank without its expert,
-every token-slot is computed exactly once, and no maximum is below the bound.
+every token-slot is computed exactly once, and no maximum is below the bound; samples stay in their group, and ranks
+within limits and memory where these are given.
 """
 
 from __future__ import annotations
+
+from collections import Counter
 
 import numpy as np
 
 from relibra.cluster import Topology
 from relibra.errors import PlanError
+from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import Demand, ScheduledDemand
 
 
-def validate_plan(plan: StepPlan, topology: Topology, demand: Demand) -> None:
+def validate_plan(
+    plan: StepPlan,
+    topology: Topology,
+    demand: Demand,
+    *,
+    rank_tokens: int | None = None,
+    rank_attention: int | None = None,
+    memory_bytes: int | None = None,
+    expert: ExpertShape | None = None,
+) -> None:
     """Raise PlanError at the first rule that a plan breaks.
 
-    topology nodes and ranks per node of the machine
-    demand   of the step; the schedule of the plan is used
+    topology         nodes and ranks per node of the machine
+    demand           of the step; the schedule of the plan is used. If it has a schedule with groups of micro-batches
+                     (`group_M`: mini-batches, expert-data-parallel groups), samples must stay in their group
+    rank_tokens      most tokens (`Demand.length_S`) of a rank in a micro-batch; a longer sample must be alone there.
+                     None: not checked
+    rank_attention   the same for attention, the sum of squared lengths
+    memory_bytes     of a rank, that slots must fit into; checked if the shape of an expert is given too
     """
     _check_sizes(plan, topology, demand)
     _check_schedule(plan, demand)
+    _check_groups(plan, demand)
+    _check_rank_limit(plan, demand, 1, "tokens", rank_tokens)
+    _check_rank_limit(plan, demand, 2, "squared tokens, the cost of attention,", rank_attention)
+    if memory_bytes is not None and expert is not None:
+        _check_memory(plan, memory_bytes, expert)
     _check_homes(plan)
     _check_replicas(plan)
     load_MLR = _check_quotas(plan, demand)
@@ -71,6 +94,59 @@ def _check_schedule(plan: StepPlan, demand: Demand) -> None:
     if isinstance(demand, ScheduledDemand) and not np.array_equal(kept, demand.micro_batch_S >= 0):
         s = int(np.flatnonzero(kept != (demand.micro_batch_S >= 0))[0])
         raise PlanError(f"sample {demand.sample_ids[s]} is in the plan or in the demand's schedule, but not in both")
+
+
+def _check_groups(plan: StepPlan, demand: Demand) -> None:
+    """Compare the group of each sample under the plan's schedule and under the demand's."""
+    if not isinstance(demand, ScheduledDemand) or demand.group_M is None:
+        return
+    if len(demand.group_M) != len(plan.bound_ML):
+        raise PlanError(
+            f"the plan has {len(plan.bound_ML)} micro-batches, the demand {len(demand.group_M)}: plan again"
+        )
+    if plan.group_M is not None and not np.array_equal(plan.group_M, demand.group_M):
+        m = int(np.flatnonzero(plan.group_M != demand.group_M)[0])
+        raise PlanError(
+            f"micro-batch {m} is in group {plan.group_M[m]} of the plan, in {demand.group_M[m]} of the demand"
+        )
+    for s in np.flatnonzero(plan.micro_batch_S >= 0):
+        before, after = demand.group_M[demand.micro_batch_S[s]], demand.group_M[plan.micro_batch_S[s]]
+        if before != after:
+            raise PlanError(
+                f"sample {demand.sample_ids[s]} moves from group {before} of micro-batches to group {after}: it must "
+                "stay in its mini-batch or expert-data-parallel group"
+            )
+
+
+def _check_rank_limit(plan: StepPlan, demand: Demand, power: int, what: str, most: int | None) -> None:
+    """Add up the samples of each rank and micro-batch one by one; a single sample may exceed the limit."""
+    if most is None:
+        return
+    total, samples = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    for m, rank, length in zip(
+        plan.micro_batch_S.tolist(), plan.rank_S.tolist(), demand.length_S.tolist(), strict=True
+    ):
+        if m >= 0:
+            total[m, rank] += length**power
+            samples[m, rank] += 1
+    for (m, rank), amount in sorted(total.items()):
+        if amount > most and samples[m, rank] > 1:
+            raise PlanError(
+                f"micro-batch {m}: rank {rank} has {amount:,} {what} in {samples[m, rank]} samples, allowed are "
+                f"{most:,}: schedule fewer samples on it"
+            )
+
+
+def _check_memory(plan: StepPlan, memory_bytes: int, expert: ExpertShape) -> None:
+    """Compare the slots of a rank, weights and gradients, with its memory; without replicas nobody needs slots."""
+    resident = plan.resident_slots
+    experts = len(plan.layer_ids) * resident + plan.slots - resident if (plan.replica_MLRB >= 0).any() else 0
+    needed = experts * (expert.weight_bytes + expert.gradient_bytes)
+    if needed > memory_bytes:
+        raise PlanError(
+            f"replica slots for {experts} experts take {needed / 1e9:.3g} GB on every rank, which has "
+            f"{memory_bytes / 1e9:.3g} GB: plan with fewer slots"
+        )
 
 
 def _check_homes(plan: StepPlan) -> None:

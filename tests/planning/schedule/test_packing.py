@@ -1,98 +1,149 @@
-"""Packing and locality: limits hold, nothing gets lost, and the cost falls."""
+"""Packing and locality: limits of every rank hold, nothing gets lost, and the cost falls."""
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relibra.planning.schedule.locality import LENGTH_BUCKET, place_samples
-from relibra.planning.schedule.packing import PackingLimits, pack_samples
+from relibra.planning.schedule.limits import ScheduleLimits
+from relibra.planning.schedule.locality import place_samples
+from relibra.planning.schedule.packing import pack_samples
+from tests.planning.schedule.schedules import (
+    assert_within_limits,
+    bins_of,
+    most_squares,
+    no_limits,
+    scheduled_demands,
+)
+
+MANY = settings(max_examples=1000, deadline=None)
 
 
-def packing_cost(share_SLN, micro_batch_S):
-    """Return the sum over micro-batches and layers of the load of the fullest node."""
-    kept = micro_batch_S >= 0
-    load_MLN = np.zeros((int(micro_batch_S.max(initial=-1)) + 1, *share_SLN.shape[1:]))
-    np.add.at(load_MLN, micro_batch_S[kept], share_SLN[kept])
-    return float(load_MLN.max(axis=2).sum())
+def node_share(demand, per_node):
+    """Expert e is at home on rank e // 2."""
+    S, L = demand.counts_SLE.shape[:2]
+    return demand.counts_SLE.reshape(S, L, -1, 2 * per_node).sum(axis=3).astype(np.float32)
 
 
-@st.composite
-def schedules(draw):
-    S, L, N, M = draw(st.integers(1, 24)), draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    share_SLN = rng.integers(0, 100, (S, L, N)).astype(np.float32)
-    length_S = rng.integers(1, draw(st.sampled_from([1, 10, 500])) + 1, S)
-    micro_batch_S = rng.integers(-1, M, S).astype(np.int32)
-    rank_S = rng.integers(0, 2 * N, S).astype(np.int32)
-    return share_SLN, micro_batch_S, rank_S, length_S, 2 * N
+def packing_cost(share_SLN, attention_S, micro_batch_S, rank_S):
+    """Add up the fullest node of each layer and the longest attention of a rank, micro-batch by micro-batch."""
+    cost = 0.0
+    for m in range(int(micro_batch_S.max(initial=-1)) + 1):
+        members = np.flatnonzero(micro_batch_S == m)
+        cost += share_SLN[members].sum(axis=0, dtype=np.float64).max(axis=1, initial=0).sum()
+        cost += max((attention_S[members[rank_S[members] == r]].sum() for r in set(rank_S[members])), default=0.0)
+    return cost
 
 
-@given(schedules(), st.sampled_from([0.0, 0.1, 1.0]))
-def test_packing_keeps_limits_and_samples(schedule, slack):
-    share_SLN, micro_batch_S, rank_S, length_S, num_ranks = schedule
-    limits = PackingLimits.of_schedule(micro_batch_S, length_S, token_slack=slack, attention_slack=slack)
-    open_M = np.arange(micro_batch_S.max(initial=-1) + 1) != 1
-    packed_S, new_rank_S = pack_samples(
-        share_SLN, micro_batch_S, rank_S, length_S, num_ranks, open_M, limits=limits, proposals=2000, seed=1
+@MANY
+@given(scheduled_demands(), st.booleans(), st.sampled_from([0.0, 0.1, 9.0]), st.sampled_from([0.0, 0.02, 3.0]))
+def test_packing_keeps_the_limits_of_every_rank(case, stated, slack, price):
+    demand, limit, per_node = case
+    micro_batch_S, rank_S, length_S = demand.micro_batch_S, demand.rank_S, demand.length_S
+    M, _, R, _ = demand.tokens_MLRE.shape
+    limits = ScheduleLimits.of_demand(demand, rank_tokens=limit if stated else None, token_slack=slack)
+    open_M = np.arange(M) != 1
+    share_SLN, attention_S = node_share(demand, per_node), price * length_S**1.5
+    packed_S, packed_rank_S = pack_samples(
+        share_SLN,
+        micro_batch_S,
+        rank_S,
+        length_S,
+        R,
+        open_M,
+        limits=limits,
+        attention_S=attention_S,
+        proposals=2000,
+        seed=1,
     )
+    before, after = bins_of(micro_batch_S, rank_S, length_S), bins_of(packed_S, packed_rank_S, length_S)
+    most = limit if stated else max((sum(lengths) for lengths in before.values()), default=0)
+    assert_within_limits(after, most, most_squares(before, most))
     assert open_M[packed_S[packed_S != micro_batch_S]].all()
     assert ((packed_S < 0) == (micro_batch_S < 0)).all()
-    assert packed_S.max(initial=-1) <= micro_batch_S.max(initial=-1)
-    assert ((new_rank_S >= 0) & (new_rank_S < num_ranks)).all()
-    kept = packed_S >= 0
-    assert np.bincount(packed_S[kept], weights=length_S[kept]).max(initial=0) <= limits.tokens + 1e-6
-    assert np.bincount(packed_S[kept], weights=length_S[kept] ** 2.0).max(initial=0) <= limits.attention + 1e-6
-    assert packing_cost(share_SLN, packed_S) <= packing_cost(share_SLN, micro_batch_S) + 1e-3
+    assert packed_S.max(initial=-1) < M
+    assert ((packed_rank_S >= 0) & (packed_rank_S < R)).all()
+    kept, given_S = packed_S >= 0, micro_batch_S >= 0
+    largest = np.bincount(micro_batch_S[given_S], length_S[given_S]).max(initial=0)
+    assert np.bincount(packed_S[kept], length_S[kept]).max(initial=0) <= largest * (1 + slack) + 1e-6
+    old_cost = packing_cost(share_SLN, attention_S, micro_batch_S, rank_S)
+    assert packing_cost(share_SLN, attention_S, packed_S, packed_rank_S) <= old_cost * (1 + 1e-6) + 1e-3
 
 
 def test_packing_mixes_what_complements_each_other():
     """Two kinds of samples, dealt pure: mixing them evens both micro-batches."""
     share_SLN = np.zeros((8, 1, 2), dtype=np.float32)
     share_SLN[:4, 0, 0] = share_SLN[4:, 0, 1] = 10
-    micro_batch_S = np.repeat([0, 1], 4).astype(np.int32)
-    length_S = np.full(8, 10)
-    limits = PackingLimits.of_schedule(micro_batch_S, length_S, token_slack=0.0, attention_slack=0.0)
+    micro_batch_S, attention_S = np.repeat([0, 1], 4).astype(np.int32), np.zeros(8)
+    given_ranks, length_S = np.tile(np.arange(4), 2), np.full(8, 10)
     packed_S, rank_S = pack_samples(
         share_SLN,
         micro_batch_S,
+        given_ranks,
+        length_S,
+        4,
+        np.ones(2, dtype=bool),
+        limits=ScheduleLimits(rank_tokens=10, rank_attention=100, micro_batch_tokens=40.0),
+        attention_S=attention_S,
+        proposals=2000,
+        seed=0,
+    )
+    assert packing_cost(share_SLN, attention_S, micro_batch_S, given_ranks) == 80
+    assert packing_cost(share_SLN, attention_S, packed_S, rank_S) == 40
+    assert [sorted(rank_S[packed_S == m].tolist()) for m in (0, 1)] == [[0, 1, 2, 3]] * 2
+
+
+@pytest.mark.parametrize(("price", "mixed"), [(0.0, True), (100.0, False)])
+def test_packing_weighs_attention_against_even_nodes(price, mixed):
+    """Long samples share a micro-batch, and all use node 0: to even the nodes is to let more ranks wait for them."""
+    length_S = np.array([20] * 4 + [19] * 4)
+    share_SLN = np.zeros((8, 1, 2), dtype=np.float32)
+    share_SLN[:4, 0, 0], share_SLN[4:, 0, 1] = 20, 19
+    attention_S = price * (length_S == 20).astype(np.float64)
+    packed_S, _ = pack_samples(
+        share_SLN,
+        np.repeat([0, 1], 4).astype(np.int32),
         np.tile(np.arange(4), 2),
         length_S,
         4,
         np.ones(2, dtype=bool),
-        limits=limits,
+        limits=no_limits(),
+        attention_S=attention_S,
         proposals=2000,
         seed=0,
     )
-    assert packing_cost(share_SLN, micro_batch_S) == 80
-    assert packing_cost(share_SLN, packed_S) == 40
-    assert [sorted(rank_S[packed_S == m].tolist()) for m in (0, 1)] == [[0, 1, 2, 3]] * 2
+    assert (len(set(packed_S[:4].tolist())) == 2) == mixed
 
 
-@given(schedules())
-def test_locality_deals_the_same_ranks_anew(schedule):
-    share_SLN, micro_batch_S, rank_S, length_S, _ = schedule
-    placed_S = place_samples(share_SLN, micro_batch_S, rank_S, length_S, 2)
+@MANY
+@given(scheduled_demands(), st.booleans())
+def test_locality_keeps_the_limits_of_every_rank(case, stated):
+    demand, limit, per_node = case
+    micro_batch_S, rank_S, length_S = demand.micro_batch_S, demand.rank_S, demand.length_S
+    M, _, R, _ = demand.tokens_MLRE.shape
+    limits = ScheduleLimits.of_demand(demand, rank_tokens=limit if stated else None, token_slack=0.0)
+    share_SLN = node_share(demand, per_node)
+    placed_S = place_samples(share_SLN, micro_batch_S, rank_S, length_S, R, per_node, limits=limits)
+    before, after = (bins_of(micro_batch_S, ranks, length_S) for ranks in (rank_S, placed_S))
+    most = limit if stated else max((sum(lengths) for lengths in before.values()), default=0)
+    assert_within_limits(after, most)
     gain_SN = share_SLN.sum(axis=1)
     kept = np.flatnonzero(micro_batch_S >= 0)
-    assert gain_SN[kept, placed_S[kept] // 2].sum() >= gain_SN[kept, rank_S[kept] // 2].sum() - 1e-3
-    for m in range(micro_batch_S.max(initial=-1) + 1):
+    assert gain_SN[kept, placed_S[kept] // per_node].sum() >= gain_SN[kept, rank_S[kept] // per_node].sum() - 1e-3
+    for m in range(M):
         members = micro_batch_S == m
         assert sorted(placed_S[members].tolist()) == sorted(rank_S[members].tolist())
-        for rank in range(6):
-            before, after = length_S[members & (rank_S == rank)], length_S[members & (placed_S == rank)]
-            assert after.sum() <= LENGTH_BUCKET * before.sum() + 1e-9
+        old, new = (
+            [sum(n * n for n in lengths) for (batch, _), lengths in bins.items() if batch == m]
+            for bins in (before, after)
+        )
+        assert max(new, default=0) <= max(old, default=0), "the micro-batch attends longer"
 
 
 def test_locality_feeds_samples_where_their_experts_live():
     share_SLN = np.zeros((4, 1, 2), dtype=np.float32)
     share_SLN[[0, 1], 0, 1] = share_SLN[[2, 3], 0, 0] = 10
-    placed_S = place_samples(share_SLN, np.zeros(4, dtype=np.int32), np.arange(4), np.full(4, 7), 2)
-    assert (placed_S // 2).tolist() == [1, 1, 0, 0]
-
-
-def test_limits_come_from_the_largest_micro_batch():
-    limits = PackingLimits.of_schedule(
-        np.array([0, 0, 1, -1]), np.array([10, 20, 25, 99]), token_slack=0.1, attention_slack=0.0
+    placed_S = place_samples(
+        share_SLN, np.zeros(4, dtype=np.int32), np.arange(4), np.full(4, 7), 4, 2, limits=no_limits()
     )
-    assert (limits.tokens, limits.attention) == pytest.approx((33.0, 625.0))
+    assert (placed_S // 2).tolist() == [1, 1, 0, 0]

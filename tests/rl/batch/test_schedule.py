@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.rl.batch.schedule import make_schedule, own_micro_batches
+from tests.planning.schedule.schedules import assert_within_limits, bins_of, draw_lengths
 from tests.rl.made_up import mini_batch_of, of_rank
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
@@ -39,13 +40,59 @@ def test_every_response_is_trained_once_on_one_rank(step):
         assert len(of_rank(schedule, rank)) == schedule.num_micro_batches, "every rank takes part in every micro-batch"
 
 
+@settings(max_examples=1000)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 80), st.integers(1, 400), st.integers(1, 12), st.integers(1, 4))
+def test_a_rank_gets_no_more_tokens_than_the_limit_unless_a_response_goes_alone(
+    seed, responses, limit, ranks, mini_batches
+):
+    tokens_S = draw_lengths(np.random.default_rng(seed), responses, limit)
+    schedule = make_schedule(
+        tokens_S, np.arange(responses), mini_batches=mini_batches, micro_batch_tokens=limit, num_ranks=ranks
+    )
+    assert_within_limits(bins_of(schedule.micro_batch_S, schedule.rank_S, tokens_S), limit)
+    for number in np.unique(schedule.mini_batch_M):
+        assert_long_responses_share_micro_batches(schedule, tokens_S, number, limit, ranks)
+
+
+def assert_long_responses_share_micro_batches(schedule, tokens_S, number, limit, ranks):
+    """The longest of a mini-batch come first, one on each rank; ranks beside them are full before others are used."""
+    inside = np.flatnonzero(mini_batch_of(schedule) == number)
+    first = int(np.flatnonzero(schedule.mini_batch_M == number)[0])
+    long = sorted((int(n) for n in tokens_S[inside] if n > limit), reverse=True)
+    micro_batches = -(-len(long) // ranks)
+    for m in range(micro_batches):
+        members = inside[schedule.micro_batch_S[inside] == first + m]
+        found = sorted((int(n) for n in tokens_S[members] if n > limit), reverse=True)
+        assert found == long[m * ranks : (m + 1) * ranks]
+    for m in range(first + micro_batches, int(schedule.micro_batch_S[inside].max()) + 1):
+        assert (tokens_S[schedule.micro_batch_S == m] <= limit).all()
+
+
+def test_ranks_beside_a_long_response_are_filled_and_the_rest_is_dealt_evenly():
+    """One of 20 makes three ranks wait: they take 8 tokens each in that time, and less is left for later."""
+    tokens_S = np.array([20, *[4] * 15])
+    schedule = make_schedule(tokens_S, np.arange(16), mini_batches=1, micro_batch_tokens=8, num_ranks=4)
+    tokens = {
+        where: sum(lengths) for where, lengths in bins_of(schedule.micro_batch_S, schedule.rank_S, tokens_S).items()
+    }
+    assert schedule.num_micro_batches == 3
+    assert [tokens[0, r] for r in range(4)] == [20, 8, 8, 8]
+    assert sorted(tokens[m, r] for m in (1, 2) for r in range(4) if (m, r) in tokens) == [4] * 7 + [8]
+
+
 @settings(max_examples=40)
 @given(steps())
-def test_a_rank_gets_no_more_tokens_than_the_limit_unless_a_response_goes_alone(step):
-    schedule, (tokens_S, _, _, limit, ranks) = schedule_of(step), step
-    for rank in range(ranks):
-        for chosen in of_rank(schedule, rank):
-            assert len(chosen) <= 1 or tokens_S[chosen].sum() <= limit
+def test_no_other_grouping_of_the_ranks_waits_less_for_attention(step):
+    """Ranks of a micro-batch are neighbours in attention: each at least as long as all of the next micro-batch."""
+    schedule, tokens_S = schedule_of(step), step[0]
+    bins = bins_of(schedule.micro_batch_S, schedule.rank_S, tokens_S)
+    for number in np.unique(schedule.mini_batch_M):
+        of_micro_batch = [
+            [sum(n * n for n in bins.get((int(m), r), [])) for r in range(step[4])]
+            for m in np.flatnonzero(schedule.mini_batch_M == number)
+        ]
+        for now, following in pairwise(of_micro_batch):
+            assert min(now) >= max(following)
 
 
 @settings(max_examples=40)

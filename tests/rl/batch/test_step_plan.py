@@ -92,6 +92,7 @@ def test_the_demand_counts_every_fed_row_of_every_layer():
     ).counts_SLE
     assert demand.counts_SLE.tolist() == expected.tolist()
     assert demand.group_M.tolist() == schedule.mini_batch_M.tolist()
+    assert demand.length_S.tolist() == table.tokens_S.tolist()
 
 
 @pytest.mark.usefixtures("_group")
@@ -154,9 +155,9 @@ def _plan_on_a_rank(_folder):
             }
             previous = plan
     on_two_nodes = plan_together(
-        demand, config_of(ranks=2).plan, cluster_preset("h100x8", 2, 1), EXPERT, None
+        demand, config_of(ranks=2).plan, cluster_preset("h100x8", 2, 1), EXPERT, None, rank_tokens=40
     ).plan  # two nodes of one rank: responses are packed
-    validate_plan(on_two_nodes, cluster_preset("h100x8", 2, 1).topology, demand)
+    validate_plan(on_two_nodes, cluster_preset("h100x8", 2, 1).topology, demand, rank_tokens=40)
     found["two nodes"] = on_two_nodes.digest()
     return found
 

@@ -6,82 +6,107 @@ in slots shared by both kinds, and the search of the ceiling per (micro-batch, l
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
-from jaxtyping import Float32, Int64
+from jaxtyping import Int16, Int32, Int64
 from numpy import ndarray
 
 from relibra.cluster import Cluster
 from relibra.planning.balancer import PlacementRequest
+from relibra.planning.balancers.schedules import pack_groups, place_near_experts
+from relibra.planning.costs.compute import busiest_attention_seconds
 from relibra.planning.home_search.annealing import COLD, WARM
 from relibra.planning.home_search.nodes_and_ranks import HomeWeights, co_activation_groups, place_homes
 from relibra.planning.placement import Placement
-from relibra.planning.replicas.pricing import cheapest_replicas, choose_replicas, moving_seconds
-from relibra.planning.schedule.locality import place_samples
-from relibra.planning.schedule.packing import PackingLimits, pack_samples
+from relibra.planning.replicas.pricing import cheapest_replicas, choose_replicas, moving_seconds, seconds
+from relibra.planning.schedule.limits import ScheduleLimits
 from relibra.planning.search.deadline import Deadline
 from relibra.planning.search.parallel_map import parallel_map
 from relibra.routing.demand import ScheduledDemand
 
 _SWAPS_OF_A_STEP = 60_000_000
 """Swaps x micro-batches x layers that one annealing of all layers may evaluate; about 15 ns each."""
-_PACKING_PROPOSALS = 400_000
 _PACKING_ROUNDS = 2
 
 
 def decide(request: PlacementRequest) -> Placement:
-    """Choose homes, schedule, homes again if the schedule changed, then replicas; see `Budget`.
+    """Choose homes, then replicas; with packing also schedule, homes and replicas for it, and return the cheaper plan.
 
     A deadline limits the search of homes and schedule; replicas are always placed.
     """
     budget, demand = request.budget, request.demand
     clock = Deadline(budget.deadline_seconds)
-    previous_LE = request.previous.home_LE.astype(np.int64)
-    home_LE = previous_LE
+    limits = ScheduleLimits.of_demand(demand, rank_tokens=budget.rank_tokens, token_slack=budget.token_slack)
+    home_LE = request.previous.home_LE.astype(np.int64)
     if budget.move_homes:
         home_LE = _search_homes(request, demand, home_LE, clock, first=not request.warm)
-    if request.cluster.num_nodes > 1:
-        demand, home_LE = _search_schedule(request, demand, home_LE, clock)
+    chosen = _choose_replicas(request, demand, home_LE, limits, clock)
+    if budget.pack_samples and request.cluster.num_nodes > 1 and clock.allows(0.5):
+        packed = _choose_replicas(request, *_pack(request, home_LE, limits, clock), limits, clock)
+        accepted = 1 + (budget.tolerance if budget.objective == "tokens" else 0)
+        if _cost(request, packed) * accepted < _cost(request, chosen):
+            chosen = packed
+    return request.placement(
+        chosen.home_LE,
+        chosen.replica_MLRB,
+        chosen.quota_MLRB,
+        scope="cluster" if budget.cross_node_copies else "node",
+        schedule=chosen.demand,
+        cut_short=clock.missed,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Choice:
+    """A complete choice: demand under its schedule, homes, replicas and their quotas."""
+
+    demand: ScheduledDemand
+    home_LE: Int64[ndarray, "L E"]
+    replica_MLRB: Int16[ndarray, "M L R B"]
+    quota_MLRB: Int32[ndarray, "M L R B"]
+
+
+def _cost(request: PlacementRequest, choice: _Choice) -> float:
+    """Return the objective of a choice: seconds of the step with moves, or token-slots of the busiest ranks."""
+    homes_and_replicas = choice.home_LE, choice.replica_MLRB, choice.quota_MLRB
+    if request.budget.objective == "tokens":
+        placement = request.placement(*homes_and_replicas, schedule=choice.demand)
+        return float(placement.rank_load(choice.demand).max(axis=2, initial=0).sum())
+    attention = busiest_attention_seconds(choice.demand, request.cluster, request.expert)
+    of_layers = float(seconds(request, choice.demand, *homes_and_replicas).sum())
+    return of_layers + attention + moving_seconds(request, choice.home_LE)
+
+
+def _pack(
+    request: PlacementRequest, home_LE: ndarray, limits: ScheduleLimits, clock: Deadline
+) -> tuple[ScheduledDemand, ndarray]:
+    """Pack samples into micro-batches and search homes for them, alternating."""
+    demand = request.demand
+    for round_number in range(_PACKING_ROUNDS):
+        if round_number and not clock.allows(0.5):
+            break
+        demand = pack_groups(request, demand, home_LE, limits, seed=request.budget.seed + round_number)
+        if request.budget.move_homes:
+            home_LE = _search_homes(request, demand, home_LE, clock, first=False)
+    return demand, home_LE
+
+
+def _choose_replicas(
+    request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray, limits: ScheduleLimits, clock: Deadline
+) -> _Choice:
+    """Place samples near their experts where that saves time, then choose replicas, and homes that pay for moves."""
+    budget = request.budget
+    if budget.place_samples and clock.allows(0.7):
+        demand = place_near_experts(request, demand, home_LE, limits)
     if budget.objective == "tokens":
         replica_MLRB, quota_MLRB = choose_replicas(
             request, demand, home_LE, budget.tolerance, cross_node=budget.cross_node_copies
         )
     else:
+        previous_LE = request.previous.home_LE.astype(np.int64)
         home_LE, replica_MLRB, quota_MLRB = _choose_cheaper_homes(request, demand, home_LE, previous_LE, clock)
-    return request.placement(
-        home_LE,
-        replica_MLRB,
-        quota_MLRB,
-        scope="cluster" if budget.cross_node_copies else "node",
-        schedule=demand,
-        cut_short=clock.missed,
-    )
-
-
-def _search_schedule(
-    request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray, clock: Deadline
-) -> tuple[ScheduledDemand, ndarray]:
-    """Pack samples into micro-batches and search homes for them, alternating; then assign samples to ranks."""
-    budget, cluster = request.budget, request.cluster
-    if budget.pack_samples:
-        limits = PackingLimits.of_schedule(
-            demand.micro_batch_S,
-            _lengths(demand),
-            token_slack=budget.token_slack,
-            attention_slack=budget.attention_slack,
-        )
-        for round_number in range(_PACKING_ROUNDS):
-            if not clock.allows(0.5):
-                break
-            demand = _pack_groups(request, demand, home_LE, limits, seed=budget.seed + round_number)
-            if budget.move_homes:
-                home_LE = _search_homes(request, demand, home_LE, clock, first=False)
-    if budget.place_samples and clock.allows(0.7):
-        share_SLN = _node_share(demand, home_LE, cluster.ranks_per_node, cluster.num_nodes)
-        micro_batch_S, rank_S = demand.micro_batch_S, demand.rank_S
-        new_rank_S = place_samples(share_SLN, micro_batch_S, rank_S, _lengths(demand), cluster.ranks_per_node)
-        if not np.array_equal(rank_S, new_rank_S):
-            demand = demand.with_schedule(micro_batch_S, new_rank_S, cluster.num_ranks, len(demand.load_MLE))
-    return demand, home_LE
+    return _Choice(demand=demand, home_LE=home_LE, replica_MLRB=replica_MLRB, quota_MLRB=quota_MLRB)
 
 
 def _choose_cheaper_homes(
@@ -198,48 +223,3 @@ def _anneal_homes(
         )
 
     return np.stack(parallel_map(place, L, request.budget.threads))
-
-
-def _pack_groups(
-    request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray, limits: PackingLimits, *, seed: int
-) -> ScheduledDemand:
-    """Pack the micro-batches of each expert-data-parallel group; a sample stays in its group."""
-    cluster = request.cluster
-    share_SLN = _node_share(demand, home_LE, cluster.ranks_per_node, cluster.num_nodes)
-    micro_batch_S, rank_S = demand.micro_batch_S, demand.rank_S
-    M = len(demand.load_MLE)
-    group_M = np.zeros(M, dtype=np.int32) if demand.group_M is None else demand.group_M
-    group_S = np.append(group_M, -1)[micro_batch_S]  # -1, left out, is the last entry
-    for group in range(int(group_M.max(initial=-1)) + 1):
-        packed_S, packed_rank_S = pack_samples(
-            share_SLN,
-            np.where(group_S == group, micro_batch_S, -1).astype(np.int32),
-            rank_S,
-            _lengths(demand),
-            cluster.num_ranks,
-            group_M == group,
-            limits=limits,
-            proposals=_PACKING_PROPOSALS,
-            seed=seed,
-        )
-        micro_batch_S = np.where(group_S == group, packed_S, micro_batch_S).astype(np.int32)
-        rank_S = np.where(group_S == group, packed_rank_S, rank_S).astype(np.int32)
-    return demand.with_schedule(micro_batch_S, rank_S, cluster.num_ranks, M)
-
-
-def _lengths(demand: ScheduledDemand) -> Int64[ndarray, " S"]:
-    """Return the token-slots of each sample in one layer: its length times the choices per token."""
-    return demand.counts_SLE[:, 0].sum(axis=1, dtype=np.int64)
-
-
-def _node_share(
-    demand: ScheduledDemand, home_LE: ndarray, ranks_per_node: int, num_nodes: int
-) -> Float32[ndarray, "S L N"]:
-    """Return each sample's token-slots at the experts of each node."""
-    S, L, _ = demand.counts_SLE.shape
-    share_SLN = np.empty((S, L, num_nodes), dtype=np.float32)
-    for layer in range(L):
-        for node in range(num_nodes):
-            experts = np.flatnonzero(home_LE[layer] // ranks_per_node == node)
-            share_SLN[:, layer, node] = demand.counts_SLE[:, layer, experts].sum(axis=1)
-    return share_SLN

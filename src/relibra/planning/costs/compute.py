@@ -38,18 +38,22 @@ def mean_attention_seconds(demand: ScheduledDemand, cluster: Cluster, expert: Ex
     return float(dense_seconds(cluster, tokens, 4 * expert.hidden**2))
 
 
-def busiest_attention_seconds(demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> float:
-    """Return the attention of a step, forward and backward: that of the busiest rank, over micro-batches and layers.
+def sample_attention_seconds(demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> Float64[ndarray, " S"]:
+    """Return the forward attention of one layer for each sample: projections and scores.
 
-    Projections and scores: a sample of n tokens has n (n + 1) / 2 pairs, each two flops per value of a key and of a
-    value. Expert shapes know nothing of heads: 4 hidden^2 weights are assumed, and heads of `hidden` values together. 0
-    where the choices per token are not known.
+    A sample of n tokens has n (n + 1) / 2 pairs, each two flops per value of a key and of a value. Expert shapes know
+    nothing of heads: 4 hidden^2 weights are assumed, and heads of `hidden` values together. 0 where the choices per
+    token are not known.
     """
     if not demand.top_k:
-        return 0.0
+        return np.zeros(len(demand.counts_SLE))
     length_S = demand.length_S.astype(np.float64)
-    score_flops_MR = 4.0 * expert.hidden * demand.sum_per_rank(length_S * (length_S + 1) / 2)
-    seconds_MR = dense_seconds(cluster, demand.sum_per_rank(length_S), 4 * expert.hidden**2, score_flops_MR)
+    return dense_seconds(cluster, length_S, 4 * expert.hidden**2, 2.0 * expert.hidden * length_S * (length_S + 1))
+
+
+def busiest_attention_seconds(demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> float:
+    """Return the attention of a step, forward and backward: that of the busiest rank, over micro-batches and layers."""
+    seconds_MR = demand.sum_per_rank(sample_attention_seconds(demand, cluster, expert))
     return 3.0 * len(demand.layer_ids) * float(seconds_MR.max(axis=1, initial=0.0).sum())
 
 

@@ -1,20 +1,26 @@
 """Sample locality: source ranks of samples with fewer tokens across nodes (ReLibra, arXiv 2605.08639).
 
-Micro-batches and the balance of attention are kept: samples exchange ranks only with samples of similar length. A
-sample has one rank in all layers, because its activations are there.
+Micro-batches and the balance of attention are kept: samples of similar length exchange ranks, within the limits of a
+rank, and never so that a micro-batch attends longer. A sample has one rank in all layers, because its activations are
+there.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import no_type_check
+
 import numpy as np
 from jaxtyping import Float32, Int, Int32, Int64
 from numpy import ndarray
-from scipy.optimize import linear_sum_assignment
 
-LENGTH_BUCKET = 1.1
-"""Largest ratio of lengths of samples that exchange ranks."""
-MOST_AT_ONCE = 512
-"""Most samples of a bucket: assignment takes cubic time."""
+from relibra.planning.schedule.limits import ScheduleLimits
+from relibra.routing.compiled import compiled
+
+LENGTH_RATIO = 1.1
+"""Largest ratio of lengths of two samples that exchange ranks."""
+_SWEEPS = 8
+"""Most passes over all pairs; a pass without an exchange ends the search."""
 
 
 def place_samples(
@@ -22,12 +28,16 @@ def place_samples(
     micro_batch_S: Int[ndarray, " S"],
     rank_S: Int[ndarray, " S"],
     length_S: Int64[ndarray, " S"],
+    num_ranks: int,
     ranks_per_node: int,
+    *,
+    limits: ScheduleLimits,
 ) -> Int32[ndarray, " S"]:
-    """Return source ranks with most token-slots on the node of their expert's home, permuted in each micro-batch.
+    """Return source ranks with more token-slots on the node of their expert's home, permuted in each micro-batch.
 
     share_SLN   token-slots of each sample at the experts of each node, per layer
-    returns     rank of each sample: a permutation of the old ranks in each micro-batch and length bucket
+    limits      the given ranks are within them, and so are the returned ones
+    returns     rank of each sample: a permutation of the old ranks in each micro-batch
     """
     gain_SN = share_SLN.sum(axis=1, dtype=np.float64)
     rank_S = rank_S.astype(np.int32)
@@ -35,17 +45,45 @@ def place_samples(
         return rank_S
     order = np.lexsort((np.arange(len(length_S)), length_S, micro_batch_S))
     order = order[micro_batch_S[order] >= 0]
-    start = 0
-    for stop in range(1, len(order) + 1):
-        same = stop < len(order) and micro_batch_S[order[stop]] == micro_batch_S[order[start]]
-        if same and stop - start < MOST_AT_ONCE and length_S[order[stop]] <= LENGTH_BUCKET * length_S[order[start]]:
-            continue
-        bucket = order[start:stop]
-        ranks = np.sort(rank_S[bucket])
-        _, place = linear_sum_assignment(gain_SN[bucket][:, ranks // ranks_per_node], maximize=True)
-        dealt = ranks[place]
-        nodes_before, nodes_after = rank_S[bucket] // ranks_per_node, dealt // ranks_per_node
-        if gain_SN[bucket, nodes_after].sum() > gain_SN[bucket, nodes_before].sum():
-            rank_S[bucket] = dealt
-        start = stop
+    bounds = np.append(np.flatnonzero(np.diff(micro_batch_S[order], prepend=-1)), len(order))
+    for start, stop in pairwise(bounds):
+        members = order[start:stop]
+        tokens_R, squares_R = (np.bincount(rank_S[members], length_S[members] ** k, num_ranks) for k in (1, 2))
+        limits_2 = np.array([limits.rank_tokens, squares_R.max()], dtype=np.float64)
+        rank_X, count_R = rank_S[members], np.bincount(rank_S[members], minlength=num_ranks)
+        length_X = length_S[members].astype(np.float64)
+        _exchange(
+            gain_SN[members], length_X, rank_X, np.stack([tokens_R, squares_R]), count_R, limits_2, ranks_per_node
+        )
+        rank_S[members] = rank_X
     return rank_S
+
+
+@compiled
+@no_type_check
+def _exchange(gain_XN, length_X, rank_X, cost_2R, count_R, limits_2, ranks_per_node) -> None:
+    """Exchange ranks of pairs, in order of length, wherever token-slots stay on more nodes and limits hold."""
+    for _ in range(_SWEEPS):
+        exchanged = False
+        for i in range(len(length_X)):
+            for j in range(i + 1, len(length_X)):
+                if length_X[j] > LENGTH_RATIO * length_X[i]:
+                    break
+                a, c = rank_X[i], rank_X[j]
+                node_a, node_c = a // ranks_per_node, c // ranks_per_node
+                gain = gain_XN[i, node_c] + gain_XN[j, node_a] - gain_XN[i, node_a] - gain_XN[j, node_c]
+                if gain <= 0:
+                    continue
+                more, squares = length_X[j] - length_X[i], length_X[j] ** 2 - length_X[i] ** 2  # a gets them, c loses
+                if count_R[a] > 1 and cost_2R[0, a] + more > limits_2[0]:
+                    continue
+                if cost_2R[1, a] + squares > limits_2[1]:
+                    continue
+                cost_2R[0, a] += more
+                cost_2R[0, c] -= more
+                cost_2R[1, a] += squares
+                cost_2R[1, c] -= squares
+                rank_X[i], rank_X[j] = c, a
+                exchanged = True
+        if not exchanged:
+            return

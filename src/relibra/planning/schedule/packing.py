@@ -1,21 +1,21 @@
-"""Packing: assign samples to micro-batches so that no node is too full in any layer.
+"""Packing: assign samples to micro-batches so that no node is too full in any layer, and no rank attends too long.
 
 No weights move. The loss of a step is normalised over all its tokens, so the micro-batch of a sample does not change
 the gradient sum. Homes are given; samples of similar length are swapped between micro-batches, or moved into
-room, by annealing the sum over micro-batches and layers of the fullest node. Tokens and attention cost
-(sum of squared lengths) of a micro-batch are limited. (After RoutePack, arXiv 2608.12146, which balances ranks and
-optimizer steps; here nodes, because replicas balance their ranks.)
+room, by annealing the sum over micro-batches of the fullest node of each layer and the longest attention of a rank.
+Tokens and attention cost (sum of squared lengths) of every rank are limited. (After RoutePack, arXiv 2608.12146, which
+balances ranks and optimizer steps; here nodes, because replicas balance their ranks.)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import no_type_check
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int, Int32, Int64
+from jaxtyping import Bool, Float32, Float64, Int, Int32, Int64
 from numpy import ndarray
 
+from relibra.planning.schedule.limits import ScheduleLimits
 from relibra.planning.search.random_numbers import below, random_bits, uniform
 from relibra.routing.compiled import compiled
 
@@ -23,32 +23,10 @@ _TEMPERATURE = (1e-4, 1e-6)
 """First and last temperature, as a share of the sum of mean node loads."""
 _WINDOW = 24
 """A sample is swapped with one of this many neighbours in length on either side."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackingLimits:
-    """Limits of a micro-batch: sum of its sample lengths, and of their squares (attention cost)."""
-
-    tokens: float
-    attention: float
-
-    @classmethod
-    def of_schedule(
-        cls,
-        micro_batch_S: Int[ndarray, " S"],
-        length_S: Int64[ndarray, " S"],
-        *,
-        token_slack: float,
-        attention_slack: float,
-    ) -> PackingLimits:
-        """Return the largest micro-batch of a schedule plus the slacks."""
-        kept = micro_batch_S >= 0
-        tokens_M = np.bincount(micro_batch_S[kept], weights=length_S[kept])
-        attention_M = np.bincount(micro_batch_S[kept], weights=length_S[kept].astype(np.float64) ** 2)
-        return cls(
-            tokens=tokens_M.max(initial=0) * (1 + token_slack),
-            attention=attention_M.max(initial=0) * (1 + attention_slack),
-        )
+_TOKENS, _SQUARES, _ATTENTION = 0, 1, 2
+"""What is counted per rank, axis Y: tokens, squared lengths, and the price of attention."""
+_ALL_TOKENS = 2
+"""Limits, axis Z: tokens and squared lengths of a rank, tokens of a micro-batch."""
 
 
 def pack_samples(
@@ -59,36 +37,38 @@ def pack_samples(
     num_ranks: int,
     open_M: Bool[ndarray, " M"],
     *,
-    limits: PackingLimits,
+    limits: ScheduleLimits,
+    attention_S: Float64[ndarray, " S"],
     proposals: int,
     seed: int,
 ) -> tuple[Int32[ndarray, " S"], Int32[ndarray, " S"]]:
     """Return micro-batch and rank of each sample, improved from a given schedule; micro-batch -1 is kept.
 
-    share_SLN   token-slots of each sample at the experts of each node, per layer
-    length_S    tokens (or token-slots: any unit that is proportional)
-    open_M      micro-batches that samples may move to
-    limits      of every micro-batch; the given schedule is within them
-    returns     micro-batch and rank of each sample; swapped samples also swap ranks, a moved one goes to the rank with
-                the fewest tokens
+    share_SLN     token-slots of each sample at the experts of each node, per layer
+    open_M        micro-batches that samples may move to
+    limits        the given schedule is within them, and so is the result: a rank with more than one sample never
+                  exceeds its tokens or its attention
+    attention_S   price of each sample's attention in all layers, in token-slots of the fullest node; 0: not priced
+    returns       micro-batch and rank of each sample; swapped samples also swap ranks, a moved one goes to the rank
+                  with the fewest tokens
     """
     micro_batch_S, rank_S = micro_batch_S.astype(np.int32), rank_S.astype(np.int32)
     kept = np.flatnonzero((micro_batch_S >= 0) & np.append(open_M, False)[micro_batch_S])
     num_micro_batches = len(open_M)
     if num_micro_batches < 2 or share_SLN.shape[2] < 2 or len(kept) < 2:
         return micro_batch_S, rank_S
-    attention_S = length_S.astype(np.float64) ** 2
-    tokens_M = np.bincount(micro_batch_S[kept], weights=length_S[kept], minlength=num_micro_batches)
-    attention_M = np.bincount(micro_batch_S[kept], weights=attention_S[kept], minlength=num_micro_batches)
-    by_length = kept[np.argsort(length_S[kept], kind="stable")]
-    rank_tokens_MR = np.zeros((num_micro_batches, num_ranks))
-    np.add.at(rank_tokens_MR, (micro_batch_S[kept], rank_S[kept]), length_S[kept])
+    cost_SY = np.stack([length_S, length_S.astype(np.float64) ** 2, attention_S], axis=1)
+    cost_MRY = np.zeros((num_micro_batches, num_ranks, 3))
+    np.add.at(cost_MRY, (micro_batch_S[kept], rank_S[kept]), cost_SY[kept])
+    count_MR = np.zeros((num_micro_batches, num_ranks), dtype=np.int64)
+    np.add.at(count_MR, (micro_batch_S[kept], rank_S[kept]), 1)
     load_MLN = np.zeros((num_micro_batches, *share_SLN.shape[1:]))
     for s in kept:
         load_MLN[micro_batch_S[s]] += share_SLN[s]
+    by_length = kept[np.argsort(length_S[kept], kind="stable")]
+    most_Z = np.array([limits.rank_tokens, limits.rank_attention, limits.micro_batch_tokens], dtype=np.float64)
     _pack(
-        share_SLN, by_length, micro_batch_S, rank_S, np.stack([length_S.astype(np.float64), attention_S]),
-        np.array([limits.tokens, limits.attention]), np.stack([tokens_M, attention_M]), rank_tokens_MR, load_MLN,
+        share_SLN, by_length, micro_batch_S, rank_S, cost_SY, most_Z, cost_MRY, count_MR, load_MLN,
         np.flatnonzero(open_M), proposals, seed,
     )  # fmt: skip
     return micro_batch_S, rank_S
@@ -101,10 +81,10 @@ def _pack(
     by_length,
     micro_batch_S,
     rank_S,
-    cost_2S,
-    limits,
-    cost_2M,
-    rank_tokens_MR,
+    cost_SY,
+    most_Z,
+    cost_MRY,
+    count_MR,
     load_MLN,
     open_X,
     proposals,
@@ -115,55 +95,73 @@ def _pack(
     best_micro_batch_S, best_rank_S = micro_batch_S.copy(), rank_S.copy()
     total = load_MLN.sum() / N
     change, best = 0.0, 0.0
-    nothing = np.zeros((L, N), np.float32)
+    nothing_LN, nothing_Y = np.zeros((L, N), np.float32), np.zeros(3)
     for proposal in range(proposals):
         if proposal % 256 == 0:
             temperature = total * _TEMPERATURE[0] * (_TEMPERATURE[1] / _TEMPERATURE[0]) ** (proposal / proposals)
         place = below(state, len(by_length))
         i, j = by_length[place], -1
-        a = micro_batch_S[i]
+        a, ra = micro_batch_S[i], rank_S[i]
         if random_bits(state) & np.uint64(7):
             other = place + below(state, 2 * _WINDOW + 1) - _WINDOW
             if other < 0 or other >= len(by_length):
                 continue
             j = by_length[other]
-            c = micro_batch_S[j]
+            c, rc = micro_batch_S[j], rank_S[j]
         else:
             c = open_X[below(state, len(open_X))]
+            rc = np.argmin(cost_MRY[c, :, _TOKENS])
         if a == c:
             continue
-        fits = True
-        for k in range(2):
-            d = (cost_2S[k, j] if j >= 0 else 0.0) - cost_2S[k, i]
-            fits = fits and cost_2M[k, a] + d <= limits[k] and cost_2M[k, c] - d <= limits[k]
-        if not fits:
+        moved_Y = cost_SY[i] - (cost_SY[j] if j >= 0 else nothing_Y)  # leaves a, enters c
+        fewer = 1 if j < 0 else 0
+        if not _fits(cost_MRY[a], ra, -moved_Y, count_MR[a, ra] - fewer, most_Z):
             continue
-        taken_LN = share_SLN[j] if j >= 0 else nothing
+        if not _fits(cost_MRY[c], rc, moved_Y, count_MR[c, rc] + fewer, most_Z):
+            continue
+        taken_LN = share_SLN[j] if j >= 0 else nothing_LN
         rise = _rise(load_MLN[a], load_MLN[c], share_SLN[i], taken_LN)
+        rise += _attention_rise(cost_MRY[a], ra, -moved_Y) + _attention_rise(cost_MRY[c], rc, moved_Y)
         if rise > 0 and uniform(state) >= np.exp(-rise / temperature):
             continue
-        for layer in range(L):
-            for n in range(N):
-                d = taken_LN[layer, n] - share_SLN[i, layer, n]
-                load_MLN[a, layer, n] += d
-                load_MLN[c, layer, n] -= d
-        to = rank_S[j] if j >= 0 else np.argmin(rank_tokens_MR[c])
-        for k in range(2):
-            d = (cost_2S[k, j] if j >= 0 else 0.0) - cost_2S[k, i]
-            cost_2M[k, a] += d
-            cost_2M[k, c] -= d
-        rank_tokens_MR[a, rank_S[i]] -= cost_2S[0, i]
-        rank_tokens_MR[c, to] += cost_2S[0, i]
+        load_MLN[a] += taken_LN - share_SLN[i]
+        load_MLN[c] += share_SLN[i] - taken_LN
+        cost_MRY[a, ra] -= moved_Y
+        cost_MRY[c, rc] += moved_Y
+        count_MR[a, ra] -= fewer
+        count_MR[c, rc] += fewer
         if j >= 0:
-            rank_tokens_MR[c, to] -= cost_2S[0, j]
-            rank_tokens_MR[a, rank_S[i]] += cost_2S[0, j]
-            micro_batch_S[j], rank_S[j] = a, rank_S[i]
-        micro_batch_S[i], rank_S[i] = c, to
+            micro_batch_S[j], rank_S[j] = a, ra
+        micro_batch_S[i], rank_S[i] = c, rc
         change += rise
         if change < best - 1e-6 * total / proposals:
             best = change
             best_micro_batch_S[:], best_rank_S[:] = micro_batch_S, rank_S
     micro_batch_S[:], rank_S[:] = best_micro_batch_S, best_rank_S
+
+
+@compiled
+@no_type_check
+def _fits(cost_RY, rank, enters_Y, count, most_Z) -> bool:
+    """Return whether a micro-batch and one of its ranks stay within limits; a single sample may exceed a rank's."""
+    if enters_Y[_TOKENS] > 0 and cost_RY[:, _TOKENS].sum() + enters_Y[_TOKENS] > most_Z[_ALL_TOKENS]:
+        return False
+    if count <= 1:
+        return True
+    tokens, squares = cost_RY[rank, _TOKENS] + enters_Y[_TOKENS], cost_RY[rank, _SQUARES] + enters_Y[_SQUARES]
+    return tokens <= most_Z[_TOKENS] and squares <= most_Z[_SQUARES]
+
+
+@compiled
+@no_type_check
+def _attention_rise(cost_RY, rank, enters_Y) -> float:
+    """Return by how much the longest attention of a micro-batch rises when samples enter and leave a rank."""
+    others = 0.0
+    for r in range(len(cost_RY)):
+        if r != rank:
+            others = max(others, cost_RY[r, _ATTENTION])
+    old = cost_RY[rank, _ATTENTION]
+    return max(others, old + enters_Y[_ATTENTION]) - max(others, old)
 
 
 @compiled

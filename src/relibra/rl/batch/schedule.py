@@ -39,9 +39,13 @@ def make_schedule(
 ) -> Schedule:
     """Assign responses to mini-batches by unit, and inside each to as few micro-batches as their tokens allow.
 
-    A mini-batch takes whole units in ascending order, as evenly as possible, whatever the number of ranks. Inside it
-    the longest response is assigned first, each to the (micro-batch, rank) with fewest tokens; only a response longer
-    than the limit exceeds it, and is alone there.
+    A mini-batch takes whole units in ascending order, as evenly as possible, whatever the number of ranks. Ranks wait
+    for each other in every layer, so those of a micro-batch get similar work:
+
+    - A response longer than the limit is alone on its rank; the longest such ones share micro-batches, one on each
+      rank. Ranks that are left over in the last of these are filled up to the limit.
+    - The others go to the (micro-batch, rank) with fewest tokens, longest first.
+    - Ranks with most attention (sum of squared lengths) share a micro-batch.
 
     tokens_S             of each response
     unit_S               unit that stays together in a mini-batch, a group or the response itself: its position in
@@ -68,20 +72,49 @@ def make_schedule(
 
 
 def _fill(tokens_X: Int[ndarray, " X"], limit: int, num_ranks: int) -> Int64[ndarray, " X"]:
-    """Choose a bin, micro-batch x ranks + rank, for each response: one row of bins more until all of them fit."""
+    """Choose a bin, micro-batch x ranks + rank, for each response."""
+    bin_X = np.full(len(tokens_X), -1, dtype=np.int64)
     order = np.argsort(-tokens_X, kind="stable")
-    rows = max(1, -(-int(np.minimum(tokens_X, limit).sum()) // (limit * num_ranks)))
-    while True:
-        bin_X = np.zeros(len(tokens_X), dtype=np.int64)
-        tokens_of_bin, count_of_bin = np.zeros((2, rows * num_ranks), dtype=np.int64)
-        for x in order:
-            chosen = int(np.argmin(tokens_of_bin))
+    long = order[tokens_X[order] > limit]
+    bin_X[long] = np.arange(len(long))
+    rest = order[len(long) :]
+    beside = -len(long) % num_ranks
+    if beside:
+        filled_X = _fill_to_the_limit(tokens_X[rest], limit, beside)
+        bin_X[rest] = np.where(filled_X < 0, -1, len(long) + filled_X)
+        rest = rest[filled_X < 0]
+    if len(rest):
+        bin_X[rest] = len(long) + beside + _fill_evenly(tokens_X[rest], limit, num_ranks)
+    return _sort_bins(bin_X, tokens_X)
+
+
+def _fill_to_the_limit(tokens_X: Int[ndarray, " X"], limit: int, bins: int) -> Int64[ndarray, " X"]:
+    """Put each response into the emptiest bin if it fits there, else -1: longest first, as given."""
+    bin_X, tokens_of_bin = np.full(len(tokens_X), -1, dtype=np.int64), np.zeros(bins, dtype=np.int64)
+    for x, tokens in enumerate(tokens_X):
+        chosen = int(np.argmin(tokens_of_bin))
+        if tokens_of_bin[chosen] + tokens <= limit:
             bin_X[x] = chosen
-            tokens_of_bin[chosen] += tokens_X[x]
-            count_of_bin[chosen] += 1
-        if not ((tokens_of_bin > limit) & (count_of_bin > 1)).any():
+            tokens_of_bin[chosen] += tokens
+    return bin_X
+
+
+def _fill_evenly(tokens_X: Int[ndarray, " X"], limit: int, num_ranks: int) -> Int64[ndarray, " X"]:
+    """Put each response, longest first, into the emptiest bin; one micro-batch more until all of them fit."""
+    micro_batches = max(1, -(-int(tokens_X.sum()) // (limit * num_ranks)))
+    while True:
+        bin_X = _fill_to_the_limit(tokens_X, limit, micro_batches * num_ranks)
+        if (bin_X >= 0).all():
             return bin_X
-        rows += 1
+        micro_batches += 1
+
+
+def _sort_bins(bin_X: Int64[ndarray, " X"], tokens_X: Int[ndarray, " X"]) -> Int64[ndarray, " X"]:
+    """Number bins anew by falling attention, empty ones last: the sum over micro-batches of their maxima is least."""
+    attention = np.bincount(bin_X, tokens_X.astype(np.float64) ** 2)
+    place = np.empty(len(attention), dtype=np.int64)
+    place[np.argsort(-attention, kind="stable")] = np.arange(len(attention))
+    return place[bin_X]
 
 
 def own_micro_batches(tokens_S: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:

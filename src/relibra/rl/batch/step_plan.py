@@ -166,15 +166,18 @@ def plan_together(
     cluster: Cluster,
     expert: ExpertShape,
     previous: Homes | None,
+    *,
+    rank_tokens: int | None = None,
 ) -> PlannedStep:
     """Return the plan of a step, the same on all ranks; each rank plans a part of the layers. Collective.
 
     Where several nodes share the step, the schedule is decided first, on rank 0, from all layers.
 
-    expert     size of one expert of the model
-    previous   where the experts are now; None: in the static layout
+    expert        size of one expert of the model
+    previous      where the experts are now; None: in the static layout
+    rank_tokens   most tokens of a rank in a micro-batch, which packing keeps; None: as many as the schedule has
     """
-    budget = plan_budget(settings)
+    budget = replace(plan_budget(settings), rank_tokens=rank_tokens)
     if budget.pack_samples and cluster.num_nodes > 1:
         demand = _with_packed_schedule(demand, cluster, budget, settings.balancer, expert, previous)
     budget = replace(budget, pack_samples=False, place_samples=False)

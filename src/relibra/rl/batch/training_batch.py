@@ -92,7 +92,14 @@ def build_batch(
     if config.algorithm.replay == "R3" and len(table.sample_id_S):
         demand = count_demand(responses, table, schedule, **_sizes(policy))
         if policy.balanced:
-            planned = plan_together(demand, config.plan, cluster, policy.expert_shape, previous)
+            planned = plan_together(
+                demand,
+                config.plan,
+                cluster,
+                policy.expert_shape,
+                previous,
+                rank_tokens=config.update.micro_batch_tokens,
+            )
             schedule = replace(schedule, micro_batch_S=planned.plan.micro_batch_S, rank_S=planned.plan.rank_S)
     sent_s = table.index_of([response.sample_id for response in responses])
     own = exchange_responses(responses, schedule.rank_S[sent_s].tolist())

@@ -1,0 +1,40 @@
+"""`ScheduleLimits`: how many tokens, and how much attention, a schedule may give to a rank in one micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relibra.routing.demand import ScheduledDemand
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleLimits:
+    """Limits of a (micro-batch, rank) and of a micro-batch; a sample above those of a rank is alone there.
+
+    rank_tokens          tokens
+    rank_attention       attention cost: sum of squared lengths
+    micro_batch_tokens   tokens over all ranks
+    """
+
+    rank_tokens: int
+    rank_attention: int
+    micro_batch_tokens: float
+
+    @classmethod
+    def of_demand(cls, demand: ScheduledDemand, *, rank_tokens: int | None, token_slack: float) -> ScheduleLimits:
+        """Return the limits that a given schedule states or shows.
+
+        rank_tokens   None: the fullest rank of the given schedule. Its attention is limited by the rank with most, of
+                      those within `rank_tokens`
+        token_slack   share by which a micro-batch may exceed the largest one of the given schedule
+
+        Tokens are those of `Demand.length_S`.
+        """
+        tokens_MR = demand.sum_per_rank(demand.length_S)
+        attention_MR = demand.sum_per_rank(demand.length_S**2)
+        most = int(tokens_MR.max(initial=0)) if rank_tokens is None else rank_tokens
+        return cls(
+            rank_tokens=most,
+            rank_attention=int(attention_MR[tokens_MR <= most].max(initial=0)),
+            micro_batch_tokens=float(tokens_MR.sum(axis=1).max(initial=0)) * (1 + token_slack),
+        )
