@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Float64, Int, Int16, Int32
+from jaxtyping import Float64, Int, Int16, Int32, Int64
 from numpy import ndarray
 
 from relibra.cluster import Cluster
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import ExpertShape
+from relibra.planning.layer_shards import demand_of_layers
 from relibra.planning.placement import Homes, Placement, Scope
 from relibra.routing.demand import ScheduledDemand
 
@@ -39,6 +40,16 @@ class PlacementRequest:
     total_LE: Float64[ndarray, "L E"]
     warm: bool = False
     history_MLE: Int[ndarray, "H L E"] | None = None
+
+    def of_layers(self, layers: Int64[ndarray, " l"]) -> PlacementRequest:
+        """Return the request for some layers, given as positions on the layer axis."""
+        return replace(
+            self,
+            demand=demand_of_layers(self.demand, layers),
+            previous=self.previous.of_layers(layers),
+            total_LE=self.total_LE[layers],
+            history_MLE=None if self.history_MLE is None else self.history_MLE[:, layers],
+        )
 
     def empty_slots(self) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]:
         """Return the spare slots of the budget without replicas, and their quotas of 0."""

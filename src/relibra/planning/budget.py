@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from relibra.errors import PlanError
+from relibra.planning.costs.expert_shape import ExpertShape
 
 Objective = Literal["seconds", "tokens"]
 DEFAULT_MODEL = "qwen3-30b-a3b"
@@ -17,6 +18,9 @@ class Budget:
     """Slots, levers, time and objective of a balancer for one step.
 
     slots               B, spare expert slots per rank for replicas; 0 turns replicas off
+    resident_slots      of these, the slots that every layer has for itself, so that replicas stay over micro-batches;
+                        None: as many as `memory_gib` allows (`with_resident_slots`)
+    memory_gib          most memory of a rank for slots, with weights and fp32 gradients
     objective           "seconds": modelled step time; "tokens": sum over micro-batches and layers of the busiest rank;
                         None: seconds if the size of an expert is given, else tokens
     move_homes          experts may change their home rank between steps
@@ -26,6 +30,7 @@ class Budget:
     tolerance           accepted load of the busiest rank above the lowest reachable, as a share; larger: fewer copies
     rank_tokens         most tokens of a rank in a micro-batch; a longer sample is alone there. None: as many as the
                         fullest rank of the given schedule has
+    steps_served        steps that new homes are expected to serve: each is charged this part of the moves
     token_slack         share by which packing may exceed the tokens of the largest micro-batch of the given schedule
     deadline_seconds    stop improving after this long and return the best plan so far; None: no limit. A plan under a
                         deadline may differ from run to run
@@ -35,13 +40,16 @@ class Budget:
     """
 
     slots: int = 2
+    resident_slots: int | None = None
+    memory_gib: float = 4.0
     objective: Objective | None = None
     move_homes: bool = True
     place_samples: bool = True
     pack_samples: bool = False
     cross_node_copies: bool = False
-    tolerance: float = 0.0
+    tolerance: float = 0.01
     rank_tokens: int | None = None
+    steps_served: int = 1
     token_slack: float = 0.02
     deadline_seconds: float | None = None
     threads: int | None = None
@@ -49,12 +57,18 @@ class Budget:
 
     def __post_init__(self) -> None:
         """Raise PlanError for values out of range."""
-        for name in ("slots", "seed", "threads", "rank_tokens"):
+        for name in ("slots", "resident_slots", "steps_served", "seed", "threads", "rank_tokens"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise PlanError(f"budget {name} is {value!r}: it must be a whole number")
         if not 0 <= self.slots <= 1024:
             raise PlanError(f"budget of {self.slots} slots per rank: allowed are 0 (no replicas) to 1024")
+        if self.resident_slots is not None and not 0 <= self.resident_slots <= self.slots:
+            raise PlanError(f"{self.resident_slots} resident slots: allowed are 0 to {self.slots}, the slots per rank")
+        if not 0 <= self.memory_gib <= 1 << 20:
+            raise PlanError(f"budget memory_gib is {self.memory_gib}: allowed are 0 to {1 << 20}")
+        if self.steps_served < 1:
+            raise PlanError(f"budget steps_served is {self.steps_served}: new homes serve at least 1 step")
         if self.objective not in ("seconds", "tokens", None):
             raise PlanError(f"objective {self.objective!r} is unknown: allowed are 'seconds' and 'tokens'")
         for name in ("tolerance", "token_slack"):
@@ -70,3 +84,16 @@ class Budget:
             raise PlanError(f"{self.threads} planner threads: at least 1, or None for all cores")
         if self.seed < 0:
             raise PlanError(f"seed {self.seed}: it must be 0 or more")
+
+    def with_resident_slots(self, expert: ExpertShape, num_layers: int) -> Budget:
+        """Return the budget with `resident_slots` set: as given, or as many as fit into `memory_gib`.
+
+        A resident slot needs the memory of an expert in every layer, all shared slots together that of one layer.
+
+        num_layers   MoE layers on a rank, also where only some of them are planned
+        """
+        if self.resident_slots is not None:
+            return self
+        one = (expert.weight_bytes + expert.gradient_bytes) / 2**30
+        fitting = [n for n in range(self.slots + 1) if (n * num_layers + self.slots - n) * one <= self.memory_gib]
+        return replace(self, resident_slots=max(fitting, default=0))

@@ -39,7 +39,8 @@ def join_layers(parts: Sequence[StepPlan], demand: ScheduledDemand) -> StepPlan:
     first = parts[0]
     assert all(np.array_equal(part.micro_batch_S, first.micro_batch_S) for part in parts), "parts share a schedule"
     assert all(np.array_equal(part.rank_S, first.rank_S) for part in parts), "parts share a schedule"
-    assert all(part.resident_slots == first.resident_slots for part in parts), "parts have the same slots"
+    resident = {part.resident_slots for part in parts if part.num_copies}
+    assert len(resident) <= 1, "parts with replicas have the same slots"
     names = list(dict.fromkeys(part.balancer for part in parts))
     return replace(
         first,
@@ -50,7 +51,7 @@ def join_layers(parts: Sequence[StepPlan], demand: ScheduledDemand) -> StepPlan:
         replica_MLRB=np.concatenate([part.replica_MLRB for part in parts], axis=1),
         quota_MLRB=np.concatenate([part.quota_MLRB for part in parts], axis=1),
         bound_ML=np.concatenate([part.bound_ML for part in parts], axis=1),
-        resident_slots=first.resident_slots,
+        resident_slots=max(resident, default=0),
         scope="cluster" if any(part.scope == "cluster" for part in parts) else "node",
         predicted={},
         plan_seconds=max(part.plan_seconds for part in parts),

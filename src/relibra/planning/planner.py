@@ -46,14 +46,15 @@ def plan_step(
                   predicted for experts like those of Qwen3-30B-A3B
     previous      current homes, for example the plan of the last step; None: the static layout
     history_MLE   loads of earlier micro-batches, for balancers that see "history"; None: they plan from even loads
-    never_worse   return the static layout instead of a plan with a worse objective (unless homes differ from it and
-                  must not move); False: to compare
+    never_worse   instead of a plan with a worse objective return one without replicas: under the homes before the
+                  step, or the static layout if experts may move; False: to compare
     raises        PlanError when sizes of demand, cluster and budget disagree
     """
     budget = budget or Budget()
     if expert is None and budget.objective == "seconds":
         raise PlanError("the objective in seconds needs the size of an expert: pass expert=, or objective 'tokens'")
     budget = replace(budget, objective=budget.objective or ("tokens" if expert is None else "seconds"))
+    budget = budget.with_resident_slots(expert or DEFAULT_EXPERT, len(demand.layer_ids))
     _check(demand, cluster, budget, previous, history_MLE)
     if balancer == "auto":
         return _cheapest(demand, cluster, budget, expert=expert, previous=previous)
@@ -65,11 +66,29 @@ def plan_step(
     plan = _plan(balancer, BALANCERS[balancer].decide(request), request, memory_bytes)
     plan = replace(plan, plan_seconds=time.perf_counter() - start)
     if never_worse and balancer != "static":
-        static = plan_step(demand, cluster, budget, "static", expert=expert, previous=previous)
-        may_go_back = budget.move_homes or static.num_moved == 0
-        if may_go_back and _cost(static, demand, budget) < _cost(plan, demand, budget):
-            return replace(static, balancer=f"static (instead of {balancer})", plan_seconds=plan.plan_seconds)
+        return _cheapest_without_replicas(plan, request, memory_bytes)
     return plan
+
+
+def _cheapest_without_replicas(plan: StepPlan, request: PlacementRequest, memory_bytes: int | None) -> StepPlan:
+    """Return the plan, or the homes before the step or the static layout without replicas, where these are cheaper."""
+    demand, budget, previous = request.demand, request.budget, request.previous
+    best, best_name, best_placement = _cost(plan, request), "", None
+    static = static_homes(request.cluster.topology, demand.layer_ids, demand.num_experts)
+    may_move = budget.move_homes and not np.array_equal(static.home_LE, previous.home_LE)
+    at_start = np.array_equal(static.physical_to_logical_map, previous.physical_to_logical_map)
+    for name, homes in (("static" if at_start else "homes kept", previous), ("static", static))[: 1 + may_move]:
+        placement = request.placement(homes.home_LE, *request.empty_slots())
+        bare = StepPlan.of_placement(placement, previous, np.zeros(demand.load_MLE.shape[:2], np.int64), balancer=name)
+        if budget.objective == "seconds":
+            bare = replace(bare, predicted=predict(bare, demand, request.cluster, request.expert).as_dict())
+        cost = _cost(bare, request)
+        if cost < best:
+            best, best_name, best_placement = cost, name, placement
+    if best_placement is None:
+        return plan
+    made = _plan(f"{best_name} (instead of {plan.balancer})", best_placement, request, memory_bytes)
+    return replace(made, plan_seconds=plan.plan_seconds)
 
 
 def _cheapest(
@@ -92,7 +111,8 @@ def _cheapest(
         and (budget.cross_node_copies or plan.num_cross_node_copies == 0)
         and plan.slots <= budget.slots
     ]
-    best = min(allowed, key=lambda plan: _cost(plan, demand, budget))
+    request = _request(demand, cluster, budget, expert or DEFAULT_EXPERT, previous, None, BALANCERS["relibra"])
+    best = min(allowed, key=lambda plan: _cost(plan, request))
     return replace(best, plan_seconds=sum(plan.plan_seconds for plan in plans))
 
 
@@ -210,5 +230,10 @@ def _plan(balancer: str, placement: Placement, request: PlacementRequest, memory
     return replace(plan, predicted=predict(plan, scheduled, cluster, request.expert).as_dict())
 
 
-def _cost(plan: StepPlan, demand: ScheduledDemand, budget: Budget) -> float:
-    return plan.predicted["total"] if budget.objective == "seconds" else plan.skew(plan.scheduled(demand))
+def _cost(plan: StepPlan, request: PlacementRequest) -> float:
+    """Return the objective of a plan: skew, or seconds with the moves' part of one of the steps that they serve."""
+    if request.budget.objective == "tokens":
+        same = plan.micro_batch_S is request.demand.micro_batch_S and plan.rank_S is request.demand.rank_S
+        return plan.skew(request.demand if same else plan.scheduled(request.demand))
+    relocation = plan.predicted["relocation"]
+    return plan.predicted["total"] - relocation + relocation / request.budget.steps_served

@@ -20,14 +20,21 @@ from relibra.planning.balancer import PlacementRequest
 from relibra.planning.costs.compute import mean_attention_seconds
 from relibra.planning.costs.copies import relocation_seconds
 from relibra.planning.costs.layer_costs import layer_costs
+from relibra.planning.loads import home_rank_load, replica_load_change
 from relibra.planning.replicas.replication import replicate
 from relibra.planning.replicas.traffic_copies import replicate_for_traffic
 from relibra.planning.search.deadline import Deadline
 from relibra.planning.search.parallel_map import available_cores, parallel_map
 from relibra.routing.demand import ScheduledDemand
 
+TOLERANCE_SHARES = (0.0, 0.5, 1.0, 2.0, 3.0, 5.0)
+"""Tolerances that single (micro-batches, layers) may take, as multiples of the budget's."""
 TOLERANCES = (0.1,)
 """Tolerances that are priced, beside the budget's own and no replicas."""
+
+
+Replicas = tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]
+"""Experts in slots, and the token-slots of each."""
 
 
 def choose_replicas(
@@ -57,6 +64,37 @@ def choose_replicas(
     for layer, (replica_MRB, quota_MRB) in enumerate(parallel_map(place, len(home_LE), budget.threads)):
         replica_MLRB[:, layer], quota_MLRB[:, layer] = replica_MRB, quota_MRB
     return replica_MLRB, quota_MLRB
+
+
+def evenest_replicas(request: PlacementRequest, demand: ScheduledDemand, home_LE: Int64[ndarray, "L E"]) -> Replicas:
+    """Return replicas for even loads: as a whole within the budget's tolerance, with few copies.
+
+    Each (micro-batch, layer) takes the tolerance at which its busiest rank and a price per copy add up to least. The
+    price, one for all, is the highest at which the busiest ranks together stay within the tolerance of the budget.
+    """
+    tolerance, across = request.budget.tolerance, request.budget.cross_node_copies
+    made = [
+        choose_replicas(request, demand, home_LE, tolerance * share, cross_node=across)
+        for share in (TOLERANCE_SHARES if tolerance else (0.0,))
+    ]
+    home_MLR = home_rank_load(demand.load_MLE, home_LE, request.cluster.num_ranks)
+    tops_TML = np.stack([(home_MLR + replica_load_change(*one, home_LE)).max(axis=2, initial=0) for one in made])
+    copies_TML = np.stack([(replica_MLRB >= 0).sum(axis=(2, 3)) for replica_MLRB, _ in made])
+    most = (1 + tolerance) * tops_TML[0].sum()
+    low, high = 0.0, float(tops_TML.max(initial=1))
+    for _ in range(40):
+        price = (low + high) / 2
+        chosen_1ML = np.argmin(tops_TML + price * copies_TML, axis=0)[None]
+        within = np.take_along_axis(tops_TML, chosen_1ML, axis=0).sum() <= most
+        low, high = (price, high) if within else (low, price)
+    chosen_ML = np.argmin(tops_TML + low * copies_TML, axis=0)
+    replica, quota = (array.copy() for array in made[0])
+    for number, (new_replica, new_quota) in enumerate(made):
+        replica[chosen_ML == number], quota[chosen_ML == number] = (
+            new_replica[chosen_ML == number],
+            new_quota[chosen_ML == number],
+        )
+    return replica, quota
 
 
 def copies_against_traffic(
@@ -96,9 +134,6 @@ def copies_hidden(request: PlacementRequest, demand: ScheduledDemand) -> int:
     out = expert.weight_bytes / cluster.inter_send.bytes_per_second
     back = expert.gradient_bytes / cluster.inter_receive.bytes_per_second
     return int(min(attention / out, 2 * attention / (out + back)))
-
-
-Replicas = tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]
 
 
 def replica_choices(
@@ -179,7 +214,10 @@ def seconds(
 ) -> Float64[ndarray, "M L"]:
     """Return compute, exchange and exposed copies per micro-batch and layer."""
     cluster, expert = request.cluster, request.expert
-    placement = request.placement(home_LE, replica_MLRB, quota_MLRB, schedule=demand, scope="cluster")
+    resident_slots = request.budget.resident_slots or 0
+    placement = request.placement(
+        home_LE, replica_MLRB, quota_MLRB, schedule=demand, resident_slots=resident_slots, scope="cluster"
+    )
     costs = layer_costs(placement, demand, cluster, expert)
     exposed_ML = costs.exposed_copies_ML(mean_attention_seconds(demand, cluster, expert))
     return costs.compute_ML + costs.exchange_ML + exposed_ML

@@ -10,7 +10,8 @@ Load of a rank above a ceiling `tau` moves to ranks below it. Two greedy methods
 
 A ceiling is searched upwards from the lowest reachable one; feasibility is not monotone, so the best state is kept.
 Within a (micro-batch, layer) the fullest node is solved first: the others only need to stay below its final maximum.
-If a node as a whole is too full and copies may cross nodes, chains run inside the nodes first, then over all ranks.
+If copies may cross nodes, and a node as a whole is too full or its slots do not suffice, chains run inside the nodes
+first, then over all ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LOAD, FREE = 0, 1
 """Rows of `state_2R`: load of each rank, and its free slots."""
 
 _WAYS = 4
-"""Way 0 is *threshold*; ways 1 to 3 are *chain* with different scores (`_score_move`)."""
+"""Way 0 is *threshold*; ways 1 to 3 are *chain* with different scores (`score_move`)."""
 
 
 def replicate(
@@ -44,7 +45,7 @@ def replicate(
 
     home_E      home rank of each expert
     tolerance   load above the lowest reachable that is accepted for fewer copies, as a share of it
-    cross_node  also allow replicas on other nodes if a node as a whole is too full
+    cross_node  also allow replicas on other nodes, where those inside do not reach the mean of all ranks
     returns     expert per slot (-1: empty) and its token-slots; never a higher maximum than without replicas
     """
     M = len(load_ME)
@@ -66,40 +67,61 @@ def _replicate_layer(
     load_ME, home_E, order_E, starts, ranks_per_node, tolerance, cross_node, replica_MRB, quota_MRB
 ) -> None:
     M, R, B = replica_MRB.shape
-    G = ranks_per_node
-    N = R // G
     state_2R, held_RB, quota_RB = np.empty((2, R), np.int64), np.empty((R, B), np.int64), np.empty((R, B), np.int64)
     best_2R, best_held_RB, best_quota_RB = state_2R.copy(), held_RB.copy(), quota_RB.copy()
-    node_N = np.empty(N, np.int64)
+    inside_2R, inside_held_RB, inside_quota_RB = state_2R.copy(), held_RB.copy(), quota_RB.copy()
     for m in range(M):
         load_E = load_ME[m]
         _reset(load_E, order_E, starts, 0, R, state_2R, held_RB, quota_RB)
-        left_E = load_E.copy()
-        before = state_2R[LOAD].max()
-        for node in range(N):
-            node_N[node] = state_2R[LOAD, node * G : (node + 1) * G].sum()
-        mean = -(-node_N.sum() // R)
-        relaxed = max(mean, int(node_N.sum() / R * (1 + tolerance)))
-        if cross_node and N > 1 and -(-node_N.max() // G) > relaxed:
+        before, total, left_E = state_2R[LOAD].max(), load_E.sum(), load_E.copy()
+        mean = -(-total // R)
+        relaxed = max(mean, int(total / R * (1 + tolerance)))
+        _solve_inside_nodes(
+            load_E, order_E, starts, ranks_per_node, tolerance, relaxed if cross_node else np.int64(-1),
+            state_2R, held_RB, quota_RB, left_E, best_2R, best_held_RB, best_quota_RB,
+        )  # fmt: skip
+        inside = state_2R[LOAD].max()
+        if cross_node and ranks_per_node < R and inside > relaxed:
+            inside_2R[:], inside_held_RB[:], inside_quota_RB[:] = state_2R, held_RB, quota_RB
+            _reset(load_E, order_E, starts, 0, R, state_2R, held_RB, quota_RB)
             _solve(
-                load_E, order_E, starts, 0, R, G, mean, relaxed,
+                load_E, order_E, starts, 0, R, ranks_per_node, mean, relaxed,
                 state_2R, held_RB, quota_RB, left_E, best_2R, best_held_RB, best_quota_RB,
             )  # fmt: skip
-        else:
-            top = 0
-            for node in np.argsort(-node_N, kind="mergesort"):
-                lowest = -(-node_N[node] // G)
-                ceiling = max(top, lowest, int(node_N[node] / G * (1 + tolerance)))
-                _solve(
-                    load_E, order_E, starts, node * G, (node + 1) * G, G, max(top, lowest), ceiling,
-                    state_2R, held_RB, quota_RB, left_E, best_2R, best_held_RB, best_quota_RB,
-                )  # fmt: skip
-                top = max(top, state_2R[LOAD, node * G : (node + 1) * G].max())
+            if state_2R[LOAD].max() >= inside:
+                state_2R[:], held_RB[:], quota_RB[:] = inside_2R, inside_held_RB, inside_quota_RB
         if state_2R[LOAD].max() < before:
             _prune(home_E, state_2R, held_RB, quota_RB)
             for r in range(R):
                 replica_MRB[m, r] = held_RB[r]
                 quota_MRB[m, r] = quota_RB[r]
+
+
+@compiled
+@no_type_check
+def _solve_inside_nodes(
+    load_E, order_E, starts, ranks_per_node, tolerance, most,
+    state_2R, held_RB, quota_RB, left_E, best_2R, best_held_RB, best_quota_RB,
+) -> None:  # fmt: skip
+    """Lower every node towards its mean, the fullest first: the others need not get below it.
+
+    most   ceiling of all nodes where copies may cross nodes, which then reach the mean of the cluster; -1: they may not
+    """
+    R, G = state_2R.shape[1], ranks_per_node
+    node_N = np.empty(R // G, np.int64)
+    for node in range(R // G):
+        node_N[node] = state_2R[LOAD, node * G : (node + 1) * G].sum()
+    if most >= 0 and -(-node_N.max() // G) > most:
+        return  # one node is too full as a whole
+    top = 0
+    for node in np.argsort(-node_N, kind="mergesort"):
+        lowest = -(-node_N[node] // G)
+        ceiling = most if most >= 0 else max(top, lowest, int(node_N[node] / G * (1 + tolerance)))
+        _solve(
+            load_E, order_E, starts, node * G, (node + 1) * G, G, max(top, lowest), ceiling,
+            state_2R, held_RB, quota_RB, left_E, best_2R, best_held_RB, best_quota_RB,
+        )  # fmt: skip
+        top = max(top, state_2R[LOAD, node * G : (node + 1) * G].max())
 
 
 @compiled
@@ -121,10 +143,13 @@ def _solve(
     load_E, order_E, starts, low, high, ranks_per_node, lowest, ceiling,
     state_2R, held_RB, quota_RB, left_E, best_2R, best_held_RB, best_quota_RB,
 ) -> None:  # fmt: skip
-    """Lower the maximum of ranks low..high to `ceiling` or as near as found; `state_2R` is updated."""
-    if state_2R[LOAD, low:high].max() <= ceiling:
+    """Lower the maximum of ranks low..high to `ceiling` or as near as found; `state_2R` is updated.
+
+    Of the ways that reach a ceiling the one with fewest copies counts; with one slot per rank they hardly differ.
+    """
+    best, best_free = state_2R[LOAD, low:high].max(), state_2R[FREE, low:high].sum()
+    if best <= ceiling:
         return
-    best = state_2R[LOAD, low:high].max()
     best_2R[:, low:high], best_held_RB[low:high], best_quota_RB[low:high] = state_2R[:, low:high], -1, 0
     failed, step, tau = lowest - 1, 1, ceiling
     while failed < tau < best:
@@ -133,20 +158,14 @@ def _solve(
             _reset(load_E, order_E, starts, low, high, state_2R, held_RB, quota_RB)
             for i in range(starts[low], starts[high]):
                 left_E[order_E[i]] = load_E[order_E[i]]
-            if way == 0 and high - low <= ranks_per_node:
-                _threshold(order_E, starts, low, high, tau, state_2R, held_RB, quota_RB, left_E)
-            else:
-                for node in range(low, high, ranks_per_node):
-                    _chain(order_E, starts, node, node + ranks_per_node, tau, way, state_2R, held_RB, quota_RB, left_E)
-                if high - low > ranks_per_node:
-                    _chain(order_E, starts, low, high, tau, way, state_2R, held_RB, quota_RB, left_E)
-            top = state_2R[LOAD, low:high].max()
-            if top < best:
-                best = top
+            _try_way(order_E, starts, low, high, ranks_per_node, tau, way, state_2R, held_RB, quota_RB, left_E)
+            top, free = max(state_2R[LOAD, low:high].max(), ceiling), state_2R[FREE, low:high].sum()
+            if top < best or (top == best and free > best_free):
+                best, best_free = top, free
                 best_2R[:, low:high] = state_2R[:, low:high]
                 best_held_RB[low:high], best_quota_RB[low:high] = held_RB[low:high], quota_RB[low:high]
-            kept = top <= tau
-            if kept:
+            kept = kept or top <= tau
+            if kept and held_RB.shape[1] == 1:
                 break
         if kept and tau == ceiling:
             break
@@ -158,6 +177,19 @@ def _solve(
             step *= 2
     state_2R[:, low:high] = best_2R[:, low:high]
     held_RB[low:high], quota_RB[low:high] = best_held_RB[low:high], best_quota_RB[low:high]
+
+
+@compiled
+@no_type_check
+def _try_way(order_E, starts, low, high, ranks_per_node, tau, way, state_2R, held_RB, quota_RB, left_E) -> None:
+    """Lower ranks low..high towards `tau` in one way."""
+    if way == 0 and high - low <= ranks_per_node:
+        _threshold(order_E, starts, low, high, tau, state_2R, held_RB, quota_RB, left_E)
+        return
+    for node in range(low, high, ranks_per_node):
+        _chain(order_E, starts, node, node + ranks_per_node, tau, way, state_2R, held_RB, quota_RB, left_E)
+    if high - low > ranks_per_node:
+        _chain(order_E, starts, low, high, tau, way, state_2R, held_RB, quota_RB, left_E)
 
 
 @compiled
@@ -224,7 +256,7 @@ def _chain(order_E, starts, low, high, tau, way, state_2R, held_RB, quota_RB, le
                 else:
                     if left_E[e] >= room and free_R[s] > 0:
                         x = room
-                    score = _score_move(way, x, excess, room, left_E[e], tau)
+                    score = score_move(way, x, excess, room, left_E[e], tau)
                 if score > best_score:
                     best_score, best_e, best_t, best_x = score, e, t, x
         if best_e < 0:
@@ -234,7 +266,7 @@ def _chain(order_E, starts, low, high, tau, way, state_2R, held_RB, quota_RB, le
 
 @compiled
 @no_type_check
-def _score_move(way, x, excess, room, left, tau) -> int:
+def score_move(way, x, excess, room, left, tau) -> int:
     """Score a move of `x` tokens that needs a new slot; above 0, below 4 tau."""
     if way == 1:  # the largest useful move, exact fills first
         return min(x, excess) + (tau // 2 if x == room else 0)

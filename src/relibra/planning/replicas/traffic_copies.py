@@ -13,10 +13,10 @@ from __future__ import annotations
 from typing import no_type_check
 
 import numpy as np
-from jaxtyping import Int, Int16, Int32
+from jaxtyping import Int, Int16, Int32, Int64
 from numpy import ndarray
 
-from relibra.planning.replicas.replication import replicate
+from relibra.planning.replicas.further_replicas import replicate_further
 from relibra.routing.compiled import compiled
 
 
@@ -45,23 +45,29 @@ def replicate_for_traffic(
     taken_MRB = np.zeros((M, R, traffic_slots), dtype=np.int64)
     load_ME = source_MNE.sum(axis=1)
     _choose_hottest(source_MNE, load_ME, home_E, ranks_per_node, most_per_home, held_MRB, taken_MRB)
-    m_X, rank_X, slot_X = np.nonzero(held_MRB >= 0)
-    left_ME = load_ME.copy()
-    np.subtract.at(left_ME, (m_X, held_MRB[m_X, rank_X, slot_X]), taken_MRB[m_X, rank_X, slot_X])
-    # Copies count as further experts, at home on their rank; their numbers follow those of the real experts.
-    whole_ME = np.concatenate([left_ME, taken_MRB.reshape(M, -1)], axis=1)
-    whole_home_E = np.concatenate([home_E, np.repeat(np.arange(R), traffic_slots)])
-    even_MRB, quota_MRB = replicate(
-        whole_ME, whole_home_E, R, ranks_per_node, slots=slots - traffic_slots, tolerance=tolerance
+    taken_MRB, even_MRB, quota_MRB = replicate_further(
+        load_ME, home_E, held_MRB, taken_MRB, ranks_per_node, slots=slots - traffic_slots, tolerance=tolerance
     )
-    even_MRB = even_MRB.astype(np.int64)
-    m_X, rank_X, slot_X = np.nonzero(even_MRB >= E)
-    from_rank_X, from_slot_X = np.divmod(even_MRB[m_X, rank_X, slot_X] - E, max(1, traffic_slots))
-    even_MRB[m_X, rank_X, slot_X] = held_MRB[m_X, from_rank_X, from_slot_X]
-    np.subtract.at(taken_MRB, (m_X, from_rank_X, from_slot_X), quota_MRB[m_X, rank_X, slot_X])
     held_MRB[taken_MRB == 0] = -1
-    replica_MRB = np.concatenate([held_MRB, even_MRB], axis=2).astype(np.int16)
-    return replica_MRB, np.concatenate([taken_MRB, quota_MRB], axis=2).astype(np.int32)
+    replica_MRB = np.concatenate([held_MRB.astype(np.int16), even_MRB], axis=2)
+    return replica_MRB, np.concatenate([taken_MRB, quota_MRB], axis=2)
+
+
+def hottest_remote_experts(
+    source_XE: Int[ndarray, "X E"], home_E: Int[ndarray, " E"], ranks_per_domain: int, slots: int
+) -> Int64[ndarray, "R B"]:
+    """Return the remote experts with most of a domain's own token-slots, in the slots of its ranks; -1: empty.
+
+    source_XE   token-slots that each domain (a node, or a rank) sends to each expert
+    """
+    R = len(source_XE) * ranks_per_domain
+    held_1RB = np.full((1, R, slots), -1, dtype=np.int64)
+    source_1XE = source_XE[None].astype(np.int64)
+    unlimited = source_XE.size
+    _choose_hottest(
+        source_1XE, source_1XE.sum(axis=1), home_E, ranks_per_domain, unlimited, held_1RB, np.zeros_like(held_1RB)
+    )
+    return held_1RB[0]
 
 
 @compiled

@@ -11,10 +11,12 @@ def plan_budget(settings: PlanSettings) -> Budget:
     may_pack = settings.pack and settings.sums == "fast"
     return Budget(
         slots=settings.slots,
+        memory_gib=settings.memory_gib,
         objective=settings.objective,
         move_homes=settings.move_homes,
         pack_samples=may_pack,
         place_samples=may_pack,
         cross_node_copies=settings.objective == "seconds",
         tolerance=settings.tolerance,
+        steps_served=settings.steps_served,
     )

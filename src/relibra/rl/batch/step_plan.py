@@ -178,6 +178,7 @@ def plan_together(
     rank_tokens   most tokens of a rank in a micro-batch, which packing keeps; None: as many as the schedule has
     """
     budget = replace(plan_budget(settings), rank_tokens=rank_tokens)
+    budget = budget.with_resident_slots(expert, len(demand.layer_ids))
     if budget.pack_samples and cluster.num_nodes > 1:
         demand = _with_packed_schedule(demand, cluster, budget, settings.balancer, expert, previous)
     budget = replace(budget, pack_samples=False, place_samples=False)

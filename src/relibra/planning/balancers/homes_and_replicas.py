@@ -1,0 +1,319 @@
+"""Homes and replicas of every layer: the cheapest of several ways. Homes move where that pays, else they stay.
+
+With the token objective a (micro-batch, layer) costs its busiest rank / mean rank, and a little for each push; with
+seconds what the cost model says. Ways to fill resident slots are first priced on a few layers, the best ones on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int16, Int32, Int64
+from numpy import ndarray
+
+from relibra.planning.balancer import PlacementRequest
+from relibra.planning.costs.copies import pushed_copies
+from relibra.planning.home_search.step_homes import deal_inside_nodes, search_homes, slowest_link
+from relibra.planning.layer_shards import demand_of_layers
+from relibra.planning.replicas.pricing import Replicas, cheapest_replicas, evenest_replicas, moving_seconds, seconds
+from relibra.planning.replicas.resident_replicas import PUSH_PRICE
+from relibra.planning.replicas.resident_ways import (
+    NO_REPLICAS,
+    ResidentWay,
+    fill_resident_slots,
+    fill_shared_slots,
+    splits,
+    variants,
+)
+from relibra.planning.search.deadline import Deadline
+from relibra.routing.demand import ScheduledDemand
+
+_WORTH_MOVING = 0.01
+"""Share of a layer's cost that new homes may save for a search, and must save to replace planned ones: loads vary."""
+_PILOT_LAYERS = 6
+"""Layers on which ways are priced before the best ones are tried on all."""
+_BEST_WAYS = 2
+"""Ways that are tried on all layers."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerChoices:
+    """Homes and replicas of every layer, and what each micro-batch costs with them, without moves of homes."""
+
+    home_LE: Int64[ndarray, "L E"]
+    replica_MLRB: Int16[ndarray, "M L R B"]
+    quota_MLRB: Int32[ndarray, "M L R B"]
+    cost_ML: Float64[ndarray, "M L"]
+
+    @property
+    def cost_L(self) -> Float64[ndarray, " L"]:
+        """Cost of each layer over the micro-batches."""
+        return self.cost_ML.sum(axis=0)
+
+    def with_layers(self, other: LayerChoices, layers_L: Bool[ndarray, " L"]) -> LayerChoices:
+        """Return these choices with those of another value in some layers."""
+        home_LE = np.where(layers_L[:, None], other.home_LE, self.home_LE)
+        return replace(self.with_replicas(other, np.broadcast_to(layers_L, self.cost_ML.shape)), home_LE=home_LE)
+
+    def with_replicas(self, other: LayerChoices, chosen_ML: Bool[ndarray, "M L"]) -> LayerChoices:
+        """Return these choices with the replicas of another value in some micro-batches and layers."""
+        chosen_ML11 = chosen_ML[:, :, None, None]
+        return replace(
+            self,
+            replica_MLRB=np.where(chosen_ML11, other.replica_MLRB, self.replica_MLRB),
+            quota_MLRB=np.where(chosen_ML11, other.quota_MLRB, self.quota_MLRB),
+            cost_ML=np.where(chosen_ML, other.cost_ML, self.cost_ML),
+        )
+
+
+def choose_homes_and_replicas(
+    request: PlacementRequest, demand: ScheduledDemand, home_LE: Int64[ndarray, "L E"], clock: Deadline
+) -> LayerChoices:
+    """Return the cheapest homes and replicas found for a schedule.
+
+    home_LE   homes that were searched for it; the previous ones are tried too
+    """
+    previous_LE = request.previous.home_LE.astype(np.int64)
+    if request.budget.objective == "seconds" and request.budget.resident_slots:
+        return _cheapest_ways(request, demand, home_LE, clock)
+    place = _evenest if request.budget.objective == "tokens" else partial(_cheapest_shared, clock=clock)
+    kept = place(request, demand, previous_LE)
+    if request.budget.move_homes and request.budget.resident_slots and np.array_equal(home_LE, previous_LE):
+        home_LE = _search_where_it_may_pay(request, demand, kept, clock)
+    if np.array_equal(home_LE, previous_LE):
+        return kept
+    if request.warm and request.budget.objective == "seconds" and not _homes_last(request, demand, clock):
+        return kept
+    return _move_where_it_pays(request, kept, place(request, demand, home_LE))
+
+
+def _evenest(request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray) -> LayerChoices:
+    """Return replicas for even loads: in resident slots, and in shared ones what is still missing."""
+    budget = request.budget
+    if not budget.resident_slots:
+        return _with_unevenness(request, demand, home_LE, evenest_replicas(request, demand, home_LE))
+    way = ResidentWay(tolerance=budget.tolerance, anywhere=budget.cross_node_copies)
+    chosen = _with_unevenness(request, demand, home_LE, fill_resident_slots(request, demand, home_LE, way))
+    return _with_shared_slots(request, demand, chosen, _with_unevenness)
+
+
+def _with_unevenness(
+    request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray, replicas: Replicas
+) -> LayerChoices:
+    """Return choices that cost the busiest rank / the mean, and a little for each push."""
+    resident_slots = request.budget.resident_slots or 0
+    placement = request.placement(home_LE, *replicas, schedule=demand, scope="cluster", resident_slots=resident_slots)
+    load_MLR = placement.rank_load(demand)
+    mean_ML, top_ML = load_MLR.mean(axis=2), load_MLR.max(axis=2, initial=0)
+    skew_ML = np.divide(top_ML, mean_ML, out=np.ones_like(mean_ML), where=mean_ML > 0)
+    pushes_ML = sum(pushed.sum(axis=(2, 3)) for pushed in pushed_copies(placement)[:2])
+    return _chosen(home_LE, replicas, skew_ML + PUSH_PRICE * pushes_ML)
+
+
+def _with_seconds(
+    request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray, replicas: Replicas
+) -> LayerChoices:
+    return _chosen(home_LE, replicas, seconds(request, demand, home_LE, *replicas))
+
+
+def _chosen(home_LE: ndarray, replicas: Replicas, cost_ML: ndarray) -> LayerChoices:
+    return LayerChoices(home_LE=home_LE, replica_MLRB=replicas[0], quota_MLRB=replicas[1], cost_ML=cost_ML)
+
+
+def _cheapest_shared(
+    request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray, *, clock: Deadline
+) -> LayerChoices:
+    """Return the replicas in shared slots that cost the least seconds."""
+    replica_MLRB, quota_MLRB, seconds_ML = cheapest_replicas(request, demand, home_LE, clock, share=0.9)
+    return _chosen(home_LE, (replica_MLRB, quota_MLRB), seconds_ML)
+
+
+def _search_where_it_may_pay(
+    request: PlacementRequest, demand: ScheduledDemand, kept: LayerChoices, clock: Deadline
+) -> ndarray:
+    """Return homes searched in the layers that are uneven enough: no homes get below a busiest rank of the mean."""
+    uneven = np.flatnonzero(kept.cost_ML.mean(axis=0) > (1 + _WORTH_MOVING) * (1 + request.budget.tolerance))
+    home_LE = kept.home_LE.copy()
+    if len(uneven) and clock.allows(0.5):
+        part, some = request.of_layers(uneven), demand_of_layers(demand, uneven)
+        home_LE[uneven] = search_homes(part, some, home_LE[uneven], clock, first=not request.warm)
+    return home_LE
+
+
+def _move_where_it_pays(request: PlacementRequest, kept: LayerChoices, new: LayerChoices) -> LayerChoices:
+    """Return for each layer the new homes where they save more than the moves cost, and more than noise.
+
+    A layer's moves are priced as if spread evenly over the ranks. If all moves together, with their real distribution,
+    cost more than they save, no expert moves.
+    """
+    saved_L = kept.cost_L - new.cost_L
+    noise = _WORTH_MOVING if request.warm else 0.0
+    moves_L = saved_L > noise * kept.cost_L + _even_moving_seconds(request, new.home_LE)
+    mixed = kept.with_layers(new, moves_L)
+    if request.budget.objective == "seconds":
+        moving = moving_seconds(request, mixed.home_LE) / request.budget.steps_served
+        if saved_L[moves_L].sum() <= moving:
+            return kept
+    return mixed
+
+
+def _homes_last(request: PlacementRequest, demand: ScheduledDemand, clock: Deadline) -> bool:
+    """Tell whether homes searched for half of the micro-batches of a few layers pay in the others."""
+    layers = np.unique(np.linspace(0, len(demand.layer_ids) - 1, _PILOT_LAYERS).astype(np.int64))
+    pilot, previous_LE = request.of_layers(layers), request.previous.home_LE[layers].astype(np.int64)
+    chosen_on, priced_on = _halves(demand_of_layers(demand, layers))
+    share = len(layers) / len(demand.layer_ids)
+    home_LE = search_homes(pilot, chosen_on, previous_LE, clock, first=False, share=share)
+    kept, new = (_cheapest_shared(pilot, priced_on, homes_LE, clock=clock) for homes_LE in (previous_LE, home_LE))
+    return _total(pilot, new) < (1 - _WORTH_MOVING) * kept.cost_L.sum()
+
+
+def _even_moving_seconds(request: PlacementRequest, home_LE: ndarray) -> Float64[ndarray, " L"]:
+    """Return the seconds of each layer's moves, spread over ranks and steps; 0 with the token objective."""
+    if request.budget.objective == "tokens":
+        return np.zeros(len(home_LE))
+    cluster, expert = request.cluster, request.expert
+    before_LE = request.previous.home_LE
+    node_LE = home_LE // cluster.ranks_per_node
+    across_L = (before_LE // cluster.ranks_per_node != node_LE).sum(axis=1)
+    inside_L = (before_LE != home_LE).sum(axis=1) - across_L
+    seconds_L = across_L / slowest_link(cluster) + inside_L / cluster.intra.bytes_per_second
+    return seconds_L * expert.state_bytes / cluster.num_ranks / request.budget.steps_served
+
+
+def _cheapest_ways(
+    request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray, clock: Deadline
+) -> LayerChoices:
+    """Return the cheapest of the ways to fill resident slots, with homes that stay or move.
+
+    Ways are priced on a few layers first; the best ones, and moves that pay there, are tried on all.
+    """
+    previous_LE = request.previous.home_LE.astype(np.int64)
+    layers = np.unique(np.linspace(0, len(home_LE) - 1, _PILOT_LAYERS).astype(np.int64))
+    pilot, some = request.of_layers(layers), demand_of_layers(demand, layers)
+    ways = _rank_ways(pilot, some, clock)
+    staying = [way for way in ways if not way.deal_again][:_BEST_WAYS]
+    chosen = _cheapest_of(request, demand, [(previous_LE, way) for way in staying])
+    if request.budget.move_homes and clock.allows(0.5):
+        searched = not np.array_equal(home_LE, previous_LE)
+        given_LE = home_LE[layers] if searched else None
+        moving = _moves_that_pay(pilot, some, given_LE, staying, ways[:_BEST_WAYS], clock, len(layers) / len(home_LE))
+        if any(from_searched for from_searched, _ in moving) and not searched:
+            home_LE = search_homes(request, demand, previous_LE, clock, first=not request.warm)
+        options = [(home_LE if from_searched else previous_LE, way) for from_searched, way in moving]
+        if options:
+            chosen = _move_where_it_pays(request, chosen, _cheapest_of(request, demand, options))
+    return _with_shared_slots(request, demand, chosen, _with_seconds)
+
+
+def _rank_ways(request: PlacementRequest, demand: ScheduledDemand, clock: Deadline) -> list[ResidentWay]:
+    """Return the ways to fill resident slots, the cheapest first."""
+    previous_LE = request.previous.home_LE.astype(np.int64)
+
+    def price(ways: list[ResidentWay]) -> dict[ResidentWay, float]:
+        return {way: _total(request, _cheapest_of(request, demand, [(previous_LE, way)])) for way in ways}
+
+    found = price([NO_REPLICAS, *splits(request)])
+    if clock.allows(0.3):
+        others = variants(request, min(found, key=found.__getitem__))
+        found |= price([way for way in others if way not in found])
+    return sorted(found, key=found.__getitem__)
+
+
+def _moves_that_pay(
+    request: PlacementRequest,
+    demand: ScheduledDemand,
+    searched_LE: ndarray | None,
+    staying: list[ResidentWay],
+    ways: list[ResidentWay],
+    clock: Deadline,
+    share: float,
+) -> list[tuple[bool, ResidentWay]]:
+    """Return which moves are cheaper than staying: whether they start from searched homes, and how slots are filled.
+
+    After a planned step, homes are chosen from half of the micro-batches and must pay in the others: what only suits
+    the responses of one step would be moved again in the next one.
+
+    searched_LE   None: they are searched here
+    share         part of the step's layers that the demand holds
+    """
+    previous_LE = request.previous.home_LE.astype(np.int64)
+    chosen_on, priced_on = _halves(demand) if request.warm else (demand, demand)
+    stay = min(_total(request, _fill(request, priced_on, previous_LE, way)) for way in staying)
+    if searched_LE is None or request.warm:
+        searched_LE = search_homes(request, chosen_on, previous_LE, clock, first=not request.warm, share=share)
+    paying = []
+    for from_searched, start_LE in ((False, previous_LE), (True, searched_LE)):
+        for way in ways:
+            home_LE = _homes(request, chosen_on, start_LE, way)
+            cost = _total(request, _fill(request, priced_on, home_LE, way))
+            if (from_searched or way.deal_again) and cost < (1 - _WORTH_MOVING) * stay:
+                paying.append((from_searched, way))
+    return paying
+
+
+def _halves(demand: ScheduledDemand) -> tuple[ScheduledDemand, ScheduledDemand]:
+    """Return every other micro-batch, and the rest; samples of others are left out."""
+    M = len(demand.tokens_MLRE)
+
+    def part(first: int) -> ScheduledDemand:
+        number_M1 = np.full(M + 1, -1)  # -1, left out, is the last entry
+        number_M1[first:M:2] = np.arange(len(range(first, M, 2)))
+        return replace(
+            demand,
+            tokens_MLRE=np.ascontiguousarray(demand.tokens_MLRE[first::2]),
+            micro_batch_S=number_M1[demand.micro_batch_S].astype(np.int32),
+            group_M=None if demand.group_M is None else demand.group_M[first::2],
+        )
+
+    return part(0), part(1)
+
+
+def _total(request: PlacementRequest, choices: LayerChoices) -> float:
+    return float((choices.cost_L + _even_moving_seconds(request, choices.home_LE)).sum())
+
+
+def _homes(request: PlacementRequest, demand: ScheduledDemand, start_LE: ndarray, way: ResidentWay) -> ndarray:
+    """Return the homes of a way: those given, or dealt again inside nodes."""
+    return deal_inside_nodes(request, demand, start_LE, way.traffic_slots) if way.deal_again else start_LE
+
+
+def _fill(request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray, way: ResidentWay) -> LayerChoices:
+    return _with_seconds(request, demand, home_LE, fill_resident_slots(request, demand, home_LE, way))
+
+
+def _cheapest_of(
+    request: PlacementRequest, demand: ScheduledDemand, options: list[tuple[ndarray, ResidentWay]]
+) -> LayerChoices:
+    """Return for each layer the cheapest of some ways from some homes."""
+    best: LayerChoices | None = None
+    for start_LE, way in options:
+        new = _fill(request, demand, _homes(request, demand, start_LE, way), way)
+        best = new if best is None else _cheaper_layers(request, best, new)
+    assert best is not None, "there is a way"
+    return best
+
+
+def _cheaper_layers(request: PlacementRequest, best: LayerChoices, new: LayerChoices) -> LayerChoices:
+    """Return for each layer the cheaper one, moves included."""
+    best_L, new_L = (one.cost_L + _even_moving_seconds(request, one.home_LE) for one in (best, new))
+    return best.with_layers(new, new_L < best_L)
+
+
+def _with_shared_slots(
+    request: PlacementRequest,
+    demand: ScheduledDemand,
+    chosen: LayerChoices,
+    priced: Callable[[PlacementRequest, ScheduledDemand, ndarray, Replicas], LayerChoices],
+) -> LayerChoices:
+    """Return the choices with further replicas in shared slots, in (micro-batches, layers) where they pay."""
+    if request.budget.resident_slots == request.budget.slots:
+        return chosen
+    replicas = chosen.replica_MLRB, chosen.quota_MLRB
+    across = request.budget.cross_node_copies
+    further = fill_shared_slots(request, demand, chosen.home_LE, replicas, cross_node=across)
+    other = priced(request, demand, chosen.home_LE, further)
+    return chosen.with_replicas(other, other.cost_ML < chosen.cost_ML)

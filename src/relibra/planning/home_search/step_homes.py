@@ -1,0 +1,164 @@
+"""Homes of a whole step: the search of `planning.home_search` in every layer, with weights of this machine."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Int64
+from numpy import ndarray
+
+from relibra.cluster import Cluster
+from relibra.planning.balancer import PlacementRequest
+from relibra.planning.home_search.annealing import COLD, WARM
+from relibra.planning.home_search.nodes_and_ranks import (
+    HomeWeights,
+    co_activation_groups,
+    place_homes,
+    ranks_inside_nodes,
+)
+from relibra.planning.replicas.traffic_copies import hottest_remote_experts
+from relibra.planning.search.deadline import Deadline
+from relibra.planning.search.parallel_map import parallel_map
+from relibra.routing.demand import ScheduledDemand
+
+_SWAPS_OF_A_STEP = 60_000_000
+"""Swaps x micro-batches x layers that one annealing of all layers may evaluate; about 15 ns each."""
+_SWAPS_OF_A_DEAL = 30_000_000
+"""The same for dealing homes again to the ranks of their nodes."""
+_MOVES_OF_ALL = 0.01
+"""With the token objective: what moving all experts of a layer costs, as a share of the mean load."""
+
+
+def home_weights(request: PlacementRequest, demand: ScheduledDemand, num_domains: int) -> HomeWeights:
+    """Return the seconds of network and moves relative to compute on this cluster, or small weights of moves.
+
+    Homes are balanced over domains: nodes, or ranks without replicas. A token-slot costs a rank 3 x forward flops; one
+    that enters or leaves its domain 4 rows (dispatch and combine, forward and backward) on the slowest link; an expert
+    that moves its weights, master copy and moments, over the links of all domains, in one of the steps that it serves.
+    With the token objective only moves weigh, and only after a planned step: those that change next to nothing are not
+    made.
+    """
+    cluster, expert = request.cluster, request.expert
+    if request.budget.objective == "tokens":
+        if not request.warm:
+            return HomeWeights()
+        _, L, E = demand.load_MLE.shape
+        of_all = _MOVES_OF_ALL * float(demand.load_MLE.sum()) / max(1, L) / E
+        return HomeWeights(move=of_all / num_domains, move_inside=of_all / cluster.num_ranks)
+    compute = 3 * expert.flops_per_token_slot / cluster.flops_per_second
+    rate = slowest_link(cluster)
+    state_bytes = expert.state_bytes / request.budget.steps_served
+    return HomeWeights(
+        network=4 * expert.row_bytes / rate / compute,
+        move=state_bytes / rate / num_domains / compute,
+        move_inside=state_bytes / cluster.intra.bytes_per_second / cluster.ranks_per_node / compute,
+    )
+
+
+def slowest_link(cluster: Cluster) -> float:
+    """Return bytes per second between nodes, or inside a single node."""
+    if cluster.num_nodes == 1:
+        return cluster.intra.bytes_per_second
+    return min(cluster.inter_send.bytes_per_second, cluster.inter_receive.bytes_per_second)
+
+
+def search_homes(
+    request: PlacementRequest,
+    demand: ScheduledDemand,
+    home_LE: Int64[ndarray, "L E"],
+    clock: Deadline,
+    *,
+    first: bool,
+    share: float = 1.0,
+) -> Int64[ndarray, "L E"]:
+    """Search homes of every layer; `first`: from scratch, otherwise near the given homes.
+
+    With a deadline, in rounds of growing effort, each from the last homes, while the next one fits.
+
+    share   part of the step's layers that the demand holds
+    """
+    M, L, _ = demand.load_MLE.shape
+    # without replicas every rank is a domain
+    per_domain = request.cluster.ranks_per_node if request.budget.slots else 1
+    weights = home_weights(request, demand, request.cluster.num_ranks // per_domain)
+    proposals = int(np.clip(share * _SWAPS_OF_A_STEP // max(1, M * L), 4_000, 100_000))
+    proposals //= (1 if first else 8) * (2 if weights.network else 1)  # the network term doubles the work of a swap
+    if clock.seconds is None:
+        return _anneal_homes(request, demand, home_LE, per_domain, weights, proposals, first=first)
+    seconds = 0.0
+    for effort in (64, 16, 4, 1):
+        if not clock.allows(0.6, estimate=4 * seconds):
+            break
+        start = clock.elapsed()
+        home_LE = _anneal_homes(request, demand, home_LE, per_domain, weights, proposals // effort, first=first)
+        seconds = clock.elapsed() - start
+    return home_LE
+
+
+def _anneal_homes(
+    request: PlacementRequest,
+    demand: ScheduledDemand,
+    home_LE: ndarray,
+    per_domain: int,
+    weights: HomeWeights,
+    proposals: int,
+    *,
+    first: bool,
+) -> ndarray:
+    load_MLE = demand.load_MLE
+    M, L, E = load_MLE.shape
+    previous_LE = request.previous.home_LE.astype(np.int64)
+    domains = request.cluster.num_ranks // per_domain
+
+    def place(layer: int) -> ndarray:
+        load_ME = np.ascontiguousarray(load_MLE[:, layer])
+        source_MNE = np.zeros((M, domains, E), dtype=np.int64)
+        if weights.network:
+            source_MRE = demand.tokens_MLRE[:, layer]
+            source_MNE = source_MRE.reshape(M, domains, per_domain, E).sum(axis=2, dtype=np.int64)
+        start_E = home_LE[layer] // per_domain
+        if first and weights.network and demand.pairs_LEE is not None and np.array_equal(home_LE, previous_LE):
+            start_E = co_activation_groups(demand.pairs_LEE[layer], domains)
+        return place_homes(
+            load_ME,
+            source_MNE,
+            previous_LE[layer],
+            per_domain,
+            weights=weights,
+            temperature=COLD if first else WARM,
+            proposals=proposals,
+            seed=request.budget.seed * 1_000_003 + int(demand.layer_ids[layer]),
+            start_node_E=start_E,
+        )
+
+    return np.stack(parallel_map(place, L, request.budget.threads))
+
+
+def deal_inside_nodes(
+    request: PlacementRequest, demand: ScheduledDemand, home_LE: Int64[ndarray, "L E"], traffic_slots: int
+) -> Int64[ndarray, "L E"]:
+    """Return homes on other ranks of their nodes, so that ranks receive evenly much from other nodes.
+
+    Token-slots stay on their node where the expert is at home there, or in one of its slots for traffic.
+    """
+    cluster, budget = request.cluster, request.budget
+    M, L, _, E = demand.tokens_MLRE.shape
+    G, N = cluster.ranks_per_node, cluster.num_nodes
+    # in token-slots that cross the network; moves inside a node go over all its links
+    row_seconds = 4 * request.expert.row_bytes / slowest_link(cluster)
+    move = request.expert.state_bytes / budget.steps_served / cluster.intra.bytes_per_second / G / row_seconds
+    proposals = int(np.clip(_SWAPS_OF_A_DEAL // max(1, M * L * N), 200, 4_000))
+
+    def deal(layer: int) -> ndarray:
+        home_E, load_ME = home_LE[layer], demand.load_MLE[:, layer].copy()
+        source_MNE = demand.tokens_MLRE[:, layer].reshape(M, N, G, E).sum(axis=2, dtype=np.int64)
+        held_RB = hottest_remote_experts(source_MNE.sum(axis=0), home_E, G, traffic_slots)
+        for node in range(N):
+            held = np.unique(held_RB[node * G : (node + 1) * G])
+            stays = np.concatenate([held[held >= 0], np.flatnonzero(home_E // G == node)])
+            load_ME[:, stays] -= source_MNE[:, node, stays]
+        return ranks_inside_nodes(
+            load_ME, home_E // G, home_E, G, N,
+            move=move, proposals=proposals, seed=budget.seed * 1_000_003 + int(demand.layer_ids[layer]),
+        )  # fmt: skip
+
+    return np.stack(parallel_map(deal, L, budget.threads))
