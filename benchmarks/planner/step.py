@@ -22,7 +22,6 @@ from rich.table import Table
 
 from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import write_results
-from benchmarks.planner.steps import at_most
 from relibra.cluster import Cluster, cluster_preset
 from relibra.planning.budget import Budget
 from relibra.planning.planner import plan_step
@@ -98,15 +97,24 @@ def _cases(data: Path, quick: bool) -> Iterator[Case]:
 
 
 def generated_case() -> Case:
-    """Make 1,024 samples of log-normal lengths, about 10 micro-batches of 8,192 tokens per rank on 16 ranks."""
+    """Make 1,024 samples of log-normal lengths, about 10 micro-batches of 8,192 tokens per rank on 16 ranks.
+
+    A token picks the 8 experts with the largest log-weight plus Gumbel noise: without replacement, by weight.
+    """
     rng = np.random.default_rng(0)
     samples, experts, top_k, ranks, limit = 1024, 128, 8, 16, 8192
     length_S = np.clip(rng.lognormal(np.log(900), 0.9, samples), 16, limit).astype(np.int64)
-    weight_SE = np.exp(rng.normal(scale=SPREAD, size=experts) + rng.normal(scale=0.6, size=(samples, experts)))
-    share_SE = at_most(weight_SE, 1 / top_k)
-    counts_SLE = np.stack([rng.multinomial(n * top_k, p) for n, p in zip(length_S, share_SE, strict=True)])[:, None]
+    log_weight_SE = rng.normal(scale=SPREAD, size=experts) + rng.normal(scale=0.6, size=(samples, experts))
+    counts_SE, pairs_EE = np.zeros((samples, experts), dtype=np.int32), np.zeros((experts, experts))
+    for s in range(samples):
+        noisy_TE = log_weight_SE[s].astype(np.float32) + rng.gumbel(size=(length_S[s], experts)).astype(np.float32)
+        picked_TE = np.zeros(noisy_TE.shape, dtype=np.float32)
+        np.put_along_axis(picked_TE, np.argpartition(-noisy_TE, top_k, axis=1)[:, :top_k], 1.0, axis=1)
+        counts_SE[s] = picked_TE.sum(axis=0)
+        pairs_EE += picked_TE.T @ picked_TE
     demand = Demand(
-        counts_SLE=counts_SLE.astype(np.int32),
+        counts_SLE=counts_SE[:, None],
+        pairs_LEE=pairs_EE.astype(np.int64)[None],
         layer_ids=np.arange(1, dtype=np.int32),
         sample_ids=np.arange(samples),
         top_k=top_k,
