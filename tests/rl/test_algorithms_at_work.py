@@ -280,6 +280,7 @@ def test_plans_are_made_where_experts_can_follow_them(together):
             assert (row["planned_skew"] is not None) == wanted, name
             if wanted:
                 assert row["plan_bound"] - 1e-9 <= row["planned_skew"] <= row["rank_skew"] + 1e-9
+            assert row["ran_at_home"] == (0 if wanted else None)
 
 
 RANKS = {
@@ -318,6 +319,7 @@ def test_two_ranks_train_what_one_trains(name, on_two_ranks, tmp_path):
     assert_near(single, on_two_ranks[name], 1e-5)
     about_ranks = {
         *PLAN_COLUMNS,
+        "ran_at_home",
         "k3_kl",
         "idle_share",
         "decode_steps",

@@ -13,7 +13,7 @@ def test_a_case_by_hand():
     plan, demand, cluster, model = random_step(0, nodes=1, per_node=2, layers=2, slots=0, experts_per_rank=1)
     model = replace(model, moe_layers=2, dense_layers=0, dense_width=0, shared_width=0)
     use = memory_use(plan, demand, cluster, model)
-    shared = 2 * model.always_parameters + 2 * 7 * 2  # both embeddings of 7 x 2
+    shared = 2 * model.non_expert_parameters + 2 * 7 * 2  # both embeddings of 7 x 2
     assert use.parts["weights"] == 2 * (shared + 2 * 30)
     assert use.parts["gradients"] == 4 * (shared + 2 * 30)
     assert use.parts["optimizer"] == 12 * (shared / 2 + 2 * 30)

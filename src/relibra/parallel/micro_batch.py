@@ -58,7 +58,7 @@ class Rows(NamedTuple):
     """Rows of a batch with recorded routes (planned), and rows that the router decides on (live).
 
     planned_X, live_Y   indices of rows
-    back_T              index of each row in the planned rows followed by the live ones
+    back_T              undoes `cat(planned, live)`
     """
 
     planned_X: Int64[Tensor, " X"]

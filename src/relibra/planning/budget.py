@@ -10,7 +10,7 @@ from relibra.planning.costs.expert_shape import ExpertShape
 
 Objective = Literal["seconds", "tokens"]
 DEFAULT_MODEL = "qwen3-30b-a3b"
-"""Model whose expert sizes are used if none is given."""
+"""Model whose expert sizes `relibra calibrate` measures, and pages about a run price, if none is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Budget:
     place_samples       samples may change their source rank inside their micro-batch
     pack_samples        samples may change their micro-batch; the gradient of a step is the same sum
     cross_node_copies   replicas may be on another node than their home: weights and gradients then cross the network
-    tolerance           accepted load of the busiest rank above the lowest reachable, as a share; larger: fewer copies
+    tolerance           the busiest rank may exceed the lowest reachable load by this share; larger: fewer copies
     rank_tokens         most tokens of a rank in a micro-batch; a longer sample is alone there. None: as many as the
                         fullest rank of the given schedule has
     steps_served        steps that new homes are expected to serve: each is charged this part of the moves
@@ -36,7 +36,8 @@ class Budget:
                         deadline may differ from run to run
     threads             layers planned at the same time; None: the cores of this process
     seed                seed of the annealing; same seed, same plan
-    raises              PlanError for values out of range
+
+    raises    PlanError for values out of range
     """
 
     slots: int = 2

@@ -16,6 +16,7 @@ from torch import nn
 from relibra.cluster import Cluster
 from relibra.errors import ConfigError
 from relibra.parallel import relocate
+from relibra.rl.algorithms.mismatch import alarms
 from relibra.rl.batch.training_batch import TrainingBatch, build_batch, current_homes, executing, plan_recorded_routes
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.model.policy import Policy
@@ -170,9 +171,10 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
         **update_metrics(update, referenced=learner.reference is not None),
         **value_metrics,
         **mismatch_metrics_of_ranks(recomputed),
-        **balance_metrics(batch),
+        **balance_metrics(batch, ran_at_home=recomputed.ran_at_home + update.ran_at_home),
         "seconds": {name: round(seconds, 4) for name, seconds in clock.seconds.items()},
     }
+    metrics["alarms"] = alarms(metrics)
     progress = replace(
         progress,
         cursor=rollout.cursor,
@@ -247,6 +249,7 @@ def _build_and_recompute(
             temperature=config.rollout.temperature,
             record=settings.replay == "R2",
         )
+        recomputed = replace(recomputed, ran_at_home=context.ran_at_home)
     if settings.replay == "R2":
         with clock.stage("plan"):
             batch = plan_recorded_routes(
@@ -344,7 +347,7 @@ def _update_policy(
     learner: Learner, progress: Progress, batch: TrainingBatch, config: RunConfig, clock: Stopwatch
 ) -> PolicyUpdate:
     with clock.stage("update"), executing(learner.policy.trained, batch, config.plan.sums) as context:
-        return update_policy(
+        update = update_policy(
             learner.policy.trained,
             learner.optimizer,
             batch,
@@ -356,3 +359,4 @@ def _update_policy(
             optimizer_step=progress.policy_steps,
             num_ranks=dist.get_world_size(),
         )
+        return replace(update, ran_at_home=context.ran_at_home)

@@ -14,8 +14,8 @@ from relibra.routing.trace import RoutingTrace
 def sample_of_rows(trace: RoutingTrace, demand: Demand) -> Int64[ndarray, " T"]:
     """Return, for each row of a trace, the position of its sample in the demand; -1: in none, or not valid.
 
-    A sample of the demand is a whole sample of the trace or a run of its rows; runs of a sample are consecutive. If
-    several start rows are possible, the first one with the counts of the demand is taken.
+    A sample of the demand is a whole sample of the trace or consecutive rows of one; pieces of one sample follow each
+    other without gaps. If several start rows are possible, the first one with the counts of the demand is taken.
 
     raises    TraceError when the demand was not counted from this trace
     """

@@ -237,7 +237,7 @@ class RoutingTrace:
             )
         for fact, holds in facts.items():
             if not holds:
-                raise TraceError(f"malformed trace (source {self.source!r}): it does not hold that {fact}")
+                raise TraceError(f"malformed trace (source {self.source!r}): required: {fact}")
         inside_S = (self.prompt_lengths >= 0) & (self.prompt_lengths <= self.rows_per_sample)
         if not inside_S.all():
             sample = int(np.flatnonzero(~inside_S)[0])
@@ -281,8 +281,9 @@ def concatenate(traces: Sequence[RoutingTrace]) -> RoutingTrace:
 def hash_tokens(tokens_n: Shaped[ndarray, " n"]) -> UInt16[ndarray, " n"]:
     """Hash each token id together with its position to 16 bits (Fibonacci hashing).
 
-    Each of two exchanged neighbouring rows differs with probability 1 - 2^-16, so a shifted sample is detected.
-    The text can be recovered from the hashes with the vocabulary: protect a trace with hashes like the text itself.
+    If two neighbouring rows are swapped, each one's hash is wrong with probability 1 - 2^-16; so a shifted sample is
+    detected. The text can be recovered from the hashes with the vocabulary: protect a trace with hashes like the text
+    itself.
 
     >>> hash_tokens(np.array([7, 7])).tolist()
     [6464, 46968]
@@ -307,10 +308,10 @@ def first_illegal_row(experts_TLK: ndarray, valid_T: ndarray, num_experts: int) 
             for k in range(K):
                 expert = experts_TLK[t, layer, k]
                 if expert >= num_experts:
-                    return t, layer, 1
+                    return t, layer, _OUT_OF_RANGE
                 for j in range(k):
                     if experts_TLK[t, layer, j] == expert:
-                        return t, layer, 2
+                        return t, layer, _TWICE
     return 0, 0, 0
 
 

@@ -49,10 +49,11 @@ def owned_parameters(
 ) -> tuple[int, int]:
     """Return the weights of a rank of one stage: outside of routed experts (equal on all its ranks), and its experts.
 
-    num_layers    with experts, of the stage
-    first, last   whether it holds dense layers and the input embedding; the output matrix
+    num_layers   MoE layers of the stage
+    first        whether the stage holds the dense layers and the input embedding
+    last         whether it holds the output matrix
     """
-    shared = num_layers * model.always_parameters
+    shared = num_layers * model.non_expert_parameters
     shared += first * (model.dense_layers * model.dense_layer_parameters + model.head_parameters)
     shared += last * model.head_parameters * (0 if model.tied_embeddings and first else 1)
     return shared, num_layers * model.experts // layout.expert_parallel * model.expert.parameters

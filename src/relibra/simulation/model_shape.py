@@ -114,7 +114,7 @@ class ModelShape:
         return queries + keys_and_values + heads * one.value_dim * H
 
     @property
-    def always_parameters(self) -> int:
+    def non_expert_parameters(self) -> int:
         """Return the weights of an expert layer that every token uses: attention, router, shared experts."""
         return self.attention_parameters + self.hidden * self.experts + 3 * self.hidden * self.shared_width
 
@@ -137,7 +137,9 @@ class ModelShape:
     def shared_parameters(self) -> int:
         """Return the weights outside of routed experts, which expert parallelism does not shard."""
         embeddings = self.head_parameters * (1 if self.tied_embeddings else 2)
-        return self.moe_layers * self.always_parameters + self.dense_layers * self.dense_layer_parameters + embeddings
+        return (
+            self.moe_layers * self.non_expert_parameters + self.dense_layers * self.dense_layer_parameters + embeddings
+        )
 
     @property
     def parameters(self) -> int:
@@ -148,7 +150,7 @@ class ModelShape:
     def active_parameters(self) -> int:
         """Return the weights that a token is multiplied with: its choices of the experts, no input embedding."""
         chosen = self.moe_layers * self.top_k * self.expert.parameters
-        always = self.moe_layers * self.always_parameters + self.dense_layers * self.dense_layer_parameters
+        always = self.moe_layers * self.non_expert_parameters + self.dense_layers * self.dense_layer_parameters
         return chosen + always + self.head_parameters
 
     @property

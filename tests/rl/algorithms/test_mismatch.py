@@ -91,6 +91,7 @@ def test_router_metrics_are_shares_of_rows_layers_and_choices():
         ("chi2", 0.9, 1.1),
         ("chi2", -1.3e-05, 1.1),
         ("ratio_above_2", 0.09, 0.11),
+        ("ran_at_home", 0, 1),
     ],
 )
 def test_alarms_are_raised_at_their_levels(metric, harmless, alarming):

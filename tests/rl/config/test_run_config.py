@@ -155,6 +155,12 @@ def test_what_just_fits_is_taken():
     load_config(None, ["model.path=somewhere", "parallel.ranks=3", "model.num_experts=0"])  # sizes are known later
 
 
+def test_a_model_of_your_own_is_not_warmed_up_unless_asked():
+    assert load_config(None, []).warmup.steps > 0
+    assert load_config(None, ["model.path=mine", "warmup.batch=4"]).warmup.steps == 0
+    assert load_config(None, ["model.path=mine", "warmup.steps=5"]).warmup.steps == 5
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_sets_what_is_left_out_and_nothing_else(name):
     plain = load_config(None, [f"algorithm.preset={name}"]).algorithm

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from relibra.cluster import cluster_preset
+from relibra.parallel import PlanExecution
 from relibra.replay import record_routing
 from relibra.rl.algorithms.mismatch import mismatch_metrics
 from relibra.rl.algorithms.policy_loss import LossTotals, policy_loss
 from relibra.rl.batch.schedule import make_schedule
 from relibra.rl.batch.token_batch import make_token_batch, with_routes
-from relibra.rl.batch.training_batch import TrainingBatch, executing, plan_recorded_routes, replaying
+from relibra.rl.batch.training_batch import BatchExecution, TrainingBatch, executing, plan_recorded_routes, replaying
 from relibra.rl.config.run_config import load_config
 from relibra.rl.model.policy import Policy
 from relibra.rl.update.recompute import log_probs_and_entropy, recompute, reference_log_probs, response_logits
@@ -155,6 +156,26 @@ def test_r3_replays_the_recorded_routes_and_counts_where_the_router_differs(mode
     with executing(model, batch, "fast") as context, context(0):
         expected_X, _ = log_probs_and_entropy(model, batch.micro_batches[0], 1.0)
     assert torch.equal(found.log_probs[0], expected_X)
+
+
+def test_micro_batches_that_leave_the_plan_are_counted(model):
+    class LeavesThePlan(PlanExecution):
+        """An execution whose every micro-batch runs at home."""
+
+        def __init__(self):
+            self.ran_at_home = []
+
+        def micro_batch(self, number, routes):
+            self.ran_at_home.append(number)
+            return nullcontext()
+
+    batch = batch_of(RESPONSES, replayed=True)
+    context = BatchExecution(model, batch, LeavesThePlan())
+    for number in (0, 1, 0):
+        with context(number):
+            pass
+    assert context.ran_at_home == 3
+    assert BatchExecution(model, batch, None).ran_at_home == 0
 
 
 @pytest.mark.parametrize("replayed", [False, True])

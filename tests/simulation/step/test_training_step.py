@@ -194,7 +194,7 @@ def test_free_links_leave_the_busiest_ranks_compute_and_attention(seed):
             rows_MR[m, r] += rows
             # 2 heads, keys and values of 2: 2 x 2 x (2 + 2) flops per pair of a token and one before it, or itself
             scores_MR[m, r] += 16 * rows * (rows + 1) / 2
-    flops_MR = len(plan.layer_ids) * (2 * model.always_parameters * rows_MR + scores_MR)
+    flops_MR = len(plan.layer_ids) * (2 * model.non_expert_parameters * rows_MR + scores_MR)
     flops_MR += model.dense_layers * (2 * model.dense_layer_parameters * rows_MR + scores_MR)
     # Ranks meet after each layer, and all layers of a rank take the same share of its time: maxima add up.
     attention = 3 * (flops_MR.max(axis=1).sum() + 0) / cluster.flops_per_second

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Int16
 from numpy import ndarray
 
-from relibra.parallel.replicas.replica_slots import GroupState, Homes, ReplicaSlots, SlotRange
+from relibra.parallel.replicas.replica_slots import GroupState, HomeParameters, ReplicaSlots, SlotRange
 from relibra.parallel.replicas.resident_slots import Residents
 from relibra.parallel.rows.rank_tables import RankTables
 from relibra.timeline import TimelineRecorder
@@ -43,7 +43,7 @@ class PushSchedule:
     num_shared: int
     residents: Residents | None
     tables_L: Sequence[RankTables]
-    homes_L: Sequence[Homes]
+    homes_L: Sequence[HomeParameters]
     homes_early: bool
     recorder: TimelineRecorder
 

@@ -21,7 +21,7 @@ from relibra.parallel.rows.exchange import all_gather
 from relibra.parallel.rows.rank_tables import Place, Push
 from relibra.timeline import TimelineRecorder
 
-Homes = Callable[[], dict[str, Tensor]]
+HomeParameters = Callable[[], dict[str, Tensor]]
 """Returns the local expert parameters `[E / R, ...]` of a layer, by name."""
 
 
@@ -55,7 +55,7 @@ class ReplicaSlots:
         self,
         place: Place,
         pushes: Sequence[Push],
-        homes: Homes,
+        homes: HomeParameters,
         ranges: Sequence[SlotRange],
         recorder: TimelineRecorder,
     ) -> None:
@@ -118,7 +118,7 @@ class GroupState:
         self.push_group = _make_push_group(self.group, torch.device(ep_mesh.device_type))
         self.slots: ReplicaSlots | None = None
 
-    def slots_for(self, num_shared: int, homes: Homes) -> ReplicaSlots:
+    def slots_for(self, num_shared: int, homes: HomeParameters) -> ReplicaSlots:
         """Return the shared slots, allocated if there are none or another number of them.
 
         homes   returns the local parameters of a layer that is running: slots get their shapes and dtypes

@@ -62,21 +62,21 @@ def _spill(load_E, home_E, pending_R, replica_RB, quota_RB) -> None:
         own = max(0, min(load_E[e], capacity - assigned_R[home] - pending_R[home]))
         assigned_R[home] += own
         rest = load_E[e] - own
-        for t in np.argsort(assigned_R + pending_R, kind="mergesort"):
+        for r in np.argsort(assigned_R + pending_R, kind="mergesort"):
             if rest == 0:
                 break
-            piece = min(rest, capacity - assigned_R[t] - pending_R[t])
-            if t == home or replica_RB[t, B - 1] >= 0 or piece <= 0 or (piece < SMALL and piece < rest):
+            piece = min(rest, capacity - assigned_R[r] - pending_R[r])
+            if r == home or replica_RB[r, B - 1] >= 0 or piece <= 0 or (piece < SMALL and piece < rest):
                 continue
-            _put(e, t, piece, replica_RB, quota_RB)
-            assigned_R[t] += piece
+            _put(e, r, piece, replica_RB, quota_RB)
+            assigned_R[r] += piece
             rest -= piece
         if rest == load_E[e] - own and rest > 0:  # no rank has room: all of it to the least loaded with a slot
             least = home
-            for t in range(R):
-                free = t == home or replica_RB[t, B - 1] < 0
-                if free and assigned_R[t] + pending_R[t] < assigned_R[least] + pending_R[least]:
-                    least = t
+            for r in range(R):
+                free = r == home or replica_RB[r, B - 1] < 0
+                if free and assigned_R[r] + pending_R[r] < assigned_R[least] + pending_R[least]:
+                    least = r
             if least != home:
                 _put(e, least, rest, replica_RB, quota_RB)
                 assigned_R[least] += rest
@@ -86,8 +86,8 @@ def _spill(load_E, home_E, pending_R, replica_RB, quota_RB) -> None:
 
 @compiled
 @no_type_check
-def _put(e, t, tokens, replica_RB, quota_RB) -> None:
+def _put(e, r, tokens, replica_RB, quota_RB) -> None:
     for b in range(replica_RB.shape[1]):
-        if replica_RB[t, b] < 0:
-            replica_RB[t, b], quota_RB[t, b] = e, tokens
+        if replica_RB[r, b] < 0:
+            replica_RB[r, b], quota_RB[r, b] = e, tokens
             return

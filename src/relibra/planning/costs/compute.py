@@ -29,8 +29,8 @@ def dense_seconds(cluster: Cluster, rows: Rows, parameters: int, score_flops: nd
 def mean_attention_seconds(demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> float:
     """Return estimated forward attention seconds of a mean micro-batch and layer on one rank; copies can overlap it.
 
-    Counts the projections only, 4 hidden^2 weights. Scores add to them with long samples, so the estimate exposes
-    too many copies rather than too few. 0 where the choices per token are not known.
+    Counts the projections, 4 hidden^2 weights. Scores are left out: with long samples real attention is longer and
+    hides more copies. 0 where the choices per token are not known.
     """
     if not demand.top_k or not len(demand.load_MLE):
         return 0.0

@@ -11,7 +11,7 @@ from relibra.errors import ConfigError
 class ExpertShape:
     """Size of one expert: `matrices` matrices of hidden x width values (3: gate, up and down; 2: up and down).
 
-    raises    ConfigError for sizes below 1
+    raises    ConfigError for sizes out of 1 to 2^30
     """
 
     hidden: int
@@ -23,7 +23,7 @@ class ExpertShape:
         """Raise ConfigError for sizes out of range."""
         for name, value in asdict(self).items():
             if not 1 <= value <= 1 << 30:
-                raise ConfigError(f"expert {name} is {value}: it must be at least 1")
+                raise ConfigError(f"expert {name} is {value}: allowed are 1 to 2^30")
 
     @property
     def parameters(self) -> int:

@@ -4,8 +4,8 @@ Copies for balance (`planning.replicas.replication`) ignore the source of tokens
 than experts (an overlap ratio far below 1, MegaScale-MoE, arXiv 2505.11432), and a copy that attention hides costs
 nothing: so a node holds copies of the remote experts with most of its tokens, chosen per (micro-batch, layer).
 
-These copies take part of each rank's slots and count as experts at home there; the other slots balance the remaining
-load inside the nodes.
+These copies take part of each rank's slots; the balancing step treats each as one more expert of that rank. The other
+slots balance the remaining load inside the nodes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def replicate_for_traffic(
 
     tokens_MRE      token-slots that each source rank sends to each expert
     traffic_slots   of the `slots` of each rank, those that may hold copies from other nodes; they come first
-    most_per_home   (node, expert) pairs among them, per home rank of the expert. Balancing may split a copy over
-                    several ranks of the node; the home then sends one copy for each
+    most_per_home   at most so many copies leave one home rank, counted as (node, expert) pairs. Balancing may split a
+                    copy over several ranks of the node; the home then sends one copy for each
     returns         expert per slot (-1: empty) and its token-slots
     """
     M, R, E = tokens_MRE.shape

@@ -62,12 +62,12 @@ def _sum_links(traffic_LRR, share_LR, ranks_per_node, rows_2L2R, slots_2L2R) -> 
             for d in range(R):
                 slots = traffic_LRR[layer, s, d]
                 if slots > 0 and s != d:
-                    between = 1 if s // ranks_per_node != d // ranks_per_node else 0
+                    link = BETWEEN if s // ranks_per_node != d // ranks_per_node else INSIDE
                     rows = slots * share_LR[layer, d]
-                    rows_2L2R[between, layer, 0, s] += rows
-                    rows_2L2R[between, layer, 1, d] += rows
-                    slots_2L2R[between, layer, 0, s] += slots
-                    slots_2L2R[between, layer, 1, d] += slots
+                    rows_2L2R[link, layer, OUT, s] += rows
+                    rows_2L2R[link, layer, IN, d] += rows
+                    slots_2L2R[link, layer, OUT, s] += slots
+                    slots_2L2R[link, layer, IN, d] += slots
 
 
 def send_once_share(

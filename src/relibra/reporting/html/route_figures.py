@@ -118,7 +118,7 @@ def skew_by_micro_batch(summary: Summary) -> Any:
 
 
 def skew_by_ranks(views: Sequence[tuple[RankView, RankSkew]]) -> Any:
-    """Draw the median and the 95th percentile of rank skew for each rank count, from the even 1 on."""
+    """Draw the median and the 95th percentile of rank skew for each rank count, as bars that start at 1 (even)."""
     figure = plotly_figures().Figure()
     rows = list(range(len(views)))
     medians, p95s = [found.skew_median for _, found in views], [found.skew_p95 for _, found in views]
@@ -157,7 +157,7 @@ def skew_by_ranks(views: Sequence[tuple[RankView, RankSkew]]) -> Any:
 
 
 def cosine_by_layer(stability: Stability, layer_ids: ndarray) -> Any:
-    """Draw, per layer, how alike micro-batches and step are: the mean as a dot, the range as a bar."""
+    """Draw, per layer, the cosine of each micro-batch's load to the step's: the mean as a dot, the range as a bar."""
     mean_L, low_L, high_L = stability.cosine_mean_L, stability.cosine_low_L, stability.cosine_high_L
     figure = plotly_figures().Figure()
     figure.add_scatter(

@@ -15,7 +15,7 @@ ORDERS = (("best", "best first"), ("worst", "worst first"), ("longest", "longest
 SHOWN = 12
 """Samples shown at once."""
 
-_FIRST_WORDS = 90
+_PREVIEW_CHARACTERS = 90
 
 
 def sample_browser(samples: Samples) -> str:
@@ -55,7 +55,7 @@ def _item(sample: Sample) -> str:
         plural(sample.windows, "window") if sample.windows and sample.windows > 1 else "",
     ]
     reward = "no reward" if sample.reward is None else f"reward {sample.reward:.3g}"
-    start = " ".join(sample.response[: 4 * _FIRST_WORDS].split())[:_FIRST_WORDS] or "(empty)"
+    start = " ".join(sample.response[: 4 * _PREVIEW_CHARACTERS].split())[:_PREVIEW_CHARACTERS] or "(empty)"
     data = f'data-step="{sample.step}" data-tokens="{-1 if sample.tokens is None else sample.tokens}"'
     if sample.reward is not None:
         data += f' data-reward="{sample.reward!r}"'

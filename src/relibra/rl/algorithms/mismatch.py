@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float64
@@ -139,20 +140,24 @@ _ALARMS = (
     _Alarm("weight_std", 0.0, 1.0, "importance weights scatter"),
     _Alarm("chi2", -1.0, 1.0, "importance weights scatter in their squares"),
     _Alarm("ratio_above_2", 0.0, 0.1, "runs have collapsed soon after this"),
+    _Alarm("ran_at_home", 0.0, 0.0, "micro-batches did not follow the plan and ran without its balance"),
 )
 
 
-def alarms(metrics: Mapping[str, float | None]) -> list[str]:
+def alarms(metrics: Mapping[str, Any]) -> list[str]:
     """Return one sentence per metric outside of its harmless range.
 
-    The levels are those of verl's documentation of rollout corrections; the last is from arXiv 2510.11370.
+    The levels are those of verl's documentation of rollout corrections; that of `ratio_above_2` is from arXiv
+    2510.11370. A count above 0 of micro-batches that did not follow the plan is always one.
     """
     sentences = []
     for alarm in _ALARMS:
-        value = metrics.get(alarm.metric)
-        if value is None or (not math.isnan(value) and _within(value, alarm)):
+        found = metrics.get(alarm.metric)
+        value = math.nan if found is None else float(found)
+        if found is None or (not math.isnan(value) and _within(value, alarm)):
             continue
-        sentences.append(f"{alarm.metric} is {value:.3g}, harmless is {alarm.low:g} to {alarm.high:g}: {alarm.meaning}")
+        harmless = f"{alarm.low:g}" if alarm.low == alarm.high else f"{alarm.low:g} to {alarm.high:g}"
+        sentences.append(f"{alarm.metric} is {value:.3g}, harmless is {harmless}: {alarm.meaning}")
     return sentences
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from relibra.cluster import Cluster, Topology
-from relibra.parallel import execute_plan
+from relibra.parallel import PlanExecution, execute_plan
 from relibra.parallel.balanced import balanced_layers
 from relibra.planning.placement import Homes
 from relibra.planning.plan import StepPlan
@@ -174,16 +174,34 @@ def current_homes(policy: Policy, topology: Topology) -> Homes | None:
     )
 
 
+class BatchExecution:
+    """Contexts of the micro-batches of a batch; call it with the number of one (`MicroBatchContext`)."""
+
+    def __init__(self, model: nn.Module, batch: TrainingBatch, execution: PlanExecution | None) -> None:
+        """Run micro-batches as the execution does; None: only replay their routes, if they have any."""
+        self._model, self._batch, self._execution = model, batch, execution
+
+    def __call__(self, number: int) -> AbstractContextManager[RoutingReplay | None]:
+        """Return the context of the passes of a micro-batch; collective."""
+        routes = self._batch.micro_batches[number].routes
+        if self._execution is None:
+            return replaying(self._model, routes)
+        return self._execution.micro_batch(number, routes)
+
+    @property
+    def ran_at_home(self) -> int:
+        """Return how often a micro-batch did not follow the plan, so far; the same on all ranks. 0 without a plan."""
+        return 0 if self._execution is None else len(self._execution.ran_at_home)
+
+
 @contextmanager
-def executing(
-    model: nn.Module, batch: TrainingBatch, sums: Literal["fast", "canonical"]
-) -> Iterator[MicroBatchContext]:
+def executing(model: nn.Module, batch: TrainingBatch, sums: Literal["fast", "canonical"]) -> Iterator[BatchExecution]:
     """Yield the contexts of the micro-batches: the plan, the replay of their routes, or neither; collective."""
     if batch.plan is None or batch.demand is None:
-        yield lambda number: replaying(model, batch.micro_batches[number].routes)
+        yield BatchExecution(model, batch, None)
         return
     with execute_plan(model, batch.plan, batch.demand, sums=sums) as execution:
-        yield lambda number: execution.micro_batch(number, batch.micro_batches[number].routes)
+        yield BatchExecution(model, batch, execution)
 
 
 def replaying(model: nn.Module, routes: BatchRoutes | None) -> AbstractContextManager[RoutingReplay | None]:

@@ -52,6 +52,17 @@ class RunConfig(Section):
         wanted = self.plan.balancer != "static" or self.plan.sums == "canonical"
         return wanted and self.algorithm.replay != "off" and self.parallel.ranks > 1
 
+    @model_validator(mode="before")
+    @classmethod
+    def _skip_warmup_of_own_model(cls, settings: Any) -> Any:
+        """Set the steps of the warm-up to 0 where a model is given and they are not."""
+        if not isinstance(settings, dict):
+            return settings
+        model, warmup = settings.get("model"), settings.get("warmup", {})
+        if isinstance(model, dict) and model.get("path") and isinstance(warmup, dict):
+            return {**settings, "warmup": {"steps": 0, **warmup}}
+        return settings
+
     @model_validator(mode="after")
     def _check_sections(self) -> RunConfig:
         check_model(self.model, self.algorithm, self.parallel)

@@ -89,7 +89,7 @@ class WarmupSettings(Section):
     """Supervised steps before RL on demonstrations with random errors; built-in tasks only."""
 
     steps: int = Field(320, ge=0)
-    """Optimizer steps; 0 for your own model."""
+    """Optimizer steps; with `model.path` set, 0 unless given."""
     batch: int = Field(128, ge=1)
     """Demonstrations per step, summed over ranks."""
     learning_rate: float = Field(5e-3, gt=0)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from relibra.planning.analysis.levers import lever_gaps
 from relibra.planning.costs.copies import pushed_copies
 from relibra.replay.replay import RouterComparison
-from relibra.rl.algorithms.mismatch import MismatchSums, alarms, mismatch_metrics, router_metrics
+from relibra.rl.algorithms.mismatch import MismatchSums, mismatch_metrics, router_metrics
 from relibra.rl.batch.training_batch import TrainingBatch
 from relibra.rl.rollout.response import Response, RolloutCost
 from relibra.rl.run.ranks import gather_arrays, largest_over_ranks, sum_over_ranks
@@ -63,7 +63,7 @@ def rollout_metrics(responses: Sequence[Response], cost: RolloutCost) -> dict[st
 
 
 def mismatch_metrics_of_ranks(recomputed: Recomputed) -> dict[str, Any]:
-    """Return the metrics of trainer compared with sampler over all ranks, with alarms; collective."""
+    """Return the metrics of trainer compared with sampler over all ranks; collective."""
     largest = max(float(piece[0]) for piece in gather_arrays(np.array([recomputed.mismatch.largest])))
     sums = MismatchSums(sums=sum_over_ranks(recomputed.mismatch.sums), largest=largest)
     counts = sum_over_ranks(torch.tensor(astuple(recomputed.routers))).tolist()
@@ -71,7 +71,7 @@ def mismatch_metrics_of_ranks(recomputed: Recomputed) -> dict[str, Any]:
         torch.tensor([recomputed.entropy, recomputed.tokens], dtype=torch.float64)
     ).tolist()
     found = {**mismatch_metrics(sums), **router_metrics(RouterComparison(*counts))}
-    return {**found, "alarms": alarms(found), "entropy": entropy / tokens if tokens else None}
+    return {**found, "entropy": entropy / tokens if tokens else None}
 
 
 def update_metrics(update: PolicyUpdate, *, referenced: bool) -> dict[str, Any]:
@@ -88,12 +88,15 @@ def update_metrics(update: PolicyUpdate, *, referenced: bool) -> dict[str, Any]:
     }
 
 
-def balance_metrics(batch: TrainingBatch) -> dict[str, Any]:
-    """Return the skew of expert loads before and after planning; the same on all ranks."""
+def balance_metrics(batch: TrainingBatch, *, ran_at_home: int) -> dict[str, Any]:
+    """Return the skew of expert loads before and after planning; the same on all ranks.
+
+    ran_at_home   micro-batches of recompute and update that did not follow the plan
+    """
     empty: dict[str, Any] = dict.fromkeys(
         (
             *("rank_skew", "expert_skew", "planned_skew", "plan_bound", "replicas", "pushes", "moved_experts"),
-            *("plan_seconds", "expected_seconds", "expected_static_seconds"),
+            *("plan_seconds", "expected_seconds", "expected_static_seconds", "ran_at_home"),
         )
     )
     if batch.demand is None or not len(batch.demand.load_MLE):
@@ -116,5 +119,6 @@ def balance_metrics(batch: TrainingBatch) -> dict[str, Any]:
             "plan_seconds": batch.plan.plan_seconds,
             "expected_seconds": batch.plan.predicted.get("total"),
             "expected_static_seconds": batch.static_seconds,
+            "ran_at_home": ran_at_home,
         }
     return found

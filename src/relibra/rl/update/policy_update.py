@@ -24,10 +24,12 @@ class PolicyUpdate:
 
     sums         over the trained tokens of this rank
     grad_norms   of each optimizer step, the same on all ranks
+    ran_at_home  micro-batches that did not follow the plan, on all ranks alike
     """
 
     sums: LossSums = field(default_factory=LossSums)
     grad_norms: Sequence[float] = ()
+    ran_at_home: int = 0
 
 
 def update_policy(

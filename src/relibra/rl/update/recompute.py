@@ -28,6 +28,7 @@ class Recomputed:
     tokens       their number
     mismatch     trainer compared with sampler, on the last windows
     routers      the trained model's own choices compared with the replayed ones
+    ran_at_home  micro-batches that did not follow the plan, on all ranks alike
     """
 
     log_probs: list[Float[Tensor, " _"]]
@@ -36,6 +37,7 @@ class Recomputed:
     tokens: int
     mismatch: MismatchSums
     routers: RouterComparison
+    ran_at_home: int = 0
 
 
 @torch.no_grad()

@@ -75,7 +75,7 @@ def stage_costs(
     """
     expert = model.expert
     rows_MR, score_flops_MR = rows_and_scores(plan, demand, model)
-    attention_MR = dense_seconds(cluster, rows_MR, model.always_parameters, score_flops_MR)
+    attention_MR = dense_seconds(cluster, rows_MR, model.non_expert_parameters, score_flops_MR)
     dense_MR = model.dense_layers * dense_seconds(cluster, rows_MR, model.dense_layer_parameters, score_flops_MR)
     head_MR = dense_seconds(cluster, rows_MR, model.head_parameters)
     costs = layer_costs(plan, demand, cluster, expert, distinct_MLRR=distinct_MLRR, from_pool=from_pool)
