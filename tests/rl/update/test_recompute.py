@@ -166,6 +166,7 @@ def test_micro_batches_that_leave_the_plan_are_counted(model):
             self.ran_at_home = []
 
         def micro_batch(self, number, routes):
+            assert routes is batch.micro_batches[number].routes
             self.ran_at_home.append(number)
             return nullcontext()
 
