@@ -45,6 +45,7 @@ def test_presets_round_trip_and_say_where_they_come_from(tmp_path, name):
     assert read_cluster(tmp_path / "c.toml") == replace(cluster, source='say "\\" and ü')
     assert cluster.name == name
     assert "assumptions" in cluster.source
+    assert cluster.label == "model"
     assert cluster.intra.bytes_per_second >= cluster.inter_send.bytes_per_second
 
 
@@ -67,11 +68,21 @@ def test_a_link_costs_alpha_plus_beta_bytes():
 
 
 def test_gemm_seconds_with_and_without_a_table():
-    plain = replace(cluster_preset("laptop"), peak_flops_per_second=100.0, efficiency=0.5)
+    slow = replace(cluster_preset("laptop"), peak_flops_per_second=100.0, efficiency=0.5, memory_bytes_per_second=10.0)
+    assert slow.gemm_seconds(np.array([0, 1, 10]), 5.0).tolist() == [0.0, 0.6, 1.5]  # half a second for the weights
+    plain = replace(slow, memory_bytes_per_second=0.0)
     assert plain.gemm_seconds(np.array([0, 10]), 5.0).tolist() == [0.0, 1.0]
     table = replace(plain, gemm_table=((10, 10.0), (20, 8.0), (30, 50.0)))
     # 0 rows: no time; 5 rows wait as long as 10; the dip at 20 counts as noise; between 20 and 30 linear; flat beyond
     assert table.gemm_seconds(np.array([0, 5, 10, 20, 25, 60]), 1.0).tolist() == [0.0, 1.0, 1.0, 2.0, 25 / 30, 60 / 50]
+
+
+def test_on_a_preset_an_expert_with_one_row_takes_as_long_as_its_weights_are_read():
+    h100, parameters = cluster_preset("h100x8"), 3 * 2048 * 768
+    one, some, many = (h100.gemm_seconds(np.array([rows]), 2.0 * parameters)[0] for rows in (1, 148, 1 << 15))
+    assert one == pytest.approx(2 * parameters / 3.35e12, rel=0.01)
+    assert some == pytest.approx(2 * one, rel=0.01)
+    assert many == pytest.approx(2.0 * parameters * (1 << 15) / h100.flops_per_second, rel=0.01)
 
 
 @given(st.integers(1, 64), st.integers(1, 64))

@@ -229,7 +229,9 @@ def plan_whole_step(sizes: dict, repetitions: int = 3) -> dict:
         scheduled = plan.scheduled(demand)
         found |= {f"{name}_skew": plan.skew(scheduled), f"{name}_bound": plan.bound(scheduled)}
         for what, one in (("plan", plan), ("static", static)):
-            found |= {f"{name}_{what}_seconds": one.predicted["total"] - one.predicted["attention"]}
+            found |= {
+                f"{name}_{what}_seconds": one.predicted["total"] - one.predicted["attention"] - one.predicted["host"]
+            }
     return found
 
 

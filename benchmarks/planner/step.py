@@ -4,8 +4,8 @@ results/step.json.
 Cases: a generated step of one layer of Qwen3-30B-A3B on 16 H100, and both recordings on 8, 16 and 32 ranks in nodes of
 8 and on 32 in one rack, with micro-batches of 2,048 and of 8,192 tokens per rank. A recording is too short for such
 steps: its samples are drawn again, seeded, until 32 micro-batches are full. The trainer's own schedule is used. Every
-plan is simulated, also where it loses to static. The recordings are not part of the project; the program says so when
-they are not there.
+plan is simulated, also where it loses to static; live peers (UltraEP, MoonEP) decide after the router. The recordings
+are not part of the project; the program says so when they are not there.
 Run: relibra bench step [--quick] [--json] [--data FOLDER] [--output FOLDER].
 Twenty minutes. --quick runs the generated case only and writes no rows.
 """
@@ -25,6 +25,7 @@ from benchmarks.harness.provenance import write_results
 from relibra.cluster import Cluster, cluster_preset
 from relibra.planning.budget import Budget
 from relibra.planning.planner import plan_step
+from relibra.planning.registry import is_live
 from relibra.planning.validation import validate_plan
 from relibra.rl.batch.plan_budget import plan_budget
 from relibra.rl.batch.schedule import make_schedule
@@ -177,8 +178,9 @@ def _row(case: Case, name: str, balancer: str, budget: Budget) -> dict:
     )
     scheduled = plan.scheduled(case.demand)
     validate_plan(plan, case.cluster.topology, scheduled)
-    step = simulate_step(plan, scheduled, case.cluster, case.model, Execution())
-    memory = memory_use(plan, scheduled, case.cluster, case.model, Execution())
+    how = Execution(live=is_live(balancer))
+    step = simulate_step(plan, scheduled, case.cluster, case.model, how)
+    memory = memory_use(plan, scheduled, case.cluster, case.model, how)
     M, L, R, _ = plan.replica_MLRB.shape
     assert case.demand.top_k
     tokens_MR = scheduled.tokens_MLRE[:, 0].sum(axis=2) // case.demand.top_k

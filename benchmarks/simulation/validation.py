@@ -152,7 +152,7 @@ def _simulated(sizes: steps.Sizes, variant: steps.Variant, cluster: Cluster) -> 
     # Homes move before the clock starts.
     plan = replace(plan, previous_map=plan.physical_to_logical_map)
     step = simulate_step(plan, plan.scheduled(demand), cluster, model)
-    kept = ("attention", "exchange", "gates", "compute", "copies")
+    kept = ("attention", "host", "gathers", "exchange", "gates", "compute", "copies")
     return {name: step.terms[name] for name in kept}
 
 

@@ -1,7 +1,8 @@
 """`Cluster`: nodes, ranks and links of the machine that a step is planned for; presets and a TOML file format.
 
-A link costs `alpha + beta * bytes` per direction and rank; both directions run at once. Presets hold data-sheet
-bandwidths; `relibra calibrate` measures those of a machine.
+A link costs `alpha * messages + beta * bytes` per direction and rank; both directions run at once. Presets hold
+data-sheet bandwidths, and assumptions where no data sheet says anything, so their label is `model`; `relibra calibrate`
+measures a machine.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _SLOWEST = 1e-3
 class Link:
     """One direction of a rank's link.
 
-    latency_seconds    alpha: seconds per message, 0 or more
+    latency_seconds    alpha: seconds per message, 0 or more; an exchange sends one to each peer
     bytes_per_second   1 / beta, above 0
     raises             ClusterError for values out of range
     """
@@ -49,9 +50,10 @@ class Link:
         _check_number("latency_seconds", self.latency_seconds, may_be_0=True)
         _check_rate("bytes_per_second", self.bytes_per_second)
 
-    def seconds(self, num_bytes: Amount, messages: int = 1) -> Amount:
+    def seconds(self, num_bytes: Amount, messages: int | ndarray = 1) -> Amount:
         """Return alpha * messages + beta * bytes, elementwise; 0 bytes take no time."""
-        return num_bytes / self.bytes_per_second + (num_bytes > 0) * (messages * self.latency_seconds)
+        seconds: Any = num_bytes / self.bytes_per_second + (num_bytes > 0) * (messages * self.latency_seconds)
+        return seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +77,13 @@ class Cluster:
     inter_send, inter_receive    a rank's share of its node's network, out and in
     host                         host memory to rank and back, the same in each direction
     memory_bytes                 device memory per rank
-    memory_bytes_per_second      of the device memory, the limit of decoding and the optimizer; 0: not known
+    memory_bytes_per_second      of the device memory: the limit of decoding, optimizer and small GEMMs; 0: not known
+    layer_seconds                launches and host work of a layer's forward pass that nothing hides, half of the
+                                 backward pass's; 0: not known
+    solve_seconds                of a live balancer, which plans each layer on the device after its router; 0: not known
     peak_flops_per_second        dense bf16 per rank; `efficiency` is the share that grouped GEMMs sustain
     gemm_table                   measured (rows of one expert, flops per second), rows rising; empty: the sustained rate
+                                 after its weights are read from memory
     source, label                origin of the figures; its kind: cited, measured or model
     raises                       ClusterError for values out of range
     """
@@ -94,6 +100,8 @@ class Cluster:
     efficiency: float
     gemm_table: tuple[tuple[int, float], ...] = ()
     memory_bytes_per_second: float = 0.0
+    layer_seconds: float = 0.0
+    solve_seconds: float = 0.0
     source: str
     label: Label
 
@@ -107,6 +115,8 @@ class Cluster:
         _check_number("efficiency", self.efficiency, most=1)
         if self.memory_bytes_per_second != 0:
             _check_rate("memory_bytes_per_second", self.memory_bytes_per_second)
+        for key in ("layer_seconds", "solve_seconds"):
+            _check_number(key, getattr(self, key), may_be_0=True)
         for key in ("name", "source"):
             text = getattr(self, key)
             if not isinstance(text, str) or not text or not text.isprintable():
@@ -140,9 +150,14 @@ class Cluster:
 
         With a table the rate is interpolated and never falls with more rows (otherwise noise in a measured table would
         make split work cheaper). Fewer rows than the first entry take as long as the first: reading the weights limits.
+
+        Without one an expert reads its weights, two bytes for two flops of a row, and then computes its rows at the
+        sustained rate. Kernels overlap the two, but compute tiles of 64 or 128 rows whole: errors of opposite signs.
+        Reading takes no time where the memory's bandwidth is not known.
         """
         if not self.gemm_table:
-            return rows * (flops_per_row / self.flops_per_second)
+            reading = flops_per_row / self.memory_bytes_per_second if self.memory_bytes_per_second else 0.0
+            return rows * (flops_per_row / self.flops_per_second) + (rows > 0) * reading
         table_rows, rates = (np.array(column, dtype=np.float64) for column in zip(*self.gemm_table, strict=True))
         at_least = np.maximum(rows, table_rows[0])
         rate = np.interp(at_least, table_rows, np.maximum.accumulate(rates))
@@ -235,7 +250,7 @@ def read_cluster(path: Path | str) -> Cluster:
         raise ClusterError(f"cluster file {path}: {error}") from error
 
 
-_OPTIONAL = ("gemm_table", "memory_bytes_per_second")
+_OPTIONAL = ("gemm_table", "memory_bytes_per_second", "layer_seconds", "solve_seconds")
 _LINKS = ("intra", "inter_send", "inter_receive", "host")
 Built = TypeVar("Built", Link, Cluster)
 
@@ -302,16 +317,18 @@ def _node(
         name=name,
         num_nodes=1,
         ranks_per_node=ranks,
-        intra=Link(latency_seconds=5e-6, bytes_per_second=intra),
-        inter_send=Link(latency_seconds=10e-6, bytes_per_second=inter),
-        inter_receive=Link(latency_seconds=10e-6, bytes_per_second=inter),
+        intra=Link(latency_seconds=2e-6, bytes_per_second=intra),
+        inter_send=Link(latency_seconds=4e-6, bytes_per_second=inter),
+        inter_receive=Link(latency_seconds=4e-6, bytes_per_second=inter),
         host=Link(latency_seconds=10e-6, bytes_per_second=host),
         memory_bytes=gb * 10**9,
         memory_bytes_per_second=memory,
         peak_flops_per_second=tflops * 1e12,
         efficiency=efficiency,
-        source=f"{source}; efficiency and latencies are assumptions",
-        label="cited",
+        layer_seconds=50e-6,
+        solve_seconds=75e-6,
+        source=f"{source}; efficiency, latencies and host time are assumptions, seconds of live planners are UltraEP's",
+        label="model",
     )
 
 
@@ -325,10 +342,7 @@ PRESETS: dict[str, Cluster] = {
         _node("h20x8", 8, 96, 148, 0.7, (450, 25, 64, 4000), "H20: NVLink 900 GB/s, 4 x 400 Gb/s per node"),
         _node("nvl72", 72, 186, 2500, 0.5, (900, 50, 225, 8000), "GB200 NVL72 data sheet, NVLink 1.8 TB/s per GPU"),
         _node("rtx4090x8", 8, 24, 165.2, 0.6, (32, 1.5625, 32, 1008), "RTX 4090 data sheet, PCIe 4.0 x16, 100 Gb/s"),
-        replace(
-            _node("laptop", 4, 4, 0.2, 0.5, (2, 0.1, 10, 20), "a 4-process gloo job on one CPU, order of magnitude"),
-            label="model",
-        ),
+        _node("laptop", 4, 4, 0.2, 0.5, (2, 0.1, 10, 20), "a 4-process gloo job on one CPU, order of magnitude"),
     )
 }
 """Machines by name; one node each, `Cluster.with_ranks` adds more."""

@@ -119,7 +119,7 @@ def test_one_rank_takes_the_links_of_another_cluster_and_is_a_model():
     assert found.exchange is None
     assert (found.cluster.label, found.cluster.intra) == ("model", cited.intra)
     assert (found.cluster.inter_send, found.cluster.inter_receive) == (cited.inter_send, cited.inter_receive)
-    assert "those of h100x8 (cited)" in found.cluster.source
+    assert "those of h100x8 (model)" in found.cluster.source
 
 
 @pytest.mark.parametrize(("size", "ranks", "sent"), [(1000, 2, 1000), (1000, 4, 996), (1, 8, 28)])

@@ -164,7 +164,7 @@ def test_plan_says_what_it_was_made_for_and_when_static_is_faster(run, trace, tm
         f"layers        {facts['predicted_seconds']:.3g} s, static {facts['static_predicted_seconds']:.3g} s (mod"
         in out
     )
-    assert "slower than static by the model: at 25 tokens per rank and micro-batch moves and copies cost" in out
+    assert "slower than static by the model: at 25 tokens per rank and micro-batch moves and copies and small " in out
     assert "seconds with --model" in out
     for words in (("--model", "64x32"), ("--balancer", "relibra+seconds")):
         code, out, _ = run("plan", trace, *CUT, *words, "-o", path)

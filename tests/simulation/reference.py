@@ -14,6 +14,7 @@ class OnePass:
 
     meetings   how many ranks have come, and when the last one did
     begun      copies (kind, layer) under way: when they began, and their costs
+    gathered   when each rank had the dense weights of a layer
     copies     when the copies (kind, layer) were done; missing: not done yet
     rows       from when to when rows were on their way between ranks
     """
@@ -22,14 +23,14 @@ class OnePass:
         self.costs, self.m, self.overlap, self.backward, self.recompute = costs, m, overlap, backward, recompute
         self.L, self.R = len(costs.layer_ids), costs.attention_MR.shape[1]
         self.arrived, self.copies, self.sleepers, self.blocked = {}, {}, {}, {}
-        self.begun, self.rows, self.heap = {}, [], []
+        self.begun, self.rows, self.heap, self.gathered = {}, [], [], {}
         self.replicas_done = {layer: [] for layer in range(self.L)}
         self.trace = []  # (rank, stage, layer, start, end)
         self.waited, self.end = [0.0] * self.R, [0.0] * self.R
 
     def run(self):
         self.programs = [(self.backward_program if self.backward else self.forward_program)(r) for r in range(self.R)]
-        if self.overlap and not (self.backward and self.slots_are_full()):
+        if self.overlap and not (self.backward and self.slots_are_full()) and (self.backward or not self.costs.live):
             self.begin_next_push(self.L if self.backward else -1, 0.0)
         for r in range(self.R):
             self.resume(r, 0.0)
@@ -87,7 +88,7 @@ class OnePass:
         self.copies[kind, layer] = time
         for r, since in self.blocked.pop((kind, layer), []):
             heapq.heappush(self.heap, (max(since, time), r))
-        if kind == "push" and self.costs.resident:
+        if kind == "push" and self.costs.resident and (self.backward or not self.costs.live):
             self.begin_next_push(layer, time)
         if kind == "return" and not self.costs.resident and copies.takes_part_MLR[self.m, layer].any():
             self.begin_next_push(layer, time)
@@ -128,8 +129,29 @@ class OnePass:
         if seconds:
             yield from self.meet(r, (f"{kind} together", layer), seconds, f"wait {kind}")
 
-    def experts_forward(self, r, layer, push, name) -> Iterator:
+    def gather(self, r, layer) -> Iterator:
+        """Wait for dense weights: under way since the last rank had those before, or from when all ranks ask."""
+        seconds = self.costs.gather(layer, root=not self.backward)
+        if not self.overlap:
+            if seconds:
+                yield from self.meet(r, ("gather together", layer), seconds, "gather")
+            return
+        before, begun = layer + 1 if self.backward else layer - 1, 0.0
+        if 0 <= before < self.L:
+            assert len(self.gathered[before]) == self.R
+            begun = max(self.gathered[before])
+        if begun + seconds > self.now:
+            yield ("until", begun + seconds)
+        self.gathered.setdefault(layer, []).append(self.now)
+
+    def host(self, r, layer, seconds, name="") -> Iterator:
+        yield from self.meet(r, (f"host together {name}", layer), seconds, "host")
+
+    def experts_forward(self, r, layer, push, name, *, decides=False) -> Iterator:
         costs, exchange, m = self.costs, self.costs.exchange, self.m
+        yield from self.host(r, layer, costs.host_seconds + (costs.decision_seconds if decides else 0.0), name)
+        if decides and self.overlap and ("push", layer) not in self.begun and push.takes_part_MLR[m, layer].any():
+            self.begin_copy("push", layer, push, self.now)
         if not self.overlap:
             yield from self.wait_together(r, f"push {name}", layer, push)
         yield from self.meet(r, (f"dispatch {name}", layer), exchange.dispatch_ML[m, layer], "dispatch")
@@ -143,9 +165,16 @@ class OnePass:
     def forward_program(self, r) -> Iterator:
         costs, m = self.costs, self.m
         for layer in range(self.L):
+            yield from self.gather(r, layer)
             yield from self.work(r, "attention", layer, costs.before_MR(layer)[m, r])
-            yield from self.experts_forward(r, layer, costs.push, "")
-            if r == 0 and self.overlap and not costs.resident and costs.push.takes_part_MLR[m, layer].any():
+            yield from self.experts_forward(r, layer, costs.push, "", decides=costs.live)
+            if (
+                r == 0
+                and self.overlap
+                and not costs.resident
+                and not costs.live
+                and costs.push.takes_part_MLR[m, layer].any()
+            ):
                 self.begin_next_push(layer, self.now)
         yield from self.work(r, "attention", -1, costs.last_MR[m, r])
 
@@ -153,10 +182,12 @@ class OnePass:
         costs, exchange, m = self.costs, self.costs.exchange, self.m
         yield from self.work(r, "attention", -1, 2 * costs.last_MR[m, r])
         for layer in reversed(range(self.L)):
+            yield from self.gather(r, layer)
             if self.recompute:
                 yield from self.work(r, "attention", layer, costs.before_MR(layer)[m, r])
                 yield from self.experts_forward(r, layer, costs.again, "again")
-            elif not self.overlap:
+            yield from self.host(r, layer, 2 * costs.host_seconds)
+            if not self.recompute and not self.overlap:
                 yield from self.wait_together(r, "push", layer, costs.again)
             yield from self.meet(r, ("dispatch", layer), exchange.dispatch_ML[m, layer], "dispatch")
             if not self.recompute and self.overlap:

@@ -24,6 +24,8 @@ def machine(plan, **changes) -> Cluster:
         "host": Link(latency_seconds=0.125, bytes_per_second=5),
         "memory_bytes": 10**9,
         "memory_bytes_per_second": 1000.0,
+        "layer_seconds": 0.75,
+        "solve_seconds": 2.0,
         "peak_flops_per_second": 720.0,
         "efficiency": 0.5,
         "source": "made up",
@@ -36,7 +38,7 @@ FREE = Link(latency_seconds=0, bytes_per_second=1e24)
 
 
 def free_links(plan, **changes) -> Cluster:
-    return machine(plan, intra=FREE, inter_send=FREE, inter_receive=FREE, host=FREE, **changes)
+    return machine(plan, intra=FREE, inter_send=FREE, inter_receive=FREE, host=FREE, layer_seconds=0.0, **changes)
 
 
 def tiny_model(plan, **changes) -> ModelShape:

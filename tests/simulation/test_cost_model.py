@@ -7,6 +7,7 @@ import pytest
 
 from relibra import ClusterError, cluster_preset
 from relibra.cluster import Link
+from relibra.planning.costs.layer_costs import decision_seconds
 from relibra.simulation import ParallelLayout, model_shape
 from relibra.simulation.cost_model import (
     gradient_reduction_seconds,
@@ -14,6 +15,7 @@ from relibra.simulation.cost_model import (
     optimizer_seconds,
     owned_parameters,
     rows_and_scores,
+    spread_seconds,
     weight_sync_seconds,
 )
 from tests.simulation.steps import random_step
@@ -54,6 +56,24 @@ def test_gradients_are_summed_by_rings_over_those_who_hold_the_same():
     assert gradient_reduction_seconds(one, ParallelLayout(expert_parallel=1), 80, 1000) == 0
 
 
+def test_sharded_gradients_are_scattered_in_the_group_and_summed_over_groups():
+    cluster = replace(
+        cluster_preset("h100x8", 16),
+        intra=Link(latency_seconds=1, bytes_per_second=100),
+        inter_send=Link(latency_seconds=2, bytes_per_second=10),
+    )
+    assert spread_seconds(cluster, 1600.0) == max(3 + 7 / 8 * 1600 / 100, 2 + 1 / 2 * 1600 / 8 / 10)
+    twice = ParallelLayout(expert_parallel=16, data_parallel=2)
+    over_groups = 4 + 2 * 1 / 2 * 400 * 4 / 16 / 10
+    assert gradient_reduction_seconds(cluster, twice, 400, 0, sharded=True) == 17 + over_groups
+
+
+def test_a_live_decision_gathers_counts_and_solves():
+    cluster = replace(cluster_preset("h100x8", 32), solve_seconds=1.0)
+    gathered = 3 * 2e-6 + 7 * 4 * 64 / 450e9 + 2 * 4e-6 + 3 * 8 * 4 * 64 / 50e9
+    assert decision_seconds(cluster, 64) == pytest.approx(1 + gathered)
+
+
 def test_the_optimizer_touches_30_bytes_of_each_weight_once():
     cluster = replace(cluster_preset("h100x8"), memory_bytes_per_second=10.0)
     layout = ParallelLayout(expert_parallel=8, data_parallel=2)
@@ -83,5 +103,5 @@ def test_tied_embeddings_are_one_matrix_where_both_ends_are_one_stage():
 def test_handover_and_weight_sync_take_the_network():
     model, cluster = model_shape("qwen3-30b-a3b"), cluster_preset("h100x8", 16)
     rows_MR = np.array([[0.0, 500.0]])
-    assert handover_seconds(model, cluster, rows_MR)[0] == pytest.approx(10e-6 + 500 * 4096 / 50e9)
-    assert weight_sync_seconds(model, cluster, 8) == pytest.approx(10e-6 + model.parameters * 2 / 8 / 50e9)
+    assert handover_seconds(model, cluster, rows_MR)[0] == pytest.approx(4e-6 + 500 * 4096 / 50e9)
+    assert weight_sync_seconds(model, cluster, 8) == pytest.approx(4e-6 + model.parameters * 2 / 8 / 50e9)

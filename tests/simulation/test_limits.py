@@ -69,7 +69,7 @@ def test_even_loads_have_no_straggler_and_uneven_ones_the_same_in_any_number_of_
         demand = Demand(counts_SLE=counts, layer_ids=np.arange(5), sample_ids=place)
         demand = demand.with_schedule(place // R, place % R, R)
         plan = plan_step(demand, cluster, Budget(slots=0), "static", expert=model.expert)
-        flat = replace(cluster, gemm_table=())
+        flat = replace(cluster, gemm_table=(), memory_bytes_per_second=0.0)
         step = simulate_step(plan, plan.scheduled(demand), flat, model, Execution(pipeline_stages=stages))
         assert step.straggler_seconds() / step.terms["compute"] == pytest.approx(expected, abs=1e-12)
         assert any("Straggler: " in sentence for sentence in advice(step, flat, model)) == (expected > 0)

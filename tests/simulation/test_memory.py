@@ -12,7 +12,7 @@ from tests.simulation.steps import random_step
 def test_a_case_by_hand():
     plan, demand, cluster, model = random_step(0, nodes=1, per_node=2, layers=2, slots=0, experts_per_rank=1)
     model = replace(model, moe_layers=2, dense_layers=0, dense_width=0, shared_width=0)
-    use = memory_use(plan, demand, cluster, model)
+    use = memory_use(plan, demand, cluster, model, Execution(shard_dense=False))
     shared = 2 * model.non_expert_parameters + 2 * 7 * 2  # both embeddings of 7 x 2
     assert use.parts["weights"] == 2 * (shared + 2 * 30)
     assert use.parts["gradients"] == 4 * (shared + 2 * 30)
@@ -27,6 +27,18 @@ def test_a_case_by_hand():
     assert use.parts["activations"] == pytest.approx(expected)
     assert use.total == sum(use.parts.values())
     assert use.warning == ""
+
+
+def test_sharded_weights_are_whole_two_layers_at_a_time():
+    plan, demand, cluster, model = random_step(0, nodes=1, per_node=2, layers=6, slots=0, experts_per_rank=1)
+    model = replace(model, moe_layers=6, dense_layers=0, dense_width=0, shared_width=0, vocabulary=1)
+    whole, spread = (
+        memory_use(plan, demand, cluster, model, Execution(shard_dense=sharded)).parts for sharded in (False, True)
+    )
+    heads = 2 * 2  # embedding and output matrix of 2 x 1
+    assert whole["weights"] == 2 * (6 * (model.non_expert_parameters + 30) + heads)
+    assert spread["weights"] == 2 * ((6 / 2 + 2) * model.non_expert_parameters + 6 * 30 + (1 / 2 + 1) * heads)
+    assert {**spread, "weights": 0} == {**whole, "weights": 0}
 
 
 def test_balance_lowers_activations_and_slots_cost_little():

@@ -55,7 +55,7 @@ def test_whole_responses_decode_as_token_by_token(lengths, slots):
 def test_a_decode_step_reads_all_weights_once_and_a_cache_for_each_response():
     model, cluster = model_shape("qwen3-30b-a3b"), cluster_preset("h100x8")
     cost = decode_cost(model, cluster, 8, context=1000.0)
-    assert cost.fixed == pytest.approx(model.parameters * 2 / 8 / 3.35e12 + 2 * 48 * 5e-6)
+    assert cost.fixed == pytest.approx(model.parameters * 2 / 8 / 3.35e12 + 2 * 48 * 7 * 2e-6)
     reading = 48 * 2 * 4 * 128 * 2 * 1000 / 8 / 3.35e12
     assert cost.per_active == pytest.approx(reading + 2 * model.active_parameters / 8 / cluster.flops_per_second)
     assert decode_cost(model, cluster, 1, context=0.0).fixed == pytest.approx(model.parameters * 2 / 3.35e12)

@@ -55,13 +55,14 @@ class LinkFit:
     worst: float
 
 
-def fit_link(samples: Samples, what: str) -> LinkFit:
-    """Fit seconds = alpha + beta x bytes, alpha 0 or more, by least squares of relative errors.
+def fit_link(samples: Samples, what: str, messages: int = 1) -> LinkFit:
+    """Fit seconds = alpha x messages + beta x bytes, alpha 0 or more, by least squares of relative errors.
 
     Errors are relative because absolute ones would fit the largest message alone and leave alpha to noise.
 
-    what      measured operation, for messages, such as "copies in host memory"
-    raises    EngineError when seconds do not grow with bytes
+    what       measured operation, for error messages, such as "copies in host memory"
+    messages   sent by a rank in one operation
+    raises     EngineError when seconds do not grow with bytes
     """
     sizes = sorted(samples)
     spreads = [Spread.of(samples[size]) for size in sizes]
@@ -78,7 +79,7 @@ def fit_link(samples: Samples, what: str) -> LinkFit:
         )
     off_X = (alpha + beta * bytes_X) / seconds_X - 1
     return LinkFit(
-        link=Link(latency_seconds=float(alpha), bytes_per_second=float(1 / beta)),
+        link=Link(latency_seconds=float(alpha) / messages, bytes_per_second=float(1 / beta)),
         bytes=tuple(sizes),
         seconds=tuple(spreads),
         error=float(np.sqrt(np.mean(off_X**2))),
@@ -179,7 +180,11 @@ def fit_cluster(
     memory = Spread.of([timings.memory_bytes / seconds for seconds in timings.memory])
     peak = max(dense.median, table[-1][1])
     host = fit_link(timings.copies, "copies in host memory")
-    exchange = fit_link(timings.exchange, "the exchange between ranks") if links_of is None else None
+    exchange = (
+        fit_link(timings.exchange, "the exchange between ranks", max(1, machine.ranks - 1))
+        if links_of is None
+        else None
+    )
     if exchange is not None:
         intra = send = receive = exchange.link
         links = "links between nodes were not measured, those inside the node are used"

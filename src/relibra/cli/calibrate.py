@@ -123,6 +123,7 @@ def _shown(spread: Spread, scale: float) -> tuple[str, str]:
 
 def _line(fit: LinkFit) -> str:
     return (
-        f"alpha {1e6 * fit.link.latency_seconds:,.1f} us, 1 / beta {fit.link.bytes_per_second / 1e9:,.2f} GB/s; the "
-        f"line is off by {fit.error:.0%} (root mean square), {fit.worst:.0%} at worst"
+        f"alpha {1e6 * fit.link.latency_seconds:,.1f} us per message, 1 / beta "
+        f"{fit.link.bytes_per_second / 1e9:,.2f} GB/s; the line is off by {fit.error:.0%} (root mean square), "
+        f"{fit.worst:.0%} at worst"
     )

@@ -67,9 +67,14 @@ def budget_of(request: SimulationRequest) -> Budget:
 
 def execution_of(request: SimulationRequest) -> Execution:
     """Return how the step is executed."""
+    from relibra.planning.registry import is_live
     from relibra.simulation import Execution
 
-    return Execution(pipeline_stages=request.pipeline_stages, recompute_activations=request.recompute)
+    return Execution(
+        pipeline_stages=request.pipeline_stages,
+        recompute_activations=request.recompute,
+        live=is_live(request.balancer),
+    )
 
 
 def simulate_balancer(

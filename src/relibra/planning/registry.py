@@ -50,3 +50,8 @@ BALANCERS: dict[str, Balancer] = {
     "popfetcher": Balancer(decide=popfetcher.decide, sees="history", based_on="after PopFetcher, ATC'25"),
 }
 """Every balancer by name; "after" in `based_on`: there is no public code to compare with."""
+
+
+def is_live(name: str) -> bool:
+    """Return whether a system with this balancer decides after the router of each layer, on the critical path."""
+    return name in BALANCERS and BALANCERS[name].sees == "live"

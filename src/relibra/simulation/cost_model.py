@@ -5,6 +5,8 @@ What a plan decides is in `planning.costs`. Every figure is a model.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from jaxtyping import Float64
 from numpy import ndarray
@@ -19,6 +21,19 @@ from relibra.simulation.model_shape import ModelShape
 _OPTIMIZER_BYTES = 30
 """Bytes that AdamW touches per parameter: reads gradient, master and two moments (16), writes these three (12) and the
 bf16 weight (2)."""
+
+
+class Gathers(NamedTuple):
+    """Seconds or bytes of all-gathers of one stage.
+
+    root    embedding and output matrix, before the forward pass; they stay until the backward pass ends
+    first   the first layer with the dense layers before it, in each pass
+    each    each other layer, in each pass
+    """
+
+    root: float
+    first: float
+    each: float
 
 
 def rows_and_scores(
@@ -59,7 +74,24 @@ def owned_parameters(
     return shared, num_layers * model.experts // layout.expert_parallel * model.expert.parameters
 
 
-def gradient_reduction_seconds(cluster: Cluster, layout: ParallelLayout, shared: int, experts: int) -> float:
+def gathered_bytes(model: ModelShape, *, first: bool, last: bool) -> Gathers:
+    """Return the bytes of a stage's weights outside of routed experts that FSDP gathers on every rank.
+
+    first, last   as for `owned_parameters`
+    """
+    heads = first + last * (0 if model.tied_embeddings and first else 1)
+    dense = first * model.dense_layers * model.dense_layer_parameters
+    each, num_bytes = model.non_expert_parameters, model.expert.bytes_per_value
+    return Gathers(
+        root=float(num_bytes * heads * model.head_parameters),
+        first=float(num_bytes * (each + dense)),
+        each=float(num_bytes * each),
+    )
+
+
+def gradient_reduction_seconds(
+    cluster: Cluster, layout: ParallelLayout, shared: int, experts: int, *, sharded: bool = False
+) -> float:
     """Return the seconds of the fp32 gradient all-reduce over ranks with equal weights: rings or trees, the faster one.
 
     A ring of n sends 2 (n - 1) / n x bytes in 2 (n - 1) messages, a double binary tree 2 x bytes in 2 log2(n)
@@ -68,16 +100,36 @@ def gradient_reduction_seconds(cluster: Cluster, layout: ParallelLayout, shared:
     expert-parallel group, which are on other nodes: all bytes of a rank go through its own link.
 
     cluster   of one expert-parallel group
+    sharded   shared weights are spread over the ranks of each group (FSDP, replicated over groups): a reduce-scatter in
+              the group, then a sum over groups of each rank's part
     """
-    G, nodes = cluster.ranks_per_node, cluster.num_nodes * layout.data_parallel
+    G, nodes, groups = cluster.ranks_per_node, cluster.num_nodes * layout.data_parallel, layout.data_parallel
 
     def all_reduce(link: Link, n: int, num_bytes: float) -> float:
         ring = link.seconds(2 * (n - 1) / n * num_bytes, 2 * (n - 1))
         tree = link.seconds(2 * num_bytes, 2 * (n - 1).bit_length())
         return float(min(ring, tree)) if n > 1 else 0.0
 
-    of_shared = max(all_reduce(cluster.intra, G, 4.0 * shared), all_reduce(cluster.inter_send, nodes, 4.0 * shared / G))
-    return of_shared + all_reduce(cluster.inter_send, layout.data_parallel, 4.0 * experts)
+    if sharded:
+        of_shared = spread_seconds(cluster, 4.0 * shared)
+        of_shared += all_reduce(cluster.inter_send, groups, 4.0 * shared / layout.expert_parallel)
+    else:
+        of_shared = max(
+            all_reduce(cluster.intra, G, 4.0 * shared), all_reduce(cluster.inter_send, nodes, 4.0 * shared / G)
+        )
+    return of_shared + all_reduce(cluster.inter_send, groups, 4.0 * experts)
+
+
+def spread_seconds(cluster: Cluster, num_bytes: float) -> float:
+    """Return the seconds of an all-gather of bytes spread over the ranks of a group, or of the reduce-scatter back.
+
+    Inside nodes and between them at once, as sums of shared gradients; (n - 1) / n of the bytes through each link, in
+    log2(n) messages (NCCL's PAT).
+    """
+    G, N = cluster.ranks_per_node, cluster.num_nodes
+    inside = cluster.intra.seconds((G - 1) / G * num_bytes, (G - 1).bit_length())
+    between = cluster.inter_send.seconds((N - 1) / N * num_bytes / G, (N - 1).bit_length())
+    return max(inside, between)
 
 
 def optimizer_seconds(cluster: Cluster, layout: ParallelLayout, shared: int, experts: int) -> float:

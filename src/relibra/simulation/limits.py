@@ -92,10 +92,22 @@ def _parts(step: SimulatedStep) -> list[tuple[str, float, str]]:
     hidden = seconds_in_words(step.hidden_copy_seconds)
     found += [
         (
+            "host",
+            terms["host"],
+            f"Host: launches, host work and live decisions take {seconds_in_words(terms['host'])}; fewer, larger "
+            "micro-batches reduce it",
+        ),
+        (
             "exchange",
             exchange,
             f"Traffic: rows between ranks take {seconds_in_words(exchange)}; experts that are picked together on one "
             "rank reduce it",
+        ),
+        (
+            "gathers",
+            terms["gathers"],
+            f"FSDP: gathers of dense weights take {seconds_in_words(terms['gathers'])}, exposed; fewer, larger "
+            "micro-batches reduce them",
         ),
         (
             "copies",

@@ -18,7 +18,7 @@ from relibra.planning.costs.copies import slot_bytes
 from relibra.planning.loads import home_rank_load
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import ScheduledDemand
-from relibra.simulation.cost_model import owned_parameters, rows_and_scores
+from relibra.simulation.cost_model import gathered_bytes, owned_parameters, rows_and_scores
 from relibra.simulation.model_shape import ModelShape
 from relibra.simulation.step.group_run import Execution
 from relibra.simulation.units import bytes_in_words
@@ -67,9 +67,10 @@ def memory_use(
 ) -> MemoryUse:
     """Return the estimated memory of the fullest stage of a step.
 
-    Weights outside of routed experts are whole on every rank of a stage, with gradients; optimizer state is spread over
-    all ranks that hold the same weights. A stage keeps activations of as many micro-batches as are in flight: as there
-    are stages from it to the last.
+    Weights outside of routed experts are spread over the ranks of a group (`Execution.shard_dense`), and gathered two
+    layers at a time, embedding and output matrix for the whole pass; their gradients add up whole on every rank, until
+    the last micro-batch. Optimizer state is spread over all ranks that hold the same weights. A stage keeps activations
+    of as many micro-batches as are in flight: as there are stages from it to the last.
 
     demand   under the schedule of the plan
     """
@@ -90,10 +91,14 @@ def memory_use(
         kept = [_activations(model, rows_MR, load_MLR[:, layers], dense_layers, in_flight, how) for load_MLR in loads]
         shared, experts = owned_parameters(model, layout, num_layers, first=stage == 0, last=last)
         own = shared / (layout.data_parallel * layout.expert_parallel) + experts / layout.data_parallel
+        dense = float(shared * model.expert.bytes_per_value)
+        if how.shard_dense:
+            held = dense / layout.expert_parallel + sum(gathered_bytes(model, first=stage == 0, last=last))
+            dense = min(dense, held)
         trained = 0 if how.forward_only else 1
         expert = model.expert
         parts = {
-            "weights": float((shared + experts) * expert.bytes_per_value),
+            "weights": dense + float(experts * expert.bytes_per_value),
             "gradients": trained * 4.0 * (shared + experts),
             "optimizer": trained * _STATE_BYTES * own,
             "slots": float(slot_bytes(plan, expert, num_layers=num_layers, trained=not how.forward_only)),

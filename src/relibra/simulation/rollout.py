@@ -64,7 +64,7 @@ def decode_cost(model: ModelShape, cluster: Cluster, engine_ranks: int, context:
     """Return the decode cost of an engine that is bound by its memory bandwidth.
 
     fixed        all weights of the rank are read (many responses use every expert), and the latencies of
-                 two exchanges per layer
+                 two exchanges per layer, a message to each other rank in both
     per_active   keys and values of the context are read, and 2 flops per active weight are computed
 
     engine_ranks   ranks that share one copy of the model
@@ -74,7 +74,7 @@ def decode_cost(model: ModelShape, cluster: Cluster, engine_ranks: int, context:
     bandwidth = memory_bandwidth(cluster)
     weights = model.parameters * model.expert.bytes_per_value / engine_ranks / bandwidth
     link = cluster.intra if engine_ranks <= cluster.ranks_per_node else cluster.inter_send
-    exchanges = 2 * model.layers * link.latency_seconds if engine_ranks > 1 else 0.0
+    exchanges = 2 * model.layers * (engine_ranks - 1) * link.latency_seconds
     cache = model.cache_bytes_per_token * context / engine_ranks / bandwidth
     flops = 2 * model.active_parameters / engine_ranks / cluster.flops_per_second
     return DecodeCost(fixed=weights + exchanges, per_active=cache + flops)

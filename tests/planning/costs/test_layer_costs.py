@@ -1,6 +1,6 @@
 """Closed forms of the arrays, and slow loops beside them."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -64,7 +64,8 @@ def test_a_gemm_table_makes_small_pieces_expensive():
 @settings(deadline=None)
 def test_exchanges_are_those_of_the_split(step):
     plan, demand = step
-    machine, G = cluster_for(plan), plan.ranks_per_node
+    inside, send, receive = (Link(latency_seconds=a, bytes_per_second=b) for a, b in ((1, 10), (3, 2), (5, 1)))
+    machine, G = cluster_for(plan, intra=inside, inter_send=send, inter_receive=receive), plan.ranks_per_node
     costs = exchange_costs(plan, demand, machine, EXPERT)
     tokens_MLRE = demand.tokens_MLRE
     counted = exchange_costs(plan, demand, machine, EXPERT, np.zeros((*tokens_MLRE.shape[:3], plan.num_ranks), int))
@@ -73,13 +74,14 @@ def test_exchanges_are_those_of_the_split(step):
     np.testing.assert_array_equal(counted.gates_ML, costs.gates_ML)
     for at in np.ndindex(*tokens_MLRE.shape[:2]):
         arrays = (tokens_MLRE[at], plan.home_LE[at[1]], plan.replica_MLRB[at], plan.quota_MLRB[at])
-        split, links = split_tokens(*arrays, G), Counter()
+        split, links, peers = split_tokens(*arrays, G), Counter(), defaultdict(set)
         for source, instance in np.argwhere(split.tokens_RI > 0):
             rank, rows = int(split.rank_I[instance]), int(split.tokens_RI[source, instance])
             if rank != source:
                 kind = "intra" if rank // G == source // G else "inter"
-                links[kind, "out", int(source)] += rows
-                links[kind, "in", rank] += rows
+                for way, at_rank, other in (("out", int(source), rank), ("in", rank, int(source))):
+                    links[kind, way, at_rank] += rows
+                    peers[kind, way, at_rank].add(other)
         for r in range(plan.num_ranks):
             for way, found_MLR, gates_MLR in (
                 ("out", costs.out_MLR, costs.gates_out_MLR),
@@ -87,16 +89,17 @@ def test_exchanges_are_those_of_the_split(step):
             ):
                 assert found_MLR[(*at, r)] == gates_MLR[(*at, r)] == links["intra", way, r] + links["inter", way, r]
         assert costs.cross_node_ML[at] == sum(n for port, n in links.items() if port[:2] == ("inter", "out"))
-        busiest = Counter()
-        for (kind, way, _), rows in links.items():
-            busiest[kind, way] = max(busiest[kind, way], rows)
-        inside = max(busiest["intra", "out"], busiest["intra", "in"]) / 10
-        along = max(inside, busiest["inter", "out"] / 2, busiest["inter", "in"] / 1)
-        against = max(inside, busiest["inter", "in"] / 2, busiest["inter", "out"] / 1)
-        assert costs.dispatch_ML[at] == pytest.approx(4 * along)
-        assert costs.combine_ML[at] == pytest.approx(4 * against)
-        assert costs.gates_ML[at] == pytest.approx(2 * along)
-        assert costs.gates_back_ML[at] == pytest.approx(2 * against)
+        for row_bytes, ways in (
+            (4, ((costs.dispatch_ML, "out", "in"), (costs.combine_ML, "in", "out"))),
+            (2, ((costs.gates_ML, "out", "in"), (costs.gates_back_ML, "in", "out"))),
+        ):
+            for found_ML, sent, received in ways:
+                slowest = 0.0
+                for (kind, way, rank), rows in links.items():
+                    link = machine.intra if kind == "intra" else {sent: send, received: receive}[way]
+                    seconds = link.latency_seconds * len(peers[kind, way, rank])
+                    slowest = max(slowest, seconds + rows * row_bytes / link.bytes_per_second)
+                assert found_ML[at] == pytest.approx(slowest)
 
 
 def test_a_home_that_feeds_several_nodes_sends_to_one_after_the_other_and_a_pool_relieves_it():
@@ -141,7 +144,7 @@ def test_copies_take_as_long_as_the_busiest_port_of_any_rank(case):
                 copies[kind, 1, target] += 1
             found = dict.fromkeys(links, 0.0)
             for (kind, way, _), number in copies.items():
-                found[kind] = max(found[kind], links[kind][way].seconds(float(costs.bytes_each) * number))
+                found[kind] = max(found[kind], links[kind][way].seconds(float(costs.bytes_each) * number, number))
             assert costs.seconds_ML[m, layer] == pytest.approx(max(found.values()))
             assert costs.network_ML[m, layer] == pytest.approx(found["inter"])
             for r in range(plan.num_ranks):

@@ -22,7 +22,9 @@ def test_link_rows_equal_their_reference(seed, num_nodes, per_node):
     rng = np.random.default_rng(seed)
     R = num_nodes * per_node
     traffic_LRR, share_LR = rng.integers(0, 5, (2, R, R)), rng.random((2, R))
-    rows_2L2R, slots_2L2R = link_rows(traffic_LRR, share_LR, per_node)
+    rows_2L2R, slots_2L2R, peers_2L2R = link_rows(traffic_LRR, share_LR, per_node)
+    ones_LR = np.ones((2, R))
+    np.testing.assert_array_equal(peers_2L2R, link_rows_reference(np.sign(traffic_LRR), ones_LR, per_node))
     np.testing.assert_allclose(rows_2L2R, link_rows_reference(traffic_LRR, share_LR, per_node))
     np.testing.assert_array_equal(slots_2L2R, link_rows_reference(traffic_LRR, np.ones((2, R)), per_node))
 

@@ -102,7 +102,7 @@ def test_the_card_of_the_expert_layers_is_the_sum_of_the_parts_below_it() -> Non
         assert seconds_in_words(bound.terms["exchange"]) != seconds_in_words(step.terms["exchange"])
     assert "Rows between ranks are counted token by token." in page
     predicted = predict(after.plan, after.demand, CLUSTER, model.expert)
-    planner = predicted.total - predicted.attention
+    planner = predicted.total - predicted.attention - predicted.host
     assert f"{seconds_in_words(planner)} by the planner’s own model, which uses a lower bound of rows" in page
 
 

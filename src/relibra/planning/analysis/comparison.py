@@ -64,7 +64,8 @@ class ComparisonRow:
     cross_node_token_slots     token-slots computed on another node than the one they come from
     cross_node_share           these as a share of all
     plan_seconds               wall clock on this machine, kernels compiled before (label `measured`)
-    predicted_seconds          the objective in seconds (label `model`)
+    predicted_seconds          the objective in seconds (label `model`); for balancers that see live loads, with their
+                               decisions and pushes after the router, as their systems run them
     exposed_seconds            its part for copies that nothing hides
     relocation_seconds         its part for moving experts to new homes, once
     valid, message             result of `validate_plan`; if it failed, the reason
@@ -209,7 +210,7 @@ def measure(
     any_homes_ML = any_homes_bound(
         scheduled.load_MLE, cluster.num_ranks, cluster.ranks_per_node, plan.slots, plan.scope
     )
-    volumes = predict(plan, scheduled, cluster, expert)
+    prediction = predict(plan, scheduled, cluster, expert, live=sees == "live")
     return ComparisonRow(
         balancer=balancer,
         sees=sees,
@@ -224,18 +225,18 @@ def measure(
         copies_per_micro_batch_layer=plan.num_copies / max(1, worst_ML.size),
         cross_node_copies=plan.num_cross_node_copies,
         moved_experts=plan.num_moved,
-        moved_bytes=volumes.moved_bytes,
+        moved_bytes=prediction.moved_bytes,
         slots=plan.slots,
         slots_used=int((plan.replica_MLRB >= 0).sum(axis=3).max(initial=0)),
         slot_bytes=slot_bytes(plan, expert),
-        pushed_bytes=volumes.pushed_bytes,
-        copy_bytes=volumes.copy_bytes,
-        cross_node_token_slots=volumes.cross_node_token_slots,
-        cross_node_share=volumes.cross_node_token_slots / max(1, int(load_MLR.sum())),
+        pushed_bytes=prediction.pushed_bytes,
+        copy_bytes=prediction.copy_bytes,
+        cross_node_token_slots=prediction.cross_node_token_slots,
+        cross_node_share=prediction.cross_node_token_slots / max(1, int(load_MLR.sum())),
         plan_seconds=plan.plan_seconds,
-        predicted_seconds=plan.predicted["total"],
-        exposed_seconds=plan.predicted["copies"],
-        relocation_seconds=plan.predicted["relocation"],
+        predicted_seconds=prediction.total,
+        exposed_seconds=prediction.copies,
+        relocation_seconds=prediction.relocation,
     )
 
 

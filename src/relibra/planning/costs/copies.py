@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 from numpy import ndarray
 
-from relibra.cluster import Cluster
+from relibra.cluster import Cluster, Link
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.placement import Homes, Placement
 from relibra.planning.traffic.traffic import BETWEEN, INSIDE
@@ -45,12 +45,12 @@ def copy_costs(
 ) -> tuple[CopyCosts, CopyCosts, CopyCosts]:
     """Return the pushes before forward, the pushes again before backward, and the gradients sent home after it.
 
-    One transfer per copy, as the executor makes them: homes send weights, one replica after another, and receive
-    gradients, by `intra` where home and replica share a node, else out through `inter_send` of one and in through
-    `inter_receive` of the other.
+    One transfer per copy, each with the latency of a message, as the executor makes them: homes send weights, one
+    replica after another, and receive gradients, by `intra` where home and replica share a node, else out through
+    `inter_send` of one and in through `inter_receive` of the other.
 
     from_pool   the pushes before forward are copies out of the host memory of each replica's own node
-                (`parallel.HostPool`), inside a node too, as in a pass without gradients that has a pool
+                (ForeMoE's transfer engine), inside a node too, in a pass without gradients
     """
     forward, backward, gradients = pushed_copies(plan)
     first = _count_copies(plan, forward)
@@ -105,12 +105,14 @@ def _count_copies(
 def _copies(
     sent_2MLR: Int64[ndarray, "2 M L R"], received_2MLR: Int64[ndarray, "2 M L R"], cluster: Cluster, bytes_each: int
 ) -> CopyCosts:
-    sent_2ML, received_2ML = (
-        count_2MLR.max(axis=-1, initial=0) * float(bytes_each) for count_2MLR in (sent_2MLR, received_2MLR)
-    )
-    inside_ML = cluster.intra.seconds(np.maximum(sent_2ML[INSIDE], received_2ML[INSIDE]))
+    sent_2ML, received_2ML = (count_2MLR.max(axis=-1, initial=0) for count_2MLR in (sent_2MLR, received_2MLR))
+
+    def seconds_ML(link: Link, copies_ML: Int64[ndarray, "M L"]) -> Float64[ndarray, "M L"]:
+        return link.seconds(copies_ML * float(bytes_each), copies_ML)
+
+    inside_ML = seconds_ML(cluster.intra, np.maximum(sent_2ML[INSIDE], received_2ML[INSIDE]))
     network_ML = np.maximum(
-        cluster.inter_send.seconds(sent_2ML[BETWEEN]), cluster.inter_receive.seconds(received_2ML[BETWEEN])
+        seconds_ML(cluster.inter_send, sent_2ML[BETWEEN]), seconds_ML(cluster.inter_receive, received_2ML[BETWEEN])
     )
     sent_MLR, received_MLR = sent_2MLR.sum(axis=0), received_2MLR.sum(axis=0)
     return CopyCosts(
@@ -126,7 +128,8 @@ def _copies(
 
 def _from_pool(counts: tuple[ndarray, ndarray], cluster: Cluster, expert: ExpertShape) -> CopyCosts:
     received_MLR = counts[1].sum(axis=0)
-    seconds_ML = cluster.host.seconds(received_MLR.max(axis=-1, initial=0) * float(expert.weight_bytes))
+    busiest_ML = received_MLR.max(axis=-1, initial=0)
+    seconds_ML = cluster.host.seconds(busiest_ML * float(expert.weight_bytes), busiest_ML)
     return CopyCosts(
         seconds_ML=seconds_ML,
         network_ML=np.zeros_like(seconds_ML),

@@ -1,9 +1,10 @@
 """`ExchangeCosts`: seconds and rows of dispatch and combine.
 
 Dispatch carries a hidden state from its source rank to the rank that computes it, combine carries one back; in the
-backward pass their gradients travel the same ways reversed. A link costs alpha + beta x bytes in each direction, both
-at once; links inside and between nodes work at the same time. A node's network is shared by its ranks in fixed parts,
-so the sum over a node can never be slower than its busiest rank.
+backward pass their gradients travel the same ways reversed. A rank sends one message to every other rank that gets rows
+from it: a link costs alpha x messages + beta x bytes in each direction, both at once; links inside and between nodes
+work at the same time. A node's network is shared by its ranks in fixed parts, so the sum over a node can never be
+slower than its busiest rank.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float64, Int
+from jaxtyping import Float64, Int, Int64
 from numpy import ndarray
 
-from relibra.cluster import Cluster
+from relibra.cluster import Cluster, Link
 from relibra.errors import PlanError
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.placement import Placement
@@ -68,15 +69,17 @@ def exchange_costs(
             )
         share_LR = send_once_share(demand.pairs_LEE, plan.home_LE, R)
     rows_2ML2R, slots_2ML2R = np.zeros((2, M, L, 2, R)), np.zeros((2, M, L, 2, R))
+    peers_2ML2R = np.zeros((2, M, L, 2, R), dtype=np.int64)
     for m, layers, traffic_LRR in iterate_traffic(plan, demand):
-        rows_2L2R, slots_2L2R = link_rows(traffic_LRR, share_LR[layers], plan.ranks_per_node)
+        rows_2L2R, slots_2L2R, peers_2L2R = link_rows(traffic_LRR, share_LR[layers], plan.ranks_per_node)
         if distinct_MLRR is not None:
             counted_LRR = distinct_MLRR[m, layers].astype(np.int64)
-            rows_2L2R, _ = link_rows(counted_LRR, share_LR[layers], plan.ranks_per_node)
+            rows_2L2R = link_rows(counted_LRR, share_LR[layers], plan.ranks_per_node)[0]
         rows_2ML2R[:, m, layers], slots_2ML2R[:, m, layers] = rows_2L2R, slots_2L2R
+        peers_2ML2R[:, m, layers] = peers_2L2R
     rows_ML2R, slots_ML2R = rows_2ML2R.sum(axis=0), slots_2ML2R.sum(axis=0)
-    dispatch_ML, combine_ML = _seconds(rows_2ML2R, cluster, expert.row_bytes)
-    gates_ML, gates_back_ML = _seconds(slots_2ML2R, cluster, expert.bytes_per_value)
+    dispatch_ML, combine_ML = _seconds(rows_2ML2R, peers_2ML2R, cluster, expert.row_bytes)
+    gates_ML, gates_back_ML = _seconds(slots_2ML2R, peers_2ML2R, cluster, expert.bytes_per_value)
     return ExchangeCosts(
         dispatch_ML=dispatch_ML,
         combine_ML=combine_ML,
@@ -91,16 +94,20 @@ def exchange_costs(
 
 
 def _seconds(
-    rows_2ML2R: Float64[ndarray, "2 M L 2 R"], cluster: Cluster, row_bytes: int
+    rows_2ML2R: Float64[ndarray, "2 M L 2 R"],
+    peers_2ML2R: Int64[ndarray, "2 M L 2 R"],
+    cluster: Cluster,
+    row_bytes: int,
 ) -> tuple[Float64[ndarray, "M L"], Float64[ndarray, "M L"]]:
     """Return the seconds of rows along the traffic and against it."""
-    busiest_2ML2 = rows_2ML2R.max(axis=-1) * float(row_bytes)
-    inside_ML = cluster.intra.seconds(busiest_2ML2[INSIDE].max(axis=-1))
+    bytes_2ML2R = rows_2ML2R * float(row_bytes)
+    inside_ML = cluster.intra.seconds(bytes_2ML2R[INSIDE], peers_2ML2R[INSIDE]).max(axis=(-2, -1))
+
+    def busiest_ML(link: Link, way: int) -> Float64[ndarray, "M L"]:
+        return link.seconds(bytes_2ML2R[BETWEEN, ..., way, :], peers_2ML2R[BETWEEN, ..., way, :]).max(axis=-1)
 
     def slowest_ML(sent: int, received: int) -> Float64[ndarray, "M L"]:
-        send_ML = cluster.inter_send.seconds(busiest_2ML2[BETWEEN, ..., sent])
-        return np.maximum(
-            inside_ML, np.maximum(send_ML, cluster.inter_receive.seconds(busiest_2ML2[BETWEEN, ..., received]))
-        )
+        between_ML = np.maximum(busiest_ML(cluster.inter_send, sent), busiest_ML(cluster.inter_receive, received))
+        return np.maximum(inside_ML, between_ML)
 
     return slowest_ML(OUT, IN), slowest_ML(IN, OUT)

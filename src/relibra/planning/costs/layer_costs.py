@@ -28,6 +28,10 @@ class LayerCosts:
     home_MLR, replica_MLR    forward seconds of each rank's experts at home and replicas; backward takes twice them
     exchange                 dispatch and combine
     push, again, gradients   copies of weights before forward and before backward, gradients home after it
+    host_seconds             launches and host work of a layer's forward pass; backward takes twice them
+    decision_seconds         between a layer's router and its exchange in the forward pass: 0 where the plan is made
+                             before the step; where it is live, the exchange of counts and the solver
+    live                     weights are pushed after the decision, so no attention hides them in the forward pass
     """
 
     home_MLR: Float64[ndarray, "M L R"]
@@ -36,6 +40,9 @@ class LayerCosts:
     push: CopyCosts
     again: CopyCosts
     gradients: CopyCosts
+    host_seconds: float
+    decision_seconds: float
+    live: bool
 
     @property
     def compute_ML(self) -> Float64[ndarray, "M L"]:
@@ -53,8 +60,13 @@ class LayerCosts:
         attention_seconds   forward attention of one layer and micro-batch; backward takes twice as long
         """
         backward_ML = self.again.seconds_ML + self.gradients.seconds_ML
-        forward_ML = np.maximum(0.0, self.push.seconds_ML - attention_seconds)
+        forward_ML = np.maximum(0.0, self.push.seconds_ML - (0.0 if self.live else attention_seconds))
         return forward_ML + np.maximum(0.0, backward_ML - 2 * attention_seconds)
+
+    @property
+    def host_ML(self) -> Float64[ndarray, "M L"]:
+        """Return the seconds of launches, host work and live decisions, forward and backward."""
+        return np.full(self.push.seconds_ML.shape, 3.0 * self.host_seconds + self.decision_seconds)
 
 
 def layer_costs(
@@ -65,12 +77,14 @@ def layer_costs(
     *,
     distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,
     from_pool: bool = False,
+    live: bool = False,
 ) -> LayerCosts:
     """Return the costs of every micro-batch and layer under a plan.
 
     demand          under the schedule of the plan
     distinct_MLRR   as for `exchange_costs`
     from_pool       as for `copy_costs`
+    live            the plan is made layer by layer, after the router: as UltraEP and MoonEP do
     raises          PlanError when plan, demand and cluster do not fit together
     """
     check_fit(plan, demand, cluster)
@@ -83,7 +97,23 @@ def layer_costs(
         push=push,
         again=again,
         gradients=gradients,
+        host_seconds=cluster.layer_seconds,
+        decision_seconds=decision_seconds(cluster, plan.num_experts) if live else 0.0,
+        live=live,
     )
+
+
+def decision_seconds(cluster: Cluster, num_experts: int) -> float:
+    """Return the seconds of a live decision: an all-gather of every rank's counts, 4 bytes per expert, and the solver.
+
+    The all-gather doubles what each rank has in every round, first inside nodes, then between them.
+    """
+    G, N, own = cluster.ranks_per_node, cluster.num_nodes, 4.0 * num_experts
+    inside = cluster.intra.seconds(own * (G - 1), (G - 1).bit_length())
+    between = max(
+        link.seconds(own * G * (N - 1), (N - 1).bit_length()) for link in (cluster.inter_send, cluster.inter_receive)
+    )
+    return inside + between + cluster.solve_seconds
 
 
 def check_fit(plan: Placement, demand: ScheduledDemand, cluster: Cluster) -> None:

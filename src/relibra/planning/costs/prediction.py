@@ -1,12 +1,13 @@
 """The objective: the predicted seconds of a planned step, term by term.
 
     total = sum over micro-batches and layers of (busiest rank's experts + busiest rank's attention + exchange
-            + exposed copies) + relocation
+            + exposed copies + host) + relocation
 
 Ranks wait for each other in every layer of every micro-batch, so each term takes its maximum over ranks before it is
 summed (ReLibra, arXiv 2605.08639; ForeMoE, arXiv 2606.11867). All figures are a model of the machine, not a
 measurement, and carry the label `model`. Router and optimizer are not in the total: no plan changes them. Attention is,
-because a schedule that gathers long samples on some ranks lets the others wait.
+because a schedule that gathers long samples on some ranks lets the others wait; host work is, because a live balancer
+decides while everybody waits.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from relibra.routing.demand import ScheduledDemand
 class Prediction:
     """Predicted cost of a plan in one step, summed over micro-batches and layers.
 
-    compute, attention, exchange, copies, relocation    seconds; `copies` counts only what attention does not hide
+    compute, attention, exchange             seconds
+    copies                                   seconds that attention does not hide
+    host                                     seconds of launches and host work, and of a live balancer's decisions
+    relocation                               seconds, once before the step
     cross_node_token_slots                   token-slots computed on another node than the one they come from
     sent_bytes                               activation bytes between ranks: dispatch and combine, forward and backward
     pushed_bytes                             weights pushed to replicas, forward and again backward
@@ -38,6 +42,7 @@ class Prediction:
     attention: float
     exchange: float
     copies: float
+    host: float
     relocation: float
     cross_node_token_slots: int
     sent_bytes: float
@@ -47,12 +52,12 @@ class Prediction:
 
     @property
     def total(self) -> float:
-        """Return the sum of the five terms, in seconds."""
-        return self.compute + self.attention + self.exchange + self.copies + self.relocation
+        """Return the sum of the six terms, in seconds."""
+        return self.compute + self.attention + self.exchange + self.copies + self.host + self.relocation
 
     def as_dict(self) -> dict[str, float]:
-        """Return the five terms and their total by name, in seconds, as `StepPlan.predicted` holds them."""
-        names = ("compute", "attention", "exchange", "copies", "relocation", "total")
+        """Return the six terms and their total by name, in seconds, as `StepPlan.predicted` holds them."""
+        names = ("compute", "attention", "exchange", "copies", "host", "relocation", "total")
         return {name: float(getattr(self, name)) for name in names}
 
 
@@ -63,6 +68,7 @@ def predict(
     expert: ExpertShape,
     *,
     attention_seconds: float | None = None,
+    live: bool = False,
 ) -> Prediction:
     """Return the modelled seconds and bytes of a step under a plan, as `StepPlan.predicted` holds them.
 
@@ -70,16 +76,18 @@ def predict(
                        destination rank; without, each token-slot travels, which is the upper bound
     attention_seconds  forward attention of one layer and micro-batch, under which copies hide; None:
                        `mean_attention_seconds`
+    live               as for `layer_costs`
     raises             PlanError when plan, demand and cluster do not fit together
     """
     if attention_seconds is None:
         attention_seconds = mean_attention_seconds(demand, cluster, expert)
-    costs = layer_costs(plan, demand, cluster, expert)
+    costs = layer_costs(plan, demand, cluster, expert, live=live)
     return Prediction(
         compute=float(costs.compute_ML.sum()),
         attention=busiest_attention_seconds(demand, cluster, expert),
         exchange=float(costs.exchange_ML.sum()),
         copies=float(costs.exposed_copies_ML(attention_seconds).sum()),
+        host=float(costs.host_ML.sum()),
         relocation=relocation_seconds(plan.previous, plan, cluster, expert),
         cross_node_token_slots=int(costs.exchange.cross_node_ML.sum()),
         sent_bytes=4 * float(costs.exchange.out_MLR.sum()) * expert.row_bytes,

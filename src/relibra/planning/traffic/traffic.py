@@ -41,21 +41,23 @@ def iterate_traffic(plan: Placement, demand: ScheduledDemand) -> Iterator[tuple[
 
 def link_rows(
     traffic_LRR: Int64[ndarray, "L R R2"], share_LR: Float64[ndarray, "L R"], ranks_per_node: int
-) -> tuple[Float64[ndarray, "2 L 2 R"], Float64[ndarray, "2 L 2 R"]]:
+) -> tuple[Float64[ndarray, "2 L 2 R"], Float64[ndarray, "2 L 2 R"], Int64[ndarray, "2 L 2 R"]]:
     """Return the rows that leave and enter each rank by link; rows that stay on a rank use none.
 
     share_LR   rows per token-slot at the destination rank
-    returns    rows and token-slots, [inside a node or between nodes, layer, out or in, rank]
+    returns    rows, token-slots, and peers (other ranks with any), each [inside a node or between nodes, layer, out or
+               in, rank]
     """
     L, R, _ = traffic_LRR.shape
     rows_2L2R, slots_2L2R = np.zeros((2, L, 2, R)), np.zeros((2, L, 2, R))
-    _sum_links(traffic_LRR, share_LR, ranks_per_node, rows_2L2R, slots_2L2R)
-    return rows_2L2R, slots_2L2R
+    peers_2L2R = np.zeros((2, L, 2, R), dtype=np.int64)
+    _sum_links(traffic_LRR, share_LR, ranks_per_node, rows_2L2R, slots_2L2R, peers_2L2R)
+    return rows_2L2R, slots_2L2R, peers_2L2R
 
 
 @compiled
 @no_type_check
-def _sum_links(traffic_LRR, share_LR, ranks_per_node, rows_2L2R, slots_2L2R) -> None:
+def _sum_links(traffic_LRR, share_LR, ranks_per_node, rows_2L2R, slots_2L2R, peers_2L2R) -> None:
     L, R, _ = traffic_LRR.shape
     for layer in range(L):
         for s in range(R):
@@ -68,6 +70,8 @@ def _sum_links(traffic_LRR, share_LR, ranks_per_node, rows_2L2R, slots_2L2R) -> 
                     rows_2L2R[link, layer, IN, d] += rows
                     slots_2L2R[link, layer, OUT, s] += slots
                     slots_2L2R[link, layer, IN, d] += slots
+                    peers_2L2R[link, layer, OUT, s] += 1
+                    peers_2L2R[link, layer, IN, d] += 1
 
 
 def send_once_share(

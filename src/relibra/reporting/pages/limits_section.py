@@ -131,7 +131,7 @@ def _describe_planner_seconds(step: ComparedStep, found: StepSimulation) -> str:
     after = step.after
     simulated = seconds_in_words(found.moe_seconds[1])
     predicted = predict(after.plan, after.demand, step.cluster, step.model.expert)
-    planner = seconds_in_words(predicted.total - predicted.attention)
+    planner = seconds_in_words(predicted.total - predicted.attention - predicted.host)
     if simulated == planner:
         return ""
     rows = "a row for every choice" if after.demand.pairs_LEE is None else "a lower bound of rows from pairs of experts"

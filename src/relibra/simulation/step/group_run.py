@@ -27,11 +27,16 @@ class Execution:
     pipeline_stages          parts of the layers, each on ranks of its own
     mini_batches             optimizer steps; each takes a run of consecutive micro-batches
     forward_only             log-probabilities under the current policy: no backward pass, no optimizer
-    host_pool                with forward_only: replicas are copied out of a `parallel.HostPool`, all of them, and no
-                             home sends. False, as `relibra.rl` computes log-probabilities: homes send. Passes with
-                             gradients have homes send in either case
+    host_pool                with forward_only: all replicas are copied out of host memory (ForeMoE), and no home sends.
+                             False, as `relibra.rl` computes log-probabilities: homes send. Passes with gradients have
+                             homes send in either case
     overlap                  copies of experts and sums of gradients run beside other work; False: ranks wait for them
     recompute_activations    layers run forward again in the backward pass
+    live                     the plan is made after the router of each layer, as UltraEP and MoonEP do: counts are
+                             exchanged, a solver runs, and only then weights leave for their replicas
+    shard_dense              weights outside of experts are spread over the ranks of a group, gathered for each layer
+                             and pass, and their gradients are reduce-scattered (FSDP, replicated over groups), as
+                             `relibra.rl` trains; False: every rank holds them
     raises                   ConfigError
     """
 
@@ -41,6 +46,8 @@ class Execution:
     host_pool: bool = False
     overlap: bool = True
     recompute_activations: bool = False
+    live: bool = False
+    shard_dense: bool = True
 
     def layout(self, num_ranks: int, groups: int) -> ParallelLayout:
         """Return the layout of `groups` expert-parallel groups of `num_ranks` ranks."""
@@ -189,6 +196,8 @@ def _bytes(costs: StageCosts, how: Execution, neighbours: tuple[int, int]) -> di
     gates_2R = np.stack([one.gates_out_MLR.sum(axis=(0, 1)), one.gates_in_MLR.sum(axis=(0, 1))])
     pushes = [costs.push, costs.again][: 1 + back]
     before, after = neighbours
+    weights = costs.gather_bytes
+    gathered = weights.root + (1 + back) * (weights.first + (len(costs.layer_ids) - 1) * weights.each)
     own_R = costs.rows_MR.sum(axis=0) * costs.row_bytes
     return {
         "dispatch": (ahead + back) * costs.row_bytes * rows_2R,
@@ -196,6 +205,7 @@ def _bytes(costs: StageCosts, how: Execution, neighbours: tuple[int, int]) -> di
         "gates": costs.gate_bytes * (ahead * gates_2R + back * gates_2R[::-1]),
         "push": np.sum([_copied(copies) for copies in pushes], axis=0),
         "return": back * _copied(costs.gradients),
+        "gather": np.full((2, len(own_R)), len(costs.rows_MR) * gathered),
         "handover": np.stack([own_R * (after + back * before), own_R * (before + back * after)]),
     }
 

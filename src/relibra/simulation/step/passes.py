@@ -4,13 +4,16 @@ Ranks meet at every exchange, so a layer starts on all ranks together and micro-
 beyond their start: the walk is a loop over layers with arrays `[micro-batch, rank]` inside. It does what the executor
 does (`relibra.parallel`, docs/execution.md), in its order:
 
-    forward    attention, dispatch (rows, gate weights), experts at home, wait push, replicas, combine
-    backward   dispatch, wait push, replicas, experts at home, wait return, combine (gate weights, rows), attention
+    forward    attention, host, dispatch (rows, gate weights), experts at home, wait push, replicas, combine
+    backward   host, dispatch, wait push, replicas, experts at home, wait return, combine (gate weights, rows),
+               attention
 
 Copies run beside this, one transfer after another. A push begins when the slots are free: at the start of the
 pass, then when the layer with the replicas before is done with them. Between nodes a push shares links with rows, and
 pauses while these travel. Gradients leave when the last rank has computed those of its replicas, and arrive before rows
-travel again. Without overlap all ranks wait for each copy, as in the sums of `planning.predict`.
+travel again. The weights of a layer outside of its experts (FSDP) are gathered while the layer before runs, the first
+ones of a pass while all ranks wait. A live balancer decides after the host work of the forward pass, and pushes only
+then. Without overlap all ranks wait for each copy, as in the sums of `planning.predict`.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from numpy import ndarray
 from relibra.planning.costs.copies import CopyCosts
 from relibra.simulation.step.stage_costs import StageCosts
 
-TERMS = ("attention", "exchange", "gates", "compute", "copies")
+TERMS = ("attention", "host", "gathers", "exchange", "gates", "compute", "copies")
 """Parts of the time of a pass: they add up to it."""
 
 STAGES = ("attention", "dispatch", "experts", "combine", "wait push", "push", "wait return", "return")
@@ -61,8 +64,9 @@ def forward_pass(costs: StageCosts, *, overlap: bool = True, note: Note | None =
     """Return the seconds of a forward pass."""
     walk = _Walk(costs, overlap, note)
     for layer in range(len(costs.layer_ids)):
+        walk.gather(costs.gather(layer, root=True))
         walk.attention(layer, costs.before_MR(layer))
-        walk.forward_experts(layer, costs.push)
+        walk.forward_experts(layer, costs.push, decides=costs.live)
     walk.attention(-1, costs.last_MR)
     return walk.result()
 
@@ -77,6 +81,7 @@ def backward_pass(
     walk = _Walk(costs, overlap, note)
     walk.attention(-1, 2 * costs.last_MR)
     for layer in reversed(range(len(costs.layer_ids))):
+        walk.gather(costs.gather(layer, root=False))
         if recompute_activations:
             walk.attention(layer, costs.before_MR(layer))
             walk.forward_experts(layer, costs.again, frees_slots=False)
@@ -101,6 +106,8 @@ class _Walk:
     now_MR      end of each rank's last event
     met_M       last time at which all ranks waited for each other
     free_M      when the next push may begin
+    gathered_M  when the last rank got the weights gathered before: the next gather begins then
+    late_M      delay of the last rank by gathers since the ranks last met
     rows        start and end of each exchange of rows, in order
     """
 
@@ -115,6 +122,7 @@ class _Walk:
     def __post_init__(self) -> None:
         M, R = self.costs.attention_MR.shape
         self.now_MR, self.met_M, self.free_M = np.zeros((M, R)), np.zeros(M), np.zeros(M)
+        self.gathered_M, self.late_M = np.zeros(M), np.zeros(M)
         self.terms = {name: np.zeros(M) for name in TERMS}
         self.spent = {name: np.zeros(R) for name in STAGES}
         self.waited_R, self.copying_M = np.zeros(R), np.zeros(M)
@@ -135,11 +143,29 @@ class _Walk:
         if seconds_MR.any():
             self._work("attention", layer, seconds_MR, "" if layer >= 0 else "head")
 
-    def forward_experts(self, layer: int, push: CopyCosts, *, frees_slots: bool = True) -> None:
-        """Add dispatch, experts and combine."""
+    def gather(self, seconds: float) -> None:
+        """Add the wait for the weights of a layer outside of its experts.
+
+        They are gathered beside the layer before; without overlap all ranks begin together.
+        """
+        last_M = self.now_MR.max(axis=1)
+        if not self.overlap and not seconds:
+            return
+        ready_M = (self.gathered_M if self.overlap else last_M) + seconds
+        self.now_MR = np.maximum(self.now_MR, ready_M[:, None])
+        self.gathered_M = self.now_MR.max(axis=1)
+        self.late_M = self.late_M + self.gathered_M - last_M
+        self.terms["gathers"] += self.gathered_M - last_M
+
+    def forward_experts(self, layer: int, push: CopyCosts, *, decides: bool = False, frees_slots: bool = True) -> None:
+        """Add dispatch, experts and combine.
+
+        decides   a live balancer makes the plan of the layer first
+        """
         costs, exchange = self.costs, self.costs.exchange
         self._meet("attention")
-        pushed = self._begin("push", layer, push, self.free_M)
+        self._pause(costs.host_seconds + (costs.decision_seconds if decides else 0.0))
+        pushed = self._begin("push", layer, push, np.maximum(self.free_M, self.met_M) if decides else self.free_M)
         if not self.overlap:
             arrived_M = self._wait_for_all(pushed)
         self._exchange("dispatch", layer, exchange.dispatch_ML, exchange.out_MLR, "exchange")
@@ -162,6 +188,7 @@ class _Walk:
         """
         costs, exchange, again, home = self.costs, self.costs.exchange, self.costs.again, self.costs.gradients
         self._meet("attention")
+        self._pause(2 * costs.host_seconds)
         push = None if pushed else self._begin("push", layer, again, self.free_M)
         if push and not self.overlap:
             self._wait_for_all(push)
@@ -193,7 +220,8 @@ class _Walk:
     def _meet(self, term: str, work_MR: Float64[ndarray, "M R"] | None = None) -> None:
         """Wait for the last rank; time beyond the work of the busiest rank counts as waiting for copies."""
         met_M = self.now_MR.max(axis=1)
-        passed_M = met_M - self.met_M
+        passed_M = met_M - self.met_M - self.late_M
+        self.late_M = np.zeros_like(met_M)
         if work_MR is not None:
             more_M = passed_M - work_MR.max(axis=1)
             waited_M = np.where(more_M > _ROUNDING * met_M, more_M, 0.0)
@@ -201,6 +229,12 @@ class _Walk:
             passed_M = passed_M - waited_M
         self.terms[term] += passed_M
         self.met_M = met_M
+
+    def _pause(self, seconds: float) -> None:
+        """Add host work, for which all ranks wait."""
+        self.met_M = self.met_M + seconds
+        self.now_MR = self.now_MR + seconds
+        self.terms["host"] += seconds
 
     def _exchange(self, stage: str, layer: int, seconds_ML: ndarray, rows_MLR: ndarray, term: str) -> None:
         """Add an exchange that starts with the last rank and ends on all ranks together."""

@@ -15,7 +15,7 @@ from relibra.planning.costs.copies import CopyCosts
 from relibra.planning.costs.layer_costs import LayerCosts, layer_costs
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import ScheduledDemand
-from relibra.simulation.cost_model import handover_seconds, rows_and_scores
+from relibra.simulation.cost_model import Gathers, gathered_bytes, handover_seconds, rows_and_scores, spread_seconds
 from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.model_shape import ModelShape
 
@@ -28,6 +28,8 @@ class StageCosts(LayerCosts):
     rows_MR                    tokens that each rank feeds in
     attention_MR               seconds before the experts of a layer, the same in all layers
     first_MR, last_MR          seconds before the first layer (dense layers) and after the last one (output matrix)
+    gather_seconds, gather_bytes   of the all-gathers of weights outside of experts (FSDP); bytes are those that a rank
+                               receives. Zeros where every rank holds them
     handover_M                 to the neighbouring stage
     load_MLR                   token-slots that each rank computes
     flops                      useful flops of all ranks, forward and backward
@@ -40,12 +42,19 @@ class StageCosts(LayerCosts):
     attention_MR: Float64[ndarray, "M R"]
     first_MR: Float64[ndarray, "M R"]
     last_MR: Float64[ndarray, "M R"]
+    gather_seconds: Gathers
+    gather_bytes: Gathers
     handover_M: Float64[ndarray, " M"]
     load_MLR: Int64[ndarray, "M L R"]
     flops: float
     row_bytes: int
     gate_bytes: int
     resident: bool
+
+    def gather(self, layer: int, *, root: bool) -> float:
+        """Return the seconds of the all-gather of a layer's weights; of the first one with those of `root`."""
+        one = self.gather_seconds
+        return one.each if layer else one.first + (one.root if root else 0.0)
 
     def before_MR(self, layer: int) -> Float64[ndarray, "M R"]:
         """Return the forward seconds of each rank between the experts of the layer before and those of this one."""
@@ -62,6 +71,8 @@ def stage_costs(
     overlap: bool,
     distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,
     from_pool: bool = False,
+    live: bool = False,
+    shard_dense: bool = True,
 ) -> list[StageCosts]:
     """Return the costs of each stage of one expert-parallel group, whose micro-batches the plan's arrays hold.
 
@@ -71,6 +82,8 @@ def stage_costs(
     demand          under the schedule of the plan
     overlap         False: every copy that the objective counts is made
     distinct_MLRR   as for `exchange_costs`
+    live            as for `layer_costs`
+    shard_dense     weights outside of experts are spread over the ranks of the group (FSDP)
     from_pool       weights of replicas come from a pool in host memory before forward, as in passes without gradients
     """
     expert = model.expert
@@ -78,7 +91,7 @@ def stage_costs(
     attention_MR = dense_seconds(cluster, rows_MR, model.non_expert_parameters, score_flops_MR)
     dense_MR = model.dense_layers * dense_seconds(cluster, rows_MR, model.dense_layer_parameters, score_flops_MR)
     head_MR = dense_seconds(cluster, rows_MR, model.head_parameters)
-    costs = layer_costs(plan, demand, cluster, expert, distinct_MLRR=distinct_MLRR, from_pool=from_pool)
+    costs = layer_costs(plan, demand, cluster, expert, distinct_MLRR=distinct_MLRR, from_pool=from_pool, live=live)
     load_MLR, nothing_MR = plan.rank_load(demand), np.zeros_like(rows_MR)
     found = []
     for stage, layers in enumerate(layout.stage_layers(len(plan.layer_ids))):
@@ -86,6 +99,7 @@ def stage_costs(
         around_MR = (layers.stop - layers.start) * attention_MR + first * dense_MR + last * head_MR
         flops = 3 * float(around_MR.sum()) * cluster.flops_per_second
         flops += 3.0 * expert.flops_per_token_slot * float(load_MLR[:, layers].sum())
+        gathered = gathered_bytes(model, first=first, last=last) if shard_dense else Gathers(0.0, 0.0, 0.0)
         parts = {field.name: _cut(getattr(costs, field.name), layers) for field in fields(costs)}
         if last and overlap:
             parts["again"] = _without_last(parts["again"])
@@ -97,6 +111,8 @@ def stage_costs(
                 attention_MR=attention_MR,
                 first_MR=dense_MR if first else nothing_MR,
                 last_MR=head_MR if last else nothing_MR,
+                gather_seconds=Gathers(*(spread_seconds(cluster, num_bytes) for num_bytes in gathered)),
+                gather_bytes=Gathers(*((1 - 1 / plan.num_ranks) * num_bytes for num_bytes in gathered)),
                 handover_M=handover_seconds(model, cluster, rows_MR),
                 load_MLR=load_MLR[:, layers],
                 flops=flops,
@@ -109,9 +125,11 @@ def stage_costs(
 
 
 def _cut(costs: Any, layers: slice) -> Any:
-    """Return an array, or costs of arrays, of some layers."""
+    """Return an array, or costs of arrays, of some layers; a number, which is the same for all layers, as it is."""
     if isinstance(costs, ndarray):
         return costs[:, layers]
+    if isinstance(costs, float | int):
+        return costs
     arrays = {field.name: getattr(costs, field.name) for field in fields(costs)}
     return replace(costs, **{name: _cut(array, layers) for name, array in arrays.items() if isinstance(array, ndarray)})
 

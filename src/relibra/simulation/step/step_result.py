@@ -18,13 +18,15 @@ class SimulatedStep:
 
     seconds            from the first micro-batch to the end of the optimizer, and the relocation before it
     terms              parts of `seconds`, which they add up to. Of the slowest expert-parallel group and its busiest
-                       pipeline stage: attention (router, shared experts, dense layers and output matrix with it),
-                       exchange (rows), gates (their gate weights), compute (experts), copies (not hidden), pipeline
-                       (waiting for other stages), gradients (their sum over ranks, not hidden), optimizer, relocation
+                       pipeline stage: attention (router, shared experts, dense layers and output matrix with it), host
+                       (launches, host work, decisions of a live balancer), gathers (of weights outside of experts, not
+                       hidden), exchange (rows), gates (their gate weights),
+                       compute (experts), copies (not hidden), pipeline (waiting for other stages), gradients (their sum
+                       over ranks, not hidden), optimizer, relocation
     stage_seconds      by stage of the timeline, of each rank: stages overlap, and dispatch and combine include waiting
                        for the last rank
     waited_R           seconds that each rank waited before exchanges until the last rank was there
-    sent_bytes, received_bytes   by kind, of each rank: dispatch, combine, gates, push, return, handover
+    sent_bytes, received_bytes   by kind, of each rank: dispatch, combine, gates, gather, push, return, handover
     host_bytes_R       weights that each rank fetched from host memory
     token_slots_R      that each rank computed in a forward pass
     expert_skew, attention_skew   seconds of the busiest rank / of the mean rank, each summed over micro-batches and

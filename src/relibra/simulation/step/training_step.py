@@ -28,6 +28,9 @@ from relibra.simulation.step.passes import TERMS
 from relibra.simulation.step.stage_costs import StageCosts, stage_costs
 from relibra.simulation.step.step_result import SimulatedStep
 
+LIVE_NOTE = (
+    "the balancer is live: after the router of each layer counts are exchanged, the plan is solved, and weights leave"
+)
 ALL_TERMS = (*TERMS, "pipeline", "gradients", "optimizer", "relocation")
 
 
@@ -161,6 +164,8 @@ def costs_of(
         layout,
         overlap=how.overlap,
         from_pool=how.forward_only and how.host_pool,
+        live=how.live,
+        shard_dense=how.shard_dense,
         distinct_MLRR=distinct_MLRR,
     )
 
@@ -181,9 +186,9 @@ def assemble(
         terms["optimizer"] += optimizer
         copying += slowest.copying
     terms["relocation"] = _relocation(plan, cluster, model, layout)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = (LIVE_NOTE,) if how.live else ()
     if not how.forward_only and not cluster.memory_bytes_per_second:
-        notes = (f"the optimizer is left out: cluster {cluster.name!r} has no memory_bytes_per_second",)
+        notes += (f"the optimizer is left out: cluster {cluster.name!r} has no memory_bytes_per_second",)
 
     def of_ranks(parts_XDR: list[ndarray]) -> ndarray:
         return np.stack(parts_XDR, axis=1).reshape(-1)  # stage, group, rank
@@ -230,7 +235,7 @@ def ends_of_mini_batches(
                 break
             num_layers = layers.stop - layers.start
             own = owned_parameters(model, layout, num_layers, first=stage == 0, last=stage == how.pipeline_stages - 1)
-            whole = gradient_reduction_seconds(cluster, layout, *own)
+            whole = gradient_reduction_seconds(cluster, layout, *own, sharded=how.shard_dense)
             exposed = whole
             if how.overlap:
                 exposed = max(whole - float(slowest.last_backward_D[stage]), whole / num_layers)
