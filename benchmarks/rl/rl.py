@@ -80,7 +80,7 @@ def result_rows(found: list[tuple[str, str, Rows]]) -> list[dict]:
         rows.append({
             "case": f"{balancer}, {sums} sums", "label": "measured", "unit": UNIT, "seed": 0,
             "repetitions": len(later), "balancer": balancer, "sums": sums, "steps": len(steps), "plan": balancer,
-            "seconds_train": _median([row["seconds"]["recompute"] + row["seconds"]["update"] for row in later]),
+            "seconds_train": stages.get("recompute", 0.0) + stages.get("update", 0.0),
             "seconds_step": _median(totals),
             "seconds_per_stage": stages, "step_seconds": _median(totals), **quartiles(totals, "step_seconds"),
             "reward_first": float(np.mean(rewards[:edge])), "reward_last": float(np.mean(rewards[-edge:])),

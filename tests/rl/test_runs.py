@@ -63,7 +63,7 @@ def test_stderr_is_progress_in_plain_lines_and_nothing_else(done):
     assert lines[0].startswith("starting 2 processes; run folder ")
     assert [line.split("  ")[0] for line in lines[1:3]] == ["warm-up 1/2", "warm-up 2/2"]
     assert "compiles" in lines[3]
-    assert [line.split("  ")[0] for line in lines[4:]] == ["step 1/2", "step 2/2"]
+    assert [line.split("  ")[0] for line in lines[4:]] == ["step 1/2", "plan", "step 2/2", "plan"]
     assert done.stderr.isascii()
     assert "\x1b" not in done.stderr
 

@@ -42,13 +42,13 @@ class Budget:
 
     slots: int = 2
     resident_slots: int | None = None
-    memory_gib: float = 4.0
+    memory_gib: float = 0.0
     objective: Objective | None = None
     move_homes: bool = True
     place_samples: bool = True
     pack_samples: bool = False
     cross_node_copies: bool = False
-    tolerance: float = 0.01
+    tolerance: float = 0.0
     rank_tokens: int | None = None
     steps_served: int = 1
     token_slack: float = 0.02

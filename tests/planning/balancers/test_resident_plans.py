@@ -42,7 +42,7 @@ def test_two_resident_slots_on_recorded_routes(model, ranks, anywhere, skew, pus
     file, experts, tokens = RECORDED[model]
     whole = cut_recorded(open_trace(DATA / file, experts), tokens, ranks)
     demand = select_micro_batches(whole, len(whole.load_MLE) // 2)
-    budget = Budget(slots=2, resident_slots=2, objective="tokens", cross_node_copies=anywhere)
+    budget = Budget(slots=2, resident_slots=2, objective="tokens", tolerance=0.01, cross_node_copies=anywhere)
     plan = plan_step(demand, cluster_preset("h100x8", ranks), budget, expert=EXPERT_SHAPES[model])
     assert plan.resident_slots == 2
     assert plan.skew(plan.scheduled(demand)) <= skew
@@ -53,7 +53,9 @@ def test_two_resident_slots_on_recorded_routes(model, ranks, anywhere, skew, pus
 def test_few_copies_in_shared_slots_on_recorded_routes():
     whole = cut_recorded(open_trace(DATA / "gpt_oss_20b_decode_topk.npz", 32), 2048, 8)
     demand = select_micro_batches(whole, len(whole.load_MLE) // 2)
-    plan = plan_step(demand, cluster_preset("h100x8", 8), Budget(slots=1, resident_slots=0, objective="tokens"))
+    plan = plan_step(
+        demand, cluster_preset("h100x8", 8), Budget(slots=1, resident_slots=0, objective="tokens", tolerance=0.01)
+    )
     assert plan.skew(plan.scheduled(demand)) <= 1.011
     assert pushes_of(plan) <= 5.0
 
@@ -92,12 +94,14 @@ def test_a_mixture_of_resident_and_shared_slots():
     assert (pushed_MLRB[..., 1:] == (plans[1].replica_MLRB[..., 1:] >= 0)).all()
 
 
-@pytest.mark.parametrize("objective", ["tokens", "seconds"])
+@pytest.mark.parametrize("objective", ["tokens"])
 @pytest.mark.parametrize("resident", [0, 2])
 @pytest.mark.parametrize("across", [False, True])
 def test_homes_stay_in_a_second_step_of_the_same_popularity(objective, resident, across):
     machine = cluster_preset("h100x8", 16)
-    budget = Budget(slots=2, resident_slots=resident, objective=objective, cross_node_copies=across, steps_served=10)
+    budget = Budget(
+        slots=2, resident_slots=resident, objective=objective, tolerance=0.01, cross_node_copies=across, steps_served=10
+    )
     first = plan_step(small_step(0), machine, budget, expert=QWEN)
     second = plan_step(small_step(1), machine, budget, expert=QWEN, previous=first)
     assert second.num_moved <= 0.05 * second.home_LE.size

@@ -33,6 +33,8 @@ from relibra.routing.demand import ScheduledDemand
 
 _WORTH_MOVING = 0.01
 """Share of a layer's cost that new homes may save for a search, and must save to replace planned ones: loads vary."""
+_WORTH_MOVING_AGAIN = 0.05
+"""Share of a layer's seconds that homes must save to replace those of a planned step, beside the time of the moves."""
 _PILOT_LAYERS = 6
 """Layers on which ways are priced before the best ones are tried on all."""
 _BEST_WAYS = 2
@@ -168,7 +170,7 @@ def _homes_last(request: PlacementRequest, demand: ScheduledDemand, clock: Deadl
     share = len(layers) / len(demand.layer_ids)
     home_LE = search_homes(pilot, chosen_on, previous_LE, clock, first=False, share=share)
     kept, new = (_cheapest_shared(pilot, priced_on, homes_LE, clock=clock) for homes_LE in (previous_LE, home_LE))
-    return _total(pilot, new) < (1 - _WORTH_MOVING) * kept.cost_L.sum()
+    return _total(pilot, new) < (1 - _WORTH_MOVING_AGAIN) * float(kept.cost_L.sum())
 
 
 def _even_moving_seconds(request: PlacementRequest, home_LE: ndarray) -> Float64[ndarray, " L"]:
@@ -243,6 +245,7 @@ def _moves_that_pay(
     previous_LE = request.previous.home_LE.astype(np.int64)
     chosen_on, priced_on = _halves(demand) if request.warm else (demand, demand)
     stay = min(_total(request, _fill(request, priced_on, previous_LE, way)) for way in staying)
+    worth = _WORTH_MOVING_AGAIN if request.warm else _WORTH_MOVING
     if searched_LE is None or request.warm:
         searched_LE = search_homes(request, chosen_on, previous_LE, clock, first=not request.warm, share=share)
     paying = []
@@ -250,7 +253,7 @@ def _moves_that_pay(
         for way in ways:
             home_LE = _homes(request, chosen_on, start_LE, way)
             cost = _total(request, _fill(request, priced_on, home_LE, way))
-            if (from_searched or way.deal_again) and cost < (1 - _WORTH_MOVING) * stay:
+            if (from_searched or way.deal_again) and cost < (1 - worth) * stay:
                 paying.append((from_searched, way))
     return paying
 

@@ -60,10 +60,16 @@ def choose_replicas(
             cross_node=cross_node,
         )
 
-    replica_MLRB, quota_MLRB = request.empty_slots()
+    replica_MLRB, quota_MLRB = _empty_slots(demand, budget.slots)
     for layer, (replica_MRB, quota_MRB) in enumerate(parallel_map(place, len(home_LE), budget.threads)):
         replica_MLRB[:, layer], quota_MLRB[:, layer] = replica_MRB, quota_MRB
     return replica_MLRB, quota_MLRB
+
+
+def _empty_slots(demand: ScheduledDemand, slots: int) -> Replicas:
+    """Return spare slots without replicas for the micro-batches and layers of a demand."""
+    shape = (*demand.tokens_MLRE.shape[:3], slots)
+    return np.full(shape, -1, dtype=np.int16), np.zeros(shape, dtype=np.int32)
 
 
 def evenest_replicas(request: PlacementRequest, demand: ScheduledDemand, home_LE: Int64[ndarray, "L E"]) -> Replicas:
@@ -142,7 +148,7 @@ def replica_choices(
     """Return functions that choose replicas, fewest copies first: at equal seconds the first one wins."""
     budget, cluster = request.budget, request.cluster
 
-    choices: list[Callable[[], Replicas]] = [request.empty_slots]
+    choices: list[Callable[[], Replicas]] = [lambda: _empty_slots(demand, request.budget.slots)]
     if not budget.slots:
         return choices
     tolerances = sorted({t for t in (budget.tolerance, *TOLERANCES) if t >= budget.tolerance}, reverse=True)

@@ -96,7 +96,7 @@ class TrainingDisplay:
             line = f"step {metrics['step'] + 1}/{self._totals['RL']}  {_note(metrics)}  {seconds:.1f} s"
             self.console.print(line, highlight=False, soft_wrap=True)
             if metrics.get("expected_seconds") is not None:
-                self.console.print(f"  {describe_plan(metrics)}", highlight=False, soft_wrap=True)
+                self.console.print(f"plan  {describe_plan(metrics)}", highlight=False, soft_wrap=True)
         for sentence in metrics["alarms"]:
             self.console.print(
                 f"step {metrics['step'] + 1}: {sentence}", style="yellow", highlight=False, soft_wrap=True
@@ -152,7 +152,7 @@ def describe_plan(metrics: dict[str, Any]) -> str:
     """Return what the plan of a step expects, and what was measured, as one line."""
     measured = "  ".join(f"{stage} {metrics['seconds'].get(stage, 0.0):.2f} s" for stage in ("recompute", "update"))
     return (
-        f"plan: expert layers {_duration(metrics['expected_seconds'])}, static "
+        f"expert layers {_duration(metrics['expected_seconds'])}, static "
         f"{_duration(metrics['expected_static_seconds'])} expected; {metrics['pushes']} pushes, "
         f"{metrics['moved_experts']} experts moved; measured {measured}"
     )
