@@ -81,6 +81,8 @@ class Cluster:
     layer_seconds                launches and host work of a layer's forward pass that nothing hides, half of the
                                  backward pass's; 0: not known
     solve_seconds                of a live balancer, which plans each layer on the device after its router; 0: not known
+    hides_copies                 weights and gradients travel while the device computes; false: ranks wait for them, as
+                                 where the cores that compute also copy (processes on a CPU)
     peak_flops_per_second        dense bf16 per rank; `efficiency` is the share that grouped GEMMs sustain
     gemm_table                   measured (rows of one expert, flops per second), rows rising; empty: the sustained rate
                                  after its weights are read from memory
@@ -102,6 +104,7 @@ class Cluster:
     memory_bytes_per_second: float = 0.0
     layer_seconds: float = 0.0
     solve_seconds: float = 0.0
+    hides_copies: bool = True
     source: str
     label: Label
 
@@ -117,6 +120,8 @@ class Cluster:
             _check_rate("memory_bytes_per_second", self.memory_bytes_per_second)
         for key in ("layer_seconds", "solve_seconds"):
             _check_number(key, getattr(self, key), may_be_0=True)
+        if not isinstance(self.hides_copies, bool):
+            raise ClusterError(f"hides_copies is {self.hides_copies!r}: it must be true or false")
         for key in ("name", "source"):
             text = getattr(self, key)
             if not isinstance(text, str) or not text or not text.isprintable():
@@ -250,7 +255,7 @@ def read_cluster(path: Path | str) -> Cluster:
         raise ClusterError(f"cluster file {path}: {error}") from error
 
 
-_OPTIONAL = ("gemm_table", "memory_bytes_per_second", "layer_seconds", "solve_seconds")
+_OPTIONAL = ("gemm_table", "memory_bytes_per_second", "layer_seconds", "solve_seconds", "hides_copies")
 _LINKS = ("intra", "inter_send", "inter_receive", "host")
 Built = TypeVar("Built", Link, Cluster)
 
@@ -305,6 +310,8 @@ def _format_toml(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False)  # printable text needs only \" and \\
     if isinstance(value, tuple):
         return f"[{', '.join(map(_format_toml, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
     return repr(float(value) if isinstance(value, float) else int(value))
 
 
@@ -327,6 +334,7 @@ def _node(
         efficiency=efficiency,
         layer_seconds=50e-6,
         solve_seconds=75e-6,
+        hides_copies=name != "laptop",
         source=f"{source}; efficiency, latencies and host time are assumptions, seconds of live planners are UltraEP's",
         label="model",
     )

@@ -25,6 +25,9 @@ def measured(monkeypatch):
             exchange={1 << 12: [3e-4], 1 << 24: [16e-3]} if job.ranks > 1 else {},
             memory_bytes=2e8,
             memory=[0.02],
+            product_alone=[0.01],
+            exchange_alone=[0.01],
+            together=[0.019],
         )
 
     monkeypatch.setattr(measurement, "measure_machine", fake)

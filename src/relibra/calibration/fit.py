@@ -152,6 +152,8 @@ class Timings:
     copies, exchange    by bytes; for an exchange, those that each rank sends to others
     memory_bytes        read plus written by a copy inside device memory
     memory              of that copy
+    product_alone, exchange_alone, together
+                        of products and an exchange of like duration, and of both at once; empty for one rank
     """
 
     num_experts: int
@@ -162,6 +164,21 @@ class Timings:
     exchange: Samples
     memory_bytes: float
     memory: Sequence[float]
+    product_alone: Sequence[float]
+    exchange_alone: Sequence[float]
+    together: Sequence[float]
+
+
+HIDDEN = 0.5
+"""Share of an exchange that products beside it must hide for a machine that `hides_copies`."""
+
+
+def hidden_share(timings: Timings) -> float:
+    """Return the share of the shorter of products and exchange that running both at once saves; 0 to 1."""
+    product, exchange, together = (
+        Spread.of(seconds).median for seconds in (timings.product_alone, timings.exchange_alone, timings.together)
+    )
+    return float(np.clip((product + exchange - together) / min(product, exchange), 0.0, 1.0))
 
 
 def fit_cluster(
@@ -205,6 +222,7 @@ def fit_cluster(
         efficiency=min(1.0, table[-1][1] / peak),
         gemm_table=table,
         memory_bytes_per_second=memory.median,
+        hides_copies=hidden_share(timings) >= HIDDEN if links_of is None else links_of.hides_copies,
         source=f"relibra calibrate: {machine.words}; experts of {expert.hidden} x {expert.width}; {links}",
         label="measured" if exchange is not None else "model",
     )

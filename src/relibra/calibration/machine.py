@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _OF_GPU = {"GB200": "nvl72", "H200": "h200x8", "H800": "h800x8", "H100": "h100x8", "H20": "h20x8", "4090": "rtx4090x8"}
 """Preset of a GPU whose name holds these letters; the first that fits."""
 CPU_PRESET = "laptop"
+_FIGURES = "with hides_copies"
+"""Part of the name of a kept measurement: one without these figures is made again."""
 UNKNOWN_GPU_PRESET = "h100x8"
 
 
@@ -56,7 +58,7 @@ def measurement_path() -> Path:
 
     job = choose_job(None, EXPERT_SHAPES["qwen3-30b-a3b"], quick=True)
     machine = describe_machine(job)
-    words = f"{machine.name} {machine.memory_bytes} {machine.words.rpartition(',')[0]}"  # without the date
+    words = f"{_FIGURES} {machine.name} {machine.memory_bytes} {machine.words.rpartition(',')[0]}"  # without the date
     return cache_folder() / f"{machine.name}-{hashlib.sha256(words.encode()).hexdigest()[:12]}.toml"
 
 

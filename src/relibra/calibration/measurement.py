@@ -148,6 +148,9 @@ def measure_machine(job: Job) -> Timings:
             ]
             for n, size in enumerate(job.sizes.exchange if job.ranks > 1 else ())
         },
+        product_alone=_slowest([one["beside"][0] for one in found]),
+        exchange_alone=_slowest([one["beside"][1] for one in found]),
+        together=_slowest([one["beside"][2] for one in found]),
     )
 
 
@@ -161,7 +164,7 @@ def bytes_to_others(size: int, ranks: int) -> int:
 
 
 def _slowest(of_ranks: Sequence[Sequence[float]]) -> Sequence[float]:
-    return max(of_ranks, key=median)
+    return max(of_ranks, key=lambda seconds: median(seconds) if seconds else 0.0)
 
 
 def _run_ranks(job: Job, folder: Path) -> None:
@@ -217,6 +220,7 @@ def measure_rank(rank: int, job: Job, folder: Path) -> None:
     found["memory"] = _time_memory(job, device)
     dist.barrier()
     found["exchange"] = _time_exchange(job, device) if job.ranks > 1 else []
+    found["beside"] = _time_beside(job, device) if job.ranks > 1 else [[], [], []]
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -302,6 +306,39 @@ def _time_exchange(job: Job, device: torch.device) -> list[list[float]]:
         return float(slowest) > job.sizes.seconds
 
     return repeat_in_turns(len(sizes), time_round, job.sizes, enough)
+
+
+def _time_beside(job: Job, device: torch.device) -> list[list[float]]:
+    """Return seconds of products alone, of the largest exchange alone, and of both at once.
+
+    Each rank computes as many products as fill the time of the exchange.
+    """
+    size = bytes_to_others(max(job.sizes.exchange), job.ranks)
+    each = [0 if rank == dist.get_rank() else size // (job.ranks - 1) for rank in range(job.ranks)]
+    sent = torch.zeros(size, dtype=torch.uint8, device=device)
+    received = torch.zeros_like(sent)
+    left, right = (torch.randn(256, 256, device=device).to(job.dtype) for _ in range(2))
+
+    def run(products: int, *, exchanges: bool) -> float:
+        dist.barrier()
+        start = _now(device)
+        work = dist.all_to_all_single(received, sent, each, each, async_op=True) if exchanges else None
+        for _ in range(products):
+            left @ right
+        if work is not None:
+            work.wait()
+        return _now(device) - start
+
+    def alone(products: int, *, exchanges: bool) -> float:
+        return min(run(products, exchanges=exchanges) for _ in range(MIN_REPETITIONS))
+
+    products = max(1, int(16 * alone(0, exchanges=True) / alone(16, exchanges=False)))
+    cases = ((products, False), (0, True), (products, True))
+
+    def time_round(order: list[int]) -> list[float]:
+        return [run(cases[n][0], exchanges=cases[n][1]) for n in order]
+
+    return repeat_in_turns(len(cases), time_round, job.sizes, lambda _: True)
 
 
 def repeat_in_turns(

@@ -108,6 +108,8 @@ def _print(found: Calibration, output: Path) -> None:
     typer.echo(f"host copies: {_line(found.host)}")
     if found.exchange is not None:
         typer.echo(f"exchange: {_line(found.exchange)}")
+        hidden = "hidden behind products" if cluster.hides_copies else "not hidden behind products: ranks wait for them"
+        typer.echo(f"copies of experts: {hidden}")
     typer.echo(
         f"peak {cluster.peak_flops_per_second / 1e9:,.1f} Gflop/s per rank, experts reach {cluster.efficiency:.0%} of "
         f"it; memory {cluster.memory_bytes / 1e9:,.1f} GB per rank, read and written at "

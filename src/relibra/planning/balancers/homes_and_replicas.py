@@ -291,19 +291,28 @@ def _fill(request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray, 
 def _cheapest_of(
     request: PlacementRequest, demand: ScheduledDemand, options: list[tuple[ndarray, ResidentWay]]
 ) -> LayerChoices:
-    """Return for each layer the cheapest of some ways from some homes."""
+    """Return for each layer, and each group where homes are the same, the cheapest of some ways from some homes."""
     best: LayerChoices | None = None
     for start_LE, way in options:
         new = _fill(request, demand, _homes(request, demand, start_LE, way), way)
-        best = new if best is None else _cheaper_layers(request, best, new)
+        best = new if best is None else _cheaper(request, demand, best, new)
     assert best is not None, "there is a way"
     return best
 
 
-def _cheaper_layers(request: PlacementRequest, best: LayerChoices, new: LayerChoices) -> LayerChoices:
-    """Return for each layer the cheaper one, moves included."""
+def _cheaper(request: PlacementRequest, demand: ScheduledDemand, best: LayerChoices, new: LayerChoices) -> LayerChoices:
+    """Return the cheaper one for each layer, moves included; where both have the same homes, for each group as well.
+
+    No replica stays from one group of micro-batches to the next, so groups are chosen one by one.
+    """
     best_L, new_L = (one.cost_L + _even_moving_seconds(request, one.home_LE) for one in (best, new))
-    return best.with_layers(new, new_L < best_L)
+    same_L = (best.home_LE == new.home_LE).all(axis=1)
+    chosen = best.with_layers(new, (new_L < best_L) & ~same_L)
+    if demand.group_M is None:
+        return chosen.with_layers(new, (new_L < best_L) & same_L)
+    in_group_MM = demand.group_M[:, None] == demand.group_M
+    cheaper_ML = in_group_MM @ new.cost_ML < in_group_MM @ best.cost_ML
+    return chosen.with_replicas(new, cheaper_ML & same_L)
 
 
 def _with_shared_slots(

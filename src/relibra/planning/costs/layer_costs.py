@@ -32,6 +32,7 @@ class LayerCosts:
     decision_seconds         between a layer's router and its exchange in the forward pass: 0 where the plan is made
                              before the step; where it is live, the exchange of counts and the solver
     live                     weights are pushed after the decision, so no attention hides them in the forward pass
+    hides_copies             as for `Cluster`
     """
 
     home_MLR: Float64[ndarray, "M L R"]
@@ -43,6 +44,7 @@ class LayerCosts:
     host_seconds: float
     decision_seconds: float
     live: bool
+    hides_copies: bool
 
     @property
     def compute_ML(self) -> Float64[ndarray, "M L"]:
@@ -59,9 +61,10 @@ class LayerCosts:
 
         attention_seconds   forward attention of one layer and micro-batch; backward takes twice as long
         """
+        hiding = attention_seconds if self.hides_copies else 0.0
         backward_ML = self.again.seconds_ML + self.gradients.seconds_ML
-        forward_ML = np.maximum(0.0, self.push.seconds_ML - (0.0 if self.live else attention_seconds))
-        return forward_ML + np.maximum(0.0, backward_ML - 2 * attention_seconds)
+        forward_ML = np.maximum(0.0, self.push.seconds_ML - (0.0 if self.live else hiding))
+        return forward_ML + np.maximum(0.0, backward_ML - 2 * hiding)
 
     @property
     def host_ML(self) -> Float64[ndarray, "M L"]:
@@ -100,6 +103,7 @@ def layer_costs(
         host_seconds=cluster.layer_seconds,
         decision_seconds=decision_seconds(cluster, plan.num_experts) if live else 0.0,
         live=live,
+        hides_copies=cluster.hides_copies,
     )
 
 

@@ -136,6 +136,8 @@ def copies_hidden(request: PlacementRequest, demand: ScheduledDemand) -> int:
     after it.
     """
     cluster, expert = request.cluster, request.expert
+    if not cluster.hides_copies:
+        return 0
     attention = mean_attention_seconds(demand, cluster, expert)
     out = expert.weight_bytes / cluster.inter_send.bytes_per_second
     back = expert.gradient_bytes / cluster.inter_receive.bytes_per_second

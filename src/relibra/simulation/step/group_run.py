@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float64, Int64
 from numpy import ndarray
 
+from relibra.cluster import Cluster
 from relibra.errors import ConfigError
 from relibra.planning.costs.copies import CopyCosts
 from relibra.simulation.layout import ParallelLayout
@@ -30,7 +31,8 @@ class Execution:
     host_pool                with forward_only: all replicas are copied out of host memory (ForeMoE), and no home sends.
                              False, as `relibra.rl` computes log-probabilities: homes send. Passes with gradients have
                              homes send in either case
-    overlap                  copies of experts and sums of gradients run beside other work; False: ranks wait for them
+    overlap                  copies of experts and sums of gradients run beside other work where the cluster can; False:
+                             ranks wait for them
     recompute_activations    layers run forward again in the backward pass
     live                     the plan is made after the router of each layer, as UltraEP and MoonEP do: counts are
                              exchanged, a solver runs, and only then weights leave for their replicas
@@ -48,6 +50,10 @@ class Execution:
     recompute_activations: bool = False
     live: bool = False
     shard_dense: bool = True
+
+    def on(self, cluster: Cluster) -> Execution:
+        """Return the same, without overlap on a cluster that hides no copies."""
+        return self if cluster.hides_copies else replace(self, overlap=False)
 
     def layout(self, num_ranks: int, groups: int) -> ParallelLayout:
         """Return the layout of `groups` expert-parallel groups of `num_ranks` ranks."""

@@ -99,7 +99,7 @@ def simulated_timeline(
     raises          ConfigError for ranks outside the step, or more events than a timeline holds; else as
                     `simulate_step`
     """
-    how = how or Execution()
+    how = (how or Execution()).on(cluster)
     numbers = micro_batches_of_groups(plan, demand)
     layout = how.layout(plan.num_ranks, len(numbers))
     chosen = _checked(ranks, layout)

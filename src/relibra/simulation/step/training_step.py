@@ -54,7 +54,7 @@ def simulate_step(
                     None: their lower bound from `demand.pairs_LEE`, or every token-slot without
     raises          PlanError, ConfigError when plan, demand, cluster and model do not fit together
     """
-    how = how or Execution()
+    how = (how or Execution()).on(cluster)
     runs = [
         run_group(
             costs_of(*group, cluster, model, how, None if distinct_MLRR is None else distinct_MLRR[number_M]), how
@@ -75,7 +75,7 @@ def simulate_groups(
     groups    may be a generator: one group is held at a time. All have the same experts at the same homes
     raises    as `simulate_step`; ConfigError without a group, or when homes differ
     """
-    how = how or Execution()
+    how = (how or Execution()).on(cluster)
     runs: list[GroupRun] = []
     first: StepPlan | None = None
     for plan, demand in groups:
