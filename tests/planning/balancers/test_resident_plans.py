@@ -1,7 +1,9 @@
 """Plans with resident slots: how even on recorded routes, with how many pushes; what they save; where homes go."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.planner.steps import domain_step
@@ -9,6 +11,8 @@ from relibra.cluster import cluster_preset
 from relibra.planning.budget import Budget
 from relibra.planning.costs.copies import pushed_copies
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES
+from relibra.planning.costs.prediction import predict
+from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
 from relibra.planning.validation import validate_plan
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
@@ -76,6 +80,21 @@ def test_resident_slots_save_seconds_against_shared_ones(slots, share):
         plan = plan_step(demand, machine, budget, expert=QWEN)
         totals.append(plan.predicted["total"] - plan.predicted["attention"])
     assert totals[1] <= share * totals[0]
+
+
+def test_groups_choose_replicas_one_by_one_and_push_less_where_nothing_hides_pushes():
+    """With one micro-batch per optimizer step no replica is used twice: few are worth a push that ranks wait for."""
+    demand = replace(small_step(ranks=2, micro_batches=4, tokens=64), group_M=np.arange(4, dtype=np.int32))
+    budget = Budget(slots=2, resident_slots=2, objective="seconds")
+    hidden = cluster_preset("laptop", 2)
+    plans = [plan_step(demand, replace(hidden, hides_copies=hides), budget, expert=QWEN) for hides in (True, False)]
+    static, planned = (StepPlan.static(demand, hidden.topology), plans[1])
+    assert pushes_of(plans[1]) < pushes_of(plans[0])
+    totals = [
+        predict(plan, plan.scheduled(demand), replace(hidden, hides_copies=False), QWEN).total
+        for plan in (planned, static)
+    ]
+    assert totals[0] < totals[1]
 
 
 def test_a_mixture_of_resident_and_shared_slots():

@@ -122,6 +122,8 @@ def test_homes_send_weights_and_receive_gradients_inside_the_node_and_across_the
     # 2 s of attention hide 2 of 6 s forward and 4 of 18 s backward
     assert predict(plan, demand, cluster_for(plan), EXPERT, attention_seconds=2.0).copies == 4 + 14
     assert predict(plan, demand, cluster_for(plan), EXPERT, attention_seconds=100.0).copies == 0
+    waits = cluster_for(plan, hides_copies=False)
+    assert predict(plan, demand, waits, EXPERT, attention_seconds=100.0).copies == (60 + 60 + 120) / 10
     plan, demand = two_nodes(replica=(1, 2), quota=4)  # expert 2 lives on the other node
     # In through the replica's NIC at 1 B/s, and the gradient in through the home's; sending takes half as long.
     assert predict(plan, demand, cluster_for(plan), EXPERT).copies == (60 + 60) / 1 + 120 / 1

@@ -310,6 +310,7 @@ def test_sums_of_gradients_count_from_the_end_of_their_own_stage(seed, stages):
     assert step.terms["gradients"] == pytest.approx(expected)
     waits = simulate_step(plan, demand, cluster, model, replace(how, overlap=False))
     assert waits.terms["gradients"] == pytest.approx(max(whole_D))
+    assert simulate_step(plan, demand, replace(cluster, hides_copies=False), model, how).terms == waits.terms
 
 
 @given(SEEDS)
