@@ -114,6 +114,8 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("s / step", lambda row: row["step_seconds"]),
         ("quartiles", lambda row: between(row, "step_seconds")),
         ("/ static", lambda row: row["ratio_to_static"]),
+        ("train / static", lambda row: row["ratio_train"]),
+        ("expert share", lambda row: f"{row['expert_share']:.0%}"),
         ("rollout s", lambda row: row["seconds_per_stage"]["rollout"]),
         ("recompute s", lambda row: row["seconds_per_stage"]["recompute"]),
         ("update s", lambda row: row["seconds_per_stage"]["update"]),

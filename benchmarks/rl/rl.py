@@ -3,8 +3,9 @@
 The same policy, from one warm-up, is trained with every expert at its home (transformers' `all_to_all`) and by plans;
 with canonical sums both follow the same bits. The experts of the policy are numbered by falling load, which changes no
 result and puts the busy ones on rank 0: small models trained for minutes have even routes, real ones have not.
+Runs of a pair take turns, so that a slow minute of the machine meets both.
 Rows go to results/rl.json.
-Run: relibra bench rl [--quick] [--json] [--output FOLDER]. Ten minutes.
+Run: relibra bench rl [--quick] [--json] [--output FOLDER]. Twelve minutes.
 --quick takes a small model and few steps, and writes no rows.
 """
 
@@ -14,6 +15,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,80 +25,134 @@ from rich.table import Table
 from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import quartiles, write_results
 from benchmarks.rl.runs import Rows, trained, warmed_up
-from benchmarks.rl.uneven_routes import sort_experts_by_load
+from benchmarks.rl.uneven_routes import busiest_rank_seconds, sort_experts_by_load
 
 SETTINGS = (
     "parallel.ranks=2",
     "run.seed=0",
-    "model.hidden_size=512",
+    "model.hidden_size=256",
+    "model.expert_width=512",
     "model.num_layers=4",
     "model.num_experts=16",
-    "model.experts_per_token=4",
+    "model.experts_per_token=6",
     "rollout.prompts_per_step=16",
-    "rollout.responses_per_prompt=16",
+    "rollout.responses_per_prompt=8",
+    "rollout.max_response=32",
     "plan.cluster=measure",
     "algorithm.preset=grpo",
-    "update.mini_batches=4",
+    "update.mini_batches=2",
+    "update.micro_batch_tokens=1024",
 )
-WARM_UP = ("warmup.steps=150", "warmup.batch=64", "warmup.learning_rate=2e-3")
-CASES = (("static", "fast"), ("relibra", "fast"), ("static", "canonical"), ("relibra", "canonical"))
-STEPS = {"fast": 10, "canonical": 4}
-QUICK = ("model.hidden_size=32", "model.num_layers=2", "rollout.prompts_per_step=8", "rollout.max_response=24")
+WARM_UP = ("warmup.steps=40", "warmup.batch=32", "warmup.learning_rate=2e-3")
+BALANCERS = ("static", "relibra")
+TURNS = {"fast": 2, "canonical": 1}
+STEPS = {"fast": 6, "canonical": 4}
+"""Of one run; with fast sums every turn trains the same steps again."""
+QUICK = (
+    "model.hidden_size=32",
+    "model.expert_width=32",
+    "model.num_layers=2",
+    "rollout.prompts_per_step=8",
+    "rollout.max_response=24",
+)
+TRAIN_TARGET, STEP_TARGET = 1.25, 1.12
+"""Recompute and update, and the whole step: seconds of static / seconds with plans."""
 PLAN_TARGET = 0.02
 """Planning, as a share of the step."""
 EDGE = 3
 """Steps that the first and last reward are the mean of."""
 UNIT = (
-    "seconds per stage and step: medians over steps without the first one; plan share: planning with what it has to "
-    "tell other ranks and the move of responses, share of the step; skew: busiest / mean rank in token-slots, static "
-    "layout and plan; ratio: step time of static with the same sums, over the row's"
+    "seconds per stage and step: medians over steps without the first one of a run; plan share: planning with what it "
+    "has to tell other ranks and the move of responses, share of the step; skew: busiest / mean rank in token-slots, "
+    "static layout and plan; ratios: seconds of static with the same sums, over the row's, of the step and of "
+    "recompute and update; expert share: products of the busiest rank's experts, timed alone, share of the update"
 )
 
 
-def runs(folder: Path, *, quick: bool) -> Iterator[tuple[str, str, Rows]]:
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Runs of one balancer with one kind of sums; expert_seconds: of an update, of the busiest rank's experts alone."""
+
+    balancer: str
+    sums: str
+    turns: list[Rows]
+    expert_seconds: float
+
+    @property
+    def later(self) -> Rows:
+        """Steps of all turns without the first of each, which compiles."""
+        return [row for steps in self.turns for row in steps[1:]]
+
+
+def cases(folder: Path, *, quick: bool) -> Iterator[Case]:
     """Train every case from one warm-up."""
     settings = (*SETTINGS, *(QUICK if quick else ()))
     policy = warmed_up((*settings, *WARM_UP, *(("warmup.steps=4",) if quick else ())), folder, "warm-up")
     first = trained((*settings, "run.steps=1", "plan.balancer=static"), policy, folder, "loads")
     assert first, "the run whose routes are counted made its step"
     sort_experts_by_load(policy, folder / "loads")
-    for balancer, sums in CASES:
-        steps = 3 if quick else STEPS[sums]
-        own = (*settings, f"run.steps={steps}", f"plan.balancer={balancer}", f"plan.sums={sums}")
-        yield balancer, sums, trained(own, policy, folder, f"{balancer}-{sums}")
+    for sums, steps in STEPS.items():
+        turns: dict[str, list[Rows]] = {balancer: [] for balancer in BALANCERS}
+        for turn in range(TURNS[sums]):
+            for balancer in BALANCERS:
+                own = (f"run.steps={3 if quick else steps}", f"plan.balancer={balancer}", f"plan.sums={sums}")
+                turns[balancer].append(trained((*settings, *own), policy, folder, f"{balancer}-{sums}-{turn}"))
+        settings_of = dict(setting.split("=") for setting in settings)
+        alone = busiest_rank_seconds(
+            folder / f"static-{sums}-0",
+            hidden=int(settings_of["model.hidden_size"]),
+            width=int(settings_of["model.expert_width"]),
+            num_ranks=int(settings_of["parallel.ranks"]),
+            micro_batch_tokens=int(settings_of["update.micro_batch_tokens"]),
+        )
+        for balancer, of_turns in turns.items():
+            yield Case(balancer=balancer, sums=sums, turns=of_turns, expert_seconds=alone)
 
 
-def result_rows(found: list[tuple[str, str, Rows]]) -> list[dict]:
+def result_rows(found: list[Case]) -> list[dict]:
     """Make a row of each case."""
     rows: list[dict] = []
-    seconds_of: dict[tuple[str, str], float] = {}
-    for balancer, sums, steps in found:
-        later = steps[1:]  # the first one compiles
-        stages = {stage: _median([row["seconds"].get(stage, 0.0) for row in later]) for stage in later[0]["seconds"]}
-        totals = [sum(row["seconds"].values()) for row in later]
-        seconds_of[balancer, sums] = _median(totals)
+    static = {case.sums: case for case in found if case.balancer == "static"}
+    for case in found:
+        steps, totals = case.turns[0], _step_seconds(case.later)
+        stages = {name: _median([row["seconds"].get(name, 0.0) for row in case.later]) for name in steps[0]["seconds"]}
         rewards = [row["reward"] for row in steps]
         edge = min(EDGE, len(steps))
+        base = static[case.sums]
         rows.append({
-            "case": f"{balancer}, {sums} sums", "label": "measured", "unit": UNIT, "seed": 0,
-            "repetitions": len(later), "balancer": balancer, "sums": sums, "steps": len(steps), "plan": balancer,
-            "seconds_train": stages.get("recompute", 0.0) + stages.get("update", 0.0),
-            "seconds_step": _median(totals),
+            "case": f"{case.balancer}, {case.sums} sums", "label": "measured", "unit": UNIT, "seed": 0,
+            "repetitions": len(case.later), "balancer": case.balancer, "sums": case.sums, "steps": len(steps),
+            "plan": case.balancer,
+            "seconds_train": _median(_train_seconds(case.later)), "seconds_step": _median(totals),
             "seconds_per_stage": stages, "step_seconds": _median(totals), **quartiles(totals, "step_seconds"),
+            "ratio_train": _median(_train_seconds(base.later)) / _median(_train_seconds(case.later)),
+            "ratio_to_static": _median(_step_seconds(base.later)) / _median(totals),
+            "expert_share": case.expert_seconds / _median([row["seconds"]["update"] for row in base.later]),
             "reward_first": float(np.mean(rewards[:edge])), "reward_last": float(np.mean(rewards[-edge:])),
             "rewards": rewards,
-            "same_as_static": _curve(steps) == next(_curve(other) for _, s, other in found if s == sums),
-            "rank_skew": _median([row["rank_skew"] for row in later]),
-            "planned_skew": _median([row["planned_skew"] or row["rank_skew"] for row in later]),
+            "same_as_static": _curve(steps) == _curve(base.turns[0]),
+            "largest_loss_difference": max(
+                abs(row["loss"] - other["loss"]) for row, other in zip(steps, base.turns[0], strict=True)
+            ),
+            "rank_skew": _median([row["rank_skew"] for row in case.later]),
+            "planned_skew": _median([row["planned_skew"] or row["rank_skew"] for row in case.later]),
+            "pushes": [row["pushes"] for row in steps],
             "plan_share": _median(
-                [row["seconds"].get("plan", 0.0) / total for row, total in zip(later, totals, strict=True)]
+                [row["seconds"].get("plan", 0.0) / total for row, total in zip(case.later, totals, strict=True)]
             ),
             "moved_experts": [row["moved_experts"] for row in steps],
-            "ratio_to_static": seconds_of["static", sums] / _median(totals),
             "settings": [*SETTINGS, *WARM_UP],
             "configuration": _configuration(),
         })  # fmt: skip
     return rows
+
+
+def _step_seconds(rows: Rows) -> list[float]:
+    return [sum(row["seconds"].values()) for row in rows]
+
+
+def _train_seconds(rows: Rows) -> list[float]:
+    return [row["seconds"].get("recompute", 0.0) + row["seconds"]["update"] for row in rows]
 
 
 def _curve(steps: Rows) -> list[tuple]:
@@ -104,17 +160,15 @@ def _curve(steps: Rows) -> list[tuple]:
     return [(row["reward"], row["response_length"], row["loss"]) for row in steps]
 
 
-def _median(numbers: Iterable[float | None]) -> float | None:
-    """Return the median of the numbers that there are."""
-    known = [number for number in numbers if number is not None]
-    return float(np.median(known)) if known else None
+def _median(numbers: Iterable[float]) -> float:
+    return float(np.median(list(numbers)))
 
 
 def _configuration() -> str:
     of = dict(setting.split("=") for setting in SETTINGS)
     return (
         f"{of['model.num_layers']} layers, {of['model.experts_per_token']} of {of['model.num_experts']} experts of "
-        f"{of['model.hidden_size']} x {int(of['model.hidden_size']) // 2}, {of['rollout.prompts_per_step']} x "
+        f"{of['model.hidden_size']} x {of['model.expert_width']}, {of['rollout.prompts_per_step']} x "
         f"{of['rollout.responses_per_prompt']} responses, {of['update.mini_batches']} mini-batches, 2 processes of 1 "
         "thread"
     )
@@ -127,6 +181,7 @@ def print_rows(rows: list[dict]) -> None:
         "\nsteps",
         "s /\nstep",
         "/\nstatic",
+        "train\n/ st.",
         "static\nskew",
         "plan's\nskew",
         "plan\n%",
@@ -142,6 +197,7 @@ def print_rows(rows: list[dict]) -> None:
             str(row["steps"]),
             f"{row['step_seconds']:.2f}",
             f"{row['ratio_to_static']:.3f}",
+            f"{row['ratio_train']:.3f}",
             f"{row['rank_skew']:.2f}",
             f"{row['planned_skew']:.2f}",
             f"{100 * row['plan_share']:.1f}",
@@ -157,13 +213,21 @@ def print_rows(rows: list[dict]) -> None:
 
 
 def summary(rows: list[dict]) -> list[str]:
-    """Say whether planning is as short as it should be, and whether canonical sums hide the plan."""
+    """Say which targets are reached, and whether both balancers learn the same."""
     of = {(row["balancer"], row["sums"]): row for row in rows}
     planned, canonical = of["relibra", "fast"], of["relibra", "canonical"]
+
+    def told(what: str, ratio: float, target: float) -> str:
+        return f"{what} {ratio:.2f}x as fast as static, target {target}: {'reached' if ratio >= target else 'MISSED'}"
+
     met = "reached" if planned["plan_share"] <= PLAN_TARGET else "MISSED"
     same = "the same" if canonical["same_as_static"] else "NOT the same"
     return [
+        f"rank skew {planned['rank_skew']:.2f}; experts are {planned['expert_share']:.0%} of the static update",
+        told("recompute and update", planned["ratio_train"], TRAIN_TARGET),
+        told("whole step", planned["ratio_to_static"], STEP_TARGET),
         f"planning takes {planned['plan_share']:.1%} of a step, target {PLAN_TARGET:.0%}: {met}",
+        f"fast sums: losses differ by at most {planned['largest_loss_difference']:.1g}",
         f"canonical sums: rewards, lengths and losses of both balancers are {same}",
     ]
 
@@ -171,7 +235,7 @@ def summary(rows: list[dict]) -> list[str]:
 def main() -> None:
     options = measurement_options(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        rows = result_rows(list(runs(Path(folder), quick=options.quick)))
+        rows = result_rows(list(cases(Path(folder), quick=options.quick)))
     if options.json:
         print(json.dumps(rows, indent=1))
     else:

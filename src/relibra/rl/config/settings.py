@@ -62,7 +62,9 @@ class ModelSettings(Section):
     path: str = ""
     """Folder of a `transformers` model, or its name on the hub; empty: the built-in model, whose sizes follow."""
     hidden_size: int = Field(64, ge=8, multiple_of=8)
-    """Hidden size; the inner width of an expert is half of it."""
+    """Hidden size."""
+    expert_width: int = Field(0, ge=0, multiple_of=8)
+    """Inner width of an expert; 0: half of the hidden size."""
     num_layers: int = Field(3, ge=1)
     """Decoder layers; all are MoE layers."""
     num_heads: int = Field(4, ge=2, multiple_of=2)

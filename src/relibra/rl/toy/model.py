@@ -35,7 +35,7 @@ def built_in_config(settings: ModelSettings, vocab_size: int) -> Qwen3MoeConfig 
         return Qwen3Config(**sizes)
     return Qwen3MoeConfig(
         **sizes,
-        moe_intermediate_size=settings.hidden_size // 2,
+        moe_intermediate_size=settings.expert_width or settings.hidden_size // 2,
         num_experts=settings.num_experts,
         num_experts_per_tok=settings.experts_per_token,
         norm_topk_prob=True,
