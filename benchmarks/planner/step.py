@@ -157,17 +157,17 @@ def _scheduled(demand: Demand, ranks: int, limit: int) -> ScheduledDemand:
     return replace(scheduled, group_M=None)
 
 
-def budgets() -> dict[str, tuple[str, Budget]]:
+def budgets(cluster: Cluster) -> dict[str, tuple[str, Budget]]:
     """Return balancer and budget of each plan by its name in the rows."""
-    default = plan_budget(PlanSettings())
-    tokens = plan_budget(PlanSettings(objective="tokens"))
+    default = plan_budget(PlanSettings(), cluster)
+    tokens = plan_budget(PlanSettings(objective="tokens"), cluster)
     plans = {"relibra (default)": ("relibra", default), "static": ("static", default), "tokens": ("relibra", tokens)}
     return plans | {name: (name, replace(default, pack_samples=False)) for name in PEERS}
 
 
 def rows_of(case: Case) -> list[dict]:
     """Plan and simulate a case with every balancer."""
-    rows = [_row(case, plan, *choice) for plan, choice in budgets().items()]
+    rows = [_row(case, plan, *choice) for plan, choice in budgets(case.cluster).items()]
     static = next(row["seconds"] for row in rows if row["plan"] == "static")
     return [{**row, "ratio_to_static": static / row["seconds"]} for row in rows]
 

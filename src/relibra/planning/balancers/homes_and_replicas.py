@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int16, Int32, Int64
@@ -21,6 +22,7 @@ from relibra.planning.layer_shards import demand_of_layers
 from relibra.planning.replicas.pricing import Replicas, cheapest_replicas, evenest_replicas, moving_seconds, seconds
 from relibra.planning.replicas.resident_replicas import PUSH_PRICE
 from relibra.planning.replicas.resident_ways import (
+    LOOSE,
     NO_REPLICAS,
     ResidentWay,
     fill_resident_slots,
@@ -324,8 +326,13 @@ def _with_shared_slots(
     """Return the choices with further replicas in shared slots, in (micro-batches, layers) where they pay."""
     if request.budget.resident_slots == request.budget.slots:
         return chosen
-    replicas = chosen.replica_MLRB, chosen.quota_MLRB
-    across = request.budget.cross_node_copies
-    further = fill_shared_slots(request, demand, chosen.home_LE, replicas, cross_node=across)
-    other = priced(request, demand, chosen.home_LE, further)
-    return chosen.with_replicas(other, other.cost_ML < chosen.cost_ML)
+    budget, best = request.budget, chosen
+    tolerances, scopes = {budget.tolerance}, {budget.cross_node_copies}
+    if budget.objective == "seconds":  # each shared copy is pushed for each pass: fewer may take less time
+        tolerances, scopes = tolerances | {LOOSE}, scopes | {False}
+    for tolerance, across in product(sorted(tolerances, reverse=True), sorted(scopes)):
+        replicas = chosen.replica_MLRB, chosen.quota_MLRB
+        further = fill_shared_slots(request, demand, chosen.home_LE, replicas, tolerance=tolerance, cross_node=across)
+        other = priced(request, demand, chosen.home_LE, further)
+        best = best.with_replicas(other, other.cost_ML < best.cost_ML)
+    return best

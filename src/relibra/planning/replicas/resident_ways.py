@@ -50,12 +50,16 @@ def splits(request: PlacementRequest) -> list[ResidentWay]:
     numbers = sorted({0, slots // 2, slots - 1, slots}) if may_hold_traffic else [0]
     several = request.previous.num_experts > cluster.num_ranks and cluster.num_nodes > 1
     deals = (False, True) if budget.move_homes and several else (False,)
-    return [replace(way, traffic_slots=t, deal_again=deal) for t in numbers for deal in deals]
+    from_homes = replace(way, local=False)  # fewer, larger GEMMs where micro-batches are small
+    return [from_homes, *(replace(way, traffic_slots=t, deal_again=deal) for t in numbers for deal in deals)]
 
 
 def variants(request: PlacementRequest, way: ResidentWay) -> list[ResidentWay]:
-    """Return ways with the same slots for traffic: evener, or with replicas only on nodes that have the expert."""
-    tolerances, scopes = sorted({request.budget.tolerance, way.tolerance}), sorted({way.anywhere, False})
+    """Return ways with the same slots for traffic: evener, or with replicas only on nodes that have the expert.
+
+    Even loads are tried too: where attention hides copies, the budget's tolerance saves nothing.
+    """
+    tolerances, scopes = sorted({0.0, request.budget.tolerance, way.tolerance}), sorted({way.anywhere, False})
     deals = sorted({way.deal_again, False})
     return [replace(way, tolerance=t, anywhere=s, deal_again=d) for t in tolerances for s in scopes for d in deals]
 
@@ -103,6 +107,7 @@ def fill_shared_slots(
     home_LE: Int[ndarray, "L E"],
     replicas: Replicas,
     *,
+    tolerance: float,
     cross_node: bool,
 ) -> Replicas:
     """Return the replicas with further ones in shared slots, where they lower the busiest rank."""
@@ -119,7 +124,7 @@ def fill_shared_slots(
             quota_MLRB[:, layer, :, given],
             cluster.ranks_per_node,
             slots=budget.slots - resident,
-            tolerance=budget.tolerance,
+            tolerance=tolerance,
             cross_node=cross_node,
         )
         quota_MLRB[:, layer, :, given] = taken_MRB

@@ -177,7 +177,7 @@ def plan_together(
     previous      where the experts are now; None: in the static layout
     rank_tokens   most tokens of a rank in a micro-batch, which packing keeps; None: as many as the schedule has
     """
-    budget = replace(plan_budget(settings), rank_tokens=rank_tokens)
+    budget = replace(plan_budget(settings, cluster), rank_tokens=rank_tokens)
     budget = budget.with_resident_slots(expert, len(demand.layer_ids))
     if budget.pack_samples and cluster.num_nodes > 1:
         demand = _with_packed_schedule(demand, cluster, budget, settings.balancer, expert, previous)

@@ -283,11 +283,12 @@ class PlanSettings(Section):
     "measure" (a short calibration, kept per machine), or "auto": the preset of this GPU, and "laptop" on a CPU."""
     objective: Literal["seconds", "tokens"] = "seconds"
     """Minimise the modelled seconds of the step on this machine, or the token-slots of the busiest rank."""
-    slots: int = Field(2, ge=0, le=64)
+    slots: int = Field(4, ge=0, le=64)
     """Replica slots per rank, for copies of busy experts."""
-    memory_gib: float = Field(4.0, ge=0)
-    """Most memory per rank for slots. Where it allows, slots belong to their layer and keep replicas over
-    micro-batches, each with weights and a float32 gradient; the others are shared by all layers."""
+    memory_gib: float | None = Field(None, ge=0)
+    """Most memory per rank for slots; none: a tenth of the device memory of `cluster`. Where it allows, slots belong to
+    their layer and keep replicas over micro-batches, each with weights and a float32 gradient; the others are shared by
+    all layers."""
     move_homes: bool = True
     """Allow experts to move between ranks between steps."""
     pack: bool = True
