@@ -1,13 +1,16 @@
 """Seconds of a whole simulated step: what training plans by default, beside static and its peers. Rows go to
-results/step.json.
+results/step.json, those of resident slots to results/step_resident.json.
 
 Cases: a generated step of one layer of Qwen3-30B-A3B on 16 H100, and both recordings on 8, 16 and 32 ranks in nodes of
 8 and on 32 in one rack, with micro-batches of 2,048 and of 8,192 tokens per rank. A recording is too short for such
-steps: its samples are drawn again, seeded, until 32 micro-batches are full. The trainer's own schedule is used. Every
-plan is simulated, also where it loses to static; live peers (UltraEP, MoonEP) decide after the router. The recordings
-are not part of the project; the program says so when they are not there.
+steps: its samples are drawn again, seeded, until 32 micro-batches are full. The trainer's own schedule is used, and as
+many resident slots as all layers of the model allow. Every plan is simulated, also where it loses to static, with its
+moves of homes in full; live peers (UltraEP, MoonEP) decide after the router. The recordings are not part of the
+project; the program says so when they are not there.
+Resident slots: RL-sized steps of three models, with slots that stay with their layer and with shared ones
+(`resident_steps`).
 Run: relibra bench step [--quick] [--json] [--data FOLDER] [--output FOLDER].
-Twenty minutes. --quick runs the generated case only and writes no rows.
+Ten minutes. --quick runs the generated case only and writes no rows.
 """
 
 import json
@@ -22,8 +25,10 @@ from rich.table import Table
 
 from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import write_results
+from benchmarks.planner.resident_steps import print_resident_rows, resident_rows
 from relibra.cluster import Cluster, cluster_preset
 from relibra.planning.budget import Budget
+from relibra.planning.costs.copies import slot_bytes
 from relibra.planning.planner import plan_step
 from relibra.planning.registry import is_live
 from relibra.planning.validation import validate_plan
@@ -33,7 +38,7 @@ from relibra.rl.config.settings import PlanSettings
 from relibra.routing.demand import Demand, ScheduledDemand
 from relibra.routing.readers import open_trace
 from relibra.routing.statistics import co_activation
-from relibra.simulation import Execution, ModelShape, cut_model, memory_use, model_shape, simulate_step
+from relibra.simulation import Execution, ModelShape, cut_model, model_shape, simulate_step
 
 RECORDINGS = {
     "gpt-oss-20b": ("gpt_oss_20b_decode_topk.npz", 32),
@@ -49,15 +54,23 @@ MICRO_BATCHES = 32
 TOKENS = (2048, 8192)
 SPREAD = 0.35
 """Of the log-popularity of the generated case: a static skew of 1.49 on 16 ranks."""
+DEFAULT = "relibra (default)"
 PEERS = ("eplb", "ultraep", "moonep_node", "moonep")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A step and the machine it runs on; `limit`: tokens of a rank's micro-batch."""
+    """A step and the machine it runs on.
+
+    layers    MoE layers of the whole model, which share the memory for slots
+    limit     tokens of a rank's micro-batch
+    drawn     how the samples were made
+    """
 
     name: str
     machine: str
+    layers: int
+    drawn: str
     cluster: Cluster
     model: ModelShape
     demand: ScheduledDemand
@@ -67,12 +80,15 @@ class Case:
 def main() -> None:
     options = measurement_options(__doc__, data=True).parse_args()
     rows = [row for case in _cases(options.data, options.quick) for row in rows_of(case)]
+    resident = [] if options.quick else list(resident_rows())
     if options.json:
-        print(json.dumps(rows, indent=1))
+        print(json.dumps([*rows, *resident], indent=1))
     else:
         print_rows(rows)
+        print_resident_rows(resident)
     if not options.quick:
         print(write_results("step", rows, "relibra bench step", options.output), file=sys.stderr)
+        print(write_results("step_resident", resident, "relibra bench step", options.output), file=sys.stderr)
 
 
 def _cases(data: Path, quick: bool) -> Iterator[Case]:
@@ -90,6 +106,8 @@ def _cases(data: Path, quick: bool) -> Iterator[Case]:
                 yield Case(
                     name=name,
                     machine=machine,
+                    layers=model_shape(name).moe_layers,
+                    drawn=f"{len(demand.sample_ids)} recorded samples drawn again, {len(scheduled.sample_ids)} times",
                     cluster=cluster,
                     model=cut_model(model_shape(name), scheduled),
                     demand=scheduled,
@@ -123,6 +141,8 @@ def generated_case() -> Case:
     return Case(
         name="generated",
         machine="16, nodes of 8",
+        layers=model_shape("qwen3-30b-a3b").moe_layers,
+        drawn=f"{samples} samples of log-normal lengths",
         cluster=cluster_preset("h100x8", ranks),
         model=cut_model(model_shape("qwen3-30b-a3b"), demand),
         demand=_scheduled(demand, ranks, limit),
@@ -157,19 +177,36 @@ def _scheduled(demand: Demand, ranks: int, limit: int) -> ScheduledDemand:
     return replace(scheduled, group_M=None)
 
 
-def budgets(cluster: Cluster) -> dict[str, tuple[str, Budget]]:
-    """Return balancer and budget of each plan by its name in the rows."""
-    default = plan_budget(PlanSettings(), cluster)
-    tokens = plan_budget(PlanSettings(objective="tokens"), cluster)
-    plans = {"relibra (default)": ("relibra", default), "static": ("static", default), "tokens": ("relibra", tokens)}
+def budgets(case: Case) -> dict[str, tuple[str, Budget]]:
+    """Return balancer and budget of each plan by its name in the rows.
+
+    Peers have as many slots as the default, EPLB also beyond its memory; MoonEP reserves as many as a rank has homes.
+    """
+    default, tokens = (
+        plan_budget(settings, case.cluster).with_resident_slots(case.model.expert, case.layers)
+        for settings in (PlanSettings(), PlanSettings(objective="tokens"))
+    )
+    plans = {DEFAULT: ("relibra", default), "static": ("static", default), "tokens": ("relibra", tokens)}
     return plans | {name: (name, replace(default, pack_samples=False)) for name in PEERS}
 
 
 def rows_of(case: Case) -> list[dict]:
     """Plan and simulate a case with every balancer."""
-    rows = [_row(case, plan, *choice) for plan, choice in budgets(case.cluster).items()]
-    static = next(row["seconds"] for row in rows if row["plan"] == "static")
-    return [{**row, "ratio_to_static": static / row["seconds"]} for row in rows]
+    rows = [_row(case, plan, *choice) for plan, choice in budgets(case).items()]
+    static, default = (next(row for row in rows if row["plan"] == name) for name in ("static", DEFAULT))
+    return [
+        {**row, "ratio_to_static": static["seconds"] / row["seconds"], "ahead_by": ahead_by(row, default)}
+        for row in rows
+    ]
+
+
+def ahead_by(row: dict, default: dict) -> str:
+    """Say what a plan that is faster than the default spends less on; "" for the others."""
+    if row["seconds"] >= default["seconds"]:
+        return ""
+    saved = {name: default["terms"][name] - seconds for name, seconds in row["terms"].items()}
+    parts = (f"{1e3 * seconds:.3g} ms less {name}" for name, seconds in saved.items() if seconds > 0)
+    return f"{1e3 * (default['seconds'] - row['seconds']):.3g} ms in all: {', '.join(parts)}"
 
 
 def _row(case: Case, name: str, balancer: str, budget: Budget) -> dict:
@@ -178,17 +215,15 @@ def _row(case: Case, name: str, balancer: str, budget: Budget) -> dict:
     )
     scheduled = plan.scheduled(case.demand)
     validate_plan(plan, case.cluster.topology, scheduled)
-    how = Execution(live=is_live(balancer))
-    step = simulate_step(plan, scheduled, case.cluster, case.model, how)
-    memory = memory_use(plan, scheduled, case.cluster, case.model, how)
+    step = simulate_step(plan, scheduled, case.cluster, case.model, Execution(live=is_live(balancer)))
     M, L, R, _ = plan.replica_MLRB.shape
     assert case.demand.top_k
     tokens_MR = scheduled.tokens_MLRE[:, 0].sum(axis=2) // case.demand.top_k
     sent = {kind: float(bytes_R.sum()) for kind, bytes_R in step.sent_bytes.items()}
     return {
-        "case": f"{case.name}, {case.machine}, {case.limit} tokens, {name}",
+        "case": f"{case.name}, {case.machine}, {case.limit} tokens",
         "label": "simulated",
-        "unit": f"seconds of a step of {M} micro-batches and {L} layers, copies overlapped",
+        "unit": "seconds of one step with all moves of homes",
         "seed": 0,
         "repetitions": 1,
         "ranks": R,
@@ -202,7 +237,11 @@ def _row(case: Case, name: str, balancer: str, budget: Budget) -> dict:
         "max_rank_tokens": int(tokens_MR.max()),
         "token_limit": case.limit,
         "moved": plan.num_moved,
-        "slot_bytes": memory.parts["slots"],
+        "slots": plan.slots,
+        "resident_slots": plan.resident_slots,
+        "slot_bytes": slot_bytes(plan, case.model.expert, num_layers=case.layers),
+        "terms": {term: seconds for term, seconds in step.terms.items() if seconds > 0},
+        "configuration": f"{M} micro-batches, {L} layer{'s' * (L > 1)}; {case.drawn}",
     }
 
 
@@ -210,10 +249,11 @@ def print_rows(rows: list[dict]) -> None:
     """Print one line per case and plan."""
     columns = ("seconds", "ratio_to_static", "skew", "pushes", "exposed_seconds", "max_rank_tokens", "moved")
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    table.add_column("case", no_wrap=True)
+    for column in ("case", "plan"):
+        table.add_column(column, no_wrap=True)
     for column in columns:
         table.add_column(column.replace("_", " "), justify="right")
     for row in rows:
         shown = (f"{row[c]:,.3f}" if isinstance(row[c], float) else f"{row[c]:,}" for c in columns)
-        table.add_row(row["case"], *shown)
+        table.add_row(row["case"], row["plan"], *shown)
     Console(width=170).print(table)
