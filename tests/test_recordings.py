@@ -21,7 +21,7 @@ def _stats(name, *options):
 
 
 def test_gpt_oss_skew_of_the_static_layout():
-    result = _stats("gpt_oss_20b_decode_topk.npz", "--ranks", "8,16,32", "--micro-batch-tokens", "2048")
+    result = _stats("gpt_oss_20b_decode_topk.npz", "--ranks", "8,16,32", "--rows-per-micro-batch", "2048")
     assert (result["rows"], result["layers"], result["experts"], result["top_k"]) == (90_145, 24, 32, 4)
     means = [row["skew_mean"] for row in result["layouts"]]
     assert means == pytest.approx([1.7, 2.5, 3.9], rel=0.02)
@@ -37,7 +37,7 @@ def test_gpt_oss_skew_of_the_static_layout():
     ],
 )
 def test_deepseek_v2_lite_skew_per_task(task, tokens, skews):
-    options = ("--ranks", "8,16,32,64", "--micro-batch-tokens", "1000000", "--group", task)
+    options = ("--ranks", "8,16,32,64", "--rows-per-micro-batch", "1000000", "--group", task)
     result = _stats("deepseek_v2_lite_esft_topk.npz", *options)
     assert result["rows"] == tokens
     assert [round(row["skew_mean"], 2) for row in result["layouts"]] == pytest.approx(skews, abs=0.011)

@@ -10,20 +10,23 @@ import pytest
 from relibra import write_trace
 from relibra.cli import simulated_step
 from relibra.cluster import cluster_preset, write_cluster
-from relibra.planning.budget import Budget
+from relibra.planning.budget import RUN_DEFAULTS
 from relibra.planning.planner import plan_step
 from relibra.planning.traffic.byte_ledger import distinct_rows_of_step
+from relibra.rl.batch.plan_budget import plan_budget
+from relibra.rl.config.settings import PlanSettings
+from relibra.routing.demand_files import read_scheduled_demand
 from relibra.routing.demand_rows import sample_of_rows
-from relibra.routing.micro_batches import cut_recorded
+from relibra.routing.micro_batches import schedule_samples
 from relibra.routing.synthetic import TraceShape, domain_trace
 from relibra.simulation import cut_model, model_shape, overlap_ratio, simulate_step
 
-CUT = ("--ranks", "4", "--ranks-per-node", "2", "--micro-batch-tokens", "100")
+CUT = ("--ranks", "4", "--ranks-per-node", "2", "--micro-batch-tokens", "25")
 
 
 @pytest.fixture
 def routes():
-    shape = TraceShape(rows_per_sample=[40] * 20, num_layers=2, num_experts=8, top_k=2)
+    shape = TraceShape(rows_per_sample=[5] * 160, num_layers=2, num_experts=8, top_k=2)
     return domain_trace(shape, np.random.default_rng(0), num_domains=2)
 
 
@@ -47,15 +50,15 @@ def test_what_limits_the_step_comes_first_and_the_figures_are_those_of_the_libra
     assert code == 0
     assert out.startswith("Overlap ratio")
     assert max(map(len, out.splitlines())) <= 80
-    cluster, demand = cluster_preset("h100x8", 4, 2), cut_recorded(routes, 100, 4)
+    cluster, demand = cluster_preset("h100x8", 4, 2), schedule_samples(routes, 25, 4)
     model = cut_model(model_shape("qwen3-30b-a3b"), demand)
     assert (model.moe_layers, model.experts, model.top_k) == (2, 8, 2)
     assert "(2 of 48 layers, vocabulary in proportion)" in " ".join(out.split())
-    budget = Budget(slots=1, objective="seconds")
-    plan = plan_step(demand, cluster, budget, expert=model.expert, never_worse=False)
+    budget = replace(RUN_DEFAULTS, slots=1, rank_tokens=25)
+    plan = plan_step(demand, cluster, budget, expert=model.expert)
     scheduled = plan.scheduled(demand)
     rows_MLRR = distinct_rows_of_step(plan, scheduled, routes.experts_TLK, sample_of_rows(routes, demand))
-    step = simulate_step(plan, scheduled, cluster, model, distinct_MLRR=rows_MLRR)
+    step = simulate_step(plan, scheduled, cluster, model, distinct_MLRR=rows_MLRR).with_relocation_over(10)
     facts = json.loads(run("simulate", trace, *CUT, "--slots", "1", "--json")[1])
     assert facts["rows_counted"]
     assert "rows between ranks are counted token by token" in " ".join(out.split())
@@ -105,14 +108,66 @@ def test_seconds_without_a_model_are_those_of_the_policy_of_the_run(run, run_fol
     assert "64x32" in run("compare", *CUT, "--balancer", "static", "--model", "64x32", folder)[1]
 
 
-def test_rows_that_fill_no_micro_batch_are_named(run, trace, tmp_path):
-    for tokens, rest in (("100", ""), ("300", "200")):
-        cut = ("--ranks", "4", "--micro-batch-tokens", tokens)
-        planned = run("plan", trace, *cut, "-o", tmp_path / "p.safetensors")[1]
-        counted = run("trace", "stats", trace, *cut)[1]
-        assert ("left out" in planned) == ("the last one" in counted) == bool(rest)
-        assert f"{rest} rows left out" in planned or not rest
-        assert f"the last one of {rest}" in counted or not rest
+def test_no_sample_is_cut_or_left_out_and_a_limit_is_per_rank(run, trace, routes, tmp_path):
+    path = tmp_path / "p.safetensors"
+    for ranks, tokens in ((4, 25), (2, 30), (8, 4), (1, 2048)):
+        words = ("--ranks", ranks, "--micro-batch-tokens", tokens, "--balancer", "static", "-o", path)
+        told = " ".join(run("plan", trace, *words)[1].split())
+        demand = read_scheduled_demand(tmp_path / "p.demand.safetensors")
+        assert demand.load_MLE.sum() == routes.num_rows * 2 * 2
+        assert np.array_equal(demand.sample_ids, routes.sample_ids)
+        assert (demand.micro_batch_S >= 0).all()
+        assert demand.sum_per_rank(demand.length_S).max() <= max(5, tokens)
+        assert f"at most {tokens:,} tokens per rank" in told
+        assert ("160 samples are longer than that, each alone on its rank" in told) == (tokens == 4)
+        assert "no route" not in told
+
+
+def test_rows_without_a_route_are_named(run, routes, tmp_path):
+    valid_T = routes.valid_T.copy()
+    valid_T[routes.offsets[1:] - 1] = False
+    write_trace(replace(routes, valid_T=valid_T), tmp_path / "last")
+    told = " ".join(run("simulate", tmp_path / "last", *CUT, "--balancer", "static")[1].split())
+    assert "160 rows have no route and are not counted (the last token of a sample is never fed)" in told
+
+
+def test_the_limit_of_a_run_is_the_default(run, run_folder, tmp_path):
+    (tmp_path / "runs" / "mine" / "config.json").write_text('{"update": {"micro_batch_tokens": 35}}')
+    assert "at most 35 tokens per rank" in " ".join(run("simulate", run_folder, "--ranks", "4")[1].split())
+    (tmp_path / "runs" / "mine" / "config.json").write_text("{}")
+    assert "at most 2,048 tokens per rank" in " ".join(run("simulate", run_folder, "--ranks", "4")[1].split())
+    compared = run("compare", run_folder, "--ranks", "4", "--balancer", "static")[1]
+    assert "at most 100 tokens per rank" in " ".join(compared.split())
+
+
+def test_samples_are_drawn_again_until_a_step_is_full(run, trace):
+    words = ("--ranks", "4", "--micro-batch-tokens", "250", "--micro-batches", "3", "--balancer", "static")
+    code, out, _ = run("simulate", trace, *words)
+    assert code == 0
+    assert "samples are drawn again from the recording, seed 0: 600 samples" in " ".join(out.split())
+    assert "3 micro-batches, 2 layers" in out
+    assert json.loads(run("simulate", trace, *words, "--json")[1])["tokens"] == 3000
+
+
+def test_a_step_pays_its_part_of_the_moves(run, trace):
+    found = {}
+    for steps in (1, 4):
+        words = ("simulate", trace, *CUT, "--balancer", "eplb", "--steps", steps)
+        found[steps] = json.loads(run(*words, "--json")[1])
+        assert f"--steps {steps}" in run(*words)[1]
+    moving = found[1]["moving_seconds"]
+    assert found[1]["terms"]["relocation"] == moving == found[4]["moving_seconds"] > 0
+    assert found[4]["terms"]["relocation"] == moving / 4
+    assert found[1]["seconds"] - found[4]["seconds"] == pytest.approx(0.75 * moving)
+
+
+def test_the_output_says_what_a_plan_may_use(run, trace, tmp_path):
+    used = "plans minimise seconds, 2 spare slots per rank in at most 4 GiB, tolerance 0.01, moves over 10 steps"
+    cut = CUT[:-2]
+    for words in (("simulate",), ("sweep",), ("plan", "-o", tmp_path / "p"), ("compare", "--balancer", "relibra")):
+        told = " ".join(run(words[0], trace, *cut, "--micro-batch-tokens", "50", *words[1:])[1].split())
+        assert f"{used}, samples may be packed, copies on any node" in told, words[0]
+    assert plan_budget(PlanSettings()) == RUN_DEFAULTS
 
 
 def test_a_run_without_routes_says_what_to_do(run, tmp_path):
@@ -170,31 +225,27 @@ def test_a_damaged_config_gets_a_sentence(run, trace, tmp_path):
 
 
 def test_a_balancer_that_keeps_the_static_layout_says_why(run, trace):
-    words = ("simulate", trace, *CUT, "--slots", "0", "--model", "64x4096")
+    words = ("simulate", trace, *CUT, "--slots", "0", "--model", "64x4096", "--no-pack", "--steps", "1")
     code, out, _ = run(*words)
     told = " ".join(out.split())
     assert code == 0
     assert "relibra kept the static layout: at 25 tokens per rank and micro-batch" in told
-    assert "or --slots 1" in told
+    assert "or --slots 2" in told
     assert json.loads(run(*words, "--json")[1])["kept_static"]
     told = " ".join(run("simulate", trace, *CUT, "--balancer", "eplb_history")[1].split())
     assert "--take second-half" in told
-    told = " ".join(run("sweep", trace, *CUT, "--slots", "0", "--model", "64x4096")[1].split())
+    told = " ".join(
+        run("sweep", trace, *CUT, "--slots", "0", "--model", "64x4096", "--no-pack", "--steps", "1")[1].split()
+    )
     assert "kept the static layout: 1" in told
 
 
-def test_a_relocation_is_shown_apart_because_it_is_paid_once(run, trace):
-    words = ("simulate", trace, *CUT, "--balancer", "eplb")
-    facts = json.loads(run(*words, "--json")[1])
-    assert facts["terms"]["relocation"] > 0
-    assert facts["seconds_without_relocation"] == facts["seconds"] - facts["terms"]["relocation"]
-    assert f"{facts['seconds_without_relocation']:.4g}" in run(*words)[1]
-
-
-def test_ranks_without_tokens_are_named(run, trace):
+def test_ranks_without_tokens_are_named(run, trace, tmp_path):
     words = ("simulate", trace, "--ranks", "8", "--balancer", "static")
-    assert "38% of ranks have no tokens" in " ".join(run(*words, "--micro-batch-tokens", "200")[1].split())
-    assert "have no tokens" not in run(*words, "--micro-batch-tokens", "400")[1]
+    path = tmp_path / "all.npz"
+    for used, told in ((6, True), (8, False)):
+        np.savez(path, micro_batch_S=np.zeros(160, int), rank_S=np.arange(160) % used)
+        assert ("25% of ranks have no tokens" in " ".join(run(*words, "--schedule", path)[1].split())) == told
 
 
 def test_what_cannot_be_simulated_gets_a_sentence(run, trace, tmp_path):
@@ -217,7 +268,7 @@ def test_what_cannot_be_simulated_gets_a_sentence(run, trace, tmp_path):
 
 def test_a_sweep_has_a_row_for_every_combination_beside_the_same_static_layout(run, trace):
     lists = ("--ranks", "2,4", "--ranks-per-node", "2", "--slots", "0,1", "--balancer", "relibra,static")
-    code, out, _ = run("sweep", trace, *lists, "--micro-batch-tokens", "100", "--json")
+    code, out, _ = run("sweep", trace, *lists, "--micro-batch-tokens", "25", "--json")
     assert code == 0
     found = json.loads(out)
     assert list(found)[:2] == ["overlap_ratio", "advice"]
@@ -233,7 +284,7 @@ def test_a_sweep_has_a_row_for_every_combination_beside_the_same_static_layout(r
 
 
 def test_points_that_cannot_be_are_named_and_the_others_computed(run, trace):
-    words = ("sweep", trace, "--ranks", "2,3", "--pipeline-stages", "1,2,8", "--micro-batch-tokens", "100")
+    words = ("sweep", trace, "--ranks", "2,3", "--pipeline-stages", "1,2,8", "--micro-batch-tokens", "25")
     code, out, _ = run(*words, "--balancer", "static", "--slots", "0,4", "--recompute", "--json")
     found = json.loads(out)
     assert code == 0
@@ -252,29 +303,25 @@ def test_points_that_cannot_be_are_named_and_the_others_computed(run, trace):
 
 
 def test_the_table_of_a_sweep_fits_a_terminal(run, trace):
-    lists = ("--ranks", "2,4", "--micro-batch-tokens", "100,200", "--slots", "0,1", "--balancer", "eplb,relibra")
+    lists = ("--ranks", "2,4", "--micro-batch-tokens", "25,50", "--slots", "0,1", "--balancer", "eplb,relibra")
     code, out, _ = run("sweep", trace, *lists)
     assert code == 0
     told = " ".join(out.split())
     assert re.match(r"most tokens per second and rank: ranks \d, .* What limits that step: Overlap ratio", told)
-    assert "all ranks" not in told
+    assert "all ranks:" not in told
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_a_sweep_compares_steps_without_the_relocation_before_them(run, trace):
-    words = ("sweep", trace, *CUT, "--balancer", "static,eplb")
-    rows = json.loads(run(*words, "--json")[1])["rows"]
-    static, eplb = rows
-    settled = eplb["seconds"] - eplb["terms"]["relocation"]
-    assert eplb["ratio_to_static_without_relocation"] == pytest.approx(static["seconds"] / settled)
-    assert eplb["ratio_to_static_without_relocation"] > eplb["ratio_to_static"]
-    assert eplb["seconds_without_relocation"] == settled
+def test_a_sweep_compares_steps_with_their_part_of_the_moves(run, trace):
+    words = ("sweep", trace, *CUT, "--balancer", "static,eplb", "--steps", "2")
+    static, eplb = json.loads(run(*words, "--json")[1])["rows"]
+    assert eplb["terms"]["relocation"] == eplb["moving_seconds"] / 2 > 0
+    assert eplb["ratio_to_static"] == pytest.approx(static["seconds"] / eplb["seconds"])
     assert eplb["relocation_share"] == eplb["terms"]["relocation"] / eplb["seconds"] > 0.01
     told = " ".join(run(*words)[1].split())
-    assert f"{eplb['ratio_to_static_without_relocation']:.3f}" in told
-    assert f"{settled:.4g}" in told
-    assert "relocation (move)" in told
-    assert "(move)" not in " ".join(run("sweep", trace, *CUT, "--balancer", "static")[1].split())
+    assert f"{eplb['ratio_to_static']:.3f}" in told
+    assert f"{eplb['seconds']:.4g}" in told
+    assert "1/2 of the moves" in told
 
 
 def test_a_sweep_that_is_stopped_shows_what_it_has(run, trace, monkeypatch):

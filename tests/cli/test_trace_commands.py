@@ -55,17 +55,17 @@ def test_validate(run, skewed):
 
 
 def test_stats(run, skewed):
-    code, out, _ = run("trace", "stats", skewed, "--ranks", "4,8", "--micro-batch-tokens", "500")
+    code, out, _ = run("trace", "stats", skewed, "--ranks", "4,8", "--rows-per-micro-batch", "500")
     assert code == 0
     assert "8 micro-batches of 500 tokens" in out
-    result = json.loads(run("trace", "stats", skewed, "--ranks", "4,8", "--micro-batch-tokens", "4000", "--json")[1])
+    result = json.loads(run("trace", "stats", skewed, "--ranks", "4,8", "--rows-per-micro-batch", "4000", "--json")[1])
     assert [row["ranks"] for row in result["layouts"]] == [4, 8]
     assert result["layouts"][1]["skew_mean"] == pytest.approx(2.0, rel=0.03)
 
 
 def test_stats_fit_into_80_columns(run, skewed, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    code, out, _ = run("trace", "stats", skewed, "--micro-batch-tokens", "500")
+    code, out, _ = run("trace", "stats", skewed, "--rows-per-micro-batch", "500")
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
     assert "\nweighted:    sum of the busiest ranks' loads" in out
@@ -80,7 +80,7 @@ def test_verbs_call_the_same_thing_by_the_same_name(run, skewed):
 
 def test_stats_of_balanced_routes_are_even(run, tmp_path):
     write_trace(balanced_trace(TraceShape(rows_per_sample=[64], num_layers=1, num_experts=8, top_k=2)), tmp_path / "t")
-    arguments = ("trace", "stats", tmp_path / "t", "--ranks", "2", "--micro-batch-tokens", "8", "--json")
+    arguments = ("trace", "stats", tmp_path / "t", "--ranks", "2", "--rows-per-micro-batch", "8", "--json")
     [row] = json.loads(run(*arguments)[1])["layouts"]
     assert (row["skew_mean"], row["skew_max"], row["skew_weighted"], row["idle_share"]) == (1.0, 1.0, 1.0, 0.0)
 
@@ -191,8 +191,8 @@ def test_stats_of_a_group(run, tmp_path):
         (["trace", "stats", "TRACE", "--ranks", "²"], 2, "not a list of numbers of ranks"),
         (["trace", "stats", "TRACE", "--ranks", "9" * 5000], 2, "not a list of numbers of ranks"),
         (["trace", "stats", "TRACE", "--ranks", "8,"], 2, "not a list of numbers of ranks"),
-        (["trace", "stats", "TRACE", "--micro-batch-tokens", "0"], 2, "--micro-batch-tokens"),
-        (["trace", "stats", "TRACE", "--micro-batch-tokens", "9" * 30], 2, "--micro-batch-tokens"),
+        (["trace", "stats", "TRACE", "--rows-per-micro-batch", "0"], 2, "--rows-per-micro-batch"),
+        (["trace", "stats", "TRACE", "--rows-per-micro-batch", "9" * 30], 2, "--rows-per-micro-batch"),
         (["trace", "stats", "nowhere"], 1, "nowhere does not exist"),
         (["trace", "validate", "."], 1, "not a finished trace"),
         (["report", "nowhere"], 1, "nowhere does not exist"),

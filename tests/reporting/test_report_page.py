@@ -238,7 +238,7 @@ def test_page_and_command_print_the_same_figures(run_folder: Path, tokens: int) 
     config = {"parallel": {"ranks": 2}, "update": {"micro_batch_tokens": tokens // 2}}
     (run_folder / "config.json").write_text(json.dumps(config))
     text = " ".join(re.sub("<[^>]*>", " ", own_page(write_report(run_folder).read_text())).split())
-    options = ("--ranks", "2,8", "--micro-batch-tokens", str(tokens))
+    options = ("--ranks", "2,8", "--rows-per-micro-batch", str(tokens))
     command = ["trace", "stats", str(run_folder / "traces" / "step-00000"), *options]
     out, figures = (
         CliRunner().invoke(app, command).output,

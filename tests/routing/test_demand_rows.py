@@ -8,7 +8,7 @@ import pytest
 from relibra.errors import TraceError
 from relibra.routing.demand import Demand
 from relibra.routing.demand_rows import sample_of_rows
-from relibra.routing.micro_batches import cut_recorded, deal_samples, select_micro_batches
+from relibra.routing.micro_batches import cut_recorded, schedule_samples, select_micro_batches
 from relibra.routing.synthetic import TraceShape, domain_trace
 
 
@@ -32,7 +32,7 @@ def test_rows_have_the_counts_of_their_samples(kind):
         "whole": lambda: Demand.from_trace(trace),
         "recorded": lambda: cut_recorded(trace, 16, 2),
         "second half": lambda: select_micro_batches(cut_recorded(trace, 16, 2), 3),
-        "dealt": lambda: deal_samples(trace, 50, 2, np.random.default_rng(0)),
+        "dealt": lambda: schedule_samples(trace, 25, 2, np.random.default_rng(0)),
     }[kind]()
     sample_T = sample_of_rows(trace, demand)
     assert not ((sample_T >= 0) & ~trace.valid_T).any()

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from relibra.errors import TraceError
-from relibra.routing.micro_batches import cut_recorded, deal_samples, select_micro_batches
+from relibra.routing.micro_batches import cut_recorded, draw_samples, schedule_samples, select_micro_batches
 from relibra.routing.synthetic import TraceShape, domain_trace
 from relibra.routing.trace import RoutingTrace
 from tests.routing.slow_statistics import micro_batch_load
@@ -47,17 +49,64 @@ def test_a_set_too_small_for_one_micro_batch_makes_the_recording_one_set():
     assert (demand.load_MLE == micro_batch_load(trace, 20)[:4]).all()
 
 
-def test_shuffled_order_deals_whole_samples_within_the_limit():
-    trace = _trace([5, 12, 3, 40, 9, 9, 1])
-    demand = deal_samples(trace, 20, 3, np.random.default_rng(1))
-    rows_S = np.diff(trace.offsets)
-    rows_M = np.bincount(demand.micro_batch_S, weights=rows_S)
+def _scheduled_in_order(demand):
+    """Return the samples of each micro-batch in the order of the trace."""
+    return [np.flatnonzero(demand.micro_batch_S == m).tolist() for m in range(len(demand.load_MLE))]
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=60),
+    st.integers(1, 60),
+    st.integers(1, 6),
+    st.one_of(st.none(), st.integers(0, 9)),
+)
+def test_whole_samples_keep_the_limit_of_every_rank_and_none_is_left_out(lengths, limit, ranks, seed):
+    trace = _trace(lengths)  # the last row of a sample has no route
+    rng = None if seed is None else np.random.default_rng(seed)
+    demand = schedule_samples(trace, limit, ranks, rng)
+    tokens_S = np.maximum(0, np.array(lengths) - 1)
     assert demand.sample_ids.tolist() == trace.sample_ids.tolist()
-    assert sorted(rows_M)[-1] == 40  # the long sample is alone
-    assert (np.sort(rows_M)[:-1] <= 20).all()
+    assert demand.length_S.tolist() == tokens_S.tolist()
     assert (demand.load_MLE.sum(axis=0) == demand.counts_SLE.sum(axis=0)).all()
-    again = deal_samples(trace, 20, 3, np.random.default_rng(1))
-    assert (again.micro_batch_S == demand.micro_batch_S).all()
+    for m in range(len(demand.load_MLE)):
+        for rank in range(ranks):
+            own = tokens_S[(demand.micro_batch_S == m) & (demand.rank_S == rank)]
+            assert own.sum() <= limit or (own > 0).sum() == 1
+    samples = _scheduled_in_order(demand)
+    assert all(samples)
+    if rng is None:
+        assert [s for one in samples for s in one] == list(range(len(lengths)))
+    else:
+        again = schedule_samples(trace, limit, ranks, np.random.default_rng(seed))
+        assert (again.micro_batch_S == demand.micro_batch_S).all()
+
+
+def test_micro_batches_are_few_and_even():
+    demand = schedule_samples(_trace([6] * 21), 20, 2)  # of 5 tokens each: 8 fit into a micro-batch
+    assert [len(samples) for samples in _scheduled_in_order(demand)] == [7, 7, 7]
+    assert demand.sum_per_rank(demand.length_S).tolist() == [[20, 15]] * 3
+    long = schedule_samples(_trace([40, 3, 3, 40, 40]), 10, 2)
+    assert len(long.load_MLE) == 2 or long.sum_per_rank(long.length_S).max() == 39
+
+
+def test_whole_samples_of_task_sets_alternate():
+    trace = _trace([11] * 12, groups=[0] * 8 + [1] * 4, names=("a", "b"))
+    demand = schedule_samples(trace, 20, 2)
+    groups = [set(trace.group_ids[samples].tolist()) for samples in _scheduled_in_order(demand)]
+    assert groups == [{0}, {1}, {0}]
+    assert {0, 1} in [set(trace.group_ids[s].tolist()) for s in _scheduled_in_order(schedule_samples(trace, 40, 2))]
+
+
+def test_samples_are_drawn_again_until_the_rows_are_there():
+    trace = _trace([5, 12, 3])
+    again = draw_samples(trace, 200, np.random.default_rng(0))
+    again.validate()
+    assert 188 < again.num_rows <= 200
+    assert set(np.diff(again.offsets)) == {5, 12, 3}
+    assert again.sample_ids.tolist() == list(range(again.num_samples))
+    assert draw_samples(trace, 1, np.random.default_rng(0)).num_samples == 1
+    with pytest.raises(TraceError, match="no rows"):
+        draw_samples(_trace([0]), 5, np.random.default_rng(0))
 
 
 def test_selecting_keeps_later_micro_batches():
@@ -73,3 +122,5 @@ def test_selecting_keeps_later_micro_batches():
 def test_impossible_cuts_get_a_sentence(tokens):
     with pytest.raises(TraceError, match="micro-batch"):
         cut_recorded(_trace([30]), tokens, 1)
+    with pytest.raises(TraceError, match="at least 1 token"):
+        schedule_samples(_trace([30]), 0, 1)

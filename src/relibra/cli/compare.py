@@ -15,10 +15,11 @@ from relibra.cli.inputs import options
 from relibra.cli.inputs.models import choose_model
 from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.requests import PlanningRequest, takes
-from relibra.cli.inputs.workload import open_workload, workload_in_words
+from relibra.cli.inputs.workload import budget_in_words, open_workload, workload_in_words
 from relibra.cli.outputs.files import check_outputs, input_files, named
 from relibra.cli.outputs.plan_page import write_page
-from relibra.cli.outputs.terminal import plural, print_note, print_wrapped, progress
+from relibra.cli.outputs.terminal import print_note, print_wrapped, progress
+from relibra.cli.simulated_step import moves_in_words
 from relibra.errors import PlanError
 
 if TYPE_CHECKING:
@@ -35,30 +36,27 @@ class CompareRequest(PlanningRequest):
         list[str] | None,
         typer.Option(metavar="NAME,...", help="Only these: a comma-separated list; may be repeated. Default: all."),
     ] = None
-    objective: options.PlanObjective = options.Objective.TOKENS
-    model: options.Model = None
 
     def balancers(self) -> list[str]:
-        """Return the names, each once; all comparable balancers when none is given."""
-        from relibra.planning.analysis.comparison import comparable
+        """Return the names, each once; when none is given, all that plan differently in this budget."""
+        from relibra.planning.analysis.comparison import distinct_levers
 
         names = [name.strip() for names in self.balancer or [] for name in names.split(",")]
-        return list(dict.fromkeys(names)) or comparable()
+        return list(dict.fromkeys(names)) or distinct_levers(self.budget())
 
 
 @takes(CompareRequest)
 def compare(request: CompareRequest) -> None:
     """Plan one step with every balancer; print skew, bound, copies, volumes and times side by side.
 
-    Example: relibra compare runs/demo --ranks 4 --micro-batch-tokens 256
+    Example: relibra compare runs/demo --ranks 4 --micro-batch-tokens 64
     """
     from relibra.planning.analysis.comparison import iterate_comparison, with_levers
-    from relibra.planning.budget import Budget
 
     recording = find_recording(request.source)
-    check_outputs(named("--html", request.html), input_files(recording.trace, request.cluster))
+    check_outputs(named("--html", request.html), input_files(recording.trace, request.cluster, request.schedule))
     model = choose_model(request.model, recording.trace)
-    budget = Budget(slots=request.slots, objective=request.objective.value, seed=request.seed)
+    budget = request.budget()
     names = request.balancers()
     for name in names:
         with_levers(name, budget)  # an unknown name fails before the trace is read
@@ -68,7 +66,7 @@ def compare(request: CompareRequest) -> None:
         print_note(
             "no history: balancers that see only earlier loads plan from even loads; --take second-half gives one"
         )
-    machine, demand = workload.machine, workload.demand
+    machine, demand, budget = workload.machine, workload.demand, workload.budget(budget)
     found = []
     plans = iterate_comparison(demand, machine, budget, names, expert=model.expert, history_MLE=workload.history_MLE)
     for number, name in enumerate(names):
@@ -87,9 +85,9 @@ def compare(request: CompareRequest) -> None:
         return
     for line in workload_in_words(workload):
         print_wrapped(line)
-    slots = plural(request.slots, "spare slot")
-    print_wrapped(f"{slots} per rank; plans minimise {request.objective.value}; expert sizes of {model.name}")
+    print_wrapped(f"{budget_in_words(budget)}; expert sizes of {model.name}")
     print_comparison(rows)
+    print_wrapped(moves_in_words(request.steps))
     if request.balancer is None:
         print_wrapped("auto is no row: it plans with all balancers that see the step and takes the cheapest plan")
 
@@ -157,7 +155,8 @@ COLUMNS = (
     Column(
         "step s\nmodel",
         lambda row: f"{row.predicted_seconds:.3g}",
-        "modelled time of attention and experts, from a lower bound of the rows that travel; not measured",
+        "modelled time of attention and experts, from a lower bound of the rows that travel; not measured; those of "
+        "live balancers include counts, solver and pushes after the router",
         1,
     ),
 )

@@ -11,10 +11,9 @@ import typer
 
 from relibra.cli.inputs import options
 from relibra.cli.inputs.models import choose_model
-from relibra.cli.inputs.options import Objective
 from relibra.cli.inputs.recordings import Recording, find_recording
 from relibra.cli.inputs.requests import PlanningRequest, takes
-from relibra.cli.inputs.workload import Workload, open_workload, workload_in_words
+from relibra.cli.inputs.workload import Workload, budget_in_words, open_workload, workload_in_words
 from relibra.cli.outputs.files import NamedPath, check_outputs, demand_path, input_files, named, writing
 from relibra.cli.outputs.plan_page import write_page
 from relibra.cli.outputs.terminal import plural, print_note, printable, progress
@@ -35,12 +34,6 @@ class PlanRequest(PlanningRequest):
     """Options of `relibra plan`: the balancer, what it may change, and the files to write."""
 
     balancer: options.Balancer = "relibra"
-    objective: options.OptionalObjective = None
-    pack: Annotated[bool, typer.Option("--pack", help="Samples may change their micro-batch.")] = False
-    cross_node_copies: Annotated[
-        bool, typer.Option("--cross-node-copies", help="Replicas may be on another node than their home.")
-    ] = False
-    model: options.PlannedModel = None
     deadline: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Stop improving the plan after this time.")
     ] = None
@@ -60,16 +53,8 @@ class PlanRequest(PlanningRequest):
         return [_format_and_path(word) for word in self.export or []]
 
     def budget(self) -> Budget:
-        """Return what the options allow; the objective is chosen by `_choose_balancer`."""
-        from relibra.planning.budget import Budget
-
-        return Budget(
-            slots=self.slots,
-            pack_samples=self.pack,
-            cross_node_copies=self.cross_node_copies,
-            deadline_seconds=self.deadline,
-            seed=self.seed,
-        )
+        """Return what the options allow."""
+        return replace(super().budget(), deadline_seconds=self.deadline)
 
 
 @takes(PlanRequest)
@@ -78,35 +63,46 @@ def plan(request: PlanRequest) -> None:
 
     The demand of the step is written beside it (NAME.demand.safetensors), for relibra explain.
 
-    Example: relibra plan runs/demo --ranks 4 --slots 1 --micro-batch-tokens 256
+    Example: relibra plan runs/demo --ranks 4 --micro-batch-tokens 64
     """
-    from relibra.planning.analysis.comparison import measure
+    from relibra.planning.analysis.comparison import measure, with_levers
     from relibra.planning.plan_files import read_plan
     from relibra.planning.planner import plan_step
 
     recording = find_recording(request.source)
     _check_paths(request, recording)
     model = choose_model(request.model, recording.trace)
-    balancer, budget = _choose_balancer(request)
+    balancer, budget = with_levers(request.balancer, request.budget())
+    _check_levers(request)
     previous = None if request.previous is None else read_plan(request.previous)
     with progress(f"cutting {recording.trace}"):
         workload = open_workload(recording, request)
     if missing := workload.missing_history(balancer):
         print_note(missing)
-    machine, demand = workload.machine, workload.demand
+    machine, demand, budget = workload.machine, workload.demand, workload.budget(budget)
     given: dict[str, Any] = {"expert": model.expert, "previous": previous, "history_MLE": workload.history_MLE}
     _compile_kernels(workload, budget, balancer, given)
     with progress(f"planning with {request.balancer}"):
         made = plan_step(demand, machine, budget, balancer, **given)
         static = plan_step(demand, machine, budget, "static", expert=model.expert, previous=previous)
     row = measure(made, demand, machine, model.expert, balancer=made.balancer, sees="")
+    row = row.with_relocation_over(request.steps)
     if not row.valid:
         raise PlanError(row.message)
     written = "overwritten" if request.output.exists() else "written"
     _write(made, demand, request)
     if request.html is not None:
         write_page(request.html, made, workload, model)
-    result = Result(request=request, workload=workload, model=model, plan=made, row=row, static=static, written=written)
+    result = Result(
+        request=request,
+        workload=workload,
+        model=model,
+        budget=budget,
+        plan=made,
+        row=row,
+        static=static,
+        written=written,
+    )
     if request.as_json:
         typer.echo(json.dumps(_facts(result)))
     else:
@@ -123,6 +119,7 @@ class Result:
     request: PlanRequest
     workload: Workload
     model: ModelShape
+    budget: Budget
     plan: StepPlan
     row: ComparisonRow
     static: StepPlan
@@ -137,37 +134,27 @@ def _check_paths(request: PlanRequest, recording: Recording) -> None:
         *named("--html", request.html),
         *((f"--export {form}", path) for form, path in request.exports()),
     ]
-    check_outputs(outputs, [*input_files(recording.trace, request.cluster), *named("--previous", request.previous)])
+    check_outputs(
+        outputs,
+        [*input_files(recording.trace, request.cluster, request.schedule), *named("--previous", request.previous)],
+    )
 
 
-def _choose_balancer(request: PlanRequest) -> tuple[str, Budget]:
-    """Return the registered name of the balancer, and the budget with its objective.
+def _check_levers(request: PlanRequest) -> None:
+    """Raise a ConfigError for an option that contradicts a set of levers, such as relibra+packing."""
+    from relibra.planning.analysis.comparison import LEVER_SETS
 
-    Seconds need the size of an expert: without --model, plans minimise tokens. Names with levers, such as
-    relibra+packing, fix what may change; plain "relibra" takes it from the options.
-
-    raises    ConfigError for options that contradict the name; PlanError for an unknown name
-    """
-    from relibra.planning.analysis.comparison import LEVER_SETS, with_levers
-
-    balancer, objective = request.balancer, request.objective
-    if objective is Objective.SECONDS and request.model is None:
-        raise ConfigError("--objective seconds needs the size of an expert: name a model with --model")
-    chosen = objective or (Objective.TOKENS if request.model is None else Objective.SECONDS)
-    budget = replace(request.budget(), objective=chosen.value)
-    if balancer == "relibra":
-        return balancer, budget
-    name, allowed = with_levers(balancer, budget)
-    if balancer not in LEVER_SETS:
-        return name, allowed
-    given = {"--pack": request.pack, "--cross-node-copies": request.cross_node_copies}
-    for option in [option for option, is_given in given.items() if is_given]:
-        raise ConfigError(f"--balancer {balancer} fixes what may change: leave out {option}, or use --balancer relibra")
-    if objective is not None and allowed.objective != objective.value:
+    fixed = LEVER_SETS.get(request.balancer, {})
+    given = {
+        "--no-pack": not request.pack and fixed.get("pack_samples", False),
+        "--[no-]cross-node-copies": request.cross_node_copies is not None and "cross_node_copies" in fixed,
+        f"--objective {request.objective.value}": fixed.get("objective", request.objective.value)
+        != request.objective.value,
+    }
+    for option in (option for option, contradicts in given.items() if contradicts):
         raise ConfigError(
-            f"--balancer {balancer} minimises {allowed.objective}: leave out --objective {objective.value}"
+            f"--balancer {request.balancer} fixes what may change: leave out {option}, or use --balancer relibra"
         )
-    return name, allowed
 
 
 def _compile_kernels(workload: Workload, budget: Budget, balancer: str, given: dict[str, Any]) -> None:
@@ -219,7 +206,8 @@ def _facts(result: Result) -> dict[str, object]:
         **{name: value for name, value in row.figures().items() if name not in ("sees", "message")},
         "objective": plan.objective,
         "model": result.model.name,
-        "static_predicted_seconds": result.static.predicted["total"],
+        "static_predicted_seconds": _seconds(result.static, result.request.steps),
+        "steps_served": result.request.steps,
         "skew_before": levers[0][1],
         "levers": dict(levers),
         "lever_bounds": dict(lever_bounds(plan, demand)),
@@ -254,19 +242,25 @@ def _summary(result: Result, static_skew: float) -> dict[str, str]:
     default = "" if result.request.model else ", the default: choose with --model"
     # From pairs of experts the exchange is a lower bound; `relibra simulate` counts rows.
     least = {"exchange": "at least "} if result.workload.demand.pairs_LEE is not None else {}
+    steps = result.request.steps
     terms = ", ".join(
-        f"{name} {least.get(name, '')}{value:.3g}" for name, value in plan.predicted.items() if name != "total"
+        f"{name} {least.get(name, '')}{value / (steps if name == 'relocation' else 1):.3g}"
+        for name, value in plan.predicted.items()
+        if name != "total"
     )
     static = result.static.predicted
     back = " with relocation back to it" if static["relocation"] else ""
+    spread = f"; 1/{steps} of the moves" if steps > 1 and (plan.predicted["relocation"] or back) else ""
     return {
         "balancer": plan.balancer,
         "minimises": f"{plan.objective}; seconds are for experts of {result.model.name}{default}",
+        "allowed": budget_in_words(result.budget),
         "skew": f"{static_skew:.3f} static -> {row.skew:.3f} planned; bound {row.bound:.3f}, gap {row.gap:.2%}",
         "copies": f"{row.copies:,} ({row.copies_per_micro_batch_layer:.1f} per micro-batch and layer){across}",
         "moved": f"{row.moved_experts:,} of {plan.home_LE.size:,} experts, {row.moved_bytes / 1e9:.1f} GB",
         "across nodes": f"{row.cross_node_token_slots:,} token-slots",
-        "layers": f"{row.predicted_seconds:.3g} s, static {static['total']:.3g} s{back} (model: {terms})",
+        "layers": f"{row.predicted_seconds:.3g} s, static {_seconds(result.static, steps):.3g} s{back} "
+        f"(model: {terms}{spread})",
         "planned in": f"{plan.plan_seconds:.2f} s{', ended by the deadline' if plan.cut_short else ''}",
         "digest": plan.digest()[:16],
         result.written: f"{printable(str(output))} and {printable(demand_path(output).name)}",
@@ -275,10 +269,11 @@ def _summary(result: Result, static_skew: float) -> dict[str, str]:
 
 def _slower_than_static(result: Result) -> str:
     """Return why a plan that minimises tokens is predicted to be slower than static; empty if it is not."""
-    plan, static = result.plan, result.static
-    if plan.objective != "tokens" or plan.predicted["total"] <= static.predicted["total"]:
+    plan, static, steps = result.plan, result.static, result.request.steps
+    if plan.objective != "tokens" or _seconds(plan, steps) <= _seconds(static, steps):
         return ""
     change = {term: plan.predicted[term] - static.predicted[term] for term in plan.predicted if term != "total"}
+    change["relocation"] /= steps
     words = {
         "copies": "copies",
         "relocation": "moves",
@@ -287,12 +282,17 @@ def _slower_than_static(result: Result) -> str:
         "compute": "small pieces of experts",
     }
     costly = " and ".join(words[term] for term in sorted(change, key=lambda term: -change[term]) if change[term] > 0)
-    advice = "--objective seconds" if result.request.model else "--model"
     return (
         f"slower than static by the model: at {result.workload.tokens_per_rank:,.0f} tokens per rank and micro-batch "
         f"{costly} cost {sum(value for value in change.values() if value > 0):.3g} s, even ranks save "
-        f"{-sum(value for value in change.values() if value < 0):.3g} s; minimise seconds with {advice}"
+        f"{-sum(value for value in change.values() if value < 0):.3g} s; minimise seconds with --objective seconds"
     )
+
+
+def _seconds(plan: StepPlan, steps: int) -> float:
+    """Return the modelled seconds of a step with its part of the moves."""
+    moves = plan.predicted["relocation"]
+    return plan.predicted["total"] - moves + moves / steps
 
 
 def _print_levers(plan: StepPlan, demand: ScheduledDemand, levers: list[tuple[str, float]]) -> None:

@@ -15,17 +15,17 @@ from relibra.cli.inputs import options
 from relibra.cli.inputs.models import choose_model, model_in_words, other_model_in_words
 from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.requests import SimulationRequest, takes
-from relibra.cli.inputs.workload import Workload, open_workload, workload_in_words
+from relibra.cli.inputs.workload import Workload, budget_in_words, open_workload, workload_in_words
 from relibra.cli.outputs.files import check_outputs, input_files, named, writing
 from relibra.cli.outputs.terminal import plural, print_note, print_wrapped, progress
 from relibra.cli.simulated_step import (
     SimulatedPlan,
     TokenChoices,
-    budget_of,
     compared_figures,
     count_tokens,
     execution_of,
     limits,
+    moves_in_words,
     open_token_choices,
     rows_in_words,
     simulate_balancer,
@@ -60,9 +60,11 @@ def simulate(request: SimulateRequest) -> None:
     from relibra.planning.analysis.comparison import with_levers
     from relibra.simulation import cut_model
 
-    with_levers(request.balancer, budget_of(request))  # an unknown name fails before anything is read
+    with_levers(request.balancer, request.budget())  # an unknown name fails before anything is read
     recording = find_recording(request.source)
-    check_outputs(named("--timeline", request.timeline), input_files(recording.trace, request.cluster))
+    check_outputs(
+        named("--timeline", request.timeline), input_files(recording.trace, request.cluster, request.schedule)
+    )
     model = choose_model(request.model, recording.trace)
     with progress(f"cutting {recording.trace}"):
         workload = open_workload(recording, request)
@@ -121,6 +123,7 @@ def _facts(result: Result) -> dict[str, object]:
         "cluster_label": machine.label,
         "trace": str(result.workload.recording.trace),
         "cut": result.workload.cut,
+        "steps_served": result.request.steps,
     }
 
 
@@ -131,10 +134,10 @@ def _print(result: Result) -> None:
     for sentence in advice(chosen.step, machine, result.routed, chosen.memory):
         print_wrapped(sentence)
     typer.echo()
-    settings = f"{plural(chosen.plan.slots, 'spare slot')} per rank{_execution_in_words(result)}"
+    settings = f"{budget_in_words(workload.budget(result.request.budget()))}{_execution_in_words(result)}"
     described = (
         *workload_in_words(workload),
-        f"{model_in_words(result.model, result.routed)}; {settings}; planned for {chosen.plan.objective}",
+        f"{model_in_words(result.model, result.routed)}; {settings}",
         other_model_in_words(result.model, result.routed),
     )
     for line in filter(None, described):
@@ -145,6 +148,7 @@ def _print(result: Result) -> None:
         f"label: simulated, on {machine.name} ({machine.label}: {machine.source})",
         "straggler: seconds in which only the busiest ranks compute experts; skew: token-slots of the busiest ranks / "
         f"mean ranks; memory: of the fullest rank; {rows_in_words(chosen)}",
+        moves_in_words(result.request.steps) * any(one.moving_seconds for one in result.by_balancer.values()),
         static_plan_in_words(result.request.balancer, chosen, result.static, workload),
         "pipeline: parts are those of each column's busiest stage; the last stage also has the output matrix" * staged,
         *chosen.step.notes,
@@ -176,13 +180,7 @@ def _table(result: Result) -> Table:
     plans = list(result.by_balancer.values())
     steps = [one.step for one in plans]
     row("seconds of the step", [f"{step.seconds:.4g}" for step in steps])
-    settled = [step.seconds_without_relocation for step in steps]
-    moved = any(step.terms["relocation"] for step in steps)
-    if moved:
-        row("  without relocation", [f"{seconds:.4g}" for seconds in settled])
     row("static / this", [f"{static / step.seconds:.3f}" for step in steps])
-    if moved:
-        row("  without relocation", [f"{settled[0] / seconds:.3f}" for seconds in settled])
     row("tokens per second", [f"{tokens / step.seconds:,.0f}" for step in steps])
     row("  per rank", [f"{tokens / step.seconds / step.layout.num_ranks:,.0f}" for step in steps])
     for term in steps[0].terms:
@@ -196,6 +194,8 @@ def _table(result: Result) -> Table:
         if term == "compute":
             lost = [(step.straggler_seconds(), step.seconds) for step in steps]
             row("    straggler", [f"{value:.4g}" if value > ROUNDING * whole else "0" for value, whole in lost])
+    if any(one.moving_seconds for one in plans):
+        row("all moves, seconds", [f"{one.moving_seconds:.4g}" for one in plans])
     row("hidden copies, seconds", [f"{max(0.0, step.hidden_copy_seconds):.4g}" for step in steps])
     row("model flops utilisation", [f"{step.model_flops_utilisation:.1%}" for step in steps])
     row("skew", [f"{one.skew:.3f}" for one in plans])

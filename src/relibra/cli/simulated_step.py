@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from numpy import ndarray
 
     from relibra.cluster import Cluster
-    from relibra.planning.budget import Budget
     from relibra.planning.plan import StepPlan
     from relibra.routing.demand import ScheduledDemand
     from relibra.simulation import Execution, MemoryUse, ModelShape, SimulatedStep
@@ -22,12 +21,15 @@ if TYPE_CHECKING:
 class SimulatedPlan:
     """The simulated step of one plan.
 
+    step            with its part of the moves, which are spread over the steps that they serve
+    moving_seconds  of all moves, once before the step
     skew            load of the busiest ranks / mean load of ranks, over micro-batches and layers
     rows_counted    whether rows between ranks are counted token by token; else they are a lower bound
     """
 
     plan: StepPlan
     step: SimulatedStep
+    moving_seconds: float
     memory: MemoryUse
     skew: float
     rows_counted: bool
@@ -58,13 +60,6 @@ def open_token_choices(workload: Workload) -> TokenChoices:
     return TokenChoices(experts_TLK=routes.experts_TLK, sample_T=sample_of_rows(routes, workload.demand))
 
 
-def budget_of(request: SimulationRequest) -> Budget:
-    """Return what the balancer may use."""
-    from relibra.planning.budget import Budget
-
-    return Budget(slots=request.slots, objective=request.objective.value, seed=request.seed)
-
-
 def execution_of(request: SimulationRequest) -> Execution:
     """Return how the step is executed."""
     from relibra.planning.registry import is_live
@@ -80,7 +75,9 @@ def execution_of(request: SimulationRequest) -> Execution:
 def simulate_balancer(
     request: SimulationRequest, workload: Workload, tokens: TokenChoices, model: ModelShape
 ) -> SimulatedPlan:
-    """Plan with the requested balancer and simulate the step, also where the plan is slower than static.
+    """Plan with the requested balancer and simulate the step.
+
+    Plans of relibra that lose to static or to keeping the homes are replaced, as in training; those of others are not.
 
     tokens    of the workload
     model     with the layers, experts and choices of the routes
@@ -93,15 +90,23 @@ def simulate_balancer(
     machine, demand, execution = workload.machine, workload.demand, execution_of(request)
     layout = ParallelLayout(expert_parallel=machine.num_ranks, pipeline_stages=request.pipeline_stages)
     layout.check(machine, model)
-    name, budget = with_levers(request.balancer, budget_of(request))
+    name, budget = with_levers(request.balancer, workload.budget(request.budget()))
     plan = plan_step(
-        demand, machine, budget, name, expert=model.expert, history_MLE=workload.history_MLE, never_worse=False
+        demand,
+        machine,
+        budget,
+        name,
+        expert=model.expert,
+        history_MLE=workload.history_MLE,
+        never_worse=name == "relibra",
     )
     scheduled = plan.scheduled(demand)
     rows_MLRR = tokens.count_rows(plan, scheduled)
+    step = simulate_step(plan, scheduled, machine, model, execution, distinct_MLRR=rows_MLRR)
     return SimulatedPlan(
         plan=plan,
-        step=simulate_step(plan, scheduled, machine, model, execution, distinct_MLRR=rows_MLRR),
+        step=step.with_relocation_over(request.steps),
+        moving_seconds=step.terms["relocation"],
         memory=memory_use(plan, scheduled, machine, model, execution),
         skew=plan.skew(scheduled),
         rows_counted=rows_MLRR is not None,
@@ -111,6 +116,15 @@ def simulate_balancer(
 def count_tokens(demand: ScheduledDemand, model: ModelShape) -> int:
     """Return the tokens of a scheduled step."""
     return int(demand.load_MLE[:, 0].sum()) // model.top_k
+
+
+def moves_in_words(steps: int) -> str:
+    """Return how moves of homes are charged, for a legend."""
+    return (
+        f"seconds include 1/{steps} of the moves of experts to new homes (--steps {steps})"
+        if steps > 1
+        else ("seconds include all moves of experts to new homes (--steps 1)")
+    )
 
 
 def is_static(plan: StepPlan, static: StepPlan) -> bool:
@@ -125,13 +139,12 @@ def is_static(plan: StepPlan, static: StepPlan) -> bool:
 
 def compared_figures(one: SimulatedPlan, static: SimulatedPlan, tokens: int) -> dict[str, object]:
     """Return the figures of a plan beside the static layout of the same workload, for JSON."""
-    step, settled = one.step, one.step.seconds_without_relocation
+    step = one.step
     return {
         **step.figures(),
         "rows_counted": one.rows_counted,
-        "seconds_without_relocation": settled,
+        "moving_seconds": one.moving_seconds,
         "ratio_to_static": static.step.seconds / step.seconds,
-        "ratio_to_static_without_relocation": static.step.seconds_without_relocation / settled,
         "tokens": tokens,
         "tokens_per_second": tokens / step.seconds,
         "tokens_per_second_per_rank": tokens / step.seconds / step.layout.num_ranks,
@@ -174,7 +187,7 @@ def static_plan_in_words(balancer: str, chosen: SimulatedPlan, static: Simulated
     if not balancer.startswith("relibra"):
         return kept
     plan = chosen.plan
-    options = "a larger --micro-batch-tokens" if plan.slots else "a larger --micro-batch-tokens or --slots 1"
+    options = "a larger --micro-batch-tokens" if plan.slots else "a larger --micro-batch-tokens or --slots 2"
     return (
         f"{kept}: at {workload.tokens_per_rank:,.0f} tokens per rank and micro-batch no change saves more "
         f"{plan.objective} than it costs; {options} may change that"

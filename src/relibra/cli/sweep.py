@@ -16,21 +16,22 @@ from relibra.cli.inputs import options
 from relibra.cli.inputs.models import choose_model, model_in_words, other_model_in_words
 from relibra.cli.inputs.recordings import Recording, find_recording
 from relibra.cli.inputs.requests import SimulationRequest, takes
-from relibra.cli.inputs.workload import Workload, open_workload
+from relibra.cli.inputs.workload import Workload, budget_in_words, open_workload
 from relibra.cli.outputs.files import check_outputs, input_files, named, writing
-from relibra.cli.outputs.terminal import print_note, print_wrapped, progress
+from relibra.cli.outputs.terminal import plural, print_note, print_wrapped, progress
 from relibra.cli.simulated_step import (
     SimulatedPlan,
     TokenChoices,
-    budget_of,
     compared_figures,
     count_tokens,
     limits,
+    moves_in_words,
     open_token_choices,
     rows_in_words,
     simulate_balancer,
 )
 from relibra.errors import ConfigError, RelibraError
+from relibra.planning.budget import RUN_DEFAULTS
 
 if TYPE_CHECKING:
     from relibra.cluster import Cluster
@@ -58,13 +59,20 @@ class SweepRequest:
     ranks: Annotated[str, _list("R,...", "Ranks of the expert-parallel group")]
     ranks_per_node: Annotated[str | None, _list("G,...", "Ranks on one node; default: those of the cluster")] = None
     cluster: options.ClusterName = "h100x8"
-    slots: Annotated[str, _list("B,...", "Spare expert slots per rank")] = "1"
+    slots: Annotated[str, _list("B,...", "Spare expert slots per rank")] = str(RUN_DEFAULTS.slots)
+    memory_gib: options.MemoryGib = RUN_DEFAULTS.memory_gib
+    tolerance: options.Tolerance = RUN_DEFAULTS.tolerance
+    steps: options.Steps = RUN_DEFAULTS.steps_served
+    pack: options.Pack = RUN_DEFAULTS.pack_samples
+    cross_node_copies: options.CrossNodeCopies = None
     micro_batch_tokens: Annotated[
-        str | None, _list("T,...", "Tokens per micro-batch; default: by the size of the trace")
+        str | None, _list("T,...", "Most tokens per rank in a micro-batch; default: those of the run, else 2048")
     ] = None
     pipeline_stages: Annotated[str, _list("N,...", "Pipeline stages")] = "1"
     recompute: options.Recompute = False
     balancer: Annotated[str, _list("NAME,...", "Balancers that relibra compare lists, or auto")] = "relibra"
+    micro_batches: options.MicroBatches = None
+    schedule: options.Schedule = None
     order: options.CutOrder = options.Order.RECORDED
     seed: options.Seed = 0
     take: options.TakenPart = options.Take.ALL
@@ -109,9 +117,9 @@ def sweep(request: SweepRequest) -> None:
 
     points = request.points()
     for point in points:
-        with_levers(point.balancer, budget_of(point))
+        with_levers(point.balancer, point.budget())
     recording = find_recording(request.source)
-    check_outputs(named("--plot", request.plot), input_files(recording.trace, request.cluster))
+    check_outputs(named("--plot", request.plot), input_files(recording.trace, request.cluster, request.schedule))
     if request.plot is not None:
         from relibra.reporting.pages.sweep_page import check_plot
 
@@ -126,7 +134,7 @@ def sweep(request: SweepRequest) -> None:
         facts = limits(best.simulated, best.machine, best.model)
         typer.echo(json.dumps({**facts, "rows": [one.row for one in found], "left_out": left_out}))
     else:
-        _print(found, left_out, varied, recording, model)
+        _print(found, left_out, varied, request, model)
     if any(point["why"] == STOPPED for point in left_out):
         raise typer.Exit(130)
 
@@ -136,6 +144,8 @@ class Point:
     """A simulated point: its row of the table, and the step it comes from."""
 
     row: dict[str, Any]
+    request: SimulationRequest
+    workload: Workload
     simulated: SimulatedPlan
     machine: Cluster
     model: ModelShape
@@ -184,8 +194,8 @@ class Simulations:
             self._statics[place] = simulate_balancer(replace(point, balancer="static"), workload, tokens, model)
         static = self._statics[place]
         one = static if point.balancer == "static" else simulate_balancer(point, workload, tokens, model)
-        row = _row(point, workload.machine, one, static, count_tokens(workload.demand, model))
-        return Point(row=row, simulated=one, machine=workload.machine, model=model)
+        row = _row(point, workload.machine, one, static, count_tokens(workload.demand, model), workload.rank_tokens)
+        return Point(row=row, request=point, workload=workload, simulated=one, machine=workload.machine, model=model)
 
 
 def _simulate(
@@ -221,18 +231,21 @@ def _settings(point: SimulationRequest) -> dict[str, Any]:
 
 
 def _row(
-    point: SimulationRequest, machine: Cluster, one: SimulatedPlan, static: SimulatedPlan, tokens: int
+    point: SimulationRequest,
+    machine: Cluster,
+    one: SimulatedPlan,
+    static: SimulatedPlan,
+    tokens: int,
+    rank_tokens: int | None,
 ) -> dict[str, Any]:
     step = one.step
     return {
         **_settings(point),
         **compared_figures(one, static, tokens),
+        "micro_batch_tokens": rank_tokens,
         "ranks": point.ranks,
         "ranks_per_node": min(machine.ranks_per_node, machine.num_ranks),
         "all_ranks": step.layout.num_ranks,
-        "tokens_per_second_per_rank_without_relocation": tokens
-        / step.seconds_without_relocation
-        / step.layout.num_ranks,
         "relocation_share": step.terms["relocation"] / step.seconds,
         "exchange_share": (step.terms["exchange"] + step.terms["gates"]) / step.seconds,
         "straggler_share": step.straggler_seconds() / step.seconds,
@@ -245,8 +258,8 @@ def _in_words(row: dict[str, Any], names: list[str]) -> str:
 
 
 def _best(found: list[Point]) -> Point:
-    """Return the point with the most tokens per second and rank, without relocation."""
-    return max(found, key=lambda one: one.row["tokens_per_second_per_rank_without_relocation"])
+    """Return the point with the most tokens per second and rank, ."""
+    return max(found, key=lambda one: one.row["tokens_per_second_per_rank"])
 
 
 def _plot(path: Path, found: list[Point], varied: list[str], title: str) -> None:
@@ -259,7 +272,7 @@ def _plot(path: Path, found: list[Point], varied: list[str], title: str) -> None
 
 
 def _print(
-    found: list[Point], left_out: list[dict[str, Any]], varied: list[str], recording: Recording, model: ModelShape
+    found: list[Point], left_out: list[dict[str, Any]], varied: list[str], request: SweepRequest, model: ModelShape
 ) -> None:
     """Print what limits the best point, the table of all points, and the impossible ones with the reason."""
     from relibra.simulation import advice
@@ -273,24 +286,26 @@ def _print(
         print_wrapped(sentence)
     typer.echo()
     described = (
-        recording.words,
+        best.workload.recording.words,
+        f"there, on {plural(best.request.ranks, 'rank')}: {best.workload.cut}.",
+        budget_in_words(best.request.budget()),
         f"{model_in_words(model, best.model)}; {rows_in_words(best.simulated)}; label: simulated, on "
         f"{best.machine.name}",
         other_model_in_words(model, best.model),
     )
     for line in filter(None, described):
         print_wrapped(line)
-    _print_table([point.row for point in found], varied or ["ranks", "balancer"])
+    _print_table([point.row for point in found], varied or ["ranks", "balancer"], request.steps)
     for why in dict.fromkeys(point["why"] for point in left_out):
         same = [point for point in left_out if point["why"] == why]
         more = f" and {len(same) - 1} more" * (len(same) > 1)
         print_wrapped(f"left out: {_in_words(same[0], varied)}{more}: {why}")
 
 
-def _print_table(rows: list[dict[str, Any]], settings: list[str]) -> None:
+def _print_table(rows: list[dict[str, Any]], settings: list[str], steps: int) -> None:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     short = {
-        "ranks": "ranks", "ranks_per_node": "per\nnode", "slots": "slots", "micro_batch_tokens": "mb\ntokens",
+        "ranks": "ranks", "ranks_per_node": "per\nnode", "slots": "slots", "micro_batch_tokens": "tokens\n/ rank",
         "pipeline_stages": "stages", "balancer": "balancer",
     }  # fmt: skip
     for name in settings:
@@ -305,28 +320,28 @@ def _print_table(rows: list[dict[str, Any]], settings: list[str]) -> None:
         table.add_row(
             *(str(row[name]) for name in settings),
             *([str(row["all_ranks"])] * staged),
-            f"{row['seconds_without_relocation']:.4g}",
-            f"{row['ratio_to_static_without_relocation']:.3f}",
-            f"{row['tokens_per_second_per_rank_without_relocation']:,.0f}",
+            f"{row['seconds']:.4g}",
+            f"{row['ratio_to_static']:.3f}",
+            f"{row['tokens_per_second_per_rank']:,.0f}",
             *(f"{100 * row[name]:.0f}" for name in shares),
             f"{row['skew']:.3f}",
             f"{row['memory_bytes'] / 1e9:.3g}{'!' if row['memory_warning'] else ''}",
         )
     Console().print(table)
-    print_wrapped(_legend(staged, moved))
+    print_wrapped(_legend(staged, moved, steps))
     kept = sum(row["kept_static"] and row["balancer"] != "static" for row in rows)
     if kept:
         print_wrapped(f"rows in which the balancer kept the static layout: {kept}; relibra simulate says why")
 
 
-def _legend(staged: bool, moved: bool) -> str:
+def _legend(staged: bool, moved: bool, steps: int) -> str:
     return "; ".join(
         [
             *(["all ranks: expert-parallel ranks x pipeline stages"] * staged),
             "/ static: throughput relative to the static layout of the same machine and micro-batches",
-            *(["seconds, / static and tokens/s are without relocation (move), which later steps need less of"] * moved),
-            f"exch, strag, copy{', move' * moved}: shares of the step{' with relocation' * moved} for exchanging rows, "
-            f"for experts on the busiest ranks only, for copies that are not hidden{', for moving experts' * moved}",
+            moves_in_words(steps),
+            f"exch, strag, copy{', move' * moved}: shares of the step for exchanging rows, for experts on the busiest "
+            f"ranks only, for copies that are not hidden{', for its part of the moves' * moved}",
             "skew: token-slots of the busiest / mean ranks",
             "GB: memory of the fullest rank, ! where it does not fit",
         ]

@@ -110,12 +110,13 @@ def stats(
             show_default=False,
         ),
     ] = None,
-    micro_batch_tokens: Annotated[
+    rows_per_micro_batch: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=1 << 40,
-            help="Consecutive tokens per micro-batch; default: 2048, or less so that there are at least eight.",
+            help="Consecutive rows per micro-batch, over all ranks; default: 2048, or less so that there are at least "
+            "eight.",
         ),
     ] = None,
     group: Annotated[str | None, typer.Option(help="Only the samples of this named group.")] = None,
@@ -136,7 +137,7 @@ def stats(
         result = compute_statistics(
             lambda: _pieces(path, num_experts, group),
             ranks=wanted or default_ranks,
-            micro_batch_tokens=micro_batch_tokens,
+            micro_batch_tokens=rows_per_micro_batch,
         )
     if wanted is None:
         _print_left_out(result)
@@ -153,8 +154,8 @@ def _print_statistics(result: TraceStatistics) -> None:
         f"{result.top_k} of {result.experts} experts per token"
     )
     rest = result.rows % result.micro_batch_tokens
-    last = f", the last one of {rest:,} (relibra plan leaves it out)" if rest else ""
-    typer.echo(f"{result.micro_batches} micro-batches of {result.micro_batch_tokens:,} tokens{last}")
+    last = f", the last one of {rest:,}" if rest else ""
+    typer.echo(f"{result.micro_batches} micro-batches of {result.micro_batch_tokens:,} rows over all ranks{last}")
     table = Table(title="rank skew (max / mean token-slots), static layout", title_justify="left")
     for column in ("ranks", "mean", "median", "p95", "max", "weighted", "idle"):
         table.add_column(column, justify="right")

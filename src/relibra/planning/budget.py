@@ -17,6 +17,10 @@ DEFAULT_MODEL = "qwen3-30b-a3b"
 class Budget:
     """Slots, levers, time and objective of a balancer for one step.
 
+    Without arguments it asks for the evenest plan with two slots that all layers share, and nothing else: no memory for
+    resident slots, no excess over the lowest load, moves paid by one step. So what a program compares or proves does
+    not depend on what suits a run. Runs and the command line use `RUN_DEFAULTS`.
+
     slots               B, spare expert slots per rank for replicas; 0 turns replicas off
     resident_slots      of these, the slots that every layer has for itself, so that replicas stay over micro-batches;
                         None: as many as `memory_gib` allows (`with_resident_slots`)
@@ -98,3 +102,20 @@ class Budget:
         one = (expert.weight_bytes + expert.gradient_bytes) / 2**30
         fitting = [n for n in range(self.slots + 1) if (n * num_layers + self.slots - n) * one <= self.memory_gib]
         return replace(self, resident_slots=max(fitting, default=0))
+
+
+RUN_DEFAULTS = Budget(
+    slots=2,
+    memory_gib=4.0,
+    objective="seconds",
+    pack_samples=True,
+    place_samples=True,
+    cross_node_copies=True,
+    tolerance=0.01,
+    steps_served=10,
+)
+"""What a step may use if nothing else is said: in runs (`PlanSettings`) and in `relibra plan`, `simulate`, `sweep` and
+`compare`.
+
+Copies cross nodes for the objective in seconds only, where they are priced.
+"""

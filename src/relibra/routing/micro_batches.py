@@ -1,10 +1,16 @@
-"""Cut a recorded trace into micro-batches: a `ScheduledDemand`, for planning and comparing without a trainer.
+"""Micro-batches of a recorded trace: a `ScheduledDemand`, for planning and comparing without a trainer.
 
-*Recorded* order cuts every `tokens` rows of a task set; the sets alternate. Each part of a sample in a micro-batch is a
-sample of the demand. *Shuffled* order assigns whole samples, like a trainer.
+`schedule_samples` gives whole samples to ranks, like a trainer, and leaves none out. `cut_recorded` is for measurements
+that need micro-batches of exactly as many rows: it cuts every `tokens` rows of a task set, and each part of a sample in
+a micro-batch is a sample of the demand. In recorded order task sets alternate.
 """
 
 from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Int64
@@ -51,23 +57,84 @@ def cut_recorded(trace: RoutingTrace, tokens: int, num_ranks: int) -> ScheduledD
     return _scheduled(trace, counts_SLE, trace.sample_ids[sample_T[first_S]], np.array(micro_batch_S), num_ranks)
 
 
-def deal_samples(trace: RoutingTrace, tokens: int, num_ranks: int, rng: Generator) -> ScheduledDemand:
-    """Assign whole samples in random order to micro-batches of at most `tokens` rows; a longer sample has its own.
+def schedule_samples(
+    trace: RoutingTrace, rank_tokens: int, num_ranks: int, rng: Generator | None = None
+) -> ScheduledDemand:
+    """Give whole samples to micro-batches and ranks, at most `rank_tokens` tokens each; no sample is left out.
 
-    Inside a micro-batch samples go to source ranks longest first, each to the rank with the fewest rows so far.
+    Each task set (`task_sets`) is divided into as few micro-batches as its samples allow, of about equal tokens; the
+    sets alternate. Inside a micro-batch samples go to ranks longest first, each to the one with fewest tokens. A sample
+    longer than the limit is alone on its rank. Tokens are rows with a route: the last row of a sample has none.
+
+    rng       shuffles the samples first, as one task set; None: recorded order
+    raises    TraceError for a limit below 1, or a trace without samples
     """
-    if tokens < 1:
-        raise TraceError(f"micro-batches of {tokens} tokens: at least 1 token each")
-    counts_SLE = count_token_slots(trace.experts_TLK, trace.valid_T, trace.offsets, trace.num_experts)
+    if rank_tokens < 1:
+        raise TraceError(f"micro-batches of {rank_tokens} tokens per rank: at least 1 token each")
+    if not trace.num_samples:
+        raise TraceError("the trace has no samples: there is no step to plan")
+    demand = replace(Demand.from_trace(trace), pairs_LEE=co_activation(trace))
+    sets = task_sets(trace, rank_tokens * num_ranks)
+    sample_T = np.repeat(np.arange(trace.num_samples), np.diff(trace.offsets))
+    orders = [np.unique(sample_T[rows]) for rows in sets]
+    if len(sets) == 1:
+        orders = [np.arange(trace.num_samples)]  # samples without rows too
+    if rng is not None:
+        orders = [rng.permutation(trace.num_samples)]
+    micro_batch_S, rank_S = np.zeros((2, trace.num_samples), dtype=np.int32)
+    turn_S = np.zeros((trace.num_samples, 2), dtype=np.int64)
+    for number, samples in enumerate(orders):
+        turn_X, rank_S[samples] = _divide(demand.length_S[samples].tolist(), rank_tokens, num_ranks)
+        turn_S[samples] = np.stack([turn_X, np.full(len(samples), number)], axis=1)
+    micro_batch_S[:] = np.unique(turn_S, axis=0, return_inverse=True)[1].ravel()
+    return demand.with_schedule(micro_batch_S, rank_S, num_ranks)
+
+
+def _divide(
+    length_X: Sequence[int], rank_tokens: int, num_ranks: int
+) -> tuple[Int64[ndarray, " X"], Int64[ndarray, " X"]]:
+    """Return micro-batch and rank of each sample: as few micro-batches of consecutive samples as the limit allows."""
+    total = sum(length_X)
+    long = sum(tokens > rank_tokens for tokens in length_X)
+    number = max(1, -(-total // (rank_tokens * num_ranks)), -(-long // num_ranks))
+    middle_X = np.cumsum(length_X) - np.asarray(length_X) / 2
+    while True:
+        micro_batch_X = np.minimum(number - 1, middle_X * number // max(1, total)).astype(np.int64)
+        rank_X = np.zeros(len(length_X), dtype=np.int64)
+        starts = np.searchsorted(micro_batch_X, np.arange(number + 1))
+        for start, stop in pairwise(starts.tolist()):
+            if not _fill_ranks(length_X[start:stop], rank_tokens, num_ranks, rank_X[start:stop]):
+                break
+        else:
+            return micro_batch_X, rank_X
+        number = max(number + 1, number * 51 // 50)
+
+
+def _fill_ranks(length_X: Sequence[int], rank_tokens: int, num_ranks: int, rank_X: Int64[ndarray, " X"]) -> bool:
+    """Give samples to ranks, longest first, each to the rank with fewest tokens; return whether all limits hold."""
+    filled = [(0, rank) for rank in range(num_ranks)]
+    for x in sorted(range(len(length_X)), key=lambda x: (-length_X[x], x)):
+        tokens, rank = filled[0]
+        if tokens and length_X[x] and tokens + length_X[x] > rank_tokens:
+            return False
+        rank_X[x] = rank
+        heapq.heapreplace(filled, (tokens + length_X[x], rank))
+    return True
+
+
+def draw_samples(trace: RoutingTrace, rows: int, rng: Generator) -> RoutingTrace:
+    """Draw samples of a trace again, each as likely as any other, until they have so many rows or the next has more.
+
+    returns   at least one sample; ids are numbered anew
+    raises    TraceError for a trace without rows
+    """
     rows_S = np.diff(trace.offsets)
-    micro_batch_S = np.full(trace.num_samples, -1)
-    m, filled = 0, 0
-    for s in rng.permutation(trace.num_samples):
-        if filled and filled + rows_S[s] > tokens:
-            m, filled = m + 1, 0
-        micro_batch_S[s] = m
-        filled += rows_S[s]
-    return _scheduled(trace, counts_SLE, trace.sample_ids, micro_batch_S, num_ranks)
+    if not rows_S.any():
+        raise TraceError("the trace has no rows: there are no samples to draw again")
+    drawn = rng.integers(trace.num_samples, size=int(1.5 * rows / rows_S.mean()) + 100)
+    drawn = drawn[: max(1, int(np.searchsorted(np.cumsum(rows_S[drawn]), rows, side="right")))]
+    again = trace.select(drawn.tolist())
+    return replace(again, sample_ids=np.arange(len(drawn)))
 
 
 def select_micro_batches(demand: ScheduledDemand, first: int) -> ScheduledDemand:
@@ -81,7 +148,8 @@ def select_micro_batches(demand: ScheduledDemand, first: int) -> ScheduledDemand
         top_k=demand.top_k,
     )
     M, _, R, _ = demand.tokens_MLRE.shape
-    return part.with_schedule(demand.micro_batch_S[kept] - first, demand.rank_S[kept], R, M - first)
+    later = part.with_schedule(demand.micro_batch_S[kept] - first, demand.rank_S[kept], R, M - first)
+    return later if demand.group_M is None else replace(later, group_M=demand.group_M[first:])
 
 
 def task_sets(trace: RoutingTrace, tokens: int) -> list[Int64[ndarray, " T"]]:

@@ -129,7 +129,7 @@ def _parts(step: SimulatedStep) -> list[tuple[str, float, str]]:
         (
             "relocation",
             terms["relocation"],
-            f"Relocation: experts change homes for {seconds_in_words(terms['relocation'])}, once; later steps "
+            f"Relocation: experts change homes for {seconds_in_words(terms['relocation'])} of the step; later steps "
             "move only what changes",
         ),
     ]

@@ -10,7 +10,7 @@ import typer
 
 
 class Order(StrEnum):
-    """How a trace is cut into micro-batches."""
+    """In which order samples fill micro-batches."""
 
     RECORDED = "recorded"
     SHUFFLED = "shuffled"
@@ -52,6 +52,39 @@ ClusterName = Annotated[
     str, typer.Option("--cluster", metavar="NAME", help="Machine: h100x8, h800x8, ... or a TOML file.")
 ]
 Slots = Annotated[int, typer.Option(min=0, max=1024, metavar="B", help="Spare expert slots per rank for replicas.")]
+MemoryGib = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=1 << 20,
+        metavar="GIB",
+        help="Most memory of a rank for slots. Where it allows, slots belong to their layer and keep replicas over "
+        "micro-batches; the others are shared by all layers.",
+    ),
+]
+Tolerance = Annotated[
+    float,
+    typer.Option(
+        min=0, max=10, metavar="SHARE", help="Accepted excess of the busiest rank over the lowest possible load."
+    ),
+]
+Steps = Annotated[
+    int,
+    typer.Option(
+        min=1, max=1 << 20, metavar="N", help="Steps that new homes serve: each step pays this part of the moves."
+    ),
+]
+Pack = Annotated[
+    bool, typer.Option("--pack/--no-pack", help="Samples may change their rank and micro-batch, where that pays.")
+]
+CrossNodeCopies = Annotated[
+    bool | None,
+    typer.Option(
+        "--cross-node-copies/--no-cross-node-copies",
+        help="Replicas may be on another node than their home; default: with --objective seconds.",
+        show_default=False,
+    ),
+]
 PipelineStages = Annotated[
     int, typer.Option(min=1, max=1 << 15, metavar="N", help="Pipeline stages, each on ranks of its own.")
 ]
@@ -65,12 +98,30 @@ MicroBatchTokens = Annotated[
         min=1,
         max=1 << 40,
         metavar="T",
-        help="Tokens per micro-batch; default: 2048, or less so that there are at least eight micro-batches.",
+        help="Most tokens per rank in a micro-batch, as update.micro_batch_tokens of a run; a longer sample is alone "
+        "on its rank. Default: that of the run, else 2048, at most half of the recording with --take second-half.",
+    ),
+]
+MicroBatches = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=1 << 20,
+        metavar="M",
+        help="Draw samples of a short recording again, seeded, until they fill so many micro-batches.",
     ),
 ]
 CutOrder = Annotated[
     Order,
-    typer.Option(help="recorded: cut every T tokens, task sets alternate; shuffled: deal whole samples at random."),
+    typer.Option(help="recorded: whole samples in recorded order, task sets alternate; shuffled: in random order."),
+]
+Schedule = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Schedule of your trainer: .npz with micro_batch_S and rank_S, optional mini_batch_M and sample_ids. "
+        "Default: these arrays in TRACE, if it is an .npz that has them; else samples are scheduled here.",
+    ),
 ]
 Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Seed of shuffling and annealing.")]
 TakenPart = Annotated[
@@ -88,14 +139,6 @@ Balancer = Annotated[
 PlanObjective = Annotated[
     Objective, typer.Option(help="What a plan minimises: modelled seconds, or tokens of the busiest ranks.")
 ]
-OptionalObjective = Annotated[
-    Objective | None,
-    typer.Option(
-        "--objective",
-        help="What a plan minimises: modelled seconds (default with --model), or tokens of the busiest ranks.",
-        show_default=False,
-    ),
-]
 
 _SIZES = (
     "a name, a config.json, or HIDDENxWIDTH of one expert, such as 2880x2880; default: the model of the run, else "
@@ -103,14 +146,6 @@ _SIZES = (
 )
 Model = Annotated[
     str | None, typer.Option("--model", metavar="NAME", help=f"Model with the sizes for the seconds: {_SIZES}")
-]
-PlannedModel = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="NAME",
-        help=f"Model with the sizes for the seconds: {_SIZES} Only with --model the plan minimises seconds.",
-    ),
 ]
 
 Page = Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Also write an HTML page.")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,19 @@ class Recording:
 
     trace: Path
     words: str = ""
+
+    @property
+    def micro_batch_tokens(self) -> int | None:
+        """Most tokens per rank in a micro-batch of the run that recorded the trace; None: no run, or not known."""
+        if self.trace.absolute().parent.name != "traces":
+            return None
+        try:
+            tokens = json.loads((self.trace.absolute().parent.parent / "config.json").read_bytes())["update"][
+                "micro_batch_tokens"
+            ]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return tokens if type(tokens) is int and 1 <= tokens <= 1 << 40 else None
 
 
 def find_recording(source: Path) -> Recording:

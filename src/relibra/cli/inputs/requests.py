@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, get_type_hints
 
 from relibra.cli.inputs import options
+from relibra.planning.budget import RUN_DEFAULTS, Budget
 
 Request = TypeVar("Request")
 
@@ -37,13 +38,15 @@ def _signature(request: type, hints: dict[str, Any]) -> inspect.Signature:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadRequest:
-    """A trace cut into micro-batches for the ranks of a machine."""
+    """The samples of a trace in micro-batches, for the ranks of a machine."""
 
     source: options.Source
     ranks: options.Ranks
     ranks_per_node: options.RanksPerNode = None
     cluster: options.ClusterName = "h100x8"
     micro_batch_tokens: options.MicroBatchTokens = None
+    micro_batches: options.MicroBatches = None
+    schedule: options.Schedule = None
     order: options.CutOrder = options.Order.RECORDED
     seed: options.Seed = 0
     take: options.TakenPart = options.Take.ALL
@@ -51,21 +54,47 @@ class WorkloadRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanningRequest(WorkloadRequest):
+class BudgetRequest(WorkloadRequest):
+    """A workload, and what a plan of it may use: by default what `relibra train` lets it use."""
+
+    slots: options.Slots = RUN_DEFAULTS.slots
+    memory_gib: options.MemoryGib = RUN_DEFAULTS.memory_gib
+    tolerance: options.Tolerance = RUN_DEFAULTS.tolerance
+    steps: options.Steps = RUN_DEFAULTS.steps_served
+    objective: options.PlanObjective = options.Objective.SECONDS
+    pack: options.Pack = RUN_DEFAULTS.pack_samples
+    cross_node_copies: options.CrossNodeCopies = None
+    model: options.Model = None
+
+    def budget(self) -> Budget:
+        """Return what a plan may use."""
+        seconds = self.objective is options.Objective.SECONDS
+        return replace(
+            RUN_DEFAULTS,
+            slots=self.slots,
+            memory_gib=self.memory_gib,
+            tolerance=self.tolerance,
+            steps_served=self.steps,
+            objective=self.objective.value,
+            pack_samples=self.pack,
+            place_samples=self.pack,
+            cross_node_copies=seconds if self.cross_node_copies is None else self.cross_node_copies,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningRequest(BudgetRequest):
     """A workload to make plans for, and an HTML page about them."""
 
-    slots: options.Slots = 1
     html: options.Page = None
     as_json: options.Json = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulationRequest(WorkloadRequest):
+class SimulationRequest(BudgetRequest):
     """One training step, planned by one balancer and simulated."""
 
-    slots: options.Slots = 1
     balancer: options.Balancer = "relibra"
-    objective: options.PlanObjective = options.Objective.SECONDS
-    model: options.Model = None
     pipeline_stages: options.PipelineStages = 1
     recompute: options.Recompute = False

@@ -1,8 +1,8 @@
-"""`open_workload`: a trace cut into micro-batches for the ranks of a machine."""
+"""`open_workload`: the samples of a trace in micro-batches, for the ranks of a machine."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,36 +17,53 @@ if TYPE_CHECKING:
     from numpy import ndarray
 
     from relibra.cluster import Cluster
+    from relibra.planning.budget import Budget
     from relibra.routing.demand import ScheduledDemand
+    from relibra.routing.readers.given_schedule import GivenSchedule
     from relibra.routing.trace import RoutingTrace
 
 MANY_IDLE = 0.1
 """Share of ranks without tokens in a mean micro-batch above which a message says so."""
 
 
+MAX_CHOICES = 1 << 31
+"""Choices (row, layer, k) of samples that are drawn again; more take gigabytes."""
+DEFAULT_TOKENS = 2048
+"""Most tokens per rank in a micro-batch where neither an option nor a run says: the default of a run."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Workload:
     """What is planned for, and on what.
 
-    recording     where the routes are; num_experts: as given for formats that lack it
+    recording     where the routes are; request: which of them are planned
     machine       the cluster with the requested ranks
+    rank_tokens   most tokens of a rank in a micro-batch; None: as many as the given schedule has
     demand        of the planned micro-batches
     history_MLE   loads of the micro-batches before them; None without a history
-    cut           how the trace was cut, in words
+    words         how samples were scheduled, and what is left out, as sentences without their dots
     """
 
     recording: Recording
-    num_experts: int | None
+    request: WorkloadRequest
     machine: Cluster
+    rank_tokens: int | None
     demand: ScheduledDemand
     history_MLE: ndarray | None
-    cut: str
+    words: tuple[str, ...]
 
     def open_routes(self) -> RoutingTrace:
-        """Read the trace again."""
-        from relibra.routing.readers import open_trace
+        """Read the trace again, with the samples that were drawn again."""
+        return _open_routes(self.recording.trace, self.request, self.rank_tokens)
 
-        return open_trace(self.recording.trace, self.num_experts)
+    def budget(self, budget: Budget) -> Budget:
+        """Return the budget with the limit of tokens per rank."""
+        return replace(budget, rank_tokens=self.rank_tokens)
+
+    @property
+    def cut(self) -> str:
+        """How samples were scheduled, in one line."""
+        return "; ".join(self.words)
 
     @property
     def tokens_per_rank(self) -> float:
@@ -68,26 +85,45 @@ class Workload:
 
 
 def open_workload(recording: Recording, request: WorkloadRequest) -> Workload:
-    """Read a trace, fit the machine to it, and cut the trace into micro-batches.
+    """Read a trace, fit the machine to it, and schedule its samples, or take the schedule that is given.
 
-    raises    ClusterError for an unknown or damaged cluster; TraceError for a damaged trace, or when no micro-batch
-              fills up; ConfigError when the ranks do not fit experts or nodes, or when the second half is empty
+    raises    ClusterError for an unknown or damaged cluster; TraceError for a damaged trace or schedule; ConfigError
+              when the ranks do not fit experts or nodes, options contradict each other, or the second half is empty
     """
     from relibra.routing.readers import open_trace
 
     trace, cluster = recording.trace, open_cluster(request.cluster)
     check_num_experts(trace, request.num_experts)
-    routes = open_trace(trace, request.num_experts)
+    given = _given_schedule(recording, request)
+    tokens = None
+    if given is None:
+        tokens = request.micro_batch_tokens or _default_tokens(
+            open_trace(trace, request.num_experts), recording, request
+        )
+    else:
+        tokens = request.micro_batch_tokens
+    routes = _open_routes(trace, request, tokens)
     machine = fit_cluster(cluster, routes.num_experts, request.ranks, request.ranks_per_node)
-    demand, cut = _cut(routes, request)
+    if given is None:
+        assert tokens is not None
+        demand, words = _scheduled(routes, request, tokens)
+    else:
+        demand, words = _with_given_schedule(routes, given, request)
     demand, history_MLE = (demand, None) if request.take is Take.ALL else _second_half(trace, demand)
+    words = (*words, *_rows_without_routes(routes))
+    if history_MLE is not None:
+        words = (
+            *words,
+            f"the last {plural(len(demand.load_MLE), 'micro-batch')} are planned, those before are history",
+        )
     return Workload(
         recording=recording,
-        num_experts=request.num_experts,
+        request=request,
         machine=machine,
+        rank_tokens=tokens,
         demand=demand,
         history_MLE=history_MLE,
-        cut=cut if history_MLE is None else f"{cut}; the second half is planned",
+        words=words,
     )
 
 
@@ -102,22 +138,105 @@ def check_num_experts(path: Path, num_experts: int | None) -> None:
         raise TraceError(f"{path} was recorded with {recorded} experts: leave out --num-experts {num_experts}")
 
 
-def _cut(trace: RoutingTrace, request: WorkloadRequest) -> tuple[ScheduledDemand, str]:
-    """Return the demand of all micro-batches, and how they were cut, in words."""
+def _open_routes(trace: Path, request: WorkloadRequest, tokens: int | None) -> RoutingTrace:
+    """Return the trace, or samples of it drawn again until they fill the requested micro-batches."""
     import numpy as np
 
-    from relibra.routing.micro_batches import cut_recorded, deal_samples
-    from relibra.routing.trace_statistics import default_micro_batch_tokens
+    from relibra.routing.micro_batches import draw_samples
+    from relibra.routing.readers import open_trace
 
-    tokens = request.micro_batch_tokens or default_micro_batch_tokens(trace.num_rows)
-    if request.order is Order.RECORDED:
-        words = f"cut every {plural(tokens, 'token')} in recorded order, {_task_sets_in_words(trace, tokens)}"
-        demand = cut_recorded(trace, tokens, request.ranks)
-        rest = trace.num_rows - tokens * len(demand.load_MLE)
-        words += f"; {plural(rest, 'row')} left out, which fill no micro-batch" * (rest > 0)
-        return demand, words
-    words = f"whole samples dealt to micro-batches of at most {plural(tokens, 'token')}, seed {request.seed}"
-    return deal_samples(trace, tokens, request.ranks, np.random.default_rng(request.seed)), words
+    routes = open_trace(trace, request.num_experts)
+    if request.micro_batches is None or tokens is None:
+        return routes
+    rows = request.micro_batches * tokens * request.ranks
+    if rows * routes.num_layers * routes.top_k > MAX_CHOICES:
+        raise ConfigError(
+            f"--micro-batches {request.micro_batches} of {tokens:,} tokens on {plural(request.ranks, 'rank')} are "
+            f"{rows * routes.num_layers * routes.top_k:,} choices of experts: at most {MAX_CHOICES:,}, choose fewer"
+        )
+    return draw_samples(routes, rows, np.random.default_rng(request.seed))
+
+
+def _default_tokens(routes: RoutingTrace, recording: Recording, request: WorkloadRequest) -> int:
+    """Return the tokens per rank of the run, else the default of runs; fewer where a second half would be missing."""
+    tokens = recording.micro_batch_tokens or DEFAULT_TOKENS
+    if request.take is Take.ALL or request.micro_batches is not None:
+        return tokens
+    return max(1, min(tokens, int(routes.valid_T.sum()) // (2 * request.ranks)))
+
+
+def _scheduled(routes: RoutingTrace, request: WorkloadRequest, tokens: int) -> tuple[ScheduledDemand, tuple[str, ...]]:
+    """Schedule whole samples, and say how."""
+    import numpy as np
+
+    from relibra.routing.micro_batches import schedule_samples
+
+    shuffled = request.order is Order.SHUFFLED
+    rng = np.random.default_rng(request.seed) if shuffled else None
+    demand = schedule_samples(routes, tokens, request.ranks, rng)
+    order = f"random order, seed {request.seed}" if shuffled else "recorded order"
+    words = [f"whole samples in {order}, at most {plural(tokens, 'token')} per rank, {_fill_in_words(demand)}"]
+    if not shuffled:
+        words.append(_task_sets_in_words(routes, tokens * request.ranks))
+    if request.micro_batches is not None:
+        words.append(
+            f"samples are drawn again from the recording, seed {request.seed}: {plural(routes.num_samples, 'sample')}"
+        )
+    if long := int((demand.length_S > tokens).sum()):
+        words.append(
+            f"{plural(long, 'sample')} {'is' if long == 1 else 'are'} longer than that, each alone on its rank"
+        )
+    return demand, tuple(words)
+
+
+def _given_schedule(recording: Recording, request: WorkloadRequest) -> GivenSchedule | None:
+    """Read the schedule of --schedule, else the one in an .npz trace; None where there is none."""
+    from relibra.routing.readers.given_schedule import read_schedule
+
+    if request.schedule is None and (request.order is Order.SHUFFLED or request.micro_batches is not None):
+        return None
+    found = read_schedule(request.schedule or recording.trace, required=request.schedule is not None)
+    if found is not None and request.order is Order.SHUFFLED:
+        raise ConfigError("--schedule gives the micro-batch of every sample: leave out --order shuffled")
+    if found is not None and request.micro_batches is not None:
+        raise ConfigError("--schedule gives the micro-batch of every sample: leave out --micro-batches")
+    return found
+
+
+def _with_given_schedule(
+    routes: RoutingTrace, given: GivenSchedule, request: WorkloadRequest
+) -> tuple[ScheduledDemand, tuple[str, ...]]:
+    """Apply the schedule of a trainer, and say what it is."""
+    from relibra.routing.readers.given_schedule import schedule_of
+
+    demand = schedule_of(routes, given, request.ranks, request.micro_batch_tokens)
+    groups = 1 if demand.group_M is None else len(set(demand.group_M.tolist()))
+    words = [
+        f"schedule of {given.path}: {plural(len(demand.load_MLE), 'micro-batch')} in "
+        f"{plural(groups, 'mini-batch')}, {_fill_in_words(demand)}"
+    ]
+    if left := int((demand.micro_batch_S < 0).sum()):
+        tokens = int(demand.length_S[demand.micro_batch_S < 0].sum())
+        words.append(
+            f"{plural(left, 'sample')} with {plural(tokens, 'token')} left out: the schedule gives micro-batch -1"
+        )
+    return demand, tuple(words)
+
+
+def _fill_in_words(demand: ScheduledDemand) -> str:
+    """Return the tokens of mean and fullest rank."""
+    tokens_MR = demand.sum_per_rank(demand.length_S)
+    return f"mean {tokens_MR.mean():,.0f} and fullest {tokens_MR.max(initial=0):,.0f}"
+
+
+def _rows_without_routes(routes: RoutingTrace) -> list[str]:
+    """Say how many rows have no route: they are no tokens of the step."""
+    missing = int((~routes.valid_T).sum())
+    if not missing:
+        return []
+    verbs = ("has", "is") if missing == 1 else ("have", "are")
+    why = "the last token of a sample is never fed"
+    return [f"{plural(missing, 'row')} {verbs[0]} no route and {verbs[1]} not counted ({why})"]
 
 
 def _second_half(trace: Path, demand: ScheduledDemand) -> tuple[ScheduledDemand, ndarray]:
@@ -135,7 +254,7 @@ def _second_half(trace: Path, demand: ScheduledDemand) -> tuple[ScheduledDemand,
 
 
 def _task_sets_in_words(trace: RoutingTrace, tokens: int) -> str:
-    """Return whether task sets alternate, and if not, why."""
+    """Return whether task sets alternate, and if not, why; tokens: of a micro-batch over all ranks."""
     import numpy as np
 
     from relibra.routing.micro_batches import task_sets
@@ -165,5 +284,18 @@ def workload_in_words(workload: Workload) -> list[str]:
         f"{idle:.0%} of ranks have no tokens in a mean micro-batch: choose fewer --ranks or a larger "
         "--micro-batch-tokens for a step closer to real training"
     ) * (idle >= MANY_IDLE)
-    lines = workload.recording.words, f"{sizes} on {plural(R, 'rank')} ({nodes})", workload.cut, warning
+    lines = workload.recording.words, f"{sizes} on {plural(R, 'rank')} ({nodes})", workload.cut + ".", warning
     return [line for line in lines if line]
+
+
+def budget_in_words(budget: Budget) -> str:
+    """Return what a plan may use, as the options say it."""
+    words = [
+        f"plans minimise {budget.objective}",
+        f"{plural(budget.slots, 'spare slot')} per rank in at most {budget.memory_gib:g} GiB",
+        f"tolerance {budget.tolerance:g}",
+        f"moves over {plural(budget.steps_served, 'step')}",
+        "samples may be packed" if budget.pack_samples else "samples stay in their micro-batch",
+        f"copies {'on any node' if budget.cross_node_copies else 'inside the node'}",
+    ]
+    return ", ".join(words)

@@ -19,9 +19,10 @@ def named(option: str, path: Path | None) -> list[NamedPath]:
     return [] if path is None else [(option, path)]
 
 
-def input_files(trace: Path, cluster: str) -> list[NamedPath]:
+def input_files(trace: Path, cluster: str, schedule: Path | None = None) -> list[NamedPath]:
     """Return the files that a workload is read from."""
-    return [("TRACE", trace), *named("--cluster", Path(cluster) if cluster.endswith(".toml") else None)]
+    machine = named("--cluster", Path(cluster) if cluster.endswith(".toml") else None)
+    return [("TRACE", trace), *machine, *named("--schedule", schedule)]
 
 
 def demand_path(plan_path: Path) -> Path:

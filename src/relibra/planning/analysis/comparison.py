@@ -27,14 +27,15 @@ from relibra.planning.validation import validate_plan
 from relibra.routing.demand import ScheduledDemand
 
 LEVER_SETS: dict[str, dict[str, Any]] = {
-    "relibra": {"pack_samples": False, "cross_node_copies": False},
+    "relibra": {},
     "relibra+packing": {"pack_samples": True, "cross_node_copies": False},
     "relibra+packing+cross-node": {"pack_samples": True, "cross_node_copies": True},
     "relibra+seconds": {"pack_samples": True, "cross_node_copies": True, "objective": "seconds"},
 }
 """Rows for relibra's levers, as settings of the budget, beside homes and replicas inside the node.
 
-The last one always plans for modelled seconds: it leaves load uneven if copies and moves cost more than they save.
+"relibra" uses what the budget allows, the others fix some levers. The last one always plans for modelled seconds: it
+leaves load uneven if copies and moves cost more than they save.
 """
 
 LEVERS_IN_WORDS = (
@@ -64,8 +65,9 @@ class ComparisonRow:
     cross_node_token_slots     token-slots computed on another node than the one they come from
     cross_node_share           these as a share of all
     plan_seconds               wall clock on this machine, kernels compiled before (label `measured`)
-    predicted_seconds          the objective in seconds (label `model`); for balancers that see live loads, with their
-                               decisions and pushes after the router, as their systems run them
+    predicted_seconds          seconds of the step, with all moves before it or with their part (label `model`); for
+                               balancers that see live loads, with their decisions and pushes after the router, as
+                               their systems run them
     exposed_seconds            its part for copies that nothing hides
     relocation_seconds         its part for moving experts to new homes, once
     valid, message             result of `validate_plan`; if it failed, the reason
@@ -98,6 +100,13 @@ class ComparisonRow:
     exposed_seconds: float | None = None
     relocation_seconds: float | None = None
 
+    def with_relocation_over(self, steps: int) -> ComparisonRow:
+        """Return the row with only the part of the moves in `predicted_seconds` that one of so many steps pays."""
+        if self.predicted_seconds is None or self.relocation_seconds is None:
+            return self
+        part = self.relocation_seconds / steps
+        return replace(self, predicted_seconds=self.predicted_seconds - self.relocation_seconds + part)
+
     def figures(self) -> dict[str, object]:
         """Return the fields by name, for JSON."""
         return asdict(self)
@@ -106,6 +115,16 @@ class ComparisonRow:
 def comparable() -> list[str]:
     """Return the names that `compare` takes: every balancer of the registry, then relibra's sets of levers."""
     return [*(name for name in BALANCERS if name not in LEVER_SETS), *LEVER_SETS]
+
+
+def distinct_levers(budget: Budget) -> list[str]:
+    """Return the names of `comparable`, less sets of levers that plan as an earlier name does in this budget."""
+    found: dict[str, tuple[str, Budget]] = {}
+    for name in [*BALANCERS, *LEVER_SETS]:
+        levers = with_levers(name, budget)
+        if levers not in found.values():
+            found[name] = levers
+    return [name for name in comparable() if name in found]
 
 
 def with_levers(name: str, budget: Budget) -> tuple[str, Budget]:
@@ -146,7 +165,8 @@ def iterate_comparison(
 ) -> Iterator[tuple[ComparisonRow, StepPlan | None]]:
     """Yield the row and the plan of each balancer; one that cannot plan this step gives a row with the reason.
 
-    Plans are as the balancers made them: none is replaced by the static layout where that would be better.
+    Plans are as the balancers made them: only those of relibra for seconds are replaced, as in training, where the
+    static layout would be faster.
 
     balancers     names of `comparable()`, or "auto"
     history_MLE   what balancers that see "history" may plan from; None: they plan from even loads
@@ -158,12 +178,19 @@ def iterate_comparison(
         try:
             compile_kernels(demand, cluster, allowed, registered, expert=expert, history_MLE=history_MLE)
             plan = plan_step(
-                demand, cluster, allowed, registered, expert=expert, history_MLE=history_MLE, never_worse=False
+                demand,
+                cluster,
+                allowed,
+                registered,
+                expert=expert,
+                history_MLE=history_MLE,
+                never_worse=registered == "relibra" and allowed.objective == "seconds",
             )
         except PlanError as error:
             yield ComparisonRow(balancer=name, sees=sees, valid=False, message=str(error)), None
             continue
-        yield measure(plan, demand, cluster, expert, balancer=name, sees=sees), plan
+        row = measure(plan, demand, cluster, expert, balancer=name, sees=sees)
+        yield row.with_relocation_over(budget.steps_served), plan
 
 
 def compile_kernels(

@@ -11,7 +11,7 @@ AXES = ("ranks", "micro_batch_tokens", "slots", "ranks_per_node", "pipeline_stag
 LOG_RANGE = 8
 """Numbers whose largest is so many times the smallest are on a logarithmic axis, so that ticks keep apart."""
 
-VALUE = "tokens_per_second_per_rank_without_relocation"
+VALUE = "tokens_per_second_per_rank"
 
 
 class SweepLines(NamedTuple):
@@ -72,7 +72,7 @@ def describe_constants(rows: Sequence[dict[str, Any]], constant: Sequence[str]) 
     found = []
     for name in constant:
         values = sorted({row[name] for row in rows if row[name] is not None})
-        ends = " to ".join(map(setting_text, values[:: max(1, len(values) - 1)])) or "by the size of the trace"
+        ends = " to ".join(map(setting_text, values[:: max(1, len(values) - 1)])) or "of the given schedule"
         found.append(f"{setting_name(name)} {ends}")
     return ", ".join(found)
 

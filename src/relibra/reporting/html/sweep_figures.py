@@ -10,7 +10,7 @@ from relibra.errors import ConfigError
 from relibra.reporting.data.sweep_lines import SweepLines, setting_name
 from relibra.reporting.html.route_figures import PALETTE, plotly_figures
 
-VALUE_NAME = "tokens per second and rank, without relocation"
+VALUE_NAME = "tokens per second and rank"
 
 
 def load_matplotlib() -> ModuleType:

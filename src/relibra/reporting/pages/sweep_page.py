@@ -25,8 +25,8 @@ from relibra.reporting.html.sweep_figures import VALUE_NAME, load_matplotlib, sw
 KINDS = (".png", ".html")
 
 ABOUT = (
-    "nothing was measured. Each balancer plans on which ranks experts are computed. Moves of experts to other ranks "
-    "before the step (relocation) are left out, since they are paid once."
+    "nothing was measured. Each balancer plans on which ranks experts are computed. A step pays its part of moves "
+    "of experts to other ranks, which are spread over the steps that they serve (--steps)."
 )
 
 

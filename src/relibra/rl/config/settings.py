@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from relibra.planning.budget import RUN_DEFAULTS
 from relibra.rl.config.presets import PRESETS
 
 
@@ -283,7 +284,7 @@ class PlanSettings(Section):
     "measure" (a short calibration, kept per machine), or "auto": the preset of this GPU, and "laptop" on a CPU."""
     objective: Literal["seconds", "tokens"] = "seconds"
     """Minimise the modelled seconds of the step on this machine, or the token-slots of the busiest rank."""
-    slots: int = Field(4, ge=0, le=64)
+    slots: int = Field(RUN_DEFAULTS.slots, ge=0, le=64)
     """Replica slots per rank, for copies of busy experts."""
     memory_gib: float | None = Field(None, ge=0)
     """Most memory per rank for slots; none: a tenth of the device memory of `cluster`. Where it allows, slots belong to
@@ -293,9 +294,9 @@ class PlanSettings(Section):
     """Allow experts to move between ranks between steps."""
     pack: bool = True
     """Allow responses to change rank and micro-batch inside their mini-batch."""
-    tolerance: float = Field(0.01, ge=0, le=10)
+    tolerance: float = Field(RUN_DEFAULTS.tolerance, ge=0, le=10)
     """Accepted excess of the busiest rank's load over the lowest possible (0.01 = 1 %); larger means fewer copies."""
-    steps_served: int = Field(10, ge=1)
+    steps_served: int = Field(RUN_DEFAULTS.steps_served, ge=1)
     """Steps over which the time of moving an expert to a new home is spread: how long routes stay alike."""
     sums: Literal["fast", "canonical"] = "fast"
     """"canonical": bitwise the same results under every plan of one schedule; slower, and turns `pack` off."""

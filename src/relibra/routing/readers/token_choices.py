@@ -4,14 +4,12 @@ Two layouts are supported:
 
     ids [T, L, K], seqlen [S]                     one set of samples; optional dataset [S] and dataset_names name groups
     NAME_ids [T, L, K], NAME_seqlen [S], ...      one set of samples per group NAME; optional layers [L]
+
+Arrays of a trainer's schedule (`given_schedule`) may lie beside them.
 """
 
 from __future__ import annotations
 
-import math
-import tokenize
-import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,24 +17,9 @@ import numpy as np
 from numpy import ndarray
 
 from relibra.errors import TraceError
+from relibra.routing.readers.given_schedule import NAMES as SCHEDULE_NAMES
+from relibra.routing.readers.npz_arrays import load_arrays
 from relibra.routing.trace import RoutingTrace, expert_dtype
-
-MAX_ARRAY_BYTES = 32 << 30
-_DAMAGE = (
-    zipfile.BadZipFile,
-    zlib.error,
-    tokenize.TokenError,
-    SyntaxError,
-    OSError,
-    EOFError,
-    RuntimeError,  # encrypted; NotImplementedError: unknown compression
-    ValueError,
-    TypeError,
-    KeyError,
-    OverflowError,
-    MemoryError,
-)
-"""Errors that zipfile and numpy raise for damaged archives, found by damaging some."""
 
 
 def read_token_choices(path: Path | str, num_experts: int | None = None) -> RoutingTrace:
@@ -47,7 +30,7 @@ def read_token_choices(path: Path | str, num_experts: int | None = None) -> Rout
     raises        TraceError when the archive is damaged, has other arrays, or ids above `num_experts` - 1
     """
     path = Path(path)
-    arrays = _load(path)
+    arrays = {name: array for name, array in load_arrays(path).items() if name not in SCHEDULE_NAMES}
     if "ids" in arrays:
         sets = {"": ("ids", "seqlen")}
     else:
@@ -91,36 +74,6 @@ def read_token_choices(path: Path | str, num_experts: int | None = None) -> Rout
     )
     trace.validate()
     return trace
-
-
-def _load(path: Path) -> dict[str, ndarray]:
-    """Load every array after checking sizes: a small archive may unpack to more than fits in memory."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            size = sum(member.file_size for member in archive.infolist())
-            if size > MAX_ARRAY_BYTES:
-                raise TraceError(f"{path} would unpack to {size} bytes: at most {MAX_ARRAY_BYTES} are read at once")
-            return {
-                member.filename.removesuffix(".npy"): _load_member(path, archive, member)
-                for member in archive.infolist()
-            }
-    except TraceError:
-        raise
-    except _DAMAGE as error:
-        raise TraceError(f"{path} cannot be read as an .npz archive: {error}") from error
-
-
-def _load_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> ndarray:
-    """Read one array, after comparing the size in its header with the bytes of the member."""
-    with archive.open(member) as file:
-        major, _ = np.lib.format.read_magic(file)
-        read_header = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read_header(file)
-        claimed = math.prod(shape) * dtype.itemsize
-        if dtype.hasobject or claimed > member.file_size:
-            raise TraceError(f"{path}: {member.filename} cannot be read: header of {claimed} bytes of {dtype}")
-    with archive.open(member) as file:
-        return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def _checked_ids(path: Path, name: str, array: ndarray) -> ndarray:

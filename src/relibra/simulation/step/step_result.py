@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -57,6 +57,11 @@ class SimulatedStep:
     def seconds_without_relocation(self) -> float:
         """Return the seconds of a step whose experts are already at their homes."""
         return self.seconds - self.terms["relocation"]
+
+    def with_relocation_over(self, steps: int) -> SimulatedStep:
+        """Return the step with only its part of a relocation that serves so many steps."""
+        part = self.terms["relocation"] / steps
+        return replace(self, seconds=self.seconds_without_relocation + part, terms={**self.terms, "relocation": part})
 
     @property
     def utilisation(self) -> float:

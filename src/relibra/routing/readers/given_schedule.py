@@ -1,0 +1,137 @@
+"""Read the schedule of a trainer: which sample is in which micro-batch, on which rank, from arrays in an `.npz`.
+
+micro_batch_S [S]            micro-batch of each sample, from 0; -1: the sample is left out
+rank_S [S]                   rank that trains it
+mini_batch_M [M]             optional: mini-batch of each micro-batch; samples never change their mini-batch
+sample_ids [S]               optional: ids of the trace, in the order of the arrays; else the order of the trace
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int64
+from numpy import ndarray
+
+from relibra.errors import TraceError
+from relibra.routing.demand import Demand, ScheduledDemand
+from relibra.routing.readers.npz_arrays import load_arrays
+from relibra.routing.statistics import co_activation
+from relibra.routing.trace import RoutingTrace
+
+NAMES = ("micro_batch_S", "rank_S", "mini_batch_M", "sample_ids")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GivenSchedule:
+    """Arrays of a schedule as they were read; `schedule_of` checks them against a trace."""
+
+    path: Path
+    micro_batch_S: Int64[ndarray, " S"]
+    rank_S: Int64[ndarray, " S"]
+    mini_batch_M: Int64[ndarray, " M"] | None = None
+    sample_ids: Int64[ndarray, " S"] | None = None
+
+
+def read_schedule(path: Path | str, *, required: bool = True) -> GivenSchedule | None:
+    """Read the arrays of a schedule from an `.npz`; other arrays in it are ignored.
+
+    required   False: of a trace, whose order the arrays have; None for anything but an `.npz` with such arrays
+    raises     TraceError for a file that cannot be read, or a missing or impossible array
+    """
+    path = Path(path)
+    if path.suffix != ".npz" or not path.is_file():
+        if not required:
+            return None
+        raise TraceError(
+            f"{path} {'is not a schedule' if path.exists() else 'does not exist'}: expected an .npz with micro_batch_S "
+            "and rank_S"
+        )
+    arrays = load_arrays(path, NAMES if required else NAMES[:3])
+    if not required and not {"micro_batch_S", "rank_S"} & set(arrays):
+        return None
+    missing = [name for name in NAMES[:2] if name not in arrays]
+    if missing:
+        raise TraceError(f"{path} has no array {missing[0]}: a schedule needs micro_batch_S and rank_S")
+    for name, array in arrays.items():
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise TraceError(f"{path}: {name} is {array.dtype} {array.shape}: expected a vector of whole numbers")
+        if array.size and not -1 <= array.min() <= array.max() < 1 << 31 and name != "sample_ids":
+            raise TraceError(f"{path}: {name} holds {array.min()}..{array.max()}: allowed are -1 to 2^31 - 1")
+    return GivenSchedule(path=path, **{name: array.astype(np.int64) for name, array in arrays.items()})
+
+
+def schedule_of(
+    trace: RoutingTrace, given: GivenSchedule, num_ranks: int, rank_tokens: int | None = None
+) -> ScheduledDemand:
+    """Return the demand of a trace under a given schedule.
+
+    rank_tokens   most tokens of a rank in a micro-batch, also where it holds several samples; None: no limit
+    raises        TraceError when the schedule does not fit the trace, the ranks or the limit
+    """
+    micro_batch_S, rank_S = _in_order_of(trace, given)
+    path, used = given.path, micro_batch_S >= 0
+    if not used.any():
+        raise TraceError(f"{path}: micro_batch_S is -1 everywhere: no sample is left to plan")
+    if rank_S[used].min() < 0 or rank_S[used].max() >= num_ranks:
+        raise TraceError(
+            f"{path}: rank_S holds {rank_S[used].min()}..{rank_S[used].max()}: with {num_ranks} ranks allowed are 0 to "
+            f"{num_ranks - 1}"
+        )
+    M = int(micro_batch_S.max()) + 1 if given.mini_batch_M is None else len(given.mini_batch_M)
+    named = np.unique(micro_batch_S[used])
+    if named[-1] >= M:
+        raise TraceError(f"{path}: micro_batch_S names micro-batch {named[-1]}: mini_batch_M has only {M}")
+    empty = np.setdiff1d(np.arange(M), named)
+    if len(empty):
+        raise TraceError(f"{path}: micro-batch {empty[0]} has no samples: number micro-batches from 0, without gaps")
+    demand = replace(Demand.from_trace(trace), pairs_LEE=co_activation(trace))
+    scheduled = demand.with_schedule(micro_batch_S, rank_S, num_ranks, M)
+    if given.mini_batch_M is not None:
+        mini_batch_M = given.mini_batch_M
+        if mini_batch_M[0] != 0 or not np.isin(np.diff(mini_batch_M), (0, 1)).all():
+            raise TraceError(f"{path}: mini_batch_M is {_shown(mini_batch_M)}: it must rise from 0 without gaps")
+        scheduled = replace(scheduled, group_M=mini_batch_M.astype(np.int32))
+    if rank_tokens is not None:
+        _check_limit(path, scheduled, rank_tokens)
+    return scheduled
+
+
+def _in_order_of(trace: RoutingTrace, given: GivenSchedule) -> tuple[ndarray, ndarray]:
+    """Return micro-batch and rank of each sample of the trace."""
+    for name in ("micro_batch_S", "rank_S", "sample_ids"):
+        array = getattr(given, name)
+        if array is not None and len(array) != trace.num_samples:
+            raise TraceError(
+                f"{given.path}: {name} has {len(array)} entries for the {trace.num_samples} samples of the trace: give "
+                "one for each, micro-batch -1 for samples that are left out"
+            )
+    if given.sample_ids is None:
+        return given.micro_batch_S, given.rank_S
+    place = {sample: place for place, sample in enumerate(given.sample_ids.tolist())}
+    if len(place) < trace.num_samples:
+        raise TraceError(f"{given.path}: sample_ids names a sample twice: name each sample of the trace once")
+    missing = [sample for sample in trace.sample_ids.tolist() if sample not in place]
+    if missing:
+        raise TraceError(f"{given.path}: sample_ids lacks sample {missing[0]} of the trace")
+    order = [place[sample] for sample in trace.sample_ids.tolist()]
+    return given.micro_batch_S[order], given.rank_S[order]
+
+
+def _check_limit(path: Path, demand: ScheduledDemand, rank_tokens: int) -> None:
+    """Raise TraceError for a rank with several samples and more tokens than the limit."""
+    tokens_MR = demand.sum_per_rank(demand.length_S)
+    samples_MR = demand.sum_per_rank((demand.length_S > 0).astype(np.int64))
+    over = np.argwhere((tokens_MR > rank_tokens) & (samples_MR > 1))
+    if len(over):
+        m, rank = over[0]
+        raise TraceError(
+            f"{path}: rank {rank} has {tokens_MR[m, rank]:,.0f} tokens in micro-batch {m}, above the limit of "
+            f"{rank_tokens:,} per rank: choose a larger --micro-batch-tokens, or leave it out"
+        )
+
+
+def _shown(array: ndarray) -> str:
+    return f"[{', '.join(map(str, array[:8].tolist()))}{', ...' if len(array) > 8 else ''}]"

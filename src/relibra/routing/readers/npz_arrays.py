@@ -1,0 +1,67 @@
+"""Load arrays of an `.npz` archive that somebody else wrote."""
+
+from __future__ import annotations
+
+import math
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Container
+from pathlib import Path
+
+import numpy as np
+from numpy import ndarray
+
+from relibra.errors import TraceError
+
+MAX_ARRAY_BYTES = 32 << 30
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    tokenize.TokenError,
+    SyntaxError,
+    OSError,
+    EOFError,
+    RuntimeError,  # encrypted; NotImplementedError: unknown compression
+    ValueError,
+    TypeError,
+    KeyError,
+    OverflowError,
+    MemoryError,
+)
+"""Errors that zipfile and numpy raise for damaged archives, found by damaging some."""
+
+
+def load_arrays(path: Path, names: Container[str] | None = None) -> dict[str, ndarray]:
+    """Load the arrays of an archive after checking sizes: a small one may unpack to more than fits in memory.
+
+    names     of the arrays to load, where they are there; None: all
+    raises    TraceError for a damaged archive, or one that is too large
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            size = sum(member.file_size for member in archive.infolist())
+            if size > MAX_ARRAY_BYTES:
+                raise TraceError(f"{path} would unpack to {size} bytes: at most {MAX_ARRAY_BYTES} are read at once")
+            return {
+                member.filename.removesuffix(".npy"): _load_member(path, archive, member)
+                for member in archive.infolist()
+                if names is None or member.filename.removesuffix(".npy") in names
+            }
+    except TraceError:
+        raise
+    except _DAMAGE as error:
+        raise TraceError(f"{path} cannot be read as an .npz archive: {error}") from error
+
+
+def _load_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> ndarray:
+    """Read one array, after comparing the size in its header with the bytes of the member."""
+    with archive.open(member) as file:
+        major, _ = np.lib.format.read_magic(file)
+        read_header = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read_header(file)
+        claimed = math.prod(shape) * dtype.itemsize
+        if dtype.hasobject or claimed > member.file_size:
+            raise TraceError(f"{path}: {member.filename} cannot be read: header of {claimed} bytes of {dtype}")
+    with archive.open(member) as file:
+        return np.lib.format.read_array(file, allow_pickle=False)
