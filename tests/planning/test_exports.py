@@ -13,6 +13,7 @@ from relibra.planning.exports import (
     physical_maps,
     write_sglang_json,
     write_tensorrt_llm_yaml,
+    write_trainer_npz,
     write_vllm_ascend_json,
 )
 from relibra.routing.demand import Demand
@@ -117,3 +118,24 @@ def test_sglang_layers(tmp_path):
     assert len(json.loads((tmp_path / "s.json").read_text())["physical_to_logical_map"]) == 4
     with pytest.raises(PlanError, match="a model of 3 hidden layers has no layer 3"):
         write_sglang_json(tmp_path / "s.json", plan, demand, num_hidden_layers=3)
+
+
+@given(planned_steps())
+def test_a_trainer_gets_homes_schedule_and_quotas(tmp_path_factory, step):
+    plan, demand = step
+    path = tmp_path_factory.mktemp("exports") / "step.npz"
+    write_trainer_npz(path, plan, demand)
+    found = dict(np.load(path))
+    assert np.array_equal(found["sample_ids"], demand.sample_ids)
+    for name in ("micro_batch_S", "rank_S", "layer_ids", "home_LE", "replica_MLRB", "quota_MLRB"):
+        assert np.array_equal(found[name], getattr(plan, name))
+    assert np.array_equal(found["previous_home_LE"], plan.previous.home_LE)
+    assert len(found["mini_batch_M"]) == len(plan.bound_ML)
+    assert found["resident_slots"] == plan.resident_slots
+    load_MLE = plan.scheduled(demand).load_MLE
+    computed_MLR = np.zeros((*plan.bound_ML.shape, plan.num_ranks), dtype=np.int64)
+    for m, layer, expert in np.ndindex(load_MLE.shape):
+        copies = (plan.replica_MLRB[m, layer] == expert) * plan.quota_MLRB[m, layer]
+        assert found["home_quota_MLE"][m, layer, expert] + copies.sum() == load_MLE[m, layer, expert]
+        computed_MLR[m, layer, plan.home_LE[layer, expert]] += found["home_quota_MLE"][m, layer, expert]
+    assert np.array_equal(computed_MLR + plan.quota_MLRB.sum(axis=3), plan.rank_load(plan.scheduled(demand)))

@@ -2,9 +2,11 @@ import contextlib
 import copy
 import json
 import os
+import re
 import struct
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -293,3 +295,21 @@ def test_axes_without_a_byte_to_show_cannot_be_of_any_length(tmp_path):
     forged = replace(plan, micro_batch_S=none_S, bound_ML=plan.bound_ML[:0], **endless)
     with pytest.raises(PlanError, match=r"axis B of .* has length 1099511627776, at most 1024"):
         forge(tmp_path / "p", forged)  # writing and reading check the same layout
+
+
+def test_the_reader_in_the_document_needs_no_relibra(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "plan-format.md").read_text()
+    [program] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert "relibra" not in "".join(re.findall(r"^(?:from|import) .*$", program, flags=re.MULTILINE))
+    assert len(program.strip().splitlines()) <= 12
+    plan, _ = planned_step(np.random.default_rng(0))
+    write_plan(tmp_path / "step.safetensors", plan)
+    read: dict = {}
+    exec(program.replace("step.safetensors", str(tmp_path / "step.safetensors")), read)
+    for layer, homes in enumerate(read["home"]):
+        assert [homes[expert] for expert in range(plan.num_experts)] == plan.home_LE[layer].tolist()
+    facts = read["body"]["facts"]
+    assert (facts["resident_slots"], facts["digest"]) == (plan.resident_slots, plan.digest())
+    tables = re.findall(r"^\| (`[\w`, ]+`)", page.split("## For a trainer")[0], flags=re.MULTILINE)
+    named = set(re.findall(r"\w+", " ".join(tables)))
+    assert set(read["arrays"]) | {"group_M"} | set(facts) <= named

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from relibra.routing.demand import ScheduledDemand
     from relibra.simulation import ModelShape
 
-EXPORTS = ("sglang", "vllm-ascend", "tensorrt-llm")
+EXPORTS = ("trainer", "sglang", "vllm-ascend", "tensorrt-llm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,10 @@ class PlanRequest(PlanningRequest):
     )
     export: Annotated[
         list[str] | None,
-        typer.Option(metavar="FORMAT=PATH", help=f"Also write a placement: {', '.join(EXPORTS)}; may be repeated."),
+        typer.Option(
+            metavar="FORMAT=PATH",
+            help=f"Also write decisions for a trainer (.npz), or a placement for an engine: {', '.join(EXPORTS)}.",
+        ),
     ] = None
 
     def exports(self) -> list[NamedPath]:
@@ -177,6 +180,7 @@ def _write(made: StepPlan, demand: ScheduledDemand, request: PlanRequest) -> Non
     with writing(demand_path(request.output)):
         write_demand(demand_path(request.output), demand)
     writers = {
+        "trainer": exports.write_trainer_npz,
         "sglang": exports.write_sglang_json,
         "vllm-ascend": exports.write_vllm_ascend_json,
         "tensorrt-llm": exports.write_tensorrt_llm_yaml,

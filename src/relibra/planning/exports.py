@@ -1,8 +1,8 @@
-"""Placement files for serving engines: the homes and replicas of a plan as slot maps.
+"""Files for others: the decisions of a plan for a trainer, and its homes and replicas as slot maps for serving engines.
 
-An engine's file holds one placement for the whole step and a fixed rule for sharing tokens over copies, so quotas and
-replicas per micro-batch are lost; `physical_maps` defines which replicas are kept. Engines have no empty slots: in
-files they are filled (`filled_map`).
+A trainer's file has everything (`write_trainer_npz`). An engine's file holds one placement for the whole step and a
+fixed rule for sharing tokens over copies, so quotas and replicas per micro-batch are lost; `physical_maps` defines
+which replicas are kept. Engines have no empty slots: in files they are filled (`filled_map`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxtyping import Int64
 from numpy import ndarray
 
 from relibra.errors import PlanError
-from relibra.files import write_text
+from relibra.files import atomic_path, write_text
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import Demand
 
@@ -114,6 +114,34 @@ def filled_map(plan: StepPlan, demand: Demand, micro_batch: int | None = None) -
         map_LP[layer, slot] = expert
         copies_LE[layer, expert] += 1
     return map_LP
+
+
+def write_trainer_npz(path: Path | str, plan: StepPlan, demand: Demand) -> None:
+    """Write homes, schedule, replicas and quotas as an `.npz`; docs/plan-format.md describes the arrays.
+
+    demand    that the plan was made for
+    raises    PlanError when it was made for another one
+    """
+    M = len(plan.bound_ML)
+    home_quota_MLE = plan.scheduled(demand).load_MLE.copy()
+    m_X, layer_X, rank_X, slot_X = np.nonzero(plan.replica_MLRB >= 0)
+    where_X = m_X, layer_X, plan.replica_MLRB[m_X, layer_X, rank_X, slot_X]
+    np.subtract.at(home_quota_MLE, where_X, plan.quota_MLRB[m_X, layer_X, rank_X, slot_X])
+    with atomic_path(Path(path)) as temporary, temporary.open("wb") as file:
+        np.savez(
+            file,
+            sample_ids=np.asarray(demand.sample_ids),
+            micro_batch_S=plan.micro_batch_S,
+            rank_S=plan.rank_S,
+            mini_batch_M=np.zeros(M, dtype=np.int32) if plan.group_M is None else plan.group_M,
+            layer_ids=plan.layer_ids,
+            home_LE=plan.home_LE,
+            previous_home_LE=plan.previous.home_LE,
+            replica_MLRB=plan.replica_MLRB,
+            quota_MLRB=plan.quota_MLRB,
+            home_quota_MLE=home_quota_MLE,
+            resident_slots=plan.resident_slots,
+        )
 
 
 def write_sglang_json(

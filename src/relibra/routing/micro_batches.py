@@ -94,10 +94,10 @@ def _divide(
     length_X: Sequence[int], rank_tokens: int, num_ranks: int
 ) -> tuple[Int64[ndarray, " X"], Int64[ndarray, " X"]]:
     """Return micro-batch and rank of each sample: as few micro-batches of consecutive samples as the limit allows."""
-    total = sum(length_X)
-    long = sum(tokens > rank_tokens for tokens in length_X)
-    number = max(1, -(-total // (rank_tokens * num_ranks)), -(-long // num_ranks))
-    middle_X = np.cumsum(length_X) - np.asarray(length_X) / 2
+    taken_X = np.minimum(length_X, rank_tokens)  # a longer sample takes one rank, no more
+    total = int(taken_X.sum())
+    number = max(1, -(-total // (rank_tokens * num_ranks)))
+    middle_X = np.cumsum(taken_X) - taken_X / 2
     while True:
         micro_batch_X = np.minimum(number - 1, middle_X * number // max(1, total)).astype(np.int64)
         rank_X = np.zeros(len(length_X), dtype=np.int64)
