@@ -48,3 +48,20 @@ def test_deepseek_v2_lite_prints_skew_for_three_sizes():
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for ranks in (8, 16, 32):
         assert any(line.replace("│", " ").split()[:1] == [str(ranks)] for line in out.splitlines()), out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "experts", "model"),
+    [
+        ("gpt_oss_20b_decode_topk.npz", "32", "gpt-oss-20b"),
+        ("deepseek_v2_lite_esft_topk.npz", "64", "deepseek-v2-lite"),
+    ],
+)
+def test_relibra_is_first_in_its_sweep(file, experts, model):
+    full = ("--ranks", "16", "--micro-batch-tokens", "8192", "--micro-batches", "2", "--model", model)
+    balancers = "relibra,static,flashlb,eplb,ultraep,moonep"
+    words = ("sweep", str(DATA / file), *full, "--num-experts", experts, "--balancer", balancers, "--json")
+    done = subprocess.run([sys.executable, "-m", "relibra", *words], capture_output=True, text=True, check=True)
+    rows = {row["balancer"]: row["seconds"] for row in json.loads(done.stdout)["rows"]}
+    assert rows["relibra"] <= min(rows.values()) * 1.0001

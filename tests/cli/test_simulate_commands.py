@@ -21,6 +21,7 @@ from relibra.routing.micro_batches import schedule_samples
 from relibra.routing.synthetic import TraceShape, domain_trace
 from relibra.simulation import cut_model, model_shape, overlap_ratio, simulate_step
 
+PEERS = "static,flashlb,eplb,ultraep,moonep_node"
 CUT = ("--ranks", "4", "--ranks-per-node", "2", "--micro-batch-tokens", "25")
 
 
@@ -322,6 +323,16 @@ def test_a_sweep_compares_steps_with_their_part_of_the_moves(run, trace):
     assert f"{eplb['ratio_to_static']:.3f}" in told
     assert f"{eplb['seconds']:.4g}" in told
     assert "1/2 of the moves" in told
+
+
+def test_relibra_is_first_in_its_sweep(run, tmp_path):
+    shape = TraceShape(rows_per_sample=[200, 600] * 32, num_layers=2, num_experts=32, top_k=4)
+    write_trace(domain_trace(shape, np.random.default_rng(1), num_domains=2), tmp_path / "t")
+    full = ("--ranks", "16", "--micro-batch-tokens", "8192", "--micro-batches", "2", "--model", "gpt-oss-20b")
+    found = run("sweep", tmp_path / "t", *full, "--balancer", f"relibra,{PEERS}", "--json")[1]
+    rows = {row["balancer"]: row["seconds"] for row in json.loads(found)["rows"]}
+    assert rows["relibra"] <= min(rows.values()) * 1.0001
+    assert rows["static"] > 1.1 * rows["relibra"]
 
 
 def test_a_sweep_that_is_stopped_shows_what_it_has(run, trace, monkeypatch):

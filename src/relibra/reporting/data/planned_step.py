@@ -1,6 +1,6 @@
 """The last recorded step of a run, planned again: shown on the page of the run beside its curves.
 
-A run keeps its routes, not its plans. So micro-batches are cut from the recording, as large as those of the run; this
+A run keeps its routes, not its plans. So its samples are scheduled again, with its tokens per rank; this
 is not the schedule of the trainer.
 """
 
@@ -17,7 +17,7 @@ from relibra.planning.budget import DEFAULT_MODEL, Budget
 from relibra.planning.planner import plan_step
 from relibra.reporting.data.compared_plans import ComparedStep, compare_plan, compare_static, count_distinct_rows
 from relibra.reporting.data.recording import Recording
-from relibra.routing.micro_batches import cut_recorded
+from relibra.routing.micro_batches import schedule_samples
 from relibra.routing.readers import open_trace
 from relibra.routing.trace_statistics import default_micro_batch_tokens
 from relibra.simulation import ModelShape, cut_model, model_shape, model_shape_from_config
@@ -55,7 +55,8 @@ def plan_last_step(
             f"is not planned here for {ranks} ranks: the ranks must divide the experts, and a page plans at most "
             f"{MAX_CHOICES:,} choices of experts. Plan it with relibra plan."
         )
-    demand = cut_recorded(trace, tokens, ranks)
+    rank_tokens = -(-tokens // ranks)
+    demand = schedule_samples(trace, rank_tokens, ranks)
     machine = cluster or cluster_preset("h100x8")
     per_node = ranks if ranks < machine.ranks_per_node else math.gcd(ranks, machine.ranks_per_node)
     machine = machine.with_ranks(ranks, per_node)
@@ -66,8 +67,8 @@ def plan_last_step(
     plans = compare_static(plan, demand), compare_plan("the plan", plan, demand)
     which = "The recording" if number is None else f"Step {number}, the last recorded one,"
     about = (
-        f"{which} is planned here again, on {ranks} ranks, in micro-batches of {tokens:,} tokens cut in recorded "
-        "order. The trainer used another schedule, so figures differ from those of the run."
+        f"{which} is planned here again, on {ranks} ranks, in micro-batches of whole samples in recorded order, at "
+        f"most {rank_tokens:,} tokens per rank. The trainer used another schedule, so figures differ from the run’s."
     )
     step = ComparedStep(
         before=plans[0],
