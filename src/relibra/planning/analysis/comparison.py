@@ -69,7 +69,7 @@ class ComparisonRow:
                                balancers that see live loads, with their decisions and pushes after the router, as
                                their systems run them
     exposed_seconds            its part for copies that nothing hides
-    relocation_seconds         its part for moving experts to new homes, once
+    relocation_seconds         its part for moving experts to new homes
     valid, message             result of `validate_plan`; if it failed, the reason
     """
 
@@ -101,11 +101,12 @@ class ComparisonRow:
     relocation_seconds: float | None = None
 
     def with_relocation_over(self, steps: int) -> ComparisonRow:
-        """Return the row with only the part of the moves in `predicted_seconds` that one of so many steps pays."""
+        """Return the row with the part of the moves that one of so many steps pays, in both figures of seconds."""
         if self.predicted_seconds is None or self.relocation_seconds is None:
             return self
         part = self.relocation_seconds / steps
-        return replace(self, predicted_seconds=self.predicted_seconds - self.relocation_seconds + part)
+        settled = self.predicted_seconds - self.relocation_seconds
+        return replace(self, predicted_seconds=settled + part, relocation_seconds=part)
 
     def figures(self) -> dict[str, object]:
         """Return the fields by name, for JSON."""
