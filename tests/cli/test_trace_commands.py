@@ -57,7 +57,7 @@ def test_validate(run, skewed):
 def test_stats(run, skewed):
     code, out, _ = run("trace", "stats", skewed, "--ranks", "4,8", "--rows-per-micro-batch", "500")
     assert code == 0
-    assert "8 micro-batches of 500 tokens" in out
+    assert "8 micro-batches of 500 rows" in out
     result = json.loads(run("trace", "stats", skewed, "--ranks", "4,8", "--rows-per-micro-batch", "4000", "--json")[1])
     assert [row["ranks"] for row in result["layouts"]] == [4, 8]
     assert result["layouts"][1]["skew_mean"] == pytest.approx(2.0, rel=0.03)
