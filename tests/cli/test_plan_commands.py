@@ -11,7 +11,7 @@ import pytest
 from relibra import write_trace
 from relibra.cluster import cluster_preset, write_cluster
 from relibra.planning.analysis.comparison import comparable
-from relibra.planning.budget import RUN_DEFAULTS
+from relibra.planning.budget import RUN_DEFAULTS, slot_memory_gib
 from relibra.planning.plan_files import read_plan
 from relibra.planning.validation import validate_plan
 from relibra.routing.demand_files import read_demand
@@ -255,7 +255,9 @@ def test_compare_plans_the_second_half_and_shows_the_first_to_those_that_see_his
         run("compare", trace, *CUT, "--balancer", "static")
     assert seen["history_MLE"].tolist() == whole.load_MLE[:4].tolist()
     assert seen["demand"].load_MLE.tolist() == select_micro_batches(whole, 4).load_MLE.tolist()
-    assert seen["budget"] == replace(RUN_DEFAULTS, slots=1, rank_tokens=25)
+    assert seen["budget"] == replace(
+        RUN_DEFAULTS, slots=1, rank_tokens=25, memory_gib=slot_memory_gib(cluster_preset("h100x8"))
+    )
     with pytest.raises(StopIteration):
         run("compare", trace, *CUT, "--balancer", "static", "--take", "all")
     assert seen["history_MLE"] is None

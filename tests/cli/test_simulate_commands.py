@@ -10,7 +10,7 @@ import pytest
 from relibra import write_trace
 from relibra.cli import simulated_step
 from relibra.cluster import cluster_preset, write_cluster
-from relibra.planning.budget import RUN_DEFAULTS
+from relibra.planning.budget import RUN_DEFAULTS, slot_memory_gib
 from relibra.planning.planner import plan_step
 from relibra.planning.traffic.byte_ledger import distinct_rows_of_step
 from relibra.rl.batch.plan_budget import plan_budget
@@ -55,7 +55,7 @@ def test_what_limits_the_step_comes_first_and_the_figures_are_those_of_the_libra
     model = cut_model(model_shape("qwen3-30b-a3b"), demand)
     assert (model.moe_layers, model.experts, model.top_k) == (2, 8, 2)
     assert "(2 of 48 layers, vocabulary in proportion)" in " ".join(out.split())
-    budget = replace(RUN_DEFAULTS, slots=1, rank_tokens=25)
+    budget = replace(RUN_DEFAULTS, slots=1, rank_tokens=25, memory_gib=slot_memory_gib(cluster))
     plan = plan_step(demand, cluster, budget, expert=model.expert)
     scheduled = plan.scheduled(demand)
     rows_MLRR = distinct_rows_of_step(plan, scheduled, routes.experts_TLK, sample_of_rows(routes, demand))
@@ -163,12 +163,13 @@ def test_a_step_pays_its_part_of_the_moves(run, trace):
 
 
 def test_the_output_says_what_a_plan_may_use(run, trace, tmp_path):
-    used = "plans minimise seconds, 2 spare slots per rank in at most 4 GiB, tolerance 0.01, moves over 10 steps"
+    used = "plans minimise seconds, 4 spare slots per rank in at most 7.45 GiB, tolerance 0.01, moves over 10 steps"
     cut = CUT[:-2]
     for words in (("simulate",), ("sweep",), ("plan", "-o", tmp_path / "p"), ("compare", "--balancer", "relibra")):
         told = " ".join(run(words[0], trace, *cut, "--micro-batch-tokens", "50", *words[1:])[1].split())
         assert f"{used}, samples may be packed, copies on any node" in told, words[0]
-    assert plan_budget(PlanSettings()) == RUN_DEFAULTS
+    cluster = cluster_preset("h100x8", 4)
+    assert plan_budget(PlanSettings(), cluster) == replace(RUN_DEFAULTS, memory_gib=slot_memory_gib(cluster))
 
 
 def test_a_run_without_routes_says_what_to_do(run, tmp_path):
@@ -231,7 +232,7 @@ def test_a_balancer_that_keeps_the_static_layout_says_why(run, trace):
     told = " ".join(out.split())
     assert code == 0
     assert "relibra kept the static layout: at 25 tokens per rank and micro-batch" in told
-    assert "or --slots 2" in told
+    assert "or --slots 4" in told
     assert json.loads(run(*words, "--json")[1])["kept_static"]
     told = " ".join(run("simulate", trace, *CUT, "--balancer", "eplb_history")[1].split())
     assert "--take second-half" in told

@@ -15,7 +15,7 @@ from relibra.cli.inputs import options
 from relibra.cli.inputs.models import choose_model
 from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.requests import PlanningRequest, takes
-from relibra.cli.inputs.workload import budget_in_words, open_workload, workload_in_words
+from relibra.cli.inputs.workload import budget_for, budget_in_words, open_workload, workload_in_words
 from relibra.cli.outputs.files import check_outputs, input_files, named
 from relibra.cli.outputs.plan_page import write_page
 from relibra.cli.outputs.terminal import print_note, print_wrapped, progress
@@ -66,7 +66,7 @@ def compare(request: CompareRequest) -> None:
         print_note(
             "no history: balancers that see only earlier loads plan from even loads; --take second-half gives one"
         )
-    machine, demand, budget = workload.machine, workload.demand, workload.budget(budget)
+    machine, demand, budget = workload.machine, workload.demand, budget_for(request, workload)
     found = []
     plans = iterate_comparison(demand, machine, budget, names, expert=model.expert, history_MLE=workload.history_MLE)
     for number, name in enumerate(names):

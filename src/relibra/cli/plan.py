@@ -13,7 +13,7 @@ from relibra.cli.inputs import options
 from relibra.cli.inputs.models import choose_model
 from relibra.cli.inputs.recordings import Recording, find_recording
 from relibra.cli.inputs.requests import PlanningRequest, takes
-from relibra.cli.inputs.workload import Workload, budget_in_words, open_workload, workload_in_words
+from relibra.cli.inputs.workload import Workload, budget_for, budget_in_words, open_workload, workload_in_words
 from relibra.cli.outputs.files import NamedPath, check_outputs, demand_path, input_files, named, writing
 from relibra.cli.outputs.plan_page import write_page
 from relibra.cli.outputs.terminal import plural, print_note, printable, progress
@@ -75,14 +75,15 @@ def plan(request: PlanRequest) -> None:
     recording = find_recording(request.source)
     _check_paths(request, recording)
     model = choose_model(request.model, recording.trace)
-    balancer, budget = with_levers(request.balancer, request.budget())
+    balancer, _ = with_levers(request.balancer, request.budget())
     _check_levers(request)
     previous = None if request.previous is None else read_plan(request.previous)
     with progress(f"cutting {recording.trace}"):
         workload = open_workload(recording, request)
     if missing := workload.missing_history(balancer):
         print_note(missing)
-    machine, demand, budget = workload.machine, workload.demand, workload.budget(budget)
+    machine, demand = workload.machine, workload.demand
+    _, budget = with_levers(request.balancer, budget_for(request, workload))
     given: dict[str, Any] = {"expert": model.expert, "previous": previous, "history_MLE": workload.history_MLE}
     _compile_kernels(workload, budget, balancer, given)
     with progress(f"planning with {request.balancer}"):

@@ -15,7 +15,7 @@ from relibra.cli.inputs import options
 from relibra.cli.inputs.models import choose_model, model_in_words, other_model_in_words
 from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.requests import SimulationRequest, takes
-from relibra.cli.inputs.workload import Workload, budget_in_words, open_workload, workload_in_words
+from relibra.cli.inputs.workload import Workload, budget_for, budget_in_words, open_workload, workload_in_words
 from relibra.cli.outputs.files import check_outputs, input_files, named, writing
 from relibra.cli.outputs.terminal import plural, print_note, print_wrapped, progress
 from relibra.cli.simulated_step import (
@@ -134,7 +134,7 @@ def _print(result: Result) -> None:
     for sentence in advice(chosen.step, machine, result.routed, chosen.memory):
         print_wrapped(sentence)
     typer.echo()
-    settings = f"{budget_in_words(workload.budget(result.request.budget()))}{_execution_in_words(result)}"
+    settings = f"{budget_in_words(budget_for(result.request, workload))}{_execution_in_words(result)}"
     described = (
         *workload_in_words(workload),
         f"{model_in_words(result.model, result.routed)}; {settings}",

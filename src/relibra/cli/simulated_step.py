@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from relibra.cli.inputs.requests import SimulationRequest
-from relibra.cli.inputs.workload import Workload
+from relibra.cli.inputs.workload import Workload, budget_for
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -90,7 +90,7 @@ def simulate_balancer(
     machine, demand, execution = workload.machine, workload.demand, execution_of(request)
     layout = ParallelLayout(expert_parallel=machine.num_ranks, pipeline_stages=request.pipeline_stages)
     layout.check(machine, model)
-    name, budget = with_levers(request.balancer, workload.budget(request.budget()))
+    name, budget = with_levers(request.balancer, budget_for(request, workload))
     plan = plan_step(
         demand,
         machine,
@@ -187,7 +187,7 @@ def static_plan_in_words(balancer: str, chosen: SimulatedPlan, static: Simulated
     if not balancer.startswith("relibra"):
         return kept
     plan = chosen.plan
-    options = "a larger --micro-batch-tokens" if plan.slots else "a larger --micro-batch-tokens or --slots 2"
+    options = "a larger --micro-batch-tokens" if plan.slots else "a larger --micro-batch-tokens or --slots 4"
     return (
         f"{kept}: at {workload.tokens_per_rank:,.0f} tokens per rank and micro-batch no change saves more "
         f"{plan.objective} than it costs; {options} may change that"

@@ -16,7 +16,7 @@ from relibra.cli.inputs import options
 from relibra.cli.inputs.models import choose_model, model_in_words, other_model_in_words
 from relibra.cli.inputs.recordings import Recording, find_recording
 from relibra.cli.inputs.requests import SimulationRequest, takes
-from relibra.cli.inputs.workload import Workload, budget_in_words, open_workload
+from relibra.cli.inputs.workload import Workload, budget_for, budget_in_words, open_workload
 from relibra.cli.outputs.files import check_outputs, input_files, named, writing
 from relibra.cli.outputs.terminal import plural, print_note, print_wrapped, progress
 from relibra.cli.simulated_step import (
@@ -60,7 +60,7 @@ class SweepRequest:
     ranks_per_node: Annotated[str | None, _list("G,...", "Ranks on one node; default: those of the cluster")] = None
     cluster: options.ClusterName = "h100x8"
     slots: Annotated[str, _list("B,...", "Spare expert slots per rank")] = str(RUN_DEFAULTS.slots)
-    memory_gib: options.MemoryGib = RUN_DEFAULTS.memory_gib
+    memory_gib: options.MemoryGib = None
     tolerance: options.Tolerance = RUN_DEFAULTS.tolerance
     steps: options.Steps = RUN_DEFAULTS.steps_served
     pack: options.Pack = RUN_DEFAULTS.pack_samples
@@ -288,7 +288,7 @@ def _print(
     described = (
         best.workload.recording.words,
         f"there, on {plural(best.request.ranks, 'rank')}: {best.workload.cut}.",
-        budget_in_words(best.request.budget()),
+        budget_in_words(budget_for(best.request, best.workload)),
         f"{model_in_words(model, best.model)}; {rows_in_words(best.simulated)}; label: simulated, on "
         f"{best.machine.name}",
         other_model_in_words(model, best.model),

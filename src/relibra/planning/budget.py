@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from relibra.errors import PlanError
 from relibra.planning.costs.expert_shape import ExpertShape
 
+if TYPE_CHECKING:
+    from relibra.cluster import Cluster
+
 Objective = Literal["seconds", "tokens"]
+SLOT_MEMORY = 0.1
+"""Share of the device memory that slots may take where nothing else is said."""
 DEFAULT_MODEL = "qwen3-30b-a3b"
 """Model whose expert sizes `relibra calibrate` measures, and pages about a run price, if none is known."""
 
@@ -105,8 +110,7 @@ class Budget:
 
 
 RUN_DEFAULTS = Budget(
-    slots=2,
-    memory_gib=4.0,
+    slots=4,
     objective="seconds",
     pack_samples=True,
     place_samples=True,
@@ -117,5 +121,10 @@ RUN_DEFAULTS = Budget(
 """What a step may use if nothing else is said: in runs (`PlanSettings`) and in `relibra plan`, `simulate`, `sweep` and
 `compare`.
 
-Copies cross nodes for the objective in seconds only, where they are priced.
+Copies cross nodes for the objective in seconds only, where they are priced. Memory for slots: `slot_memory_gib`.
 """
+
+
+def slot_memory_gib(cluster: Cluster) -> float:
+    """Return the most memory of a rank for slots where nothing else is said: a tenth of the device memory."""
+    return SLOT_MEMORY * cluster.memory_bytes / 2**30

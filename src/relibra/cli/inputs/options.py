@@ -53,13 +53,14 @@ ClusterName = Annotated[
 ]
 Slots = Annotated[int, typer.Option(min=0, max=1024, metavar="B", help="Spare expert slots per rank for replicas.")]
 MemoryGib = Annotated[
-    float,
+    float | None,
     typer.Option(
         min=0,
         max=1 << 20,
         metavar="GIB",
-        help="Most memory of a rank for slots. Where it allows, slots belong to their layer and keep replicas over "
-        "micro-batches; the others are shared by all layers.",
+        help="Most memory of a rank for slots; default: a tenth of the device memory of --cluster. Where it allows, "
+        "slots belong to their layer and keep replicas over micro-batches; the others are shared by all layers.",
+        show_default=False,
     ),
 ]
 Tolerance = Annotated[

@@ -58,7 +58,7 @@ class BudgetRequest(WorkloadRequest):
     """A workload, and what a plan of it may use: by default what `relibra train` lets it use."""
 
     slots: options.Slots = RUN_DEFAULTS.slots
-    memory_gib: options.MemoryGib = RUN_DEFAULTS.memory_gib
+    memory_gib: options.MemoryGib = None
     tolerance: options.Tolerance = RUN_DEFAULTS.tolerance
     steps: options.Steps = RUN_DEFAULTS.steps_served
     objective: options.PlanObjective = options.Objective.SECONDS
@@ -67,12 +67,11 @@ class BudgetRequest(WorkloadRequest):
     model: options.Model = None
 
     def budget(self) -> Budget:
-        """Return what a plan may use."""
+        """Return what a plan may use; its memory and limit of tokens depend on the workload (`budget_for`)."""
         seconds = self.objective is options.Objective.SECONDS
         return replace(
             RUN_DEFAULTS,
             slots=self.slots,
-            memory_gib=self.memory_gib,
             tolerance=self.tolerance,
             steps_served=self.steps,
             objective=self.objective.value,

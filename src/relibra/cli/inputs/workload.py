@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from relibra.cli.inputs.machine import fit_cluster, open_cluster
 from relibra.cli.inputs.options import Order, Take
 from relibra.cli.inputs.recordings import Recording
-from relibra.cli.inputs.requests import WorkloadRequest
+from relibra.cli.inputs.requests import BudgetRequest, WorkloadRequest
 from relibra.cli.outputs.terminal import plural
 from relibra.errors import ConfigError, TraceError
 
@@ -55,10 +55,6 @@ class Workload:
     def open_routes(self) -> RoutingTrace:
         """Read the trace again, with the samples that were drawn again."""
         return _open_routes(self.recording.trace, self.request, self.rank_tokens)
-
-    def budget(self, budget: Budget) -> Budget:
-        """Return the budget with the limit of tokens per rank."""
-        return replace(budget, rank_tokens=self.rank_tokens)
 
     @property
     def cut(self) -> str:
@@ -288,11 +284,19 @@ def workload_in_words(workload: Workload) -> list[str]:
     return [line for line in lines if line]
 
 
+def budget_for(request: BudgetRequest, workload: Workload) -> Budget:
+    """Return what a plan of a workload may use: memory by the machine, tokens of a rank by the schedule."""
+    from relibra.planning.budget import slot_memory_gib
+
+    memory_gib = slot_memory_gib(workload.machine) if request.memory_gib is None else request.memory_gib
+    return replace(request.budget(), memory_gib=memory_gib, rank_tokens=workload.rank_tokens)
+
+
 def budget_in_words(budget: Budget) -> str:
     """Return what a plan may use, as the options say it."""
     words = [
         f"plans minimise {budget.objective}",
-        f"{plural(budget.slots, 'spare slot')} per rank in at most {budget.memory_gib:g} GiB",
+        f"{plural(budget.slots, 'spare slot')} per rank in at most {budget.memory_gib:.3g} GiB",
         f"tolerance {budget.tolerance:g}",
         f"moves over {plural(budget.steps_served, 'step')}",
         "samples may be packed" if budget.pack_samples else "samples stay in their micro-batch",

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from relibra.cluster import Cluster
-from relibra.planning.budget import Budget
+from relibra.planning.budget import Budget, slot_memory_gib
 from relibra.rl.config.settings import PlanSettings
-
-SLOT_MEMORY = 0.1
-"""Share of the device memory that slots may take if the settings name no limit."""
 
 
 def plan_budget(settings: PlanSettings, cluster: Cluster) -> Budget:
     """Return the budget of a step on a machine."""
     may_pack = settings.pack and settings.sums == "fast"
-    memory_gib = SLOT_MEMORY * cluster.memory_bytes / 2**30 if settings.memory_gib is None else settings.memory_gib
     return Budget(
         slots=settings.slots,
-        memory_gib=memory_gib,
+        memory_gib=slot_memory_gib(cluster) if settings.memory_gib is None else settings.memory_gib,
         objective=settings.objective,
         move_homes=settings.move_homes,
         pack_samples=may_pack,
