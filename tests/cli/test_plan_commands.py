@@ -99,6 +99,35 @@ def test_exports_are_written(run, trace, tmp_path):
     assert all((tmp_path / form).stat().st_size for form in ("vllm-ascend", "tensorrt-llm"))
 
 
+def test_the_schedule_of_a_trainer_is_planned_and_comes_back(run, trace, tmp_path):
+    given, out = tmp_path / "given.npz", tmp_path / "out.npz"
+    micro_batch_S, rank_S = np.arange(160) // 40, np.arange(160) % 4
+    micro_batch_S[7] = -1
+    np.savez(given, micro_batch_S=micro_batch_S, rank_S=rank_S, mini_batch_M=[0, 0, 1, 1])
+    words = ("--ranks", "4", "--no-pack", "-o", tmp_path / "p.safetensors", f"--export=trainer={out}")
+    told = " ".join(run("plan", trace, *words, "--schedule", given)[1].split())
+    assert f"schedule of {given}: 4 micro-batches in 2 mini-batches, mean 50 and fullest 50" in told
+    assert "1 sample with 5 tokens left out: the schedule gives micro-batch -1" in told
+    for path in (out, given):
+        found = dict(np.load(path))
+        assert found["micro_batch_S"].tolist() == micro_batch_S.tolist()
+        assert found["rank_S"].tolist() == rank_S.tolist()
+        assert found["mini_batch_M"].tolist() == [0, 0, 1, 1]
+    plan = read_plan(tmp_path / "p.safetensors")
+    assert dict(np.load(out))["home_LE"].tolist() == plan.home_LE.tolist()
+    assert run("plan", trace, *words[:-1], "--schedule", out)[0] == 0
+    assert read_plan(tmp_path / "p.safetensors").digest() == plan.digest()
+    for more, message in (
+        (("--order", "shuffled"), "leave out --order shuffled"),
+        (("--micro-batches", "3"), "leave out --micro-batches"),
+        (("--micro-batch-tokens", "40"), "rank 0 has 50 tokens in micro-batch 0, above the limit of 40 per rank"),
+    ):
+        code, _, err = run("plan", trace, *words, "--schedule", given, *more)
+        assert code == 1
+        assert message in err
+    assert "--output" in run("plan", trace, "--ranks", "4", "-o", given, "--schedule", given)[2]
+
+
 def test_a_cluster_comes_from_a_file(run, trace, tmp_path):
     write_cluster(tmp_path / "mine.toml", replace(cluster_preset("h20x8"), name="my rack"))
     code, out, _ = run("plan", trace, *CUT, "--cluster", tmp_path / "mine.toml", "-o", tmp_path / "p.safetensors")

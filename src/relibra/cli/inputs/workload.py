@@ -90,28 +90,20 @@ def open_workload(recording: Recording, request: WorkloadRequest) -> Workload:
 
     trace, cluster = recording.trace, open_cluster(request.cluster)
     check_num_experts(trace, request.num_experts)
-    given = _given_schedule(recording, request)
-    tokens = None
-    if given is None:
-        tokens = request.micro_batch_tokens or _default_tokens(
-            open_trace(trace, request.num_experts), recording, request
-        )
-    else:
-        tokens = request.micro_batch_tokens
+    given, tokens = _given_schedule(recording, request), request.micro_batch_tokens
+    if given is None and tokens is None:
+        tokens = _default_tokens(open_trace(trace, request.num_experts), recording, request)
     routes = _open_routes(trace, request, tokens)
     machine = fit_cluster(cluster, routes.num_experts, request.ranks, request.ranks_per_node)
-    if given is None:
-        assert tokens is not None
-        demand, words = _scheduled(routes, request, tokens)
-    else:
+    if given is not None:
         demand, words = _with_given_schedule(routes, given, request)
+    else:
+        assert tokens is not None, "given, or a default"
+        demand, words = _scheduled(routes, request, tokens)
     demand, history_MLE = (demand, None) if request.take is Take.ALL else _second_half(trace, demand)
     words = (*words, *_rows_without_routes(routes))
     if history_MLE is not None:
-        words = (
-            *words,
-            f"the last {plural(len(demand.load_MLE), 'micro-batch')} are planned, those before are history",
-        )
+        words = (*words, f"planned: the last {plural(len(demand.load_MLE), 'micro-batch')}; those before are history")
     return Workload(
         recording=recording,
         request=request,
