@@ -4,13 +4,13 @@ import numpy as np
 
 from relibra import Budget, cluster_preset, explain_plan, plan_step, validate_plan
 from relibra.planning.analysis.levers import lever_gaps
-from relibra.routing.micro_batches import cut_recorded
+from relibra.routing.micro_batches import schedule_samples
 from relibra.routing.synthetic import TraceShape, domain_trace
 
 shape = TraceShape(rows_per_sample=[128] * 64, num_layers=2, num_experts=32, top_k=4)
 trace = domain_trace(shape, np.random.default_rng(0))  # or read_trace("runs/demo/traces/step-00000")
 cluster = cluster_preset("h100x8", num_ranks=8, ranks_per_node=4)
-demand = cut_recorded(trace, tokens=1024, num_ranks=8)  # a trainer has its own schedule: Demand.with_schedule
+demand = schedule_samples(trace, rank_tokens=128, num_ranks=8)  # a trainer has its own schedule: Demand.with_schedule
 
 plan = plan_step(demand, cluster, Budget(slots=1, objective="tokens"))
 validate_plan(plan, cluster.topology, demand)

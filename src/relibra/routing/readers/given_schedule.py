@@ -60,6 +60,10 @@ def read_schedule(path: Path | str, *, required: bool = True) -> GivenSchedule |
             raise TraceError(f"{path}: {name} is {array.dtype} {array.shape}: expected a vector of whole numbers")
         if array.size and not -1 <= array.min() <= array.max() < 1 << 31 and name != "sample_ids":
             raise TraceError(f"{path}: {name} holds {array.min()}..{array.max()}: allowed are -1 to 2^31 - 1")
+    lengths = {name: len(arrays[name]) for name in ("micro_batch_S", "rank_S", "sample_ids") if name in arrays}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise TraceError(f"{path}: {told} entries: give one of each per sample")
     return GivenSchedule(path=path, **{name: array.astype(np.int64) for name, array in arrays.items()})
 
 
@@ -101,13 +105,11 @@ def schedule_of(
 
 def _in_order_of(trace: RoutingTrace, given: GivenSchedule) -> tuple[ndarray, ndarray]:
     """Return micro-batch and rank of each sample of the trace."""
-    for name in ("micro_batch_S", "rank_S", "sample_ids"):
-        array = getattr(given, name)
-        if array is not None and len(array) != trace.num_samples:
-            raise TraceError(
-                f"{given.path}: {name} has {len(array)} entries for the {trace.num_samples} samples of the trace: give "
-                "one for each, micro-batch -1 for samples that are left out"
-            )
+    if len(given.micro_batch_S) != trace.num_samples:
+        raise TraceError(
+            f"{given.path}: micro_batch_S has {len(given.micro_batch_S)} entries for the {trace.num_samples} samples of "
+            "the trace: give one for each, micro-batch -1 for samples that are left out"
+        )
     if given.sample_ids is None:
         return given.micro_batch_S, given.rank_S
     place = {sample: place for place, sample in enumerate(given.sample_ids.tolist())}
