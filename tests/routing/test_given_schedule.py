@@ -69,7 +69,7 @@ def test_an_archive_of_routes_may_hold_its_schedule(trace, tmp_path):
         ({"micro_batch_S": [0, 1]}, "micro_batch_S has 2, rank_S has 6 entries: give one of each per sample"),
         (
             {"micro_batch_S": [0, 1], "rank_S": [0, 1]},
-            "has 2 entries for the 6 samples of the trace: give one for each",
+            "has 2 entries for 6 samples of the trace: give one for each",
         ),
         ({"micro_batch_S": [-1] * 6}, "is -1 everywhere"),
         ({"rank_S": [0, 1, 2, 0, 0, 0]}, r"rank_S holds 0\.\.2: with 2 ranks allowed are 0 to 1"),

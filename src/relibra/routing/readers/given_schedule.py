@@ -107,7 +107,7 @@ def _in_order_of(trace: RoutingTrace, given: GivenSchedule) -> tuple[ndarray, nd
     """Return micro-batch and rank of each sample of the trace."""
     if len(given.micro_batch_S) != trace.num_samples:
         raise TraceError(
-            f"{given.path}: micro_batch_S has {len(given.micro_batch_S)} entries for the {trace.num_samples} samples of "
+            f"{given.path}: micro_batch_S has {len(given.micro_batch_S)} entries for {trace.num_samples} samples of "
             "the trace: give one for each, micro-batch -1 for samples that are left out"
         )
     if given.sample_ids is None:
