@@ -25,6 +25,7 @@ def refused(done):
         ("update.lr=1", "update.lr is not a setting"),
         ("model.num_experts=0", "needs a model with experts, and model.num_experts is 0: set algorithm.replay=off"),
         ("parallel.ranks=3", "parallel.ranks 3 does not divide model.num_experts 4"),
+        ("plan.memory_gib=2e6", "plan.memory_gib"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_before_anything_is_made(override, said, tmp_path):
@@ -34,6 +35,21 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_made(override, s
     assert said in stderr
     assert override in stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_machine_that_cannot_be_read_is_refused_before_processes_start(tmp_path):
+    stderr = refused(train(tmp_path / "runs", "plan.cluster=missing.toml"))
+    assert stderr.startswith("error: plan.cluster: cluster file missing.toml cannot be read")
+    assert stderr.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("override", [ONE_RANK, "plan.balancer=static"])
+def test_a_run_without_plans_needs_no_machine(override, tmp_path):
+    done = train(tmp_path, override, "plan.cluster=measure", "run.steps=1")
+    assert done.returncode == 0, done.stderr
+    assert "measur" not in done.stderr
 
 
 @pytest.fixture(scope="module")

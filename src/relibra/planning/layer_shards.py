@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int64, Integer
 from numpy import ndarray
 
 from relibra.planning.plan import StepPlan
@@ -32,15 +32,16 @@ def demand_of_layers(demand: ScheduledDemand, layers: Int64[ndarray, " l"]) -> S
 def join_layers(parts: Sequence[StepPlan], demand: ScheduledDemand) -> StepPlan:
     """Join plans of consecutive layers under one schedule into the plan of all of them.
 
-    Parts are planned in parallel: `plan_seconds` is that of the slowest. Nothing is predicted.
+    Parts are planned in parallel: `plan_seconds` is that of the slowest. Nothing is predicted. Parts may have different
+    slots, where a balancer keeps the layout without replicas in some layers, or "auto" takes several balancers: the
+    plan has as many as the widest, and those that are resident in any part.
 
     demand   of all layers
     """
     first = parts[0]
     assert all(np.array_equal(part.micro_batch_S, first.micro_batch_S) for part in parts), "parts share a schedule"
     assert all(np.array_equal(part.rank_S, first.rank_S) for part in parts), "parts share a schedule"
-    resident = {part.resident_slots for part in parts if part.num_copies}
-    assert len(resident) <= 1, "parts with replicas have the same slots"
+    slots = max(part.slots for part in parts)
     names = list(dict.fromkeys(part.balancer for part in parts))
     return replace(
         first,
@@ -48,13 +49,19 @@ def join_layers(parts: Sequence[StepPlan], demand: ScheduledDemand) -> StepPlan:
         layer_ids=np.concatenate([part.layer_ids for part in parts]),
         physical_to_logical_map=np.concatenate([part.physical_to_logical_map for part in parts]),
         previous_map=np.concatenate([part.previous_map for part in parts]),
-        replica_MLRB=np.concatenate([part.replica_MLRB for part in parts], axis=1),
-        quota_MLRB=np.concatenate([part.quota_MLRB for part in parts], axis=1),
+        replica_MLRB=np.concatenate([_widened(part.replica_MLRB, slots, -1) for part in parts], axis=1),
+        quota_MLRB=np.concatenate([_widened(part.quota_MLRB, slots, 0) for part in parts], axis=1),
         bound_ML=np.concatenate([part.bound_ML for part in parts], axis=1),
-        resident_slots=max(resident, default=0),
+        resident_slots=max((part.resident_slots for part in parts if part.num_copies), default=0),
         scope="cluster" if any(part.scope == "cluster" for part in parts) else "node",
         predicted={},
         plan_seconds=max(part.plan_seconds for part in parts),
         demand_digest=demand.digest(),
         cut_short=any(part.cut_short for part in parts),
     )
+
+
+def _widened(array_MLRB: Integer[ndarray, "M L R B"], slots: int, empty: int) -> Integer[ndarray, "M L R X"]:
+    """Return the array with empty slots appended, so that there are `slots` of them."""
+    missing = slots - array_MLRB.shape[-1]
+    return np.pad(array_MLRB, ((0, 0), (0, 0), (0, 0), (0, missing)), constant_values=empty)

@@ -110,6 +110,7 @@ def _cheapest(
         if (budget.move_homes or plan.num_moved == 0)
         and (budget.cross_node_copies or plan.num_cross_node_copies == 0)
         and plan.slots <= budget.slots
+        and plan.resident_slots <= (budget.resident_slots or 0)
     ]
     request = _request(demand, cluster, budget, expert or DEFAULT_EXPERT, previous, None, BALANCERS["relibra"])
     best = min(allowed, key=lambda plan: _cost(plan, request))

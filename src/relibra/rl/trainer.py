@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from relibra.calibration.machine import find_cluster
+from relibra.cluster import Cluster
 from relibra.environment import launched_rank
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.evaluation import evaluate
@@ -51,10 +52,11 @@ def train_rank(config: RunConfig, run: Path, device: torch.device) -> bool:
 
 
 def _train(config: RunConfig, run: Path, device: torch.device, display: TrainingDisplay, stop: StopRequest) -> bool:
+    cluster = _find_cluster(config, device)  # before the warm-up, which may be long
     task, tokenizer, policy = _build_task_and_policy(config, run, device)
     resumed = broadcast_json(has_checkpoint(run) if dist.get_rank() == 0 else None)
     warmed = resumed or _warm_up(config, policy, task, tokenizer, display, stop)
-    learner, progress, step = _build_learner(config, run, device, policy, task, tokenizer, resumed=resumed)
+    learner, progress, step = _build_learner(config, run, device, policy, task, tokenizer, cluster, resumed=resumed)
     if resumed:
         display.resumed(step)
     elif config.checkpoint.every and warmed:
@@ -84,6 +86,17 @@ def _train(config: RunConfig, run: Path, device: torch.device, display: Training
         _save(run, step, learner, progress, config.checkpoint.keep)
     save_policy(policy, tokenizer, run / "policy")
     return warmed and (step >= config.run.steps or reached)
+
+
+def _find_cluster(config: RunConfig, device: torch.device) -> Cluster:
+    """Return the machine that steps are planned for; one that nobody plans for is not read."""
+    launched, num_ranks = launched_rank(), dist.get_world_size()
+    return find_cluster(
+        config.plan.cluster if config.follows_plans else "auto",
+        device,
+        num_ranks,
+        num_ranks if launched is None else launched.num_local_ranks,
+    )
 
 
 def _build_task_and_policy(config: RunConfig, run: Path, device: torch.device) -> tuple[Task, Tokenizer, Policy]:
@@ -144,6 +157,7 @@ def _build_learner(
     policy: Policy,
     task: Task,
     tokenizer: Tokenizer,
+    cluster: Cluster,
     *,
     resumed: bool,
 ) -> tuple[Learner, Progress, int]:
@@ -174,7 +188,6 @@ def _build_learner(
     reference = None
     if config.algorithm.kl_coefficient:
         reference = reference_policy(policy, run / "reference", device, dtype=config.model.dtype, write=not resumed)
-    launched, num_ranks = launched_rank(), dist.get_world_size()
     learner = Learner(
         policy=policy,
         optimizer=optimizer,
@@ -183,9 +196,7 @@ def _build_learner(
         engine=engine,
         task=task,
         tokenizer=tokenizer,
-        cluster=find_cluster(
-            config.plan.cluster, device, num_ranks, num_ranks if launched is None else launched.num_local_ranks
-        ),
+        cluster=cluster,
     )
     return learner, progress, step
 

@@ -286,7 +286,7 @@ class PlanSettings(Section):
     """Minimise the modelled seconds of the step on this machine, or the token-slots of the busiest rank."""
     slots: int = Field(RUN_DEFAULTS.slots, ge=0, le=64)
     """Replica slots per rank, for copies of busy experts."""
-    memory_gib: float | None = Field(None, ge=0)
+    memory_gib: float | None = Field(None, ge=0, le=1 << 20)
     """Most memory per rank for slots; none: a tenth of the device memory of `cluster`. Where it allows, slots belong to
     their layer and keep replicas over micro-batches, each with weights and a float32 gradient; the others are shared by
     all layers."""

@@ -58,11 +58,8 @@ def launch(config: RunConfig, resume: Path | None = None) -> Finished | None:
     if launched is not None:
         run, complete = run_launched(config, launched, resume)
         return Finished(run, complete) if launched.rank == 0 else None
-    if config.plan.cluster == "measure" and config.follows_plans:
-        from relibra.calibration.machine import measure_cluster
-
-        print("plan.cluster 'measure': measuring this machine, or reading its measurement", file=sys.stderr, flush=True)
-        print(f"plan.cluster: {measure_cluster()}", file=sys.stderr, flush=True)
+    if config.follows_plans:
+        _prepare_cluster(config)
     run = open_or_create(config, resume)
     if resume is not None:
         with locked_run_folder(run):  # fail before processes start if the run is in use; rank 0 locks it later
@@ -73,6 +70,17 @@ def launch(config: RunConfig, resume: Path | None = None) -> Finished | None:
     finally:
         if resume is None:
             remove_if_unused(run)
+
+
+def _prepare_cluster(config: RunConfig) -> None:
+    """Measure the machine of `plan.cluster` if it asks for that; raise ClusterError, before processes start, if bad."""
+    from relibra.calibration.machine import check_cluster, measure_cluster
+
+    if config.plan.cluster == "measure":
+        print("plan.cluster 'measure': measuring this machine, or reading its measurement", file=sys.stderr, flush=True)
+        print(f"plan.cluster: {measure_cluster(config.parallel.ranks)}", file=sys.stderr, flush=True)
+    else:
+        check_cluster(config.plan.cluster)
 
 
 def _run_processes(config: RunConfig, run: Path) -> bool:
