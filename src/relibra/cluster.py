@@ -78,8 +78,8 @@ class Cluster:
     host                         host memory to rank and back, the same in each direction
     memory_bytes                 device memory per rank
     memory_bytes_per_second      of the device memory: the limit of decoding, optimizer and small GEMMs; 0: not known
-    layer_seconds                launches and host work of a layer's forward pass that nothing hides, half of the
-                                 backward pass's; 0: not known
+    layer_seconds                launches and host work of a layer's forward pass that nothing hides; the backward pass
+                                 takes twice as long. 0: not known
     solve_seconds                of a live balancer, which plans each layer on the device after its router; 0: not known
     hides_copies                 weights and gradients travel while the device computes; false: ranks wait for them, as
                                  where the cores that compute also copy (processes on a CPU)
@@ -298,7 +298,7 @@ def _check_number(key: str, value: Any, *, whole: bool = False, most: float = _L
 
 
 def _check_rate(key: str, value: Any) -> None:
-    """Raise ClusterError for rates so low that times become infinite."""
+    """Raise ClusterError unless the value is a rate; lower ones would make times infinite."""
     _check_number(key, value)
     if value < _SLOWEST:
         raise ClusterError(f"{key} is {value!r}: it must be at least {_SLOWEST:g}")

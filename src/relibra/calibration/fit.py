@@ -1,8 +1,10 @@
 """Fit a `Cluster` to the seconds that `measurement.py` measures.
 
 GEMM table    rows of one expert -> flops per second, forward and backward
-links         seconds = alpha + beta x bytes, fitted over sizes
+links         seconds = alpha x messages + beta x bytes, fitted over sizes
 peak          highest rate of any product
+memory        bytes per second of a copy inside device memory
+overlap       whether products and an exchange at once take less time than one after the other
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Spread:
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Spread:
-        """Summarise one or more numbers."""
+        """Return the spread of one or more numbers."""
         low, median, high = np.quantile(np.asarray(numbers, dtype=np.float64), (0.25, 0.5, 0.75))
         return cls(median=float(median), low=float(low), high=float(high))
 
@@ -56,9 +58,9 @@ class LinkFit:
 
 
 def fit_link(samples: Samples, what: str, messages: int = 1) -> LinkFit:
-    """Fit seconds = alpha x messages + beta x bytes, alpha 0 or more, by least squares of relative errors.
+    """Return the line alpha x messages + beta x bytes through measured seconds; alpha is 0 or more.
 
-    Errors are relative because absolute ones would fit the largest message alone and leave alpha to noise.
+    Least squares of relative errors: absolute ones would fit the largest message alone and leave alpha to noise.
 
     what       measured operation, for error messages, such as "copies in host memory"
     messages   sent by a rank in one operation
@@ -169,12 +171,12 @@ class Timings:
     together: Sequence[float]
 
 
-HIDDEN = 0.5
-"""Share of an exchange that products beside it must hide for a machine that `hides_copies`."""
+LEAST_HIDDEN_SHARE = 0.5
+"""A machine `hides_copies` from this `hidden_share` on."""
 
 
 def hidden_share(timings: Timings) -> float:
-    """Return the share of the shorter of products and exchange that running both at once saves; 0 to 1."""
+    """Return how much of the shorter one, products or exchange, running both at once saves: 0 nothing, 1 all of it."""
     product, exchange, together = (
         Spread.of(seconds).median for seconds in (timings.product_alone, timings.exchange_alone, timings.together)
     )
@@ -222,7 +224,7 @@ def fit_cluster(
         efficiency=min(1.0, table[-1][1] / peak),
         gemm_table=table,
         memory_bytes_per_second=memory.median,
-        hides_copies=hidden_share(timings) >= HIDDEN if links_of is None else links_of.hides_copies,
+        hides_copies=hidden_share(timings) >= LEAST_HIDDEN_SHARE if links_of is None else links_of.hides_copies,
         source=f"relibra calibrate: {machine.words}; experts of {expert.hidden} x {expert.width}; {links}",
         label="measured" if exchange is not None else "model",
     )

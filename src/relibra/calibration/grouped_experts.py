@@ -103,7 +103,7 @@ def apply_experts(rows_TH: Tensor, gate_up_EXH: Tensor, down_EHF: Tensor, ends_E
 def grouped_experts(
     groups: int, rows: int, hidden: int, width: int, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> GroupedExperts:
-    """Draw experts and rows of unit scale, with at least the rows that `check` needs."""
+    """Return random experts and rows of unit scale, with at least the rows that `check` needs."""
     generator = torch.Generator(device).manual_seed(seed)
     rows = max(rows, sum(CHECK_COUNTS))
 

@@ -22,7 +22,7 @@ _OF_GPU = {"GB200": "nvl72", "H200": "h200x8", "H800": "h800x8", "H100": "h100x8
 """Preset of a GPU whose name holds these letters; the first that fits."""
 CPU_PRESET = "laptop"
 _FIGURES = "with hides_copies"
-"""Part of the name of a kept measurement: one without these figures is made again."""
+"""Part of the name of a kept measurement, so that one from before these figures were measured is not found."""
 UNKNOWN_GPU_PRESET = "h100x8"
 
 

@@ -1,7 +1,8 @@
 """Measure this machine with one process per rank, all at once, as in training.
 
-Each rank times its experts, a large matrix product, copies in host and device memory, and the all-to-all; the result is
-the time of the slowest rank. Sizes alternate, ascending and descending, so that a slow moment affects all of them.
+Each rank times its experts, a large matrix product, copies in host and device memory, the all-to-all, and products
+beside an all-to-all; the result is the time of the slowest rank. Sizes alternate, ascending and descending, so that a
+slow moment affects all of them.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Job:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of weights and rows."""
+        """Return the type of weights and rows."""
         return torch.bfloat16 if self.cuda else torch.float32
 
 
@@ -148,14 +149,14 @@ def measure_machine(job: Job) -> Timings:
             ]
             for n, size in enumerate(job.sizes.exchange if job.ranks > 1 else ())
         },
-        product_alone=_slowest([one["beside"][0] for one in found]),
-        exchange_alone=_slowest([one["beside"][1] for one in found]),
-        together=_slowest([one["beside"][2] for one in found]),
+        product_alone=_slowest([one["overlap"][0] for one in found]),
+        exchange_alone=_slowest([one["overlap"][1] for one in found]),
+        together=_slowest([one["overlap"][2] for one in found]),
     )
 
 
 def bytes_to_others(size: int, ranks: int) -> int:
-    """Round a size down so that each other rank gets the same number of bytes, a multiple of 4 and at least 4.
+    """Return a size rounded down: each other rank gets the same number of bytes, a multiple of 4 and at least 4.
 
     >>> bytes_to_others(1000, 4)
     996
@@ -220,7 +221,7 @@ def measure_rank(rank: int, job: Job, folder: Path) -> None:
     found["memory"] = _time_memory(job, device)
     dist.barrier()
     found["exchange"] = _time_exchange(job, device) if job.ranks > 1 else []
-    found["beside"] = _time_beside(job, device) if job.ranks > 1 else [[], [], []]
+    found["overlap"] = _time_overlap(job, device) if job.ranks > 1 else [[], [], []]
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -308,10 +309,10 @@ def _time_exchange(job: Job, device: torch.device) -> list[list[float]]:
     return repeat_in_turns(len(sizes), time_round, job.sizes, enough)
 
 
-def _time_beside(job: Job, device: torch.device) -> list[list[float]]:
+def _time_overlap(job: Job, device: torch.device) -> list[list[float]]:
     """Return seconds of products alone, of the largest exchange alone, and of both at once.
 
-    Each rank computes as many products as fill the time of the exchange.
+    Each rank computes so many products that they take about as long as the exchange.
     """
     size = bytes_to_others(max(job.sizes.exchange), job.ranks)
     each = [0 if rank == dist.get_rank() else size // (job.ranks - 1) for rank in range(job.ranks)]

@@ -114,7 +114,7 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
 
     @property
     def homes_stay_whole(self) -> bool:
-        """Whether the experts of this rank are whole between passes too: FSDP does not shard them over other ranks."""
+        """Return whether the experts of this rank are whole between passes too: FSDP does not shard them over ranks."""
         mesh = getattr(self.experts, self.names[0]).device_mesh
         return "efsdp" not in (mesh.mesh_dim_names or ()) or mesh["efsdp"].size() == 1
 
@@ -152,7 +152,10 @@ def parameters_replaced(experts: nn.Module, by: dict[str, Tensor]) -> Iterator[N
 
 @contextmanager
 def _no_rows_of_others(experts: nn.Module) -> Iterator[None]:
-    """Turn off the masking of rows that chose an expert elsewhere: it takes several passes over all activations."""
+    """Turn off transformers' masking of rows that chose an expert of another rank: there are none here.
+
+    The masking takes several passes over all activations.
+    """
     module: Any = experts
     masks = getattr(module, "_is_expert_parallel", False)
     module._is_expert_parallel = False

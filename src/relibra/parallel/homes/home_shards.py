@@ -49,7 +49,7 @@ class StoredRows(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one expert in this tensor."""
+        """Return the bytes of one expert in this tensor."""
         return prod(self.rows.shape[1:]) * self.rows.element_size()
 
 
@@ -115,7 +115,7 @@ def _sharded(layer: BalancedEP, name: str) -> DTensor:
 
 
 def _chunk_sizes(layer: BalancedEP) -> list[int]:
-    """Rows on each efsdp rank."""
+    """Return the number of rows on each efsdp rank."""
     mesh = home_mesh(layer)
     num_shards = mesh["efsdp"].size() if "efsdp" in (mesh.mesh_dim_names or ()) else 1
     sizes = [len(chunk) for chunk in torch.arange(layer.num_local_experts).chunk(num_shards)]

@@ -49,12 +49,12 @@ class PushSchedule:
 
     @property
     def num_resident(self) -> int:
-        """Slots that each layer has for itself, which come first."""
+        """Return the number of slots that each layer has for itself; they come before the shared ones."""
         return 0 if self.residents is None else self.residents.num_slots
 
     @cached_property
     def used_LRA(self) -> Int16[ndarray, "L R A"]:
-        """Experts that get tokens in resident slots, -1 elsewhere."""
+        """Return the experts that get tokens in resident slots, -1 elsewhere."""
         if self.residents is None:
             return np.zeros((len(self.tables_L), self.state.num_ranks, 0), dtype=np.int16)
         return self.residents.used_LRA(self.tables_L, self.state.num_ranks)
@@ -118,5 +118,5 @@ class PushSchedule:
 
     @cached_property
     def _shared_L(self) -> Bool[ndarray, " L"]:
-        """Layers in which shared slots of any rank are used."""
+        """Return in which layers shared slots of any rank are used."""
         return np.array([any(push.slot >= self.num_resident for push in tables.pushes) for tables in self.tables_L])

@@ -52,7 +52,7 @@ class GradientReturn:
 
         returns   of all ranks, the same pushes on every rank
         trained   parameters that need a gradient
-        num_sums  so many of the returns, the last ones, are sums in single precision
+        num_sums  number of returns at the end of the list that are sums, in single precision
         """
         pushes = [one.push for one in returns]
         self._transfer = transfer = self.transfer(pushes)
@@ -121,7 +121,7 @@ class LayerReplicas:
         return {name: weights[first : first + 1] for name, weights in one.weights.items()}
 
     def send_gradients(self, of_slots: Sequence[Tensor | None], trained: Sequence[str]) -> None:
-        """Start to send gradients home, of idle replicas in shared slots zeros; collective.
+        """Start to send gradients home; idle replicas in shared slots send zeros. Collective.
 
         of_slots   gradients by parameter: those of the resident slots, then those of the shared ones
         trained    parameters that need a gradient
@@ -147,7 +147,7 @@ def _row(gradient: Tensor | None, slot: int, weights: Tensor) -> Tensor:
 
 
 class WaitingGradients:
-    """Sums of resident replicas of one (layer, micro-batch) that does not follow the plan.
+    """Gradient sums that resident replicas hold where a (layer, micro-batch) does not follow the plan.
 
     returns   gradients on their way home
     """
@@ -165,7 +165,10 @@ class WaitingGradients:
 
 
 class AddReplicaGradients(torch.autograd.Function):
-    """Identity of the homes, with an anchor (0): the backward of its reader, which sends gradients, runs first."""
+    """Homes as they are, and an anchor (0). Backward adds the gradients of replicas to those of the homes.
+
+    What reads the anchor sends gradients in its backward pass; by reading it, its backward pass runs before this one.
+    """
 
     @staticmethod
     def forward(ctx: Any, returns: GradientReturn, names: list[str], *homes: Tensor) -> tuple[Tensor, ...]:
@@ -203,7 +206,7 @@ class ReturnReplicaGradients(torch.autograd.Function):
 
 
 class RefillSlots(torch.autograd.Function):
-    """Identity of a layer's output; backward pushes lacking weights of its replicas again, also of idle ones."""
+    """Output of a layer as it is; backward pushes weights of its replicas, also of idle ones, that left the slots."""
 
     @staticmethod
     def forward(ctx: Any, replicas: LayerReplicas, output: Tensor, *slots: Tensor) -> Tensor:
@@ -219,7 +222,7 @@ class RefillSlots(torch.autograd.Function):
 
 
 class ReturnWaitingGradients(torch.autograd.Function):
-    """Identity of the output of a layer whose experts ran at home; backward sends sums of resident replicas home."""
+    """Output of a layer whose experts ran at home, as it is; backward sends complete sums of resident replicas home."""
 
     @staticmethod
     def forward(ctx: Any, waiting: WaitingGradients, trained: list[str], output: Tensor, _anchor: Tensor) -> Tensor:
@@ -229,6 +232,6 @@ class ReturnWaitingGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Send them; collective."""
+        """Start to send complete sums home; collective."""
         ctx.waiting.send(ctx.trained)
         return None, None, gradients[0], None

@@ -1,6 +1,6 @@
 """`Residency`: which experts the resident slots of all ranks hold, and whose gradients wait there.
 
-It follows from the plan and from the passes made so far, so it is the same on every rank and nobody asks. Words:
+It follows from the plan and from the passes made so far, so every rank knows it without asking. Words:
 
 pass     one run over the micro-batches of a group (`Placement.group_M`), without an optimizer step inside
 stay     consecutive micro-batches of a group in which an expert is in a slot. Its weights come once; its gradients are
@@ -59,7 +59,7 @@ class Residency:
     def begin_forward(self, micro_batch: int, *, training: bool) -> None:
         """Start a new pass if this forward pass is in another group, or comes a second time: weights may have changed.
 
-        training   whether it has gradients. One without comes as often as it likes while gradients wait
+        training   whether it has gradients. A repeated one without starts no new pass while gradients wait
         raises     EngineError when gradients of the pass before have not gone home
         """
         again = micro_batch in self._begun and (training or not (self._waiting_LRA >= 0).any())
@@ -82,7 +82,10 @@ class Residency:
         self._held_LRA[layer] = np.where(used_RA >= 0, used_RA, self._held_LRA[layer])
 
     def settle(self, micro_batch: int, layer: int, used_RA: Int16[ndarray, "R A"]) -> Settled:
-        """Note the backward pass of a (layer, micro-batch); return which sums go home. Without `used_RA` all are -1."""
+        """Note the backward pass of a (layer, micro-batch); return which sums go home.
+
+        used_RA   experts that got tokens in the resident slots, else -1; all -1 where the plan was not followed
+        """
         waiting_RA, target_RA = self._waiting_LRA[layer], self._replica_MLRA[micro_batch, layer]
         used, other = used_RA >= 0, used_RA != waiting_RA
         before = self._pushes(layer, np.where(used & other, waiting_RA, -1))
@@ -106,7 +109,7 @@ class Residency:
             return
         layer, rank, slot = (int(index) for index in np.argwhere(self._waiting_LRA >= 0)[0])
         expert = int(self._waiting_LRA[layer, rank, slot])
-        self._waiting_LRA[:] = -1  # said once
+        self._waiting_LRA[:] = -1  # raised once, not again when the execution ends
         raise EngineError(
             f"{event} while resident replicas hold gradients that have not gone home (of expert {expert} of layer "
             f"{self._layer_ids[layer]} on rank {rank}, and maybe of others): run forward and backward passes of all "
@@ -144,7 +147,7 @@ def keep_slots(plan: StepPlan) -> StepPlan:
 
 
 def _kept_order(before_LRA: Int16[ndarray, "L R A"], now_LRA: Int16[ndarray, "L R A"]) -> Int64[ndarray, "L R A"]:
-    """Return which of today's entries goes into each slot: experts that stay into theirs, others into what is left."""
+    """Return which entry of `now` goes into each slot: experts that stay into their old slot, others into the rest."""
     A = before_LRA.shape[-1]
     same_LRAX = (before_LRA[..., :, None] == now_LRA[..., None, :]) & (now_LRA[..., None, :] >= 0)
     slot_key_LRA = np.where(same_LRAX.any(axis=-1), 0, A) + np.arange(A)

@@ -1,8 +1,8 @@
 """`Residents`: the resident slots of one rank in all layers, while a plan is executed.
 
 A layer has A slots of its own. Weights stay in them over micro-batches; gradients are summed beside them, in single
-precision, until they go home. `residency.py` decides what is where, here are the tensors. A layer gets its memory when
-it first needs it, and all of it is free when the execution ends.
+precision, until they go home. `residency.py` decides what is where; this file holds the tensors. A layer gets its
+memory when it first needs it, and all of it is free when the execution ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from relibra.planning.plan import StepPlan
 
 
 class Return(NamedTuple):
-    """A sum that goes home; `rows` `[...]` by parameter, on the rank of the slot only."""
+    """A gradient, or a sum of gradients, that goes home; `rows` `[...]` by parameter, on the rank of the slot only."""
 
     push: Push
     rows: dict[str, Tensor]

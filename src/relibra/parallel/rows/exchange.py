@@ -1,4 +1,4 @@
-"""Exchange rows between ranks, with sizes that every rank knows before; errors name place and peers."""
+"""Exchange rows between ranks, with sizes that every rank knows beforehand; errors name place and peers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class AllToAll:
 
     @property
     def back(self) -> AllToAll:
-        """The reverse exchange."""
+        """Return the reverse exchange."""
         back: Literal["dispatch", "combine"] = "combine" if self.stage == "dispatch" else "dispatch"
         return replace(self, send_R=self.receive_R, receive_R=self.send_R, stage=back)
 

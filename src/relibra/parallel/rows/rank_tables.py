@@ -37,7 +37,7 @@ class Push(NamedTuple):
 
     expert            logical expert
     home, home_slot   rank of the home, and the expert's position in that rank's parameters
-    replica, slot     rank of the replica, and its spare slot (0..B-1); slots of all layers follow resident ones
+    replica, slot     rank of the replica, and its spare slot (0..B-1): resident slots first, then the shared ones
     tokens            token-slots that the replica computes; 0: the way home of a sum over micro-batches
     """
 
@@ -90,17 +90,17 @@ class RankTables:
 
     @property
     def num_home_rows(self) -> int:
-        """Number of rows for the experts at home on this rank; its replicas compute the others."""
+        """Return the number of rows for the experts at home on this rank; its replicas compute the others."""
         return int(self.receive_RP[:, : self.num_homes].sum())
 
     @property
     def pushes_from_here(self) -> list[tuple[int, Push]]:
-        """The pushes of experts that are at home on this rank, with their numbers."""
+        """Return the pushes of experts that are at home on this rank, with their numbers."""
         return from_homes_on(self.place.rank, self.pushes)
 
     @property
     def pushes_to_here(self) -> list[tuple[int, Push]]:
-        """The pushes into the slots of this rank, with their numbers."""
+        """Return the pushes into the slots of this rank, with their numbers."""
         return to_slots_on(self.place.rank, self.pushes)
 
     def rows_of(self, slots: slice) -> slice:

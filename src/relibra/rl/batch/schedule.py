@@ -25,7 +25,7 @@ class Schedule:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of the step, M."""
+        """Return the micro-batches of the step, M."""
         return len(self.mini_batch_M)
 
 
@@ -72,7 +72,7 @@ def make_schedule(
 
 
 def _fill(tokens_X: Int[ndarray, " X"], limit: int, num_ranks: int) -> Int64[ndarray, " X"]:
-    """Choose a bin, micro-batch x ranks + rank, for each response."""
+    """Return a bin for each response: number of its micro-batch x ranks + rank."""
     bin_X = np.full(len(tokens_X), -1, dtype=np.int64)
     order = np.argsort(-tokens_X, kind="stable")
     long = order[tokens_X[order] > limit]
@@ -89,7 +89,10 @@ def _fill(tokens_X: Int[ndarray, " X"], limit: int, num_ranks: int) -> Int64[nda
 
 
 def _fill_to_the_limit(tokens_X: Int[ndarray, " X"], limit: int, bins: int) -> Int64[ndarray, " X"]:
-    """Put each response into the emptiest bin if it fits there, else -1: longest first, as given."""
+    """Return the bin of each response: the emptiest one when its turn comes, -1 where it does not fit.
+
+    tokens_X   in the order in which responses get a bin, longest first
+    """
     bin_X, tokens_of_bin = np.full(len(tokens_X), -1, dtype=np.int64), np.zeros(bins, dtype=np.int64)
     for x, tokens in enumerate(tokens_X):
         chosen = int(np.argmin(tokens_of_bin))
@@ -100,7 +103,7 @@ def _fill_to_the_limit(tokens_X: Int[ndarray, " X"], limit: int, bins: int) -> I
 
 
 def _fill_evenly(tokens_X: Int[ndarray, " X"], limit: int, num_ranks: int) -> Int64[ndarray, " X"]:
-    """Put each response, longest first, into the emptiest bin; one micro-batch more until all of them fit."""
+    """Return bins as `_fill_to_the_limit` does, in as few micro-batches as all responses fit into."""
     micro_batches = max(1, -(-int(tokens_X.sum()) // (limit * num_ranks)))
     while True:
         bin_X = _fill_to_the_limit(tokens_X, limit, micro_batches * num_ranks)
@@ -110,7 +113,10 @@ def _fill_evenly(tokens_X: Int[ndarray, " X"], limit: int, num_ranks: int) -> In
 
 
 def _sort_bins(bin_X: Int64[ndarray, " X"], tokens_X: Int[ndarray, " X"]) -> Int64[ndarray, " X"]:
-    """Number bins anew by falling attention, empty ones last: the sum over micro-batches of their maxima is least."""
+    """Return bins numbered by falling attention, so that ranks of a micro-batch are alike; empty bins come last.
+
+    The sum over micro-batches of the rank with most attention is then least.
+    """
     attention = np.bincount(bin_X, tokens_X.astype(np.float64) ** 2)
     place = np.empty(len(attention), dtype=np.int64)
     place[np.argsort(-attention, kind="stable")] = np.arange(len(attention))

@@ -67,7 +67,7 @@ class TokenBatch:
 
     @property
     def num_responses(self) -> int:
-        """Responses in it, B."""
+        """Return the number of responses, B."""
         return len(self.samples_B)
 
     def to(self, device: torch.device) -> TokenBatch:
@@ -78,7 +78,7 @@ class TokenBatch:
 
 
 def make_token_batch(responses: Sequence[Response], chosen: Sequence[int], *, feed_last: bool = False) -> TokenBatch:
-    """Lay out the chosen responses of a rank; none of them: filler.
+    """Return the chosen responses of a rank as one batch; without any, a filler batch of one token.
 
     feed_last   feed last tokens too, for the value after them
     """

@@ -205,5 +205,5 @@ def executing(model: nn.Module, batch: TrainingBatch, sums: Literal["fast", "can
 
 
 def replaying(model: nn.Module, routes: BatchRoutes | None) -> AbstractContextManager[RoutingReplay | None]:
-    """Replay routes, if there are any."""
+    """Return a context that replays routes; without routes it does nothing."""
     return nullcontext() if routes is None else replay_routing(model, routes)

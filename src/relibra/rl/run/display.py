@@ -75,7 +75,7 @@ class TrainingDisplay:
             self._bars.update(self._tasks["RL"], completed=step)
 
     def compiling(self) -> None:
-        """Show, before the first RL step, why it takes long."""
+        """Show why the first RL step takes long."""
         self.console.print("the first RL step compiles kernels: about a minute, once on a machine", highlight=False)
 
     def warmup_step(self, step: int, loss: float) -> None:

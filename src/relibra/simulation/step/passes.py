@@ -255,7 +255,10 @@ class _Walk:
         return _Transfer(kind, layer, copies, begin_M)
 
     def _arrival(self, transfer: _Transfer) -> Float64[ndarray, " M"]:
-        """Return when copies are done: those between nodes pause while rows travel; no later rows can overlap them."""
+        """Return when copies are done: those between nodes pause while rows travel.
+
+        Asked where ranks wait for them: all rows that travel beside them are noted by then.
+        """
         _, layer, copies, begun_M = transfer
         done_M, network_M = begun_M + copies.seconds_ML[:, layer], copies.network_ML[:, layer]
         if not network_M.any():
@@ -280,7 +283,7 @@ class _Walk:
         self.spent[f"wait {kind}"] += (self.now_MR - start_MR).sum(axis=0)
         self.spent[kind] += ((self.now_MR - begun_MR) * part_MR).sum(axis=0)
         if self.note is not None:
-            # With a pool the executor checks on every rank, also on those without copies.
+            # With a host pool every rank checks, also one without copies.
             checks_MR = part_MR | (copies.from_host_MLR[:, layer].sum(axis=1, keepdims=True) > 0)
             self.note(f"wait {kind}", self._id(layer), start_MR, self.now_MR, None, checks_MR, "")
             sent_MR = copies.sent_MLR[:, layer] * copies.bytes_each
