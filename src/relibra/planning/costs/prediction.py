@@ -7,7 +7,8 @@ Ranks wait for each other in every layer of every micro-batch, so each term take
 summed (ReLibra, arXiv 2605.08639; ForeMoE, arXiv 2606.11867). All figures are a model of the machine, not a
 measurement, and carry the label `model`. Router and optimizer are not in the total: no plan changes them. Attention is,
 because a schedule that gathers long samples on some ranks lets the others wait; host work is, because a live balancer
-decides while everybody waits.
+decides while everybody waits. The total has moves in full; plans are compared with their part of them
+(`Budget.steps_served`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Prediction:
     compute, attention, exchange             seconds
     copies                                   seconds that attention does not hide
     host                                     seconds of launches and host work, and of a live balancer's decisions
-    relocation                               seconds, once before the step
+    relocation                               seconds of all moves, once before the step
     cross_node_token_slots                   token-slots computed on another node than the one they come from
     sent_bytes                               activation bytes between ranks: dispatch and combine, forward and backward
     pushed_bytes                             weights pushed to replicas, forward and again backward

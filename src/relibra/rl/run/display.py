@@ -152,7 +152,7 @@ def describe_plan(metrics: dict[str, Any]) -> str:
     """Return what the plan of a step expects, and what was measured, as one line."""
     measured = "  ".join(f"{stage} {metrics['seconds'].get(stage, 0.0):.2f} s" for stage in ("recompute", "update"))
     return (
-        f"expert layers {_duration(metrics['expected_seconds'])}, static "
+        f"MoE layers {_duration(metrics['expected_seconds'])}, static "
         f"{_duration(metrics['expected_static_seconds'])} expected; {metrics['pushes']} pushes, "
         f"{metrics['moved_experts']} experts moved; measured {measured}"
     )
@@ -177,8 +177,8 @@ _SHOWN = (
     ("explained variance", "explained_variance", "{:.2f}"),
     ("rank skew, static", "rank_skew", "{:.3f}"),
     ("rank skew, planned", "planned_skew", "{:.3f}"),
-    ("expert layers, static, expected s", "expected_static_seconds", "{:.3g}"),
-    ("expert layers, planned, expected s", "expected_seconds", "{:.3g}"),
+    ("MoE layers, static, expected s", "expected_static_seconds", "{:.3g}"),
+    ("MoE layers, planned, expected s", "expected_seconds", "{:.3g}"),
 )
 
 
