@@ -103,3 +103,23 @@ def test_samples_are_the_best_the_worst_and_the_longest_that_finished(tmp_path):
         "finish": "stop",
         "windows": 1,
     }
+
+
+def test_nothing_that_a_policy_writes_blocks_a_resumed_run_or_is_lost(tmp_path):
+    texts = ["一二三", "a\u2028b", "c\u0085d", "\x0b\x0c\x1c", "emoji \U0001f600"]
+    lines = [
+        json.dumps({"step": n, "response": text}, ensure_ascii=False).encode() + b"\n" for n, text in enumerate(texts)
+    ]
+    torn = json.dumps({"step": 5, "response": "四五六"}, ensure_ascii=False).encode()
+    for cut in range(len(torn)):
+        (tmp_path / "samples.jsonl").write_bytes(b"".join(lines) + torn[:cut])
+        with alone():
+            remove_steps_from(tmp_path, 5)
+        assert (tmp_path / "samples.jsonl").read_bytes() == b"".join(lines)
+    (tmp_path / "samples.jsonl").write_bytes(lines[0] + b"\xff\xfe half a line\n" + lines[1])
+    for name in ("step-00011", "step-00011.bak", "step-x"):
+        (tmp_path / "traces" / name).mkdir(parents=True)
+    with alone():
+        remove_steps_from(tmp_path, 5)
+    assert (tmp_path / "samples.jsonl").read_bytes() == lines[0] + lines[1]
+    assert sorted(folder.name for folder in (tmp_path / "traces").iterdir()) == ["step-00011.bak", "step-x"]

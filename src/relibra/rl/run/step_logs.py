@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 
-from relibra.files import write_text
+from relibra.files import atomic_path
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.response import Response
 from relibra.rl.tasks.task import Task
 
+_STEP_FOLDER = re.compile(r"step-(\d{5,})")
 SAMPLES_PER_KIND = 3
 """Samples per step of each kind (best, worst, longest): enough to read, small on disk."""
 
@@ -74,10 +76,10 @@ def remove_steps_from(run: Path, step: int) -> None:
     if dist.get_rank() == 0:
         for name in ("metrics.jsonl", "samples.jsonl"):
             if (run / name).exists():
-                lines = (run / name).read_text(encoding="utf-8").splitlines(keepends=True)
-                write_text(run / name, "".join(line for line in lines if _step_of(line) < step))
+                _keep_lines_before(run / name, step)
         for folder in (run / "traces").glob("step-*"):
-            if int(folder.name.removeprefix("step-")) >= step:
+            found = _STEP_FOLDER.fullmatch(folder.name)
+            if found and int(found[1]) >= step:
                 shutil.rmtree(folder)
     dist.barrier()
 
@@ -98,9 +100,20 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _step_of(line: str) -> float:
-    """Return the step of a log line; infinity for a line that was cut off."""
+def _keep_lines_before(path: Path, step: int) -> None:
+    """Remove the lines of a log from `step` on, and those without a step: a full disk cuts lines anywhere.
+
+    Lines end at a newline and nowhere else: responses may hold any other character, and half of one where a line ends.
+    """
+    with path.open("rb") as old, atomic_path(path) as temporary, temporary.open("wb") as new:
+        for line in old:
+            if _step_of(line) < step:
+                new.write(line)
+
+
+def _step_of(line: bytes) -> float:
+    """Return the step of a log line; infinity for a line that was cut off or damaged."""
     try:
-        return float(json.loads(line)["step"]) if line.endswith("\n") else math.inf
-    except (ValueError, KeyError, TypeError):
+        return float(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
+    except (ValueError, KeyError, TypeError, RecursionError):
         return math.inf
