@@ -1,10 +1,17 @@
-"""The one place that reads and sets environment variables: what `torchrun` tells a process about itself, and logs."""
+"""The one place that reads and sets environment variables: what `torchrun` tells a process about itself, and logs.
+
+Also which signals stop a run.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Ctrl-C, and what schedulers send some time before they kill: the first one stops a run after its step."""
 
 
 @dataclass(frozen=True)

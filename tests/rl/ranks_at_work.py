@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
+from relibra.environment import STOP_SIGNALS
 from relibra.rl import step, trainer
 from relibra.rl.config.run_config import RunConfig, load_config
 from relibra.rl.run.ranks import Rendezvous, joined_ranks
@@ -85,7 +86,7 @@ def run_in_group(overrides: Sequence[str], run: Path, *, descent: bool = False, 
         rows.append(result.metrics)
         return result
 
-    before = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(trainer, "make_task", _task))
         patches.enter_context(mock.patch.object(trainer, "rl_step", rl_step))
@@ -94,7 +95,8 @@ def run_in_group(overrides: Sequence[str], run: Path, *, descent: bool = False, 
         if note:
             patches.enter_context(mock.patch.object(step, "update_policy", _noting(note)))
         trainer.train_rank(config, run, CPU)
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
     return rows
 
 

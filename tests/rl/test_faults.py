@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from relibra.environment import STOP_SIGNALS
 from relibra.rl.config.run_config import load_config
 from relibra.rl.run.launch import launch
 from tests.rl.runs import LongRun, check_report, check_whole, run_command, wait_until_gone
@@ -126,11 +127,12 @@ def test_a_killed_run_leaves_whole_checkpoints_and_nothing_of_an_unfinished_one_
 
 
 @pytest.mark.parametrize("whom", ["group", "parent"])
-def test_ctrl_c_lets_the_step_finish_and_leaves_policy_and_report(whom, tmp_path):
+@pytest.mark.parametrize(("number", "again"), [(signal.SIGINT, "press Ctrl-C"), (signal.SIGTERM, "send SIGTERM")])
+def test_a_stop_lets_the_step_finish_and_leaves_policy_and_report(number, again, whom, tmp_path):
     with LongRun(tmp_path) as going:
         going.wait_for("step 1/")
         workers = going.workers()
-        going.signal_all(signal.SIGINT) if whom == "group" else going.process.send_signal(signal.SIGINT)
+        going.signal_all(number) if whom == "group" else going.process.send_signal(number)
         assert going.exit_code() == 130
         wait_until_gone(workers, 1)
     outcome = json.loads(going.stdout)
@@ -139,7 +141,7 @@ def test_ctrl_c_lets_the_step_finish_and_leaves_policy_and_report(whom, tmp_path
     assert (going.run / "policy" / "model.safetensors").is_file()
     assert (going.run / "checkpoints" / f"step-{outcome['steps']:05d}").is_dir(), "the stopped run can go on"
     assert (going.run / "report.html").is_file()
-    assert going.stderr.count("stopping after this step; press Ctrl-C again to stop at once") == 1
+    assert going.stderr.count(f"stopping after this step; {again} again to stop at once") == 1
     assert "Traceback" not in going.stderr
     *_, last_step, farewell = going.stderr.splitlines()
     assert last_step.startswith(f"step {outcome['steps']}/")
@@ -172,10 +174,10 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
 
 
 def test_launch_leaves_the_signal_handler_as_it_was(tmp_path):
-    before = signal.getsignal(signal.SIGINT)
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     config = load_config(None, ["run.steps=0", "warmup.steps=0", "parallel.ranks=1", f"run.folder={tmp_path}"])
     finished = launch(config)
     assert finished is not None
     assert finished.complete
-    assert signal.getsignal(signal.SIGINT) is before
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)

@@ -22,7 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
-from relibra.environment import keep_torch_quiet, launched_rank
+from relibra.environment import STOP_SIGNALS, keep_torch_quiet, launched_rank
 from relibra.errors import ConfigError, EngineError
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.run.run_folder import has_checkpoint, is_unused, locked_run_folder, open_or_create, remove_if_unused
@@ -130,28 +130,30 @@ def _print_messages(messages: Sequence[str], codes: Sequence[int | None]) -> Non
 
 
 class _InterruptForwarder:
-    """Forwards the first Ctrl-C to the ranks, and raises KeyboardInterrupt at the second."""
+    """Forwards the first Ctrl-C or SIGTERM to the ranks, and raises KeyboardInterrupt at the second."""
 
     def __init__(self, processes: list[BaseProcess]) -> None:
         self._processes = processes
         self._count = 0
-        self._before = signal.signal(signal.SIGINT, self._on_interrupt)
+        self._before = {number: signal.signal(number, self._on_interrupt) for number in STOP_SIGNALS}
 
     def restore(self) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        for number, before in self._before.items():
+            signal.signal(number, before)
 
-    def _on_interrupt(self, _signal: int, _frame: FrameType | None) -> None:
+    def _on_interrupt(self, number: int, _frame: FrameType | None) -> None:
         self._count += 1
         if self._count > 1:
             raise KeyboardInterrupt
-        print("stopping after this step; press Ctrl-C again to stop at once", file=sys.stderr, flush=True)
+        again = "press Ctrl-C again" if number == signal.SIGINT else "send SIGTERM again"
+        print(f"stopping after this step; {again} to stop at once", file=sys.stderr, flush=True)
         for process in self._processes:
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, signal.SIGINT)
 
 
 def _start(processes: list[BaseProcess]) -> None:
-    resource_tracker.ensure_running()  # starting it later would unblock SIGINT
+    resource_tracker.ensure_running()  # starting it later would unblock signals
     with _blocked_interrupts():
         for process in processes:
             process.start()
@@ -159,8 +161,8 @@ def _start(processes: list[BaseProcess]) -> None:
 
 @contextmanager
 def _blocked_interrupts() -> Iterator[None]:
-    """Block SIGINT; processes started inside inherit the block until they handle it (`StopRequest`)."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Block `STOP_SIGNALS`; processes started inside inherit the block until they handle it (`StopRequest`)."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:

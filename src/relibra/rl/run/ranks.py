@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from numpy import ndarray
 
+from relibra.environment import STOP_SIGNALS
 from relibra.errors import EngineError
 
 MAX_PAYLOAD_BYTES = 64 << 20
@@ -165,17 +166,18 @@ def largest_over_ranks(value: int) -> int:
 
 
 class StopRequest:
-    """Records SIGINT (Ctrl-C) of this process, so that all ranks can stop together after a whole step."""
+    """Records SIGINT (Ctrl-C) and SIGTERM (of schedulers), so that all ranks stop together after a whole step."""
 
     def __init__(self) -> None:
-        """Install the signal handler; a SIGINT that was blocked since the process started is delivered now."""
+        """Install the signal handler; signals that were blocked since the process started are delivered now."""
         self._requested = False
         self.on_request: Callable[[], None] = lambda: None
-        signal.signal(signal.SIGINT, self._handle)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def on_any_rank(self) -> bool:
-        """Return whether any rank received SIGINT; collective."""
+        """Return whether any rank was asked to stop; collective."""
         return largest_over_ranks(int(self._requested)) > 0
 
     def _handle(self, _signal: int, _frame: FrameType | None) -> None:

@@ -37,7 +37,7 @@ class Exit(IntEnum):
     LOST_PEER = 4
     """Another rank ended or timed out."""
     STOPPED = 130
-    """Stopped by Ctrl-C after a whole step."""
+    """Stopped by Ctrl-C or SIGTERM after a whole step."""
 
 
 MESSAGE_BYTES = 4000
@@ -67,7 +67,7 @@ def run_worker(
 
 
 def run_launched(config: RunConfig, launched: LaunchedRank, resume: Path | None) -> tuple[Path, bool]:
-    """Run one of the ranks that `torchrun` started; return the run folder, and False if stopped by Ctrl-C.
+    """Run one of the ranks that `torchrun` started; return the run folder, and False if stopped by Ctrl-C or SIGTERM.
 
     resume   folder of a run to resume; None: a new run
     raises   ConfigError if the number of ranks does not fit the configuration
