@@ -1,7 +1,9 @@
 """The policy: the models it can be, how they are spread, and its copy."""
 
 import copy
+import json
 import logging
+import sys
 
 import numpy as np
 import pytest
@@ -193,6 +195,25 @@ def test_weights_that_are_cut_off_are_refused(tmp_path):
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ConfigError, match=r"model.path '.*model' cannot be loaded: "):
         build(tmp_path, path)
+
+
+def test_python_files_of_a_model_run_only_where_that_is_allowed(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    model, trace = tmp_path / "model", tmp_path / "it ran"
+    model.mkdir()
+    auto = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (model / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto}))
+    (model / "own.py").write_text(
+        f"from pathlib import Path\nfrom transformers import PretrainedConfig\nPath({str(trace)!r}).touch()\n"
+        "class OwnConfig(PretrainedConfig):\n    model_type = 'own'\n    vocab_size = 4\n"
+    )
+    with pytest.raises(ConfigError, match=r"brings Python files of its own, which are not run.*trust_remote_code=true"):
+        build(tmp_path, f"model.path={model}")
+    assert not trace.exists()
+    with pytest.raises(ConfigError, match=r"has embeddings for 4 tokens"):
+        build(tmp_path, f"model.path={model}", "model.trust_remote_code=true")
+    assert trace.exists()
 
 
 def test_settings_say_whether_experts_are_balanced():

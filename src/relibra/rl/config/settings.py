@@ -62,6 +62,8 @@ class ModelSettings(Section):
 
     path: str = ""
     """Folder of a `transformers` model, or its name on the hub; empty: the built-in model, whose sizes follow."""
+    trust_remote_code: bool = False
+    """Run Python files that the model's folder or hub page brings along. Only for code that you have read."""
     hidden_size: int = Field(64, ge=8, multiple_of=8)
     """Hidden size."""
     expert_width: int = Field(0, ge=0, multiple_of=8)

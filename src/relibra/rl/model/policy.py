@@ -112,12 +112,15 @@ def build_policy(
     structure = on_all_ranks(lambda: _read_structure(model_config, settings, num_ranks, replay))
     with _initial_weights(settings, seed, model_config, structure, folder) as path:
         if structure.tied:
-            model_config = AutoConfig.from_pretrained(path)
+            model_config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
 
         def load_copy() -> nn.Module:
             with loading(f"model.path {settings.path!r}"), quiet_loading():
                 return AutoModelForCausalLM.from_pretrained(
-                    path, config=copy.deepcopy(model_config), dtype=getattr(torch, settings.dtype)
+                    path,
+                    config=copy.deepcopy(model_config),
+                    dtype=getattr(torch, settings.dtype),
+                    trust_remote_code=settings.trust_remote_code,
                 )
 
         full = on_all_ranks(load_copy).to(device).eval().requires_grad_(False)
@@ -223,7 +226,7 @@ def _model_config(settings: ModelSettings, vocab_size: int) -> Any:
             "language model on the hub, as owner/name"
         )
     with loading(f"model.path {settings.path!r}"):
-        model_config = AutoConfig.from_pretrained(settings.path)
+        model_config = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
     known = model_config.get_text_config().vocab_size
     if vocab_size > known:
         raise ConfigError(
@@ -237,7 +240,9 @@ def _read_structure(model_config: Any, settings: ModelSettings, ranks: int, repl
     """Return the structure of a model; raises ConfigError if it cannot be trained with these settings."""
     name = _name(settings)
     with loading(name), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config))
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(model_config), trust_remote_code=settings.trust_remote_code
+        )
     stacked = [p for path, p in model.named_parameters() if ".experts." in path and p.ndim == 3]
     num_experts = max((len(p) for p in stacked), default=0)
     if num_experts and num_experts % ranks:
@@ -314,7 +319,9 @@ def _initial_model(settings: ModelSettings, seed: int, model_config: Any, struct
         ", ".join(structure.tied),
     )
     with loading(_name(settings)):
-        model = AutoModelForCausalLM.from_pretrained(settings.path, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            settings.path, dtype=torch.float32, trust_remote_code=settings.trust_remote_code
+        )
     for name in structure.tied:
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)

@@ -62,7 +62,7 @@ def load_sharded(
     raises        ValueError if transformers has no sharding plan for this model family
     """
     num_ranks, mixed = dist.get_world_size(), settings.dtype == "bfloat16"
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
     if num_ranks > 1:
         register()
         options["distributed_config"] = DistributedConfig(
@@ -140,6 +140,11 @@ def loading(what: str) -> Iterator[None]:
     except (OSError, ValueError, SafetensorError, RuntimeError) as error:
         if isinstance(error, RelibraError | dist.DistError):
             raise
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"{what} brings Python files of its own, which are not run: use a model whose family transformers "
+                "knows, or read the files and set model.trust_remote_code=true"
+            ) from error
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ConfigError(
             f"{what} cannot be loaded: {reason.strip().rstrip('.')}; pass a folder written by save_pretrained, or a "

@@ -47,15 +47,16 @@ class Tokenizer(Protocol):
         ...
 
 
-def make_tokenizer(model_path: str, characters: str | None) -> Tokenizer:
+def make_tokenizer(model_path: str, characters: str | None, *, trust_remote_code: bool = False) -> Tokenizer:
     """Return the tokenizer of a model, or one of single characters for the built-in model.
 
-    model_path    folder or hub name; empty: the built-in model
-    characters    alphabet of a built-in task; its last character ends responses
-    raises        ConfigError if the model has no usable tokenizer
+    model_path           folder or hub name; empty: the built-in model
+    characters           alphabet of a built-in task; its last character ends responses
+    trust_remote_code    run Python files of the model
+    raises               ConfigError if the model has no usable tokenizer
     """
     if model_path:
-        return ModelTokenizer.load(model_path)
+        return ModelTokenizer.load(model_path, trust_remote_code=trust_remote_code)
     assert characters is not None, "RunConfig refuses a task without an alphabet for the built-in model"
     return CharacterTokenizer(characters)
 
@@ -70,7 +71,7 @@ class ModelTokenizer:
     stop_ids: tuple[int, ...]
 
     @classmethod
-    def load(cls, name: str) -> ModelTokenizer:
+    def load(cls, name: str, *, trust_remote_code: bool = False) -> ModelTokenizer:
         """Load the tokenizer of a folder or hub name.
 
         Stop ids are the tokenizer's eos_token and the eos_token_id of generation_config.json. If the tokenizer has no
@@ -83,12 +84,17 @@ class ModelTokenizer:
         if Path(name).is_absolute() and not Path(name).exists():
             raise ConfigError(f"model.path {name!r} does not exist: set it to a folder written by save_pretrained")
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, KeyError, ImportError) as error:
             if not Path(name).exists():
                 raise ConfigError(
                     f"model.path {name!r} is no local folder, and the hub gives no tokenizer ({_first_line(error)}): "
                     "check the path, or the name and the network"
+                ) from error
+            if "trust_remote_code" in str(error):
+                raise ConfigError(
+                    f"the tokenizer of model.path {name!r} brings Python files of its own, which are not run: use one "
+                    "that transformers knows, or read the files and set model.trust_remote_code=true"
                 ) from error
             raise ConfigError(
                 f"model.path {name!r} has no tokenizer that can be loaded ({_first_line(error)}): save one beside the "
