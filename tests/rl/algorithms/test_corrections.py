@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from relibra.rl.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from relibra.rl.algorithms.policy_loss import correction_weights
+from relibra.rl.config.run_config import load_config
 
 KINDS = ("off", "tis", "sequence_tis", "icepop", "mis")
 
@@ -75,3 +76,13 @@ def test_a_few_tokens_that_the_engine_got_wrong_are_removed():
         metrics = mismatch_metrics(mismatch_sums(sampled_X + seen_X, sampled_X, weight_X))
         assert 0.001 < metrics["masked_share"] < 0.003
         assert metrics["masked_share"] == metrics["ratio_above_2"] == pytest.approx(float(wrong_X.double().mean()))
+
+
+def test_icepop_has_the_bounds_of_its_paper_unless_others_are_given():
+    def bounds(*overrides):
+        settings = load_config(None, overrides).algorithm
+        return settings.correction_low, settings.correction_high
+
+    assert bounds("algorithm.correction=icepop") == (0.5, 5.0)
+    assert bounds("algorithm.preset=grpo", "algorithm.correction=mis") == (0.5, 2.0)
+    assert bounds("algorithm.correction=icepop", "algorithm.correction_high=3") == (0.5, 3.0)

@@ -16,11 +16,13 @@ Aggregate = Literal["token", "token_over_step", "response", "constant"]
 """How a mini-batch's loss is averaged over tokens; see `token_weights`."""
 Correction = Literal["off", "tis", "sequence_tis", "icepop", "mis"]
 """See `correction_weights`."""
-Estimator = Literal["k1", "k2", "k3"]
+Estimator = Literal["k1", "k2", "k3", "k3+"]
 """See `kl_estimate`."""
 
 _LARGEST_LOG_RATIO = 20.0
 """Log-ratios are clamped to this, so that no exponential overflows: 0 x infinity has no gradient."""
+_LARGEST_K3 = 10.0
+"""Largest estimate of the divergence of one token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,7 @@ class LossSums:
     clipped   tokens whose ratio was clipped
     masked    tokens that the correction gave weight 0
     kl        divergence from the reference policy
+    kl_limited   tokens at whose log-ratio the estimate of it has reached its limit (`kl_estimate`)
     """
 
     loss: float = 0.0
@@ -55,6 +58,7 @@ class LossSums:
     masked: float = 0.0
     tokens: float = 0.0
     kl: float = 0.0
+    kl_limited: float = 0.0
 
     def __add__(self, other: LossSums) -> LossSums:
         """Return the sums over the tokens of both."""
@@ -116,11 +120,11 @@ def policy_loss(
         responses_of_mini_batch=totals.responses,
         max_response=max_response,
     )
-    gain_Y, kl = correction_Y * surrogate_Y, 0.0
+    gain_Y, kl, limited = correction_Y * surrogate_Y, 0.0, 0.0
     if batch.ref_log_probs_X is not None:
-        kl_Y = kl_estimate(settings.kl_estimator, logp_X[mask_X], batch.ref_log_probs_X[mask_X])
+        kl_Y, limited_Y = kl_estimate(settings.kl_estimator, logp_X[mask_X], batch.ref_log_probs_X[mask_X])
         gain_Y = gain_Y - settings.kl_coefficient * kl_Y
-        kl = float(kl_Y.detach().sum())
+        kl, limited = float(kl_Y.detach().sum()), float(limited_Y.sum())
     if settings.entropy_coefficient:
         gain_Y = gain_Y + settings.entropy_coefficient * token_entropy(logits_XV[mask_X], temperature)
     loss = -(weight_Y * gain_Y).sum()
@@ -130,7 +134,7 @@ def policy_loss(
         positive_X = batch.positive_B[batch.response_X]
         loss = loss - settings.positive_coefficient * share * (logp_X * positive_X).sum()
     masked = float((correction_Y == 0).sum())
-    return loss, LossSums(float(loss.detach()), float(clipped_Y.sum()), masked, float(len(response_Y)), kl)
+    return loss, LossSums(float(loss.detach()), float(clipped_Y.sum()), masked, float(len(response_Y)), kl, limited)
 
 
 def token_log_probs(
@@ -262,22 +266,33 @@ def correction_weights(
 
 def kl_estimate(
     kind: Estimator, logp_X: Float[Tensor, " X"], logp_reference_X: Float[Tensor, " X"]
-) -> Float[Tensor, " X"]:
-    """Return estimates of KL(policy, reference) per token, to be minimised.
+) -> tuple[Float[Tensor, " X"], Bool[Tensor, " X"]]:
+    """Return estimates of KL(policy, reference) per token, to be minimised, and which of them are limited.
 
     Schulman, "Approximating KL divergence" (2020), with d = logp - logp of the reference:
 
     k1   d, which may be negative; unbiased
     k2   d^2 / 2, never negative; slightly biased
     k3   exp(-d) - 1 + d, never negative; unbiased. GRPO's, arXiv 2402.03300, eq. 4
+    k3+  the value of k3 with the gradient of k2
 
     In expectation, the gradient of k2 is that of KL(policy, reference); that of k3 is that of KL(reference, policy),
     large where the reference is much likelier. That of k1 itself is 0 in expectation, so k1 has the gradient of k2.
+
+    One token that the reference has and the policy has lost would outweigh all others: d counts up to 20 in size, k3 up
+    to 10, as in verl, and limited tokens have no gradient.
     """
     difference_X = logp_X - logp_reference_X
-    if kind == "k3":
-        return torch.expm1(-difference_X) + difference_X
+    limited_X = difference_X.detach().abs() > _LARGEST_LOG_RATIO
+    difference_X = difference_X.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
     half_square_X = difference_X.square() / 2
     if kind == "k2":
-        return half_square_X
-    return difference_X.detach() + (half_square_X - half_square_X.detach())
+        return half_square_X, limited_X
+    if kind == "k1":
+        return difference_X.detach() + (half_square_X - half_square_X.detach()), limited_X
+    k3_X = torch.expm1(-difference_X) + difference_X
+    limited_X |= k3_X.detach() > _LARGEST_K3
+    k3_X = k3_X.clamp(max=_LARGEST_K3)
+    if kind == "k3":
+        return k3_X, limited_X
+    return k3_X.detach() + (half_square_X - half_square_X.detach()), limited_X

@@ -208,8 +208,8 @@ class AlgorithmSettings(Section):
     """Largest ratio of a token with negative advantage, above 1; 0: unlimited."""
     kl_coefficient: float = Field(0.0, ge=0)
     """Weight of the KL divergence from the policy before the first RL step; 0: no reference policy in memory."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of that divergence from sampled tokens."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
+    """Estimator of that divergence from sampled tokens; "k3+" is k3 with an unbiased gradient, as in verl."""
     entropy_coefficient: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
     positive_coefficient: float = Field(0.0, ge=0)
@@ -222,7 +222,8 @@ class AlgorithmSettings(Section):
     correction_low: float = Field(0.5, ge=0, le=1)
     """icepop, mis: smallest trainer/sampler probability ratio that is trained on."""
     correction_high: float = Field(2.0, ge=1)
-    """Largest trainer/sampler probability ratio: truncated there (tis), or masked above it (icepop, mis)."""
+    """Largest trainer/sampler probability ratio: truncated there (tis), or masked above it (icepop, mis). icepop: 5
+    unless given (arXiv 2510.18855)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -230,7 +231,9 @@ class AlgorithmSettings(Section):
         """Add the values of the preset that were not given."""
         if not isinstance(settings, dict):
             return settings
-        return {**PRESETS.get(settings.get("preset", "dapo"), {}), **settings}
+        preset = PRESETS.get(settings.get("preset", "dapo"), {})
+        bounds = {"correction_high": 5.0} if settings.get("correction") == "icepop" else {}
+        return {**preset, **bounds, **settings}
 
     @model_validator(mode="after")
     def _parts_fit(self) -> AlgorithmSettings:

@@ -77,7 +77,7 @@ def mismatch_metrics_of_ranks(recomputed: Recomputed) -> dict[str, Any]:
 def update_metrics(update: PolicyUpdate, *, referenced: bool) -> dict[str, Any]:
     """Return the metrics of the update over all ranks; `referenced`: there is a reference policy. Collective."""
     sums, norms = sum_over_ranks(torch.tensor(astuple(update.sums), dtype=torch.float64)), update.grad_norms
-    loss, clipped, masked, tokens, kl = sums.tolist()
+    loss, clipped, masked, tokens, kl, kl_limited = sums.tolist()
     return {
         "loss": loss / len(norms) if norms else None,
         "grad_norm": float(np.mean(norms)) if norms else None,
@@ -85,6 +85,7 @@ def update_metrics(update: PolicyUpdate, *, referenced: bool) -> dict[str, Any]:
         "clip_fraction": clipped / tokens if tokens else None,
         "masked_fraction": masked / tokens if tokens else None,
         "reference_kl": kl / tokens if tokens and referenced else None,
+        "reference_kl_limited": kl_limited / tokens if tokens and referenced else None,
     }
 
 
