@@ -312,10 +312,13 @@ class ParallelSettings(Section):
 
     ranks: int = Field(2, ge=1)
     """Number of processes; must divide the number of experts. Under `torchrun`: its number of processes."""
+    device: Literal["auto", "cpu"] = "auto"
+    """"auto": a GPU for each rank, and CPU processes on a machine without GPUs; "cpu": CPU processes in any case."""
     threads_per_rank: int = Field(1, ge=1)
     """CPU threads of each process."""
-    timeout_seconds: float = Field(120.0, gt=0)
-    """Seconds that a rank waits in one collective before the run ends with an error."""
+    timeout_seconds: float = Field(1800.0, gt=0)
+    """Seconds that a rank waits for others before the run ends with an error: longer than the slowest response, reward
+    or checkpoint of one rank. A rank that ends is noticed at once."""
 
 
 class CheckpointSettings(Section):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relibra.environment import LaunchedRank, set_rendezvous
-from relibra.errors import RelibraError
+from relibra.errors import ConfigError, RelibraError
 from relibra.rl.config.run_config import RunConfig, with_ranks
 from relibra.rl.run.run_folder import open_or_create
 
@@ -59,7 +59,9 @@ def run_worker(
         from relibra.rl.run.ranks import Rendezvous, joined_ranks
         from relibra.rl.trainer import train_rank
 
-        device = _device(rank, config.parallel.ranks)
+        device = choose_device(rank, config.parallel.ranks, config.parallel.device)
+        if rank == 0:
+            print(f"device {describe_device(device)}", file=sys.stderr, flush=True)
         rendezvous = Rendezvous(rank, config.parallel.ranks, port, listener)
         with joined_ranks(config.parallel.timeout_seconds, device, rendezvous):
             complete = train_rank(config, Path(run), device)
@@ -77,7 +79,9 @@ def run_launched(config: RunConfig, launched: LaunchedRank, resume: Path | None)
         from relibra.rl.run.ranks import broadcast_json, joined_ranks
         from relibra.rl.trainer import train_rank
 
-        device = _device(launched.local_rank, launched.num_local_ranks)
+        device = choose_device(launched.local_rank, launched.num_local_ranks, config.parallel.device)
+        if launched.rank == 0:
+            print(f"device {describe_device(device)}", file=sys.stderr, flush=True)
         with joined_ranks(config.parallel.timeout_seconds, device):
             run = Path(broadcast_json(str(open_or_create(config, resume)) if launched.rank == 0 else None))
             complete = train_rank(config, run, device)
@@ -117,11 +121,28 @@ def _exit_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _device(local_rank: int, num_local_ranks: int) -> torch.device:
-    """Return this rank's GPU if the machine has one for each of its ranks, else the CPU."""
+def choose_device(local_rank: int, num_local_ranks: int, wanted: str) -> torch.device:
+    """Return this rank's GPU; the CPU where that is wanted, or the machine has no GPU at all.
+
+    wanted   parallel.device
+    raises   ConfigError for fewer GPUs than ranks
+    """
     import torch
 
-    if torch.cuda.device_count() < num_local_ranks:
+    gpus = torch.cuda.device_count() if wanted == "auto" else 0
+    if not gpus:
         return torch.device("cpu")
+    if gpus < num_local_ranks:
+        raise ConfigError(
+            f"{num_local_ranks} ranks on a machine with {gpus} GPU{'s' * (gpus > 1)}: each rank needs one; set "
+            f"parallel.ranks to {gpus} at most, or parallel.device=cpu to train on the CPU"
+        )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def describe_device(device: torch.device) -> str:
+    """Return the kind of a device in words."""
+    import torch
+
+    return "cpu" if device.type == "cpu" else f"{device.type} ({torch.cuda.get_device_name(device)})"
