@@ -114,7 +114,7 @@ def test_refused_overrides(override, said):
             ("algorithm.tail_drop 20 leaves nothing of rollout.window 20",),
         ),
         (
-            ("algorithm.preset=tppo", "rollout.refill=true"),
+            ("algorithm.preset=tppo", "rollout.window=0", "rollout.refill=true"),
             ("rollout.refill needs rollout.window below rollout.max_response 80", "set a window"),
         ),
         (
@@ -274,3 +274,17 @@ def test_a_launcher_decides_the_number_of_ranks():
     assert with_ranks(RunConfig(), 1).parallel.ranks == 1
     with pytest.raises(ConfigError, match=r"\(in the launcher's WORLD_SIZE\): parallel.ranks 999 does not divide"):
         with_ranks(RunConfig(), 999)
+
+
+def test_preset_tppo_trains_in_windows_that_fit():
+    def found(*overrides):
+        config = load_config(None, ["algorithm.preset=tppo", *overrides])
+        return config.rollout.window, config.algorithm.tail_drop
+
+    assert found() == (20, 5)
+    assert found("rollout.max_response=8192") == (2048, 8)
+    assert found("rollout.window=4") == (4, 1)
+    assert found("rollout.window=0") == (0, 8)
+    assert found("rollout.max_response=53") == (0, 8), "a prime has no windows"
+    assert found("rollout.max_response=12", "algorithm.tail_drop=2") == (3, 2)
+    assert load_config(None, ["algorithm.preset=ppo"]).rollout.window == 0

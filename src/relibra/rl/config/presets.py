@@ -24,6 +24,23 @@ _GRPO: dict[str, Any] = {
     "correction": "tis",
 }
 
+_LARGEST_TAIL_DROP = 8
+
+
+def choose_window(max_response: int) -> int | None:
+    """Return a window for T-PPO: the divisor of `max_response` nearest to a quarter of it; None: it has none.
+
+    At least two tokens and at most half of a response; ties: the smaller one.
+    """
+    divisors = [window for window in range(2, max_response // 2 + 1) if max_response % window == 0]
+    return min(divisors, key=lambda window: (abs(4 * window - max_response), window), default=None)
+
+
+def choose_tail_drop(window: int) -> int:
+    """Return how many last tokens of a window do not train the policy: a quarter of it, and at most eight."""
+    return min(_LARGEST_TAIL_DROP, window // 4)
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     # arXiv 1707.06347
     "ppo": _PPO,

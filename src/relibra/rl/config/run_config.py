@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from relibra.errors import ConfigError
 from relibra.rl.config.consistency import check_groups, check_model, check_plan, check_task, check_windows
+from relibra.rl.config.presets import choose_tail_drop, choose_window
 from relibra.rl.config.settings import (
     AlgorithmSettings,
     CheckpointSettings,
@@ -62,6 +63,22 @@ class RunConfig(Section):
         if isinstance(model, dict) and model.get("path") and isinstance(warmup, dict):
             return {**settings, "warmup": {"steps": 0, **warmup}}
         return settings
+
+    @model_validator(mode="before")
+    @classmethod
+    def _train_tppo_in_windows(cls, settings: Any) -> Any:
+        """Set the window, and the tokens at its end that do not train, where preset tppo is given and they are not."""
+        if not isinstance(settings, dict):
+            return settings
+        algorithm, rollout = settings.get("algorithm"), settings.get("rollout", {})
+        if not (isinstance(algorithm, dict) and isinstance(rollout, dict) and algorithm.get("preset") == "tppo"):
+            return settings
+        longest = rollout.get("max_response", RolloutSettings().max_response)
+        window = rollout.get("window", choose_window(longest) if isinstance(longest, int) else None)
+        if not isinstance(window, int):
+            return settings
+        drop = {"tail_drop": choose_tail_drop(window)} if window else {}
+        return {**settings, "rollout": {**rollout, "window": window}, "algorithm": {**drop, **algorithm}}
 
     @model_validator(mode="after")
     def _check_sections(self) -> RunConfig:

@@ -111,13 +111,14 @@ class RolloutSettings(Section):
     """Prompts per step, summed over ranks; times `responses_per_prompt` = responses in progress at once."""
     responses_per_prompt: int = Field(8, ge=1)
     """Responses per prompt: the group of group-relative advantages."""
-    max_response: int = Field(80, ge=1)
+    max_response: int = Field(80, ge=1, le=1 << 20)
     """Longest response in tokens."""
-    window: int = Field(0, ge=0)
-    """Most tokens that a step adds to a response (T-PPO); unfinished ones continue in the next step. 0: no limit."""
+    window: int = Field(0, ge=0, le=1 << 20)
+    """Most tokens that a step adds to a response (T-PPO); unfinished ones continue in the next step. 0: no limit.
+    Preset tppo: a divisor of max_response near a quarter of it, unless given."""
     refill: bool = False
     """Start a new response as soon as one ends inside a window; a step still has at most `window` decode steps."""
-    max_prompt: int = Field(1024, ge=1)
+    max_prompt: int = Field(1024, ge=1, le=1 << 20)
     """Longest prompt in tokens; a longer one is an error that names its row."""
     max_batch: int = Field(256, ge=1)
     """Most responses that one rank decodes at once; further ones start as others finish. Limits KV-cache memory."""
@@ -184,7 +185,8 @@ class AlgorithmSettings(Section):
     bootstrap: Literal["hold", "value"] = "hold"
     """gae: value after the last token of an unfinished response: "hold" repeats the one before it (T-PPO)."""
     tail_drop: int = Field(8, ge=0)
-    """gae: last tokens of an unfinished response that do not train the policy."""
+    """gae: last tokens of an unfinished response that do not train the policy. Preset tppo: a quarter of the window, at
+    most 8, unless given."""
     whiten: bool = True
     """gae: normalise the advantages of a step to mean 0 and standard deviation 1."""
     advantage_clamp: float = Field(10.0, gt=0)
