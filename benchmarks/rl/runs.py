@@ -14,6 +14,16 @@ from relibra.rl.run.launch import launch
 Rows = Sequence[Mapping[str, Any]]
 """Rows of metrics.jsonl, one per RL step."""
 
+_OF_BUILT_IN = (
+    "model.dtype=float32",
+    "model.activation_checkpointing=false",
+    "update.learning_rate=2e-4",
+    "critic.learning_rate=1e-3",
+    "rollout.max_prompt=1024",
+    "rollout.max_response=80",
+)
+"""What a run with the built-in model has, and one with a model of the user has not, unless it is given."""
+
 STAGES = ("rollout", "recompute", "values", "update values", "update")
 """Stages that are told apart; the rest (reward, trace on disk, plan, weight sync) is "other"."""
 
@@ -43,7 +53,7 @@ def warmed_up(settings: Sequence[str], folder: Path, name: str) -> Path:
 
 def trained(settings: Sequence[str], policy: Path, folder: Path, name: str) -> Rows:
     """Train a policy that a warm-up left, in processes of its own; return the rows of its steps."""
-    words = [*settings, "warmup.steps=0", f"model.path={policy}", "checkpoint.every=0"]
+    words = [*_OF_BUILT_IN, *settings, "warmup.steps=0", f"model.path={policy}", "checkpoint.every=0"]
     return read_metrics(_launched([*words, f"run.folder={folder}", f"run.name={name}"]) / "metrics.jsonl").rows
 
 

@@ -25,6 +25,9 @@ TINY = (
     "model.num_experts=4",
     "rollout.prompts_per_step=8",
     "update.mini_batches=2",
+    "model.dtype=float32",
+    "model.activation_checkpointing=false",
+    "update.learning_rate=2e-4",
 )
 
 

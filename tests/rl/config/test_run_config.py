@@ -6,7 +6,7 @@ import pytest
 
 from relibra.errors import ConfigError
 from relibra.rl.config.presets import PRESETS
-from relibra.rl.config.run_config import RunConfig, as_toml, load_config, with_ranks
+from relibra.rl.config.run_config import RunConfig, as_toml, describe_training, load_config, with_ranks
 
 
 def refusal(*overrides, path=None):
@@ -288,3 +288,32 @@ def test_preset_tppo_trains_in_windows_that_fit():
     assert found("rollout.max_response=53") == (0, 8), "a prime has no windows"
     assert found("rollout.max_response=12", "algorithm.tail_drop=2") == (3, 2)
     assert load_config(None, ["algorithm.preset=ppo"]).rollout.window == 0
+
+
+def test_a_model_of_the_user_gets_the_defaults_of_post_training(tmp_path):
+    config = load_config(None, ["model.path=mine"])
+    assert (config.update.learning_rate, config.critic.learning_rate, config.warmup.steps) == (1e-6, 1e-5, 0)
+    assert (config.model.dtype, config.model.activation_checkpointing) == ("bfloat16", True)
+    assert (config.rollout.max_prompt, config.rollout.max_response) == (1024, 8192)
+    given = load_config(None, ["model.path=mine", "model.dtype=float32", "update.learning_rate=3e-6"])
+    assert (given.model.dtype, given.update.learning_rate) == ("float32", 3e-6)
+    for context, expected in ((4096, (1024, 3072)), (512, (256, 256)), ("many", (1024, 8192))):
+        (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": context}}))
+        rollout = load_config(None, [f"model.path={tmp_path}"]).rollout
+        assert (rollout.max_prompt, rollout.max_response) == expected
+    windowed = load_config(None, [f"model.path={tmp_path}", "algorithm.preset=tppo"]).rollout
+    assert windowed.window == 2048
+    odd = load_config(None, ["model.path=mine", "algorithm.preset=tppo", "rollout.window=1000"]).rollout
+    assert odd.max_response == 8000
+    assert load_config(None, []).update.learning_rate == 2e-4
+    with pytest.raises(ConfigError, match="model"):
+        load_config(None, ["model=3"])
+
+
+def test_a_run_says_how_a_model_of_the_user_is_trained():
+    assert describe_training(load_config(None, [])) == []
+    (line,) = describe_training(load_config(None, ["model.path=mine"]))
+    for part in ("mine", "1e-06", "bfloat16", "8,192", "no warm-up"):
+        assert part in line
+    _, warning = describe_training(load_config(None, ["model.path=mine", "update.learning_rate=2e-4"]))
+    assert "20 times" in warning

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from relibra.errors import ConfigError
 from relibra.rl.config.consistency import check_groups, check_model, check_plan, check_task, check_windows
+from relibra.rl.config.own_model import HIGH_RATE, fill_defaults
 from relibra.rl.config.presets import choose_tail_drop, choose_window
 from relibra.rl.config.settings import (
     AlgorithmSettings,
@@ -55,17 +56,6 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _skip_warmup_of_own_model(cls, settings: Any) -> Any:
-        """Set the steps of the warm-up to 0 where a model is given and they are not."""
-        if not isinstance(settings, dict):
-            return settings
-        model, warmup = settings.get("model"), settings.get("warmup", {})
-        if isinstance(model, dict) and model.get("path") and isinstance(warmup, dict):
-            return {**settings, "warmup": {"steps": 0, **warmup}}
-        return settings
-
-    @model_validator(mode="before")
-    @classmethod
     def _train_tppo_in_windows(cls, settings: Any) -> Any:
         """Set the window, and the tokens at its end that do not train, where preset tppo is given and they are not."""
         if not isinstance(settings, dict):
@@ -80,6 +70,15 @@ class RunConfig(Section):
         drop = {"tail_drop": choose_tail_drop(window)} if window else {}
         return {**settings, "rollout": {**rollout, "window": window}, "algorithm": {**drop, **algorithm}}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_defaults_of_own_model(cls, settings: Any) -> Any:
+        """Set what post-training usually takes where a model is given and a setting is not."""
+        if not isinstance(settings, dict):
+            return settings
+        model = settings.get("model")
+        return fill_defaults(settings) if isinstance(model, dict) and model.get("path") else settings
+
     @model_validator(mode="after")
     def _check_sections(self) -> RunConfig:
         check_model(self.model, self.algorithm, self.parallel)
@@ -88,6 +87,28 @@ class RunConfig(Section):
         check_windows(self.rollout, self.algorithm, self.parallel)
         check_plan(self.plan)
         return self
+
+
+def describe_training(config: RunConfig) -> list[str]:
+    """Return lines that say how a model of the user is trained, with a warning of a high learning rate.
+
+    Nothing for the built-in model.
+    """
+    if not config.model.path:
+        return []
+    rate, model, rollout = config.update.learning_rate, config.model, config.rollout
+    saved = "activations recomputed" if model.activation_checkpointing else "activations kept"
+    warm_up = f"{config.warmup.steps} warm-up steps" if config.warmup.steps else "no warm-up"
+    lines = [
+        f"{model.path}: learning rate {rate:g}, {model.dtype} with float32 weights, {saved}, prompts up to "
+        f"{rollout.max_prompt:,} and responses up to {rollout.max_response:,} tokens, {warm_up}"
+    ]
+    if rate > HIGH_RATE:
+        lines.append(
+            f"warning: update.learning_rate {rate:g} is more than 20 times what RL post-training usually takes (1e-6): "
+            "models lose what they know in a few steps"
+        )
+    return lines
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = (), *, base: dict[str, Any] | None = None) -> RunConfig:

@@ -24,7 +24,7 @@ from types import FrameType
 
 from relibra.environment import STOP_SIGNALS, keep_torch_quiet, launched_rank
 from relibra.errors import ConfigError, EngineError
-from relibra.rl.config.run_config import RunConfig
+from relibra.rl.config.run_config import RunConfig, describe_training
 from relibra.rl.run.run_folder import has_checkpoint, is_unused, locked_run_folder, open_or_create, remove_if_unused
 from relibra.rl.run.worker import MESSAGE_BYTES, Exit, run_launched, run_worker
 
@@ -65,6 +65,7 @@ def launch(config: RunConfig, resume: Path | None = None) -> Finished | None:
         with locked_run_folder(run):  # fail before processes start if the run is in use; rank 0 locks it later
             pass
     print(f"starting {config.parallel.ranks} processes; run folder {run}", file=sys.stderr, flush=True)
+    print(*describe_training(config), sep="\n", end="\n" if config.model.path else "", file=sys.stderr, flush=True)
     try:
         return Finished(run, _run_processes(config, run))
     finally:
