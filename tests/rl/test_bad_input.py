@@ -73,7 +73,7 @@ BAD_TASKS = {
     "returns_nan": ("task.reward=my_rewards:nothing", "returned nan; a reward is a number from -1e+09 to 1e+09"),
     "long_prompt": (
         "rollout.max_prompt=3",
-        "of the task 'prompts' has 4 tokens: allowed are 1 to 3 (rollout.max_prompt)",
+        "has 4 tokens: allowed are 1 to 3 (rollout.max_prompt)",
     ),
     "warm_up": ("warmup.steps=3", "the task has no demonstrations: set warmup.steps=0"),
     "no_such_model": ("model.path=nowhere", "nowhere"),
