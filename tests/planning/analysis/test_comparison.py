@@ -95,11 +95,14 @@ def test_every_balancer_gives_a_valid_row_and_relibra_is_ahead_of_all_real_ones(
     assert rows["relibra+packing+cross-node"].skew < min(others)
 
 
-def test_a_lever_set_fixes_what_relibra_may_do(demand):
+def test_relibra_does_what_the_budget_allows_and_a_lever_set_fixes_it(demand):
     everything = replace(BUDGET, pack_samples=True, cross_node_copies=True)
-    [(_, plan)] = iterate_comparison(demand, CLUSTER, everything, ["relibra"], expert=EXPERT)
-    assert plan.micro_batch_S.tolist() == demand.micro_batch_S.tolist()
-    assert plan.num_cross_node_copies == 0
+    names = ["relibra", "relibra+packing"]
+    (_, allowed), (_, fixed) = iterate_comparison(demand, CLUSTER, everything, names, expert=EXPERT)
+    assert (allowed.scope, fixed.scope, fixed.num_cross_node_copies) == ("cluster", "node", 0)
+    [(_, plain)] = iterate_comparison(demand, CLUSTER, BUDGET, ["relibra"], expert=EXPERT)
+    assert plain.micro_batch_S.tolist() == demand.micro_batch_S.tolist()
+    assert plain.num_cross_node_copies == 0
 
 
 def test_a_balancer_that_fails_or_breaks_a_rule_has_a_row_that_says_so(demand, monkeypatch):
