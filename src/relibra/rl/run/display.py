@@ -151,10 +151,11 @@ def _note(metrics: dict[str, Any]) -> str:
 def describe_plan(metrics: dict[str, Any]) -> str:
     """Return what the plan of a step expects, and what was measured, as one line."""
     measured = "  ".join(f"{stage} {metrics['seconds'].get(stage, 0.0):.2f} s" for stage in ("recompute", "update"))
+    moving = f" in {_duration(metrics['expected_moving_seconds'])}" if metrics["moved_experts"] else ""
     return (
         f"MoE layers {_duration(metrics['expected_seconds'])}, static "
         f"{_duration(metrics['expected_static_seconds'])} expected; {metrics['pushes']} pushes, "
-        f"{metrics['moved_experts']} experts moved; measured {measured}"
+        f"{metrics['moved_experts']} experts moved{moving}; measured {measured}"
     )
 
 

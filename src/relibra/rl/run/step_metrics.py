@@ -97,7 +97,7 @@ def balance_metrics(batch: TrainingBatch, *, ran_at_home: int) -> dict[str, Any]
     empty: dict[str, Any] = dict.fromkeys(
         (
             *("rank_skew", "expert_skew", "planned_skew", "plan_bound", "replicas", "pushes", "moved_experts"),
-            *("plan_seconds", "expected_seconds", "expected_static_seconds", "ran_at_home"),
+            *("plan_seconds", "expected_seconds", "expected_static_seconds", "expected_moving_seconds", "ran_at_home"),
         )
     )
     if batch.demand is None or not len(batch.demand.load_MLE):
@@ -110,6 +110,7 @@ def balance_metrics(batch: TrainingBatch, *, ran_at_home: int) -> dict[str, Any]
     }
     if batch.plan is not None:
         gaps = dict(lever_gaps(batch.plan, batch.demand))
+        total = batch.plan.predicted.get("total")
         found |= {
             "rank_skew": gaps["static"],
             "planned_skew": batch.plan.skew(batch.plan.scheduled(batch.demand)),
@@ -118,7 +119,8 @@ def balance_metrics(batch: TrainingBatch, *, ran_at_home: int) -> dict[str, Any]
             "pushes": int(pushed_copies(batch.plan)[0].sum()),
             "moved_experts": batch.plan.num_moved,
             "plan_seconds": batch.plan.plan_seconds,
-            "expected_seconds": batch.plan.predicted.get("total"),
+            "expected_seconds": None if total is None else total - batch.plan.predicted["relocation"],
+            "expected_moving_seconds": batch.plan.predicted.get("relocation"),
             "expected_static_seconds": batch.static_seconds,
             "ran_at_home": ran_at_home,
         }
