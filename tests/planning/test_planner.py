@@ -218,18 +218,37 @@ def test_packing_keeps_samples_in_their_group():
     assert ((plan.micro_batch_S >= 3) == (together.micro_batch_S >= 3)).all()
 
 
+CHOICES = (scheduled_demands(), st.sampled_from(["seconds", "tokens"]), st.booleans(), st.integers(0, 2))
+
+
 @settings(max_examples=25)
-@given(scheduled_demands(), st.sampled_from(["seconds", "tokens"]), st.booleans(), st.integers(0, 2))
+@given(*CHOICES)
 def test_plans_keep_the_limits_of_every_rank_and_packing_never_costs(case, objective, stated, slots):
+    assert_limits_and_groups_are_kept(case, objective, stated, slots)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000)
+@given(*CHOICES)
+def test_plans_keep_the_limits_of_every_rank_in_many_cases(case, objective, stated, slots):
+    assert_limits_and_groups_are_kept(case, objective, stated, slots)
+
+
+def assert_limits_and_groups_are_kept(case, objective, stated, slots):
+    """Two micro-batches are a group: a mini-batch."""
     demand, limit, per_node = case
-    machine = cluster(demand.tokens_MLRE.shape[2] // per_node, per_node)
+    M, _, R, _ = demand.tokens_MLRE.shape
+    demand = replace(demand, group_M=np.arange(M, dtype=np.int32) // 2)
     budget = Budget(slots=slots, objective=objective, rank_tokens=limit if stated else None, threads=1)
-    costs = []
+    costs, given_S = [], demand.micro_batch_S >= 0
     for pack in (False, True):
-        plan = plan_step(demand, machine, replace(budget, pack_samples=pack), expert=SMALL, never_worse=False)
+        changed = replace(budget, pack_samples=pack)
+        plan = plan_step(demand, cluster(R // per_node, per_node), changed, expert=SMALL, never_worse=False)
         before, after = (bins_of(one.micro_batch_S, one.rank_S, demand.length_S) for one in (demand, plan))
         most = limit if stated else max((sum(lengths) for lengths in before.values()), default=0)
         assert_within_limits(after, most, most_squares(before, most))
+        assert (plan.micro_batch_S[given_S] // 2 == demand.micro_batch_S[given_S] // 2).all(), "a sample left its group"
+        assert {m for m, _ in before} == {m for m, _ in after}
         load_MLR = plan.rank_load(plan.scheduled(demand))
         costs.append(load_MLR.max(axis=2).sum() if objective == "tokens" else plan.predicted["total"])
     assert costs[1] <= costs[0] * (1 + 1e-9)

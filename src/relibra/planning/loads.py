@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import numpy as np
 from jaxtyping import Int, Int16, Int32, Int64
 from numpy import ndarray
+
+from relibra.routing.compiled import compiled
 
 
 def home_rank_load(
@@ -33,3 +37,28 @@ def replica_load_change(
     np.add.at(change_MLR, (micro_batch_X, layer_X, rank_X), quota_X)
     np.subtract.at(change_MLR, (micro_batch_X, layer_X, home_LE[layer_X, expert_X]), quota_X)
     return change_MLR
+
+
+def tokens_of_domains(
+    tokens_MLRE: Int32[ndarray, "M L R E"], layer: int, num_domains: int, *, every: int = 1
+) -> Int64[ndarray, "m X E"]:
+    """Return the token-slots that each of X domains of neighbouring ranks sends to each expert of a layer.
+
+    every   of so many micro-batches, the first
+    """
+    M, _, _, E = tokens_MLRE.shape
+    tokens_mXE = np.zeros((len(range(0, M, every)), num_domains, E), dtype=np.int64)
+    _add_ranks(tokens_MLRE, layer, every, tokens_mXE)
+    return tokens_mXE
+
+
+@compiled
+@no_type_check
+def _add_ranks(tokens_MLRE, layer, every, tokens_mXE) -> None:
+    _, _, R, E = tokens_MLRE.shape
+    count, X, _ = tokens_mXE.shape
+    for m in range(count):
+        for r in range(R):
+            tokens_E, sum_E = tokens_MLRE[m * every, layer, r], tokens_mXE[m, r // (R // X)]
+            for e in range(E):
+                sum_E[e] += tokens_E[e]

@@ -15,6 +15,8 @@ from relibra.planning.costs.prediction import predict
 from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
 from relibra.planning.validation import validate_plan
+from relibra.rl.batch.plan_budget import plan_budget
+from relibra.rl.config.settings import PlanSettings
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
 from relibra.routing.readers import open_trace
 
@@ -64,10 +66,10 @@ def test_few_copies_in_shared_slots_on_recorded_routes():
     assert pushes_of(plan) <= 5.0
 
 
-def small_step(step=0, *, ranks=16, micro_batches=16, tokens=2048):
+def small_step(step=0, *, ranks=16, micro_batches=16, tokens=2048, seed=0):
     return domain_step(
         ranks=ranks, layers=2, experts=64, micro_batches=micro_batches, samples=ranks * micro_batches, tokens=tokens,
-        seed=0, step=step,
+        seed=seed, step=step,
     )  # fmt: skip
 
 
@@ -113,7 +115,7 @@ def test_a_mixture_of_resident_and_shared_slots():
     assert (pushed_MLRB[..., 1:] == (plans[1].replica_MLRB[..., 1:] >= 0)).all()
 
 
-@pytest.mark.parametrize("objective", ["tokens"])
+@pytest.mark.parametrize("objective", ["tokens", "seconds"])
 @pytest.mark.parametrize("resident", [0, 2])
 @pytest.mark.parametrize("across", [False, True])
 def test_homes_stay_in_a_second_step_of_the_same_popularity(objective, resident, across):
@@ -124,6 +126,48 @@ def test_homes_stay_in_a_second_step_of_the_same_popularity(objective, resident,
     first = plan_step(small_step(0), machine, budget, expert=QWEN)
     second = plan_step(small_step(1), machine, budget, expert=QWEN, previous=first)
     assert second.num_moved <= 0.05 * second.home_LE.size
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches", "changes"),
+    [(16, 4, {}), (16, 12, {}), (32, 8, {"pack": False}), (16, 8, {"memory_gib": 0.0})],
+)
+def test_a_second_step_of_the_same_popularity_stays_and_one_of_another_moves(ranks, micro_batches, changes, seed):
+    """As training plans by default; the second step never costs more than staying."""
+    machine, budget = (
+        cluster_preset("h100x8", ranks),
+        plan_budget(PlanSettings(**changes), cluster_preset("h100x8", ranks)),
+    )
+    sizes = {"ranks": ranks, "micro_batches": micro_batches, "tokens": 1024}
+    first = plan_step(small_step(seed=seed, **sizes), machine, budget, expert=QWEN)
+    for popularity in (seed, seed + 100):
+        demand = small_step(1, seed=popularity, **sizes)
+        second, stay = (
+            plan_step(demand, machine, replace(budget, move_homes=moves), expert=QWEN, previous=first)
+            for moves in (True, False)
+        )
+        moving = second.predicted["relocation"] * (1 - 1 / budget.steps_served)
+        assert second.predicted["total"] - moving <= stay.predicted["total"] * (1 + 1e-9)
+        if popularity == seed:
+            assert second.num_moved <= 0.05 * second.home_LE.size
+
+
+def test_homes_move_with_the_popularity_where_that_pays():
+    """Of five other popularities, some ask for other homes."""
+    machine, budget = cluster_preset("h100x8", 16), plan_budget(PlanSettings(), cluster_preset("h100x8", 16))
+    first = plan_step(small_step(), machine, budget, expert=QWEN)
+    moved = []
+    for popularity in (100, 200, 300, 400, 500):
+        demand = small_step(1, seed=popularity)
+        plan = plan_step(demand, machine, budget, expert=QWEN, previous=first)
+        if plan.num_moved:
+            stay = plan_step(demand, machine, replace(budget, move_homes=False), expert=QWEN, previous=first)
+            moved.append(plan.predicted["total"] - plan.predicted["relocation"] < stay.predicted["total"])
+    assert len(moved) >= 2
+    assert all(moved)
 
 
 def test_moves_are_charged_to_the_steps_that_they_serve():

@@ -59,6 +59,7 @@ def test_packing_keeps_the_limits_of_every_rank(case, stated, slack, price):
     before, after = bins_of(micro_batch_S, rank_S, length_S), bins_of(packed_S, packed_rank_S, length_S)
     most = limit if stated else max((sum(lengths) for lengths in before.values()), default=0)
     assert_within_limits(after, most, most_squares(before, most))
+    assert before.keys() <= after.keys(), "a rank had samples and now waits for nothing"
     assert open_M[packed_S[packed_S != micro_batch_S]].all()
     assert ((packed_S < 0) == (micro_batch_S < 0)).all()
     assert packed_S.max(initial=-1) < M

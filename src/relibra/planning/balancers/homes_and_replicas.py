@@ -17,7 +17,8 @@ from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
 from relibra.planning.costs.copies import pushed_copies
-from relibra.planning.home_search.step_homes import deal_inside_nodes, search_homes, slowest_link
+from relibra.planning.home_search.lasting_homes import Propose, even_moving_seconds, lasting_homes
+from relibra.planning.home_search.step_homes import deal_inside_nodes, search_homes
 from relibra.planning.layer_shards import demand_of_layers
 from relibra.planning.replicas.pricing import Replicas, cheapest_replicas, evenest_replicas, moving_seconds, seconds
 from relibra.planning.replicas.resident_replicas import PUSH_PRICE
@@ -35,12 +36,13 @@ from relibra.routing.demand import ScheduledDemand
 
 _WORTH_MOVING = 0.01
 """Share of a layer's cost that new homes may save for a search, and must save to replace planned ones: loads vary."""
-_WORTH_MOVING_AGAIN = 0.05
-"""Share of a layer's seconds that homes must save to replace those of a planned step, beside the time of the moves."""
 _PILOT_LAYERS = 6
 """Layers on which ways are priced before the best ones are tried on all."""
 _BEST_WAYS = 2
 """Ways that are tried on all layers."""
+
+Option = tuple[ndarray, ResidentWay]
+"""Homes [layers, experts], and how resident slots are filled; the way may deal these homes again."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,24 +76,34 @@ class LayerChoices:
 
 
 def choose_homes_and_replicas(
+    request: PlacementRequest, demand: ScheduledDemand, clock: Deadline
+) -> tuple[LayerChoices, LayerChoices]:
+    """Return the cheapest homes and replicas found for a schedule, and the cheapest replicas if homes stay."""
+    budget, previous_LE = request.budget, request.previous.home_LE.astype(np.int64)
+    if budget.objective == "seconds" and budget.resident_slots:
+        return _cheapest_ways(request, demand, clock)
+    place = _evenest if budget.objective == "tokens" else partial(_cheapest_shared, clock=clock)
+    kept = place(request, demand, previous_LE)
+    if not budget.move_homes:
+        return kept, kept
+    if budget.resident_slots:
+        home_LE = _search_where_it_may_pay(request, demand, kept, clock)
+    elif budget.objective == "seconds" and request.warm:
+        home_LE = _search_lasting(request, demand, clock)
+    else:
+        home_LE = search_homes(request, demand, previous_LE, clock, first=not request.warm)
+    if np.array_equal(home_LE, previous_LE):
+        return kept, kept
+    return _move_where_it_pays(request, kept, place(request, demand, home_LE)), kept
+
+
+def replicas_of_homes(
     request: PlacementRequest, demand: ScheduledDemand, home_LE: Int64[ndarray, "L E"], clock: Deadline
 ) -> LayerChoices:
-    """Return the cheapest homes and replicas found for a schedule.
-
-    home_LE   homes that were searched for it; the previous ones are tried too
-    """
-    previous_LE = request.previous.home_LE.astype(np.int64)
-    if request.budget.objective == "seconds" and request.budget.resident_slots:
-        return _cheapest_ways(request, demand, home_LE, clock)
-    place = _evenest if request.budget.objective == "tokens" else partial(_cheapest_shared, clock=clock)
-    kept = place(request, demand, previous_LE)
-    if request.budget.move_homes and request.budget.resident_slots and np.array_equal(home_LE, previous_LE):
-        home_LE = _search_where_it_may_pay(request, demand, kept, clock)
-    if np.array_equal(home_LE, previous_LE):
-        return kept
-    if request.warm and request.budget.objective == "seconds" and not _homes_last(request, demand, clock):
-        return kept
-    return _move_where_it_pays(request, kept, place(request, demand, home_LE))
+    """Return the cheapest replicas found for a schedule, with given homes."""
+    homes = request.previous.with_home_ranks(home_LE.astype(np.int16))
+    settled = replace(request, previous=homes, budget=replace(request.budget, move_homes=False))
+    return choose_homes_and_replicas(settled, demand, clock)[0]
 
 
 def _evenest(request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray) -> LayerChoices:
@@ -120,7 +132,7 @@ def _with_unevenness(
 def _with_seconds(
     request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray, replicas: Replicas
 ) -> LayerChoices:
-    return _chosen(home_LE, replicas, seconds(request, demand, home_LE, *replicas))
+    return _chosen(home_LE, replicas, seconds(request, demand, home_LE, *replicas, threads=request.budget.threads))
 
 
 def _chosen(home_LE: ndarray, replicas: Replicas, cost_ML: ndarray) -> LayerChoices:
@@ -155,7 +167,7 @@ def _move_where_it_pays(request: PlacementRequest, kept: LayerChoices, new: Laye
     """
     saved_L = kept.cost_L - new.cost_L
     noise = _WORTH_MOVING if request.warm else 0.0
-    moves_L = saved_L > noise * kept.cost_L + _even_moving_seconds(request, new.home_LE)
+    moves_L = saved_L > noise * kept.cost_L + even_moving_seconds(request, new.home_LE)
     mixed = kept.with_layers(new, moves_L)
     if request.budget.objective == "seconds":
         moving = moving_seconds(request, mixed.home_LE) / request.budget.steps_served
@@ -164,53 +176,56 @@ def _move_where_it_pays(request: PlacementRequest, kept: LayerChoices, new: Laye
     return mixed
 
 
-def _homes_last(request: PlacementRequest, demand: ScheduledDemand, clock: Deadline) -> bool:
-    """Tell whether homes searched for half of the micro-batches of a few layers pay in the others."""
-    layers = np.unique(np.linspace(0, len(demand.layer_ids) - 1, _PILOT_LAYERS).astype(np.int64))
-    pilot, previous_LE = request.of_layers(layers), request.previous.home_LE[layers].astype(np.int64)
-    chosen_on, priced_on = _halves(demand_of_layers(demand, layers))
-    share = len(layers) / len(demand.layer_ids)
-    home_LE = search_homes(pilot, chosen_on, previous_LE, clock, first=False, share=share)
-    kept, new = (_cheapest_shared(pilot, priced_on, homes_LE, clock=clock) for homes_LE in (previous_LE, home_LE))
-    return _total(pilot, new) < (1 - _WORTH_MOVING_AGAIN) * float(kept.cost_L.sum())
+def _search_lasting(request: PlacementRequest, demand: ScheduledDemand, clock: Deadline) -> ndarray:
+    """Return searched homes in the layers where they last; where they do not in a few layers, no layer is searched."""
+
+    def search_near(request: PlacementRequest, demand: ScheduledDemand) -> ndarray:
+        return _searched(request, demand, clock, len(home_LE))
+
+    def search_afresh(request: PlacementRequest, demand: ScheduledDemand) -> ndarray:
+        return _searched(request, demand, clock, len(home_LE), afresh=True)
+
+    def price(request: PlacementRequest, demand: ScheduledDemand, homes_LE: ndarray) -> ndarray:
+        return _cheapest_shared(request, demand, homes_LE, clock=clock).cost_ML
+
+    home_LE = request.previous.home_LE.astype(np.int64)
+    layers = _pilot_layers(home_LE)
+    pilot = request.of_layers(layers)
+    found_LE = lasting_homes(pilot, demand_of_layers(demand, layers), [search_near, search_afresh], price)
+    if np.array_equal(found_LE, pilot.previous.home_LE) or not clock.allows(0.5):
+        return home_LE
+    return lasting_homes(request, demand, [search_near, search_afresh], price)
 
 
-def _even_moving_seconds(request: PlacementRequest, home_LE: ndarray) -> Float64[ndarray, " L"]:
-    """Return the seconds of each layer's moves, spread over ranks and steps; 0 with the token objective."""
-    if request.budget.objective == "tokens":
-        return np.zeros(len(home_LE))
-    cluster, expert = request.cluster, request.expert
-    before_LE = request.previous.home_LE
-    node_LE = home_LE // cluster.ranks_per_node
-    across_L = (before_LE // cluster.ranks_per_node != node_LE).sum(axis=1)
-    inside_L = (before_LE != home_LE).sum(axis=1) - across_L
-    seconds_L = across_L / slowest_link(cluster) + inside_L / cluster.intra.bytes_per_second
-    return seconds_L * expert.state_bytes / cluster.num_ranks / request.budget.steps_served
+def _searched(
+    request: PlacementRequest, demand: ScheduledDemand, clock: Deadline, num_layers: int, *, afresh: bool = False
+) -> ndarray:
+    """Return searched homes of some layers of a step: after a planned step near its homes, or also afresh."""
+    home_LE, first = request.previous.home_LE.astype(np.int64), afresh or not request.warm
+    return search_homes(request, demand, home_LE, clock, first=first, share=len(home_LE) / num_layers)
+
+
+def _pilot_layers(home_LE: ndarray) -> Int64[ndarray, " l"]:
+    return np.unique(np.linspace(0, len(home_LE) - 1, _PILOT_LAYERS).astype(np.int64))
 
 
 def _cheapest_ways(
-    request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray, clock: Deadline
-) -> LayerChoices:
-    """Return the cheapest of the ways to fill resident slots, with homes that stay or move.
+    request: PlacementRequest, demand: ScheduledDemand, clock: Deadline
+) -> tuple[LayerChoices, LayerChoices]:
+    """Return the cheapest of the ways to fill resident slots, with homes that stay or move, and with those that stay.
 
     Ways are priced on a few layers first; the best ones, and moves that pay there, are tried on all.
     """
     previous_LE = request.previous.home_LE.astype(np.int64)
-    layers = np.unique(np.linspace(0, len(home_LE) - 1, _PILOT_LAYERS).astype(np.int64))
-    pilot, some = request.of_layers(layers), demand_of_layers(demand, layers)
-    ways = _rank_ways(pilot, some, clock)
-    staying = [way for way in ways if not way.deal_again][:_BEST_WAYS]
-    chosen = _cheapest_of(request, demand, [(previous_LE, way) for way in staying])
+    layers = _pilot_layers(previous_LE)
+    ways = _rank_ways(request.of_layers(layers), demand_of_layers(demand, layers), clock)
+    kept = chosen = _cheapest_of(request, demand, [(previous_LE, way) for way in _staying(ways)])
     if request.budget.move_homes and clock.allows(0.5):
-        searched = not np.array_equal(home_LE, previous_LE)
-        given_LE = home_LE[layers] if searched else None
-        moving = _moves_that_pay(pilot, some, given_LE, staying, ways[:_BEST_WAYS], clock, len(layers) / len(home_LE))
-        if any(from_searched for from_searched, _ in moving) and not searched:
-            home_LE = search_homes(request, demand, previous_LE, clock, first=not request.warm)
-        options = [(home_LE if from_searched else previous_LE, way) for from_searched, way in moving]
+        options = (_lasting_options if request.warm else _paying_options)(request, demand, ways, clock)
         if options:
-            chosen = _move_where_it_pays(request, chosen, _cheapest_of(request, demand, options))
-    return _with_shared_slots(request, demand, chosen, _with_seconds)
+            chosen = _move_where_it_pays(request, kept, _cheapest_of(request, demand, options))
+    kept = _with_shared_slots(request, demand, kept, _with_seconds)
+    return kept if chosen is kept else _with_shared_slots(request, demand, chosen, _with_seconds), kept
 
 
 def _rank_ways(request: PlacementRequest, demand: ScheduledDemand, clock: Deadline) -> list[ResidentWay]:
@@ -227,58 +242,70 @@ def _rank_ways(request: PlacementRequest, demand: ScheduledDemand, clock: Deadli
     return sorted(found, key=found.__getitem__)
 
 
-def _moves_that_pay(
-    request: PlacementRequest,
-    demand: ScheduledDemand,
-    searched_LE: ndarray | None,
-    staying: list[ResidentWay],
-    ways: list[ResidentWay],
-    clock: Deadline,
-    share: float,
-) -> list[tuple[bool, ResidentWay]]:
-    """Return which moves are cheaper than staying: whether they start from searched homes, and how slots are filled.
+def _paying_options(
+    request: PlacementRequest, demand: ScheduledDemand, ways: list[ResidentWay], clock: Deadline
+) -> list[Option]:
+    """Return homes, and ways to fill slots, that are cheaper than staying in a few layers.
 
-    After a planned step, homes are chosen from half of the micro-batches and must pay in the others: what only suits
-    the responses of one step would be moved again in the next one.
-
-    searched_LE   None: they are searched here
-    share         part of the step's layers that the demand holds
+    ways   cheapest first
     """
     previous_LE = request.previous.home_LE.astype(np.int64)
-    chosen_on, priced_on = _halves(demand) if request.warm else (demand, demand)
-    stay = min(_total(request, _fill(request, priced_on, previous_LE, way)) for way in staying)
-    worth = _WORTH_MOVING_AGAIN if request.warm else _WORTH_MOVING
-    if searched_LE is None or request.warm:
-        searched_LE = search_homes(request, chosen_on, previous_LE, clock, first=not request.warm, share=share)
+    layers = _pilot_layers(previous_LE)
+    pilot, some = request.of_layers(layers), demand_of_layers(demand, layers)
+    stay = _total(pilot, _cheapest_of(pilot, some, [(previous_LE[layers], way) for way in _staying(ways)]))
+    searched_LE = _searched(pilot, some, clock, len(previous_LE))
     paying = []
-    for from_searched, start_LE in ((False, previous_LE), (True, searched_LE)):
-        for way in ways:
-            home_LE = _homes(request, chosen_on, start_LE, way)
-            cost = _total(request, _fill(request, priced_on, home_LE, way))
-            if (from_searched or way.deal_again) and cost < (1 - worth) * stay:
-                paying.append((from_searched, way))
-    return paying
+    for from_searched, start_LE in ((False, previous_LE[layers]), (True, searched_LE)):
+        for way in _moving(ways):
+            if from_searched or way.deal_again:
+                cost = _total(pilot, _fill(pilot, some, _homes(pilot, some, start_LE, way), way))
+                if cost < (1 - _WORTH_MOVING) * stay:
+                    paying.append((from_searched, way))
+    if any(from_searched for from_searched, _ in paying):
+        searched_LE = _searched(request, demand, clock, len(previous_LE))
+    return [(searched_LE if from_searched else previous_LE, way) for from_searched, way in paying]
 
 
-def _halves(demand: ScheduledDemand) -> tuple[ScheduledDemand, ScheduledDemand]:
-    """Return every other micro-batch, and the rest; samples of others are left out."""
-    M = len(demand.tokens_MLRE)
+def _lasting_options(
+    request: PlacementRequest, demand: ScheduledDemand, ways: list[ResidentWay], clock: Deadline
+) -> list[Option]:
+    """Return homes that last, and ways to fill slots; none where homes do not last in a few layers."""
+    previous_LE = request.previous.home_LE.astype(np.int64)
+    staying, moving = _staying(ways), _moving(ways)
 
-    def part(first: int) -> ScheduledDemand:
-        number_M1 = np.full(M + 1, -1)  # -1, left out, is the last entry
-        number_M1[first:M:2] = np.arange(len(range(first, M, 2)))
-        return replace(
-            demand,
-            tokens_MLRE=np.ascontiguousarray(demand.tokens_MLRE[first::2]),
-            micro_batch_S=number_M1[demand.micro_batch_S].astype(np.int32),
-            group_M=None if demand.group_M is None else demand.group_M[first::2],
-        )
+    def price(request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray) -> ndarray:
+        return _cheapest_of(request, demand, [(home_LE, way) for way in staying]).cost_ML
 
-    return part(0), part(1)
+    def deal(request: PlacementRequest, demand: ScheduledDemand) -> ndarray:
+        return _homes(request, demand, request.previous.home_LE.astype(np.int64), moving[-1])
+
+    def search(afresh: bool, request: PlacementRequest, demand: ScheduledDemand) -> ndarray:
+        home_LE = _searched(request, demand, clock, len(previous_LE), afresh=afresh)
+        return _homes(request, demand, home_LE, moving[-1])
+
+    proposals: list[Propose] = [partial(search, False), partial(search, True)]
+    if moving[-1].deal_again:
+        proposals.append(deal)
+    layers = _pilot_layers(previous_LE)
+    found_LE = lasting_homes(request.of_layers(layers), demand_of_layers(demand, layers), proposals, price)
+    if np.array_equal(found_LE, previous_LE[layers]) or not clock.allows(0.5):
+        return []
+    home_LE = lasting_homes(request, demand, proposals, price)
+    return [(home_LE, way) for way in staying] if (home_LE != previous_LE).any() else []
+
+
+def _staying(ways: list[ResidentWay]) -> list[ResidentWay]:
+    """Return the best ways that leave homes alone."""
+    return [way for way in ways if not way.deal_again][:_BEST_WAYS]
+
+
+def _moving(ways: list[ResidentWay]) -> list[ResidentWay]:
+    """Return the best way that leaves homes where they were searched, and the best that deals them again, if any."""
+    return [*_staying(ways)[:1], *[way for way in ways if way.deal_again][:1]]
 
 
 def _total(request: PlacementRequest, choices: LayerChoices) -> float:
-    return float((choices.cost_L + _even_moving_seconds(request, choices.home_LE)).sum())
+    return float((choices.cost_L + even_moving_seconds(request, choices.home_LE)).sum())
 
 
 def _homes(request: PlacementRequest, demand: ScheduledDemand, start_LE: ndarray, way: ResidentWay) -> ndarray:
@@ -290,9 +317,7 @@ def _fill(request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray, 
     return _with_seconds(request, demand, home_LE, fill_resident_slots(request, demand, home_LE, way))
 
 
-def _cheapest_of(
-    request: PlacementRequest, demand: ScheduledDemand, options: list[tuple[ndarray, ResidentWay]]
-) -> LayerChoices:
+def _cheapest_of(request: PlacementRequest, demand: ScheduledDemand, options: list[Option]) -> LayerChoices:
     """Return for each layer, and each group where homes are the same, the cheapest of some ways from some homes."""
     best: LayerChoices | None = None
     for start_LE, way in options:
@@ -307,7 +332,7 @@ def _cheaper(request: PlacementRequest, demand: ScheduledDemand, best: LayerChoi
 
     No replica stays from one group of micro-batches to the next, so groups are chosen one by one.
     """
-    best_L, new_L = (one.cost_L + _even_moving_seconds(request, one.home_LE) for one in (best, new))
+    best_L, new_L = (one.cost_L + even_moving_seconds(request, one.home_LE) for one in (best, new))
     same_L = (best.home_LE == new.home_LE).all(axis=1)
     chosen = best.with_layers(new, (new_L < best_L) & ~same_L)
     if demand.group_M is None:

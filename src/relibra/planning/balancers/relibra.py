@@ -13,7 +13,11 @@ import numpy as np
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.balancers.homes_and_replicas import LayerChoices, choose_homes_and_replicas
+from relibra.planning.balancers.homes_and_replicas import (
+    LayerChoices,
+    choose_homes_and_replicas,
+    replicas_of_homes,
+)
 from relibra.planning.balancers.schedules import pack_groups, place_near_experts
 from relibra.planning.costs.compute import busiest_attention_seconds
 from relibra.planning.home_search.step_homes import search_homes
@@ -23,7 +27,8 @@ from relibra.planning.schedule.limits import ScheduleLimits
 from relibra.planning.search.deadline import Deadline
 from relibra.routing.demand import ScheduledDemand
 
-_PACKING_ROUNDS = 2
+_CLEARLY = 0.97
+"""Cost of the first homes, as a share of what staying costs, below which a schedule for staying is not tried."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,55 +40,69 @@ class _Choice:
 
 
 def decide(request: PlacementRequest) -> Placement:
-    """Choose homes, then replicas; with packing also schedule, homes and replicas for it, and return the cheaper plan.
+    """Choose homes and replicas, then look for a cheaper schedule for these homes.
 
-    A deadline limits the search of homes and schedule; replicas are always placed.
+    Homes are chosen for the given schedule: they serve later steps too, whose samples are others. Unless they clearly
+    pay, homes before the step get a schedule of their own. A deadline limits the search of homes and schedule; replicas
+    are always placed.
     """
-    budget, demand = request.budget, request.demand
-    clock = Deadline(budget.deadline_seconds)
-    limits = ScheduleLimits.of_demand(demand, rank_tokens=budget.rank_tokens, token_slack=budget.token_slack)
-    may_pack = budget.pack_samples and request.cluster.num_nodes > 1
-    home_LE = request.previous.home_LE.astype(np.int64)
-    if budget.move_homes and (may_pack or not budget.resident_slots):
-        home_LE = search_homes(request, demand, home_LE, clock, first=not request.warm)
-    chosen = _choose(request, demand, home_LE, limits, clock)
-    if may_pack and clock.allows(0.5):
-        packed = _choose(request, *_pack(request, home_LE, limits, clock), limits, clock)
-        accepted = 1 + (budget.tolerance if budget.objective == "tokens" else 0)
-        if _cost(request, packed) * accepted < _cost(request, chosen):
-            chosen = packed
+    clock = Deadline(request.budget.deadline_seconds)
+    previous_LE = request.previous.home_LE.astype(np.int64)
+    layers, stay = choose_homes_and_replicas(request, request.demand, clock)
+    given = _Choice(demand=request.demand, layers=layers)
+    chosen = _with_better_schedule(request, given, clock)
+    kept = _Choice(demand=request.demand, layers=stay)
+    saves_much = not request.warm and _cost(request, given) < _CLEARLY * _cost(request, kept)
+    if not np.array_equal(layers.home_LE, previous_LE) and not saves_much:
+        chosen = min(chosen, _with_better_schedule(request, kept, clock), key=lambda one: _cost(request, one))
     return request.placement(
         chosen.layers.home_LE,
         chosen.layers.replica_MLRB,
         chosen.layers.quota_MLRB,
-        resident_slots=budget.resident_slots or 0,
-        scope="cluster" if budget.cross_node_copies else "node",
+        resident_slots=request.budget.resident_slots or 0,
+        scope="cluster" if request.budget.cross_node_copies else "node",
         schedule=chosen.demand,
         cut_short=clock.missed,
     )
 
 
-def _choose(
-    request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray, limits: ScheduleLimits, clock: Deadline
-) -> _Choice:
-    """Place samples near their experts where that saves time, then choose replicas, and homes that pay for moves."""
-    if request.budget.place_samples and clock.allows(0.7):
-        demand = place_near_experts(request, demand, home_LE, limits)
-    return _Choice(demand=demand, layers=choose_homes_and_replicas(request, demand, home_LE, clock))
+def _with_better_schedule(request: PlacementRequest, chosen: _Choice, clock: Deadline) -> _Choice:
+    """Return the choice with samples in other micro-batches, or else with samples near their experts, if that pays."""
+    budget, demand, home_LE = request.budget, request.demand, chosen.layers.home_LE
+    limits = ScheduleLimits.of_demand(demand, rank_tokens=budget.rank_tokens, token_slack=budget.token_slack)
+
+    def near_experts(demand: ScheduledDemand, home_LE: ndarray) -> ScheduledDemand:
+        may_place = budget.place_samples and clock.allows(0.7)
+        return place_near_experts(request, demand, home_LE, limits) if may_place else demand
+
+    def settle(demand: ScheduledDemand, home_LE: ndarray) -> _Choice:
+        return _Choice(demand=demand, layers=replicas_of_homes(request, demand, home_LE, clock))
+
+    if budget.pack_samples and request.cluster.num_nodes > 1 and clock.allows(0.5):
+        packed_demand, packed_LE = _pack(request, home_LE, limits, clock)
+        packed = settle(near_experts(packed_demand, packed_LE), packed_LE)
+        accepted = 1 + (budget.tolerance if budget.objective == "tokens" else 0)
+        if _cost(request, packed) * accepted < _cost(request, chosen):
+            return packed
+    placed_demand = near_experts(demand, home_LE)
+    if placed_demand is demand:
+        return chosen
+    placed = settle(placed_demand, home_LE)
+    return placed if _cost(request, placed) <= _cost(request, chosen) else chosen
 
 
 def _pack(
     request: PlacementRequest, home_LE: ndarray, limits: ScheduleLimits, clock: Deadline
 ) -> tuple[ScheduledDemand, ndarray]:
-    """Pack samples into micro-batches and search homes for them, alternating."""
-    demand = request.demand
-    for round_number in range(_PACKING_ROUNDS):
-        if round_number and not clock.allows(0.5):
-            break
-        demand = pack_groups(request, demand, home_LE, limits, seed=request.budget.seed + round_number)
-        if request.budget.move_homes:
-            home_LE = search_homes(request, demand, home_LE, clock, first=False)
-    return demand, home_LE
+    """Pack samples into micro-batches for homes. For even loads alone, the first homes follow the schedule in turn."""
+    budget = request.budget
+    packed = pack_groups(request, request.demand, home_LE, limits, seed=budget.seed)
+    if budget.objective == "tokens" and budget.move_homes and not request.warm:
+        home_LE = search_homes(request, packed, home_LE, clock, first=False)
+        if clock.allows(0.5):
+            packed = pack_groups(request, packed, home_LE, limits, seed=budget.seed + 1)
+            home_LE = search_homes(request, packed, home_LE, clock, first=False)
+    return packed, home_LE
 
 
 def _cost(request: PlacementRequest, choice: _Choice) -> float:

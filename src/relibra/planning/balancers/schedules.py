@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import numpy as np
 from jaxtyping import Float32, Float64, Int
 from numpy import ndarray
@@ -12,6 +14,7 @@ from relibra.planning.costs.layer_costs import layer_costs
 from relibra.planning.schedule.limits import ScheduleLimits
 from relibra.planning.schedule.locality import place_samples
 from relibra.planning.schedule.packing import pack_samples
+from relibra.routing.compiled import compiled
 from relibra.routing.demand import ScheduledDemand
 
 _PACKING_PROPOSALS = 400_000
@@ -101,9 +104,16 @@ def _node_share(
 ) -> Float32[ndarray, "S L N"]:
     """Return each sample's token-slots at the experts of each node."""
     S, L, _ = demand.counts_SLE.shape
-    share_SLN = np.empty((S, L, num_nodes), dtype=np.float32)
-    for layer in range(L):
-        for node in range(num_nodes):
-            experts = np.flatnonzero(home_LE[layer] // ranks_per_node == node)
-            share_SLN[:, layer, node] = demand.counts_SLE[:, layer, experts].sum(axis=1)
+    share_SLN = np.zeros((S, L, num_nodes), dtype=np.float32)
+    _add_to_nodes(demand.counts_SLE, home_LE // ranks_per_node, share_SLN)
     return share_SLN
+
+
+@compiled
+@no_type_check
+def _add_to_nodes(counts_SLE, node_LE, share_SLN) -> None:
+    S, L, E = counts_SLE.shape
+    for s in range(S):
+        for layer in range(L):
+            for e in range(E):
+                share_SLN[s, layer, node_LE[layer, e]] += counts_SLE[s, layer, e]

@@ -19,7 +19,16 @@ from relibra.cluster import Cluster, Link
 from relibra.errors import PlanError
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.placement import Placement
-from relibra.planning.traffic.traffic import BETWEEN, IN, INSIDE, OUT, iterate_traffic, link_rows, send_once_share
+from relibra.planning.search.parallel_map import parallel_map
+from relibra.planning.traffic.traffic import (
+    BETWEEN,
+    IN,
+    INSIDE,
+    OUT,
+    link_rows,
+    send_once_share,
+    traffic_of_micro_batch,
+)
 from relibra.routing.demand import ScheduledDemand
 
 
@@ -51,6 +60,8 @@ def exchange_costs(
     cluster: Cluster,
     expert: ExpertShape,
     distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,
+    *,
+    threads: int | None = 1,
 ) -> ExchangeCosts:
     """Return the exchanges of each micro-batch and layer; seconds are those of the busiest rank and kind of link.
 
@@ -58,6 +69,7 @@ def exchange_costs(
     bound (`send_once_share`); without them once per choice, which is the upper bound.
 
     distinct_MLRR   tokens that travel from rank to rank, counted (`byte_ledger.distinct_rows_of_step`), instead
+    threads         micro-batches counted at the same time; None: the cores of this process
     raises          PlanError for pairs of other layers or experts
     """
     M, L, R, _ = plan.replica_MLRB.shape
@@ -70,13 +82,17 @@ def exchange_costs(
         share_LR = send_once_share(demand.pairs_LEE, plan.home_LE, R)
     rows_2ML2R, slots_2ML2R = np.zeros((2, M, L, 2, R)), np.zeros((2, M, L, 2, R))
     peers_2ML2R = np.zeros((2, M, L, 2, R), dtype=np.int64)
-    for m, layers, traffic_LRR in iterate_traffic(plan, demand):
-        rows_2L2R, slots_2L2R, peers_2L2R = link_rows(traffic_LRR, share_LR[layers], plan.ranks_per_node)
-        if distinct_MLRR is not None:
-            counted_LRR = distinct_MLRR[m, layers].astype(np.int64)
-            rows_2L2R = link_rows(counted_LRR, share_LR[layers], plan.ranks_per_node)[0]
-        rows_2ML2R[:, m, layers], slots_2ML2R[:, m, layers] = rows_2L2R, slots_2L2R
-        peers_2ML2R[:, m, layers] = peers_2L2R
+
+    def count(m: int) -> None:
+        for layers, traffic_LRR in traffic_of_micro_batch(plan, demand, m):
+            rows_2L2R, slots_2L2R, peers_2L2R = link_rows(traffic_LRR, share_LR[layers], plan.ranks_per_node)
+            if distinct_MLRR is not None:
+                counted_LRR = distinct_MLRR[m, layers].astype(np.int64)
+                rows_2L2R = link_rows(counted_LRR, share_LR[layers], plan.ranks_per_node)[0]
+            rows_2ML2R[:, m, layers], slots_2ML2R[:, m, layers] = rows_2L2R, slots_2L2R
+            peers_2ML2R[:, m, layers] = peers_2L2R
+
+    parallel_map(count, M, threads)
     rows_ML2R, slots_ML2R = rows_2ML2R.sum(axis=0), slots_2ML2R.sum(axis=0)
     dispatch_ML, combine_ML = _seconds(rows_2ML2R, peers_2ML2R, cluster, expert.row_bytes)
     gates_ML, gates_back_ML = _seconds(slots_2ML2R, peers_2ML2R, cluster, expert.bytes_per_value)

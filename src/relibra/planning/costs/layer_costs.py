@@ -81,6 +81,7 @@ def layer_costs(
     distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,
     from_pool: bool = False,
     live: bool = False,
+    threads: int | None = 1,
 ) -> LayerCosts:
     """Return the costs of every micro-batch and layer under a plan.
 
@@ -88,6 +89,7 @@ def layer_costs(
     distinct_MLRR   as for `exchange_costs`
     from_pool       as for `copy_costs`
     live            the plan is made layer by layer, after the router: as UltraEP and MoonEP do
+    threads         as for `exchange_costs`
     raises          PlanError when plan, demand and cluster do not fit together
     """
     check_fit(plan, demand, cluster)
@@ -96,7 +98,7 @@ def layer_costs(
     return LayerCosts(
         home_MLR=home_MLR,
         replica_MLR=replica_MLR,
-        exchange=exchange_costs(plan, demand, cluster, expert, distinct_MLRR),
+        exchange=exchange_costs(plan, demand, cluster, expert, distinct_MLRR, threads=threads),
         push=push,
         again=again,
         gradients=gradients,

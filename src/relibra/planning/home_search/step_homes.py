@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from jaxtyping import Int64
 from numpy import ndarray
@@ -15,6 +17,7 @@ from relibra.planning.home_search.nodes_and_ranks import (
     place_homes,
     ranks_inside_nodes,
 )
+from relibra.planning.loads import tokens_of_domains
 from relibra.planning.replicas.traffic_copies import hottest_remote_experts
 from relibra.planning.search.deadline import Deadline
 from relibra.planning.search.parallel_map import parallel_map
@@ -22,8 +25,10 @@ from relibra.routing.demand import ScheduledDemand
 
 _SWAPS_OF_A_STEP = 60_000_000
 """Swaps x micro-batches x layers that one annealing of all layers may evaluate; about 15 ns each."""
-_SWAPS_OF_A_DEAL = 30_000_000
+_SWAPS_OF_A_DEAL = 10_000_000
 """The same for dealing homes again to the ranks of their nodes."""
+_MICRO_BATCHES = 32
+"""Most micro-batches that homes are searched for, evenly spaced: they stand for the others."""
 _MOVES_OF_ALL = 0.01
 """With the token objective: what moving all experts of a layer costs, as a share of the mean load."""
 
@@ -76,7 +81,7 @@ def search_homes(
 
     share   part of the step's layers that the demand holds
     """
-    M, L, _ = demand.load_MLE.shape
+    M, L, _ = demand.load_MLE[:: _spacing(demand)].shape
     # without replicas every rank is a domain
     per_domain = request.cluster.ranks_per_node if request.budget.slots else 1
     weights = home_weights(request, demand, request.cluster.num_ranks // per_domain)
@@ -104,8 +109,11 @@ def _anneal_homes(
     *,
     first: bool,
 ) -> ndarray:
-    load_MLE = demand.load_MLE
+    every = _spacing(demand)
+    load_MLE = demand.load_MLE[::every]
     M, L, E = load_MLE.shape
+    # a micro-batch stands for others, whose compute and network the moves are weighed against
+    weights = replace(weights, move=weights.move / every, move_inside=weights.move_inside / every)
     previous_LE = request.previous.home_LE.astype(np.int64)
     domains = request.cluster.num_ranks // per_domain
 
@@ -113,8 +121,7 @@ def _anneal_homes(
         load_ME = np.ascontiguousarray(load_MLE[:, layer])
         source_MNE = np.zeros((M, domains, E), dtype=np.int64)
         if weights.network:
-            source_MRE = demand.tokens_MLRE[:, layer]
-            source_MNE = source_MRE.reshape(M, domains, per_domain, E).sum(axis=2, dtype=np.int64)
+            source_MNE = tokens_of_domains(demand.tokens_MLRE, layer, domains, every=every)
         start_E = home_LE[layer] // per_domain
         if first and weights.network and demand.pairs_LEE is not None and np.array_equal(home_LE, previous_LE):
             start_E = co_activation_groups(demand.pairs_LEE[layer], domains)
@@ -133,6 +140,11 @@ def _anneal_homes(
     return np.stack(parallel_map(place, L, request.budget.threads))
 
 
+def _spacing(demand: ScheduledDemand) -> int:
+    """Return of how many micro-batches one is searched for."""
+    return max(1, len(demand.tokens_MLRE) // _MICRO_BATCHES)
+
+
 def deal_inside_nodes(
     request: PlacementRequest, demand: ScheduledDemand, home_LE: Int64[ndarray, "L E"], traffic_slots: int
 ) -> Int64[ndarray, "L E"]:
@@ -141,16 +153,18 @@ def deal_inside_nodes(
     Token-slots stay on their node where the expert is at home there, or in one of its slots for traffic.
     """
     cluster, budget = request.cluster, request.budget
-    M, L, _, E = demand.tokens_MLRE.shape
+    every = _spacing(demand)
+    load_MLE = demand.load_MLE[::every]
+    M, L, _ = load_MLE.shape
     G, N = cluster.ranks_per_node, cluster.num_nodes
     # in token-slots that cross the network; moves inside a node go over all its links
     row_seconds = 4 * request.expert.row_bytes / slowest_link(cluster)
-    move = request.expert.state_bytes / budget.steps_served / cluster.intra.bytes_per_second / G / row_seconds
+    move = request.expert.state_bytes / budget.steps_served / cluster.intra.bytes_per_second / G / row_seconds / every
     proposals = int(np.clip(_SWAPS_OF_A_DEAL // max(1, M * L * N), 200, 4_000))
 
     def deal(layer: int) -> ndarray:
-        home_E, load_ME = home_LE[layer], demand.load_MLE[:, layer].copy()
-        source_MNE = demand.tokens_MLRE[:, layer].reshape(M, N, G, E).sum(axis=2, dtype=np.int64)
+        home_E, load_ME = home_LE[layer], load_MLE[:, layer].copy()
+        source_MNE = tokens_of_domains(demand.tokens_MLRE, layer, N, every=every)
         held_RB = hottest_remote_experts(source_MNE.sum(axis=0), home_E, G, traffic_slots)
         for node in range(N):
             held = np.unique(held_RB[node * G : (node + 1) * G])

@@ -219,6 +219,8 @@ def seconds(
     home_LE: Int[ndarray, "L E"],
     replica_MLRB: Int16[ndarray, "M L R B"],
     quota_MLRB: Int32[ndarray, "M L R B"],
+    *,
+    threads: int | None = 1,
 ) -> Float64[ndarray, "M L"]:
     """Return compute, exchange and exposed copies per micro-batch and layer."""
     cluster, expert = request.cluster, request.expert
@@ -226,7 +228,7 @@ def seconds(
     placement = request.placement(
         home_LE, replica_MLRB, quota_MLRB, schedule=demand, resident_slots=resident_slots, scope="cluster"
     )
-    costs = layer_costs(placement, demand, cluster, expert)
+    costs = layer_costs(placement, demand, cluster, expert, threads=threads)
     exposed_ML = costs.exposed_copies_ML(mean_attention_seconds(demand, cluster, expert))
     return costs.compute_ML + costs.exchange_ML + exposed_ML
 

@@ -9,6 +9,7 @@ from jaxtyping import Int, Int64
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
+from relibra.planning.loads import tokens_of_domains
 from relibra.planning.replicas.further_replicas import replicate_further
 from relibra.planning.replicas.pricing import Replicas
 from relibra.planning.replicas.resident_replicas import keep_replicas
@@ -96,9 +97,9 @@ def fill_resident_slots(
 
 def source_of_domains(request: PlacementRequest, demand: ScheduledDemand, layer: int) -> Int64[ndarray, "M X E"]:
     """Return the token-slots that each node sends to each expert; on a single node, those of each rank."""
-    M, _, R, E = demand.tokens_MLRE.shape
-    X = request.cluster.num_nodes if request.cluster.num_nodes > 1 else R
-    return demand.tokens_MLRE[:, layer].reshape(M, X, R // X, E).sum(axis=2, dtype=np.int64)
+    cluster = request.cluster
+    X = cluster.num_nodes if cluster.num_nodes > 1 else cluster.num_ranks
+    return tokens_of_domains(demand.tokens_MLRE, layer, X)
 
 
 def fill_shared_slots(

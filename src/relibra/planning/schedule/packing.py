@@ -50,7 +50,7 @@ def pack_samples(
                   exceeds its tokens or its attention
     attention_S   price of each sample's attention in all layers, in token-slots of the fullest node; 0: not priced
     returns       micro-batch and rank of each sample; swapped samples also swap ranks, a moved one goes to the rank
-                  with the fewest tokens
+                  with the fewest tokens. No rank with samples loses its last one
     """
     micro_batch_S, rank_S = micro_batch_S.astype(np.int32), rank_S.astype(np.int32)
     kept = np.flatnonzero((micro_batch_S >= 0) & np.append(open_M, False)[micro_batch_S])
@@ -115,6 +115,8 @@ def _pack(
             continue
         moved_Y = cost_SY[i] - (cost_SY[j] if j >= 0 else nothing_Y)  # leaves a, enters c
         fewer = 1 if j < 0 else 0
+        if count_MR[a, ra] == fewer:
+            continue  # the rank would wait for nothing
         if not _fits(cost_MRY[a], ra, -moved_Y, count_MR[a, ra] - fewer, most_Z):
             continue
         if not _fits(cost_MRY[c], rc, moved_Y, count_MR[c, rc] + fewer, most_Z):

@@ -89,19 +89,20 @@ def _count_traffic(tokens_MLRE, home_LE, replica_MLRB, quota_MLRB, ranks_per_nod
     B = replica_MLRB.shape[3]
     rank_I, quota_I = np.empty(R * B + 1, np.int64), np.empty(R * B + 1, np.int64)
     supply_R, split_RI = np.empty(R, np.int64), np.empty((R, R * B + 1), np.int64)
-    copies_E = np.empty(E, np.int64)
+    to_E, sent_R1 = np.empty(E, np.int64), np.empty(R + 1, np.int64)
     for m in range(M):
         for layer in range(L):
             tokens_RE, out_RR = tokens_MLRE[m, layer], traffic[m, layer]
             replica_X, quota_X = replica_MLRB[m, layer].copy().ravel(), quota_MLRB[m, layer].copy().ravel()
-            copies_E[:] = 0
+            to_E[:] = home_LE[layer]
             for e in replica_X:
                 if e >= 0:
-                    copies_E[e] += 1
+                    to_E[e] = R  # split below
             for s in range(R):
+                sent_R1[:] = 0
                 for e in range(E):
-                    if copies_E[e] == 0:
-                        out_RR[s, home_LE[layer, e]] += tokens_RE[s, e]
+                    sent_R1[to_E[e]] += tokens_RE[s, e]
+                out_RR[s, :] += sent_R1[:R]
             by_expert = np.argsort(replica_X, kind="mergesort")  # empty slots first; then expert by expert, by rank
             x = 0
             while x < len(by_expert):

@@ -29,14 +29,22 @@ _TRAFFIC_BYTES = 64 << 20
 
 def iterate_traffic(plan: Placement, demand: ScheduledDemand) -> Iterator[tuple[int, slice, Int64[ndarray, "L R R2"]]]:
     """Yield the traffic of one micro-batch and a bounded number of its layers at a time."""
-    M, L, R, _ = demand.tokens_MLRE.shape
+    for m in range(len(demand.tokens_MLRE)):
+        for layers, traffic_LRR in traffic_of_micro_batch(plan, demand, m):
+            yield m, layers, traffic_LRR
+
+
+def traffic_of_micro_batch(
+    plan: Placement, demand: ScheduledDemand, m: int
+) -> Iterator[tuple[slice, Int64[ndarray, "L R R2"]]]:
+    """Yield the traffic of a bounded number of layers of a micro-batch at a time."""
+    _, L, R, _ = demand.tokens_MLRE.shape
     at_once = max(1, _TRAFFIC_BYTES // (8 * R * R))
-    for m in range(M):
-        for start in range(0, L, at_once):
-            layers = slice(start, min(L, start + at_once))
-            cut = (slice(m, m + 1), layers)
-            arrays = (demand.tokens_MLRE[cut], plan.home_LE[layers], plan.replica_MLRB[cut], plan.quota_MLRB[cut])
-            yield m, layers, traffic_MLRR(*arrays, plan.ranks_per_node)[0]
+    for start in range(0, L, at_once):
+        layers = slice(start, min(L, start + at_once))
+        cut = (slice(m, m + 1), layers)
+        arrays = (demand.tokens_MLRE[cut], plan.home_LE[layers], plan.replica_MLRB[cut], plan.quota_MLRB[cut])
+        yield layers, traffic_MLRR(*arrays, plan.ranks_per_node)[0]
 
 
 def link_rows(

@@ -1,0 +1,91 @@
+"""Homes that last: after a planned step, experts move only where that also pays for routes that nobody planned from.
+
+New homes serve the steps to come, whose samples are others. What suits the samples of one step best is moved again in
+the next one. So homes are chosen from every other micro-batch and must pay in the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from jaxtyping import Float64, Int64
+from numpy import ndarray
+
+from relibra.planning.balancer import PlacementRequest
+from relibra.planning.home_search.step_homes import slowest_link
+from relibra.routing.demand import ScheduledDemand
+
+Propose = Callable[[PlacementRequest, ScheduledDemand], Int64[ndarray, "L E"]]
+"""Return homes for a demand."""
+Price = Callable[[PlacementRequest, ScheduledDemand, Int64[ndarray, "L E"]], Float64[ndarray, "M L"]]
+"""Return what each micro-batch and layer costs with some homes, without moves."""
+
+_WORTH_MOVING_AGAIN = 0.05
+"""Share of the seconds that homes must save to replace those of a planned step, beside the time of the moves."""
+
+
+def lasting_homes(
+    request: PlacementRequest, demand: ScheduledDemand, proposals: Sequence[Propose], price: Price
+) -> Int64[ndarray, "L E"]:
+    """Return new homes in the layers where they save enough in micro-batches that they were not chosen from.
+
+    A proposal counts if it saves enough in all layers together, and then in the layers where it surely does: some of
+    many layers seem to save by chance.
+    """
+    previous_LE = request.previous.home_LE.astype(np.int64)
+    chosen_on, priced_on = _halves(demand)
+    kept_ML = price(request, priced_on, previous_LE)
+    worth_L = _WORTH_MOVING_AGAIN * kept_ML.sum(axis=0)
+    best_LE, best_L = previous_LE.copy(), worth_L.copy()
+    for propose in proposals:
+        home_LE = propose(request, chosen_on)
+        if np.array_equal(home_LE, previous_LE):
+            continue
+        saved_ML = kept_ML - price(request, priced_on, home_LE)
+        moving_L = even_moving_seconds(request, home_LE) / 2  # half of the micro-batches pay half of the moves
+        if saved_ML.sum() - moving_L.sum() > worth_L.sum():
+            net_L = _surely_saved(saved_ML) - moving_L
+            better_L = net_L > best_L
+            best_LE[better_L], best_L[better_L] = home_LE[better_L], net_L[better_L]
+    return best_LE
+
+
+def _surely_saved(saved_ML: Float64[ndarray, "M L"]) -> Float64[ndarray, " L"]:
+    """Return the sum over micro-batches less its standard error; of fewer than two nothing is sure."""
+    M, L = saved_ML.shape
+    if M < 2:
+        return np.full(L, -np.inf)
+    surely_L: ndarray = saved_ML.sum(axis=0) - np.sqrt(M) * saved_ML.std(axis=0, ddof=1)
+    return surely_L
+
+
+def even_moving_seconds(request: PlacementRequest, home_LE: Int64[ndarray, "L E"]) -> Float64[ndarray, " L"]:
+    """Return the seconds of each layer's moves, spread over ranks and steps; 0 with the token objective."""
+    if request.budget.objective == "tokens":
+        return np.zeros(len(home_LE))
+    cluster, expert = request.cluster, request.expert
+    before_LE = request.previous.home_LE
+    node_LE = home_LE // cluster.ranks_per_node
+    across_L = (before_LE // cluster.ranks_per_node != node_LE).sum(axis=1)
+    inside_L = (before_LE != home_LE).sum(axis=1) - across_L
+    seconds_L = across_L / slowest_link(cluster) + inside_L / cluster.intra.bytes_per_second
+    return seconds_L * expert.state_bytes / cluster.num_ranks / request.budget.steps_served
+
+
+def _halves(demand: ScheduledDemand) -> tuple[ScheduledDemand, ScheduledDemand]:
+    """Return every other micro-batch, and the rest; samples of others are left out."""
+    M = len(demand.tokens_MLRE)
+
+    def part(first: int) -> ScheduledDemand:
+        number_M1 = np.full(M + 1, -1)  # -1, left out, is the last entry
+        number_M1[first:M:2] = np.arange(len(range(first, M, 2)))
+        return replace(
+            demand,
+            tokens_MLRE=np.ascontiguousarray(demand.tokens_MLRE[first::2]),
+            micro_batch_S=number_M1[demand.micro_batch_S].astype(np.int32),
+            group_M=None if demand.group_M is None else demand.group_M[first::2],
+        )
+
+    return part(0), part(1)
