@@ -81,7 +81,8 @@ def _cheapest_without_replicas(plan: StepPlan, request: PlacementRequest, memory
         placement = request.placement(homes.home_LE, *request.empty_slots())
         bare = StepPlan.of_placement(placement, previous, np.zeros(demand.load_MLE.shape[:2], np.int64), balancer=name)
         if budget.objective == "seconds":
-            bare = replace(bare, predicted=predict(bare, demand, request.cluster, request.expert).as_dict())
+            found = predict(bare, demand, request.cluster, request.expert, threads=budget.threads)
+            bare = replace(bare, predicted=found.as_dict())
         cost = _cost(bare, request)
         if cost < best:
             best, best_name, best_placement = cost, name, placement
@@ -228,7 +229,8 @@ def _plan(balancer: str, placement: Placement, request: PlacementRequest, memory
         memory_bytes=memory_bytes,
         expert=request.expert,
     )
-    return replace(plan, predicted=predict(plan, scheduled, cluster, request.expert).as_dict())
+    found = predict(plan, scheduled, cluster, request.expert, threads=request.budget.threads)
+    return replace(plan, predicted=found.as_dict())
 
 
 def _cost(plan: StepPlan, request: PlacementRequest) -> float:

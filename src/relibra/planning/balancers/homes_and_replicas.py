@@ -7,15 +7,16 @@ seconds what the cost model says. Ways to fill resident slots are first priced o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int16, Int32, Int64
+from jaxtyping import Int64
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
+from relibra.planning.balancers.layer_choices import LayerChoices
 from relibra.planning.costs.copies import pushed_copies
 from relibra.planning.home_search.lasting_homes import Propose, even_moving_seconds, lasting_homes
 from relibra.planning.home_search.step_homes import deal_inside_nodes, search_homes
@@ -38,41 +39,15 @@ _WORTH_MOVING = 0.01
 """Share of a layer's cost that new homes may save for a search, and must save to replace planned ones: loads vary."""
 _PILOT_LAYERS = 6
 """Layers on which ways are priced before the best ones are tried on all."""
+_PILOT_MICRO_BATCHES, _PILOT_OF_LARGE_STEP = 32, 16
+"""Micro-batches of these layers that ways are priced on: the first ones, in whole groups."""
 _BEST_WAYS = 2
-"""Ways that are tried on all layers."""
+"""Ways that are tried on all layers, and each layer takes the cheaper one."""
+_LARGE_STEP = 4096
+"""Layers x micro-batches above which the best way alone is tried on all layers: to price one takes a second there."""
 
 Option = tuple[ndarray, ResidentWay]
 """Homes [layers, experts], and how resident slots are filled; the way may deal these homes again."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LayerChoices:
-    """Homes and replicas of every layer, and what each micro-batch costs with them, without moves of homes."""
-
-    home_LE: Int64[ndarray, "L E"]
-    replica_MLRB: Int16[ndarray, "M L R B"]
-    quota_MLRB: Int32[ndarray, "M L R B"]
-    cost_ML: Float64[ndarray, "M L"]
-
-    @property
-    def cost_L(self) -> Float64[ndarray, " L"]:
-        """Cost of each layer over the micro-batches."""
-        return self.cost_ML.sum(axis=0)
-
-    def with_layers(self, other: LayerChoices, layers_L: Bool[ndarray, " L"]) -> LayerChoices:
-        """Return these choices with those of another value in some layers."""
-        home_LE = np.where(layers_L[:, None], other.home_LE, self.home_LE)
-        return replace(self.with_replicas(other, np.broadcast_to(layers_L, self.cost_ML.shape)), home_LE=home_LE)
-
-    def with_replicas(self, other: LayerChoices, chosen_ML: Bool[ndarray, "M L"]) -> LayerChoices:
-        """Return these choices with the replicas of another value in some micro-batches and layers."""
-        chosen_ML11 = chosen_ML[:, :, None, None]
-        return replace(
-            self,
-            replica_MLRB=np.where(chosen_ML11, other.replica_MLRB, self.replica_MLRB),
-            quota_MLRB=np.where(chosen_ML11, other.quota_MLRB, self.quota_MLRB),
-            cost_ML=np.where(chosen_ML, other.cost_ML, self.cost_ML),
-        )
 
 
 def choose_homes_and_replicas(
@@ -189,9 +164,8 @@ def _search_lasting(request: PlacementRequest, demand: ScheduledDemand, clock: D
         return _cheapest_shared(request, demand, homes_LE, clock=clock).cost_ML
 
     home_LE = request.previous.home_LE.astype(np.int64)
-    layers = _pilot_layers(home_LE)
-    pilot = request.of_layers(layers)
-    found_LE = lasting_homes(pilot, demand_of_layers(demand, layers), [search_near, search_afresh], price)
+    pilot, some = _pilot(request, demand)
+    found_LE = lasting_homes(pilot, some, [search_near, search_afresh], price)
     if np.array_equal(found_LE, pilot.previous.home_LE) or not clock.allows(0.5):
         return home_LE
     return lasting_homes(request, demand, [search_near, search_afresh], price)
@@ -214,18 +188,55 @@ def _cheapest_ways(
 ) -> tuple[LayerChoices, LayerChoices]:
     """Return the cheapest of the ways to fill resident slots, with homes that stay or move, and with those that stay.
 
+    Where homes move, those that stay have nothing in shared slots.
+
     Ways are priced on a few layers first; the best ones, and moves that pay there, are tried on all.
     """
     previous_LE = request.previous.home_LE.astype(np.int64)
-    layers = _pilot_layers(previous_LE)
-    ways = _rank_ways(request.of_layers(layers), demand_of_layers(demand, layers), clock)
-    kept = chosen = _cheapest_of(request, demand, [(previous_LE, way) for way in _staying(ways)])
+    ways = _rank_ways(*_pilot(request, demand, micro_batches=_pilot_micro_batches(demand)), clock)
+    kept = chosen = _cheapest_of(request, demand, [(previous_LE, way) for way in _staying(ways)[: _tried(demand)]])
     if request.budget.move_homes and clock.allows(0.5):
         options = (_lasting_options if request.warm else _paying_options)(request, demand, ways, clock)
         if options:
             chosen = _move_where_it_pays(request, kept, _cheapest_of(request, demand, options))
-    kept = _with_shared_slots(request, demand, kept, _with_seconds)
-    return kept if chosen is kept else _with_shared_slots(request, demand, chosen, _with_seconds), kept
+    whole = _with_shared_slots(request, demand, chosen, _with_seconds)
+    return whole, whole if chosen is kept else kept
+
+
+def _pilot(
+    request: PlacementRequest, demand: ScheduledDemand, micro_batches: int | None = None
+) -> tuple[PlacementRequest, ScheduledDemand]:
+    """Return request and demand of a few layers, evenly spaced.
+
+    micro_batches   keep so many, or as many more as their last group has, and at most twice as many; None: all. What a
+                    move costs is spread over them in proportion
+    """
+    layers = _pilot_layers(request.previous.home_LE)
+    part, some = request.of_layers(layers), demand_of_layers(demand, layers)
+    M = len(some.tokens_MLRE)
+    if micro_batches is None or micro_batches >= M:
+        return part, some
+    m = micro_batches
+    if some.group_M is not None:
+        m = min(int(np.searchsorted(some.group_M, some.group_M[m - 1], side="right")), 2 * m)
+    first = replace(
+        some,
+        tokens_MLRE=np.ascontiguousarray(some.tokens_MLRE[:m]),
+        micro_batch_S=np.where(some.micro_batch_S < m, some.micro_batch_S, np.int32(-1)),
+        group_M=None if some.group_M is None else some.group_M[:m],
+    )
+    served = round(part.budget.steps_served * M / m)
+    return replace(part, budget=replace(part.budget, steps_served=served)), first
+
+
+def _tried(demand: ScheduledDemand) -> int:
+    """Return how many ways are tried on all layers of a demand."""
+    M, L, _ = demand.load_MLE.shape
+    return _BEST_WAYS if M * L <= _LARGE_STEP else 1
+
+
+def _pilot_micro_batches(demand: ScheduledDemand) -> int:
+    return _PILOT_MICRO_BATCHES if _tried(demand) > 1 else _PILOT_OF_LARGE_STEP
 
 
 def _rank_ways(request: PlacementRequest, demand: ScheduledDemand, clock: Deadline) -> list[ResidentWay]:
@@ -250,17 +261,19 @@ def _paying_options(
     ways   cheapest first
     """
     previous_LE = request.previous.home_LE.astype(np.int64)
-    layers = _pilot_layers(previous_LE)
-    pilot, some = request.of_layers(layers), demand_of_layers(demand, layers)
-    stay = _total(pilot, _cheapest_of(pilot, some, [(previous_LE[layers], way) for way in _staying(ways)]))
+    pilot, some = _pilot(request, demand, micro_batches=_pilot_micro_batches(demand))
+    before_LE = pilot.previous.home_LE.astype(np.int64)
+    stay = _total(pilot, _cheapest_of(pilot, some, [(before_LE, way) for way in _staying(ways)]))
     searched_LE = _searched(pilot, some, clock, len(previous_LE))
-    paying = []
-    for from_searched, start_LE in ((False, previous_LE[layers]), (True, searched_LE)):
+    cost_of: dict[tuple[bool, ResidentWay], float] = {}
+    for from_searched, start_LE in ((False, before_LE), (True, searched_LE)):
         for way in _moving(ways):
             if from_searched or way.deal_again:
-                cost = _total(pilot, _fill(pilot, some, _homes(pilot, some, start_LE, way), way))
-                if cost < (1 - _WORTH_MOVING) * stay:
-                    paying.append((from_searched, way))
+                filled = _fill(pilot, some, _homes(pilot, some, start_LE, way), way)
+                cost_of[from_searched, way] = _total(pilot, filled)
+    paying = [moved for moved, cost in cost_of.items() if cost < (1 - _WORTH_MOVING) * stay]
+    if _tried(demand) == 1:
+        paying = sorted(paying, key=cost_of.__getitem__)[:1]
     if any(from_searched for from_searched, _ in paying):
         searched_LE = _searched(request, demand, clock, len(previous_LE))
     return [(searched_LE if from_searched else previous_LE, way) for from_searched, way in paying]
@@ -271,7 +284,7 @@ def _lasting_options(
 ) -> list[Option]:
     """Return homes that last, and ways to fill slots; none where homes do not last in a few layers."""
     previous_LE = request.previous.home_LE.astype(np.int64)
-    staying, moving = _staying(ways), _moving(ways)
+    staying, moving = _staying(ways)[: _tried(demand)], _moving(ways)
 
     def price(request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray) -> ndarray:
         return _cheapest_of(request, demand, [(home_LE, way) for way in staying]).cost_ML
@@ -286,9 +299,9 @@ def _lasting_options(
     proposals: list[Propose] = [partial(search, False), partial(search, True)]
     if moving[-1].deal_again:
         proposals.append(deal)
-    layers = _pilot_layers(previous_LE)
-    found_LE = lasting_homes(request.of_layers(layers), demand_of_layers(demand, layers), proposals, price)
-    if np.array_equal(found_LE, previous_LE[layers]) or not clock.allows(0.5):
+    pilot, some = _pilot(request, demand)
+    found_LE = lasting_homes(pilot, some, proposals, price)
+    if np.array_equal(found_LE, pilot.previous.home_LE) or not clock.allows(0.5):
         return []
     home_LE = lasting_homes(request, demand, proposals, price)
     return [(home_LE, way) for way in staying] if (home_LE != previous_LE).any() else []
@@ -355,9 +368,20 @@ def _with_shared_slots(
     tolerances, scopes = {budget.tolerance}, {budget.cross_node_copies}
     if budget.objective == "seconds":  # each shared copy is pushed for each pass: fewer may take less time
         tolerances, scopes = tolerances | {LOOSE}, scopes | {False}
-    for tolerance, across in product(sorted(tolerances, reverse=True), sorted(scopes)):
-        replicas = chosen.replica_MLRB, chosen.quota_MLRB
-        further = fill_shared_slots(request, demand, chosen.home_LE, replicas, tolerance=tolerance, cross_node=across)
-        other = priced(request, demand, chosen.home_LE, further)
+    ways = list(product(sorted(tolerances, reverse=True), sorted(scopes)))
+
+    def fill(
+        way: tuple[float, bool], request: PlacementRequest, demand: ScheduledDemand, of: LayerChoices
+    ) -> LayerChoices:
+        replicas, (tolerance, across) = (of.replica_MLRB, of.quota_MLRB), way
+        further = fill_shared_slots(request, demand, of.home_LE, replicas, tolerance=tolerance, cross_node=across)
+        return priced(request, demand, of.home_LE, further)
+
+    if _tried(demand) == 1 and len(ways) > 1:
+        part = chosen.of_layers(_pilot_layers(chosen.home_LE))
+        cost_W = [np.minimum(part.cost_ML, fill(way, *_pilot(request, demand), part).cost_ML).sum() for way in ways]
+        ways = [ways[int(np.argmin(cost_W))]]
+    for way in ways:
+        other = fill(way, request, demand, chosen)
         best = best.with_replicas(other, other.cost_ML < best.cost_ML)
     return best

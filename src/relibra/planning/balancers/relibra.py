@@ -7,17 +7,14 @@ micro-batches (`planning.replicas.resident_replicas`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.balancers.homes_and_replicas import (
-    LayerChoices,
-    choose_homes_and_replicas,
-    replicas_of_homes,
-)
+from relibra.planning.balancers.homes_and_replicas import choose_homes_and_replicas, replicas_of_homes
+from relibra.planning.balancers.layer_choices import LayerChoices
 from relibra.planning.balancers.schedules import pack_groups, place_near_experts
 from relibra.planning.costs.compute import busiest_attention_seconds
 from relibra.planning.home_search.step_homes import search_homes
@@ -27,6 +24,8 @@ from relibra.planning.schedule.limits import ScheduleLimits
 from relibra.planning.search.deadline import Deadline
 from relibra.routing.demand import ScheduledDemand
 
+_MOST_LAYERS, _SCHEDULE_LAYERS = 32, 12
+"""Layers above which the schedule is chosen for some of them, evenly spaced: it is one for all."""
 _CLEARLY = 0.97
 """Cost of the first homes, as a share of what staying costs, below which a schedule for staying is not tried."""
 
@@ -47,14 +46,17 @@ def decide(request: PlacementRequest) -> Placement:
     are always placed.
     """
     clock = Deadline(request.budget.deadline_seconds)
-    previous_LE = request.previous.home_LE.astype(np.int64)
-    layers, stay = choose_homes_and_replicas(request, request.demand, clock)
-    given = _Choice(demand=request.demand, layers=layers)
-    chosen = _with_better_schedule(request, given, clock)
-    kept = _Choice(demand=request.demand, layers=stay)
-    saves_much = not request.warm and _cost(request, given) < _CLEARLY * _cost(request, kept)
-    if not np.array_equal(layers.home_LE, previous_LE) and not saves_much:
-        chosen = min(chosen, _with_better_schedule(request, kept, clock), key=lambda one: _cost(request, one))
+    budget, L = request.budget, len(request.demand.layer_ids)
+    if budget.objective == "seconds" and budget.pack_samples and request.cluster.num_nodes > 1 and L > _MOST_LAYERS:
+        some = request.of_layers(np.unique(np.linspace(0, L - 1, _SCHEDULE_LAYERS).astype(np.int64)))
+        schedule = _decide(some, clock).demand
+        demand = request.demand.with_schedule(
+            schedule.micro_batch_S, schedule.rank_S, request.cluster.num_ranks, len(schedule.tokens_MLRE)
+        )
+        settled = replace(budget, pack_samples=False, place_samples=False)
+        chosen = _decide(replace(request, demand=demand, budget=settled), clock)
+    else:
+        chosen = _decide(request, clock)
     return request.placement(
         chosen.layers.home_LE,
         chosen.layers.replica_MLRB,
@@ -64,6 +66,19 @@ def decide(request: PlacementRequest) -> Placement:
         schedule=chosen.demand,
         cut_short=clock.missed,
     )
+
+
+def _decide(request: PlacementRequest, clock: Deadline) -> _Choice:
+    """Return the cheapest schedule, homes and replicas found."""
+    previous_LE = request.previous.home_LE.astype(np.int64)
+    layers, stay = choose_homes_and_replicas(request, request.demand, clock)
+    given = _Choice(demand=request.demand, layers=layers)
+    chosen = _with_better_schedule(request, given, clock)
+    kept = _Choice(demand=request.demand, layers=stay)
+    saves_much = not request.warm and _cost(request, given) < _CLEARLY * _cost(request, kept)
+    if not np.array_equal(layers.home_LE, previous_LE) and not saves_much:
+        chosen = min(chosen, _with_better_schedule(request, kept, clock), key=lambda one: _cost(request, one))
+    return chosen
 
 
 def _with_better_schedule(request: PlacementRequest, chosen: _Choice, clock: Deadline) -> _Choice:

@@ -70,6 +70,7 @@ def predict(
     *,
     attention_seconds: float | None = None,
     live: bool = False,
+    threads: int | None = 1,
 ) -> Prediction:
     """Return the modelled seconds and bytes of a step under a plan, as `StepPlan.predicted` holds them.
 
@@ -77,12 +78,12 @@ def predict(
                        destination rank; without, each token-slot travels, which is the upper bound
     attention_seconds  forward attention of one layer and micro-batch, under which copies hide; None:
                        `mean_attention_seconds`
-    live               as for `layer_costs`
+    live, threads      as for `layer_costs`
     raises             PlanError when plan, demand and cluster do not fit together
     """
     if attention_seconds is None:
         attention_seconds = mean_attention_seconds(demand, cluster, expert)
-    costs = layer_costs(plan, demand, cluster, expert, live=live)
+    costs = layer_costs(plan, demand, cluster, expert, live=live, threads=threads)
     return Prediction(
         compute=float(costs.compute_ML.sum()),
         attention=busiest_attention_seconds(demand, cluster, expert),
