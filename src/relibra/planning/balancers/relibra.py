@@ -82,7 +82,7 @@ def _decide(request: PlacementRequest, clock: Deadline) -> _Choice:
 
 
 def _with_better_schedule(request: PlacementRequest, chosen: _Choice, clock: Deadline) -> _Choice:
-    """Return the choice with samples in other micro-batches, or else with samples near their experts, if that pays."""
+    """Return the choice with samples in other micro-batches, or only near their experts, whichever is cheapest."""
     budget, demand, home_LE = request.budget, request.demand, chosen.layers.home_LE
     limits = ScheduleLimits.of_demand(demand, rank_tokens=budget.rank_tokens, token_slack=budget.token_slack)
 
@@ -98,12 +98,11 @@ def _with_better_schedule(request: PlacementRequest, chosen: _Choice, clock: Dea
         packed = settle(near_experts(packed_demand, packed_LE), packed_LE)
         accepted = 1 + (budget.tolerance if budget.objective == "tokens" else 0)
         if _cost(request, packed) * accepted < _cost(request, chosen):
-            return packed
+            chosen = packed
     placed_demand = near_experts(demand, home_LE)
     if placed_demand is demand:
         return chosen
-    placed = settle(placed_demand, home_LE)
-    return placed if _cost(request, placed) <= _cost(request, chosen) else chosen
+    return min(settle(placed_demand, home_LE), chosen, key=lambda one: _cost(request, one))
 
 
 def _pack(
