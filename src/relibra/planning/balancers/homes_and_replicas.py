@@ -379,8 +379,8 @@ def _with_shared_slots(
 
     if _tried(demand) == 1 and len(ways) > 1:
         part = chosen.of_layers(_pilot_layers(chosen.home_LE))
-        cost_W = [np.minimum(part.cost_ML, fill(way, *_pilot(request, demand), part).cost_ML).sum() for way in ways]
-        ways = [ways[int(np.argmin(cost_W))]]
+        cost_X = [np.minimum(part.cost_ML, fill(way, *_pilot(request, demand), part).cost_ML).sum() for way in ways]
+        ways = [ways[int(np.argmin(cost_X))]]
     for way in ways:
         other = fill(way, request, demand, chosen)
         best = best.with_replicas(other, other.cost_ML < best.cost_ML)

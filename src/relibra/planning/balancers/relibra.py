@@ -95,7 +95,12 @@ def _with_better_schedule(request: PlacementRequest, chosen: _Choice, clock: Dea
 
     if budget.pack_samples and request.cluster.num_nodes > 1 and clock.allows(0.5):
         packed_demand, packed_LE = _pack(request, home_LE, limits, clock)
-        packed = settle(near_experts(packed_demand, packed_LE), packed_LE)
+        packed_demand = near_experts(packed_demand, packed_LE)
+        packed = settle(packed_demand, packed_LE)
+        if budget.objective == "seconds" and budget.move_homes and not request.warm and clock.allows(0.5):
+            # the first homes may follow the schedule: those of later steps stay where these do
+            again = _Choice(demand=packed_demand, layers=choose_homes_and_replicas(request, packed_demand, clock)[0])
+            packed = min(packed, again, key=lambda one: _cost(request, one))
         accepted = 1 + (budget.tolerance if budget.objective == "tokens" else 0)
         if _cost(request, packed) * accepted < _cost(request, chosen):
             chosen = packed
