@@ -140,6 +140,16 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         "hidden",
         "configuration",
     ),
+    "planner_whole_step": (
+        "layers",
+        "micro_batches",
+        "case",
+        ("s", lambda row: row["seconds"]),
+        ("CPU s", lambda row: row["cpu_seconds"]),
+        ("ms per layer and micro-batch", lambda row: row["ms_each"]),
+        ("moved", lambda row: f"{row['moved']:.0%}"),
+        "resident_slots",
+    ),
     "rl": (
         "case",
         "steps",

@@ -98,9 +98,10 @@ def describe_training(config: RunConfig) -> list[str]:
         return []
     rate, model, rollout = config.update.learning_rate, config.model, config.rollout
     saved = "activations recomputed" if model.activation_checkpointing else "activations kept"
+    dtype = model.dtype if model.dtype == "float32" else f"{model.dtype} with float32 weights"
     warm_up = f"{config.warmup.steps} warm-up steps" if config.warmup.steps else "no warm-up"
     lines = [
-        f"{model.path}: learning rate {rate:g}, {model.dtype} with float32 weights, {saved}, prompts up to "
+        f"{model.path}: learning rate {rate:g}, {dtype}, {saved}, prompts up to "
         f"{rollout.max_prompt:,} and responses up to {rollout.max_response:,} tokens, {warm_up}"
     ]
     if rate > HIGH_RATE:
