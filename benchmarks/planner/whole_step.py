@@ -84,7 +84,7 @@ def _plan_two(
     demands = [domain_step(samples=samples, tokens=tokens, seed=0, step=step, **sizes) for step in (0, 1)]
     for packs in (False, True) if pack is None else (pack,):
         budget = replace(plan_budget(PlanSettings(pack=packs), cluster), threads=THREADS)
-        budget = budget.with_resident_slots(expert, layers)
+        budget = budget.with_resident_slots(expert, SIZES[-1][0])
         previous = None
         for name, demand in zip(("first step", "second step"), demands, strict=True):
             wall, cpu = time.perf_counter(), time.process_time()
