@@ -151,25 +151,32 @@ def test_balancers_are_held_against_static_with_the_same_sums(capsys):
     from benchmarks.rl import rl
 
     def run(seconds, planned, reward=0.5):
-        stages = {"rollout": seconds - 0.01, "plan": 0.01}
-        row = {"reward": reward, "response_length": 9.0, "loss": 0.1, "rank_skew": 1.5, "moved_experts": 1}
-        return [{**row, "planned_skew": planned, "seconds": stages} for _ in range(3)]
+        stages = {"rollout": seconds / 2 - 0.01, "plan": 0.01, "recompute": 0.0, "update": seconds / 2}
+        row = {"reward": reward, "response_length": 9.0, "loss": 0.1, "rank_skew": 1.5, "moved_experts": 1, "pushes": 4}
+        return [[{**row, "planned_skew": planned, "seconds": stages} for _ in range(3)]]
+
+    def case(balancer, sums, turns):
+        return rl.Case(balancer=balancer, sums=sums, turns=turns, expert_seconds=0.6)
 
     rows = rl.result_rows(
         [
-            ("static", "fast", run(2.0, None)),
-            ("relibra", "fast", run(1.0, 1.1, reward=0.6)),
-            ("static", "canonical", run(3.0, 1.5)),
-            ("relibra", "canonical", run(2.0, 1.1)),
+            case("static", "fast", run(2.0, None)),
+            case("relibra", "fast", run(1.0, 1.1, reward=0.6)),
+            case("static", "canonical", run(3.0, 1.5)),
+            case("relibra", "canonical", run(2.0, 1.1)),
         ]
     )
+    assert [row["ratio_train"] for row in rows] == [1, 2, 1, 1.5]
+    assert rows[0]["expert_share"] == pytest.approx(0.6)
     assert [row["ratio_to_static"] for row in rows] == [1, 2, 1, 1.5]
     assert [row["planned_skew"] for row in rows] == [1.5, 1.1, 1.5, 1.1]
     assert [row["same_as_static"] for row in rows] == [True, False, True, True]
     assert rows[1]["plan_share"] == pytest.approx(0.01)
     lines = rl.summary(rows)
-    assert "1.0%" in lines[0]
-    assert "reached" in lines[0]
-    assert lines[1].endswith("are the same")
+    assert "60%" in lines[0]
+    assert lines[1].endswith("reached")
+    assert lines[2].endswith("reached")
+    assert "1.0%" in lines[3]
+    assert lines[5].endswith("are the same")
     rl.print_rows(rows)
     assert "relibra, fast sums" in capsys.readouterr().out

@@ -77,7 +77,7 @@ def test_report_of_a_run(run_folder: Path) -> None:
         "1 step without a finished trace left out",
         "3 steps",
         "360 routed tokens",
-        "on 2 ranks, in micro-batches of 64 tokens",
+        "on 2 ranks, in micro-batches of whole samples",
     ):
         assert words in elements.text, words
     plots = [attrs for _, attrs in elements.found if attrs.get("class") == "plot"]

@@ -61,9 +61,10 @@ def test_stdout_is_the_outcome_and_nothing_else(done, run):
 def test_stderr_is_progress_in_plain_lines_and_nothing_else(done):
     lines = done.stderr.splitlines()
     assert lines[0].startswith("starting 2 processes; run folder ")
-    assert [line.split("  ")[0] for line in lines[1:3]] == ["warm-up 1/2", "warm-up 2/2"]
-    assert "compiles" in lines[3]
-    assert [line.split("  ")[0] for line in lines[4:]] == ["step 1/2", "plan", "step 2/2", "plan"]
+    assert lines[1] == "device cpu"
+    assert [line.split("  ")[0] for line in lines[2:4]] == ["warm-up 1/2", "warm-up 2/2"]
+    assert "compiles" in lines[4]
+    assert [line.split("  ")[0] for line in lines[5:]] == ["step 1/2", "plan", "step 2/2", "plan"]
     assert done.stderr.isascii()
     assert "\x1b" not in done.stderr
 
