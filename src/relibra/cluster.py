@@ -334,7 +334,6 @@ def _node(
         efficiency=efficiency,
         layer_seconds=50e-6,
         solve_seconds=75e-6,
-        hides_copies=name != "laptop",
         source=f"{source}; efficiency, latencies and host time are assumptions, seconds of live planners are UltraEP's",
         label="model",
     )
@@ -350,7 +349,11 @@ PRESETS: dict[str, Cluster] = {
         _node("h20x8", 8, 96, 148, 0.7, (450, 25, 64, 4000), "H20: NVLink 900 GB/s, 4 x 400 Gb/s per node"),
         _node("nvl72", 72, 186, 2500, 0.5, (900, 50, 225, 8000), "GB200 NVL72 data sheet, NVLink 1.8 TB/s per GPU"),
         _node("rtx4090x8", 8, 24, 165.2, 0.6, (32, 1.5625, 32, 1008), "RTX 4090 data sheet, PCIe 4.0 x16, 100 Gb/s"),
-        _node("laptop", 4, 4, 0.2, 0.5, (2, 0.1, 10, 20), "a 4-process gloo job on one CPU, order of magnitude"),
+        replace(
+            _node("laptop", 4, 4, 0.2, 0.5, (2, 0.1, 10, 20), "a 4-process gloo job on one CPU, order of magnitude"),
+            intra=Link(latency_seconds=3e-4, bytes_per_second=2e9),
+            hides_copies=False,
+        ),
     )
 }
 """Machines by name; one node each, `Cluster.with_ranks` adds more."""

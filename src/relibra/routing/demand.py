@@ -212,6 +212,17 @@ class ScheduledDemand(Demand):
             return scheduled
         return replace(scheduled, group_M=self.group_M)
 
+    def of_micro_batches(self, number_m: Int64[ndarray, " m"]) -> ScheduledDemand:
+        """Return the demand of some micro-batches, numbered from 0 in the given order; other samples are left out."""
+        new_number = np.full(len(self.tokens_MLRE) + 1, -1, dtype=np.int32)  # the last entry: samples left out
+        new_number[number_m] = np.arange(len(number_m))
+        return replace(
+            self,
+            tokens_MLRE=self.tokens_MLRE[number_m],
+            micro_batch_S=new_number[self.micro_batch_S],
+            group_M=None if self.group_M is None else self.group_M[number_m],
+        )
+
     @cached_property
     def load_MLE(self) -> Int64[ndarray, "M L E"]:
         """Return token-slots per micro-batch, layer and expert, over all source ranks; read-only."""

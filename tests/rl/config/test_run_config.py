@@ -301,7 +301,9 @@ def test_a_model_of_the_user_gets_the_defaults_of_post_training(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": context}}))
         rollout = load_config(None, [f"model.path={tmp_path}"]).rollout
         assert (rollout.max_prompt, rollout.max_response) == expected
-    windowed = load_config(None, [f"model.path={tmp_path}", "algorithm.preset=tppo"]).rollout
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    assert load_config(None, [f"model.path={tmp_path}", "rollout.max_prompt=3000"]).rollout.max_response == 1096
+    windowed = load_config(None, ["model.path=mine", "algorithm.preset=tppo"]).rollout
     assert windowed.window == 2048
     odd = load_config(None, ["model.path=mine", "algorithm.preset=tppo", "rollout.window=1000"]).rollout
     assert odd.max_response == 8000

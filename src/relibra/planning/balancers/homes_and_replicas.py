@@ -188,9 +188,8 @@ def _cheapest_ways(
 ) -> tuple[LayerChoices, LayerChoices]:
     """Return the cheapest of the ways to fill resident slots, with homes that stay or move, and with those that stay.
 
-    Where homes move, those that stay have nothing in shared slots.
-
-    Ways are priced on a few layers first; the best ones, and moves that pay there, are tried on all.
+    Ways are priced on a few layers first; the best ones, and moves that pay there, are tried on all. Where homes move,
+    those that stay have nothing in shared slots.
     """
     previous_LE = request.previous.home_LE.astype(np.int64)
     ways = _rank_ways(*_pilot(request, demand, micro_batches=_pilot_micro_batches(demand)), clock)
@@ -219,14 +218,8 @@ def _pilot(
     m = micro_batches
     if some.group_M is not None:
         m = min(int(np.searchsorted(some.group_M, some.group_M[m - 1], side="right")), 2 * m)
-    first = replace(
-        some,
-        tokens_MLRE=np.ascontiguousarray(some.tokens_MLRE[:m]),
-        micro_batch_S=np.where(some.micro_batch_S < m, some.micro_batch_S, np.int32(-1)),
-        group_M=None if some.group_M is None else some.group_M[:m],
-    )
     served = round(part.budget.steps_served * M / m)
-    return replace(part, budget=replace(part.budget, steps_served=served)), first
+    return replace(part, budget=replace(part.budget, steps_served=served)), some.of_micro_batches(np.arange(m))
 
 
 def _tried(demand: ScheduledDemand) -> int:

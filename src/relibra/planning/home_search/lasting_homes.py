@@ -7,7 +7,6 @@ the next one. So homes are chosen from every other micro-batch and must pay in t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -76,16 +75,5 @@ def even_moving_seconds(request: PlacementRequest, home_LE: Int64[ndarray, "L E"
 
 def _halves(demand: ScheduledDemand) -> tuple[ScheduledDemand, ScheduledDemand]:
     """Return every other micro-batch, and the rest; samples of others are left out."""
-    M = len(demand.tokens_MLRE)
-
-    def part(first: int) -> ScheduledDemand:
-        number_M1 = np.full(M + 1, -1)  # -1, left out, is the last entry
-        number_M1[first:M:2] = np.arange(len(range(first, M, 2)))
-        return replace(
-            demand,
-            tokens_MLRE=np.ascontiguousarray(demand.tokens_MLRE[first::2]),
-            micro_batch_S=number_M1[demand.micro_batch_S].astype(np.int32),
-            group_M=None if demand.group_M is None else demand.group_M[first::2],
-        )
-
-    return part(0), part(1)
+    number_M = np.arange(len(demand.tokens_MLRE))
+    return demand.of_micro_batches(number_M[0::2]), demand.of_micro_batches(number_M[1::2])

@@ -9,7 +9,7 @@ from typing import no_type_check
 
 import numpy as np
 
-from relibra.planning.replicas.replication import score_move
+from relibra.planning.replicas.replication import score_move, slot_of
 from relibra.routing.compiled import compiled
 
 _IN_USE = 6.0
@@ -39,7 +39,7 @@ def choose_anew(layer, low, high, ceiling, future_E, taste, bonus, held_RB, used
         e, t, x = _best_move(s, layer, low, high, ceiling, future_E, taste, bonus, held_RB, used_RB, load_R, left_E)
         if e < 0:
             break
-        b = _slot_of(e, held_RB[t])
+        b = slot_of(e, held_RB[t])
         if b < 0:
             b = _slot_to_empty(future_E, held_RB[t], used_RB[t])
             held_RB[t, b] = e
@@ -66,7 +66,7 @@ def _best_move(s, layer, low, high, ceiling, future_E, taste, bonus, held_RB, us
             room = ceiling - load_R[t]
             if room <= 0:
                 continue
-            x, b = min(excess, room, left_E[e]), _slot_of(e, held_RB[t])
+            x, b = min(excess, room, left_E[e]), slot_of(e, held_RB[t])
             if b >= 0 and used_RB[t, b]:
                 score = _IN_USE * ceiling + x
             elif b < 0 and used_RB[t].all():
@@ -81,15 +81,6 @@ def _best_move(s, layer, low, high, ceiling, future_E, taste, bonus, held_RB, us
             if score > best:
                 best, best_e, best_t, best_x = score, e, t, x
     return best_e, best_t, best_x
-
-
-@compiled
-@no_type_check
-def _slot_of(expert, held_B) -> int:
-    for b in range(len(held_B)):
-        if held_B[b] == expert:
-            return b
-    return -1
 
 
 @compiled

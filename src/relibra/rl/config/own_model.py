@@ -26,7 +26,9 @@ def fill_defaults(settings: dict[str, Any]) -> dict[str, Any]:
 
     settings   of a run with `model.path`; sections that are no tables stay as they are
     """
-    wanted = {**DEFAULTS, "rollout": choose_lengths(read_context(settings["model"]["path"]))}
+    rollout = settings.get("rollout")
+    given = rollout.get("max_prompt") if isinstance(rollout, dict) else None
+    wanted = {**DEFAULTS, "rollout": choose_lengths(read_context(settings["model"]["path"]), given)}
     filled = dict(settings)
     for section, values in wanted.items():
         given = settings.get(section, {})
@@ -40,11 +42,15 @@ def fill_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     return filled
 
 
-def choose_lengths(context: int | None) -> dict[str, int]:
-    """Return the longest prompt and response: 1,024 and 8,192 tokens, less where the context holds less."""
+def choose_lengths(context: int | None, max_prompt: Any = None) -> dict[str, int]:
+    """Return the longest prompt and response: 1,024 and 8,192 tokens, less where the context holds less.
+
+    max_prompt   as given, if it is; the response then gets what is left
+    """
     if context is None:
         return {"max_prompt": _MAX_PROMPT, "max_response": _MAX_RESPONSE}
-    max_prompt = min(_MAX_PROMPT, max(1, context // 2))
+    if not isinstance(max_prompt, int):
+        max_prompt = min(_MAX_PROMPT, max(1, context // 2))
     return {"max_prompt": max_prompt, "max_response": max(1, min(_MAX_RESPONSE, context - max_prompt))}
 
 

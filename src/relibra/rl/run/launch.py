@@ -55,6 +55,9 @@ def launch(config: RunConfig, resume: Path | None = None) -> Finished | None:
                 "then, in the checkout, pip install -e '.[train]'"
             )
     launched = launched_rank()
+    if launched is None or launched.rank == 0:
+        for line in describe_training(config):
+            print(line, file=sys.stderr, flush=True)
     if launched is not None:
         run, complete = run_launched(config, launched, resume)
         return Finished(run, complete) if launched.rank == 0 else None
@@ -65,7 +68,6 @@ def launch(config: RunConfig, resume: Path | None = None) -> Finished | None:
         with locked_run_folder(run):  # fail before processes start if the run is in use; rank 0 locks it later
             pass
     print(f"starting {config.parallel.ranks} processes; run folder {run}", file=sys.stderr, flush=True)
-    print(*describe_training(config), sep="\n", end="\n" if config.model.path else "", file=sys.stderr, flush=True)
     try:
         return Finished(run, _run_processes(config, run))
     finally:

@@ -115,18 +115,15 @@ def only_micro_batches(
     plan: StepPlan, demand: ScheduledDemand, number_M: Int64[ndarray, " M"]
 ) -> tuple[StepPlan, ScheduledDemand]:
     """Return a plan and its scheduled demand cut down to some micro-batches, numbered from 0 in the given order."""
-    new_number = np.full(len(demand.tokens_MLRE) + 1, -1, dtype=np.int32)  # the last entry is that of samples left out
-    new_number[number_M] = np.arange(len(number_M))
-    micro_batch_S = new_number[plan.micro_batch_S]
+    own_demand = replace(demand.of_micro_batches(number_M), group_M=None)
     own_plan = replace(
         plan,
-        micro_batch_S=micro_batch_S,
+        micro_batch_S=own_demand.micro_batch_S,
         replica_MLRB=plan.replica_MLRB[number_M],
         quota_MLRB=plan.quota_MLRB[number_M],
         bound_ML=plan.bound_ML[number_M],
         group_M=None if plan.group_M is None else plan.group_M[number_M],
     )
-    own_demand = replace(demand, tokens_MLRE=demand.tokens_MLRE[number_M], micro_batch_S=micro_batch_S, group_M=None)
     return own_plan, own_demand
 
 
