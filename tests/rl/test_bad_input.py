@@ -103,6 +103,17 @@ def test_every_rank_says_the_same_of_a_bad_reward(user_task, tmp_path):
     check_nothing_half_written(tmp_path / "run")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_reward_that_ends_its_process_completes_nothing(code, user_task, tmp_path):
+    folder, task = user_task
+    (folder / "leaving.py").write_text(f"import os\n\ndef leave(response, row):\n    os._exit({code})\n")
+    stderr = refused(train(tmp_path, *task, "task.reward=leaving:leave", "parallel.ranks=2", cwd=folder))
+    assert re.search(r"error: the run ended early: rank(s 0, 1| 0| 1) ended before the run was complete", stderr)
+    assert "os._exit" in stderr
+    check_nothing_half_written(tmp_path / "run")
+
+
 def check_nothing_half_written(run):
     """What a refused run leaves is whole: its settings, and what it had finished; nothing where nothing had begun."""
     if not run.exists():

@@ -26,7 +26,7 @@ from relibra.environment import STOP_SIGNALS, keep_torch_quiet, launched_rank
 from relibra.errors import ConfigError, EngineError
 from relibra.rl.config.run_config import RunConfig, describe_training
 from relibra.rl.run.run_folder import has_checkpoint, is_unused, locked_run_folder, open_or_create, remove_if_unused
-from relibra.rl.run.worker import MESSAGE_BYTES, Exit, run_launched, run_worker
+from relibra.rl.run.worker import FINISHED, MESSAGE_BYTES, Exit, run_launched, run_worker
 
 GRACE_SECONDS = 10.0
 """Seconds that other ranks get to report their own errors after one failed, before they are killed."""
@@ -95,10 +95,10 @@ def _run_processes(config: RunConfig, run: Path) -> bool:
         processes: list[BaseProcess] = [
             context.Process(
                 target=run_worker,
-                args=(rank, config.model_dump_json(), str(run), port, listener if rank == 0 else None, failure),
+                args=(rank, config.model_dump_json(), str(run), port, listener if rank == 0 else None, last_word),
                 name=f"rank {rank}",
             )
-            for rank, (_, failure) in enumerate(pipes)
+            for rank, (_, last_word) in enumerate(pipes)
         ]
         forward = _InterruptForwarder(processes)
         try:
@@ -109,17 +109,25 @@ def _run_processes(config: RunConfig, run: Path) -> bool:
         finally:
             _end(processes)
             forward.restore()
+    last_words = [_last_word(reader) for reader, _ in pipes]
+    codes = [_told(code, word) for code, word in zip(codes, last_words, strict=True)]
     if all(code in (Exit.DONE, Exit.STOPPED) for code in codes):
         return all(code == Exit.DONE for code in codes)
-    _print_messages([_message(reader) for reader, _ in pipes], codes)
+    _print_messages([word.decode(errors="ignore").strip() for word in last_words], codes)
     raise EngineError(_explain_failure(codes, run))
 
 
-def _message(reader: Connection) -> str:
-    """Return the error message that an ended rank sent, or an empty text."""
-    if not reader.poll():
-        return ""
-    return reader.recv_bytes(MESSAGE_BYTES).decode(errors="ignore").strip()
+def _last_word(reader: Connection) -> bytes:
+    """Return what an ended rank sent: `FINISHED`, an error message, or nothing."""
+    return reader.recv_bytes(MESSAGE_BYTES) if reader.poll() else b""
+
+
+def _told(code: int | None, last_word: bytes) -> int | None:
+    """Return the exit code of a rank; `Exit.LEFT` for one that ended by itself without a last word or a traceback."""
+    if code is None or code < 0 or code == Exit.CRASHED:
+        return code
+    wanted = last_word == FINISHED if code in (Exit.DONE, Exit.STOPPED) else bool(last_word)
+    return code if wanted else Exit.LEFT
 
 
 def _print_messages(messages: Sequence[str], codes: Sequence[int | None]) -> None:
@@ -205,6 +213,12 @@ def _explain_failure(codes: Sequence[int | None], run: Path) -> str:
         for rank, code in enumerate(codes)
         if code is not None and code < 0
     ]
+    left = [str(rank) for rank, code in enumerate(codes) if code == Exit.LEFT]
+    if left:
+        causes.append(
+            f"rank{'s' * (len(left) > 1)} {', '.join(left)} ended before the run was complete, without an error: does "
+            "the reward, or a library, call os._exit?"
+        )
     failed = [str(rank) for rank, code in enumerate(codes) if code in (Exit.FAILED, Exit.CRASHED)]
     if failed:
         causes.append(f"rank{'s' * (len(failed) > 1)} {', '.join(failed)} failed (see above)")

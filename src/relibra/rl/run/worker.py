@@ -36,26 +36,31 @@ class Exit(IntEnum):
     """An unexpected error, with its traceback on stderr; or the parent process ended."""
     LOST_PEER = 4
     """Another rank ended or timed out."""
+    LEFT = 5
+    """Stands for any code of a rank that ended without a last word: something called `os._exit`. No rank returns it."""
     STOPPED = 130
     """Stopped by Ctrl-C or SIGTERM after a whole step."""
 
 
 MESSAGE_BYTES = 4000
 """Most bytes of an error message sent to the parent: below the size that a pipe writes atomically."""
+FINISHED = b"\0finished"
+"""Sent instead of an error message by a rank that has done its steps, or stopped, and written the policy: its exit code
+alone says nothing, because a reward function may call `os._exit(0)`."""
 
 
 def run_worker(
-    rank: int, config_json: str, run: str, port: int, listener: socket.socket | None, failure: Connection
+    rank: int, config_json: str, run: str, port: int, listener: socket.socket | None, last_word: Connection
 ) -> None:
     """Run one of the ranks that `launch` started; exits with an `Exit` code.
 
     listener   on rank 0: socket that listens on the rendezvous port
-    failure    receives an error message, so that the parent can print equal messages of several ranks once
+    last_word  receives `FINISHED`, or an error message: the parent prints equal messages of several ranks once
     """
     _exit_with_parent()
     config = RunConfig.model_validate_json(config_json)
     set_rendezvous(rank, config.parallel.ranks, port, config.parallel.threads_per_rank)
-    with _exit_on_error(lambda text: failure.send_bytes(text.encode()[:MESSAGE_BYTES])):
+    with _exit_on_error(lambda text: last_word.send_bytes(text.encode()[:MESSAGE_BYTES])):
         from relibra.rl.run.ranks import Rendezvous, joined_ranks
         from relibra.rl.trainer import train_rank
 
@@ -65,6 +70,7 @@ def run_worker(
         rendezvous = Rendezvous(rank, config.parallel.ranks, port, listener)
         with joined_ranks(config.parallel.timeout_seconds, device, rendezvous):
             complete = train_rank(config, Path(run), device)
+        last_word.send_bytes(FINISHED)
     sys.exit(Exit.DONE if complete else Exit.STOPPED)
 
 
