@@ -63,6 +63,8 @@ def main() -> None:
         _exit_with(str(error))
     except OSError as error:  # a file that cannot be read, a folder that cannot be written, a name too long
         _exit_with(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+    except MemoryError as error:
+        _exit_with(f"this needs more memory than there is ({error or 'no size known'}): choose smaller inputs")
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from relibra.errors import PlanError
 from relibra.planning.placement import Scope
 from relibra.planning.plan import FORMAT_VERSION, StepPlan
+from relibra.routing.array_sizes import check_model_size
 from relibra.routing.tensor_files import TensorFormat, check_arrays, read_tensors, write_tensors
 
 FORMAT = TensorFormat(
@@ -106,6 +107,7 @@ def _check_values(where: str, plan: StepPlan) -> None:
     """Raise PlanError for indices out of range; the load is not checked."""
     M, _, R, _ = plan.replica_MLRB.shape
     E = plan.num_experts
+    check_model_size(f"{where}: it", len(plan.layer_ids), E, PlanError)
     if plan.num_ranks != R or E % R:
         raise PlanError(
             f"{where}: {plan.num_nodes} nodes x {plan.ranks_per_node} ranks do not fit its {R} ranks and {E} experts: "

@@ -16,6 +16,7 @@ from jaxtyping import Float64, Int, Int32, Int64, Shaped
 from numpy import ndarray
 
 from relibra.errors import TraceError
+from relibra.routing.array_sizes import check_array_size, check_model_size
 from relibra.routing.compiled import compiled
 from relibra.routing.trace import RoutingTrace
 
@@ -42,9 +43,11 @@ class Demand:
     def from_trace(trace: RoutingTrace) -> Demand:
         """Return the token-slots of a trace per sample; `pairs_LEE` is left None.
 
-        raises    TraceError when a valid row holds an id out of range
+        raises    TraceError when a valid row holds an id out of range, or counts would take far more than the routes
         """
-        counts_SLE = np.zeros((trace.num_samples, trace.num_layers, trace.num_experts), dtype=np.int32)
+        S, L, E = trace.num_samples, trace.num_layers, trace.num_experts
+        check_array_size("counts of token-slots", 4, trace.experts_TLK.nbytes, samples=S, layers=L, experts=E)
+        counts_SLE = np.zeros((S, L, E), dtype=np.int32)
         _add_token_slots(trace.experts_TLK, trace.valid_T, trace.offsets, counts_SLE)
         return Demand(counts_SLE=counts_SLE, layer_ids=trace.layer_ids, sample_ids=trace.sample_ids, top_k=trace.top_k)
 
@@ -107,7 +110,9 @@ class Demand:
             raise TraceError(f"the schedule names micro-batch {named - 1}: there are {num_micro_batches}")
         if self.counts_SLE.any() and len(kept) * int(self.counts_SLE.max()) >= 1 << 31:
             self._refuse_overflow(micro_batch_S, kept)
-        tokens_MLRE = np.zeros((num_micro_batches, L, num_ranks, E), dtype=np.int32)
+        axes = {"micro_batches": num_micro_batches, "layers": L, "ranks": num_ranks, "experts": E}
+        check_array_size("token-slots of ranks", 4, self.counts_SLE.nbytes, **axes)
+        tokens_MLRE = np.zeros(tuple(axes.values()), dtype=np.int32)
         for s in kept:
             tokens_MLRE[micro_batch_S[s], :, rank_S[s]] += self.counts_SLE[s]
         return ScheduledDemand(
@@ -144,7 +149,8 @@ class Demand:
 
         raises    TraceError
         """
-        S, L, _ = self.counts_SLE.shape
+        S, L, E = self.counts_SLE.shape
+        check_model_size("demand", L, E)
         if self.layer_ids.shape != (L,) or self.sample_ids.shape != (S,):
             raise TraceError(
                 f"demand of {S} samples and {L} layers has ids for {len(self.sample_ids)} and {len(self.layer_ids)}"
@@ -302,7 +308,9 @@ def count_token_slots(
     >>> count_token_slots(np.array([[[0, 2]], [[2, 1]]], np.uint8), np.ones(2, bool), np.array([0, 1, 2]), 3).tolist()
     [[[1, 0, 1]], [[0, 1, 1]]]
     """
-    counts_NLE = np.zeros((len(bounds) - 1, experts_TLK.shape[1], num_experts), dtype=np.int64)
+    N, L = len(bounds) - 1, experts_TLK.shape[1]
+    check_array_size("counts of token-slots", 8, experts_TLK.nbytes, pieces=N, layers=L, experts=num_experts)
+    counts_NLE = np.zeros((N, L, num_experts), dtype=np.int64)
     _add_token_slots(experts_TLK, valid_T, bounds, counts_NLE)
     return counts_NLE
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from relibra.errors import TraceError
+from relibra.routing.array_sizes import memory_errors
 from relibra.routing.demand import Demand, ScheduledDemand
 from relibra.routing.tensor_files import TensorFormat, check_arrays, read_tensors, write_tensors
 
@@ -70,7 +71,8 @@ def read_demand(path: Path | str) -> Demand:
         arrays.pop("group_M", None)  # without micro-batches there is nothing to group
     demand = ScheduledDemand(**arrays, top_k=top_k) if present else Demand(**arrays, top_k=top_k)
     try:
-        _check(demand)
+        with memory_errors("its check", TraceError):
+            _check(demand)
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from error
     return demand

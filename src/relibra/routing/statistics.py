@@ -13,6 +13,7 @@ from jaxtyping import Float64, Int, Int64, Shaped
 from numpy import ndarray
 
 from relibra.errors import ClusterError
+from relibra.routing.array_sizes import check_array_size
 from relibra.routing.compiled import compiled
 from relibra.routing.trace import RoutingTrace
 
@@ -85,7 +86,9 @@ def count_pairs(
     experts_TLK: Shaped[ndarray, "T L K"], valid_T: Shaped[ndarray, " T"], num_experts: int
 ) -> Int64[ndarray, "L E E"]:
     """Return `co_activation` of validated routes; rows that are not valid are left out."""
-    pairs_LEE = np.zeros((experts_TLK.shape[1], num_experts, num_experts), dtype=np.int64)
+    L, E = experts_TLK.shape[1], num_experts
+    check_array_size("pairs of experts", 8, experts_TLK.nbytes, layers=L, experts=E, of_experts=E)
+    pairs_LEE = np.zeros((L, E, E), dtype=np.int64)
     _count_pairs(experts_TLK, valid_T, pairs_LEE)
     return pairs_LEE
 

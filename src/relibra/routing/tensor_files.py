@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from safetensors.numpy import save_file
 
 from relibra.errors import RelibraError
 from relibra.files import atomic_path
+from relibra.routing.array_sizes import memory_errors
 
 MAX_HEADER_BYTES = 1 << 20
 MAX_LENGTHS = {
@@ -34,6 +36,8 @@ MAX_LENGTHS = {
     "B": 1 << 10,
 }
 """Longest axes: with an axis of length 0, a file could declare any length for the others without holding data."""
+MAX_ENTRIES = 1 << 26
+"""Most entries of the other axes of an array with an axis of length 0, which holds no data."""
 _KEY = "relibra"
 """One metadata entry for all facts: the order in which safetensors writes several differs between runs."""
 
@@ -91,7 +95,7 @@ def read_tensors(path: Path, form: TensorFormat) -> tuple[dict[str, Any], dict[s
     """
     _check_header_size(path, form)
     try:
-        with safe_open(path, framework="numpy") as file:
+        with memory_errors(str(path), form.error), safe_open(path, framework="numpy") as file:
             body = _read_body(path, form, (file.metadata() or {}).get(_KEY, ""))
             slices = {name: file.get_slice(name) for name in sorted(file.keys())}
             _check_layout(
@@ -100,9 +104,10 @@ def read_tensors(path: Path, form: TensorFormat) -> tuple[dict[str, Any], dict[s
                 {name: (_dtype(piece.get_dtype()), piece.get_shape()) for name, piece in slices.items()},
             )
             tensors = {name: file.get_tensor(name) for name in slices}
+            damaged = body["checksum"] != _checksum(tensors, body["facts"])
     except (SafetensorError, OSError) as error:
         raise form.error(f"{path} cannot be read as safetensors: {error}") from error
-    if body["checksum"] != _checksum(tensors, body["facts"]):
+    if damaged:
         raise form.error(f"{path} is damaged: its checksum does not match its content; write it again")
     return tensors, body["facts"]
 
@@ -159,6 +164,8 @@ def _check_layout(where: str, form: TensorFormat, layout: Mapping[str, tuple[str
                     f"{where}: axis {letter} of {name} has length {length}, elsewhere {lengths[letter]}"
                     f"{'' if length else '; it must not be empty'}"
                 )
+        if 0 in shape and math.prod(length or 1 for length in shape) > MAX_ENTRIES:
+            raise form.error(f"{where}: {name} is {shape} and holds nothing: its other axes have at most {MAX_ENTRIES}")
 
 
 def _dtype(code: str) -> str:

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Int, Shaped, UInt16
 from numpy import ndarray
 
 from relibra.errors import TraceError
+from relibra.routing.array_sizes import MAX_SAMPLES, MAX_TOP_K, check_model_size
 from relibra.routing.compiled import compiled
 
 MAX_EXPERTS = 1 << 16
@@ -206,9 +207,13 @@ class RoutingTrace:
 
     def _validate_shapes(self) -> None:
         T, L, K = self.experts_TLK.shape
+        check_model_size(f"malformed trace (source {self.source!r}): it", L, self.num_experts)
         facts = {
+            f"at most {MAX_SAMPLES:,} samples, got {self.num_samples:,}": self.num_samples <= MAX_SAMPLES,
             f"num_experts {self.num_experts} is in 1..{MAX_EXPERTS}": 1 <= self.num_experts <= MAX_EXPERTS,
-            f"{K} choices fit into {self.num_experts} experts": 1 <= K <= self.num_experts,
+            f"{K} choices fit into {self.num_experts} experts, and are at most {MAX_TOP_K}": (
+                1 <= K <= min(self.num_experts, MAX_TOP_K)
+            ),
             f"ids are stored as {expert_dtype(self.num_experts).__name__}, got {self.experts_TLK.dtype}": (
                 self.experts_TLK.dtype == expert_dtype(self.num_experts)
             ),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relibra.errors import TraceError
+from relibra.routing.array_sizes import memory_errors
 from relibra.routing.readers.token_choices import read_token_choices
 from relibra.routing.trace import RoutingTrace
 from relibra.routing.trace_files import INDEX, iterate_trace, read_trace
@@ -18,10 +19,11 @@ def open_trace(path: Path | str, num_experts: int | None = None) -> RoutingTrace
     raises        TraceError for any other path
     """
     path = Path(path)
-    if path.is_dir():
-        return read_trace(path)
-    if path.suffix == ".npz" and path.is_file():
-        return read_token_choices(path, num_experts)
+    with memory_errors(str(path), TraceError):
+        if path.is_dir():
+            return read_trace(path)
+        if path.suffix == ".npz" and path.is_file():
+            return read_token_choices(path, num_experts)
     raise TraceError(
         f"{path} {'is not a trace' if path.exists() else 'does not exist'}: expected a trace folder (with {INDEX}) "
         "or an .npz of per-token expert choices"

@@ -88,9 +88,9 @@ def schedule_of(
     named = np.unique(micro_batch_S[used])
     if named[-1] >= M:
         raise TraceError(f"{path}: micro_batch_S names micro-batch {named[-1]}: mini_batch_M has only {M}")
-    empty = np.setdiff1d(np.arange(M), named)
-    if len(empty):
-        raise TraceError(f"{path}: micro-batch {empty[0]} has no samples: number micro-batches from 0, without gaps")
+    if len(named) < M:  # M may be large: an array of all numbers would be as large
+        empty = int(np.argmax(np.append(named != np.arange(len(named)), True)))
+        raise TraceError(f"{path}: micro-batch {empty} has no samples: number micro-batches from 0, without gaps")
     demand = replace(Demand.from_trace(trace), pairs_LEE=co_activation(trace))
     scheduled = demand.with_schedule(micro_batch_S, rank_S, num_ranks, M)
     if given.mini_batch_M is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import math
 import tokenize
 import zipfile
@@ -15,6 +16,10 @@ from numpy import ndarray
 from relibra.errors import TraceError
 
 MAX_ARRAY_BYTES = 32 << 30
+FREE_BYTES = 256 << 20
+"""An archive of any size may unpack to this."""
+MAX_RATIO = 64
+"""Beyond that, unpacked bytes per byte of the archive; zip allows about 1,000. Recorded routes have 2 to 10."""
 _DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
@@ -28,6 +33,7 @@ _DAMAGE = (
     KeyError,
     OverflowError,
     MemoryError,
+    lzma.LZMAError,
 )
 """Errors that zipfile and numpy raise for damaged archives, found by damaging some."""
 
@@ -41,8 +47,11 @@ def load_arrays(path: Path, names: Container[str] | None = None) -> dict[str, nd
     try:
         with zipfile.ZipFile(path) as archive:
             size = sum(member.file_size for member in archive.infolist())
-            if size > MAX_ARRAY_BYTES:
-                raise TraceError(f"{path} would unpack to {size} bytes: at most {MAX_ARRAY_BYTES} are read at once")
+            allowed = min(MAX_ARRAY_BYTES, max(FREE_BYTES, MAX_RATIO * path.stat().st_size))
+            if size > allowed:
+                raise TraceError(
+                    f"{path} would unpack to {size:,} bytes: at most {allowed:,} are read from {path.stat().st_size:,}"
+                )
             return {
                 member.filename.removesuffix(".npy"): _load_member(path, archive, member)
                 for member in archive.infolist()

@@ -17,6 +17,7 @@ import numpy as np
 from numpy import ndarray
 
 from relibra.errors import TraceError
+from relibra.routing.array_sizes import MAX_SAMPLES, MAX_TOP_K, check_model_size
 from relibra.routing.readers.given_schedule import NAMES as SCHEDULE_NAMES
 from relibra.routing.readers.npz_arrays import load_arrays
 from relibra.routing.trace import RoutingTrace, expert_dtype
@@ -46,6 +47,15 @@ def read_token_choices(path: Path | str, num_experts: int | None = None) -> Rout
     experts = [_checked_ids(path, name, arrays[name]) for name, _ in sets.values()]
     if len({array.shape[1:] for array in experts}) > 1:
         raise TraceError(f"{path}: sets differ in layers or choices: {[array.shape for array in experts]}")
+    _, L, K = experts[0].shape
+    samples = sum(len(arrays[name]) for _, name in sets.values() if arrays[name].ndim)
+    if K > MAX_TOP_K or samples > MAX_SAMPLES:
+        raise TraceError(
+            f"{path} has {K:,} choices and {samples:,} samples: allowed are {MAX_TOP_K} choices and "
+            f"{MAX_SAMPLES:,} samples"
+        )
+    largest = max(int(array.max()) for array in experts)
+    check_model_size(str(path), L, largest + 1)
     rows = [
         _checked_lengths(path, name, arrays[name], len(ids))
         for (_, name), ids in zip(sets.values(), experts, strict=True)
@@ -53,8 +63,7 @@ def read_token_choices(path: Path | str, num_experts: int | None = None) -> Rout
     experts_TLK = np.concatenate(experts)
     lengths_S = np.concatenate(rows)
     groups_S, group_names = _groups(path, arrays, list(sets), rows)
-    layer_ids = arrays.get("layers", np.arange(experts_TLK.shape[1]))
-    largest = int(experts_TLK.max())
+    layer_ids = arrays.get("layers", np.arange(L))
     if num_experts is None:
         num_experts = -(-(largest + 1) // 8) * 8
     elif largest >= num_experts:
