@@ -6,27 +6,40 @@ import torch
 import torch.distributed as dist
 
 from relibra.rl.model.tokenizer import Tokenizer
+from relibra.rl.rollout.failed_rewards import check_failed_rewards
 from relibra.rl.rollout.response import RolloutEngine, new_response
 from relibra.rl.run.ranks import sum_over_ranks
-from relibra.rl.tasks.task import Task
+from relibra.rl.tasks.task import RewardError, Task
 
 _FIRST_SAMPLE = 1 << 50
 """First sample id, far beyond those of training; fixed, so that every evaluation uses the same random numbers."""
 
 
 def evaluate(
-    engine: RolloutEngine, task: Task, tokenizer: Tokenizer, num_prompts: int, max_response: int
+    engine: RolloutEngine,
+    task: Task,
+    tokenizer: Tokenizer,
+    num_prompts: int,
+    max_response: int,
+    *,
+    max_failed_rewards: float,
 ) -> dict[str, float]:
-    """Return mean reward and response length on the held-out prompts; the same on all ranks; collective."""
+    """Return mean reward and response length on the held-out prompts; the same on all ranks; collective.
+
+    raises    ConfigError where more rewards failed than `task.max_failed_rewards`
+    """
     own = list(enumerate(task.evaluation_prompts(num_prompts)))[dist.get_rank() :: dist.get_world_size()]
     started = [new_response(_FIRST_SAMPLE + i, i, tokenizer.encode(prompt.text)) for i, prompt in own]
     windows, _ = engine.generate(started, window=max_response, max_response=max_response)
-    rewards = [
-        task.reward(prompt, tokenizer.decode(window.tokens_w.tolist()), stopped=window.stopped)
-        for (_, prompt), window in zip(own, windows, strict=True)
-    ]
+    rewards, errors = list[float](), list[str]()
+    for (_, prompt), window in zip(own, windows, strict=True):
+        try:
+            rewards.append(task.reward(prompt, tokenizer.decode(window.tokens_w.tolist()), stopped=window.stopped))
+        except RewardError as error:
+            errors.append(str(error))
+    failed = check_failed_rewards(errors, len(own), limit=max_failed_rewards, where="evaluation")
     lengths = [len(window.tokens_w) for window in windows]
     total, length, count = sum_over_ranks(
         torch.tensor([sum(rewards), sum(lengths), len(own)], dtype=torch.float64)
     ).tolist()
-    return {"reward": total / max(1, count), "response_length": length / max(1, count)}
+    return {"reward": total / max(1, count - failed), "response_length": length / max(1, count)}

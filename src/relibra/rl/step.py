@@ -19,11 +19,13 @@ from relibra.parallel import relocate
 from relibra.rl.algorithms.mismatch import alarms
 from relibra.rl.batch.training_batch import TrainingBatch, build_batch, current_homes, executing, plan_recorded_routes
 from relibra.rl.config.run_config import RunConfig
+from relibra.rl.model.optimizer import StepCount
 from relibra.rl.model.policy import Policy
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.admission import SampleCursor, check_versions
 from relibra.rl.rollout.collect import Rollout, check_live_responses, collect, compute_rewards
 from relibra.rl.rollout.engines import sync_weights
+from relibra.rl.rollout.failed_rewards import check_failed_rewards
 from relibra.rl.rollout.response import Response, RolloutEngine
 from relibra.rl.run.ranks import sum_over_ranks
 from relibra.rl.run.step_metrics import balance_metrics, mismatch_metrics_of_ranks, rollout_metrics, update_metrics
@@ -64,6 +66,8 @@ class Progress:
     finished              responses of all ranks that have ended
     policy_steps          optimizer steps of the policy so far
     value_steps           of the value model
+    policy_skips          optimizer steps skipped in a row, at the end of the step before
+    value_skips           of the value model
     explained_variance    share of the variance of returns that the value model explained last; None: not known
     planned               whether a step was planned, so that the next plan starts from the current homes
     """
@@ -74,6 +78,8 @@ class Progress:
     finished: int = 0
     policy_steps: int = 0
     value_steps: int = 0
+    policy_skips: int = 0
+    value_skips: int = 0
     explained_variance: float | None = None
     planned: bool = False
 
@@ -87,6 +93,7 @@ class Progress:
 
         raises    ConfigError for a checkpoint of another version of relibra
         """
+        state = {**dict.fromkeys(("policy_skips", "value_skips"), 0), **state}  # 0.2.0 did not count them
         if missing := [name for name in ("next_sample", "passed_over", *_STATE) if name not in state]:
             raise ConfigError(
                 f"the checkpoint lacks {', '.join(missing)}: another version of relibra wrote it; finish the run with "
@@ -100,7 +107,10 @@ class Progress:
         )
 
 
-_STATE = ("finished", "policy_steps", "value_steps", "explained_variance", "planned")
+_STATE = (
+    *("finished", "policy_steps", "value_steps", "policy_skips", "value_skips"),
+    *("explained_variance", "planned"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,12 +167,14 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
     rollout = replace(rollout, responses=[_without_routes(response) for response in rollout.responses])
     batch, recomputed = _build_and_recompute(learner, progress, kept, config, clock)
     del kept  # with their routes, which are many bytes
-    progress, credit, value_metrics = _run_value_model(learner, progress, batch.responses, config, clock)
+    progress, credit, value_metrics = _run_value_model(step, learner, progress, batch.responses, config, clock)
     credit = credit or broadcast_advantages(batch.responses, advantage_of)
     batch = _with_targets(learner, batch, recomputed, credit, config, clock)
-    update = PolicyUpdate()
+    update = PolicyUpdate(
+        count=StepCount(rl_step=step, made=progress.policy_steps, skipped_in_a_row=progress.policy_skips)
+    )
     if step >= config.critic.pretrain_steps or learner.critic is None:
-        update = _update_policy(learner, progress, batch, config, clock)
+        update = _update_policy(learner, update.count, batch, config, clock)
     with clock.stage("sync"):
         sync_weights(learner.engine, learner.policy, config.rollout.server_weights, step + 1)
     metrics = {
@@ -179,7 +191,8 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
         progress,
         cursor=rollout.cursor,
         finished=progress.finished + metrics["finished"],
-        policy_steps=progress.policy_steps + len(update.grad_norms),
+        policy_steps=update.count.made,
+        policy_skips=update.count.skipped_in_a_row,
         planned=progress.planned or batch.plan is not None,
     )
     check_live_responses(progress.live, cursor=progress.cursor, finished=progress.finished, settings=config.rollout)
@@ -199,13 +212,15 @@ def _sample(step: int, learner: Learner, progress: Progress, config: RunConfig, 
             weight_version=step,
         )
     with clock.stage("reward"):
-        responses = compute_rewards(
+        responses, errors = compute_rewards(
             rollout.responses,
             learner.task,
             learner.tokenizer,
             max_response=config.rollout.max_response,
             overlong_buffer=config.algorithm.overlong_buffer,
         )
+        rated = sum(response.finish_reason is not None for response in responses)
+        check_failed_rewards(errors, rated, limit=config.task.max_failed_rewards, where=f"step {step}")
         check_versions(responses, step)
     with clock.stage("trace"):
         records_routes = config.rollout.engine == "embedded" or config.algorithm.replay == "R3"
@@ -267,7 +282,12 @@ def _move_homes(learner: Learner, batch: TrainingBatch, clock: Stopwatch) -> Non
 
 
 def _run_value_model(
-    learner: Learner, progress: Progress, responses: Sequence[Response], config: RunConfig, clock: Stopwatch
+    step: int,
+    learner: Learner,
+    progress: Progress,
+    responses: Sequence[Response],
+    config: RunConfig,
+    clock: Stopwatch,
 ) -> tuple[Progress, Credit | None, dict[str, float | None]]:
     """Compute values and advantages, and train the value model once enough responses have finished.
 
@@ -277,7 +297,7 @@ def _run_value_model(
     critic, settings = learner.critic, config.algorithm
     if critic is None:
         nothing: dict[str, float | None] = dict.fromkeys(("explained_variance", "cut_auroc", "value_loss"))
-        return replace(progress, live=(), for_values=()), None, nothing
+        return replace(progress, live=(), for_values=()), None, {**nothing, "skipped_value_updates": 0}
     with clock.stage("values"):
         values = compute_values(critic.model, responses, config.update.micro_batch_tokens)
         explained = variance_explained(responses, values, settings.gamma)
@@ -292,10 +312,11 @@ def _run_value_model(
         )
         recorded = [_without_routes(response) for response in record_values(responses, values)]
     for_values = [*progress.for_values, *(one for one in recorded if one.finish_reason is not None)]
-    value_loss, steps = None, 0
+    value_loss, skipped = None, 0
+    count = StepCount(rl_step=step, made=progress.value_steps, skipped_in_a_row=progress.value_skips)
     if int(sum_over_ranks(torch.tensor([len(for_values)]))) >= config.critic.min_finished:
         with clock.stage("update values"):
-            value_loss, steps = update_values(
+            value_loss, count, skipped = update_values(
                 critic.model,
                 critic.optimizer,
                 for_values,
@@ -305,7 +326,7 @@ def _run_value_model(
                 by_group=settings.advantage == "group",
                 seed=config.run.seed,
                 responses_per_step=config.rollout.responses_per_step,
-                optimizer_step=progress.value_steps,
+                count=count,
                 num_ranks=dist.get_world_size(),
             )
         for_values = []
@@ -316,10 +337,12 @@ def _run_value_model(
         progress,
         live=[one for one in recorded if one.finish_reason is None],
         for_values=for_values,
-        value_steps=progress.value_steps + steps,
+        value_steps=count.made,
+        value_skips=count.skipped_in_a_row,
         explained_variance=explained,
     )
-    return progress, credit, {"explained_variance": explained, "cut_auroc": found_auroc, "value_loss": value_loss}
+    value_metrics = {"explained_variance": explained, "cut_auroc": found_auroc, "value_loss": value_loss}
+    return progress, credit, {**value_metrics, "skipped_value_updates": skipped}
 
 
 def _without_routes(response: Response) -> Response:
@@ -344,7 +367,7 @@ def _with_targets(
 
 
 def _update_policy(
-    learner: Learner, progress: Progress, batch: TrainingBatch, config: RunConfig, clock: Stopwatch
+    learner: Learner, count: StepCount, batch: TrainingBatch, config: RunConfig, clock: Stopwatch
 ) -> PolicyUpdate:
     with clock.stage("update"), executing(learner.policy.trained, batch, config.plan.sums) as context:
         update = update_policy(
@@ -356,7 +379,7 @@ def _update_policy(
             config.update,
             temperature=config.rollout.temperature,
             max_response=config.rollout.max_response,
-            optimizer_step=progress.policy_steps,
+            count=count,
             num_ranks=dist.get_world_size(),
         )
         return replace(update, ran_at_home=context.ran_at_home)

@@ -71,7 +71,12 @@ def _train(config: RunConfig, run: Path, device: torch.device, display: Training
             metrics["evaluation"] = None
             if config.evaluation.every and (step + 1) % config.evaluation.every == 0:
                 metrics["evaluation"] = evaluate(
-                    learner.engine, task, tokenizer, config.evaluation.prompts, config.rollout.max_response
+                    learner.engine,
+                    task,
+                    tokenizer,
+                    config.evaluation.prompts,
+                    config.rollout.max_response,
+                    max_failed_rewards=config.task.max_failed_rewards,
                 )
                 goal = config.evaluation.stop_at
                 reached = goal is not None and metrics["evaluation"]["reward"] >= goal

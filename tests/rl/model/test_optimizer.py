@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from relibra.errors import EngineError
-from relibra.rl.model.optimizer import clip_gradients, make_optimizer, set_learning_rate
+from relibra.rl.config.settings import UpdateSettings
+from relibra.rl.model.optimizer import StepCount, clip_gradients, make_optimizer, set_learning_rate, step_or_skip
 from tests.replay.tiny_models import tiny_model
 from tests.rl.joined import alone
 
@@ -67,9 +68,24 @@ def test_no_gradients_have_no_norm():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_norm_that_is_not_finite_ends_the_run_before_the_step(bad):
-    parameter = nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.tensor([1.0, bad])
-    with pytest.raises(EngineError, match=r"the policy's gradient in step 3 has the norm (nan|inf)"):
-        clip_gradients([parameter], 1.0, what="the policy's gradient in step 3")
-    assert parameter.grad[0] == 1.0
+def test_steps_whose_gradient_is_not_finite_are_skipped_up_to_a_limit(bad):
+    model = nn.Linear(2, 1, bias=False)
+    optimizer, update = make_optimizer(model, 1.0, 0.0), UpdateSettings(max_skipped=2)
+    before = model.weight.detach().clone()
+    count = StepCount(rl_step=3, made=7)
+
+    def take(value):
+        model.weight.grad = torch.tensor([[1.0, value]])
+        return step_or_skip(model, optimizer, count, update, learning_rate=0.1, name="policy")
+
+    for skipped in (1, 2):
+        count, norm = take(bad)
+        assert (count, norm) == (StepCount(rl_step=3, made=7, skipped_in_a_row=skipped), None)
+        assert model.weight.grad is None
+    torch.testing.assert_close(model.weight, before, rtol=0, atol=0)
+    with pytest.raises(EngineError, match=r"step 3: the gradient of the policy has the norm (nan|inf), 3 times in a"):
+        take(bad)
+    count, norm = take(1.0)
+    assert count == StepCount(rl_step=3, made=8), "a step that is made ends the row"
+    assert norm == pytest.approx(2**0.5)
+    assert (model.weight != before).all()

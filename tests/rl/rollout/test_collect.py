@@ -92,13 +92,15 @@ def collected(live, cursor, config, engine=None, version=0):
 
 
 def rewarded(responses, config):
-    return compute_rewards(
+    found, errors = compute_rewards(
         responses,
         TASK,
         TOKENIZER,
         max_response=config.rollout.max_response,
         overlong_buffer=config.algorithm.overlong_buffer,
     )
+    assert not errors
+    return found
 
 
 def test_a_first_step_fills_all_places_group_by_group():

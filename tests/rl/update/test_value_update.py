@@ -9,6 +9,7 @@ from torch import nn
 
 from relibra.rl.batch.step_plan import gather_table, make_step_schedule, own_mini_batches
 from relibra.rl.config.run_config import load_config
+from relibra.rl.model.optimizer import StepCount
 from relibra.rl.update.credit import compute_values
 from relibra.rl.update.value_update import update_values
 from tests.rl.joined import alone
@@ -79,7 +80,7 @@ def with_values(responses, critic, shift=0.0):
 
 def learn(critic, responses, config, step=0):
     optimizer = torch.optim.SGD(critic.parameters(), lr=1.0)
-    return update_values(
+    loss, count, skipped = update_values(
         critic,
         optimizer,
         responses,
@@ -89,9 +90,11 @@ def learn(critic, responses, config, step=0):
         by_group=False,
         seed=0,
         responses_per_step=config.rollout.responses_per_step,
-        optimizer_step=step,
+        count=StepCount(made=step),
         num_ranks=1,
     )
+    assert not skipped
+    return loss, count.made - step
 
 
 def loss_by_hand(critic, part, config, nominal):

@@ -140,6 +140,9 @@ _ALARMS = (
     _Alarm("weight_std", 0.0, 1.0, "importance weights scatter"),
     _Alarm("chi2", -1.0, 1.0, "importance weights scatter in their squares"),
     _Alarm("ratio_above_2", 0.0, 0.1, "runs have collapsed soon after this"),
+    _Alarm("failed_rewards", 0.0, 0.0, "these rewards raised or were no number, and their responses were left out"),
+    _Alarm("skipped_updates", 0.0, 0.0, "gradients were not finite, and changed nothing"),
+    _Alarm("skipped_value_updates", 0.0, 0.0, "gradients of the value model were not finite, and changed nothing"),
     _Alarm("ran_at_home", 0.0, 0.0, "micro-batches did not follow the plan and ran without its balance"),
 )
 

@@ -131,7 +131,10 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), *, base: dict[
 
 
 _MAY_CHANGE = ("run.steps", "run.name", "run.folder", "update.", "critic.", "plan.", "parallel.", "checkpoint.")
-_MAY_CHANGE_TOO = ("evaluation.stop_at", "rollout.max_batch", "rollout.url", "rollout.server_weights")
+_MAY_CHANGE_TOO = (
+    *("evaluation.stop_at", "task.max_failed_rewards"),
+    *("rollout.max_batch", "rollout.url", "rollout.server_weights"),
+)
 
 
 def check_resumable(before: RunConfig, after: RunConfig) -> None:

@@ -55,6 +55,9 @@ class TaskSettings(Section):
     """prompts: column with the correct answer, for the rewards "exact" and "maths"."""
     reward: str = "maths"
     """prompts: "exact", "maths", or your own `module:function`, called as function(response, row)."""
+    max_failed_rewards: float = Field(0.1, ge=0, le=1)
+    """prompts: share of a step's rewards that may fail (raise, or return no number). They are logged, and their
+    responses left out; above it the run ends. One at least, but never all of several; 0: none."""
 
 
 class ModelSettings(Section):
@@ -261,6 +264,8 @@ class UpdateSettings(Section):
     """Most tokens of a rank's micro-batch; a longer response is one by itself. Limits activation memory."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Largest global gradient norm; larger gradients are scaled down to it."""
+    max_skipped: int = Field(5, ge=0)
+    """Optimizer steps in a row that may be skipped because their gradient is not finite; one more ends the run."""
 
 
 class CriticSettings(Section):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -11,8 +13,24 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from relibra.errors import EngineError
+from relibra.rl.config.settings import UpdateSettings
 
 BETAS = (0.9, 0.95)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCount:
+    """Steps of one optimizer.
+
+    rl_step            RL step under way, for messages
+    made               optimizer steps made so far
+    skipped_in_a_row   skipped since the last one that was made
+    """
+
+    rl_step: int = 0
+    made: int = 0
+    skipped_in_a_row: int = 0
 
 
 def make_optimizer(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
@@ -40,15 +58,51 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, base: float, step: int, 
     return rate
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, *, what: str = "the gradient") -> float:
+def step_or_skip(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    count: StepCount,
+    update: UpdateSettings,
+    *,
+    learning_rate: float,
+    name: str,
+) -> tuple[StepCount, float | None]:
+    """Make an optimizer step with clipped gradients, or skip it where they are not finite; collective.
+
+    learning_rate   after its warm-up
+    name            of the model, for messages
+    returns         counts after it, and the norm of the gradient before clipping; None: skipped, on all ranks
+    raises          EngineError, on all ranks, after more than `update.max_skipped` skipped steps in a row
+    """
+    norm = clip_gradients(model.parameters(), update.max_grad_norm)
+    if not math.isfinite(norm):
+        count = replace(count, skipped_in_a_row=count.skipped_in_a_row + 1)
+        what = f"step {count.rl_step}: the gradient of the {name} has the norm {norm}"
+        if count.skipped_in_a_row > update.max_skipped:
+            raise not_finite(f"{what}, {count.skipped_in_a_row} times in a row (update.max_skipped)")
+        if dist.get_rank() == 0:
+            _log.warning("%s: optimizer step %d is skipped, the weights are unchanged", what, count.made)
+        optimizer.zero_grad(set_to_none=True)
+        return count, None
+    set_learning_rate(optimizer, learning_rate, count.made, update.lr_warmup_steps)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return replace(count, made=count.made + 1, skipped_in_a_row=0), norm
+
+
+def not_finite(what: str) -> EngineError:
+    """Return the error that ends a run whose gradients are not finite."""
+    return EngineError(
+        f"{what}: the weights are unchanged; resume from the last checkpoint with a lower learning rate "
+        "(update.learning_rate, critic.learning_rate) or float32 (model.dtype)"
+    )
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
     """Scale gradients down to a global norm over all ranks, and return the norm before scaling; collective.
 
     torch's `clip_grad_norm_` cannot mix the meshes of dense and expert parameters. Every shard is on exactly one rank,
-    so the squared norm is the sum of local squares over ranks.
-
-    what     for the error message, such as "the policy's gradient in step 3, mini-batch 2"
-    raises   EngineError, on all ranks, if the norm is not finite: an optimizer step would destroy the weights, and
-             skipping it would hide the cause
+    so the squared norm is the sum of local squares over ranks. Where it is not finite, nothing is scaled.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
@@ -58,12 +112,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, *, what:
         total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
     dist.all_reduce(total)
     norm = float(total.sqrt().float())  # rounded to float32: the same for every map of experts to ranks
-    if not math.isfinite(norm):
-        raise EngineError(
-            f"{what} has the norm {norm}: the weights are unchanged; resume from the last checkpoint with a lower "
-            "learning rate (update.learning_rate, critic.learning_rate) or float32 (model.dtype)"
-        )
-    if norm > max_norm:
+    if math.isfinite(norm) and norm > max_norm:
         for gradient in local:
             gradient.mul_(max_norm / (norm + 1e-6))
     return norm

@@ -19,7 +19,7 @@ from relibra.rl.rollout.response import Response, RolloutCost, RolloutEngine, ne
 from relibra.rl.rollout.response_arrays import exchange_responses
 from relibra.rl.run.ranks import gather_arrays, largest_over_ranks
 from relibra.rl.tasks.prompts import Prompts
-from relibra.rl.tasks.task import Task
+from relibra.rl.tasks.task import RewardError, Task
 
 MAX_PROMPTS_CHECKED = 100_000
 """Prompts of a file whose length is checked before a run starts; later ones are checked when they are used."""
@@ -83,21 +83,26 @@ def collect(
 
 def compute_rewards(
     responses: Sequence[Response], task: Task, tokenizer: Tokenizer, *, max_response: int, overlong_buffer: int
-) -> list[Response]:
-    """Return the responses, finished ones with their reward.
+) -> tuple[list[Response], list[str]]:
+    """Return the responses, finished ones with their reward, and the errors of rewards that failed.
 
-    raises   ConfigError where a reward function fails
+    A finished response whose reward failed has none: it is not trained on.
     """
+    errors: list[str] = []
 
     def rewarded(response: Response) -> Response:
         text = tokenizer.decode(response.tokens_n[response.prompt_length :].tolist())
-        value = task.reward(task.prompt(response.group_id), text, stopped=response.finish_reason == "stop")
+        try:
+            value = task.reward(task.prompt(response.group_id), text, stopped=response.finish_reason == "stop")
+        except RewardError as error:
+            errors.append(str(error))
+            return response
         return replace(
             response,
             reward=value + length_penalty(response, max_response=max_response, overlong_buffer=overlong_buffer),
         )
 
-    return [response if response.finish_reason is None else rewarded(response) for response in responses]
+    return [one if one.finish_reason is None else rewarded(one) for one in responses], errors
 
 
 def _admit_responses(

@@ -43,10 +43,11 @@ def rollout_metrics(responses: Sequence[Response], cost: RolloutCost) -> dict[st
     slots, busy, prefilled = sum_over_ranks(
         torch.tensor([cost.slot_steps, cost.busy_slot_steps, cost.prefilled_tokens])
     ).tolist()
-    lengths = finished[:, 2]
+    lengths, rewards = finished[:, 2], finished[~np.isnan(finished[:, 1]), 1]
     return {
-        "reward": float(finished[:, 1].mean()) if len(finished) else None,
-        "reward_std": float(finished[:, 1].std()) if len(finished) else None,
+        "reward": float(rewards.mean()) if len(rewards) else None,
+        "reward_std": float(rewards.std()) if len(rewards) else None,
+        "failed_rewards": len(finished) - len(rewards),
         "response_length": float(lengths.mean()) if len(finished) else None,
         "response_length_p95": float(np.percentile(lengths, 95)) if len(finished) else None,
         "response_length_max": int(lengths.max()) if len(finished) else None,
@@ -81,6 +82,7 @@ def update_metrics(update: PolicyUpdate, *, referenced: bool) -> dict[str, Any]:
     return {
         "loss": loss / len(norms) if norms else None,
         "grad_norm": float(np.mean(norms)) if norms else None,
+        "skipped_updates": update.skipped,
         "trained_tokens": int(tokens),
         "clip_fraction": clipped / tokens if tokens else None,
         "masked_fraction": masked / tokens if tokens else None,

@@ -51,7 +51,7 @@ class Prompts:
     def reward(self, prompt: Prompt, response: str, *, stopped: bool) -> float:  # noqa: ARG002
         """Return the chosen reward of the text, whether it stopped or was cut.
 
-        raises    ConfigError as `Reward` does
+        raises    RewardError as `Reward` does
         """
         return self.rate(prompt, response)
 

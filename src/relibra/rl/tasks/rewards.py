@@ -15,7 +15,7 @@ import numpy as np
 from relibra.errors import ConfigError, RelibraError
 from relibra.rl.tasks.maths import MathsJudge
 from relibra.rl.tasks.rows import column, excerpt
-from relibra.rl.tasks.task import Prompt
+from relibra.rl.tasks.task import Prompt, RewardError
 
 NEEDS_ANSWER = ("exact", "maths")
 """Rewards that compare with the correct answer of the row."""
@@ -37,7 +37,7 @@ class Reward:
     def __call__(self, prompt: Prompt, response: str) -> float:
         """Return the reward of a response.
 
-        raises    ConfigError naming function and row, if the function raises or returns no number in range
+        raises    RewardError naming function and row, if the function raises or returns no number in range
         """
         where = f"task.reward {self.name!r} at {prompt.origin or 'a prompt'}, response {excerpt(response)}"
         try:
@@ -45,12 +45,12 @@ class Reward:
         except RelibraError as error:
             raise type(error)(f"{where}: {error}") from error
         except (Exception, SystemExit) as error:  # any error of the user's code is reported
-            raise ConfigError(
+            raise RewardError(
                 f"{where}: raised {_in_a_line(error)}; a reward returns a number for every response"
             ) from error
         number = _number(value)
         if number is None:
-            raise ConfigError(
+            raise RewardError(
                 f"{where}: returned {excerpt(value)}; a reward is a number from -{LARGEST:g} to "
                 f"{LARGEST:g}, or True or False"
             )

@@ -8,6 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from numpy.random import Generator
 
+from relibra.errors import ConfigError
+
 TRAINING_STREAM = 2
 EVALUATION_STREAM = 3
 """First numbers of the random streams of prompts: a generator is seeded with [seed, stream, number]."""
@@ -29,6 +31,10 @@ class Prompt:
     text: str | Messages
     row: Mapping[str, Any] = field(default_factory=dict)
     origin: str = ""
+
+
+class RewardError(ConfigError):
+    """A user's reward function raised, or returned no number, for one response."""
 
 
 @runtime_checkable
@@ -53,7 +59,7 @@ class Task(Protocol):
 
         response   text without the stop token
         stopped    ended by a stop token; False: cut at rollout.max_response
-        raises     ConfigError, naming prompt and function, if a user's function raises or returns no finite number
+        raises     RewardError, naming prompt and function, if a user's function raises or returns no finite number
         """
         ...
 

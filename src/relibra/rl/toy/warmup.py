@@ -5,6 +5,7 @@ The policy then knows the task better than it writes, and RL has something to im
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from relibra.errors import ConfigError
 from relibra.rl.batch.schedule import own_micro_batches
 from relibra.rl.config.settings import UpdateSettings, WarmupSettings
-from relibra.rl.model.optimizer import clip_gradients, make_optimizer
+from relibra.rl.model.optimizer import clip_gradients, make_optimizer, not_finite
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.run.ranks import largest_over_ranks
 from relibra.rl.tasks.task import Demonstrating, Task
@@ -61,7 +62,9 @@ def warm_up(
             group["lr"] = settings.learning_rate * min((step + 1) / RAMP_STEPS, 1 - 0.9 * step / settings.steps)
         pairs = _demonstrations(task, settings, seed, step)
         loss = _backward(model, _rows_of_rank(pairs, tokenizer, update.micro_batch_tokens))
-        clip_gradients(model.parameters(), update.max_grad_norm, what=f"the policy's gradient in warm-up step {step}")
+        norm = clip_gradients(model.parameters(), update.max_grad_norm)
+        if not math.isfinite(norm):
+            raise not_finite(f"warm-up step {step}: the gradient of the policy has the norm {norm}")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if on_step(step, loss):

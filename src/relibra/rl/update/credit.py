@@ -58,12 +58,14 @@ class ResponseValues:
 def filter_groups(
     responses: Sequence[Response], settings: AlgorithmSettings, *, max_response: int
 ) -> Bool[ndarray, " S"]:
-    """Return the mask of this rank's responses that the group filter keeps; collective.
+    """Return the mask of this rank's responses that are trained on; collective.
 
-    It compares rewards of the task without length penalties, which would make any group look mixed.
+    Finished responses without a reward are not, nor groups that `algorithm.group_filter` drops. The filter compares
+    rewards of the task without length penalties, which would make any group look mixed.
     """
+    known_S = np.array([one.finish_reason is None or one.reward is not None for one in responses], dtype=bool)
     if settings.group_filter == "off":
-        return np.ones(len(responses), dtype=bool)
+        return known_S
     sample_ids, group_id_S, reward_S = _gather_rewards(
         [
             response
@@ -74,7 +76,7 @@ def filter_groups(
     )
     mixed_S = mixed_groups(reward_S, group_id_S).tolist()
     dropped = {sample_id for sample_id, mixed in zip(sample_ids, mixed_S, strict=True) if not mixed}
-    return np.array([response.sample_id not in dropped for response in responses], dtype=bool)
+    return known_S & np.array([response.sample_id not in dropped for response in responses], dtype=bool)
 
 
 def compute_group_advantages(responses: Sequence[Response], *, divide_by_std: bool) -> dict[int, float]:
@@ -85,8 +87,8 @@ def compute_group_advantages(responses: Sequence[Response], *, divide_by_std: bo
 
 
 def _gather_rewards(responses: Sequence[Response]) -> tuple[list[int], Tensor, Tensor]:
-    """Return sample ids, group ids and rewards of the finished responses of all ranks, by sample id; collective."""
-    own = [(one.sample_id, one.group_id, one.reward) for one in responses if one.finish_reason is not None]
+    """Return sample ids, group ids and rewards of all ranks' responses that have one, by sample id; collective."""
+    own = [(one.sample_id, one.group_id, one.reward) for one in responses if one.reward is not None]
     rows = np.concatenate(gather_arrays(np.array(own, dtype=np.float64).reshape(-1, 3)))
     rows = rows[np.argsort(rows[:, 0], kind="stable")]  # sums of a group do not depend on the ranks
     sample_id_S, group_id_S = rows[:, :2].astype(np.int64).T

@@ -13,7 +13,7 @@ from relibra.rl.algorithms.policy_loss import LossSums, LossTotals, policy_loss
 from relibra.rl.batch.token_batch import TokenBatch
 from relibra.rl.batch.training_batch import MicroBatchContext, TrainingBatch
 from relibra.rl.config.settings import AlgorithmSettings, UpdateSettings
-from relibra.rl.model.optimizer import clip_gradients, set_learning_rate
+from relibra.rl.model.optimizer import StepCount, step_or_skip
 from relibra.rl.run.ranks import sum_over_ranks
 from relibra.rl.update.recompute import response_logits
 
@@ -24,11 +24,15 @@ class PolicyUpdate:
 
     sums         over the trained tokens of this rank
     grad_norms   of each optimizer step, the same on all ranks
+    count        optimizer steps of the policy after it
+    skipped      mini-batches whose gradient was not finite; they are in no sum
     ran_at_home  micro-batches that did not follow the plan, on all ranks alike
     """
 
     sums: LossSums = field(default_factory=LossSums)
     grad_norms: Sequence[float] = ()
+    count: StepCount = field(default_factory=StepCount)
+    skipped: int = 0
     ran_at_home: int = 0
 
 
@@ -42,23 +46,24 @@ def update_policy(
     *,
     temperature: float,
     max_response: int,
-    optimizer_step: int,
+    count: StepCount,
     num_ranks: int,
 ) -> PolicyUpdate:
     """Train the policy on a step, a mini-batch at a time; collective.
 
     Gradients are accumulated over the micro-batches of a mini-batch. FSDP averages them over ranks, so each rank's sum
-    is multiplied by the number of ranks. A mini-batch that trains no token on any rank is skipped.
+    is multiplied by the number of ranks. A mini-batch that trains no token on any rank is left out;
+    one whose gradient is not finite is skipped (`step_or_skip`).
 
-    optimizer_step   steps made before, for the warm-up of the learning rate
+    count    optimizer steps made before
     """
     device = next(model.parameters()).device
     all_totals = loss_totals(batch)
-    sums, norms = LossSums(), list[float]()
+    sums, norms, skipped = LossSums(), list[float](), 0
     for mini_batch, totals in list(enumerate(all_totals)) * update.epochs:
         if not totals.tokens and not totals.positive_tokens:
             continue
-        numbered = batch.of_mini_batch(mini_batch)
+        numbered, found = batch.of_mini_batch(mini_batch), LossSums()
         for i, (number, micro_batch) in enumerate(numbered):
             if isinstance(model, FSDPModule):  # gradients are reduced once, after the last micro-batch
                 model.set_requires_gradient_sync(i == len(numbered) - 1)
@@ -72,14 +77,14 @@ def update_policy(
                     max_response=max_response,
                 )
                 (loss * num_ranks).backward()
-            sums += own_sums
-        step = optimizer_step + len(norms)
-        what = f"the policy's gradient in optimizer step {step}"
-        norms.append(clip_gradients(model.parameters(), update.max_grad_norm, what=what))
-        set_learning_rate(optimizer, update.learning_rate, step, update.lr_warmup_steps)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return PolicyUpdate(sums=sums, grad_norms=norms)
+            found += own_sums
+        count, norm = step_or_skip(model, optimizer, count, update, learning_rate=update.learning_rate, name="policy")
+        if norm is None:
+            skipped += 1
+            continue
+        sums += found
+        norms.append(norm)
+    return PolicyUpdate(sums=sums, grad_norms=norms, count=count, skipped=skipped)
 
 
 def loss_totals(batch: TrainingBatch) -> list[LossTotals]:

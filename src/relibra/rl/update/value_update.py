@@ -15,7 +15,7 @@ from relibra.rl.batch.step_plan import own_mini_batches
 from relibra.rl.batch.token_batch import TokenBatch
 from relibra.rl.config.settings import CriticSettings, UpdateSettings
 from relibra.rl.model.critic import token_values
-from relibra.rl.model.optimizer import clip_gradients, set_learning_rate
+from relibra.rl.model.optimizer import StepCount, step_or_skip
 from relibra.rl.rollout.response import Response
 from relibra.rl.run.ranks import sum_over_ranks
 from relibra.rl.update.credit import discounted_returns, make_value_batches
@@ -32,9 +32,9 @@ def update_values(
     by_group: bool,
     seed: int,
     responses_per_step: int,
-    optimizer_step: int,
+    count: StepCount,
     num_ranks: int,
-) -> tuple[float, int]:
+) -> tuple[float, StepCount, int]:
     """Train the value model on finished responses, all their windows; collective.
 
     The target of every token is the reward at the end, discounted (Monte Carlo, lambda 1). Mini-batches are drawn as
@@ -42,13 +42,13 @@ def update_values(
 
     finished         of this rank, with reward and recorded values
     by_group, seed   as of `own_mini_batches`
-    optimizer_step   steps made before, for the warm-up of the learning rate
-    returns          mean loss over mini-batches on all ranks, and the optimizer steps that were made
+    count            optimizer steps made before
+    returns          mean loss over mini-batches on all ranks, optimizer steps after it, and how many were skipped
     """
     parts = own_mini_batches(finished, update.mini_batches, by_group=by_group, seed=seed)
     totals = sum_over_ranks(torch.tensor([len(part) for part in parts])).tolist()
     nominal = responses_per_step // update.mini_batches  # fewer that finished make a smaller step
-    losses: list[float] = []
+    losses, skipped = list[float](), 0
     for part, total in list(zip(parts, totals, strict=True)) * update.epochs:
         if not total:
             continue
@@ -60,16 +60,14 @@ def update_values(
             loss = _value_loss(critic, _with_targets(batch, finished, gamma), settings, max(nominal, total))
             (loss * num_ranks).backward()
             loss_sum += float(loss.detach())
-        step = optimizer_step + len(losses)
-        what = f"the value model's gradient in optimizer step {step}"
-        clip_gradients(critic.parameters(), update.max_grad_norm, what=what)
-        set_learning_rate(optimizer, settings.learning_rate, step, update.lr_warmup_steps)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss_sum)
-    if not losses:
-        return 0.0, 0
-    return float(sum_over_ranks(torch.tensor(losses)).mean()), len(losses)
+        count, norm = step_or_skip(
+            critic, optimizer, count, update, learning_rate=settings.learning_rate, name="value model"
+        )
+        if norm is None:
+            skipped += 1
+        else:
+            losses.append(loss_sum)
+    return float(sum_over_ranks(torch.tensor(losses)).mean()) if losses else 0.0, count, skipped
 
 
 def _with_targets(batch: TokenBatch, finished: Sequence[Response], gamma: float) -> TokenBatch:
