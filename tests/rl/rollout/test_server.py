@@ -1,9 +1,13 @@
 """The client of served engines against a small server that speaks both dialects, and now and then fails."""
 
 import base64
+import contextlib
 import io
 import json
+import socket
 import threading
+import time
+from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -15,6 +19,7 @@ from relibra.errors import EngineError
 from relibra.rl.rollout import server
 from relibra.rl.rollout.response import RolloutEngine, new_response
 from relibra.rl.rollout.server import ServedRoutes, ServerEngine, publish_weights
+from relibra.rl.rollout.server_requests import RequestFailed, post_json
 from tests.replay.tiny_models import tiny_model
 
 ROUTES = ServedRoutes(num_experts=8, layer_ids=(1, 2), num_layers=3, top_k=2)
@@ -113,6 +118,7 @@ def engine_of(served, dialect="sglang", **changes):
             dialect=dialect,
             routes=ROUTES,
             stop_ids=(STOP,),
+            vocab_size=50,
             temperature=0.8,
             seed=3,
             max_batch=4,
@@ -188,19 +194,108 @@ def test_a_server_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setattr(server, "_PAUSE_SECONDS", 0.001)
     with Server() as gone:
         url = gone.url
-    engine = ServerEngine(url=url, dialect="vllm", routes=None, stop_ids=(), temperature=1.0, seed=0)
+    engine = ServerEngine(url=url, dialect="vllm", routes=None, stop_ids=(), vocab_size=50, temperature=1.0, seed=0)
     with pytest.raises(EngineError, match=rf"{url}/inference/v1/generate .*refused"):
         engine.generate([new_response(1, 0, [20])], window=4, max_response=4)
 
 
-def test_a_server_that_never_answers_is_not_waited_for_twice(served):
+def test_a_server_that_never_answers_is_asked_twice(served):
     waiting = threading.Event()
     served.change = lambda answer: waiting.wait(5) and answer
     engine = engine_of(served, timeout_seconds=0.2)
-    with pytest.raises(EngineError, match=rf"{served.url}/generate .*timed out"):
+    with pytest.raises(EngineError, match=rf"{served.url}/generate .*timed out after 0.2 s; increase rollout.timeout"):
         engine.generate([new_response(1, 0, [20])], window=4, max_response=4)
     waiting.set()
-    assert len(served.asked) == 1
+    assert len(served.asked) == 2
+
+
+def test_a_request_that_took_too_long_once_is_repeated(served):
+    turns = iter([0.5])
+    served.change = lambda answer: (time.sleep(next(turns, 0)), answer)[1]
+    windows, _ = engine_of(served, timeout_seconds=0.2).generate([new_response(1, 0, [20])], window=4, max_response=4)
+    assert len(windows) == 1
+    assert len(served.asked) == 2
+
+
+def test_longer_requests_have_more_time_and_larger_answers(served):
+    engine = engine_of(served, timeout_seconds=60.0)
+    assert [engine.request_seconds(tokens) for tokens in (0, 1024, 8192)] == [60, 60, 480]
+    assert engine.max_answer_bytes(8192, 9000) - engine.max_answer_bytes(0, 0) == 8192 * 1024 + 9000 * 3 * 2 * 11
+
+
+@contextmanager
+def raw_server(answer):
+    """Run `answer(socket)` for each connection, after its request was read."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ended = threading.Event()
+        listener.settimeout(0.02)
+
+        def serve():
+            while not ended.is_set():
+                with contextlib.suppress(OSError), listener.accept()[0] as connection:
+                    connection.settimeout(2)
+                    request = b""
+                    while not request.endswith(b"{}"):
+                        request += connection.recv(1 << 16)
+                    answer(connection)
+                    connection.shutdown(socket.SHUT_WR)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        ended.set()
+        thread.join(3)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+
+
+def drip(start):
+    def answer(connection):
+        connection.sendall(start)
+        for _ in range(200):
+            connection.sendall(b"1")
+            time.sleep(0.02)
+
+    return answer
+
+
+def pour(start, piece=b"1" * (1 << 16)):
+    def answer(connection):
+        connection.sendall(start)
+        for _ in range(1 << 10):
+            connection.sendall(piece)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (drip(HEAD + b"Content-Length: 10000\r\n\r\n"), "timed out after 0.3 s"),
+        (drip(HEAD + b"X: "), "timed out after 0.3 s"),
+        (drip(b""), "timed out after 0.3 s"),
+        (pour(HEAD + b"Content-Length: 5200000000\r\n\r\n"), "longer than 1,000,000 bytes"),
+        (pour(HEAD + b"\r\n"), "longer than 1,000,000 bytes"),
+        (pour(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"8000\r\n" + b"1" * 32768 + b"\r\n"), "1,000,000 bytes"),
+        (lambda to: to.sendall(HEAD + b"Content-Length: 10\r\n\r\n123"), "IncompleteRead"),
+        (lambda to: to.sendall(b"HTTP/1.1 302 Found\r\nLocation: http://elsewhere/\r\n\r\n"), "'http://elsewhere/'"),
+        (lambda to: to.sendall(HEAD + b"\r\n" + b"[" * 100_000), "RecursionError"),
+        (lambda to: to.sendall(HEAD + b"\r\n" + b"1" * 5000), "ValueError"),
+    ],
+)
+def test_answers_are_limited_in_time_and_size_and_redirects_are_refused(answer, message):
+    with raw_server(answer) as url:
+        began = time.monotonic()
+        with pytest.raises(RequestFailed, match=message):
+            post_json(f"{url}/x", {}, seconds=0.3, max_bytes=1_000_000)
+    assert time.monotonic() - began < 2
+
+
+def test_an_address_without_a_server_is_told():
+    for url in ("127.0.0.1:3000", "ftp://127.0.0.1/", "http://[1", "http://a:b/"):
+        with pytest.raises(RequestFailed):
+            post_json(url, {}, seconds=1.0, max_bytes=1)
 
 
 def change_meta(**changes):
@@ -215,7 +310,17 @@ def change_meta(**changes):
         (change_meta(routed_experts=None), "without the requested fields"),
         (change_meta(output_token_logprobs=[]), "0 of 4 tokens"),
         (change_meta(output_token_logprobs=[[-1.0, 3, None]]), "1 of 4 tokens, ended by 'length'"),
-        (change_meta(output_token_logprobs=[[float("-inf"), 3, None]] * 4), "not finite"),
+        (change_meta(output_token_logprobs=[[float("-inf"), 3, None]] * 4), "log-prob -inf: expected finite"),
+        (change_meta(output_token_logprobs=[[5.0, 3, None]] * 4), "log-prob 5.0"),
+        (change_meta(output_token_logprobs=[["-1", 3, None]] * 4), "log-prob '-1'"),
+        (change_meta(output_token_logprobs=[[-1.0, -5, None]] * 4), "token -5: expected whole numbers from 0 to 49"),
+        (change_meta(output_token_logprobs=[[-1.0, 1.9, None]] * 4), r"token 1\.9"),
+        (change_meta(output_token_logprobs=[[-1.0, 10**9, None]] * 4), "token 1000000000"),
+        (change_meta(output_token_logprobs=[[-1.0, True, None]] * 4), "token True"),
+        (change_meta(finish_reason={"type": [[]]}), r"ended by \(list\)"),
+        (change_meta(finish_reason=3), "without the requested fields"),
+        (change_meta(routed_experts="!" * 128), "no base64"),
+        (change_meta(routed_experts=base64.b64encode(b"\1\0\0\0" * 24).decode()), r"\[1, 1\] of a token: they must"),
         (change_meta(finish_reason={"type": "abort"}), "ended by 'abort'"),
         (change_meta(routed_experts=base64.b64encode(b"\0" * 40).decode()), r"shape \(10,\): expected 4 rows"),
         (change_meta(routed_experts=base64.b64encode(b"\x09" * 96).decode()), "expert ids 151587081"),
@@ -226,6 +331,31 @@ def test_answers_that_cannot_be_trained_on_are_refused(served, change, message):
     with pytest.raises(EngineError, match=message) as refusal:
         engine_of(served).generate([new_response(1, 0, [20])], window=4, max_response=4)
     assert served.url in str(refusal.value)
+
+
+def npy(array):
+    np.save(file := io.BytesIO(), array, allow_pickle=True)
+    return file.getvalue()
+
+
+HUGE = npy(np.zeros((4, 3, 2), np.uint8)).replace(b"(4, 3, 2), }          ", b"(4, 3, 2000000000000)}")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (npy(np.zeros((4, 3, 2), np.complex64)), "routes of type complex64"),
+        (npy(np.zeros((4, 3, 2), np.float32)), "routes of type float32"),
+        (npy(np.zeros((4, 3, 2), object)), "does not fit"),
+        (HUGE, "does not fit"),
+        (b"no array", "magic string"),
+    ],
+)
+def test_routes_of_vllm_that_are_no_ids_are_refused(served, data, message):
+    text = base64.b64encode(data).decode()
+    served.change = lambda answer: {"choices": [answer["choices"][0] | {"routed_experts": text}]}
+    with pytest.raises(EngineError, match=message):
+        engine_of(served, "vllm").generate([new_response(1, 0, [20])], window=4, max_response=4)
 
 
 @pytest.mark.parametrize("dialect", ["sglang", "vllm"])
@@ -247,7 +377,7 @@ def test_published_weights_are_a_plain_folder_that_the_server_is_told_to_load(se
         assert path == "/update_weights_from_disk"
         assert body == {"model_path": str(tmp_path / "policy"), "weight_version": "12", "flush_cache": True}
         served.change = lambda _: {"success": False, "message": "shapes differ"}
-        with pytest.raises(EngineError, match=r"did not load .*policy: shapes differ"):
+        with pytest.raises(EngineError, match=r"did not load .*policy: 'shapes differ'"):
             publish_weights(model, tmp_path / "policy", engine_of(served), 13)
 
 

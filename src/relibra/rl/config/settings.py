@@ -131,6 +131,9 @@ class RolloutSettings(Section):
     """sglang, vllm: server address, such as http://127.0.0.1:30000; it must return log-probs and routed experts."""
     server_weights: Path | None = None
     """sglang, vllm: folder through which new weights go; trainer and server must see it under the same path."""
+    timeout_seconds: float = Field(600.0, gt=0, le=1e6)
+    """sglang, vllm: seconds that a request may take in all, up to 1,024 tokens; longer ones get proportionally more. A
+    request that takes longer is sent once more."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; log-probs in rollout and training include it."""
 

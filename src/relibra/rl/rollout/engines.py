@@ -33,9 +33,9 @@ def make_engine(
             record=bool(policy.layer_ids),
             shortest=shortest,
         )
+    text_config = policy.copy.config.get_text_config()  # type: ignore[operator, union-attr]
     routes = None
     if policy.num_experts and replays_rollout:
-        text_config = policy.copy.config.get_text_config()  # type: ignore[operator, union-attr]
         routes = ServedRoutes(
             num_experts=policy.num_experts,
             layer_ids=policy.layer_ids,
@@ -47,9 +47,11 @@ def make_engine(
         dialect=rollout.engine,
         routes=routes,
         stop_ids=tokenizer.stop_ids,
+        vocab_size=int(text_config.vocab_size),
         temperature=rollout.temperature,
         seed=seed,
         max_batch=rollout.max_batch,
+        timeout_seconds=rollout.timeout_seconds,
     )
 
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import base64
-import http.client
-import io
-import json
+import binascii
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,11 +19,21 @@ from safetensors import SafetensorError
 from relibra.errors import EngineError
 from relibra.rl.rollout.philox import uniform_numbers
 from relibra.rl.rollout.response import Response, RolloutCost, Window
-from relibra.routing.trace import expert_dtype
+from relibra.rl.rollout.server_requests import RequestFailed, post_json
+from relibra.routing.readers.npz_arrays import parse_npy
+from relibra.routing.trace import expert_dtype, first_illegal_row
 
 ATTEMPTS = 4
 """Attempts per request; a server that starts, restarts or is full may answer a later one."""
+TIMED_OUT_ATTEMPTS = 2
+"""Attempts where the time ran out, which may take long each."""
+FULL_LENGTH = 1024
+"""Tokens of a request that has `timeout_seconds`; longer ones get proportionally more."""
+LARGEST_LOG_PROB, LEAST_LOG_PROB = 1e-3, -1e6
+"""Log-probs are at most 0, up to rounding."""
 _PAUSE_SECONDS = 0.5
+_FIXED_BYTES, _TOKEN_BYTES, _ROUTE_BYTES = 1 << 20, 1 << 10, 11
+"""Largest answer: fixed part, of each token with its text and log-prob, of each choice (8 bytes in base64)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +55,8 @@ class ServerEngine:
     routes            None: a model without experts
     seed              one seed per request follows from it; equal samples need a server in its deterministic mode
     max_batch         requests under way at once
-    timeout_seconds   of one request
+    vocab_size        of the model; a server that sends other tokens is refused
+    timeout_seconds   of one request for up to FULL_LENGTH tokens; `request_seconds` scales it
 
     Log-probs have to be those of the tempered policy: vLLM needs `--logprobs-mode processed_logprobs`. A server does
     not report slots, so the cost is the least that `max_batch` of them could have taken.
@@ -59,10 +66,20 @@ class ServerEngine:
     dialect: Literal["sglang", "vllm"]
     routes: ServedRoutes | None
     stop_ids: tuple[int, ...]
+    vocab_size: int
     temperature: float
     seed: int
     max_batch: int = 256
     timeout_seconds: float = 600.0
+
+    def request_seconds(self, num_tokens: int) -> float:
+        """Return the seconds that a request for so many new tokens may take."""
+        return self.timeout_seconds * max(1.0, num_tokens / FULL_LENGTH)
+
+    def max_answer_bytes(self, num_tokens: int, rows: int) -> int:
+        """Return the largest answer that is read, for new tokens and rows of routes."""
+        choices = rows * self.routes.num_layers * self.routes.top_k if self.routes else 0
+        return _FIXED_BYTES + _TOKEN_BYTES * num_tokens + _ROUTE_BYTES * choices
 
     def generate(
         self, responses: Sequence[Response], *, window: int, max_response: int, spare: Iterator[Response] | None = None
@@ -96,20 +113,18 @@ class ServerEngine:
         ask = _ask_sglang if self.dialect == "sglang" else _ask_vllm
         try:
             tokens, log_probs, reason, routes = ask(self, response.tokens_n.tolist(), limit, int(share * (1 << 31)))
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise EngineError(
                 f"{self.url} answered without the requested fields ({error!r}): start it with log-probs and routed "
                 f"experts, and check that it speaks the dialect {self.dialect!r}"
             ) from error
         if not (reason == "stop" and 0 < len(tokens) <= limit) and not (reason == "length" and len(tokens) == limit):
             raise EngineError(
-                f"{self.url} gave sample {response.sample_id} {len(tokens)} of {limit} tokens, ended by {reason!r}: "
-                "expected 'stop', or 'length' at the last of them; look at its longest context and its log"
+                f"{self.url} gave sample {response.sample_id} {len(tokens)} of {limit} tokens, ended by "
+                f"{_shown(reason)}: expected 'stop', or 'length' at the last of them; look at its longest context and "
+                "its log"
             )
-        if len(log_probs) != len(tokens) or not np.isfinite(log_probs).all():
-            raise EngineError(
-                f"{self.url} gave {len(tokens)} tokens and {len(log_probs)} log-probs, or not finite ones"
-            )
+        self._check_tokens(tokens, log_probs)
         return Window(
             tokens_w=np.array(tokens, dtype=np.int64),
             log_probs_w=np.array(log_probs, dtype=np.float32),
@@ -117,12 +132,31 @@ class ServerEngine:
             stopped=reason == "stop",
         )
 
+    def _check_tokens(self, tokens: list[Any], log_probs: list[Any]) -> None:
+        """Raise EngineError for tokens outside of the vocabulary, and for what is no log-prob."""
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < self.vocab_size:
+                raise EngineError(
+                    f"{self.url} gave the token {_shown(token)}: expected whole numbers from 0 to "
+                    f"{self.vocab_size - 1}, the vocabulary; does it serve this model?"
+                )
+        for value in log_probs:
+            if type(value) not in (int, float) or not LEAST_LOG_PROB <= value <= LARGEST_LOG_PROB:
+                raise EngineError(
+                    f"{self.url} gave the log-prob {_shown(value)}: expected finite numbers up to 0; start it with "
+                    "log-probs of the tempered policy"
+                )
+        if len(log_probs) != len(tokens):
+            raise EngineError(f"{self.url} gave {len(tokens)} tokens and {len(log_probs)} log-probs: expected one each")
+
     def _checked(self, ids: ndarray | None, rows: int) -> Shaped[ndarray, "m L K"] | None:
         """Return the routes of the layers with experts in the narrowest type."""
         if self.routes is None:
             return None
         shape, own = self.routes, len(self.routes.layer_ids)
         assert ids is not None, "the request asked for routes"
+        if ids.dtype.kind not in "iu":
+            raise EngineError(f"{self.url} sent routes of type {ids.dtype}: expected whole numbers, the ids of experts")
         if ids.ndim == 1 and ids.size % (rows * shape.top_k) == 0:  # SGLang sends no shape
             ids = ids.reshape(rows, -1, shape.top_k)
         if ids.shape not in ((rows, shape.num_layers, shape.top_k), (rows, own, shape.top_k)):
@@ -133,7 +167,11 @@ class ServerEngine:
         ids = ids[:, list(shape.layer_ids)] if ids.shape[1] == shape.num_layers else ids
         if ids.size and not 0 <= ids.min() <= ids.max() < shape.num_experts:
             raise EngineError(f"{self.url} sent expert ids {ids.min()}..{ids.max()} of {shape.num_experts} experts")
-        return ids.astype(expert_dtype(shape.num_experts))
+        ids = np.ascontiguousarray(ids.astype(expert_dtype(shape.num_experts)))
+        row, layer, fault = first_illegal_row(ids, np.ones(rows, dtype=bool), shape.num_experts)
+        if fault:
+            raise EngineError(f"{self.url} sent the expert ids {ids[row, layer].tolist()} of a token: they must differ")
+        return ids
 
 
 def publish_weights(model: Any, folder: Path, engine: ServerEngine, weight_version: int) -> None:
@@ -153,11 +191,14 @@ def publish_weights(model: Any, folder: Path, engine: ServerEngine, weight_versi
         _post(engine, "/reset_prefix_cache", {})
         return
     body = {"model_path": str(folder), "weight_version": str(weight_version), "flush_cache": True}
-    if not (answer := _post(engine, "/update_weights_from_disk", body)).get("success"):
-        raise EngineError(f"{engine.url} did not load {folder}: {answer.get('message', answer)}")
+    answer = _post(engine, "/update_weights_from_disk", body)
+    if not isinstance(answer, dict) or answer.get("success") is not True:
+        said = answer.get("message") if isinstance(answer, dict) else answer
+        raise EngineError(f"{engine.url} did not load {folder}: {_shown(said, 300)}")
 
 
-_Answer = tuple[list[int], list[float], str, ndarray | None]
+_Answer = tuple[list[Any], list[Any], Any, ndarray | None]
+"""Tokens, log-probs, reason of the end, routes: as the server sent them, not yet checked."""
 
 
 def _ask_sglang(engine: ServerEngine, tokens: list[int], limit: int, seed: int) -> _Answer:
@@ -168,43 +209,60 @@ def _ask_sglang(engine: ServerEngine, tokens: list[int], limit: int, seed: int) 
         "return_logprob": True,
         "return_routed_experts": engine.routes is not None,
     }
-    about = _post(engine, "/generate", body)["meta_info"]
+    about = _post(engine, "/generate", body, limit, len(tokens) + limit)["meta_info"]
     pairs = about["output_token_logprobs"]  # (log-prob, token, text)
     flat = None
     if engine.routes is not None:
-        flat = np.frombuffer(base64.b64decode(about["routed_experts"]), dtype="<i4")
-    return [int(pair[1]) for pair in pairs], [float(pair[0]) for pair in pairs], about["finish_reason"]["type"], flat
+        flat = np.frombuffer(_decoded(about["routed_experts"]), dtype="<i4")
+    return [pair[1] for pair in pairs], [pair[0] for pair in pairs], about["finish_reason"]["type"], flat
 
 
 def _ask_vllm(engine: ServerEngine, tokens: list[int], limit: int, seed: int) -> _Answer:
     sampling = {"max_tokens": limit, "temperature": engine.temperature, "top_p": 1.0, "logprobs": 1, "seed": seed}
     body = {"token_ids": tokens, "sampling_params": {**sampling, "stop_token_ids": list(engine.stop_ids)}}
-    choice = _post(engine, "/inference/v1/generate", body)["choices"][0]
-    log_probs = [float(one["logprob"]) for one in choice["logprobs"]["content"]]
+    choice = _post(engine, "/inference/v1/generate", body, limit, len(tokens) + limit)["choices"][0]
+    log_probs = [one["logprob"] for one in choice["logprobs"]["content"]]
     routes = None
     if engine.routes is not None:
-        routes = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])), allow_pickle=False)
-    return [int(token) for token in choice["token_ids"]], log_probs, choice["finish_reason"], routes
+        routes = parse_npy(_decoded(choice["routed_experts"]))
+    return list(choice["token_ids"]), log_probs, choice["finish_reason"], routes
 
 
-def _post(engine: ServerEngine, path: str, body: dict[str, Any]) -> Any:
-    """Send JSON and return the JSON of the answer; try again after errors that may pass."""
-    url = engine.url.rstrip("/") + path
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # engines run beside the trainer
-    failure: object = None
-    for attempt in range(ATTEMPTS):
+def _shown(value: Any, longest: int = 40) -> str:
+    """Return a value of an answer for a message: the type of what may be long or deep."""
+    return repr(value)[:longest] if isinstance(value, str | int | float) else f"({type(value).__name__})"
+
+
+def _decoded(text: Any) -> bytes:
+    """Return the bytes of a text in base64; raises TypeError or ValueError for anything else."""
+    if not isinstance(text, str):
+        raise TypeError(f"routed_experts is {type(text).__name__}, not text")
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"routed_experts is no base64: {error}") from error
+
+
+def _post(engine: ServerEngine, path: str, body: dict[str, Any], num_tokens: int = 0, rows: int = 0) -> Any:
+    """Send JSON and return the JSON of the answer; try again after errors that may pass.
+
+    num_tokens, rows   new tokens and rows of routes that are asked for: they limit time and size of the answer
+    """
+    url, attempts, attempt = engine.url.rstrip("/") + path, ATTEMPTS, 0
+    while True:
         time.sleep(_PAUSE_SECONDS * (2**attempt - 1))
+        attempt += 1
         try:
-            request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-            with opener.open(request, timeout=engine.timeout_seconds) as answer:
-                return json.loads(answer.read() or b"{}")
-        except urllib.error.HTTPError as error:
-            with error:
-                failure = f"status {error.code}, {error.read(300).decode(errors='replace')!r}"
-            if error.code not in (429, 502, 503, 504):
-                break
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            failure = f"{type(error).__name__}: {error}"
-            if isinstance(error, ValueError) or isinstance(getattr(error, "reason", error), TimeoutError):
-                break  # no JSON, or a timeout
-    raise EngineError(f"{url} failed the last of up to {ATTEMPTS} attempts: {failure}; look at its log")
+            return post_json(
+                url,
+                body,
+                seconds=engine.request_seconds(num_tokens),
+                max_bytes=engine.max_answer_bytes(num_tokens, rows),
+            )
+        except RequestFailed as failure:
+            attempts = min(attempts, TIMED_OUT_ATTEMPTS) if failure.timed_out else attempts
+            if not failure.may_pass or attempt >= attempts:
+                hint = "; increase rollout.timeout_seconds, or" if failure.timed_out else ";"
+                raise EngineError(
+                    f"{url} failed the last of up to {attempts} attempts: {failure}{hint} look at its log"
+                ) from failure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import lzma
 import math
 import tokenize
@@ -9,6 +10,7 @@ import zipfile
 import zlib
 from collections.abc import Container
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
@@ -63,12 +65,33 @@ def load_arrays(path: Path, names: Container[str] | None = None) -> dict[str, nd
         raise TraceError(f"{path} cannot be read as an .npz archive: {error}") from error
 
 
+def parse_npy(data: bytes) -> ndarray:
+    """Return the array in the bytes of an `.npy` file, after comparing the size in its header with them.
+
+    raises    ValueError for damaged bytes, and for arrays of objects
+    """
+    try:
+        shape, dtype = _read_header(io.BytesIO(data))
+        if dtype.hasobject or math.prod(shape) * dtype.itemsize > len(data):
+            raise ValueError(f"header of {shape} {dtype} does not fit {len(data)} bytes")
+        parsed: ndarray = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+    except _DAMAGE as error:
+        raise ValueError(str(error)) from error
+    return parsed
+
+
+def _read_header(file: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Return shape and type in the header of an `.npy` file."""
+    major, _ = np.lib.format.read_magic(file)
+    read_header = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read_header(file)
+    return shape, dtype
+
+
 def _load_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> ndarray:
     """Read one array, after comparing the size in its header with the bytes of the member."""
     with archive.open(member) as file:
-        major, _ = np.lib.format.read_magic(file)
-        read_header = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read_header(file)
+        shape, dtype = _read_header(file)
         claimed = math.prod(shape) * dtype.itemsize
         if dtype.hasobject or claimed > member.file_size:
             raise TraceError(f"{path}: {member.filename} cannot be read: header of {claimed} bytes of {dtype}")
