@@ -34,7 +34,7 @@ def refusal(*overrides, path=None):
         ("run.steps=-1", ("run.steps", "got -1", "greater than or equal to 0", "override")),
         ("run.steps.x=3", ("run.steps", "got {'x': 3}", "valid integer", "override 'run.steps.x=3'")),
         ("run.name=../x", ("run.name", "got '../x'", "pattern", "override")),
-        ("rollout.temperature=0", ("rollout.temperature", "got 0", "greater than 0")),
+        ("rollout.temperature=0", ("rollout.temperature", "got 0", "greater than or equal to 0.01")),
         ("update.learning_rate=nan", ("update.learning_rate", "got nan", "finite", "override")),
         ("parallel.timeout_seconds=inf", ("parallel.timeout_seconds", "got inf", "finite", "override")),
         ("run.steps", ("override 'run.steps'", "write section.key=value, as in")),

@@ -16,6 +16,7 @@ from relibra.rl.config.consistency import check_groups, check_model, check_plan,
 from relibra.rl.config.own_model import HIGH_RATE, fill_defaults
 from relibra.rl.config.presets import choose_tail_drop, choose_window
 from relibra.rl.config.settings import (
+    MAX_LENGTH,
     AlgorithmSettings,
     CheckpointSettings,
     CriticSettings,
@@ -64,9 +65,9 @@ class RunConfig(Section):
         if not (isinstance(algorithm, dict) and isinstance(rollout, dict) and algorithm.get("preset") == "tppo"):
             return settings
         longest = rollout.get("max_response", RolloutSettings().max_response)
-        window = rollout.get("window", choose_window(longest) if isinstance(longest, int) else None)
-        if not isinstance(window, int):
-            return settings
+        window = rollout.get("window", choose_window(longest) if _is_length(longest) else None)
+        if not _is_length(window, may_be_0=True):
+            return settings  # what is out of range is refused later, with its name
         drop = {"tail_drop": choose_tail_drop(window)} if window else {}
         return {**settings, "rollout": {**rollout, "window": window}, "algorithm": {**drop, **algorithm}}
 
@@ -87,6 +88,11 @@ class RunConfig(Section):
         check_windows(self.rollout, self.algorithm, self.parallel)
         check_plan(self.plan)
         return self
+
+
+def _is_length(value: Any, *, may_be_0: bool = False) -> bool:
+    """Return whether a setting is a number of tokens that responses may have."""
+    return type(value) is int and 1 - may_be_0 <= value <= MAX_LENGTH
 
 
 def describe_training(config: RunConfig) -> list[str]:

@@ -10,6 +10,15 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from relibra.planning.budget import RUN_DEFAULTS
 from relibra.rl.config.presets import PRESETS
 
+LONGEST = 1 << 24
+"""Most steps of anything."""
+MAX_LENGTH = 1 << 20
+"""Most tokens of a prompt, and of a response."""
+MOST_RESPONSES = 1 << 22
+"""Most responses of a step."""
+LARGE = 1e9
+"""Where a limit of the algorithm is as good as none."""
+
 
 class Section(BaseModel):
     """Base of a section: immutable, and unknown keys are errors."""
@@ -24,9 +33,9 @@ class RunSettings(Section):
     """Name of the run folder; if it exists, -2, -3, ... is appended."""
     folder: Path = Path("runs")
     """Folder that contains run folders."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=1 << 53)
     """Seed of built-in weights, prompt order and sampling."""
-    steps: int = Field(60, ge=0)
+    steps: int = Field(60, ge=0, le=LONGEST)
     """Number of RL steps (rollout, reward, plan, recompute, update, weight sync)."""
 
 
@@ -39,7 +48,7 @@ class TaskSettings(Section):
     """arithmetic: most terms of a sum."""
     continue_probability: float = Field(0.72, ge=0, lt=1)
     """arithmetic, strings: probability of one more term or letter; larger values give a longer tail of lengths."""
-    tail_exponent: float = Field(0.0, ge=0)
+    tail_exponent: float = Field(0.0, ge=0, le=100)
     """arithmetic: above 0, lengths follow a power law: P(more than n terms) = (2 / (n + 1)) ^ tail_exponent."""
     operation: Literal["sort", "reverse"] = "reverse"
     """strings: operation on the letters."""
@@ -67,17 +76,17 @@ class ModelSettings(Section):
     """Folder of a `transformers` model, or its name on the hub; empty: the built-in model, whose sizes follow."""
     trust_remote_code: bool = False
     """Run Python files that the model's folder or hub page brings along. Only for code that you have read."""
-    hidden_size: int = Field(64, ge=8, multiple_of=8)
+    hidden_size: int = Field(64, ge=8, le=1 << 16, multiple_of=8)
     """Hidden size."""
-    expert_width: int = Field(0, ge=0, multiple_of=8)
+    expert_width: int = Field(0, ge=0, le=1 << 17, multiple_of=8)
     """Inner width of an expert; 0: half of the hidden size."""
-    num_layers: int = Field(3, ge=1)
+    num_layers: int = Field(3, ge=1, le=1 << 10)
     """Decoder layers; all are MoE layers."""
-    num_heads: int = Field(4, ge=2, multiple_of=2)
+    num_heads: int = Field(4, ge=2, le=1 << 10, multiple_of=2)
     """Query heads; there are half as many key and value heads."""
-    num_experts: int = Field(16, ge=0)
+    num_experts: int = Field(16, ge=0, le=1 << 12)
     """Routed experts per layer; 0: a dense model."""
-    experts_per_token: int = Field(2, ge=1)
+    experts_per_token: int = Field(2, ge=1, le=1 << 8)
     """Experts per token (top-k)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of forward and backward passes; trained weights, gradients and optimizer states are always float32."""
@@ -96,11 +105,11 @@ class ModelSettings(Section):
 class WarmupSettings(Section):
     """Supervised steps before RL on demonstrations with random errors; built-in tasks only."""
 
-    steps: int = Field(320, ge=0)
+    steps: int = Field(320, ge=0, le=LONGEST)
     """Optimizer steps; with `model.path` set, 0 unless given."""
-    batch: int = Field(128, ge=1)
+    batch: int = Field(128, ge=1, le=1 << 20)
     """Demonstrations per step, summed over ranks."""
-    learning_rate: float = Field(5e-3, gt=0)
+    learning_rate: float = Field(5e-3, gt=0, le=10)
     """Peak learning rate of AdamW: rises linearly over 20 steps, then falls linearly to a tenth."""
     error_rate: float = Field(0.3, ge=0, le=1)
     """Probability of an error in each link or letter of a demonstration, reached at the last step; 0 in the first half
@@ -110,20 +119,20 @@ class WarmupSettings(Section):
 class RolloutSettings(Section):
     """Sampling of responses."""
 
-    prompts_per_step: int = Field(32, ge=1)
+    prompts_per_step: int = Field(32, ge=1, le=1 << 20)
     """Prompts per step, summed over ranks; times `responses_per_prompt` = responses in progress at once."""
-    responses_per_prompt: int = Field(8, ge=1)
+    responses_per_prompt: int = Field(8, ge=1, le=1 << 16)
     """Responses per prompt: the group of group-relative advantages."""
-    max_response: int = Field(80, ge=1, le=1 << 20)
+    max_response: int = Field(80, ge=1, le=MAX_LENGTH)
     """Longest response in tokens."""
-    window: int = Field(0, ge=0, le=1 << 20)
+    window: int = Field(0, ge=0, le=MAX_LENGTH)
     """Most tokens that a step adds to a response (T-PPO); unfinished ones continue in the next step. 0: no limit.
     Preset tppo: a divisor of max_response near a quarter of it, unless given."""
     refill: bool = False
     """Start a new response as soon as one ends inside a window; a step still has at most `window` decode steps."""
-    max_prompt: int = Field(1024, ge=1, le=1 << 20)
+    max_prompt: int = Field(1024, ge=1, le=MAX_LENGTH)
     """Longest prompt in tokens; a longer one is an error that names its row."""
-    max_batch: int = Field(256, ge=1)
+    max_batch: int = Field(256, ge=1, le=1 << 16)
     """Most responses that one rank decodes at once; further ones start as others finish. Limits KV-cache memory."""
     engine: Literal["embedded", "sglang", "vllm"] = "embedded"
     """Sampler: "embedded" is a full copy of the policy in every rank; the others are servers at `url`."""
@@ -134,7 +143,7 @@ class RolloutSettings(Section):
     timeout_seconds: float = Field(600.0, gt=0, le=1e6)
     """sglang, vllm: seconds that a request may take in all, up to 1,024 tokens; longer ones get proportionally more. A
     request that takes longer is sent once more."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=0.01, le=100)
     """Sampling temperature; log-probs in rollout and training include it."""
 
     @property
@@ -154,6 +163,13 @@ class RolloutSettings(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> RolloutSettings:
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url {self.url!r} must begin with http:// or https://, as in http://127.0.0.1:30000")
+        if self.responses_per_step > MOST_RESPONSES:
+            raise ValueError(
+                f"prompts_per_step {self.prompts_per_step} x responses_per_prompt {self.responses_per_prompt} are more "
+                f"than {MOST_RESPONSES:,} responses in a step"
+            )
         if self.engine != "embedded" and not (self.url and self.server_weights):
             raise ValueError(
                 f"engine {self.engine!r} needs url (the server) and server_weights (a folder that both see)"
@@ -186,22 +202,22 @@ class AlgorithmSettings(Section):
     """gae: "fixed" is lambda_policy; "length_adaptive" is 1 - 1 / (lambda_alpha x length), at least lambda_policy."""
     lambda_policy: float = Field(0.95, ge=0, le=1)
     """gae: lambda of the policy's advantages, or its lower bound."""
-    lambda_alpha: float = Field(0.05, gt=0)
+    lambda_alpha: float = Field(0.05, gt=0, le=1e6)
     """gae: share of a response over which an adaptive lambda averages."""
     bootstrap: Literal["hold", "value"] = "hold"
     """gae: value after the last token of an unfinished response: "hold" repeats the one before it (T-PPO)."""
-    tail_drop: int = Field(8, ge=0)
+    tail_drop: int = Field(8, ge=0, le=MAX_LENGTH)
     """gae: last tokens of an unfinished response that do not train the policy. Preset tppo: a quarter of the window, at
     most 8, unless given."""
     whiten: bool = True
     """gae: normalise the advantages of a step to mean 0 and standard deviation 1."""
-    advantage_clamp: float = Field(10.0, gt=0)
+    advantage_clamp: float = Field(10.0, gt=0, le=LARGE)
     """gae: largest absolute advantage after whitening; larger ones are clamped."""
     divide_by_std: bool = True
     """group: divide by the standard deviation of the group's rewards; false is Dr. GRPO."""
     group_filter: Literal["off", "mixed"] = "off"
     """"mixed": train only on groups whose finished responses differ in reward (DAPO)."""
-    overlong_buffer: int = Field(0, ge=0)
+    overlong_buffer: int = Field(0, ge=0, le=MAX_LENGTH)
     """Tokens before max_response over which the reward falls linearly, by 1 at max_response (DAPO); 0: off."""
     ratio: Literal["token", "sequence"] = "token"
     """Probability ratio per token, or one per response (GSPO)."""
@@ -210,17 +226,17 @@ class AlgorithmSettings(Section):
     over responses of their means; or over responses of their sums / max_response (Dr. GRPO)."""
     clip_low: float = Field(0.2, gt=0, lt=1)
     """The probability ratio is clipped below at 1 - clip_low."""
-    clip_high: float = Field(0.28, gt=0)
+    clip_high: float = Field(0.28, gt=0, le=LARGE)
     """The probability ratio is clipped above at 1 + clip_high."""
-    dual_clip: float = Field(0.0, ge=0)
+    dual_clip: float = Field(0.0, ge=0, le=LARGE)
     """Largest ratio of a token with negative advantage, above 1; 0: unlimited."""
-    kl_coefficient: float = Field(0.0, ge=0)
+    kl_coefficient: float = Field(0.0, ge=0, le=1e3)
     """Weight of the KL divergence from the policy before the first RL step; 0: no reference policy in memory."""
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
     """Estimator of that divergence from sampled tokens; "k3+" is k3 with an unbiased gradient, as in verl."""
-    entropy_coefficient: float = Field(0.0, ge=0)
+    entropy_coefficient: float = Field(0.0, ge=0, le=1e3)
     """Weight of the entropy bonus."""
-    positive_coefficient: float = Field(0.0, ge=0)
+    positive_coefficient: float = Field(0.0, ge=0, le=1e3)
     """Weight of the language-model loss on finished responses with positive reward (VAPO)."""
     replay: Literal["off", "R2", "R3"] = "R3"
     """Experts in training: the router's; of the recompute pass (R2); of the rollout (R3, arXiv 2510.11370)."""
@@ -229,7 +245,7 @@ class AlgorithmSettings(Section):
     per response; or, inside correction_low..correction_high, the ratio (icepop) or 1 (mis), and 0 outside."""
     correction_low: float = Field(0.5, ge=0, le=1)
     """icepop, mis: smallest trainer/sampler probability ratio that is trained on."""
-    correction_high: float = Field(2.0, ge=1)
+    correction_high: float = Field(2.0, ge=1, le=LARGE)
     """Largest trainer/sampler probability ratio: truncated there (tis), or masked above it (icepop, mis). icepop: 5
     unless given (arXiv 2510.18855)."""
 
@@ -239,7 +255,8 @@ class AlgorithmSettings(Section):
         """Add the values of the preset that were not given."""
         if not isinstance(settings, dict):
             return settings
-        preset = PRESETS.get(settings.get("preset", "dapo"), {})
+        name = settings.get("preset", "dapo")
+        preset = PRESETS.get(name, {}) if isinstance(name, str) else {}
         bounds = {"correction_high": 5.0} if settings.get("correction") == "icepop" else {}
         return {**preset, **bounds, **settings}
 
@@ -253,19 +270,19 @@ class AlgorithmSettings(Section):
 class UpdateSettings(Section):
     """Optimizer steps of policy and value model."""
 
-    learning_rate: float = Field(2e-4, gt=0)
+    learning_rate: float = Field(2e-4, gt=0, le=10)
     """Learning rate of AdamW for the policy."""
-    lr_warmup_steps: int = Field(0, ge=0)
+    lr_warmup_steps: int = Field(0, ge=0, le=LONGEST)
     """Optimizer steps over which both learning rates rise linearly from 0."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0, le=1e3)
     """Weight decay of AdamW; not applied to norms and biases."""
-    mini_batches: int = Field(8, ge=1)
+    mini_batches: int = Field(8, ge=1, le=1 << 20)
     """Mini-batches, and so optimizer steps, per RL step and epoch."""
-    epochs: int = Field(1, ge=1)
+    epochs: int = Field(1, ge=1, le=1 << 10)
     """Passes over the responses of a step."""
-    micro_batch_tokens: int = Field(2048, ge=1)
+    micro_batch_tokens: int = Field(2048, ge=1, le=1 << 30)
     """Most tokens of a rank's micro-batch; a longer response is one by itself. Limits activation memory."""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0, le=LARGE)
     """Largest global gradient norm; larger gradients are scaled down to it."""
     max_skipped: int = Field(5, ge=0)
     """Optimizer steps in a row that may be skipped because their gradient is not finite; one more ends the run."""
@@ -274,17 +291,17 @@ class UpdateSettings(Section):
 class CriticSettings(Section):
     """Value model of advantage "gae": the policy's initial weights with a value head."""
 
-    learning_rate: float = Field(1e-3, gt=0)
+    learning_rate: float = Field(1e-3, gt=0, le=10)
     """Learning rate of AdamW for the value model."""
-    pretrain_steps: int = Field(0, ge=0)
+    pretrain_steps: int = Field(0, ge=0, le=LONGEST)
     """First RL steps that train only the value model."""
-    clip_low: float = Field(0.5, gt=0)
+    clip_low: float = Field(0.5, gt=0, le=LARGE)
     """Value clipping: a new value is clipped at the old one - clip_low."""
-    clip_high: float = Field(0.6, gt=0)
+    clip_high: float = Field(0.6, gt=0, le=LARGE)
     """Value clipping: a new value is clipped at the old one + clip_high."""
-    min_finished: int = Field(1, ge=1)
+    min_finished: int = Field(1, ge=1, le=1 << 30)
     """Fewest finished responses for a value update; fewer are kept for later steps."""
-    explained_variance_gate: float | None = None
+    explained_variance_gate: float | None = Field(None, ge=-LARGE, le=1)
     """Unfinished responses train the policy only while the value model explains more than this share of the variance
     of returns; none: no gate."""
 
@@ -311,7 +328,7 @@ class PlanSettings(Section):
     """Allow responses to change rank and micro-batch inside their mini-batch."""
     tolerance: float = Field(RUN_DEFAULTS.tolerance, ge=0, le=10)
     """Accepted excess of the busiest rank's load over the lowest possible (0.01 = 1 %); larger means fewer copies."""
-    steps_served: int = Field(RUN_DEFAULTS.steps_served, ge=1)
+    steps_served: int = Field(RUN_DEFAULTS.steps_served, ge=1, le=LONGEST)
     """Steps over which the time of moving an expert to a new home is spread: how long routes stay alike."""
     sums: Literal["fast", "canonical"] = "fast"
     """"canonical": bitwise the same results under every plan of one schedule; slower, and turns `pack` off."""
@@ -320,13 +337,13 @@ class PlanSettings(Section):
 class ParallelSettings(Section):
     """Processes of the run; FSDP and expert parallelism span all of them."""
 
-    ranks: int = Field(2, ge=1)
+    ranks: int = Field(2, ge=1, le=1 << 15)
     """Number of processes; must divide the number of experts. Under `torchrun`: its number of processes."""
     device: Literal["auto", "cpu"] = "auto"
     """"auto": a GPU for each rank, and CPU processes on a machine without GPUs; "cpu": CPU processes in any case."""
-    threads_per_rank: int = Field(1, ge=1)
+    threads_per_rank: int = Field(1, ge=1, le=1 << 10)
     """CPU threads of each process."""
-    timeout_seconds: float = Field(1800.0, gt=0)
+    timeout_seconds: float = Field(1800.0, gt=0, le=1e7)
     """Seconds that a rank waits for others before the run ends with an error: longer than the slowest response, reward
     or checkpoint of one rank. A rank that ends is noticed at once."""
 
@@ -334,18 +351,18 @@ class ParallelSettings(Section):
 class CheckpointSettings(Section):
     """Checkpoints, from which `relibra train --resume` continues."""
 
-    every: int = Field(10, ge=0)
+    every: int = Field(10, ge=0, le=LONGEST)
     """RL steps between checkpoints; 0: none."""
-    keep: int = Field(2, ge=1)
+    keep: int = Field(2, ge=1, le=1 << 16)
     """Number of latest checkpoints to keep."""
 
 
 class EvaluationSettings(Section):
     """Evaluation on held-out prompts."""
 
-    every: int = Field(0, ge=0)
+    every: int = Field(0, ge=0, le=LONGEST)
     """RL steps between evaluations; 0: none."""
-    prompts: int = Field(64, ge=1)
+    prompts: int = Field(64, ge=1, le=1 << 20)
     """Prompts per evaluation."""
-    stop_at: float | None = None
+    stop_at: float | None = Field(None, ge=-LARGE, le=LARGE)
     """End the run when an evaluation reaches this mean reward; none: after `run.steps` steps."""
