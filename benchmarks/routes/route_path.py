@@ -28,7 +28,7 @@ from relibra.rl.config.run_config import load_config
 from relibra.rl.model.policy import Policy
 from relibra.rl.rollout.response import Window, new_response
 from relibra.rl.run.ranks import Rendezvous, joined_ranks
-from relibra.rl.run.step_trace import write_step_trace
+from relibra.rl.run.step_trace import StepTraces, record_routes
 from relibra.routing.synthetic import TraceShape, domain_trace
 
 REPETITIONS = 7
@@ -104,7 +104,8 @@ def _pass(windows: list[Window]) -> tuple[float, float, float]:
             for one, window in zip(begun, windows, strict=True)
         ]
         sampled = time.perf_counter()
-        responses = write_step_trace(Path(folder), 0, responses, policy)
+        traces = StepTraces(Path(folder), config.trace, num_experts=EXPERTS, layer_ids=policy.layer_ids)
+        responses = record_routes(0, responses, traces)
         written = time.perf_counter()
         batch = build_batch(responses, policy, config, previous=None, ranks_per_node=1)
         end = time.perf_counter()

@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.distributed as dist
 
 
 @pytest.fixture(autouse=True)
@@ -9,3 +10,11 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def _leave_group():
+    """Leave the group after a test that ends with an error in it."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -179,7 +179,8 @@ def check_whole(run: Path, responses: int = 8) -> int:
         trace.validate()
         assert trace.num_samples == responses, "a readable trace holds the samples of all ranks"
         readable.add(int(folder.name.removeprefix("step-")))
-    assert readable >= set(metrics.steps), "a finished step has a readable trace"
+    kept = {step for step in metrics.steps if step >= len(metrics.steps) - 2 or step % 50 == 0}
+    assert readable >= kept, "a finished step whose routes are kept has a readable trace"
     return len(metrics.steps)
 
 

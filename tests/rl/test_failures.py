@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from relibra.errors import ConfigError, EngineError
@@ -13,13 +12,7 @@ from relibra.rl.tasks.task import RewardError
 from relibra.rl.update import policy_update
 from tests.rl.ranks_at_work import ByLetters, run_alone
 
-
-@pytest.fixture(autouse=True)
-def _leave_group():
-    """A group is not left after an error."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("_leave_group")
 
 
 EVERY_REWARD = ("algorithm.group_filter=off", "warmup.steps=0", "evaluation.every=1", "run.steps=3")

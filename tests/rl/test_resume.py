@@ -25,6 +25,7 @@ TPPO = (
     "update.lr_warmup_steps=9",
     f"run.steps={STEPS}",
     "checkpoint.every=3",
+    "trace.keep=99",
 )
 
 
@@ -73,23 +74,30 @@ def test_a_run_killed_six_times_ends_as_one_that_never_was(tmp_path):
 
 
 CASES = {
-    "tppo": (*TPPO[:-2], "run.steps=6", "checkpoint.every=3"),
+    "tppo": (*TPPO[:-3], "run.steps=6", "trace.keep=9", "checkpoint.every=3"),
     "refill": (
-        *TPPO[:-2],
+        *TPPO[:-3],
         *("rollout.window=12", "rollout.max_response=24", "rollout.refill=true"),
-        *("run.steps=6", "checkpoint.every=3"),
+        *("run.steps=6", "trace.keep=9", "checkpoint.every=3"),
     ),
-    "dapo": ("run.steps=4", "checkpoint.every=2"),
-    "r2": ("algorithm.replay=R2", "run.steps=4", "checkpoint.every=2"),
-    "reference": ("algorithm.preset=grpo", "algorithm.kl_coefficient=0.2", "run.steps=4", "checkpoint.every=2"),
+    "dapo": ("run.steps=4", "trace.keep=9", "checkpoint.every=2"),
+    "r2": ("algorithm.replay=R2", "run.steps=4", "trace.keep=9", "checkpoint.every=2"),
+    "reference": (
+        "algorithm.preset=grpo",
+        "algorithm.kl_coefficient=0.2",
+        "run.steps=4",
+        "trace.keep=9",
+        "checkpoint.every=2",
+    ),
     "dense": (
         "algorithm.preset=ppo",
         "model.num_experts=0",
         "algorithm.replay=off",
         "run.steps=4",
+        "trace.keep=9",
         "checkpoint.every=2",
     ),
-    "bf16": ("model.dtype=bfloat16", "run.steps=4", "checkpoint.every=2"),
+    "bf16": ("model.dtype=bfloat16", "run.steps=4", "trace.keep=9", "checkpoint.every=2"),
 }
 
 

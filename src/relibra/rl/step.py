@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from relibra.rl.rollout.failed_rewards import check_failed_rewards
 from relibra.rl.rollout.response import Response, RolloutEngine
 from relibra.rl.run.ranks import sum_over_ranks
 from relibra.rl.run.step_metrics import balance_metrics, mismatch_metrics_of_ranks, rollout_metrics, update_metrics
-from relibra.rl.run.step_trace import write_step_trace
+from relibra.rl.run.step_trace import StepTraces, record_routes
 from relibra.rl.tasks.task import Task
 from relibra.rl.update.credit import (
     Credit,
@@ -159,10 +158,10 @@ class Stopwatch:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, run: Path) -> StepResult:
+def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, traces: StepTraces) -> StepResult:
     """Go through one step: sample, reward, plan, recompute, assign credit, update, sync weights; collective."""
     clock = Stopwatch()
-    rollout = _sample(step, learner, progress, config, run, clock)
+    rollout = _sample(step, learner, progress, config, traces, clock)
     kept, advantage_of = _compare_groups(rollout.responses, config, clock)
     rollout = replace(rollout, responses=[_without_routes(response) for response in rollout.responses])
     batch, recomputed = _build_and_recompute(learner, progress, kept, config, clock)
@@ -199,7 +198,9 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
     return StepResult(metrics=metrics, responses=rollout.responses, progress=progress)
 
 
-def _sample(step: int, learner: Learner, progress: Progress, config: RunConfig, run: Path, clock: Stopwatch) -> Rollout:
+def _sample(
+    step: int, learner: Learner, progress: Progress, config: RunConfig, traces: StepTraces, clock: Stopwatch
+) -> Rollout:
     """Sample a window of every response, compute rewards, and write the routes of the step."""
     with clock.stage("rollout"):
         rollout = collect(
@@ -225,7 +226,7 @@ def _sample(step: int, learner: Learner, progress: Progress, config: RunConfig, 
     with clock.stage("trace"):
         records_routes = config.rollout.engine == "embedded" or config.algorithm.replay == "R3"
         if learner.policy.layer_ids and records_routes:
-            responses = write_step_trace(run, step, responses, learner.policy)
+            responses = record_routes(step, responses, traces)
     return replace(rollout, responses=responses)
 
 

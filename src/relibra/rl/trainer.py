@@ -26,6 +26,7 @@ from relibra.rl.run.display import TrainingDisplay
 from relibra.rl.run.ranks import StopRequest, broadcast_json
 from relibra.rl.run.run_folder import has_checkpoint, locked_run_folder, write_config
 from relibra.rl.run.step_logs import StepLogs, remove_steps_from
+from relibra.rl.run.step_trace import StepTraces
 from relibra.rl.step import Learner, Progress, Trained, rl_step
 from relibra.rl.tasks.make import make_task, settings_without_effect
 from relibra.rl.tasks.task import Task
@@ -61,12 +62,13 @@ def _train(config: RunConfig, run: Path, device: torch.device, display: Training
         display.resumed(step)
     elif config.checkpoint.every and warmed:
         _save(run, 0, learner, progress, config.checkpoint.keep)  # so that no resume repeats the warm-up
+    traces = StepTraces(run, config.trace, num_experts=policy.num_experts, layer_ids=policy.layer_ids)
     saved, stopped, reached = step, stop.on_any_rank(), False
     if config.follows_plans and step < config.run.steps and not stopped:
         display.compiling()
     with StepLogs(run, step) if dist.get_rank() == 0 else nullcontext() as logs:
         while step < config.run.steps and not stopped and not reached:
-            result = rl_step(step, learner, progress, config, run)
+            result = rl_step(step, learner, progress, config, traces)
             metrics, progress = result.metrics, result.progress
             metrics["evaluation"] = None
             if config.evaluation.every and (step + 1) % config.evaluation.every == 0:

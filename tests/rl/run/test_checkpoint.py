@@ -265,6 +265,29 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(tmp_path, caplog, file, damag
     assert re.search(told, record.message)
 
 
+FILES_OF_OTHER_TYPES = (
+    7,
+    [],
+    None,
+    "x",
+    {"state.json": 5},
+    {"state.json": []},
+    {"state.json": [1, 2]},
+    {"a\0": [1, "x"]},
+)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [*({"format": 1, "files": files} for files in FILES_OF_OTHER_TYPES), [], 3, None, {"format": [[]], "files": {}}],
+    ids=str,
+)
+def test_a_manifest_of_other_types_is_passed_over(tmp_path, body):
+    save(tmp_path, 1, number=1)
+    (save(tmp_path, 2, number=2) / "manifest.json").write_text(json.dumps(body))
+    assert load_checkpoint(tmp_path, models=small()).step == 1
+
+
 def test_when_all_are_damaged_nothing_is_trained_on(tmp_path):
     for step in (1, 2):
         (save(tmp_path, step) / "state.json").unlink()

@@ -27,13 +27,6 @@ from tests.rl.joined import on_ranks
 from tests.rl.ranks_at_work import CPU, rendezvous
 
 
-@pytest.fixture
-def _leave_group():
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def test_a_rank_alone_gets_back_what_it_gives(monkeypatch):
     value = {"text": "ä\n", "numbers": [1, 0.1, None], "empty": {}}
     with joined_ranks(60.0, CPU, rendezvous()):

@@ -1,12 +1,18 @@
 """Routes that an engine reports are checked before they are copied: a copy would cast and broadcast them."""
 
+import resource
+import signal
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from relibra.errors import TraceError
-from relibra.rl.run.step_trace import trace_of
+from relibra.rl.config.settings import TraceSettings
+from relibra.rl.run.step_trace import StepTraces, record_routes, step_folders, trace_of
+from relibra.routing.trace_files import read_trace
+from tests.rl.joined import alone
 from tests.rl.made_up import EXPERTS, LAYERS, response_of
 
 
@@ -41,3 +47,67 @@ def test_illegal_routes_are_refused_by_sample(spoil, spoilt):
     responses[spoilt] = replace(responses[spoilt], experts_mLK=spoil(responses[spoilt].experts_mLK))
     with pytest.raises(TraceError, match=r"sample [56]"):
         trace(*responses)
+
+
+pytestmark = pytest.mark.usefixtures("_leave_group")
+
+
+def step_traces(run, **kept):
+    return StepTraces(run, TraceSettings(**kept), num_experts=EXPERTS, layer_ids=range(LAYERS))
+
+
+@contextmanager
+def full_disk():
+    """Let no file grow beyond 64 bytes, as far as this process is concerned."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def written(run):
+    return sorted(step for step, _ in step_folders(run / "traces"))
+
+
+@pytest.mark.parametrize(
+    ("keep", "every", "left"),
+    [(2, 5, [0, 5, 10, 11]), (1, 0, [11]), (0, 0, []), (0, 4, [0, 4, 8]), (3, 10, [0, 9, 10, 11])],
+)
+def test_routes_of_the_latest_steps_and_of_some_others_stay(keep, every, left, tmp_path):
+    (tmp_path / "traces" / "step-00007.mine").mkdir(parents=True)
+    with alone():
+        traces = step_traces(tmp_path, keep=keep, keep_every=every)
+        for step in range(12):
+            one = response_of(step)
+            [back] = record_routes(step, [one], traces)
+            np.testing.assert_array_equal(back.experts_mLK, one.experts_mLK)
+    assert written(tmp_path) == left
+    assert (tmp_path / "traces" / "step-00007.mine").exists()
+    for step in left:
+        assert read_trace(tmp_path / "traces" / f"step-{step:05d}").sample_ids.tolist() == [step]
+
+
+def test_a_full_disk_drops_routes_with_one_line_until_there_is_room(tmp_path, caplog):
+    with alone():
+        traces = step_traces(tmp_path, keep=5)
+        with full_disk():
+            for step in range(3):
+                [back] = record_routes(step, [response_of(step)], traces)
+                assert back.experts_mLK is not None, "training goes on with the routes"
+        assert written(tmp_path) == []
+        [record] = caplog.records
+        assert "traces/step-00000 (rank 0: " in record.getMessage()
+        assert "File too large" in record.getMessage()
+        record_routes(3, [response_of(3)], traces)
+    assert written(tmp_path) == [3]
+    read_trace(tmp_path / "traces" / "step-00003").validate()
+
+
+def test_illegal_routes_end_the_run_also_where_none_are_kept(tmp_path):
+    one = response_of(0)
+    twice = replace(one, experts_mLK=np.zeros_like(one.experts_mLK))
+    with alone(), pytest.raises(TraceError):
+        record_routes(0, [twice], step_traces(tmp_path, keep=0, keep_every=0))

@@ -28,6 +28,7 @@ from relibra.rl.config.settings import (
     RunSettings,
     Section,
     TaskSettings,
+    TraceSettings,
     UpdateSettings,
     WarmupSettings,
 )
@@ -47,6 +48,7 @@ class RunConfig(Section):
     plan: PlanSettings = PlanSettings()
     parallel: ParallelSettings = ParallelSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    trace: TraceSettings = TraceSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
 
     @property
@@ -136,7 +138,17 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), *, base: dict[
         raise ConfigError(_message(error, str(path) if path else "the defaults", origin)) from error
 
 
-_MAY_CHANGE = ("run.steps", "run.name", "run.folder", "update.", "critic.", "plan.", "parallel.", "checkpoint.")
+_MAY_CHANGE = (
+    "run.steps",
+    "run.name",
+    "run.folder",
+    "update.",
+    "critic.",
+    "plan.",
+    "parallel.",
+    "checkpoint.",
+    "trace.",
+)
 _MAY_CHANGE_TOO = (
     *("evaluation.stop_at", "task.max_failed_rewards"),
     *("rollout.max_batch", "rollout.url", "rollout.server_weights"),

@@ -284,7 +284,7 @@ class UpdateSettings(Section):
     """Most tokens of a rank's micro-batch; a longer response is one by itself. Limits activation memory."""
     max_grad_norm: float = Field(1.0, gt=0, le=LARGE)
     """Largest global gradient norm; larger gradients are scaled down to it."""
-    max_skipped: int = Field(5, ge=0)
+    max_skipped: int = Field(5, ge=0, le=1 << 20)
     """Optimizer steps in a row that may be skipped because their gradient is not finite; one more ends the run."""
 
 
@@ -355,6 +355,15 @@ class CheckpointSettings(Section):
     """RL steps between checkpoints; 0: none."""
     keep: int = Field(2, ge=1, le=1 << 16)
     """Number of latest checkpoints to keep."""
+
+
+class TraceSettings(Section):
+    """Recorded routes of rollouts on disk, for reports and `relibra plan`; training needs none of them."""
+
+    keep: int = Field(2, ge=0, le=1 << 30)
+    """Latest steps whose routes are kept; a step takes about tokens x MoE layers x experts per token bytes."""
+    keep_every: int = Field(50, ge=0, le=1 << 30)
+    """Steps whose number is a multiple of this keep their routes too; 0: none. With `keep` 0 too none are written."""
 
 
 class EvaluationSettings(Section):

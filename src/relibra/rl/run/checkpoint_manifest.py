@@ -42,16 +42,18 @@ def find_damage(folder: Path, share: int, shares: int) -> str | None:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         wanted = manifest["files"]
         if manifest["format"] != FORMAT:
-            return f"its format is {manifest['format']}, this version of relibra reads {FORMAT}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            return f"its format is {str(manifest['format'])[:40]}, this version of relibra reads {FORMAT}"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"its {MANIFEST} cannot be read ({type(error).__name__})"
+    if not isinstance(wanted, dict) or not all(_is_digest(found) for found in wanted.values()):
+        return f"its {MANIFEST} names no sizes and digests of files"
     if extra := set(_files(folder)) - set(wanted):
         return f"{min(extra)} is not in its manifest"
     for name in sorted(wanted)[share::shares]:
         try:
             found = _digest(folder / name, sync=False)
-        except OSError as error:
-            return f"{name}: {error.strerror}"
+        except (OSError, ValueError) as error:  # a name may hold anything
+            return f"{name}: {getattr(error, 'strerror', None) or error}"
         if found[0] != wanted[name][0]:
             return f"{name} has {found[0]} bytes instead of {wanted[name][0]}"
         if found != wanted[name]:
@@ -66,6 +68,10 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _is_digest(found: object) -> bool:
+    return isinstance(found, list) and [type(part) for part in found] == [int, str]
 
 
 def _files(folder: Path) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +16,9 @@ from torch.utils.tensorboard import SummaryWriter
 from relibra.files import atomic_path
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.response import Response
+from relibra.rl.run.step_trace import step_folders
 from relibra.rl.tasks.task import Task
 
-_STEP_FOLDER = re.compile(r"step-(\d{5,})")
 SAMPLES_PER_KIND = 3
 """Samples per step of each kind (best, worst, longest): enough to read, small on disk."""
 
@@ -77,9 +76,8 @@ def remove_steps_from(run: Path, step: int) -> None:
         for name in ("metrics.jsonl", "samples.jsonl"):
             if (run / name).exists():
                 _keep_lines_before(run / name, step)
-        for folder in (run / "traces").glob("step-*"):
-            found = _STEP_FOLDER.fullmatch(folder.name)
-            if found and int(found[1]) >= step:
+        for number, folder in step_folders(run / "traces"):
+            if number >= step:
                 shutil.rmtree(folder)
     dist.barrier()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,39 +12,115 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 from numpy import ndarray
+from safetensors import SafetensorError
 
 from relibra.errors import TraceError
-from relibra.rl.model.policy import Policy
+from relibra.rl.config.settings import TraceSettings
 from relibra.rl.rollout.response import Response
 from relibra.rl.run.ranks import gather_json
 from relibra.rl.run.run_folder import trace_folder
 from relibra.routing.trace import RoutingTrace, expert_dtype, hash_tokens
 from relibra.routing.trace_files import ShardEntry, TraceWriter, index_of, write_index
 
+_STEP_FOLDER = re.compile(r"step-(\d{5,})")
+_log = logging.getLogger(__name__)
 
-def write_step_trace(run: Path, step: int, responses: Sequence[Response], policy: Policy) -> list[Response]:
+
+class StepTraces:
+    """Writes the routes of steps into a run folder, and removes those of older steps (`TraceSettings`)."""
+
+    def __init__(self, run: Path, settings: TraceSettings, *, num_experts: int, layer_ids: Sequence[int]) -> None:
+        """Prepare to write the routes of rollouts of a model with these experts and MoE layers."""
+        self._run, self._settings = run, settings
+        self.num_experts, self.layer_ids = num_experts, layer_ids
+        self._dropped = False
+
+    def write(self, step: int, trace: RoutingTrace | None) -> None:
+        """Write this rank's routes of a step, if steps of this number are kept, and remove older ones; collective.
+
+        Where a rank cannot write, as on a full disk, the routes of the step are dropped with a warning.
+
+        trace    None: this rank has no responses
+        raises   TraceError where the engine reported illegal routes
+        """
+        if is_kept(step, self._settings):
+            self._write(step, trace)
+        elif trace is not None:
+            trace.validate()
+
+    def _write(self, step: int, trace: RoutingTrace | None) -> None:
+        folder, shards, problem = trace_folder(self._run, step), list[ShardEntry](), None
+        try:
+            writer = TraceWriter(folder, shard_prefix=f"rank-{dist.get_rank():03d}")
+            if trace is not None:
+                writer.append(trace)
+            shards = writer.shards
+        except (OSError, SafetensorError) as error:
+            problem = getattr(error, "strerror", None) or str(error)
+        gathered_R = gather_json({"shards": [entry.model_dump() for entry in shards], "problem": problem})
+        if dist.get_rank() != 0:
+            return
+        problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(gathered_R) if one["problem"]]
+        if not problems:
+            assert trace is not None, "rank 0 has the first response of every step"
+            entries = [ShardEntry(**entry) for one in gathered_R for entry in one["shards"]]
+            try:
+                write_index(folder, index_of(trace, entries))
+            except OSError as error:
+                problems = [f"rank 0: {error.strerror}"]
+        if problems:
+            self._drop(folder, problems[0])
+            return
+        self._dropped = False
+        for number, old in step_folders(self._run / "traces"):
+            if number < step and not is_kept(number, self._settings, latest=step):
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _drop(self, folder: Path, problem: str) -> None:
+        """Remove what was written of a trace, and warn unless the trace before was dropped too."""
+        shutil.rmtree(folder, ignore_errors=True)
+        if not self._dropped:
+            _log.warning(
+                "cannot write the routes of a step to %s (%s): training continues without them until there is room; "
+                "trace.keep=0 writes none",
+                folder,
+                problem,
+            )
+        self._dropped = True
+
+
+def record_routes(step: int, responses: Sequence[Response], traces: StepTraces) -> list[Response]:
     """Validate and write the routes of all ranks' responses of a step whose engine records routes; collective.
 
-    returns   the responses; their routes are views of the array that was written
+    returns   the responses; their routes are views of one array, that which was written
     raises    TraceError where the engine reported illegal routes
     """
-    folder = trace_folder(run, step)
-    writer = TraceWriter(folder, shard_prefix=f"rank-{dist.get_rank():03d}")
-    trace = None
-    if responses:
-        source = f"rollout of step {step}"
-        trace = trace_of(responses, num_experts=policy.num_experts, layer_ids=policy.layer_ids, source=source)
-        writer.append(trace)
-    gathered_R = gather_json([entry.model_dump() for entry in writer.shards])
-    if dist.get_rank() == 0:
-        assert trace is not None, "rank 0 has the first response of every step"
-        write_index(folder, index_of(trace, [ShardEntry(**entry) for entries in gathered_R for entry in entries]))
-    if trace is None:
+    if not responses:
+        traces.write(step, None)
         return []
+    source = f"rollout of step {step}"
+    trace = trace_of(responses, num_experts=traces.num_experts, layer_ids=traces.layer_ids, source=source)
+    traces.write(step, trace)
     return [
         replace(response, experts_mLK=trace.experts_TLK[start:stop])
         for response, start, stop in zip(responses, trace.offsets, trace.offsets[1:] - 1, strict=False)
     ]
+
+
+def is_kept(step: int, settings: TraceSettings, latest: int | None = None) -> bool:
+    """Return whether the routes of a step are on disk after step `latest`; None: after the step itself.
+
+    >>> [step for step in range(104) if is_kept(step, TraceSettings(keep=2, keep_every=50), latest=103)]
+    [0, 50, 100, 102, 103]
+    """
+    recent = (step if latest is None else latest) - step < settings.keep
+    return recent or bool(settings.keep_every and step % settings.keep_every == 0)
+
+
+def step_folders(traces: Path) -> list[tuple[int, Path]]:
+    """Return the folders of steps, whole or not, with their step; other names are left alone."""
+    found = ((_STEP_FOLDER.fullmatch(path.name), path) for path in traces.glob("step-*"))
+    return [(int(match[1]), path) for match, path in found if match]
 
 
 def trace_of(responses: Sequence[Response], *, num_experts: int, layer_ids: Sequence[int], source: str) -> RoutingTrace:
