@@ -9,6 +9,7 @@ sys.path[0] = str(Path(__file__).parents[1])  # the checkout, so that programs i
 
 from benchmarks.programs import BY_NAME, PROGRAMS, VERBS  # noqa: E402
 from relibra.errors import RelibraError  # noqa: E402
+from relibra.printable import escape_logs_and_tracebacks, printable  # noqa: E402
 
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
@@ -28,10 +29,11 @@ def run(name: str, arguments: list[str]) -> int:
     if program.threads is not None:
         os.environ.update(dict.fromkeys(THREADS, str(program.threads)))  # before numpy starts its threads
     sys.argv = [f"relibra bench {name}", *arguments]
+    escape_logs_and_tracebacks()
     try:
         return importlib.import_module(program.module).main() or 0
     except RelibraError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
 
 

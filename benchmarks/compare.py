@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.harness.results_files import Difference, compare, read_results, refuse_strangers
+from relibra.printable import printable
 
 TOLERANCE = 0.1
 
@@ -21,7 +22,7 @@ def report(found: list[Difference], rows: int, tolerance: float, *, as_json: boo
     if as_json:
         print(json.dumps([{**asdict(one), "change": one.change} for one in found], indent=1))
         return int(bool(found))
-    print(*found, sep="\n", end="\n" if found else "")
+    print(*(printable(str(one)) for one in found), sep="\n", end="\n" if found else "")
     words = f"{len(found)} difference{'s' * (len(found) != 1)}" if found else "nothing differs"
     print(f"{words} beyond {tolerance:.0%}, {rows} rows")
     return int(bool(found))

@@ -39,6 +39,8 @@ SPREAD = (" low", " high", "min", "max")
 """How keys end that say how far a figure strays: these stray further than the figure and are not compared."""
 
 Row = dict[str, Any]
+LARGEST = 1e300
+"""What is larger, or not a number, is no figure."""
 TINY = 1e-9
 """What is smaller on both sides is rounding."""
 
@@ -80,6 +82,8 @@ def read_results(path: Path) -> list[Row]:
         raise ConfigError(
             f"{path} is not there: name a result file, such as benchmarks/results/planner.json"
         ) from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): name a result file") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) and "case" in row for row in rows):
@@ -136,7 +140,7 @@ def figures_of(row: Row) -> Iterator[tuple[str, float]]:
             continue
         if isinstance(value, dict):
             yield from ((f"{key}.{inner}", figure) for inner, figure in figures_of(value))
-        elif isinstance(value, bool | int | float):
+        elif isinstance(value, bool | int | float) and abs(value) < LARGEST:
             yield key, float(value)
 
 

@@ -32,9 +32,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole text file atomically."""
+    """Write a whole text file atomically; halves of surrogate pairs, which UTF-8 does not have, are written escaped."""
     with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def _fsync_folder(folder: Path) -> None:

@@ -15,7 +15,7 @@ from relibra.cli.inputs import options
 from relibra.cli.inputs.machine import open_cluster
 from relibra.cli.inputs.models import open_model
 from relibra.cli.outputs.files import check_outputs, writing
-from relibra.cli.outputs.terminal import progress
+from relibra.cli.outputs.terminal import print_text, progress
 from relibra.errors import ConfigError
 from relibra.planning.budget import DEFAULT_MODEL
 
@@ -115,7 +115,7 @@ def _print(found: Calibration, output: Path) -> None:
         f"it; memory {cluster.memory_bytes / 1e9:,.1f} GB per rank, read and written at "
         f"{cluster.memory_bytes_per_second / 1e9:,.1f} GB/s"
     )
-    typer.echo(f"{output}: label {cluster.label}; relibra plan TRACE --ranks {cluster.num_ranks} --cluster {output}")
+    print_text(f"{output}: label {cluster.label}; relibra plan TRACE --ranks {cluster.num_ranks} --cluster {output}")
 
 
 def _shown(spread: Spread, scale: float) -> tuple[str, str]:

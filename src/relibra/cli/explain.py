@@ -11,7 +11,7 @@ import typer
 
 from relibra.cli.inputs import options
 from relibra.cli.outputs.files import find_demand
-from relibra.cli.outputs.terminal import ranges_in_words
+from relibra.cli.outputs.terminal import print_text, ranges_in_words
 from relibra.errors import ConfigError
 
 
@@ -42,9 +42,9 @@ def explain(
         later = read_plan(diff)
         check_same_sizes((str(plan), made), (str(diff), later))
         difference = compute_difference(made, later)
-        typer.echo(json.dumps(asdict(difference)) if as_json else str(difference))
+        print_text(json.dumps(asdict(difference)) if as_json else str(difference))
         return
     if layer is None:
         raise ConfigError(f"name a layer of {plan} with --layer: it has {ranges_in_words(made.layer_ids.tolist())}")
     text = explain_plan(made, read_demand(find_demand(plan, demand)), layer, micro_batch)
-    typer.echo(json.dumps({"layer": layer, "explanation": text.splitlines()}) if as_json else text)
+    print_text(json.dumps({"layer": layer, "explanation": text.splitlines()}) if as_json else text)

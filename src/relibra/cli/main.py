@@ -9,8 +9,8 @@ import typer
 
 import relibra
 from relibra.cli import bench, calibrate, compare, explain, plan, report, simulate, sweep, trace, train
-from relibra.cli.outputs.terminal import printable
 from relibra.errors import RelibraError
+from relibra.printable import escape_logs_and_tracebacks, printable
 
 app = typer.Typer(
     name="relibra",
@@ -57,6 +57,7 @@ def about(
 
 def main() -> None:
     """Run the program; expected errors become one line on stderr and exit code 1."""
+    escape_logs_and_tracebacks()
     try:
         app(prog_name="relibra")
     except RelibraError as error:

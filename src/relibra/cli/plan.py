@@ -16,8 +16,9 @@ from relibra.cli.inputs.requests import PlanningRequest, takes
 from relibra.cli.inputs.workload import Workload, budget_for, budget_in_words, open_workload, workload_in_words
 from relibra.cli.outputs.files import NamedPath, check_outputs, demand_path, input_files, named, writing
 from relibra.cli.outputs.plan_page import write_page
-from relibra.cli.outputs.terminal import plural, print_note, printable, progress
+from relibra.cli.outputs.terminal import plural, print_note, print_text, progress
 from relibra.errors import ConfigError, PlanError
+from relibra.printable import printable
 
 if TYPE_CHECKING:
     from relibra.planning.analysis.comparison import ComparisonRow
@@ -230,11 +231,11 @@ def _print_summary(result: Result) -> None:
 
     levers = lever_gaps(result.plan, result.workload.demand)
     for line in workload_in_words(result.workload):
-        typer.echo(line)
+        print_text(line)
     for name, text in _summary(result, levers[0][1]).items():
-        typer.echo(f"{name:<13} {text}")
+        print_text(f"{name:<13} {text}")
     if slower := _slower_than_static(result):
-        typer.echo(slower)
+        print_text(slower)
     _print_levers(result.plan, result.workload.demand, levers)
 
 

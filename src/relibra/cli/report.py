@@ -16,8 +16,9 @@ from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.requests import takes
 from relibra.cli.inputs.workload import check_num_experts
 from relibra.cli.outputs.files import find_demand
-from relibra.cli.outputs.terminal import printable, progress
+from relibra.cli.outputs.terminal import progress
 from relibra.errors import ConfigError
+from relibra.printable import printable
 
 if TYPE_CHECKING:
     from relibra.reporting.data.compared_plans import ComparedPlan

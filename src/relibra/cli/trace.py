@@ -15,7 +15,7 @@ from rich.table import Table
 from relibra.cli.inputs import options
 from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.workload import check_num_experts
-from relibra.cli.outputs.terminal import print_note, printable, progress, ranges_in_words
+from relibra.cli.outputs.terminal import print_note, print_text, progress, ranges_in_words
 from relibra.errors import RelibraError, TraceError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def inspect(path: TracePath, num_experts: options.NumExperts = None, as_json: op
         shown = f"{value:,}" if isinstance(value, int) else ranges_in_words(layer_ids) if name == "layer_ids" else value
         if shown not in ("", []):
             text = ", ".join(shown) if isinstance(shown, list) else str(shown)
-            typer.echo(f"{name.replace('_', ' '):<18} {printable(text)}")
+            print_text(f"{name.replace('_', ' '):<18} {text}")
 
 
 @app.command()

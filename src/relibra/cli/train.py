@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from relibra.cli.inputs import options
+from relibra.cli.outputs.terminal import print_note, print_text
 from relibra.errors import ConfigError, RelibraError
 
 
@@ -67,7 +68,7 @@ def train(
         try:
             page = write_report(finished.run)
         except RelibraError as error:  # the run itself is complete
-            typer.echo(f"no report: {error}", err=True)
+            print_note(f"no report: {error}")
     if as_json:
         outcome = {
             "run": str(finished.run),
@@ -92,6 +93,6 @@ def _print_outcome(run: Path, steps: int, rewards: list[float], page: Path | Non
         first, last = sum(rewards[:averaged]) / averaged, sum(rewards[-averaged:]) / averaged
         ended = " in which responses ended" if len(rewards) < steps else ""
         typer.echo(f"reward  {first:.2f} -> {last:.2f} (mean of the first and last {averaged} steps{ended})")
-    typer.echo(f"run     {run}")
+    print_text(f"run     {run}")
     if page:
-        typer.echo(f"report  {page}")
+        print_text(f"report  {page}")

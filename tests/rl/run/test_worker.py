@@ -1,10 +1,15 @@
-"""The device of a rank: its GPU, the CPU, or a refusal; never the CPU by accident."""
+"""The process of a rank: its device (its GPU, the CPU, or a refusal; never the CPU by accident), its last message."""
+
+import logging
+import os
+import sys
 
 import pytest
 import torch
 
 from relibra.errors import ConfigError
-from relibra.rl.run.worker import choose_device
+from relibra.rl.config.run_config import RunConfig
+from relibra.rl.run.worker import Exit, choose_device, run_worker
 
 
 @pytest.mark.parametrize(
@@ -27,3 +32,30 @@ def test_fewer_gpus_than_ranks_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match=r"4 ranks on a machine with 2 GPUs: .*parallel.ranks.*parallel.device=cpu"):
         choose_device(1, 4, "auto")
+
+
+class _Ended(BaseException):
+    """Stands for the end of the process."""
+
+
+def test_the_message_of_a_rank_may_hold_half_of_a_surrogate_pair(monkeypatch):
+    """It once ended the handler that was to report it."""
+    sent = []
+
+    def end(code):
+        raise _Ended(code)
+
+    def fail(*_):
+        raise OSError("half \ud800 \x1b[2J")
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr("relibra.rl.run.worker._exit_with_parent", lambda: None)
+    monkeypatch.setattr("relibra.rl.run.worker.set_rendezvous", lambda *_: None)
+    monkeypatch.setattr("relibra.rl.run.worker.choose_device", fail)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(logging, "lastResort", None)
+    pipe = type("Pipe", (), {"send_bytes": lambda _, data: sent.append(data)})()
+    with pytest.raises(_Ended, match=str(int(Exit.FAILED))):
+        run_worker(0, RunConfig().model_dump_json(), "run", 1, None, pipe)
+    [message] = sent
+    assert message == b"half \\ud800 \\x1b[2J"

@@ -1,4 +1,4 @@
-"""Text for a terminal: numbers with their nouns, safe file names, wrapped sentences, progress."""
+"""Text for a terminal: numbers with their nouns, wrapped sentences, progress."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
+
+from relibra.printable import printable, printable_lines
 
 
 def plural(count: int, noun: str) -> str:
@@ -18,15 +20,6 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{ending}"
 
 
-def printable(text: str) -> str:
-    """Escape control and other unprintable characters: names come from files.
-
-    >>> print(printable("a\x1b[31m \u00e9"))
-    a\\x1b[31m \u00e9
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def progress(words: str) -> Status:
     """Show a spinner with a message on stderr while the `with` block runs."""
     return Console(stderr=True).status(escape(printable(words)))
@@ -35,6 +28,11 @@ def progress(words: str) -> Status:
 def print_wrapped(text: str) -> None:
     """Print a sentence, wrapped between words at the width of the terminal."""
     Console().print(printable(text), highlight=False, markup=False)
+
+
+def print_text(text: str) -> None:
+    """Print lines of a result on stdout."""
+    typer.echo(printable_lines(text))
 
 
 def print_note(text: str) -> None:

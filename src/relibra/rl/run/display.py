@@ -21,6 +21,8 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
+from relibra.printable import printable
+
 LINE_EVERY_WARMUP_STEPS = 40
 NARROW = 100
 """Columns of a terminal below which the table has no curves."""
@@ -99,7 +101,11 @@ class TrainingDisplay:
                 self.console.print(f"plan  {describe_plan(metrics)}", highlight=False, soft_wrap=True)
         for sentence in metrics["alarms"]:
             self.console.print(
-                f"step {metrics['step'] + 1}: {sentence}", style="yellow", highlight=False, soft_wrap=True
+                printable(f"step {metrics['step'] + 1}: {sentence}"),
+                style="yellow",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
             )
 
     def stopping(self) -> None:

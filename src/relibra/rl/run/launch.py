@@ -24,6 +24,7 @@ from types import FrameType
 
 from relibra.environment import STOP_SIGNALS, keep_torch_quiet, launched_rank
 from relibra.errors import ConfigError, EngineError
+from relibra.printable import printable
 from relibra.rl.config.run_config import RunConfig, describe_training
 from relibra.rl.run.run_folder import has_checkpoint, is_unused, locked_run_folder, open_or_create, remove_if_unused
 from relibra.rl.run.worker import FINISHED, MESSAGE_BYTES, Exit, run_launched, run_worker
@@ -57,7 +58,7 @@ def launch(config: RunConfig, resume: Path | None = None) -> Finished | None:
     launched = launched_rank()
     if launched is None or launched.rank == 0:
         for line in describe_training(config):
-            print(line, file=sys.stderr, flush=True)
+            print(printable(line), file=sys.stderr, flush=True)
     if launched is not None:
         run, complete = run_launched(config, launched, resume)
         return Finished(run, complete) if launched.rank == 0 else None
@@ -67,7 +68,7 @@ def launch(config: RunConfig, resume: Path | None = None) -> Finished | None:
     if resume is not None:
         with locked_run_folder(run):  # fail before processes start if the run is in use; rank 0 locks it later
             pass
-    print(f"starting {config.parallel.ranks} processes; run folder {run}", file=sys.stderr, flush=True)
+    print(f"starting {config.parallel.ranks} processes; run folder {printable(str(run))}", file=sys.stderr, flush=True)
     try:
         return Finished(run, _run_processes(config, run))
     finally:

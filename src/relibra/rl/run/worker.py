@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from relibra.environment import LaunchedRank, set_rendezvous
 from relibra.errors import ConfigError, RelibraError
+from relibra.printable import escape_logs_and_tracebacks, print_traceback, printable
 from relibra.rl.config.run_config import RunConfig, with_ranks
 from relibra.rl.run.run_folder import open_or_create
 
@@ -58,9 +58,10 @@ def run_worker(
     last_word  receives `FINISHED`, or an error message: the parent prints equal messages of several ranks once
     """
     _exit_with_parent()
+    escape_logs_and_tracebacks()
     config = RunConfig.model_validate_json(config_json)
     set_rendezvous(rank, config.parallel.ranks, port, config.parallel.threads_per_rank)
-    with _exit_on_error(lambda text: last_word.send_bytes(text.encode()[:MESSAGE_BYTES])):
+    with _exit_on_error(lambda text: last_word.send_bytes(printable(text).encode()[:MESSAGE_BYTES])):
         from relibra.rl.run.ranks import Rendezvous, joined_ranks
         from relibra.rl.trainer import train_rank
 
@@ -81,7 +82,8 @@ def run_launched(config: RunConfig, launched: LaunchedRank, resume: Path | None)
     raises   ConfigError if the number of ranks does not fit the configuration
     """
     config = with_ranks(config, launched.num_ranks)
-    with _exit_on_error(lambda text: print(f"rank {launched.rank}: {text}", file=sys.stderr, flush=True)):
+    escape_logs_and_tracebacks()
+    with _exit_on_error(lambda text: print(f"rank {launched.rank}: {printable(text)}", file=sys.stderr, flush=True)):
         from relibra.rl.run.ranks import broadcast_json, joined_ranks
         from relibra.rl.trainer import train_rank
 
@@ -110,7 +112,7 @@ def _exit_on_error(report: Callable[[str], None]) -> Iterator[None]:
         if expected:
             report(str(error))
         else:
-            print(traceback.format_exc(), file=sys.stderr, flush=True)
+            print_traceback(type(error), error, error.__traceback__)
         lost = isinstance(error, LostPeerError)
         os._exit(Exit.LOST_PEER if lost else Exit.FAILED if expected else Exit.CRASHED)
 

@@ -1,0 +1,50 @@
+"""Text from elsewhere, such as names in files and messages of other programs, for a terminal: escapes are shown.
+
+A terminal obeys escape sequences: raw, a name could move the cursor, change colours or hide what was printed before.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from types import TracebackType
+
+
+def printable(text: str) -> str:
+    """Return a text in which control and other unprintable characters, also halves of pairs, are shown as escapes.
+
+    >>> print(printable("a\x1b[31m \u00e9"))
+    a\\x1b[31m \u00e9
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def printable_lines(text: str) -> str:
+    r"""Return `printable` of each line of a text.
+
+    >>> printable_lines("one\ntwo\r")
+    'one\ntwo\\r'
+    """
+    return "\n".join(printable(line) for line in text.split("\n"))
+
+
+class PrintableFormatter(logging.Formatter):
+    """Formats log records, with what others wrote into them, for a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record as printable lines."""
+        return printable_lines(super().format(record))
+
+
+def escape_logs_and_tracebacks() -> None:
+    """Show escapes in what this process prints of warnings and errors, unless the program set up logging itself."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(PrintableFormatter())
+    sys.excepthook = print_traceback
+
+
+def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print a traceback to stderr as Python does, with escapes shown."""
+    text = "".join(traceback.format_exception(kind, error, trace))
+    print(printable_lines(text), end="", file=sys.stderr, flush=True)
