@@ -38,6 +38,11 @@ def launched_rank() -> LaunchedRank | None:
     )
 
 
+def rendezvous_address() -> tuple[str, int]:
+    """Return host and port of the store of the process group, as `torchrun` tells them."""
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
 def cache_folder() -> Path:
     """Return the folder of the user for files that can be made again; it may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relibra"

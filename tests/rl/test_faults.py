@@ -11,7 +11,7 @@ import pytest
 from relibra.environment import STOP_SIGNALS
 from relibra.rl.config.run_config import load_config
 from relibra.rl.run.launch import launch
-from tests.rl.runs import LongRun, check_report, check_whole, run_command, wait_until_gone
+from tests.rl.runs import LongRun, check_report, check_whole, make_user_task, run_command, train, wait_until_gone
 
 pytestmark = pytest.mark.slow
 
@@ -68,6 +68,41 @@ def test_a_killed_rank_ends_the_run_with_its_name(rank, tmp_path):
     assert "Traceback" not in going.stderr
     assert going.stdout == ""
     assert check_whole(going.run) >= 2
+
+
+def test_a_stopped_rank_is_named_and_the_others_leave_their_stacks(tmp_path):
+    with LongRun(tmp_path, "parallel.heartbeat_seconds=8") as going:
+        going.wait_for("step 1/")
+        workers = going.workers()
+        os.kill(workers[1], signal.SIGSTOP)
+        assert going.exit_code(60) == 1
+        wait_until_gone(workers, 1)
+    assert re.search(r"rank 0: no sign of life of rank 1 \(\w[\w ]*, for \d+ s\) for 8 s", going.stderr)
+    assert "error: the run ended early: rank 0 lost its peers (see above)" in going.stderr
+    assert "Thread" in (going.run / "stacks" / "rank-00000.txt").read_text()
+
+
+HANG = """
+import os, time
+def hang(response, row):
+    if os.environ["RANK"] == "1":
+        time.sleep(9)
+    return sum(map(ord, response)) % 3 / 2
+"""
+
+
+def test_a_slow_reward_of_one_rank_outlasts_the_deadline_of_collectives(tmp_path):
+    task = make_user_task(tmp_path)
+    (tmp_path / "slow_reward.py").write_text(HANG)
+    words = (
+        "task.reward=slow_reward:hang",
+        "rollout.prompts_per_step=2",
+        "update.mini_batches=1",
+        "plan.balancer=static",
+    )
+    done = train(tmp_path, *task, *words, "run.steps=1", "parallel.timeout_seconds=12", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 1
 
 
 def test_a_rank_killed_while_it_starts_ends_the_run(tmp_path):

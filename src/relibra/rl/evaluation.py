@@ -8,7 +8,7 @@ import torch.distributed as dist
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.failed_rewards import check_failed_rewards
 from relibra.rl.rollout.response import RolloutEngine, new_response
-from relibra.rl.run.ranks import sum_over_ranks
+from relibra.rl.run.ranks import begin_stage, sum_over_ranks, wait_for_ranks
 from relibra.rl.tasks.task import RewardError, Task
 
 _FIRST_SAMPLE = 1 << 50
@@ -28,9 +28,11 @@ def evaluate(
 
     raises    ConfigError where more rewards failed than `task.max_failed_rewards`
     """
+    begin_stage("evaluation")
     own = list(enumerate(task.evaluation_prompts(num_prompts)))[dist.get_rank() :: dist.get_world_size()]
     started = [new_response(_FIRST_SAMPLE + i, i, tokenizer.encode(prompt.text)) for i, prompt in own]
     windows, _ = engine.generate(started, window=max_response, max_response=max_response)
+    wait_for_ranks()
     rewards, errors = list[float](), list[str]()
     for (_, prompt), window in zip(own, windows, strict=True):
         try:

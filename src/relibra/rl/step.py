@@ -26,7 +26,7 @@ from relibra.rl.rollout.collect import Rollout, check_live_responses, collect, c
 from relibra.rl.rollout.engines import sync_weights
 from relibra.rl.rollout.failed_rewards import check_failed_rewards
 from relibra.rl.rollout.response import Response, RolloutEngine
-from relibra.rl.run.ranks import sum_over_ranks
+from relibra.rl.run.ranks import begin_stage, sum_over_ranks
 from relibra.rl.run.step_metrics import balance_metrics, mismatch_metrics_of_ranks, rollout_metrics, update_metrics
 from relibra.rl.run.step_trace import StepTraces, record_routes
 from relibra.rl.tasks.task import Task
@@ -146,13 +146,15 @@ class StepResult:
 
 @dataclass
 class Stopwatch:
-    """Seconds per stage."""
+    """Seconds per stage of a step."""
 
+    step: int
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Add the time of the block to a stage."""
+        begin_stage(f"{name} of step {self.step}")
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
@@ -160,7 +162,7 @@ class Stopwatch:
 
 def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, traces: StepTraces) -> StepResult:
     """Go through one step: sample, reward, plan, recompute, assign credit, update, sync weights; collective."""
-    clock = Stopwatch()
+    clock = Stopwatch(step)
     rollout = _sample(step, learner, progress, config, traces, clock)
     kept, advantage_of = _compare_groups(rollout.responses, config, clock)
     rollout = replace(rollout, responses=[_without_routes(response) for response in rollout.responses])

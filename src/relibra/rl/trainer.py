@@ -23,7 +23,7 @@ from relibra.rl.rollout.collect import longest_prompt
 from relibra.rl.rollout.engines import make_engine, sync_weights
 from relibra.rl.run.checkpoint import Models, load_checkpoint, save_checkpoint
 from relibra.rl.run.display import TrainingDisplay
-from relibra.rl.run.ranks import StopRequest, broadcast_json
+from relibra.rl.run.ranks import StopRequest, begin_stage, broadcast_json
 from relibra.rl.run.run_folder import has_checkpoint, locked_run_folder, write_config
 from relibra.rl.run.step_logs import StepLogs, remove_steps_from
 from relibra.rl.run.step_trace import StepTraces
@@ -149,6 +149,8 @@ def _warm_up(
     config: RunConfig, policy: Policy, task: Task, tokenizer: Tokenizer, display: TrainingDisplay, stop: StopRequest
 ) -> bool:
     """Train on demonstrations; return False if Ctrl-C stopped it before the last warm-up step."""
+
+    begin_stage("warm-up")
 
     def on_step(step: int, loss: float) -> bool:
         display.warmup_step(step, loss)

@@ -344,8 +344,10 @@ class ParallelSettings(Section):
     threads_per_rank: int = Field(1, ge=1, le=1 << 10)
     """CPU threads of each process."""
     timeout_seconds: float = Field(1800.0, gt=0, le=1e7)
-    """Seconds that a rank waits for others before the run ends with an error: longer than the slowest response, reward
-    or checkpoint of one rank. A rank that ends is noticed at once."""
+    """Seconds that a collective waits for a rank before the run ends with an error. For rollouts, rewards and writing,
+    which may take longer on one rank than on others, ranks wait without end. A rank that ends is noticed at once."""
+    heartbeat_seconds: float = Field(180.0, ge=1, le=1e7)
+    """Seconds without a sign of life after which a rank counts as lost: its process is stopped, or its machine gone."""
 
 
 class CheckpointSettings(Section):

@@ -23,7 +23,7 @@ from relibra.parallel import logical_parameters, register
 from relibra.parallel.balanced import NAME
 from relibra.parallel.homes.logical_order import full_tensor, reshard
 from relibra.rl.config.settings import ModelSettings
-from relibra.rl.run.ranks import gather_json
+from relibra.rl.run.ranks import gather_json, wait_for_ranks
 
 T = TypeVar("T")
 
@@ -122,6 +122,7 @@ def on_all_ranks(work: Callable[[], T]) -> T:
         result = work()
     except RelibraError as error:
         problem = str(error)
+    wait_for_ranks()
     problems = [each for each in gather_json(problem) if each]
     if problems:
         raise ConfigError(problems[0])

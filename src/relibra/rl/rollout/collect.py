@@ -17,7 +17,7 @@ from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.admission import SampleCursor, check_no_response_lost, plan_admission
 from relibra.rl.rollout.response import Response, RolloutCost, RolloutEngine, new_response
 from relibra.rl.rollout.response_arrays import exchange_responses
-from relibra.rl.run.ranks import gather_arrays, largest_over_ranks
+from relibra.rl.run.ranks import gather_arrays, largest_over_ranks, wait_for_ranks
 from relibra.rl.tasks.prompts import Prompts
 from relibra.rl.tasks.task import RewardError, Task
 
@@ -71,6 +71,7 @@ def collect(
         max_response=settings.max_response,
         spare=spares() if settings.refill else None,
     )
+    wait_for_ranks()  # responses of a rank may be long
     extended = [
         response.extended(window, weight_version=weight_version, max_response=settings.max_response)
         for response, window in zip([*active, *refilled], windows, strict=True)

@@ -12,6 +12,7 @@ from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.embedded import EmbeddedEngine
 from relibra.rl.rollout.response import RolloutEngine
 from relibra.rl.rollout.server import ServedRoutes, ServerEngine, publish_weights
+from relibra.rl.run.ranks import wait_for_ranks
 
 
 def make_engine(
@@ -66,4 +67,4 @@ def sync_weights(engine: RolloutEngine, policy: Policy, server_weights: Path | N
         assert server_weights is not None, "RolloutSettings asks for a folder that the server sees"
         if dist.get_rank() == 0:
             publish_weights(policy.copy, server_weights, engine, weight_version)
-        dist.barrier()  # no rank uses the server before it has the weights
+        wait_for_ranks()  # no rank uses the server before it has the weights

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from relibra.errors import ConfigError
-from relibra.rl.run.ranks import gather_json
+from relibra.rl.run.ranks import gather_json, wait_for_ranks
 
 _log = logging.getLogger(__name__)
 
@@ -22,6 +22,7 @@ def check_failed_rewards(errors: Sequence[str], rated: int, *, limit: float, whe
     where     for messages, such as "step 3"
     raises    ConfigError, on all ranks, where more failed than the limit allows
     """
+    wait_for_ranks()  # a verifier may take long on one rank
     counts_R = gather_json({"failed": len(errors), "rated": rated, "first": errors[0] if errors else ""})
     failed, total = sum(rank["failed"] for rank in counts_R), sum(rank["rated"] for rank in counts_R)
     if not failed:

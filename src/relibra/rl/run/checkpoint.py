@@ -38,7 +38,7 @@ from relibra.rl.rollout.response import Response
 from relibra.rl.rollout.response_arrays import load_responses, save_responses
 from relibra.rl.run.checkpoint_manifest import digest_files, find_damage, sync_folder, write_manifest
 from relibra.rl.run.checkpoint_tensors import at_saved_homes, in_logical_order, restore_scalars, scalars, tensors
-from relibra.rl.run.ranks import broadcast_json, gather_json
+from relibra.rl.run.ranks import begin_stage, broadcast_json, gather_json, patient_group, wait_for_ranks
 
 Models = Mapping[str, tuple[nn.Module, Optimizer | None]]
 """Models of a run by name, each with its optimizer; None: it is not trained."""
@@ -76,6 +76,7 @@ def save_checkpoint(
     """
     folder = run / "checkpoints" / f"step-{step:05d}"
     partial = folder.with_name(f".{folder.name}.partial")
+    begin_stage(f"checkpoint after step {step}")
     try:
         _write(partial, step, models, responses, state)
         with _writing(partial):
@@ -101,7 +102,9 @@ def load_checkpoint(run: Path, *, models: Models) -> LoadedCheckpoint | None:
     damage = []
     for name in found:
         folder = run / "checkpoints" / name
-        found_damage = gather_json(find_damage(folder, dist.get_rank(), dist.get_world_size()))
+        damage_of_rank = find_damage(folder, dist.get_rank(), dist.get_world_size())
+        wait_for_ranks()
+        found_damage = gather_json(damage_of_rank)
         wrong = [each for each in found_damage if each]
         if not wrong:
             return _load(folder, models)
@@ -185,6 +188,7 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, RelibraError) as error:
         problem = f"rank {dist.get_rank()}: {getattr(error, 'strerror', None) or error}"
+    wait_for_ranks()  # a disk may be slow on one rank
     problems = [each for each in gather_json(problem) if each]
     if problems:
         raise _cannot_write(folder, problems[0])
@@ -192,7 +196,8 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def _write_tensors(named: dict[str, Any], folder: Path) -> None:
     try:
-        save(named, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        save(named, storage_writer=writer, process_group=patient_group())
     except CheckpointException as error:  # torch raises it on all ranks, with the errors of each
         causes = [cause for cause, _ in error.failures.values()]
         if not all(isinstance(cause, OSError) for cause in causes):

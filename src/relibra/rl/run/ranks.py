@@ -6,9 +6,10 @@ import json
 import math
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -21,6 +22,7 @@ from numpy import ndarray
 from relibra.environment import STOP_SIGNALS
 from relibra.errors import EngineError
 
+NO_DEADLINE = timedelta(days=20)  # in milliseconds it fits into 32 bits
 MAX_PAYLOAD_BYTES = 64 << 20
 MAX_ARRAY_BYTES = 4 << 30
 
@@ -72,16 +74,57 @@ def joined_ranks(timeout_seconds: float, device: torch.device, rendezvous: Rende
             dist.init_process_group(
                 backend, timeout=timeout, store=store, rank=rendezvous.rank, world_size=rendezvous.num_ranks
             )
+        _PATIENT.group = dist.new_group(backend="gloo", timeout=NO_DEADLINE)
         yield
-        dist.barrier()  # a peer may still need this rank
+        wait_for_ranks()  # a peer may still need this rank
     except RuntimeError as error:
-        if not _is_peer_loss(error):
+        if not is_peer_loss(error):
             raise
         raise LostPeerError(
             f"a peer ended, or took longer than {timeout_seconds:g} s (parallel.timeout_seconds): "
             f"{str(error).splitlines()[0].partition('. ')[0]}"
         ) from error
     dist.destroy_process_group()
+    _PATIENT.group = None
+
+
+@dataclass
+class _Patience:
+    """What this rank does, and the group whose collectives have no deadline."""
+
+    group: dist.ProcessGroup | None = None
+    stage: str = "start"
+    since: float = field(default_factory=time.monotonic)
+    waiting: bool = False
+
+
+_PATIENT = _Patience()
+
+
+def wait_for_ranks() -> None:
+    """Wait until all ranks are here, without a deadline; collective.
+
+    It stands behind work that may take longer on one rank than on others: rollout, rewards, writing. A peer that ends
+    is noticed at once, one that gives no sign of life by `run/heartbeat.py`.
+    """
+    _PATIENT.waiting, _PATIENT.since = True, time.monotonic()
+    dist.barrier(group=_PATIENT.group)
+    _PATIENT.waiting, _PATIENT.since = False, time.monotonic()
+
+
+def patient_group() -> dist.ProcessGroup | None:
+    """Return the group whose collectives have no deadline; None: the default group."""
+    return _PATIENT.group
+
+
+def begin_stage(stage: str) -> None:
+    """Remember what this rank does from now on, such as "reward of step 3", to tell its peers."""
+    _PATIENT.stage, _PATIENT.since = stage, time.monotonic()
+
+
+def present_work() -> tuple[str, float, bool]:
+    """Return what this rank does, for how many seconds, and whether it waits for its peers."""
+    return _PATIENT.stage, time.monotonic() - _PATIENT.since, _PATIENT.waiting
 
 
 def broadcast_json(value: Any) -> Any:
@@ -188,7 +231,7 @@ class StopRequest:
 _TRANSPORT = ("gloo/transport", "connection closed by peer", "connection reset by peer", "broken pipe", "timed out")
 
 
-def _is_peer_loss(error: RuntimeError) -> bool:
+def is_peer_loss(error: BaseException) -> bool:
     """Return whether an error comes from a lost connection, which torch raises under many names."""
     if isinstance(error, EngineError):  # ours, already explained
         return False

@@ -8,6 +8,7 @@ reference/             the policy before the first step, if algorithm.kl_coeffic
 tensorboard/           the same numbers for TensorBoard
 traces/step-00000/     recorded routes of each rollout
 policy/                the trained policy, a plain `transformers` folder
+stacks/                Python stacks of the ranks, if one was lost or hung
 .lock                  empty; locked by the process that writes into the folder
 report.html            written by `relibra report`
 """

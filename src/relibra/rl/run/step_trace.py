@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from relibra.errors import TraceError
 from relibra.rl.config.settings import TraceSettings
 from relibra.rl.rollout.response import Response
-from relibra.rl.run.ranks import gather_json
+from relibra.rl.run.ranks import gather_json, wait_for_ranks
 from relibra.rl.run.run_folder import trace_folder
 from relibra.routing.trace import RoutingTrace, expert_dtype, hash_tokens
 from relibra.routing.trace_files import ShardEntry, TraceWriter, index_of, write_index
@@ -57,6 +57,7 @@ class StepTraces:
             shards = writer.shards
         except (OSError, SafetensorError) as error:
             problem = getattr(error, "strerror", None) or str(error)
+        wait_for_ranks()
         gathered_R = gather_json({"shards": [entry.model_dump() for entry in shards], "problem": problem})
         if dist.get_rank() != 0:
             return

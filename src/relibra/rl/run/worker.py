@@ -14,7 +14,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relibra.environment import LaunchedRank, set_rendezvous
+from relibra.environment import LaunchedRank, rendezvous_address, set_rendezvous
 from relibra.errors import ConfigError, RelibraError
 from relibra.printable import escape_logs_and_tracebacks, print_traceback, printable
 from relibra.rl.config.run_config import RunConfig, with_ranks
@@ -61,7 +61,12 @@ def run_worker(
     escape_logs_and_tracebacks()
     config = RunConfig.model_validate_json(config_json)
     set_rendezvous(rank, config.parallel.ranks, port, config.parallel.threads_per_rank)
-    with _exit_on_error(lambda text: last_word.send_bytes(printable(text).encode()[:MESSAGE_BYTES])):
+
+    def tell(text: str) -> None:
+        last_word.send_bytes(printable(text).encode()[:MESSAGE_BYTES])
+
+    with _exit_on_error(tell):
+        from relibra.rl.run.heartbeat import heartbeats
         from relibra.rl.run.ranks import Rendezvous, joined_ranks
         from relibra.rl.trainer import train_rank
 
@@ -69,7 +74,11 @@ def run_worker(
         if rank == 0:
             print(f"device {describe_device(device)}", file=sys.stderr, flush=True)
         rendezvous = Rendezvous(rank, config.parallel.ranks, port, listener)
-        with joined_ranks(config.parallel.timeout_seconds, device, rendezvous):
+        patience = config.parallel.timeout_seconds, config.parallel.heartbeat_seconds
+        with (
+            joined_ranks(patience[0], device, rendezvous),
+            heartbeats(Path(run), ("127.0.0.1", port), *patience, on_lost=_lost(tell)),
+        ):
             complete = train_rank(config, Path(run), device)
         last_word.send_bytes(FINISHED)
     sys.exit(Exit.DONE if complete else Exit.STOPPED)
@@ -83,16 +92,23 @@ def run_launched(config: RunConfig, launched: LaunchedRank, resume: Path | None)
     """
     config = with_ranks(config, launched.num_ranks)
     escape_logs_and_tracebacks()
-    with _exit_on_error(lambda text: print(f"rank {launched.rank}: {printable(text)}", file=sys.stderr, flush=True)):
+
+    def tell(text: str) -> None:
+        print(f"rank {launched.rank}: {printable(text)}", file=sys.stderr, flush=True)
+
+    with _exit_on_error(tell):
+        from relibra.rl.run.heartbeat import heartbeats
         from relibra.rl.run.ranks import broadcast_json, joined_ranks
         from relibra.rl.trainer import train_rank
 
         device = choose_device(launched.local_rank, launched.num_local_ranks, config.parallel.device)
         if launched.rank == 0:
             print(f"device {describe_device(device)}", file=sys.stderr, flush=True)
-        with joined_ranks(config.parallel.timeout_seconds, device):
+        patience = config.parallel.timeout_seconds, config.parallel.heartbeat_seconds
+        with joined_ranks(patience[0], device):
             run = Path(broadcast_json(str(open_or_create(config, resume)) if launched.rank == 0 else None))
-            complete = train_rank(config, run, device)
+            with heartbeats(run, rendezvous_address(), *patience, on_lost=_lost(tell)):
+                complete = train_rank(config, run, device)
     return run, complete
 
 
@@ -115,6 +131,16 @@ def _exit_on_error(report: Callable[[str], None]) -> Iterator[None]:
             print_traceback(type(error), error, error.__traceback__)
         lost = isinstance(error, LostPeerError)
         os._exit(Exit.LOST_PEER if lost else Exit.FAILED if expected else Exit.CRASHED)
+
+
+def _lost(report: Callable[[str], None]) -> Callable[[str], None]:
+    """Return what a rank does whose peer is lost: it reports that, and ends, whatever its main thread waits for."""
+
+    def end(sentence: str) -> None:
+        report(sentence)
+        os._exit(Exit.LOST_PEER)
+
+    return end
 
 
 def _exit_with_parent() -> None:
