@@ -87,113 +87,109 @@ def traffic_MLRR(
 def _count_traffic(tokens_MLRE, home_LE, replica_MLRB, quota_MLRB, ranks_per_node, traffic) -> None:
     M, L, R, E = tokens_MLRE.shape
     B = replica_MLRB.shape[3]
-    rank_I, quota_I = np.empty(R * B + 1, np.int64), np.empty(R * B + 1, np.int64)
-    supply_R, split_RI = np.empty(R, np.int64), np.empty((R, R * B + 1), np.int64)
-    to_E, sent_R1 = np.empty(E, np.int64), np.empty(R + 1, np.int64)
+    rank_I, left_I = np.empty(R * B + 1, np.int64), np.empty(R * B + 1, np.int64)
+    remainder_I, open_X = np.empty(R * B + 1, np.int64), np.empty(R * B + 1, np.int64)
+    supply_R, to_E, sent_R1 = np.empty(R, np.int64), np.empty(E, np.int64), np.empty(R + 1, np.int64)
+    first_E, next_X = np.empty(E, np.int64), np.empty(R * B, np.int64)  # slots of each expert, by rank
     for m in range(M):
         for layer in range(L):
-            tokens_RE, out_RR = tokens_MLRE[m, layer], traffic[m, layer]
-            replica_X, quota_X = replica_MLRB[m, layer].copy().ravel(), quota_MLRB[m, layer].copy().ravel()
+            tokens_RE, replica_RB, quota_RB = tokens_MLRE[m, layer], replica_MLRB[m, layer], quota_MLRB[m, layer]
+            out_RR = traffic[m, layer]
             to_E[:] = home_LE[layer]
-            for e in replica_X:
+            first_E[:] = -1
+            for x in range(R * B - 1, -1, -1):
+                e = replica_RB[x // B, x % B]
                 if e >= 0:
+                    next_X[x], first_E[e] = first_E[e], x
                     to_E[e] = R  # split below
             for s in range(R):
                 sent_R1[:] = 0
                 for e in range(E):
                     sent_R1[to_E[e]] += tokens_RE[s, e]
-                out_RR[s, :] += sent_R1[:R]
-            by_expert = np.argsort(replica_X, kind="mergesort")  # empty slots first; then expert by expert, by rank
-            x = 0
-            while x < len(by_expert):
-                e = replica_X[by_expert[x]]
-                if e < 0:
-                    x += 1
+                for d in range(R):
+                    out_RR[s, d] += sent_R1[d]
+            for e in range(E):
+                x = first_E[e]
+                if x < 0:
                     continue
-                rank_I[0], quota_I[0], n = home_LE[layer, e], 0, 1
+                rank_I[0], left_I[0], n = home_LE[layer, e], 0, 1
                 for s in range(R):
                     supply_R[s] = tokens_RE[s, e]
-                    quota_I[0] += supply_R[s]
-                while x < len(by_expert) and replica_X[by_expert[x]] == e:
-                    rank_I[n], quota_I[n] = by_expert[x] // B, quota_X[by_expert[x]]
-                    quota_I[0] -= quota_I[n]
-                    n += 1
-                    x += 1
-                split_RI[:, :n] = 0
-                _split_expert(supply_R, rank_I[:n], quota_I[:n], ranks_per_node, split_RI)
-                for s in range(R):
-                    for i in range(n):
-                        out_RR[s, rank_I[i]] += split_RI[s, i]
+                    left_I[0] += supply_R[s]
+                while x >= 0:
+                    rank_I[n], left_I[n] = x // B, quota_RB[x // B, x % B]
+                    left_I[0] -= left_I[n]
+                    n, x = n + 1, next_X[x]
+                _split_expert(supply_R, rank_I[:n], left_I[:n], ranks_per_node, remainder_I, open_X, rank_I, out_RR)
 
 
 @compiled
 @no_type_check
 def _split_all(tokens_RE, starts, rank_I, quota_I, ranks_per_node, tokens_RI) -> None:
+    column_I = np.arange(len(rank_I))
+    remainder_I, open_X = np.empty(len(rank_I), np.int64), np.empty(len(rank_I), np.int64)
     for e in range(len(starts) - 1):
         piece = slice(starts[e], starts[e + 1])
-        left_I = quota_I[piece].copy()
-        _split_expert(tokens_RE[:, e].copy(), rank_I[piece], left_I, ranks_per_node, tokens_RI[:, piece])
+        supply_R, left_I = tokens_RE[:, e].copy(), quota_I[piece].copy()
+        _split_expert(supply_R, rank_I[piece], left_I, ranks_per_node, remainder_I, open_X, column_I, tokens_RI[:, piece])
 
 
 @compiled
 @no_type_check
-def _split_expert(supply_R, rank_I, left_I, ranks_per_node, out_RI) -> None:
-    """Add one expert's split to `out_RI`; uses up `supply_R` and `left_I`, whose sums are equal."""
+def _split_expert(supply_R, rank_I, left_I, ranks_per_node, remainder_I, open_X, column_I, out_RX) -> None:
+    """Add one expert's split to `out_RX`; uses up `supply_R` and `left_I`, whose sums are equal.
+
+    In each range of ranks every source divides what it may give there among the instances in proportion to their
+    remaining quotas. Leftovers of rounding down go to the largest remainders (ties: lower instance). A share never
+    exceeds what is left: give c / room is below c unless give = room. One function: calls cost more than the work.
+
+    remainder_I, open_X   working memory
+    column_I              column of an instance in `out_RX`
+    """
     R, n = len(supply_R), len(rank_I)
     for i in range(n):  # same rank
         s = rank_I[i]
         x = min(supply_R[s], left_I[i])
-        out_RI[s, i] += x
+        out_RX[s, column_I[i]] += x
         supply_R[s] -= x
         left_I[i] -= x
-    for node in range(R // ranks_per_node):  # same node
-        low, high = node * ranks_per_node, (node + 1) * ranks_per_node
-        room, wanted = 0, 0
+    num_nodes = R // ranks_per_node
+    for node in range(num_nodes + 1):  # same node; then anywhere
+        low, high = (0, R) if node == num_nodes else (node * ranks_per_node, (node + 1) * ranks_per_node)
+        room, wanted, x = 0, 0, 0
         for i in range(n):
-            if low <= rank_I[i] < high:
+            if low <= rank_I[i] < high and left_I[i] > 0:
+                open_X[x] = i
                 room += left_I[i]
+                x += 1
+        if room == 0:
+            continue
         for s in range(low, high):
             wanted += supply_R[s]
         for s in range(low, high):
-            if room == 0 or wanted == 0:
-                break
             give = supply_R[s] if wanted <= room else supply_R[s] * room // wanted
             wanted -= supply_R[s]
-            _divide_tokens(s, give, room, rank_I, left_I, low, high, out_RI)
             supply_R[s] -= give
+            if x == 1:
+                out_RX[s, column_I[open_X[0]]] += give
+                left_I[open_X[0]] -= give
+            elif give > 0:
+                missing = give
+                for y in range(x):
+                    i = open_X[y]
+                    share = give * left_I[i] // room
+                    remainder_I[i] = give * left_I[i] - share * room
+                    out_RX[s, column_I[i]] += share
+                    left_I[i] -= share
+                    missing -= share
+                for _ in range(missing):
+                    best = open_X[0]
+                    for y in range(1, x):
+                        if remainder_I[open_X[y]] > remainder_I[best]:
+                            best = open_X[y]
+                    remainder_I[best] = 0
+                    out_RX[s, column_I[best]] += 1
+                    left_I[best] -= 1
             room -= give
-    room = left_I.sum()
-    for s in range(R):  # anywhere
-        if supply_R[s] > 0:
-            _divide_tokens(s, supply_R[s], room, rank_I, left_I, 0, R, out_RI)
-            room -= supply_R[s]
-            supply_R[s] = 0
-
-
-@compiled
-@no_type_check
-def _divide_tokens(s, give, room, rank_I, left_I, low, high, out_RI) -> None:
-    """Divide `give` tokens of source `s` among instances on ranks low..high in proportion to their remaining quotas.
-
-    `room` is the sum of what is left there, at least `give`. Leftovers of rounding down go to the largest remainders
-    (ties: lower instance). A share never exceeds what is left: give c / room is below c unless give = room.
-    """
-    n, given = len(rank_I), 0
-    if give == 0:
-        return
-    remainder_I = np.full(n, -1, np.int64)
-    for i in range(n):
-        if low <= rank_I[i] < high and left_I[i] > 0:
-            share = give * left_I[i] // room
-            remainder_I[i] = give * left_I[i] - share * room
-            out_RI[s, i] += share
-            left_I[i] -= share
-            given += share
-    for _ in range(give - given):
-        best = -1
-        for i in range(n):
-            if remainder_I[i] > 0 and (best < 0 or remainder_I[i] > remainder_I[best]):
-                best = i
-        remainder_I[best] = 0
-        out_RI[s, best] += 1
-        left_I[best] -= 1
+            if room == 0 or wanted == 0:
+                break
