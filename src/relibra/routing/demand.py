@@ -218,10 +218,11 @@ class ScheduledDemand(Demand):
             return scheduled
         return replace(scheduled, group_M=self.group_M)
 
-    def of_micro_batches(self, number_m: Int64[ndarray, " m"]) -> ScheduledDemand:
+    def of_micro_batches(self, number_m: slice | Int64[ndarray, " m"]) -> ScheduledDemand:
         """Return the demand of some micro-batches, numbered from 0 in the given order; other samples are left out."""
-        new_number = np.full(len(self.tokens_MLRE) + 1, -1, dtype=np.int32)  # the last entry: samples left out
-        new_number[number_m] = np.arange(len(number_m))
+        M = len(self.tokens_MLRE)
+        new_number = np.full(M + 1, -1, dtype=np.int32)  # the last entry: samples left out
+        new_number[number_m] = np.arange(len(np.arange(M)[number_m]))
         return replace(
             self,
             tokens_MLRE=self.tokens_MLRE[number_m],

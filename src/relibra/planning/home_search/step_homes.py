@@ -23,10 +23,13 @@ from relibra.planning.search.deadline import Deadline
 from relibra.planning.search.parallel_map import parallel_map
 from relibra.routing.demand import ScheduledDemand
 
-_SWAPS_OF_A_STEP = 60_000_000
-"""Swaps x micro-batches x layers that one annealing of all layers may evaluate; about 15 ns each."""
-_SWAPS_OF_A_DEAL = 10_000_000
-"""The same for dealing homes again to the ranks of their nodes."""
+_SWAPS_OF_A_STEP = {"tokens": 60_000_000, "seconds": 30_000_000}
+"""Swaps x micro-batches x layers that one annealing of all layers may evaluate, by objective; about 25 ns each, twice
+that with the network. Twice as many lower the seconds of a step with replicas by a thousandth."""
+_SWAPS_OF_A_LAYER = {"tokens": 100_000, "seconds": 20_000}
+"""Most swaps of one layer."""
+_SWAPS_OF_A_DEAL, _SWAPS_OF_A_NODE = 2_500_000, 1_000
+"""The same for dealing homes again to the ranks of their nodes, and the most of one node and layer."""
 _MICRO_BATCHES = 32
 """Most micro-batches that homes are searched for, evenly spaced: they stand for the others."""
 _MOVES_OF_ALL = 0.01
@@ -85,7 +88,8 @@ def search_homes(
     # without replicas every rank is a domain
     per_domain = request.cluster.ranks_per_node if request.budget.slots else 1
     weights = home_weights(request, demand, request.cluster.num_ranks // per_domain)
-    proposals = int(np.clip(share * _SWAPS_OF_A_STEP // max(1, M * L), 4_000, 100_000))
+    objective = request.budget.objective or "tokens"
+    proposals = int(np.clip(share * _SWAPS_OF_A_STEP[objective] // max(1, M * L), 4_000, _SWAPS_OF_A_LAYER[objective]))
     proposals //= (1 if first else 8) * (2 if weights.network else 1)  # the network term doubles the work of a swap
     if clock.seconds is None:
         return _anneal_homes(request, demand, home_LE, per_domain, weights, proposals, first=first)
@@ -160,7 +164,7 @@ def deal_inside_nodes(
     # in token-slots that cross the network; moves inside a node go over all its links
     row_seconds = 4 * request.expert.row_bytes / slowest_link(cluster)
     move = request.expert.state_bytes / budget.steps_served / cluster.intra.bytes_per_second / G / row_seconds / every
-    proposals = int(np.clip(_SWAPS_OF_A_DEAL // max(1, M * L * N), 200, 4_000))
+    proposals = int(np.clip(_SWAPS_OF_A_DEAL // max(1, M * L * N), 200, _SWAPS_OF_A_NODE))
 
     def deal(layer: int) -> ndarray:
         home_E, load_ME = home_LE[layer], load_MLE[:, layer].copy()

@@ -131,7 +131,9 @@ def _split_all(tokens_RE, starts, rank_I, quota_I, ranks_per_node, tokens_RI) ->
     for e in range(len(starts) - 1):
         piece = slice(starts[e], starts[e + 1])
         supply_R, left_I = tokens_RE[:, e].copy(), quota_I[piece].copy()
-        _split_expert(supply_R, rank_I[piece], left_I, ranks_per_node, remainder_I, open_X, column_I, tokens_RI[:, piece])
+        _split_expert(
+            supply_R, rank_I[piece], left_I, ranks_per_node, remainder_I, open_X, column_I, tokens_RI[:, piece]
+        )
 
 
 @compiled
