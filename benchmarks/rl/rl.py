@@ -5,7 +5,7 @@ with canonical sums both follow the same bits. The experts of the policy are num
 result and puts the busy ones on rank 0: small models trained for minutes have even routes, real ones have not.
 Runs of a pair take turns, so that a slow minute of the machine meets both.
 Rows go to results/rl.json.
-Run: relibra bench rl [--quick] [--json] [--output FOLDER]. Twelve minutes.
+Run: relibra bench rl [--quick] [--json] [--output FOLDER]. Fifteen minutes.
 --quick takes a small model and few steps, and writes no rows.
 """
 
@@ -31,7 +31,7 @@ SETTINGS = (
     "parallel.ranks=2",
     "run.seed=0",
     "model.hidden_size=256",
-    "model.expert_width=768",
+    "model.expert_width=1280",
     "model.num_layers=4",
     "model.num_experts=16",
     "model.experts_per_token=6",
