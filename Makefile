@@ -55,7 +55,7 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 test: lint types
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
 
 test-all: lint types
 	$(BIN)/python -m pytest

@@ -44,10 +44,20 @@ def trace(tmp_path, routes):
     return tmp_path / "t"
 
 
+@pytest.fixture(scope="module")
+def planned_files():
+    """Files of the plan that tests read, by name: the first test that asks for it makes them."""
+    return {}
+
+
 @pytest.fixture
-def plan(run, trace, tmp_path):
+def plan(run, trace, tmp_path, planned_files):
     path = tmp_path / "one.safetensors"
-    assert run("plan", trace, *CUT, "-o", path)[0] == 0
+    if not planned_files:
+        assert run("plan", trace, *CUT, "-o", path)[0] == 0
+        planned_files |= {file.name: file.read_bytes() for file in tmp_path.glob("one.*")}
+    for name, content in planned_files.items():
+        (tmp_path / name).write_bytes(content)
     return path
 
 

@@ -26,21 +26,52 @@ def message_of(action) -> str:
 
 
 def refuse_all(case, folder) -> dict[str, str]:
-    rank = dist.get_rank()
+    """Return by name what is said to whoever asks for what cannot be done, and last what a legal step says."""
     model = load(case, folder)
+    return {
+        **_refuse_order(case, model),
+        **_refuse_differences_between_ranks(case, model),
+        **_refuse_other_plans_and_models(case, model, folder),
+        "an error of the user": user_error(case, model),
+        "afterwards": message_of(lambda: execute(case, model)),
+    }
 
-    moved = case.plan.physical_to_logical_map[:, ::-1].copy()
 
-    def execute(plan=case.plan, model=model, micro_batch=0, **settings):
-        with execute_plan(model, plan, case.demand, **settings) as step:
-            run_batch(model, case, micro_batch, rank, 1.0, step)
+def execute(case, model, *, plan=None, micro_batch=0, **settings) -> None:
+    with execute_plan(model, case.plan if plan is None else plan, case.demand, **settings) as step:
+        run_batch(model, case, micro_batch, dist.get_rank(), 1.0, step)
+
+
+def _refuse_order(case, model) -> dict[str, str]:
+    """Enter and leave plans and micro-batches where that is not allowed."""
+
+    def nest():
+        with execute_plan(model, case.plan, case.demand) as step:
+            samples, _, mask_BN = case.batch(0, dist.get_rank())
+            routes = BatchRoutes.padded(case.trace.select(samples), mask_BN)
+            with step.micro_batch(0, routes), step.micro_batch(1, routes):
+                pass
+
+    def nest_plans():
+        with execute_plan(model, case.plan, case.demand):
+            execute(case, model)
+
+    return {
+        "wrong micro-batch": message_of(lambda: execute(case, model, micro_batch=5)),
+        "micro-batch in micro-batch": message_of(nest),
+        "plan in plan": message_of(nest_plans),
+    }
+
+
+def _refuse_differences_between_ranks(case, model) -> dict[str, str]:
+    rank = dist.get_rank()
 
     def other_homes():
         layers = list(balanced_layers(model).values())
         homes_E = layers[1].physical_to_logical_E
         layers[1].physical_to_logical_E = homes_E[::-1].copy() if rank else homes_E
         try:
-            execute()
+            execute(case, model)
         finally:
             layers[1].physical_to_logical_E = homes_E
 
@@ -48,23 +79,26 @@ def refuse_all(case, folder) -> dict[str, str]:
         with torch.set_grad_enabled(rank == 1), execute_plan(model, case.plan, case.demand) as step:
             step.micro_batch(0, None).__enter__()
 
+    return {
+        "different micro-batches": message_of(lambda: execute(case, model, micro_batch=rank)),
+        "different sums": message_of(lambda: execute(case, model, sums="canonical" if rank else "fast")),
+        "different homes": message_of(other_homes),
+        "gradients on one rank": message_of(gradients_on_one),
+    }
+
+
+def _refuse_other_plans_and_models(case, model, folder) -> dict[str, str]:
+    """Bring a plan, a model or routes that do not belong together."""
+    moved = case.plan.physical_to_logical_map[:, ::-1].copy()
+    other_homes = replace(case.plan, physical_to_logical_map=moved)
+    other_layers = replace(case.plan, layer_ids=case.plan.layer_ids + 1)
+
     def state_dict_of_moved():
         relocate(model, moved)
         try:
             model.state_dict()
         finally:
             relocate(model, case.plan.physical_to_logical_map)
-
-    def nest():
-        with execute_plan(model, case.plan, case.demand) as step:
-            samples, _, mask_BN = case.batch(0, rank)
-            routes = BatchRoutes.padded(case.trace.select(samples), mask_BN)
-            with step.micro_batch(0, routes), step.micro_batch(1, routes):
-                pass
-
-    def nest_plans():
-        with execute_plan(model, case.plan, case.demand):
-            execute()
 
     def other_shapes(plan):
         layer = list(balanced_layers(model).values())[1]
@@ -76,32 +110,26 @@ def refuse_all(case, folder) -> dict[str, str]:
             layer.names = names
 
     def other_rows():
-        samples, tokens_BN, mask_BN = case.batch(0, rank)
+        samples, tokens_BN, mask_BN = case.batch(0, dist.get_rank())
         longer_BN = torch.nn.functional.pad(mask_BN, (0, 1))
         routes = BatchRoutes.padded(case.trace.select(samples), longer_BN)
         with execute_plan(model, case.plan, case.demand) as step, step.micro_batch(0, routes):
             model(tokens_BN, use_cache=False)
 
+    def all_to_all():
+        execute(case, load(replace(case, implementation="all_to_all"), folder))
+
     return {
-        "wrong micro-batch": message_of(lambda: execute(micro_batch=5)),
-        "micro-batch in micro-batch": message_of(nest),
-        "plan in plan": message_of(nest_plans),
-        "different micro-batches": message_of(lambda: execute(micro_batch=rank)),
-        "different sums": message_of(lambda: execute(sums="canonical" if rank else "fast")),
-        "different homes": message_of(other_homes),
-        "gradients on one rank": message_of(gradients_on_one),
         "a state dict of moved experts": message_of(state_dict_of_moved),
-        "moved homes": message_of(lambda: execute(plan=replace(case.plan, physical_to_logical_map=moved))),
-        "other layers": message_of(lambda: execute(plan=replace(case.plan, layer_ids=case.plan.layer_ids + 1))),
+        "moved homes": message_of(lambda: execute(case, model, plan=other_homes)),
+        "other layers": message_of(lambda: execute(case, model, plan=other_layers)),
         "experts of different shapes": message_of(lambda: other_shapes(case.plan)),
         "different shapes without replicas": message_of(lambda: other_shapes(case.plans[0])),
         "routes of another batch": message_of(other_rows),
-        "all_to_all": message_of(lambda: execute(model=load(replace(case, implementation="all_to_all"), folder))),
+        "all_to_all": message_of(all_to_all),
         "tensor parallelism": message_of(lambda: load(case, folder, tp_size=2)),
         "recompute outside": message_of(lambda: recompute_outside(case, folder, routed=True)),
         "recompute filler outside": message_of(lambda: recompute_outside(case, folder, routed=False)),
-        "an error of the user": user_error(case, model),
-        "afterwards": message_of(execute),
     }
 
 
