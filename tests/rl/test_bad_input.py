@@ -3,11 +3,13 @@
 import json
 import re
 import resource
+import sys
 
 import pytest
 
 from tests.rl.runs import make_user_task, train
 
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "relibra")
 ONE_RANK = "parallel.ranks=1"
 
 
@@ -90,7 +92,7 @@ def test_a_task_that_cannot_be_used_is_one_sentence(name, user_task, tmp_path):
     [message] = [line for line in stderr.splitlines() if line.startswith("rank 0: ")]
     assert said in message
     assert stderr.splitlines()[-1].startswith("error: the run ended early: rank 0 failed (see above)")
-    assert (tmp_path / "run").exists() == (name in ("raises", "returns_nan")), "the next try takes the name again"
+    assert not (tmp_path / "run").exists(), "the next try takes the name again"
     check_nothing_half_written(tmp_path / "run")
 
 
@@ -100,7 +102,16 @@ def test_every_rank_says_the_same_of_a_bad_reward(user_task, tmp_path):
     stderr = refused(train(tmp_path, *task, "task.reward=my_rewards:raising", cwd=folder))
     assert 1 <= stderr.count("raised ValueError: no idea") <= 2
     assert re.search(r"error: the run ended early: rank(s 0, 1| 0| 1) failed \(see above\)", stderr)
-    check_nothing_half_written(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_first_step_that_fails_leaves_no_folder_under_torchrun(user_task, tmp_path):
+    folder, task = user_task
+    done = train(tmp_path, *task, "task.reward=my_rewards:raising", command=TORCHRUN, cwd=folder)
+    assert done.returncode != 0
+    assert "raised ValueError: no idea" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -177,7 +177,8 @@ def test_a_stop_lets_the_step_finish_and_leaves_policy_and_report(number, again,
     assert (going.run / "report.html").is_file()
     assert going.stderr.count(f"stopping after this step; {again} again to stop at once") == 1
     assert "Traceback" not in going.stderr
-    *_, last_step, farewell = going.stderr.splitlines()
+    *_, last_step, hint, farewell = going.stderr.splitlines()
+    assert hint == f"to resume from its last checkpoint: relibra train --resume {going.run}"
     assert last_step.startswith(f"step {outcome['steps']}/")
     assert farewell == "stopped"
 
@@ -204,6 +205,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
         assert going.exit_code(5) == 130
         wait_until_gone(workers, 1)
     assert "Traceback" not in going.stderr
+    assert going.stderr.splitlines()[-2] == f"to resume from its last checkpoint: relibra train --resume {going.run}"
     check_whole(going.run)
 
 

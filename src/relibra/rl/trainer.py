@@ -60,7 +60,7 @@ def _train(config: RunConfig, run: Path, device: torch.device, display: Training
     learner, progress, step = _build_learner(config, run, device, policy, task, tokenizer, cluster, resumed=resumed)
     if resumed:
         display.resumed(step)
-    elif config.checkpoint.every and warmed:
+    elif config.checkpoint.every and warmed and config.warmup.steps:
         _save(run, 0, learner, progress, config.checkpoint.keep)  # so that no resume repeats the warm-up
     traces = StepTraces(run, config.trace, num_experts=policy.num_experts, layer_ids=policy.layer_ids)
     saved, stopped, reached = step, stop.on_any_rank(), False

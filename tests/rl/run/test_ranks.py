@@ -1,5 +1,6 @@
 """Joining ranks, exchanging JSON, and what the process that starts them needs and says."""
 
+import socket
 import subprocess
 import sys
 import time
@@ -109,6 +110,16 @@ def test_a_peer_that_never_comes_is_waited_for_as_long_as_configured():
     ):
         raise AssertionError("nobody else is here")
     assert time.monotonic() - start < 20
+
+
+@pytest.mark.usefixtures("_leave_group")
+def test_a_port_in_use_is_one_sentence(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        about = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": taken.getsockname()[1]}
+        for name, value in about.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(ConfigError, match=r"MASTER_PORT.* is in use"), joined_ranks(5.0, CPU):
+            raise AssertionError("nobody can listen there")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from relibra.rl.run.run_folder import (
     has_checkpoint,
     locked_run_folder,
     read_settings,
+    remove_if_unused,
 )
 
 
@@ -81,3 +82,36 @@ def test_only_a_run_with_a_checkpoint_can_go_on(tmp_path):
         read_settings(run)
     (tmp_path / "partial" / "checkpoints" / ".step-00002.partial").mkdir(parents=True)
     assert not has_checkpoint(tmp_path / "partial"), "a checkpoint that was never finished is none"
+
+
+@pytest.mark.parametrize(
+    ("left", "kept"),
+    [
+        ((), False),
+        (("metrics.jsonl", "tensorboard/events", "traces/step-00000/a.safetensors", ".lock"), False),
+        (("checkpoints/.step-00000.partial/state.json",), False),
+        (("checkpoints/step-00000/state.json",), True),
+        (("policy/config.json",), True),
+        (("stacks/rank-00000.txt",), False),
+    ],
+)
+def test_a_run_that_failed_before_its_first_result_leaves_no_folder(left, kept, tmp_path):
+    run = create_run_folder(config_of(tmp_path))
+    for name in left:
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text("")
+    remove_if_unused(run)
+    assert run.exists() == kept
+    remove_if_unused(run)
+
+
+def test_a_run_with_a_finished_step_stays(tmp_path):
+    run = create_run_folder(config_of(tmp_path))
+    (run / "metrics.jsonl").write_text("{}\n")
+    remove_if_unused(run)
+    assert run.exists()
+    (run / "metrics.jsonl").unlink()
+    (run / "stacks").mkdir()
+    (run / "stacks" / "rank-00000.txt").write_text("Thread")
+    remove_if_unused(run)
+    assert run.exists(), "stacks of a rank that hung"

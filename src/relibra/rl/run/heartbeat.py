@@ -88,7 +88,7 @@ class Heartbeat:
     def stop(self) -> None:
         """End the thread; a file of stacks without any is removed."""
         self._stop.set()
-        self._thread.join(STORE_SECONDS)
+        self._thread.join(1.0)  # it may wait for a store that is gone
         faulthandler.cancel_dump_traceback_later()
         self._file.close()
         file = Path(self._file.name)
@@ -115,9 +115,7 @@ class Heartbeat:
         Stacks of all ranks are written: of a rank that hangs by its thread, of this one where it waited.
         """
         self._left = "timed out" if "timed out" in str(error).lower() else "closed"
-        traceback.print_exception(error, file=self._file)
-        self._file.flush()
-        self._dumped = True
+        self._dumped = True  # the stack of this thread is that of the error
         try:
             if self._left == "timed out":
                 self.store.set("dump", "1")
@@ -132,6 +130,8 @@ class Heartbeat:
             return None
         if all(beat.left != "timed out" for beat in beats):
             return None
+        traceback.print_exception(error, file=self._file)
+        self._file.flush()
         hanging = [rank for rank, beat in enumerate(beats) if beat.left is None]
         where = f"stacks of the ranks are in {self.stacks}"
         if not hanging:
@@ -237,14 +237,12 @@ def heartbeats(
     try:
         yield
     except RuntimeError as error:
-        if not is_peer_loss(error):
-            raise
-        sentence = beat.explain(error, timeout_seconds)
-        beat.stop()
+        sentence = beat.explain(error, timeout_seconds) if is_peer_loss(error) else None
         if sentence is None:
             raise
         raise LostPeerError(sentence) from error
-    beat.stop()
+    finally:
+        beat.stop()
 
 
 def describe(ranks: Sequence[int], beats: Sequence[Beat]) -> str:

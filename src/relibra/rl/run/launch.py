@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -61,7 +62,11 @@ def launch(config: RunConfig, resume: Path | None = None) -> Finished | None:
             print(printable(line), file=sys.stderr, flush=True)
     if launched is not None:
         run, complete = run_launched(config, launched, resume)
-        return Finished(run, complete) if launched.rank == 0 else None
+        if launched.rank != 0:
+            return None
+        if not complete:
+            _print_resume_hint(run)
+        return Finished(run, complete)
     if config.follows_plans:
         _prepare_cluster(config)
     run = open_or_create(config, resume)
@@ -70,10 +75,16 @@ def launch(config: RunConfig, resume: Path | None = None) -> Finished | None:
             pass
     print(f"starting {config.parallel.ranks} processes; run folder {printable(str(run))}", file=sys.stderr, flush=True)
     try:
-        return Finished(run, _run_processes(config, run))
+        complete = _run_processes(config, run)
+    except KeyboardInterrupt:
+        _print_resume_hint(run)
+        raise
     finally:
         if resume is None:
             remove_if_unused(run)
+    if not complete:
+        _print_resume_hint(run)
+    return Finished(run, complete)
 
 
 def _prepare_cluster(config: RunConfig) -> None:
@@ -228,11 +239,21 @@ def _explain_failure(codes: Sequence[int | None], run: Path) -> str:
         causes.append(f"rank {lost} lost its peers (see above)")
     ended = f"the run ended early: {', '.join(causes)}"
     if is_unused(run):
-        return f"{ended}; no step had begun, and {run} was removed"
+        return f"{ended}; no step was finished, and {run} was removed"
     next_step = "start a new run"
     if has_checkpoint(run):
-        next_step = f"to resume from its last checkpoint: relibra train --resume {run}"
+        next_step = _resume_hint(run)
     return f"{ended}; {run} keeps every finished step; {next_step}"
+
+
+def _print_resume_hint(run: Path) -> None:
+    if has_checkpoint(run):
+        print(_resume_hint(run), file=sys.stderr, flush=True)
+
+
+def _resume_hint(run: Path) -> str:
+    """Return how to continue a run that has a checkpoint."""
+    return f"to resume from its last checkpoint: relibra train --resume {shlex.quote(str(run))}"
 
 
 def _signal_name(number: int) -> str:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from numpy import ndarray
 
 from relibra.environment import STOP_SIGNALS
-from relibra.errors import EngineError
+from relibra.errors import ConfigError, EngineError
 
 NO_DEADLINE = timedelta(days=20)  # in milliseconds it fits into 32 bits
 MAX_PAYLOAD_BYTES = 64 << 20
@@ -78,6 +78,11 @@ def joined_ranks(timeout_seconds: float, device: torch.device, rendezvous: Rende
         yield
         wait_for_ranks()  # a peer may still need this rank
     except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise ConfigError(
+                "the port of the process group (MASTER_PORT) is in use by another program: end it, or choose another "
+                "port (torchrun --master-port)"
+            ) from error
         if not is_peer_loss(error):
             raise
         raise LostPeerError(

@@ -62,13 +62,16 @@ def open_or_create(config: RunConfig, resume: Path | None) -> Path:
 
 
 def is_unused(run: Path) -> bool:
-    """Return whether a run folder holds its settings and nothing else."""
-    return {path.name for path in run.iterdir()} <= {"config.json", ".lock"}
+    """Return whether a run has no finished step, nothing to resume from, no policy and no stacks of ranks that hung."""
+    metrics = run / "metrics.jsonl"
+    finished = metrics.exists() and metrics.stat().st_size > 0
+    stacks = any(file.stat().st_size for file in (run / "stacks").glob("*"))
+    return not (finished or stacks or has_checkpoint(run) or (run / "policy").exists())
 
 
 def remove_if_unused(run: Path) -> None:
     """Remove the folder of a run that failed before its first result, so that the next try gets its name."""
-    if is_unused(run):
+    if run.is_dir() and is_unused(run):
         shutil.rmtree(run, ignore_errors=True)
 
 

@@ -18,7 +18,7 @@ from relibra.environment import LaunchedRank, rendezvous_address, set_rendezvous
 from relibra.errors import ConfigError, RelibraError
 from relibra.printable import escape_logs_and_tracebacks, print_traceback, printable
 from relibra.rl.config.run_config import RunConfig, with_ranks
-from relibra.rl.run.run_folder import open_or_create
+from relibra.rl.run.run_folder import open_or_create, remove_if_unused
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -93,8 +93,12 @@ def run_launched(config: RunConfig, launched: LaunchedRank, resume: Path | None)
     config = with_ranks(config, launched.num_ranks)
     escape_logs_and_tracebacks()
 
+    created: Path | None = None
+
     def tell(text: str) -> None:
         print(f"rank {launched.rank}: {printable(text)}", file=sys.stderr, flush=True)
+        if created is not None:
+            remove_if_unused(created)
 
     with _exit_on_error(tell):
         from relibra.rl.run.heartbeat import heartbeats
@@ -107,6 +111,7 @@ def run_launched(config: RunConfig, launched: LaunchedRank, resume: Path | None)
         patience = config.parallel.timeout_seconds, config.parallel.heartbeat_seconds
         with joined_ranks(patience[0], device):
             run = Path(broadcast_json(str(open_or_create(config, resume)) if launched.rank == 0 else None))
+            created = run if resume is None else None
             with heartbeats(run, rendezvous_address(), *patience, on_lost=_lost(tell)):
                 complete = train_rank(config, run, device)
     return run, complete
