@@ -32,6 +32,9 @@ def run(name: str, arguments: list[str]) -> int:
     escape_logs_and_tracebacks()
     try:
         return importlib.import_module(program.module).main() or 0
+    except RecursionError:
+        print("error: an input is nested too deeply", file=sys.stderr)
+        return 1
     except RelibraError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1

@@ -48,6 +48,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relibra"
 
 
+def shows_tracebacks() -> bool:
+    """Return whether the user wants to see where errors come from: RELIBRA_TRACEBACK is set, and not 0."""
+    return os.environ.get("RELIBRA_TRACEBACK", "0") not in ("", "0")
+
+
 def keep_torch_quiet() -> None:
     """Let torch in processes we start report errors only: of a rank that failed, the others print C++ stacks."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

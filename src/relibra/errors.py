@@ -8,7 +8,13 @@
       EngineError    a rollout engine, a model or a process did something we cannot go on from
 
 Each message is one sentence: what, where, got, allowed, next step. Broken beliefs about our own code are `assert`s.
+`library_errors` turns errors of other libraries into ours.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class RelibraError(Exception):
@@ -33,3 +39,50 @@ class ClusterError(RelibraError, ValueError):
 
 class EngineError(RelibraError, RuntimeError):
     """A rollout engine, a model or a process did something we cannot go on from."""
+
+
+_OURS = ("relibra", "__main__")
+
+
+@contextmanager
+def library_errors(
+    stage: str, kind: type[RelibraError], *, stays: Callable[[Exception], bool] = lambda _: False
+) -> Iterator[None]:
+    """Turn an error that a library raises inside into one of ours, which names the stage and the library.
+
+    An error that a line of relibra raises is a bug and stays as it is. RELIBRA_TRACEBACK=1 shows where both come from.
+
+    stage   begins the message
+    stays   whether an error is left to others
+    """
+    try:
+        yield
+    except RelibraError:
+        raise
+    except Exception as error:
+        library = raised_by(error)
+        if library is None or stays(error):
+            raise
+        raise kind(
+            f"{stage}: {library} raised {in_a_line(error)}; RELIBRA_TRACEBACK=1 in the environment shows where"
+        ) from error
+
+
+def raised_by(error: BaseException) -> str | None:
+    """Return the library whose line, or whose type of error, was raised; None: a line of relibra, with a plain type."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    module = "__main__" if frame is None else str(frame.tb_frame.f_globals.get("__name__", ""))
+    names = (module.partition(".")[0], type(error).__module__.partition(".")[0])
+    return next((name for name in names if name not in (*_OURS, "builtins")), None)
+
+
+def in_a_line(error: BaseException, longest: int = 300) -> str:
+    """Return type and first line of an error.
+
+    >>> in_a_line(ValueError("no idea\\nat all"))
+    'ValueError: no idea'
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].rstrip('.')[:longest]}" if lines else type(error).__name__

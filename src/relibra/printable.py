@@ -29,6 +29,19 @@ def printable_lines(text: str) -> str:
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
+def excerpt(value: object, longest: int = 80) -> str:
+    """Return the representation of a value for a message, cut; the type of one that is nested too deeply.
+
+    >>> excerpt("a" * 100)[-6:]
+    'aaa...'
+    """
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # the latter: a number of thousands of digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
 class PrintableFormatter(logging.Formatter):
     """Formats log records, with what others wrote into them, for a terminal."""
 

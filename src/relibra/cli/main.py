@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from typing import Annotated, NoReturn
 
 import typer
 
 import relibra
 from relibra.cli import bench, calibrate, compare, explain, plan, report, simulate, sweep, trace, train
-from relibra.errors import RelibraError
+from relibra.environment import shows_tracebacks
+from relibra.errors import RelibraError, library_errors
 from relibra.printable import escape_logs_and_tracebacks, printable
 
 app = typer.Typer(
@@ -59,11 +61,14 @@ def main() -> None:
     """Run the program; expected errors become one line on stderr and exit code 1."""
     escape_logs_and_tracebacks()
     try:
-        app(prog_name="relibra")
+        with library_errors(f"relibra {' '.join(sys.argv[1:2])}", RelibraError, stays=_is_told):
+            app(prog_name="relibra")
     except RelibraError as error:
         _exit_with(str(error))
     except OSError as error:  # a file that cannot be read, a folder that cannot be written, a name too long
         _exit_with(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+    except RecursionError:
+        _exit_with("an input is nested too deeply")
     except MemoryError as error:
         _exit_with(f"this needs more memory than there is ({error or 'no size known'}): choose smaller inputs")
     except KeyboardInterrupt:
@@ -75,6 +80,13 @@ def main() -> None:
         raise
 
 
+def _is_told(error: Exception) -> bool:
+    """Return whether `main` has a sentence of its own for an error."""
+    return isinstance(error, OSError | RecursionError | MemoryError)
+
+
 def _exit_with(sentence: str) -> NoReturn:
+    if shows_tracebacks():
+        traceback.print_exc()
     print(f"error: {printable(sentence)}", file=sys.stderr)
     sys.exit(1)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from relibra.cluster import Cluster
-from relibra.errors import ConfigError
+from relibra.errors import ConfigError, EngineError, library_errors
 from relibra.parallel import relocate
 from relibra.rl.algorithms.mismatch import alarms
 from relibra.rl.batch.training_batch import TrainingBatch, build_batch, current_homes, executing, plan_recorded_routes
@@ -26,7 +26,7 @@ from relibra.rl.rollout.collect import Rollout, check_live_responses, collect, c
 from relibra.rl.rollout.engines import sync_weights
 from relibra.rl.rollout.failed_rewards import check_failed_rewards
 from relibra.rl.rollout.response import Response, RolloutEngine
-from relibra.rl.run.ranks import begin_stage, sum_over_ranks
+from relibra.rl.run.ranks import begin_stage, is_peer_loss, sum_over_ranks
 from relibra.rl.run.step_metrics import balance_metrics, mismatch_metrics_of_ranks, rollout_metrics, update_metrics
 from relibra.rl.run.step_trace import StepTraces, record_routes
 from relibra.rl.tasks.task import Task
@@ -153,10 +153,14 @@ class Stopwatch:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the time of the block to a stage."""
+        """Add the time of the block to a stage; an error of a library inside names the stage.
+
+        raises    EngineError
+        """
         begin_stage(f"{name} of step {self.step}")
         start = time.perf_counter()
-        yield
+        with library_errors(f"the stage {name!r} of step {self.step} failed", EngineError, stays=is_peer_loss):
+            yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 

@@ -88,8 +88,35 @@ def test_messages_go_through_the_chat_template(saved, tmp_path):
     tokenizer = ModelTokenizer.load(str(tmp_path))
     assert tokenizer.encode(messages) == TOKENIZER.encode("1+2=0")
     assert tokenizer.encode("1+2=") == TOKENIZER.encode("1+2=")
-    with pytest.raises(ConfigError, match=r"messages .*\(no system message\)"):
+    with pytest.raises(ConfigError, match=r"messages .*\(TemplateError: no system message\)"):
         tokenizer.encode([{"role": "system", "content": "1"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "does not end within 0.2 s"),
+        ("{% for a in range(10**9) %}x{% endfor %}", "OverflowError"),
+        ("{{ messages[3].x.y }}", "rejects the messages"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{% if %}", "rejects the messages"),
+    ],
+)
+def test_a_template_that_fails_or_never_ends_is_told(saved, tmp_path, monkeypatch, template, said):
+    monkeypatch.setattr("relibra.rl.model.tokenizer.TEMPLATE_SECONDS", 0.2)
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(ConfigError, match=said):
+        ModelTokenizer.load(str(tmp_path)).encode([{"role": "user", "content": "1"}])
+
+
+def test_damaged_tokenizers_are_told(saved, tmp_path):
+    for name, text in (("tokenizer.json", "[" * 100_000), ("tokenizer.json", "{}"), ("tokenizer_config.json", "3")):
+        folder = tmp_path / f"{name}{len(text)}"
+        shutil.copytree(saved, folder)
+        (folder / name).write_text(text)
+        with pytest.raises(ConfigError, match="no tokenizer that can be loaded"):
+            ModelTokenizer.load(str(folder))
 
 
 def test_responses_end_where_tokenizer_or_generation_settings_say(saved, tmp_path):

@@ -5,7 +5,7 @@ import doctest
 import pytest
 
 from relibra.rl.config.settings import TaskSettings
-from relibra.rl.tasks import rewards, rows
+from relibra.rl.tasks import rewards
 from relibra.rl.tasks.make import make_task, settings_without_effect
 from relibra.rl.toy import tasks
 from relibra.rl.toy.tasks import Arithmetic, Strings
@@ -18,7 +18,7 @@ def test_settings_become_the_task_they_name():
     assert words == Strings(seed=3, operation="sort", max_letters=7, continue_probability=0.72)
 
 
-@pytest.mark.parametrize("module", [rewards, rows, tasks])
+@pytest.mark.parametrize("module", [rewards, tasks])
 def test_docstring_examples_run(module):
     result = doctest.testmod(module)
     assert result.attempted > 0

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.errors import ConfigError
-from relibra.rl.tasks.rows import column, excerpt, open_rows
+from relibra.printable import excerpt
+from relibra.rl.tasks.rows import column, open_rows
 
 VALUES = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text() | st.lists(st.text(), max_size=3)
 

@@ -55,7 +55,7 @@ def open_model(name: str) -> ModelShape:
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--model {name}: {path} is not JSON ({error})") from error
     if not isinstance(config, dict):
         raise ConfigError(f"--model {name}: {path} is not a JSON object of settings")

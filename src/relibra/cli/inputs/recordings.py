@@ -29,7 +29,7 @@ class Recording:
             tokens = json.loads((self.trace.absolute().parent.parent / "config.json").read_bytes())["update"][
                 "micro_batch_tokens"
             ]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         return tokens if type(tokens) is int and 1 <= tokens <= 1 << 40 else None
 

@@ -89,5 +89,5 @@ def default_model(trace: Path) -> ModelShape:
     try:
         config = json.loads((run / "policy" / "config.json").read_bytes())
         return model_shape_from_config(config, f"this run’s policy ({config.get('model_type', 'unnamed type')})")
-    except (OSError, ValueError, AttributeError, RelibraError):
+    except (OSError, ValueError, AttributeError, RecursionError, RelibraError):
         return model_shape(DEFAULT_MODEL)

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError, model_validator
 
 from relibra.errors import ConfigError
+from relibra.printable import excerpt
 from relibra.rl.config.consistency import check_groups, check_model, check_plan, check_task, check_windows
 from relibra.rl.config.own_model import HIGH_RATE, fill_defaults
 from relibra.rl.config.presets import choose_tail_drop, choose_window
@@ -32,6 +33,12 @@ from relibra.rl.config.settings import (
     UpdateSettings,
     WarmupSettings,
 )
+
+MAX_FILE_BYTES = 1 << 20
+MAX_DEPTH = 8
+"""Parts of an override's key; settings have two."""
+MAX_SHOWN = 160
+"""Characters of a value in a message."""
 
 
 class RunConfig(Section):
@@ -126,16 +133,22 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), *, base: dict[
     base      settings to start from without a file: those of a resumed run
     raises    ConfigError naming key, value, allowed values and where the value was set
     """
-    settings = _read_toml(path) if path else copy.deepcopy(base or {})
+    try:
+        settings = _read_toml(path) if path else copy.deepcopy(base or {})
+    except RecursionError as error:
+        raise ConfigError("the settings of the run are nested too deeply") from error
     origin: dict[tuple[str, ...], str] = {}
     for override in overrides:
         key, value = _parse_override(override)
         _set(settings, key, value, override)
-        origin[key] = f"override {override!r}"
+        origin[key] = f"override {excerpt(override, MAX_SHOWN)}"
+    source = str(path) if path else "the defaults"
     try:
         return RunConfig.model_validate(settings)
     except ValidationError as error:
-        raise ConfigError(_message(error, str(path) if path else "the defaults", origin)) from error
+        raise ConfigError(_message(error, source, origin)) from error
+    except RecursionError as error:
+        raise ConfigError(f"the settings in {source} are nested too deeply") from error
 
 
 _MAY_CHANGE = (
@@ -199,24 +212,29 @@ def with_ranks(config: RunConfig, ranks: int) -> RunConfig:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{path} has more than {MAX_FILE_BYTES:,} bytes: it is no configuration")
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"cannot read the configuration {path}: {error.strerror}; pass a TOML file, or section.key=value overrides"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also bad UTF-8, numbers of thousands of digits, deep nesting
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
 def _parse_override(override: str) -> tuple[tuple[str, ...], Any]:
     key, equals, text = override.partition("=")
-    if not equals or not all(key.split(".")):
+    if not equals or not all(key.split(".")) or key.count(".") >= MAX_DEPTH:
         raise ConfigError(
-            f"cannot read the override {override!r}: write section.key=value, as in update.learning_rate=1e-3"
+            f"cannot read the override {excerpt(override, MAX_SHOWN)}: write section.key=value, as in "
+            "update.learning_rate=1e-3"
         )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text  # a bare word is a string, so that the shell needs no nested quotes
     return tuple(key.split(".")), value
 
@@ -226,7 +244,9 @@ def _set(settings: dict[str, Any], key: tuple[str, ...], value: Any, override: s
     for part in key[:-1]:
         section = section.setdefault(part, {})
         if not isinstance(section, dict):
-            raise ConfigError(f"override {override!r} sets a key of {part!r}, which is a value, not a section")
+            raise ConfigError(
+                f"override {excerpt(override, MAX_SHOWN)} sets a key of {part!r}, which is a value, not a section"
+            )
     section[key[-1]] = value
 
 
@@ -244,7 +264,7 @@ def _message(error: ValidationError, source: str, origin: dict[tuple[str, ...], 
     name = ".".join(key) or "the configuration"
     if first["type"] == "extra_forbidden":
         return f"{name} is not a setting (in {where}); {_allowed_keys(key)}"
-    got = "" if between_settings else f", got {first['input']!r}"
+    got = "" if between_settings else f", got {excerpt(first['input'], MAX_SHOWN)}"
     return f"{name}{got} (in {where}): {message[0].lower()}{message[1:]}"
 
 

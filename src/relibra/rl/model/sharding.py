@@ -11,14 +11,13 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
-from relibra.errors import ConfigError, RelibraError
+from relibra.errors import ConfigError, RelibraError, in_a_line
 from relibra.parallel import logical_parameters, register
 from relibra.parallel.balanced import NAME
 from relibra.parallel.homes.logical_order import full_tensor, reshard
@@ -138,7 +137,7 @@ def loading(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, ValueError, SafetensorError, RuntimeError) as error:
+    except Exception as error:  # each model class raises others; damaged pickles raise UnpicklingError
         if isinstance(error, RelibraError | dist.DistError):
             raise
         if "trust_remote_code" in str(error):
@@ -146,9 +145,8 @@ def loading(what: str) -> Iterator[None]:
                 f"{what} brings Python files of its own, which are not run: use a model whose family transformers "
                 "knows, or read the files and set model.trust_remote_code=true"
             ) from error
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ConfigError(
-            f"{what} cannot be loaded: {reason.strip().rstrip('.')}; pass a folder written by save_pretrained, or a "
+            f"{what} cannot be loaded: {in_a_line(error)}; pass a folder written by save_pretrained, or a "
             "causal language model on the hub"
         ) from error
 

@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from relibra.errors import ConfigError
+from relibra.errors import ConfigError, in_a_line, library_errors
+from relibra.printable import excerpt
+from relibra.rl.model.time_limit import OutOfTimeError, time_limit
 from relibra.rl.tasks.task import Messages
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
+
+TEMPLATE_SECONDS = 10.0
+"""Seconds for the chat template of one prompt; they take microseconds, but may hold loops."""
 
 
 @runtime_checkable
@@ -85,10 +90,10 @@ class ModelTokenizer:
             raise ConfigError(f"model.path {name!r} does not exist: set it to a folder written by save_pretrained")
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except Exception as error:  # each tokenizer class raises others
             if not Path(name).exists():
                 raise ConfigError(
-                    f"model.path {name!r} is no local folder, and the hub gives no tokenizer ({_first_line(error)}): "
+                    f"model.path {name!r} is no local folder, and the hub gives no tokenizer ({in_a_line(error)}): "
                     "check the path, or the name and the network"
                 ) from error
             if "trust_remote_code" in str(error):
@@ -97,7 +102,7 @@ class ModelTokenizer:
                     "that transformers knows, or read the files and set model.trust_remote_code=true"
                 ) from error
             raise ConfigError(
-                f"model.path {name!r} has no tokenizer that can be loaded ({_first_line(error)}): save one beside the "
+                f"model.path {name!r} has no tokenizer that can be loaded ({in_a_line(error)}): save one beside the "
                 "weights with tokenizer.save_pretrained(folder)"
             ) from error
         own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
@@ -118,20 +123,25 @@ class ModelTokenizer:
     def encode(self, prompt: str | Messages) -> list[int]:
         """Return the ids of a text with the tokenizer's start tokens, or of chat messages in the model's template."""
         if isinstance(prompt, str):
-            return [int(i) for i in self.tokenizer.encode(prompt)]
+            with library_errors(f"the tokenizer of model.path {self.name!r} refuses {excerpt(prompt)}", ConfigError):
+                return [int(i) for i in self.tokenizer.encode(prompt)]
         if self.tokenizer.chat_template is None:
             raise ConfigError(
                 f"model.path {self.name!r} has no chat template, but a prompt consists of chat messages: use plain "
                 "text, or put a chat_template.jinja beside its tokenizer"
             )
-        from jinja2 import TemplateError
-
         try:
-            ids = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-        except TemplateError as error:
+            with time_limit(TEMPLATE_SECONDS):
+                ids = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        except OutOfTimeError as error:
             raise ConfigError(
-                f"the chat template of model.path {self.name!r} rejects the messages {str(prompt)[:80]} "
-                f"({_first_line(error)}): change the prompt"
+                f"the chat template of model.path {self.name!r} does not end within {TEMPLATE_SECONDS:g} s for the "
+                f"messages {excerpt(prompt)}: mend its chat_template.jinja"
+            ) from error
+        except Exception as error:  # a template is a program
+            raise ConfigError(
+                f"the chat template of model.path {self.name!r} rejects the messages {excerpt(prompt)} "
+                f"({in_a_line(error)}): change the prompt"
             ) from error
         return [int(i) for i in ids]
 
@@ -155,12 +165,7 @@ def _generation_stops(name: str) -> list[int]:
 
     try:
         stops = GenerationConfig.from_pretrained(name).eos_token_id
-    except (OSError, ValueError):
+    except Exception:  # noqa: BLE001 - there is none, or it is damaged: the tokenizer may know its stop token
         return []
-    if stops is None:
-        return []
-    return [int(i) for i in (stops if isinstance(stops, list) else [stops])]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    listed = stops if isinstance(stops, list) else [stops]
+    return [i for i in listed if type(i) is int and i >= 0]

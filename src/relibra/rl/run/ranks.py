@@ -238,6 +238,6 @@ _TRANSPORT = ("gloo/transport", "connection closed by peer", "connection reset b
 
 def is_peer_loss(error: BaseException) -> bool:
     """Return whether an error comes from a lost connection, which torch raises under many names."""
-    if isinstance(error, EngineError):  # ours, already explained
+    if isinstance(error, EngineError) or not isinstance(error, RuntimeError):  # ours, already explained
         return False
     return isinstance(error, dist.DistError) or any(sign in str(error).lower() for sign in _TRANSPORT)

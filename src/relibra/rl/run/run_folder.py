@@ -144,9 +144,12 @@ def read_settings(path: Path) -> dict[str, Any]:
         )
     try:
         settings: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot resume {path}: its config.json cannot be read ({error})") from error
-    made_by = settings.pop("versions", {}).get("relibra", relibra.__version__)
+    versions = settings.pop("versions", {}) if isinstance(settings, dict) else None
+    made_by = versions.get("relibra", relibra.__version__) if isinstance(versions, dict) else None
+    if not isinstance(made_by, str):
+        raise ConfigError(f"cannot resume {path}: its config.json is not one of a run")
     if made_by.startswith("0.1."):
         raise ConfigError(
             f"cannot resume {path}: relibra {made_by} made this run, and {relibra.__version__} does not read its "

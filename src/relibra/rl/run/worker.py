@@ -14,8 +14,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relibra.environment import LaunchedRank, rendezvous_address, set_rendezvous
-from relibra.errors import ConfigError, RelibraError
+from relibra.environment import LaunchedRank, rendezvous_address, set_rendezvous, shows_tracebacks
+from relibra.errors import ConfigError, EngineError, RelibraError, library_errors
 from relibra.printable import escape_logs_and_tracebacks, print_traceback, printable
 from relibra.rl.config.run_config import RunConfig, with_ranks
 from relibra.rl.run.run_folder import open_or_create, remove_if_unused
@@ -42,6 +42,8 @@ class Exit(IntEnum):
     """Stopped by Ctrl-C or SIGTERM after a whole step."""
 
 
+OUTSIDE = "the run failed before, between or after its steps"
+"""Begins the message of an error of a library; those of a step name its stage."""
 MESSAGE_BYTES = 4000
 """Most bytes of an error message sent to the parent: below the size that a pipe writes atomically."""
 FINISHED = b"\0finished"
@@ -67,7 +69,7 @@ def run_worker(
 
     with _exit_on_error(tell):
         from relibra.rl.run.heartbeat import heartbeats
-        from relibra.rl.run.ranks import Rendezvous, joined_ranks
+        from relibra.rl.run.ranks import Rendezvous, is_peer_loss, joined_ranks
         from relibra.rl.trainer import train_rank
 
         device = choose_device(rank, config.parallel.ranks, config.parallel.device)
@@ -78,6 +80,7 @@ def run_worker(
         with (
             joined_ranks(patience[0], device, rendezvous),
             heartbeats(Path(run), ("127.0.0.1", port), *patience, on_lost=_lost(tell)),
+            library_errors(OUTSIDE, EngineError, stays=is_peer_loss),
         ):
             complete = train_rank(config, Path(run), device)
         last_word.send_bytes(FINISHED)
@@ -102,7 +105,7 @@ def run_launched(config: RunConfig, launched: LaunchedRank, resume: Path | None)
 
     with _exit_on_error(tell):
         from relibra.rl.run.heartbeat import heartbeats
-        from relibra.rl.run.ranks import broadcast_json, joined_ranks
+        from relibra.rl.run.ranks import broadcast_json, is_peer_loss, joined_ranks
         from relibra.rl.trainer import train_rank
 
         device = choose_device(launched.local_rank, launched.num_local_ranks, config.parallel.device)
@@ -112,7 +115,10 @@ def run_launched(config: RunConfig, launched: LaunchedRank, resume: Path | None)
         with joined_ranks(patience[0], device):
             run = Path(broadcast_json(str(open_or_create(config, resume)) if launched.rank == 0 else None))
             created = run if resume is None else None
-            with heartbeats(run, rendezvous_address(), *patience, on_lost=_lost(tell)):
+            with (
+                heartbeats(run, rendezvous_address(), *patience, on_lost=_lost(tell)),
+                library_errors(OUTSIDE, EngineError, stays=is_peer_loss),
+            ):
                 complete = train_rank(config, run, device)
     return run, complete
 
@@ -132,7 +138,7 @@ def _exit_on_error(report: Callable[[str], None]) -> Iterator[None]:
         expected = isinstance(error, RelibraError | OSError)
         if expected:
             report(str(error))
-        else:
+        if not expected or shows_tracebacks():
             print_traceback(type(error), error, error.__traceback__)
         lost = isinstance(error, LostPeerError)
         os._exit(Exit.LOST_PEER if lost else Exit.FAILED if expected else Exit.CRASHED)

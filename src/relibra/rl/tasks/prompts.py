@@ -13,9 +13,10 @@ from jaxtyping import Int64
 from numpy import ndarray
 
 from relibra.errors import ConfigError
+from relibra.printable import excerpt
 from relibra.rl.config.settings import TaskSettings
 from relibra.rl.tasks.rewards import NEEDS_ANSWER, Reward, make_reward, right_answer
-from relibra.rl.tasks.rows import Rows, column, excerpt, open_rows
+from relibra.rl.tasks.rows import Rows, column, open_rows
 from relibra.rl.tasks.task import TRAINING_STREAM, Prompt
 
 
@@ -104,6 +105,7 @@ def _checked(path: Path, setting: str, settings: TaskSettings) -> Rows:
 def _prompt(row: Mapping[str, Any], name: str, origin: str) -> Prompt:
     value = column(row, name, origin=origin, remedy="set task.prompt_column")
     if isinstance(value, str) and value:
+        _check_text(value, name, origin)
         return Prompt(text=value, row=row, origin=origin)
     if isinstance(value, list) and value:
         return Prompt(text=[_message(message, name, origin) for message in value], row=row, origin=origin)
@@ -120,7 +122,19 @@ def _message(message: object, name: str, origin: str) -> dict[str, str]:
             f"{origin}: column {name!r} has the message {excerpt(message)}; a chat message is an object of texts with "
             '"role" and "content"'
         )
+    for text in given.values():
+        _check_text(text, name, origin)
     return given
+
+
+def _check_text(text: str, name: str, origin: str) -> None:
+    """Raise ConfigError for a text that tokenizers refuse: JSON can hold half of a surrogate pair, UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{origin}: column {name!r} holds {text[error.start]!r}, half of a surrogate pair: write whole characters"
+        ) from error
 
 
 @lru_cache(maxsize=4)

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from relibra.errors import ConfigError, RelibraError
+from relibra.printable import excerpt
 from relibra.rl.tasks.maths import MathsJudge
-from relibra.rl.tasks.rows import column, excerpt
+from relibra.rl.tasks.rows import column
 from relibra.rl.tasks.task import Prompt, RewardError
 
 NEEDS_ANSWER = ("exact", "maths")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -13,7 +14,7 @@ import numpy as np
 from jaxtyping import Int64
 from numpy import ndarray
 
-from relibra.errors import ConfigError
+from relibra.errors import ConfigError, in_a_line
 
 
 @runtime_checkable
@@ -137,10 +138,8 @@ class Parquet:
             raise ConfigError(
                 f"{path} is read with pyarrow, which is not installed: pip install 'relibra[data]', or use .jsonl"
             ) from error
-        try:
+        with _readable(path):
             return cls(path, parquet.read_table(path))
-        except ValueError as error:  # pyarrow's ArrowInvalid is one
-            raise ConfigError(f"{path} is not a readable Parquet file: {error}") from error
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -149,16 +148,28 @@ class Parquet:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield all rows in order."""
         for batch in self.table.to_batches(max_chunksize=1024):
-            yield from batch.to_pylist()
+            with _readable(self.path):
+                rows = batch.to_pylist()
+            yield from rows
 
     def row(self, index: int) -> dict[str, Any]:
         """Return one row."""
-        row: dict[str, Any] = self.table.slice(index, 1).to_pylist()[0]
+        with _readable(self.path):
+            row: dict[str, Any] = self.table.slice(index, 1).to_pylist()[0]
         return row
 
     def name(self, index: int) -> str:
         """Return file and row number (from 1), for error messages."""
         return f"{self.path}, row {index + 1}"
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn any error of pyarrow, such as text that is no UTF-8, into a ConfigError."""
+    try:
+        yield
+    except Exception as error:  # pyarrow raises a dozen types
+        raise ConfigError(f"{path} is not a readable Parquet file: {in_a_line(error)}") from error
 
 
 def column(row: Mapping[str, Any], name: str, *, origin: str, remedy: str) -> Any:
@@ -172,13 +183,3 @@ def column(row: Mapping[str, Any], name: str, *, origin: str, remedy: str) -> An
         there = ", ".join(map(repr, row)) or "none"
         raise ConfigError(f"{origin}: no column {name!r}; its columns are {there}: {remedy}")
     return row[name]
-
-
-def excerpt(value: object) -> str:
-    """Return the representation of a value for a message, cut to 80 characters.
-
-    >>> excerpt("a" * 100)[-6:]
-    'aaa...'
-    """
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
