@@ -3,11 +3,12 @@
 Writers choose the names of stages ("push", "dispatch", "experts", "step", ...). A stage that begins with "wait" is time
 in which the rank did nothing else (`exposed_seconds`).
 
-A file holds a header and one event per line, as JSON.
+A file holds a header and one event per line, as JSON. The header has a SHA-256 of its other fields and of those lines.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
@@ -25,7 +26,7 @@ from numpy import ndarray
 from relibra.errors import TraceError
 from relibra.files import atomic_path, write_text
 
-FORMAT, VERSION = "relibra timeline", 1
+FORMAT, VERSION = "relibra timeline", 2
 LABELS = ("measured", "model", "simulated", "cited")
 """Origin of the figures, as in result rows."""
 MAX_EVENTS, MAX_RANKS, MAX_LINE_BYTES = 1 << 24, 1 << 15, 1 << 13
@@ -202,9 +203,23 @@ def write_timeline(path: Path | str, timeline: Timeline) -> None:
         "ranks": timeline.num_ranks,
         "events": len(timeline.events),
     }
-    with atomic_path(Path(path)) as temporary, temporary.open("w", encoding="ascii") as file:
-        file.write(json.dumps(header) + "\n")
-        file.writelines(json.dumps(event._asdict(), allow_nan=False) + "\n" for event in timeline.events)
+    digest = _digest_of(header)
+    for line in _lines(timeline):
+        digest.update(line)
+    with atomic_path(Path(path)) as temporary, temporary.open("wb") as file:
+        file.write(json.dumps({**header, "sha256": digest.hexdigest()}).encode() + b"\n")
+        file.writelines(_lines(timeline))
+
+
+def _lines(timeline: Timeline) -> Iterator[bytes]:
+    """Yield the line of each event."""
+    return (json.dumps(event._asdict(), allow_nan=False).encode() + b"\n" for event in timeline.events)
+
+
+def _digest_of(header: Mapping[str, Any]) -> Any:
+    """Return the `hashlib` digest of a header's other fields, to be updated with the lines behind it."""
+    rest = {name: value for name, value in header.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode())
 
 
 def read_timeline(path: Path | str) -> Timeline:
@@ -220,11 +235,16 @@ def read_timeline(path: Path | str) -> Timeline:
             first = file.readline(MAX_LINE_BYTES + 1)
             _refuse_perfetto(first if first.strip(b"{ \t\r\n") else first + file.read(MAX_LINE_BYTES), path)
             header = _header(_object(first, path, 1), path)
+            digest = _digest_of(header)
             for number in range(2, header["events"] + 2):
-                fields = _object(file.readline(MAX_LINE_BYTES + 1), path, number)
+                line = file.readline(MAX_LINE_BYTES + 1)
+                digest.update(line)
+                fields = _object(line, path, number)
                 events.append(_event(fields, header["ranks"], path, number))
             if file.read(1):
                 raise TraceError(f"{path}:{header['events'] + 2}: the header announces {header['events']} events only")
+            if digest.hexdigest() != header["sha256"]:
+                raise TraceError(f"{path} is damaged: its SHA-256 does not match its content; write it again")
     except OSError as error:
         raise TraceError(f"{path} cannot be read ({error.strerror}): name a file of write_timeline") from error
     return Timeline(
@@ -272,7 +292,7 @@ def _header(fields: dict[str, Any], path: Path) -> dict[str, Any]:
             f"{path}:1: the timeline has version {fields['version']}, this relibra reads {VERSION}: use the relibra "
             "that wrote it"
         )
-    expected = {"format", "version", "label", "origin", "ranks", "events"}
+    expected = {"format", "version", "label", "origin", "ranks", "events", "sha256"}
     problem = _names_problem(fields, expected) or _problem_of_header(fields)
     if problem:
         raise TraceError(f"{path}:1: the header is invalid: {problem}")
