@@ -45,8 +45,10 @@ def spoil_losses(monkeypatch, spoils):
 
 @pytest.mark.parametrize("preset", ["grpo", "ppo"])
 def test_a_reward_that_raises_now_and_then_leaves_out_its_response(preset, monkeypatch, tmp_path, caplog):
-    fail_rewards(monkeypatch, lambda call: call == 2)
+    fail_rewards(monkeypatch, lambda call: call == 64 + 2)  # behind those of the evaluation before the first step
     rows = run_alone((*EVERY_REWARD, f"algorithm.preset={preset}"), tmp_path)
+    assert [row["baseline"] is None for row in rows] == [False, True, True]
+    assert rows[0]["baseline"].keys() == rows[0]["evaluation"].keys()
     assert [row["failed_rewards"] for row in rows] == [1, 0, 0]
     assert [row["finished"] for row in rows] == [8, 8, 8]
     assert all(math.isfinite(row["reward"]) for row in rows)
@@ -65,7 +67,7 @@ def test_more_failed_rewards_than_the_limit_end_the_run_with_the_step(monkeypatc
 def test_an_evaluation_leaves_out_failed_rewards_too(monkeypatch, tmp_path):
     fail_rewards(monkeypatch, lambda call: call == 10)
     rows = run_alone((*EVERY_REWARD, "run.steps=1", "evaluation.prompts=16"), tmp_path)
-    assert math.isfinite(rows[0]["evaluation"]["reward"])
+    assert math.isfinite(rows[0]["baseline"]["reward"])
 
 
 def test_a_gradient_that_is_not_finite_is_counted_and_changes_nothing(monkeypatch, tmp_path, caplog):

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("delay_s", [0.0, 0.13, 0.29])
 def test_killing_every_process_leaves_whole_steps(delay_s, tmp_path):
     with LongRun(tmp_path) as going:
-        going.wait_for("step 2/")
+        going.wait_for("(2/")
         time.sleep(delay_s)
         workers = going.workers()
         going.signal_all(signal.SIGKILL)
@@ -45,7 +45,7 @@ def test_no_rank_outlives_the_process_that_started_it(moment, tmp_path):
     with LongRun(tmp_path) as going:
         workers = going.wait_for_workers(2)
         if moment == "step":
-            going.wait_for("step 1/")
+            going.wait_for("(1/")
         going.process.kill()
         going.exit_code()
         wait_until_gone(workers, 5)
@@ -55,7 +55,7 @@ def test_no_rank_outlives_the_process_that_started_it(moment, tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_run_with_its_name(rank, tmp_path):
     with LongRun(tmp_path) as going:
-        going.wait_for("step 2/")
+        going.wait_for("(2/")
         workers = going.workers()
         os.kill(workers[rank], signal.SIGKILL)
         assert going.exit_code(60) == 1
@@ -72,7 +72,7 @@ def test_a_killed_rank_ends_the_run_with_its_name(rank, tmp_path):
 
 def test_a_stopped_rank_is_named_and_the_others_leave_their_stacks(tmp_path):
     with LongRun(tmp_path, "parallel.heartbeat_seconds=8") as going:
-        going.wait_for("step 1/")
+        going.wait_for("(1/")
         workers = going.workers()
         os.kill(workers[1], signal.SIGSTOP)
         assert going.exit_code(60) == 1
@@ -119,7 +119,7 @@ def test_a_disk_that_refuses_routes_is_told_once_and_the_run_goes_on(tmp_path):
     with LongRun(tmp_path) as going:
         going.wait_for_workers(2)
         (going.run / "traces").write_text("in the way")
-        going.wait_for("step 3/")
+        going.wait_for("(3/")
     said = rf"cannot write the routes of a step to {going.run}/traces/step-00000 \(rank 0: Not a directory\): training"
     assert len(re.findall(said, going.stderr)) == going.stderr.count("cannot write the routes") == 1
     assert "Traceback" not in going.stderr
@@ -127,7 +127,7 @@ def test_a_disk_that_refuses_routes_is_told_once_and_the_run_goes_on(tmp_path):
 
 def test_a_second_process_in_the_folder_of_a_run_is_refused(tmp_path):
     with LongRun(tmp_path, "checkpoint.every=1") as going:
-        going.wait_for("step 1/")
+        going.wait_for("(1/")
         done = run_command(["train", "--resume", str(going.run)])
         assert going.workers(), "the first one goes on"
     assert done.returncode == 1
@@ -137,7 +137,7 @@ def test_a_second_process_in_the_folder_of_a_run_is_refused(tmp_path):
 
 def test_a_rank_that_hangs_ends_the_run_in_time(tmp_path):
     with LongRun(tmp_path, "parallel.timeout_seconds=3") as going:
-        going.wait_for("step 1/")
+        going.wait_for("(1/")
         workers = going.workers()
         os.kill(workers[1], signal.SIGSTOP)
         assert going.exit_code(30) == 1
@@ -149,7 +149,7 @@ def test_a_rank_that_hangs_ends_the_run_in_time(tmp_path):
 
 def test_a_killed_run_leaves_whole_checkpoints_and_nothing_of_an_unfinished_one_counts(tmp_path):
     with LongRun(tmp_path, "checkpoint.every=1") as going:
-        going.wait_for("step 3/")
+        going.wait_for("(3/")
         workers = going.workers()
         going.signal_all(signal.SIGKILL)
         going.exit_code()
@@ -164,7 +164,7 @@ def test_a_killed_run_leaves_whole_checkpoints_and_nothing_of_an_unfinished_one_
 @pytest.mark.parametrize(("number", "again"), [(signal.SIGINT, "press Ctrl-C"), (signal.SIGTERM, "send SIGTERM")])
 def test_a_stop_lets_the_step_finish_and_leaves_policy_and_report(number, again, whom, tmp_path):
     with LongRun(tmp_path) as going:
-        going.wait_for("step 1/")
+        going.wait_for("(1/")
         workers = going.workers()
         going.signal_all(number) if whom == "group" else going.process.send_signal(number)
         assert going.exit_code() == 130
@@ -179,7 +179,7 @@ def test_a_stop_lets_the_step_finish_and_leaves_policy_and_report(number, again,
     assert "Traceback" not in going.stderr
     *_, last_step, hint, farewell = going.stderr.splitlines()
     assert hint == f"to resume from its last checkpoint: relibra train --resume {going.run}"
-    assert last_step.startswith(f"step {outcome['steps']}/")
+    assert last_step.startswith(f"step {outcome['steps'] - 1} ({outcome['steps']}/")
     assert farewell == "stopped"
 
 
@@ -196,7 +196,7 @@ def test_ctrl_c_while_the_ranks_start_is_not_lost(whom, tmp_path):
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path):
     with LongRun(tmp_path) as going:
-        going.wait_for("step 1/")
+        going.wait_for("(1/")
         workers = going.workers()
         os.kill(workers[0], signal.SIGSTOP)  # so that the step cannot finish
         going.process.send_signal(signal.SIGINT)

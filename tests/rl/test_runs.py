@@ -64,7 +64,7 @@ def test_stderr_is_progress_in_plain_lines_and_nothing_else(done):
     assert lines[1] == "device cpu"
     assert [line.split("  ")[0] for line in lines[2:4]] == ["warm-up 1/2", "warm-up 2/2"]
     assert "compiles" in lines[4]
-    assert [line.split("  ")[0] for line in lines[5:]] == ["step 1/2", "plan", "step 2/2", "plan"]
+    assert [line.split("  ")[0] for line in lines[5:]] == ["step 0 (1/2)", "plan", "step 1 (2/2)", "plan"]
     assert done.stderr.isascii()
     assert "\x1b" not in done.stderr
 

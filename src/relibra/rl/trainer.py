@@ -68,18 +68,15 @@ def _train(config: RunConfig, run: Path, device: torch.device, display: Training
         display.compiling()
     with StepLogs(run, step) if dist.get_rank() == 0 else nullcontext() as logs:
         while step < config.run.steps and not stopped and not reached:
+            baseline = None
+            if config.evaluation.every and step == 0:
+                baseline = _evaluate(learner, config)
+                display.baseline(baseline)
             result = rl_step(step, learner, progress, config, traces)
             metrics, progress = result.metrics, result.progress
-            metrics["evaluation"] = None
+            metrics |= {"baseline": baseline, "evaluation": None}
             if config.evaluation.every and (step + 1) % config.evaluation.every == 0:
-                metrics["evaluation"] = evaluate(
-                    learner.engine,
-                    task,
-                    tokenizer,
-                    config.evaluation.prompts,
-                    config.rollout.max_response,
-                    max_failed_rewards=config.task.max_failed_rewards,
-                )
+                metrics["evaluation"] = _evaluate(learner, config)
                 goal = config.evaluation.stop_at
                 reached = goal is not None and metrics["evaluation"]["reward"] >= goal
             if logs:
@@ -93,6 +90,18 @@ def _train(config: RunConfig, run: Path, device: torch.device, display: Training
         _save(run, step, learner, progress, config.checkpoint.keep)
     save_policy(policy, tokenizer, run / "policy")
     return warmed and (step >= config.run.steps or reached)
+
+
+def _evaluate(learner: Learner, config: RunConfig) -> dict[str, float]:
+    """Return mean reward and response length of the present policy on held-out prompts; collective."""
+    return evaluate(
+        learner.engine,
+        learner.task,
+        learner.tokenizer,
+        config.evaluation.prompts,
+        config.rollout.max_response,
+        max_failed_rewards=config.task.max_failed_rewards,
+    )
 
 
 def _find_cluster(config: RunConfig, device: torch.device) -> Cluster:

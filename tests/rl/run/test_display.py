@@ -19,7 +19,10 @@ def metrics(step, **more):
         "rank_skew": 1.25,
         "planned_skew": 1.01,
         "k3_kl": 1.5e-14,
+        "loss": 0.125,
         "entropy": 2.0,
+        "equal_groups": 0.0,
+        "tokens": 900,
         "clip_fraction": 0.01,
         "explained_variance": None,
         "evaluation": None,
@@ -43,11 +46,12 @@ def test_a_step_is_a_line(plain):
     make, lines = plain
     with make() as display:
         display.rl_step(metrics(0))
-        display.rl_step(metrics(1, unfinished_share=0.5, explained_variance=0.25))
+        display.rl_step(metrics(1, unfinished_share=0.5, explained_variance=0.25, equal_groups=0.75))
     assert lines() == [
-        "step 1/9  reward 0.50  length 8 (max 12)  rank skew 1.25 -> 1.01  k3 1.5e-14  0.8 s",
-        "step 2/9  reward 0.50  length 8 (max 12)  unfinished 50%  rank skew 1.25 -> 1.01  k3 1.5e-14  explained 0.25  "
-        "0.8 s",
+        "step 0 (1/9)  reward 0.50  length 8 (max 12)  rank skew 1.25 -> 1.01  loss 0.12  entropy 2.00  k3 1.5e-14  "
+        "1,200 tokens/s  0.8 s  left 6 s",
+        "step 1 (2/9)  reward 0.50  length 8 (max 12)  unfinished 50%  rank skew 1.25 -> 1.01  loss 0.12  "
+        "entropy 2.00  groups without signal 75%  k3 1.5e-14  explained 0.25  1,200 tokens/s  0.8 s  left 5 s",
     ]
 
 
@@ -55,12 +59,21 @@ def test_what_is_not_known_is_a_dash_or_left_out(plain):
     make, lines = plain
     with make() as display:
         display.rl_step(
-            metrics(0, reward=None, response_length=None, response_length_max=None, rank_skew=None, k3_kl=None)
+            metrics(
+                0,
+                reward=None,
+                response_length=None,
+                response_length_max=None,
+                rank_skew=None,
+                k3_kl=None,
+                loss=None,
+                entropy=None,
+            )
         )
         display.rl_step(metrics(1, planned_skew=None, evaluation={"reward": 0.75}))
     first, second = lines()
-    assert first == "step 1/9  reward -  length -  k3 -  0.8 s"
-    assert "rank skew 1.25  k3" in second
+    assert first == "step 0 (1/9)  reward -  length -  entropy -  k3 -  1,200 tokens/s  0.8 s  left 6 s"
+    assert "rank skew 1.25  loss" in second
     assert "evaluation 0.75" in second
 
 
@@ -68,7 +81,7 @@ def test_alarms_stand_under_their_step(plain):
     make, lines = plain
     with make() as display:
         display.rl_step(metrics(2, alarms=["k3_kl is 0.2, harmless is 0 to 0.1: the sampler is another policy"]))
-    assert lines()[1] == "step 3: k3_kl is 0.2, harmless is 0 to 0.1: the sampler is another policy"
+    assert lines()[1] == "step 2: k3_kl is 0.2, harmless is 0 to 0.1: the sampler is another policy"
 
 
 def test_a_warm_up_is_told_now_and_then_and_at_its_end(plain):
@@ -85,7 +98,17 @@ def test_a_run_that_goes_on_says_from_where(plain):
     with make(warmup_steps=3) as display:
         display.resumed(4)
         display.rl_step(metrics(4))
-    assert [line.partition("  ")[0] for line in lines()] == ["resuming from the checkpoint after step 4", "step 5/9"]
+    assert [line.partition("  ")[0] for line in lines()] == [
+        "resuming from the checkpoint after 4 steps, with step 4",
+        "step 4 (5/9)",
+    ]
+
+
+def test_a_baseline_stands_before_the_first_step(plain):
+    make, lines = plain
+    with make() as display:
+        display.baseline({"reward": 0.125, "response_length": 40.4})
+    assert lines() == ["before step 0  evaluation 0.12  length 40"]
 
 
 def test_ranks_that_are_not_asked_say_nothing(plain):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +28,8 @@ LINE_EVERY_WARMUP_STEPS = 40
 NARROW = 100
 """Columns of a terminal below which the table has no curves."""
 CURVE_STEPS = 40
+RECENT_STEPS = 8
+"""Steps whose speed tells the time that is left."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -70,11 +73,18 @@ class TrainingDisplay:
 
     def resumed(self, step: int) -> None:
         """Show that a run resumes after `step` finished steps."""
-        self.console.print(f"resuming from the checkpoint after step {step}", highlight=False)
+        self.console.print(f"resuming from the checkpoint after {step} steps, with step {step}", highlight=False)
         if "warm-up" in self._tasks:
             self._bars.update(self._tasks["warm-up"], completed=self._totals["warm-up"])
         if "RL" in self._tasks:
             self._bars.update(self._tasks["RL"], completed=step)
+
+    def baseline(self, evaluation: Mapping[str, float]) -> None:
+        """Show the evaluation before the first RL step."""
+        self.console.print(
+            f"before step 0  evaluation {evaluation['reward']:.2f}  length {evaluation['response_length']:.0f}",
+            highlight=False,
+        )
 
     def compiling(self) -> None:
         """Show why the first RL step takes long."""
@@ -91,17 +101,19 @@ class TrainingDisplay:
         """Show a finished RL step."""
         self._rows.append(metrics)
         seconds = sum(metrics["seconds"].values())
+        left = self._seconds_left(metrics["step"])
         self._advance("RL", f"{seconds:.1f} s per step")
         if self.console.is_terminal:
             self._live.update(Group(self._bars, metrics_table(self._rows, wide=self.console.width >= NARROW)))
         else:
-            line = f"step {metrics['step'] + 1}/{self._totals['RL']}  {_note(metrics)}  {seconds:.1f} s"
+            done = f"step {metrics['step']} ({metrics['step'] + 1}/{self._totals['RL']})"
+            line = f"{done}  {_note(metrics)}  {seconds:.1f} s" + (f"  left {_long(left)}" if left else "")
             self.console.print(line, highlight=False, soft_wrap=True)
             if metrics.get("expected_seconds") is not None:
                 self.console.print(f"plan  {describe_plan(metrics)}", highlight=False, soft_wrap=True)
         for sentence in metrics["alarms"]:
             self.console.print(
-                printable(f"step {metrics['step'] + 1}: {sentence}"),
+                printable(f"step {metrics['step']}: {sentence}"),
                 style="yellow",
                 highlight=False,
                 markup=False,
@@ -113,6 +125,11 @@ class TrainingDisplay:
         if self.console.is_terminal:
             text = "stopping after this step; press Ctrl-C again to stop at once"
             self.console.print(text, highlight=False, soft_wrap=True)
+
+    def _seconds_left(self, step: int) -> float:
+        """Return the seconds of the steps that are left, at the median speed of the latest ones."""
+        seconds = [sum(row["seconds"].values()) for row in list(self._rows)[-RECENT_STEPS:]]
+        return (self._totals["RL"] - step - 1) * statistics.median(seconds)
 
     def _advance(self, name: str, note: str) -> None:
         task = self._tasks[name]
@@ -146,12 +163,39 @@ def _note(metrics: dict[str, Any]) -> str:
     if metrics["rank_skew"] is not None:
         planned = metrics["planned_skew"]
         parts.append(f"rank skew {metrics['rank_skew']:.2f}" + ("" if planned is None else f" -> {planned:.2f}"))
+    if metrics["loss"] is not None:
+        parts.append(f"loss {metrics['loss']:.2g}")
+    parts.append(_part("entropy", metrics["entropy"], "{:.2f}"))
+    if metrics["equal_groups"]:
+        parts.append(f"groups without signal {metrics['equal_groups']:.0%}")
     parts.append(_part("k3", metrics["k3_kl"], "{:.1e}"))
     if metrics["explained_variance"] is not None:
         parts.append(f"explained {metrics['explained_variance']:.2f}")
     if metrics["evaluation"]:
         parts.append(f"evaluation {metrics['evaluation']['reward']:.2f}")
+    parts.append(f"{tokens_per_second(metrics):,.0f} tokens/s")
     return "  ".join(parts)
+
+
+def tokens_per_second(metrics: dict[str, Any]) -> float:
+    """Return the tokens of prompts and responses that a second of a step worked on, over all ranks."""
+    return float(metrics["tokens"] / max(sum(metrics["seconds"].values()), 1e-9))
+
+
+def _long(seconds: float) -> str:
+    """Return a long duration in its two largest units.
+
+    >>> _long(59.4), _long(3599), _long(90061)
+    ('59 s', '60 min', '1 d 1 h')
+    """
+    minutes = round(seconds / 60)
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if minutes <= 60:
+        return f"{minutes} min"
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes // 1440} d {minutes % 1440 // 60} h"
 
 
 def describe_plan(metrics: dict[str, Any]) -> str:
@@ -179,7 +223,9 @@ _SHOWN = (
     ("unfinished", "unfinished_share", "{:.1%}"),
     ("idle slots in rollout", "idle_share", "{:.1%}"),
     ("k3, trainer to sampler", "k3_kl", "{:.1e}"),
+    ("loss", "loss", "{:.3g}"),
     ("entropy", "entropy", "{:.3f}"),
+    ("groups without signal", "equal_groups", "{:.0%}"),
     ("clipped", "clip_fraction", "{:.2%}"),
     ("explained variance", "explained_variance", "{:.2f}"),
     ("rank skew, static", "rank_skew", "{:.3f}"),
@@ -202,6 +248,7 @@ def metrics_table(rows: Sequence[dict[str, Any]], *, wide: bool) -> Table:
     evaluations = [row["evaluation"]["reward"] for row in rows if row.get("evaluation")]
     if evaluations:
         table.add_row("evaluation", Text(f"{evaluations[-1]:.3f}", justify="right"))
+    table.add_row("tokens per second", Text(f"{tokens_per_second(last):,.0f}", justify="right"))
     total = sum(last["seconds"].values())
     stages = "  ".join(
         f"{name} {seconds / total:.0%}" for name, seconds in last["seconds"].items() if seconds > total / 200
