@@ -79,6 +79,7 @@ def test_the_run_folder_is_complete(run):
     config = json.loads((run / "config.json").read_text())
     assert config["rollout"]["prompts_per_step"] == 4
     assert config["versions"]["torch"] == torch.__version__
+    assert config["model"]["num_experts"] == config["model_sizes"]["num_experts"] == 4
     assert list((run / "tensorboard").glob("events.out.*"))
     assert "<html" in (run / "report.html").read_text()
 

@@ -1,10 +1,17 @@
-"""Warnings before a run trains."""
+"""Warnings before a run trains, and the sizes of its model."""
 
+import json
 from types import SimpleNamespace
 
+import pytest
 from torch import nn
 
-from relibra.rl.trainer import warn_beyond_context
+from relibra.rl.config.run_config import load_config
+from relibra.rl.run.run_folder import create_run_folder, read_settings, write_config
+from relibra.rl.trainer import model_sizes, warn_beyond_context
+from tests.replay.tiny_models import tiny_model
+from tests.rl.joined import VOCAB, alone, policy_of
+from tests.rl.made_up import EXPERTS
 
 
 def test_responses_beyond_the_context_of_a_model_are_warned_of(caplog):
@@ -14,3 +21,24 @@ def test_responses_beyond_the_context_of_a_model_are_warned_of(caplog):
         caplog.clear()
         warn_beyond_context(longest, model, "mine")
         assert ("513 tokens" in caplog.text and "512" in caplog.text) == warned
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
+def test_the_sizes_of_a_run_are_those_of_its_model(family, tmp_path):
+    """Of a model of the user, config.json has no sizes of the built-in one, and resumes all the same."""
+    with alone():
+        tiny_model(family).save_pretrained(tmp_path / "model")
+        config = load_config(None, [f"model.path={tmp_path / 'model'}", f"run.folder={tmp_path}", "parallel.ranks=1"])
+        policy = policy_of(config, tmp_path, VOCAB)
+    run = create_run_folder(config)
+    write_config(run, config, model_sizes(policy))
+    about = json.loads((run / "config.json").read_text())
+    found, text_config = about["model_sizes"], policy.copy.config
+    assert found["model_type"] == family
+    assert found["parameters"] == sum(parameter.numel() for parameter in policy.copy.parameters())
+    assert (found["hidden_size"], found["num_layers"]) == (text_config.hidden_size, text_config.num_hidden_layers)
+    assert (found["num_experts"], found["experts_per_token"]) == (EXPERTS, text_config.num_experts_per_tok)
+    assert found["num_moe_layers"] == len(policy.layer_ids)
+    assert not about["model"].keys() & {"hidden_size", "num_layers", "num_heads", "num_experts", "experts_per_token"}
+    (run / "checkpoints" / "step-00001").mkdir(parents=True)
+    assert load_config(None, base=read_settings(run)) == config

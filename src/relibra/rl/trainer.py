@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -154,6 +155,24 @@ def warn_beyond_context(longest: int, model: nn.Module, name: str) -> None:
         )
 
 
+def model_sizes(policy: Policy) -> dict[str, Any]:
+    """Return the sizes of the model that is trained, for config.json."""
+    text_config = policy.copy.config.get_text_config()  # type: ignore[operator, union-attr]
+    sizes = {
+        "model_type": text_config.model_type,
+        "parameters": sum(parameter.numel() for parameter in policy.copy.parameters()),
+        "hidden_size": text_config.hidden_size,
+        "num_layers": text_config.num_hidden_layers,
+        "num_heads": getattr(text_config, "num_attention_heads", None),
+        "vocab_size": text_config.vocab_size,
+        "num_experts": policy.num_experts,
+    }
+    if policy.expert is None:
+        return sizes
+    layers = {"num_moe_layers": len(policy.layer_ids)} if policy.layer_ids else {}
+    return {**sizes, **layers, "experts_per_token": policy.top_k, "expert_width": policy.expert.width}
+
+
 def _warm_up(
     config: RunConfig, policy: Policy, task: Task, tokenizer: Tokenizer, display: TrainingDisplay, stop: StopRequest
 ) -> bool:
@@ -192,8 +211,8 @@ def _build_learner(
         assert loaded is not None, "there is a checkpoint, and a damaged one raises"
         progress, step = Progress.from_state(loaded.state, loaded.responses), loaded.step
         remove_steps_from(run, step)
-        if dist.get_rank() == 0:
-            write_config(run, config)  # only now: the checkpoint fits this configuration
+    if dist.get_rank() == 0:
+        write_config(run, config, model_sizes(policy))  # only now: a checkpoint fits this configuration
     engine = make_engine(
         config.rollout,
         policy,

@@ -1,6 +1,6 @@
 """The run folder: its files, its lock, and its configuration. Imports no torch.
 
-config.json            resolved configuration and package versions
+config.json            resolved configuration, sizes of the model and package versions
 metrics.jsonl          one line per finished RL step
 samples.jsonl          some responses of each step, with their rewards
 checkpoints/           from which a stopped run resumes
@@ -20,7 +20,7 @@ import json
 import platform
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -102,10 +102,16 @@ def locked_run_folder(run: Path) -> Iterator[None]:
         yield
 
 
-def write_config(run: Path, config: RunConfig) -> None:
-    """Write config.json: the settings of a run and the versions of its packages.
+_BUILT_IN_SIZES = ("hidden_size", "expert_width", "num_layers", "num_heads", "num_experts", "experts_per_token")
 
-    raises    ConfigError if it cannot be written
+
+def write_config(run: Path, config: RunConfig, model_sizes: Mapping[str, Any] | None = None) -> None:
+    """Write config.json: the settings of a run, the versions of its packages, and the sizes of its model.
+
+    Settings that only the built-in model has are left out for others.
+
+    model_sizes   of the model that is trained; None: not loaded yet
+    raises        ConfigError if it cannot be written
     """
     packages = ("torch", "transformers", "numpy", "safetensors")
     about = {
@@ -113,7 +119,11 @@ def write_config(run: Path, config: RunConfig) -> None:
         "python": platform.python_version(),
         **{package: version(package) for package in packages},
     }
-    text = json.dumps({**config.model_dump(mode="json"), "versions": about}, indent=1) + "\n"
+    settings = config.model_dump(mode="json")
+    if config.model.path:
+        settings["model"] = {key: value for key, value in settings["model"].items() if key not in _BUILT_IN_SIZES}
+    sizes = {} if model_sizes is None else {"model_sizes": dict(model_sizes)}
+    text = json.dumps({**settings, **sizes, "versions": about}, indent=1) + "\n"
     try:
         write_text(run / "config.json", text)
     except OSError as error:
@@ -150,6 +160,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     made_by = versions.get("relibra", relibra.__version__) if isinstance(versions, dict) else None
     if not isinstance(made_by, str):
         raise ConfigError(f"cannot resume {path}: its config.json is not one of a run")
+    settings.pop("model_sizes", None)
     if made_by.startswith("0.1."):
         raise ConfigError(
             f"cannot resume {path}: relibra {made_by} made this run, and {relibra.__version__} does not read its "
