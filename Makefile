@@ -54,11 +54,12 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
+# Bytecode is written even where the environment says not to: the tests start many processes that import the same.
 test: lint types
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
 
 test-all: lint types
-	$(BIN)/python -m pytest
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format src tests examples benchmarks

@@ -76,7 +76,8 @@ def test_plan_writes_a_plan_that_fits_its_demand(run, trace, routes, tmp_path):
 
 
 def test_plan_names_what_it_overwrites(run, trace, tmp_path):
-    outputs = [run("plan", trace, *CUT, "-o", tmp_path / "p.safetensors")[1] for _ in range(2)]
+    words = (*CUT, "--balancer", "static", "-o", tmp_path / "p.safetensors")
+    outputs = [run("plan", trace, *words)[1] for _ in range(2)]
     assert ["\noverwritten " in out for out in outputs] == [False, True]
     assert ["\nwritten " in out for out in outputs] == [True, False]
 
@@ -140,7 +141,8 @@ def test_the_schedule_of_a_trainer_is_planned_and_comes_back(run, trace, tmp_pat
 
 def test_a_cluster_comes_from_a_file(run, trace, tmp_path):
     write_cluster(tmp_path / "mine.toml", replace(cluster_preset("h20x8"), name="my rack"))
-    code, out, _ = run("plan", trace, *CUT, "--cluster", tmp_path / "mine.toml", "-o", tmp_path / "p.safetensors")
+    words = ("--balancer", "static", "--cluster", tmp_path / "mine.toml", "-o", tmp_path / "p.safetensors")
+    code, out, _ = run("plan", trace, *CUT, *words)
     assert code == 0
     assert "my rack" in out
 
@@ -189,7 +191,7 @@ def test_a_full_disk_is_told_by_the_name_that_was_given(run, trace, tmp_path, mo
         raise OSError(28, "No space left on device", f"{path}.tmp")
 
     monkeypatch.setattr("relibra.planning.plan_files.write_plan", full)
-    code, _, err = run("plan", trace, *CUT, "-o", tmp_path / "p.safetensors")
+    code, _, err = run("plan", trace, *CUT, "--balancer", "static", "-o", tmp_path / "p.safetensors")
     assert code == 1
     assert f"error: {tmp_path / 'p.safetensors'} cannot be written: No space left on device" in err
 
@@ -230,7 +232,7 @@ def test_plan_says_how_the_trace_was_cut(run, tmp_path, routes):
     ):
         changed = replace(one, group_ids=groups.astype(one.group_ids.dtype), group_names=("a", "b"))
         write_trace(changed, tmp_path / name)
-        code, out, _ = run("plan", tmp_path / name, *CUT, "-o", tmp_path / "p.safetensors")
+        code, out, _ = run("plan", tmp_path / name, *CUT, "--balancer", "static", "-o", tmp_path / "p.safetensors")
         assert code == 0
         assert words in out
     options = ("--order", "shuffled", "--balancer", "static")

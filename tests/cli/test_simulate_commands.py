@@ -82,8 +82,7 @@ def test_a_run_is_simulated_by_its_last_recorded_step(run, run_folder, tmp_path)
 def test_verbs_take_a_run_where_they_take_a_trace(run, run_folder, tmp_path, monkeypatch, verb):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "mine" / "traces" / "step-00004").mkdir()  # not finished
-    balancer = {"compare": "static", "sweep": "static"}.get(verb, "relibra")
-    words = (verb, *CUT, "--balancer", balancer)
+    words = (verb, *CUT, "--balancer", "static")
     if verb in ("stats", "inspect", "validate"):
         words = ("trace", verb)
     for source in (run_folder, tmp_path / "runs" / "mine"):
@@ -100,8 +99,8 @@ def test_seconds_without_a_model_are_those_of_the_policy_of_the_run(run, run_fol
     }  # fmt: skip
     (folder / "policy").mkdir()
     (folder / "policy" / "config.json").write_text(json.dumps(config))
-    plan = ("plan", "-o", tmp_path / "p.safetensors")
-    for words in (("simulate",), plan):
+    plan = ("plan", "--balancer", "static", "-o", tmp_path / "p.safetensors")
+    for words in (("simulate", "--balancer", "static"), plan):
         for source in (folder, folder / "traces" / "step-00003"):
             assert "(mine)" in json.loads(run(*words, *CUT, "--json", source)[1])["model"]
         named = run(*words, *CUT, "--json", "--model", folder / "policy", folder)[1]
@@ -134,9 +133,10 @@ def test_rows_without_a_route_are_named(run, routes, tmp_path):
 
 def test_the_limit_of_a_run_is_the_default(run, run_folder, tmp_path):
     (tmp_path / "runs" / "mine" / "config.json").write_text('{"update": {"micro_batch_tokens": 35}}')
-    assert "at most 35 tokens per rank" in " ".join(run("simulate", run_folder, "--ranks", "4")[1].split())
+    words = ("simulate", run_folder, "--ranks", "4", "--balancer", "static")
+    assert "at most 35 tokens per rank" in " ".join(run(*words)[1].split())
     (tmp_path / "runs" / "mine" / "config.json").write_text("{}")
-    assert "at most 2,048 tokens per rank" in " ".join(run("simulate", run_folder, "--ranks", "4")[1].split())
+    assert "at most 2,048 tokens per rank" in " ".join(run(*words)[1].split())
     compared = run("compare", run_folder, "--ranks", "4", "--balancer", "static")[1]
     assert "at most 100 tokens per rank" in " ".join(compared.split())
 
@@ -193,10 +193,9 @@ def test_a_model_comes_from_its_config(run, trace, tmp_path):
         "moe_intermediate_size": 32, "num_experts_per_tok": 2, "vocab_size": 100, "max_position_embeddings": 128,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    for name in (tmp_path, tmp_path / "config.json"):
-        facts = json.loads(run("simulate", trace, *CUT, "--model", name, "--json")[1])
-        assert facts["model"] == "mine"
-    assert json.loads(run("simulate", trace, *CUT, "--model", "256x64", "--json")[1])["model"] == "256x64"
+    for given, name in ((tmp_path, "mine"), (tmp_path / "config.json", "mine"), ("256x64", "256x64")):
+        words = ("--balancer", "static", "--model", given, "--json")
+        assert json.loads(run("simulate", trace, *CUT, *words)[1])["model"] == name
 
 
 @pytest.mark.parametrize(("name", "layers"), [("gpt-oss-20b", 24), ("deepseek-v3", 61)])

@@ -55,6 +55,8 @@ def replicate(
         order_E = np.argsort(home_E, kind="stable")
         starts = np.searchsorted(home_E[order_E], np.arange(num_ranks + 1))
         home_E = home_E.astype(np.int64)
+        load_ME = load_ME.view()
+        load_ME.flags.writeable = False  # numba compiles twice for arrays that may be written and those that may not
         _replicate_layer(
             load_ME, home_E, order_E, starts, ranks_per_node, tolerance, cross_node, replica_MRB, quota_MRB
         )
@@ -85,7 +87,7 @@ def _replicate_layer(
             inside_2R[:], inside_held_RB[:], inside_quota_RB[:] = state_2R, held_RB, quota_RB
             _reset(load_E, order_E, starts, 0, R, state_2R, held_RB, quota_RB)
             _solve(
-                load_E, order_E, starts, 0, R, ranks_per_node, mean, relaxed,
+                load_E, order_E, starts, np.int64(0), R, ranks_per_node, mean, relaxed,  # a literal compiles apart
                 state_2R, held_RB, quota_RB, left_E, best_2R, best_held_RB, best_quota_RB,
             )  # fmt: skip
             if state_2R[LOAD].max() >= inside:
