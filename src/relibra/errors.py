@@ -16,9 +16,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+LONGEST_MESSAGE = 2000
+"""Characters; the middle of a longer message, which quotes a file, is left out."""
+
 
 class RelibraError(Exception):
     """Root of every error that relibra raises on purpose."""
+
+    def __str__(self) -> str:
+        """Return the message."""
+        text = super().__str__()
+        if len(text) <= LONGEST_MESSAGE:
+            return text
+        head, tail = 2 * LONGEST_MESSAGE // 3, LONGEST_MESSAGE // 4
+        return f"{text[:head]} [... {len(text) - head - tail:,} characters left out ...] {text[-tail:]}"
 
 
 class TraceError(RelibraError, ValueError):

@@ -117,7 +117,10 @@ def _groups(
         return np.repeat(np.arange(len(sets)), [len(lengths) for lengths in rows]), tuple(sets)
     if "dataset" not in arrays or "dataset_names" not in arrays:
         return np.full(len(rows[0]), -1), ()
-    names = tuple(str(name) for name in np.atleast_1d(arrays["dataset_names"]))
+    try:
+        names = tuple(str(name) for name in np.atleast_1d(arrays["dataset_names"]).reshape(-1))
+    except (SystemError, ValueError) as error:  # numbers that are no characters
+        raise TraceError(f"{path}: 'dataset_names' holds no text: {error}") from error
     dataset_S = _checked_vector(path, "dataset", arrays["dataset"], high=len(names))
     if dataset_S.shape != rows[0].shape:
         raise TraceError(
