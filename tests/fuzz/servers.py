@@ -75,7 +75,7 @@ def server_answer(rng, _):
     text = mutate_bytes(rng, text) if rng.random() < 0.2 else text
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(text) + text
     running().answer = mutate_bytes(rng, answer) if rng.random() < 0.2 else answer
-    server._PAUSE_SECONDS, server.ATTEMPTS, server.TIMED_OUT_ATTEMPTS = 0.0, 1, 1
+    server.PAUSE_SECONDS, server.ATTEMPTS, server.TIMED_OUT_ATTEMPTS = 0.0, 1, 1
     engine = ServerEngine(
         url=f"http://127.0.0.1:{running().listener.getsockname()[1]}",
         dialect=dialect,

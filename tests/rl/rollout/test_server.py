@@ -102,7 +102,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def served(monkeypatch):
-    monkeypatch.setattr(server, "_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(server, "PAUSE_SECONDS", 0.001)
     with Server() as running:
         thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
         thread.start()
@@ -191,7 +191,7 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_told(served):
 
 
 def test_a_server_that_is_not_there_is_named(monkeypatch):
-    monkeypatch.setattr(server, "_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(server, "PAUSE_SECONDS", 0.001)
     with Server() as gone:
         url = gone.url
     engine = ServerEngine(url=url, dialect="vllm", routes=None, stop_ids=(), vocab_size=50, temperature=1.0, seed=0)

@@ -31,7 +31,7 @@ FULL_LENGTH = 1024
 """Tokens of a request that has `timeout_seconds`; longer ones get proportionally more."""
 LARGEST_LOG_PROB, LEAST_LOG_PROB = 1e-3, -1e6
 """Log-probs are at most 0, up to rounding."""
-_PAUSE_SECONDS = 0.5
+PAUSE_SECONDS = 0.5
 _FIXED_BYTES, _TOKEN_BYTES, _ROUTE_BYTES = 1 << 20, 1 << 10, 11
 """Largest answer: fixed part, of each token with its text and log-prob, of each choice (8 bytes in base64)."""
 
@@ -250,7 +250,7 @@ def _post(engine: ServerEngine, path: str, body: dict[str, Any], num_tokens: int
     """
     url, attempts, attempt = engine.url.rstrip("/") + path, ATTEMPTS, 0
     while True:
-        time.sleep(_PAUSE_SECONDS * (2**attempt - 1))
+        time.sleep(PAUSE_SECONDS * (2**attempt - 1))
         attempt += 1
         try:
             return post_json(
