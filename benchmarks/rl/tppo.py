@@ -48,6 +48,8 @@ SETTINGS = (
     "update.lr_warmup_steps=10",
     "evaluation.every=5",
     "evaluation.prompts=192",
+    "critic.min_finished=1",
+    "critic.explained_variance_gate=off",
 )
 WARM_UP = ("parallel.ranks=2", "warmup.steps=500", "warmup.batch=64", "warmup.error_rate=0.2")
 WINDOWS = ("rollout.window=48", "algorithm.tail_drop=2")

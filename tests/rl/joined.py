@@ -28,6 +28,9 @@ TINY = (
     "model.dtype=float32",
     "model.activation_checkpointing=false",
     "update.learning_rate=2e-4",
+    "critic.pretrain_steps=0",
+    "critic.min_finished=1",
+    "critic.explained_variance_gate=off",
 )
 
 

@@ -37,6 +37,9 @@ TINY = (
     "model.hidden_size=16",
     "model.num_experts=4",
     "update.mini_batches=2",
+    "critic.pretrain_steps=0",
+    "critic.min_finished=1",
+    "critic.explained_variance_gate=off",
 )
 CPU = torch.device("cpu")
 GROUP_TIMEOUT_S = 120.0

@@ -24,6 +24,8 @@ SETTINGS = (
     "update.learning_rate=2e-4",
     "update.lr_warmup_steps=10",
     "evaluation.prompts=128",
+    "critic.min_finished=1",
+    "critic.explained_variance_gate=off",
 )
 WINDOW = "rollout.window=20"
 LAST = 3

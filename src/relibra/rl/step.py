@@ -178,7 +178,8 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
     update = PolicyUpdate(
         count=StepCount(rl_step=step, made=progress.policy_steps, skipped_in_a_row=progress.policy_skips)
     )
-    if step >= config.critic.pretrain_steps or learner.critic is None:
+    warm = step >= config.critic.pretrain_steps and (progress.value_steps > 0 or not config.critic.pretrain_steps)
+    if warm or learner.critic is None:
         update = _update_policy(learner, update.count, batch, config, clock)
     with clock.stage("sync"):
         sync_weights(learner.engine, learner.policy, config.rollout.server_weights, step + 1)

@@ -1,6 +1,7 @@
 """Configuration: what is refused, what the one sentence about it says, and how presets and settings meet."""
 
 import json
+import tomllib
 
 import pytest
 
@@ -319,3 +320,46 @@ def test_a_run_says_how_a_model_of_the_user_is_trained():
         assert part in line
     _, warning = describe_training(load_config(None, ["model.path=mine", "update.learning_rate=2e-4"]))
     assert "20 times" in warning
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps", "finished"),
+    [
+        (("algorithm.preset=ppo",), 10, 64),
+        (
+            (
+                "algorithm.preset=ppo",
+                "rollout.prompts_per_step=4",
+                "rollout.responses_per_prompt=2",
+                "update.mini_batches=1",
+            ),
+            10,
+            8,
+        ),
+        (("algorithm.preset=tppo",), 10, 64),
+        (("algorithm.preset=tppo", "rollout.max_response=800", "rollout.window=40"), 20, 64),
+        (("algorithm.preset=tppo", "rollout.max_response=800", "rollout.window=40", "rollout.refill=true"), 21, 64),
+    ],
+)
+def test_presets_with_a_value_model_warm_it_up(overrides, steps, finished):
+    critic = load_config(None, overrides).critic
+    assert (critic.pretrain_steps, critic.min_finished, critic.explained_variance_gate) == (steps, finished, 0.0)
+    own = load_config(None, [*overrides, "critic.pretrain_steps=3", "critic.explained_variance_gate=off"])
+    assert (own.critic.pretrain_steps, own.critic.min_finished) == (3, finished)
+    assert own.critic.explained_variance_gate is None
+    again = RunConfig.model_validate(tomllib.loads(as_toml(own)))
+    assert again == own, "what --show-config prints gives the same run"
+    assert RunConfig.model_validate_json(own.model_dump_json()) == own
+
+
+def test_presets_without_a_value_model_warm_up_nothing():
+    assert load_config(None, ["algorithm.preset=grpo"]).critic.pretrain_steps == 0
+    assert load_config(None).critic == RunConfig().critic
+
+
+def test_a_run_that_trains_only_the_value_model_says_so():
+    short, longer = (load_config(None, ["algorithm.preset=ppo", f"run.steps={steps}"]) for steps in (3, 30))
+    assert any("the policy is not trained" in line for line in describe_training(short))
+    [line] = describe_training(longer)
+    assert line.startswith("steps 0 to 9 train the value model alone")
+    assert describe_training(load_config(None)) == []

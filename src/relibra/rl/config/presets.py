@@ -25,6 +25,7 @@ _GRPO: dict[str, Any] = {
 }
 
 _LARGEST_TAIL_DROP = 8
+VALUE_WARMUP_STEPS, VALUE_WARMUP_FINISHED = 10, 64
 
 
 def choose_window(max_response: int) -> int | None:
@@ -39,6 +40,19 @@ def choose_window(max_response: int) -> int | None:
 def choose_tail_drop(window: int) -> int:
     """Return how many last tokens of a window do not train the policy: a quarter of it, and at most eight."""
     return min(_LARGEST_TAIL_DROP, window // 4)
+
+
+def choose_value_warmup(max_windows: int, responses_per_step: int) -> dict[str, Any]:
+    """Return the warm-up of the value model of presets ppo and tppo: settings of `CriticSettings`.
+
+    The policy waits for ten steps, and for as many as a response has windows: then every response of the first step has
+    ended. A value update takes 64 finished responses, or all of a step where it has fewer.
+    """
+    return {
+        "pretrain_steps": max(VALUE_WARMUP_STEPS, max_windows),
+        "min_finished": min(VALUE_WARMUP_FINISHED, responses_per_step),
+        "explained_variance_gate": 0.0,
+    }
 
 
 PRESETS: dict[str, dict[str, Any]] = {

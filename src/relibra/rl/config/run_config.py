@@ -15,7 +15,7 @@ from relibra.errors import ConfigError
 from relibra.printable import excerpt
 from relibra.rl.config.consistency import check_groups, check_model, check_plan, check_task, check_windows
 from relibra.rl.config.own_model import HIGH_RATE, fill_defaults
-from relibra.rl.config.presets import choose_tail_drop, choose_window
+from relibra.rl.config.presets import choose_tail_drop, choose_value_warmup, choose_window
 from relibra.rl.config.settings import (
     MAX_LENGTH,
     AlgorithmSettings,
@@ -66,6 +66,29 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
+    def _warm_up_value_model(cls, settings: Any) -> Any:
+        """Set the warm-up of the value model where preset ppo or tppo is given and its settings are not.
+
+        Validators before run from the last to the first: windows and lengths are known here.
+        """
+        if not isinstance(settings, dict):
+            return settings
+        algorithm, critic = settings.get("algorithm"), settings.get("critic", {})
+        if not (
+            isinstance(algorithm, dict) and isinstance(critic, dict) and algorithm.get("preset") in ("ppo", "tppo")
+        ):
+            return settings
+        try:
+            rollout = RolloutSettings.model_validate(settings.get("rollout", {}))
+        except ValidationError:  # told when the sections are checked
+            return settings
+        return {
+            **settings,
+            "critic": {**choose_value_warmup(rollout.max_windows, rollout.responses_per_step), **critic},
+        }
+
+    @model_validator(mode="before")
+    @classmethod
     def _train_tppo_in_windows(cls, settings: Any) -> Any:
         """Set the window, and the tokens at its end that do not train, where preset tppo is given and they are not."""
         if not isinstance(settings, dict):
@@ -107,10 +130,19 @@ def _is_length(value: Any, *, may_be_0: bool = False) -> bool:
 def describe_training(config: RunConfig) -> list[str]:
     """Return lines that say how a model of the user is trained, with a warning of a high learning rate.
 
-    Nothing for the built-in model.
+    Of the built-in model only that its policy is not trained: where all steps warm up the value model.
     """
+    alone = []
+    if config.algorithm.advantage == "gae" and config.run.steps:
+        first = config.critic.pretrain_steps
+        alone = [
+            f"steps 0 to {min(first, config.run.steps) - 1} train the value model alone (critic.pretrain_steps {first})"
+        ]
+        if first >= config.run.steps:
+            alone.append(f"warning: the policy is not trained: run.steps is {config.run.steps}")
+        alone = alone if first else []
     if not config.model.path:
-        return []
+        return alone
     rate, model, rollout = config.update.learning_rate, config.model, config.rollout
     saved = "activations recomputed" if model.activation_checkpointing else "activations kept"
     dtype = model.dtype if model.dtype == "float32" else f"{model.dtype} with float32 weights"
@@ -124,7 +156,7 @@ def describe_training(config: RunConfig) -> list[str]:
             f"warning: update.learning_rate {rate:g} is more than 20 times what RL post-training usually takes (1e-6): "
             "models lose what they know in a few steps"
         )
-    return lines
+    return lines + alone
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = (), *, base: dict[str, Any] | None = None) -> RunConfig:
@@ -192,6 +224,8 @@ def as_toml(config: RunConfig) -> str:
         lines += ["", f"[{name}]  # {type(section).__doc__}"]
         for key, value in section.model_dump(mode="json").items():
             description = " ".join((type(section).model_fields[key].description or "").split())
+            if value is None and key == "explained_variance_gate":
+                value = "off"  # else its preset's value is read
             setting = f"# {key} =" if value is None else f"{key} = {json.dumps(value)}"  # TOML has no null
             lines += [f"# {description}", setting]
     return "\n".join(lines[1:])

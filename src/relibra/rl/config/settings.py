@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from relibra.planning.budget import RUN_DEFAULTS
 from relibra.rl.config.presets import PRESETS
@@ -294,16 +294,23 @@ class CriticSettings(Section):
     learning_rate: float = Field(1e-3, gt=0, le=10)
     """Learning rate of AdamW for the value model."""
     pretrain_steps: int = Field(0, ge=0, le=LONGEST)
-    """First RL steps that train only the value model."""
+    """First RL steps that train only the value model. Presets ppo and tppo: 10, or as many as a response has windows,
+    unless given."""
     clip_low: float = Field(0.5, gt=0, le=LARGE)
     """Value clipping: a new value is clipped at the old one - clip_low."""
     clip_high: float = Field(0.6, gt=0, le=LARGE)
     """Value clipping: a new value is clipped at the old one + clip_high."""
     min_finished: int = Field(1, ge=1, le=1 << 30)
-    """Fewest finished responses for a value update; fewer are kept for later steps."""
+    """Fewest finished responses for a value update; fewer are kept for later steps. Presets ppo and tppo: 64, or all of
+    a step, unless given."""
     explained_variance_gate: float | None = Field(None, ge=-LARGE, le=1)
     """Unfinished responses train the policy only while the value model explains more than this share of the variance
-    of returns; none: no gate."""
+    of returns; "off": no gate. Presets ppo and tppo: 0.0 unless given."""
+
+    @field_validator("explained_variance_gate", mode="before")
+    @classmethod
+    def _read_off(cls, value: Any) -> Any:
+        return None if value == "off" else value
 
 
 class PlanSettings(Section):
