@@ -20,7 +20,6 @@ from relibra.planning.balancers.layer_choices import LayerChoices
 from relibra.planning.costs.copies import pushed_copies
 from relibra.planning.home_search.lasting_homes import Propose, even_moving_seconds, lasting_homes
 from relibra.planning.home_search.step_homes import deal_inside_nodes, search_homes
-from relibra.planning.layer_shards import demand_of_layers
 from relibra.planning.replicas.pricing import Replicas, cheapest_replicas, evenest_replicas, moving_seconds, seconds
 from relibra.planning.replicas.resident_replicas import PUSH_PRICE
 from relibra.planning.replicas.resident_ways import (
@@ -37,6 +36,8 @@ from relibra.routing.demand import ScheduledDemand
 
 _WORTH_MOVING = 0.01
 """Share of a layer's cost that new homes may save for a search, and must save to replace planned ones: loads vary."""
+_WORTH_SHARING = 0.001
+"""Share of the cost that shared slots must save in a few layers of a large step to be filled in all."""
 _PILOT_LAYERS = 6
 """Layers on which ways are priced before the best ones are tried on all."""
 _PILOT_MICRO_BATCHES, _PILOT_OF_LARGE_STEP = 32, 16
@@ -130,8 +131,8 @@ def _search_where_it_may_pay(
     uneven = np.flatnonzero(kept.cost_ML.mean(axis=0) > (1 + _WORTH_MOVING) * (1 + request.budget.tolerance))
     home_LE = kept.home_LE.copy()
     if len(uneven) and clock.allows(0.5):
-        part, some = request.of_layers(uneven), demand_of_layers(demand, uneven)
-        home_LE[uneven] = search_homes(part, some, home_LE[uneven], clock, first=not request.warm)
+        part = replace(request, demand=demand).of_layers(uneven)
+        home_LE[uneven] = search_homes(part, part.demand, home_LE[uneven], clock, first=not request.warm)
     return home_LE
 
 
@@ -211,16 +212,14 @@ def _pilot(
     micro_batches   keep so many, or as many more as their last group has, and at most twice as many; None: all. What a
                     move costs is spread over them in proportion
     """
-    layers, M = _pilot_layers(request.previous.home_LE), len(demand.tokens_MLRE)
-    part = request.of_layers(layers)
-    if micro_batches is None or micro_batches >= M:
-        return part, demand_of_layers(demand, layers)
-    m = micro_batches
-    if demand.group_M is not None:
-        m = min(int(np.searchsorted(demand.group_M, demand.group_M[m - 1], side="right")), 2 * m)
-    served = round(part.budget.steps_served * M / m)
-    first = demand_of_layers(demand.of_micro_batches(slice(m)), layers)
-    return replace(part, budget=replace(part.budget, steps_served=served)), first
+    M, m, served = len(demand.tokens_MLRE), micro_batches, request.budget.steps_served
+    if m is not None and m < M:
+        if demand.group_M is not None:
+            m = min(int(np.searchsorted(demand.group_M, demand.group_M[m - 1], side="right")), 2 * m)
+        demand, served = demand.of_micro_batches(slice(m)), round(served * M / m)
+    first = replace(request, demand=demand, budget=replace(request.budget, steps_served=served))
+    part = first.of_layers(_pilot_layers(request.previous.home_LE))
+    return part, part.demand
 
 
 def _tried(demand: ScheduledDemand) -> int:
@@ -371,10 +370,12 @@ def _with_shared_slots(
         further = fill_shared_slots(request, demand, of.home_LE, replicas, tolerance=tolerance, cross_node=across)
         return priced(request, demand, of.home_LE, further)
 
-    if _tried(demand) == 1 and len(ways) > 1:
-        part = chosen.of_layers(_pilot_layers(chosen.home_LE))
-        cost_X = [np.minimum(part.cost_ML, fill(way, *_pilot(request, demand), part).cost_ML).sum() for way in ways]
-        ways = [ways[int(np.argmin(cost_X))]]
+    if _tried(demand) == 1:
+        pilot, some = _pilot(request, demand, micro_batches=_pilot_micro_batches(demand))
+        part = chosen.of_layers(_pilot_layers(chosen.home_LE), micro_batches=len(some.tokens_MLRE))
+        cost_X = [np.minimum(part.cost_ML, fill(way, pilot, some, part).cost_ML).sum() for way in ways]
+        worth = min(cost_X) < (1 - _WORTH_SHARING) * part.cost_ML.sum()
+        ways = [ways[int(np.argmin(cost_X))]] if worth else []
     for way in ways:
         other = fill(way, request, demand, chosen)
         best = best.with_replicas(other, other.cost_ML < best.cost_ML)

@@ -23,9 +23,10 @@ class LayerChoices:
         """Cost of each layer over the micro-batches."""
         return self.cost_ML.sum(axis=0)
 
-    def of_layers(self, layers: Int64[ndarray, " l"]) -> LayerChoices:
-        """Return the choices of some layers, given as positions on the layer axis."""
-        arrays = {name: getattr(self, name)[:, layers] for name in ("replica_MLRB", "quota_MLRB", "cost_ML")}
+    def of_layers(self, layers: Int64[ndarray, " l"], micro_batches: int | None = None) -> LayerChoices:
+        """Return the choices of some layers, given as positions on the layer axis, and of the first micro-batches."""
+        names = ("replica_MLRB", "quota_MLRB", "cost_ML")
+        arrays = {name: getattr(self, name)[:micro_batches, layers] for name in names}
         return replace(self, home_LE=self.home_LE[layers], **arrays)
 
     def with_layers(self, other: LayerChoices, layers_L: Bool[ndarray, " L"]) -> LayerChoices:

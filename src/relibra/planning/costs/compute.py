@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, no_type_check
 
 import numpy as np
 from jaxtyping import Float64
@@ -11,6 +11,7 @@ from numpy import ndarray
 from relibra.cluster import Cluster
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.placement import Placement
+from relibra.routing.compiled import compiled
 from relibra.routing.demand import ScheduledDemand
 
 Rows = TypeVar("Rows", float, ndarray)
@@ -65,17 +66,34 @@ def expert_seconds(
     Each expert is a GEMM of its own rows (`Cluster.gemm_seconds`), 2 flops per weight and row; backward takes twice as
     long.
     """
-    flops = float(expert.flops_per_token_slot)
-    M, L, R, _ = plan.replica_MLRB.shape
-    m_X, layer_X, rank_X, slot_X = np.nonzero(plan.replica_MLRB >= 0)
-    rows_X = plan.quota_MLRB[m_X, layer_X, rank_X, slot_X].astype(np.int64)
+    flops, M_L_R = float(expert.flops_per_token_slot), plan.replica_MLRB.shape[:3]
     home_rows_MLE = demand.load_MLE.copy()
-    np.subtract.at(home_rows_MLE, (m_X, layer_X, plan.replica_MLRB[m_X, layer_X, rank_X, slot_X]), rows_X)
-    first_ML = R * np.arange(M * L).reshape(M, L, 1)
-    home_X, replica_X = (first_ML + plan.home_LE).ravel(), (m_X * L + layer_X) * R + rank_X
+    _take_quotas(plan.replica_MLRB, plan.quota_MLRB, home_rows_MLE)
+    home_MLR, home_MLE = np.zeros(M_L_R), cluster.gemm_seconds(home_rows_MLE, flops)
+    _add_homes(home_MLE, plan.home_LE, home_MLR)
+    return home_MLR, cluster.gemm_seconds(plan.quota_MLRB, flops).sum(axis=3)
 
-    def add_up(rank_X: ndarray, rows_X: ndarray) -> Float64[ndarray, "M L R"]:
-        seconds_MLR = np.bincount(rank_X, cluster.gemm_seconds(rows_X, flops), M * L * R).reshape(M, L, R)
-        return seconds_MLR.astype(np.float64, copy=False)  # bincount of an empty array is int64
 
-    return add_up(home_X, home_rows_MLE.ravel()), add_up(replica_X, rows_X)
+@compiled
+@no_type_check
+def _take_quotas(replica_MLRB, quota_MLRB, rows_MLE) -> None:
+    """Subtract the token-slots of replicas from those of their experts."""
+    M, L, R, B = replica_MLRB.shape
+    for m in range(M):
+        for layer in range(L):
+            for r in range(R):
+                for b in range(B):
+                    e = replica_MLRB[m, layer, r, b]
+                    if e >= 0:
+                        rows_MLE[m, layer, e] -= quota_MLRB[m, layer, r, b]
+
+
+@compiled
+@no_type_check
+def _add_homes(seconds_MLE, home_LE, seconds_MLR) -> None:
+    """Add the seconds of each expert to its home rank."""
+    M, L, E = seconds_MLE.shape
+    for m in range(M):
+        for layer in range(L):
+            for e in range(E):
+                seconds_MLR[m, layer, home_LE[layer, e]] += seconds_MLE[m, layer, e]

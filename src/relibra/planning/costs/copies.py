@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import no_type_check
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
@@ -12,6 +13,7 @@ from relibra.cluster import Cluster, Link
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.placement import Homes, Placement
 from relibra.planning.traffic.traffic import BETWEEN, INSIDE
+from relibra.routing.compiled import compiled
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,16 +92,24 @@ def _count_copies(
     plan: Placement, copied_MLRB: Bool[ndarray, "M L R B"]
 ) -> tuple[Int64[ndarray, "2 M L R"], Int64[ndarray, "2 M L R"]]:
     """Return the number of copies by the rank of the home and by the rank of the replica, inside and between nodes."""
-    M, L, R, _ = copied_MLRB.shape
-    m_X, layer_X, rank_X, slot_X = np.nonzero(copied_MLRB)
-    home_X = plan.home_LE[layer_X, plan.replica_MLRB[m_X, layer_X, rank_X, slot_X]]
-    between_X = rank_X // plan.ranks_per_node != home_X // plan.ranks_per_node
-    first_X = ((between_X * M + m_X) * L + layer_X) * R
+    sent_2MLR, received_2MLR = np.zeros((2, 2, *copied_MLRB.shape[:3]), dtype=np.int64)
+    _add_copies(copied_MLRB, plan.replica_MLRB, plan.home_LE, plan.ranks_per_node, sent_2MLR, received_2MLR)
+    return sent_2MLR, received_2MLR
 
-    def count(rank_of_X: ndarray) -> Int64[ndarray, "2 M L R"]:
-        return np.bincount(first_X + rank_of_X, minlength=2 * M * L * R).reshape(2, M, L, R)
 
-    return count(home_X), count(rank_X)
+@compiled
+@no_type_check
+def _add_copies(copied_MLRB, replica_MLRB, home_LE, ranks_per_node, sent_2MLR, received_2MLR) -> None:
+    M, L, R, B = copied_MLRB.shape
+    for m in range(M):
+        for layer in range(L):
+            for r in range(R):
+                for b in range(B):
+                    if copied_MLRB[m, layer, r, b]:
+                        home = home_LE[layer, replica_MLRB[m, layer, r, b]]
+                        link = BETWEEN if home // ranks_per_node != r // ranks_per_node else INSIDE
+                        sent_2MLR[link, m, layer, home] += 1
+                        received_2MLR[link, m, layer, r] += 1
 
 
 def _copies(

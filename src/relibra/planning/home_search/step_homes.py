@@ -23,9 +23,9 @@ from relibra.planning.search.deadline import Deadline
 from relibra.planning.search.parallel_map import parallel_map
 from relibra.routing.demand import ScheduledDemand
 
-_SWAPS_OF_A_STEP = {"tokens": 60_000_000, "seconds": 30_000_000}
+_SWAPS_OF_A_STEP = {"tokens": 60_000_000, "seconds": 15_000_000}
 """Swaps x micro-batches x layers that one annealing of all layers may evaluate, by objective; about 25 ns each, twice
-that with the network. Twice as many lower the seconds of a step with replicas by a thousandth."""
+that with the network. Four times as many lower the seconds of a step with replicas by a thousandth."""
 _SWAPS_OF_A_LAYER = {"tokens": 100_000, "seconds": 40_000}
 """Most swaps of one layer."""
 _SWAPS_OF_A_DEAL, _SWAPS_OF_A_NODE = 2_500_000, 1_000
