@@ -74,7 +74,7 @@ BAD_TASKS = {
     "raises": ("task.reward=my_rewards:raising", "raised ValueError: no idea; a reward returns a number"),
     "returns_nan": ("task.reward=my_rewards:nothing", "returned nan; a reward is a number from -1e+09 to 1e+09"),
     "long_prompt": (
-        "rollout.max_prompt=3",
+        ("rollout.max_prompt=3", "rollout.long_prompts=refuse"),
         "has 4 tokens: allowed are 1 to 3 (rollout.max_prompt)",
     ),
     "warm_up": ("warmup.steps=3", "the task has no demonstrations: set warmup.steps=0"),

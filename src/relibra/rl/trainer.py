@@ -20,8 +20,8 @@ from relibra.rl.model.critic import build_critic
 from relibra.rl.model.optimizer import make_optimizer
 from relibra.rl.model.policy import Policy, build_policy, reference_policy, save_policy
 from relibra.rl.model.tokenizer import Tokenizer, make_tokenizer
-from relibra.rl.rollout.collect import longest_prompt
 from relibra.rl.rollout.engines import make_engine, sync_weights
+from relibra.rl.rollout.prompt_lengths import fit_prompts
 from relibra.rl.run.checkpoint import Models, load_checkpoint, save_checkpoint
 from relibra.rl.run.display import TrainingDisplay
 from relibra.rl.run.ranks import StopRequest, begin_stage, broadcast_json
@@ -122,7 +122,8 @@ def _build_task_and_policy(config: RunConfig, run: Path, device: torch.device) -
             _log.warning("%s", warning)
     task = make_task(config.task, config.run.seed, config.evaluation.prompts if config.evaluation.every else 0)
     tokenizer = make_tokenizer(config.model.path, task.characters, trust_remote_code=config.model.trust_remote_code)
-    longest = longest_prompt(task, tokenizer, config.rollout.max_prompt) + config.rollout.max_response
+    task, longest_prompt = fit_prompts(task, tokenizer, config.rollout)
+    longest = longest_prompt + config.rollout.max_response
     policy = build_policy(
         config.model,
         tokenizer.vocab_size,

@@ -1,6 +1,5 @@
 """Collecting: who goes on, who starts, what is rated, over many steps."""
 
-import json
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,10 +10,9 @@ from hypothesis import strategies as st
 from relibra.errors import ConfigError
 from relibra.rl.config.run_config import load_config
 from relibra.rl.rollout.admission import SampleCursor, check_versions
-from relibra.rl.rollout.collect import check_live_responses, collect, compute_rewards, longest_prompt
+from relibra.rl.rollout.collect import check_live_responses, collect, compute_rewards
 from relibra.rl.rollout.embedded import EmbeddedEngine
 from relibra.rl.rollout.response import RolloutCost, Window, new_response
-from relibra.rl.tasks.make import make_task
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 from relibra.rl.toy.tasks import Arithmetic
 from tests.replay.tiny_models import tiny_model
@@ -280,22 +278,3 @@ def test_a_prompt_that_is_too_long_is_named(limit):
     assert sentence.startswith("prompt 0 of the task has ")
     assert f"allowed are 1 to {limit} (rollout.max_prompt)" in sentence
     assert "\n" not in sentence
-
-
-def test_every_prompt_of_a_file_is_measured_before_a_run_starts(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": "1" * n, "answer": "1"}) + "\n" for n in (2, 9, 4)))
-    rows = (
-        "task.name=prompts",
-        f"task.file={file}",
-        "task.reward=exact",
-        "warmup.steps=0",
-        "model.path=mine",
-        "rollout.max_prompt=10",
-    )
-    config = config_of(*rows)
-    task = make_task(config.task, 0, 0)
-    assert longest_prompt(task, TOKENIZER, 10) == len(TOKENIZER.encode("1" * 9))
-    assert longest_prompt(TASK, TOKENIZER, 10) == 0
-    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2 has"):
-        longest_prompt(task, TOKENIZER, 8)

@@ -131,7 +131,10 @@ class RolloutSettings(Section):
     refill: bool = False
     """Start a new response as soon as one ends inside a window; a step still has at most `window` decode steps."""
     max_prompt: int = Field(1024, ge=1, le=MAX_LENGTH)
-    """Longest prompt in tokens; a longer one is an error that names its row."""
+    """Longest prompt in tokens."""
+    long_prompts: Literal["skip", "cut", "refuse"] = "skip"
+    """Longer prompts of a file: "skip" leaves them out and says how many, "cut" drops their first tokens, "refuse" ends
+    the run before its first step and names the first."""
     max_batch: int = Field(256, ge=1, le=1 << 16)
     """Most responses that one rank decodes at once; further ones start as others finish. Limits KV-cache memory."""
     engine: Literal["embedded", "sglang", "vllm"] = "embedded"

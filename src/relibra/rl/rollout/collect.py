@@ -10,19 +10,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from relibra.errors import ConfigError
 from relibra.rl.algorithms.advantages import overlong_penalty
 from relibra.rl.config.settings import RolloutSettings
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.admission import SampleCursor, check_no_response_lost, plan_admission
+from relibra.rl.rollout.prompt_lengths import encode_prompt
 from relibra.rl.rollout.response import Response, RolloutCost, RolloutEngine, new_response
 from relibra.rl.rollout.response_arrays import exchange_responses
-from relibra.rl.run.ranks import gather_arrays, largest_over_ranks, wait_for_ranks
-from relibra.rl.tasks.prompts import Prompts
+from relibra.rl.run.ranks import gather_arrays, wait_for_ranks
 from relibra.rl.tasks.task import RewardError, Task
-
-MAX_PROMPTS_CHECKED = 100_000
-"""Prompts of a file whose length is checked before a run starts; later ones are checked when they are used."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -142,33 +138,8 @@ def _gather_windows(live: Sequence[Response]) -> list[tuple[int, int]]:
 def _response_starter(task: Task, tokenizer: Tokenizer, settings: RolloutSettings) -> Callable[[int], Response]:
     """Return the function from sample id to new response; a prompt is encoded once for its whole group."""
     per_prompt = settings.responses_per_prompt
-    prompt_of = cache(lambda group: _encode_prompt(group, task, tokenizer, settings.max_prompt))
+    prompt_of = cache(lambda group: encode_prompt(group, task, tokenizer, settings))
     return lambda sample: new_response(sample, sample // per_prompt, prompt_of(sample // per_prompt))
-
-
-def _encode_prompt(group: int, task: Task, tokenizer: Tokenizer, max_prompt: int) -> list[int]:
-    prompt = task.prompt(group)
-    tokens = tokenizer.encode(prompt.text)
-    if not 0 < len(tokens) <= max_prompt:
-        raise ConfigError(
-            f"{prompt.origin or f'prompt {group} of the task'} has {len(tokens)} tokens: allowed are 1 to {max_prompt} "
-            "(rollout.max_prompt); remove it from the file, or raise the limit in a new run"
-        )
-    return tokens
-
-
-def longest_prompt(task: Task, tokenizer: Tokenizer, max_prompt: int) -> int:
-    """Return the tokens of the longest prompt of a file, 0 for tasks without a file; collective.
-
-    Each rank encodes its share. Called before a run, so that a too long prompt ends it before its first step.
-
-    raises    ConfigError naming file and line where a prompt has more tokens than allowed
-    """
-    if not isinstance(task, Prompts):
-        return 0
-    own = range(dist.get_rank(), min(task.num_training, MAX_PROMPTS_CHECKED), dist.get_world_size())
-    lengths = (len(_encode_prompt(number, task, tokenizer, max_prompt)) for number in own)
-    return largest_over_ranks(max(lengths, default=0))
 
 
 def length_penalty(response: Response, *, max_response: int, overlong_buffer: int) -> float:

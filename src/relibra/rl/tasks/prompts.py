@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,13 +25,13 @@ class Prompts:
     """The task.
 
     rows            rows of the file
-    num_training    the first `num_training` rows are trained on
+    training_rows   indices of the rows that are trained on
     held            rows for evaluation, from index `first_held` on
     """
 
     seed: int
     rows: Rows
-    num_training: int
+    training_rows: Int64[ndarray, " r"]
     held: Rows
     first_held: int
     prompt_column: str
@@ -39,10 +39,23 @@ class Prompts:
 
     characters: ClassVar[str | None] = None
 
+    @property
+    def num_training(self) -> int:
+        """Return how many rows are trained on."""
+        return len(self.training_rows)
+
     def prompt(self, number: int) -> Prompt:
         """Return a prompt of the training stream: each epoch has every row once, in another order."""
         epoch, index = divmod(number, self.num_training)
-        return self._at(self.rows, int(_order(self.seed, epoch, self.num_training)[index]))
+        return self.row_prompt(int(self.training_rows[_order(self.seed, epoch, self.num_training)[index]]))
+
+    def row_prompt(self, row: int) -> Prompt:
+        """Return the prompt of a row of the training file."""
+        return self._at(self.rows, row)
+
+    def with_training_rows(self, rows: Int64[ndarray, " r"]) -> Prompts:
+        """Return the task with other rows to train on."""
+        return replace(self, training_rows=rows)
 
     def evaluation_prompts(self, count: int) -> list[Prompt]:
         """Return the first held-out prompts, in the order of the file; fewer if it has no more."""
@@ -83,7 +96,7 @@ def open_prompts(settings: TaskSettings, seed: int, evaluation_prompts: int) -> 
     return Prompts(
         seed=seed,
         rows=rows,
-        num_training=num_training,
+        training_rows=np.arange(num_training, dtype=np.int64),
         held=held,
         first_held=first_held,
         prompt_column=settings.prompt_column,

@@ -1,0 +1,81 @@
+"""Prompts that are too long: left out of the file, cut, or refused (`rollout.long_prompts`)."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch.distributed as dist
+
+from relibra.errors import ConfigError
+from relibra.rl.config.settings import RolloutSettings
+from relibra.rl.model.tokenizer import Tokenizer
+from relibra.rl.run.ranks import gather_arrays, largest_over_ranks
+from relibra.rl.tasks.prompts import Prompts
+from relibra.rl.tasks.task import Prompt, Task
+
+_log = logging.getLogger(__name__)
+
+
+def encode_prompt(group: int, task: Task, tokenizer: Tokenizer, settings: RolloutSettings) -> list[int]:
+    """Return the ids of a prompt, without its first ones where it is too long and may be cut.
+
+    raises    ConfigError for a prompt without tokens, or one that is too long
+    """
+    prompt = task.prompt(group)
+    tokens = tokenizer.encode(prompt.text)
+    if settings.long_prompts == "cut":
+        tokens = tokens[-settings.max_prompt :]  # the end of a prompt says that an answer follows
+    _check_length(prompt, group, len(tokens), settings.max_prompt)
+    return tokens
+
+
+def fit_prompts(task: Task, tokenizer: Tokenizer, settings: RolloutSettings) -> tuple[Task, int]:
+    """Return a task without its prompts that are too long, and the tokens of its longest one; collective.
+
+    Each rank encodes its share of the file before a run starts. A task without a file stays as it is, longest 0.
+
+    raises    ConfigError, on all ranks, where no prompt is left; naming file and line, where a long one is refused
+    """
+    if not isinstance(task, Prompts):
+        return task, 0
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    own = np.array(
+        [len(tokenizer.encode(task.row_prompt(row).text)) for row in task.training_rows[rank::num_ranks].tolist()],
+        dtype=np.int64,
+    )
+    length_r = np.zeros(task.num_training, dtype=np.int64)
+    for other, lengths in enumerate(gather_arrays(own)):
+        length_r[other::num_ranks] = lengths
+    over_r = length_r > settings.max_prompt
+    wrong_r = (length_r == 0) | (over_r if settings.long_prompts == "refuse" else np.zeros_like(over_r))
+    if wrong_r.any():
+        place = int(np.argmax(wrong_r))
+        first = task.row_prompt(int(task.training_rows[place]))
+        _check_length(first, place, int(length_r[place]), settings.max_prompt)
+    if over_r.any():
+        task = _without(task, over_r, settings, tell=rank == 0)
+    return task, largest_over_ranks(int(length_r[~over_r].max(initial=settings.max_prompt * bool(over_r.any()))))
+
+
+def _without(task: Prompts, over_r: np.ndarray, settings: RolloutSettings, *, tell: bool) -> Prompts:
+    """Return the prompts to train on, and say how many are left out, or cut."""
+    first = task.row_prompt(int(task.training_rows[int(np.argmax(over_r))])).origin
+    told = (
+        f"{over_r.sum():,} of {len(over_r):,} prompts have more tokens than rollout.max_prompt {settings.max_prompt:,}"
+    )
+    if settings.long_prompts == "skip" and over_r.all():
+        raise ConfigError(f"{told}, and none is left to train on (the first: {first}): set a larger one")
+    if tell:
+        done = "are left out" if settings.long_prompts == "skip" else "lose their first tokens"
+        _log.warning("%s and %s (rollout.long_prompts %r); the first: %s", told, done, settings.long_prompts, first)
+    return task.with_training_rows(task.training_rows[~over_r]) if settings.long_prompts == "skip" else task
+
+
+def _check_length(prompt: Prompt, group: int, length: int, max_prompt: int) -> None:
+    if not 0 < length <= max_prompt:
+        raise ConfigError(
+            f"{prompt.origin or f'prompt {group} of the task'} has {length} tokens: allowed are 1 to {max_prompt} "
+            "(rollout.max_prompt); remove it from the file, set rollout.long_prompts to 'skip' or 'cut', or raise the "
+            "limit in a new run"
+        )

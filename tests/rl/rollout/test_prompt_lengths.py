@@ -1,0 +1,73 @@
+"""Prompts that are too long are left out with a count, cut, or refused by name; on all ranks alike."""
+
+import json
+import logging
+
+import pytest
+
+from relibra.errors import ConfigError
+from relibra.rl.config.run_config import load_config
+from relibra.rl.rollout.prompt_lengths import encode_prompt, fit_prompts
+from relibra.rl.tasks.make import make_task
+from relibra.rl.toy.character_tokenizer import CharacterTokenizer
+from relibra.rl.toy.tasks import Arithmetic
+from tests.rl.joined import alone
+
+TOKENIZER = CharacterTokenizer(Arithmetic.characters)
+LENGTHS = (2, 9, 4, 8, 3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group():
+    with alone():
+        yield
+
+
+def settings_of(limit, long_prompts="skip"):
+    return load_config(None, [f"rollout.max_prompt={limit}", f"rollout.long_prompts={long_prompts}"]).rollout
+
+
+@pytest.fixture
+def task(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "1" * n, "answer": "1"}) + "\n" for n in LENGTHS))
+    overrides = ("task.name=prompts", f"task.file={file}", "task.reward=exact", "model.path=mine")
+    return make_task(load_config(None, overrides).task, 0, 0)
+
+
+def lengths(task, settings):
+    return sorted(len(encode_prompt(number, task, TOKENIZER, settings)) for number in range(task.num_training))
+
+
+def test_long_prompts_are_left_out_with_a_count(task, caplog):
+    settings = settings_of(4)
+    with caplog.at_level(logging.WARNING):
+        fitting, longest = fit_prompts(task, TOKENIZER, settings)
+    assert longest == 4
+    assert lengths(fitting, settings) == [2, 3, 4]
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.startswith("2 of 5 prompts have more tokens than rollout.max_prompt 4 and are left out")
+    assert "rows.jsonl, line 2" in said
+    for epoch in range(3):
+        texts = sorted(fitting.prompt(3 * epoch + number).text for number in range(3))
+        assert texts == ["11", "111", "1111"]
+
+
+def test_long_prompts_are_cut_or_refused_by_choice(task, caplog):
+    settings = settings_of(4, "cut")
+    with caplog.at_level(logging.WARNING):
+        fitting, longest = fit_prompts(task, TOKENIZER, settings)
+    assert longest == 4
+    assert lengths(fitting, settings) == [2, 3, 4, 4, 4]
+    assert "2 of 5 prompts have more tokens than rollout.max_prompt 4 and lose their first tokens" in caplog.text
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2 has 9 tokens: allowed are 1 to 8 .*'skip' or 'cut'"):
+        fit_prompts(task, TOKENIZER, settings_of(8, "refuse"))
+    with pytest.raises(ConfigError, match=r"5 of 5 prompts have more tokens .*, and none is left"):
+        fit_prompts(task, TOKENIZER, settings_of(1))
+
+
+def test_prompts_that_fit_stay_and_so_does_a_task_without_a_file(task, caplog):
+    assert fit_prompts(task, TOKENIZER, settings_of(10)) == (task, 9)
+    arithmetic = make_task(load_config(None, []).task, 0, 0)
+    assert fit_prompts(arithmetic, TOKENIZER, settings_of(10)) == (arithmetic, 0)
+    assert not caplog.records
