@@ -97,21 +97,6 @@ def test_with_ranks_keeps_or_refuses(num_ranks, ranks_per_node):
         assert resized.ranks_per_node == min(num_ranks, ranks_per_node)
 
 
-def test_losing_ranks():
-    cluster = cluster_preset("h100x8", 32)
-    smaller = cluster.without_ranks(range(8, 16))
-    assert (smaller.num_nodes, smaller.ranks_per_node) == (3, 8)
-    one_each = cluster.without_ranks([0, 8, 16, 31])
-    assert (one_each.num_nodes, one_each.ranks_per_node) == (4, 7)
-    assert cluster.without_ranks([]) == cluster
-    with pytest.raises(ClusterError, match=r"without ranks \[3\] .* keep \[7, 8, 8, 8\] ranks: .* until each has 7"):
-        cluster.without_ranks([3])
-    with pytest.raises(ClusterError, match=r"rank 32 cannot be lost: .* 0\.\.31"):
-        cluster.without_ranks([32])
-    with pytest.raises(ClusterError, match="all 32 ranks"):
-        cluster.without_ranks(range(32))
-
-
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, True, "8", None, 10**400])
 @pytest.mark.parametrize("key", ["num_nodes", "ranks_per_node", "memory_bytes", "peak_flops_per_second", "efficiency"])
 def test_impossible_numbers_are_refused(key, value):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -183,26 +182,6 @@ class Cluster:
                 f"ranks_per_node a divisor of {num_ranks}"
             )
         return replace(self, num_nodes=num_ranks // per_node, ranks_per_node=per_node)
-
-    def without_ranks(self, ranks: Iterable[int]) -> Cluster:
-        """Return the machine without these ranks; the remaining ones are renumbered in order.
-
-        raises    ClusterError when a rank is unknown, none remains, or nodes keep different numbers of ranks
-        """
-        lost = set(ranks)
-        unknown = sorted(lost - set(range(self.num_ranks)))
-        if unknown:
-            raise ClusterError(f"rank {unknown[0]} cannot be lost: cluster {self.name!r} has 0..{self.num_ranks - 1}")
-        alive = [int(rank) // self.ranks_per_node for rank in range(self.num_ranks) if rank not in lost]
-        sizes = [alive.count(node) for node in sorted(set(alive))]
-        if not sizes:
-            raise ClusterError(f"all {self.num_ranks} ranks of cluster {self.name!r} are lost: keep at least one")
-        if len(set(sizes)) > 1:
-            raise ClusterError(
-                f"without ranks {sorted(lost)} the nodes of cluster {self.name!r} keep {sizes} ranks: a plan needs "
-                f"equal nodes; leave out ranks until each has {min(sizes)}, or leave out the damaged nodes as a whole"
-            )
-        return replace(self, num_nodes=len(sizes), ranks_per_node=sizes[0])
 
 
 def cluster_preset(name: str, num_ranks: int | None = None, ranks_per_node: int | None = None) -> Cluster:
