@@ -185,7 +185,7 @@ def tokens_per_second(metrics: dict[str, Any]) -> float:
 def _long(seconds: float) -> str:
     """Return a long duration in its two largest units.
 
-    >>> _long(59.4), _long(3599), _long(90061)
+    >>> _long(59.4), _long(3599.0), _long(90061.0)
     ('59 s', '60 min', '1 d 1 h')
     """
     minutes = round(seconds / 60)

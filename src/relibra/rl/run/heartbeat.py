@@ -193,7 +193,7 @@ class Heartbeat:
         if waiting[0] == self.rank and seconds >= self._next_note:
             self._next_note = 2 * seconds
             late = [rank for rank in range(len(beats)) if rank not in waiting]
-            _log.warning("waiting %.0f s for %s", seconds, describe(late, beats))
+            _log.warning(f"waiting {seconds:.0f} s for {describe(late, beats)}")
 
     def _dump(self) -> None:
         """Write the stacks of this process, once."""
