@@ -82,6 +82,20 @@ def test_a_stopped_rank_is_named_and_the_others_leave_their_stacks(tmp_path):
     assert "Thread" in (going.run / "stacks" / "rank-00000.txt").read_text()
 
 
+def test_a_supervised_run_goes_on_after_a_lost_rank(tmp_path):
+    words = ("--supervise", "checkpoint.every=1", "run.steps=12", "algorithm.preset=grpo")
+    with LongRun(tmp_path, *words) as going:
+        going.wait_for("(3/")
+        os.kill(going.workers()[1], signal.SIGKILL)
+        assert going.exit_code(240) == 0
+    assert going.stderr.count("rank 1 was killed by SIGKILL") == 1
+    assert re.search(r"restarting from step-0000\d, 2 more without a newer checkpoint", going.stderr)
+    assert "resuming from the checkpoint after" in going.stderr
+    outcome = json.loads(going.stdout)
+    assert (outcome["complete"], outcome["steps"]) == (True, 12)
+    assert check_whole(going.run) == 12
+
+
 HANG = """
 import os, time
 def hang(response, row):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from relibra.cli.inputs import options
 from relibra.cli.outputs.terminal import print_note, print_text
 from relibra.errors import ConfigError, RelibraError
+
+if TYPE_CHECKING:
+    from relibra.rl.run.launch import Finished
 
 
 def train(
@@ -26,6 +29,9 @@ def train(
         Path | None,
         typer.Option(help="Continue the run in this folder from its last checkpoint; overrides change its settings."),
     ] = None,
+    supervise: Annotated[
+        bool, typer.Option("--supervise", help="After a lost rank, start again from the last checkpoint.")
+    ] = False,
     as_json: options.Json = False,
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print the resolved settings as TOML and exit.")
@@ -55,9 +61,13 @@ def train(
 
     from relibra.rl.run.launch import launch
 
-    finished = launch(config, resume)
-    if finished is None:
-        return
+    finished = launch(config, resume, supervise=supervise)
+    if finished is not None:
+        _finish(finished, as_json=as_json)
+
+
+def _finish(finished: Finished, *, as_json: bool) -> None:
+    """Write the report of a run that ended, and print its outcome; exit with 130 if it was stopped."""
     from relibra.reporting import write_report
     from relibra.reporting.data.metrics import read_metrics
 

@@ -185,7 +185,7 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
         sync_weights(learner.engine, learner.policy, config.rollout.server_weights, step + 1)
     metrics = {
         "step": step,
-        **rollout_metrics(rollout.responses, rollout.cost),
+        **rollout_metrics(rollout.responses, rollout.cost, by_group=config.algorithm.advantage == "group"),
         **update_metrics(update, referenced=learner.reference is not None),
         **value_metrics,
         **mismatch_metrics_of_ranks(recomputed),

@@ -12,6 +12,7 @@ from relibra.rl.run import run_folder
 from relibra.rl.run.run_folder import (
     create_run_folder,
     has_checkpoint,
+    latest_checkpoint,
     locked_run_folder,
     read_settings,
     remove_if_unused,
@@ -115,3 +116,10 @@ def test_a_run_with_a_finished_step_stays(tmp_path):
     (run / "stacks" / "rank-00000.txt").write_text("Thread")
     remove_if_unused(run)
     assert run.exists(), "stacks of a rank that hung"
+
+
+def test_the_latest_checkpoint_is_that_after_the_most_steps(tmp_path):
+    assert latest_checkpoint(tmp_path) is None
+    for name in ("step-00002", "step-00010", "step-00011.bak", ".step-00012.partial", "step-100000"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert latest_checkpoint(tmp_path) == "step-100000"

@@ -27,9 +27,18 @@ from relibra.environment import STOP_SIGNALS, keep_torch_quiet, launched_rank
 from relibra.errors import ConfigError, EngineError
 from relibra.printable import printable
 from relibra.rl.config.run_config import RunConfig, describe_training
-from relibra.rl.run.run_folder import has_checkpoint, is_unused, locked_run_folder, open_or_create, remove_if_unused
+from relibra.rl.run.run_folder import (
+    has_checkpoint,
+    is_unused,
+    latest_checkpoint,
+    locked_run_folder,
+    open_or_create,
+    remove_if_unused,
+)
 from relibra.rl.run.worker import FINISHED, MESSAGE_BYTES, Exit, run_launched, run_worker
 
+MAX_RESTARTS = 3
+"""Restarts of a supervised run without a newer checkpoint; with one they are counted anew."""
 GRACE_SECONDS = 10.0
 """Seconds that other ranks get to report their own errors after one failed, before they are killed."""
 
@@ -42,13 +51,18 @@ class Finished:
     complete: bool
 
 
-def launch(config: RunConfig, resume: Path | None = None) -> Finished | None:
+class LostRankError(EngineError):
+    """A rank was killed, hung or crashed, and none failed with an error of its own that would come again."""
+
+
+def launch(config: RunConfig, resume: Path | None = None, *, supervise: bool = False) -> Finished | None:
     """Run a configuration to its end, or until Ctrl-C, which lets the current step finish.
 
-    resume    folder of a run to resume; None: a new run
-    returns   None under `torchrun` on every rank but the first
-    raises    ConfigError if a package is missing or the run folder cannot be created; EngineError if a rank failed or
-              was killed: the run folder keeps the finished steps
+    resume      folder of a run to resume; None: a new run
+    supervise   after a lost rank, start again from the last checkpoint, MAX_RESTARTS times without a newer one
+    returns     None under `torchrun` on every rank but the first
+    raises      ConfigError if a package is missing or the run folder cannot be created; EngineError if a rank failed
+                or was killed: the run folder keeps the finished steps
     """
     for package in ("torch", "transformers", "accelerate", "tensorboard"):
         if find_spec(package) is None:
@@ -61,6 +75,11 @@ def launch(config: RunConfig, resume: Path | None = None) -> Finished | None:
         for line in describe_training(config):
             print(printable(line), file=sys.stderr, flush=True)
     if launched is not None:
+        if supervise:
+            raise ConfigError(
+                "--supervise starts again the processes that relibra started: under torchrun use its --max-restarts, "
+                "with --resume and the run folder"
+            )
         run, complete = run_launched(config, launched, resume)
         if launched.rank != 0:
             return None
@@ -75,7 +94,7 @@ def launch(config: RunConfig, resume: Path | None = None) -> Finished | None:
             pass
     print(f"starting {config.parallel.ranks} processes; run folder {printable(str(run))}", file=sys.stderr, flush=True)
     try:
-        complete = _run_processes(config, run)
+        complete = _run_supervised(config, run) if supervise else _run_processes(config, run)
     except KeyboardInterrupt:
         _print_resume_hint(run)
         raise
@@ -96,6 +115,23 @@ def _prepare_cluster(config: RunConfig) -> None:
         print(f"plan.cluster: {measure_cluster(config.parallel.ranks)}", file=sys.stderr, flush=True)
     else:
         check_cluster(config.plan.cluster)
+
+
+def _run_supervised(config: RunConfig, run: Path) -> bool:
+    """Run the processes, and again from the last checkpoint after a lost rank."""
+    checkpoint, left = latest_checkpoint(run), MAX_RESTARTS
+    while True:
+        try:
+            return _run_processes(config, run)
+        except LostRankError as error:
+            before, checkpoint = checkpoint, latest_checkpoint(run)
+            left = left if checkpoint == before else MAX_RESTARTS
+            if checkpoint is None or not left:
+                raise
+            left -= 1
+            print(printable(str(error)), file=sys.stderr)
+            again = f"restarting from {checkpoint}, {left} more without a newer checkpoint"
+            print(printable(again), file=sys.stderr, flush=True)
 
 
 def _run_processes(config: RunConfig, run: Path) -> bool:
@@ -126,7 +162,8 @@ def _run_processes(config: RunConfig, run: Path) -> bool:
     if all(code in (Exit.DONE, Exit.STOPPED) for code in codes):
         return all(code == Exit.DONE for code in codes)
     _print_messages([word.decode(errors="ignore").strip() for word in last_words], codes)
-    raise EngineError(_explain_failure(codes, run))
+    kind = EngineError if Exit.FAILED in codes else LostRankError
+    raise kind(_explain_failure(codes, run))
 
 
 def _last_word(reader: Connection) -> bytes:

@@ -140,6 +140,12 @@ def has_checkpoint(run: Path) -> bool:
     return any((run / "checkpoints").glob("step-*"))
 
 
+def latest_checkpoint(run: Path) -> str | None:
+    """Return the name of the checkpoint after the most steps; None: there is none."""
+    found = [path.name for path in (run / "checkpoints").glob("step-*") if path.name[5:].isdecimal()]
+    return max(found, key=lambda name: int(name[5:]), default=None)
+
+
 def read_settings(path: Path) -> dict[str, Any]:
     """Return the settings of a run that is to be resumed.
 

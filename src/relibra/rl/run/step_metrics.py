@@ -24,7 +24,7 @@ from relibra.rl.update.recompute import Recomputed
 from relibra.routing.statistics import rank_skew, skew
 
 
-def rollout_metrics(responses: Sequence[Response], cost: RolloutCost) -> dict[str, Any]:
+def rollout_metrics(responses: Sequence[Response], cost: RolloutCost, *, by_group: bool) -> dict[str, Any]:
     """Return the metrics of the responses of all ranks and of the cost to sample them; collective.
 
     Rewards and lengths are those of responses that finished in this step; None if there are none.
@@ -51,7 +51,7 @@ def rollout_metrics(responses: Sequence[Response], cost: RolloutCost) -> dict[st
         "reward": float(rewards.mean()) if len(rewards) else None,
         "reward_std": float(rewards.std()) if len(rewards) else None,
         "failed_rewards": len(finished) - len(rewards),
-        "equal_groups": share_of_equal_groups(finished[:, 6], finished[:, 1]),
+        "equal_groups": share_of_equal_groups(finished[:, 6], finished[:, 1]) if by_group else None,
         "response_length": float(lengths.mean()) if len(finished) else None,
         "response_length_p95": float(np.percentile(lengths, 95)) if len(finished) else None,
         "response_length_max": int(lengths.max()) if len(finished) else None,
