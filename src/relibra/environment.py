@@ -53,6 +53,19 @@ def shows_tracebacks() -> bool:
     return os.environ.get("RELIBRA_TRACEBACK", "0") not in ("", "0")
 
 
+def hub_cache_folder() -> Path:
+    """Return the folder in which the hub's library keeps downloaded models; it may not exist."""
+    if given := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(given).expanduser()
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("HF_HOME") or caches / "huggingface").expanduser() / "hub"
+
+
+def keep_hub_offline() -> None:
+    """Let the hub's library use downloaded files only, unless the user's environment says otherwise."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
 def keep_torch_quiet() -> None:
     """Let torch in processes we start report errors only: of a rank that failed, the others print C++ stacks."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

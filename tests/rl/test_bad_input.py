@@ -39,6 +39,13 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_made(override, s
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_model_that_is_not_there_is_refused_before_processes_start(tmp_path):
+    stderr = refused(train(tmp_path / "runs", "model.path=nowhere"))
+    assert stderr.startswith("error: model.path 'nowhere' is no folder")
+    assert stderr.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_machine_that_cannot_be_read_is_refused_before_processes_start(tmp_path):
     stderr = refused(train(tmp_path / "runs", "plan.cluster=missing.toml"))
     assert stderr.startswith("error: plan.cluster: cluster file missing.toml cannot be read")
@@ -78,7 +85,6 @@ BAD_TASKS = {
         "has 4 tokens: allowed are 1 to 3 (rollout.max_prompt)",
     ),
     "warm_up": ("warmup.steps=3", "the task has no demonstrations: set warmup.steps=0"),
-    "no_such_model": ("model.path=nowhere", "nowhere"),
 }
 
 

@@ -121,7 +121,7 @@ def _build_task_and_policy(config: RunConfig, run: Path, device: torch.device) -
         for warning in settings_without_effect(config.task):
             _log.warning("%s", warning)
     task = make_task(config.task, config.run.seed, config.evaluation.prompts if config.evaluation.every else 0)
-    tokenizer = make_tokenizer(config.model.path, task.characters, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = make_tokenizer(config.model.source, task.characters, trust_remote_code=config.model.trust_remote_code)
     task, longest_prompt = fit_prompts(task, tokenizer, config.rollout)
     longest = longest_prompt + config.rollout.max_response
     policy = build_policy(

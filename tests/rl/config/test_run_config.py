@@ -252,7 +252,9 @@ def test_files_are_named(tmp_path):
     path.write_bytes(b"\xff\xfe")
     assert f"{path} is not valid TOML: " in refusal(path=path)
     path.write_text("[run]\nstep = 3\n")
-    assert f"run.step is not a setting (in {path}); allowed here: name, folder, seed, steps" in refusal(path=path)
+    told = refusal(path=path)
+    assert f"run.step is not a setting (in {path}): did you mean run.steps?" in told
+    assert "allowed here: name, folder, seed, steps" in told
     path.write_text("run = 3\n")
     assert f"run, got 3 (in {path})" in refusal(path=path)
     assert "cannot read the configuration" in refusal(path=tmp_path)
@@ -363,3 +365,29 @@ def test_a_run_that_trains_only_the_value_model_says_so():
     [line] = describe_training(longer)
     assert line.startswith("steps 0 to 9 train the value model alone")
     assert describe_training(load_config(None)) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("update.learning_rat=1", "did you mean update.learning_rate?"),
+        ("updte.learning_rate=1", "did you mean update?"),
+        ("learning_rate=1", "did you mean warmup.learning_rate?"),
+        ("rollout.mini_batches=4", "did you mean update.mini_batches?"),
+        ("algorithm.preset=grop", "did you mean grpo?"),
+        ("algorithm.replay=r3", "did you mean R3?"),
+    ],
+)
+def test_a_misspelt_setting_gets_a_suggestion(override, meant):
+    assert meant in refusal(override)
+
+
+def test_all_mistakes_are_told_at_once():
+    sentence = refusal("update.lr=1", "run.steps=-1", "algorithm.preset=grop")
+    assert sentence.startswith("3 mistakes in the settings: (1) ")
+    for part in ("update.lr is not a setting", "run.steps, got -1", "did you mean grpo?", "(3) "):
+        assert part in sentence
+    between = refusal("parallel.ranks=3", "task.name=prompts", "rollout.responses_per_prompt=1")
+    for part in ("does not divide model.num_experts", "; also: task.name 'prompts' needs", "; also: rollout.responses"):
+        assert part in between
+    assert "; and 4 more" in refusal(*(f"run.x{i}=1" for i in range(12)))

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from relibra.errors import ConfigError
 from relibra.printable import excerpt
 from relibra.rl.config.consistency import check_groups, check_model, check_plan, check_task, check_windows
+from relibra.rl.config.messages import MAX_SHOWN, describe_mistakes
 from relibra.rl.config.own_model import HIGH_RATE, fill_defaults
 from relibra.rl.config.presets import choose_tail_drop, choose_value_warmup, choose_window
 from relibra.rl.config.settings import (
@@ -37,8 +38,6 @@ from relibra.rl.config.settings import (
 MAX_FILE_BYTES = 1 << 20
 MAX_DEPTH = 8
 """Parts of an override's key; settings have two."""
-MAX_SHOWN = 160
-"""Characters of a value in a message."""
 
 
 class RunConfig(Section):
@@ -114,11 +113,20 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_sections(self) -> RunConfig:
-        check_model(self.model, self.algorithm, self.parallel)
-        check_task(self.task, self.model)
-        check_groups(self.rollout, self.algorithm, self.update)
-        check_windows(self.rollout, self.algorithm, self.parallel)
-        check_plan(self.plan)
+        mistakes = []
+        for check in (
+            lambda: check_model(self.model, self.algorithm, self.parallel),
+            lambda: check_task(self.task, self.model),
+            lambda: check_groups(self.rollout, self.algorithm, self.update),
+            lambda: check_windows(self.rollout, self.algorithm, self.parallel),
+            lambda: check_plan(self.plan),
+        ):
+            try:
+                check()
+            except ValueError as error:
+                mistakes.append(str(error))
+        if mistakes:
+            raise ValueError("; also: ".join(mistakes))
         return self
 
 
@@ -178,7 +186,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), *, base: dict[
     try:
         return RunConfig.model_validate(settings)
     except ValidationError as error:
-        raise ConfigError(_message(error, source, origin)) from error
+        raise ConfigError(describe_mistakes(error, source, origin, RunConfig)) from error
     except RecursionError as error:
         raise ConfigError(f"the settings in {source} are nested too deeply") from error
 
@@ -241,7 +249,7 @@ def with_ranks(config: RunConfig, ranks: int) -> RunConfig:
     try:
         return RunConfig.model_validate(settings)
     except ValidationError as error:
-        raise ConfigError(_message(error, "the launcher's WORLD_SIZE", {})) from error
+        raise ConfigError(describe_mistakes(error, "the launcher's WORLD_SIZE", {}, RunConfig)) from error
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -282,30 +290,3 @@ def _set(settings: dict[str, Any], key: tuple[str, ...], value: Any, override: s
                 f"override {excerpt(override, MAX_SHOWN)} sets a key of {part!r}, which is a value, not a section"
             )
     section[key[-1]] = value
-
-
-def _message(error: ValidationError, source: str, origin: dict[tuple[str, ...], str]) -> str:
-    first = error.errors()[0]
-    key = tuple(str(part) for part in first["loc"])
-    between_settings = first["type"] == "value_error"  # a rule of ours: its message names the settings
-    message = first["msg"].removeprefix("Value error, ")
-    overrides = [
-        override
-        for name, override in origin.items()
-        if name[: len(key)] == key[: len(name)] and (not between_settings or name[-1] in message)
-    ]
-    where = " and ".join(overrides) or source
-    name = ".".join(key) or "the configuration"
-    if first["type"] == "extra_forbidden":
-        return f"{name} is not a setting (in {where}); {_allowed_keys(key)}"
-    got = "" if between_settings else f", got {excerpt(first['input'], MAX_SHOWN)}"
-    return f"{name}{got} (in {where}): {message[0].lower()}{message[1:]}"
-
-
-def _allowed_keys(key: tuple[str, ...]) -> str:
-    section: type[BaseModel] = RunConfig
-    for part in key[:-1]:
-        annotation = section.model_fields[part].annotation
-        assert isinstance(annotation, type), f"section {part} is not a class"
-        section = annotation
-    return f"allowed here: {', '.join(section.model_fields)}"

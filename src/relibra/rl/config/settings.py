@@ -73,7 +73,8 @@ class ModelSettings(Section):
     """The policy: your own model (path), or a built-in small Qwen3-MoE of these sizes."""
 
     path: str = ""
-    """Folder of a `transformers` model, or its name on the hub; empty: the built-in model, whose sizes follow."""
+    """Folder of a `transformers` model; or the name of one that was downloaded before; or hub:owner/name, which is
+    downloaded. Empty: the built-in model, whose sizes follow."""
     trust_remote_code: bool = False
     """Run Python files that the model's folder or hub page brings along. Only for code that you have read."""
     hidden_size: int = Field(64, ge=8, le=1 << 16, multiple_of=8)
@@ -92,6 +93,12 @@ class ModelSettings(Section):
     """Dtype of forward and backward passes; trained weights, gradients and optimizer states are always float32."""
     activation_checkpointing: bool = False
     """Save only the input of each layer for the backward pass and recompute the rest; less memory, more time."""
+
+    @property
+    def source(self) -> str:
+        """What transformers loads: `path` without what says that it may be downloaded."""
+        name = self.path.removeprefix("hub:")
+        return str(Path(name).expanduser()) if name.startswith("~") else name
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> ModelSettings:

@@ -220,13 +220,13 @@ class _Structure:
 def _model_config(settings: ModelSettings, vocab_size: int) -> Any:
     if not settings.path:
         return built_in_config(settings, vocab_size)
-    if is_missing_folder(settings.path):
+    if is_missing_folder(settings.source):
         raise ConfigError(
             f"model.path {settings.path!r} is no folder: set it to one written by save_pretrained, or to a causal "
             "language model on the hub, as owner/name"
         )
     with loading(f"model.path {settings.path!r}"):
-        model_config = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
+        model_config = AutoConfig.from_pretrained(settings.source, trust_remote_code=settings.trust_remote_code)
     known = model_config.get_text_config().vocab_size
     if vocab_size > known:
         raise ConfigError(
@@ -291,7 +291,7 @@ def _initial_weights(
     copy would differ from it.
     """
     if settings.path and not structure.tied:
-        yield settings.path
+        yield settings.source
         return
     temporary, writes = folder / ".initial-weights", dist.get_rank() == 0
 
@@ -320,7 +320,7 @@ def _initial_model(settings: ModelSettings, seed: int, model_config: Any, struct
     )
     with loading(_name(settings)):
         model = AutoModelForCausalLM.from_pretrained(
-            settings.path, dtype=torch.float32, trust_remote_code=settings.trust_remote_code
+            settings.source, dtype=torch.float32, trust_remote_code=settings.trust_remote_code
         )
     for name in structure.tied:
         owner, _, leaf = name.rpartition(".")

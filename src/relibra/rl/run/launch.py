@@ -23,9 +23,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
-from relibra.environment import STOP_SIGNALS, keep_torch_quiet, launched_rank
+from relibra.environment import STOP_SIGNALS, keep_hub_offline, keep_torch_quiet, launched_rank
 from relibra.errors import ConfigError, EngineError
 from relibra.printable import printable
+from relibra.rl.config.model_folder import check_model_path, names_hub
 from relibra.rl.config.run_config import RunConfig, describe_training
 from relibra.rl.run.run_folder import (
     has_checkpoint,
@@ -70,6 +71,10 @@ def launch(config: RunConfig, resume: Path | None = None, *, supervise: bool = F
                 f"training needs the package {package!r}: install torch (choose its build), "
                 "then, in the checkout, pip install -e '.[train]'"
             )
+    if config.model.path:
+        check_model_path(config.model.path)
+        if not names_hub(config.model.path):
+            keep_hub_offline()
     launched = launched_rank()
     if launched is None or launched.rank == 0:
         for line in describe_training(config):

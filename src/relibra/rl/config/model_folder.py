@@ -1,0 +1,103 @@
+"""`check_model_path`: what is wrong with `model.path`, before anything is loaded. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from difflib import get_close_matches
+from pathlib import Path
+
+from relibra.environment import hub_cache_folder
+from relibra.errors import ConfigError
+
+HUB = "hub:"
+"""Begins a `model.path` that may be downloaded: hub:owner/name."""
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "spiece.model", "sentencepiece*", "tekken.json")
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json")
+_MAX_JSON_BYTES = 1 << 20
+
+
+def names_hub(path: str) -> bool:
+    """Return whether a `model.path` names the hub, so that it may be downloaded."""
+    return path.startswith(HUB)
+
+
+def check_model_path(path: str) -> None:
+    """Raise ConfigError unless there is a folder with a model and its tokenizer, a downloaded model, or a hub name.
+
+    Files are looked at by name only.
+    """
+    name = path.removeprefix(HUB)
+    if names_hub(path):
+        if not _HUB_NAME.fullmatch(name):
+            raise ConfigError(f"model.path {path!r} is no name on the hub: write hub:owner/name")
+        return
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        _check_folder(path, folder)
+    elif folder.exists():
+        raise ConfigError(f"model.path {path!r} is a file: set it to a folder written by save_pretrained")
+    elif not _was_downloaded(name):
+        raise ConfigError(
+            f"model.path {path!r} is no folder{_similar(folder)}, and no model of that name was downloaded before; to "
+            f"download one from the hub, name the hub: model.path={HUB}owner/name"
+        )
+
+
+def _check_folder(path: str, folder: Path) -> None:
+    """Raise ConfigError for a folder without a model, and for one with an adapter only."""
+    where = f"model.path {path!r}"
+    if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise ConfigError(
+                f"{where} holds an adapter{_base_model(folder)}, not a model: merge it (peft: merge_and_unload, then "
+                "save_pretrained with the tokenizer) and set model.path to the merged folder"
+            )
+        if (folder / "policy" / "config.json").is_file():
+            raise ConfigError(f"{where} is the folder of a run: its model is in {path}/policy")
+        raise ConfigError(f"{where} has no config.json: set it to a folder written by save_pretrained")
+    if not any(True for form in _WEIGHT_FILES for _ in folder.glob(form)):
+        raise ConfigError(f"{where} has no weights ({', '.join(_WEIGHT_FILES[:2])}): write them with save_pretrained")
+    if not any(True for form in _TOKENIZER_FILES for _ in folder.glob(form)):
+        raise ConfigError(
+            f"{where} has no tokenizer that can be loaded (no tokenizer.json, no tokenizer_config.json): save one "
+            "beside the weights with tokenizer.save_pretrained(folder)"
+        )
+
+
+def _base_model(folder: Path) -> str:
+    """Return the model that an adapter belongs to, in words; empty where its file does not say."""
+    file = folder / "adapter_config.json"
+    try:
+        body = json.loads(file.read_bytes()) if file.stat().st_size <= _MAX_JSON_BYTES else {}
+        base = body["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    return f" of {base[:200]!r}" if isinstance(base, str) and base else ""
+
+
+def _was_downloaded(name: str) -> bool:
+    """Return whether the cache of the hub's library has a model of this name."""
+    if not _HUB_NAME.fullmatch(name):
+        return False
+    folder = hub_cache_folder() / f"models--{name.replace('/', '--')}" / "snapshots"
+    return any(folder.glob("*/config.json"))
+
+
+def _similar(folder: Path) -> str:
+    """Return a folder beside a missing one whose name is most like it, as a question; empty: none is."""
+    whole = there = folder
+    while not there.is_dir() and there != there.parent:  # the first part that does not exist is misspelt
+        folder, there = there, there.parent
+    try:
+        names = [entry.name for entry in there.iterdir() if entry.is_dir()]
+    except OSError:
+        return ""
+    near = get_close_matches(folder.name, names, n=1)
+    if not near:
+        return ""
+    meant = there / near[0]
+    rest = meant / whole.relative_to(folder)
+    return f" (did you mean {str(rest if rest.is_dir() else meant)!r}?)"
