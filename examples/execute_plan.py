@@ -149,10 +149,10 @@ if __name__ == "__main__":
 
 # Output:
 # skew, static    1.357
-# skew, homes     1.089
+# skew, homes     1.357
 # skew, replicas  1.000
 # skew, bound     1.000
-# 8 experts change homes; 8 replicas, each for one micro-batch and layer
+# 0 experts change homes; 8 replicas, each for one micro-batch and layer
 # push   72 KiB between ranks
 # return 48 KiB between ranks
 # losses differ by less than 1e-5: True

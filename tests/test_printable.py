@@ -50,8 +50,12 @@ def test_log_records_show_escapes():
 
 def test_an_alarm_with_markup_is_shown_as_it_is(capsys):
     with TrainingDisplay(warmup_steps=0, rl_steps=1, enabled=True) as display:
-        names = ("reward", "response_length", "response_length_max", "rank_skew", "k3_kl", "explained_variance")
+        names = (
+            *("reward", "response_length", "response_length_max", "rank_skew", "k3_kl", "explained_variance"),
+            *("loss", "entropy", "equal_groups"),
+        )
         metrics = dict.fromkeys(names) | {"step": 0, "seconds": {"x": 1.0}, "alarms": [NASTY], "evaluation": None}
+        metrics["tokens"] = 1
         display.rl_step({**metrics, "unfinished_share": 0.0, "response_length": 1.0})
     said = capsys.readouterr().err
     assert "\\x1b[2J" in said

@@ -241,7 +241,10 @@ def _rank_ways(request: PlacementRequest, demand: ScheduledDemand, clock: Deadli
 
     found = price([NO_REPLICAS, *splits(request)])
     if clock.allows(0.3):
-        others = variants(request, min(found, key=found.__getitem__))
+        best = min(found, key=found.__getitem__)
+        # found beside the best way: where homes may move, staying must not cost more than where they may not
+        stay = min((way for way in found if not way.deal_again), key=found.__getitem__)
+        others = dict.fromkeys([*variants(request, best), *variants(request, stay)])
         found |= price([way for way in others if way not in found])
     return sorted(found, key=found.__getitem__)
 

@@ -49,11 +49,18 @@ def place_samples(
     for start, stop in pairwise(bounds):
         members = order[start:stop]
         tokens_R, squares_R = (np.bincount(rank_S[members], length_S[members] ** k, num_ranks) for k in (1, 2))
-        limits_2 = np.array([limits.rank_tokens, squares_R.max()], dtype=np.float64)
+        most_2 = np.array([limits.rank_tokens, min(limits.rank_attention, squares_R.max())], dtype=np.float64)
         rank_X, count_R = rank_S[members], np.bincount(rank_S[members], minlength=num_ranks)
         length_X = length_S[members].astype(np.float64)
         _exchange(
-            gain_SN[members], length_X, rank_X, np.stack([tokens_R, squares_R]), count_R, limits_2, ranks_per_node
+            gain_SN[members],
+            length_X,
+            rank_X,
+            np.stack([tokens_R, squares_R]),
+            count_R,
+            most_2,
+            float(squares_R.max()),
+            ranks_per_node,
         )
         rank_S[members] = rank_X
     return rank_S
@@ -61,8 +68,12 @@ def place_samples(
 
 @compiled
 @no_type_check
-def _exchange(gain_XN, length_X, rank_X, cost_2R, count_R, limits_2, ranks_per_node) -> None:
-    """Exchange ranks of pairs, in order of length, wherever token-slots stay on more nodes and limits hold."""
+def _exchange(gain_XN, length_X, rank_X, cost_2R, count_R, most_2, longest, ranks_per_node) -> None:
+    """Exchange ranks of pairs, in order of length, wherever token-slots stay on more nodes and limits hold.
+
+    most_2    tokens and squared lengths of a rank with more than one sample
+    longest   squared lengths of any rank
+    """
     for _ in range(_SWEEPS):
         exchanged = False
         for i in range(len(length_X)):
@@ -75,9 +86,9 @@ def _exchange(gain_XN, length_X, rank_X, cost_2R, count_R, limits_2, ranks_per_n
                 if gain <= 0:
                     continue
                 more, squares = length_X[j] - length_X[i], length_X[j] ** 2 - length_X[i] ** 2  # a gets them, c loses
-                if count_R[a] > 1 and cost_2R[0, a] + more > limits_2[0]:
+                if cost_2R[1, a] + squares > longest:
                     continue
-                if cost_2R[1, a] + squares > limits_2[1]:
+                if count_R[a] > 1 and (cost_2R[0, a] + more > most_2[0] or cost_2R[1, a] + squares > most_2[1]):
                     continue
                 cost_2R[0, a] += more
                 cost_2R[0, c] -= more
