@@ -1,13 +1,15 @@
 """The plan in the loop: what ranks tell each other, and one plan made of parts that each rank made."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from relibra.cluster import cluster_preset
-from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.planner import plan_step
 from relibra.planning.validation import validate_plan
+from relibra.rl.batch.plan_budget import plan_budget
 from relibra.rl.batch.step_plan import count_demand, gather_table, make_step_schedule, plan_together
 from relibra.rl.config.run_config import load_config
 from relibra.rl.run.step_trace import trace_of
@@ -107,15 +109,8 @@ def test_a_plan_of_one_rank_is_that_of_the_planner():
 
 def whole_plan(demand, config, num_ranks, previous=None):
     """Plan all layers in one place; what the parts of the ranks are held against."""
-    budget = Budget(
-        slots=config.plan.slots,
-        objective=config.plan.objective,
-        cross_node_copies=config.plan.objective == "seconds",
-        move_homes=config.plan.move_homes,
-        place_samples=False,
-        tolerance=config.plan.tolerance,
-    )
     cluster = cluster_preset("h100x8", num_ranks, num_ranks)
+    budget = replace(plan_budget(config.plan, cluster), pack_samples=False, place_samples=False)
     return plan_step(demand, cluster, budget, config.plan.balancer, expert=EXPERT, previous=previous)
 
 
@@ -138,7 +133,7 @@ def _plan_on_a_rank(_folder):
     own = RESPONSES[rank::2] if rank else []  # rank 0 has no response at all
     table = gather_table(own)
     for name, overrides in CASES.items():
-        config, previous = config_of(*overrides, ranks=2), None
+        config, previous = config_of("plan.objective=tokens", *overrides, ranks=2), None
         schedule = schedule_of(table, config)
         demand = demand_of(own, table, schedule)
         for step in range(2):
@@ -171,7 +166,8 @@ def test_ranks_make_one_plan_together_and_it_is_that_of_a_single_planner(tmp_pat
             # the search for homes draws by the place of a layer, and parts fall back to the static layout on their own
             if case[0] == "canonical":
                 assert found["digest"] == found["whole"], f"{case}: {found}"
-            assert found["skews"][0] <= 1.02 * found["skews"][1]
+            if case[0] != "seconds":
+                assert found["skews"][0] <= 1.02 * found["skews"][1]
             assert found["skews"][2] <= found["skews"][0] + 1e-12
     assert first["relibra", 0]["moved"] > 0  # which evens out these few responses, so there is nothing to copy
     assert first["homes_stay", 0]["copies"] > 0
