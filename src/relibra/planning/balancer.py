@@ -79,7 +79,7 @@ class PlacementRequest:
             rank_S=scheduled.rank_S,
             replica_MLRB=replica_MLRB,
             quota_MLRB=quota_MLRB,
-            resident_slots=resident_slots,
+            resident_slots=resident_slots if (replica_MLRB >= 0).any() else 0,
             group_M=scheduled.group_M,
             scope=scope,
             cut_short=cut_short,

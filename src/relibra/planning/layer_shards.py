@@ -52,7 +52,7 @@ def join_layers(parts: Sequence[StepPlan], demand: ScheduledDemand) -> StepPlan:
         replica_MLRB=np.concatenate([_widened(part.replica_MLRB, slots, -1) for part in parts], axis=1),
         quota_MLRB=np.concatenate([_widened(part.quota_MLRB, slots, 0) for part in parts], axis=1),
         bound_ML=np.concatenate([part.bound_ML for part in parts], axis=1),
-        resident_slots=max((part.resident_slots for part in parts if part.num_copies), default=0),
+        resident_slots=max(part.resident_slots for part in parts),
         scope="cluster" if any(part.scope == "cluster" for part in parts) else "node",
         predicted={},
         plan_seconds=max(part.plan_seconds for part in parts),

@@ -111,6 +111,7 @@ def whole_plan(demand, config, num_ranks, previous=None):
     """Plan all layers in one place; what the parts of the ranks are held against."""
     cluster = cluster_preset("h100x8", num_ranks, num_ranks)
     budget = replace(plan_budget(config.plan, cluster), pack_samples=False, place_samples=False)
+    budget = budget.with_resident_slots(EXPERT, LAYERS)
     return plan_step(demand, cluster, budget, config.plan.balancer, expert=EXPERT, previous=previous)
 
 
