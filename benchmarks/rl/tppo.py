@@ -52,14 +52,16 @@ SETTINGS = (
     "critic.explained_variance_gate=off",
 )
 WARM_UP = ("parallel.ranks=2", "warmup.steps=500", "warmup.batch=64", "warmup.error_rate=0.2")
+WHOLE = "rollout.window=0"
 WINDOWS = ("rollout.window=48", "algorithm.tail_drop=2")
 QUEUE = 3
 """Times as many responses per step as places, where PPO queues them."""
 MORE = {
-    "PPO": ("run.steps=65", "critic.pretrain_steps=10"),
+    "PPO": ("run.steps=65", "critic.pretrain_steps=10", WHOLE),
     "PPO, queued": (
         "run.steps=24",
         "critic.pretrain_steps=4",
+        WHOLE,
         f"rollout.prompts_per_step={QUEUE * 32}",
         "rollout.max_batch=32",
         f"update.mini_batches={QUEUE}",

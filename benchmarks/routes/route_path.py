@@ -23,6 +23,7 @@ from torch import nn
 
 from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import quartiles, write_results
+from relibra.cluster import cluster_preset
 from relibra.rl.batch.training_batch import build_batch
 from relibra.rl.config.run_config import load_config
 from relibra.rl.model.policy import Policy
@@ -107,7 +108,7 @@ def _pass(windows: list[Window]) -> tuple[float, float, float]:
         traces = StepTraces(Path(folder), config.trace, num_experts=EXPERTS, layer_ids=policy.layer_ids)
         responses = record_routes(0, responses, traces)
         written = time.perf_counter()
-        batch = build_batch(responses, policy, config, previous=None, ranks_per_node=1)
+        batch = build_batch(responses, policy, config, previous=None, cluster=cluster_preset("laptop", 1))
         end = time.perf_counter()
     rows = sum(one.routes.num_rows for one in batch.micro_batches if one.routes is not None)
     assert rows == len(windows) * (TOKENS - 1), "every fed token has its routes"

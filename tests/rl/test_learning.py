@@ -51,7 +51,8 @@ def policy(runs, tmp_path_factory):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_windows_gain_half_of_what_ppo_gains_in_less_decoding(runs, policy, tmp_path, seed):
     own = (*SETTINGS, f"run.seed={seed}", "evaluation.every=3")
-    waiting = runs.trained((*own, "run.steps=30", "critic.pretrain_steps=10"), policy, tmp_path, "ppo")
+    whole = (*own, "rollout.window=0")
+    waiting = runs.trained((*whole, "run.steps=30", "critic.pretrain_steps=10"), policy, tmp_path, "ppo")
     # As many finished responses until the policy moves, which takes more steps where some of them go on.
     windowed = runs.trained((*own, WINDOW, "run.steps=54", "critic.pretrain_steps=18"), policy, tmp_path, "tppo")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -18,8 +19,22 @@ def parallel_map(work: Callable[[int], T], count: int, threads: int | None) -> l
     workers = min(threads or available_cores(), count)
     if workers <= 1:
         return [work(number) for number in range(count)]
-    with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(work, range(count)))
+    lock, numbers, result_of = Lock(), iter(range(count)), dict[int, T]()
+
+    def take_numbers() -> None:
+        while True:
+            with lock:
+                number = next(numbers, None)
+            if number is None:
+                return
+            result_of[number] = work(number)
+
+    with ThreadPoolExecutor(workers - 1) as pool:  # this thread works too: pieces are small, and threads take time
+        others = [pool.submit(take_numbers) for _ in range(workers - 1)]
+        take_numbers()
+        for other in others:
+            other.result()
+    return [result_of[number] for number in range(count)]
 
 
 def available_cores() -> int:
