@@ -40,7 +40,7 @@ SETTINGS = (
     "rollout.max_response=32",
     "plan.cluster=measure",
     "algorithm.preset=grpo",
-    "update.mini_batches=2",
+    "update.mini_batches=1",
     "update.micro_batch_tokens=1024",
 )
 WARM_UP = ("warmup.steps=40", "warmup.batch=32", "warmup.learning_rate=2e-3")
@@ -65,13 +65,14 @@ UNIT = (
     "seconds per stage and step: medians over steps without the first one of a run; plan share: planning with what it "
     "has to tell other ranks and the move of responses, share of the step; skew: busiest / mean rank in token-slots, "
     "static layout and plan; ratios: seconds of static with the same sums, over the row's, of the step and of "
-    "recompute and update; expert share: products of the busiest rank's experts, timed alone, share of the update"
+    "recompute and update; expert share: products of the busiest rank's experts, timed beside those of the other rank, "
+    "share of the update"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Runs of one balancer with one kind of sums; expert_seconds: of an update, of the busiest rank's experts alone."""
+    """Runs of one balancer with one kind of sums; expert_seconds: of an update, of the busiest rank's experts."""
 
     balancer: str
     sums: str
@@ -98,7 +99,7 @@ def cases(folder: Path, *, quick: bool) -> Iterator[Case]:
                 own = (f"run.steps={3 if quick else steps}", f"plan.balancer={balancer}", f"plan.sums={sums}")
                 turns[balancer].append(trained((*settings, *own), policy, folder, f"{balancer}-{sums}-{turn}"))
         settings_of = dict(setting.split("=") for setting in settings)
-        alone = busiest_rank_seconds(
+        busiest = busiest_rank_seconds(
             folder / f"static-{sums}-0",
             hidden=int(settings_of["model.hidden_size"]),
             width=int(settings_of["model.expert_width"]),
@@ -106,7 +107,7 @@ def cases(folder: Path, *, quick: bool) -> Iterator[Case]:
             micro_batch_tokens=int(settings_of["update.micro_batch_tokens"]),
         )
         for balancer, of_turns in turns.items():
-            yield Case(balancer=balancer, sums=sums, turns=of_turns, expert_seconds=alone)
+            yield Case(balancer=balancer, sums=sums, turns=of_turns, expert_seconds=busiest)
 
 
 def result_rows(found: list[Case]) -> list[dict]:

@@ -5,6 +5,8 @@ The function of the policy stays the same.
 
 from __future__ import annotations
 
+import time
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from relibra.calibration.grouped_experts import grouped_experts, seconds_each
+from relibra.calibration.grouped_experts import grouped_experts
 from relibra.routing.demand import Demand
 from relibra.routing.readers import open_trace
+
+_REPETITIONS = 4
+"""The first one is not counted."""
 
 
 def sort_experts_by_load(policy: Path, run: Path) -> None:
@@ -35,20 +40,38 @@ def sort_experts_by_load(policy: Path, run: Path) -> None:
 
 
 def busiest_rank_seconds(run: Path, *, hidden: int, width: int, num_ranks: int, micro_batch_tokens: int) -> float:
-    """Time the experts of the busiest rank alone, forward and backward, for the loads of the last step of a run.
+    """Time the experts of all ranks, forward and backward, for the loads of the last step of a run; add up the slowest.
 
-    Contiguous homes. Loads are spread evenly over as few micro-batches as hold the tokens of the step.
+    Contiguous homes. Loads are spread evenly over as few micro-batches as hold the tokens of the step. Ranks are
+    processes that begin each layer together, as in the run: processes share caches and memory.
     """
-    torch.set_num_threads(1)
     load_LE = _loads(run)
     tokens = open_trace(max((run / "traces").iterdir()), None).num_rows
     micro_batches = max(1, -(-tokens // (num_ranks * micro_batch_tokens)))
-    own = load_LE.shape[1] // num_ranks
-    busiest_LE = np.stack([max(np.split(load_E, num_ranks), key=np.sum) for load_E in load_LE]) // micro_batches
-    experts = grouped_experts(own, int(busiest_LE.sum(axis=1).max()), hidden, width, torch.device("cpu"), torch.float32)
-    works = [experts.work(load_E.tolist()) for load_E in busiest_LE]
-    seconds = [sum(seconds_each(works, torch.device("cpu"))) for _ in range(4)]
-    return micro_batches * float(np.median(seconds[1:]))
+    loads_RLE = np.stack(np.split(load_LE // micro_batches, num_ranks, axis=1))
+    spawn = get_context("spawn")
+    with spawn.Manager() as manager, spawn.Pool(num_ranks) as pool:
+        barrier = manager.Barrier(num_ranks)
+        jobs = [pool.apply_async(_layer_seconds, (loads_LE, hidden, width, barrier)) for loads_LE in loads_RLE]
+        seconds_RXL = np.array([job.get() for job in jobs])
+    return micro_batches * float(np.median(seconds_RXL.max(axis=0).sum(axis=1)))
+
+
+def _layer_seconds(load_LE: np.ndarray, hidden: int, width: int, barrier: Any) -> list[list[float]]:
+    """Return seconds of each layer of one rank in each repetition; layers begin when all ranks come to the barrier."""
+    torch.set_num_threads(1)
+    rows = int(load_LE.sum(axis=1).max())
+    experts = grouped_experts(load_LE.shape[1], rows, hidden, width, torch.device("cpu"), torch.float32)
+    works = [experts.work(load_E.tolist()) for load_E in load_LE]
+    seconds = []
+    for _ in range(_REPETITIONS):
+        seconds.append([])
+        for work in works:
+            barrier.wait(timeout=600)
+            start = time.perf_counter()
+            work()
+            seconds[-1].append(time.perf_counter() - start)
+    return seconds[1:]
 
 
 def _loads(run: Path) -> np.ndarray:

@@ -171,10 +171,10 @@ def _check_replicas(plan: StepPlan) -> None:
         slot_of_expert_LE, plan.physical_to_logical_map.astype(np.int64), np.arange(plan.num_experts)[None], axis=1
     )
     home_X = slot_of_expert_LE[layer_X, expert_X] // per_rank
-    M, L, R, _ = plan.replica_MLRB.shape
-    place_X = np.ravel_multi_index((m_X, layer_X, rank_X, expert_X), (M, L, R, plan.num_experts))
-    twice_X = np.ones(len(m_X), dtype=bool)
-    twice_X[np.unique(place_X, return_index=True)[1]] = False
+    twice_MLRB = np.zeros(plan.replica_MLRB.shape, dtype=bool)
+    for b in range(1, plan.slots):
+        twice_MLRB[..., b] = (plan.replica_MLRB[..., :b] == plan.replica_MLRB[..., b : b + 1]).any(axis=3)
+    twice_X = twice_MLRB[m_X, layer_X, rank_X, slot_X]
     away_X = home_X // plan.ranks_per_node != rank_X // plan.ranks_per_node
     for wrong_X, reason in (
         (home_X == rank_X, "is at home there"),

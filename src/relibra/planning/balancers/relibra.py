@@ -49,7 +49,7 @@ def decide(request: PlacementRequest) -> Placement:
     budget, L = request.budget, len(request.demand.layer_ids)
     if budget.objective == "seconds" and budget.pack_samples and request.cluster.num_nodes > 1 and L > _MOST_LAYERS:
         some = request.of_layers(np.unique(np.linspace(0, L - 1, _SCHEDULE_LAYERS).astype(np.int64)))
-        schedule = _decide(some, clock).demand
+        schedule = _decide(some, clock, only_schedule=True).demand
         demand = request.demand.with_schedule(
             schedule.micro_batch_S, schedule.rank_S, request.cluster.num_ranks, len(schedule.tokens_MLRE)
         )
@@ -68,21 +68,27 @@ def decide(request: PlacementRequest) -> Placement:
     )
 
 
-def _decide(request: PlacementRequest, clock: Deadline) -> _Choice:
-    """Return the cheapest schedule, homes and replicas found."""
+def _decide(request: PlacementRequest, clock: Deadline, *, only_schedule: bool = False) -> _Choice:
+    """Return the cheapest schedule, homes and replicas found; of the pilot for some layers `only_schedule` is used."""
     previous_LE = request.previous.home_LE.astype(np.int64)
     layers, stay = choose_homes_and_replicas(request, request.demand, clock)
     given = _Choice(demand=request.demand, layers=layers)
-    chosen = _with_better_schedule(request, given, clock)
+    chosen = _with_better_schedule(request, given, clock, only_schedule=only_schedule)
     kept = _Choice(demand=request.demand, layers=stay)
     saves_much = not request.warm and _cost(request, given) < _CLEARLY * _cost(request, kept)
     if not np.array_equal(layers.home_LE, previous_LE) and not saves_much:
-        chosen = min(chosen, _with_better_schedule(request, kept, clock), key=lambda one: _cost(request, one))
+        stays = _with_better_schedule(request, kept, clock, only_schedule=only_schedule)
+        chosen = min(chosen, stays, key=lambda one: _cost(request, one))
     return chosen
 
 
-def _with_better_schedule(request: PlacementRequest, chosen: _Choice, clock: Deadline) -> _Choice:
-    """Return the choice with samples in other micro-batches, or only near their experts, whichever is cheapest."""
+def _with_better_schedule(
+    request: PlacementRequest, chosen: _Choice, clock: Deadline, *, only_schedule: bool
+) -> _Choice:
+    """Return the choice with samples in other micro-batches, or only near their experts, whichever is cheapest.
+
+    only_schedule   homes are chosen again for the schedule: not here where packing pays without
+    """
     budget, demand, home_LE = request.budget, request.demand, chosen.layers.home_LE
     limits = ScheduleLimits.of_demand(demand, rank_tokens=budget.rank_tokens, token_slack=budget.token_slack)
 
@@ -97,12 +103,14 @@ def _with_better_schedule(request: PlacementRequest, chosen: _Choice, clock: Dea
         packed_demand, packed_LE = _pack(request, home_LE, limits, clock)
         packed_demand = near_experts(packed_demand, packed_LE)
         packed = settle(packed_demand, packed_LE)
-        if budget.objective == "seconds" and budget.move_homes and not request.warm and clock.allows(0.5):
+        accepted = _cost(request, chosen) / (1 + (budget.tolerance if budget.objective == "tokens" else 0))
+        first = budget.objective == "seconds" and budget.move_homes and not request.warm
+        settled = only_schedule and _cost(request, packed) < accepted
+        if first and not settled and clock.allows(0.5):
             # the first homes may follow the schedule: those of later steps stay where these do
             again = _Choice(demand=packed_demand, layers=choose_homes_and_replicas(request, packed_demand, clock)[0])
             packed = min(packed, again, key=lambda one: _cost(request, one))
-        accepted = 1 + (budget.tolerance if budget.objective == "tokens" else 0)
-        if _cost(request, packed) * accepted < _cost(request, chosen):
+        if _cost(request, packed) < accepted:
             chosen = packed
     placed_demand = near_experts(demand, home_LE)
     if placed_demand is demand:
