@@ -66,6 +66,7 @@ PROGRAMS = (
         name="validation", folder="simulation", minutes=6, arguments=("--repetitions", "3"), long=True, threads=1
     ),
     Program(name="rl", folder="rl", minutes=12, long=True),
+    Program(name="reliability", folder="reliability", minutes=45, long=True),
     Program(name="demo", folder="rl", minutes=10, arguments=("0", "1", "2"), long=True),
     Program(name="tppo", folder="rl", minutes=15, long=True),
     Program(

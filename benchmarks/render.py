@@ -1,4 +1,4 @@
-"""Write the tables, figures and picture of the README, docs/results.md and docs/results/*.md from result files.
+"""Write the tables, figures and picture of the README, docs/reliability.md, docs/results.md and docs/results/*.md.
 
 Run: relibra bench render [--check] [--json]
 --check writes nothing and exits with 1 when a page differs from the result files.
@@ -30,10 +30,13 @@ from relibra.files import write_text
 PAGES: tuple[Path, ...] = (
     *sorted((ROOT / "docs" / "results").glob("*.md")),
     ROOT / "docs" / "results.md",
+    ROOT / "docs" / "reliability.md",
     ROOT / "README.md",
 )
 """Every page with markers."""
 
+SPLIT = ("papers_", "reliability_")
+"""How names of tables begin of which several come from one file: FILE_TABLE."""
 PICTURE = ROOT / "docs" / "skew.svg"
 
 _AGGREGATES: dict[str, Callable[[Iterable[Any]], Any]] = {"least": min, "most": max}
@@ -147,11 +150,12 @@ def _names_keys_of(rows: Sequence[Row], key: str, of: str | None) -> bool:
 def table(name: str) -> str:
     """Return the rows of one result file as Markdown, with their common provenance underneath.
 
-    "papers_TABLE" takes the rows of one table of papers.json. Without the file, the text says that there are no rows.
+    "papers_TABLE" takes the rows of one table of papers.json, as for other files of SPLIT. Without the file, the text
+    says that there are no rows.
 
     raises    ConfigError as `read_results`, or when a row lacks a key that the table shows
     """
-    file, _, part = name.partition("_") if name.startswith("papers_") else (name, "", "")
+    file, _, part = name.partition("_") if name.startswith(SPLIT) else (name, "", "")
     columns, path = COLUMNS[name], RESULTS / f"{file}.json"
     if not path.exists():
         return f"*Not measured yet: there is no `benchmarks/results/{file}.json`.*\n"

@@ -3,7 +3,6 @@
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from relibra import RoutingTrace
 from relibra.replay import BatchRoutes, record_routing, replay_routing
 
 torch.manual_seed(0)
@@ -27,15 +26,12 @@ tokens = torch.randint(1, 64, (4, 200))
 mask = torch.ones_like(tokens)
 with torch.no_grad(), record_routing(engine) as recorder:
     engine(input_ids=tokens, attention_mask=mask)
-[routes] = recorder.take()
+trace = recorder.take_trace(tokens, mask, source="bf16 engine")
 
-trace = RoutingTrace.from_samples(
-    list(routes.view(4, 200, 3, 2).numpy()), num_experts=16, tokens=list(tokens.numpy()), source="bf16 engine"
-)
 with replay_routing(trainer, BatchRoutes.padded(trace, mask, tokens)) as replay:
     trainer(input_ids=tokens, attention_mask=mask).logits.logsumexp(-1).mean().backward()
 
-print(f"replayed {int(routes.numel() / 2)} choices of 2 experts: 4 samples x 200 tokens x 3 layers")
+print(f"replayed {trace.num_rows * trace.num_layers} choices of 2 experts: 4 samples x 200 tokens x 3 layers")
 print(f"native routing of the trainer differs in some tokens: {0 < replay.disagreement < 0.1}")
 print(f"its router gets gradients: {bool(trainer.model.layers[0].mlp.gate.weight.grad.any())}")
 

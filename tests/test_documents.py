@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 COMMANDS = (ROOT / "docs" / "commands.md").read_text()
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.md"))
-GENERATED = [str(page.relative_to(ROOT)) for page in (ROOT / "README.md", ROOT / "docs" / "results.md", *RESULTS)]
+WRITTEN = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "reliability.md", *RESULTS)
+GENERATED = [str(page.relative_to(ROOT)) for page in WRITTEN]
 """Pages that benchmarks/render.py writes figures into."""
 GUIDE = (ROOT / "docs" / "execution.md").read_text()
 ORIGIN = {

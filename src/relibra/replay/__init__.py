@@ -3,7 +3,7 @@
 In: a model, and for replay a `RoutingTrace`. Out: expert ids, or a forward pass that takes recorded experts. Open
 `replay.py` first.
 
-record_routing(model)          which experts every token takes, one tensor per forward pass
+record_routing(model)          which experts every token takes: a trace, or one tensor per forward pass
 BatchRoutes                    recorded routes, laid out as the rows of a training batch
 replay_routing(model, routes)  take those experts again, with live gate weights and gradients to the router
 find_routers(model)            the routers of a model and the rule each follows

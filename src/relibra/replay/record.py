@@ -8,15 +8,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Integer
+from jaxtyping import Integer, Shaped
 from torch import Tensor, nn
 
-from relibra.errors import EngineError
+from relibra.errors import EngineError, TraceError
 from relibra.replay.routers import RouterSite, find_routers, is_recompute
+from relibra.routing.trace import RoutingTrace
 
 
 class RoutingRecorder:
-    """Collects one tensor of expert ids per forward pass; see `record_routing`."""
+    """Collects one tensor of expert ids per forward pass; see `record_routing`.
+
+    layer_ids     decoder layer of each entry of the layer axis: dense layers have none
+    num_experts   experts per layer
+    top_k         choices per token
+    """
 
     def __init__(self, sites: tuple[RouterSite, ...]) -> None:
         """Start empty; `sites` are the routers whose calls are recorded."""
@@ -45,6 +51,43 @@ class RoutingRecorder:
             )
         taken, self._forwards = self._forwards, []
         return taken
+
+    def take_trace(
+        self,
+        input_ids_BN: Integer[Tensor, "B N"],
+        attention_mask_BN: Shaped[Tensor, "B N"] | None = None,
+        *,
+        weight_version: int = 0,
+        source: str = "record_routing",
+    ) -> RoutingTrace:
+        """Return the routes since the last call as a trace with layer ids and token hashes, and drop them.
+
+        input_ids_BN        tokens of the forward passes, one after another: a sample per row, padded on either side
+        attention_mask_BN   non-zero for tokens; default: all
+        weight_version      policy version that the model has
+        source              where the trace says it comes from
+        raises              TraceError when the passes saw another number of tokens, as in generation with a cache, and
+                            nothing is dropped; EngineError as `take`
+        """
+        rows, (B, N) = sum(len(experts_TLK) for experts_TLK in self._forwards), input_ids_BN.shape
+        if not self._running and (rows != B * N or not rows):
+            raise TraceError(
+                f"{len(self._forwards)} forward passes of {rows} tokens were recorded, and the batch has {B} x {N}: "
+                "pass the tokens of these passes, padding included; after generation with a cache, put the rows of "
+                "`take` in order, and give RoutingTrace.from_samples the recorder's layer_ids"
+            )
+        mask_BN = torch.ones(B, N) if attention_mask_BN is None else attention_mask_BN
+        real_BN = mask_BN.detach().cpu().numpy() != 0
+        experts_BNLK = torch.cat(self.take()).cpu().numpy().reshape(B, N, len(self.layer_ids), self.top_k)
+        tokens_BN = input_ids_BN.detach().cpu().numpy()
+        return RoutingTrace.from_samples(
+            [experts_NLK[real_N] for experts_NLK, real_N in zip(experts_BNLK, real_BN, strict=True)],
+            num_experts=self.num_experts,
+            layer_ids=self.layer_ids,
+            tokens=[tokens_N[real_N] for tokens_N, real_N in zip(tokens_BN, real_BN, strict=True)],
+            weight_versions=[weight_version] * B,
+            source=source,
+        )
 
     def _on_router(self, index: int, _router: nn.Module, _args: Any, output: tuple[Tensor, ...]) -> None:
         if is_recompute():
@@ -77,7 +120,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecorder]:
 
         with record_routing(model) as recorder:
             model(input_ids)
-        [routes] = recorder.take()
+        trace = recorder.take_trace(input_ids)  # or recorder.take(): a tensor per forward pass
     """
     sites = find_routers(model)
     recorder = RoutingRecorder(sites)

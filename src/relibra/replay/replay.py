@@ -236,12 +236,18 @@ def _check_fit(routes: BatchRoutes, sites: tuple[RouterSite, ...]) -> None:
     if list(routes.layer_ids) != wanted:
         missing = sorted(set(wanted) - set(routes.layer_ids))
         extra = sorted(set(routes.layer_ids) - set(wanted))
-        advice = (
-            "record with the same model"
-            if missing
-            else "drop the dense layers on import: "
-            f"RoutingTrace.from_samples(..., layer_ids=range(N), moe_layers={wanted})"
-        )
+        if not missing:
+            advice = (
+                "drop the dense layers on import: "
+                f"RoutingTrace.from_samples(..., layer_ids=range(N), moe_layers={wanted})"
+            )
+        elif list(routes.layer_ids) == list(range(len(wanted))):  # what from_samples counts without being told
+            advice = (
+                f"if they were recorded with this model, say which layers they are: RoutingTrace.from_samples(..., "
+                f"layer_ids={wanted}), or take_trace of the recorder"
+            )
+        else:
+            advice = "record with the same model"
         raise TraceError(
             f"the routes hold layers {list(routes.layer_ids)}, the model has MoE layers {wanted}: missing {missing}, "
             f"extra {extra}; {advice}"

@@ -59,6 +59,13 @@ def test_a_rank_without_a_sign_of_life_is_named_and_stacks_are_written(server, r
     assert "test_heartbeat.py" in (tmp_path / "stacks" / "rank-00000.txt").read_text(), "the main thread is there"
 
 
+def test_a_rank_that_stops_before_its_first_sign_of_life_is_named(rank_0):
+    beat, said = rank_0
+    beat.start()
+    wait_until(lambda: said)
+    assert said[0].startswith("no sign of life of rank 1 (start, for 0 s) for 0.5 s")
+
+
 def test_nothing_is_left_of_ranks_that_live(server, rank_0, tmp_path):
     beat, said = rank_0
     tell(server, 1)

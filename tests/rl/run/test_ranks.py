@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -105,11 +106,17 @@ def test_sums_leave_their_argument_alone():
 def test_a_peer_that_never_comes_is_waited_for_as_long_as_configured():
     start = time.monotonic()
     with (
-        pytest.raises(LostPeerError, match=r"longer than 1 s \(parallel.timeout_seconds\): "),
+        pytest.raises(LostPeerError, match=r"^rank 1 did not start within 1 s \(parallel.timeout_seconds\): "),
         joined_ranks(1.0, CPU, rendezvous(0, 2)),
     ):
         raise AssertionError("nobody else is here")
     assert time.monotonic() - start < 20
+
+
+def test_a_first_rank_that_does_not_answer_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(LostPeerError) as raised:
+        rendezvous(1, 2, silent.getsockname()[1]).store(timedelta(seconds=1))
+    assert str(raised.value).startswith("rank 0 did not start within 1 s (parallel.timeout_seconds): ")
 
 
 @pytest.mark.usefixtures("_leave_group")

@@ -4,7 +4,10 @@ import json
 import math
 
 import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
+from relibra.errors import EngineError
 from relibra.reporting.data.metrics import read_metrics
 from relibra.rl.run.run_folder import trace_folder
 from relibra.rl.run.step_logs import StepLogs, remove_steps_from
@@ -41,6 +44,46 @@ def test_metrics_of_a_run_that_goes_on_follow_the_earlier_ones(tmp_path):
         with StepLogs(tmp_path, first) as logs:
             logs.append(row(first), [], TASK, TOKENIZER)
     assert read_metrics(tmp_path / "metrics.jsonl").steps == [0, 1]
+
+
+def events_of(run):
+    """Return what TensorBoard reads, file after file: (step, name, value), and ("purge", step)."""
+    found = []
+    for path in sorted((run / "tensorboard").iterdir()):
+        for event in LegacyEventFileLoader(str(path)).Load():
+            if event.HasField("session_log"):
+                found.append(("purge", event.step))
+            found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    return found
+
+
+def test_tensorboard_has_the_same_numbers_and_hides_steps_that_are_made_again(tmp_path):
+    for first in (0, 1):
+        with StepLogs(tmp_path, first) as logs:
+            logs.append(row(first, loss=0.25, note="text", skipped=None, parts={"a": None}), [], TASK, TOKENIZER)
+    numbers = [("reward", 0.5), ("seconds/rollout", 1.0), ("loss", 0.25)]
+    of_step = [[(step, *number) for number in numbers] for step in (0, 1)]
+    assert events_of(tmp_path) == [("purge", 0), *of_step[0], ("purge", 1), *of_step[1]]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+def test_a_full_disk_is_told_with_the_file_and_the_step(name, tmp_path):
+    (tmp_path / name).symlink_to("/dev/full")
+    said = f"cannot write step 4 to {tmp_path / name}: No space left on device; make room, then resume"
+    with pytest.raises(EngineError) as raised, StepLogs(tmp_path) as logs:
+        logs.append(row(4), [spoken(0, 1.0, 3)], TASK, TOKENIZER)
+    assert str(raised.value).startswith(said)
+
+
+def test_a_full_disk_ends_the_file_for_tensorboard_and_not_the_run(tmp_path, caplog):
+    (tmp_path / "tensorboard").write_text("in the way")
+    with StepLogs(tmp_path) as logs:
+        for step in range(3):
+            logs.append(row(step), [], TASK, TOKENIZER)
+    assert read_metrics(tmp_path / "metrics.jsonl").steps == [0, 1, 2]
+    [said] = [record.getMessage() for record in caplog.records]
+    assert "for TensorBoard (" in said
+    assert "training continues without it" in said
 
 
 def test_steps_after_the_checkpoint_are_forgotten_and_a_cut_line_with_them(tmp_path):

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -74,16 +74,22 @@ class Heartbeat:
     _next_note: float = 0.0
     _dumped: bool = False
     _stop: threading.Event = field(default_factory=threading.Event)
+    _answered: float = 0.0
 
     def start(self) -> None:
-        """Tell the first beat and start the thread; the other ranks may be asked after a barrier."""
+        """Tell the first beat and start the thread."""
         self.store.set_timeout(timedelta(seconds=STORE_SECONDS))
         self._next_note = self.note_seconds
         self.stacks.mkdir(exist_ok=True)
         self._file = (self.stacks / f"rank-{self.rank:05d}.txt").open("w", encoding="utf-8")
+        unheard = json.dumps(asdict(Beat(number=0, stage="start", seconds=0.0, waiting=False)))
+        for rank in range(self.num_ranks):  # so that one that never tells anything is missed too
+            self.store.compare_set(f"beat/{rank}", "", unheard)
         self.tell()
+        self._answered = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
         self._thread.start()
+        threading.Thread(target=self._watch_store, daemon=True, name="heartbeat of rank 0").start()
 
     def stop(self) -> None:
         """End the thread; a file of stacks without any is removed."""
@@ -142,12 +148,11 @@ class Heartbeat:
         )
 
     def _run(self) -> None:
-        before, answered = time.monotonic(), time.monotonic()
+        before = time.monotonic()
         while not self._stop.wait(self.beat_seconds):
             now = time.monotonic()
             if now - before > 4 * self.beat_seconds + STORE_SECONDS:  # this process was stopped itself
                 self._seen.clear()
-                answered = now
             before = now
             # If no thread of Python can run any more, a thread of C writes the stacks.
             faulthandler.dump_traceback_later(self.lost_seconds / 2, file=self._file)
@@ -155,14 +160,28 @@ class Heartbeat:
                 self.tell()
                 beats = self.ask()
                 asked = self.store.check(["dump"])
-                answered = time.monotonic()
-            except RuntimeError as error:
-                if time.monotonic() - answered > self.lost_seconds:
-                    self._give_up(f"rank 0, which has the store of the group, does not answer ({_first_line(error)})")
-                continue
+            except RuntimeError:
+                continue  # rank 0 ended, which its peers notice by themselves, or `_watch_store` does
+            self._answered = time.monotonic()
             if asked:
                 self._dump()
-            self._watch(beats, time.monotonic())
+            self._watch(beats, self._answered)
+
+    def _watch_store(self) -> None:
+        """End this process when rank 0, which has the store, does not answer: requests to it may wait for ever."""
+        before = time.monotonic()
+        while not self._stop.wait(self.beat_seconds):
+            now = time.monotonic()
+            if now - before > 4 * self.beat_seconds:  # this process was stopped itself
+                self._answered = now
+            before = now
+            if now - self._answered > self.lost_seconds + self.beat_seconds:
+                self._dump()
+                self._give_up(
+                    f"no sign of life of rank 0, which has the store of the group, for {self.lost_seconds:g} s "
+                    f"(parallel.heartbeat_seconds): its process is stopped, or its machine is gone; stacks of "
+                    f"the ranks are in {self.stacks}"
+                )
 
     def _watch(self, beats: Sequence[Beat], now: float) -> None:
         for rank, beat in enumerate(beats):
@@ -233,8 +252,8 @@ def heartbeats(
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
     beat = Heartbeat(store, rank, num_ranks, run / "stacks", on_lost, lost_seconds)
     beat.start()
-    dist.barrier()
     try:
+        dist.barrier()
         yield
     except RuntimeError as error:
         sentence = beat.explain(error, timeout_seconds) if is_peer_loss(error) else None
@@ -248,7 +267,3 @@ def heartbeats(
 def describe(ranks: Sequence[int], beats: Sequence[Beat]) -> str:
     """Return ranks with what they do, such as "rank 1 (reward of step 3, for 75 s)"."""
     return ", ".join(f"rank {rank} ({beats[rank].stage}, for {beats[rank].seconds:.0f} s)" for rank in ranks)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0].partition(". ")[0]

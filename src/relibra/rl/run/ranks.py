@@ -6,6 +6,7 @@ import json
 import math
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,15 +45,52 @@ class Rendezvous:
     listener: socket.socket | None
 
     def store(self, timeout: timedelta) -> Any:
-        """Connect to the store that rank 0 serves; collective."""
-        return dist.TCPStore(  # type: ignore[attr-defined]
+        """Connect to the store that rank 0 serves, and wait until all ranks have; collective.
+
+        raises    LostPeerError, naming the ranks that did not come in time
+        """
+        late = (
+            f"did not start within {timeout.total_seconds():g} s (parallel.timeout_seconds): its process hangs or is "
+            "stopped"
+        )
+        found: list[Any] = []
+
+        def connect() -> None:
+            try:
+                found.append(self._meet(timeout))
+            except BaseException as error:  # noqa: BLE001 - raised below
+                found.append(error)
+
+        meeting = threading.Thread(target=connect, daemon=True)
+        meeting.start()
+        meeting.join(timeout.total_seconds() + 1.0)  # a request to a process that was stopped may wait for ever
+        result = found[0] if found else None
+        if isinstance(result, list):
+            raise LostPeerError(f"{', '.join(f'rank {rank}' for rank in result)} {late}")
+        if self.rank and (result is None or isinstance(result, RuntimeError)):
+            raise LostPeerError(f"rank 0 {late}") from result
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def _meet(self, timeout: timedelta) -> Any:
+        """Return the store when all ranks are connected to it; a list of those that are not after the time is up."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1",
             self.port,
             self.num_ranks,
             is_master=self.listener is not None,
             timeout=timeout,
+            wait_for_workers=False,
             master_listen_fd=self.listener.detach() if self.listener else None,
         )
+        store.set(f"started/{self.rank}", "")
+        while missing := [rank for rank in range(self.num_ranks) if not store.check([f"started/{rank}"])]:
+            if time.monotonic() > deadline:
+                return missing
+            time.sleep(0.05)
+        return store
 
 
 @contextmanager

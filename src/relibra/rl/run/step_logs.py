@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import shutil
-from collections.abc import Sequence
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch.distributed as dist
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard.summary import scalar
 
+from relibra.errors import EngineError
 from relibra.files import atomic_path
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.response import Response
@@ -21,6 +28,7 @@ from relibra.rl.tasks.task import Task
 
 SAMPLES_PER_KIND = 3
 """Samples per step of each kind (best, worst, longest): enough to read, small on disk."""
+_log = logging.getLogger(__name__)
 
 
 class StepLogs:
@@ -28,33 +36,37 @@ class StepLogs:
 
     def __init__(self, run: Path, first_step: int = 0) -> None:
         """Open the logs; TensorBoard hides what a killed run logged from `first_step` on."""
+        self._run = run
         self._metrics = (run / "metrics.jsonl").open("a", encoding="utf-8")
         self._samples = (run / "samples.jsonl").open("a", encoding="utf-8")
-        self._tensorboard = SummaryWriter(str(run / "tensorboard"), purge_step=first_step)
+        self._tensorboard = _EventFile(run / "tensorboard", first_step)
 
     def __enter__(self) -> StepLogs:
         """Return the open logs."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the logs."""
-        self._metrics.close()
-        self._samples.close()
+        """Close the logs; what a full disk left in their buffers is of no finished step."""
+        for file in (self._metrics, self._samples):
+            with suppress(OSError):
+                file.close()
         self._tensorboard.close()
 
     def append(self, metrics: dict[str, Any], responses: Sequence[Response], task: Task, tokenizer: Tokenizer) -> None:
-        """Write the metrics of a step, synced to disk, and some of rank 0's responses."""
+        """Write the metrics of a step, synced to disk, and some of rank 0's responses.
+
+        raises    EngineError where the disk refuses: the lines of this step may be cut
+        """
         step = metrics["step"]
-        self._metrics.write(json.dumps(_finite(metrics), allow_nan=False) + "\n")
-        self._metrics.flush()
-        os.fsync(self._metrics.fileno())
-        for name, value in metrics.items():
-            if isinstance(value, dict):
-                for part, number in value.items():
-                    self._tensorboard.add_scalar(f"{name}/{part}", number, step)
-            elif isinstance(value, int | float) and name != "step":
-                self._tensorboard.add_scalar(name, value, step)
-        self._tensorboard.flush()
+        with self._writing("metrics.jsonl", step):
+            self._metrics.write(json.dumps(_finite(metrics), allow_nan=False) + "\n")
+            self._metrics.flush()
+            os.fsync(self._metrics.fileno())
+        self._tensorboard.append(step, metrics)
+        with self._writing("samples.jsonl", step):
+            self._append_samples(step, responses, task, tokenizer)
+
+    def _append_samples(self, step: int, responses: Sequence[Response], task: Task, tokenizer: Tokenizer) -> None:
         for response in _best_worst_longest(responses):
             line = {
                 "step": step,
@@ -68,6 +80,74 @@ class StepLogs:
             }
             self._samples.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._samples.flush()
+
+    @contextmanager
+    def _writing(self, name: str, step: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise EngineError(
+                f"cannot write step {step} to {self._run / name}: {error.strerror or error}; make room, then resume "
+                "the run"
+            ) from error
+
+
+class _EventFile:
+    """A file of events for TensorBoard, with the numbers of metrics.jsonl; a disk that refuses it ends it, not the run.
+
+    torch's SummaryWriter writes in a thread of its own, whose errors are tracebacks on stderr.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        """Open a new file; TensorBoard hides what earlier files of the folder hold from `first_step` on."""
+        self._file: BinaryIO | None = None
+        self._path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._try(lambda: self._open(first_step))
+
+    def append(self, step: int, metrics: dict[str, Any]) -> None:
+        """Write the numbers of a step, and those of its tables as NAME/PART."""
+        parts = {name: value if isinstance(value, dict) else {"": value} for name, value in metrics.items()}
+        numbers = {
+            f"{name}/{part}" if part else name: number
+            for name, table in parts.items()
+            for part, number in table.items()
+            if isinstance(number, int | float) and name != "step"
+        }
+        self._try(lambda: self._write([Event(step=step, summary=scalar(name, numbers[name])) for name in numbers]))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._try(lambda: self._file.close() if self._file else None)
+
+    def _open(self, first_step: int) -> None:
+        self._path.parent.mkdir(exist_ok=True)
+        self._file = self._path.open("wb")
+        start = Event(step=first_step, session_log=SessionLog(status=SessionLog.START))
+        self._write([Event(file_version="brain.Event:2"), start])
+
+    def _write(self, events: Sequence[Event]) -> None:
+        if self._file is None:
+            return
+        writer = RecordWriter(self._file)
+        for event in events:
+            event.wall_time = time.time()
+            writer.write(event.SerializeToString())
+        self._file.flush()
+
+    def _try(self, action: Callable[[], None]) -> None:
+        """Do something; after a first error nothing more is written, because readers stop at a record that was cut."""
+        try:
+            action()
+        except OSError as error:
+            file, self._file = self._file, None
+            with suppress(OSError):
+                if file is not None:
+                    file.close()
+            _log.warning(
+                "cannot write %s for TensorBoard (%s): training continues without it; metrics.jsonl has its numbers",
+                self._path,
+                error.strerror or error,
+            )
 
 
 def remove_steps_from(run: Path, step: int) -> None:

@@ -1,0 +1,1 @@
+"""What becomes of runs that are killed, stopped or out of disk space, and of damaged inputs."""
