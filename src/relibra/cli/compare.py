@@ -85,7 +85,7 @@ def compare(request: CompareRequest) -> None:
         return
     for line in workload_in_words(workload):
         print_wrapped(line)
-    print_wrapped(f"{budget_in_words(budget)}; expert sizes of {model.name}")
+    print_wrapped(f"plans minimise {budget.objective}, {budget_in_words(budget)}; expert sizes of {model.name}")
     print_comparison(rows)
     print_wrapped(moves_in_words(request.steps))
     if request.balancer is None:

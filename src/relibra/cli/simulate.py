@@ -134,7 +134,8 @@ def _print(result: Result) -> None:
     for sentence in advice(chosen.step, machine, result.routed, chosen.memory):
         print_wrapped(sentence)
     typer.echo()
-    settings = f"{budget_in_words(budget_for(result.request, workload))}{_execution_in_words(result)}"
+    budget = budget_for(result.request, workload)
+    settings = f"plans minimise {budget.objective}, {budget_in_words(budget)}{_execution_in_words(result)}"
     described = (
         *workload_in_words(workload),
         f"{model_in_words(result.model, result.routed)}; {settings}",

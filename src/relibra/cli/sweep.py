@@ -278,6 +278,7 @@ def _print(
     from relibra.simulation import advice
 
     best = _best(found)
+    budget = budget_for(best.request, best.workload)
     sentences = advice(best.simulated.step, best.machine, best.model, best.simulated.memory)
     place = _in_words(best.row, varied or ["ranks", "balancer"])
     memory = [sentence for sentence in sentences[MAX_SENTENCES:] if sentence.startswith("Memory: ")]
@@ -288,7 +289,7 @@ def _print(
     described = (
         best.workload.recording.words,
         f"there, on {plural(best.request.ranks, 'rank')}: {best.workload.cut}.",
-        budget_in_words(budget_for(best.request, best.workload)),
+        f"plans minimise {budget.objective}, {budget_in_words(budget)}",
         f"{model_in_words(model, best.model)}; {rows_in_words(best.simulated)}; label: simulated, on "
         f"{best.machine.name}",
         other_model_in_words(model, best.model),

@@ -287,7 +287,6 @@ def budget_for(request: BudgetRequest, workload: Workload) -> Budget:
 def budget_in_words(budget: Budget) -> str:
     """Return what a plan may use, as the options say it."""
     words = [
-        f"plans minimise {budget.objective}",
         f"{plural(budget.slots, 'spare slot')} per rank in at most {budget.memory_gib:.3g} GiB",
         f"tolerance {budget.tolerance:g}",
         f"moves over {plural(budget.steps_served, 'step')}",
