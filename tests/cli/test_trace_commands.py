@@ -219,3 +219,18 @@ def test_the_resolved_configuration_can_be_printed(run):
     from relibra.rl.config.run_config import RunConfig
 
     assert RunConfig.model_validate(tomllib.loads(out)).run.steps == 3
+
+
+def test_an_assumed_number_of_experts_and_missing_lengths_are_told(run, tmp_path):
+    ids = np.random.default_rng(0).random((40, 2, 12)).argsort(-1)[..., :2]
+    np.savez(tmp_path / "x.npz", ids=ids, seqlen=[10] * 4)
+    np.save(tmp_path / "x.npy", ids)
+    assert "16 (the number of experts is assumed" in run("trace", "inspect", tmp_path / "x.npz")[1]
+    assert json.loads(run("trace", "inspect", tmp_path / "x.npz", "--json")[1])["experts_assumed"] is True
+    given = run("trace", "inspect", tmp_path / "x.npz", "--num-experts", "12")[1]
+    assert "assumed" not in given
+    assert "save an .npz with seqlen" in run("trace", "inspect", tmp_path / "x.npy")[1]
+    assert run("trace", "validate", tmp_path / "x.npy")[1].startswith("valid: 1 samples, 40 rows")
+    cut = ("plan", tmp_path / "x.npz", "--ranks", "2", "--ranks-per-node", "2", "--slots", "0", "-o", tmp_path / "p")
+    assert "number of experts is assumed" in run(*cut)[1]
+    assert "number of experts is assumed" not in run(*cut, "--num-experts", "12")[1]

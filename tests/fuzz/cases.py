@@ -111,6 +111,27 @@ def npz_trace(rng, folder):
     use_trace(open_trace(_archive(rng, folder / "x.npz", kept), pick(rng, (None, None, 8, 60, 1 << 20))))
 
 
+def npz_padded(rng, folder):
+    """Padded samples and masks, in archives and alone."""
+    ids = np.full((3, 4, 2, 2), -1)
+    for s, length in enumerate((4, 0, 2)):
+        ids[s, :length] = _trace().experts_TLK[:length]
+    arrays = {"ids": ids, "seqlen": np.array([4, 0, 2]), "valid": rng.random((3, 4)) < 0.8}
+    if rng.random() < 0.3:
+        arrays |= {"ids": ids.reshape(12, 2, 2), "valid": arrays["valid"].reshape(12), "seqlen": np.array([4, 4, 4])}
+    kept = {name: array for name, array in arrays.items() if rng.random() < 0.8}
+    use_trace(open_trace(_archive(rng, folder / "p.npz", kept), pick(rng, (None, 8, 60))))
+
+
+def npy_trace(rng, folder):
+    ids = _trace().experts_TLK.astype(np.int64)
+    ids = ids if rng.random() < 0.5 else np.stack([ids, np.where(np.arange(15)[:, None, None] < 9, ids, -1)])
+    file = io.BytesIO()
+    np.save(file, mutate_array(rng, ids) if rng.random() < 0.7 else ids)
+    data = mutate_bytes(rng, file.getvalue()) if rng.random() < 0.5 else file.getvalue()
+    use_trace(open_trace(_rewrite(folder / "x.npy", data), pick(rng, (None, 8))))
+
+
 def npz_schedule(rng, folder):
     arrays = {"micro_batch_S": np.array([0, 1, 1, -1]), "rank_S": np.array([0, 1, 0, 0])}
     arrays |= {"mini_batch_M": np.array([0, 0]), "sample_ids": np.array([3, 1, 2, 0])}
@@ -334,7 +355,8 @@ def results(rng, folder):
 CASES = {
     function.__name__: function
     for function in (
-        *(trace_folder, npz_trace, npz_schedule, npy_bytes, any_archive, demand_file, plan_file, cluster_file),
+        *(trace_folder, npz_trace, npz_padded, npy_trace, npz_schedule, npy_bytes, any_archive),
+        *(demand_file, plan_file, cluster_file),
         *(timeline_file, settings_file, settings_values, settings_overrides, resumed_settings, metrics_log),
         *(samples_log, json_lines, parquet_file, model_config, checkpoint_manifest, results),
     )

@@ -1,5 +1,6 @@
 import io
 import zipfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -55,18 +56,18 @@ def test_the_number_of_experts_can_be_given(tmp_path):
     ("arrays", "message"),
     [
         ({"a": np.zeros(3)}, "expected 'ids' with 'seqlen'"),
-        ({"ids": _ids(3)}, "expected 'ids' with 'seqlen'"),
-        ({"law_ids": _ids(3)}, "expected 'ids' with 'seqlen'"),
-        ({"ids": _ids(3), "seqlen": np.array([2])}, "sum to 3 rows"),
+        ({"ids": _ids(3)}, r"no lengths.*numpy\.savez"),
+        ({"law_ids": _ids(3)}, "law_ids has no lengths"),
+        ({"ids": _ids(3), "seqlen": np.array([2])}, "3 rows, and lengths .* 1 samples sum to 2"),
         ({"ids": _ids(3), "seqlen": np.array([4, -1])}, r"whole numbers in 0\.\.3"),
         ({"ids": np.zeros((3, 2, 3)), "seqlen": np.array([3])}, "expected integer"),
         (
             {"ids": np.zeros((0, 2, 3), np.int16), "seqlen": np.zeros(0, np.int64)},
-            "ids holds no tokens: record some first",
+            "holds no tokens: record some first",
         ),
         ({"ids": _ids(3)[0], "seqlen": np.array([3])}, "expected integer"),
-        ({"ids": np.zeros((3, 2, 3), int), "seqlen": np.array([3])}, "id twice"),
-        ({"ids": _ids(3).astype(int) - 1, "seqlen": np.array([3])}, "allowed are 0..65535"),
+        ({"ids": np.zeros((3, 2, 3), int), "seqlen": np.array([3])}, "id twice.*rows of -1"),
+        ({"ids": _ids(3).astype(int) - 9, "seqlen": np.array([3])}, r"allowed are 0\.\.65535"),
         (
             {"ids": _ids(3), "seqlen": np.array([3]), "dataset": np.array([4]), "dataset_names": np.array(["a"])},
             "whole numbers",
@@ -134,3 +135,96 @@ def test_pieces_of_either_form(tmp_path):
     write_trace(trace, tmp_path / "t")
     [same] = iterate_routes(tmp_path / "t")
     assert_same(trace, same)
+
+
+def _with_gaps(ids, *rows):
+    ids = ids.astype(np.int64)
+    ids[list(rows)] = -1
+    return ids
+
+
+def _saved(path, **arrays):
+    np.savez(path, **arrays)
+    return path
+
+
+def test_rows_of_minus_one_are_rows_without_a_route(tmp_path):
+    path = _saved(tmp_path / "x.npz", ids=_with_gaps(_ids(7), 2, 6), seqlen=np.array([3, 4]))
+    trace = open_trace(path)
+    assert trace.valid_T.tolist() == [True, True, False, True, True, True, False]
+    assert np.array_equal(trace.experts_TLK[trace.valid_T], _ids(7)[[0, 1, 3, 4, 5]])
+    assert trace.rows_per_sample.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("kind", [np.bool_, np.uint8])
+def test_a_mask_says_which_rows_were_recorded(tmp_path, kind):
+    ids, valid = _ids(4).astype(np.uint16), np.array([1, 0, 1, 1], kind)
+    ids[1] = 60_000
+    trace = open_trace(_saved(tmp_path / "x.npz", ids=ids, seqlen=np.array([4]), valid=valid))
+    assert trace.valid_T.tolist() == [True, False, True, True]
+    assert trace.num_experts == 8
+    sets = {"a_ids": ids, "a_seqlen": [4], "a_valid": valid, "b_ids": _with_gaps(_ids(2), 0), "b_seqlen": [2]}
+    assert open_trace(_saved(tmp_path / "y.npz", **sets)).valid_T.tolist() == [1, 0, 1, 1, 0, 1]
+
+
+def _padded(*lengths):
+    ids = np.full((len(lengths), 5, 2, 3), -1)
+    for s, length in enumerate(lengths):
+        ids[s, :length] = _ids(length, seed=s)
+    return ids
+
+
+def test_padded_samples_end_where_their_lengths_say_or_at_the_last_recorded_row(tmp_path):
+    ids = _padded(2, 5, 0, 3)
+    ids[1, 3] = -1
+    rows = np.concatenate([_ids(2), _with_gaps(_ids(5, seed=1), 3), _ids(3, seed=3)])
+    for path in (_saved(tmp_path / "x.npz", ids=ids), tmp_path / "x.npy"):
+        if path.suffix == ".npy":
+            np.save(path, ids)
+        trace = open_trace(path)
+        assert trace.rows_per_sample.tolist() == [2, 5, 0, 3]
+        assert np.array_equal(np.where(trace.valid_T[:, None, None], trace.experts_TLK.astype(int), -1), rows)
+    zeros = np.where(ids < 0, 0, ids)
+    valid = np.ones((4, 5), bool)
+    valid[1, 3] = False
+    given = open_trace(_saved(tmp_path / "y.npz", ids=zeros, seqlen=[2, 5, 0, 3], valid=valid))
+    assert_same(replace(given, source="x.npy"), trace)
+    assert open_trace(_saved(tmp_path / "z.npz", ids=ids, seqlen=[3, 5, 0, 3])).valid_T.tolist().count(False) == 2
+
+
+def test_an_npy_is_one_sample_or_padded_samples(tmp_path):
+    np.save(tmp_path / "x.npy", _with_gaps(_ids(5), 4))
+    trace = open_trace(tmp_path / "x.npy")
+    assert (trace.num_samples, trace.num_rows, trace.valid_T.sum()) == (1, 5, 4)
+    data = (tmp_path / "x.npy").read_bytes()
+    for damaged in (data[:20], data[:-1], data.replace(b"(5, 2, 3)", b"(9, 2, 3)"), b""):
+        (tmp_path / "x.npy").write_bytes(damaged)
+        with pytest.raises(TraceError, match=r"cannot be read as an \.npy array"):
+            open_trace(tmp_path / "x.npy")
+
+
+def _partly(*places):
+    ids = _ids(3).astype(int)
+    for place in places:
+        ids[place] = -1
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"ids": _partly((1, 0))}, r"row 1 is -1 in a part of layers \[0\].*ids\[\(ids < 0\)"),
+        ({"ids": _partly((1, 0, 2))}, r"row 1 is -1 in a part of layers \[0\]"),
+        ({"ids": _partly(2, np.s_[:, 0])}, r"every row of layers \[0\].*ids\[\.\.\., \[1\], :\] with layers=\[1\]"),
+        ({"ids": _partly(0, 1, 2)}, "no recorded row"),
+        ({"ids": _ids(3), "valid": np.ones(2, bool)}, "for each row"),
+        ({"ids": _ids(3), "valid": np.ones(3)}, "for each row"),
+        ({"ids": _ids(3)[None], "seqlen": np.array([2, 1])}, "1 samples and 2 lengths"),
+        ({"ids": _ids(3)[None], "seqlen": np.array([4])}, r"whole numbers in 0\.\.3"),
+        ({"ids": np.zeros((2, 3, 1, 2), int)}, "id twice.*beyond seqlen"),
+    ],
+)
+def test_what_no_mask_can_say_is_refused_with_a_next_step(tmp_path, arrays, message):
+    path = _saved(tmp_path / "x.npz", **{"seqlen": np.array([3]), **arrays} if arrays["ids"].ndim == 3 else arrays)
+    with pytest.raises(TraceError, match=message):
+        open_trace(path)

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from relibra.cli.inputs import options
 from relibra.cli.inputs.recordings import find_recording
-from relibra.cli.inputs.workload import check_num_experts
-from relibra.cli.outputs.terminal import print_note, print_text, progress, ranges_in_words
+from relibra.cli.inputs.workload import assumed_experts, check_num_experts
+from relibra.cli.outputs.terminal import print_note, print_text, progress, ranges_in_words, stdout_console
 from relibra.errors import RelibraError, TraceError
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ app = typer.Typer(no_args_is_help=True, help="Recorded routes: sizes, checks, lo
 TracePath = Annotated[
     Path,
     typer.Argument(
-        metavar="PATH", help="Trace folder, .npz of per-token expert choices, or run: its last recorded step."
+        metavar="PATH", help="Trace folder, .npz or .npy of per-token expert choices, or run: its last recorded step."
     ),
 ]
 
@@ -59,6 +58,7 @@ def inspect(path: TracePath, num_experts: options.NumExperts = None, as_json: op
         "layers": len(layer_ids),
         "layer_ids": layer_ids,
         "experts": found.num_experts,
+        "experts_assumed": bool(assumed_experts(path, num_experts)),
         "top_k": found.top_k,
         "shards": len(sizes),
         "bytes": sum(sizes),
@@ -68,11 +68,18 @@ def inspect(path: TracePath, num_experts: options.NumExperts = None, as_json: op
     if as_json:
         typer.echo(json.dumps(facts))
         return
+    one_sample = path.suffix == ".npy" and samples == 1
+    notes = {
+        "experts": assumed_experts(path, num_experts),
+        "samples": "an .npy holds no lengths: save an .npz with seqlen if these are several" * one_sample,
+    }
+    del facts["experts_assumed"]
     for name, value in facts.items():
         shown = f"{value:,}" if isinstance(value, int) else ranges_in_words(layer_ids) if name == "layer_ids" else value
         if shown not in ("", []):
             text = ", ".join(shown) if isinstance(shown, list) else str(shown)
-            print_text(f"{name.replace('_', ' '):<18} {text}")
+            note = notes.get(name)
+            print_text(f"{name.replace('_', ' '):<18} {text}" + f" ({note})" * bool(note))
 
 
 @app.command()
@@ -162,7 +169,7 @@ def _print_statistics(result: TraceStatistics) -> None:
     for row in result.layouts:
         skews = (row.skew_mean, row.skew_median, row.skew_p95, row.skew_max, row.skew_weighted)
         table.add_row(str(row.ranks), *(f"{figure:.2f}" for figure in skews), f"{row.idle_share:.1%}")
-    Console().print(table)
+    stdout_console().print(table)
     typer.echo("mean to max: over pairs of micro-batch and layer")
     typer.echo("weighted:    sum of the busiest ranks' loads / sum of the mean loads")
     typer.echo("idle:        share of the expert time that ranks wait, 1 - 1 / weighted")

@@ -34,13 +34,13 @@ Source = Annotated[
     Path,
     typer.Argument(
         metavar="TRACE|RUN|RUN.toml",
-        help="Trace folder, or .npz of per-token expert choices. Or folder or settings of a training run: its last "
-        "recorded step is taken.",
+        help="Trace folder, or .npz or .npy of per-token expert choices. Or folder or settings of a training run: its "
+        "last recorded step is taken.",
     ),
 ]
 NumExperts = Annotated[
     int | None,
-    typer.Option(min=1, help="Experts per layer, where the format lacks it (.npz); default: next multiple of 8."),
+    typer.Option(min=1, help="Experts per layer, where the format lacks it (.npz, .npy); default: next multiple of 8."),
 ]
 
 Ranks = Annotated[int, typer.Option(min=1, max=1 << 15, metavar="R", help="Ranks of the expert-parallel group.")]

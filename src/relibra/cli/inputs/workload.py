@@ -126,6 +126,13 @@ def check_num_experts(path: Path, num_experts: int | None) -> None:
         raise TraceError(f"{path} was recorded with {recorded} experts: leave out --num-experts {num_experts}")
 
 
+def assumed_experts(path: Path, num_experts: int | None) -> str:
+    """Return how the number of experts is assumed, where neither the file nor --num-experts gives it; else nothing."""
+    if num_experts is not None or path.is_dir():
+        return ""
+    return "the number of experts is assumed, a multiple of 8 above the largest id: --num-experts gives it"
+
+
 def _open_routes(trace: Path, request: WorkloadRequest, tokens: int | None) -> RoutingTrace:
     """Return the trace, or samples of it drawn again until they fill the requested micro-batches."""
     import numpy as np
@@ -223,7 +230,9 @@ def _rows_without_routes(routes: RoutingTrace) -> list[str]:
     if not missing:
         return []
     verbs = ("has", "is") if missing == 1 else ("have", "are")
-    why = "the last token of a sample is never fed"
+    last_S = routes.offsets[1:][routes.rows_per_sample > 0] - 1
+    elsewhere = missing - int((~routes.valid_T[last_S]).sum())
+    why = "nothing was recorded there" if elsewhere else "the last token of a sample is never fed"
     return [f"{plural(missing, 'row')} {verbs[0]} no route and {verbs[1]} not counted ({why})"]
 
 
@@ -266,13 +275,14 @@ def workload_in_words(workload: Workload) -> list[str]:
     demand, machine = workload.demand, workload.machine
     M, L, R, E = demand.tokens_MLRE.shape
     nodes = f"{plural(machine.num_nodes, 'node')} of {machine.ranks_per_node}, {machine.name}"
+    assumed = assumed_experts(workload.recording.trace, workload.request.num_experts)
     sizes = ", ".join((plural(M, "micro-batch"), plural(L, "layer"), plural(E, "expert")))
     idle = float((demand.tokens_MLRE.sum(axis=(1, 3)) == 0).mean())
     warning = (
         f"{idle:.0%} of ranks have no tokens in a mean micro-batch: choose fewer --ranks or a larger "
         "--micro-batch-tokens for a step closer to real training"
     ) * (idle >= MANY_IDLE)
-    lines = workload.recording.words, f"{sizes} on {plural(R, 'rank')} ({nodes})", workload.cut + ".", warning
+    lines = workload.recording.words, f"{sizes} on {plural(R, 'rank')} ({nodes})", workload.cut + ".", assumed, warning
     return [line for line in lines if line]
 
 

@@ -83,13 +83,15 @@ class Recording:
 def open_recording(path: Path | str, num_experts: int | None = None) -> Recording:
     """Find the traces of a run folder, or take the path as a single trace.
 
-    num_experts   experts per layer, for an `.npz` of choices, which does not say; None: see the reader
+    num_experts   experts per layer, for an `.npz` or `.npy` of choices, which does not say; None: see the reader
     raises    TraceError when there is neither a finished trace nor a finished step, or the path is neither
     """
     path = Path(path)
     if not path.is_dir() or (path / INDEX).is_file():
         if not path.exists():
-            raise TraceError(f"{path} does not exist: name a run folder, a trace folder or an .npz of expert choices")
+            raise TraceError(
+                f"{path} does not exist: name a run folder, a trace folder, or an .npz or .npy of expert choices"
+            )
         return Recording(path=path, traces=((None, path),), num_experts=num_experts)
     if not any((path / name).exists() for name in ("traces", "metrics.jsonl", "config.json")):
         raise TraceError(

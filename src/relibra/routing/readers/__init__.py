@@ -11,9 +11,12 @@ from relibra.routing.readers.token_choices import read_token_choices
 from relibra.routing.trace import RoutingTrace
 from relibra.routing.trace_files import INDEX, iterate_trace, read_trace
 
+TOKEN_CHOICES = (".npz", ".npy")
+"""Endings of files of per-token expert choices."""
+
 
 def open_trace(path: Path | str, num_experts: int | None = None) -> RoutingTrace:
-    """Read a trace folder, or an `.npz` of per-token choices.
+    """Read a trace folder, or an `.npz` or `.npy` of per-token choices.
 
     num_experts   experts per layer, for formats without this number; None: see the reader
     raises        TraceError for any other path
@@ -22,11 +25,11 @@ def open_trace(path: Path | str, num_experts: int | None = None) -> RoutingTrace
     with memory_errors(str(path), TraceError):
         if path.is_dir():
             return read_trace(path)
-        if path.suffix == ".npz" and path.is_file():
+        if path.suffix in TOKEN_CHOICES and path.is_file():
             return read_token_choices(path, num_experts)
     raise TraceError(
         f"{path} {'is not a trace' if path.exists() else 'does not exist'}: expected a trace folder (with {INDEX}) "
-        "or an .npz of per-token expert choices"
+        "or an .npz or .npy of per-token expert choices"
     )
 
 

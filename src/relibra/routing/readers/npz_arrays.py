@@ -1,4 +1,4 @@
-"""Load arrays of an `.npz` archive that somebody else wrote."""
+"""Load arrays of an `.npz` archive, or an `.npy` file, that somebody else wrote."""
 
 from __future__ import annotations
 
@@ -65,19 +65,43 @@ def load_arrays(path: Path, names: Container[str] | None = None) -> dict[str, nd
         raise TraceError(f"{path} cannot be read as an .npz archive: {error}") from error
 
 
+def load_array(path: Path) -> ndarray:
+    """Load an `.npy` file after comparing the size in its header with that of the file.
+
+    raises    TraceError for a damaged file, or one that is too large
+    """
+    try:
+        held = path.stat().st_size
+        if held > MAX_ARRAY_BYTES:
+            raise TraceError(f"{path} has {held:,} bytes: at most {MAX_ARRAY_BYTES:,} are read")
+        with path.open("rb") as file:
+            _check_claim(file, held)
+            file.seek(0)
+            return np.lib.format.read_array(file, allow_pickle=False)
+    except TraceError:
+        raise
+    except _DAMAGE as error:
+        raise TraceError(f"{path} cannot be read as an .npy array: {error}") from error
+
+
 def parse_npy(data: bytes) -> ndarray:
     """Return the array in the bytes of an `.npy` file, after comparing the size in its header with them.
 
     raises    ValueError for damaged bytes, and for arrays of objects
     """
     try:
-        shape, dtype = _read_header(io.BytesIO(data))
-        if dtype.hasobject or math.prod(shape) * dtype.itemsize > len(data):
-            raise ValueError(f"header of {shape} {dtype} does not fit {len(data)} bytes")
+        _check_claim(io.BytesIO(data), len(data))
         parsed: ndarray = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
     except _DAMAGE as error:
         raise ValueError(str(error)) from error
     return parsed
+
+
+def _check_claim(file: Any, held: int) -> None:
+    """Raise a ValueError if the header of an `.npy` file claims more bytes than it holds, or objects."""
+    shape, dtype = _read_header(file)
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize > held:
+        raise ValueError(f"header of {shape} {dtype} does not fit {held} bytes")
 
 
 def _read_header(file: Any) -> tuple[tuple[int, ...], np.dtype]:

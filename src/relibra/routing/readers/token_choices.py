@@ -1,9 +1,12 @@
-"""Read `.npz` archives of per-token expert choices, the format of published recordings.
+"""Read `.npz` and `.npy` files of per-token expert choices, the formats of published recordings.
 
-Two layouts are supported:
+Two layouts of an `.npz` are supported, with ids [T, L, K] or padded [S, T, L, K]:
 
-    ids [T, L, K], seqlen [S]                     one set of samples; optional dataset [S] and dataset_names name groups
-    NAME_ids [T, L, K], NAME_seqlen [S], ...      one set of samples per group NAME; optional layers [L]
+    ids, seqlen [S]                     one set of samples; optional dataset [S] and dataset_names name groups
+    NAME_ids, NAME_seqlen [S], ...      one set of samples per group NAME
+
+Optional are layers [L], and valid or NAME_valid [T] or [S, T]: rows that were recorded. Rows of -1 were not. seqlen may
+be missing where ids are padded. An `.npy` is ids alone, of one sample or of padded samples.
 
 Arrays of a trainer's schedule (`given_schedule`) may lie beside them.
 """
@@ -17,61 +20,47 @@ import numpy as np
 from numpy import ndarray
 
 from relibra.errors import TraceError
-from relibra.routing.array_sizes import MAX_SAMPLES, MAX_TOP_K, check_model_size
+from relibra.routing.array_sizes import MAX_SAMPLES, check_model_size
 from relibra.routing.readers.given_schedule import NAMES as SCHEDULE_NAMES
-from relibra.routing.readers.npz_arrays import load_arrays
+from relibra.routing.readers.npz_arrays import load_array, load_arrays
+from relibra.routing.readers.recorded_rows import HOW_TO_SAVE, RecordedRows, check_whole_numbers, join_rows
 from relibra.routing.trace import RoutingTrace, expert_dtype
 
 
 def read_token_choices(path: Path | str, num_experts: int | None = None) -> RoutingTrace:
-    """Read one archive; every row is valid, because this format holds only routed rows.
+    """Read one file; rows of -1, or outside of a given mask, are invalid, as nothing was recorded there.
 
-    num_experts   experts per layer, not in the archive; None: the next multiple of 8 above the largest id (right for
+    num_experts   experts per layer, not in the file; None: the next multiple of 8 above the largest id (right for
                   32, 64, 128, 160, 256, 384 experts, wrong for 60)
-    raises        TraceError when the archive is damaged, has other arrays, or ids above `num_experts` - 1
+    raises        TraceError when the file is damaged, has other arrays, or ids above `num_experts` - 1
     """
     path = Path(path)
-    arrays = {name: array for name, array in load_arrays(path).items() if name not in SCHEDULE_NAMES}
-    if "ids" in arrays:
-        sets = {"": ("ids", "seqlen")}
+    if path.suffix == ".npy":
+        ids = load_array(path)
+        arrays, sets = {}, {"": join_rows(str(path), ids, np.array([len(ids)]) if ids.ndim == 3 else None, None)}
     else:
-        names = [name.removesuffix("_ids") for name in arrays if name.endswith("_ids")]
-        sets = {name: (f"{name}_ids", f"{name}_seqlen") for name in names}
+        arrays = {name: array for name, array in load_arrays(path).items() if name not in SCHEDULE_NAMES}
+        sets = _sets(path, arrays)
+    shapes = [rows.experts_TLK.shape for rows in sets.values()]
+    if len({shape[1:] for shape in shapes}) > 1:
+        raise TraceError(f"{path}: sets differ in layers or choices: {shapes}")
+    lengths_S = np.concatenate([rows.length_S for rows in sets.values()])
+    if len(lengths_S) > MAX_SAMPLES:
+        raise TraceError(f"{path} has {len(lengths_S):,} samples: allowed are {MAX_SAMPLES:,}")
+    layer_ids = np.arange(shapes[0][1])
     if "layers" in arrays:
-        _checked_vector(path, "layers", arrays["layers"], high=1 << 31)
-    missing = [name for pair in sets.values() for name in pair if name not in arrays]
-    if not sets or missing:
-        raise TraceError(
-            f"{path} holds {sorted(arrays)}: expected 'ids' with 'seqlen', or pairs 'NAME_ids' with 'NAME_seqlen'"
-        )
-    experts = [_checked_ids(path, name, arrays[name]) for name, _ in sets.values()]
-    if len({array.shape[1:] for array in experts}) > 1:
-        raise TraceError(f"{path}: sets differ in layers or choices: {[array.shape for array in experts]}")
-    _, L, K = experts[0].shape
-    samples = sum(len(arrays[name]) for _, name in sets.values() if arrays[name].ndim)
-    if K > MAX_TOP_K or samples > MAX_SAMPLES:
-        raise TraceError(
-            f"{path} has {K:,} choices and {samples:,} samples: allowed are {MAX_TOP_K} choices and "
-            f"{MAX_SAMPLES:,} samples"
-        )
-    largest = max(int(array.max()) for array in experts)
-    check_model_size(str(path), L, largest + 1)
-    rows = [
-        _checked_lengths(path, name, arrays[name], len(ids))
-        for (_, name), ids in zip(sets.values(), experts, strict=True)
-    ]
-    experts_TLK = np.concatenate(experts)
-    lengths_S = np.concatenate(rows)
-    groups_S, group_names = _groups(path, arrays, list(sets), rows)
-    layer_ids = arrays.get("layers", np.arange(L))
+        layer_ids = check_whole_numbers(f"{path}: layers", arrays["layers"], high=1 << 31)
+    largest = max(int(rows.experts_TLK.max()) for rows in sets.values())
+    check_model_size(str(path), shapes[0][1], largest + 1)
     if num_experts is None:
         num_experts = -(-(largest + 1) // 8) * 8
     elif largest >= num_experts:
         raise TraceError(f"{path} holds expert id {largest}: with {num_experts} experts ids end at {num_experts - 1}")
+    groups_S, group_names = _groups(path, arrays, sets)
     trace = RoutingTrace(
-        experts_TLK=experts_TLK.astype(expert_dtype(num_experts)),
+        experts_TLK=np.concatenate([rows.experts_TLK for rows in sets.values()]).astype(expert_dtype(num_experts)),
         offsets=np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int64),
-        valid_T=np.ones(len(experts_TLK), dtype=bool),
+        valid_T=np.concatenate([rows.valid_T for rows in sets.values()]),
         layer_ids=layer_ids.astype(np.int32),
         num_experts=num_experts,
         sample_ids=np.arange(len(lengths_S)),
@@ -81,49 +70,49 @@ def read_token_choices(path: Path | str, num_experts: int | None = None) -> Rout
         group_names=group_names,
         source=path.name,
     )
-    trace.validate()
+    try:
+        trace.validate()
+    except TraceError as error:
+        raise TraceError(
+            f"{path}: {error} (not recorded are rows of -1, those beyond seqlen where ids are padded, and those that "
+            "an array 'valid' says)"
+        ) from error
     return trace
 
 
-def _checked_ids(path: Path, name: str, array: ndarray) -> ndarray:
-    if array.ndim != 3 or array.dtype.kind not in "iu" or array.size == 0:
-        if array.ndim == 3 and not len(array):
-            raise TraceError(f"{path}: {name} holds no tokens: record some first")
-        raise TraceError(f"{path}: {name} is {array.dtype} {array.shape}: expected integer [tokens, layers, choices]")
-    if not 0 <= array.min() <= array.max() < 1 << 16:
-        raise TraceError(f"{path}: {name} holds ids {array.min()}..{array.max()}: allowed are 0..65535")
-    return array
-
-
-def _checked_lengths(path: Path, name: str, array: ndarray, rows: int) -> ndarray:
-    lengths = _checked_vector(path, name, array, high=rows + 1)  # each is bounded: the sum alone could wrap around
-    if lengths.sum() != rows:
-        raise TraceError(f"{path}: {name} must hold the lengths of samples that sum to {rows} rows")
-    return lengths
-
-
-def _checked_vector(path: Path, name: str, array: ndarray, *, high: int) -> ndarray:
-    """Return a vector of whole numbers in 0..high-1 as int64."""
-    whole = array.ndim == 1 and array.dtype.kind in "iu"
-    if not whole or (len(array) and not (array.min() >= 0 and array.max() < high)):
-        raise TraceError(f"{path}: {name} is {array.dtype} {array.shape}: expected whole numbers in 0..{high - 1}")
-    return array.astype(np.int64)
+def _sets(path: Path, arrays: Mapping[str, ndarray]) -> dict[str, RecordedRows]:
+    """Return the rows of each set of samples, in the order of the archive; the name of an only set is empty."""
+    names = [""] if "ids" in arrays else [name.removesuffix("_ids") for name in arrays if name.endswith("_ids")]
+    if not names:
+        raise TraceError(
+            f"{path} holds {sorted(arrays)}: expected 'ids' with 'seqlen', or pairs 'NAME_ids' with 'NAME_seqlen': "
+            f"{HOW_TO_SAVE}"
+        )
+    found = {}
+    for name in names:
+        before = f"{name}_" * bool(name)
+        found[name] = join_rows(
+            f"{path}: {before}ids",
+            arrays[f"{before}ids"],
+            arrays.get(f"{before}seqlen"),
+            arrays.get(f"{before}valid"),
+        )
+    return found
 
 
 def _groups(
-    path: Path, arrays: Mapping[str, ndarray], sets: list[str], rows: list[ndarray]
+    path: Path, arrays: Mapping[str, ndarray], sets: Mapping[str, RecordedRows]
 ) -> tuple[ndarray, tuple[str, ...]]:
-    if sets != [""]:
-        return np.repeat(np.arange(len(sets)), [len(lengths) for lengths in rows]), tuple(sets)
+    lengths = [len(rows.length_S) for rows in sets.values()]
+    if list(sets) != [""]:
+        return np.repeat(np.arange(len(sets)), lengths), tuple(sets)
     if "dataset" not in arrays or "dataset_names" not in arrays:
-        return np.full(len(rows[0]), -1), ()
+        return np.full(lengths[0], -1), ()
     try:
         names = tuple(str(name) for name in np.atleast_1d(arrays["dataset_names"]).reshape(-1))
     except (SystemError, ValueError) as error:  # numbers that are no characters
         raise TraceError(f"{path}: 'dataset_names' holds no text: {error}") from error
-    dataset_S = _checked_vector(path, "dataset", arrays["dataset"], high=len(names))
-    if dataset_S.shape != rows[0].shape:
-        raise TraceError(
-            f"{path}: 'dataset' must name one of {len(names)} data sets for each of {len(rows[0])} samples"
-        )
+    dataset_S = check_whole_numbers(f"{path}: dataset", arrays["dataset"], high=len(names))
+    if len(dataset_S) != lengths[0]:
+        raise TraceError(f"{path}: 'dataset' must name one of {len(names)} data sets for each of {lengths[0]} samples")
     return dataset_S, names
