@@ -199,6 +199,7 @@ def test_importing_relibra_takes_under_200_ms():
 def test_public_names_are_frozen():
     """A name that goes from this list breaks somebody's program: say so in CHANGELOG.md."""
     assert sorted(relibra.__all__) == [
+        "BatchRoutes",
         "Budget",
         "Cluster",
         "ClusterError",
@@ -215,13 +216,16 @@ def test_public_names_are_frozen():
         "TraceError",
         "__version__",
         "cluster_preset",
+        "execute_plan",
         "explain_plan",
         "iterate_trace",
         "plan_step",
         "read_plan",
         "read_trace",
         "record_routing",
+        "relocate",
         "replay_routing",
+        "simulate_step",
         "validate_plan",
         "write_plan",
         "write_trace",
@@ -230,6 +234,32 @@ def test_public_names_are_frozen():
         assert getattr(relibra, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         relibra.nonsense  # noqa: B018
+
+
+def test_type_checkers_see_what_loads_on_first_use():
+    block = next(node for node in ast.parse((SOURCE / "__init__.py").read_text()).body if isinstance(node, ast.If))
+    told = {alias.asname for node in block.body for alias in node.names}
+    assert told | {"__version__"} == set(relibra.__all__)
+
+
+def test_a_name_that_needs_a_missing_package_says_how_to_install_it():
+    program = (
+        "import sys; sys.modules['torch'] = None; import relibra; relibra.plan_step; relibra.simulate_step\n"
+        "for name in ('replay_routing', 'execute_plan', 'relocate', 'BatchRoutes'):\n"
+        "    try: getattr(relibra, name)\n"
+        "    except ModuleNotFoundError as error: print(error.name, str(error))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4
+    for line, name in zip(lines, ("replay_routing", "execute_plan", "relocate", "BatchRoutes"), strict=True):
+        assert line.startswith(f"torch relibra.{name} needs the package 'torch'")
+        assert "pip install -e '.[train]'" in line
+
+
+def test_no_hint_names_a_package_that_no_index_has():
+    files = [*FILES, ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    assert [str(file) for file in files if re.search(r"relibra\[[a-z,]+\]", file.read_text())] == []
 
 
 def test_public_names_of_replay_are_frozen():

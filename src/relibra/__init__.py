@@ -6,36 +6,71 @@ Importing the package imports nothing heavy: names load on first use.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from relibra.cluster import Cluster as Cluster
+    from relibra.cluster import cluster_preset as cluster_preset
+    from relibra.errors import ClusterError as ClusterError
+    from relibra.errors import ConfigError as ConfigError
+    from relibra.errors import EngineError as EngineError
+    from relibra.errors import PlanError as PlanError
+    from relibra.errors import RelibraError as RelibraError
+    from relibra.errors import TraceError as TraceError
+    from relibra.parallel import execute_plan as execute_plan
+    from relibra.parallel import relocate as relocate
+    from relibra.planning.analysis.explanation import explain_plan as explain_plan
+    from relibra.planning.budget import Budget as Budget
+    from relibra.planning.placement import Homes as Homes
+    from relibra.planning.placement import Placement as Placement
+    from relibra.planning.plan import StepPlan as StepPlan
+    from relibra.planning.plan_files import read_plan as read_plan
+    from relibra.planning.plan_files import write_plan as write_plan
+    from relibra.planning.planner import plan_step as plan_step
+    from relibra.planning.validation import validate_plan as validate_plan
+    from relibra.replay import BatchRoutes as BatchRoutes
+    from relibra.replay import record_routing as record_routing
+    from relibra.replay import replay_routing as replay_routing
+    from relibra.routing.demand import Demand as Demand
+    from relibra.routing.demand import ScheduledDemand as ScheduledDemand
+    from relibra.routing.trace import RoutingTrace as RoutingTrace
+    from relibra.routing.trace_files import iterate_trace as iterate_trace
+    from relibra.routing.trace_files import read_trace as read_trace
+    from relibra.routing.trace_files import write_trace as write_trace
+    from relibra.simulation import simulate_step as simulate_step
 
 __version__ = "0.2.0"
 
 _WHERE = {
-    "Budget": "relibra.planning.budget",
     "Cluster": "relibra.cluster",
-    "Demand": "relibra.routing.demand",
-    "ScheduledDemand": "relibra.routing.demand",
-    "Homes": "relibra.planning.placement",
-    "Placement": "relibra.planning.placement",
-    "StepPlan": "relibra.planning.plan",
     "cluster_preset": "relibra.cluster",
-    "explain_plan": "relibra.planning.analysis.explanation",
-    "validate_plan": "relibra.planning.validation",
-    "plan_step": "relibra.planning.planner",
-    "read_plan": "relibra.planning.plan_files",
-    "write_plan": "relibra.planning.plan_files",
-    "RoutingTrace": "relibra.routing.trace",
     "ClusterError": "relibra.errors",
     "ConfigError": "relibra.errors",
     "EngineError": "relibra.errors",
     "PlanError": "relibra.errors",
     "RelibraError": "relibra.errors",
     "TraceError": "relibra.errors",
-    "iterate_trace": "relibra.routing.trace_files",
-    "read_trace": "relibra.routing.trace_files",
+    "execute_plan": "relibra.parallel",
+    "relocate": "relibra.parallel",
+    "explain_plan": "relibra.planning.analysis.explanation",
+    "Budget": "relibra.planning.budget",
+    "Homes": "relibra.planning.placement",
+    "Placement": "relibra.planning.placement",
+    "StepPlan": "relibra.planning.plan",
+    "read_plan": "relibra.planning.plan_files",
+    "write_plan": "relibra.planning.plan_files",
+    "plan_step": "relibra.planning.planner",
+    "validate_plan": "relibra.planning.validation",
+    "BatchRoutes": "relibra.replay",
     "record_routing": "relibra.replay",
     "replay_routing": "relibra.replay",
+    "Demand": "relibra.routing.demand",
+    "ScheduledDemand": "relibra.routing.demand",
+    "RoutingTrace": "relibra.routing.trace",
+    "iterate_trace": "relibra.routing.trace_files",
+    "read_trace": "relibra.routing.trace_files",
     "write_trace": "relibra.routing.trace_files",
+    "simulate_step": "relibra.simulation",
 }
 
 __all__ = [*sorted(_WHERE), "__version__"]
@@ -44,7 +79,18 @@ __all__ = [*sorted(_WHERE), "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'relibra' has no attribute {name!r}")
-    return getattr(import_module(_WHERE[name]), name)
+    try:
+        module = import_module(_WHERE[name])
+    except ModuleNotFoundError as error:
+        package = (error.name or "relibra").partition(".")[0]
+        if package == "relibra":
+            raise
+        raise ModuleNotFoundError(
+            f"relibra.{name} needs the package {package!r}, which is not installed: install torch (choose its build), "
+            "then, in the checkout, pip install -e '.[train]'",
+            name=error.name,
+        ) from error
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

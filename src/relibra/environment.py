@@ -24,6 +24,11 @@ class LaunchedRank:
     num_local_ranks: int
 
 
+def has_columns() -> bool:
+    """Return whether COLUMNS gives the width of what is printed."""
+    return "COLUMNS" in os.environ
+
+
 def launched_rank() -> LaunchedRank | None:
     """Return this process's place among those `torchrun` started, or None when we start the processes ourselves."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:

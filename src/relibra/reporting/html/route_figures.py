@@ -35,7 +35,7 @@ def plotly_figures() -> ModuleType:
         import plotly.graph_objects
     except ImportError as error:
         raise ConfigError(
-            "the report draws with plotly, which is not installed: pip install 'relibra[report]'"
+            "the report draws with plotly, which is not installed: in the checkout, pip install -e '.[report]'"
         ) from error
     return plotly.graph_objects
 

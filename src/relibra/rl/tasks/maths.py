@@ -36,8 +36,8 @@ class MathsJudge:
         """Check that the library is installed; raises ConfigError if not."""
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError(
-                "task.reward 'maths' needs Math-Verify, which is not installed: pip install 'relibra[maths]', or set "
-                "task.reward to 'exact' or to a function of yours"
+                "task.reward 'maths' needs Math-Verify, which is not installed: in the checkout, pip install -e "
+                "'.[maths]', or set task.reward to 'exact' or to a function of yours"
             )
         self.child: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize | None = None

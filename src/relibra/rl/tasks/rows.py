@@ -136,7 +136,8 @@ class Parquet:
             from pyarrow import parquet
         except ImportError as error:
             raise ConfigError(
-                f"{path} is read with pyarrow, which is not installed: pip install 'relibra[data]', or use .jsonl"
+                f"{path} is read with pyarrow, which is not installed: in the checkout, pip install -e "
+                "'.[data]', or use .jsonl"
             ) from error
         with _readable(path):
             return cls(path, parquet.read_table(path))
