@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import builtins
+import hashlib
 import json
 import os
 import re
@@ -25,11 +27,13 @@ from relibra.reporting.data.recording import open_recording
 from relibra.reporting.data.samples import Samples
 from relibra.reporting.html.route_figures import MAX_HEATMAP_STEPS, plotly_script
 from relibra.reporting.html.run_figures import stage_seconds
+from relibra.reporting.pages.plan_page import write_plan_page
 from relibra.reporting.pages.report_page import render_page, summarize_recording, write_report
 from relibra.routing.trace_files import iterate_trace, write_trace
+from tests.reporting.planned import compared_step
 from tests.reporting.recordings import HOSTILE, metrics_row, small_trace
 
-pytest.importorskip("plotly", reason="the report needs plotly: pip install 'relibra[report]'")
+pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.[report]'")
 
 
 class Elements(HTMLParser):
@@ -67,7 +71,7 @@ def test_report_of_a_run(run_folder: Path) -> None:
     titles = re.findall(r'<h2 id="([a-z0-9-]+)-title">', output.read_text())
     of_routes = ["load", "micro-batches", "sizes", "hottest", "groups", "stability"]
     of_step = ["planned", "levers-1", "loads", "cover", "bytes", "limits", "timeline"]
-    assert titles == ["learning", "time", *of_routes, *of_step, "glossary"]
+    assert titles == ["settings", "learning", "time", *of_routes, *of_step, "glossary"]
     for words in (
         "of this run’s 2 ranks",
         "2 ranks (this run)",
@@ -105,6 +109,20 @@ def test_page_loads_nothing(run_folder: Path) -> None:
         assert tag != "link" or attrs["href"] == "data:,"
     assert not re.search(r'src="http|<link href="http|@import|url\(', own_page(page))
     assert "default-src 'none'" in page
+
+
+def test_the_page_allows_its_own_scripts_by_their_hashes_and_no_others(run_folder: Path) -> None:
+    write_plan_page(run_folder.parent / "plan.html", compared_step())
+    for page in (write_report(run_folder), run_folder.parent / "plan.html"):
+        text = page.read_text()
+        [policy] = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
+        [allowed] = re.findall(r"script-src ([^;]*)", policy)
+        scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+        digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+        assert allowed.split() == [f"'sha256-{digest}'" for digest in digests]
+        assert len(scripts) >= 2
+        attributes = [name for _, attrs in Elements(own_page(text)).found for name in attrs]
+        assert not [name for name in attributes if name.startswith("on")], "a handler in an attribute would not run"
 
 
 def test_same_values_give_the_same_page(run_folder: Path) -> None:
@@ -301,7 +319,7 @@ def test_missing_plotly_names_its_install_command(run_folder: Path, monkeypatch:
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_plotly)
-    with pytest.raises(ConfigError, match=re.escape("pip install 'relibra[report]'")):
+    with pytest.raises(ConfigError, match=re.escape("pip install -e '.[report]'")):
         write_report(run_folder)
 
 

@@ -6,8 +6,10 @@ It can be mailed, archived and opened offline.
 from __future__ import annotations
 
 import re
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -18,7 +20,8 @@ from relibra.files import write_text
 from relibra.reporting.html.html import paragraph
 from relibra.reporting.html.route_figures import plotly_script
 
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+_POLICY = "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:"
+"""What a browser lets the page do: run these scripts, no others, and send no request."""
 
 
 def check_output(output: Path) -> None:
@@ -55,13 +58,14 @@ def html_page(
     scripts                      files of this package, in order
     plotly                       the body holds figures of plotly (`html.plot`), whose script has 5 MB
     """
-    texts = [*([plotly_script()] if plotly else []), *map(_asset, scripts)]
-    code = "\n".join(f"<script>\n{text}</script>" for text in texts)
+    texts = [_as_parsed(text) for text in (*([plotly_script()] if plotly else []), *map(_asset, scripts))]
+    code = "\n".join(f"<script>{text}</script>" for text in texts)
+    policy = _POLICY.format(scripts=" ".join(map(_source_of, texts)) or "'none'")
     page = f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="generator" content="relibra {relibra.__version__}">
 <title>{escape(name)}: {escape(kind)}</title>
@@ -85,6 +89,16 @@ def html_page(
 </html>
 """
     return re.sub(r"[\ud800-\udfff]", "\ufffd", page)  # lone surrogates of a name, which UTF-8 cannot encode
+
+
+def _as_parsed(text: str) -> str:
+    """Return a script as a browser reads it from a page: with line feeds only."""
+    return "\n" + text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _source_of(script: str) -> str:
+    """Return the hash by which a policy allows a script."""
+    return f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"
 
 
 def _asset(name: str) -> str:
