@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,14 @@ from relibra.errors import ConfigError
 from relibra.reporting.pages.comparison_page import write_comparison
 from tests.reporting.recordings import HOSTILE, full_row
 
-pytest.importorskip("plotly", reason="the report needs plotly: pip install 'relibra[report]'")
+pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.[report]'")
 
 
-def _run(folder: Path, reward: float, name: str) -> Path:
+def _run(folder: Path, reward: float, name: str, **settings: object) -> Path:
     folder.mkdir()
     rows = [full_row(step) | {"reward": reward} for step in range(4)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "config.json").write_text(json.dumps({"run": {"name": name}}))
+    (folder / "config.json").write_text(json.dumps({"run": {"name": name, "folder": str(folder)}, **settings}))
     return folder
 
 
@@ -41,3 +42,27 @@ def test_a_run_without_steps_gets_a_sentence(tmp_path: Path, run_folder: Path) -
     (run_folder / "metrics.jsonl").unlink()
     with pytest.raises(ConfigError, match="no finished step"):
         write_comparison(run_folder, run_folder, tmp_path / "both.html")
+
+
+def test_two_runs_say_first_in_which_settings_they_differ(tmp_path: Path) -> None:
+    same = {"rollout": {"window": 0}, "versions": {"torch": "2.8"}}
+    runs = [
+        _run(
+            tmp_path / name, 0.5, name, update={"learning_rate": rate, "epochs": 1}, plan={"balancer": HOSTILE}, **same
+        )
+        for name, rate in (("one", 1e-6), ("two", 1e-5))
+    ]
+    page = write_comparison(*runs, tmp_path / "both.html").read_text()
+    verdict = page[page.index('class="verdict"') : page.index("</header>")]
+    assert "differ in 1 setting: update.learning_rate 1e-06 and 1e-05." in verdict
+    assert re.findall(r'<section id="([a-z0-9-]+)"', page)[:2] == ["figures", "settings"]
+    table = page[page.index('<section id="settings"') :].split("</section>")[0]
+    assert re.findall("<td[^>]*>(.*?)</td>", table) == ["update.learning_rate", "1e-06", "1e-05"]
+    (runs[1] / "config.json").unlink()
+    assert "two has no config.json" in write_comparison(*runs, tmp_path / "both.html").read_text()
+
+
+def test_runs_with_equal_settings_say_so(tmp_path: Path) -> None:
+    runs = [_run(tmp_path / name, 0.5, name, plan={"slots": 4}) for name in ("one", "two")]
+    page = write_comparison(*runs, tmp_path / "both.html").read_text()
+    assert page.count("Their settings are the same.") == 2

@@ -21,7 +21,7 @@ from relibra.reporting.pages.report_page import write_report
 from tests.reporting.recordings import HOSTILE, full_row, sample_row
 from tests.reporting.test_report_page import Elements, own_page
 
-pytest.importorskip("plotly", reason="the report needs plotly: pip install 'relibra[report]'")
+pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.[report]'")
 
 
 def _write(path: Path, rows: list[dict[str, object]]) -> Path:
@@ -40,7 +40,7 @@ def test_a_full_run_has_every_section_and_says_what_its_numbers_mean(full: Path)
     page = own_page(write_report(full).read_text())
     elements = Elements(page)
     ids = [attrs["id"] for tag, attrs in elements.found if tag == "section"]
-    assert ids[:7] == ["learning", "balance", "values", "mismatch", "update", "time", "samples"]
+    assert ids[:8] == ["settings", "learning", "balance", "values", "mismatch", "update", "time", "samples"]
     for words in (
         "from 0.000 to 0.200 in 3 steps (first and last step)",
         "from 1.50× to 1.02×, mean of 3 steps, with 9 replicas",
@@ -138,7 +138,7 @@ def test_texts_of_the_policy_stay_texts(full: Path) -> None:
     elements = Elements(page)
     assert "Say </pre></details>" + HOSTILE in elements.text
     assert not any(tag == "img" or "onerror" in attrs for tag, attrs in elements.found)
-    assert page.count("<details") == page.count("</details>") == 4  # the last one holds figures of layers
+    assert page.count("<details") == page.count("</details>") == 5  # 3 samples, settings, figures of layers
     assert page.count("<pre>") == page.count("</pre>") == 6
     assert "␛[31m␀ red␡" in page
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from relibra.errors import ConfigError
-from relibra.reporting.data.sweep_lines import VALUE, describe_constants, sweep_lines
+from relibra.reporting.data.sweep_lines import STATIC_VALUE, VALUE, describe_constants, sweep_lines
 from relibra.reporting.pages.sweep_page import KINDS, check_plot, draw_sweep
 from tests.reporting.test_report_in_browser import Tab, tab
 
@@ -31,13 +31,14 @@ def rows(ranks: tuple[int, ...] = (2, 8, 32)) -> list[dict[str, Any]]:
         for balancer in ("static", "relibra"):
             row = {"ranks": count, "ranks_per_node": min(8, count), "slots": 1, "micro_batch_tokens": 16384}
             row |= {"pipeline_stages": 1, "balancer": balancer, VALUE: 1000.0 * count + (balancer == "relibra")}
+            row |= {STATIC_VALUE: 1000.0 * count, "kept_static": balancer == "static"}
             found.append(row)
     return found
 
 
 def drawn(path: Path, given: list[dict[str, Any]], varied: list[str]) -> tuple[str, dict[str, Any]]:
     """Return the page, and its figure."""
-    pytest.importorskip("plotly", reason="the report needs plotly: pip install 'relibra[report]'")
+    pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.[report]'")
     draw(path, given, varied)
     page = path.read_text()
     figure = re.search(r'<script type="application/json" id="sweep-plot-figure">(.*?)</script>', page, re.DOTALL)
@@ -52,7 +53,7 @@ def test_the_page_says_simulated_model_machine_and_what_is_the_same_for_all_poin
     for words in ("simulated", TITLE, "all 6 points", "ranks per node 2 to 8", "slots 1", "micro batch tokens 16,384"):
         assert words in about
     assert "Most tokens per second and rank, simulated: 32,001 with ranks 32, balancer relibra." in page
-    assert '<td class="number">32</td><td class="name">relibra</td><td class="number">32,001</td>' in page
+    assert '<td class="name">relibra</td><td class="number">32,001</td><td class="number">1.000</td>' in page
     assert [trace["name"] for trace in figure["data"]] == ["static", "relibra"]
     assert figure["layout"]["yaxis"]["title"]["text"] == "tokens per second and rank"
 
@@ -98,6 +99,32 @@ def test_balancers_alone_are_bars(tmp_path: Path, varied: list[str]) -> None:
     assert {trace["type"] for trace in figure["data"]} == {"bar"}
     assert figure["data"][0]["orientation"] == "h"
     assert "slots 1, micro batch tokens 16,384, pipeline stages 1" in page
+
+
+def test_the_static_layout_is_drawn_where_no_balancer_is_static(tmp_path: Path) -> None:
+    given = [row for row in rows() if row["balancer"] != "static"]
+    _, figure = drawn(tmp_path / "s.html", given, ["ranks"])
+    assert [trace["name"] for trace in figure["data"]] == ["relibra", "static"]
+    assert [trace["line"]["dash"] for trace in figure["data"]] == ["solid", "dash"]
+    assert figure["data"][1]["y"] == [2000, 8000, 32000]
+    for slots, ranks, names in (
+        ((1, 4), (8,), ["relibra", "static"]),
+        ((1, 4), (2, 8), ["1 slots", "4 slots", "static"]),
+    ):
+        varied = ["ranks"] * (len(ranks) > 1) + ["slots"]
+        some = [row | {"slots": count} for row in given for count in slots if row["ranks"] in ranks]
+        lines = sweep_lines(some, varied).lines
+        assert list(lines) == names
+        assert lines["static"][1] == [1000.0 * row for row in ranks] * (3 - len(ranks))
+    bars = sweep_lines(given[:1], []).lines
+    assert bars == {"": (["relibra", "static"], [2001.0, 2000.0])}
+    draw(tmp_path / "s.png", given, ["ranks"])
+
+
+def test_a_balancer_that_kept_the_static_layout_is_told(tmp_path: Path) -> None:
+    given = [row | {"kept_static": True, VALUE: row[STATIC_VALUE]} for row in rows((8,)) if row["balancer"] != "static"]
+    page, _ = drawn(tmp_path / "s.html", given, ["balancer"])
+    assert page.count("static (instead of relibra)") == 2
 
 
 def test_settings_that_were_not_given_are_named() -> None:

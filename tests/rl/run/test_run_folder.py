@@ -51,6 +51,7 @@ def test_a_second_run_of_the_same_name_gets_a_number(tmp_path):
     about = json.loads((made[1] / "config.json").read_text())
     assert about["versions"].keys() >= {"relibra", "torch", "transformers", "python"}
     about.pop("versions")
+    assert about.pop("changed") == ["run.name", "run.folder"]
     assert RunConfig.model_validate(about) == config_of(tmp_path / "runs", "run.name=a")
 
 
@@ -123,3 +124,11 @@ def test_the_latest_checkpoint_is_that_after_the_most_steps(tmp_path):
     for name in ("step-00002", "step-00010", "step-00011.bak", ".step-00012.partial", "step-100000"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert latest_checkpoint(tmp_path) == "step-100000"
+
+
+def test_the_configuration_names_the_settings_that_were_changed(tmp_path):
+    run = create_run_folder(config_of(tmp_path, "update.learning_rate=1e-3", "plan.slots=2", "plan.balancer=relibra"))
+    changed = json.loads((run / "config.json").read_text())["changed"]
+    assert changed == ["run.folder", "update.learning_rate", "plan.slots"]
+    (run / "checkpoints" / "step-00001").mkdir(parents=True)
+    assert load_config(None, base=read_settings(run)).plan.slots == 2

@@ -16,19 +16,26 @@ if TYPE_CHECKING:
 
 
 def write_page(
-    path: Path, plan: StepPlan, workload: Workload, model: ModelShape, rows: Sequence[ComparisonRow] = ()
+    path: Path,
+    plan: StepPlan,
+    workload: Workload,
+    model: ModelShape,
+    rows: Sequence[ComparisonRow] = (),
+    *,
+    name: str = "the plan",
 ) -> None:
     """Write the page of a plan and print its path on stderr.
 
     model    whose sizes are simulated
-    rows     balancers on the same step, shown beside the plan
+    rows     balancers on the same step, which the page compares first
+    name     of the plan
     """
     from relibra.reporting.data.compared_plans import ComparedStep, compare_plan, compare_static, count_distinct_rows
     from relibra.reporting.pages.plan_page import write_plan_page
     from relibra.simulation import cut_model
 
     demand = workload.demand
-    plans = compare_static(plan, demand), compare_plan("the plan", plan, demand)
+    plans = compare_static(plan, demand), compare_plan(name, plan, demand)
     with progress(f"simulating and drawing {path}"):
         step = ComparedStep(
             before=plans[0],

@@ -72,6 +72,11 @@ def table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]], *,
     )
 
 
+def details(summary: str, *html: str) -> str:
+    """Return what a reader may unfold."""
+    return f"<details><summary>{escape(summary)}</summary>\n" + "\n".join(html) + "</details>"
+
+
 def cards(items: Sequence[tuple[str, str, str]]) -> str:
     """Return (label, value, note) cards."""
     html = "".join(

@@ -11,6 +11,8 @@ from relibra.reporting.data.sweep_lines import SweepLines, setting_name
 from relibra.reporting.html.route_figures import PALETTE, plotly_figures
 
 VALUE_NAME = "tokens per second and rank"
+GREY = "#8a8a8a"
+"""Colour of the static layout, whose lines are dashed."""
 
 
 def load_matplotlib() -> ModuleType:
@@ -22,7 +24,8 @@ def load_matplotlib() -> ModuleType:
         import matplotlib.figure
     except ImportError as error:
         raise ConfigError(
-            "a .png is drawn with matplotlib, which is not installed: pip install 'relibra[report]', or name an .html"
+            "a .png is drawn with matplotlib, which is not installed: in the checkout, pip install -e '.[report]', or "
+            "name an .html"
         ) from error
     return matplotlib.figure
 
@@ -37,7 +40,8 @@ def sweep_png(sweep: SweepLines, title: str) -> bytes:
         if bars:
             axes.barh(positions, values, color=colour, label=name)
         else:
-            axes.plot(positions, values, marker="o", color=colour, label=name)
+            dashed = sweep.is_static(name)
+            axes.plot(positions, values, "--" * dashed, marker="o", color=GREY if dashed else colour, label=name)
     axes.set_title(title)
     (axes.set_xlabel if bars else axes.set_ylabel)(VALUE_NAME)
     if not bars:
@@ -65,9 +69,9 @@ def sweep_figure(sweep: SweepLines) -> Any:
             figure.add_bar(x=values, y=positions, orientation="h", name=name, marker_color=colour, hovertemplate=hover)
         else:
             hover = f"{name}{', ' * bool(name)}%{{x}} {setting_name(sweep.axis)}: %{{y:,.0f}}<extra></extra>"
-            figure.add_scatter(
-                x=positions, y=values, mode="lines+markers", name=name, line_color=colour, hovertemplate=hover
-            )
+            dashed = sweep.is_static(name)
+            line = {"color": GREY if dashed else colour, "dash": "dash" if dashed else "solid"}
+            figure.add_scatter(x=positions, y=values, mode="lines+markers", name=name, line=line, hovertemplate=hover)
     figure.update_layout(
         height=100 + 44 * len(sweep.ticks) if bars else 440,
         showlegend=any(sweep.lines),

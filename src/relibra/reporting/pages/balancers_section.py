@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relibra.planning.analysis.comparison import LEVERS_IN_WORDS, ComparisonRow, describe_scopes
+from relibra.planning.analysis.comparison import ComparisonRow, describe_levers, describe_scopes
 from relibra.reporting.html.html import paragraph, section, table
 from relibra.reporting.html.html_bars import Bar, bar_table
 from relibra.reporting.pages.limits_section import MIN_RELOCATION_SHARE
@@ -23,6 +23,8 @@ def balancers_section(rows: Sequence[ComparisonRow]) -> str:
     return section(
         "balancers",
         "Comparison of balancers",
+        _bars(made),
+        table("Comparison of balancers", header, [_cells(row) for row in made], text_columns=(0, 1)),
         paragraph(
             "Sees: what the balancer may know of the step. Skew: busiest / mean load of ranks, over all micro-batches "
             "and layers. Gap: skew / bound − 1. Replicas: temporary copies of experts per micro-batch and layer. "
@@ -34,15 +36,36 @@ def balancers_section(rows: Sequence[ComparisonRow]) -> str:
             "brackets: without moves of experts, which happen once.",
             "how",
         ),
-        paragraph(
-            f"{LEVERS_IN_WORDS}. Bounds compare only between balancers whose replicas may be on the same nodes: "
-            f"{describe_scopes(rows)}.",
-            "how",
-        ),
-        _bars(made),
-        table("Comparison of balancers", header, [_cells(row) for row in made], text_columns=(0, 1)),
+        paragraph(_scopes_and_levers(made), "how"),
         *(paragraph(text, "notice") for text in failed),
     )
+
+
+def describe_balancers(rows: Sequence[ComparisonRow]) -> str:
+    """Return which balancer takes the fewest seconds by the model, and which is the most even."""
+    made = [row for row in rows if row.skew is not None and row.predicted_seconds is not None]
+    if not made:
+        return "No balancer made a valid plan."
+    fastest = min(made, key=lambda row: (row.predicted_seconds or 0.0, row.balancer))
+    evenest = min(made, key=lambda row: (row.skew or 0.0, row.balancer))
+    static = next((row for row in made if row.balancer == "static"), None)
+    beside = ""
+    if static is not None and static is not fastest:
+        beside = f", static {static.predicted_seconds:.3g} s"
+    return (
+        f"Fewest seconds of a step, by the planner’s model: {fastest.balancer} with "
+        f"{fastest.predicted_seconds:.3g} s{beside}. Most even: {evenest.balancer}, whose busiest ranks compute "
+        f"{evenest.skew:.3f}× the mean load."
+    )
+
+
+def _scopes_and_levers(rows: Sequence[ComparisonRow]) -> str:
+    words = [describe_levers(rows)]
+    if any(row.copies for row in rows):
+        words.append(
+            "Bounds compare only between balancers whose replicas may be on the same nodes: " + describe_scopes(rows)
+        )
+    return " ".join(f"{one}." for one in words if one)
 
 
 def _bars(made: Sequence[ComparisonRow]) -> str:

@@ -18,6 +18,8 @@ from relibra.reporting.html.html import paragraph, plot, section, table
 from relibra.reporting.html.html_page import check_output, html_page, write_page
 from relibra.reporting.html.route_figures import plotly_figures
 from relibra.reporting.html.run_figures import Panel, compared_panels, has_any
+from relibra.reporting.settings.listing import describe_differences
+from relibra.reporting.settings.sections import differences_section
 
 FIGURES = (
     ("reward", "", "reward, last step", ".3f"),
@@ -62,7 +64,8 @@ def render_comparison(runs: Sequence[Recording], made: datetime) -> str:
     names = next(names for names in choices if len(set(names)) == len(runs) or names is choices[-1])
     metrics = [run.metrics for run in runs]
     pairs = list(zip(names, metrics, strict=True))
-    pieces = [section("figures", "Key figures", _figures(pairs))]
+    configs = [run.config for run in runs]
+    pieces = [section("figures", "Key figures", _figures(pairs)), differences_section(configs, names)]
     for identifier, title, panels in SECTIONS:
         if any(has_any(one, panels) for one in metrics):
             words = f"{title} of {' and '.join(names)} over RL steps."
@@ -74,8 +77,10 @@ def render_comparison(runs: Sequence[Recording], made: datetime) -> str:
     return html_page(
         title,
         "comparison of runs",
-        _describe_rewards(pairs),
-        "\n".join(pieces),
+        " ".join(
+            filter(None, (_describe_rewards(pairs), describe_differences(configs, names) if any(configs) else ""))
+        ),
+        "\n".join(filter(None, pieces)),
         footer,
         scripts=("page.js",),
         plotly=True,

@@ -20,7 +20,7 @@ from relibra.reporting.html.glossary import LOAD_WORDS, PLAN_WORDS, glossary
 from relibra.reporting.html.html import cards, paragraph, section
 from relibra.reporting.html.html_bars import waterfall
 from relibra.reporting.html.html_page import check_output, html_page, write_page
-from relibra.reporting.pages.balancers_section import balancers_section
+from relibra.reporting.pages.balancers_section import balancers_section, describe_balancers
 from relibra.reporting.pages.failure_section import failure_section
 from relibra.reporting.pages.ledger_section import ledger_section
 from relibra.reporting.pages.limits_section import limits_section, seconds_card
@@ -41,7 +41,7 @@ def write_plan_page(
 ) -> Path:
     """Write the page of a plan, completely or not at all; return its path.
 
-    balancers   figures of other balancers on the same step
+    balancers   figures of balancers on the same step: the page compares them first, then shows the plan of one
     timelines   (name, timeline) of the step, measured or simulated elsewhere
     remedy      advice shown where rows are bounds: how to count them token by token; "" for none
     raises      ConfigError when the page cannot be written there
@@ -70,10 +70,14 @@ def render_plan_page(
         f"{plural(R, 'rank')} on {plural(plan.num_nodes, 'node')}, {plural(plan.slots, 'spare slot')} per rank",
     ]
     title = f"{plan.num_experts} experts on {R} ranks" + f": {before.name} and {after.name}" * (len(planned) > 1)
-    key_figures, *others = step_sections(step, timelines, remedy)
-    pieces = [key_figures, *others, balancers_section(balancers), glossary(LOAD_WORDS, PLAN_WORDS)]
-    body = "\n".join(piece for piece in pieces if piece)
-    return html_page(title, "plan of a step", describe_step(step), body, paragraph(" · ".join(facts)), scripts=SCRIPTS)
+    kind, verdict, pieces = "plan of a step", describe_step(step), step_sections(step, timelines, remedy)
+    if balancers:
+        key_figures, *others = pieces
+        detail = section("plan", f"In detail: {after.name}", paragraph(verdict), key_figures)
+        kind, verdict = "comparison of balancers", describe_balancers(balancers)
+        pieces = [balancers_section(balancers), detail, *others]
+    body = "\n".join([*pieces, glossary(LOAD_WORDS, PLAN_WORDS)])
+    return html_page(title, kind, verdict, body, paragraph(" · ".join(facts)), scripts=SCRIPTS)
 
 
 def step_sections(step: ComparedStep, timelines: Sequence[tuple[str, Timeline]] = (), remedy: str = "") -> list[str]:

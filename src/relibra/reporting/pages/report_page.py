@@ -21,6 +21,7 @@ from relibra.reporting.html.route_figures import plotly_figures
 from relibra.reporting.html.sample_browser import sample_browser
 from relibra.reporting.pages import route_sections, run_sections
 from relibra.reporting.pages.plan_page import SCRIPTS, describe_step, step_sections
+from relibra.reporting.settings.sections import settings_section
 from relibra.routing.trace_statistics import compute_step_statistics
 from relibra.simulation import ModelShape
 from relibra.timeline import Timeline
@@ -38,9 +39,9 @@ def write_report(
 ) -> Path:
     """Write the report of a run folder or a single trace, whole or not at all, and return where it is.
 
-    path          a run folder, a trace folder, or an `.npz` of expert choices
+    path          a run folder, a trace folder, or an `.npz` or `.npy` of expert choices
     output        the HTML file; None: `report.html` in the run folder, or `NAME.report.html` beside the trace
-    num_experts   experts per layer, for an `.npz`
+    num_experts   experts per layer, for an `.npz` or `.npy`
     ranks, cluster, model   what the last step is planned for (`plan_last_step`)
     timelines     (name, timeline) to be shown with it
     raises    TraceError when there is neither a finished trace nor a finished step, or a trace is damaged; ConfigError
@@ -99,6 +100,7 @@ def render_page(
     sentences = (describe_reward(metrics), balance, describe_skew(summary) if summary else "")
     body = (
         route_sections.summary_cards(summary, metrics),
+        settings_section(recording.config) if recording.is_run else "",
         run_sections.learning(metrics),
         run_sections.balance(metrics),
         run_sections.value_model(metrics),

@@ -10,8 +10,10 @@ import relibra
 from relibra.errors import ConfigError
 from relibra.files import atomic_path, write_text
 from relibra.reporting.data.sweep_lines import (
+    STATIC_VALUE,
     VALUE,
     SweepLines,
+    balancer_text,
     describe_constants,
     setting_name,
     setting_text,
@@ -26,7 +28,8 @@ KINDS = (".png", ".html")
 
 ABOUT = (
     "nothing was measured. Each balancer plans on which ranks experts are computed. A step pays its part of moves "
-    "of experts to other ranks, which are spread over the steps that they serve (--steps)."
+    "of experts to other ranks, which are spread over the steps that they serve (--steps). Static: experts stay where "
+    "they are; dashed where it is drawn beside the balancers."
 )
 
 
@@ -67,18 +70,30 @@ def _page(
 ) -> str:
     best = max(rows, key=lambda row: row[VALUE])
     names = list(varied) or ["ranks", "balancer"]
-    best_settings = ", ".join(f"{setting_name(name)} {setting_text(best[name])}" for name in names)
+    best_settings = ", ".join(f"{setting_name(name)} {_text(best, name)}" for name in names)
     constants = describe_constants(rows, [name for name in constant if name not in names])
     shared = f"The same for all {len(rows)} points: {constants}." if constants else ""
-    cells = [[*(setting_text(row[name]) for name in names), f"{row[VALUE]:,.0f}"] for row in rows]
+    cells = [
+        [*(_text(row, name) for name in names), f"{row[VALUE]:,.0f}", f"{row[VALUE] / row[STATIC_VALUE]:.3f}"]
+        for row in rows
+    ]
     texts = [number for number, name in enumerate(names) if name == "balancer"]
     body = section(
         "sweep",
         VALUE_NAME[:1].upper() + VALUE_NAME[1:],
         paragraph(f"A training step of {title}: {ABOUT} {shared}", "how"),
         plot("sweep-plot", sweep_figure(sweep), f"{VALUE_NAME} over {sweep.axis_name}; see the table below"),
-        table("Points of the sweep", [*map(setting_name, names), "tokens/s per rank"], cells, text_columns=texts),
+        table(
+            "Points of the sweep",
+            [*map(setting_name, names), "tokens/s per rank", "/ static"],
+            cells,
+            text_columns=texts,
+        ),
     )
     sentence = f"Most {VALUE_NAME}, simulated: {best[VALUE]:,.0f} with {best_settings}."
     footer = paragraph(f"relibra {relibra.__version__}; docs/simulation.md describes the model of the machine")
     return html_page(title, "sweep", sentence, body, footer, scripts=("page.js",), plotly=True)
+
+
+def _text(row: dict[str, Any], name: str) -> str:
+    return balancer_text(row) if name == "balancer" else setting_text(row[name])

@@ -225,6 +225,17 @@ def check_resumable(before: RunConfig, after: RunConfig) -> None:
                 )
 
 
+def changed_settings(config: RunConfig) -> list[str]:
+    """Return the names of settings that are not those of a run without any, as section.key."""
+    given, default = config.model_dump(mode="json"), RunConfig().model_dump(mode="json")
+    return [
+        f"{section}.{key}"
+        for section, settings in given.items()
+        for key, value in settings.items()
+        if value != default[section][key]
+    ]
+
+
 def as_toml(config: RunConfig) -> str:
     """Return the configuration as a TOML file in which a comment explains each setting."""
     lines = []

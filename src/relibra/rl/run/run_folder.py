@@ -29,7 +29,7 @@ from typing import Any
 import relibra
 from relibra.errors import ConfigError
 from relibra.files import write_text
-from relibra.rl.config.run_config import RunConfig
+from relibra.rl.config.run_config import RunConfig, changed_settings
 
 LOCK_SECONDS = 10.0
 """Seconds that a resumed run waits for the lock: the ranks of a killed run end a moment after it."""
@@ -106,7 +106,7 @@ _BUILT_IN_SIZES = ("hidden_size", "expert_width", "num_layers", "num_heads", "nu
 
 
 def write_config(run: Path, config: RunConfig, model_sizes: Mapping[str, Any] | None = None) -> None:
-    """Write config.json: the settings of a run, the versions of its packages, and the sizes of its model.
+    """Write config.json: the settings of a run, names of those that were changed, versions, and sizes of its model.
 
     Settings that only the built-in model has are left out for others.
 
@@ -123,7 +123,7 @@ def write_config(run: Path, config: RunConfig, model_sizes: Mapping[str, Any] | 
     if config.model.path:
         settings["model"] = {key: value for key, value in settings["model"].items() if key not in _BUILT_IN_SIZES}
     sizes = {} if model_sizes is None else {"model_sizes": dict(model_sizes)}
-    text = json.dumps({**settings, **sizes, "versions": about}, indent=1) + "\n"
+    text = json.dumps({**settings, **sizes, "changed": changed_settings(config), "versions": about}, indent=1) + "\n"
     try:
         write_text(run / "config.json", text)
     except OSError as error:
@@ -166,7 +166,8 @@ def read_settings(path: Path) -> dict[str, Any]:
     made_by = versions.get("relibra", relibra.__version__) if isinstance(versions, dict) else None
     if not isinstance(made_by, str):
         raise ConfigError(f"cannot resume {path}: its config.json is not one of a run")
-    settings.pop("model_sizes", None)
+    for key in ("model_sizes", "changed"):
+        settings.pop(key, None)
     if made_by.startswith("0.1."):
         raise ConfigError(
             f"cannot resume {path}: relibra {made_by} made this run, and {relibra.__version__} does not read its "
