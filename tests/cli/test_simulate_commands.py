@@ -46,7 +46,8 @@ def run_folder(tmp_path, routes):
     return settings
 
 
-def test_what_limits_the_step_comes_first_and_the_figures_are_those_of_the_library(run, trace, routes):
+def test_what_limits_the_step_comes_first_and_the_figures_are_those_of_the_library(run, trace, routes, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = run("simulate", trace, *CUT, "--slots", "1", "--model", "qwen3-30b-a3b")
     assert code == 0
     assert out.startswith("Overlap ratio")
@@ -238,7 +239,9 @@ def test_a_balancer_that_keeps_the_static_layout_says_why(run, trace):
     told = " ".join(
         run("sweep", trace, *CUT, "--slots", "0", "--model", "64x4096", "--no-pack", "--steps", "1")[1].split()
     )
-    assert "kept the static layout: 1" in told
+    assert "=: the balancer kept the static layout, in 1 of 1 rows" in told
+    assert "static (instead of relibra)" in told
+    assert "1.000=" in told
 
 
 def test_ranks_without_tokens_are_named(run, trace, tmp_path):
@@ -303,7 +306,8 @@ def test_points_that_cannot_be_are_named_and_the_others_computed(run, trace):
     assert "left out: ranks 3, pipeline stages 1 and 2 more: --ranks 3 does not divide 8 experts" in told
 
 
-def test_the_table_of_a_sweep_fits_a_terminal(run, trace):
+def test_the_table_of_a_sweep_fits_a_terminal(run, trace, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     lists = ("--ranks", "2,4", "--micro-batch-tokens", "25,50", "--slots", "0,1", "--balancer", "eplb,relibra")
     code, out, _ = run("sweep", trace, *lists)
     assert code == 0
@@ -382,7 +386,7 @@ def test_a_missing_plot_package_names_what_to_install(run, trace, monkeypatch):
         monkeypatch.setitem(__import__("sys").modules, package, None)
         code, out, err = run("sweep", trace, "--ranks", "2", "--plot", file)
         assert (code, out) == (1, "")
-        assert "pip install 'relibra[report]'" in err
+        assert "pip install -e '.[report]'" in err
 
 
 def test_plots_are_written_over_numbers_and_over_names(run, trace, tmp_path):

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from relibra.cli.inputs import options
 from relibra.cli.inputs.machine import open_cluster
 from relibra.cli.inputs.models import open_model
 from relibra.cli.outputs.files import check_outputs, writing
-from relibra.cli.outputs.terminal import print_text, progress
+from relibra.cli.outputs.terminal import print_text, progress, stdout_console
 from relibra.errors import ConfigError
 from relibra.planning.budget import DEFAULT_MODEL
 
@@ -104,7 +103,7 @@ def _print(found: Calibration, output: Path) -> None:
         if fit is not None:
             for size, seconds in zip(fit.bytes, fit.seconds, strict=True):
                 table.add_row(what, f"{size / 1024:,.0f} KiB", *_shown(seconds, 1e3), "ms")
-    Console().print(table)
+    stdout_console().print(table)
     typer.echo(f"host copies: {_line(found.host)}")
     if found.exchange is not None:
         typer.echo(f"exchange: {_line(found.exchange)}")

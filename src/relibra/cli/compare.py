@@ -18,7 +18,7 @@ from relibra.cli.inputs.requests import PlanningRequest, takes
 from relibra.cli.inputs.workload import budget_for, budget_in_words, open_workload, workload_in_words
 from relibra.cli.outputs.files import check_outputs, input_files, named
 from relibra.cli.outputs.plan_page import write_page
-from relibra.cli.outputs.terminal import print_note, print_wrapped, progress
+from relibra.cli.outputs.terminal import print_note, print_wrapped, progress, stdout_console
 from relibra.cli.simulated_step import moves_in_words
 from relibra.errors import PlanError
 
@@ -76,8 +76,9 @@ def compare(request: CompareRequest) -> None:
     if all(plan is None for _, plan in found):
         raise PlanError(rows[0].message)  # no balancer has a plan: the request is at fault
     if request.html is not None:
-        if shown := _plan_to_draw(found):
-            write_page(request.html, shown, workload, model, rows)
+        if shown := _plan_to_draw(found, request.objective):
+            name, plan = shown
+            write_page(request.html, plan, workload, model, rows, name=f"the plan of {name}")
         else:
             print_note("no page: no balancer made a valid plan")
     if request.as_json:
@@ -92,11 +93,17 @@ def compare(request: CompareRequest) -> None:
         print_wrapped("auto is no row: it plans with all balancers that see the step and takes the cheapest plan")
 
 
-def _plan_to_draw(found: list[tuple[ComparisonRow, StepPlan | None]]) -> StepPlan | None:
-    """Return the most even of relibra's valid plans, else of all valid plans."""
+def _plan_to_draw(
+    found: list[tuple[ComparisonRow, StepPlan | None]], objective: options.Objective
+) -> tuple[str, StepPlan] | None:
+    """Return name and plan of the best of relibra's valid plans by the objective, else of all valid plans."""
     valid = [(row, plan) for row, plan in found if plan is not None and row.valid]
     own = [pair for pair in valid if pair[0].balancer.startswith("relibra")]
-    return min(own or valid, key=lambda pair: pair[0].skew or 0.0)[1] if valid else None
+    if not valid:
+        return None
+    seconds = objective is options.Objective.SECONDS
+    row, plan = min(own or valid, key=lambda pair: (pair[0].predicted_seconds if seconds else pair[0].skew) or 0.0)
+    return row.balancer, plan
 
 
 class Column(NamedTuple):
@@ -112,6 +119,8 @@ class Column(NamedTuple):
     meaning: str
     spare: int = 0
 
+
+LIVE_WORDS = "step s of live balancers includes counts, solver and pushes after the router"
 
 COLUMNS = (
     Column(
@@ -155,8 +164,7 @@ COLUMNS = (
     Column(
         "step s\nmodel",
         lambda row: f"{row.predicted_seconds:.3g}",
-        "modelled time of attention and experts, from a lower bound of the rows that travel; not measured; those of "
-        "live balancers include counts, solver and pushes after the router",
+        "modelled time of attention and experts, from a lower bound of the rows that travel; not measured",
         1,
     ),
 )
@@ -164,15 +172,18 @@ COLUMNS = (
 
 def print_comparison(rows: list[ComparisonRow]) -> None:
     """Print the rows as a table that fits the terminal, a legend, and the errors of balancers without a valid plan."""
-    from relibra.planning.analysis.comparison import LEVERS_IN_WORDS, describe_scopes
+    from relibra.planning.analysis.comparison import describe_levers, describe_scopes
 
-    console = Console()
+    console = stdout_console()
     shown, table = _fitting(rows, console)
     console.print(table)
     console.print("\n" + "; ".join(f"{_name(column)}: {column.meaning}" for column in shown), highlight=False)
-    console.print(f"scope of copies: {describe_scopes(rows)}", highlight=False)
-    if any("+" in row.balancer for row in rows):
-        console.print(LEVERS_IN_WORDS, highlight=False)
+    if any(row.sees == "live" for row in rows):
+        console.print(f"{LIVE_WORDS}: {', '.join(row.balancer for row in rows if row.sees == 'live')}", highlight=False)
+    if any(row.copies for row in rows):
+        console.print(f"scope of copies: {describe_scopes(rows)}", highlight=False)
+    if levers := describe_levers(rows):
+        console.print(levers, highlight=False)
     hidden = ", ".join(_name(column) for column in COLUMNS if column not in shown)
     if hidden:
         console.print(f"no room for: {hidden} (--json has all)", highlight=False)

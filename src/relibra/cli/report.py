@@ -34,7 +34,9 @@ class ReportRequest:
 
     path: Annotated[
         Path,
-        typer.Argument(metavar="RUN|TRACE|PLAN", help="Run folder, trace folder or .npz of expert choices, or a plan."),
+        typer.Argument(
+            metavar="RUN|TRACE|PLAN", help="Run folder, trace folder, .npz or .npy of expert choices, or a plan."
+        ),
     ]
     other: Annotated[
         Path | None, typer.Argument(metavar="[OTHER]", help="A second run or plan to compare with the first.")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from relibra.cli.inputs import options
@@ -17,7 +16,7 @@ from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.requests import SimulationRequest, takes
 from relibra.cli.inputs.workload import Workload, budget_for, budget_in_words, open_workload, workload_in_words
 from relibra.cli.outputs.files import check_outputs, input_files, named, writing
-from relibra.cli.outputs.terminal import plural, print_note, print_wrapped, progress
+from relibra.cli.outputs.terminal import plural, print_note, print_wrapped, progress, stdout_console
 from relibra.cli.simulated_step import (
     SimulatedPlan,
     TokenChoices,
@@ -143,7 +142,7 @@ def _print(result: Result) -> None:
     )
     for line in filter(None, described):
         print_wrapped(line)
-    Console().print(_table(result))
+    stdout_console().print(_table(result))
     staged = result.request.pipeline_stages > 1
     notes = (
         f"label: simulated, on {machine.name} ({machine.label}: {machine.source})",

@@ -148,6 +148,7 @@ def compared_figures(one: SimulatedPlan, static: SimulatedPlan, tokens: int) -> 
         "tokens": tokens,
         "tokens_per_second": tokens / step.seconds,
         "tokens_per_second_per_rank": tokens / step.seconds / step.layout.num_ranks,
+        "static_tokens_per_second_per_rank": tokens / static.step.seconds / static.step.layout.num_ranks,
         "skew": one.skew,
         "copies": one.plan.num_copies,
         "kept_static": is_static(one.plan, static.plan),

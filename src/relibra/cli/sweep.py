@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from relibra.cli.inputs import options
@@ -18,7 +17,7 @@ from relibra.cli.inputs.recordings import Recording, find_recording
 from relibra.cli.inputs.requests import SimulationRequest, takes
 from relibra.cli.inputs.workload import Workload, budget_for, budget_in_words, open_workload
 from relibra.cli.outputs.files import check_outputs, input_files, named, writing
-from relibra.cli.outputs.terminal import plural, print_note, print_wrapped, progress
+from relibra.cli.outputs.terminal import plural, print_note, print_wrapped, progress, stdout_console
 from relibra.cli.simulated_step import (
     SimulatedPlan,
     TokenChoices,
@@ -43,6 +42,8 @@ MAX_POINTS = 500
 STOPPED = "stopped by Ctrl-C"
 MIN_RELOCATION_SHARE = 0.005
 """The table has a column for relocation if its share of some step is at least this."""
+GAIN = 1.0005
+"""Throughput / that of the static layout from which a gain is told."""
 MAX_SENTENCES = 4
 """Sentences printed about the best point, at most: the overlap ratio, and the largest parts of its step."""
 
@@ -254,11 +255,15 @@ def _row(
 
 
 def _in_words(row: dict[str, Any], names: list[str]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {row[name]}" for name in names)
+    from relibra.reporting.data.sweep_lines import balancer_text, fell_back
+
+    told = {**row, "balancer": balancer_text(row)}
+    words = ", ".join(f"{name.replace('_', ' ')} {told[name]}" for name in names)
+    return words if "balancer" in names or not fell_back(row) else f"{words}, {told['balancer']}"
 
 
 def _best(found: list[Point]) -> Point:
-    """Return the point with the most tokens per second and rank, ."""
+    """Return the point with the most tokens per second and rank."""
     return max(found, key=lambda one: one.row["tokens_per_second_per_rank"])
 
 
@@ -282,6 +287,12 @@ def _print(
     sentences = advice(best.simulated.step, best.machine, best.model, best.simulated.memory)
     place = _in_words(best.row, varied or ["ranks", "balancer"])
     memory = [sentence for sentence in sentences[MAX_SENTENCES:] if sentence.startswith("Memory: ")]
+    gain = max(found, key=lambda one: one.row["ratio_to_static"]).row
+    if gain["ratio_to_static"] >= GAIN and gain is not best.row:
+        words = _in_words(gain, varied or ["ranks", "balancer"])
+        print_wrapped(
+            f"largest gain over the static layout: {words}, {gain['ratio_to_static']:.3f} times its throughput"
+        )
     print_wrapped(f"most tokens per second and rank: {place}. What limits that step:")
     for sentence in sentences[:MAX_SENTENCES] + memory:
         print_wrapped(sentence)
@@ -304,6 +315,8 @@ def _print(
 
 
 def _print_table(rows: list[dict[str, Any]], settings: list[str], steps: int) -> None:
+    from relibra.reporting.data.sweep_lines import balancer_text, fell_back
+
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     short = {
         "ranks": "ranks", "ranks_per_node": "per\nnode", "slots": "slots", "micro_batch_tokens": "tokens\n/ rank",
@@ -319,20 +332,22 @@ def _print_table(rows: list[dict[str, Any]], settings: list[str], steps: int) ->
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            *(str(row[name]) for name in settings),
+            *(balancer_text(row) if name == "balancer" else str(row[name]) for name in settings),
             *([str(row["all_ranks"])] * staged),
             f"{row['seconds']:.4g}",
-            f"{row['ratio_to_static']:.3f}",
+            f"{row['ratio_to_static']:.3f}{'=' if fell_back(row) else ''}",
             f"{row['tokens_per_second_per_rank']:,.0f}",
             *(f"{100 * row[name]:.0f}" for name in shares),
             f"{row['skew']:.3f}",
             f"{row['memory_bytes'] / 1e9:.3g}{'!' if row['memory_warning'] else ''}",
         )
-    Console().print(table)
+    stdout_console().print(table)
     print_wrapped(_legend(staged, moved, steps))
-    kept = sum(row["kept_static"] and row["balancer"] != "static" for row in rows)
+    kept = sum(map(fell_back, rows))
     if kept:
-        print_wrapped(f"rows in which the balancer kept the static layout: {kept}; relibra simulate says why")
+        print_wrapped(
+            f"=: the balancer kept the static layout, in {kept} of {len(rows)} rows; relibra simulate says why"
+        )
 
 
 def _legend(staged: bool, moved: bool, steps: int) -> str:

@@ -7,7 +7,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
+from relibra.environment import has_columns
 from relibra.printable import printable, printable_lines
+
+UNLIMITED = 100_000
+"""Columns of a file or pipe."""
+
+
+def stdout_console() -> Console:
+    """Return the console of stdout; in a file or pipe nothing is wrapped or left out, unless COLUMNS gives a width."""
+    console = Console()
+    return console if console.is_terminal or has_columns() else Console(width=UNLIMITED)
 
 
 def plural(count: int, noun: str) -> str:
@@ -27,7 +37,7 @@ def progress(words: str) -> Status:
 
 def print_wrapped(text: str) -> None:
     """Print a sentence, wrapped between words at the width of the terminal."""
-    Console().print(printable(text), highlight=False, markup=False)
+    stdout_console().print(printable(text), highlight=False, markup=False)
 
 
 def print_text(text: str) -> None:

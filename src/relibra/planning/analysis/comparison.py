@@ -38,10 +38,11 @@ LEVER_SETS: dict[str, dict[str, Any]] = {
 leaves load uneven if copies and moves cost more than they save.
 """
 
-LEVERS_IN_WORDS = (
-    "+packing: samples may change their micro-batch; +cross-node: copies on other nodes too; +seconds: both, always "
-    "planned for modelled seconds"
-)
+_LEVER_WORDS = {
+    "+packing": "samples may change their micro-batch",
+    "+cross-node": "copies on other nodes too",
+    "+seconds": "both, always planned for modelled seconds",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,6 +267,19 @@ def measure(
         exposed_seconds=prediction.copies,
         relocation_seconds=prediction.relocation,
     )
+
+
+def describe_levers(rows: Iterable[ComparisonRow]) -> str:
+    """Return what the levers in the names of balancers mean; nothing where no name has one.
+
+    >>> describe_levers([ComparisonRow(balancer="relibra+packing", sees="step", valid=True)])
+    '+packing: samples may change their micro-batch'
+    """
+    names = [row.balancer for row in rows]
+    found = {lever: words for lever, words in _LEVER_WORDS.items() if any(lever in name for name in names)}
+    if "+seconds" in found and len(found) < len(_LEVER_WORDS):
+        found["+seconds"] = "packing and copies on other nodes, always planned for modelled seconds"
+    return "; ".join(f"{lever}: {words}" for lever, words in found.items())
 
 
 def describe_scopes(rows: Iterable[ComparisonRow]) -> str:
