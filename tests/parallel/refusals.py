@@ -79,7 +79,21 @@ def _refuse_differences_between_ranks(case, model) -> dict[str, str]:
         with torch.set_grad_enabled(rank == 1), execute_plan(model, case.plan, case.demand) as step:
             step.micro_batch(0, None).__enter__()
 
+    def evaluation_on_one():
+        model.train(rank == 0)
+        try:
+            execute(case, model)
+        finally:
+            model.train()
+
+    def relocate_on_one():
+        if rank == 0:
+            relocate(model, case.plan.physical_to_logical_map)
+        execute(case, model)
+
     return {
+        "relocate on one rank": message_of(relocate_on_one),
+        "evaluation mode on one rank": message_of(evaluation_on_one),
         "different micro-batches": message_of(lambda: execute(case, model, micro_batch=rank)),
         "different sums": message_of(lambda: execute(case, model, sums="canonical" if rank else "fast")),
         "different homes": message_of(other_homes),

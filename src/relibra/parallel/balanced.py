@@ -6,7 +6,7 @@ one model runs planned training steps and everything else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
 
 from relibra.errors import EngineError
+from relibra.parallel.agreement import Agreement
+from relibra.parallel.process_groups import make_same_ranks_group
 from relibra.parallel.replicas.replica_slots import GroupState
 from relibra.replay.routers import DECODER_LAYER
 
@@ -54,11 +56,13 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
     names         parameters of the experts module that hold one entry per expert
     physical_to_logical_E   logical expert at each position; position p is at home on rank p // (E / R)
     runner        runs the layer while a plan is executed; None: it runs as with `all_to_all`
+    agreement     shared by all layers of the model; None before the first `agreement_of`
     group_state   shared by all layers of the model; None before the first `execute_plan`
     raises        EngineError under tensor parallelism
     """
 
     runner: LayerRunner | None = None
+    agreement: Agreement | None = None
     group_state: GroupState | None = None
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
@@ -194,3 +198,15 @@ def balanced_layers(model: nn.Module) -> dict[int, BalancedEP]:
             f"DistributedConfig(fsdp_size=R, ep_size=R, ep_implementation={NAME!r})"
         )
     return dict(sorted(layers.items()))
+
+
+def agreement_of(layers: Sequence[BalancedEP]) -> Agreement:
+    """Return the agreements of a model's layers; the first time, which makes a group, collective over all ranks."""
+    agreement = layers[0].agreement
+    if agreement is None:
+        ep_mesh = layers[0].ep_mesh
+        device = torch.device(ep_mesh.device_type)
+        agreement = Agreement(make_same_ranks_group(ep_mesh.get_group(), device, backend="gloo"))
+        for layer in layers:
+            layer.agreement = agreement
+    return agreement

@@ -6,17 +6,19 @@ run at home instead is in `fallback.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from relibra.errors import EngineError
-from relibra.parallel.balanced import BalancedEP, LayerInput, balanced_layers
+from relibra.parallel.agreement import LastForward, Point
+from relibra.parallel.balanced import BalancedEP, LayerInput, agreement_of, balanced_layers
 from relibra.parallel.fallback import choose_demand
 from relibra.parallel.layer import run_at_home, run_layer
 from relibra.parallel.micro_batch import ExecutedPlan, PlannedMicroBatch, prepare_micro_batch
@@ -40,6 +42,27 @@ class _Current(NamedTuple):
 
     number: int
     planned: PlannedMicroBatch | None
+
+
+class _Once:
+    """A hook of several tensors that does its work with the first gradient of any of them."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work, self._is_done = work, False
+
+    def __call__(self, _gradient: Tensor) -> None:
+        if not self._is_done:
+            self._is_done = True
+            self._work()
+
+
+def _register_first_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Register a hook before those that FSDP has registered: those gather weights, which all ranks have to do."""
+    handle = tensor.register_hook(hook)
+    hooks: Any = tensor._backward_hooks  # called in the order of this dictionary, for which there is no public API
+    others = {key: other for key, other in hooks.items() if key != handle.id}
+    hooks.clear()
+    hooks.update({handle.id: hook, **others})
 
 
 class PlanExecution:
@@ -125,6 +148,21 @@ class PlanExecution:
             if self._current.planned is not None:
                 self._current.planned.pushes.before_forward()
 
+    def agree_before_backward(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        """Let the backward pass of this forward pass of a micro-batch begin with an agreement; collective there.
+
+        A rank that does not run it is told from those that do before they wait for its rows.
+        """
+        if self._current is None:
+            return
+        agreement, number = self._executed.agreement, self._current.number
+        agreement.last_forward = LastForward.WITHOUT_GRADIENTS
+        begins = _Once(lambda: agreement.reach(Point.BACKWARD, number))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                agreement.last_forward = LastForward.WITH_GRADIENTS
+                _register_first_hook(tensor, begins)
+
     def forget_weights(self) -> None:
         """Mark the weights in all slots as outdated where the step is over or has failed."""
         if self._executed.state.slots is not None:
@@ -174,7 +212,8 @@ def execute_plan(model: nn.Module, plan: StepPlan, demand: Demand, *, sums: Sums
     demand   what the plan was made for, under any schedule
     sums     "fast", or "canonical": outputs, gradients and so the whole run have the same bits under every plan of one
              schedule, at a price (docs/execution.md)
-    raises   EngineError when plan and model do not fit, or another plan is being executed
+    raises   EngineError when plan and model do not fit, or another plan is being executed; and on all ranks when they
+             are at different points of the step, such as one without a backward pass or without `relocate`
 
     A plan that breaks a rule, or that ranks disagree on, is not followed: every micro-batch runs at home, and one rank
     logs one warning with the reason.
@@ -188,8 +227,9 @@ def execute_plan(model: nn.Module, plan: StepPlan, demand: Demand, *, sums: Sums
     layers = list(by_layer.values())
     if any(layer.runner is not None for layer in layers):
         raise EngineError("the model is executing another plan: leave its execute_plan context first")
+    agreement = agreement_of(layers)
+    followed, residents = choose_demand(plan, demand, by_layer, sums, agreement), None
     state = _group_state(model, layers)
-    followed, residents = choose_demand(plan, demand, by_layer, sums, state), None
     if followed is not None and plan.resident_slots:
         plan = keep_slots(plan)
         residents = Residents(plan, state.rank)
@@ -200,18 +240,24 @@ def execute_plan(model: nn.Module, plan: StepPlan, demand: Demand, *, sums: Sums
         demand=followed,
         residents=residents,
         canonical=sums == "canonical",
+        agreement=agreement,
         state=state,
         recorder=TimelineRecorder(dist.get_rank(), dist.get_world_size()),
     )
     execution = PlanExecution(executed)
-    handle = model.register_forward_pre_hook(execution.start_first_push)
+    handles = [
+        model.register_forward_pre_hook(execution.start_first_push),
+        model.register_forward_hook(execution.agree_before_backward, prepend=True),
+    ]
     try:
         for position, layer in enumerate(layers):
             layer.runner = partial(execution.run_layer, position)
         with nullcontext() if residents is None else residents.during_steps_of(model):
             yield execution
+            agreement.reach(Point.END)
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         for layer in layers:
             layer.runner = None
         execution.forget_weights()

@@ -8,7 +8,6 @@ Differences that remain when experts run at home, such as other homes, raise Eng
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,9 +18,8 @@ from jaxtyping import Int
 from numpy import ndarray
 
 from relibra.errors import EngineError, PlanError
+from relibra.parallel.agreement import Agreement, Mode, Point, digest_words, refuse_other_modes
 from relibra.parallel.balanced import BalancedEP
-from relibra.parallel.replicas.replica_slots import GroupState
-from relibra.parallel.rows.exchange import all_gather
 from relibra.parallel.rows.rank_tables import Place, RankTables
 from relibra.planning.plan import StepPlan
 from relibra.planning.validation import validate_plan
@@ -30,7 +28,7 @@ from relibra.routing.demand import Demand, ScheduledDemand
 _log = logging.getLogger(__name__)
 
 
-class Agreement(NamedTuple):
+class AgreedMicroBatch(NamedTuple):
     """What all ranks of the group agree on before a micro-batch.
 
     routes_fit   whether the routes of all ranks are those of the plan
@@ -42,22 +40,22 @@ class Agreement(NamedTuple):
 
 
 def choose_demand(
-    plan: StepPlan, demand: Demand, layers: dict[int, BalancedEP], modes: str, state: GroupState
+    plan: StepPlan, demand: Demand, layers: dict[int, BalancedEP], sums: str, agreement: Agreement
 ) -> ScheduledDemand | None:
     """Return the demand under the schedule of the plan; None, with a warning: the plan is not followed. Collective.
 
     layers   by decoder layer
-    modes    what else has to be the same on all ranks: sums
-    raises   EngineError when homes or modes differ between ranks, or the plan does not fit the model
+    sums     "fast" or "canonical", the same on all ranks
+    raises   EngineError when homes or sums differ between ranks, or the plan does not fit the model
     """
     scheduled = _schedule(plan, demand)
-    problem = _find_disagreement(plan, scheduled, list(layers.values()), modes, state)
+    problem = _find_disagreement(plan, scheduled, list(layers.values()), sums, agreement)
     if problem is None:
         assert isinstance(scheduled, ScheduledDemand), "a rank without a demand is a disagreement"
         _check_fit(plan, layers)
         if (problem := _find_broken_rule(plan, scheduled)) is None:
             return scheduled
-    if state.rank == 0:
+    if agreement.rank == 0:
         _log.warning("the plan is not followed, every expert runs at home: %s", problem)
     return None
 
@@ -79,41 +77,52 @@ def find_route_mismatch(tables_L: Sequence[RankTables], experts_XLK: Int[ndarray
     return None
 
 
-def agree_on_micro_batch(
-    state: GroupState, micro_batch: int, problem: str | None, *, any_live: bool, passes: int
-) -> Agreement:
+class MicroBatchMode(NamedTuple):
+    """What this rank is about to do in a micro-batch.
+
+    training   the model is in training mode: then activation checkpointing recomputes layers
+    passes     number that tells apart what ranks have done with resident slots
+    problem    where the routes of this rank differ from the plan; None: nowhere
+    any_live   this rank has rows without recorded routes
+    """
+
+    training: bool
+    passes: int
+    problem: str | None
+    any_live: bool
+
+
+def agree_on_micro_batch(agreement: Agreement, micro_batch: int, mode: MicroBatchMode) -> AgreedMicroBatch:
     """Exchange what each rank is about to do; collective. The first rank with a problem logs it.
 
-    problem     where the routes of this rank differ from the plan; None: nowhere
-    any_live    whether this rank has rows without recorded routes
-    passes      number that tells apart what ranks have done with resident slots
-    raises      EngineError when ranks differ in micro-batch, gradients or passes: later messages could match a wrong
-                receive
+    raises      EngineError, on all ranks, when they differ in micro-batch, gradients, training or passes: later
+                messages could match a wrong receive
     """
-    place = Place(state.rank, -1, micro_batch)
-    own_X = [micro_batch, torch.is_grad_enabled(), passes, problem is not None, any_live]
-    own = torch.tensor(own_X, dtype=torch.int64, device=state.device)
-    gathered_RX = torch.stack(all_gather(own, state.group, "the agreement", place)).cpu()
-    micro_batch_R, gradients_R, passes_R, differs_R, any_live_R = gathered_RX.unbind(dim=1)
-    for values_R, what in (
-        (micro_batch_R, "micro-batches"),
-        (gradients_R, "modes (1: with gradients)"),
-        (passes_R, "states of resident slots (a number tells them apart)"),
-    ):
-        if (values_R != values_R[0]).any():
-            raise EngineError(
-                f"{place}: the ranks of the group are in {what} {values_R.tolist()}: enter micro-batches in one order "
-                "on all ranks, all with gradients or all without; a rank without samples passes None; optimizers step "
-                "on all ranks or on none"
-            )
-    if differs_R.any() and state.rank == int(differs_R.nonzero()[0]):
+    place = Place(agreement.rank, -1, micro_batch)
+    own = [torch.is_grad_enabled(), mode.training, mode.passes, mode.problem is not None, mode.any_live]
+    told_RX = agreement.reach(Point.MICRO_BATCH, micro_batch, own)
+    gradients_R, training_R, passes_R, differs_R, any_live_R = told_RX.unbind(dim=1)
+    refuse_other_modes(
+        place,
+        [
+            Mode(gradients_R.tolist(), "enter with gradients", "without (torch.no_grad)"),
+            Mode(training_R.tolist(), "have the model in training mode", "in evaluation mode (model.eval())"),
+        ],
+    )
+    if (passes_R != passes_R[0]).any():
+        raise EngineError(
+            f"{place}: the ranks of the group are in states of resident slots (a number tells them apart) "
+            f"{passes_R.tolist()}: run forward and backward passes in one order on all ranks; optimizers step on all "
+            "ranks or on none"
+        )
+    if differs_R.any() and agreement.rank == int(differs_R.nonzero()[0]):
         _log.warning(
             "%s: the routes are not those of the plan (%s), so all ranks run this micro-batch at home: replay the "
             "routes that the plan was made for, with the ranks and micro-batches of its schedule",
             place,
-            problem,
+            mode.problem,
         )
-    return Agreement(routes_fit=not differs_R.any(), any_live=bool(any_live_R.any()))
+    return AgreedMicroBatch(routes_fit=not differs_R.any(), any_live=bool(any_live_R.any()))
 
 
 def _schedule(plan: StepPlan, demand: Demand) -> ScheduledDemand | PlanError:
@@ -125,33 +134,31 @@ def _schedule(plan: StepPlan, demand: Demand) -> ScheduledDemand | PlanError:
 
 
 def _find_disagreement(
-    plan: StepPlan, demand: ScheduledDemand | PlanError, layers: list[BalancedEP], modes: str, state: GroupState
+    plan: StepPlan, demand: ScheduledDemand | PlanError, layers: list[BalancedEP], sums: str, agreement: Agreement
 ) -> str | None:
-    """Compare plan, demand, homes and modes of all ranks; return why they cannot follow the plan. Collective."""
+    """Compare plan, demand, homes and sums of all ranks; return why they cannot follow the plan. Collective."""
     homes = np.stack([layer.physical_to_logical_E for layer in layers]).astype("<i8").tobytes()
     usable = not isinstance(demand, PlanError)
     tokens = b"" if isinstance(demand, PlanError) else np.ascontiguousarray(demand.tokens_MLRE).tobytes()
-    parts = [hashlib.sha256(part).digest() for part in (homes, modes.encode(), plan.digest().encode() + tokens)]
-    own = torch.frombuffer(bytearray(bytes([usable]) + b"".join(parts)), dtype=torch.uint8).to(state.device)
-    gathered = all_gather(own, state.group, "the agreement on the plan", Place(state.rank, -1, -1))
-    digests_R = [bytes(digests.tolist()) for digests in gathered]
+    parts = [digest_words(part) for part in (homes, sums.encode(), plan.digest().encode() + tokens)]
+    told_RX = agreement.reach(Point.PLAN, own=[usable, *(word for part in parts for word in part)])
 
     def differing(part: slice) -> list[int]:
-        return [rank for rank, digests in enumerate(digests_R) if digests[part] != digests_R[0][part]]
+        return (told_RX[:, part] != told_RX[0, part]).any(dim=1).nonzero().flatten().tolist()
 
-    if ranks := differing(slice(1, 33)):
+    if ranks := differing(slice(1, 3)):
         raise EngineError(
             f"ranks {ranks} have experts at other homes than rank 0, so weights are mixed up: relocate on all ranks "
             "alike, and resume from the last checkpoint"
         )
-    if ranks := differing(slice(33, 65)):
+    if ranks := differing(slice(3, 5)):
         raise EngineError(
             f"ranks {ranks} execute with other sums than rank 0: pass the same to execute_plan on all ranks"
         )
-    if unusable := [rank for rank, digests in enumerate(digests_R) if not digests[0]]:
+    if unusable := (told_RX[:, 0] == 0).nonzero().flatten().tolist():
         own_reason = f" ({demand})" if isinstance(demand, PlanError) else ""
         return f"ranks {unusable} hold a demand that the plan was not made for{own_reason}"
-    if ranks := differing(slice(65, None)):
+    if ranks := differing(slice(5, 7)):
         return (
             f"ranks {ranks} hold another plan or demand than rank 0: make the plan on one rank and send it to the "
             "others, or plan with the same demand and version everywhere and without a deadline"

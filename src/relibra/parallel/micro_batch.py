@@ -14,9 +14,10 @@ from numpy import ndarray
 from torch import Tensor, nn
 
 from relibra.errors import EngineError
+from relibra.parallel.agreement import Agreement
 from relibra.parallel.balanced import BalancedEP
 from relibra.parallel.canonical import CHUNK
-from relibra.parallel.fallback import agree_on_micro_batch, find_route_mismatch
+from relibra.parallel.fallback import MicroBatchMode, agree_on_micro_batch, find_route_mismatch
 from relibra.parallel.replicas.push_schedule import PushSchedule
 from relibra.parallel.replicas.replica_slots import GroupState
 from relibra.parallel.replicas.resident_slots import Residents
@@ -44,6 +45,7 @@ class ExecutedPlan:
     demand: ScheduledDemand | None
     residents: Residents | None
     canonical: bool
+    agreement: Agreement
     state: GroupState
     recorder: TimelineRecorder
 
@@ -141,7 +143,8 @@ def prepare_micro_batch(executed: ExecutedPlan, number: int, routes: BatchRoutes
     any_live = routes is None or not bool(routes.valid_T.all())
     state = executed.state
     passes = 0 if executed.residents is None else executed.residents.residency.digest()
-    agreed = agree_on_micro_batch(state, number, problem, any_live=any_live, passes=passes)
+    mode = MicroBatchMode(training=executed.model.training, passes=passes, problem=problem, any_live=any_live)
+    agreed = agree_on_micro_batch(executed.agreement, number, mode)
     if state.slots is not None:
         state.slots.invalidate()
     if executed.demand is None or not agreed.routes_fit:

@@ -26,7 +26,8 @@ from numpy import ndarray
 from torch import nn
 
 from relibra.errors import EngineError
-from relibra.parallel.balanced import BalancedEP, balanced_layers
+from relibra.parallel.agreement import Point
+from relibra.parallel.balanced import BalancedEP, agreement_of, balanced_layers
 from relibra.parallel.homes.home_shards import StoredRows, home_mesh, home_ranks, rows_by_expert
 from relibra.parallel.rows.exchange import all_gather, explain_peer_failure
 from relibra.parallel.rows.rank_tables import Place
@@ -57,10 +58,12 @@ def relocate(
     optimizer                 the one that trains the experts; its state follows them. None: there is none yet
     raises                    EngineError before anything moves when maps differ between ranks or are no permutations,
                               a plan is being executed, gradients wait to be reduced, or the optimizer keeps a state
-                              that cannot be cut by experts; and when a transfer fails or outlasts the group's time-out
+                              that cannot be cut by experts; when some ranks do something else instead; and when a
+                              transfer fails or outlasts the group's time-out
     """
     start = time.perf_counter()
     layers = balanced_layers(model)
+    agreement_of(list(layers.values())).reach(Point.RELOCATE)
     group = _group(next(iter(layers.values())))
     wanted_LE = np.asarray(physical_to_logical_map)
     refusal: EngineError | None = None

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from relibra.parallel.process_groups import make_same_ranks_group
 from relibra.parallel.replicas.transfer import Transfer
-from relibra.parallel.rows.exchange import all_gather
 from relibra.parallel.rows.rank_tables import Place, Push
 from relibra.timeline import TimelineRecorder
 
@@ -105,7 +105,7 @@ def _numbered(one: SlotRange, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
 class GroupState:
     """State that all layers of a model share on one rank, made by the first `execute_plan`.
 
-    group        process group of the expert-parallel group: exchanges of rows, agreements
+    group        process group of the expert-parallel group: exchanges of rows
     device       of the model
     push_group   the same ranks, for replica weights and gradients, which travel beside the rows
     slots        None until a layer with replicas runs for the first time; then other parts know shapes and dtypes too
@@ -131,20 +131,8 @@ class GroupState:
 
 
 def _make_push_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Make a second group of the ranks of each expert-parallel group and return that of this rank; collective.
-
-    `use_local_synchronization` would let members alone make their group, but torch names such groups after the number
-    of groups that a rank has, and ranks with different numbers would deadlock.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    timeout = group._get_backend(device).options._timeout  # the default would be half an hour
-    own_R = torch.tensor(ranks, device=device)
-    assert dist.group.WORLD is not None, "a model on several ranks has process groups"
-    gathered = all_gather(own_R, dist.group.WORLD, "making groups for pushes", Place(dist.get_rank(), -1, -1))
-    all_groups = sorted({tuple(ranks_R.tolist()) for ranks_R in gathered})
-    made = {members: dist.new_group(members, timeout=timeout) for members in all_groups}
-    push_group = made[tuple(ranks)]
-    assert dist.get_rank(push_group) == dist.get_rank(group), "both groups number their ranks alike"
+    """Make a second group of the ranks of each expert-parallel group and return that of this rank; collective."""
+    push_group = make_same_ranks_group(group, device)
     # NCCL needs all ranks in the first operation of a group, and not every rank takes part in every push.
     dist.all_reduce(torch.zeros(1, device=device), group=push_group)
     return push_group
