@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 
 import pytest
@@ -94,6 +95,50 @@ def test_a_supervised_run_goes_on_after_a_lost_rank(tmp_path):
     outcome = json.loads(going.stdout)
     assert (outcome["complete"], outcome["steps"]) == (True, 12)
     assert check_whole(going.run) == 12
+
+
+LEAVING = """
+import os, signal
+
+calls = []
+
+def leave_once(response, row):
+    calls.append(response)
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and len(calls) > 16:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sum(map(ord, response)) % 3 / 2
+
+def fail_on_rank_1(response, row):
+    if os.environ["RANK"] == "1":
+        raise SystemExit("rank 1 has no idea")
+    return 0.5
+"""
+
+
+def torchrun(folder, *words, restarts):
+    task = make_user_task(folder)
+    (folder / "my_rewards.py").write_text(LEAVING)
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts))
+    return train(folder, *task, *words, command=(sys.executable, "-m", *launcher, "-m", "relibra"), cwd=folder)
+
+
+def test_torchrun_starts_a_run_again_from_its_last_checkpoint(tmp_path):
+    words = ("task.reward=my_rewards:leave_once", "run.steps=8", "checkpoint.every=1", "algorithm.preset=grpo")
+    done = torchrun(tmp_path, *words, restarts=1)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"restart 1 by torchrun: continuing \S+/run from step-0000\d", done.stderr)
+    outcome = json.loads(done.stdout)
+    assert (outcome["complete"], outcome["steps"]) == (True, 8)
+    assert check_whole(tmp_path / "run") == 8
+    assert not (tmp_path / "run-2").exists()
+
+
+def test_torchrun_shows_the_error_of_the_rank_that_failed_first(tmp_path):
+    done = torchrun(tmp_path, "task.reward=my_rewards:fail_on_rank_1", restarts=0)
+    assert done.returncode != 0
+    cause = done.stderr.rpartition("Root Cause (first observed failure):")[2]
+    assert "rank 1 has no idea" in cause
+    assert re.search(r"rank +: 1 ", cause)
 
 
 HANG = """

@@ -94,25 +94,31 @@ class Rendezvous:
 
 
 @contextmanager
-def joined_ranks(timeout_seconds: float, device: torch.device, rendezvous: Rendezvous | None = None) -> Iterator[None]:
+def joined_ranks(
+    timeout_seconds: float, device: torch.device, rendezvous: Rendezvous | None = None, *, attempt: int = 0
+) -> Iterator[None]:
     """Join the process group, and leave it at the end.
 
     After an error the group is not left, because that would wait for peers that may have ended.
 
     rendezvous   None: from environment variables, as under `torchrun`
+    attempt      how often `torchrun` has started the ranks again: its store remembers where earlier ones listened
     raises       LostPeerError if a peer ended or does not answer in time
     """
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=timeout_seconds)
     try:
         if rendezvous is None:
-            dist.init_process_group(backend, timeout=timeout)
+            shared, rank, num_ranks = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+            store = dist.PrefixStore(f"attempt-{attempt}", shared)
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=num_ranks)
         else:
             store = rendezvous.store(timeout)
             dist.init_process_group(
                 backend, timeout=timeout, store=store, rank=rendezvous.rank, world_size=rendezvous.num_ranks
             )
         _PATIENT.group = dist.new_group(backend="gloo", timeout=NO_DEADLINE)
+        _PATIENT.background = dist.new_group(backend="gloo", timeout=NO_DEADLINE)
         yield
         wait_for_ranks()  # a peer may still need this rank
     except RuntimeError as error:
@@ -128,14 +134,15 @@ def joined_ranks(timeout_seconds: float, device: torch.device, rendezvous: Rende
             f"{str(error).splitlines()[0].partition('. ')[0]}"
         ) from error
     dist.destroy_process_group()
-    _PATIENT.group = None
+    _PATIENT.group = _PATIENT.background = None
 
 
 @dataclass
 class _Patience:
-    """What this rank does, and the group whose collectives have no deadline."""
+    """What this rank does, and the groups whose collectives have no deadline: of training, and of its threads."""
 
     group: dist.ProcessGroup | None = None
+    background: dist.ProcessGroup | None = None
     stage: str = "start"
     since: float = field(default_factory=time.monotonic)
     waiting: bool = False
@@ -155,9 +162,9 @@ def wait_for_ranks() -> None:
     _PATIENT.waiting, _PATIENT.since = False, time.monotonic()
 
 
-def patient_group() -> dist.ProcessGroup | None:
-    """Return the group whose collectives have no deadline; None: the default group."""
-    return _PATIENT.group
+def background_group() -> dist.ProcessGroup | None:
+    """Return the group of collectives that run beside those of training, without a deadline; None: the default one."""
+    return _PATIENT.background
 
 
 def begin_stage(stage: str) -> None:
@@ -175,21 +182,22 @@ def broadcast_json(value: Any) -> Any:
     return gather_json(value if dist.get_rank() == 0 else None)[0]
 
 
-def gather_json(value: Any) -> list[Any]:
+def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the values of all ranks, in rank order; collective.
 
+    group     of all ranks; None: the default group
     raises    EngineError if a value takes more than MAX_PAYLOAD_BYTES
     """
     payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(payload)]))
+    dist.all_gather(sizes, torch.tensor([len(payload)]), group=group)
     largest = max(int(size) for size in sizes)
     if largest > MAX_PAYLOAD_BYTES:
         raise EngineError(f"a rank sends {largest} bytes of JSON: at most {MAX_PAYLOAD_BYTES} are allowed")
     padded = torch.zeros(largest, dtype=torch.uint8)
     padded[: len(payload)] = payload
     gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded)
+    dist.all_gather(gathered, padded, group=group)
     return [json.loads(bytes(piece[: int(size)].tolist())) for piece, size in zip(gathered, sizes, strict=True)]
 
 

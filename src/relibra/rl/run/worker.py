@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import multiprocessing.connection
 import os
 import socket
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relibra.environment import LaunchedRank, rendezvous_address, set_rendezvous, shows_tracebacks
+from relibra.environment import LaunchedRank, error_file, rendezvous_address, set_rendezvous, shows_tracebacks
 from relibra.errors import ConfigError, EngineError, RelibraError, library_errors
 from relibra.printable import escape_logs_and_tracebacks, print_traceback, printable
 from relibra.rl.config.run_config import RunConfig, with_ranks
-from relibra.rl.run.run_folder import open_or_create, remove_if_unused
+from relibra.rl.run.run_folder import open_launched, remove_if_unused
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -44,6 +47,8 @@ class Exit(IntEnum):
 
 OUTSIDE = "the run failed before, between or after its steps"
 """Begins the message of an error of a library; those of a step name its stage."""
+LATER_SECONDS = 2.0
+"""By how much a rank that lost a peer ends later under `torchrun`, which takes the first that ends for the cause."""
 MESSAGE_BYTES = 4000
 """Most bytes of an error message sent to the parent: below the size that a pipe writes atomically."""
 FINISHED = b"\0finished"
@@ -103,32 +108,66 @@ def run_launched(config: RunConfig, launched: LaunchedRank, resume: Path | None)
         if created is not None:
             remove_if_unused(created)
 
-    with _exit_on_error(tell):
+    with _exit_on_error(tell, _record_failure):
         from relibra.rl.run.heartbeat import heartbeats
-        from relibra.rl.run.ranks import broadcast_json, is_peer_loss, joined_ranks
+        from relibra.rl.run.ranks import is_peer_loss, joined_ranks
         from relibra.rl.trainer import train_rank
 
         device = choose_device(launched.local_rank, launched.num_local_ranks, config.parallel.device)
         if launched.rank == 0:
             print(f"device {describe_device(device)}", file=sys.stderr, flush=True)
         patience = config.parallel.timeout_seconds, config.parallel.heartbeat_seconds
-        with joined_ranks(patience[0], device):
-            run = Path(broadcast_json(str(open_or_create(config, resume)) if launched.rank == 0 else None))
-            created = run if resume is None else None
+        attempt = launched.restarts
+        with joined_ranks(patience[0], device, attempt=attempt):
+            run, again = _open_together(config, resume, launched)
+            created = run if resume is None and not again else None
             with (
-                heartbeats(run, rendezvous_address(), *patience, on_lost=_lost(tell)),
+                heartbeats(run, rendezvous_address(), *patience, on_lost=_lost(tell, _record_failure), attempt=attempt),
                 library_errors(OUTSIDE, EngineError, stays=is_peer_loss),
             ):
                 complete = train_rank(config, run, device)
     return run, complete
 
 
+def _open_together(config: RunConfig, resume: Path | None, launched: LaunchedRank) -> tuple[Path, bool]:
+    """Return the run folder, and whether a run of this launch continues there; collective."""
+    from relibra.rl.run.ranks import broadcast_json
+
+    found = None
+    if launched.rank == 0:
+        run, checkpoint = open_launched(config, resume, launched)
+        found = [str(run), checkpoint is not None]
+        if launched.restarts:
+            goes_on = f"continuing {run} from {checkpoint}" if checkpoint else f"beginning anew in {run}"
+            print(printable(f"restart {launched.restarts} by torchrun: {goes_on}"), file=sys.stderr, flush=True)
+    folder, again = broadcast_json(found)
+    return Path(folder), again
+
+
+def _record_failure(text: str | None) -> None:
+    """Tell `torchrun` why this rank failed, as torch's `record` does, so that its summary shows the first cause.
+
+    text   None: a peer was lost, which is no cause. This rank then ends a little later than the one that failed first
+    """
+    if text is None:
+        time.sleep(LATER_SECONDS)
+        return
+    file = error_file()
+    if file is not None:
+        about = {"py_callstack": printable(text), "timestamp": str(int(time.time()))}
+        file.write_text(json.dumps({"message": {"message": printable(text), "extraInfo": about}}), encoding="utf-8")
+
+
 @contextmanager
-def _exit_on_error(report: Callable[[str], None]) -> Iterator[None]:
+def _exit_on_error(
+    report: Callable[[str], None], record: Callable[[str | None], None] = lambda _: None
+) -> Iterator[None]:
     """Report any error and end this process at once: expected errors by their message, others by their traceback.
 
     Nothing is torn down, because threads of a broken process group may never end, and the peers notice the end of a
     process earlier than a timeout.
+
+    record   called last, with the message, or the traceback of an unexpected error; None: a peer was lost
     """
     try:
         yield
@@ -141,14 +180,16 @@ def _exit_on_error(report: Callable[[str], None]) -> Iterator[None]:
         if not expected or shows_tracebacks():
             print_traceback(type(error), error, error.__traceback__)
         lost = isinstance(error, LostPeerError)
+        record(None if lost else str(error) if expected else traceback.format_exc())
         os._exit(Exit.LOST_PEER if lost else Exit.FAILED if expected else Exit.CRASHED)
 
 
-def _lost(report: Callable[[str], None]) -> Callable[[str], None]:
+def _lost(report: Callable[[str], None], record: Callable[[None], None] = lambda _: None) -> Callable[[str], None]:
     """Return what a rank does whose peer is lost: it reports that, and ends, whatever its main thread waits for."""
 
     def end(sentence: str) -> None:
         report(sentence)
+        record(None)
         os._exit(Exit.LOST_PEER)
 
     return end
