@@ -2,7 +2,6 @@
 
 import copy
 import json
-import logging
 import sys
 
 import numpy as np
@@ -18,6 +17,7 @@ from relibra.parallel.balanced import balanced_layers
 from relibra.rl.model.optimizer import clip_gradients, make_optimizer
 from relibra.rl.model.policy import write_weights
 from relibra.rl.model.sharding import full_parameters, is_balanced
+from relibra.rl.run.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from tests.replay.tiny_models import random_tokens, tiny_model
 from tests.rl.joined import VOCAB, alone, on_ranks, policy_of, tiny_config
 
@@ -109,21 +109,91 @@ def test_models_on_disk_are_policies(tmp_path, family):
     torch.testing.assert_close(loss_of(policy.copy), loss_of(expected))
 
 
-def test_tied_weights_part_and_the_copy_follows(tmp_path, caplog):
+def tied_model(folder):
     model = tiny_model(tie_word_embeddings=True, num_hidden_layers=1)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    model.save_pretrained(tmp_path / "model")
-    with caplog.at_level(logging.WARNING):
-        policy = build(tmp_path, f"model.path={tmp_path / 'model'}")
-    assert "ties lm_head.weight to other weights" in caplog.text
-    assert torch.equal(policy.copy.lm_head.weight, policy.copy.model.embed_tokens.weight)
-    step(policy.trained)
+    model.save_pretrained(folder)
+    return f"model.path={folder}"
+
+
+def check_tied(policy, folder):
+    """Check that the trained model has one parameter, and that all that others see of it is tied."""
+    head, embedding = policy.trained.lm_head.weight, policy.trained.model.embed_tokens.weight
+    assert head is embedding
+    assert "lm_head.weight" not in dict(policy.trained.named_parameters())
     policy.sync()
     assert differences(policy) == []
+    assert torch.equal(policy.copy.lm_head.weight, policy.copy.model.embed_tokens.weight)
+    write_weights(policy, folder)
+    dist.barrier()
+    for published in (folder, folder / "copy"):
+        if published != folder and dist.get_rank() == 0:
+            policy.copy.save_pretrained(published)  # as publish_weights does
+        dist.barrier()
+        again = transformers.AutoModelForCausalLM.from_pretrained(published)
+        assert again.config.tie_word_embeddings
+        assert again.lm_head.weight is again.model.embed_tokens.weight
+        assert torch.equal(again.lm_head.weight, policy.copy.lm_head.weight.float())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tied_weights_stay_one_parameter(tmp_path, dtype):
+    policy = build(tmp_path, tied_model(tmp_path / "model"), f"model.dtype={dtype}")
+    before = policy.copy.lm_head.weight.clone()
+    for _ in range(2):
+        step(policy.trained)
+    if dtype == "float32":
+        check_tied(policy, tmp_path / "written")
+    policy.sync()
+    assert not torch.equal(policy.copy.lm_head.weight, before)
+    assert torch.equal(policy.copy.lm_head.weight, policy.copy.model.embed_tokens.weight)
+
+
+def test_weights_that_differ_in_the_files_are_not_tied(tmp_path):
+    model = tiny_model(num_hidden_layers=1)
+    model.config.tie_word_embeddings = True
+    weights = model.state_dict()
+    model.save_pretrained(tmp_path / "model", state_dict=weights)
+    policy = build(tmp_path, f"model.path={tmp_path / 'model'}")
+    assert differences(policy) == []
     assert not torch.equal(policy.copy.lm_head.weight, policy.copy.model.embed_tokens.weight)
-    policy.copy.save_pretrained(tmp_path / "again")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    assert torch.equal(again.lm_head.weight, policy.copy.lm_head.weight)
+
+
+def train_tied(folder):
+    """Train a tied model on two ranks, save it, train on, and resume; return what came of it."""
+    policy = build(folder, f"model.path={folder / 'model'}", ranks=2)
+    optimizer = make_optimizer(policy.trained, 1e-2, 0.0)
+
+    def steps(model, optimizer, number):
+        for _ in range(number):
+            loss_of(model, dist.get_rank()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: whole.clone() for name, whole in full_parameters(model)}
+
+    layers = balanced_layers(policy.trained)
+    relocate(policy.trained, np.stack([np.roll(np.arange(policy.num_experts), 1) for _ in layers]), optimizer)
+    steps(policy.trained, optimizer, 2)
+    check_tied(policy, folder / "written")
+    saved_ = save_checkpoint(folder, 1, models={"policy": (policy.trained, optimizer)}, responses=[], state={}, keep=1)
+    states = json.loads((saved_ / "state.json").read_text())["models"]["policy"]["optimizer"]
+    assert "lm_head.weight" not in states
+    expected = steps(policy.trained, optimizer, 2)
+    resumed = build(folder, f"model.path={folder / 'model'}", ranks=2)
+    again = make_optimizer(resumed.trained, 1e-2, 0.0)
+    load_checkpoint(folder, models={"policy": (resumed.trained, again)})
+    check_tied(resumed, folder / "resumed")
+    found = steps(resumed.trained, again, 2)
+    check_tied(resumed, folder / "trained on")
+    return {"same": all(torch.equal(found[name], expected[name]) for name in expected), "names": sorted(found)}
+
+
+@pytest.mark.slow
+def test_tied_weights_are_one_parameter_under_fsdp_and_in_checkpoints(tmp_path):
+    tied_model(tmp_path / "model")
+    for found in on_ranks(2, train_tied, tmp_path):
+        assert found["same"]
+        assert "lm_head.weight" not in found["names"]
 
 
 def test_nothing_is_random_in_training(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,12 +33,11 @@ from relibra.rl.model.sharding import (
     loading,
     on_all_ranks,
     quiet_loading,
+    set_tied,
     without_randomness,
 )
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.toy.model import built_in_config, initial_model
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -110,9 +108,7 @@ def build_policy(
     """
     model_config = on_all_ranks(lambda: _model_config(settings, vocab_size))
     structure = on_all_ranks(lambda: _read_structure(model_config, settings, num_ranks, replay))
-    with _initial_weights(settings, seed, model_config, structure, folder) as path:
-        if structure.tied:
-            model_config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
+    with _initial_weights(settings, seed, model_config, folder) as path:
 
         def load_copy() -> nn.Module:
             with loading(f"model.path {settings.path!r}"), quiet_loading():
@@ -126,6 +122,8 @@ def build_policy(
         full = on_all_ranks(load_copy).to(device).eval().requires_grad_(False)
         explicit_masks = on_all_ranks(lambda: _needs_masks(full, settings))
         packed = on_all_ranks(lambda: not explicit_masks and can_attend_packed(full))
+        if not full.all_tied_weights_keys:  # transformers ties no weights that differ in the files
+            set_tied(model_config, tied=False)
         try:
             trained = load_sharded(
                 AutoModelForCausalLM,
@@ -171,12 +169,15 @@ def save_policy(policy: Policy, tokenizer: Tokenizer, folder: Path) -> None:
 def write_weights(policy: Policy, folder: Path) -> None:
     """Write the trained weights, in float32 and logical expert order, as a `transformers` folder; collective.
 
-    Rank 0 writes, and needs memory for all of them.
+    Rank 0 writes, and needs memory for all of them. Tied weights are the same in all their places.
 
     raises   ConfigError, the same on all ranks, if the folder cannot be written
     """
     writes = dist.get_rank() == 0
     weights = {name: full.cpu() for name, full in full_parameters(policy.trained) if writes}
+    for pair in policy.copy.all_tied_weights_keys.items() if writes else ():  # type: ignore[operator, union-attr]
+        shared = next(weights[name] for name in pair if name in weights)
+        weights |= dict.fromkeys(pair, shared)
 
     def write() -> None:
         if writes:
@@ -207,14 +208,12 @@ class _Structure:
     """Structure of a model, known before its weights are loaded.
 
     expert   None: a dense model
-    tied     names of parameters that share their values with others
     """
 
     num_experts: int
     layer_ids: tuple[int, ...]
     top_k: int
     expert: ExpertShape | None
-    tied: tuple[str, ...]
 
 
 def _model_config(settings: ModelSettings, vocab_size: int) -> Any:
@@ -267,7 +266,6 @@ def _read_structure(model_config: Any, settings: ModelSettings, ranks: int, repl
         layer_ids=tuple(site.layer_id for site in sites),
         top_k=sites[0].top_k if sites else 0,
         expert=_expert_shape(model_config, stacked, settings) if num_experts else None,
-        tied=tuple(model.all_tied_weights_keys),
     )
 
 
@@ -282,15 +280,9 @@ def _expert_shape(model_config: Any, stacked: Sequence[nn.Parameter], settings: 
 
 
 @contextmanager
-def _initial_weights(
-    settings: ModelSettings, seed: int, model_config: Any, structure: _Structure, folder: Path
-) -> Iterator[str]:
-    """Yield the folder (or hub name) that all ranks load from; collective.
-
-    Tied weights are untied here: FSDP2 in transformers 5.23 unties them silently in the trained model, so that a tied
-    copy would differ from it.
-    """
-    if settings.path and not structure.tied:
+def _initial_weights(settings: ModelSettings, seed: int, model_config: Any, folder: Path) -> Iterator[str]:
+    """Yield the folder (or hub name) that all ranks load from; collective."""
+    if settings.path:
         yield settings.source
         return
     temporary, writes = folder / ".initial-weights", dist.get_rank() == 0
@@ -298,7 +290,7 @@ def _initial_weights(
     def write() -> None:
         if writes:
             with _writing(temporary), quiet_loading():
-                _initial_model(settings, seed, model_config, structure).save_pretrained(temporary)
+                initial_model(model_config, seed).save_pretrained(temporary)
 
     try:
         on_all_ranks(write)
@@ -307,29 +299,6 @@ def _initial_weights(
     finally:
         if writes:
             shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _initial_model(settings: ModelSettings, seed: int, model_config: Any, structure: _Structure) -> Any:
-    """Return the built-in model, or that of `model.path` with all weights untied."""
-    if not settings.path:
-        return initial_model(model_config, seed)
-    _log.warning(
-        "%s ties %s to other weights, which sharded training does not support: they become separate parameters",
-        _name(settings),
-        ", ".join(structure.tied),
-    )
-    with loading(_name(settings)):
-        model = AutoModelForCausalLM.from_pretrained(
-            settings.source, dtype=torch.float32, trust_remote_code=settings.trust_remote_code
-        )
-    for name in structure.tied:
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        setattr(module, leaf, nn.Parameter(getattr(module, leaf).detach().clone()))
-    model.all_tied_weights_keys.clear()
-    for section in (model.config, model.config.get_text_config()):
-        section.tie_word_embeddings = False
-    return model
 
 
 @contextmanager

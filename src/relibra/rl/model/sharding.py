@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.distributed.mixin import DistributedMixin
 from transformers.utils import logging as transformers_logging
 
 from relibra.errors import ConfigError, RelibraError, in_a_line
@@ -58,7 +59,8 @@ def load_sharded(
     model_class   an Auto class or a model class of transformers
     has_experts   whether there are experts to shard
     experts       implementation of expert parallelism
-    raises        ValueError if transformers has no sharding plan for this model family
+    raises        ValueError if transformers has no sharding plan for this model family, or weights inside of layers are
+                  tied
     """
     num_ranks, mixed = dist.get_world_size(), settings.dtype == "bfloat16"
     options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
@@ -70,14 +72,52 @@ def load_sharded(
             ep_implementation=experts if has_experts else "auto",
             fsdp_mixed_precision=mixed,
         )
-    with quiet_loading():
+    with quiet_loading(), _tied_before_sharding():
         model = model_class.from_pretrained(path, config=model_config, dtype=torch.float32, **options).to(device)
+    for target, source in model.all_tied_weights_keys.items():
+        assert model.get_parameter(target) is model.get_parameter(source), f"{target} is one parameter with {source}"
     if mixed and num_ranks == 1:
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         fully_shard(model, mesh=init_device_mesh(device.type, (1,)), mp_policy=precision)
     if settings.activation_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return model.train()
+
+
+@contextmanager
+def _tied_before_sharding() -> Iterator[None]:
+    """Let models that transformers loads inside have tied weights as one parameter under FSDP2.
+
+    transformers 5.23 ties them after sharding, when FSDP2 has made a parameter of each: they then drift apart silently.
+    Here they are tied before, and left to the group of the root module, which sets a parameter in all its places.
+    """
+    mixin: Any = DistributedMixin
+    resolve = mixin._resolve_parallel_plans
+
+    def tie_and_resolve(model: Any, distributed_config: DistributedConfig) -> tuple[dict[str, str], ...]:
+        tp_plan, ep_plan, fsdp_plan = resolve(model, distributed_config)
+        tied = {name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair}
+        for target, source in model.all_tied_weights_keys.items():
+            owner, _, leaf = target.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, model.get_parameter(source))
+        fsdp_plan = {name: style for name, style in fsdp_plan.items() if name not in tied}
+        if inside := [owner for owner in tied if any(owner.startswith(f"{name}.") for name in fsdp_plan)]:
+            raise ValueError(
+                f"{inside[0]} shares weights with another module, and belongs to one that is sharded alone"
+            )
+        return tp_plan, ep_plan, fsdp_plan
+
+    mixin._resolve_parallel_plans = tie_and_resolve
+    try:
+        yield
+    finally:
+        mixin._resolve_parallel_plans = resolve
+
+
+def set_tied(model_config: Any, *, tied: bool) -> None:
+    """Set in a transformers configuration whether the output matrix is the input embedding."""
+    for section in (model_config, model_config.get_text_config()):
+        section.tie_word_embeddings = tied
 
 
 def without_randomness(model_config: Any) -> Any:
