@@ -24,7 +24,7 @@ from relibra.planning.validation import validate_plan
 from relibra.reporting.data.metrics import read_metrics
 from relibra.reporting.data.samples import read_samples
 from relibra.rl.config.run_config import RunConfig, as_toml, load_config
-from relibra.rl.run.checkpoint_manifest import digest_files, find_damage, write_manifest
+from relibra.rl.run.checkpoints.checkpoint_manifest import digest_files, find_damage, write_manifest
 from relibra.rl.run.run_folder import read_settings
 from relibra.rl.tasks.rows import open_rows
 from relibra.routing.demand_files import FORMAT as DEMAND

@@ -111,7 +111,7 @@ def test_each_step_is_checked_for_lost_responses_before_its_checkpoint_is_writte
         check_live_responses(live, cursor=cursor, finished=finished, settings=settings)
 
     monkeypatch.setattr(step, "check_live_responses", check)
-    monkeypatch.setattr(trainer, "save_checkpoint", lambda _run, number, **_: events.append(number))
+    monkeypatch.setattr(trainer.CheckpointWriter, "stage", lambda _self, number, **_: events.append(number))
     run_alone((*TPPO, "run.steps=2", "checkpoint.every=1"), tmp_path)
     before, (begun, ended, under_way), first, (begun_then, ended_then, under_way_then), last = events
     assert (before, first, last) == (0, 1, 2)

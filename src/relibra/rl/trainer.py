@@ -22,7 +22,8 @@ from relibra.rl.model.policy import Policy, build_policy, reference_policy, save
 from relibra.rl.model.tokenizer import Tokenizer, make_tokenizer
 from relibra.rl.rollout.engines import make_engine, sync_weights
 from relibra.rl.rollout.prompt_lengths import fit_prompts
-from relibra.rl.run.checkpoint import Models, load_checkpoint, save_checkpoint
+from relibra.rl.run.checkpoints.checkpoint import Models, load_checkpoint
+from relibra.rl.run.checkpoints.checkpoint_writer import CheckpointWriter
 from relibra.rl.run.display import TrainingDisplay
 from relibra.rl.run.ranks import StopRequest, begin_stage, broadcast_json
 from relibra.rl.run.run_folder import has_checkpoint, locked_run_folder, write_config
@@ -61,13 +62,17 @@ def _train(config: RunConfig, run: Path, device: torch.device, display: Training
     learner, progress, step = _build_learner(config, run, device, policy, task, tokenizer, cluster, resumed=resumed)
     if resumed:
         display.resumed(step)
-    elif config.checkpoint.every and warmed and config.warmup.steps:
-        _save(run, 0, learner, progress, config.checkpoint.keep)  # so that no resume repeats the warm-up
     traces = StepTraces(run, config.trace, num_experts=policy.num_experts, layer_ids=policy.layer_ids)
     saved, stopped, reached = step, stop.on_any_rank(), False
     if config.follows_plans and step < config.run.steps and not stopped:
         display.compiling()
-    with StepLogs(run, step) if dist.get_rank() == 0 else nullcontext() as logs:
+    with (
+        CheckpointWriter(run, config.checkpoint) as writer,
+        StepLogs(run, step) if dist.get_rank() == 0 else nullcontext() as logs,
+    ):
+        if config.checkpoint.every and warmed and config.warmup.steps and not resumed:
+            _stage(writer, 0, learner, progress)  # so that no resume repeats the warm-up
+            writer.start()
         while step < config.run.steps and not stopped and not reached:
             baseline = None
             if config.evaluation.every and step == 0:
@@ -80,15 +85,20 @@ def _train(config: RunConfig, run: Path, device: torch.device, display: Training
                 metrics["evaluation"] = _evaluate(learner, config)
                 goal = config.evaluation.stop_at
                 reached = goal is not None and metrics["evaluation"]["reward"] >= goal
+            step += 1
+            if config.checkpoint.every and step % config.checkpoint.every == 0:
+                saved = _stage(writer, step, learner, progress)
+            metrics["seconds"]["checkpoint"] = round(writer.take_seconds(), 4)
             if logs:
                 logs.append(metrics, result.responses, task, tokenizer)
             display.rl_step(metrics)
-            step += 1
-            if config.checkpoint.every and step % config.checkpoint.every == 0:
-                saved = _save(run, step, learner, progress, config.checkpoint.keep)
+            writer.start()  # only now: no checkpoint is newer than the metrics
+            writer.check()
             stopped = stop.on_any_rank()
-    if config.checkpoint.every and saved < step:
-        _save(run, step, learner, progress, config.checkpoint.keep)
+        if config.checkpoint.every and saved < step:
+            _stage(writer, step, learner, progress)
+            writer.start()
+        writer.wait()
     save_policy(policy, tokenizer, run / "policy")
     return warmed and (step >= config.run.steps or reached)
 
@@ -244,14 +254,12 @@ def _models(policy: Policy, optimizer: torch.optim.Optimizer, critic: Trained | 
     return policy_alone if critic is None else {**policy_alone, "critic": (critic.model, critic.optimizer)}
 
 
-def _save(run: Path, step: int, learner: Learner, progress: Progress, keep: int) -> int:
-    """Write a checkpoint, and return its step."""
-    save_checkpoint(
-        run,
+def _stage(writer: CheckpointWriter, step: int, learner: Learner, progress: Progress) -> int:
+    """Copy a checkpoint, and return its step; collective."""
+    writer.stage(
         step,
         models=_models(learner.policy, learner.optimizer, learner.critic),
         responses=[*progress.live, *progress.for_values],
         state=progress.as_state(),
-        keep=keep,
     )
     return step

@@ -27,8 +27,8 @@ from relibra.rl.model.critic import build_critic
 from relibra.rl.model.optimizer import make_optimizer
 from relibra.rl.model.sharding import full_parameters
 from relibra.rl.rollout.response import Response
-from relibra.rl.run import checkpoint
-from relibra.rl.run.checkpoint import load_checkpoint, save_checkpoint
+from relibra.rl.run.checkpoints import checkpoint
+from relibra.rl.run.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from tests.replay.tiny_models import random_tokens
 from tests.rl.joined import CPU, alone, on_ranks, policy_of, tiny_config
 
@@ -435,7 +435,9 @@ def fail_on_one_rank(folder):
     for name in ("save_responses", "torch", "digest_files", "write_manifest"):
         failing = dist.get_rank() == (0 if name == "write_manifest" else 1)
         where = "torch.distributed.checkpoint.filesystem._write_files_from_queue" if name == "torch" else ""
-        with mock.patch(where or f"relibra.rl.run.checkpoint.{name}", full) if failing else mock.MagicMock():
+        with (
+            mock.patch(where or f"relibra.rl.run.checkpoints.checkpoint.{name}", full) if failing else mock.MagicMock()
+        ):
             try:
                 save_checkpoint(folder, 2, models=models, responses=[], state={}, keep=1)
             except EngineError as error:

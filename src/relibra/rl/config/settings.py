@@ -374,6 +374,8 @@ class CheckpointSettings(Section):
     """RL steps between checkpoints; 0: none."""
     keep: int = Field(2, ge=1, le=1 << 16)
     """Number of latest checkpoints to keep."""
+    background: bool = True
+    """Write while training goes on, from a copy in host memory; false: training waits until the files are written."""
 
 
 class TraceSettings(Section):

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy import ndarray
+from torch.distributed.rendezvous import rendezvous as store_of_environment
 
 from relibra.environment import STOP_SIGNALS
 from relibra.errors import ConfigError, EngineError
@@ -109,7 +110,7 @@ def joined_ranks(
     timeout = timedelta(seconds=timeout_seconds)
     try:
         if rendezvous is None:
-            shared, rank, num_ranks = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+            shared, rank, num_ranks = next(store_of_environment("env://", timeout=timeout))
             store = dist.PrefixStore(f"attempt-{attempt}", shared)
             dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=num_ranks)
         else:

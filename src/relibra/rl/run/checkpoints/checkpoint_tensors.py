@@ -24,13 +24,18 @@ Homes = list[list[int]] | None
 def tensors(models: Mapping[str, tuple[nn.Module, Optimizer | None]]) -> dict[str, Tensor]:
     """Return all tensors of models and optimizer states by name, without shards that are empty on this rank.
 
+    Tied weights are there once.
+
     They share memory with models and optimizers, so that loading into them changes these.
     """
     named: dict[str, Tensor] = {}
     for name, (model, optimizer) in models.items():
         reshard(model)
+        once = {key for key, _ in model.named_parameters()}
+        tied = {key for key, _ in model.named_parameters(remove_duplicate=False)} - once
         for key, tensor in model.state_dict().items():
-            named[f"{name}/weights/{key}"] = tensor
+            if key not in tied:
+                named[f"{name}/weights/{key}"] = tensor
         if optimizer is not None:
             for parameter_name, parameter in model.named_parameters():
                 for key, value in optimizer.state.get(parameter, {}).items():
@@ -38,6 +43,11 @@ def tensors(models: Mapping[str, tuple[nn.Module, Optimizer | None]]) -> dict[st
                         named[f"{name}/optimizer/{parameter_name}/{key}"] = value
     one_block = {key: _one_block(tensor) for key, tensor in named.items()}
     return {key: tensor for key, tensor in one_block.items() if _local(tensor).numel()}
+
+
+def copied(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies in host memory, sharded as the tensors are."""
+    return {key: tensor.detach().to("cpu", copy=True) for key, tensor in named.items()}
 
 
 def scalars(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, float | None]]:

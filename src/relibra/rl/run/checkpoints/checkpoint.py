@@ -26,7 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -36,9 +36,16 @@ from torch.optim import Optimizer
 from relibra.errors import ConfigError, EngineError, RelibraError
 from relibra.rl.rollout.response import Response
 from relibra.rl.rollout.response_arrays import load_responses, save_responses
-from relibra.rl.run.checkpoint_manifest import digest_files, find_damage, sync_folder, write_manifest
-from relibra.rl.run.checkpoint_tensors import at_saved_homes, in_logical_order, restore_scalars, scalars, tensors
-from relibra.rl.run.ranks import begin_stage, broadcast_json, gather_json, patient_group, wait_for_ranks
+from relibra.rl.run.checkpoints.checkpoint_manifest import digest_files, find_damage, sync_folder, write_manifest
+from relibra.rl.run.checkpoints.checkpoint_tensors import (
+    at_saved_homes,
+    copied,
+    in_logical_order,
+    restore_scalars,
+    scalars,
+    tensors,
+)
+from relibra.rl.run.ranks import broadcast_json, gather_json, wait_for_ranks
 
 Models = Mapping[str, tuple[nn.Module, Optimizer | None]]
 """Models of a run by name, each with its optimizer; None: it is not trained."""
@@ -61,25 +68,63 @@ class LoadedCheckpoint:
     responses: list[Response]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StagedCheckpoint:
+    """A copy of what this rank writes into a checkpoint: training may go on while it is written.
+
+    step        finished RL steps
+    contents    of state.json
+    tensors     in host memory, experts in logical order
+    responses   in progress on this rank
+    """
+
+    step: int
+    contents: dict[str, Any]
+    tensors: dict[str, Tensor]
+    responses: Sequence[Response]
+
+
 def save_checkpoint(
     run: Path, step: int, *, models: Models, responses: Sequence[Response], state: dict[str, Any], keep: int
 ) -> Path:
-    """Write a checkpoint, and remove all but the latest ones; collective.
+    """Write a checkpoint, and remove all but the latest ones; collective. As `stage_checkpoint`, `write_checkpoint`."""
+    return write_checkpoint(run, stage_checkpoint(step, models=models, responses=responses, state=state), keep)
 
-    Experts move to logical order and back. Needs host memory for twice the shards of this rank.
+
+def stage_checkpoint(
+    step: int, *, models: Models, responses: Sequence[Response], state: dict[str, Any]
+) -> StagedCheckpoint:
+    """Copy all that a checkpoint holds; collective.
+
+    Experts move to logical order and back. Needs host memory for the shards of this rank, and for as much again while
+    it is written.
 
     step        finished RL steps
     responses   responses in progress on this rank
     state       JSON data that the caller needs to resume, the same on all ranks
+    """
+    contents: dict[str, Any] = {"step": step, "ranks": dist.get_world_size(), "state": state, "models": {}}
+    with in_logical_order(models) as homes:
+        for name, (model, optimizer) in models.items():
+            numbers = scalars(model, optimizer) if optimizer else None
+            contents["models"][name] = {"homes": homes[name], "optimizer": numbers}
+        return StagedCheckpoint(
+            step=step, contents=contents, tensors=copied(tensors(models)), responses=tuple(responses)
+        )
+
+
+def write_checkpoint(run: Path, staged: StagedCheckpoint, keep: int, group: dist.ProcessGroup | None = None) -> Path:
+    """Write a staged checkpoint, and remove all but the latest ones; collective.
+
     keep        number of checkpoints to keep, this one included
+    group       gloo group of all ranks; None: the default one
     raises      EngineError, on all ranks, if a rank cannot write; earlier checkpoints are unchanged
     """
-    folder = run / "checkpoints" / f"step-{step:05d}"
+    folder = run / "checkpoints" / f"step-{staged.step:05d}"
     partial = folder.with_name(f".{folder.name}.partial")
-    begin_stage(f"checkpoint after step {step}")
     try:
-        _write(partial, step, models, responses, state)
-        with _writing(partial):
+        _write(partial, staged, group)
+        with _writing(partial, group):
             if dist.get_rank() == 0:
                 _put_in_place(partial, folder)
                 _remove_others(folder, keep)
@@ -119,29 +164,24 @@ def load_checkpoint(run: Path, *, models: Models) -> LoadedCheckpoint | None:
     )
 
 
-def _write(partial: Path, step: int, models: Models, responses: Sequence[Response], state: dict[str, Any]) -> None:
+def _write(partial: Path, staged: StagedCheckpoint, group: dist.ProcessGroup | None) -> None:
     """Write all files of a checkpoint, the manifest last, and sync them to disk; collective."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    with _writing(partial):
+    with _writing(partial, group):
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             (partial / "weights").mkdir(parents=True)
             (partial / "responses").mkdir()
-    with _writing(partial):
-        save_responses(partial / "responses" / f"rank-{rank:05d}.safetensors", responses)
-    contents: dict[str, Any] = {"step": step, "ranks": num_ranks, "state": state, "models": {}}
-    with in_logical_order(models) as homes:
-        for name, (model, optimizer) in models.items():
-            numbers = scalars(model, optimizer) if optimizer else None
-            contents["models"][name] = {"homes": homes[name], "optimizer": numbers}
-        _write_tensors(tensors(models), partial / "weights")
-    with _writing(partial):
+    with _writing(partial, group):
+        save_responses(partial / "responses" / f"rank-{rank:05d}.safetensors", staged.responses)
+    _write_tensors(staged.tensors, partial / "weights", group)
+    with _writing(partial, group):
         if rank == 0:
-            (partial / "state.json").write_text(json.dumps(contents), encoding="utf-8")
-    with _writing(partial):
+            (partial / "state.json").write_text(json.dumps(staged.contents), encoding="utf-8")
+    with _writing(partial, group):
         own = digest_files(partial, rank, num_ranks)
-    everyone = gather_json(own)
-    with _writing(partial):
+    everyone = gather_json(own, group)
+    with _writing(partial, group):
         if rank == 0:
             write_manifest(partial, {file: digest for part in everyone for file, digest in part.items()})
 
@@ -157,6 +197,12 @@ def _load(folder: Path, models: Models) -> LoadedCheckpoint:
     same_ranks = contents["ranks"] == dist.get_world_size()
     with at_saved_homes(models, {name: saved[name]["homes"] if same_ranks else None for name in models}):
         for name, (model, optimizer) in models.items():
+            unknown = set(saved[name]["optimizer"] or ()) - {key for key, _ in model.named_parameters()}
+            if unknown:
+                raise ConfigError(
+                    f"checkpoint {folder} has states of {min(unknown)}, which is no parameter of its own here (tied "
+                    "weights are one parameter since relibra 0.3.0): finish the run with the version that wrote it"
+                )
             if optimizer and saved[name]["optimizer"] is not None:
                 restore_scalars(model, optimizer, saved[name]["optimizer"])
         try:
@@ -181,23 +227,22 @@ def _own_responses(folder: Path, *, same_ranks: bool) -> list[Response]:
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def _writing(folder: Path, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Turn a write error of any rank into the same EngineError on all ranks; collective."""
     problem = None
     try:
         yield
     except (OSError, SafetensorError, RelibraError) as error:
         problem = f"rank {dist.get_rank()}: {getattr(error, 'strerror', None) or error}"
-    wait_for_ranks()  # a disk may be slow on one rank
-    problems = [each for each in gather_json(problem) if each]
+    problems = [each for each in gather_json(problem, group) if each]
     if problems:
         raise _cannot_write(folder, problems[0])
 
 
-def _write_tensors(named: dict[str, Any], folder: Path) -> None:
+def _write_tensors(named: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
     try:
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        save(named, storage_writer=writer, process_group=patient_group())
+        save(named, storage_writer=writer, process_group=group)
     except CheckpointException as error:  # torch raises it on all ranks, with the errors of each
         causes = [cause for cause, _ in error.failures.values()]
         if not all(isinstance(cause, OSError) for cause in causes):
