@@ -111,7 +111,7 @@ def joined_ranks(
     try:
         if rendezvous is None:
             shared, rank, num_ranks = next(store_of_environment("env://", timeout=timeout))
-            store = dist.PrefixStore(f"attempt-{attempt}", shared)
+            store: Any = dist.PrefixStore(f"attempt-{attempt}", shared)  # type: ignore[attr-defined]
             dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=num_ranks)
         else:
             store = rendezvous.store(timeout)
