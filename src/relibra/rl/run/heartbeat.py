@@ -234,7 +234,6 @@ def heartbeats(
     lost_seconds: float,
     *,
     on_lost: Callable[[str], None],
-    attempt: int = 0,
 ) -> Iterator[None]:
     """Show signs of life inside, and name the rank that hangs where a collective fails; collective.
 
@@ -243,7 +242,6 @@ def heartbeats(
     timeout_seconds   of collectives
     lost_seconds      parallel.heartbeat_seconds
     on_lost           called with a sentence, in a thread, when a rank gives no sign of life; ends the process
-    attempt           how often `torchrun` has started the ranks again
     raises            LostPeerError if a peer ended or hangs
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -251,8 +249,7 @@ def heartbeats(
         yield
         return
     host, port = address
-    shared = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
-    store = dist.PrefixStore(f"beats-{attempt}", shared)  # type: ignore[attr-defined]
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
     beat = Heartbeat(store, rank, num_ranks, run / "stacks", on_lost, lost_seconds)
     beat.start()
     try:
