@@ -164,11 +164,12 @@ def test_a_step_pays_its_part_of_the_moves(run, trace):
 
 
 def test_the_output_says_what_a_plan_may_use(run, trace, tmp_path):
-    used = "plans minimise seconds, 4 spare slots per rank in at most 7.45 GiB, tolerance 0.01, moves over 10 steps"
+    used = "4 spare slots per rank in at most 7.45 GiB, tolerance 0.01, moves over 10 steps"
     cut = CUT[:-2]
     for words in (("simulate",), ("sweep",), ("plan", "-o", tmp_path / "p"), ("compare", "--balancer", "relibra")):
         told = " ".join(run(words[0], trace, *cut, "--micro-batch-tokens", "50", *words[1:])[1].split())
         assert f"{used}, samples may be packed, copies on any node" in told, words[0]
+        assert "minimises seconds" in told or "plans minimise seconds" in told, words[0]
     cluster = cluster_preset("h100x8", 4)
     assert plan_budget(PlanSettings(), cluster) == replace(RUN_DEFAULTS, memory_gib=slot_memory_gib(cluster))
 
