@@ -1,6 +1,6 @@
 """What becomes of runs that are killed, stopped or out of disk, and of damaged inputs.
 
-Run: relibra bench reliability [signals] [disks] [damage] [--seed N] [--quick] [--json] [--output FOLDER]
+Run: relibra bench reliability [signals] [disks] [damage] [--count N] [--seed N] [--quick] [--json] [--output FOLDER]
 Rows go to results/reliability.json. Without a part all of them; with one, the file keeps the rows of the others. Three
 quarters of an hour on two cores; --quick tries a handful of each and writes no rows. Exit code 1 when one run or input
 ends in another way than promised.
@@ -27,11 +27,11 @@ from benchmarks.reliability import full_disks, signalled_runs
 from relibra.errors import ConfigError, EngineError
 from relibra.files import write_text
 
-POINTS, DISKS, CASES = 50, 30, 10_000
-QUICK_POINTS, QUICK_DISKS, QUICK_CASES = 3, 2, 20
+COUNTS = {"signals": 50, "disks": 30, "damage": 10_000}
+QUICK_COUNTS = {"signals": 3, "disks": 2, "damage": 20}
 
 
-def signal_rows(seed: int, *, quick: bool) -> list[dict]:
+def signal_rows(seed: int, count: int) -> list[dict]:
     """Signal runs, and say what is neither."""
     ended = []
     with tempfile.TemporaryDirectory() as text:
@@ -39,7 +39,7 @@ def signal_rows(seed: int, *, quick: bool) -> list[dict]:
         settings = signalled_runs.task_settings(home)
         whole, pace = signalled_runs.undisturbed(settings, home)
         _say(f"undisturbed: {pace.start:.1f} s to the first step, {pace.step:.2f} s a step, {pace.end:.1f} s to end")
-        for point in signalled_runs.choose_points(QUICK_POINTS if quick else POINTS, seed):
+        for point in signalled_runs.choose_points(count, seed):
             one = signalled_runs.signal_run(point, settings, home, pace, whole)
             ended.append(one)
             state = ", ".join(name for name in ("equal", "anew", "named", "neither") if getattr(one, name))
@@ -50,7 +50,7 @@ def signal_rows(seed: int, *, quick: bool) -> list[dict]:
     return signalled_runs.rows_of(ended, seed)
 
 
-def disk_rows(seed: int, *, quick: bool) -> list[dict]:
+def disk_rows(seed: int, count: int) -> list[dict]:
     """Fill disks, and say what is neither; no rows where no file system can be mounted."""
     survived = []
     with tempfile.TemporaryDirectory() as text:
@@ -61,7 +61,7 @@ def disk_rows(seed: int, *, quick: bool) -> list[dict]:
                 return []
             settings = full_disks.task_settings(folder / "task")
             whole = full_disks.undisturbed(settings, folder / "task")
-            for disk in full_disks.choose_disks(QUICK_DISKS if quick else DISKS, seed):
+            for disk in full_disks.choose_disks(count, seed):
                 one = full_disks.fill_during_run(disk, settings, folder / "disk", folder / "task", whole)
                 survived.append(one)
                 facts = ("warned", "stopped", "anew", "equal", "neither")
@@ -72,10 +72,9 @@ def disk_rows(seed: int, *, quick: bool) -> list[dict]:
     return [full_disks.row_of(survived, seed)]
 
 
-def damage_rows(seed: int, *, quick: bool) -> list[dict]:
+def damage_rows(seed: int, count: int) -> list[dict]:
     """Read damaged inputs in a process with capped memory, and say what was found."""
-    cases = QUICK_CASES if quick else CASES
-    command = [sys.executable, "-m", "tests.fuzz.worker", str(seed), str(cases)]
+    command = [sys.executable, "-m", "tests.fuzz.worker", str(seed), str(count)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise EngineError(f"the process that reads damaged inputs ended with {done.returncode}: {done.stdout[-300:]}")
@@ -104,7 +103,7 @@ def damage_rows(seed: int, *, quick: bool) -> list[dict]:
     ]
 
 
-PARTS: dict[str, Callable[..., list[dict]]] = {"signals": signal_rows, "disks": disk_rows, "damage": damage_rows}
+PARTS: dict[str, Callable[[int, int], list[dict]]] = {"signals": signal_rows, "disks": disk_rows, "damage": damage_rows}
 
 
 def kept_rows(folder: Path, parts: set[str]) -> list[Row]:
@@ -119,19 +118,22 @@ def kept_rows(folder: Path, parts: set[str]) -> list[Row]:
 def main() -> int:
     parser = measurement_options(__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all")
+    parser.add_argument("--count", type=int, help="signals, disks, inputs per reader; default: 50, 30, 10,000")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"there is no part {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
     parts = options.parts or list(PARTS)
-    rows = [row for part in parts for row in PARTS[part](options.seed, quick=options.quick)]
+    counts = QUICK_COUNTS if options.quick else COUNTS
+    rows = [row for part in parts for row in PARTS[part](options.seed, options.count or counts[part])]
     if options.json:
         print(json.dumps(rows, indent=1))
     else:
         _print_tables(rows)
     if rows and not options.quick:
         seed = [f"--seed {options.seed}"] * bool(options.seed)
-        words = " ".join(["relibra bench reliability", *options.parts, *seed])
+        count = [f"--count {options.count}"] * bool(options.count)
+        words = " ".join(["relibra bench reliability", *options.parts, *count, *seed])
         kept = kept_rows(options.output, {row["table"] for row in rows})
         path = write_results("reliability", rows, words, options.output)
         together = [*json.loads(path.read_text()), *kept]

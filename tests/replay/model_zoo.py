@@ -78,6 +78,7 @@ def tiny_causal_model(name: str, seed: int = 0) -> nn.Module:
     sizes = {key: value for key, value in _SIZES.items() if hasattr(known, key)}
     config = config_class(**(sizes | _OF_FAMILY.get(name, {})))
     config._attn_implementation = "eager"
+    config.use_cache = False  # caches of hybrids want an attention layer
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = model_class(config)

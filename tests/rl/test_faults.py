@@ -71,16 +71,18 @@ def test_a_killed_rank_ends_the_run_with_its_name(rank, tmp_path):
     assert check_whole(going.run) >= 2
 
 
-def test_a_stopped_rank_is_named_and_the_others_leave_their_stacks(tmp_path):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_named_and_the_others_leave_their_stacks(rank, tmp_path):
     with LongRun(tmp_path, "parallel.heartbeat_seconds=8") as going:
         going.wait_for("(1/")
         workers = going.workers()
-        os.kill(workers[1], signal.SIGSTOP)
+        os.kill(workers[rank], signal.SIGSTOP)
         assert going.exit_code(60) == 1
         wait_until_gone(workers, 1)
-    assert re.search(r"rank 0: no sign of life of rank 1 \(\w[\w ]*, for \d+ s\) for 8 s", going.stderr)
-    assert "error: the run ended early: rank 0 lost its peers (see above)" in going.stderr
-    assert "Thread" in (going.run / "stacks" / "rank-00000.txt").read_text()
+    told = "rank 0, which has the store of the group," if rank == 0 else r"rank 1 \(\w[\w ]*, for \d+ s\)"
+    assert re.search(rf"rank {1 - rank}: no sign of life of {told} for 8 s", going.stderr)
+    assert f"error: the run ended early: rank {1 - rank} lost its peers (see above)" in going.stderr
+    assert "Thread" in (going.run / "stacks" / f"rank-{1 - rank:05d}.txt").read_text()
 
 
 def test_a_supervised_run_goes_on_after_a_lost_rank(tmp_path):

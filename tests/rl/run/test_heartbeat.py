@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 import time
 from datetime import timedelta
 
@@ -64,6 +65,37 @@ def test_a_rank_that_stops_before_its_first_sign_of_life_is_named(rank_0):
     beat.start()
     wait_until(lambda: said)
     assert said[0].startswith("no sign of life of rank 1 (start, for 0 s) for 0.5 s")
+
+
+class SilentStore:
+    """The store of a rank 0 that was stopped: requests go out, and no answer comes."""
+
+    def __init__(self):
+        self.end = threading.Event()
+
+    def set_timeout(self, _):
+        pass
+
+    def set(self, _, __):
+        pass
+
+    def compare_set(self, _, __, ___):
+        pass
+
+    def multi_get(self, _):
+        self.end.wait()
+        raise RuntimeError("closed")
+
+
+def test_a_rank_0_that_never_answers_is_named(tmp_path):
+    said, store = [], SilentStore()
+    beat = Heartbeat(store, 1, 2, tmp_path / "stacks", said.append, 0.5, beat_seconds=BEAT)
+    beat.start()
+    wait_until(lambda: said)
+    store.end.set()
+    beat.stop()
+    assert said[0].startswith("no sign of life of rank 0, which has the store of the group, for 0.5 s")
+    assert "test_heartbeat.py" in (tmp_path / "stacks" / "rank-00001.txt").read_text()
 
 
 def test_nothing_is_left_of_ranks_that_live(server, rank_0, tmp_path):
