@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +17,18 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class LaunchedRank:
-    """Who this process is, when an outside launcher such as `torchrun` started it."""
+    """Who this process is, when an outside launcher such as `torchrun` started it.
+
+    launch     tells this launch from others; the same after a restart
+    restarts   how often the launcher has started the ranks again
+    """
 
     rank: int
     local_rank: int
     num_ranks: int
     num_local_ranks: int
+    launch: str = ""
+    restarts: int = 0
 
 
 def has_columns() -> bool:
@@ -40,7 +47,14 @@ def launched_rank() -> LaunchedRank | None:
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         num_ranks=num_ranks,
         num_local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)),
+        launch=_launch(),
+        restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
     )
+
+
+def _launch() -> str:
+    given = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return given if given != "none" else f"{socket.gethostname()} {os.getppid()}"  # torchrun stays; ranks are replaced
 
 
 def error_file() -> Path | None:

@@ -100,10 +100,18 @@ def test_a_supervised_run_goes_on_after_a_lost_rank(tmp_path):
 
 
 LEAVING = """
-import os
+import os, signal
 
 from relibra.errors import EngineError
 from relibra.rl import step
+
+calls = []
+
+def leave_once(response, row):
+    calls.append(response)
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and len(calls) > 16:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sum(map(ord, response)) % 3 / 2
 
 def fail_on_rank_1(response, row):
     def fail(*_):
@@ -120,6 +128,17 @@ def torchrun(folder, *words, restarts):
     (folder / "my_rewards.py").write_text(LEAVING)
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts))
     return train(folder, *task, *words, command=(sys.executable, "-m", *launcher, "-m", "relibra"), cwd=folder)
+
+
+def test_torchrun_starts_a_run_again_from_its_last_checkpoint(tmp_path):
+    words = ("task.reward=my_rewards:leave_once", "run.steps=8", "checkpoint.every=1", "algorithm.preset=grpo")
+    done = torchrun(tmp_path, *words, restarts=1)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"restart 1 by torchrun: continuing \S+/run from step-0000\d", done.stderr)
+    outcome = json.loads(done.stdout)
+    assert (outcome["complete"], outcome["steps"]) == (True, 8)
+    assert check_whole(tmp_path / "run") == 8
+    assert not (tmp_path / "run-2").exists()
 
 
 def test_torchrun_shows_the_error_of_the_rank_that_failed_first(tmp_path):

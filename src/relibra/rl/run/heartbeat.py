@@ -234,6 +234,7 @@ def heartbeats(
     lost_seconds: float,
     *,
     on_lost: Callable[[str], None],
+    attempt: int = 0,
 ) -> Iterator[None]:
     """Show signs of life inside, and name the rank that hangs where a collective fails; collective.
 
@@ -242,6 +243,7 @@ def heartbeats(
     timeout_seconds   of collectives
     lost_seconds      parallel.heartbeat_seconds
     on_lost           called with a sentence, in a thread, when a rank gives no sign of life; ends the process
+    attempt           how often `torchrun` has started the ranks again
     raises            LostPeerError if a peer ended or hangs
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -249,7 +251,8 @@ def heartbeats(
         yield
         return
     host, port = address
-    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    shared = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"beats-{attempt}", shared)  # type: ignore[attr-defined]
     beat = Heartbeat(store, rank, num_ranks, run / "stacks", on_lost, lost_seconds)
     beat.start()
     try:

@@ -82,8 +82,8 @@ def launch(config: RunConfig, resume: Path | None = None, *, supervise: bool = F
     if launched is not None:
         if supervise:
             raise ConfigError(
-                "--supervise starts again the processes that relibra started: under torchrun use its --max-restarts, "
-                "with --resume and the run folder"
+                "--supervise starts again the processes that relibra started: under torchrun leave it out and use "
+                "torchrun's --max-restarts, after which a run continues from its last checkpoint"
             )
         run, complete = run_launched(config, launched, resume)
         if launched.rank != 0:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy import ndarray
+from torch.distributed.rendezvous import rendezvous as store_of_environment
 
 from relibra.environment import STOP_SIGNALS
 from relibra.errors import ConfigError, EngineError
@@ -94,19 +95,24 @@ class Rendezvous:
 
 
 @contextmanager
-def joined_ranks(timeout_seconds: float, device: torch.device, rendezvous: Rendezvous | None = None) -> Iterator[None]:
+def joined_ranks(
+    timeout_seconds: float, device: torch.device, rendezvous: Rendezvous | None = None, *, attempt: int = 0
+) -> Iterator[None]:
     """Join the process group, and leave it at the end.
 
     After an error the group is not left, because that would wait for peers that may have ended.
 
     rendezvous   None: from environment variables, as under `torchrun`
+    attempt      how often `torchrun` has started the ranks again: its store remembers where earlier ones listened
     raises       LostPeerError if a peer ended or does not answer in time
     """
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=timeout_seconds)
     try:
         if rendezvous is None:
-            dist.init_process_group(backend, timeout=timeout)
+            shared, rank, num_ranks = next(store_of_environment("env://", timeout=timeout))
+            store: Any = dist.PrefixStore(f"attempt-{attempt}", shared)  # type: ignore[attr-defined]
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=num_ranks)
         else:
             store = rendezvous.store(timeout)
             dist.init_process_group(

@@ -10,6 +10,7 @@ traces/step-00000/     recorded routes of each rollout
 policy/                the trained policy, a plain `transformers` folder
 stacks/                Python stacks of the ranks, if one was lost or hung
 .lock                  empty; locked by the process that writes into the folder
+.launch                which `torchrun` made the folder: started again by it, the ranks continue there
 report.html            written by `relibra report`
 """
 
@@ -27,10 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import relibra
+from relibra.environment import LaunchedRank
 from relibra.errors import ConfigError
 from relibra.files import write_text
 from relibra.rl.config.run_config import RunConfig, changed_settings
 
+_LAUNCH = ".launch"
 LOCK_SECONDS = 10.0
 """Seconds that a resumed run waits for the lock: the ranks of a killed run end a moment after it."""
 
@@ -59,6 +62,35 @@ def create_run_folder(config: RunConfig) -> Path:
 def open_or_create(config: RunConfig, resume: Path | None) -> Path:
     """Return the folder of a resumed run, or create one."""
     return create_run_folder(config) if resume is None else resume
+
+
+def open_launched(config: RunConfig, resume: Path | None, launched: LaunchedRank) -> tuple[Path, str | None]:
+    """Return the folder of a resumed run, of the run that `torchrun` starts again, or a new one.
+
+    returns   also the checkpoint from which a run that is started again continues; None: it is not, or has none
+    """
+    run = resume
+    if launched.restarts:
+        run = resume or _folder_of_launch(config, launched.launch)
+        if run is not None and (checkpoint := latest_checkpoint(run)):
+            return run, checkpoint
+        if run is not None and resume is None:
+            remove_if_unused(run)
+            run = None
+    if run is None:
+        run = create_run_folder(config)
+        write_text(run / _LAUNCH, launched.launch)
+    return run, None
+
+
+def _folder_of_launch(config: RunConfig, launch: str) -> Path | None:
+    """Return the latest run folder that a launch has made."""
+    made = [
+        (file.stat().st_mtime, file.parent)
+        for file in config.run.folder.glob(f"*/{_LAUNCH}")
+        if file.read_text(encoding="utf-8", errors="replace") == launch
+    ]
+    return max(made)[1] if made else None
 
 
 def is_unused(run: Path) -> bool:

@@ -21,7 +21,7 @@ from relibra.environment import LaunchedRank, error_file, rendezvous_address, se
 from relibra.errors import ConfigError, EngineError, RelibraError, library_errors
 from relibra.printable import escape_logs_and_tracebacks, print_traceback, printable
 from relibra.rl.config.run_config import RunConfig, with_ranks
-from relibra.rl.run.run_folder import open_or_create, remove_if_unused
+from relibra.rl.run.run_folder import open_launched, remove_if_unused
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -110,22 +110,38 @@ def run_launched(config: RunConfig, launched: LaunchedRank, resume: Path | None)
 
     with _exit_on_error(tell, _record_failure):
         from relibra.rl.run.heartbeat import heartbeats
-        from relibra.rl.run.ranks import broadcast_json, is_peer_loss, joined_ranks
+        from relibra.rl.run.ranks import is_peer_loss, joined_ranks
         from relibra.rl.trainer import train_rank
 
         device = choose_device(launched.local_rank, launched.num_local_ranks, config.parallel.device)
         if launched.rank == 0:
             print(f"device {describe_device(device)}", file=sys.stderr, flush=True)
         patience = config.parallel.timeout_seconds, config.parallel.heartbeat_seconds
-        with joined_ranks(patience[0], device):
-            run = Path(broadcast_json(str(open_or_create(config, resume)) if launched.rank == 0 else None))
-            created = run if resume is None else None
+        attempt = launched.restarts
+        with joined_ranks(patience[0], device, attempt=attempt):
+            run, again = _open_together(config, resume, launched)
+            created = run if resume is None and not again else None
             with (
-                heartbeats(run, rendezvous_address(), *patience, on_lost=_lost(tell, _record_failure)),
+                heartbeats(run, rendezvous_address(), *patience, on_lost=_lost(tell, _record_failure), attempt=attempt),
                 library_errors(OUTSIDE, EngineError, stays=is_peer_loss),
             ):
                 complete = train_rank(config, run, device)
     return run, complete
+
+
+def _open_together(config: RunConfig, resume: Path | None, launched: LaunchedRank) -> tuple[Path, bool]:
+    """Return the run folder, and whether a run of this launch continues there; collective."""
+    from relibra.rl.run.ranks import broadcast_json
+
+    found = None
+    if launched.rank == 0:
+        run, checkpoint = open_launched(config, resume, launched)
+        found = [str(run), checkpoint is not None]
+        if launched.restarts:
+            goes_on = f"continuing {run} from {checkpoint}" if checkpoint else f"beginning anew in {run}"
+            print(printable(f"restart {launched.restarts} by torchrun: {goes_on}"), file=sys.stderr, flush=True)
+    folder, again = broadcast_json(found)
+    return Path(folder), again
 
 
 def _record_failure(text: str | None) -> None:
