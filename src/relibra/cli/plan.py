@@ -72,6 +72,7 @@ def plan(request: PlanRequest) -> None:
     from relibra.planning.analysis.comparison import measure, with_levers
     from relibra.planning.plan_files import read_plan
     from relibra.planning.planner import plan_step
+    from relibra.planning.registry import BALANCERS
 
     recording = find_recording(request.source)
     _check_paths(request, recording)
@@ -90,7 +91,8 @@ def plan(request: PlanRequest) -> None:
     with progress(f"planning with {request.balancer}"):
         made = plan_step(demand, machine, budget, balancer, **given)
         static = plan_step(demand, machine, budget, "static", expert=model.expert, previous=previous)
-    row = measure(made, demand, machine, model.expert, balancer=made.balancer, sees="")
+    sees = BALANCERS[balancer].sees if made.balancer == balancer else ""
+    row = measure(made, demand, machine, model.expert, balancer=made.balancer, sees=sees)
     row = row.with_relocation_over(request.steps)
     if not row.valid:
         raise PlanError(row.message)

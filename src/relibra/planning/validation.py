@@ -44,7 +44,7 @@ def validate_plan(
     _check_rank_limit(plan, demand, 1, "tokens", rank_tokens)
     _check_rank_limit(plan, demand, 2, "squared tokens, the cost of attention,", rank_attention)
     if memory_bytes is not None and expert is not None:
-        _check_memory(plan, memory_bytes, expert)
+        check_memory(plan, memory_bytes, expert)
     _check_homes(plan)
     _check_replicas(plan)
     load_MLR = _check_quotas(plan, demand)
@@ -137,8 +137,11 @@ def _check_rank_limit(plan: StepPlan, demand: Demand, power: int, what: str, mos
             )
 
 
-def _check_memory(plan: StepPlan, memory_bytes: int, expert: ExpertShape) -> None:
-    """Compare the slots of a rank, weights and gradients, with its memory; without replicas nobody needs slots."""
+def check_memory(plan: StepPlan, memory_bytes: int, expert: ExpertShape) -> None:
+    """Raise PlanError if the slots of a rank, weights and gradients, take more than its memory.
+
+    Without replicas nobody needs slots.
+    """
     resident = plan.resident_slots
     experts = len(plan.layer_ids) * resident + plan.slots - resident if (plan.replica_MLRB >= 0).any() else 0
     needed = experts * (expert.weight_bytes + expert.gradient_bytes)

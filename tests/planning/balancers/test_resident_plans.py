@@ -209,3 +209,15 @@ def test_a_plan_is_never_slower_than_staying():
     plan = plan_step(demand, machine, Budget(slots=2, objective="seconds", cross_node_copies=True), **given)
     stay = Budget(slots=0, objective="seconds", move_homes=False)
     assert plan.predicted["total"] <= plan_step(demand, machine, stay, "static", **given).predicted["total"]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_a_second_step_of_few_micro_batches_keeps_homes(micro_batches):
+    """Too few to choose homes from some and price them in others."""
+    machine = cluster_preset("h100x8", 16)
+    budget = Budget(slots=4, resident_slots=0, objective="seconds", cross_node_copies=True, steps_served=10)
+    first = plan_step(small_step(0, micro_batches=micro_batches), machine, budget, expert=QWEN)
+    demand = small_step(1, micro_batches=micro_batches)
+    second = plan_step(demand, machine, budget, expert=QWEN, previous=first)
+    validate_plan(second, machine.topology, demand)
+    assert second.num_moved == 0

@@ -150,11 +150,12 @@ def _plan_on_a_rank(_folder):
                 "resident_slots": plan.resident_slots,
             }
             previous = plan
-    on_two_nodes = plan_together(
-        demand, config_of(ranks=2).plan, cluster_preset("h100x8", 2, 1), EXPERT, None, rank_tokens=40
-    ).plan  # two nodes of one rank: responses are packed
-    validate_plan(on_two_nodes, cluster_preset("h100x8", 2, 1).topology, demand, rank_tokens=40)
-    found["two nodes"] = on_two_nodes.digest()
+    config, cluster = config_of(ranks=2), cluster_preset("h100x8", 2, 1)
+    demand = demand_of(own, table, schedule_of(table, config))
+    on_two_nodes = plan_together(demand, config.plan, cluster, EXPERT, None, rank_tokens=40).plan
+    validate_plan(on_two_nodes, cluster.topology, demand, rank_tokens=40)  # responses are packed
+    budget = replace(plan_budget(config.plan, cluster), rank_tokens=40)
+    found["two nodes"] = on_two_nodes.digest(), plan_step(demand, cluster, budget, expert=EXPERT).digest()
     return found
 
 
@@ -162,6 +163,7 @@ def _plan_on_a_rank(_folder):
 def test_ranks_make_one_plan_together_and_it_is_that_of_a_single_planner(tmp_path):
     first, second = on_ranks(2, _plan_on_a_rank, tmp_path)
     assert first == second
+    assert first["two nodes"][0] == first["two nodes"][1], "rank 0 plans for all"
     for case, found in first.items():
         if case != "two nodes":
             # the search for homes draws by the place of a layer, and parts fall back to the static layout on their own

@@ -25,6 +25,10 @@ _WORTH_MOVING_AGAIN = 0.05
 """Share of the seconds that homes must save to replace those of a planned step, beside the time of the moves."""
 
 
+_LEAST_PRICED = 2
+"""Micro-batches that a saving must be seen in: of one nothing is sure."""
+
+
 def lasting_homes(
     request: PlacementRequest, demand: ScheduledDemand, proposals: Sequence[Propose], price: Price
 ) -> Int64[ndarray, "L E"]:
@@ -34,6 +38,8 @@ def lasting_homes(
     many layers seem to save by chance.
     """
     previous_LE = request.previous.home_LE.astype(np.int64)
+    if len(demand.tokens_MLRE) < 2 * _LEAST_PRICED:
+        return previous_LE
     chosen_on, priced_on = _halves(demand)
     kept_ML = price(request, priced_on, previous_LE)
     worth_L = _WORTH_MOVING_AGAIN * kept_ML.sum(axis=0)
@@ -52,10 +58,8 @@ def lasting_homes(
 
 
 def _surely_saved(saved_ML: Float64[ndarray, "M L"]) -> Float64[ndarray, " L"]:
-    """Return the sum over micro-batches less its standard error; of fewer than two nothing is sure."""
-    M, L = saved_ML.shape
-    if M < 2:
-        return np.full(L, -np.inf)
+    """Return the sum over micro-batches, of which there are two or more, less its standard error."""
+    M = len(saved_ML)
     surely_L: ndarray = saved_ML.sum(axis=0) - np.sqrt(M) * saved_ML.std(axis=0, ddof=1)
     return surely_L
 

@@ -39,7 +39,7 @@ def replicate_further(
     left_ME = load_ME.copy()
     np.subtract.at(left_ME, (m_X, held_MRB[m_X, rank_X, slot_X]), taken_MRB[m_X, rank_X, slot_X])
     # Given replicas are numbered as experts after the real ones.
-    whole_ME = np.concatenate([left_ME, taken_MRB.reshape(M, -1)], axis=1)
+    whole_ME = np.concatenate([left_ME, taken_MRB.reshape(M, R * B)], axis=1)
     whole_home_E = np.concatenate([home_E, np.repeat(np.arange(R), B)])
     further_MRX, quota_MRX = replicate(
         whole_ME, whole_home_E, R, ranks_per_node, slots=slots, tolerance=tolerance, cross_node=cross_node

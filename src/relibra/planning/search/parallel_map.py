@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
@@ -19,15 +20,20 @@ def parallel_map(work: Callable[[int], T], count: int, threads: int | None) -> l
     workers = min(threads or available_cores(), count)
     if workers <= 1:
         return [work(number) for number in range(count)]
-    lock, numbers, result_of = Lock(), iter(range(count)), dict[int, T]()
+    lock, numbers, result_of = Lock(), deque(range(count)), dict[int, T]()
 
     def take_numbers() -> None:
-        while True:
+        try:
+            while True:
+                with lock:
+                    if not numbers:
+                        return
+                    number = numbers.popleft()
+                result_of[number] = work(number)
+        except BaseException:  # also Ctrl-C: what is left is not begun
             with lock:
-                number = next(numbers, None)
-            if number is None:
-                return
-            result_of[number] = work(number)
+                numbers.clear()
+            raise
 
     with ThreadPoolExecutor(workers - 1) as pool:  # this thread works too: pieces are small, and threads take time
         others = [pool.submit(take_numbers) for _ in range(workers - 1)]

@@ -13,13 +13,14 @@ from jaxtyping import Int64
 from numpy import ndarray
 
 from relibra.cluster import Cluster
-from relibra.planning.budget import Budget
+from relibra.planning.costs.copies import relocation_seconds
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.costs.prediction import predict
 from relibra.planning.layer_shards import demand_of_layers, join_layers, layers_of_rank
 from relibra.planning.placement import Homes
 from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
+from relibra.planning.validation import check_memory
 from relibra.rl.batch.plan_budget import plan_budget
 from relibra.rl.batch.schedule import Schedule, make_schedule
 from relibra.rl.config.settings import PlanSettings, UpdateSettings
@@ -171,7 +172,7 @@ def plan_together(
 ) -> PlannedStep:
     """Return the plan of a step, the same on all ranks; each rank plans a part of the layers. Collective.
 
-    Where several nodes share the step, the schedule is decided first, on rank 0, from all layers.
+    Where samples are packed, one schedule is for all layers: rank 0 plans them all.
 
     expert        size of one expert of the model
     previous      where the experts are now; None: in the static layout
@@ -179,41 +180,44 @@ def plan_together(
     """
     budget = replace(plan_budget(settings, cluster), rank_tokens=rank_tokens)
     budget = budget.with_resident_slots(expert, len(demand.layer_ids))
+    L, R = len(demand.layer_ids), cluster.num_ranks
     if budget.pack_samples and cluster.num_nodes > 1:
-        demand = _with_packed_schedule(demand, cluster, budget, settings.balancer, expert, previous)
-    budget = replace(budget, pack_samples=False, place_samples=False)
-    layers = layers_of_rank(len(demand.layer_ids), dist.get_rank(), dist.get_world_size())
-    part, static_seconds = None, 0.0
+        layers_R = [np.arange(L if rank == 0 else 0) for rank in range(R)]
+    else:
+        budget = replace(budget, pack_samples=False, place_samples=False)
+        layers_R = [layers_of_rank(L, rank, R) for rank in range(R)]
+    part, static_seconds, layers = None, 0.0, layers_R[dist.get_rank()]
     if len(layers):
         own = demand_of_layers(demand, layers)
         homes = None if previous is None else previous.of_layers(layers)
         part = plan_step(own, cluster, budget, settings.balancer, expert=expert, previous=homes)
         static_seconds = predict(StepPlan.static(own, cluster.topology), own, cluster, expert).total
-    return _gather_parts(part, static_seconds, demand, cluster, settings)
+    planned = _gather_parts(part, static_seconds, layers_R, demand, cluster, settings)
+    check_memory(planned.plan, cluster.memory_bytes, expert)  # each part was checked with its own layers
+    return _with_moves_together(planned, cluster, expert)
 
 
-def _with_packed_schedule(
-    demand: ScheduledDemand,
-    cluster: Cluster,
-    budget: Budget,
-    balancer: str,
-    expert: ExpertShape,
-    previous: Homes | None,
-) -> ScheduledDemand:
-    schedule_2S = np.zeros((0, len(demand.sample_ids)), dtype=np.int32)
-    if dist.get_rank() == 0:
-        plan = plan_step(demand, cluster, budget, balancer, expert=expert, previous=previous)
-        schedule_2S = np.stack([plan.micro_batch_S, plan.rank_S])
-    micro_batch_S, rank_S = gather_arrays(schedule_2S)[0]
-    return demand.with_schedule(micro_batch_S, rank_S, cluster.num_ranks, len(demand.tokens_MLRE))
+def _with_moves_together(planned: PlannedStep, cluster: Cluster, expert: ExpertShape) -> PlannedStep:
+    """Return the plan with the seconds of all moves at once: the busiest link of a part is not that of all parts."""
+    plan = planned.plan
+    moves = relocation_seconds(plan.previous, plan, cluster, expert)
+    total = plan.predicted["total"] - plan.predicted["relocation"] + moves
+    return replace(planned, plan=replace(plan, predicted={**plan.predicted, "relocation": moves, "total": total}))
 
 
 def _gather_parts(
-    part: StepPlan | None, static_seconds: float, demand: ScheduledDemand, cluster: Cluster, settings: PlanSettings
+    part: StepPlan | None,
+    static_seconds: float,
+    layers_R: Sequence[Int64[ndarray, " l"]],
+    demand: ScheduledDemand,
+    cluster: Cluster,
+    settings: PlanSettings,
 ) -> PlannedStep:
     """Return the plan of all layers, joined from the parts of all ranks; seconds are sums over parts. Collective."""
-    (M, _, R, E), layers = demand.tokens_MLRE.shape, np.arange(len(demand.layer_ids))
+    M, _, R, E = demand.tokens_MLRE.shape
     arrays: dict[str, ndarray] = {
+        "micro_batch_S": np.zeros(0, dtype=np.int32),
+        "rank_S": np.zeros(0, dtype=np.int32),
         "physical_to_logical_map": np.zeros((0, E), dtype=np.int16),
         "previous_map": np.zeros((0, E), dtype=np.int16),
         "replica_MLRB": np.zeros((M, 0, R, settings.slots), dtype=np.int16),
@@ -237,9 +241,7 @@ def _gather_parts(
                 balancer=balancer,
                 num_nodes=cluster.num_nodes,
                 ranks_per_node=cluster.ranks_per_node,
-                layer_ids=demand.layer_ids[layers_of_rank(len(layers), rank, R)],
-                micro_batch_S=demand.micro_batch_S,
-                rank_S=demand.rank_S,
+                layer_ids=demand.layer_ids[layers_R[rank]],
                 group_M=demand.group_M,
                 resident_slots=resident_slots,
                 scope=scope,
