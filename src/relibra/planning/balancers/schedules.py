@@ -17,7 +17,8 @@ from relibra.planning.schedule.packing import pack_samples
 from relibra.routing.compiled import compiled
 from relibra.routing.demand import ScheduledDemand
 
-_PACKING_PROPOSALS = 400_000
+_PACKING_PROPOSALS, _LEAST_PACKING_PROPOSALS = 400_000, 4_000
+"""Proposals of a step, dealt to its groups by their samples, and the fewest of a group."""
 
 
 def pack_groups(
@@ -28,29 +29,32 @@ def pack_groups(
     *,
     seed: int,
 ) -> ScheduledDemand:
-    """Pack the micro-batches of each group (mini-batch, expert-data-parallel group); a sample stays in its group."""
+    """Pack the micro-batches of each group (mini-batch, expert-data-parallel group); a sample stays in its group.
+
+    All groups together take about as long as one with their samples.
+    """
     cluster = request.cluster
     share_SLN = _node_share(demand, home_LE, cluster.ranks_per_node, cluster.num_nodes)
     attention_S = _attention_prices(request, demand)
-    micro_batch_S, rank_S = demand.micro_batch_S, demand.rank_S
+    micro_batch_S, rank_S = demand.micro_batch_S.astype(np.int32), demand.rank_S.astype(np.int32)
     M = len(demand.load_MLE)
     group_M = np.zeros(M, dtype=np.int32) if demand.group_M is None else demand.group_M
     group_S = np.append(group_M, -1)[micro_batch_S]  # -1, left out, is the last entry
+    in_groups = max(1, int((group_S >= 0).sum()))
     for group in range(int(group_M.max(initial=-1)) + 1):
-        packed_S, packed_rank_S = pack_samples(
-            share_SLN,
-            np.where(group_S == group, micro_batch_S, -1).astype(np.int32),
-            rank_S,
-            demand.length_S,
+        samples = np.flatnonzero(group_S == group)
+        micro_batch_S[samples], rank_S[samples] = pack_samples(
+            share_SLN[samples],
+            micro_batch_S[samples],
+            rank_S[samples],
+            demand.length_S[samples],
             cluster.num_ranks,
             group_M == group,
             limits=limits,
-            attention_S=attention_S,
-            proposals=_PACKING_PROPOSALS,
+            attention_S=attention_S[samples],
+            proposals=max(_LEAST_PACKING_PROPOSALS, _PACKING_PROPOSALS * len(samples) // in_groups),
             seed=seed,
         )
-        micro_batch_S = np.where(group_S == group, packed_S, micro_batch_S).astype(np.int32)
-        rank_S = np.where(group_S == group, packed_rank_S, rank_S).astype(np.int32)
     return demand.with_schedule(micro_batch_S, rank_S, cluster.num_ranks, M)
 
 
