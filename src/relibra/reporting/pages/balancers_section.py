@@ -17,8 +17,8 @@ def balancers_section(rows: Sequence[ComparisonRow]) -> str:
     made = [row for row in rows if row.skew is not None]
     failed = [f"{row.balancer}: {row.message}" for row in rows if row.message]
     header = (
-        *("balancer", "sees", "skew", "gap", "replicas", "pushed GB", "exposed s (model)", "across nodes"),
-        *("slots", "slots GB", "moved GB", "plan s", "step s (model)"),
+        *("balancer", "sees", "step s (model)", "skew", "gap", "replicas", "pushed GB", "exposed s (model)"),
+        *("across nodes", "slots", "slots GB", "moved GB", "plan s"),
     )
     return section(
         "balancers",
@@ -89,6 +89,7 @@ def _cells(row: ComparisonRow) -> list[str]:
     return [
         _breakable(row.balancer),
         row.sees,
+        _seconds(row),
         f"{row.skew:.3f}",
         f"{row.gap:.1%}",
         f"{row.copies_per_micro_batch_layer:.1f}",
@@ -99,7 +100,6 @@ def _cells(row: ComparisonRow) -> list[str]:
         f"{(row.slot_bytes or 0) / 1e9:.2f}",
         f"{(row.moved_bytes or 0) / 1e9:.1f}",
         f"{row.plan_seconds:.2f}",
-        _seconds(row),
     ]
 
 
