@@ -11,8 +11,11 @@ from relibra import write_trace
 from relibra.cli import simulated_step
 from relibra.cluster import cluster_preset, write_cluster
 from relibra.planning.budget import RUN_DEFAULTS, slot_memory_gib
+from relibra.planning.plan_files import read_plan
 from relibra.planning.planner import plan_step
 from relibra.planning.traffic.byte_ledger import distinct_rows_of_step
+from relibra.reporting.data.compared_plans import ComparedStep, compare_plan, compare_static
+from relibra.reporting.data.step_simulation import simulate_plans
 from relibra.rl.batch.plan_budget import plan_budget
 from relibra.rl.config.settings import PlanSettings
 from relibra.routing.demand_files import read_scheduled_demand
@@ -251,6 +254,58 @@ def test_ranks_without_tokens_are_named(run, trace, tmp_path):
     for used, told in ((6, True), (8, False)):
         np.savez(path, micro_batch_S=np.zeros(160, int), rank_S=np.arange(160) % used)
         assert ("25% of ranks have no tokens" in " ".join(run(*words, "--schedule", path)[1].split())) == told
+
+
+@pytest.fixture
+def schedules(tmp_path):
+    """The same 8 micro-batches on 4 ranks: in one mini-batch, in four even and in four uneven ones."""
+    borders = {"one": [0] * 8, "even": [0, 0, 1, 1, 2, 2, 3, 3], "uneven": [0, 0, 0, 0, 0, 1, 2, 3]}
+    for name, mini_batch_M in borders.items():
+        arrays = {"micro_batch_S": np.arange(160) // 20, "rank_S": np.arange(160) % 4, "mini_batch_M": mini_batch_M}
+        np.savez(tmp_path / f"{name}.npz", **arrays)
+    return {name: tmp_path / f"{name}.npz" for name in borders}
+
+
+@pytest.mark.parametrize("balancer", ["static", "relibra"])
+def test_mini_batches_are_steps_on_the_same_ranks(run, trace, schedules, balancer):
+    words = ("--ranks", "4", "--ranks-per-node", "2", "--no-pack", "--balancer", balancer, "--model", "qwen3-30b-a3b")
+    found = {}
+    for name, path in schedules.items():
+        found[name] = json.loads(run("simulate", trace, *words, "--schedule", path, "--json")[1])
+        [row] = json.loads(run("sweep", trace, *words, "--schedule", path, "--json")[1])["rows"]
+        assert (row["all_ranks"], row["seconds"]) == (4, found[name]["seconds"])
+    one, even, uneven = found["one"], found["even"], found["uneven"]
+    for several in (even, uneven):
+        assert several["memory_bytes"] == one["memory_bytes"]
+        assert several["terms"]["optimizer"] == pytest.approx(4 * one["terms"]["optimizer"])
+        if balancer == "static":
+            assert several["seconds"] > one["seconds"]
+            assert several["terms"]["compute"] == pytest.approx(one["terms"]["compute"])
+
+
+def test_pages_and_timelines_have_mini_batches_on_the_same_ranks(run, trace, schedules, tmp_path):
+    words = ("--ranks", "4", "--ranks-per-node", "2", "--no-pack", "--schedule", schedules["uneven"])
+    page, timeline = tmp_path / "p.html", tmp_path / "t.json"
+    assert run("plan", trace, *words, "-o", tmp_path / "p", "--html", page)[0] == 0
+    assert run("simulate", trace, *words, "--timeline", timeline)[0] == 0
+    ranks = {event["pid"] for event in json.loads(timeline.read_text())["traceEvents"]}
+    assert len(ranks) == 4
+    demand = read_scheduled_demand(tmp_path / "p.demand.safetensors")
+    compared = ComparedStep(
+        before=compare_static(read_plan(tmp_path / "p"), demand),
+        after=compare_plan("relibra", read_plan(tmp_path / "p"), demand),
+        cluster=cluster_preset("h100x8", 4, 2),
+        model=cut_model(model_shape("qwen3-30b-a3b"), demand),
+    )
+    found = simulate_plans(compared)
+    assert found.before.layout.num_ranks == found.after.layout.num_ranks == 4
+
+
+def test_a_sweep_leaves_out_ranks_that_a_schedule_does_not_fill(run, trace, schedules):
+    words = ("--ranks-per-node", "2", "--balancer", "static", "--schedule", schedules["one"])
+    found = json.loads(run("sweep", trace, "--ranks", "4,8", *words, "--json")[1])
+    assert [row["ranks"] for row in found["rows"]] == [4]
+    assert found["left_out"][0]["why"].startswith("the schedule is for 4 ranks: of 8 ranks, 4 would have no samples")
 
 
 def test_what_cannot_be_simulated_gets_a_sentence(run, trace, tmp_path):

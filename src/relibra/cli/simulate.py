@@ -205,13 +205,13 @@ def _table(result: Result) -> Table:
 
 
 def _write_timeline(path: Path, result: Result, tokens: TokenChoices) -> None:
-    from relibra.simulation import simulated_timeline
+    from relibra.simulation import simulated_timeline, with_mini_batches
 
     plan = result.chosen.plan
-    scheduled = plan.scheduled(result.workload.demand)
+    scheduled, execution = with_mini_batches(plan.scheduled(result.workload.demand), execution_of(result.request))
     ranks = list(range(min(plan.num_ranks, MAX_TIMELINE_RANKS)))
     made = simulated_timeline(
-        plan, scheduled, result.workload.machine, result.routed, execution_of(result.request), ranks=ranks,
+        plan, scheduled, result.workload.machine, result.routed, execution, ranks=ranks,
         micro_batches=[0], distinct_MLRR=tokens.count_rows(plan, scheduled),
     )  # fmt: skip
     with writing(path):

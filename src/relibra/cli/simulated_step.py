@@ -85,9 +85,9 @@ def simulate_balancer(
     """
     from relibra.planning.analysis.comparison import with_levers
     from relibra.planning.planner import plan_step
-    from relibra.simulation import ParallelLayout, memory_use, simulate_step
+    from relibra.simulation import ParallelLayout, memory_use, simulate_step, with_mini_batches
 
-    machine, demand, execution = workload.machine, workload.demand, execution_of(request)
+    machine, demand = workload.machine, workload.demand
     layout = ParallelLayout(expert_parallel=machine.num_ranks, pipeline_stages=request.pipeline_stages)
     layout.check(machine, model)
     name, budget = with_levers(request.balancer, budget_for(request, workload))
@@ -100,7 +100,7 @@ def simulate_balancer(
         history_MLE=workload.history_MLE,
         never_worse=name == "relibra",
     )
-    scheduled = plan.scheduled(demand)
+    scheduled, execution = with_mini_batches(plan.scheduled(demand), execution_of(request))
     rows_MLRR = tokens.count_rows(plan, scheduled)
     step = simulate_step(plan, scheduled, machine, model, execution, distinct_MLRR=rows_MLRR)
     return SimulatedPlan(

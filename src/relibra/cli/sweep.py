@@ -172,6 +172,20 @@ def _numbers(option: str, text: str | None, least: int, most: int) -> list[int |
     return list(dict.fromkeys(numbers))
 
 
+def _refuse_schedule_of_fewer_ranks(workload: Workload) -> None:
+    """Raise a ConfigError where the highest ranks of a given schedule have no samples at all.
+
+    A sweep compares machines: one whose ranks are partly idle would only seem slower.
+    """
+    rank_S, ranks = workload.demand.rank_S[workload.demand.micro_batch_S >= 0], workload.machine.num_ranks
+    used = int(rank_S.max(initial=-1)) + 1
+    if workload.schedule is not None and used < ranks:
+        raise ConfigError(
+            f"the schedule is for {plural(used, 'rank')}: of {plural(ranks, 'rank')}, {ranks - used} would have no "
+            f"samples; sweep --ranks {used}, or leave out --schedule"
+        )
+
+
 class Simulations:
     """Simulates points of a sweep; workloads and static layouts that points share are computed once."""
 
@@ -187,6 +201,7 @@ class Simulations:
         key = (point.ranks, point.ranks_per_node, point.micro_batch_tokens)
         if key not in self._workloads:
             opened = open_workload(self._recording, point)
+            _refuse_schedule_of_fewer_ranks(opened)
             self._workloads[key] = opened, open_token_choices(opened)
         workload, tokens = self._workloads[key]
         model = cut_model(self._model, workload.demand)

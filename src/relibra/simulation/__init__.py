@@ -1,7 +1,8 @@
 """Simulated training steps and RL iterations on clusters of any size, from a plan, a model and a machine.
 
 model_shape, ModelShape       sizes of a model; `model_shape_from_config` reads a config.json, `cut_model` keeps a part
-simulate_step                 one training step under a plan; `simulate_groups`: of many expert-parallel groups
+simulate_step                 one training step under a plan; `simulate_groups`: of many expert-parallel groups;
+                              `with_mini_batches`: of a schedule with mini-batches
 Execution, ParallelLayout     pipeline stages, mini-batches, overlap; how ranks are numbered
 simulated_timeline            its events, as the executor records them; `diff_timelines` compares two
 memory_use, advice            does it fit, and what limits it; `overlap_ratio` needs no simulation
@@ -29,7 +30,7 @@ from relibra.simulation.step.group_run import Execution
 from relibra.simulation.step.step_result import SimulatedStep
 from relibra.simulation.step.step_timeline import simulated_timeline
 from relibra.simulation.step.timeline_difference import TimelineDifference, diff_timelines
-from relibra.simulation.step.training_step import simulate_groups, simulate_step
+from relibra.simulation.step.training_step import simulate_groups, simulate_step, with_mini_batches
 
 __all__ = [
     "MODEL_SHAPES",
@@ -60,4 +61,5 @@ __all__ = [
     "simulate_windowed_rollout",
     "simulated_timeline",
     "speedup",
+    "with_mini_batches",
 ]

@@ -17,7 +17,14 @@ from relibra.routing.demand_rows import sample_of_rows
 from relibra.routing.micro_batches import cut_recorded
 from relibra.routing.statistics import co_activation
 from relibra.routing.synthetic import TraceShape, domain_trace
-from relibra.simulation import Execution, ParallelLayout, model_shape, simulate_groups, simulate_step
+from relibra.simulation import (
+    Execution,
+    ParallelLayout,
+    model_shape,
+    simulate_groups,
+    simulate_step,
+    with_mini_batches,
+)
 from relibra.simulation.cost_model import (
     gathered_bytes,
     gradient_reduction_seconds,
@@ -244,6 +251,25 @@ def test_groups_run_side_by_side_and_meet_at_the_gradients():
     assert step.terms["gradients"] > alone[0].terms["gradients"]  # twice as many ranks, over the network
     assert step.token_slots_R.sum() == demand.tokens_MLRE.sum()
     np.testing.assert_allclose(step.waited_R, np.concatenate([one.waited_R for one in alone]))
+
+
+def test_mini_batches_of_a_schedule_end_at_their_true_borders_on_the_same_ranks():
+    plan, demand, cluster, model = random_step(3, micro_batches=4, layers=2, nodes=1, per_node=2)
+    uneven = np.array([0, 0, 0, 1], np.int32)
+    one_group, how = with_mini_batches(replace(demand, group_M=uneven), Execution(recompute_activations=True))
+    assert one_group.group_M is None
+    assert how == Execution(recompute_activations=True, mini_batches=(3, 1))
+    run = run_group(costs_of(plan, one_group, cluster, model, how), how)
+    assert [one.number_M.tolist() for one in run.mini_batches] == [[0, 1, 2], [3]]
+    assert simulate_step(plan, one_group, cluster, model, how).layout == ParallelLayout(expert_parallel=2)
+    even = Execution(mini_batches=(2, 2))
+    same = simulate_step(plan, demand, cluster, model, even).seconds
+    assert same == simulate_step(plan, demand, cluster, model, Execution(mini_batches=2)).seconds
+    assert with_mini_batches(demand, even) == (demand, even)
+    with pytest.raises(ConfigError, match="mini-batches of 3 micro-batches in all, the plan has 4"):
+        simulate_step(plan, demand, cluster, model, Execution(mini_batches=(2, 1)))
+    with pytest.raises(ConfigError, match="at least 1"):
+        Execution(mini_batches=(2, 0))
 
 
 def _part(plan, demand, chosen_M):

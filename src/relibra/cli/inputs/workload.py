@@ -39,6 +39,7 @@ class Workload:
     recording     where the routes are; request: which of them are planned
     machine       the cluster with the requested ranks
     rank_tokens   most tokens of a rank in a micro-batch; None: as many as the given schedule has
+    schedule      file of the schedule that was given; None: samples were scheduled here
     demand        of the planned micro-batches
     history_MLE   loads of the micro-batches before them; None without a history
     words         how samples were scheduled, and what is left out, as sentences without their dots
@@ -48,6 +49,7 @@ class Workload:
     request: WorkloadRequest
     machine: Cluster
     rank_tokens: int | None
+    schedule: Path | None
     demand: ScheduledDemand
     history_MLE: ndarray | None
     words: tuple[str, ...]
@@ -109,6 +111,7 @@ def open_workload(recording: Recording, request: WorkloadRequest) -> Workload:
         request=request,
         machine=machine,
         rank_tokens=tokens,
+        schedule=None if given is None else given.path,
         demand=demand,
         history_MLE=history_MLE,
         words=words,

@@ -8,7 +8,14 @@ from typing import NamedTuple
 import numpy as np
 
 from relibra.reporting.data.compared_plans import ComparedStep
-from relibra.simulation import MemoryUse, SimulatedStep, memory_use, simulate_step, simulated_timeline
+from relibra.simulation import (
+    MemoryUse,
+    SimulatedStep,
+    memory_use,
+    simulate_step,
+    simulated_timeline,
+    with_mini_batches,
+)
 from relibra.timeline import Timeline
 
 MOE_TERMS = ("compute", "exchange", "gates", "copies", "relocation")
@@ -37,39 +44,38 @@ class StepSimulation(NamedTuple):
 
 
 def simulate_plans(step: ComparedStep) -> StepSimulation:
-    """Simulate both plans in one pipeline stage and one optimizer step, with copies overlapped.
+    """Simulate both plans in one pipeline stage, with an optimizer step per mini-batch and copies overlapped.
 
     raises     as `simulate_step`
     """
     before, after = (
-        simulate_step(one.plan, one.demand, step.cluster, step.model, distinct_MLRR=rows)
+        simulate_step(one.plan, demand, step.cluster, step.model, how, distinct_MLRR=rows)
         for one, rows in step.plans_with_rows
+        for demand, how in (with_mini_batches(one.demand),)
     )
-    return StepSimulation(before, after, memory_use(step.after.plan, step.after.demand, step.cluster, step.model))
+    demand, how = with_mini_batches(step.after.demand)
+    return StepSimulation(before, after, memory_use(step.after.plan, demand, step.cluster, step.model, how))
 
 
-def simulate_timelines(
-    step: ComparedStep, simulation: StepSimulation, micro_batch: int
-) -> tuple[list[tuple[str, Timeline]], list[int]]:
+def simulate_timelines(step: ComparedStep, micro_batch: int) -> tuple[list[tuple[str, Timeline]], list[int]]:
     """Return (name, events of one micro-batch on some ranks) of each plan, and these ranks."""
-    before = step.before
-    one_group = before.demand.group_M is None
-    busy_R = before.rank_load_MLR[micro_batch].sum(axis=0) if one_group else simulation.before.token_slots_R
-    ranks = choose_ranks(busy_R.tolist())
+    ranks = choose_ranks(step.before.rank_load_MLR[micro_batch].sum(axis=0).tolist())
     timelines = [
         (
             one.name,
             simulated_timeline(
                 one.plan,
-                one.demand,
+                demand,
                 step.cluster,
                 step.model,
+                how,
                 ranks=ranks,
                 micro_batches=[micro_batch],
                 distinct_MLRR=rows,
             ),
         )
         for one, rows in step.plans_with_rows
+        for demand, how in (with_mini_batches(one.demand),)
     ]
     return timelines, ranks
 

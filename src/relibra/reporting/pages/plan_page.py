@@ -100,7 +100,7 @@ def _timelines(step: ComparedStep, found: StepSimulation | None, given: Sequence
     simulated: list[tuple[str, Timeline]] = []
     micro_batch, layer = step.most_improved()
     if found is not None:
-        simulated, ranks = simulate_timelines(step, found, micro_batch)
+        simulated, ranks = simulate_timelines(step, micro_batch)
         about = (
             f"Micro-batch {micro_batch}, the most improved one, on ranks {', '.join(map(str, ranks))}: the busiest and "
             f"the least busy with {step.before.name_in_sentence} and some between. "

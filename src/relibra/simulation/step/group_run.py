@@ -26,7 +26,8 @@ class Execution:
     """How a plan is executed.
 
     pipeline_stages          parts of the layers, each on ranks of its own
-    mini_batches             optimizer steps; each takes a run of consecutive micro-batches
+    mini_batches             optimizer steps; each takes a run of consecutive micro-batches: even runs, or a tuple of
+                             the micro-batches of each
     forward_only             log-probabilities under the current policy: no backward pass, no optimizer
     host_pool                with forward_only: all replicas are copied out of host memory (ForeMoE), and no home sends.
                              False, as `relibra.rl` computes log-probabilities: homes send. Passes with gradients have
@@ -43,13 +44,18 @@ class Execution:
     """
 
     pipeline_stages: int = 1
-    mini_batches: int = 1
+    mini_batches: int | tuple[int, ...] = 1
     forward_only: bool = False
     host_pool: bool = False
     overlap: bool = True
     recompute_activations: bool = False
     live: bool = False
     shard_dense: bool = True
+
+    @property
+    def num_mini_batches(self) -> int:
+        """Return the optimizer steps."""
+        return self.mini_batches if isinstance(self.mini_batches, int) else len(self.mini_batches)
 
     def on(self, cluster: Cluster) -> Execution:
         """Return the same, without overlap on a cluster that hides no copies."""
@@ -61,10 +67,11 @@ class Execution:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for numbers below 1."""
-        if self.pipeline_stages < 1 or self.mini_batches < 1:
+        sizes = (self.mini_batches,) if isinstance(self.mini_batches, int) else self.mini_batches
+        if self.pipeline_stages < 1 or min(sizes, default=0) < 1:
             raise ConfigError(
                 f"execution in {self.pipeline_stages} pipeline stages and {self.mini_batches} mini-batches: both are "
-                "at least 1"
+                "at least 1, and so are the micro-batches of each mini-batch"
             )
 
 
@@ -160,9 +167,13 @@ def _uneven(costs_D: list[StageCosts], name: str) -> tuple[float, float]:
     return busiest, mean
 
 
-def mini_batches_of(costs: StageCosts, mini_batches: int) -> list[Int64[ndarray, " M"]]:
-    """Return the micro-batches of each mini-batch; the first ones have one more where they do not divide."""
-    return [number_M.astype(np.int64) for number_M in np.array_split(np.arange(len(costs.attention_MR)), mini_batches)]
+def mini_batches_of(costs: StageCosts, mini_batches: int | tuple[int, ...]) -> list[Int64[ndarray, " M"]]:
+    """Return the micro-batches of each mini-batch; of even runs the first ones have one more where they do not divide.
+
+    mini_batches   as in `Execution`
+    """
+    cuts = mini_batches if isinstance(mini_batches, int) else np.cumsum(mini_batches[:-1], dtype=np.int64)
+    return [number_M.astype(np.int64) for number_M in np.array_split(np.arange(len(costs.attention_MR)), cuts)]
 
 
 def _mini_batch(

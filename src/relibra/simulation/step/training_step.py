@@ -46,7 +46,8 @@ def simulate_step(
     """Simulate one training step.
 
     demand          under the schedule of the plan (`plan.scheduled`). With `group_M`
-                    (`ScheduledDemand.of_groups`) each group runs its own micro-batches, on ranks of its own
+                    (`ScheduledDemand.of_groups`) each group runs its own micro-batches, on ranks of its own; where
+                    they are mini-batches, pass `with_mini_batches`
     cluster         of one expert-parallel group, as for `plan_step`; other groups and stages run on more of the same,
                     on other nodes even where a group has fewer ranks than a machine's node
     how             None: one stage, one optimizer step, copies overlapped
@@ -89,6 +90,21 @@ def simulate_groups(
     if first is None:
         raise ConfigError("a step without expert-parallel groups: pass at least one (plan, demand)")
     return assemble(first, runs, cluster, model, how)
+
+
+def with_mini_batches(demand: ScheduledDemand, how: Execution | None = None) -> tuple[ScheduledDemand, Execution]:
+    """Return the demand as one expert-parallel group, and its `group_M` as optimizer steps one after another.
+
+    A trainer's schedule has its mini-batches in `group_M`; all of them run on the same ranks, while `simulate_step`
+    takes `group_M` for expert-data-parallel groups, each on ranks of its own.
+
+    demand   with ascending `group_M`, or None: returned as it is
+    """
+    how = how or Execution()
+    if demand.group_M is None:
+        return demand, how
+    sizes = np.unique(demand.group_M, return_counts=True)[1].tolist()
+    return replace(demand, group_M=None), replace(how, mini_batches=tuple(sizes))
 
 
 def groups_of(plan: StepPlan, demand: ScheduledDemand) -> Iterator[tuple[StepPlan, ScheduledDemand]]:
@@ -151,8 +167,15 @@ def costs_of(
             f"tokens of the demand picked {demand.top_k} experts, those of model {model.name!r} pick {model.top_k}: "
             "pass the model that was routed"
         )
-    if how.mini_batches > planned[0]:
-        raise ConfigError(f"{how.mini_batches} mini-batches of {planned[0]} micro-batches: use at most {planned[0]}")
+    if how.num_mini_batches > planned[0]:
+        raise ConfigError(
+            f"{how.num_mini_batches} mini-batches of {planned[0]} micro-batches: use at most {planned[0]}"
+        )
+    if not isinstance(how.mini_batches, int) and sum(how.mini_batches) != planned[0]:
+        raise ConfigError(
+            f"mini-batches of {sum(how.mini_batches)} micro-batches in all, the plan has {planned[0]}: "
+            "each micro-batch belongs to one"
+        )
     return stage_costs(
         plan,
         demand,
@@ -224,7 +247,7 @@ def ends_of_mini_batches(
     """
     layout = how.layout(plan.num_ranks, len(runs))
     found = []
-    for number in range(how.mini_batches):
+    for number in range(how.num_mini_batches):
         slowest = max((run.mini_batches[number] for run in runs), key=lambda one: one.seconds)  # ties: the first group
         gradients = optimizer = 0.0
         for stage, layers in enumerate(layout.stage_layers(model.moe_layers)):
