@@ -28,7 +28,9 @@ class Budget:
 
     slots               B, spare expert slots per rank for replicas; 0 turns replicas off
     resident_slots      of these, the slots that every layer has for itself, so that replicas stay over micro-batches;
-                        None: as many as `memory_gib` allows (`with_resident_slots`)
+                        None: as many as `memory_gib` allows (`with_resident_slots`), or `fewer_resident`
+    fewer_resident      take half or none of the resident slots where that is cheaper: for the objective in seconds, and
+                        short groups of micro-batches (mini-batches); `with_resident_slots` sets it
     memory_gib          most memory of a rank for slots, with weights and fp32 gradients
     objective           "seconds": modelled step time; "tokens": sum over micro-batches and layers of the busiest rank;
                         None: seconds if the size of an expert is given, else tokens
@@ -51,6 +53,7 @@ class Budget:
 
     slots: int = 2
     resident_slots: int | None = None
+    fewer_resident: bool = False
     memory_gib: float = 0.0
     objective: Objective | None = None
     move_homes: bool = True
@@ -96,7 +99,7 @@ class Budget:
             raise PlanError(f"seed {self.seed}: it must be 0 or more")
 
     def with_resident_slots(self, expert: ExpertShape, num_layers: int) -> Budget:
-        """Return the budget with `resident_slots` set: as given, or as many as fit into `memory_gib`.
+        """Return the budget with `resident_slots` set: as given, or at most as many as fit into `memory_gib`.
 
         A resident slot needs the memory of an expert in every layer, all shared slots together that of one layer.
 
@@ -106,7 +109,7 @@ class Budget:
             return self
         one = (expert.weight_bytes + expert.gradient_bytes) / 2**30
         fitting = [n for n in range(self.slots + 1) if (n * num_layers + self.slots - n) * one <= self.memory_gib]
-        return replace(self, resident_slots=max(fitting, default=0))
+        return replace(self, resident_slots=max(fitting, default=0), fewer_resident=True)
 
 
 RUN_DEFAULTS = Budget(

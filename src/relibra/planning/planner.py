@@ -13,6 +13,7 @@ from relibra.cluster import Cluster
 from relibra.errors import PlanError
 from relibra.planning.analysis.bounds import reachable_bound
 from relibra.planning.balancer import Balancer, PlacementRequest
+from relibra.planning.balancers.resident_number import may_take_fewer, with_cheapest_resident_slots
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES, ExpertShape
 from relibra.planning.costs.prediction import predict
@@ -68,6 +69,19 @@ def plan_step(
     if never_worse and balancer != "static":
         return _cheapest_without_replicas(plan, request, memory_bytes)
     return plan
+
+
+def settle_resident_slots(
+    demand: ScheduledDemand, cluster: Cluster, budget: Budget, *, expert: ExpertShape, previous: Homes | None = None
+) -> Budget:
+    """Return the budget with one number of resident slots for all layers, so that parts of them take the same.
+
+    budget   its objective and its resident slots are set: not None
+    """
+    if not may_take_fewer(budget, demand):
+        return replace(budget, fewer_resident=False)
+    request = _request(demand, cluster, budget, expert, previous, None, BALANCERS["relibra"])
+    return with_cheapest_resident_slots(request, Deadline(budget.deadline_seconds)).budget
 
 
 def _cheapest_without_replicas(plan: StepPlan, request: PlacementRequest, memory_bytes: int | None) -> StepPlan:

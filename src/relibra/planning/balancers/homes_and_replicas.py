@@ -17,6 +17,7 @@ from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
 from relibra.planning.balancers.layer_choices import LayerChoices
+from relibra.planning.balancers.pilot import BEST_WAYS, pilot_layers, pilot_micro_batches, pilot_of, ways_tried
 from relibra.planning.costs.copies import pushed_copies
 from relibra.planning.home_search.lasting_homes import Propose, even_moving_seconds, lasting_homes
 from relibra.planning.home_search.step_homes import deal_inside_nodes, search_homes
@@ -38,16 +39,6 @@ _WORTH_MOVING = 0.01
 """Share of a layer's cost that new homes may save for a search, and must save to replace planned ones: loads vary."""
 _WORTH_SHARING = 0.001
 """Share of the cost that shared slots must save in a few layers of a large step to be filled in all."""
-_PILOT_LAYERS = 6
-"""Layers on which ways are priced before the best ones are tried on all."""
-_PILOT_MICRO_BATCHES, _PILOT_OF_LARGE_STEP = 32, 16
-"""Micro-batches of these layers that ways are priced on: the first ones, in whole groups."""
-_BEST_WAYS = 2
-"""Ways that are tried on all layers, and each layer takes the cheaper one."""
-_LARGE_STEP = 1024
-"""Layers x micro-batches above which the best way alone is tried on all layers: a second one lowers the seconds by less
-than the draw of samples does."""
-
 Option = tuple[ndarray, ResidentWay]
 """Homes [layers, experts], and how resident slots are filled; the way may deal these homes again."""
 
@@ -81,6 +72,24 @@ def replicas_of_homes(
     homes = request.previous.with_home_ranks(home_LE.astype(np.int16))
     settled = replace(request, previous=homes, budget=replace(request.budget, move_homes=False))
     return choose_homes_and_replicas(settled, demand, clock)[0]
+
+
+def cheapest_seconds(request: PlacementRequest, homes: list[Int64[ndarray, "L E"]], clock: Deadline) -> float:
+    """Return the seconds of a small step, moves included, with its replicas and the cheapest of given homes per layer.
+
+    homes   those before the step, and others that may be taken
+    """
+    demand, (before_LE, *others) = request.demand, homes
+    if not request.budget.resident_slots:
+        best = _cheapest_shared(request, demand, before_LE, clock=clock)
+        for home_LE in others:
+            best = _cheaper(request, demand, best, _cheapest_shared(request, demand, home_LE, clock=clock))
+        return _total(request, best)
+    ways = _rank_ways(request, demand, clock)
+    options = [(before_LE, way) for way in dict.fromkeys([*_staying(ways), *_moving(ways)])]
+    options += [(home_LE, way) for home_LE in others for way in _moving(ways)]
+    filled = _cheapest_of(request, demand, options)
+    return _total(request, _with_shared_slots(request, demand, filled, _with_seconds))
 
 
 def _evenest(request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray) -> LayerChoices:
@@ -166,7 +175,7 @@ def _search_lasting(request: PlacementRequest, demand: ScheduledDemand, clock: D
         return _cheapest_shared(request, demand, homes_LE, clock=clock).cost_ML
 
     home_LE = request.previous.home_LE.astype(np.int64)
-    pilot, some = _pilot(request, demand)
+    pilot, some = pilot_of(request, demand)
     found_LE = lasting_homes(pilot, some, [search_near, search_afresh], price)
     if np.array_equal(found_LE, pilot.previous.home_LE) or not clock.allows(0.5):
         return home_LE
@@ -181,10 +190,6 @@ def _searched(
     return search_homes(request, demand, home_LE, clock, first=first, share=len(home_LE) / num_layers)
 
 
-def _pilot_layers(home_LE: ndarray) -> Int64[ndarray, " l"]:
-    return np.unique(np.linspace(0, len(home_LE) - 1, _PILOT_LAYERS).astype(np.int64))
-
-
 def _cheapest_ways(
     request: PlacementRequest, demand: ScheduledDemand, clock: Deadline
 ) -> tuple[LayerChoices, LayerChoices]:
@@ -194,42 +199,14 @@ def _cheapest_ways(
     those that stay have nothing in shared slots.
     """
     previous_LE = request.previous.home_LE.astype(np.int64)
-    ways = _rank_ways(*_pilot(request, demand, micro_batches=_pilot_micro_batches(demand)), clock)
-    kept = chosen = _cheapest_of(request, demand, [(previous_LE, way) for way in _staying(ways)[: _tried(demand)]])
+    ways = _rank_ways(*pilot_of(request, demand, micro_batches=pilot_micro_batches(demand)), clock)
+    kept = chosen = _cheapest_of(request, demand, [(previous_LE, way) for way in _staying(ways)[: ways_tried(demand)]])
     if request.budget.move_homes and clock.allows(0.5):
         options = (_lasting_options if request.warm else _paying_options)(request, demand, ways, clock)
         if options:
             chosen = _move_where_it_pays(request, kept, _cheapest_of(request, demand, options))
     whole = _with_shared_slots(request, demand, chosen, _with_seconds)
     return whole, whole if chosen is kept else kept
-
-
-def _pilot(
-    request: PlacementRequest, demand: ScheduledDemand, micro_batches: int | None = None
-) -> tuple[PlacementRequest, ScheduledDemand]:
-    """Return request and demand of a few layers, evenly spaced.
-
-    micro_batches   keep so many, or as many more as their last group has, and at most twice as many; None: all. What a
-                    move costs is spread over them in proportion
-    """
-    M, m, served = len(demand.tokens_MLRE), micro_batches, request.budget.steps_served
-    if m is not None and m < M:
-        if demand.group_M is not None:
-            m = min(int(np.searchsorted(demand.group_M, demand.group_M[m - 1], side="right")), 2 * m)
-        demand, served = demand.of_micro_batches(slice(m)), round(served * M / m)
-    first = replace(request, demand=demand, budget=replace(request.budget, steps_served=served))
-    part = first.of_layers(_pilot_layers(request.previous.home_LE))
-    return part, part.demand
-
-
-def _tried(demand: ScheduledDemand) -> int:
-    """Return how many ways are tried on all layers of a demand."""
-    M, L, _ = demand.load_MLE.shape
-    return _BEST_WAYS if M * L <= _LARGE_STEP else 1
-
-
-def _pilot_micro_batches(demand: ScheduledDemand) -> int:
-    return _PILOT_MICRO_BATCHES if _tried(demand) > 1 else _PILOT_OF_LARGE_STEP
 
 
 def _rank_ways(request: PlacementRequest, demand: ScheduledDemand, clock: Deadline) -> list[ResidentWay]:
@@ -257,7 +234,7 @@ def _paying_options(
     ways   cheapest first
     """
     previous_LE = request.previous.home_LE.astype(np.int64)
-    pilot, some = _pilot(request, demand, micro_batches=_pilot_micro_batches(demand))
+    pilot, some = pilot_of(request, demand, micro_batches=pilot_micro_batches(demand))
     before_LE = pilot.previous.home_LE.astype(np.int64)
     stay = _total(pilot, _cheapest_of(pilot, some, [(before_LE, way) for way in _staying(ways)]))
     searched_LE = _searched(pilot, some, clock, len(previous_LE))
@@ -268,7 +245,7 @@ def _paying_options(
                 filled = _fill(pilot, some, _homes(pilot, some, start_LE, way), way)
                 cost_of[from_searched, way] = _total(pilot, filled)
     paying = [moved for moved, cost in cost_of.items() if cost < (1 - _WORTH_MOVING) * stay]
-    if _tried(demand) == 1:
+    if ways_tried(demand) == 1:
         paying = sorted(paying, key=cost_of.__getitem__)[:1]
     if any(from_searched for from_searched, _ in paying):
         searched_LE = _searched(request, demand, clock, len(previous_LE))
@@ -280,7 +257,7 @@ def _lasting_options(
 ) -> list[Option]:
     """Return homes that last, and ways to fill slots; none where homes do not last in a few layers."""
     previous_LE = request.previous.home_LE.astype(np.int64)
-    staying, moving = _staying(ways)[: _tried(demand)], _moving(ways)
+    staying, moving = _staying(ways)[: ways_tried(demand)], _moving(ways)
 
     def price(request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarray) -> ndarray:
         return _cheapest_of(request, demand, [(home_LE, way) for way in staying]).cost_ML
@@ -295,7 +272,7 @@ def _lasting_options(
     proposals: list[Propose] = [partial(search, False), partial(search, True)]
     if moving[-1].deal_again:
         proposals.append(deal)
-    pilot, some = _pilot(request, demand)
+    pilot, some = pilot_of(request, demand)
     found_LE = lasting_homes(pilot, some, proposals, price)
     if np.array_equal(found_LE, pilot.previous.home_LE) or not clock.allows(0.5):
         return []
@@ -305,7 +282,7 @@ def _lasting_options(
 
 def _staying(ways: list[ResidentWay]) -> list[ResidentWay]:
     """Return the best ways that leave homes alone."""
-    return [way for way in ways if not way.deal_again][:_BEST_WAYS]
+    return [way for way in ways if not way.deal_again][:BEST_WAYS]
 
 
 def _moving(ways: list[ResidentWay]) -> list[ResidentWay]:
@@ -373,9 +350,9 @@ def _with_shared_slots(
         further = fill_shared_slots(request, demand, of.home_LE, replicas, tolerance=tolerance, cross_node=across)
         return priced(request, demand, of.home_LE, further)
 
-    if _tried(demand) == 1:
-        pilot, some = _pilot(request, demand, micro_batches=_pilot_micro_batches(demand))
-        part = chosen.of_layers(_pilot_layers(chosen.home_LE), micro_batches=len(some.tokens_MLRE))
+    if ways_tried(demand) == 1:
+        pilot, some = pilot_of(request, demand, micro_batches=pilot_micro_batches(demand))
+        part = chosen.of_layers(pilot_layers(chosen.home_LE), micro_batches=len(some.tokens_MLRE))
         cost_X = [np.minimum(part.cost_ML, fill(way, pilot, some, part).cost_ML).sum() for way in ways]
         worth = min(cost_X) < (1 - _WORTH_SHARING) * part.cost_ML.sum()
         ways = [ways[int(np.argmin(cost_X))]] if worth else []

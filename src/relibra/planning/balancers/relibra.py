@@ -15,6 +15,7 @@ from numpy import ndarray
 from relibra.planning.balancer import PlacementRequest
 from relibra.planning.balancers.homes_and_replicas import choose_homes_and_replicas, replicas_of_homes
 from relibra.planning.balancers.layer_choices import LayerChoices
+from relibra.planning.balancers.resident_number import with_cheapest_resident_slots
 from relibra.planning.balancers.schedules import pack_groups, place_near_experts
 from relibra.planning.costs.compute import busiest_attention_seconds
 from relibra.planning.home_search.step_homes import search_homes
@@ -46,6 +47,7 @@ def decide(request: PlacementRequest) -> Placement:
     are always placed.
     """
     clock = Deadline(request.budget.deadline_seconds)
+    request = with_cheapest_resident_slots(request, clock)
     budget, L = request.budget, len(request.demand.layer_ids)
     if budget.objective == "seconds" and budget.pack_samples and request.cluster.num_nodes > 1 and L > _MOST_LAYERS:
         some = request.of_layers(np.unique(np.linspace(0, L - 1, _SCHEDULE_LAYERS).astype(np.int64)))

@@ -13,13 +13,15 @@ from jaxtyping import Int64
 from numpy import ndarray
 
 from relibra.cluster import Cluster
+from relibra.planning.balancers.resident_number import may_take_fewer
+from relibra.planning.budget import Budget
 from relibra.planning.costs.copies import relocation_seconds
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.costs.prediction import predict
 from relibra.planning.layer_shards import demand_of_layers, join_layers, layers_of_rank
 from relibra.planning.placement import Homes
 from relibra.planning.plan import StepPlan
-from relibra.planning.planner import plan_step
+from relibra.planning.planner import plan_step, settle_resident_slots
 from relibra.planning.validation import check_memory
 from relibra.rl.batch.plan_budget import plan_budget
 from relibra.rl.batch.schedule import Schedule, make_schedule
@@ -185,6 +187,8 @@ def plan_together(
         layers_R = [np.arange(L if rank == 0 else 0) for rank in range(R)]
     else:
         budget = replace(budget, pack_samples=False, place_samples=False)
+        if settings.balancer == "relibra" and may_take_fewer(budget, demand):
+            budget = _with_settled_slots(demand, cluster, budget, expert, previous)
         layers_R = [layers_of_rank(L, rank, R) for rank in range(R)]
     part, static_seconds, layers = None, 0.0, layers_R[dist.get_rank()]
     if len(layers):
@@ -195,6 +199,18 @@ def plan_together(
     planned = _gather_parts(part, static_seconds, layers_R, demand, cluster, settings)
     check_memory(planned.plan, cluster.memory_bytes, expert)  # each part was checked with its own layers
     return _with_moves_together(planned, cluster, expert)
+
+
+def _with_settled_slots(
+    demand: ScheduledDemand, cluster: Cluster, budget: Budget, expert: ExpertShape, previous: Homes | None
+) -> Budget:
+    """Return the budget with the resident slots that rank 0 finds cheapest, as many in all parts. Collective."""
+    number_1 = np.zeros(0, dtype=np.int64)
+    if dist.get_rank() == 0:
+        settled = settle_resident_slots(demand, cluster, budget, expert=expert, previous=previous)
+        number_1 = np.array([settled.resident_slots], dtype=np.int64)
+    number = int(gather_arrays(number_1)[0][0])
+    return replace(budget, resident_slots=number, fewer_resident=False)
 
 
 def _with_moves_together(planned: PlannedStep, cluster: Cluster, expert: ExpertShape) -> PlannedStep:

@@ -1,0 +1,56 @@
+"""The pilot of a step: a few layers and micro-batches, on which choices are priced before all layers are planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from jaxtyping import Int64
+from numpy import ndarray
+
+from relibra.planning.balancer import PlacementRequest
+from relibra.routing.demand import ScheduledDemand
+
+_PILOT_LAYERS = 6
+"""Layers on which ways are priced before the best ones are tried on all."""
+_PILOT_MICRO_BATCHES, _PILOT_OF_LARGE_STEP = 32, 16
+"""Micro-batches of these layers that ways are priced on: the first ones, in whole groups."""
+BEST_WAYS = 2
+"""Ways that are tried on all layers, and each layer takes the cheaper one."""
+_LARGE_STEP = 1024
+"""Layers x micro-batches above which the best way alone is tried on all layers: a second one lowers the seconds by less
+than the draw of samples does."""
+
+
+def pilot_layers(home_LE: ndarray) -> Int64[ndarray, " l"]:
+    """Return the layers of the pilot, as positions on the layer axis."""
+    return np.unique(np.linspace(0, len(home_LE) - 1, _PILOT_LAYERS).astype(np.int64))
+
+
+def pilot_of(
+    request: PlacementRequest, demand: ScheduledDemand, micro_batches: int | None = None
+) -> tuple[PlacementRequest, ScheduledDemand]:
+    """Return request and demand of a few layers, evenly spaced.
+
+    micro_batches   keep so many, or as many more as their last group has, and at most twice as many; None: all. What a
+                    move costs is spread over them in proportion
+    """
+    M, m, served = len(demand.tokens_MLRE), micro_batches, request.budget.steps_served
+    if m is not None and m < M:
+        if demand.group_M is not None:
+            m = min(int(np.searchsorted(demand.group_M, demand.group_M[m - 1], side="right")), 2 * m)
+        demand, served = demand.of_micro_batches(slice(m)), round(served * M / m)
+    first = replace(request, demand=demand, budget=replace(request.budget, steps_served=served))
+    part = first.of_layers(pilot_layers(request.previous.home_LE))
+    return part, part.demand
+
+
+def ways_tried(demand: ScheduledDemand) -> int:
+    """Return how many ways are tried on all layers of a demand."""
+    M, L, _ = demand.load_MLE.shape
+    return BEST_WAYS if M * L <= _LARGE_STEP else 1
+
+
+def pilot_micro_batches(demand: ScheduledDemand) -> int:
+    """Return on how many micro-batches of a demand ways are priced."""
+    return _PILOT_MICRO_BATCHES if ways_tried(demand) > 1 else _PILOT_OF_LARGE_STEP
