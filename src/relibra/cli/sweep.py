@@ -72,6 +72,7 @@ class SweepRequest:
     pipeline_stages: Annotated[str, _list("N,...", "Pipeline stages")] = "1"
     recompute: options.Recompute = False
     balancer: Annotated[str, _list("NAME,...", "Balancers that relibra compare lists, or auto")] = "relibra"
+    mini_batches: options.MiniBatches = None
     micro_batches: options.MicroBatches = None
     schedule: options.Schedule = None
     order: options.CutOrder = options.Order.RECORDED

@@ -112,9 +112,22 @@ MicroBatches = Annotated[
         help="Draw samples of a short recording again, seeded, until they fill so many micro-batches.",
     ),
 ]
+MiniBatches = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=1 << 20,
+        metavar="N",
+        help="Mini-batches (optimizer steps), as update.mini_batches of a run: samples stay in theirs. Default: those "
+        "of the run, else 1.",
+    ),
+]
 CutOrder = Annotated[
     Order,
-    typer.Option(help="recorded: whole samples in recorded order, task sets alternate; shuffled: in random order."),
+    typer.Option(
+        help="recorded: whole samples in recorded order, task sets alternate, or as the run trained them; shuffled: "
+        "in random order."
+    ),
 ]
 Schedule = Annotated[
     Path | None,

@@ -23,15 +23,40 @@ class Recording:
     @property
     def micro_batch_tokens(self) -> int | None:
         """Most tokens per rank in a micro-batch of the run that recorded the trace; None: no run, or not known."""
+        return self._number("update", "micro_batch_tokens", 1, 1 << 40)
+
+    @property
+    def mini_batches(self) -> int | None:
+        """Mini-batches of a step of the run that recorded the trace; None: no run, or not known."""
+        return self._number("update", "mini_batches", 1, 1 << 20)
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run; 0 where it is not known."""
+        return self._number("run", "seed", 0, 1 << 63) or 0
+
+    @property
+    def keeps_groups(self) -> bool:
+        """Whether the run keeps the responses to a prompt in one mini-batch."""
+        return self._setting("algorithm", "advantage") == "group"
+
+    @property
+    def filters_groups(self) -> bool:
+        """Whether the run may leave recorded responses out of its update, by their rewards."""
+        return self._setting("algorithm", "group_filter") not in (None, "off")
+
+    def _number(self, section: str, name: str, least: int, most: int) -> int | None:
+        number = self._setting(section, name)
+        return number if type(number) is int and least <= number <= most else None
+
+    def _setting(self, section: str, name: str) -> object:
+        """Return a setting of the run that recorded the trace; None: no run, or not known."""
         if self.trace.absolute().parent.name != "traces":
             return None
         try:
-            tokens = json.loads((self.trace.absolute().parent.parent / "config.json").read_bytes())["update"][
-                "micro_batch_tokens"
-            ]
+            return json.loads((self.trace.absolute().parent.parent / "config.json").read_bytes())[section][name]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
-        return tokens if type(tokens) is int and 1 <= tokens <= 1 << 40 else None
 
 
 def find_recording(source: Path) -> Recording:

@@ -45,6 +45,7 @@ class WorkloadRequest:
     ranks_per_node: options.RanksPerNode = None
     cluster: options.ClusterName = "h100x8"
     micro_batch_tokens: options.MicroBatchTokens = None
+    mini_batches: options.MiniBatches = None
     micro_batches: options.MicroBatches = None
     schedule: options.Schedule = None
     order: options.CutOrder = options.Order.RECORDED

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relibra.cli.inputs.machine import fit_cluster, open_cluster
+from relibra.cli.inputs.mini_batches import fill_in_words, mini_batches_for, samples_in_words, schedule_mini_batches
 from relibra.cli.inputs.options import Order, Take
 from relibra.cli.inputs.recordings import Recording
 from relibra.cli.inputs.requests import BudgetRequest, WorkloadRequest
@@ -101,7 +102,11 @@ def open_workload(recording: Recording, request: WorkloadRequest) -> Workload:
         demand, words = _with_given_schedule(routes, given, request)
     else:
         assert tokens is not None, "given, or a default"
-        demand, words = _scheduled(routes, request, tokens)
+        mini_batches = mini_batches_for(recording, request)
+        if mini_batches is None:
+            demand, words = _scheduled(routes, request, tokens)
+        else:
+            demand, words = schedule_mini_batches(routes, recording, request, mini_batches, tokens)
     demand, history_MLE = (demand, None) if request.take is Take.ALL else _second_half(trace, demand)
     words = (*words, *_rows_without_routes(routes))
     if history_MLE is not None:
@@ -158,6 +163,8 @@ def _open_routes(trace: Path, request: WorkloadRequest, tokens: int | None) -> R
 def _default_tokens(routes: RoutingTrace, recording: Recording, request: WorkloadRequest) -> int:
     """Return the tokens per rank of the run, else the default of runs; fewer where a second half would be missing."""
     tokens = recording.micro_batch_tokens or DEFAULT_TOKENS
+    if (mini_batches_for(recording, request) or 1) > 1:  # each has a micro-batch at least
+        return tokens
     if request.take is Take.ALL or request.micro_batches is not None:
         return tokens
     return max(1, min(tokens, int(routes.valid_T.sum()) // (2 * request.ranks)))
@@ -173,31 +180,26 @@ def _scheduled(routes: RoutingTrace, request: WorkloadRequest, tokens: int) -> t
     rng = np.random.default_rng(request.seed) if shuffled else None
     demand = schedule_samples(routes, tokens, request.ranks, rng)
     order = f"random order, seed {request.seed}" if shuffled else "recorded order"
-    words = [f"whole samples in {order}, at most {plural(tokens, 'token')} per rank, {_fill_in_words(demand)}"]
+    words = [f"whole samples in {order}, at most {plural(tokens, 'token')} per rank, {fill_in_words(demand)}"]
     if not shuffled:
         words.append(_task_sets_in_words(routes, tokens * request.ranks))
-    if request.micro_batches is not None:
-        words.append(
-            f"samples are drawn again from the recording, seed {request.seed}: {plural(routes.num_samples, 'sample')}"
-        )
-    if long := int((demand.length_S > tokens).sum()):
-        words.append(
-            f"{plural(long, 'sample')} {'is' if long == 1 else 'are'} longer than that, each alone on its rank"
-        )
-    return demand, tuple(words)
+    return demand, (*words, *samples_in_words(demand, request, tokens))
 
 
 def _given_schedule(recording: Recording, request: WorkloadRequest) -> GivenSchedule | None:
     """Read the schedule of --schedule, else the one in an .npz trace; None where there is none."""
     from relibra.routing.readers.given_schedule import read_schedule
 
-    if request.schedule is None and (request.order is Order.SHUFFLED or request.micro_batches is not None):
+    drawn_here = request.order is Order.SHUFFLED or request.micro_batches is not None
+    if request.schedule is None and (drawn_here or request.mini_batches is not None):
         return None
     found = read_schedule(request.schedule or recording.trace, required=request.schedule is not None)
     if found is not None and request.order is Order.SHUFFLED:
         raise ConfigError("--schedule gives the micro-batch of every sample: leave out --order shuffled")
     if found is not None and request.micro_batches is not None:
         raise ConfigError("--schedule gives the micro-batch of every sample: leave out --micro-batches")
+    if found is not None and request.mini_batches is not None:
+        raise ConfigError("--schedule gives the mini-batch of every sample: leave out --mini-batches")
     return found
 
 
@@ -211,7 +213,7 @@ def _with_given_schedule(
     groups = 1 if demand.group_M is None else len(set(demand.group_M.tolist()))
     words = [
         f"schedule of {given.path}: {plural(len(demand.load_MLE), 'micro-batch')} in "
-        f"{plural(groups, 'mini-batch')}, {_fill_in_words(demand)}"
+        f"{plural(groups, 'mini-batch')}, {fill_in_words(demand)}"
     ]
     if left := int((demand.micro_batch_S < 0).sum()):
         tokens = int(demand.length_S[demand.micro_batch_S < 0].sum())
@@ -219,12 +221,6 @@ def _with_given_schedule(
             f"{plural(left, 'sample')} with {plural(tokens, 'token')} left out: the schedule gives micro-batch -1"
         )
     return demand, tuple(words)
-
-
-def _fill_in_words(demand: ScheduledDemand) -> str:
-    """Return the tokens of mean and fullest rank."""
-    tokens_MR = demand.sum_per_rank(demand.length_S)
-    return f"mean {tokens_MR.mean():,.0f} and fullest {tokens_MR.max(initial=0):,.0f}"
 
 
 def _rows_without_routes(routes: RoutingTrace) -> list[str]:

@@ -9,6 +9,9 @@ import numpy as np
 from jaxtyping import Int, Int32, Int64
 from numpy import ndarray
 
+_MINI_BATCH_STREAM = 5
+"""Random stream that assigns responses to mini-batches."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
@@ -49,7 +52,7 @@ def make_schedule(
 
     tokens_S             of each response
     unit_S               unit that stays together in a mini-batch, a group or the response itself: its position in
-                         the order that mini-batches are filled in (`make_step_schedule` draws it)
+                         the order that mini-batches are filled in (`draw_unit_order`)
     mini_batches         at most; fewer where there are fewer units
     micro_batch_tokens   limit of one rank in one micro-batch
 
@@ -69,6 +72,19 @@ def make_schedule(
         rank_S[chosen] = bin_X % num_ranks
         mini_batch_M += [number] * (int(bin_X.max()) // num_ranks + 1)
     return Schedule(mini_batch_M=np.array(mini_batch_M, dtype=np.int32), micro_batch_S=micro_batch_S, rank_S=rank_S)
+
+
+def draw_unit_order(
+    sample_id_S: Int[ndarray, " S"], group_id_S: Int[ndarray, " S"], *, by_group: bool, seed: int
+) -> Int64[ndarray, " S"]:
+    """Draw the order in which groups, or single responses, fill mini-batches; return its position for each response.
+
+    by_group   keep groups together in a mini-batch
+    """
+    units, unit_S = np.unique(group_id_S if by_group else sample_id_S, return_inverse=True)
+    newest = int(sample_id_S.max(initial=0))  # differs from step to step, with few exceptions
+    order_X = np.random.default_rng([seed, _MINI_BATCH_STREAM, newest]).permutation(len(units))
+    return order_X[unit_S]
 
 
 def _fill(tokens_X: Int[ndarray, " X"], limit: int, num_ranks: int) -> Int64[ndarray, " X"]:

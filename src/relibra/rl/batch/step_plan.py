@@ -24,15 +24,13 @@ from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step, settle_resident_slots
 from relibra.planning.validation import check_memory
 from relibra.rl.batch.plan_budget import plan_budget
-from relibra.rl.batch.schedule import Schedule, make_schedule
+from relibra.rl.batch.schedule import Schedule, draw_unit_order, make_schedule
 from relibra.rl.config.settings import PlanSettings, UpdateSettings
 from relibra.rl.rollout.response import Response
 from relibra.rl.run.ranks import gather_arrays, gather_json, gather_several, sum_over_ranks
 from relibra.routing.demand import Demand, ScheduledDemand, count_token_slots
 from relibra.routing.statistics import count_pairs
 
-_MINI_BATCH_STREAM = 5
-"""Random stream that assigns responses to mini-batches."""
 _PAIR_TOKENS = 1 << 14
 """Most tokens whose pairs of experts one rank counts: 48 layers of 8 choices take about 0.1 s."""
 
@@ -70,7 +68,7 @@ def make_step_schedule(table: ResponseTable, update: UpdateSettings, *, by_group
     """
     return make_schedule(
         table.tokens_S,
-        _draw_unit_order(table, by_group=by_group, seed=seed),
+        draw_unit_order(table.sample_id_S, table.group_id_S, by_group=by_group, seed=seed),
         mini_batches=update.mini_batches,
         micro_batch_tokens=update.micro_batch_tokens,
         num_ranks=dist.get_world_size(),
@@ -87,18 +85,10 @@ def own_mini_batches(
     returns   indices of this rank's responses per mini-batch
     """
     table = gather_table(responses)
-    unit_S = _draw_unit_order(table, by_group=by_group, seed=seed)
+    unit_S = draw_unit_order(table.sample_id_S, table.group_id_S, by_group=by_group, seed=seed)
     own_s = unit_S[table.index_of([response.sample_id for response in responses])]
     parts = np.array_split(np.arange(len(np.unique(unit_S))), mini_batches)
     return [np.flatnonzero(np.isin(own_s, part)) for part in parts]
-
-
-def _draw_unit_order(table: ResponseTable, *, by_group: bool, seed: int) -> Int64[ndarray, " S"]:
-    """Draw the order in which groups, or single responses, fill mini-batches; return its position for each response."""
-    units, unit_S = np.unique(table.group_id_S if by_group else table.sample_id_S, return_inverse=True)
-    newest = int(table.sample_id_S.max(initial=0))  # differs from step to step, with few exceptions
-    order_X = np.random.default_rng([seed, _MINI_BATCH_STREAM, newest]).permutation(len(units))
-    return order_X[unit_S]
 
 
 def count_demand(
