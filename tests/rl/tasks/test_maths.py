@@ -123,5 +123,5 @@ def test_the_reward_takes_answers_from_the_row_and_names_it(judge):
 
 def test_without_the_library_the_install_command_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"not installed: pip install 'relibra\[maths\]', or set task\.reward to"):
+    with pytest.raises(ConfigError, match=r"in the checkout, pip install -e '\.\[maths\]', or set task\.reward to"):
         make_reward("maths", "answer")

@@ -100,7 +100,7 @@ def test_a_damaged_or_empty_parquet_file_is_named(tmp_path):
 def test_without_pyarrow_the_install_command_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "rows.parquet").touch()
-    with pytest.raises(ConfigError, match=r"pip install 'relibra\[data\]', or use \.jsonl"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[data\]', or use \.jsonl"):
         open_rows(tmp_path / "rows.parquet", "task.file")
 
 
