@@ -1,6 +1,8 @@
 """Which rank is awaited, which one is lost or hangs, and where the stacks of all are."""
 
 import json
+import os
+import signal
 import socket
 import threading
 import time
@@ -11,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from relibra.rl.run import heartbeat
-from relibra.rl.run.heartbeat import Heartbeat
+from relibra.rl.run.heartbeat import Heartbeat, heartbeats
 from relibra.rl.run.ranks import Rendezvous, joined_ranks, wait_for_ranks
 from tests.rl.joined import CPU
 
@@ -173,3 +175,36 @@ def test_ranks_wait_for_uneven_work_beyond_the_deadline_of_collectives():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     mp.spawn(_differ, args=(port,), nprocs=2)
+
+
+def _stop_after_the_last_work(rank, port, folder):
+    """Join; rank 1 is stopped when its work is done, and rank 0 writes for whom it waits."""
+
+    def on_lost(sentence):
+        (folder / "said.txt").write_text(sentence)
+        os._exit(0)
+
+    listener = socket.create_server(("127.0.0.1", port)) if rank == 0 else None
+    with (
+        joined_ranks(60.0, CPU, Rendezvous(rank, 2, port, listener)),
+        heartbeats(folder, ("127.0.0.1", port), 60.0, 2.0, on_lost=on_lost),
+    ):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_after_its_last_work_is_named(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    ranks = [
+        mp.get_context("spawn").Process(target=_stop_after_the_last_work, args=(rank, port, tmp_path))
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    ranks[0].join(60)
+    assert ranks[0].exitcode == 0
+    ranks[1].kill()
+    ranks[1].join(10)
+    assert (tmp_path / "said.txt").read_text().startswith("no sign of life of rank 1 ")

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from relibra.rl.run.ranks import LostPeerError, is_peer_loss, present_work
+from relibra.rl.run.ranks import LostPeerError, is_peer_loss, present_work, wait_for_ranks
 
 BEAT_SECONDS = 2.0
 NOTE_SECONDS = 60.0
@@ -258,6 +258,7 @@ def heartbeats(
     try:
         dist.barrier()
         yield
+        wait_for_ranks()  # inside: one that stops after its last work is missed as well
     except RuntimeError as error:
         sentence = beat.explain(error, timeout_seconds) if is_peer_loss(error) else None
         if sentence is None:
