@@ -31,8 +31,8 @@ SETTINGS = (
     "parallel.ranks=2",
     "run.seed=0",
     "model.hidden_size=256",
-    "model.expert_width=1280",
-    "model.num_layers=4",
+    "model.expert_width=2048",
+    "model.num_layers=3",
     "model.num_experts=16",
     "model.experts_per_token=6",
     "rollout.prompts_per_step=16",
@@ -65,14 +65,17 @@ UNIT = (
     "seconds per stage and step: medians over steps without the first one of a run; plan share: planning with what it "
     "has to tell other ranks and the move of responses, share of the step; skew: busiest / mean rank in token-slots, "
     "static layout and plan; ratios: seconds of static with the same sums, over the row's, of the step and of "
-    "recompute and update; expert share: products of the busiest rank's experts, timed beside those of the other rank, "
-    "share of the update"
+    "recompute and update; expert share: products of the busiest rank's experts in the last step, timed beside those "
+    "of the other rank, share of that step's update"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Runs of one balancer with one kind of sums; expert_seconds: of an update, of the busiest rank's experts."""
+    """Runs of one balancer with one kind of sums.
+
+    expert_seconds   of the busiest rank's experts in the last update of the static layout's first run
+    """
 
     balancer: str
     sums: str
@@ -128,7 +131,7 @@ def result_rows(found: list[Case]) -> list[dict]:
             "seconds_per_stage": stages, "step_seconds": _median(totals), **quartiles(totals, "step_seconds"),
             "ratio_train": _median(_train_seconds(base.later)) / _median(_train_seconds(case.later)),
             "ratio_to_static": _median(_step_seconds(base.later)) / _median(totals),
-            "expert_share": case.expert_seconds / _median([row["seconds"]["update"] for row in base.later]),
+            "expert_share": case.expert_seconds / base.turns[0][-1]["seconds"]["update"],
             "reward_first": float(np.mean(rewards[:edge])), "reward_last": float(np.mean(rewards[-edge:])),
             "rewards": rewards,
             "same_as_static": _curve(steps) == _curve(base.turns[0]),
