@@ -13,7 +13,7 @@ from relibra.cluster import Cluster
 from relibra.errors import PlanError
 from relibra.planning.analysis.bounds import reachable_bound
 from relibra.planning.balancer import Balancer, PlacementRequest
-from relibra.planning.balancers.resident_number import may_take_fewer, with_cheapest_resident_slots
+from relibra.planning.balancers.resident_number import with_cheapest_resident_slots
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES, ExpertShape
 from relibra.planning.costs.prediction import predict
@@ -78,10 +78,9 @@ def settle_resident_slots(
 
     budget   its objective and its resident slots are set: not None
     """
-    if not may_take_fewer(budget, demand):
-        return replace(budget, fewer_resident=False)
     request = _request(demand, cluster, budget, expert, previous, None, BALANCERS["relibra"])
-    return with_cheapest_resident_slots(request, Deadline(budget.deadline_seconds)).budget
+    settled = with_cheapest_resident_slots(request, Deadline(budget.deadline_seconds)).budget
+    return replace(settled, fewer_resident=False)
 
 
 def _cheapest_without_replicas(plan: StepPlan, request: PlacementRequest, memory_bytes: int | None) -> StepPlan:

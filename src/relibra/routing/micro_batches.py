@@ -149,11 +149,9 @@ def select_micro_batches(demand: ScheduledDemand, first: int) -> ScheduledDemand
     )
     M, _, R, _ = demand.tokens_MLRE.shape
     later = part.with_schedule(demand.micro_batch_S[kept] - first, demand.rank_S[kept], R, M - first)
-    return (
-        later
-        if demand.group_M is None or first >= M
-        else replace(later, group_M=demand.group_M[first:] - demand.group_M[first])
-    )
+    if demand.group_M is None or first >= M:
+        return later
+    return replace(later, group_M=demand.group_M[first:] - demand.group_M[first])
 
 
 def task_sets(trace: RoutingTrace, tokens: int) -> list[Int64[ndarray, " T"]]:

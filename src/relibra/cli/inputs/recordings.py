@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from relibra.errors import ConfigError
 
@@ -51,11 +53,19 @@ class Recording:
 
     def _setting(self, section: str, name: str) -> object:
         """Return a setting of the run that recorded the trace; None: no run, or not known."""
+        try:
+            return self._config[section][name]
+        except (KeyError, TypeError):
+            return None
+
+    @cached_property
+    def _config(self) -> Any:
+        """What config.json of the run holds; None: no run, or not known."""
         if self.trace.absolute().parent.name != "traces":
             return None
         try:
-            return json.loads((self.trace.absolute().parent.parent / "config.json").read_bytes())[section][name]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return json.loads((self.trace.absolute().parent.parent / "config.json").read_bytes())
+        except (OSError, ValueError, RecursionError):
             return None
 
 

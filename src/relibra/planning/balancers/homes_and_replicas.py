@@ -39,6 +39,7 @@ _WORTH_MOVING = 0.01
 """Share of a layer's cost that new homes may save for a search, and must save to replace planned ones: loads vary."""
 _WORTH_SHARING = 0.001
 """Share of the cost that shared slots must save in a few layers of a large step to be filled in all."""
+
 Option = tuple[ndarray, ResidentWay]
 """Homes [layers, experts], and how resident slots are filled; the way may deal these homes again."""
 

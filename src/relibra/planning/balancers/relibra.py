@@ -71,7 +71,10 @@ def decide(request: PlacementRequest) -> Placement:
 
 
 def _decide(request: PlacementRequest, clock: Deadline, *, only_schedule: bool = False) -> _Choice:
-    """Return the cheapest schedule, homes and replicas found; of the pilot for some layers `only_schedule` is used."""
+    """Return the cheapest schedule, homes and replicas found.
+
+    only_schedule   the caller uses the schedule alone
+    """
     previous_LE = request.previous.home_LE.astype(np.int64)
     layers, stay = choose_homes_and_replicas(request, request.demand, clock)
     given = _Choice(demand=request.demand, layers=layers)

@@ -23,8 +23,6 @@ Price = Callable[[PlacementRequest, ScheduledDemand, Int64[ndarray, "L E"]], Flo
 
 _WORTH_MOVING_AGAIN = 0.05
 """Share of the seconds that homes must save to replace those of a planned step, beside the time of the moves."""
-
-
 _LEAST_PRICED = 2
 """Micro-batches that a saving must be seen in: of one nothing is sure."""
 

@@ -169,7 +169,7 @@ def trace_folder(run: Path, step: int) -> Path:
 
 def has_checkpoint(run: Path) -> bool:
     """Return whether a run has a checkpoint to resume from."""
-    return any((run / "checkpoints").glob("step-*"))
+    return latest_checkpoint(run) is not None
 
 
 def latest_checkpoint(run: Path) -> str | None:

@@ -34,9 +34,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from relibra.errors import ConfigError, EngineError, RelibraError
+from relibra.files import sync_folder
 from relibra.rl.rollout.response import Response
 from relibra.rl.rollout.response_arrays import load_responses, save_responses
-from relibra.rl.run.checkpoints.checkpoint_manifest import digest_files, find_damage, sync_folder, write_manifest
+from relibra.rl.run.checkpoints.checkpoint_manifest import digest_files, find_damage, write_manifest
 from relibra.rl.run.checkpoints.checkpoint_tensors import (
     at_saved_homes,
     copied,

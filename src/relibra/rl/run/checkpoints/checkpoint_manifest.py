@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from relibra.files import write_text
+from relibra.files import sync_folder, write_text
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -59,15 +59,6 @@ def find_damage(folder: Path, share: int, shares: int) -> str | None:
         if found != wanted[name]:
             return f"{name} has changed contents (SHA-256)"
     return None
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync the directory entries of a folder to disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _is_digest(found: object) -> bool:
