@@ -2,12 +2,24 @@
 
 import json
 import tomllib
+from pathlib import Path
 
 import pytest
 
 from relibra.errors import ConfigError
+from relibra.rl.config.built_in_model import BUILT_IN_MODEL
 from relibra.rl.config.presets import PRESETS
-from relibra.rl.config.run_config import RunConfig, as_toml, describe_training, load_config, with_ranks
+from relibra.rl.config.run_config import (
+    RunConfig,
+    as_toml,
+    changed_settings,
+    describe_training,
+    load_config,
+    with_ranks,
+)
+from relibra.rl.config.settings import ModelSettings, RolloutSettings
+
+DEMO = Path(__file__).parents[3] / "examples" / "demo.toml"
 
 
 def refusal(*overrides, path=None):
@@ -391,3 +403,52 @@ def test_all_mistakes_are_told_at_once():
     for part in ("does not divide model.num_experts", "; also: task.name 'prompts' needs", "; also: rollout.responses"):
         assert part in between
     assert "; and 4 more" in refusal(*(f"run.x{i}=1" for i in range(12)))
+
+
+def test_defaults_that_a_reader_sees_are_those_of_post_training():
+    """The values of the built-in model stand beside it, and differ from the defaults of the fields."""
+    defaults = {name: section.annotation.model_fields for name, section in RunConfig.model_fields.items()}
+    assert defaults["update"]["learning_rate"].default == 1e-6
+    assert defaults["critic"]["learning_rate"].default == 1e-5
+    assert (defaults["model"]["dtype"].default, defaults["warmup"]["steps"].default) == ("bfloat16", 0)
+    assert defaults["model"]["activation_checkpointing"].default is True
+    assert (defaults["rollout"]["max_prompt"].default, defaults["rollout"]["max_response"].default) == (1024, 8192)
+    built_in = RunConfig().model_dump()
+    for section, values in BUILT_IN_MODEL.items():
+        for key, value in values.items():
+            assert built_in[section][key] == value != defaults[section][key].default
+    config = RunConfig(model=ModelSettings(num_layers=2), rollout=RolloutSettings(max_batch=8))
+    assert (config.model.dtype, config.model.num_layers) == ("float32", 2)
+    assert (config.rollout.max_response, config.rollout.max_batch) == (80, 8)
+
+
+def test_the_demo_states_the_values_of_the_built_in_model():
+    stated = tomllib.loads(DEMO.read_text())
+    for section, values in BUILT_IN_MODEL.items():
+        if section != "critic":  # its algorithm has none
+            assert values.items() <= stated[section].items()
+    assert load_config(DEMO) == load_config(None, ["run.name=demo", "run.steps=40", "trace.keep=40"])
+    _, warning = describe_training(load_config(DEMO, ["model.path=mine"]))
+    assert warning.startswith("warning: update.learning_rate 0.0002 is more than 20 times")
+
+
+def test_changed_settings_are_those_that_differ_from_the_defaults_of_the_model_and_preset(tmp_path):
+    def changed(*overrides):
+        return changed_settings(load_config(None, overrides))
+
+    assert changed() == changed("rollout.max_response=80", "algorithm.preset=dapo") == []
+    assert changed("rollout.max_response=64") == ["rollout.max_response"]
+    assert changed("model.path=mine") == ["model.path"]
+    assert changed("model.path=mine", "update.learning_rate=2e-4") == ["model.path", "update.learning_rate"]
+    assert changed("algorithm.preset=tppo", "algorithm.clip_low=0.1") == ["algorithm.preset", "algorithm.clip_low"]
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+    assert changed(f"model.path={tmp_path}", "algorithm.preset=ppo") == ["model.path", "algorithm.preset"]
+
+
+def test_a_configuration_as_toml_says_which_values_are_those_of_the_built_in_model():
+    note = "This is for the built-in model; for your own the default is"
+    text = as_toml(load_config(None, ["rollout.max_response=64"]))
+    assert f"Optimizer steps. {note} 0.\nsteps = 320" in text
+    assert f"{note} 1e-06.\nlearning_rate = 0.0002" in text
+    assert text.count(note) == 5
+    assert note not in as_toml(load_config(None, ["model.path=mine"]))

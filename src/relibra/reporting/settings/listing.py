@@ -35,7 +35,7 @@ def list_settings(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def changed_settings(config: Mapping[str, Any]) -> dict[str, str] | None:
-    """Return the settings that are not those of a run without any; None where the file does not name them."""
+    """Return the settings that are not the defaults for the same model and preset; None where the file names none."""
     names = config.get("changed")
     if not isinstance(names, list):
         return None

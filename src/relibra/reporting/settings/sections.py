@@ -27,7 +27,7 @@ def settings_section(config: Mapping[str, Any]) -> str:
         "settings",
         "Settings",
         paragraph(describe_settings(config)),
-        paragraph("Settings that differ from those of a run without any:", "how") if rows else "",
+        paragraph("Settings that differ from the defaults for this model and preset:", "how") if rows else "",
         table("Changed settings", header, rows, text_columns=(0, 1)) if rows else "",
         details(
             f"All {len(settings)} settings, sizes and versions",

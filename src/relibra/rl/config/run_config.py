@@ -13,9 +13,10 @@ from pydantic import ValidationError, model_validator
 
 from relibra.errors import ConfigError
 from relibra.printable import excerpt
+from relibra.rl.config.built_in_model import BUILT_IN_MODEL, fill_built_in
 from relibra.rl.config.consistency import check_groups, check_model, check_plan, check_task, check_windows
+from relibra.rl.config.context_length import fit_lengths
 from relibra.rl.config.messages import MAX_SHOWN, describe_mistakes
-from relibra.rl.config.own_model import HIGH_RATE, fill_defaults
 from relibra.rl.config.presets import choose_tail_drop, choose_value_warmup, choose_window
 from relibra.rl.config.settings import (
     MAX_LENGTH,
@@ -35,6 +36,9 @@ from relibra.rl.config.settings import (
     WarmupSettings,
 )
 
+USUAL_RATE = UpdateSettings().learning_rate
+HIGH_RATE = 20 * USUAL_RATE
+"""Learning rate above which RL post-training destroys a model in a few steps."""
 MAX_FILE_BYTES = 1 << 20
 MAX_DEPTH = 8
 """Parts of an override's key; settings have two."""
@@ -95,7 +99,7 @@ class RunConfig(Section):
         algorithm, rollout = settings.get("algorithm"), settings.get("rollout", {})
         if not (isinstance(algorithm, dict) and isinstance(rollout, dict) and algorithm.get("preset") == "tppo"):
             return settings
-        longest = rollout.get("max_response", RolloutSettings().max_response)
+        longest = rollout.get("max_response", 0)
         window = rollout.get("window", choose_window(longest) if _is_length(longest) else None)
         if not _is_length(window, may_be_0=True):
             return settings  # what is out of range is refused later, with its name
@@ -104,12 +108,16 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_defaults_of_own_model(cls, settings: Any) -> Any:
-        """Set what post-training usually takes where a model is given and a setting is not."""
+    def _fill_defaults_of_the_model(cls, settings: Any) -> Any:
+        """Set what was not given: the values of the built-in model, or lengths that fit the context of another."""
         if not isinstance(settings, dict):
             return settings
-        model = settings.get("model")
-        return fill_defaults(settings) if isinstance(model, dict) and model.get("path") else settings
+        settings = {key: _as_given(section) for key, section in settings.items()}
+        model, rollout = settings.get("model", {}), settings.get("rollout", {})
+        path = model.get("path") if isinstance(model, dict) else None
+        if not path:
+            return fill_built_in(settings)
+        return {**settings, "rollout": fit_lengths(path, rollout)} if isinstance(rollout, dict) else settings
 
     @model_validator(mode="after")
     def _check_sections(self) -> RunConfig:
@@ -128,6 +136,11 @@ class RunConfig(Section):
         if mistakes:
             raise ValueError("; also: ".join(mistakes))
         return self
+
+
+def _as_given(section: Any) -> Any:
+    """Return what was given of a section that is an object already, so that the rest is filled like that of a file."""
+    return section.model_dump(exclude_unset=True) if isinstance(section, Section) else section
 
 
 def _is_length(value: Any, *, may_be_0: bool = False) -> bool:
@@ -226,8 +239,10 @@ def check_resumable(before: RunConfig, after: RunConfig) -> None:
 
 
 def changed_settings(config: RunConfig) -> list[str]:
-    """Return the names of settings that are not those of a run without any, as section.key."""
-    given, default = config.model_dump(mode="json"), RunConfig().model_dump(mode="json")
+    """Return the names of settings that differ from the defaults for the same model and preset, as section.key."""
+    same = {"model": {"path": config.model.path}, "algorithm": {"preset": config.algorithm.preset}}
+    given, default = config.model_dump(mode="json"), RunConfig.model_validate(same).model_dump(mode="json")
+    default["model"]["path"], default["algorithm"]["preset"] = ModelSettings().path, AlgorithmSettings().preset
     return [
         f"{section}.{key}"
         for section, settings in given.items()
@@ -242,7 +257,12 @@ def as_toml(config: RunConfig) -> str:
     for name, section in config:
         lines += ["", f"[{name}]  # {type(section).__doc__}"]
         for key, value in section.model_dump(mode="json").items():
-            description = " ".join((type(section).model_fields[key].description or "").split())
+            field = type(section).model_fields[key]
+            description = " ".join((field.description or "").split())
+            if not config.model.path and value is not None and BUILT_IN_MODEL.get(name, {}).get(key) == value:
+                description += (
+                    f" This is for the built-in model; for your own the default is {json.dumps(field.default)}."
+                )
             if value is None and key == "explained_variance_gate":
                 value = "off"  # else its preset's value is read
             setting = f"# {key} =" if value is None else f"{key} = {json.dumps(value)}"  # TOML has no null

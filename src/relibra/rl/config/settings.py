@@ -1,4 +1,4 @@
-"""Settings of a run by section, as frozen pydantic models; `run_config.py` loads them. Imports no torch."""
+"""Settings of a run by section; defaults are for a model of your own, `built_in_model.py` has those of the built-in."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ class ModelSettings(Section):
     """Routed experts per layer; 0: a dense model."""
     experts_per_token: int = Field(2, ge=1, le=1 << 8)
     """Experts per token (top-k)."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of forward and backward passes; trained weights, gradients and optimizer states are always float32."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = True
     """Save only the input of each layer for the backward pass and recompute the rest; less memory, more time."""
 
     @property
@@ -112,8 +112,8 @@ class ModelSettings(Section):
 class WarmupSettings(Section):
     """Supervised steps before RL on demonstrations with random errors; built-in tasks only."""
 
-    steps: int = Field(320, ge=0, le=LONGEST)
-    """Optimizer steps; with `model.path` set, 0 unless given."""
+    steps: int = Field(0, ge=0, le=LONGEST)
+    """Optimizer steps."""
     batch: int = Field(128, ge=1, le=1 << 20)
     """Demonstrations per step, summed over ranks."""
     learning_rate: float = Field(5e-3, gt=0, le=10)
@@ -130,15 +130,15 @@ class RolloutSettings(Section):
     """Prompts per step, summed over ranks; times `responses_per_prompt` = responses in progress at once."""
     responses_per_prompt: int = Field(8, ge=1, le=1 << 16)
     """Responses per prompt: the group of group-relative advantages."""
-    max_response: int = Field(80, ge=1, le=MAX_LENGTH)
-    """Longest response in tokens."""
+    max_response: int = Field(8192, ge=1, le=MAX_LENGTH)
+    """Longest response in tokens; unless given, at most what prompts leave of the context of the model."""
     window: int = Field(0, ge=0, le=MAX_LENGTH)
     """Most tokens that a step adds to a response (T-PPO); unfinished ones continue in the next step. 0: no limit.
     Preset tppo: a divisor of max_response near a quarter of it, unless given."""
     refill: bool = False
     """Start a new response as soon as one ends inside a window; a step still has at most `window` decode steps."""
     max_prompt: int = Field(1024, ge=1, le=MAX_LENGTH)
-    """Longest prompt in tokens."""
+    """Longest prompt in tokens; unless given, at most half of the context of the model."""
     long_prompts: Literal["skip", "cut", "refuse"] = "skip"
     """Longer prompts of a file: "skip" leaves them out and says how many, "cut" drops their first tokens, "refuse" ends
     the run before its first step and names the first."""
@@ -280,7 +280,7 @@ class AlgorithmSettings(Section):
 class UpdateSettings(Section):
     """Optimizer steps of policy and value model."""
 
-    learning_rate: float = Field(2e-4, gt=0, le=10)
+    learning_rate: float = Field(1e-6, gt=0, le=10)
     """Learning rate of AdamW for the policy."""
     lr_warmup_steps: int = Field(0, ge=0, le=LONGEST)
     """Optimizer steps over which both learning rates rise linearly from 0."""
@@ -301,7 +301,7 @@ class UpdateSettings(Section):
 class CriticSettings(Section):
     """Value model of advantage "gae": the policy's initial weights with a value head."""
 
-    learning_rate: float = Field(1e-3, gt=0, le=10)
+    learning_rate: float = Field(1e-5, gt=0, le=10)
     """Learning rate of AdamW for the value model."""
     pretrain_steps: int = Field(0, ge=0, le=LONGEST)
     """First RL steps that train only the value model. Presets ppo and tppo: 10, or as many as a response has windows,
