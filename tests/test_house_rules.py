@@ -257,6 +257,27 @@ def test_a_name_that_needs_a_missing_package_says_how_to_install_it():
         assert "pip install -e '.[train]'" in line
 
 
+def test_packages_that_need_torch_say_how_to_install_it():
+    program = (
+        "import importlib, sys; sys.modules['torch'] = None\n"
+        "for name in sys.argv[1:]:\n"
+        "    try: importlib.import_module(name)\n"
+        "    except ModuleNotFoundError as error: print(error.name, str(error))\n"
+    )
+    needing = {
+        "relibra.replay": "relibra.replay",
+        "relibra.replay.batch": "relibra.replay",
+        "relibra.parallel": "relibra.parallel",
+        "relibra.parallel.rows.dispatch": "relibra.parallel",
+        "relibra.rl.algorithms.policy_loss": "relibra.rl.algorithms",
+        "relibra.rl.update.credit": "relibra.rl.update",
+    }
+    done = subprocess.run([sys.executable, "-c", program, *needing], capture_output=True, text=True, check=True)
+    for line, package in zip(done.stdout.splitlines(), needing.values(), strict=True):
+        assert line.startswith(f"torch {package} needs the package 'torch', which is not installed: install torch")
+        assert line.endswith("pip install -e '.[train]'")
+
+
 def test_no_hint_names_a_package_that_no_index_has():
     files = [*FILES, ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     assert [str(file) for file in files if re.search(r"relibra\[[a-z,]+\]", file.read_text())] == []

@@ -79,17 +79,10 @@ __all__ = [*sorted(_WHERE), "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'relibra' has no attribute {name!r}")
-    try:
+    from relibra.errors import missing_packages
+
+    with missing_packages(f"relibra.{name}"):
         module = import_module(_WHERE[name])
-    except ModuleNotFoundError as error:
-        package = (error.name or "relibra").partition(".")[0]
-        if package == "relibra":
-            raise
-        raise ModuleNotFoundError(
-            f"relibra.{name} needs the package {package!r}, which is not installed: install torch (choose its build), "
-            "then, in the checkout, pip install -e '.[train]'",
-            name=error.name,
-        ) from error
     return getattr(module, name)
 
 

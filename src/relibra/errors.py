@@ -8,7 +8,7 @@
       EngineError    a rollout engine, a model or a process did something we cannot go on from
 
 Each message is one sentence: what, where, got, allowed, next step. Broken beliefs about our own code are `assert`s.
-`library_errors` turns errors of other libraries into ours.
+`library_errors` turns errors of other libraries into ours; `missing_packages` says how to install what an import lacks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+INSTALL_TRAINING = "install torch (choose its build), then, in the checkout, pip install -e '.[train]'"
+"""What to do where a package is missing that only training needs."""
 LONGEST_MESSAGE = 2000
 """Characters; the middle of a longer message, which quotes a file, is left out."""
 
@@ -76,6 +78,24 @@ def library_errors(
             raise
         raise kind(
             f"{stage}: {library} raised {in_a_line(error)}; RELIBRA_TRACEBACK=1 in the environment shows where"
+        ) from error
+
+
+@contextmanager
+def missing_packages(needed_by: str) -> Iterator[None]:
+    """Say what to install where an import inside finds no torch, or another package that training needs.
+
+    needed_by   name of relibra that is imported
+    raises      ModuleNotFoundError with that sentence; one about a module of relibra is a bug and stays as it is
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "relibra").partition(".")[0]
+        if package == "relibra":
+            raise
+        raise ModuleNotFoundError(
+            f"{needed_by} needs the package {package!r}, which is not installed: {INSTALL_TRAINING}", name=error.name
         ) from error
 
 

@@ -15,7 +15,7 @@ from relibra.cli.inputs.machine import open_cluster
 from relibra.cli.inputs.models import open_model
 from relibra.cli.outputs.files import check_outputs, writing
 from relibra.cli.outputs.terminal import print_text, progress, stdout_console
-from relibra.errors import ConfigError
+from relibra.errors import INSTALL_TRAINING, ConfigError
 from relibra.planning.budget import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -57,10 +57,7 @@ def calibrate(
     cited = None if links_of is None else open_cluster(links_of)
     for package in ("torch", "transformers"):
         if find_spec(package) is None:
-            raise ConfigError(
-                f"calibrating needs the package {package!r}: install torch (choose its build), then, in the checkout, "
-                "pip install -e '.[train]'"
-            )
+            raise ConfigError(f"calibrating needs the package {package!r}: {INSTALL_TRAINING}")
     from relibra.calibration.fit import fit_cluster
     from relibra.calibration.measurement import choose_job, describe_machine, measure_machine
     from relibra.cluster import write_cluster

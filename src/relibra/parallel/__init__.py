@@ -11,10 +11,13 @@ logical_order(model, optimizer)     experts in logical order inside: to save, to
 logical_parameters(model)           whole parameters in logical order: to send weights elsewhere
 """
 
-from relibra.parallel.balanced import BalancedEP, register
-from relibra.parallel.execution import PlanExecution, execute_plan
-from relibra.parallel.homes.logical_order import logical_order, logical_parameters
-from relibra.parallel.homes.relocation import Relocation, relocate
+from relibra.errors import missing_packages
+
+with missing_packages(__name__):
+    from relibra.parallel.balanced import BalancedEP, register
+    from relibra.parallel.execution import PlanExecution, execute_plan
+    from relibra.parallel.homes.logical_order import logical_order, logical_parameters
+    from relibra.parallel.homes.relocation import Relocation, relocate
 
 __all__ = [
     "BalancedEP",

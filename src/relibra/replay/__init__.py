@@ -9,10 +9,13 @@ replay_routing(model, routes)  take those experts again, with live gate weights 
 find_routers(model)            the routers of a model and the rule each follows
 """
 
-from relibra.replay.batch import BatchRoutes
-from relibra.replay.record import RoutingRecorder, record_routing
-from relibra.replay.replay import RoutingReplay, replay_routing
-from relibra.replay.routers import RouterSite, find_routers
+from relibra.errors import missing_packages
+
+with missing_packages(__name__):
+    from relibra.replay.batch import BatchRoutes
+    from relibra.replay.record import RoutingRecorder, record_routing
+    from relibra.replay.replay import RoutingReplay, replay_routing
+    from relibra.replay.routers import RouterSite, find_routers
 
 __all__ = [
     "BatchRoutes",

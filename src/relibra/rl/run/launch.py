@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 
 from relibra.environment import STOP_SIGNALS, keep_hub_offline, keep_torch_quiet, launched_rank
-from relibra.errors import ConfigError, EngineError
+from relibra.errors import INSTALL_TRAINING, ConfigError, EngineError
 from relibra.printable import printable
 from relibra.rl.config.model_folder import check_model_path, names_hub
 from relibra.rl.config.run_config import RunConfig, describe_training
@@ -67,10 +67,7 @@ def launch(config: RunConfig, resume: Path | None = None, *, supervise: bool = F
     """
     for package in ("torch", "transformers", "accelerate", "tensorboard"):
         if find_spec(package) is None:
-            raise ConfigError(
-                f"training needs the package {package!r}: install torch (choose its build), "
-                "then, in the checkout, pip install -e '.[train]'"
-            )
+            raise ConfigError(f"training needs the package {package!r}: {INSTALL_TRAINING}")
     if config.model.path:
         check_model_path(config.model.path)
         if not names_hub(config.model.path):
