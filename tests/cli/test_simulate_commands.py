@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from relibra import write_trace
 from relibra.cli import simulated_step
+from relibra.cli.inputs.recordings import find_recording
 from relibra.cluster import cluster_preset, write_cluster
 from relibra.planning.budget import RUN_DEFAULTS, slot_memory_gib
 from relibra.planning.plan_files import read_plan
@@ -183,6 +185,13 @@ def test_a_run_without_routes_says_what_to_do(run, tmp_path):
     assert "has no recorded routes" in run("simulate", settings, *CUT)[2]
     (tmp_path / "bare" / "traces").mkdir(parents=True)
     assert "without recorded routes" in run("simulate", tmp_path / "bare", *CUT)[2]
+
+
+def test_of_all_runs_with_some_settings_the_last_one_is_read(routes, run_folder, tmp_path):
+    for name in ("mine-2", "mine-9", "mine-10", "mine-11", "mine-from-python", "mine-12-old"):
+        write_trace(routes, tmp_path / "runs" / name / "traces" / "step-00001")
+    shutil.rmtree(tmp_path / "runs" / "mine-11" / "traces")  # it ended before its first step
+    assert find_recording(run_folder).trace == tmp_path / "runs" / "mine-10" / "traces" / "step-00001"
 
 
 def test_the_timeline_opens_in_perfetto(run, trace, tmp_path):

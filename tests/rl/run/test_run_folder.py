@@ -121,8 +121,10 @@ def test_a_run_with_a_finished_step_stays(tmp_path):
 
 def test_the_latest_checkpoint_is_that_after_the_most_steps(tmp_path):
     assert latest_checkpoint(tmp_path) is None
+    (tmp_path / "checkpoints" / "step-7").mkdir(parents=True)
+    assert not has_checkpoint(tmp_path), "no checkpoint is named so"
     for name in ("step-00002", "step-00010", "step-00011.bak", ".step-00012.partial", "step-100000"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name).mkdir()
     assert latest_checkpoint(tmp_path) == "step-100000"
 
 

@@ -70,20 +70,22 @@ class Recording:
 
 
 def find_recording(source: Path) -> Recording:
-    """Return the last recorded step of a run, given its settings or folder; any other path is a trace.
+    """Return the last recorded step of a run; any other path is a trace.
 
+    source    settings of the run (of its folders NAME, NAME-2, ... the highest-numbered one that has recorded routes),
+              its folder, or a trace
     raises    ConfigError when a run has recorded nothing
     """
     if source.suffix == ".toml":
         from relibra.rl.config.run_config import load_config
+        from relibra.rl.run.run_folder import folders_of_run
 
         run = load_config(source).run
-        folders = [run.folder / run.name, *sorted(run.folder.glob(f"{run.name}-*"), key=lambda path: path.name)]
-        recorded = [folder for folder in folders if _steps(folder)]
+        recorded = [folder for folder in folders_of_run(run.folder, run.name) if _steps(folder)]
         if not recorded:
             raise ConfigError(
-                f"{source}: the run has no recorded routes in {folders[0] / 'traces'}: train first (relibra train "
-                f"{source}), or name a trace"
+                f"{source}: the run has no recorded routes in {run.folder / run.name / 'traces'}: train first (relibra "
+                f"train {source}), or name a trace"
             )
         return _last_step(recorded[-1])
     if (source / "traces").is_dir() or (source / "config.json").is_file():

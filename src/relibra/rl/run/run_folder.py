@@ -6,19 +6,21 @@ samples.jsonl          some responses of each step, with their rewards
 checkpoints/           from which a stopped run resumes
 reference/             the policy before the first step, if algorithm.kl_coefficient is above 0
 tensorboard/           the same numbers for TensorBoard
-traces/step-00000/     recorded routes of each rollout
+traces/step-00000/     routes of the latest rollouts and of each 50th (`trace.keep`, `trace.keep_every`)
 policy/                the trained policy, a plain `transformers` folder
 stacks/                Python stacks of the ranks, if one was lost or hung
 .lock                  empty; locked by the process that writes into the folder
 .launch                which `torchrun` made the folder: started again by it, the ranks continue there
-report.html            written by `relibra report`
+report.html            written at the end of a run, and by `relibra report`
 """
 
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import platform
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -34,6 +36,7 @@ from relibra.files import write_text
 from relibra.rl.config.run_config import RunConfig, changed_settings
 
 _LAUNCH = ".launch"
+_CHECKPOINT = re.compile("step-[0-9]{5,}")
 LOCK_SECONDS = 10.0
 """Seconds that a resumed run waits for the lock: the ranks of a killed run end a moment after it."""
 
@@ -57,6 +60,16 @@ def create_run_folder(config: RunConfig) -> Path:
             raise ConfigError(f"cannot create the run folder {path} (run.folder): {error.strerror}") from error
     write_config(path, config)
     return path
+
+
+def folders_of_run(folder: Path, name: str) -> list[Path]:
+    """Return the run folders that `create_run_folder` has made for a name, in that order."""
+    numbered = {folder / name: 1}
+    for path in folder.glob(f"{glob.escape(name)}-*"):
+        number = path.name.removeprefix(f"{name}-")
+        if re.fullmatch("[1-9][0-9]*", number):
+            numbered[path] = int(number)
+    return sorted((path for path in numbered if path.is_dir()), key=numbered.__getitem__)
 
 
 def open_or_create(config: RunConfig, resume: Path | None) -> Path:
@@ -174,8 +187,13 @@ def has_checkpoint(run: Path) -> bool:
 
 def latest_checkpoint(run: Path) -> str | None:
     """Return the name of the checkpoint after the most steps; None: there is none."""
-    found = [path.name for path in (run / "checkpoints").glob("step-*") if path.name[5:].isdecimal()]
-    return max(found, key=lambda name: int(name[5:]), default=None)
+    return next(iter(checkpoint_names(run)), None)
+
+
+def checkpoint_names(run: Path) -> list[str]:
+    """Return the names of the checkpoints of a run, that after the most steps first."""
+    names = [path.name for path in (run / "checkpoints").glob("step-*")]
+    return sorted(filter(_CHECKPOINT.fullmatch, names), key=lambda name: int(name[5:]), reverse=True)
 
 
 def read_settings(path: Path) -> dict[str, Any]:

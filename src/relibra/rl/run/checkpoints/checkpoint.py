@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,11 +46,11 @@ from relibra.rl.run.checkpoints.checkpoint_tensors import (
     tensors,
 )
 from relibra.rl.run.ranks import broadcast_json, gather_json, wait_for_ranks
+from relibra.rl.run.run_folder import checkpoint_names
 
 Models = Mapping[str, tuple[nn.Module, Optimizer | None]]
 """Models of a run by name, each with its optimizer; None: it is not trained."""
 
-_NAME = re.compile(r"step-(\d{5,})")
 _log = logging.getLogger(__name__)
 
 
@@ -144,7 +143,7 @@ def load_checkpoint(run: Path, *, models: Models) -> LoadedCheckpoint | None:
 
     raises    ConfigError, on all ranks, if all checkpoints are damaged, or the latest is of other models
     """
-    found = broadcast_json(_checkpoints(run) if dist.get_rank() == 0 else None)
+    found = broadcast_json(checkpoint_names(run) if dist.get_rank() == 0 else None)
     damage = []
     for name in found:
         folder = run / "checkpoints" / name
@@ -276,7 +275,7 @@ def _remove_others(latest: Path, keep: int) -> None:
     """Remove partial checkpoints, those beyond `keep`, and those of later steps (from before a resume)."""
     for path in latest.parent.glob(".step-*.partial"):
         shutil.rmtree(path, ignore_errors=True)
-    names = _checkpoints(latest.parent.parent)
+    names = checkpoint_names(latest.parent.parent)
     now = names.index(latest.name)
     for name in [*names[:now], *names[now + keep :]]:
         _discard(latest.parent / name)
@@ -288,10 +287,3 @@ def _discard(folder: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
     os.rename(folder, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _checkpoints(run: Path) -> list[str]:
-    """Return the names of the checkpoints of a run, the latest first."""
-    folder = run / "checkpoints"
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted((name for name in names if _NAME.fullmatch(name)), key=lambda name: int(name[5:]), reverse=True)
