@@ -452,3 +452,10 @@ def test_a_configuration_as_toml_says_which_values_are_those_of_the_built_in_mod
     assert f"{note} 1e-06.\nlearning_rate = 0.0002" in text
     assert text.count(note) == 5
     assert note not in as_toml(load_config(None, ["model.path=mine"]))
+
+
+def test_a_model_in_the_home_folder_is_found_for_its_context(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+    assert load_config(None, ["model.path=~"]).rollout.max_response == 256
+    assert load_config(None, ["model.path=~nobody-of-that-name/x"]).rollout.max_response == 8192

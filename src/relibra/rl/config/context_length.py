@@ -39,11 +39,11 @@ def choose_lengths(context: int | None, max_prompt: Any = None) -> dict[str, int
 def read_context(path: Any) -> int | None:
     """Return the tokens that a model folder's config.json allows; None: not there, or a model on the hub."""
     try:
-        file = Path(path) / "config.json"
+        file = Path(path).expanduser() / "config.json"
         if file.stat().st_size > _MAX_CONFIG_BYTES:
             return None
         body = json.loads(file.read_bytes())
         found = (body.get("text_config") or body)["max_position_embeddings"]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError):  # also an unknown home, deep JSON
         return None
     return found if isinstance(found, int) and not isinstance(found, bool) and 2 <= found < 1 << 30 else None
