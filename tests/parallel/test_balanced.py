@@ -66,6 +66,10 @@ def test_plans_at_the_edge_equal_the_dense_model(tmp_path):
         "all replicas on one rank, canonical": step(replicas=everything_to_rank_0, sums="canonical"),
         "an idle replica, canonical": step(replicas=[(1, 0, 0, 0.0), (0, 0, 7, 0.5)], sums="canonical"),
         "a rank without samples": step(schedule=([0, 0, 1, 1], [0, 0, 0, 1])),
+        "no row travels": step(replicas=everything_to_rank_0, schedule=([0, 0, 1, 1], [0, 0, 0, 0])),
+        "no row travels, checkpointed, canonical": step(
+            replicas=everything_to_rank_0, schedule=([0, 0, 1, 1], [0, 0, 0, 0]), checkpointing=True, sums="canonical"
+        ),
     }
     for name, results_R in on_ranks(2, cases, tmp_path).items():
         assert_equals_dense(cases[name], results_R)

@@ -51,6 +51,7 @@ class LayerRun:
             receive_R=self.tables.receive_RP.sum(axis=1).tolist(),
             group=self.layer.ep_mesh.get_group(),
             place=self.tables.place,
+            all_stay=self.tables.all_stay,
             recorder=self.recorder,
         )
 

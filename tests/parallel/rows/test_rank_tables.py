@@ -27,6 +27,8 @@ def test_what_one_rank_sends_another_expects_and_all_is_what_the_plan_says(step)
         assert [int(t.receive_RP.sum()) for t in tables_R] == load_MLR[m, layer].tolist()
         assert [t.tokens_E.tolist() for t in tables_R] == demand.tokens_MLRE[m, layer].tolist()
         assert all(t.pushes == tables_R[0].pushes for t in tables_R)
+        travels = any(t.send_RP.sum() > t.send_RP[rank].sum() for rank, t in enumerate(tables_R))
+        assert {t.all_stay for t in tables_R} == {not travels}
 
 
 @given(planned_steps())

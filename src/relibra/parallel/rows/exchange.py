@@ -63,6 +63,7 @@ class AllToAll:
     """Sizes of one all-to-all on this rank, its group, and its place in the step.
 
     send_R, receive_R   rows to and from each rank
+    all_stay            no rank of the group sends a row to another, as every rank knows: nothing is exchanged
     recorder            records each exchange with the bytes for other ranks; None: it is not recorded
     stage               recorded stage: "dispatch" to where rows are computed, "combine" on the way back
     """
@@ -71,6 +72,7 @@ class AllToAll:
     receive_R: list[int]
     group: dist.ProcessGroup
     place: Place
+    all_stay: bool = False
     recorder: TimelineRecorder | None = None
     stage: Literal["dispatch", "combine"] = "dispatch"
 
@@ -99,9 +101,11 @@ class AllToAll:
 def exchange(rows: Shaped[Tensor, "X ..."], sizes: AllToAll) -> Shaped[Tensor, "Y ..."]:
     """Send rows, ordered by destination; return those that arrive, ordered by source. Differentiable.
 
+    Rows that all stay on their ranks are returned as they are, without a collective.
+
     raises   EngineError when a peer is gone or the group's time-out has passed
     """
-    return _Exchange.apply(rows, sizes)
+    return rows if sizes.all_stay else _Exchange.apply(rows, sizes)
 
 
 class _Exchange(torch.autograd.Function):

@@ -76,6 +76,7 @@ class RankTables:
     slot_Y          local slot of each row in the order of computation; homes come first
     pushes          replicas of all ranks that get tokens, by (replica rank, slot): the same list on every rank. Each is
                     pushed unless its slot holds the weights already
+    all_stay        no rank sends a token-slot to another: nothing has to be exchanged; the same on every rank
     """
 
     place: Place
@@ -87,6 +88,7 @@ class RankTables:
     compute_order_Y: Int64[ndarray, " Y"]
     slot_Y: Int64[ndarray, " Y"]
     pushes: tuple[Push, ...]
+    all_stay: bool
 
     @property
     def num_home_rows(self) -> int:
@@ -162,6 +164,7 @@ def _make_tables(
         compute_order_Y=compute_order_Y,
         slot_Y=arrived_Y[compute_order_Y],
         pushes=_pushes(split, home_slot_E),
+        all_stay=not split.tokens_RI[split.rank_I != np.arange(num_ranks)[:, None]].any(),
     )
 
 
