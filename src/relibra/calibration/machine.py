@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from relibra.cluster import PRESETS, Cluster, cluster_preset, read_cluster, write_cluster
 from relibra.environment import cache_folder
 from relibra.errors import ClusterError
+from relibra.planning.budget import DEFAULT_MODEL
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def measure_cluster(num_ranks: int) -> Path:
     if _kept_measurement(path) is not None:
         return path
     _check_writable(path.parent)  # measuring takes long
-    job, expert = _job(cuda=cuda), EXPERT_SHAPES["qwen3-30b-a3b"]
+    job, expert = _job(cuda=cuda), EXPERT_SHAPES[DEFAULT_MODEL]
     links = PRESETS[_preset_of(torch.device("cuda", 0))] if job.ranks == 1 else None
     found = fit_cluster(measure_machine(job), describe_machine(job), expert, links)
     write_cluster(path, replace(found.cluster, name=path.stem))
@@ -115,7 +116,7 @@ def measure_cluster(num_ranks: int) -> Path:
 def _job(*, cuda: bool) -> Job:
     from relibra.calibration.measurement import choose_job
 
-    job = choose_job(None, EXPERT_SHAPES["qwen3-30b-a3b"], quick=True)
+    job = choose_job(None, EXPERT_SHAPES[DEFAULT_MODEL], quick=True)
     return job if cuda or not job.cuda else replace(job, ranks=2, cuda=False)
 
 

@@ -15,23 +15,24 @@ Objective = Literal["seconds", "tokens"]
 SLOT_MEMORY = 0.1
 """Share of the device memory that slots may take where nothing else is said."""
 DEFAULT_MODEL = "qwen3-30b-a3b"
-"""Model whose expert sizes `relibra calibrate` measures, and pages about a run price, if none is known."""
+"""Model whose expert sizes are used where none is named: by `plan_step`, `relibra calibrate`, and pages about runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
     """Slots, levers, time and objective of a balancer for one step.
 
-    Without arguments it asks for the evenest plan with two slots that all layers share, and nothing else: no memory for
-    resident slots, no excess over the lowest load, moves paid by one step. So what a program compares or proves does
-    not depend on what suits a run. Runs and the command line use `RUN_DEFAULTS`.
+    The defaults: two slots shared by all layers, no resident slots, homes and source ranks may change, no tolerance,
+    moves paid by one step. The objective follows from the `expert` of `plan_step`: seconds if given, else tokens. So
+    what a program compares or proves does not depend on what suits a run. Runs and the command line use `RUN_DEFAULTS`.
 
     slots               B, spare expert slots per rank for replicas; 0 turns replicas off
     resident_slots      of these, the slots that every layer has for itself, so that replicas stay over micro-batches;
-                        None: as many as `memory_gib` allows (`with_resident_slots`), or `fewer_resident`
-    fewer_resident      take half or none of the resident slots where that is cheaper: for the objective in seconds, and
-                        short groups of micro-batches (mini-batches); `with_resident_slots` sets it
-    memory_gib          most memory of a rank for slots, with weights and fp32 gradients
+                        None: the largest number that fits into `memory_gib`
+    fewer_resident      internal, set when the number came from memory: a plan in seconds with several groups of fewer
+                        than 4 micro-batches on average (mini-batches) then tries all, half and none
+    memory_gib          limit for resident slots, with weights and fp32 gradients: as many are resident as fit together
+                        with the shared ones. Shared slots are made in any case
     objective           "seconds": modelled step time; "tokens": sum over micro-batches and layers of the busiest rank;
                         None: seconds if the size of an expert is given, else tokens
     move_homes          experts may change their home rank between steps
@@ -99,7 +100,7 @@ class Budget:
             raise PlanError(f"seed {self.seed}: it must be 0 or more")
 
     def with_resident_slots(self, expert: ExpertShape, num_layers: int) -> Budget:
-        """Return the budget with `resident_slots` set: as given, or at most as many as fit into `memory_gib`.
+        """Return the budget with `resident_slots` set: as given, or the largest number that fits into `memory_gib`.
 
         A resident slot needs the memory of an expert in every layer, all shared slots together that of one layer.
 

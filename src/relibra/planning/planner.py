@@ -1,4 +1,4 @@
-"""`plan_step`: run a balancer, price its placement, and never return a plan worse than static."""
+"""`plan_step`: run a balancer, price its placement, and return it or a plan without replicas, whichever is cheaper."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relibra.errors import PlanError
 from relibra.planning.analysis.bounds import reachable_bound
 from relibra.planning.balancer import Balancer, PlacementRequest
 from relibra.planning.balancers.resident_number import with_cheapest_resident_slots
-from relibra.planning.budget import Budget
+from relibra.planning.budget import DEFAULT_MODEL, Budget
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES, ExpertShape
 from relibra.planning.costs.prediction import predict
 from relibra.planning.placement import Homes, Placement, static_homes
@@ -25,7 +25,7 @@ from relibra.planning.search.deadline import Deadline
 from relibra.planning.validation import validate_plan
 from relibra.routing.demand import ScheduledDemand
 
-DEFAULT_EXPERT = EXPERT_SHAPES["qwen3-30b-a3b"]
+DEFAULT_EXPERT = EXPERT_SHAPES[DEFAULT_MODEL]
 
 
 def plan_step(
@@ -41,14 +41,17 @@ def plan_step(
 ) -> StepPlan:
     """Plan one step: homes, schedule, replicas and quotas.
 
+    Under its own objective a plan is never worse than the homes before the step without replicas; where experts may
+    move, also never worse than the static layout. `StepPlan.balancer` names what was returned.
+
     demand        token-slots under a schedule (`Demand.with_schedule`) over as many ranks as the cluster has
-    balancer      a name of `BALANCERS`, or "auto": the cheapest plan of all that see the step
+    balancer      a name of `BALANCERS`, or "auto": the cheapest plan of all that see the step; `history_MLE` and
+                  `never_worse` are then not used
     expert        sizes of one expert, for the objective in seconds; None: the token objective, and seconds are
                   predicted for experts like those of Qwen3-30B-A3B
     previous      current homes, for example the plan of the last step; None: the static layout
     history_MLE   loads of earlier micro-batches, for balancers that see "history"; None: they plan from even loads
-    never_worse   instead of a plan with a worse objective return one without replicas: under the homes before the
-                  step, or the static layout if experts may move; False: to compare
+    never_worse   False: return the plan of the balancer even if one without replicas is cheaper, to compare balancers
     raises        PlanError when sizes of demand, cluster and budget disagree
     """
     budget = budget or Budget()
@@ -64,17 +67,19 @@ def plan_step(
     start = time.perf_counter()
     request = _request(demand, cluster, budget, expert or DEFAULT_EXPERT, previous, history_MLE, BALANCERS[balancer])
     memory_bytes = None if expert is None else cluster.memory_bytes  # slots of unknown size are not checked
-    plan = _plan(balancer, BALANCERS[balancer].decide(request), request, memory_bytes)
+    plan = _finished_plan(balancer, BALANCERS[balancer].decide(request), request, memory_bytes)
     plan = replace(plan, plan_seconds=time.perf_counter() - start)
     if never_worse and balancer != "static":
-        return _cheapest_without_replicas(plan, request, memory_bytes)
+        return _plan_or_bare_homes(plan, request, memory_bytes)
     return plan
 
 
 def settle_resident_slots(
     demand: ScheduledDemand, cluster: Cluster, budget: Budget, *, expert: ExpertShape, previous: Homes | None = None
 ) -> Budget:
-    """Return the budget with one number of resident slots for all layers, so that parts of them take the same.
+    """Return the budget with the cheapest number of resident slots for the whole step.
+
+    Ranks that then plan single layers all use it.
 
     budget   its objective and its resident slots are set: not None
     """
@@ -83,14 +88,17 @@ def settle_resident_slots(
     return replace(settled, fewer_resident=False)
 
 
-def _cheapest_without_replicas(plan: StepPlan, request: PlacementRequest, memory_bytes: int | None) -> StepPlan:
+def _plan_or_bare_homes(plan: StepPlan, request: PlacementRequest, memory_bytes: int | None) -> StepPlan:
     """Return the plan, or the homes before the step or the static layout without replicas, where these are cheaper."""
     demand, budget, previous = request.demand, request.budget, request.previous
     best, best_name, best_placement = _cost(plan, request), "", None
     static = static_homes(request.cluster.topology, demand.layer_ids, demand.num_experts)
     may_move = budget.move_homes and not np.array_equal(static.home_LE, previous.home_LE)
     at_start = np.array_equal(static.physical_to_logical_map, previous.physical_to_logical_map)
-    for name, homes in (("static" if at_start else "homes kept", previous), ("static", static))[: 1 + may_move]:
+    bare_homes = [("static" if at_start else "homes kept", previous)]
+    if may_move:
+        bare_homes.append(("static", static))
+    for name, homes in bare_homes:
         placement = request.placement(homes.home_LE, *request.empty_slots())
         bare = StepPlan.of_placement(placement, previous, np.zeros(demand.load_MLE.shape[:2], np.int64), balancer=name)
         if budget.objective == "seconds":
@@ -101,7 +109,7 @@ def _cheapest_without_replicas(plan: StepPlan, request: PlacementRequest, memory
             best, best_name, best_placement = cost, name, placement
     if best_placement is None:
         return plan
-    made = _plan(f"{best_name} (instead of {plan.balancer})", best_placement, request, memory_bytes)
+    made = _finished_plan(f"{best_name} (instead of {plan.balancer})", best_placement, request, memory_bytes)
     return replace(made, plan_seconds=plan.plan_seconds)
 
 
@@ -110,7 +118,8 @@ def _cheapest(
 ) -> StepPlan:
     """Return the cheapest plan within the budget of all balancers that see the step.
 
-    relibra runs first; once the deadline is over, no further balancer runs.
+    relibra runs first. After half of `deadline_seconds` no further balancer starts; each balancer has the whole
+    deadline for itself.
     """
     clock = Deadline(budget.deadline_seconds)
     knowing = [name for name, entry in BALANCERS.items() if entry.sees not in ("nothing", "history")]
@@ -203,7 +212,9 @@ def _request(
     )
 
 
-def _plan(balancer: str, placement: Placement, request: PlacementRequest, memory_bytes: int | None) -> StepPlan:
+def _finished_plan(
+    balancer: str, placement: Placement, request: PlacementRequest, memory_bytes: int | None
+) -> StepPlan:
     """Return the validated plan of a placement, with bound and predicted seconds.
 
     memory_bytes   of a rank, for slots; None: not checked
@@ -247,7 +258,7 @@ def _plan(balancer: str, placement: Placement, request: PlacementRequest, memory
 
 
 def _cost(plan: StepPlan, request: PlacementRequest) -> float:
-    """Return the objective of a plan: skew, or seconds with the moves' part of one of the steps that they serve."""
+    """Return the skew, or the predicted seconds with 1 / `steps_served` of the moves."""
     if request.budget.objective == "tokens":
         same = plan.micro_batch_S is request.demand.micro_batch_S and plan.rank_S is request.demand.rank_S
         return plan.skew(request.demand if same else plan.scheduled(request.demand))

@@ -35,7 +35,7 @@ def pushes_of(plan):
 
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"recorded routes of real models are not there ({DATA})")
 @pytest.mark.parametrize(
-    ("model", "ranks", "anywhere", "skew", "pushes"),
+    ("model", "ranks", "cross_node", "skew", "pushes"),
     [
         ("gpt-oss-20b", 8, False, 1.015, 0.9),
         ("gpt-oss-20b", 32, False, 1.067, 2.6),
@@ -43,12 +43,12 @@ def pushes_of(plan):
         ("deepseek-v2-lite", 32, True, 1.013, 4.6),
     ],
 )
-def test_two_resident_slots_on_recorded_routes(model, ranks, anywhere, skew, pushes):
+def test_two_resident_slots_on_recorded_routes(model, ranks, cross_node, skew, pushes):
     """The later half of the recording, in recorded order."""
     file, experts, tokens = RECORDED[model]
     whole = cut_recorded(open_trace(DATA / file, experts), tokens, ranks)
     demand = select_micro_batches(whole, len(whole.load_MLE) // 2)
-    budget = Budget(slots=2, resident_slots=2, objective="tokens", tolerance=0.01, cross_node_copies=anywhere)
+    budget = Budget(slots=2, resident_slots=2, objective="tokens", tolerance=0.01, cross_node_copies=cross_node)
     plan = plan_step(demand, cluster_preset("h100x8", ranks), budget, expert=EXPERT_SHAPES[model])
     assert plan.resident_slots == 2
     assert plan.skew(plan.scheduled(demand)) <= skew
@@ -117,11 +117,16 @@ def test_a_mixture_of_resident_and_shared_slots():
 
 @pytest.mark.parametrize("objective", ["tokens", "seconds"])
 @pytest.mark.parametrize("resident", [0, 2])
-@pytest.mark.parametrize("across", [False, True])
-def test_homes_stay_in_a_second_step_of_the_same_popularity(objective, resident, across):
+@pytest.mark.parametrize("cross_node", [False, True])
+def test_homes_stay_in_a_second_step_of_the_same_popularity(objective, resident, cross_node):
     machine = cluster_preset("h100x8", 16)
     budget = Budget(
-        slots=2, resident_slots=resident, objective=objective, tolerance=0.01, cross_node_copies=across, steps_served=10
+        slots=2,
+        resident_slots=resident,
+        objective=objective,
+        tolerance=0.01,
+        cross_node_copies=cross_node,
+        steps_served=10,
     )
     first = plan_step(small_step(0), machine, budget, expert=QWEN)
     second = plan_step(small_step(1), machine, budget, expert=QWEN, previous=first)

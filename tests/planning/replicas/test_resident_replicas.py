@@ -52,22 +52,22 @@ def layers(draw):
 
 
 @given(layers(), st.integers(0, 3), st.sampled_from([0.0, 0.01, 0.2]), st.booleans(), st.data())
-def test_legal_and_as_even_as_the_slots_allow(layer, slots, tolerance, anywhere, data):
+def test_legal_and_as_even_as_the_slots_allow(layer, slots, tolerance, cross_node, data):
     source_MNE, home_E, R, G, group_M = layer
     load_ME = source_MNE.sum(axis=1)
     traffic_slots = data.draw(st.integers(0, slots))
     local = {"source_MXE": source_MNE, "traffic_slots": traffic_slots} if data.draw(st.booleans()) else {}
-    options = {"slots": slots, "tolerance": tolerance, "anywhere": anywhere, **local}
+    options = {"slots": slots, "tolerance": tolerance, "cross_node": cross_node, **local}
     replica_MRB, quota_MRB = keep_replicas(load_ME, home_E, R, G, group_M=group_M, **options)
     for load_E, replica_RB, quota_RB in zip(load_ME, replica_MRB, quota_MRB, strict=True):
         top, before = rank_load(load_E, home_E, replica_RB, quota_RB).max(), np.bincount(home_E, load_E, R).max()
         mean = load_E.sum() / R
-        fullest = 0.0 if anywhere else np.bincount(home_E // G, load_E).max() / G
+        fullest = 0.0 if cross_node else np.bincount(home_E // G, load_E).max() / G
         ceiling = max(1, np.ceil(mean * (1 + tolerance)), np.ceil(fullest * (1 + tolerance / 4)))
         if not local:
             assert top <= max(before, 1)
             assert top <= max(ceiling, np.ceil(lowest_busiest_rank(load_E, home_E, replica_RB) - 1e-6))
-            if not anywhere:
+            if not cross_node:
                 rank, slot = np.nonzero(replica_RB >= 0)
                 assert (home_E[replica_RB[rank, slot]] // G == rank // G).all()
     again = keep_replicas(load_ME, home_E, R, G, group_M=group_M, **options)
@@ -87,7 +87,7 @@ def test_popular_experts_are_pushed_once(slots, share):
     rng = np.random.default_rng(1)
     load_ME = rng.poisson(rng.lognormal(6, 0.8, 64) * rng.lognormal(0, 0.1, (24, 64))).astype(np.int64)
     home_E = np.repeat(np.arange(16), 4)
-    replica_MRB, quota_MRB = keep_replicas(load_ME, home_E, 16, 8, slots=slots, tolerance=0.01, anywhere=True)
+    replica_MRB, quota_MRB = keep_replicas(load_ME, home_E, 16, 8, slots=slots, tolerance=0.01, cross_node=True)
     shared_MRB, _ = replicate(load_ME, home_E, 16, 8, slots=slots, tolerance=0.01, cross_node=True)
     tops = [rank_load(*case).max() for case in zip(load_ME, [home_E] * 24, replica_MRB, quota_MRB, strict=True)]
     assert sum(tops) <= 1.012 * load_ME.sum() / 16

@@ -1,5 +1,7 @@
 """Homes and replicas of every layer: the cheapest of several ways. Homes move where that pays, else they stay.
 
+`demand` is the schedule that is priced; `request.demand` the given one.
+
 With the token objective a (micro-batch, layer) costs its busiest rank / mean rank, and a little for each push; with
 seconds what the cost model says. Ways to fill resident slots are first priced on a few layers, the best ones on all.
 """
@@ -17,11 +19,18 @@ from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
 from relibra.planning.balancers.layer_choices import LayerChoices
-from relibra.planning.balancers.pilot import BEST_WAYS, pilot_layers, pilot_micro_batches, pilot_of, ways_tried
+from relibra.planning.balancers.pilot import (
+    BEST_WAYS,
+    is_large,
+    pilot_layers,
+    pilot_micro_batches,
+    pilot_of,
+    ways_tried,
+)
 from relibra.planning.costs.copies import pushed_copies
-from relibra.planning.home_search.lasting_homes import Propose, even_moving_seconds, lasting_homes
+from relibra.planning.home_search.lasting_homes import Propose, lasting_homes, moving_share_L
 from relibra.planning.home_search.step_homes import deal_inside_nodes, search_homes
-from relibra.planning.replicas.pricing import Replicas, cheapest_replicas, evenest_replicas, moving_seconds, seconds
+from relibra.planning.replicas.pricing import Replicas, all_moves_seconds, cheapest_replicas, evenest_replicas, seconds
 from relibra.planning.replicas.resident_replicas import PUSH_PRICE
 from relibra.planning.replicas.resident_ways import (
     LOOSE,
@@ -29,14 +38,15 @@ from relibra.planning.replicas.resident_ways import (
     ResidentWay,
     fill_resident_slots,
     fill_shared_slots,
-    splits,
+    first_ways,
     variants,
 )
 from relibra.planning.search.deadline import Deadline
 from relibra.routing.demand import ScheduledDemand
 
 _WORTH_MOVING = 0.01
-"""Share of a layer's cost that new homes may save for a search, and must save to replace planned ones: loads vary."""
+"""Three thresholds, as shares of a cost, because loads vary: what a layer may save at most for a search (tokens); what
+moves must save in a few layers to be tried in all (seconds); what a layer must save to replace planned homes (both)."""
 _WORTH_SHARING = 0.001
 """Share of the cost that shared slots must save in a few layers of a large step to be filled in all."""
 
@@ -47,7 +57,15 @@ Option = tuple[ndarray, ResidentWay]
 def choose_homes_and_replicas(
     request: PlacementRequest, demand: ScheduledDemand, clock: Deadline
 ) -> tuple[LayerChoices, LayerChoices]:
-    """Return the cheapest homes and replicas found for a schedule, and the cheapest replicas if homes stay."""
+    """Return the cheapest homes and replicas found for a schedule, and the cheapest replicas if homes stay.
+
+    Where homes may move, they are found so:
+
+    seconds, resident slots              `_cheapest_ways`; where homes move, the second value has no shared replicas
+    tokens, resident slots               search in uneven layers only
+    seconds, shared slots, planned step  only homes that last (`_search_lasting`)
+    otherwise                            search in all layers
+    """
     budget, previous_LE = request.budget, request.previous.home_LE.astype(np.int64)
     if budget.objective == "seconds" and budget.resident_slots:
         return _cheapest_ways(request, demand, clock)
@@ -56,11 +74,11 @@ def choose_homes_and_replicas(
     if not budget.move_homes:
         return kept, kept
     if budget.resident_slots:
-        home_LE = _search_where_it_may_pay(request, demand, kept, clock)
+        home_LE = _search_uneven_layers(request, demand, kept, clock)
     elif budget.objective == "seconds" and request.warm:
         home_LE = _search_lasting(request, demand, clock)
     else:
-        home_LE = search_homes(request, demand, previous_LE, clock, first=not request.warm)
+        home_LE = search_homes(request, demand, previous_LE, clock, afresh=not request.warm)
     if np.array_equal(home_LE, previous_LE):
         return kept, kept
     return _move_where_it_pays(request, kept, place(request, demand, home_LE)), kept
@@ -86,7 +104,7 @@ def cheapest_seconds(request: PlacementRequest, homes: list[Int64[ndarray, "L E"
         for home_LE in others:
             best = _cheaper(request, demand, best, _cheapest_shared(request, demand, home_LE, clock=clock))
         return _total(request, best)
-    ways = _rank_ways(request, demand, clock)
+    ways = _rank_ways(request, clock)
     options = [(before_LE, way) for way in dict.fromkeys([*_staying(ways), *_moving(ways)])]
     options += [(home_LE, way) for home_LE in others for way in _moving(ways)]
     filled = _cheapest_of(request, demand, options)
@@ -98,7 +116,7 @@ def _evenest(request: PlacementRequest, demand: ScheduledDemand, home_LE: ndarra
     budget = request.budget
     if not budget.resident_slots:
         return _with_unevenness(request, demand, home_LE, evenest_replicas(request, demand, home_LE))
-    way = ResidentWay(tolerance=budget.tolerance, anywhere=budget.cross_node_copies)
+    way = ResidentWay(tolerance=budget.tolerance, cross_node=budget.cross_node_copies)
     chosen = _with_unevenness(request, demand, home_LE, fill_resident_slots(request, demand, home_LE, way))
     return _with_shared_slots(request, demand, chosen, _with_unevenness)
 
@@ -134,7 +152,7 @@ def _cheapest_shared(
     return _chosen(home_LE, (replica_MLRB, quota_MLRB), seconds_ML)
 
 
-def _search_where_it_may_pay(
+def _search_uneven_layers(
     request: PlacementRequest, demand: ScheduledDemand, kept: LayerChoices, clock: Deadline
 ) -> ndarray:
     """Return homes searched in the layers that are uneven enough: no homes get below a busiest rank of the mean."""
@@ -142,7 +160,7 @@ def _search_where_it_may_pay(
     home_LE = kept.home_LE.copy()
     if len(uneven) and clock.allows(0.5):
         part = replace(request, demand=demand).of_layers(uneven)
-        home_LE[uneven] = search_homes(part, part.demand, home_LE[uneven], clock, first=not request.warm)
+        home_LE[uneven] = search_homes(part, part.demand, home_LE[uneven], clock, afresh=not request.warm)
     return home_LE
 
 
@@ -154,10 +172,10 @@ def _move_where_it_pays(request: PlacementRequest, kept: LayerChoices, new: Laye
     """
     saved_L = kept.cost_L - new.cost_L
     noise = _WORTH_MOVING if request.warm else 0.0
-    moves_L = saved_L > noise * kept.cost_L + even_moving_seconds(request, new.home_LE)
+    moves_L = saved_L > noise * kept.cost_L + moving_share_L(request, new.home_LE)
     mixed = kept.with_layers(new, moves_L)
     if request.budget.objective == "seconds":
-        moving = moving_seconds(request, mixed.home_LE) / request.budget.steps_served
+        moving = all_moves_seconds(request, mixed.home_LE) / request.budget.steps_served
         if saved_L[moves_L].sum() <= moving:
             return kept
     return mixed
@@ -176,8 +194,8 @@ def _search_lasting(request: PlacementRequest, demand: ScheduledDemand, clock: D
         return _cheapest_shared(request, demand, homes_LE, clock=clock).cost_ML
 
     home_LE = request.previous.home_LE.astype(np.int64)
-    pilot, some = pilot_of(request, demand)
-    found_LE = lasting_homes(pilot, some, [search_near, search_afresh], price)
+    pilot = pilot_of(request, demand)
+    found_LE = lasting_homes(pilot, pilot.demand, [search_near, search_afresh], price)
     if np.array_equal(found_LE, pilot.previous.home_LE) or not clock.allows(0.5):
         return home_LE
     return lasting_homes(request, demand, [search_near, search_afresh], price)
@@ -187,8 +205,8 @@ def _searched(
     request: PlacementRequest, demand: ScheduledDemand, clock: Deadline, num_layers: int, *, afresh: bool = False
 ) -> ndarray:
     """Return searched homes of some layers of a step: after a planned step near its homes, or also afresh."""
-    home_LE, first = request.previous.home_LE.astype(np.int64), afresh or not request.warm
-    return search_homes(request, demand, home_LE, clock, first=first, share=len(home_LE) / num_layers)
+    home_LE, afresh = request.previous.home_LE.astype(np.int64), afresh or not request.warm
+    return search_homes(request, demand, home_LE, clock, afresh=afresh, share=len(home_LE) / num_layers)
 
 
 def _cheapest_ways(
@@ -197,10 +215,10 @@ def _cheapest_ways(
     """Return the cheapest of the ways to fill resident slots, with homes that stay or move, and with those that stay.
 
     Ways are priced on a few layers first; the best ones, and moves that pay there, are tried on all. Where homes move,
-    those that stay have nothing in shared slots.
+    those that stay have nothing in shared slots: their cost is an upper bound.
     """
     previous_LE = request.previous.home_LE.astype(np.int64)
-    ways = _rank_ways(*pilot_of(request, demand, micro_batches=pilot_micro_batches(demand)), clock)
+    ways = _rank_ways(pilot_of(request, demand, micro_batches=pilot_micro_batches(demand)), clock)
     kept = chosen = _cheapest_of(request, demand, [(previous_LE, way) for way in _staying(ways)[: ways_tried(demand)]])
     if request.budget.move_homes and clock.allows(0.5):
         options = (_lasting_options if request.warm else _paying_options)(request, demand, ways, clock)
@@ -210,19 +228,19 @@ def _cheapest_ways(
     return whole, whole if chosen is kept else kept
 
 
-def _rank_ways(request: PlacementRequest, demand: ScheduledDemand, clock: Deadline) -> list[ResidentWay]:
+def _rank_ways(pilot: PlacementRequest, clock: Deadline) -> list[ResidentWay]:
     """Return the ways to fill resident slots, the cheapest first."""
-    previous_LE = request.previous.home_LE.astype(np.int64)
+    previous_LE = pilot.previous.home_LE.astype(np.int64)
 
     def price(ways: list[ResidentWay]) -> dict[ResidentWay, float]:
-        return {way: _total(request, _cheapest_of(request, demand, [(previous_LE, way)])) for way in ways}
+        return {way: _total(pilot, _cheapest_of(pilot, pilot.demand, [(previous_LE, way)])) for way in ways}
 
-    found = price([NO_REPLICAS, *splits(request)])
+    found = price([NO_REPLICAS, *first_ways(pilot)])
     if clock.allows(0.3):
         best = min(found, key=found.__getitem__)
         # found beside the best way: where homes may move, staying must not cost more than where they may not
         stay = min((way for way in found if not way.deal_again), key=found.__getitem__)
-        others = dict.fromkeys([*variants(request, best), *variants(request, stay)])
+        others = dict.fromkeys([*variants(pilot, best), *variants(pilot, stay)])
         found |= price([way for way in others if way not in found])
     return sorted(found, key=found.__getitem__)
 
@@ -235,19 +253,20 @@ def _paying_options(
     ways   cheapest first
     """
     previous_LE = request.previous.home_LE.astype(np.int64)
-    pilot, some = pilot_of(request, demand, micro_batches=pilot_micro_batches(demand))
-    before_LE = pilot.previous.home_LE.astype(np.int64)
-    stay = _total(pilot, _cheapest_of(pilot, some, [(before_LE, way) for way in _staying(ways)]))
-    searched_LE = _searched(pilot, some, clock, len(previous_LE))
+    pilot = pilot_of(request, demand, micro_batches=pilot_micro_batches(demand))
+    pilot_demand, before_LE = pilot.demand, pilot.previous.home_LE.astype(np.int64)
+    stay = _total(pilot, _cheapest_of(pilot, pilot_demand, [(before_LE, way) for way in _staying(ways)]))
+    pilot_searched_LE = _searched(pilot, pilot_demand, clock, len(previous_LE))
     cost_of: dict[tuple[bool, ResidentWay], float] = {}
-    for from_searched, start_LE in ((False, before_LE), (True, searched_LE)):
+    for from_searched, start_LE in ((False, before_LE), (True, pilot_searched_LE)):
         for way in _moving(ways):
             if from_searched or way.deal_again:
-                filled = _fill(pilot, some, _homes(pilot, some, start_LE, way), way)
+                filled = _fill(pilot, pilot_demand, _homes(pilot, pilot_demand, start_LE, way), way)
                 cost_of[from_searched, way] = _total(pilot, filled)
     paying = [moved for moved, cost in cost_of.items() if cost < (1 - _WORTH_MOVING) * stay]
-    if ways_tried(demand) == 1:
+    if is_large(demand):
         paying = sorted(paying, key=cost_of.__getitem__)[:1]
+    searched_LE = previous_LE
     if any(from_searched for from_searched, _ in paying):
         searched_LE = _searched(request, demand, clock, len(previous_LE))
     return [(searched_LE if from_searched else previous_LE, way) for from_searched, way in paying]
@@ -273,8 +292,8 @@ def _lasting_options(
     proposals: list[Propose] = [partial(search, False), partial(search, True)]
     if moving[-1].deal_again:
         proposals.append(deal)
-    pilot, some = pilot_of(request, demand)
-    found_LE = lasting_homes(pilot, some, proposals, price)
+    pilot = pilot_of(request, demand)
+    found_LE = lasting_homes(pilot, pilot.demand, proposals, price)
     if np.array_equal(found_LE, pilot.previous.home_LE) or not clock.allows(0.5):
         return []
     home_LE = lasting_homes(request, demand, proposals, price)
@@ -292,7 +311,7 @@ def _moving(ways: list[ResidentWay]) -> list[ResidentWay]:
 
 
 def _total(request: PlacementRequest, choices: LayerChoices) -> float:
-    return float((choices.cost_L + even_moving_seconds(request, choices.home_LE)).sum())
+    return float((choices.cost_L + moving_share_L(request, choices.home_LE)).sum())
 
 
 def _homes(request: PlacementRequest, demand: ScheduledDemand, start_LE: ndarray, way: ResidentWay) -> ndarray:
@@ -319,7 +338,7 @@ def _cheaper(request: PlacementRequest, demand: ScheduledDemand, best: LayerChoi
 
     No replica stays from one group of micro-batches to the next, so groups are chosen one by one.
     """
-    best_L, new_L = (one.cost_L + even_moving_seconds(request, one.home_LE) for one in (best, new))
+    best_L, new_L = (one.cost_L + moving_share_L(request, one.home_LE) for one in (best, new))
     same_L = (best.home_LE == new.home_LE).all(axis=1)
     chosen = best.with_layers(new, (new_L < best_L) & ~same_L)
     if demand.group_M is None:
@@ -347,14 +366,15 @@ def _with_shared_slots(
     def fill(
         way: tuple[float, bool], request: PlacementRequest, demand: ScheduledDemand, of: LayerChoices
     ) -> LayerChoices:
-        replicas, (tolerance, across) = (of.replica_MLRB, of.quota_MLRB), way
-        further = fill_shared_slots(request, demand, of.home_LE, replicas, tolerance=tolerance, cross_node=across)
+        replicas, (tolerance, cross_node) = (of.replica_MLRB, of.quota_MLRB), way
+        further = fill_shared_slots(request, demand, of.home_LE, replicas, tolerance=tolerance, cross_node=cross_node)
         return priced(request, demand, of.home_LE, further)
 
-    if ways_tried(demand) == 1:
-        pilot, some = pilot_of(request, demand, micro_batches=pilot_micro_batches(demand))
-        part = chosen.of_layers(pilot_layers(chosen.home_LE), micro_batches=len(some.tokens_MLRE))
-        cost_X = [np.minimum(part.cost_ML, fill(way, pilot, some, part).cost_ML).sum() for way in ways]
+    if is_large(demand):
+        pilot = pilot_of(request, demand, micro_batches=pilot_micro_batches(demand))
+        pilot_demand = pilot.demand
+        part = chosen.of_layers(pilot_layers(chosen.home_LE), micro_batches=len(pilot_demand.tokens_MLRE))
+        cost_X = [np.minimum(part.cost_ML, fill(way, pilot, pilot_demand, part).cost_ML).sum() for way in ways]
         worth = min(cost_X) < (1 - _WORTH_SHARING) * part.cost_ML.sum()
         ways = [ways[int(np.argmin(cost_X))]] if worth else []
     for way in ways:

@@ -11,7 +11,10 @@ from numpy import ndarray
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerChoices:
-    """Homes and replicas of every layer, and what each micro-batch costs with them, without moves of homes."""
+    """Homes and replicas of every layer, and what each micro-batch costs with them.
+
+    cost_ML   without moves of homes: seconds, or with the token objective busiest rank / mean + `PUSH_PRICE` x pushes
+    """
 
     home_LE: Int64[ndarray, "L E"]
     replica_MLRB: Int16[ndarray, "M L R B"]

@@ -19,7 +19,7 @@ BEST_WAYS = 2
 """Ways that are tried on all layers, and each layer takes the cheaper one."""
 _LARGE_STEP = 1024
 """Layers x micro-batches above which the best way alone is tried on all layers: a second one lowers the seconds by less
-than the draw of samples does."""
+than they differ between two draws of samples."""
 
 
 def pilot_layers(home_LE: ndarray) -> Int64[ndarray, " l"]:
@@ -27,10 +27,8 @@ def pilot_layers(home_LE: ndarray) -> Int64[ndarray, " l"]:
     return np.unique(np.linspace(0, len(home_LE) - 1, _PILOT_LAYERS).astype(np.int64))
 
 
-def pilot_of(
-    request: PlacementRequest, demand: ScheduledDemand, micro_batches: int | None = None
-) -> tuple[PlacementRequest, ScheduledDemand]:
-    """Return request and demand of a few layers, evenly spaced.
+def pilot_of(request: PlacementRequest, demand: ScheduledDemand, micro_batches: int | None = None) -> PlacementRequest:
+    """Return the request for a few layers, evenly spaced, of a demand.
 
     micro_batches   the first so many, up to the end of the group of the last one, at most twice as many; None: all.
                     `steps_served` grows by M / kept, so that the kept micro-batches pay their share of the moves
@@ -42,16 +40,20 @@ def pilot_of(
         kept = min(end_of_group, 2 * micro_batches)
         demand, served = demand.of_micro_batches(slice(kept)), round(served * M / kept)
     first = replace(request, demand=demand, budget=replace(request.budget, steps_served=served))
-    part = first.of_layers(pilot_layers(request.previous.home_LE))
-    return part, part.demand
+    return first.of_layers(pilot_layers(request.previous.home_LE))
+
+
+def is_large(demand: ScheduledDemand) -> bool:
+    """Return whether the best way alone is tried on all layers of a demand."""
+    M, L, _ = demand.load_MLE.shape
+    return M * L > _LARGE_STEP
 
 
 def ways_tried(demand: ScheduledDemand) -> int:
     """Return how many ways are tried on all layers of a demand."""
-    M, L, _ = demand.load_MLE.shape
-    return BEST_WAYS if M * L <= _LARGE_STEP else 1
+    return 1 if is_large(demand) else BEST_WAYS
 
 
 def pilot_micro_batches(demand: ScheduledDemand) -> int:
     """Return on how many micro-batches of a demand ways are priced."""
-    return _PILOT_MICRO_BATCHES if ways_tried(demand) > 1 else _PILOT_OF_LARGE_STEP
+    return _PILOT_OF_LARGE_STEP if is_large(demand) else _PILOT_MICRO_BATCHES

@@ -20,7 +20,7 @@ from relibra.planning.balancers.schedules import pack_groups, place_near_experts
 from relibra.planning.costs.compute import busiest_attention_seconds
 from relibra.planning.home_search.step_homes import search_homes
 from relibra.planning.placement import Placement
-from relibra.planning.replicas.pricing import moving_seconds
+from relibra.planning.replicas.pricing import all_moves_seconds
 from relibra.planning.schedule.limits import ScheduleLimits
 from relibra.planning.search.deadline import Deadline
 from relibra.routing.demand import ScheduledDemand
@@ -28,7 +28,8 @@ from relibra.routing.demand import ScheduledDemand
 _MOST_LAYERS, _SCHEDULE_LAYERS = 32, 12
 """Layers above which the schedule is chosen for some of them, evenly spaced: it is one for all."""
 _CLEARLY = 0.97
-"""Cost of the first homes, as a share of what staying costs, below which a schedule for staying is not tried."""
+"""New homes / homes before the step, in cost: below this no schedule is searched for the homes before the step (first
+plan only)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,16 +43,16 @@ class _Choice:
 def decide(request: PlacementRequest) -> Placement:
     """Choose homes and replicas, then look for a cheaper schedule for these homes.
 
-    Homes are chosen for the given schedule: they serve later steps too, whose samples are others. Unless they clearly
-    pay, homes before the step get a schedule of their own. A deadline limits the search of homes and schedule; replicas
-    are always placed.
+    Homes are chosen for the given schedule: they serve later steps too, whose samples are others. If the new homes cost
+    more than 0.97 x the old ones, or the plan follows an earlier one, a schedule is also searched for the old ones, and
+    the cheaper pair is returned. A deadline limits the search of homes and schedule; replicas are always placed.
     """
     clock = Deadline(request.budget.deadline_seconds)
     request = with_cheapest_resident_slots(request, clock)
     budget, L = request.budget, len(request.demand.layer_ids)
     if budget.objective == "seconds" and budget.pack_samples and request.cluster.num_nodes > 1 and L > _MOST_LAYERS:
-        some = request.of_layers(np.unique(np.linspace(0, L - 1, _SCHEDULE_LAYERS).astype(np.int64)))
-        schedule = _decide(some, clock, only_schedule=True).demand
+        few_layers = request.of_layers(np.unique(np.linspace(0, L - 1, _SCHEDULE_LAYERS).astype(np.int64)))
+        schedule = _decide(few_layers, clock, only_schedule=True).demand
         demand = request.demand.with_schedule(
             schedule.micro_batch_S, schedule.rank_S, request.cluster.num_ranks, len(schedule.tokens_MLRE)
         )
@@ -79,6 +80,7 @@ def _decide(request: PlacementRequest, clock: Deadline, *, only_schedule: bool =
     layers, stay = choose_homes_and_replicas(request, request.demand, clock)
     given = _Choice(demand=request.demand, layers=layers)
     chosen = _with_better_schedule(request, given, clock, only_schedule=only_schedule)
+    # `stay` may lack replicas in shared slots, so this cost is an upper bound: they are filled with its own schedule
     kept = _Choice(demand=request.demand, layers=stay)
     saves_much = not request.warm and _cost(request, given) < _CLEARLY * _cost(request, kept)
     if not np.array_equal(layers.home_LE, previous_LE) and not saves_much:
@@ -92,7 +94,8 @@ def _with_better_schedule(
 ) -> _Choice:
     """Return the choice with samples in other micro-batches, or only near their experts, whichever is cheapest.
 
-    only_schedule   homes are chosen again for the schedule: not here where packing pays without
+    only_schedule   the caller takes the schedule and chooses homes again; so homes are not chosen again here if packing
+                    is already cheaper with the given homes
     """
     budget, demand, home_LE = request.budget, request.demand, chosen.layers.home_LE
     limits = ScheduleLimits.of_demand(demand, rank_tokens=budget.rank_tokens, token_slack=budget.token_slack)
@@ -130,10 +133,10 @@ def _pack(
     budget = request.budget
     packed = pack_groups(request, request.demand, home_LE, limits, seed=budget.seed)
     if budget.objective == "tokens" and budget.move_homes and not request.warm:
-        home_LE = search_homes(request, packed, home_LE, clock, first=False)
+        home_LE = search_homes(request, packed, home_LE, clock, afresh=False)
         if clock.allows(0.5):
             packed = pack_groups(request, packed, home_LE, limits, seed=budget.seed + 1)
-            home_LE = search_homes(request, packed, home_LE, clock, first=False)
+            home_LE = search_homes(request, packed, home_LE, clock, afresh=False)
     return packed, home_LE
 
 
@@ -143,6 +146,6 @@ def _cost(request: PlacementRequest, choice: _Choice) -> float:
     if request.budget.objective == "tokens":
         placement = request.placement(layers.home_LE, layers.replica_MLRB, layers.quota_MLRB, schedule=choice.demand)
         return float(placement.rank_load(choice.demand).max(axis=2, initial=0).sum())
-    moving = moving_seconds(request, layers.home_LE) / request.budget.steps_served
+    moving = all_moves_seconds(request, layers.home_LE) / request.budget.steps_served
     attention = busiest_attention_seconds(choice.demand, request.cluster, request.expert)
     return float(layers.cost_ML.sum()) + attention + moving

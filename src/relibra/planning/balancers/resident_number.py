@@ -34,12 +34,12 @@ def with_cheapest_resident_slots(request: PlacementRequest, clock: Deadline) -> 
     budget, demand = request.budget, request.demand
     if not may_take_fewer(budget, demand):
         return request
-    pilot, some = pilot_of(request, demand, micro_batches=pilot_micro_batches(demand))
+    pilot = pilot_of(request, demand, micro_batches=pilot_micro_batches(demand))
     before_LE = pilot.previous.home_LE.astype(np.int64)
     homes = [before_LE]
     if budget.move_homes and not request.warm:
         share = len(before_LE) / len(demand.layer_ids)
-        homes.append(search_homes(pilot, some, before_LE, clock, first=True, share=share))
+        homes.append(search_homes(pilot, pilot.demand, before_LE, clock, afresh=True, share=share))
     most = budget.resident_slots or 0
     seconds: dict[int, float] = {}
     for number in dict.fromkeys((most, most // 2, 0)):

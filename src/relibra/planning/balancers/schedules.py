@@ -18,7 +18,7 @@ from relibra.routing.compiled import compiled
 from relibra.routing.demand import ScheduledDemand
 
 _PACKING_PROPOSALS, _LEAST_PACKING_PROPOSALS = 400_000, 4_000
-"""Proposals of a step, dealt to its groups by their samples, and the fewest of a group."""
+"""Proposals of a step, divided among its groups by their samples, and the fewest of a group."""
 
 
 def pack_groups(
@@ -31,7 +31,7 @@ def pack_groups(
 ) -> ScheduledDemand:
     """Pack the micro-batches of each group (mini-batch, expert-data-parallel group); a sample stays in its group.
 
-    All groups together take about as long as one with their samples.
+    The number of proposals is divided among the groups by their samples.
     """
     cluster = request.cluster
     share_SLN = _node_share(demand, home_LE, cluster.ranks_per_node, cluster.num_nodes)
@@ -59,10 +59,10 @@ def pack_groups(
 
 
 def _attention_prices(request: PlacementRequest, demand: ScheduledDemand) -> Float64[ndarray, " S"]:
-    """Return each sample's attention in all layers, in token-slots of the fullest node that take as long.
+    """Return attention seconds of each sample over all layers / seconds of one token-slot on a node.
 
-    Replicas even out the ranks of a node: a token-slot costs each of them its share of the experts' flops, and of four
-    rows on the network from the other nodes.
+    Replicas even out the ranks of a node, so that a token-slot takes 3 x the expert's flops and 4 rows from other
+    nodes, divided by the ranks per node.
     """
     cluster, expert = request.cluster, request.expert
     remote = (cluster.num_nodes - 1) / cluster.num_nodes

@@ -16,14 +16,14 @@ from jaxtyping import Int64, Shaped
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.balancers.resident import resident_placement
+from relibra.planning.balancers.from_physical import placement_from_physical
 from relibra.planning.placement import Placement
 from relibra.routing.compiled import compiled
 
 
 def decide(request: PlacementRequest) -> Placement:
     """Place by EPLB from `total_LE`, and share the tokens of every micro-batch evenly over the copies."""
-    return resident_placement(request, eplb_layers(request), "even")
+    return placement_from_physical(request, eplb_layers(request), "even")
 
 
 def decide_optimal(request: PlacementRequest) -> Placement:
@@ -32,7 +32,7 @@ def decide_optimal(request: PlacementRequest) -> Placement:
     The best that any dispatcher can do with those copies, after LPLB, MicroMoE (arXiv 2511.16947) and SGLang's `lp`
     dispatch. Here it is exact and in integers; theirs are approximate or fractional.
     """
-    return resident_placement(request, eplb_layers(request), "optimal")
+    return placement_from_physical(request, eplb_layers(request), "optimal")
 
 
 def eplb_layers(request: PlacementRequest) -> Int64[ndarray, "L R P"]:

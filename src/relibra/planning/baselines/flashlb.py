@@ -17,8 +17,8 @@ from jaxtyping import Float64, Int, Int64
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
+from relibra.planning.balancers.from_physical import placement_from_physical
 from relibra.planning.balancers.physical_placement import relabel_ranks
-from relibra.planning.balancers.resident import resident_placement
 from relibra.planning.placement import Placement
 from relibra.planning.search.parallel_map import parallel_map
 from relibra.routing.compiled import compiled
@@ -40,7 +40,7 @@ def decide(request: PlacementRequest) -> Placement:
         return relabel_ranks(placement_RP, np.argsort(home_LE[layer], kind="stable").reshape(R, per_rank))
 
     layers = parallel_map(place, home_LE.shape[0], request.budget.threads)
-    return resident_placement(request, np.stack(layers), "even")
+    return placement_from_physical(request, np.stack(layers), "even")
 
 
 def flashlb_placement(load_TE: Int[ndarray, "T E"], num_ranks: int, slots: int) -> Int64[ndarray, "R P"]:

@@ -14,8 +14,8 @@ from jaxtyping import Float64, Int64
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
+from relibra.planning.balancers.from_physical import placement_from_physical
 from relibra.planning.balancers.physical_placement import count_copies
-from relibra.planning.balancers.resident import resident_placement
 from relibra.planning.placement import Placement
 
 ROUNDS = 10
@@ -32,7 +32,7 @@ def decide(request: PlacementRequest) -> Placement:
         empty_RB = np.full((R, B), -1, dtype=np.int64)
         start_RP = np.concatenate([homes_Rk, empty_RB], axis=1)
         placement_LRP[layer] = grow_and_shrink(expand(start_RP, total_E), total_E, N)
-    return resident_placement(request, placement_LRP, "local first")
+    return placement_from_physical(request, placement_LRP, "local first")
 
 
 def expand(placement_RP: Int64[ndarray, "R P"], load_E: Float64[ndarray, " E"]) -> Int64[ndarray, "R P"]:

@@ -14,8 +14,8 @@ from jaxtyping import Float64, Int64
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
+from relibra.planning.balancers.from_physical import placement_from_physical
 from relibra.planning.balancers.physical_placement import count_copies
-from relibra.planning.balancers.resident import resident_placement
 from relibra.planning.placement import Placement
 
 
@@ -32,7 +32,7 @@ def decide(request: PlacementRequest) -> Placement:
             candidates.insert(0, np.full(E, R * per_rank // E))
         placements = [greedy_placement(total_E, count_E, R, per_rank, N) for count_E in candidates]
         placement_LRP[layer] = min(placements, key=lambda placement_RP: _seconds(request, total_E, placement_RP))
-    return resident_placement(request, placement_LRP, "local first")
+    return placement_from_physical(request, placement_LRP, "local first")
 
 
 def greedy_counts(load_E: Float64[ndarray, " E"], num_slots: int, num_nodes: int) -> Int64[ndarray, " E"]:

@@ -13,7 +13,7 @@ from jaxtyping import Int64
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.balancers.resident import resident_placement
+from relibra.planning.balancers.from_physical import placement_from_physical
 from relibra.planning.baselines.eplb import eplb_placement
 from relibra.planning.placement import Placement
 
@@ -35,7 +35,7 @@ def decide(request: PlacementRequest) -> Placement:
         for c in range(min(B, E // R)):
             origin_R = origin_CR[c % len(origin_CR)]
             placement_LRP[layer, :, E // R + c] = np.where(origin_R == np.arange(R), -1, heaviest_Rk[origin_R, c])
-    return resident_placement(request, placement_LRP, "optimal")
+    return placement_from_physical(request, placement_LRP, "optimal")
 
 
 def topology(num_ranks: int, slots: int) -> Int64[ndarray, "C R"]:

@@ -47,7 +47,7 @@ def lasting_homes(
         if np.array_equal(home_LE, previous_LE):
             continue
         saved_ML = kept_ML - price(request, priced_on, home_LE)
-        moving_L = even_moving_seconds(request, home_LE) / 2  # half of the micro-batches pay half of the moves
+        moving_L = moving_share_L(request, home_LE) / 2  # half of the micro-batches pay half of the moves
         if saved_ML.sum() - moving_L.sum() > worth_L.sum():
             net_L = _surely_saved(saved_ML) - moving_L
             better_L = net_L > best_L
@@ -62,8 +62,11 @@ def _surely_saved(saved_ML: Float64[ndarray, "M L"]) -> Float64[ndarray, " L"]:
     return surely_L
 
 
-def even_moving_seconds(request: PlacementRequest, home_LE: Int64[ndarray, "L E"]) -> Float64[ndarray, " L"]:
-    """Return the seconds of each layer's moves, spread over ranks and steps; 0 with the token objective."""
+def moving_share_L(request: PlacementRequest, home_LE: Int64[ndarray, "L E"]) -> Float64[ndarray, " L"]:
+    """Return the seconds per step of each layer's moves, as if spread evenly over ranks; 0 with the token objective.
+
+    Their seconds on one link / number of ranks / `steps_served`.
+    """
     if request.budget.objective == "tokens":
         return np.zeros(len(home_LE))
     cluster, expert = request.cluster, request.expert

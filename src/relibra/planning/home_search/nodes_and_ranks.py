@@ -18,8 +18,8 @@ from scipy.optimize import linear_sum_assignment
 from relibra.planning.home_search.annealing import COLD, anneal_nodes, home_cost
 from relibra.routing.compiled import compiled
 
-NEWCOMER = -1
-"""Previous rank of an expert that comes from another node."""
+UNASSIGNED = -1
+"""No rank or bin yet: such as an expert that comes from another node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ def ranks_inside_nodes(
         experts = np.flatnonzero(node_E == node)
         load_MX = np.ascontiguousarray(load_ME[:, experts])
         before_X = previous_home_E[experts] - node * ranks_per_node
-        before_X[(before_X < 0) | (before_X >= ranks_per_node)] = NEWCOMER
+        before_X[(before_X < 0) | (before_X >= ranks_per_node)] = UNASSIGNED
         nowhere = np.zeros((len(load_ME), ranks_per_node, len(experts)), dtype=np.int64)
         problem = (load_MX, nowhere, before_X, 0.0, move)
         dealt_X = _renumber_ranks(longest_first(load_MX.sum(axis=0), ranks_per_node), before_X, ranks_per_node)
@@ -132,7 +132,7 @@ def ranks_inside_nodes(
 def _renumber_ranks(rank_X: ndarray, before_X: ndarray, num_ranks: int) -> Int64[ndarray, " X"]:
     """Renumber the ranks so that most experts stay on theirs; the loads stay the same."""
     stays = np.zeros((num_ranks, num_ranks), dtype=np.int64)
-    here = before_X != NEWCOMER
+    here = before_X != UNASSIGNED
     np.add.at(stays, (rank_X[here], before_X[here]), 1)
     _, name_of_rank = linear_sum_assignment(stays, maximize=True)
     return name_of_rank[rank_X].astype(np.int64)
@@ -152,7 +152,7 @@ def longest_first(load_E: Shaped[ndarray, " E"], num_bins: int) -> Int64[ndarray
     >>> longest_first(np.array([5, 4, 3, 2]), 2).tolist()
     [0, 1, 1, 0]
     """
-    bin_E = np.full(len(load_E), NEWCOMER)
+    bin_E = np.full(len(load_E), UNASSIGNED)
     room, filled = np.full(num_bins, len(load_E) // num_bins), np.zeros(num_bins)
     _fill_bins(np.argsort(-load_E, kind="stable"), load_E.astype(np.float64), room, filled, bin_E)
     return bin_E
@@ -161,16 +161,16 @@ def longest_first(load_E: Shaped[ndarray, " E"], num_bins: int) -> Int64[ndarray
 @compiled
 @no_type_check
 def _fill_bins(order_E, load_E, room, filled, bin_E) -> None:
-    """Assign newcomers of `bin_E` to the lightest bin with room, in order; the others keep theirs while it has room."""
+    """Assign experts without a bin to the lightest one with room, in order; the others keep theirs if it has room."""
     for e in range(len(bin_E)):
-        if bin_E[e] != NEWCOMER:
+        if bin_E[e] != UNASSIGNED:
             if room[bin_E[e]] == 0:
-                bin_E[e] = NEWCOMER
+                bin_E[e] = UNASSIGNED
             else:
                 room[bin_E[e]] -= 1
                 filled[bin_E[e]] += load_E[e]
     for e in order_E:
-        if bin_E[e] == NEWCOMER:
+        if bin_E[e] == UNASSIGNED:
             best = -1
             for b in range(len(room)):
                 if room[b] > 0 and (best < 0 or filled[b] < filled[best]):

@@ -31,7 +31,7 @@ _SWAPS_OF_A_LAYER = {"tokens": 100_000, "seconds": 40_000}
 _SWAPS_OF_A_DEAL, _SWAPS_OF_A_NODE = 2_500_000, 1_000
 """The same for dealing homes again to the ranks of their nodes, and the most of one node and layer."""
 _MICRO_BATCHES = 32
-"""Most micro-batches that homes are searched for, evenly spaced: they stand for the others."""
+"""Homes are searched on every k-th micro-batch, k = M // 32: 32 to 63 of them, or all of fewer."""
 _MOVES_OF_ALL = 0.01
 """With the token objective: what moving all experts of a layer costs, as a share of the mean load."""
 
@@ -75,14 +75,16 @@ def search_homes(
     home_LE: Int64[ndarray, "L E"],
     clock: Deadline,
     *,
-    first: bool,
+    afresh: bool,
     share: float = 1.0,
 ) -> Int64[ndarray, "L E"]:
-    """Search homes of every layer; `first`: from scratch, otherwise near the given homes.
+    """Search homes of every layer.
 
     With a deadline, in rounds of growing effort, each from the last homes, while the next one fits.
 
-    share   part of the step's layers that the demand holds
+    afresh   high first temperature and 8 times as many swaps, and from the homes before the step groups of experts that
+             are picked together as the start, if pairs are known; False: near the given homes
+    share    part of the step's layers that the demand holds
     """
     M, L, _ = demand.load_MLE[:: _spacing(demand)].shape
     # without replicas every rank is a domain
@@ -90,15 +92,15 @@ def search_homes(
     weights = home_weights(request, demand, request.cluster.num_ranks // per_domain)
     objective = request.budget.objective or "tokens"
     proposals = int(np.clip(share * _SWAPS_OF_A_STEP[objective] // max(1, M * L), 4_000, _SWAPS_OF_A_LAYER[objective]))
-    proposals //= (1 if first else 8) * (2 if weights.network else 1)  # the network term doubles the work of a swap
+    proposals //= (1 if afresh else 8) * (2 if weights.network else 1)  # the network term doubles the work of a swap
     if clock.seconds is None:
-        return _anneal_homes(request, demand, home_LE, per_domain, weights, proposals, first=first)
+        return _anneal_homes(request, demand, home_LE, per_domain, weights, proposals, afresh=afresh)
     seconds = 0.0
     for effort in (64, 16, 4, 1):
         if not clock.allows(0.6, estimate=4 * seconds):
             break
         start = clock.elapsed()
-        home_LE = _anneal_homes(request, demand, home_LE, per_domain, weights, proposals // effort, first=first)
+        home_LE = _anneal_homes(request, demand, home_LE, per_domain, weights, proposals // effort, afresh=afresh)
         seconds = clock.elapsed() - start
     return home_LE
 
@@ -111,7 +113,7 @@ def _anneal_homes(
     weights: HomeWeights,
     proposals: int,
     *,
-    first: bool,
+    afresh: bool,
 ) -> ndarray:
     every = _spacing(demand)
     load_MLE = demand.load_MLE[::every]
@@ -127,7 +129,7 @@ def _anneal_homes(
         if weights.network:
             source_MNE = tokens_of_domains(demand.tokens_MLRE, layer, domains, every=every)
         start_E = home_LE[layer] // per_domain
-        if first and weights.network and demand.pairs_LEE is not None and np.array_equal(home_LE, previous_LE):
+        if afresh and weights.network and demand.pairs_LEE is not None and np.array_equal(home_LE, previous_LE):
             start_E = co_activation_groups(demand.pairs_LEE[layer], domains)
         return place_homes(
             load_ME,
@@ -135,7 +137,7 @@ def _anneal_homes(
             previous_LE[layer],
             per_domain,
             weights=weights,
-            temperature=COLD if first else WARM,
+            temperature=COLD if afresh else WARM,
             proposals=proposals,
             seed=request.budget.seed * 1_000_003 + int(demand.layer_ids[layer]),
             start_node_E=start_E,
@@ -145,7 +147,7 @@ def _anneal_homes(
 
 
 def _spacing(demand: ScheduledDemand) -> int:
-    """Return of how many micro-batches one is searched for."""
+    """Return k: homes are searched on every k-th micro-batch."""
     return max(1, len(demand.tokens_MLRE) // _MICRO_BATCHES)
 
 

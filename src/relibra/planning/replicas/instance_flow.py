@@ -23,14 +23,14 @@ class Layer(NamedTuple):
     home_E            home rank of each expert
     order_E, starts   experts by home rank; those of rank r are order_E[starts[r]:starts[r + 1]]
     ranks_per_node    G
-    anywhere          replicas may be on nodes without the expert
+    cross_node          replicas may be on nodes without the expert
     """
 
     home_E: Int64[ndarray, " E"]
     order_E: Int64[ndarray, " E"]
     starts: Int64[ndarray, " R1"]
     ranks_per_node: int
-    anywhere: bool
+    cross_node: bool
 
 
 class Instances(NamedTuple):
@@ -40,7 +40,8 @@ class Instances(NamedTuple):
     load_R                  token-slots of each rank
     rank_EI, count_E        ranks that hold an expert, its home first, and their number
     movable_RX, movable_R   experts of a rank that other ranks hold too, and their number
-    closed_R                ranks that prove the busiest rank of the last `lower_busiest_rank`
+    closed_R                set if the last result was above the ceiling: ranks whose token-slots have no instance
+                            outside of them, so that their mean is the lowest possible busiest rank
     from_R, expert_R, queue_R   path search: rank that gives, what it gives, ranks in the order reached
     """
 
@@ -132,7 +133,7 @@ def assign_tokens(load_E, source_XE, home_E, instances) -> None:
 def lower_busiest_rank(instances, ceiling, ranks_per_node) -> int:
     """Move token-slots until no rank exceeds the ceiling, or the lowest possible busiest rank; return its load.
 
-    Above the ceiling, `closed_R` are ranks whose token-slots only have instances among them.
+    `closed_R` is set if that load is above the ceiling: ranks whose token-slots have no instance outside of them.
     """
     load_R, queue_R = instances.load_R, instances.queue_R
     instances.closed_R[:] = False

@@ -78,9 +78,9 @@ def evenest_replicas(request: PlacementRequest, demand: ScheduledDemand, home_LE
     Each (micro-batch, layer) takes the tolerance at which its busiest rank and a price per copy add up to least. The
     price, one for all, is the highest at which the busiest ranks together stay within the tolerance of the budget.
     """
-    tolerance, across = request.budget.tolerance, request.budget.cross_node_copies
+    tolerance, cross_node = request.budget.tolerance, request.budget.cross_node_copies
     made = [
-        choose_replicas(request, demand, home_LE, tolerance * share, cross_node=across)
+        choose_replicas(request, demand, home_LE, tolerance * share, cross_node=cross_node)
         for share in (TOLERANCE_SHARES if tolerance else (0.0,))
     ]
     home_MLR = home_rank_load(demand.load_MLE, home_LE, request.cluster.num_ranks)
@@ -154,13 +154,13 @@ def replica_choices(
     if not budget.slots:
         return choices
     tolerances = sorted({t for t in (budget.tolerance, *TOLERANCES) if t >= budget.tolerance}, reverse=True)
-    across = budget.cross_node_copies and cluster.num_nodes > 1
+    may_cross = budget.cross_node_copies and cluster.num_nodes > 1
     choices += [
         partial(choose_replicas, request, demand, home_LE, tolerance, cross_node=cross_node)
-        for cross_node in (False, True)[: 1 + across]
+        for cross_node in ((False, True) if may_cross else (False,))
         for tolerance in tolerances
     ]
-    if budget.slots > 1 and across:
+    if budget.slots > 1 and may_cross:
         hidden = max(1, copies_hidden(request, demand))  # one exposed copy may save more than it costs
         choices += [
             partial(copies_against_traffic, request, demand, home_LE, budget.slots // 2, most)
@@ -233,7 +233,7 @@ def seconds(
     return costs.compute_ML + costs.exchange_ML + exposed_ML
 
 
-def moving_seconds(request: PlacementRequest, home_LE: Int[ndarray, "L E"]) -> float:
-    """Return the seconds of moving experts from the previous homes to these."""
+def all_moves_seconds(request: PlacementRequest, home_LE: Int[ndarray, "L E"]) -> float:
+    """Return the seconds of moving experts from the previous homes to these: of the busiest link, undivided."""
     homes = request.previous.with_home_ranks(home_LE.astype(np.int16))
     return relocation_seconds(request.previous, homes, request.cluster, request.expert)

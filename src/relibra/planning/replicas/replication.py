@@ -27,8 +27,8 @@ from relibra.routing.compiled import compiled
 LOAD, FREE = 0, 1
 """Rows of `state_2R`: load of each rank, and its free slots."""
 
-_WAYS = 4
-"""Way 0 is *threshold*; ways 1 to 3 are *chain* with different scores (`score_move`)."""
+_SCORINGS = 4
+"""1 to 3 are *chain* with different scores (`score_move`); 0 is *threshold* inside a node, and 3 over several nodes."""
 
 
 def replicate(
@@ -147,7 +147,7 @@ def _solve(
 ) -> None:  # fmt: skip
     """Lower the maximum of ranks low..high to `ceiling` or as near as found; `state_2R` is updated.
 
-    Of the ways that reach a ceiling the one with fewest copies counts; with one slot per rank they hardly differ.
+    Of the scorings that reach a ceiling the one with fewest copies counts; with one slot per rank they hardly differ.
     """
     best, best_free = state_2R[LOAD, low:high].max(), state_2R[FREE, low:high].sum()
     if best <= ceiling:
@@ -156,11 +156,11 @@ def _solve(
     failed, step, tau = lowest - 1, 1, ceiling
     while failed < tau < best:
         kept = False
-        for way in range(_WAYS):
+        for scoring in range(_SCORINGS):
             _reset(load_E, order_E, starts, low, high, state_2R, held_RB, quota_RB)
             for i in range(starts[low], starts[high]):
                 left_E[order_E[i]] = load_E[order_E[i]]
-            _try_way(order_E, starts, low, high, ranks_per_node, tau, way, state_2R, held_RB, quota_RB, left_E)
+            _try_scoring(order_E, starts, low, high, ranks_per_node, tau, scoring, state_2R, held_RB, quota_RB, left_E)
             top, free = max(state_2R[LOAD, low:high].max(), ceiling), state_2R[FREE, low:high].sum()
             if top < best or (top == best and free > best_free):
                 best, best_free = top, free
@@ -183,15 +183,15 @@ def _solve(
 
 @compiled
 @no_type_check
-def _try_way(order_E, starts, low, high, ranks_per_node, tau, way, state_2R, held_RB, quota_RB, left_E) -> None:
-    """Lower ranks low..high towards `tau` in one way."""
-    if way == 0 and high - low <= ranks_per_node:
+def _try_scoring(order_E, starts, low, high, ranks_per_node, tau, scoring, state_2R, held_RB, quota_RB, left_E) -> None:
+    """Lower ranks low..high towards `tau` with *threshold*, or *chain* and one scoring."""
+    if scoring == 0 and high - low <= ranks_per_node:
         _threshold(order_E, starts, low, high, tau, state_2R, held_RB, quota_RB, left_E)
         return
     for node in range(low, high, ranks_per_node):
-        _chain(order_E, starts, node, node + ranks_per_node, tau, way, state_2R, held_RB, quota_RB, left_E)
+        _chain(order_E, starts, node, node + ranks_per_node, tau, scoring, state_2R, held_RB, quota_RB, left_E)
     if high - low > ranks_per_node:
-        _chain(order_E, starts, low, high, tau, way, state_2R, held_RB, quota_RB, left_E)
+        _chain(order_E, starts, low, high, tau, scoring, state_2R, held_RB, quota_RB, left_E)
 
 
 @compiled
@@ -230,7 +230,7 @@ def _threshold(order_E, starts, low, high, tau, state_2R, held_RB, quota_RB, lef
 
 @compiled
 @no_type_check
-def _chain(order_E, starts, low, high, tau, way, state_2R, held_RB, quota_RB, left_E) -> None:
+def _chain(order_E, starts, low, high, tau, scoring, state_2R, held_RB, quota_RB, left_E) -> None:
     """Lower ranks low..high to `tau` with moves that fill a target exactly or clear a source, if possible."""
     load_R, free_R = state_2R[LOAD], state_2R[FREE]
     while True:
@@ -258,7 +258,7 @@ def _chain(order_E, starts, low, high, tau, way, state_2R, held_RB, quota_RB, le
                 else:
                     if left_E[e] >= room and free_R[s] > 0:
                         x = room
-                    score = score_move(way, x, excess, room, left_E[e], tau)
+                    score = score_move(scoring, x, excess, room, left_E[e], tau)
                 if score > best_score:
                     best_score, best_e, best_t, best_x = score, e, t, x
         if best_e < 0:
@@ -268,13 +268,13 @@ def _chain(order_E, starts, low, high, tau, way, state_2R, held_RB, quota_RB, le
 
 @compiled
 @no_type_check
-def score_move(way, x, excess, room, left, tau) -> int:
+def score_move(scoring, x, excess, room, left, tau) -> int:
     """Score a move of `x` tokens that needs a new slot; above 0, below 4 tau."""
-    if way == 1:  # the largest useful move, exact fills first
+    if scoring == 1:  # the largest useful move, exact fills first
         return min(x, excess) + (tau // 2 if x == room else 0)
     if x != room:
         return min(x, tau)
-    if way == 2:  # the smallest room first: the room left is on few ranks
+    if scoring == 2:  # the smallest room first: the room left is on few ranks
         return 3 * tau - room
     return max(2 * tau, 4 * tau - left) - 1  # the smallest expert that fills
 
@@ -282,7 +282,7 @@ def score_move(way, x, excess, room, left, tau) -> int:
 @compiled
 @no_type_check
 def slot_of(expert, held_B) -> int:
-    """Return the slot that holds an expert (-1: the first empty slot); -1 if none does."""
+    """Return the slot that holds `expert`, or -1; with expert = -1, the first empty slot."""
     for b in range(len(held_B)):
         if held_B[b] == expert:
             return b

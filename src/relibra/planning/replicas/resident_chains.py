@@ -22,10 +22,10 @@ _OTHER_NODE = 0.5
 
 @compiled
 @no_type_check
-def choose_anew(layer, low, high, ceiling, future_E, taste, bonus, held_RB, used_RB, load_R, left_E) -> int:
+def choose_anew(layer, low, high, ceiling, future_E, scoring, bonus, held_RB, used_RB, load_R, left_E) -> int:
     """Lower ranks low..high to the ceiling as far as chains can; return the number of new replicas.
 
-    taste           how moves are scored (`replication.score_move`)
+    scoring           how moves are scored (`replication.score_move`)
     bonus           for an expert that is in a slot of the target, as a share of the ceiling
     held_RB         experts in slots; those that the chain does not use may be replaced
     used_RB         slots that may not be emptied; those that the chain uses become so
@@ -36,7 +36,7 @@ def choose_anew(layer, low, high, ceiling, future_E, taste, bonus, held_RB, used
         s = low + np.argmax(load_R[low:high])
         if load_R[s] <= ceiling:
             break
-        e, t, x = _best_move(s, layer, low, high, ceiling, future_E, taste, bonus, held_RB, used_RB, load_R, left_E)
+        e, t, x = _best_move(s, layer, low, high, ceiling, future_E, scoring, bonus, held_RB, used_RB, load_R, left_E)
         if e < 0:
             break
         b = slot_of(e, held_RB[t])
@@ -53,7 +53,7 @@ def choose_anew(layer, low, high, ceiling, future_E, taste, bonus, held_RB, used
 
 @compiled
 @no_type_check
-def _best_move(s, layer, low, high, ceiling, future_E, taste, bonus, held_RB, used_RB, load_R, left_E):
+def _best_move(s, layer, low, high, ceiling, future_E, scoring, bonus, held_RB, used_RB, load_R, left_E):
     """Return the expert that rank `s` gives away, the rank that takes it, and how many token-slots; expert -1: none."""
     excess, fillable = load_R[s] - ceiling, not used_RB[s].all()
     G = layer.ranks_per_node
@@ -74,7 +74,7 @@ def _best_move(s, layer, low, high, ceiling, future_E, taste, bonus, held_RB, us
             else:
                 if left_E[e] >= room and fillable:
                     x = room
-                score = float(score_move(taste, x, excess, room, left_E[e], ceiling))
+                score = float(score_move(scoring, x, excess, room, left_E[e], ceiling))
                 score += bonus * ceiling if b >= 0 else _FUTURE * ceiling * future_E[e]
             if t // G != s // G:
                 score -= _OTHER_NODE * ceiling

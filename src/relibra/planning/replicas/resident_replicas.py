@@ -46,8 +46,8 @@ _KEEP = 4.0
 """Weight of a replica's present token-slots, as a share of the ceiling, against its expected need."""
 _OTHER_NODE = 0.05
 """Cost of an addition on a node without the expert, as a share of the ceiling."""
-_TASTES = (1, 2, 3)
-"""Ways in which a chain chooses among moves (`replication.score_move`)."""
+_SCORINGS = (1, 2, 3)
+"""How a chain chooses among moves (`replication.score_move`)."""
 _BONUSES = (4.0, 1.0, 0.25)
 """Bonuses of chains for an expert that is on the rank already, as shares of the ceiling."""
 
@@ -60,7 +60,7 @@ def keep_replicas(
     *,
     slots: int,
     tolerance: float,
-    anywhere: bool = False,
+    cross_node: bool = False,
     group_M: Int[ndarray, " M"] | None = None,
     source_MXE: Int[ndarray, "M X E"] | None = None,
     traffic_slots: int = 0,
@@ -70,7 +70,7 @@ def keep_replicas(
     home_E         home rank of each expert
     slots          slots of a rank, B
     tolerance      accepted load of the busiest rank above the mean, as a share; larger: fewer replicas change
-    anywhere       replicas may be on nodes without the expert
+    cross_node       replicas may be on nodes without the expert
     group_M        sequence of each micro-batch, ascending; slots are empty at the start of each. None: all are one
     source_MXE     token-slots that each of X domains sends to each expert: a replica takes those of its own domain
                    first. Domains are nodes, or the ranks of a single node. None: token-slots start at the homes
@@ -85,7 +85,7 @@ def keep_replicas(
     load_ME, home_E = load_ME.astype(np.int64), home_E.astype(np.int64)
     order_E = np.argsort(home_E, kind="stable")
     starts = np.searchsorted(home_E[order_E], np.arange(num_ranks + 1))
-    layer = Layer(home_E, order_E, starts, ranks_per_node, anywhere)
+    layer = Layer(home_E, order_E, starts, ranks_per_node, cross_node)
     if source_MXE is None:
         source_MXE = np.zeros((M, 0, E), dtype=np.int64)
     changes = [] if group_M is None else (np.flatnonzero(np.diff(group_M)) + 1).tolist()
@@ -112,7 +112,7 @@ def _ceilings(
     """
     R, G = len(held_RB), layer.ranks_per_node
     ceiling_M = load_ME.sum(axis=1) / R * (1 + tolerance)
-    if not layer.anywhere and R > G:
+    if not layer.cross_node and R > G:
         node_E = layer.home_E // G
         load_MN = load_ME @ (node_E[:, None] == np.arange(R // G)).astype(np.int64)
         for node in range(source_MXE.shape[1]):
@@ -149,11 +149,11 @@ def _keep_in_group(layer, load_ME, source_MXE, ceiling_M, future_ME, traffic_RB,
         top, added = _add_replicas(layer, load_E, source_XE, ceiling, future_E, held_RB, stays_RB, instances)
         best = max(top, ceiling) / ceiling + PUSH_PRICE * added
         if top > ceiling and not stays_RB.all():
-            for taste in _TASTES:
+            for scoring in _SCORINGS:
                 for bonus in _BONUSES:
                     tried_RB[:] = before_RB
                     added = _choose_by_chains(
-                        layer, load_E, source_XE, ceiling, future_E, taste, bonus, traffic_RB, tried_RB, instances
+                        layer, load_E, source_XE, ceiling, future_E, scoring, bonus, traffic_RB, tried_RB, instances
                     )
                     top = _split(layer, load_E, source_XE, ceiling, tried_RB, instances)
                     cost = max(top, ceiling) / ceiling + PUSH_PRICE * added
@@ -180,7 +180,7 @@ def _split(layer, load_E, source_XE, ceiling, held_RB, instances) -> int:
 @compiled
 @no_type_check
 def _choose_by_chains(
-    layer, load_E, source_XE, ceiling, future_E, taste, bonus, traffic_RB, held_RB, instances
+    layer, load_E, source_XE, ceiling, future_E, scoring, bonus, traffic_RB, held_RB, instances
 ) -> int:  # fmt: skip
     """Choose the experts in slots by chains, node by node or over all ranks; return how many are new."""
     list_instances(layer.home_E, traffic_RB, instances)
@@ -189,10 +189,10 @@ def _choose_by_chains(
     for e in range(len(load_E)):
         left_E[e] = instances.tokens_ER[e, layer.home_E[e]]
     R, used_RB, added = len(held_RB), traffic_RB >= 0, 0
-    domain = R if layer.anywhere else layer.ranks_per_node
+    domain = R if layer.cross_node else layer.ranks_per_node
     for low in range(0, R, domain):
         added += choose_anew(
-            layer, low, low + domain, ceiling, future_E, taste, bonus, held_RB, used_RB, instances.load_R, left_E
+            layer, low, low + domain, ceiling, future_E, scoring, bonus, held_RB, used_RB, instances.load_R, left_E
         )
     return added
 
@@ -243,7 +243,7 @@ def _best_addition(layer, ceiling, future_E, held_RB, fixed_RB, instances):
         for e in stuck_experts:
             amount = min(stuck_E[e], ceiling - load_R[r] + back, excess)
             here, near = _is_near(e, r, layer.ranks_per_node, instances)
-            if amount <= 0 or here or not (near or layer.anywhere):
+            if amount <= 0 or here or not (near or layer.cross_node):
                 continue
             score = (amount - back) / ceiling + _REUSE * (future_E[e] / (count_E[e] + 1) - kept)
             score -= 0.0 if near else _OTHER_NODE

@@ -24,30 +24,35 @@ LOOSE = 0.05
 class ResidentWay:
     """One way to fill resident slots.
 
-    traffic_slots   slots that hold what a node's own token-slots want most; the others even out loads
+    traffic_slots   slots that hold what a domain's own token-slots want most; the others even out loads. A domain is a
+                    node; on a single node, a rank
     tolerance       accepted load of the busiest rank above the mean, as a share
-    anywhere        replicas may be on nodes without the expert
-    local           replicas take token-slots of their own node first
+    cross_node        replicas may be on nodes without the expert
+    local           replicas take token-slots of their own domain first; False: all start at the homes
     deal_again      homes are first dealt again to the ranks of their nodes (`step_homes.deal_inside_nodes`)
     """
 
     traffic_slots: int = 0
     tolerance: float
-    anywhere: bool
+    cross_node: bool
     local: bool = False
     deal_again: bool = False
 
 
-NO_REPLICAS = ResidentWay(tolerance=1e6, anywhere=False)
+NO_REPLICAS = ResidentWay(tolerance=1e6, cross_node=False)
 """Any load of the busiest rank is accepted."""
 
 
-def splits(request: PlacementRequest) -> list[ResidentWay]:
-    """Return ways that differ in the slots for traffic; evenness is `LOOSE`, replicas as far as the budget allows."""
+def first_ways(request: PlacementRequest) -> list[ResidentWay]:
+    """Return the ways priced first, replicas as far from home as the budget allows.
+
+    One lets replicas take from homes only; the others have each number of traffic slots, with and without dealing homes
+    again. The tolerance is the larger one of the budget's and `LOOSE`.
+    """
     budget, cluster = request.budget, request.cluster
-    slots, across = budget.resident_slots or 0, budget.cross_node_copies and cluster.num_nodes > 1
-    way = ResidentWay(tolerance=max(budget.tolerance, LOOSE), anywhere=across, local=True)
-    may_hold_traffic = across or cluster.num_nodes == 1
+    slots, cross_node = budget.resident_slots or 0, budget.cross_node_copies and cluster.num_nodes > 1
+    way = ResidentWay(tolerance=max(budget.tolerance, LOOSE), cross_node=cross_node, local=True)
+    may_hold_traffic = cross_node or cluster.num_nodes == 1
     numbers = sorted({0, slots // 2, slots - 1, slots}) if may_hold_traffic else [0]
     several = request.previous.num_experts > cluster.num_ranks and cluster.num_nodes > 1
     deals = (False, True) if budget.move_homes and several else (False,)
@@ -60,9 +65,9 @@ def variants(request: PlacementRequest, way: ResidentWay) -> list[ResidentWay]:
 
     Even loads are tried too: where attention hides copies, the budget's tolerance saves nothing.
     """
-    tolerances, scopes = sorted({0.0, request.budget.tolerance, way.tolerance}), sorted({way.anywhere, False})
+    tolerances, scopes = sorted({0.0, request.budget.tolerance, way.tolerance}), sorted({way.cross_node, False})
     deals = sorted({way.deal_again, False})
-    return [replace(way, tolerance=t, anywhere=s, deal_again=d) for t in tolerances for s in scopes for d in deals]
+    return [replace(way, tolerance=t, cross_node=s, deal_again=d) for t in tolerances for s in scopes for d in deals]
 
 
 def fill_resident_slots(
@@ -84,7 +89,7 @@ def fill_resident_slots(
             cluster.ranks_per_node,
             slots=resident,
             tolerance=way.tolerance,
-            anywhere=way.anywhere,
+            cross_node=way.cross_node,
             group_M=demand.group_M,
             source_MXE=source_of_domains(request, demand, layer) if way.local else None,
             traffic_slots=way.traffic_slots,

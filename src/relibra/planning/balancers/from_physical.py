@@ -1,4 +1,4 @@
-"""Resident replicas: convert a physical placement of EPLB and its family to homes, replicas and quotas.
+"""Convert a physical placement of EPLB and its family to homes, replicas and quotas.
 
 Such planners fill all `E / R + B` slots of a rank and keep them for the whole step. Here every expert has one *home*
 (the copy that owns the optimizer state), exactly E / R of them on every rank; all other copies are replicas. Two copies
@@ -21,7 +21,7 @@ from relibra.planning.placement import Placement
 Split = Literal["even", "optimal", "local first"]
 
 
-def resident_placement(request: PlacementRequest, placement_LRP: Int[ndarray, "L R P"], split: Split) -> Placement:
+def placement_from_physical(request: PlacementRequest, placement_LRP: Int[ndarray, "L R P"], split: Split) -> Placement:
     """Return a physical placement as a `Placement` whose replicas stay for the whole step.
 
     placement_LRP   expert in each of the P = E / R + B slots of a rank; -1: empty
