@@ -314,7 +314,7 @@ def _print(
         print_wrapped(sentence)
     typer.echo()
     described = (
-        best.workload.recording.words,
+        best.workload.recording.label,
         f"there, on {plural(best.request.ranks, 'rank')}: {best.workload.cut}.",
         f"plans minimise {budget.objective}, {budget_in_words(budget)}",
         f"{model_in_words(model, best.model)}; {rows_in_words(best.simulated)}; label: simulated, on "

@@ -196,8 +196,8 @@ def _print_left_out(result: TraceStatistics) -> None:
 def _find_trace(path: Path) -> Path:
     """Return the path, or the last recorded step of a run, which is named on stderr."""
     recording = find_recording(path)
-    if recording.words:
-        print_note(recording.words)
+    if recording.label:
+        print_note(recording.label)
     return recording.trace
 
 

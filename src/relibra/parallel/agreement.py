@@ -65,7 +65,7 @@ class Agreement:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def reach(self, point: Point, micro_batch: int = -1, own: Sequence[int] = ()) -> Int64[Tensor, "R X"]:
-        """Return the numbers of all ranks at a point of the step; collective.
+        """Return `own` of all ranks, [ranks, len(own)], at a point of the step; collective.
 
         own      what this rank tells, as many numbers on every rank
         raises   EngineError, on all ranks, when they are at different points; or when a peer is gone
@@ -100,7 +100,11 @@ def explain_points(told_RX: Sequence[Sequence[int]]) -> str:
 
 
 class Mode(NamedTuple):
-    """One thing that ranks do alike: in words where they do it and where they do not."""
+    """One thing that ranks do alike.
+
+    values_R                the mode on each rank
+    where_set, where_not    words for ranks with a true and with a false value
+    """
 
     values_R: Sequence[int]
     where_set: str

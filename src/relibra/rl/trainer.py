@@ -41,7 +41,8 @@ def train_rank(config: RunConfig, run: Path, device: torch.device) -> bool:
     """Train as one of the joined ranks; return False if Ctrl-C stopped it before the last step; collective.
 
     Every rank passes the same configuration and run folder. If the folder has a checkpoint, training continues from it.
-    At the end, also after Ctrl-C, the folder holds all finished steps, a checkpoint and the policy after the last step.
+    At the end, also after Ctrl-C, the folder holds all finished steps and the policy; and a checkpoint, unless
+    `checkpoint.every` is 0 or Ctrl-C came during the warm-up.
     """
     torch.set_num_threads(config.parallel.threads_per_rank)
     stop = StopRequest()
@@ -209,19 +210,17 @@ def _build_learner(
     *,
     resumed: bool,
 ) -> tuple[Learner, Progress, int]:
-    """Build everything that trains, load the latest checkpoint of a resumed run, and return the next step too."""
+    """Build everything that trains, resume, and return the next step too; collective.
+
+    Also writes config.json (and reference/, if the loss needs it) and gives the engine the weights of the policy.
+    """
     optimizer = make_optimizer(policy.trained, config.update.learning_rate, config.update.weight_decay)
     critic = None
     if config.algorithm.advantage == "gae":
         critic_model = build_critic(config.model, policy, run, device)
         critic_optimizer = make_optimizer(critic_model, config.critic.learning_rate, config.update.weight_decay)
         critic = Trained(model=critic_model, optimizer=critic_optimizer)
-    progress, step = Progress(), 0
-    if resumed:
-        loaded = load_checkpoint(run, models=_models(policy, optimizer, critic))
-        assert loaded is not None, "there is a checkpoint, and a damaged one raises"
-        progress, step = Progress.from_state(loaded.state, loaded.responses), loaded.step
-        remove_steps_from(run, step)
+    progress, step = _resume(run, _models(policy, optimizer, critic)) if resumed else (Progress(), 0)
     if dist.get_rank() == 0:
         write_config(run, config, model_sizes(policy))  # only now: a checkpoint fits this configuration
     engine = make_engine(
@@ -247,6 +246,14 @@ def _build_learner(
         cluster=cluster,
     )
     return learner, progress, step
+
+
+def _resume(run: Path, models: Models) -> tuple[Progress, int]:
+    """Load the latest checkpoint, remove what the run folder has of later steps; return progress and next step."""
+    loaded = load_checkpoint(run, models=models)
+    assert loaded is not None, "there is a checkpoint, and a damaged one raises"
+    remove_steps_from(run, loaded.step)
+    return Progress.from_state(loaded.state, loaded.responses), loaded.step
 
 
 def _models(policy: Policy, optimizer: torch.optim.Optimizer, critic: Trained | None) -> Models:

@@ -17,8 +17,9 @@ from relibra.parallel.balanced import balanced_layers
 from relibra.rl.model.optimizer import clip_gradients, make_optimizer
 from relibra.rl.model.policy import write_weights
 from relibra.rl.model.sharding import full_parameters, is_balanced
-from relibra.rl.run.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from relibra.rl.run.checkpoints.checkpoint import load_checkpoint
 from tests.replay.tiny_models import random_tokens, tiny_model
+from tests.rl.checkpoints import save_checkpoint
 from tests.rl.joined import VOCAB, alone, on_ranks, policy_of, tiny_config
 
 NATIVE = "algorithm.replay=off"

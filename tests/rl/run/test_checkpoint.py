@@ -28,8 +28,9 @@ from relibra.rl.model.optimizer import make_optimizer
 from relibra.rl.model.sharding import full_parameters
 from relibra.rl.rollout.response import Response
 from relibra.rl.run.checkpoints import checkpoint
-from relibra.rl.run.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from relibra.rl.run.checkpoints.checkpoint import load_checkpoint
 from tests.replay.tiny_models import random_tokens
+from tests.rl.checkpoints import save_checkpoint
 from tests.rl.joined import CPU, alone, on_ranks, policy_of, tiny_config
 
 STATE = {"next_sample": 17, "note": "anything", "alpha": 0.1}

@@ -27,7 +27,7 @@ def server():
 
 @pytest.fixture
 def rank_0(server, tmp_path):
-    """Return the heartbeat of rank 0 of two ranks, and what it says when the other one is lost."""
+    """Return the watch of the store of two ranks, and what it says when the other one is lost."""
     said = []
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     beat = Heartbeat(client, 0, 2, tmp_path / "stacks", said.append, 0.5, beat_seconds=BEAT, note_seconds=0.3)
@@ -37,7 +37,7 @@ def rank_0(server, tmp_path):
 
 def tell(store, number, **beat):
     """Tell a beat of rank 1."""
-    about = {"number": number, "stage": "reward of step 3", "seconds": 75.0, "waiting": False, "left": None, **beat}
+    about = {"number": number, "stage": "reward of step 3", "seconds": 75.0, "waiting": False, "failed": None, **beat}
     store.set("beat/1", json.dumps(about))
 
 
@@ -127,16 +127,16 @@ def test_a_wait_is_told_with_whom_it_is_for(server, rank_0, monkeypatch, caplog)
 
 
 @pytest.mark.parametrize(
-    ("left", "named"), [(None, "rank 1 (reward of step 3, for 75 s) did not come"), ("closed", "all ranks")]
+    ("failed", "named"), [(None, "rank 1 (reward of step 3, for 75 s) did not come"), ("closed", "all ranks")]
 )
-def test_a_collective_that_timed_out_names_the_rank_that_hangs(left, named, server, rank_0, tmp_path):
+def test_a_collective_that_timed_out_names_the_rank_that_hangs(failed, named, server, rank_0, tmp_path):
     beat, _ = rank_0
-    tell(server, 1, left=left)
+    tell(server, 1, failed=failed)
     beat.start()
     try:
         raise RuntimeError("Timed out waiting 5000ms for recv operation to complete")
     except RuntimeError as error:
-        found = beat.explain(error, 5.0)
+        found = beat.find_hanging(error, 5.0)
     assert found.startswith(named)
     assert "waited 5 s" in found
     assert "Timed out waiting" in (tmp_path / "stacks" / "rank-00000.txt").read_text()
@@ -157,7 +157,7 @@ def test_a_peer_that_ended_does_not_hang(server, rank_0):
     beat, _ = rank_0
     tell(server, 1)
     beat.start()
-    assert beat.explain(RuntimeError("Connection closed by peer"), 5.0) is None
+    assert beat.find_hanging(RuntimeError("Connection closed by peer"), 5.0) is None
 
 
 def _differ(rank, port):

@@ -16,11 +16,11 @@ class Recording:
     """Recorded routes.
 
     trace     where they are
-    words     for messages, such as "step 3 of run demo"; empty where the source is a trace
+    label     for messages, such as "step 3 of run demo"; empty where the source is a trace
     """
 
     trace: Path
-    words: str = ""
+    label: str = ""
 
     @property
     def micro_batch_tokens(self) -> int | None:
@@ -104,4 +104,4 @@ def _steps(run: Path) -> list[Path]:
 
 def _last_step(run: Path) -> Recording:
     last = _steps(run)[-1]
-    return Recording(trace=last, words=f"step {int(last.name.removeprefix('step-'))} of run {run.resolve().name}")
+    return Recording(trace=last, label=f"step {int(last.name.removeprefix('step-'))} of run {run.resolve().name}")

@@ -43,7 +43,8 @@ class Workload:
     schedule      file of the schedule that was given; None: samples were scheduled here
     demand        of the planned micro-batches
     history_MLE   loads of the micro-batches before them; None without a history
-    words         how samples were scheduled, and what is left out, as sentences without their dots
+    notes         how samples were scheduled, what is left out, rows without routes, and what is history, as sentences
+                  without their dots
     """
 
     recording: Recording
@@ -53,7 +54,7 @@ class Workload:
     schedule: Path | None
     demand: ScheduledDemand
     history_MLE: ndarray | None
-    words: tuple[str, ...]
+    notes: tuple[str, ...]
 
     def open_routes(self) -> RoutingTrace:
         """Read the trace again, with the samples that were drawn again."""
@@ -61,8 +62,8 @@ class Workload:
 
     @property
     def cut(self) -> str:
-        """How samples were scheduled, in one line."""
-        return "; ".join(self.words)
+        """The notes, in one line: how samples were scheduled, what is left out, rows without routes, history."""
+        return "; ".join(self.notes)
 
     @property
     def tokens_per_rank(self) -> float:
@@ -119,7 +120,7 @@ def open_workload(recording: Recording, request: WorkloadRequest) -> Workload:
         schedule=None if given is None else given.path,
         demand=demand,
         history_MLE=history_MLE,
-        words=words,
+        notes=words,
     )
 
 
@@ -281,7 +282,7 @@ def workload_in_words(workload: Workload) -> list[str]:
         f"{idle:.0%} of ranks have no tokens in a mean micro-batch: choose fewer --ranks or a larger "
         "--micro-batch-tokens for a step closer to real training"
     ) * (idle >= MANY_IDLE)
-    lines = workload.recording.words, f"{sizes} on {plural(R, 'rank')} ({nodes})", workload.cut + ".", assumed, warning
+    lines = workload.recording.label, f"{sizes} on {plural(R, 'rank')} ({nodes})", workload.cut + ".", assumed, warning
     return [line for line in lines if line]
 
 

@@ -2,7 +2,7 @@
 
 It follows from the plan and from the passes made so far, so every rank knows it without asking. Words:
 
-pass     one run over the micro-batches of a group (`Placement.group_M`), without an optimizer step inside
+round    one run over the micro-batches of a group (`Placement.group_M`), without an optimizer step inside
 stay     consecutive micro-batches of a group in which an expert is in a slot. Its weights come once; its gradients are
          summed in the slot and go home in the backward pass that completes the stay, whichever micro-batch that is
 """
@@ -48,8 +48,8 @@ class Residency:
         self._layer_ids = plan.layer_ids
         self._held_LRA = np.full(self._replica_MLRA.shape[1:], -1, dtype=np.int16)
         self._waiting_LRA = self._held_LRA.copy()
-        self._done_ML = np.zeros(self._replica_MLRA.shape[:2], dtype=bool)  # backward passes of this pass
-        self._begun: set[int] = set()  # micro-batches whose forward pass with gradients has begun in this pass
+        self._done_ML = np.zeros(self._replica_MLRA.shape[:2], dtype=bool)  # backward passes of this round
+        self._begun: set[int] = set()  # micro-batches whose forward pass with gradients has begun in this round
         self._group = -1
 
     def has_replicas(self, micro_batch: int, layer: int) -> bool:
@@ -57,10 +57,11 @@ class Residency:
         return bool((self._replica_MLRA[micro_batch, layer] >= 0).any())
 
     def begin_forward(self, micro_batch: int, *, training: bool) -> None:
-        """Start a new pass if this forward pass is in another group, or comes a second time: weights may have changed.
+        """Start a new round if this forward pass is in another group, or comes a second time: weights may have changed.
 
-        training   whether it has gradients. A repeated one without starts no new pass while gradients wait
-        raises     EngineError when gradients of the pass before have not gone home
+        training   whether the pass has gradients. A repeated pass without gradients begins a new round only if no
+                   gradients wait
+        raises     EngineError when gradients of the round before have not gone home
         """
         again = micro_batch in self._begun and (training or not (self._waiting_LRA >= 0).any())
         if again or self._group_M[micro_batch] != self._group:

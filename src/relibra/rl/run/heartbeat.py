@@ -40,14 +40,14 @@ class Beat:
     stage     what it does, such as "reward of step 3"
     seconds   for so long
     waiting   it waits for the others
-    left      None, or why it ended: "timed out" in a collective, "closed": a peer ended
+    failed    None, or how its collective failed: "timed out", or "closed": a peer ended
     """
 
     number: int
     stage: str
     seconds: float
     waiting: bool
-    left: str | None = None
+    failed: str | None = None
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Heartbeat:
     lost_seconds: float
     beat_seconds: float = BEAT_SECONDS
     note_seconds: float = NOTE_SECONDS
-    _left: str | None = None
+    _failed: str | None = None
     _number: int = 0
     _seen: dict[int, tuple[int, float]] = field(default_factory=dict)
     _next_note: float = 0.0
@@ -89,7 +89,7 @@ class Heartbeat:
         self._answered = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
         self._thread.start()
-        threading.Thread(target=self._watch_store, daemon=True, name="heartbeat of rank 0").start()
+        threading.Thread(target=self._watch_store, daemon=True, name="watch of the store").start()
 
     def stop(self) -> None:
         """End the thread; a file of stacks without any is removed."""
@@ -107,7 +107,7 @@ class Heartbeat:
         """Tell the other ranks what this one does."""
         self._number += 1
         stage, seconds, waiting = present_work()
-        beat = {"number": self._number, "stage": stage, "seconds": seconds, "waiting": waiting, "left": self._left}
+        beat = {"number": self._number, "stage": stage, "seconds": seconds, "waiting": waiting, "failed": self._failed}
         self.store.set(f"beat/{self.rank}", json.dumps(beat))
 
     def ask(self) -> list[Beat]:
@@ -115,30 +115,33 @@ class Heartbeat:
         keys = [f"beat/{rank}" for rank in range(self.num_ranks)]
         return [Beat(**json.loads(text)) for text in self.store.multi_get(keys)]
 
-    def explain(self, error: BaseException, timeout_seconds: float) -> str | None:
-        """Return which ranks hang after a collective failed, once all others have noticed; None: a rank ended.
+    def find_hanging(self, error: BaseException, timeout_seconds: float) -> str | None:
+        """Tell the others that this rank's collective failed, wait for their beats, and write stacks.
 
-        Stacks of all ranks are written: of a rank that hangs by its thread, of this one where it waited.
+        Waits up to about 4 x `beat_seconds`. Stacks of all ranks are written: of a rank that hangs by its thread, of
+        this one where it waited.
+
+        returns   which ranks hang; None: a rank ended
         """
-        self._left = "timed out" if "timed out" in str(error).lower() else "closed"
+        self._failed = "timed out" if "timed out" in str(error).lower() else "closed"
         self._dumped = True  # the stack of this thread is that of the error
         try:
-            if self._left == "timed out":
+            if self._failed == "timed out":
                 self.store.set("dump", "1")
             self.tell()
             time.sleep(min(1.0, self.beat_seconds))  # of a peer that timed out, the connection closes before it says so
-            if any(beat.left == "timed out" for beat in self.ask()):
+            if any(beat.failed == "timed out" for beat in self.ask()):
                 time.sleep(2 * self.beat_seconds)  # the others notice, and threads of those that hang write stacks
             beats = self.ask()
             if self.rank == 0:
                 time.sleep(self.beat_seconds)  # this process has the store that the others ask
         except RuntimeError:  # rank 0, which has the store, is gone
             return None
-        if all(beat.left != "timed out" for beat in beats):
+        if all(beat.failed != "timed out" for beat in beats):
             return None
         traceback.print_exception(error, file=self._file)
         self._file.flush()
-        hanging = [rank for rank, beat in enumerate(beats) if beat.left is None]
+        hanging = [rank for rank, beat in enumerate(beats) if beat.failed is None]
         where = f"stacks of the ranks are in {self.stacks}"
         if not hanging:
             return f"all ranks waited {timeout_seconds:g} s for one another (parallel.timeout_seconds); {where}"
@@ -190,7 +193,7 @@ class Heartbeat:
         lost = [
             rank
             for rank, (_, since) in self._seen.items()
-            if now - since > self.lost_seconds and rank != self.rank and beats[rank].left is None
+            if now - since > self.lost_seconds and rank != self.rank and beats[rank].failed is None
         ]
         if lost:
             self.store.set("dump", "1")
@@ -260,7 +263,7 @@ def heartbeats(
         yield
         wait_for_ranks()  # inside: one that stops after its last work is missed as well
     except RuntimeError as error:
-        sentence = beat.explain(error, timeout_seconds) if is_peer_loss(error) else None
+        sentence = beat.find_hanging(error, timeout_seconds) if is_peer_loss(error) else None
         if sentence is None:
             raise
         raise LostPeerError(sentence) from error

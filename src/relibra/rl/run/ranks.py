@@ -118,8 +118,8 @@ def joined_ranks(
             dist.init_process_group(
                 backend, timeout=timeout, store=store, rank=rendezvous.rank, world_size=rendezvous.num_ranks
             )
-        _PATIENT.group = dist.new_group(backend="gloo", timeout=NO_DEADLINE)
-        _PATIENT.background = dist.new_group(backend="gloo", timeout=NO_DEADLINE)
+        _STATE.group = dist.new_group(backend="gloo", timeout=NO_DEADLINE)
+        _STATE.background = dist.new_group(backend="gloo", timeout=NO_DEADLINE)
         yield
         wait_for_ranks()  # a peer may still need this rank
     except RuntimeError as error:
@@ -135,12 +135,15 @@ def joined_ranks(
             f"{str(error).splitlines()[0].partition('. ')[0]}"
         ) from error
     dist.destroy_process_group()
-    _PATIENT.group = _PATIENT.background = None
+    _STATE.group = _STATE.background = None
 
 
 @dataclass
-class _Patience:
-    """What this rank does, and the groups whose collectives have no deadline: of training, and of its threads."""
+class _RankState:
+    """What this rank does, and the groups whose collectives have no deadline: of training, and of its threads.
+
+    since   when the stage began, or the last wait began or ended
+    """
 
     group: dist.ProcessGroup | None = None
     background: dist.ProcessGroup | None = None
@@ -149,7 +152,7 @@ class _Patience:
     waiting: bool = False
 
 
-_PATIENT = _Patience()
+_STATE = _RankState()
 
 
 def wait_for_ranks() -> None:
@@ -158,24 +161,24 @@ def wait_for_ranks() -> None:
     It stands behind work that may take longer on one rank than on others: rollout, rewards, writing. A peer that ends
     is noticed at once, one that gives no sign of life by `run/heartbeat.py`.
     """
-    _PATIENT.waiting, _PATIENT.since = True, time.monotonic()
-    dist.barrier(group=_PATIENT.group)
-    _PATIENT.waiting, _PATIENT.since = False, time.monotonic()
+    _STATE.waiting, _STATE.since = True, time.monotonic()
+    dist.barrier(group=_STATE.group)
+    _STATE.waiting, _STATE.since = False, time.monotonic()
 
 
 def background_group() -> dist.ProcessGroup | None:
     """Return the group of collectives that run beside those of training, without a deadline; None: the default one."""
-    return _PATIENT.background
+    return _STATE.background
 
 
 def begin_stage(stage: str) -> None:
     """Remember what this rank does from now on, such as "reward of step 3", to tell its peers."""
-    _PATIENT.stage, _PATIENT.since = stage, time.monotonic()
+    _STATE.stage, _STATE.since = stage, time.monotonic()
 
 
 def present_work() -> tuple[str, float, bool]:
     """Return what this rank does, for how many seconds, and whether it waits for its peers."""
-    return _PATIENT.stage, time.monotonic() - _PATIENT.since, _PATIENT.waiting
+    return _STATE.stage, time.monotonic() - _STATE.since, _STATE.waiting
 
 
 def broadcast_json(value: Any) -> Any:

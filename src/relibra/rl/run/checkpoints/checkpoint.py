@@ -59,7 +59,7 @@ class LoadedCheckpoint:
     """Contents of a checkpoint apart from the models.
 
     step        finished RL steps
-    state       as passed to `save_checkpoint`
+    state       as passed to `stage_checkpoint`
     responses   this rank's share of the responses in progress
     """
 
@@ -82,13 +82,6 @@ class StagedCheckpoint:
     contents: dict[str, Any]
     tensors: dict[str, Tensor]
     responses: Sequence[Response]
-
-
-def save_checkpoint(
-    run: Path, step: int, *, models: Models, responses: Sequence[Response], state: dict[str, Any], keep: int
-) -> Path:
-    """Write a checkpoint, and remove all but the latest ones; collective. As `stage_checkpoint`, `write_checkpoint`."""
-    return write_checkpoint(run, stage_checkpoint(step, models=models, responses=responses, state=state), keep)
 
 
 def stage_checkpoint(
