@@ -168,7 +168,7 @@ def _compile_kernels(workload: Workload, budget: Budget, balancer: str, given: d
     """Compile kernels before planning is timed, and print how long it took."""
     from relibra.planning.analysis.comparison import compile_kernels
 
-    with progress("compiling kernels (half a minute, once per checkout)"):
+    with progress("compiling kernels (half a minute, once per installation)"):
         seconds = compile_kernels(workload.demand, workload.machine, budget, balancer, **given)
     if seconds > 1:
         print_note(f"kernels compiled in {seconds:.0f} s")

@@ -88,7 +88,7 @@ class TrainingDisplay:
 
     def compiling(self) -> None:
         """Show why the first RL step takes long."""
-        self.console.print("the first RL step compiles kernels: half a minute, once per checkout", highlight=False)
+        self.console.print("the first RL step compiles kernels: half a minute, once per installation", highlight=False)
 
     def warmup_step(self, step: int, loss: float) -> None:
         """Show a finished warm-up step."""
