@@ -15,7 +15,7 @@ Objective = Literal["seconds", "tokens"]
 SLOT_MEMORY = 0.1
 """Share of the device memory that slots may take where nothing else is said."""
 DEFAULT_MODEL = "qwen3-30b-a3b"
-"""Model whose expert sizes are used where none is named: by `plan_step`, `relibra calibrate`, and pages about runs."""
+"""Model whose expert sizes are used where none is named: by `plan_step`, commands without `--model`, pages."""
 
 
 @dataclass(frozen=True, kw_only=True)
