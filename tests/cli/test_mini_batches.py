@@ -121,6 +121,8 @@ def test_mini_batches_of_a_trace_are_asked_for(run, routes, tmp_path):
     np.savez(tmp_path / "s.npz", micro_batch_S=np.zeros(40, int), rank_S=np.arange(40) % 4)
     words = ("--schedule", tmp_path / "s.npz", "--mini-batches", "2", "-o", tmp_path / "p")
     assert "leave out --mini-batches" in run("plan", tmp_path / "t", *MACHINE, *words)[2]
+    words = ("--mini-batches", "41", "-o", tmp_path / "p")
+    assert "fill at most 40" in run("plan", tmp_path / "t", *MACHINE, *words)[2]
 
 
 def test_the_second_half_of_mini_batches_comes_back_as_a_schedule(run, folder, tmp_path):

@@ -27,7 +27,7 @@ KEYS = {
 }  # fmt: skip
 """What the rows of `relibra compare --json` hold at least."""
 
-SAME_AS_DEFAULT = ("relibra+packing+cross-node", "relibra+seconds")
+NOTHING_NEW = ("relibra+packing", "relibra+packing+cross-node", "relibra+seconds")
 """Sets of levers that plan as plain relibra does with the default options."""
 
 CUT = ("--ranks", "4", "--ranks-per-node", "2", "--slots", "1", "--micro-batch-tokens", "25")
@@ -120,6 +120,11 @@ def test_the_schedule_of_a_trainer_is_planned_and_comes_back(run, trace, tmp_pat
     told = " ".join(run("plan", trace, *words, "--schedule", given)[1].split())
     assert f"schedule of {given}: 4 micro-batches in 2 mini-batches, mean 50 and fullest 50" in told
     assert "1 sample with 5 tokens left out: the schedule gives micro-batch -1" in told
+    assert f"for trainer {out}" in told
+    words_8 = ("--ranks", "8", "-o", tmp_path / "8.safetensors", "--schedule", given)
+    assert "the schedule names ranks up to 3 of 8" in " ".join(run("plan", trace, *words_8)[1].split())
+    compared = run("compare", trace, "--ranks", "4", "--schedule", given, "--balancer", "static")[1]
+    assert "those before are history" not in " ".join(compared.split())  # the whole step
     for path in (out, given):
         found = dict(np.load(path))
         assert found["micro_batch_S"].tolist() == micro_batch_S.tolist()
@@ -275,11 +280,12 @@ def test_plans_for_other_ranks_have_no_difference(run, trace, plan, tmp_path):
 def test_compare_prints_the_keys_that_were_promised(run, trace):
     code, out, err = run("compare", trace, *CUT, "--json", "--seed", "0")
     rows = {row["balancer"]: row for row in json.loads(out)}
+    [inside] = json.loads(run("compare", trace, *CUT, "--json", "--balancer", "relibra+packing")[1])
     assert code == 0
-    assert list(rows) == [name for name in comparable() if name not in SAME_AS_DEFAULT]
+    assert list(rows) == [name for name in comparable() if name not in NOTHING_NEW]
     assert all(set(row) >= KEYS for row in rows.values())
     assert all(row["valid"] for row in rows.values()), err
-    assert rows["relibra"]["predicted_seconds"] <= rows["relibra+packing"]["predicted_seconds"]
+    assert rows["relibra"]["predicted_seconds"] <= inside["predicted_seconds"]
     assert rows["relibra"]["predicted_seconds"] <= rows["static"]["predicted_seconds"]
     assert "no history" not in err
 
@@ -386,7 +392,7 @@ def test_the_legend_says_what_bounds_and_levers_mean(run, trace):
     _, out, _ = run("compare", trace, *CUT, "--objective", "tokens", "--no-pack", *names)
     words = " ".join(out.split())
     assert "scope of copies: inside the node: static, relibra, relibra+packing; anywhere: eplb" in words
-    assert "+packing: samples may change their micro-batch" in words
+    assert "relibra+packing: samples may be packed, copies stay inside the node" in words
     assert "+cross-node" not in words
     assert "live balancers" not in words
     assert "+packing" not in run("compare", trace, *CUT, "--balancer", "static")[1]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class CompareRequest(PlanningRequest):
     """Balancers to compare, and what they minimise."""
 
-    take: options.TakenPart = options.Take.SECOND_HALF
+    take: options.TakenPart = None
     balancer: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME,...", help="Only these: a comma-separated list; may be repeated. Default: all."),

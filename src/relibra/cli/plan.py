@@ -165,13 +165,13 @@ def _check_levers(request: PlanRequest) -> None:
 
 
 def _compile_kernels(workload: Workload, budget: Budget, balancer: str, given: dict[str, Any]) -> None:
-    """Compile kernels before planning is timed, and print how long it took."""
+    """Plan two layers before planning is timed, and say what that took where kernels were compiled."""
     from relibra.planning.analysis.comparison import compile_kernels
 
-    with progress("compiling kernels (half a minute, once per installation)"):
+    with progress("planning two layers, so that kernels are compiled (half a minute, once per installation)"):
         seconds = compile_kernels(workload.demand, workload.machine, budget, balancer, **given)
     if seconds > 1:
-        print_note(f"kernels compiled in {seconds:.0f} s")
+        print_note(f"kernels compiled in {seconds:.0f} s, once per installation")
 
 
 def _write(made: StepPlan, demand: ScheduledDemand, request: PlanRequest) -> None:
@@ -272,6 +272,7 @@ def _summary(result: Result, static_skew: float) -> dict[str, str]:
         "planned in": f"{plan.plan_seconds:.2f} s{', ended by the deadline' if plan.cut_short else ''}",
         "digest": plan.digest()[:16],
         result.written: f"{printable(str(output))} and {printable(demand_path(output).name)}",
+        **{f"for {form}": printable(str(path)) for form, path in result.request.exports()},
     }
 
 

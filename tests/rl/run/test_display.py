@@ -104,6 +104,13 @@ def test_a_run_that_goes_on_says_from_where(plain):
     ]
 
 
+def test_a_finished_run_that_is_resumed_says_that_it_is_done(plain):
+    make, lines = plain
+    with make() as display:
+        display.resumed(9)
+    assert "all are done" in lines()[0]
+
+
 def test_a_baseline_stands_before_the_first_step(plain):
     make, lines = plain
     with make() as display:

@@ -9,7 +9,7 @@ from relibra.cli.inputs.options import Order
 from relibra.cli.inputs.recordings import Recording
 from relibra.cli.inputs.requests import WorkloadRequest
 from relibra.cli.outputs.terminal import plural
-from relibra.errors import TraceError
+from relibra.errors import ConfigError, TraceError
 
 if TYPE_CHECKING:
     from jaxtyping import Int64
@@ -35,7 +35,7 @@ def schedule_mini_batches(
     also to the same micro-batches and ranks, before packing. Other samples fill mini-batches in recorded order.
 
     mini_batches   at most; tokens: most of a rank in a micro-batch
-    raises         TraceError for a trace without samples
+    raises         TraceError for a trace without samples; ConfigError where --mini-batches asks for more than there are
     """
     import numpy as np
 
@@ -60,6 +60,8 @@ def schedule_mini_batches(
     scheduled = demand.with_schedule(micro_batch_S, rank_S, request.ranks, made.num_micro_batches)
     scheduled = replace(scheduled, group_M=made.mini_batch_M)
     sizes = np.bincount(made.mini_batch_M)
+    if len(sizes) < (request.mini_batches or 0):
+        raise ConfigError(f"--mini-batches {request.mini_batches}: the samples of the trace fill at most {len(sizes)}")
     each = f"{sizes.min()} to {plural(int(sizes.max()), 'micro-batch')}"
     if sizes.min() == sizes.max():
         each = plural(int(sizes.max()), "micro-batch")

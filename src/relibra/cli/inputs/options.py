@@ -139,10 +139,12 @@ Schedule = Annotated[
 ]
 Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Seed of shuffling and annealing.")]
 TakenPart = Annotated[
-    Take,
+    Take | None,
     typer.Option(
         help="second-half: plan the second half of the micro-batches, with the loads of the first as history; all: "
-        "plan all, without history."
+        "plan all, without history.  [default: all; compare: second-half where the schedule is made here, in one "
+        "mini-batch]",
+        show_default=False,
     ),
 ]
 

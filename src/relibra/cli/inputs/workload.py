@@ -108,7 +108,9 @@ def open_workload(recording: Recording, request: WorkloadRequest) -> Workload:
             demand, words = _scheduled(routes, request, tokens)
         else:
             demand, words = schedule_mini_batches(routes, recording, request, mini_batches, tokens)
-    demand, history_MLE = (demand, None) if request.take is Take.ALL else _second_half(trace, demand)
+    of_trainer = given is not None or (demand.group_M is not None and demand.group_M.max(initial=0) > 0)
+    take = request.take or (Take.ALL if of_trainer else Take.SECOND_HALF)
+    demand, history_MLE = (demand, None) if take is Take.ALL else _second_half(trace, demand)
     words = (*words, *_rows_without_routes(routes))
     if history_MLE is not None:
         words = (*words, f"planned: the last {plural(len(demand.load_MLE), 'micro-batch')}; those before are history")
@@ -278,12 +280,18 @@ def workload_in_words(workload: Workload) -> list[str]:
     assumed = assumed_experts(workload.recording.trace, workload.request.num_experts)
     sizes = ", ".join((plural(M, "micro-batch"), plural(L, "layer"), plural(E, "expert")))
     idle = float((demand.tokens_MLRE.sum(axis=(1, 3)) == 0).mean())
-    warning = (
-        f"{idle:.0%} of ranks have no tokens in a mean micro-batch: choose fewer --ranks or a larger "
-        "--micro-batch-tokens for a step closer to real training"
-    ) * (idle >= MANY_IDLE)
+    warning = f"{idle:.0%} of ranks have no tokens in a mean micro-batch: {_against_idle(workload)}"
+    warning *= idle >= MANY_IDLE
     lines = workload.recording.label, f"{sizes} on {plural(R, 'rank')} ({nodes})", workload.cut + ".", assumed, warning
     return [line for line in lines if line]
+
+
+def _against_idle(workload: Workload) -> str:
+    """Return what to change where many ranks have no tokens."""
+    if workload.schedule is None:
+        return "choose fewer --ranks or a larger --micro-batch-tokens for a step closer to real training"
+    last = int(workload.demand.rank_S.max(initial=0))
+    return f"the schedule names ranks up to {last} of {workload.machine.num_ranks}: give --ranks as it was made for"
 
 
 def budget_for(request: BudgetRequest, workload: Workload) -> Budget:

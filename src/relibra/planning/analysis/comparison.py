@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Int
+from numba.core.event import install_recorder
 from numpy import ndarray
 
 from relibra.cluster import Cluster
@@ -39,9 +40,9 @@ leaves load uneven if copies and moves cost more than they save.
 """
 
 _LEVER_WORDS = {
-    "+packing": "samples may change their micro-batch",
-    "+cross-node": "copies on other nodes too",
-    "+seconds": "both, always planned for modelled seconds",
+    "relibra+packing": "samples may be packed, copies stay inside the node",
+    "relibra+packing+cross-node": "samples may be packed, copies on any node",
+    "relibra+seconds": "samples may be packed, copies on any node, always planned for modelled seconds",
 }
 
 
@@ -120,11 +121,14 @@ def comparable() -> list[str]:
 
 
 def distinct_levers(budget: Budget) -> list[str]:
-    """Return the names of `comparable`, less sets of levers that plan as an earlier name does in this budget."""
+    """Return the names of `comparable`, less sets of levers that add nothing to this budget.
+
+    Those that plan as an earlier name does, and those without copies on other nodes where the budget has them.
+    """
     found: dict[str, tuple[str, Budget]] = {}
     for name in [*BALANCERS, *LEVER_SETS]:
         levers = with_levers(name, budget)
-        if levers not in found.values():
+        if levers not in found.values() and levers[1].cross_node_copies >= budget.cross_node_copies:
             found[name] = levers
     return [name for name in comparable() if name in found]
 
@@ -207,10 +211,12 @@ def compile_kernels(
 ) -> float:
     """Plan the first two layers to compile the kernels before planning is timed; return the seconds.
 
+    0 where every kernel was compiled before.
+
     Errors of the request are ignored here: the plan of the whole step raises them.
     """
     start = time.perf_counter()
-    with suppress(PlanError):
+    with install_recorder("numba:compile") as compilations, suppress(PlanError):
         plan_step(
             first_layers(demand, 2),
             cluster,
@@ -220,7 +226,7 @@ def compile_kernels(
             previous=None if previous is None else previous.of_layers(np.arange(len(demand.layer_ids))[:2]),
             history_MLE=None if history_MLE is None else history_MLE[:, :2].copy(),
         )
-    return time.perf_counter() - start
+    return time.perf_counter() - start if compilations.buffer else 0.0
 
 
 def measure(
@@ -270,16 +276,13 @@ def measure(
 
 
 def describe_levers(rows: Iterable[ComparisonRow]) -> str:
-    """Return what the levers in the names of balancers mean; nothing where no name has one.
+    """Return what the sets of levers among the balancers are; nothing where there is none.
 
     >>> describe_levers([ComparisonRow(balancer="relibra+packing", sees="step", valid=True)])
-    '+packing: samples may change their micro-batch'
+    'relibra+packing: samples may be packed, copies stay inside the node'
     """
     names = [row.balancer for row in rows]
-    found = {lever: words for lever, words in _LEVER_WORDS.items() if any(lever in name for name in names)}
-    if "+seconds" in found and len(found) < len(_LEVER_WORDS):
-        found["+seconds"] = "packing and copies on other nodes, always planned for modelled seconds"
-    return "; ".join(f"{lever}: {words}" for lever, words in found.items())
+    return "; ".join(f"{name}: {words}" for name, words in _LEVER_WORDS.items() if name in names)
 
 
 def describe_scopes(rows: Iterable[ComparisonRow]) -> str:

@@ -73,7 +73,9 @@ class TrainingDisplay:
 
     def resumed(self, step: int) -> None:
         """Show that a run resumes after `step` finished steps."""
-        self.console.print(f"resuming from the checkpoint after {step} steps, with step {step}", highlight=False)
+        done = step >= self._totals["RL"]
+        what = "all are done: the policy is written again; a larger run.steps goes on" if done else f"with step {step}"
+        self.console.print(f"resuming from the checkpoint after {step} steps, {what}", highlight=False)
         if "warm-up" in self._tasks:
             self._bars.update(self._tasks["warm-up"], completed=self._totals["warm-up"])
         if "RL" in self._tasks:
@@ -88,7 +90,10 @@ class TrainingDisplay:
 
     def compiling(self) -> None:
         """Show why the first RL step takes long."""
-        self.console.print("the first RL step compiles kernels: half a minute, once per installation", highlight=False)
+        self.console.print(
+            "the first RL step compiles kernels where none are cached: half a minute, once per installation",
+            highlight=False,
+        )
 
     def warmup_step(self, step: int, loss: float) -> None:
         """Show a finished warm-up step."""

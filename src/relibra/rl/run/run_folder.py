@@ -202,7 +202,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     raises    ConfigError if the folder is not one of a run with a checkpoint that this version of relibra reads
     """
     if not path.is_dir():
-        raise ConfigError(f"cannot resume {path}: the folder does not exist; pass that of a run, such as runs/run")
+        raise ConfigError(f"cannot resume {path}: the folder does not exist; pass the folder of a run")
     if not has_checkpoint(path):
         raise ConfigError(
             f"cannot resume {path}: it has no checkpoints/step-* (checkpoint.every was 0, or the run ended early); "
