@@ -20,9 +20,11 @@ from relibra.errors import TraceError
 MAX_ARRAY_BYTES = 32 << 30
 FREE_BYTES = 256 << 20
 """An archive of any size may unpack to this."""
+MAX_HEADER_BYTES = 1 << 16
+"""Bytes that hold the header of an `.npy`; numpy reads none above 10,000."""
 MAX_RATIO = 64
 """Beyond that, unpacked bytes per byte of the archive; zip allows about 1,000. Recorded routes have 2 to 10."""
-_DAMAGE = (
+DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
     tokenize.TokenError,
@@ -61,7 +63,7 @@ def load_arrays(path: Path, names: Container[str] | None = None) -> dict[str, nd
             }
     except TraceError:
         raise
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise TraceError(f"{path} cannot be read as an .npz archive: {error}") from error
 
 
@@ -80,42 +82,51 @@ def load_array(path: Path) -> ndarray:
             return np.lib.format.read_array(file, allow_pickle=False)
     except TraceError:
         raise
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise TraceError(f"{path} cannot be read as an .npy array: {error}") from error
 
 
-def parse_npy(data: bytes) -> ndarray:
-    """Return the array in the bytes of an `.npy` file, after comparing the size in its header with them.
+def parse_npy(data: bytes | memoryview | ndarray) -> ndarray:
+    """Return the array in the bytes of an `.npy` file, as a read-only view of them.
 
-    raises    ValueError for damaged bytes, and for arrays of objects
+    raises    ValueError for damaged bytes, for arrays of objects, and where the header claims more bytes than there are
     """
     try:
-        _check_claim(io.BytesIO(data), len(data))
-        parsed: ndarray = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
-    except _DAMAGE as error:
+        view = memoryview(data).cast("B")
+        header = io.BytesIO(view[:MAX_HEADER_BYTES])
+        shape, dtype, fortran = _read_header(header)
+        size = math.prod(shape) * dtype.itemsize
+        if dtype.hasobject or size > len(view) - header.tell():
+            raise ValueError(f"header of {shape} {dtype} does not fit {len(view)} bytes")
+        if size == 0:
+            return np.zeros(shape, dtype=dtype)
+        flat = np.frombuffer(view, dtype=dtype, count=math.prod(shape), offset=header.tell())
+        parsed: ndarray = flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
+    except DAMAGE as error:
         raise ValueError(str(error)) from error
+    parsed.setflags(write=False)
     return parsed
 
 
 def _check_claim(file: Any, held: int) -> None:
     """Raise a ValueError if the header of an `.npy` file claims more bytes than it holds, or objects."""
-    shape, dtype = _read_header(file)
+    shape, dtype, _ = _read_header(file)
     if dtype.hasobject or math.prod(shape) * dtype.itemsize > held:
         raise ValueError(f"header of {shape} {dtype} does not fit {held} bytes")
 
 
-def _read_header(file: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Return shape and type in the header of an `.npy` file."""
+def _read_header(file: Any) -> tuple[tuple[int, ...], np.dtype, bool]:
+    """Return shape, type and order (Fortran's?) in the header of an `.npy` file."""
     major, _ = np.lib.format.read_magic(file)
     read_header = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read_header(file)
-    return shape, dtype
+    shape, fortran, dtype = read_header(file)
+    return shape, dtype, fortran
 
 
 def _load_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> ndarray:
     """Read one array, after comparing the size in its header with the bytes of the member."""
     with archive.open(member) as file:
-        shape, dtype = _read_header(file)
+        shape, dtype, _ = _read_header(file)
         claimed = math.prod(shape) * dtype.itemsize
         if dtype.hasobject or claimed > member.file_size:
             raise TraceError(f"{path}: {member.filename} cannot be read: header of {claimed} bytes of {dtype}")

@@ -1,0 +1,240 @@
+"""Read pickles without running anything that they name.
+
+A pickle is a program that builds values by calling functions of any module. Here numbers, texts, bytes, lists, tuples,
+dictionaries and sets are built; wherever a function would be called, an `InertObject` holds its name and its arguments.
+Readers of formats take arrays out of these (`torch_archive.as_array`). So a file can lie, but not act.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from relibra.errors import TraceError
+
+MAX_CONTAINERS = 1 << 22
+"""Most lists, dictionaries, tuples, sets and objects in one pickle: empty ones take 64 times their bytes in memory."""
+
+
+@dataclass(eq=False)
+class InertObject:
+    """What a pickle would have made by a call.
+
+    name     module and name of the function or class, "torch._utils._rebuild_tensor_v2"
+    args     arguments of the call; () for a bare name
+    state    what the pickle would have restored into the object; None: nothing
+    items    entries that it would have set; elements: values that it would have appended
+    """
+
+    name: str
+    args: tuple[Any, ...] = ()
+    state: Any = None
+    items: dict[Any, Any] = field(default_factory=dict)
+    elements: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class StorageName:
+    """A persistent id: data that lies outside of the pickle, under this id."""
+
+    id: Any
+
+
+class _Mark:
+    """The place on the stack where the values of a container begin."""
+
+
+def read_pickle(where: str, file: BinaryIO) -> Any:
+    """Return the value of a pickle, with `InertObject`s in place of calls.
+
+    raises    TraceError for damaged bytes, for out-of-band buffers, and for more containers than `MAX_CONTAINERS`
+    """
+    try:
+        return _Machine().run(pickletools.genops(file))
+    except TraceError as error:
+        raise TraceError(f"{where} cannot be read as a pickle: {error}") from error
+    except (ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise TraceError(f"{where} cannot be read as a pickle: damaged ({type(error).__name__}: {error})") from error
+
+
+class _Machine:
+    """The stack machine of pickles, without calls."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+        self.containers = 0
+
+    def run(self, operations: Iterator[tuple[Any, Any, int | None]]) -> Any:
+        """Return the value that the operations leave."""
+        stack, push = self.stack, self.stack.append
+        for operation, argument, _ in operations:
+            name = operation.name
+            if name in _LITERALS:
+                push(argument)
+            elif name in _CONSTANTS:
+                push(_CONSTANTS[name])
+            elif name == "STOP":
+                return stack.pop()
+            elif name in _ACTIONS:
+                _ACTIONS[name](self, argument)
+            elif name not in _NOTHING:
+                raise TraceError(f"its operation {name} is not supported")
+        raise TraceError("it has no end")
+
+    def made(self, value: Any) -> None:
+        """Push a container."""
+        self.containers += 1
+        if self.containers > MAX_CONTAINERS:
+            raise TraceError(f"it holds more than {MAX_CONTAINERS:,} lists and objects")
+        self.stack.append(value)
+
+    def since_mark(self) -> list[Any]:
+        """Take the values behind the last mark off the stack."""
+        stack = self.stack
+        for place in range(len(stack) - 1, -1, -1):
+            if stack[place] is _Mark:
+                values = stack[place + 1 :]
+                del stack[place:]
+                return values
+        raise TraceError("it takes values from an empty stack")
+
+    def taken(self, count: int) -> list[Any]:
+        """Take values off the stack."""
+        values = self.stack[len(self.stack) - count :]
+        if len(values) < count or any(value is _Mark for value in values):
+            raise TraceError("it takes values from an empty stack")
+        del self.stack[len(self.stack) - count :]
+        return values
+
+    def remember(self, key: int) -> None:
+        """Name the value on top of the stack."""
+        if len(self.memo) >= MAX_CONTAINERS:
+            raise TraceError(f"it names more than {MAX_CONTAINERS:,} values")
+        self.memo[key] = self.stack[-1]
+
+    def called(self, function: Any, arguments: Any) -> None:
+        """Push what a call would have made."""
+        name = function.name if isinstance(function, InertObject) else type(function).__name__
+        self.made(InertObject(name, tuple(arguments) if isinstance(arguments, tuple | list) else (arguments,)))
+
+    def restore(self, _: Any) -> None:
+        """Keep the state that would have been restored into an object."""
+        target, state = self.taken(2)
+        if isinstance(target, InertObject):
+            target.state = state
+        self.stack.append(target)
+
+    def set_items(self, pairs: list[Any]) -> None:
+        """Set entries of the dictionary on top of the stack."""
+        target = self.stack[-1]
+        entries = target.items if isinstance(target, InertObject) else target
+        if not isinstance(entries, dict) or len(pairs) % 2:
+            raise TraceError("it sets entries of what is no dictionary")
+        entries.update(zip(pairs[::2], pairs[1::2], strict=True))
+
+    def append(self, values: list[Any]) -> None:
+        """Append to the list on top of the stack."""
+        target = self.stack[-1]
+        elements = target.elements if isinstance(target, InertObject) else target
+        if not isinstance(elements, list):
+            raise TraceError("it appends to what is no list")
+        elements.extend(values)
+
+    def add(self, values: list[Any]) -> None:
+        """Add to the set on top of the stack."""
+        if not isinstance(self.stack[-1], set):
+            raise TraceError("it adds to what is no set")
+        self.stack[-1].update(values)
+
+
+def _reduce(machine: _Machine, _: Any) -> None:
+    machine.called(*machine.taken(2))
+
+
+def _new_object(machine: _Machine, _: Any) -> None:
+    machine.called(*machine.taken(2))
+
+
+def _new_object_with_keywords(machine: _Machine, _: Any) -> None:
+    function, arguments, keywords = machine.taken(3)
+    machine.called(function, (*arguments, keywords))
+
+
+def _object(machine: _Machine, _: Any) -> None:
+    function, *arguments = machine.since_mark()
+    machine.called(function, tuple(arguments))
+
+
+def _instance(machine: _Machine, argument: Any) -> None:
+    machine.called(InertObject(_dotted(argument)), tuple(machine.since_mark()))
+
+
+def _global(machine: _Machine, argument: Any) -> None:
+    machine.made(InertObject(_dotted(argument)))
+
+
+def _stack_global(machine: _Machine, _: Any) -> None:
+    module, name = machine.taken(2)
+    machine.made(InertObject(f"{module}.{name}"))
+
+
+def _dotted(argument: Any) -> str:
+    return str(argument).replace(" ", ".")
+
+
+def _persistent(machine: _Machine, argument: Any) -> None:
+    machine.made(StorageName(argument if argument is not None else machine.taken(1)[0]))
+
+
+def _duplicate(machine: _Machine, _: Any) -> None:
+    machine.stack.append(machine.stack[-1])
+
+
+_LITERALS = {
+    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "STRING", "BINSTRING", "SHORT_BINSTRING",
+    "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE",
+    "BINUNICODE8", "FLOAT", "BINFLOAT",
+}  # fmt: skip
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "MARK": _Mark}
+_NOTHING = {"PROTO", "FRAME"}
+_ACTIONS: dict[str, Callable[[_Machine, Any], None]] = {
+    "EMPTY_LIST": lambda machine, _: machine.made([]),
+    "EMPTY_DICT": lambda machine, _: machine.made({}),
+    "EMPTY_SET": lambda machine, _: machine.made(set()),
+    "EMPTY_TUPLE": lambda machine, _: machine.made(()),
+    "LIST": lambda machine, _: machine.made(machine.since_mark()),
+    "TUPLE": lambda machine, _: machine.made(tuple(machine.since_mark())),
+    "TUPLE1": lambda machine, _: machine.made(tuple(machine.taken(1))),
+    "TUPLE2": lambda machine, _: machine.made(tuple(machine.taken(2))),
+    "TUPLE3": lambda machine, _: machine.made(tuple(machine.taken(3))),
+    "DICT": lambda machine, _: (pairs := machine.since_mark(), machine.made({}), machine.set_items(pairs))[0],
+    "FROZENSET": lambda machine, _: machine.made(frozenset(machine.since_mark())),
+    "APPEND": lambda machine, _: machine.append(machine.taken(1)),
+    "APPENDS": lambda machine, _: machine.append(machine.since_mark()),
+    "SETITEM": lambda machine, _: machine.set_items(machine.taken(2)),
+    "SETITEMS": lambda machine, _: machine.set_items(machine.since_mark()),
+    "ADDITEMS": lambda machine, _: machine.add(machine.since_mark()),
+    "POP": lambda machine, _: machine.stack.pop(),
+    "POP_MARK": lambda machine, _: machine.since_mark(),
+    "DUP": _duplicate,
+    "PUT": lambda machine, key: machine.remember(key),
+    "BINPUT": lambda machine, key: machine.remember(key),
+    "LONG_BINPUT": lambda machine, key: machine.remember(key),
+    "MEMOIZE": lambda machine, _: machine.remember(len(machine.memo)),
+    "GET": lambda machine, key: machine.stack.append(machine.memo[key]),
+    "BINGET": lambda machine, key: machine.stack.append(machine.memo[key]),
+    "LONG_BINGET": lambda machine, key: machine.stack.append(machine.memo[key]),
+    "GLOBAL": _global,
+    "STACK_GLOBAL": _stack_global,
+    "INST": _instance,
+    "OBJ": _object,
+    "REDUCE": _reduce,
+    "NEWOBJ": _new_object,
+    "NEWOBJ_EX": _new_object_with_keywords,
+    "BUILD": lambda machine, argument: machine.restore(argument),
+    "PERSID": _persistent,
+    "BINPERSID": _persistent,
+}

@@ -1,0 +1,128 @@
+"""Read JSON, and JSON lines, in which a few texts are far longer than the rest.
+
+Routes of an answer are one text of megabytes. Such texts are cut out before the rest is parsed, and handed on as views
+of the file: they are neither copied nor scanned character by character.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from relibra.errors import TraceError
+
+LONG_KEYS = ("routed_experts", "prompt_routed_experts", "data")
+"""Keys whose texts are cut out: routes of an answer, and of the form {data, shape, dtype}."""
+LONG = 64
+"""Characters from which a text is cut out."""
+MAX_REST_BYTES = 1 << 30
+"""Most bytes of a document besides its long texts: its values take several times as much memory."""
+_KEY = re.compile(rb'"(?:' + "|".join(LONG_KEYS).encode() + rb')"[ \t\r\n]*:[ \t\r\n]*"')
+"""In valid JSON this is a key and the beginning of its text: inside a text, quotes have a backslash before them."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JsonDocument:
+    """One parsed document, or line.
+
+    where     file and line, begins messages
+    value     the parsed value; long texts in it are replaced by names
+    texts     the long texts, by these names
+    """
+
+    where: str
+    value: Any
+    texts: dict[str, memoryview]
+
+    def text(self, value: object) -> memoryview | str | None:
+        """Return the text of a value: the long text that it names, or itself; None where it is no text."""
+        return self.texts.get(value, value) if isinstance(value, str) else None
+
+
+def iterate_documents(path: Path) -> Iterator[JsonDocument]:
+    """Yield the documents of a file: one per line, or the whole file as one.
+
+    raises    TraceError for a file that is empty or no JSON
+    """
+    try:
+        with path.open("rb") as file:
+            if path.stat().st_size == 0:
+                raise TraceError(f"{path} is empty: expected JSON")
+            # Not closed here: long texts are views of it, and their last user frees it.
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror}") from error
+    yield from parse_documents(str(path), data)
+
+
+def parse_documents(where: str, data: bytes | mmap.mmap) -> Iterator[JsonDocument]:
+    """Yield the documents in bytes; see `iterate_documents`."""
+    first = _line_end(data, 0)
+    if data[first : first + 4096].strip() or _line_end(data, min(first + 4096, len(data))) < len(data):
+        try:
+            yield _parse(f"{where}, line 1", data, 0, first)
+        except ValueError:  # a document over several lines
+            first = 0
+        if first:
+            yield from _lines(where, data, first)
+            return
+    try:
+        yield _parse(where, data, 0, len(data))
+    except ValueError as error:
+        raise TraceError(f"{where} is no JSON: {error}; expected a document, or one per line") from error
+
+
+def _lines(where: str, data: bytes | mmap.mmap, start: int) -> Iterator[JsonDocument]:
+    """Yield the documents of the lines from the second on; blank ones are passed over."""
+    number = 1
+    while start < len(data):
+        number, stop = number + 1, _line_end(data, start + 1)
+        if stop - start > LONG or data[start:stop].strip():
+            try:
+                yield _parse(f"{where}, line {number}", data, start, stop)
+            except ValueError as error:
+                raise TraceError(f"{where}, line {number} is no JSON: {error}") from error
+        start = stop
+
+
+def _line_end(data: bytes | mmap.mmap, start: int) -> int:
+    found = data.find(b"\n", start)
+    return len(data) if found < 0 else found
+
+
+def _parse(where: str, data: bytes | mmap.mmap, start: int, stop: int) -> JsonDocument:
+    """Parse one document; raises ValueError for what is no JSON, TraceError for one that is too large."""
+    nonce, pieces, texts, rest = secrets.token_hex(16), [], {}, 0
+    view = memoryview(data)
+    at = start
+    while found := _KEY.search(data, at, stop):
+        begin = found.end()
+        end = data.find(b'"', begin, stop)
+        if end < 0:
+            break
+        short = end - begin < LONG or data.find(b"\\", begin, end) >= 0
+        pieces.append(data[at:end] if short else data[at:begin])
+        if not short:
+            name = f"{nonce}:{len(texts)}"
+            texts[name] = view[begin:end]
+            pieces.append(name.encode())
+        rest += len(pieces[-1])
+        at = end
+        if rest > MAX_REST_BYTES:
+            break
+    if rest + stop - at > MAX_REST_BYTES:
+        raise TraceError(
+            f"{where} has more than {MAX_REST_BYTES:,} bytes besides its routes: write one answer per line (JSON lines)"
+        )
+    pieces.append(data[at:stop])
+    try:
+        value = json.loads(b"".join(pieces))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return JsonDocument(where=where, value=value, texts=texts)

@@ -1,0 +1,65 @@
+"""Map the arrays of a safetensors file that somebody else wrote, without reading them."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from relibra.errors import TraceError
+
+MAX_HEADER_BYTES = 16 << 20
+_DTYPES = {
+    "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32,
+    "I32": np.int32, "U64": np.uint64, "I64": np.int64,
+}  # fmt: skip
+
+
+def map_safetensors(path: Path) -> Mapping[str, ndarray]:
+    """Return the arrays of integers and booleans in a file, as read-only views of it; other arrays are left out.
+
+    raises    TraceError for a damaged file, or a shape that does not fit its bytes
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+            if length > min(size - 8, MAX_HEADER_BYTES):
+                raise TraceError(f"{path} is no safetensors file: header of {length:,} bytes in a file of {size:,}")
+            header = json.loads(file.read(length))
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{path} is no safetensors file: {error}") from error
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror}") from error
+    if not isinstance(header, dict):
+        raise TraceError(f"{path} is no safetensors file: its header is no object")
+    first = 8 + length
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    found = {}
+    for name, entry in entries.items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+            raise TraceError(f"{path}: {name!r} has no type in the header")
+        if entry["dtype"] in _DTYPES:
+            found[name] = _view(f"{path}: {name}", data, first, entry)
+    return found
+
+
+def _view(where: str, data: mmap.mmap, first: int, entry: Mapping[str, Any]) -> ndarray:
+    """Return one array; raises TraceError if shape, type and place do not fit the file."""
+    shape, place, dtype = entry.get("shape"), entry.get("data_offsets"), np.dtype(_DTYPES[entry["dtype"]])
+    numbers = [*shape, *place] if isinstance(shape, list) and isinstance(place, list) and len(place) == 2 else [None]
+    if not all(type(number) is int and 0 <= number < 1 << 48 for number in numbers) or len(numbers) > 16:
+        raise TraceError(f"{where}: shape {shape} and place {place} in the header are no lists of whole numbers")
+    begin, end = place
+    if not begin <= end <= len(data) - first or math.prod(shape) * dtype.itemsize != end - begin:
+        raise TraceError(f"{where}: shape {shape} of {dtype} does not fit bytes {begin} to {end} of the file")
+    return np.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=first + begin).reshape(shape)

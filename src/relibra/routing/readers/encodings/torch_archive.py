@@ -1,0 +1,171 @@
+"""Read tensors from files of `torch.save`, without torch and without running what they name."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from relibra.errors import TraceError
+from relibra.routing.readers.encodings.inert_pickle import InertObject, StorageName, read_pickle
+from relibra.routing.readers.npz_arrays import DAMAGE
+
+_STORAGES = {
+    "torch.ByteStorage": np.uint8, "torch.CharStorage": np.int8, "torch.ShortStorage": np.int16,
+    "torch.IntStorage": np.int32, "torch.LongStorage": np.int64, "torch.BoolStorage": np.bool_,
+}  # fmt: skip
+"""Storages of integers and booleans. Wider unsigned types have untyped storages and rebuild with a named type."""
+_UNTYPED = {"torch.storage.UntypedStorage", "torch.UntypedStorage"}
+_NAMED_DTYPES = {
+    "torch.uint16": np.uint16, "torch.uint32": np.uint32, "torch.uint64": np.uint64, "torch.uint8": np.uint8,
+    "torch.int8": np.int8, "torch.int16": np.int16, "torch.int32": np.int32, "torch.int64": np.int64,
+    "torch.bool": np.bool_,
+}  # fmt: skip
+
+
+class TorchArchive:
+    """A file of `torch.save`: `value` has inert objects for tensors, which `array` turns into arrays.
+
+    >>> with TorchArchive(path) as archive:  # doctest: +SKIP
+    ...     ids = archive.array("samples[0]", archive.value["samples"][0]["routed_experts"])
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file and read all of it but the tensors.
+
+        raises    TraceError for a damaged file, or one of the format before torch 1.6
+        """
+        self.path = path
+        if not zipfile.is_zipfile(path):
+            raise TraceError(f"{path} is no file of torch.save: expected a zip archive, as torch 1.6 and later write")
+        try:
+            self.zip = zipfile.ZipFile(path)
+            self.members = {one.filename.partition("/")[2]: one for one in self.zip.infolist()}
+            if "data.pkl" not in self.members:
+                raise TraceError(f"{path} is no file of torch.save: it has no data.pkl")
+            if "byteorder" in self.members and self._read("byteorder", 16) != b"little":
+                raise TraceError(f"{path} was written on a big-endian machine: save it again on a little-endian one")
+            with self.zip.open(self.members["data.pkl"]) as file:
+                self.value: Any = read_pickle(str(path), file)  # type: ignore[arg-type]
+        except TraceError:
+            raise
+        except DAMAGE as error:
+            raise TraceError(f"{path} cannot be read as a file of torch.save: {error}") from error
+
+    def __enter__(self) -> TorchArchive:
+        """Return the archive."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file."""
+        self.zip.close()
+
+    def array(self, what: str, value: Any) -> ndarray:
+        """Return the array of a tensor, or of a numpy array, of integers or booleans.
+
+        raises    TraceError for anything else, and where size, stride and storage do not fit
+        """
+        where = f"{self.path}: {what}"
+        if not isinstance(value, InertObject) or not value.name.startswith("torch._utils._rebuild_tensor"):
+            return as_array(where, value)
+        try:
+            return self._tensor(where, value)
+        except DAMAGE as error:
+            raise TraceError(f"{where} cannot be read as a tensor: {error}") from error
+
+    def _tensor(self, where: str, value: InertObject) -> ndarray:
+        storage, offset, size, stride = value.args[:4]
+        named = value.args[6:7] if value.name.endswith("_rebuild_tensor_v3") else ()
+        kind, key, numel, dtype = _storage_of(where, storage, named)
+        numbers = (offset, numel, *size, *stride)
+        if not all(type(number) is int and 0 <= number < 1 << 48 for number in numbers) or len(size) != len(stride):
+            raise TraceError(f"{where} has size {size} and stride {stride}: expected whole numbers")
+        entries = math.prod(size)
+        last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+        held = numel if kind != "untyped" else numel // dtype.itemsize
+        if entries and (last >= held or entries > held):
+            raise TraceError(f"{where} has size {size} and stride {stride} in a storage of {held:,} entries")
+        if not entries:
+            return np.zeros(size, dtype=dtype)
+        flat = np.frombuffer(self._read(f"data/{key}", held * dtype.itemsize), dtype=dtype)
+        strides = [step * dtype.itemsize for step in stride]
+        return np.lib.stride_tricks.as_strided(flat[offset:], size, strides, writeable=False)
+
+    def _read(self, name: str, size: int) -> bytes:
+        """Read a member that is stored as it is, with at most `size` bytes, or for storages exactly so many."""
+        member = self.members.get(name)
+        if member is None:
+            raise TraceError(f"{self.path} lacks its member {name}: the file was cut")
+        wrong = member.file_size > size if name == "byteorder" else member.file_size != size
+        if wrong or member.compress_type != zipfile.ZIP_STORED:
+            raise TraceError(f"{self.path}: member {name} has {member.file_size:,} bytes, and {size:,} are expected")
+        return self.zip.read(member)
+
+
+def _storage_of(where: str, storage: Any, named: tuple[Any, ...]) -> tuple[str, str, int, np.dtype]:
+    """Return kind, key, length and type of a storage; named: the type where the storage has none."""
+    found = storage.id if isinstance(storage, StorageName) else None
+    if not isinstance(found, tuple) or len(found) != 5 or found[0] != "storage":
+        raise TraceError(f"{where} has no storage in the file")
+    _, kind, key, _, numel = found
+    name = kind.name if isinstance(kind, InertObject) else str(kind)
+    if name in _STORAGES and not named:
+        return "typed", str(key), numel, np.dtype(_STORAGES[name])
+    dtype = _NAMED_DTYPES.get(named[0].name) if named and isinstance(named[0], InertObject) else None
+    if name not in _UNTYPED or dtype is None:
+        raise TraceError(f"{where} holds {name}: expected a tensor of integers or booleans")
+    return "untyped", str(key), numel, np.dtype(dtype)
+
+
+def as_array(where: str, value: Any) -> ndarray:
+    """Return a numpy array from a pickle, or from nested lists of whole numbers.
+
+    raises    TraceError for anything else
+    """
+    try:
+        if isinstance(value, InertObject) and value.name.endswith("multiarray._reconstruct"):
+            _, shape, dtype, fortran, data = value.state
+            kind = np.dtype(str(dtype.args[0]))
+            if kind.kind not in "biu" or (dtype.state and dtype.state[1] == ">"):
+                raise TraceError(f"{where} holds {kind}: expected integers or booleans")
+            flat = np.frombuffer(as_bytes(data), dtype=kind)
+            return flat.reshape(_checked_shape(where, shape, len(flat)), order="F" if fortran else "C")
+        if isinstance(value, list):
+            array = np.array(value)
+            if array.dtype.kind in "biu" or array.size == 0:
+                return array.astype(np.int64) if array.size == 0 else array
+    except DAMAGE as error:
+        raise TraceError(f"{where} cannot be read as an array: {error}") from error
+    except (AttributeError, IndexError) as error:
+        raise TraceError(f"{where} cannot be read as an array: {type(error).__name__}") from error
+    name = value.name if isinstance(value, InertObject) else type(value).__name__
+    raise TraceError(f"{where} is {name}: expected a tensor, an array, or nested lists of whole numbers")
+
+
+def as_bytes(value: Any) -> bytes:
+    """Return bytes of a pickle; those of protocol 2 are a text with one character for each."""
+    if isinstance(value, InertObject) and value.name == "_codecs.encode":
+        return str(value.args[0]).encode("latin-1")
+    if isinstance(value, bytes | bytearray):
+        return bytes(value)
+    raise TypeError(f"{type(value).__name__} where bytes are expected")
+
+
+def as_mapping(value: Any) -> Mapping[Any, Any]:
+    """Return a dictionary: itself, or the entries of an object that behaves as one; empty for anything else."""
+    if isinstance(value, InertObject):
+        return value.items
+    return value if isinstance(value, Mapping) else {}
+
+
+def _checked_shape(where: str, shape: Any, entries: int) -> tuple[int, ...]:
+    if not isinstance(shape, tuple) or not all(type(length) is int and length >= 0 for length in shape):
+        raise TraceError(f"{where} has shape {shape}: expected whole numbers")
+    if math.prod(shape) != entries:
+        raise TraceError(f"{where} has shape {shape} and {entries:,} entries")
+    return shape

@@ -1,0 +1,279 @@
+"""Turn samples as other programs recorded them into pieces of a trace, and count what was not recorded.
+
+Padding, fillers and missing rows become rows without a route. What could mean two things is refused; the message names
+the option that says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Shaped
+from numpy import ndarray
+
+from relibra.errors import TraceError
+from relibra.routing.array_sizes import MAX_TOP_K, check_array_size
+from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample, ShortRows, ZeroRows
+from relibra.routing.trace import RoutingTrace, expert_dtype
+
+PIECE_BYTES = 64 << 20
+"""Routes of a piece; a longer sample is a piece of its own."""
+MAX_TOKENS = 1 << 28
+"""Most tokens of a sample."""
+
+
+@dataclass(kw_only=True)
+class ImportCounts:
+    """What an import found: samples and rows written, rows without a route, zero rows, samples left out."""
+
+    samples: int = 0
+    rows: int = 0
+    missing_rows: int = 0
+    zero_rows: int = 0
+    dropped_samples: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """A sample whose rows are checked: one row per token is written, `ids_TLK` from `start` on."""
+
+    sample: RoutedSample
+    ids_TLK: ndarray
+    valid_T: ndarray
+    tokens: int
+    start: int
+
+
+def iterate_pieces(
+    samples: Iterable[RoutedSample], rules: ImportRules, counts: ImportCounts, *, source: str
+) -> Iterator[RoutingTrace]:
+    """Yield traces of about `PIECE_BYTES`, samples in the order given.
+
+    counts    counted while pieces are taken
+    raises    TraceError for shapes that differ, ids out of range, and everything that could mean two things
+    """
+    waiting: list[_Rows] = []
+    names: dict[str, int] = {}
+    held, first, number = 0, None, 0
+    for sample in samples:
+        rows = _checked(sample, rules, counts, first)
+        first = first or sample
+        number += 1
+        if rows is None:
+            continue
+        waiting.append(rows)
+        held += rows.tokens * rows.ids_TLK.shape[1] * rows.ids_TLK.shape[2]
+        if held >= PIECE_BYTES:
+            yield _piece(waiting, rules, counts, names, source)
+            waiting, held = [], 0
+    if waiting:
+        yield _piece(waiting, rules, counts, names, source)
+    if first is None:
+        raise TraceError(f"{source} holds no routes: nothing to import")
+    if counts.samples == 0:
+        raise TraceError(f"{source}: all of {number:,} samples were left out: nothing to import")
+
+
+def _checked(sample: RoutedSample, rules: ImportRules, counts: ImportCounts, first: RoutedSample | None) -> _Rows | None:
+    """Return the rows of a sample; None: it is left out."""
+    ids_TLK, where = sample.ids_TLK, sample.where
+    if ids_TLK.ndim != 3 or ids_TLK.dtype.kind not in "iu" or not 1 <= ids_TLK.shape[2] <= MAX_TOP_K:
+        raise TraceError(
+            f"{where} has routes of type {ids_TLK.dtype} and shape {ids_TLK.shape}: expected integers [rows, layers, "
+            f"choices] with 1 to {MAX_TOP_K} choices"
+        )
+    if first is not None and ids_TLK.shape[1:] != first.ids_TLK.shape[1:]:
+        raise TraceError(
+            f"{where} has {ids_TLK.shape[1]} layers and {ids_TLK.shape[2]} choices, {first.where} has "
+            f"{first.ids_TLK.shape[1]} and {first.ids_TLK.shape[2]}: import samples of one model"
+        )
+    ids_TLK = ids_TLK[:, _layer_places(where, ids_TLK.shape[1], rules)]
+    tokens, start = _tokens_and_start(sample, rules)
+    recorded_T = _recorded_rows(sample, ids_TLK, tokens, start, rules)
+    zero_T = recorded_T & _zero_rows(ids_TLK)
+    if zero_T.any():
+        counts.zero_rows += int(zero_T.sum())
+        if rules.zero_rows is ZeroRows.REFUSE:
+            _refuse_zero_rows(sample, zero_T, recorded_T)
+        if rules.zero_rows is ZeroRows.DROP_SAMPLE:
+            counts.dropped_samples += 1
+            return None
+        recorded_T &= ~zero_T
+    _refuse_zero_layers(where, ids_TLK, recorded_T, rules)
+    valid_T = np.zeros(tokens, dtype=bool)
+    valid_T[start : start + len(ids_TLK)] = recorded_T
+    _check_range(sample, ids_TLK, recorded_T, rules)
+    return _Rows(sample, ids_TLK, valid_T, tokens, start)
+
+
+def _layer_places(where: str, recorded: int, rules: ImportRules) -> slice | list[int]:
+    """Return which entries of the layer axis are kept."""
+    layers = rules.layers
+    if layers is None or len(layers) == recorded:
+        return slice(None)
+    if layers[-1] >= recorded:
+        raise TraceError(
+            f"{where} has {recorded} layers, and --layers names {len(layers)}, up to layer {layers[-1]}: the layer axis "
+            f"holds either all decoder layers or those with experts alone; name the layers of this model"
+        )
+    if layers == tuple(range(layers[0], layers[-1] + 1)):
+        return slice(layers[0], layers[-1] + 1)
+    return list(layers)
+
+
+def _tokens_and_start(sample: RoutedSample, rules: ImportRules) -> tuple[int, int]:
+    """Return the tokens of a sample and the token of its first row."""
+    rows, start = len(sample.ids_TLK), sample.start
+    tokens = rows + start if sample.tokens is None else sample.tokens
+    if not 0 <= start <= tokens <= MAX_TOKENS:
+        raise TraceError(f"{sample.where} has {tokens:,} tokens and rows from token {start:,} on")
+    short = tokens - 1 - start - rows
+    if short < -1:
+        raise TraceError(
+            f"{sample.where} has {rows:,} rows from token {start:,} on for {tokens:,} tokens: expected one for each, or "
+            "one less; these routes are of another sample"
+        )
+    if short > 0 and rules.short_rows is ShortRows.REFUSE:
+        raise TraceError(
+            f"{sample.where} has {rows:,} rows for {tokens:,} tokens, {short:,} less than were processed: say which "
+            "tokens lack them, --short-rows first (rows of the prompt were not asked for) or --short-rows last (the "
+            "recording was cut)"
+        )
+    if short > 0 and rules.short_rows is ShortRows.FIRST:
+        start += short
+    return tokens, start
+
+
+def _recorded_rows(
+    sample: RoutedSample, ids_TLK: ndarray, tokens: int, start: int, rules: ImportRules
+) -> Bool[ndarray, " T"]:
+    """Return which rows hold a route: neither a filler, nor -1, nor the row of a last token that was not processed."""
+    recorded_T = np.ones(len(ids_TLK), dtype=bool) if sample.absent_T is None else ~sample.absent_T
+    if sample.last_absent and len(ids_TLK) and start + len(ids_TLK) == tokens:
+        recorded_T[-1] = False
+    if ids_TLK.dtype.kind == "i" and ids_TLK.size and ids_TLK.min() < 0:
+        absent_TLK = ids_TLK == -1
+        absent_T = absent_TLK.all(axis=(1, 2))
+        partly_T = absent_TLK.any(axis=(1, 2)) & ~absent_T & recorded_T
+        if partly_T.any():
+            row = int(partly_T.argmax())
+            layers = np.flatnonzero(absent_TLK[row].any(axis=1)).tolist()
+            raise TraceError(
+                f"{sample.where}, row {row} is -1 in layers {layers[:8]} only: a row is recorded in all layers or in "
+                "none; --layers names the layers with experts"
+            )
+        recorded_T &= ~absent_T
+    return recorded_T
+
+
+def _zero_rows(ids_TLK: ndarray) -> Bool[ndarray, " T"]:
+    """Return which rows are zero throughout; with one choice zeros are legal, and none is."""
+    T, L, K = ids_TLK.shape
+    if K < 2 or L == 0:
+        return np.zeros(T, dtype=bool)
+    zero_T: ndarray = (ids_TLK[:, 0, 0] == 0) & (ids_TLK[:, 0, 1] == 0)
+    candidates = np.flatnonzero(zero_T)
+    zero_T[candidates] = ~ids_TLK[candidates].any(axis=(1, 2))
+    return zero_T
+
+
+def _refuse_zero_rows(sample: RoutedSample, zero_T: ndarray, recorded_T: ndarray) -> None:
+    zeros, row = int(zero_T.sum()), int(zero_T.argmax())
+    if zeros == recorded_T.sum():
+        raise TraceError(
+            f"{sample.where}: all of its {zeros:,} rows are zero: the engine captured nothing (vLLM: --enforce-eager, or "
+            "a capture plug-in); --zero-rows drop-sample leaves such samples out"
+        )
+    raise TraceError(
+        f"{sample.where}: {zeros:,} of {len(zero_T):,} rows are zero in every layer, the first is row {row}: the engine "
+        "did not compute them (a prefix from a cache, a hybrid model); choose --zero-rows missing (rows without a "
+        "route) or --zero-rows drop-sample"
+    )
+
+
+def _refuse_zero_layers(where: str, ids_TLK: ndarray, recorded_T: ndarray, rules: ImportRules) -> None:
+    """Raise TraceError for layers that are zero in each recorded row: dense ones, or a capture that failed."""
+    if ids_TLK.shape[2] < 2 or not recorded_T.any():
+        return
+    row_LK = ids_TLK[int(recorded_T.argmax())]
+    suspects = np.flatnonzero(~row_LK.any(axis=1))
+    zero = [int(layer) for layer in suspects if not ids_TLK[recorded_T, layer].any()]
+    if not zero:
+        return
+    kept = [layer for layer in range(ids_TLK.shape[1]) if layer not in zero]
+    if rules.layers is not None:
+        zero = [rules.layers[layer] for layer in zero]
+        raise TraceError(f"{where}: layers {zero} of --layers are zero in every row: the engine did not capture them")
+    raise TraceError(
+        f"{where}: layers {zero} are zero in every row: they have no experts, or were not captured; --layers "
+        f"{_as_ranges(kept)} imports the others"
+    )
+
+
+def _check_range(sample: RoutedSample, ids_TLK: ndarray, recorded_T: ndarray, rules: ImportRules) -> None:
+    """Raise TraceError for ids beyond the experts in recorded rows."""
+    if not ids_TLK.size or 0 <= ids_TLK.min() <= ids_TLK.max() < rules.num_experts:
+        return
+    bad_T = recorded_T & ((ids_TLK < 0) | (ids_TLK >= rules.num_experts)).any(axis=(1, 2))
+    if bad_T.any():
+        row = int(bad_T.argmax())
+        raise TraceError(
+            f"{sample.where}, row {row} holds ids {ids_TLK[row].min()} to {ids_TLK[row].max()}: with "
+            f"{rules.num_experts} experts allowed are 0 to {rules.num_experts - 1}"
+        )
+
+
+def _piece(
+    waiting: list[_Rows], rules: ImportRules, counts: ImportCounts, names: dict[str, int], source: str
+) -> RoutingTrace:
+    """Return one trace of the waiting samples; every id is copied once."""
+    lengths_S = np.array([rows.tokens for rows in waiting], dtype=np.int64)
+    L, K = waiting[0].ids_TLK.shape[1:]
+    held = sum(rows.ids_TLK.nbytes for rows in waiting)
+    check_array_size(f"routes of {source}", 2, held, T=int(lengths_S.sum()), L=L, K=K)
+    experts_TLK = np.empty((int(lengths_S.sum()), L, K), dtype=expert_dtype(rules.num_experts))
+    offsets = np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int64)
+    for rows, offset in zip(waiting, offsets.tolist(), strict=False):
+        _copy_rows(rows, experts_TLK[offset : offset + rows.tokens])
+    groups = [-1 if rows.sample.group is None else names.setdefault(rows.sample.group, len(names)) for rows in waiting]
+    samples = [rows.sample for rows in waiting]
+    trace = RoutingTrace(
+        experts_TLK=experts_TLK,
+        offsets=offsets,
+        valid_T=np.concatenate([rows.valid_T for rows in waiting]),
+        layer_ids=np.array(rules.layers if rules.layers is not None else range(L), dtype=np.int32),
+        num_experts=rules.num_experts,
+        sample_ids=np.array(
+            [counts.samples + i if one.sample_id is None else one.sample_id for i, one in enumerate(samples)], np.int64
+        ),
+        group_ids=np.array(groups, dtype=np.int64),
+        prompt_lengths=np.array([one.prompt_tokens for one in samples], dtype=np.int64),
+        weight_versions=np.array([one.version for one in samples], dtype=np.int64),
+        source=source,
+    )
+    counts.samples += len(waiting)
+    counts.rows += trace.num_rows
+    counts.missing_rows += int((~trace.valid_T).sum())
+    return trace
+
+
+def _copy_rows(rows: _Rows, into_TLK: Shaped[ndarray, "T L K"]) -> None:
+    """Write the rows of a sample; rows without a route hold 0."""
+    stop = rows.start + len(rows.ids_TLK)
+    into_TLK[: rows.start] = 0
+    into_TLK[stop:] = 0
+    np.copyto(into_TLK[rows.start : stop], rows.ids_TLK, casting="unsafe")
+    into_TLK[~rows.valid_T] = 0
+
+
+def _as_ranges(numbers: list[int]) -> str:
+    """Write ascending numbers as an option takes them, "1-26,28"."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    return ",".join(str(one[0]) if len(one) == 1 else f"{one[0]}-{one[-1]}" for one in ranges)

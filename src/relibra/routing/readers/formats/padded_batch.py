@@ -1,0 +1,210 @@
+"""Read batches of verl, SkyRL and NeMo-RL: one padded array of routes for all samples, and masks.
+
+framework  version                routes and what says which rows are real
+verl       0.9.1, main 1dda039    routed_experts [X, n, L, K] int16: a sample's rows begin at its first token, behind the
+                                  padding on the left of its prompt; zeros elsewhere, the row of its last token included.
+                                  attention_mask [X, n]; responses or response_mask [X, r]; or rows [T, L, K] of all
+                                  samples with offsets [X + 1] (values and offsets of the jagged tensor)
+SkyRL      a956457 (2026-08-21)   rollout_expert_indices [X, n, L, K], padded on the left; attention_mask [X, n];
+                                  router_padding_mask [X, n] is true where no route was recorded; fillers are 0, 1, ...
+NeMo-RL    7ea279a (2026-08-22)   routed_experts [X, n, L, K], padded on the right; input_lengths [X]; rows of -1 are
+                                  missing; the row of the last token is a filler
+
+Containers: a dictionary of tensors in a file of `torch.save` (.pt), safetensors, .npz; for SkyRL also the pickle that
+`trainer.dump_data_batch` writes (.pkl).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool
+from numpy import ndarray
+
+from relibra.errors import TraceError
+from relibra.routing.array_sizes import MAX_SAMPLES
+from relibra.routing.readers.encodings.inert_pickle import InertObject, read_pickle
+from relibra.routing.readers.encodings.safetensors_file import map_safetensors
+from relibra.routing.readers.encodings.torch_archive import TorchArchive, as_bytes, as_mapping
+from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample
+from relibra.routing.readers.npz_arrays import DAMAGE, load_arrays
+
+NAMES = (
+    "routed_experts", "rollout_expert_indices", "attention_mask", "response_mask", "responses", "router_padding_mask",
+    "input_lengths", "offsets", "prompt_lengths",
+)  # fmt: skip
+"""Arrays that are read; a batch has many others."""
+
+
+def read_verl_batch(path: Path, rules: ImportRules) -> Iterator[RoutedSample]:  # noqa: ARG001 - as every reader
+    """Yield the samples of a batch of verl.
+
+    raises    TraceError for a damaged file, and for arrays that are missing or do not fit one another
+    """
+    arrays = open_batch(path)
+    if "offsets" in arrays:
+        yield from _jagged(path, arrays)
+        return
+    routes = _array(path, arrays, "routed_experts", 4)
+    mask = _mask(path, arrays, "attention_mask", routes.shape[:2])
+    answers = next((arrays[name] for name in ("responses", "response_mask") if name in arrays), None)
+    width = 0 if answers is None else _array(path, {"responses": answers}, "responses", 2).shape[1]
+    for sample in range(len(routes)):
+        first, tokens = _real_tokens(f"{path}, sample {sample}", mask[sample])
+        prompt = int(mask[sample, : routes.shape[1] - width].sum()) if width <= routes.shape[1] and width else 0
+        yield RoutedSample(
+            where=f"{path}, sample {sample}",
+            ids_TLK=routes[sample, first : first + tokens],
+            tokens=tokens,
+            last_absent=True,
+            prompt_tokens=prompt,
+        )
+
+
+def read_skyrl_batch(path: Path, rules: ImportRules) -> Iterator[RoutedSample]:  # noqa: ARG001 - as every reader
+    """Yield the samples of a batch of SkyRL; samples without any route are padding of the batch and left out.
+
+    raises    TraceError for a damaged file, and for arrays that are missing or do not fit one another
+    """
+    arrays = open_batch(path)
+    routes = _array(path, arrays, "rollout_expert_indices", 4)
+    mask = _mask(path, arrays, "attention_mask", routes.shape[:2])
+    absent = _mask(path, arrays, "router_padding_mask", routes.shape[:2])
+    response = arrays.get("response_mask")
+    if response is not None and (response.ndim != 2 or len(response) != len(routes)):
+        raise TraceError(f"{path}: response_mask is {response.dtype} {response.shape}: expected {len(routes)} rows")
+    for sample in range(len(routes)):
+        if absent[sample].all():
+            continue
+        where = f"{path}, sample {sample}"
+        first, tokens = _real_tokens(where, mask[sample])
+        answer = 0 if response is None else int((response[sample] != 0).sum())
+        if answer > tokens:
+            raise TraceError(f"{where} has a response of {answer:,} tokens and {tokens:,} tokens in all")
+        yield RoutedSample(
+            where=where,
+            ids_TLK=routes[sample, first : first + tokens],
+            tokens=tokens,
+            absent_T=absent[sample, first : first + tokens],
+            prompt_tokens=0 if response is None else tokens - answer,
+        )
+
+
+def read_nemo_batch(path: Path, rules: ImportRules) -> Iterator[RoutedSample]:  # noqa: ARG001 - as every reader
+    """Yield the samples of a batch of NeMo-RL.
+
+    raises    TraceError for a damaged file, and for arrays that are missing or do not fit one another
+    """
+    arrays = open_batch(path)
+    routes = _array(path, arrays, "routed_experts", 4)
+    lengths = _array(path, arrays, "input_lengths", 1)
+    if len(lengths) != len(routes) or (len(lengths) and not 0 <= lengths.min() <= lengths.max() <= routes.shape[1]):
+        raise TraceError(
+            f"{path}: input_lengths has {len(lengths)} entries for {len(routes)} samples of at most {routes.shape[1]} "
+            "tokens, or one beyond that"
+        )
+    for sample, tokens in enumerate(lengths.tolist()):
+        yield RoutedSample(
+            where=f"{path}, sample {sample}", ids_TLK=routes[sample, :tokens], tokens=tokens, last_absent=True
+        )
+
+
+def open_batch(path: Path) -> Mapping[str, ndarray]:
+    """Return the arrays of a batch that are read (`NAMES`), from any of the containers.
+
+    raises    TraceError for a damaged file, and for other containers
+    """
+    if path.suffix == ".safetensors":
+        return {name: array for name, array in map_safetensors(path).items() if name in NAMES}
+    if path.suffix == ".npz":
+        return load_arrays(path, NAMES)
+    if path.suffix == ".pt":
+        with TorchArchive(path) as archive:
+            entries = as_mapping(archive.value)
+            return {name: archive.array(name, entries[name]) for name in NAMES if entries.get(name) is not None}
+    if path.suffix == ".pkl":
+        return _tensor_batch(path)
+    raise TraceError(f"{path} ends in {path.suffix!r}: a batch is a .pt, .safetensors or .npz file, or SkyRL's .pkl")
+
+
+def _tensor_batch(path: Path) -> Mapping[str, ndarray]:
+    """Return the arrays of a pickled `TensorBatch` of SkyRL."""
+    try:
+        with path.open("rb") as file:
+            value = read_pickle(str(path), file)
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror}") from error
+    state = value.args[1] if isinstance(value, InertObject) and len(value.args) == 2 else None
+    batch = state.get("batch_dict") if isinstance(state, Mapping) else None
+    if not isinstance(batch, Mapping):
+        raise TraceError(f"{path} holds no TensorBatch of SkyRL: expected a file of trainer.dump_data_batch")
+    return {name: _packed(f"{path}: {name}", batch[name]) for name in NAMES if batch.get(name) is not None}
+
+
+def _packed(where: str, entry: Any) -> ndarray:
+    """Return the array of {format: "numpy", data, shape, dtype}."""
+    if not isinstance(entry, Mapping) or entry.get("format", "numpy") != "numpy":
+        raise TraceError(f"{where} is no array in numpy's bytes")
+    try:
+        dtype, shape = np.dtype(str(entry.get("dtype"))), tuple(entry["shape"])
+        if dtype.kind not in "biuf" or not all(type(n) is int and n >= 0 for n in shape):
+            raise TraceError(f"{where} is {dtype} {shape}: expected numbers")
+        return np.frombuffer(as_bytes(entry["data"]), dtype=dtype).reshape(shape)
+    except TraceError:
+        raise
+    except DAMAGE as error:
+        raise TraceError(f"{where} cannot be read as an array: {error}") from error
+
+
+def _jagged(path: Path, arrays: Mapping[str, ndarray]) -> Iterator[RoutedSample]:
+    """Yield samples whose rows follow one another."""
+    routes, offsets = _array(path, arrays, "routed_experts", 3), _array(path, arrays, "offsets", 1)
+    borders = offsets.tolist()
+    if not borders or borders[0] != 0 or borders[-1] != len(routes) or any(a > b for a, b in _pairs(borders)):
+        raise TraceError(f"{path}: offsets must rise from 0 to {len(routes):,}, the rows of routed_experts")
+    prompts = arrays["prompt_lengths"].reshape(-1).tolist() if "prompt_lengths" in arrays else [0] * (len(borders) - 1)
+    if len(prompts) != len(borders) - 1:
+        raise TraceError(f"{path}: prompt_lengths has {len(prompts)} entries for {len(borders) - 1} samples")
+    for sample, (start, stop) in enumerate(_pairs(borders)):
+        yield RoutedSample(
+            where=f"{path}, sample {sample}",
+            ids_TLK=routes[start:stop],
+            tokens=stop - start,
+            last_absent=True,
+            prompt_tokens=int(prompts[sample]),
+        )
+
+
+def _pairs(numbers: list[int]) -> list[tuple[int, int]]:
+    return list(zip(numbers, numbers[1:], strict=False))
+
+
+def _array(path: Path, arrays: Mapping[str, ndarray], name: str, axes: int) -> ndarray:
+    """Return an array of whole numbers with so many axes."""
+    if name not in arrays:
+        raise TraceError(f"{path} has {sorted(arrays)}: expected {name}")
+    array = arrays[name]
+    if array.ndim != axes or array.dtype.kind not in "iu" or (axes == 4 and len(array) > MAX_SAMPLES):
+        raise TraceError(f"{path}: {name} is {array.dtype} {array.shape}: expected whole numbers with {axes} axes")
+    return array
+
+
+def _mask(path: Path, arrays: Mapping[str, ndarray], name: str, shape: tuple[int, ...]) -> Bool[ndarray, "X Y"]:
+    if name not in arrays:
+        raise TraceError(f"{path} has {sorted(arrays)}: expected {name}, which says which rows are real")
+    mask = arrays[name]
+    if mask.shape != shape or mask.dtype.kind not in "biu":
+        raise TraceError(f"{path}: {name} is {mask.dtype} {mask.shape}: expected one entry per token, {shape}")
+    return np.asarray(mask != 0)
+
+
+def _real_tokens(where: str, mask_T: Bool[ndarray, " T"]) -> tuple[int, int]:
+    """Return the place of the first real token, and their number."""
+    tokens = int(mask_T.sum())
+    first = int(mask_T.argmax())
+    if not mask_T[first : first + tokens].all():
+        raise TraceError(f"{where}: its attention_mask has gaps: expected padding on the left and on the right only")
+    return first, tokens

@@ -1,0 +1,80 @@
+"""Read files of SGLang's expert distribution recorder, mode `per_token`.
+
+Follows 0.5.23: a file of `torch.save` per rank, `{"records": [...], "last_physical_to_logical_map": [L, P]}`. A record is
+one forward pass: `input_ids`, `topk_ids_of_layer` [L, tokens, 8] int32, -1 where nothing was recorded (dense layers, and
+choices beyond the model's). Ids are physical slots and are mapped to experts by the map of the same file. The tokens of a
+pass are those of several requests, which the file does not tell apart: each pass is one sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from relibra.errors import TraceError
+from relibra.routing.readers.encodings.torch_archive import TorchArchive, as_mapping
+from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample
+
+
+def read_sglang_recorder(path: Path, rules: ImportRules) -> Iterator[RoutedSample]:
+    """Yield one sample per forward pass.
+
+    rules     with `layers`, those of the model with experts; else the layers that were recorded
+    raises    TraceError for a damaged file, for files of counts alone, and for ids outside of the map
+    """
+    with TorchArchive(path) as archive:
+        content = as_mapping(archive.value)
+        records, slots = content.get("records"), content.get("last_physical_to_logical_map")
+        if not isinstance(records, list) or slots is None:
+            raise TraceError(
+                f"{path} has {sorted(map(str, content))[:8]}: counts of experts have no routes per token; record with "
+                "--expert-distribution-recorder-mode per_token"
+            )
+        expert_LP = archive.array("last_physical_to_logical_map", slots)
+        for place, record in enumerate(records):
+            where = f"{path}, record {place}"
+            if not isinstance(record, Mapping) or record.get("topk_ids_of_layer") is None:
+                raise TraceError(
+                    f"{where} has no topk_ids_of_layer: record with --expert-distribution-recorder-mode per_token"
+                )
+            ids_LTK = archive.array(f"record {place}: topk_ids_of_layer", record["topk_ids_of_layer"])
+            tokens = record.get("input_ids")
+            if isinstance(tokens, list) and not tokens:
+                continue  # an idle rank
+            yield _pass(where, ids_LTK, expert_LP, tokens, rules)
+
+
+def _pass(where: str, ids_LTK: ndarray, expert_LP: ndarray, tokens: Any, rules: ImportRules) -> RoutedSample:
+    """Return the routes of one forward pass, as logical experts."""
+    if ids_LTK.ndim != 3 or expert_LP.ndim != 2 or len(ids_LTK) != len(expert_LP) or ids_LTK.dtype.kind != "i":
+        raise TraceError(f"{where} has ids of shape {ids_LTK.shape} and a map of shape {expert_LP.shape}")
+    if not isinstance(tokens, list) or len(tokens) != ids_LTK.shape[1]:
+        raise TraceError(f"{where} has ids of {ids_LTK.shape[1]:,} tokens, and its input_ids have another number")
+    used_LK = (ids_LTK != -1).any(axis=1)
+    layers, top_k = np.flatnonzero(used_LK.any(axis=1)), int(used_LK.sum(axis=1).max(initial=0))
+    if top_k == 0:
+        raise TraceError(f"{where} recorded no layer: all ids are -1")
+    if not (used_LK[layers, :top_k].all() and not used_LK[:, top_k:].any()):
+        raise TraceError(f"{where}: layers have different numbers of choices: {used_LK.sum(axis=1).tolist()[:16]}")
+    if rules.top_k is not None and rules.top_k != top_k:
+        raise TraceError(f"{where} has {top_k} choices per token, --top-k says {rules.top_k}")
+    if rules.layers is None and len(layers) < len(ids_LTK):
+        raise TraceError(
+            f"{where}: layers {np.flatnonzero(~used_LK.any(axis=1)).tolist()[:8]} were not recorded: name the layers with "
+            f"experts, --layers {layers[0]}-{layers[-1]} for example"
+        )
+    kept = layers if rules.layers is None else np.array(rules.layers)
+    if kept[-1] >= len(ids_LTK):
+        raise TraceError(f"{where} has {len(ids_LTK)} layers, and --layers names layer {kept[-1]}")
+    physical_LTK = ids_LTK[kept][:, :, :top_k]
+    if physical_LTK.min() < -1 or physical_LTK.max() >= expert_LP.shape[1]:
+        raise TraceError(
+            f"{where} has slots {physical_LTK.min()} to {physical_LTK.max()}: its map has 0 to {expert_LP.shape[1] - 1}"
+        )
+    logical_LTK = np.take_along_axis(expert_LP[kept][:, None, :], np.maximum(physical_LTK, 0).astype(np.int64), axis=2)
+    logical_LTK = np.where(physical_LTK == -1, -1, logical_LTK)
+    return RoutedSample(where=where, ids_TLK=np.ascontiguousarray(logical_LTK.transpose(1, 0, 2)))
