@@ -1,10 +1,11 @@
-"""`relibra trace`: sizes, checks and load statistics of recorded routes."""
+"""`relibra trace`: sizes, checks and load statistics of recorded routes; routes of other programs as traces."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,14 +15,14 @@ from rich.table import Table
 from relibra.cli.inputs import options
 from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.workload import assumed_experts, check_num_experts
-from relibra.cli.outputs.terminal import print_note, print_text, progress, ranges_in_words, stdout_console
+from relibra.cli.outputs.terminal import plural, print_note, print_text, progress, ranges_in_words, stdout_console
 from relibra.errors import RelibraError, TraceError
 
 if TYPE_CHECKING:
     from relibra.routing.trace import RoutingTrace
     from relibra.routing.trace_statistics import TraceStatistics
 
-app = typer.Typer(no_args_is_help=True, help="Recorded routes: sizes, checks, load statistics.")
+app = typer.Typer(no_args_is_help=True, help="Recorded routes: sizes, checks, load statistics, import.")
 
 TracePath = Annotated[
     Path,
@@ -152,6 +153,83 @@ def stats(
         typer.echo(json.dumps(result.figures()))
     else:
         _print_statistics(result)
+
+
+@app.command(name="import")
+def import_(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Files of one format, imported in this order.")
+    ],
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Trace folder to write.")],
+    format: Annotated[
+        options.Format, typer.Option(help="What recorded the routes; answers: JSON of vLLM, SGLang and others.")
+    ],
+    num_experts: Annotated[int, typer.Option(min=1, help="Experts per layer of the model.")],
+    layers: Annotated[
+        str | None,
+        typer.Option(metavar="1-26", help="Decoder layers with experts; default: all recorded ones, numbered from 0."),
+    ] = None,
+    zero_rows: Annotated[
+        options.ZeroRows,
+        typer.Option(
+            help="Rows that are zero in every layer: refuse, write as rows without a route, or leave out their samples."
+        ),
+    ] = options.ZeroRows.REFUSE,
+    short_rows: Annotated[
+        options.ShortRows,
+        typer.Option(help="Samples with fewer rows than tokens: refuse them, or say which tokens lack a row."),
+    ] = options.ShortRows.REFUSE,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Choices per token, for answers of SGLang.")] = None,
+    recorded_layers: Annotated[
+        int | None, typer.Option(min=1, help="Length of the layer axis, for answers of SGLang: all decoder layers.")
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Write routes that an engine or a framework recorded as a trace; docs/recordings.md has each format.
+
+    Example: relibra trace import answers.jsonl --format answers --num-experts 128 --to traces/answers
+    """
+    from relibra.routing.readers import formats
+    from relibra.routing.readers.formats.normalise import ImportCounts, iterate_pieces
+    from relibra.routing.trace_files import TraceWriter
+
+    rules = formats.ImportRules(
+        num_experts=num_experts,
+        layers=None if layers is None else _layer_numbers(layers),
+        zero_rows=formats.ZeroRows(zero_rows.value),
+        short_rows=formats.ShortRows(short_rows.value),
+        top_k=top_k,
+        recorded_layers=recorded_layers,
+    )
+    counts = ImportCounts()
+    samples = formats.import_samples(paths, formats.Format(format.value), rules)
+    source = f"{format.value}: {paths[0].name}" + f" and {len(paths) - 1} more" * (len(paths) > 1)
+    with progress(f"importing {paths[0]}") as shown, TraceWriter(to) as writer:
+        for piece in iterate_pieces(samples, rules, counts, source=source):
+            writer.append(piece)
+            shown.update(f"importing: {counts.samples:,} samples, {counts.rows:,} rows")
+    if as_json:
+        typer.echo(json.dumps({"trace": str(to), **asdict(counts)}))
+        return
+    print_text(
+        f"{counts.samples:,} samples, {counts.rows:,} rows, {counts.missing_rows:,} of them without a route: {to}"
+    )
+    if counts.zero_rows:
+        done = (
+            f"with their {plural(counts.dropped_samples, 'sample')} left out"
+            if counts.dropped_samples
+            else "without a route"
+        )
+        print_text(f"{plural(counts.zero_rows, 'row')} of zeros: {done}")
+
+
+def _layer_numbers(text: str) -> tuple[int, ...]:
+    """Return the layers of "1-26,28"."""
+    parts = [re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part.strip()) for part in text.split(",")]
+    numbers = [n for part in parts if part for n in range(int(part[1]), int(part[2] or part[1]) + 1)]
+    if not all(parts) or not numbers or numbers != sorted(set(numbers)):
+        raise typer.BadParameter(f"{text!r} is not a list of ascending layers like 1-26,28", param_hint="--layers")
+    return tuple(numbers)
 
 
 def _print_statistics(result: TraceStatistics) -> None:

@@ -327,7 +327,9 @@ def _is_legal_at_a_glance(experts_TLK: ndarray, valid_T: ndarray, num_experts: i
     """Return True for rows that are legal for sure, at memory speed; False says nothing."""
     if experts_TLK.shape[2:] != (8,) or experts_TLK.dtype != np.uint8 or not experts_TLK.flags.c_contiguous:
         return False
-    return int(experts_TLK.max(initial=0)) < num_experts and _differ_in_words(experts_TLK.view(np.uint64)[..., 0], valid_T)
+    return int(experts_TLK.max(initial=0)) < num_experts and _differ_in_words(
+        experts_TLK.view(np.uint64)[..., 0], valid_T
+    )
 
 
 @compiled

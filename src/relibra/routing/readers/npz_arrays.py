@@ -92,7 +92,7 @@ def parse_npy(data: bytes | memoryview | ndarray) -> ndarray:
     raises    ValueError for damaged bytes, for arrays of objects, and where the header claims more bytes than there are
     """
     try:
-        view = memoryview(data).cast("B")
+        view = memoryview(data).cast("B")  # type: ignore[arg-type]
         header = io.BytesIO(view[:MAX_HEADER_BYTES])
         shape, dtype, fortran = _read_header(header)
         size = math.prod(shape) * dtype.itemsize

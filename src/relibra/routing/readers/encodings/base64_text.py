@@ -36,7 +36,7 @@ def decode_base64(where: str, text: bytes | memoryview) -> UInt8[ndarray, " X"]:
     if len(source) % 4:
         raise TraceError(f"{where} is no base64: {len(source):,} characters are no multiple of 4; the text was cut")
     padding = int((source[-2:] == ord("=")).sum()) if len(source) else 0
-    if padding == 2 and source[-2] != ord("=") or padding == 1 and source[-1] != ord("="):
+    if (padding == 2 and source[-2] != ord("=")) or (padding == 1 and source[-1] != ord("=")):
         raise TraceError(f"{where} is no base64: '=' stands before the end")
     last = bytes(source[len(source) - 4 :]).replace(b"=", b"A") if padding else b""
     whole = len(source) - len(last)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickletools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
 from relibra.errors import TraceError
 
@@ -46,9 +46,10 @@ class _Mark:
     """The place on the stack where the values of a container begin."""
 
 
-def read_pickle(where: str, file: BinaryIO) -> Any:
+def read_pickle(where: str, file: Any) -> Any:
     """Return the value of a pickle, with `InertObject`s in place of calls.
 
+    file      open for reading bytes
     raises    TraceError for damaged bytes, for out-of-band buffers, and for more containers than `MAX_CONTAINERS`
     """
     try:
@@ -181,6 +182,16 @@ def _stack_global(machine: _Machine, _: Any) -> None:
     machine.made(InertObject(f"{module}.{name}"))
 
 
+def _dictionary(machine: _Machine, _: Any) -> None:
+    pairs = machine.since_mark()
+    machine.made({})
+    machine.set_items(pairs)
+
+
+def _drop_since_mark(machine: _Machine, _: Any) -> None:
+    machine.since_mark()
+
+
 def _dotted(argument: Any) -> str:
     return str(argument).replace(" ", ".")
 
@@ -210,7 +221,7 @@ _ACTIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "TUPLE1": lambda machine, _: machine.made(tuple(machine.taken(1))),
     "TUPLE2": lambda machine, _: machine.made(tuple(machine.taken(2))),
     "TUPLE3": lambda machine, _: machine.made(tuple(machine.taken(3))),
-    "DICT": lambda machine, _: (pairs := machine.since_mark(), machine.made({}), machine.set_items(pairs))[0],
+    "DICT": _dictionary,
     "FROZENSET": lambda machine, _: machine.made(frozenset(machine.since_mark())),
     "APPEND": lambda machine, _: machine.append(machine.taken(1)),
     "APPENDS": lambda machine, _: machine.append(machine.since_mark()),
@@ -218,7 +229,7 @@ _ACTIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "SETITEMS": lambda machine, _: machine.set_items(machine.since_mark()),
     "ADDITEMS": lambda machine, _: machine.add(machine.since_mark()),
     "POP": lambda machine, _: machine.stack.pop(),
-    "POP_MARK": lambda machine, _: machine.since_mark(),
+    "POP_MARK": _drop_since_mark,
     "DUP": _duplicate,
     "PUT": lambda machine, key: machine.remember(key),
     "BINPUT": lambda machine, key: machine.remember(key),

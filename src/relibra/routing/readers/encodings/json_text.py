@@ -98,7 +98,8 @@ def _line_end(data: bytes | mmap.mmap, start: int) -> int:
 
 def _parse(where: str, data: bytes | mmap.mmap, start: int, stop: int) -> JsonDocument:
     """Parse one document; raises ValueError for what is no JSON, TraceError for one that is too large."""
-    nonce, pieces, texts, rest = secrets.token_hex(16), [], {}, 0
+    nonce, pieces, rest = secrets.token_hex(16), [], 0
+    texts: dict[str, memoryview] = {}
     view = memoryview(data)
     at = start
     while found := _KEY.search(data, at, stop):

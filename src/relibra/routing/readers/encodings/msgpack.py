@@ -54,7 +54,9 @@ class MessagePack:
             return {0xC0: None, 0xC2: False, 0xC3: True}[first]
         if 0xCA <= first <= 0xD3:
             size = _FIXED[first] - 1
-            code = {0xCA: ">f", 0xCB: ">d"}.get(first) or ">" + ("BHIQ" if first <= 0xCF else "bhiq")[size.bit_length() - 1]
+            code = {0xCA: ">f", 0xCB: ">d"}.get(first) or ">" + ("BHIQ" if first <= 0xCF else "bhiq")[
+                size.bit_length() - 1
+            ]
             self.at += 1
             return struct.unpack(code, self._take(size))[0]
         raise TraceError(f"byte {self.at:,} begins a map or an extension: expected none here")

@@ -56,7 +56,9 @@ def map_safetensors(path: Path) -> Mapping[str, ndarray]:
 def _view(where: str, data: mmap.mmap, first: int, entry: Mapping[str, Any]) -> ndarray:
     """Return one array; raises TraceError if shape, type and place do not fit the file."""
     shape, place, dtype = entry.get("shape"), entry.get("data_offsets"), np.dtype(_DTYPES[entry["dtype"]])
-    numbers = [*shape, *place] if isinstance(shape, list) and isinstance(place, list) and len(place) == 2 else [None]
+    if not isinstance(shape, list) or not isinstance(place, list) or len(place) != 2:
+        raise TraceError(f"{where}: shape and place in the header are no lists")
+    numbers = [*shape, *place]
     if not all(type(number) is int and 0 <= number < 1 << 48 for number in numbers) or len(numbers) > 16:
         raise TraceError(f"{where}: shape {shape} and place {place} in the header are no lists of whole numbers")
     begin, end = place

@@ -51,7 +51,7 @@ class TorchArchive:
             if "byteorder" in self.members and self._read("byteorder", 16) != b"little":
                 raise TraceError(f"{path} was written on a big-endian machine: save it again on a little-endian one")
             with self.zip.open(self.members["data.pkl"]) as file:
-                self.value: Any = read_pickle(str(path), file)  # type: ignore[arg-type]
+                self.value: Any = read_pickle(str(path), file)
         except TraceError:
             raise
         except DAMAGE as error:

@@ -15,7 +15,7 @@ from relibra.routing.readers.formats.answers import read_answers
 from relibra.routing.readers.formats.megatron_trace import read_megatron_trace
 from relibra.routing.readers.formats.padded_batch import read_nemo_batch, read_skyrl_batch, read_verl_batch
 from relibra.routing.readers.formats.prime_batches import read_prime_batches
-from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample
+from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample, ShortRows, ZeroRows
 from relibra.routing.readers.formats.sglang_recorder import read_sglang_recorder
 from relibra.routing.readers.formats.slime_dump import read_slime_dump
 
@@ -53,5 +53,10 @@ def import_samples(paths: Sequence[Path], format: Format, rules: ImportRules) ->
     for path in paths:
         with memory_errors(str(path), TraceError):
             if not path.is_file():
-                raise TraceError(f"{path} {'is no file' if path.exists() else 'does not exist'}: name the files to import")
+                raise TraceError(
+                    f"{path} {'is no file' if path.exists() else 'does not exist'}: name the files to import"
+                )
             yield from READERS[format](path, rules)
+
+
+__all__ = ["READERS", "Format", "ImportRules", "RoutedSample", "ShortRows", "ZeroRows", "import_samples"]

@@ -65,14 +65,16 @@ def _choice(
     where: str, answer: Mapping[str, Any], choice: Mapping[str, Any], document: JsonDocument, rules: ImportRules
 ) -> RoutedSample:
     """Return the sample of one choice."""
-    beside = next((answer[key] for key in ("sglext", "sgl_ext") if isinstance(answer.get(key), Mapping)), None)
+    beside = _mapping(answer, "sglext") or _mapping(answer, "sgl_ext")
     prompt, tokens = _token_counts(where, answer, choice)
-    if beside is not None and beside.get("routed_experts") is not None:
+    if beside.get("routed_experts") is not None:
         if len(answer["choices"]) > 1:
-            raise TraceError(f"{where}: routes stand beside {len(answer['choices'])} choices: ask for one answer each (n=1)")
+            raise TraceError(
+                f"{where}: routes stand beside {len(answer['choices'])} choices: ask for one answer each (n=1)"
+            )
         ids = decode_raw_int32(where, beside["routed_experts"], document, *_shape(where, rules))
         return RoutedSample(where=where, ids_TLK=ids, tokens=tokens, prompt_tokens=prompt)
-    message = choice.get("message") if isinstance(choice.get("message"), Mapping) else {}
+    message = _mapping(choice, "message")
     held = [one for one in (choice.get("routed_experts"), message.get("routed_experts")) if one is not None]
     if choice.get("moe_topk_indices") is not None:
         held.append(choice["moe_topk_indices"])
@@ -102,8 +104,7 @@ def _choice(
 
 def _token_counts(where: str, answer: Mapping[str, Any], choice: Mapping[str, Any]) -> tuple[int, int]:
     """Return the tokens of the prompt, and of prompt and answer together."""
-    message = choice.get("message") if isinstance(choice.get("message"), Mapping) else {}
-    usage = answer.get("usage") if isinstance(answer.get("usage"), Mapping) else {}
+    message, usage = _mapping(choice, "message"), _mapping(answer, "usage")
     lists = [choice, message, answer]
     prompt = next((len(one["prompt_token_ids"]) for one in lists if _is_list(one, "prompt_token_ids")), None)
     if prompt is None and usage.get("prompt_tokens") is not None:
@@ -162,8 +163,8 @@ def _shape(where: str, rules: ImportRules) -> tuple[int, int]:
     """Return layers and choices of formats without a shape."""
     if rules.recorded_layers is None or rules.top_k is None:
         raise TraceError(
-            f"{where}: SGLang does not say the shape of routes: give --recorded-layers (all decoder layers of the model, "
-            "num_hidden_layers) and --top-k (num_experts_per_tok)"
+            f"{where}: SGLang does not say the shape of routes: give --recorded-layers (all decoder layers of the "
+            "model, num_hidden_layers) and --top-k (num_experts_per_tok)"
         )
     return rules.recorded_layers, rules.top_k
 
@@ -171,6 +172,11 @@ def _shape(where: str, rules: ImportRules) -> tuple[int, int]:
 def _is_nrlre(value: Any, document: JsonDocument) -> bool:
     text = document.text(value)
     return text is not None and bytes(text[:7].encode() if isinstance(text, str) else text[:7]) == b"nrlre1:"
+
+
+def _mapping(value: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = value.get(key)
+    return found if isinstance(found, Mapping) else {}
 
 
 def _is_list(value: Mapping[str, Any], key: str) -> bool:

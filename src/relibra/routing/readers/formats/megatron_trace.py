@@ -1,7 +1,7 @@
 """Read routes that Megatron-core recorded: trace files, and the recorded indices of `RouterReplay`.
 
-`router_trace_rank{r}.jsonl` (`--moe-routing-trace-path`; main d98e8a6, 2026-08-22): one line per step, block, layer and
-forward pass, `{"step", "stage", "block": "decoder" or "mtp", "layer", "rank", "num_tokens", "topk", "top_indices"}`. The
+`router_trace_rank{r}.jsonl` (`--moe-routing-trace-path`; main d98e8a6, 2026-08-22): one line per step, block, layer
+and pass, `{"step", "stage", "block": "decoder" or "mtp", "layer", "rank", "num_tokens", "topk", "top_indices"}`. The
 rows of a pass are those of several sequences, which the file does not tell apart: each pass of a rank is one sample.
 Passes of a step are the micro-batches, in order; with activation recomputation each is there twice. MTP layers are left
 out. Layers are numbers within a pipeline stage: import files of the first stage, or of runs with one.
@@ -80,8 +80,8 @@ def _passes(where: str, layers: dict[int, list[ndarray]]) -> Iterator[RoutedSamp
     if len(counts) > 1:
         few = min(numbers, key=lambda layer: len(layers[layer]))
         raise TraceError(
-            f"{where} has {max(counts)} passes through some layers and {len(layers[few])} through layer {few}: captured "
-            "graphs skip the recorder (--cuda-graph-impl none), or the file was cut"
+            f"{where} has {max(counts)} passes through some layers and {len(layers[few])} through layer {few}: "
+            "captured graphs skip the recorder (--cuda-graph-impl none), or the file was cut"
         )
     for place in range(counts.pop()):
         pieces = [layers[layer][place] for layer in numbers]
@@ -95,8 +95,12 @@ def _passes(where: str, layers: dict[int, list[ndarray]]) -> Iterator[RoutedSamp
 def _recorded_indices(path: Path) -> RoutedSample:
     with TorchArchive(path) as archive:
         if not isinstance(archive.value, list) or not archive.value:
-            raise TraceError(f"{path} holds no list of tensors: expected torch.save(RouterReplay.get_recorded_data(), ...)")
+            raise TraceError(
+                f"{path} holds no list of tensors: expected torch.save(RouterReplay.get_recorded_data(), ...)"
+            )
         routers = [archive.array(f"router {place}", one) for place, one in enumerate(archive.value)]
     if len({router.shape for router in routers}) > 1 or routers[0].ndim != 2:
-        raise TraceError(f"{path}: its tensors have shapes {[router.shape for router in routers][:4]}: expected one shape")
+        raise TraceError(
+            f"{path}: its tensors have shapes {[router.shape for router in routers][:4]}: expected one shape"
+        )
     return RoutedSample(where=str(path), ids_TLK=np.stack(routers, axis=1))

@@ -52,7 +52,7 @@ def iterate_pieces(
     """Yield traces of about `PIECE_BYTES`, samples in the order given.
 
     counts    counted while pieces are taken
-    raises    TraceError for shapes that differ, ids out of range, and everything that could mean two things
+    raises    TraceError for shapes that differ, illegal ids, and everything that could mean two things
     """
     waiting: list[_Rows] = []
     names: dict[str, int] = {}
@@ -76,7 +76,9 @@ def iterate_pieces(
         raise TraceError(f"{source}: all of {number:,} samples were left out: nothing to import")
 
 
-def _checked(sample: RoutedSample, rules: ImportRules, counts: ImportCounts, first: RoutedSample | None) -> _Rows | None:
+def _checked(
+    sample: RoutedSample, rules: ImportRules, counts: ImportCounts, first: RoutedSample | None
+) -> _Rows | None:
     """Return the rows of a sample; None: it is left out."""
     ids_TLK, where = sample.ids_TLK, sample.where
     if ids_TLK.ndim != 3 or ids_TLK.dtype.kind not in "iu" or not 1 <= ids_TLK.shape[2] <= MAX_TOP_K:
@@ -91,7 +93,7 @@ def _checked(sample: RoutedSample, rules: ImportRules, counts: ImportCounts, fir
         )
     ids_TLK = ids_TLK[:, _layer_places(where, ids_TLK.shape[1], rules)]
     tokens, start = _tokens_and_start(sample, rules)
-    recorded_T = _recorded_rows(sample, ids_TLK, tokens, start, rules)
+    recorded_T = _recorded_rows(sample, ids_TLK, tokens, start)
     zero_T = recorded_T & _zero_rows(ids_TLK)
     if zero_T.any():
         counts.zero_rows += int(zero_T.sum())
@@ -115,8 +117,8 @@ def _layer_places(where: str, recorded: int, rules: ImportRules) -> slice | list
         return slice(None)
     if layers[-1] >= recorded:
         raise TraceError(
-            f"{where} has {recorded} layers, and --layers names {len(layers)}, up to layer {layers[-1]}: the layer axis "
-            f"holds either all decoder layers or those with experts alone; name the layers of this model"
+            f"{where} has {recorded} layers, and --layers names {len(layers)}, up to layer {layers[-1]}: the layer "
+            f"axis holds either all decoder layers or those with experts alone; name the layers of this model"
         )
     if layers == tuple(range(layers[0], layers[-1] + 1)):
         return slice(layers[0], layers[-1] + 1)
@@ -132,8 +134,8 @@ def _tokens_and_start(sample: RoutedSample, rules: ImportRules) -> tuple[int, in
     short = tokens - 1 - start - rows
     if short < -1:
         raise TraceError(
-            f"{sample.where} has {rows:,} rows from token {start:,} on for {tokens:,} tokens: expected one for each, or "
-            "one less; these routes are of another sample"
+            f"{sample.where} has {rows:,} rows from token {start:,} on for {tokens:,} tokens: expected one for each, "
+            "or one less; these routes are of another sample"
         )
     if short > 0 and rules.short_rows is ShortRows.REFUSE:
         raise TraceError(
@@ -146,9 +148,7 @@ def _tokens_and_start(sample: RoutedSample, rules: ImportRules) -> tuple[int, in
     return tokens, start
 
 
-def _recorded_rows(
-    sample: RoutedSample, ids_TLK: ndarray, tokens: int, start: int, rules: ImportRules
-) -> Bool[ndarray, " T"]:
+def _recorded_rows(sample: RoutedSample, ids_TLK: ndarray, tokens: int, start: int) -> Bool[ndarray, " T"]:
     """Return which rows hold a route: neither a filler, nor -1, nor the row of a last token that was not processed."""
     recorded_T = np.ones(len(ids_TLK), dtype=bool) if sample.absent_T is None else ~sample.absent_T
     if sample.last_absent and len(ids_TLK) and start + len(ids_TLK) == tokens:
@@ -183,18 +183,18 @@ def _refuse_zero_rows(sample: RoutedSample, zero_T: ndarray, recorded_T: ndarray
     zeros, row = int(zero_T.sum()), int(zero_T.argmax())
     if zeros == recorded_T.sum():
         raise TraceError(
-            f"{sample.where}: all of its {zeros:,} rows are zero: the engine captured nothing (vLLM: --enforce-eager, or "
-            "a capture plug-in); --zero-rows drop-sample leaves such samples out"
+            f"{sample.where}: all of its {zeros:,} rows are zero: the engine captured nothing (vLLM: --enforce-eager, "
+            "or a capture plug-in); --zero-rows drop-sample leaves such samples out"
         )
     raise TraceError(
-        f"{sample.where}: {zeros:,} of {len(zero_T):,} rows are zero in every layer, the first is row {row}: the engine "
-        "did not compute them (a prefix from a cache, a hybrid model); choose --zero-rows missing (rows without a "
-        "route) or --zero-rows drop-sample"
+        f"{sample.where}: {zeros:,} of {len(zero_T):,} rows are zero in every layer, the first is row {row}: "
+        "the engine did not compute them (a prefix from a cache, a hybrid model); choose --zero-rows missing (rows "
+        "without a route) or --zero-rows drop-sample"
     )
 
 
 def _refuse_zero_layers(where: str, ids_TLK: ndarray, recorded_T: ndarray, rules: ImportRules) -> None:
-    """Raise TraceError for layers that are zero in each recorded row: dense ones, or a capture that failed."""
+    """Raise TraceError for layers that are zero in each recorded row: dense, or not captured."""
     if ids_TLK.shape[2] < 2 or not recorded_T.any():
         return
     row_LK = ids_TLK[int(recorded_T.argmax())]
@@ -253,6 +253,10 @@ def _piece(
         weight_versions=np.array([one.version for one in samples], dtype=np.int64),
         source=source,
     )
+    try:
+        trace.validate()
+    except TraceError as error:
+        raise TraceError(f"{samples[0].where} and the samples after it: {error}") from error
     counts.samples += len(waiting)
     counts.rows += trace.num_rows
     counts.missing_rows += int((~trace.valid_T).sum())

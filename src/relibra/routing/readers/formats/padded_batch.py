@@ -1,8 +1,8 @@
 """Read batches of verl, SkyRL and NeMo-RL: one padded array of routes for all samples, and masks.
 
 framework  version                routes and what says which rows are real
-verl       0.9.1, main 1dda039    routed_experts [X, n, L, K] int16: a sample's rows begin at its first token, behind the
-                                  padding on the left of its prompt; zeros elsewhere, the row of its last token included.
+verl       0.9.1, main 1dda039    routed_experts [X, n, L, K] int16: a sample's rows begin at its first token, behind
+                                  the padding on the left of its prompt; elsewhere, and for its last token, zeros.
                                   attention_mask [X, n]; responses or response_mask [X, r]; or rows [T, L, K] of all
                                   samples with offsets [X + 1] (values and offsets of the jagged tensor)
 SkyRL      a956457 (2026-08-21)   rollout_expert_indices [X, n, L, K], padded on the left; attention_mask [X, n];
@@ -16,6 +16,7 @@ Containers: a dictionary of tensors in a file of `torch.save` (.pt), safetensors
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -179,7 +180,7 @@ def _jagged(path: Path, arrays: Mapping[str, ndarray]) -> Iterator[RoutedSample]
 
 
 def _pairs(numbers: list[int]) -> list[tuple[int, int]]:
-    return list(zip(numbers, numbers[1:], strict=False))
+    return list(itertools.pairwise(numbers))
 
 
 def _array(path: Path, arrays: Mapping[str, ndarray], name: str, axes: int) -> ndarray:

@@ -56,7 +56,9 @@ def _fields(reader: MessagePack) -> dict[str, Any]:
             reader.skip()
     lists = ("loss_mask", "sequence_lengths", "env_names")
     if not all(isinstance(found[name], list) for name in lists):
-        raise TraceError(f"a micro-batch has {count} fields, without loss_mask, sequence_lengths and env_names in place")
+        raise TraceError(
+            f"a micro-batch has {count} fields, without loss_mask, sequence_lengths and env_names in place"
+        )
     return found
 
 

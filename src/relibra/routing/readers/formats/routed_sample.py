@@ -1,4 +1,4 @@
-"""`RoutedSample`: the routes of one sample as an engine or a framework recorded them; `ImportRules`: how to read them."""
+"""`RoutedSample`: routes of one sample as another program recorded them; `ImportRules`: what recordings do not say."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ class ImportRules:
         if self.top_k is not None and not 1 <= self.top_k <= min(MAX_TOP_K, self.num_experts):
             raise TraceError(f"top_k is {self.top_k}: allowed are 1 to {min(MAX_TOP_K, self.num_experts)}")
         if self.layers is not None and (
-            not self.layers or self.layers[0] < 0 or any(a >= b for a, b in zip(self.layers, self.layers[1:], strict=False))
+            not self.layers
+            or self.layers[0] < 0
+            or any(a >= b for a, b in zip(self.layers, self.layers[1:], strict=False))
         ):
             raise TraceError(f"layers are {list(self.layers)}: expected ascending decoder layers")
         check_model_size("the model", max(len(self.layers or ()), self.recorded_layers or 0), self.num_experts)

@@ -1,9 +1,9 @@
 """Read files of SGLang's expert distribution recorder, mode `per_token`.
 
-Follows 0.5.23: a file of `torch.save` per rank, `{"records": [...], "last_physical_to_logical_map": [L, P]}`. A record is
-one forward pass: `input_ids`, `topk_ids_of_layer` [L, tokens, 8] int32, -1 where nothing was recorded (dense layers, and
-choices beyond the model's). Ids are physical slots and are mapped to experts by the map of the same file. The tokens of a
-pass are those of several requests, which the file does not tell apart: each pass is one sample.
+Follows 0.5.23: a file of `torch.save` per rank, `{"records": [...], "last_physical_to_logical_map": [L, P]}`. A record
+is one forward pass: `input_ids`, `topk_ids_of_layer` [L, tokens, 8] int32, -1 where nothing was recorded (dense layers,
+and choices beyond the model's). Ids are physical slots and are mapped to experts by the map of the same file. The
+tokens of a pass are those of several requests, which the file does not tell apart: each pass is one sample.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _pass(where: str, ids_LTK: ndarray, expert_LP: ndarray, tokens: Any, rules: 
         raise TraceError(f"{where} has {top_k} choices per token, --top-k says {rules.top_k}")
     if rules.layers is None and len(layers) < len(ids_LTK):
         raise TraceError(
-            f"{where}: layers {np.flatnonzero(~used_LK.any(axis=1)).tolist()[:8]} were not recorded: name the layers with "
-            f"experts, --layers {layers[0]}-{layers[-1]} for example"
+            f"{where}: layers {np.flatnonzero(~used_LK.any(axis=1)).tolist()[:8]} were not recorded: name those "
+            f"with experts, --layers {layers[0]}-{layers[-1]} for example"
         )
     kept = layers if rules.layers is None else np.array(rules.layers)
     if kept[-1] >= len(ids_LTK):
