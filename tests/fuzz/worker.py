@@ -19,9 +19,10 @@ import numpy as np
 
 from relibra.errors import RelibraError
 from tests.fuzz.cases import CASES
+from tests.fuzz.recordings import RECORDINGS
 from tests.fuzz.servers import server_answer
 
-READERS = {**CASES, "server_answer": server_answer}
+READERS = {**CASES, **RECORDINGS, "server_answer": server_answer}
 MEMORY_BYTES = 1536 << 20
 """Address space beyond what imports and compiled loops have taken when the first case begins."""
 SECONDS = 5.0

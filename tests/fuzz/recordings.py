@@ -1,0 +1,215 @@
+"""Cases of recordings of engines and frameworks: payloads as released code builds them, then damaged."""
+
+import io
+import json
+import struct
+from functools import cache
+
+import numpy as np
+
+from relibra.routing.readers.encodings.base64_text import decode_base64
+from relibra.routing.readers.encodings.inert_pickle import read_pickle
+from relibra.routing.readers.formats import Format, ImportRules, ShortRows, ZeroRows, import_samples
+from relibra.routing.readers.formats.normalise import ImportCounts, iterate_pieces
+from tests.fuzz.mutations import mutate_array, mutate_bytes, mutate_json, pick
+from tests.routing import recordings as made
+
+
+def _rules(rng):
+    return ImportRules(
+        num_experts=int(pick(rng, (16, 16, 8, 300, 65536))),
+        layers=pick(rng, (None, None, (0, 1, 2), (1, 2), (5,))),
+        zero_rows=pick(rng, list(ZeroRows)),
+        short_rows=pick(rng, list(ShortRows)),
+        top_k=pick(rng, (None, 2, 2, 8)),
+        recorded_layers=pick(rng, (None, 3, 3, 1 << 16)),
+    )
+
+
+def _import(rng, path, format):
+    rules, counts = _rules(rng), ImportCounts()
+    pieces = list(iterate_pieces(import_samples([path], format, rules), rules, counts, source="fuzz"))
+    for piece in pieces:
+        piece.validate()
+    assert sum(piece.num_rows for piece in pieces) == counts.rows
+    assert sum(int((~piece.valid_T).sum()) for piece in pieces) == counts.missing_rows
+
+
+@cache
+def _samples():
+    rng = np.random.default_rng(0)
+    return [(made.routes(rng, prompt + new - 1), prompt, new) for prompt, new in ((4, 3), (1, 5), (6, 2))]
+
+
+def _damaged(rng, path, data):
+    path.write_bytes(mutate_bytes(rng, data) if rng.random() < 0.6 else data)
+    return path
+
+
+def _ids(rng, ids):
+    return mutate_array(rng, ids) if rng.random() < 0.3 else ids
+
+
+@cache
+def _answers():
+    ids, prompt, new = _samples()[0]
+    packed = made.vllm_answer(ids, prompt, new)
+    packed["choices"][0]["routed_experts"] = made.packed(ids.astype(np.uint8), start=0)
+    gym = made.gym_result([(ids.astype(np.int8), prompt, new)])
+    return (made.vllm_answer(ids, prompt, new), made.sglang_answer(ids, prompt, new), packed, gym,
+            made.megatron_answer(ids, prompt, new))  # fmt: skip
+
+
+def imported_answers(rng, folder):
+    answers = [pick(rng, _answers()) for _ in range(int(rng.integers(1, 4)))]
+    if rng.random() < 0.3:
+        try:
+            answers[0] = made.vllm_answer(mutate_array(rng, _samples()[0][0]), 4, 3)
+        except ValueError:  # numpy writes no arrays of some types
+            return
+    answers = [mutate_json(rng, one) if rng.random() < 0.4 else one for one in answers]
+    if rng.random() < 0.5:
+        data = json.dumps(answers, indent=pick(rng, (None, 2))).encode()
+    else:
+        data = "".join(json.dumps(one) + "\n" for one in answers).encode()
+    _import(rng, _damaged(rng, folder / "a.json", data), Format.ANSWERS)
+
+
+@cache
+def _batches():
+    samples = _samples()
+    return {
+        Format.VERL: made.verl_batch(samples, 8, 7),
+        Format.SKYRL: made.skyrl_batch(samples, 1),
+        Format.NEMO_RL: made.nemo_batch(samples),
+    }
+
+
+def _safetensors(rng, arrays):
+    """Write a file of tensors whose header is as it should be, or damaged."""
+    kinds = {"u": "U", "i": "I", "b": "BOOL", "f": "F"}
+    header, body = {}, b""
+    for name, array in arrays.items():
+        data = np.ascontiguousarray(array).tobytes()
+        kind = kinds.get(array.dtype.kind, "C")
+        dtype = kind if kind == "BOOL" else f"{kind}{8 * array.dtype.itemsize}"
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [len(body), len(body) + len(data)]}
+        body += data
+    text = json.dumps(mutate_json(rng, header) if rng.random() < 0.5 else header).encode()
+    return struct.pack("<Q", len(text)) + text + body
+
+
+def _torch_file(value):
+    import torch
+
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _tensor(array):
+    import torch
+
+    return torch.from_numpy(np.array(array, order="C"))
+
+
+def _tensors(arrays):
+    return {name: _tensor(array) if array.dtype.kind in "iufb" else array for name, array in arrays.items()}
+
+
+def imported_batches(rng, folder):
+    format = pick(rng, list(_batches()))
+    arrays = {name: _ids(rng, array) for name, array in _batches()[format].items() if rng.random() < 0.95}
+    kind = pick(rng, ("safetensors", "npz", "pt", "pkl"))
+    if kind == "safetensors":
+        data = _safetensors(rng, arrays)
+    elif kind == "npz":
+        file = io.BytesIO()
+        np.savez(file, **arrays)
+        data = file.getvalue()
+    elif kind == "pt":
+        data = _torch_file(_tensors(arrays))
+    else:
+        data = made.skyrl_pickle(arrays)
+    _import(rng, _damaged(rng, folder / f"b.{kind}", data), format)
+
+
+@cache
+def _dumps():
+    rng = np.random.default_rng(1)
+    samples = made.slime_samples(_samples(), _tensor)
+    slots = np.stack([rng.permutation(18) % 16 for _ in range(3)])
+    passes = [ids for ids, _, _ in _samples()]
+    recorder = made.recorder_dump(passes, slots, _tensor)
+    lists = made.slime_samples(_samples(), np.ndarray.tolist)
+    return {
+        "slime": (Format.SLIME, _torch_file({"rollout_id": 1, "samples": samples})),
+        "arrays": (Format.SLIME, _torch_file({"rollout_id": 1, "samples": made.slime_samples(_samples(), np.array)})),
+        "lists": (Format.SLIME, _torch_file({"rollout_id": 1, "samples": lists})),
+        "recorder": (Format.SGLANG_RECORDER, _torch_file(recorder)),
+        "replay": (Format.MEGATRON, _torch_file([_tensor(passes[0][:, layer]) for layer in range(3)])),
+    }
+
+
+def imported_dumps(rng, folder):
+    format, data = pick(rng, list(_dumps().values()))
+    if rng.random() < 0.5:  # in the pickle inside, so that the archive stays whole
+        data = _with_damaged_pickle(rng, data)
+    _import(rng, _damaged(rng, folder / "d.pt", data) if rng.random() < 0.5 else _whole(folder / "d.pt", data), format)
+
+
+def _whole(path, data):
+    path.write_bytes(data)
+    return path
+
+
+def _with_damaged_pickle(rng, data):
+    import zipfile
+
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(file, "w", pick(rng, (0, 0, 8))) as new:
+        for member in old.infolist():
+            content = old.read(member)
+            new.writestr(member.filename, mutate_bytes(rng, content) if member.filename.endswith("pkl") else content)
+    return file.getvalue()
+
+
+def imported_micro_batches(rng, folder):
+    ids = [(np.concatenate([ids, ids[-1:]]).astype(np.uint8), True) for ids, _, _ in _samples()]
+    data = made.prime_batches([ids[:1], ids[1:]], int(rng.integers(3)))
+    _import(rng, _damaged(rng, folder / "rank_0.bin", data), Format.PRIME_RL)
+
+
+def imported_router_traces(rng, folder):
+    ids = [ids for ids, _, _ in _samples()]
+    lines = made.megatron_lines([ids[:1], ids[1:2]]).splitlines()
+    place = int(rng.integers(len(lines)))
+    if rng.random() < 0.5:
+        lines[place] = json.dumps(mutate_json(rng, json.loads(lines[place]))).encode()
+    _import(rng, _damaged(rng, folder / "router_trace_rank0.jsonl", b"\n".join(lines)), Format.MEGATRON)
+
+
+def any_pickle(rng, _):
+    import pickle
+
+    value = {"a": [1, 2.5, None, True, "x", b"y"], "b": (1, (2, 3), {4}), "c": np.arange(4), "d": np.float32(2)}
+    data = pickle.dumps(value, protocol=int(rng.integers(6)))
+    read_pickle("pickle", io.BytesIO(mutate_bytes(rng, data)))
+
+
+def any_base64(rng, _):
+    import base64
+
+    data = rng.bytes(int(rng.integers(40)))
+    text = mutate_bytes(rng, base64.b64encode(data)) if rng.random() < 0.7 else base64.b64encode(data)
+    found = decode_base64("text", text).tobytes()
+    assert found == base64.b64decode(text, validate=True)
+
+
+RECORDINGS = {
+    function.__name__: function
+    for function in (
+        *(imported_answers, imported_batches, imported_dumps, imported_micro_batches, imported_router_traces),
+        *(any_pickle, any_base64),
+    )
+}
