@@ -6,6 +6,7 @@ import struct
 from functools import cache
 
 import numpy as np
+import torch
 
 from relibra.routing.readers.encodings.base64_text import decode_base64
 from relibra.routing.readers.encodings.inert_pickle import read_pickle
@@ -100,16 +101,12 @@ def _safetensors(rng, arrays):
 
 
 def _torch_file(value):
-    import torch
-
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
 def _tensor(array):
-    import torch
-
     return torch.from_numpy(np.array(array, order="C"))
 
 

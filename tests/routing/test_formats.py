@@ -1,19 +1,29 @@
 """Every reader gives back the routes of payloads that `recordings` builds as the released code builds them."""
 
+import base64
+import dataclasses
 import json
 import tracemalloc
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from safetensors.numpy import save_file
+from typer.testing import CliRunner
 
 from relibra.cli.inputs import options
+from relibra.cli.main import app
 from relibra.errors import TraceError
 from relibra.routing.readers import formats
+from relibra.routing.readers.encodings.base64_text import decode_base64
+from relibra.routing.readers.encodings.json_text import parse_documents
 from relibra.routing.readers.formats import Format, ImportRules, ShortRows, ZeroRows, import_samples
 from relibra.routing.readers.formats.normalise import ImportCounts, iterate_pieces
-from relibra.routing.trace import concatenate
+from relibra.routing.trace import RoutingTrace, concatenate
+from relibra.routing.trace_files import read_trace
 from tests.routing import recordings as made
 
 E = 16
@@ -349,3 +359,81 @@ def test_reading_answers_takes_at_most_twice_the_payload(tmp_path, rng):
 def test_options_of_the_command_line_are_those_of_the_readers():
     for name in ("Format", "ZeroRows", "ShortRows"):
         assert [one.value for one in getattr(options, name)] == [one.value for one in getattr(formats, name)]
+
+
+def test_a_command_imports_and_says_what_was_missing(tmp_path, samples):
+    ids = samples[0][0].copy()
+    ids[:2] = 0
+    path = write(tmp_path, "a.jsonl", [made.vllm_answer(ids, 4, 3), made.vllm_answer(*samples[1])])
+    command = ["trace", "import", str(path), "--format", "answers", "--num-experts", "16", "--to", str(tmp_path / "t")]
+    refused = CliRunner().invoke(app, command)
+    assert isinstance(refused.exception, TraceError)
+    done = CliRunner().invoke(app, [*command, "--zero-rows", "missing", "--layers", "3-5", "--json"])
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert {key: facts[key] for key in ("samples", "rows", "missing_rows", "zero_rows")} == {
+        "samples": 2, "rows": 13, "missing_rows": 4, "zero_rows": 2,
+    }  # fmt: skip
+    trace = read_trace(tmp_path / "t")
+    assert trace.layer_ids.tolist() == [3, 4, 5]
+    assert_same(trace.select([1]), samples[1:2])
+    again = CliRunner().invoke(app, [*command, "--zero-rows", "missing"])
+    assert "already holds a trace" in str(again.exception)
+
+
+@given(
+    st.recursive(
+        st.none() | st.text(max_size=5) | st.integers(),
+        lambda x: st.lists(x) | st.dictionaries(st.text('\\"[{:', max_size=3), x),
+        max_leaves=8,
+    )
+)
+def test_long_texts_and_skipped_values_change_nothing_else(rest):
+    text = "A" * 80
+    value = {
+        "a": rest,
+        "logprobs": {"content": rest},
+        "b": ["routed_experts", '"routed_experts": "', rest],
+        "routed_experts": text,
+    }
+    for indent in (None, 1):
+        (document,) = parse_documents("x", json.dumps(value, indent=indent).encode())
+        found = document.value
+        assert bytes(document.text(found.pop("routed_experts"))) == text.encode()
+        assert found.pop("logprobs") in (None, {"content": rest})
+        assert found == {"a": rest, "b": value["b"]}
+
+
+@given(st.binary(max_size=60), st.booleans())
+def test_base64_is_that_of_the_standard_library(data, cut):
+    text = base64.b64encode(data)[: -1 if cut else None]
+    if len(text) % 4:
+        with pytest.raises(TraceError, match="multiple of 4"):
+            decode_base64("x", text)
+    else:
+        assert decode_base64("x", text).tobytes() == base64.b64decode(text)
+
+
+@given(
+    hnp.arrays(
+        np.uint8, st.tuples(st.integers(1, 4), st.integers(1, 3), st.sampled_from([2, 8])), elements=st.integers(0, 12)
+    )
+)
+def test_rows_are_legal_where_a_slow_check_says_so(ids):
+    valid = np.arange(len(ids)) % 3 != 2
+    legal = all(len({*row}) == len(row) and max(row) < 12 for t in np.flatnonzero(valid) for row in ids[t].tolist())
+    trace = RoutingTrace.from_samples([np.zeros((1, 1, 1), int)], num_experts=1)
+    T, L = ids.shape[:2]
+    whole = dataclasses.replace(
+        trace,
+        experts_TLK=ids,
+        valid_T=valid,
+        offsets=np.array([0, T]),
+        layer_ids=np.arange(L, dtype=np.int32),
+        num_experts=12,
+    )
+    if legal:
+        whole.validate()
+    else:
+        with pytest.raises(TraceError):
+            whole.validate()

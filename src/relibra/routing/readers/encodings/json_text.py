@@ -1,7 +1,7 @@
 """Read JSON, and JSON lines, in which a few texts are far longer than the rest.
 
 Routes of an answer are one text of megabytes. Such texts are cut out before the rest is parsed, and handed on as views
-of the file: they are neither copied nor scanned character by character.
+of the file: they are neither copied nor scanned character by character. Log-probabilities are passed over.
 """
 
 from __future__ import annotations
@@ -13,17 +13,26 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, no_type_check
+
+import numpy as np
+from numpy import ndarray
 
 from relibra.errors import TraceError
+from relibra.routing.compiled import compiled
 
 LONG_KEYS = ("routed_experts", "prompt_routed_experts", "data")
 """Keys whose texts are cut out: routes of an answer, and of the form {data, shape, dtype}."""
+SKIPPED_KEYS = ("logprobs", "prompt_logprobs")
+"""Keys whose lists and objects are read as null: they have as many values as there are tokens."""
 LONG = 64
 """Characters from which a text is cut out."""
 MAX_REST_BYTES = 1 << 30
 """Most bytes of a document besides its long texts: its values take several times as much memory."""
-_KEY = re.compile(rb'"(?:' + "|".join(LONG_KEYS).encode() + rb')"[ \t\r\n]*:[ \t\r\n]*"')
+_KEY = re.compile(
+    rb'"(?:(?:%b)"[ \t\r\n]*:[ \t\r\n]*"|(?:%b)"[ \t\r\n]*:[ \t\r\n]*(?=[\[{]))'
+    % ("|".join(LONG_KEYS).encode(), "|".join(SKIPPED_KEYS).encode())
+)
 """In valid JSON this is a key and the beginning of its text: inside a text, quotes have a backslash before them."""
 
 
@@ -104,6 +113,14 @@ def _parse(where: str, data: bytes | mmap.mmap, start: int, stop: int) -> JsonDo
     at = start
     while found := _KEY.search(data, at, stop):
         begin = found.end()
+        if data[begin - 1] != ord('"'):
+            length = int(_value_length(np.frombuffer(view[begin:stop], dtype=np.uint8)))
+            if length == 0:  # looking on from here could take the square of the time
+                raise ValueError(f"the list or object at byte {begin:,} does not end")
+            pieces += [data[at:begin], b"null"]
+            rest += begin - at
+            at = begin + length
+            continue
         end = data.find(b'"', begin, stop)
         if end < 0:
             break
@@ -127,3 +144,28 @@ def _parse(where: str, data: bytes | mmap.mmap, start: int, stop: int) -> JsonDo
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     return JsonDocument(where=where, value=value, texts=texts)
+
+
+@compiled
+@no_type_check
+def _value_length(text: ndarray) -> int:
+    """Return the bytes of the list or object that a text begins with; 0: it does not end."""
+    depth, in_text, escaped = 0, False, False
+    for place in range(len(text)):
+        byte = text[place]
+        if in_text:
+            if escaped:
+                escaped = False
+            elif byte == 92:  # a backslash
+                escaped = True
+            elif byte == 34:
+                in_text = False
+        elif byte == 34:  # a quote
+            in_text = True
+        elif byte in (91, 123):  # [ {
+            depth += 1
+        elif byte in (93, 125):  # ] }
+            depth -= 1
+            if depth == 0:
+                return place + 1
+    return 0
