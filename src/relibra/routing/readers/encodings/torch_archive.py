@@ -41,9 +41,9 @@ class TorchArchive:
         raises    TraceError for a damaged file, or one of the format before torch 1.6
         """
         self.path = path
-        if not zipfile.is_zipfile(path):
-            raise TraceError(f"{path} is no file of torch.save: expected a zip archive, as torch 1.6 and later write")
         try:
+            if not zipfile.is_zipfile(path):
+                raise TraceError(f"{path} is no file of torch.save: expected a zip archive, as since torch 1.6")
             self.zip = zipfile.ZipFile(path)
             self.members = {one.filename.partition("/")[2]: one for one in self.zip.infolist()}
             if "data.pkl" not in self.members:
