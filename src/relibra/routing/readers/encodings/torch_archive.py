@@ -1,4 +1,4 @@
-"""Read tensors from files of `torch.save`, without torch and without running what they name."""
+"""Read tensors from torch files, without torch and without running what they name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NAMED_DTYPES = {
 
 
 class TorchArchive:
-    """A file of `torch.save`: `value` has inert objects for tensors, which `array` turns into arrays.
+    """A torch file: `value` has inert objects for tensors, which `array` turns into arrays.
 
     >>> with TorchArchive(path) as archive:  # doctest: +SKIP
     ...     ids = archive.array("samples[0]", archive.value["samples"][0]["routed_experts"])
@@ -43,11 +43,11 @@ class TorchArchive:
         self.path = path
         try:
             if not zipfile.is_zipfile(path):
-                raise TraceError(f"{path} is no file of torch.save: expected a zip archive, as since torch 1.6")
+                raise TraceError(f"{path} is no torch file: expected a zip archive, as since torch 1.6")
             self.zip = zipfile.ZipFile(path)
             self.members = {one.filename.partition("/")[2]: one for one in self.zip.infolist()}
             if "data.pkl" not in self.members:
-                raise TraceError(f"{path} is no file of torch.save: it has no data.pkl")
+                raise TraceError(f"{path} is no torch file: it has no data.pkl")
             if "byteorder" in self.members and self._read("byteorder", 16) != b"little":
                 raise TraceError(f"{path} was written on a big-endian machine: save it again on a little-endian one")
             with self.zip.open(self.members["data.pkl"]) as file:
@@ -55,7 +55,7 @@ class TorchArchive:
         except TraceError:
             raise
         except DAMAGE as error:
-            raise TraceError(f"{path} cannot be read as a file of torch.save: {error}") from error
+            raise TraceError(f"{path} cannot be read as a torch file: {error}") from error
 
     def __enter__(self) -> TorchArchive:
         """Return the archive."""

@@ -96,7 +96,7 @@ def _recorded_indices(path: Path) -> RoutedSample:
     with TorchArchive(path) as archive:
         if not isinstance(archive.value, list) or not archive.value:
             raise TraceError(
-                f"{path} holds no list of tensors: expected torch.save(RouterReplay.get_recorded_data(), ...)"
+                f"{path} holds no list of tensors: expected what RouterReplay.get_recorded_data() returned"
             )
         routers = [archive.array(f"router {place}", one) for place, one in enumerate(archive.value)]
     if len({router.shape for router in routers}) > 1 or routers[0].ndim != 2:

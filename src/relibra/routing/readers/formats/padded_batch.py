@@ -10,7 +10,7 @@ SkyRL      a956457 (2026-08-21)   rollout_expert_indices [X, n, L, K], padded on
 NeMo-RL    7ea279a (2026-08-22)   routed_experts [X, n, L, K], padded on the right; input_lengths [X]; rows of -1 are
                                   missing; the row of the last token is a filler
 
-Containers: a dictionary of tensors in a file of `torch.save` (.pt), safetensors, .npz; for SkyRL also the pickle that
+Containers: a dictionary of tensors in a torch file (.pt), safetensors, .npz; for SkyRL also the pickle that
 `trainer.dump_data_batch` writes (.pkl).
 """
 

@@ -1,6 +1,6 @@
 """Read files of SGLang's expert distribution recorder, mode `per_token`.
 
-Follows 0.5.23: a file of `torch.save` per rank, `{"records": [...], "last_physical_to_logical_map": [L, P]}`. A record
+Follows 0.5.23: a torch file per rank, `{"records": [...], "last_physical_to_logical_map": [L, P]}`. A record
 is one forward pass: `input_ids`, `topk_ids_of_layer` [L, tokens, 8] int32, -1 where nothing was recorded (dense layers,
 and choices beyond the model's). Ids are physical slots and are mapped to experts by the map of the same file. The
 tokens of a pass are those of several requests, which the file does not tell apart: each pass is one sample.

@@ -1,6 +1,6 @@
 """Read rollout dumps of slime: `--save-debug-rollout-data PATH`, or `rollout_data/` of `--dump-details`.
 
-Follows slime 624b824 (2026-08-21): a file of `torch.save` with `{"rollout_id", "samples": [...]}`; a sample is the
+Follows slime 624b824 (2026-08-21): a torch file with `{"rollout_id", "samples": [...]}`; a sample is the
 dictionary of its `Sample`, with `tokens`, `response_length`, `index`, `group_index`, `weight_versions` and
 `rollout_routed_experts` [n-1, all decoder layers, K] int32. miles writes the same; its rows of -1 are not recorded.
 """
