@@ -11,7 +11,7 @@ from tests.planning.balancers.requests import ask
 
 @pytest.mark.parametrize(
     ("per_group", "asked", "kept"),
-    [(100, 32, 64), (100, 60, 100), (40, 32, 40), (10, 32, 40), (1, 32, 32), (100, None, 100)],
+    [(100, 32, 32), (100, 60, 100), (40, 32, 40), (10, 32, 40), (1, 32, 32), (100, None, 100)],
 )
 def test_a_pilot_ends_with_a_group_and_pays_its_share_of_the_moves(per_group, asked, kept):
     request = ask(np.ones((100, 8, 2, 4)), 1, slots=1, steps_served=12)

@@ -14,7 +14,7 @@ from relibra.routing.demand import ScheduledDemand
 _PILOT_LAYERS = 6
 """Layers on which ways are priced before the best ones are tried on all."""
 _PILOT_MICRO_BATCHES, _PILOT_OF_LARGE_STEP = 32, 16
-"""Micro-batches of these layers that ways are priced on; up to twice as many, see `pilot_of`."""
+"""Micro-batches of these layers that ways are priced on; up to twice as many, to end with a group (`pilot_of`)."""
 BEST_WAYS = 2
 """Ways that are tried on all layers, and each layer takes the cheaper one."""
 _LARGE_STEP = 1024
@@ -30,14 +30,15 @@ def pilot_layers(home_LE: ndarray) -> Int64[ndarray, " l"]:
 def pilot_of(request: PlacementRequest, demand: ScheduledDemand, micro_batches: int | None = None) -> PlacementRequest:
     """Return the request for a few layers, evenly spaced, of a demand.
 
-    micro_batches   the first so many, up to the end of the group of the last one, at most twice as many; None: all.
-                    `steps_served` grows by M / kept, so that the kept micro-batches pay their share of the moves
+    micro_batches   the first so many, and the rest of the group of the last one unless they are then more than twice as
+                    many; None: all. `steps_served` grows by M / kept, so that the kept micro-batches pay their share of
+                    the moves
     """
     M, served = len(demand.tokens_MLRE), request.budget.steps_served
     if micro_batches is not None and micro_batches < M:
         group_M = np.zeros(M, dtype=np.int32) if demand.group_M is None else demand.group_M
         end_of_group = int(np.searchsorted(group_M, group_M[micro_batches - 1], side="right"))
-        kept = min(end_of_group, 2 * micro_batches)
+        kept = end_of_group if end_of_group <= 2 * micro_batches else micro_batches
         demand, served = demand.of_micro_batches(slice(kept)), round(served * M / kept)
     first = replace(request, demand=demand, budget=replace(request.budget, steps_served=served))
     return first.of_layers(pilot_layers(request.previous.home_LE))
