@@ -178,7 +178,7 @@ def row_of(survived: Sequence[Survived], seed: int) -> dict:
         "unit": "disks: file systems that filled up at a random step to a random number of free pages; went on: the "
         "run reached its end, warned: with a warning; stopped: with a sentence, and resumed after room was made; "
         "anew: had no checkpoint yet and was started again; torn: logs whose last line was cut; equal: metrics, "
-        "samples and policy are those of an undisturbed run; neither: another end",
+        "samples and policy are those of an undisturbed run; failed: another end",
         "seed": seed,
         "repetitions": len(survived),
         "disks": len(survived),

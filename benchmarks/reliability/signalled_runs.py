@@ -230,7 +230,7 @@ def rows_of(ended: Sequence[Ended], seed: int) -> list[dict]:
                 "label": "measured",
                 "unit": "points: random moments of a run; equal: metrics, samples and policy after --resume are those "
                 "of an undisturbed run; anew: had no checkpoint yet and was started again; named: rank named, of those "
-                "points that hit one rank; neither: neither equal nor named, or hung, or left a process; seconds from "
+                "points that hit one rank; failed: neither equal nor named, or hung, or left a process; seconds from "
                 "the signal",
                 "seed": seed,
                 "repetitions": len(own),

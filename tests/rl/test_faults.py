@@ -85,6 +85,14 @@ def test_a_stopped_rank_is_named_and_the_others_leave_their_stacks(rank, tmp_pat
     assert "Thread" in (going.run / "stacks" / f"rank-{1 - rank:05d}.txt").read_text()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_before_it_joins_the_others_is_named(rank, tmp_path):
+    with LongRun(tmp_path, "parallel.heartbeat_seconds=1") as going:
+        os.kill(going.wait_for_workers(2)[rank], signal.SIGSTOP)
+        assert going.exit_code(90) == 1
+    assert f"the process of rank {rank} is stopped (SIGSTOP)" in going.stderr
+
+
 def test_a_supervised_run_goes_on_after_a_lost_rank(tmp_path):
     words = ("--supervise", "checkpoint.every=1", "run.steps=12", "algorithm.preset=grpo")
     with LongRun(tmp_path, *words) as going:

@@ -254,7 +254,8 @@ def heartbeats(
         yield
         return
     host, port = address
-    shared = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    timeout = timedelta(seconds=timeout_seconds)
+    shared = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
     store = dist.PrefixStore(f"beats-{attempt}", shared)  # type: ignore[attr-defined]
     beat = Heartbeat(store, rank, num_ranks, run / "stacks", on_lost, lost_seconds)
     beat.start()

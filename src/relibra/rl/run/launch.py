@@ -42,6 +42,10 @@ MAX_RESTARTS = 3
 """Restarts of a supervised run without a newer checkpoint; with one they are counted anew."""
 GRACE_SECONDS = 10.0
 """Seconds that other ranks get to report their own errors after one failed, before they are killed."""
+STOPPED_SECONDS = 30.0
+"""Seconds beyond `parallel.heartbeat_seconds` after which a stopped rank ends the run: ranks notice it themselves
+before, with their stacks, except while they join and leave the group."""
+POLL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ def _run_processes(config: RunConfig, run: Path) -> bool:
         try:
             _start(processes)
             listener.close()
-            _wait(processes)
+            stopped = _wait(processes, config.parallel.heartbeat_seconds + STOPPED_SECONDS)
             codes = [process.exitcode for process in processes]  # None: still waiting for peers of a failed rank
         finally:
             _end(processes)
@@ -165,7 +169,7 @@ def _run_processes(config: RunConfig, run: Path) -> bool:
         return all(code == Exit.DONE for code in codes)
     _print_messages([word.decode(errors="ignore").strip() for word in last_words], codes)
     kind = EngineError if Exit.FAILED in codes else LostRankError
-    raise kind(_explain_failure(codes, run))
+    raise kind(_explain_failure(codes, stopped, run))
 
 
 def _last_word(reader: Connection) -> bytes:
@@ -231,21 +235,40 @@ def _blocked_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _wait(processes: list[BaseProcess]) -> None:
-    """Wait until all ranks ended, or until GRACE_SECONDS after the first failure."""
+def _wait(processes: list[BaseProcess], stopped_seconds: float) -> list[int]:
+    """Wait until all ranks ended, until GRACE_SECONDS after the first failure, or until ranks are stopped for long.
+
+    stopped_seconds   in which a process is stopped (SIGSTOP)
+    returns           the ranks that are
+    """
     running = {process.sentinel: process for process in processes}
+    polls_R = [0] * len(processes)  # in which a rank was stopped, one after another
     deadline = None
     while running:
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ended = multiprocessing.connection.wait(list(running), timeout=timeout)
+        ended = multiprocessing.connection.wait(list(running), timeout=POLL_SECONDS)
         if not ended:
-            return
+            polls_R = [(polls + 1) * _is_stopped(process) for polls, process in zip(polls_R, processes, strict=True)]
+            stopped = [rank for rank, polls in enumerate(polls_R) if polls * POLL_SECONDS > stopped_seconds]
+            if stopped or (deadline is not None and time.monotonic() > deadline):
+                return stopped
         for sentinel in ended:
             assert isinstance(sentinel, int), "we wait for process sentinels only"
             process = running.pop(sentinel)
             process.join()
             if process.exitcode not in (Exit.DONE, Exit.STOPPED) and deadline is None:
                 deadline = time.monotonic() + GRACE_SECONDS
+    return []
+
+
+def _is_stopped(process: BaseProcess) -> bool:
+    """Return whether a process is stopped, by SIGSTOP or a terminal; elsewhere than on Linux False."""
+    if sys.platform != "linux" or process.exitcode is not None or process.pid is None:
+        return False
+    try:
+        found = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # it ended just now
+        return False
+    return found is not None and found.si_code == os.CLD_STOPPED
 
 
 def _end(processes: list[BaseProcess]) -> None:
@@ -257,9 +280,10 @@ def _end(processes: list[BaseProcess]) -> None:
             process.join()
 
 
-def _explain_failure(codes: Sequence[int | None], run: Path) -> str:
+def _explain_failure(codes: Sequence[int | None], stopped: Sequence[int], run: Path) -> str:
     """Return which ranks ended the run and the next step; a lost peer counts only if there is no other cause."""
-    causes = [
+    causes = [f"the process of rank {rank} is stopped (SIGSTOP)" for rank in stopped]
+    causes += [
         f"rank {rank} was killed by {_signal_name(-code)}"
         for rank, code in enumerate(codes)
         if code is not None and code < 0

@@ -121,7 +121,7 @@ def joined_ranks(
         _STATE.group = dist.new_group(backend="gloo", timeout=NO_DEADLINE)
         _STATE.background = dist.new_group(backend="gloo", timeout=NO_DEADLINE)
         yield
-        wait_for_ranks()  # a peer may still need this rank
+        dist.barrier()  # a peer may still need this rank
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise ConfigError(
