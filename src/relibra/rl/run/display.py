@@ -89,11 +89,8 @@ class TrainingDisplay:
         )
 
     def compiling(self) -> None:
-        """Show why the first RL step takes long."""
-        self.console.print(
-            "the first RL step compiles kernels where none are cached: half a minute, once per installation",
-            highlight=False,
-        )
+        """Show why the first RL step may take long."""
+        self.console.print("the first RL step compiles kernels where none are cached: half a minute", highlight=False)
 
     def warmup_step(self, step: int, loss: float) -> None:
         """Show a finished warm-up step."""
