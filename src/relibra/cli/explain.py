@@ -11,8 +11,9 @@ import typer
 
 from relibra.cli.inputs import options
 from relibra.cli.outputs.files import find_demand
-from relibra.cli.outputs.terminal import print_text, ranges_in_words
+from relibra.cli.outputs.terminal import print_text
 from relibra.errors import ConfigError
+from relibra.number_ranges import ranges_in_words
 
 
 def explain(

@@ -15,8 +15,9 @@ from rich.table import Table
 from relibra.cli.inputs import options
 from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.workload import assumed_experts, check_num_experts
-from relibra.cli.outputs.terminal import plural, print_note, print_text, progress, ranges_in_words, stdout_console
+from relibra.cli.outputs.terminal import plural, print_note, print_text, progress, stdout_console
 from relibra.errors import RelibraError, TraceError
+from relibra.number_ranges import ranges_in_words
 
 if TYPE_CHECKING:
     from relibra.routing.trace import RoutingTrace

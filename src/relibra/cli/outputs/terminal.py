@@ -48,18 +48,3 @@ def print_text(text: str) -> None:
 def print_note(text: str) -> None:
     """Print a line on stderr, beside the results on stdout."""
     typer.echo(printable(text), err=True)
-
-
-def ranges_in_words(numbers: list[int]) -> str:
-    """Write ascending numbers as ranges.
-
-    >>> ranges_in_words([1, 2, 3, 5])
-    '1-3, 5'
-    """
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1].append(number)
-        else:
-            ranges.append([number])
-    return ", ".join(str(one[0]) if len(one) == 1 else f"{one[0]}-{one[-1]}" for one in ranges)

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Shaped
 from numpy import ndarray
 
 from relibra.errors import TraceError
+from relibra.number_ranges import ranges_in_words
 from relibra.routing.array_sizes import MAX_TOP_K, check_array_size
 from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample, ShortRows, ZeroRows
 from relibra.routing.trace import RoutingTrace, expert_dtype
@@ -208,7 +209,7 @@ def _refuse_zero_layers(where: str, ids_TLK: ndarray, recorded_T: ndarray, rules
         raise TraceError(f"{where}: layers {zero} of --layers are zero in every row: the engine did not capture them")
     raise TraceError(
         f"{where}: layers {zero} are zero in every row: they have no experts, or were not captured; --layers "
-        f"{_as_ranges(kept)} imports the others"
+        f"{ranges_in_words(kept, ',')} imports the others"
     )
 
 
@@ -270,14 +271,3 @@ def _copy_rows(rows: _Rows, into_TLK: Shaped[ndarray, "T L K"]) -> None:
     into_TLK[stop:] = 0
     np.copyto(into_TLK[rows.start : stop], rows.ids_TLK, casting="unsafe")
     into_TLK[~rows.valid_T] = 0
-
-
-def _as_ranges(numbers: list[int]) -> str:
-    """Write ascending numbers as an option takes them, "1-26,28"."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1].append(number)
-        else:
-            ranges.append([number])
-    return ",".join(str(one[0]) if len(one) == 1 else f"{one[0]}-{one[-1]}" for one in ranges)
