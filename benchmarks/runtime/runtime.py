@@ -226,7 +226,7 @@ def _print(rows: list[dict]) -> None:
             title=f"{case}, rank skew {skew:.2f}", title_justify="left", box=None, padding=(0, 1), pad_edge=False
         )
         table.add_column("balancer", no_wrap=True)
-        for title in ("planned", "tokens/s", "/ a2a", "/ balanced", "exposed", "pushed", "MiB"):
+        for title in ("plan", "tok/s", "/ a2a", "/ even", "exposed", "pushed", "MiB"):
             table.add_column(title, justify="right", no_wrap=True)
         for row in rows:
             if (row["case"], row["case_skew"]) == (case, skew):
@@ -242,8 +242,8 @@ def _print(rows: list[dict]) -> None:
                 )
         Console().print(table, "")
     print(
-        "planned: skew under the plan; a2a: transformers' all_to_all; balanced: the same step with as many\n"
-        "token-slots for every expert, by the same runtime; exposed: waiting for pushes and returns, share of the\n"
-        "step; pushed: experts per micro-batch and layer, forward and backward; MiB: memory of the busier rank at its\n"
-        "peak, above what it had before the step"
+        "plan: skew under the plan; a2a: transformers' all_to_all; even: balanced routes, the same step\n"
+        "with as many token-slots for every expert, by the same runtime; exposed: waiting for pushes and\n"
+        "returns, share of the step; pushed: experts per micro-batch and layer, forward and backward;\n"
+        "MiB: memory of the busier rank at its peak, above what it had before the step"
     )
