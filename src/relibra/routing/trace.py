@@ -62,6 +62,12 @@ class RoutingTrace:
     group_names: tuple[str, ...] = ()
     source: str = "unknown"
 
+    def __repr__(self) -> str:
+        """Return its sizes; the arrays of a real trace fill screens."""
+        T, L, K = self.experts_TLK.shape
+        sizes = f"{self.num_samples:,} samples, {T:,} token rows, {L} MoE layers, {K} of {self.num_experts} experts"
+        return f"RoutingTrace({sizes}, source {self.source!r})"
+
     def __post_init__(self) -> None:
         """Make the arrays read-only: several stages share the same bytes."""
         for field in fields(self):
