@@ -232,9 +232,9 @@ def test_plan_says_how_the_trace_was_cut(run, tmp_path, routes):
     one = domain_trace(shape, np.random.default_rng(0), num_domains=1)
     group_ids = np.arange(160, dtype=one.group_ids.dtype) % 2
     for name, groups, words in (
-        ("turns", group_ids, "at most 25 tokens per rank, mean 25 and fullest 25; 2 task sets alternate"),
-        ("small", np.where(np.arange(160) < 2, 1, 0), "one task set: 1 of 2 groups is smaller than a micro-batch"),
-        ("none", np.where(np.arange(160) < 2, -1, group_ids), "one task set: 2 samples have no group"),
+        ("turns", group_ids, "mean 25 and fullest 25; micro-batches of 2 named groups take turns"),
+        ("small", np.where(np.arange(160) < 2, 1, 0), "not kept apart: 1 of 2 is smaller than a micro-batch"),
+        ("none", np.where(np.arange(160) < 2, -1, group_ids), "groups are not kept apart: 2 samples have none"),
     ):
         changed = replace(one, group_ids=groups.astype(one.group_ids.dtype), group_names=("a", "b"))
         write_trace(changed, tmp_path / name)

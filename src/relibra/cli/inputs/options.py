@@ -154,7 +154,7 @@ MiniBatches = Annotated[
 CutOrder = Annotated[
     Order,
     typer.Option(
-        help="recorded: whole samples in recorded order, task sets alternate, or as the run trained them; shuffled: "
+        help="recorded: whole samples in recorded order, named groups in turn, or as the run trained them; shuffled: "
         "in random order."
     ),
 ]

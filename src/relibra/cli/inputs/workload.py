@@ -185,7 +185,7 @@ def _scheduled(routes: RoutingTrace, request: WorkloadRequest, tokens: int) -> t
     order = f"random order, seed {request.seed}" if shuffled else "recorded order"
     words = [f"whole samples in {order}, at most {plural(tokens, 'token')} per rank, {fill_in_words(demand)}"]
     if not shuffled:
-        words.append(_task_sets_in_words(routes, tokens * request.ranks))
+        words += _groups_in_words(routes, tokens * request.ranks)
     return demand, (*words, *samples_in_words(demand, request, tokens))
 
 
@@ -252,24 +252,25 @@ def _second_half(trace: Path, demand: ScheduledDemand) -> tuple[ScheduledDemand,
     return select_micro_batches(demand, half), load_MLE[:half]
 
 
-def _task_sets_in_words(trace: RoutingTrace, tokens: int) -> str:
-    """Return whether task sets alternate, and if not, why; tokens: of a micro-batch over all ranks."""
+def _groups_in_words(trace: RoutingTrace, tokens: int) -> list[str]:
+    """Say whether the named groups of samples take turns, and if not, why; tokens: of a micro-batch over all ranks."""
     import numpy as np
 
     from relibra.routing.micro_batches import task_sets
 
     sets = task_sets(trace, tokens)
     if len(sets) > 1:
-        return f"{len(sets)} task sets alternate"
+        return [f"micro-batches of {len(sets)} named groups take turns"]
     names = len(trace.group_names)
     if names < 2:
-        return "one task set"
+        return []
     group_T = np.repeat(np.asarray(trace.group_ids), np.diff(trace.offsets))
     small = sum(int((group_T == group).sum()) < tokens for group in range(names))
     if small:
-        return f"one task set: {small} of {names} groups {'is' if small == 1 else 'are'} smaller than a micro-batch"
+        verb = "is" if small == 1 else "are"
+        return [f"groups are not kept apart: {small} of {names} {verb} smaller than a micro-batch"]
     without = int((np.asarray(trace.group_ids) < 0).sum())
-    return f"one task set: {plural(without, 'sample')} {'has' if without == 1 else 'have'} no group"
+    return [f"groups are not kept apart: {plural(without, 'sample')} {'has' if without == 1 else 'have'} none"]
 
 
 def workload_in_words(workload: Workload) -> list[str]:
