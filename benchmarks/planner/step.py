@@ -85,7 +85,8 @@ def main() -> None:
         print(json.dumps([*rows, *resident], indent=1))
     else:
         print_rows(rows)
-        print_resident_rows(resident)
+        if resident:
+            print_resident_rows(resident)
     if not options.quick:
         print(write_results("step", rows, "relibra bench step", options.output), file=sys.stderr)
         print(write_results("step_resident", resident, "relibra bench step", options.output), file=sys.stderr)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relibra.errors import EngineError
 from relibra.reporting.data.metrics import read_metrics
 from relibra.rl.config.run_config import load_config
 from relibra.rl.run.launch import launch
@@ -60,7 +61,8 @@ def trained(settings: Sequence[str], policy: Path, folder: Path, name: str) -> R
 def _launched(words: list[str]) -> Path:
     finished = launch(load_config(None, words))
     assert finished is not None, "a benchmark starts its own ranks: run it without torchrun"
-    assert finished.complete, f"{finished.run} was stopped before its last step"
+    if not finished.complete:
+        raise EngineError(f"{finished.run} was stopped before its last step: the benchmark ends without rows")
     return finished.run
 
 
