@@ -10,7 +10,7 @@ import pytest
 
 from relibra.environment import hub_cache_folder
 from relibra.errors import ConfigError
-from relibra.rl.config.model_folder import check_model_path
+from relibra.rl.config.model_folder import check_expert_ranks, check_model_path, read_model_sizes
 from relibra.rl.config.run_config import load_config
 
 WHOLE = ("config.json", "model.safetensors", "tokenizer.json")
@@ -92,3 +92,31 @@ def test_a_misspelt_model_is_told_at_once(tmp_path):
     assert done.stderr.startswith("error: model.path 'Qwen/Qwen3-30B-A3' is no folder")
     assert done.stderr.count("\n") == 1
     assert time.monotonic() - began < 30  # it took 52 s of retries; a busy machine imports for some
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_ranks_that_do_not_divide_the_experts_are_refused_before_anything_is_loaded(tmp_path, name):
+    folder = make(tmp_path / "moe")
+    (tmp_path / "moe" / "config.json").write_text(json.dumps({"text_config": {name: 8}}))
+    check_expert_ranks(folder, 4)
+    with pytest.raises(ConfigError, match=r"parallel\.ranks 3 does not divide the 8 experts"):
+        check_expert_ranks(folder, 3)
+
+
+def test_sizes_come_from_the_newest_download_too(tmp_path):
+    assert read_model_sizes("hub:some/moe") == {}
+    downloaded = tmp_path / "cache" / "hub" / "models--some--moe" / "snapshots"
+    for age, experts in ((2, 8), (1, 16)):
+        folder = downloaded / str(experts)
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps({"num_experts": experts}))
+        os.utime(folder / "config.json", (1e9 - age, 1e9 - age))
+    assert read_model_sizes("hub:some/moe") == read_model_sizes("some/moe") == {"num_experts": 16}
+
+
+@pytest.mark.parametrize("body", ["", "[]", "[" * 100_000, '{"text_config": 3}', '{"num_experts": "many"}'])
+def test_an_unreadable_config_is_left_to_the_library_that_loads_it(tmp_path, body):
+    folder = make(tmp_path / "moe")
+    (tmp_path / "moe" / "config.json").write_text(body)
+    check_expert_ranks(folder, 3)
+    assert read_model_sizes(3) == {}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from relibra.errors import EngineError
+from relibra.errors import ConfigError, EngineError
 from relibra.rl.config.run_config import load_config
 from relibra.rl.run import launch as launching
 from relibra.rl.run.launch import MAX_RESTARTS, LostRankError, launch
@@ -49,3 +49,13 @@ def test_a_newer_checkpoint_counts_anew(attempts, capsys):
 @pytest.mark.parametrize("ends", [[(LostRankError, None)], [(EngineError, 3)]])
 def test_without_a_checkpoint_and_after_errors_of_a_rank_nothing_is_restarted(ends, attempts):
     assert attempts(ends)[1] == 1
+
+
+def test_a_bad_row_of_the_task_is_told_before_processes_start_and_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(launching, "check_model_path", lambda _path: None)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n{"prompt": 7, "answer": "2"}\n')
+    words = ["task.name=prompts", f"task.file={tmp_path / 'rows.jsonl'}", f"model.path={tmp_path}", "task.reward=exact"]
+    config = load_config(None, [*words, f"run.folder={tmp_path / 'runs'}"])
+    with pytest.raises(ConfigError, match="line 2: column 'prompt' is 7"):
+        launch(config)
+    assert not (tmp_path / "runs").exists()

@@ -1,5 +1,7 @@
 """Rewards: what is equal text, how users' functions are found, and what is said of those that fail."""
 
+import importlib
+import re
 import sys
 from fractions import Fraction
 
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 
 from relibra.errors import ConfigError
-from relibra.rl.tasks.rewards import make_reward, same_text
+from relibra.rl.tasks.rewards import check_reward, make_reward, same_text
 from relibra.rl.tasks.task import Prompt
 
 PROMPT = Prompt(text="?", row={"answer": "4 2", "level": 3}, origin="rows.jsonl, line 7")
@@ -118,3 +120,40 @@ def test_names_that_lead_nowhere_are_told_apart(mine):
 def test_a_module_that_fails_to_import_is_quoted(mine):
     with pytest.raises(ConfigError, match=r"importing 'my_own_reward' raised NameError: name 'wrong' is not defined"):
         mine("wrong\n")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "raise SystemExit('ran')\ndef score(response, row): return 0\n",
+        "from math import sqrt as score\n",
+        "from math import *\n",
+        "def __getattr__(name): return lambda response, row: 0\n",
+        "globals()['sc' + 'ore'] = len\n",
+    ],
+)
+def test_a_reward_is_checked_without_running_its_module(tmp_path, monkeypatch, body):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "a_reward_unrun.py").write_text(body)
+    check_reward("a_reward_unrun:score")
+    assert "a_reward_unrun" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "said"),
+    [
+        ("no_such_module_at_all:score", "", "there is no module 'no_such_module_at_all'"),
+        ("a_reward_refused:score", "def points(response, row): return 0\n", "has no such function"),
+        ("a_reward_refused:score", "def score(:\n", "SyntaxError"),
+        ("a_reward_refused", "", "as 'module:function'"),
+    ],
+)
+def test_a_reward_that_cannot_be_there_is_refused_without_running_it(tmp_path, monkeypatch, name, body, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    importlib.invalidate_caches()
+    (tmp_path / "a_reward_refused.py").write_text(body)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        check_reward(name)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
+from relibra.rl.config.model_folder import read_model_sizes
 from relibra.rl.config.settings import RolloutSettings
-
-_MAX_CONFIG_BYTES = 1 << 20
 
 
 def fit_lengths(path: Any, rollout: dict[str, Any]) -> dict[str, Any]:
@@ -37,13 +34,6 @@ def choose_lengths(context: int | None, max_prompt: Any = None) -> dict[str, int
 
 
 def read_context(path: Any) -> int | None:
-    """Return the tokens that a model folder's config.json allows; None: not there, or a model on the hub."""
-    try:
-        file = Path(path).expanduser() / "config.json"
-        if file.stat().st_size > _MAX_CONFIG_BYTES:
-            return None
-        body = json.loads(file.read_bytes())
-        found = (body.get("text_config") or body)["max_position_embeddings"]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError):  # also an unknown home, deep JSON
-        return None
+    """Return the tokens that the config.json of a model allows; None: it does not say, or is not on this machine."""
+    found = read_model_sizes(path).get("max_position_embeddings")
     return found if isinstance(found, int) and not isinstance(found, bool) and 2 <= found < 1 << 30 else None

@@ -1,4 +1,4 @@
-"""`check_model_path`: what is wrong with `model.path`, before anything is loaded. Imports no torch."""
+"""What is wrong with `model.path`, before anything is loaded. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from relibra.environment import hub_cache_folder
 from relibra.errors import ConfigError
@@ -17,6 +18,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "spiece.model", "sentencepiece*", "tekken.json")
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json")
 _MAX_JSON_BYTES = 1 << 20
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def names_hub(path: str) -> bool:
@@ -67,6 +69,37 @@ def _check_folder(path: str, folder: Path) -> None:
         )
 
 
+def check_expert_ranks(path: str, ranks: int) -> None:
+    """Raise ConfigError if `parallel.ranks` does not divide the experts that a model's config.json has."""
+    sizes = read_model_sizes(path)
+    experts = next((sizes[name] for name in _EXPERTS if isinstance(sizes.get(name), int)), 0)
+    if experts > 0 and experts % ranks:
+        raise ConfigError(
+            f"parallel.ranks {ranks} does not divide the {experts} experts of model.path {path!r}: every rank needs "
+            "the same number of experts"
+        )
+
+
+def read_model_sizes(path: Any) -> dict[str, Any]:
+    """Return the sizes in the config.json of a folder or a downloaded model, those of its text part; {}: none to read.
+
+    path   `model.path`, which may be of any type before settings are validated
+    """
+    if not isinstance(path, str):
+        return {}
+    name = path.removeprefix(HUB)
+    try:
+        folder = Path(name).expanduser()
+        file = _downloaded_config(name) if names_hub(path) or not folder.is_dir() else folder / "config.json"
+        if file is None or file.stat().st_size > _MAX_JSON_BYTES:
+            return {}
+        body = json.loads(file.read_bytes())
+    except (OSError, ValueError, RuntimeError):  # also an unknown home, deep JSON
+        return {}
+    sizes = body.get("text_config") or body if isinstance(body, dict) else {}
+    return sizes if isinstance(sizes, dict) else {}
+
+
 def _base_model(folder: Path) -> str:
     """Return the model that an adapter belongs to, in words; empty where its file does not say."""
     file = folder / "adapter_config.json"
@@ -80,10 +113,15 @@ def _base_model(folder: Path) -> str:
 
 def _was_downloaded(name: str) -> bool:
     """Return whether the cache of the hub's library has a model of this name."""
+    return _downloaded_config(name) is not None
+
+
+def _downloaded_config(name: str) -> Path | None:
+    """Return the newest config.json of a model in the cache of the hub's library; None: it was not downloaded."""
     if not _HUB_NAME.fullmatch(name):
-        return False
+        return None
     folder = hub_cache_folder() / f"models--{name.replace('/', '--')}" / "snapshots"
-    return any(folder.glob("*/config.json"))
+    return max(folder.glob("*/config.json"), key=lambda file: (file.stat().st_mtime, str(file)), default=None)
 
 
 def _similar(folder: Path) -> str:

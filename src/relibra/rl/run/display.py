@@ -207,7 +207,7 @@ def describe_plan(metrics: dict[str, Any]) -> str:
     return (
         f"MoE layers {_duration(metrics['expected_seconds'])}, static "
         f"{_duration(metrics['expected_static_seconds'])} expected; {metrics['pushes']} pushes, "
-        f"{metrics['moved_experts']} experts moved{moving}; measured {measured}"
+        f"{metrics['moved_experts']} experts moved{moving}; measured with all else in them: {measured}"
     )
 
 

@@ -26,7 +26,7 @@ from types import FrameType
 from relibra.environment import STOP_SIGNALS, keep_hub_offline, keep_torch_quiet, launched_rank
 from relibra.errors import INSTALL_TRAINING, ConfigError, EngineError
 from relibra.printable import printable
-from relibra.rl.config.model_folder import check_model_path, names_hub
+from relibra.rl.config.model_folder import check_expert_ranks, check_model_path, names_hub
 from relibra.rl.config.run_config import RunConfig, describe_training
 from relibra.rl.run.run_folder import (
     has_checkpoint,
@@ -37,6 +37,7 @@ from relibra.rl.run.run_folder import (
     remove_if_unused,
 )
 from relibra.rl.run.worker import FINISHED, MESSAGE_BYTES, Exit, run_launched, run_worker
+from relibra.rl.tasks.make import check_task
 
 MAX_RESTARTS = 3
 """Restarts of a supervised run without a newer checkpoint; with one they are counted anew."""
@@ -92,6 +93,9 @@ def launch(config: RunConfig, resume: Path | None = None, *, supervise: bool = F
         if not complete:
             _print_resume_hint(run)
         return Finished(run, complete)
+    if config.model.path:
+        check_expert_ranks(config.model.path, config.parallel.ranks)
+    check_task(config.task, config.evaluation.prompts if config.evaluation.every else 0)
     if config.follows_plans:
         _prepare_cluster(config)
     run = open_or_create(config, resume)

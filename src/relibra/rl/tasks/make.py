@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from relibra.rl.config.settings import TaskSettings
-from relibra.rl.tasks.prompts import open_prompts
+from relibra.rl.tasks.prompts import check_prompts, open_prompts
 from relibra.rl.tasks.task import Task
 from relibra.rl.toy.tasks import Arithmetic, Strings
 
@@ -22,6 +22,12 @@ def make_task(settings: TaskSettings, seed: int, evaluation_prompts: int) -> Tas
     if settings.name == "strings":
         return Strings(seed, settings.operation, settings.max_letters, settings.continue_probability)
     return open_prompts(settings, seed, evaluation_prompts)
+
+
+def check_task(settings: TaskSettings, evaluation_prompts: int) -> None:
+    """Raise ConfigError as `make_task` does; nothing stays in memory, and no module of the user is imported."""
+    if settings.name == "prompts":
+        check_prompts(settings, evaluation_prompts)
 
 
 def settings_without_effect(settings: TaskSettings) -> Iterator[str]:

@@ -15,7 +15,7 @@ from numpy import ndarray
 from relibra.errors import ConfigError
 from relibra.printable import excerpt
 from relibra.rl.config.settings import TaskSettings
-from relibra.rl.tasks.rewards import NEEDS_ANSWER, Reward, make_reward, right_answer
+from relibra.rl.tasks.rewards import NEEDS_ANSWER, Reward, check_reward, make_reward, right_answer
 from relibra.rl.tasks.rows import Rows, column, open_rows
 from relibra.rl.tasks.task import TRAINING_STREAM, Prompt
 
@@ -79,20 +79,12 @@ def open_prompts(settings: TaskSettings, seed: int, evaluation_prompts: int) -> 
     evaluation_prompts    rows to hold out of task.file if there is no task.evaluation_file: the last ones, at most half
     raises                ConfigError naming file and line if a row cannot be used, or the reward's name
     """
-    assert settings.file is not None, "RunConfig refuses the task 'prompts' without a file"
     rate = make_reward(settings.reward, settings.answer_column)
-    rows = _checked(settings.file, "task.file", settings)
-    if settings.evaluation_file is not None:
-        held = _checked(settings.evaluation_file, "task.evaluation_file", settings)
+    rows, held = _open_files(settings, evaluation_prompts)
+    if held is not rows:
         num_training, first_held = len(rows), 0
     else:
-        if evaluation_prompts and len(rows) == 1:
-            raise ConfigError(
-                f"task.file {str(settings.file)!r} holds one row, which cannot be trained on and held out as well: set "
-                "task.evaluation_file, or evaluation.every=0"
-            )
-        held, num_training = rows, len(rows) - min(evaluation_prompts, len(rows) // 2)
-        first_held = num_training
+        num_training = first_held = len(rows) - min(evaluation_prompts, len(rows) // 2)
     return Prompts(
         seed=seed,
         rows=rows,
@@ -102,6 +94,29 @@ def open_prompts(settings: TaskSettings, seed: int, evaluation_prompts: int) -> 
         prompt_column=settings.prompt_column,
         rate=rate,
     )
+
+
+def check_prompts(settings: TaskSettings, evaluation_prompts: int) -> None:
+    """Raise ConfigError as `open_prompts` does, without importing the module of the user's reward.
+
+    Importing it may load a model, which the process that only waits for the others must not hold.
+    """
+    check_reward(settings.reward)
+    _open_files(settings, evaluation_prompts)
+
+
+def _open_files(settings: TaskSettings, evaluation_prompts: int) -> tuple[Rows, Rows]:
+    """Return the checked rows to train on and those to evaluate on; the same object where one file has both."""
+    assert settings.file is not None, "RunConfig refuses the task 'prompts' without a file"
+    rows = _checked(settings.file, "task.file", settings)
+    if settings.evaluation_file is not None:
+        return rows, _checked(settings.evaluation_file, "task.evaluation_file", settings)
+    if evaluation_prompts and len(rows) == 1:
+        raise ConfigError(
+            f"task.file {str(settings.file)!r} holds one row, which cannot be trained on and held out as well: set "
+            "task.evaluation_file, or evaluation.every=0"
+        )
+    return rows, rows
 
 
 def _checked(path: Path, setting: str, settings: TaskSettings) -> Rows:

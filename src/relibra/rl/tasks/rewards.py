@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -70,12 +72,52 @@ def make_reward(name: str, answer_column: str) -> Reward:
     if name == "maths":
         judge = MathsJudge()
         return Reward(name, lambda response, row: judge(response, right_answer(row, answer_column)))
+    return Reward(name, _imported(*_module_and_function(name)))
+
+
+def check_reward(name: str) -> None:
+    """Raise ConfigError for most of what `make_reward` refuses, without running a module of the user.
+
+    The module has to be found and to compile, and its text has to name the function.
+    """
+    if name in NEEDS_ANSWER:
+        make_reward(name, "")
+        return
+    module_name, function_name = _module_and_function(name)
+    where = f"task.reward is {name!r}"
+    _look_in_current_folder()
+    if "." in module_name:  # finding it would run its package
+        return
+    try:
+        spec = importlib.util.find_spec(module_name)
+        if spec is None:
+            raise ConfigError(
+                f"{where}: there is no module {module_name!r} in {Path.cwd()} and where Python finds modules"
+            )
+        if not isinstance(spec.loader, SourceFileLoader):
+            return
+        code = spec.loader.get_code(module_name)
+    except (ImportError, SyntaxError, ValueError, OSError, RecursionError) as error:
+        raise ConfigError(f"{where}: reading {module_name!r} raised {_in_a_line(error)}") from error
+    if code is None:
+        return
+    mentioned = {*code.co_names, *code.co_consts}  # of the module's own level; ("*",) is `from x import *`
+    if not mentioned & {function_name, ("*",), "__getattr__", "globals", "exec", "setattr"}:
+        raise ConfigError(f"{where}: {spec.origin} has no such function; check the name")
+
+
+def _module_and_function(name: str) -> tuple[str, str]:
     module, colon, function = name.partition(":")
     if not (module and colon and function):
         raise ConfigError(
             f"task.reward is {name!r}: allowed are 'exact', 'maths', or a function of yours as 'module:function'"
         )
-    return Reward(name, _imported(module, function))
+    return module, function
+
+
+def _look_in_current_folder() -> None:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
 
 
 def same_text(response: str, answer: str) -> bool:
@@ -102,8 +144,7 @@ def right_answer(row: Mapping[str, Any], name: str, origin: str = "its row") -> 
 def _imported(module_name: str, function_name: str) -> RewardFunction:
     """Import a user's function; installed modules come before those in the current folder."""
     where = f"task.reward is '{module_name}:{function_name}'"
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
+    _look_in_current_folder()
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # importing runs the user's code
