@@ -9,9 +9,9 @@ from functools import cache
 
 import numpy as np
 
-from relibra.rl.rollout import server
 from relibra.rl.rollout.response import new_response
-from relibra.rl.rollout.server import ServedRoutes, ServerEngine
+from relibra.rl.rollout.served import requests
+from relibra.rl.rollout.served.engine import ServedRoutes, ServerEngine
 from tests.fuzz.mutations import mutate_array, mutate_bytes, mutate_json
 
 ROUTES = ServedRoutes(num_experts=8, layer_ids=(1, 2), num_layers=3, top_k=2)
@@ -75,7 +75,7 @@ def server_answer(rng, _):
     text = mutate_bytes(rng, text) if rng.random() < 0.2 else text
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(text) + text
     running().answer = mutate_bytes(rng, answer) if rng.random() < 0.2 else answer
-    server.PAUSE_SECONDS, server.ATTEMPTS, server.TIMED_OUT_ATTEMPTS = 0.0, 1, 1
+    requests.PAUSE_SECONDS, requests.ATTEMPTS, requests.TIMED_OUT_ATTEMPTS = 0.0, 1, 1
     engine = ServerEngine(
         url=f"http://127.0.0.1:{running().listener.getsockname()[1]}",
         dialect=dialect,

@@ -26,6 +26,7 @@ from relibra.rl.rollout.collect import Rollout, check_live_responses, collect, c
 from relibra.rl.rollout.engines import sync_weights
 from relibra.rl.rollout.failed_rewards import check_failed_rewards
 from relibra.rl.rollout.response import Response, RolloutEngine
+from relibra.rl.rollout.served.canary_probe import Canary
 from relibra.rl.run.ranks import begin_stage, is_peer_loss, sum_over_ranks
 from relibra.rl.run.step_metrics import balance_metrics, mismatch_metrics_of_ranks, rollout_metrics, update_metrics
 from relibra.rl.run.step_trace import StepTraces, record_routes
@@ -119,6 +120,7 @@ class Learner:
     critic      value model of the "gae" algorithms
     reference   frozen policy of the KL term; None: there is no such term
     cluster     machine that steps are planned for
+    canary      on rank 0: compares a server with the policy after each update of its weights; None: there is none
     """
 
     policy: Policy
@@ -129,6 +131,7 @@ class Learner:
     task: Task
     tokenizer: Tokenizer
     cluster: Cluster
+    canary: Canary | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +185,7 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
     if warm or learner.critic is None:
         update = _update_policy(learner, update.count, batch, config, clock)
     with clock.stage("sync"):
-        sync_weights(learner.engine, learner.policy, config.rollout.server_weights, step + 1)
+        canary = sync_weights(learner.engine, learner.policy, config.rollout.server_weights, step + 1, learner.canary)
     metrics = {
         "step": step,
         **rollout_metrics(rollout.responses, rollout.cost, by_group=config.algorithm.advantage == "group"),
@@ -190,6 +193,7 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
         **value_metrics,
         **mismatch_metrics_of_ranks(recomputed),
         **balance_metrics(batch, ran_at_home=recomputed.ran_at_home + update.ran_at_home),
+        "canary": canary and asdict(canary),
         "seconds": {name: round(seconds, 4) for name, seconds in clock.seconds.items()},
     }
     metrics["alarms"] = alarms(metrics)

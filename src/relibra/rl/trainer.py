@@ -20,8 +20,10 @@ from relibra.rl.model.critic import build_critic
 from relibra.rl.model.optimizer import make_optimizer
 from relibra.rl.model.policy import Policy, build_policy, reference_policy, save_policy
 from relibra.rl.model.tokenizer import Tokenizer, make_tokenizer
-from relibra.rl.rollout.engines import make_engine, sync_weights
-from relibra.rl.rollout.prompt_lengths import fit_prompts
+from relibra.rl.rollout.engines import check_engine, make_engine, sync_weights
+from relibra.rl.rollout.prompt_lengths import encode_prompt, fit_prompts
+from relibra.rl.rollout.response import RolloutEngine
+from relibra.rl.rollout.served.canary_probe import Canary
 from relibra.rl.run.checkpoints.checkpoint import Models, load_checkpoint
 from relibra.rl.run.checkpoints.checkpoint_writer import CheckpointWriter
 from relibra.rl.run.display import TrainingDisplay
@@ -57,10 +59,13 @@ def train_rank(config: RunConfig, run: Path, device: torch.device) -> bool:
 
 def _train(config: RunConfig, run: Path, device: torch.device, display: TrainingDisplay, stop: StopRequest) -> bool:
     cluster = _find_cluster(config, device)  # before the warm-up, which may be long
-    task, tokenizer, policy = _build_task_and_policy(config, run, device)
+    task, tokenizer, policy, longest = _build_task_and_policy(config, run, device)
+    engine, canary = _make_engine(config, policy, task, tokenizer, longest)
     resumed = broadcast_json(has_checkpoint(run) if dist.get_rank() == 0 else None)
     warmed = resumed or _warm_up(config, policy, task, tokenizer, display, stop)
-    learner, progress, step = _build_learner(config, run, device, policy, task, tokenizer, cluster, resumed=resumed)
+    learner, progress, step = _build_learner(
+        config, run, device, policy, task, tokenizer, cluster, engine, canary, resumed=resumed
+    )
     if resumed:
         display.resumed(step)
     traces = StepTraces(run, config.trace, num_experts=policy.num_experts, layer_ids=policy.layer_ids)
@@ -127,7 +132,31 @@ def _find_cluster(config: RunConfig, device: torch.device) -> Cluster:
     )
 
 
-def _build_task_and_policy(config: RunConfig, run: Path, device: torch.device) -> tuple[Task, Tokenizer, Policy]:
+def _make_engine(
+    config: RunConfig, policy: Policy, task: Task, tokenizer: Tokenizer, longest: int
+) -> tuple[RolloutEngine, Canary | None]:
+    """Return the engine, and the canary of its server; before the warm-up, so that nothing is computed in vain."""
+    begin_stage("start of the rollout engine")
+    engine = make_engine(
+        config.rollout,
+        policy,
+        tokenizer,
+        seed=config.run.seed,
+        shortest=config.algorithm.tail_drop + 1,  # fewer tokens of an unfinished response train nothing
+        replays_rollout=config.algorithm.replay == "R3",
+    )
+    canary = check_engine(
+        engine,
+        config.rollout,
+        longest=longest,
+        dtype=config.model.dtype,
+        encode_prompt=lambda group: encode_prompt(group, task, tokenizer, config.rollout),
+    )
+    return engine, canary
+
+
+def _build_task_and_policy(config: RunConfig, run: Path, device: torch.device) -> tuple[Task, Tokenizer, Policy, int]:
+    """Return task, tokenizer, policy, and the most tokens that a prompt and a response have together."""
     if dist.get_rank() == 0:
         for warning in settings_without_effect(config.task):
             _log.warning("%s", warning)
@@ -147,7 +176,7 @@ def _build_task_and_policy(config: RunConfig, run: Path, device: torch.device) -
     )
     if config.model.path and dist.get_rank() == 0:
         warn_beyond_context(longest, policy.copy, config.model.path)
-    return task, tokenizer, policy
+    return task, tokenizer, policy, longest
 
 
 def warn_beyond_context(longest: int, model: nn.Module, name: str) -> None:
@@ -207,6 +236,8 @@ def _build_learner(
     task: Task,
     tokenizer: Tokenizer,
     cluster: Cluster,
+    engine: RolloutEngine,
+    canary: Canary | None,
     *,
     resumed: bool,
 ) -> tuple[Learner, Progress, int]:
@@ -223,15 +254,7 @@ def _build_learner(
     progress, step = _resume(run, _models(policy, optimizer, critic)) if resumed else (Progress(), 0)
     if dist.get_rank() == 0:
         write_config(run, config, model_sizes(policy))  # only now: a checkpoint fits this configuration
-    engine = make_engine(
-        config.rollout,
-        policy,
-        tokenizer,
-        seed=config.run.seed,
-        shortest=config.algorithm.tail_drop + 1,  # fewer tokens of an unfinished response train nothing
-        replays_rollout=config.algorithm.replay == "R3",
-    )
-    sync_weights(engine, policy, config.rollout.server_weights, step)
+    sync_weights(engine, policy, config.rollout.server_weights, step, canary)
     reference = None
     if config.algorithm.kl_coefficient:
         reference = reference_policy(policy, run / "reference", device, dtype=config.model.dtype, write=not resumed)
@@ -244,6 +267,7 @@ def _build_learner(
         task=task,
         tokenizer=tokenizer,
         cluster=cluster,
+        canary=canary,
     )
     return learner, progress, step
 

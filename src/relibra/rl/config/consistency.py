@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from relibra.rl.config.settings import (
     AlgorithmSettings,
     ModelSettings,
@@ -93,6 +95,17 @@ def check_windows(rollout: RolloutSettings, algorithm: AlgorithmSettings, parall
     if algorithm.overlong_buffer > longest:
         raise ValueError(
             f"algorithm.overlong_buffer {algorithm.overlong_buffer} exceeds rollout.max_response {longest}"
+        )
+
+
+def check_server(rollout: RolloutSettings, model: ModelSettings) -> None:
+    """Check that the folder of new weights is not that of the model."""
+    if rollout.engine == "embedded" or not model.path or rollout.server_weights is None:
+        return
+    if rollout.server_weights.expanduser().resolve() == Path(model.source).resolve():
+        raise ValueError(
+            f"rollout.server_weights {str(rollout.server_weights)!r} is the folder of model.path: set it to a folder "
+            "of its own, in which new weights are written"
         )
 
 

@@ -14,7 +14,14 @@ from pydantic import ValidationError, model_validator
 from relibra.errors import ConfigError
 from relibra.printable import excerpt
 from relibra.rl.config.built_in_model import BUILT_IN_MODEL, fill_built_in
-from relibra.rl.config.consistency import check_groups, check_model, check_plan, check_task, check_windows
+from relibra.rl.config.consistency import (
+    check_groups,
+    check_model,
+    check_plan,
+    check_server,
+    check_task,
+    check_windows,
+)
 from relibra.rl.config.context_length import fit_lengths
 from relibra.rl.config.messages import MAX_SHOWN, describe_mistakes
 from relibra.rl.config.presets import choose_tail_drop, choose_value_warmup, choose_window
@@ -128,6 +135,7 @@ class RunConfig(Section):
             lambda: check_groups(self.rollout, self.algorithm, self.update),
             lambda: check_windows(self.rollout, self.algorithm, self.parallel),
             lambda: check_plan(self.plan),
+            lambda: check_server(self.rollout, self.model),
         ):
             try:
                 check()
@@ -218,6 +226,7 @@ _MAY_CHANGE = (
 _MAY_CHANGE_TOO = (
     *("evaluation.stop_at", "task.max_failed_rewards"),
     *("rollout.max_batch", "rollout.url", "rollout.server_weights"),
+    *("rollout.start_seconds", "rollout.timeout_seconds", "rollout.api_key_from"),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -149,7 +150,12 @@ class RolloutSettings(Section):
     url: str = ""
     """sglang, vllm: server address, such as http://127.0.0.1:30000; it must return log-probs and routed experts."""
     server_weights: Path | None = None
-    """sglang, vllm: folder through which new weights go; trainer and server must see it under the same path."""
+    """sglang, vllm: folder through which new weights go, a fresh one inside it per version; trainer and server must
+    see it under the same path."""
+    start_seconds: float = Field(600.0, ge=0, le=1e6)
+    """sglang, vllm: seconds to wait, before the run begins, for a server that does not answer yet."""
+    api_key_from: str = ""
+    """sglang, vllm: where the server's key is, as env:NAME or file:PATH; the key itself is no setting."""
     timeout_seconds: float = Field(600.0, gt=0, le=1e6)
     """sglang, vllm: seconds that a request may take in all, up to 1,024 tokens; longer ones get proportionally more. A
     request that takes longer is sent once more."""
@@ -170,6 +176,13 @@ class RolloutSettings(Section):
     def max_windows(self) -> int:
         """Most windows of a response; with `refill` the first may be shorter, which adds one."""
         return self.max_response // self.window_tokens + self.refill
+
+    @field_validator("api_key_from")
+    @classmethod
+    def _names_a_place(cls, value: str) -> str:
+        if not re.fullmatch(r"(env:[A-Za-z_][A-Za-z0-9_]*|file:.+)?", value):  # it may be the key: not repeated
+            raise ValueError("write env:NAME of an environment variable, or file:PATH, and not the key itself")
+        return value
 
     @model_validator(mode="after")
     def _parts_fit(self) -> RolloutSettings:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
@@ -11,8 +13,12 @@ from relibra.rl.model.policy import Policy
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.embedded import EmbeddedEngine
 from relibra.rl.rollout.response import RolloutEngine
-from relibra.rl.rollout.server import ServedRoutes, ServerEngine, publish_weights
-from relibra.rl.run.ranks import wait_for_ranks
+from relibra.rl.rollout.served.api_key import read_api_key
+from relibra.rl.rollout.served.canary_probe import Canary, CanaryReport
+from relibra.rl.rollout.served.engine import ServedRoutes, ServerEngine
+from relibra.rl.rollout.served.preflight import check_server
+from relibra.rl.rollout.served.weights import publish_weights
+from relibra.rl.run.ranks import broadcast_json, wait_for_ranks
 
 
 def make_engine(
@@ -53,18 +59,58 @@ def make_engine(
         seed=seed,
         max_batch=rollout.max_batch,
         timeout_seconds=rollout.timeout_seconds,
+        key=read_api_key(rollout.api_key_from),
     )
 
 
-def sync_weights(engine: RolloutEngine, policy: Policy, server_weights: Path | None, weight_version: int) -> None:
+def check_engine(
+    engine: RolloutEngine,
+    rollout: RolloutSettings,
+    *,
+    longest: int,
+    dtype: str,
+    encode_prompt: Callable[[int], list[int]],
+) -> Canary | None:
+    """Wait for the server of a run and check it; return the canary of its updates, on rank 0 with vLLM; collective.
+
+    longest         tokens of the longest prompt and response together
+    dtype           of the trainer's forward passes
+    encode_prompt   from number to tokens of a prompt of the task
+    raises          EngineError where the server does not fit the run
+    """
+    if not isinstance(engine, ServerEngine):
+        return None
+    canary = None
+    if dist.get_rank() == 0:
+        served = check_server(engine, start_seconds=rollout.start_seconds, longest=longest, dtype=dtype)
+        if engine.dialect == "vllm":
+            exact = served.dtype == dtype == "float32"
+            canary = Canary(engine, encode_prompt, context=served.context or longest, exact=exact)
+    wait_for_ranks()  # a server may take minutes to start
+    return canary
+
+
+def sync_weights(
+    engine: RolloutEngine, policy: Policy, server_weights: Path | None, weight_version: int, canary: Canary | None
+) -> CanaryReport | None:
     """Copy the trained weights to the full copies, and to the server if there is one; collective.
 
     server_weights   folder that the server reads them from (`rollout.server_weights`)
-    raises    EngineError where the server does not load them
+    canary           on rank 0: compares the server with the policy afterwards
+    returns          what the canary saw, on all ranks; None: there is none
+    raises           EngineError where the server does not load them, or does not compute with them
     """
     policy.sync()
-    if isinstance(engine, ServerEngine):
-        assert server_weights is not None, "RolloutSettings asks for a folder that the server sees"
-        if dist.get_rank() == 0:
-            publish_weights(policy.copy, server_weights, engine, weight_version)
-        wait_for_ranks()  # no rank uses the server before it has the weights
+    if not isinstance(engine, ServerEngine):
+        return None
+    assert server_weights is not None, "RolloutSettings asks for a folder that the server sees"
+    report = None
+    if dist.get_rank() == 0:
+        if canary is not None:
+            canary.before_update()
+        publish_weights(policy.copy, server_weights, engine, weight_version)
+        report = canary and canary.after_update(policy.copy, weight_version)
+    wait_for_ranks()  # without a deadline; no rank uses the server before it has the weights
+    engine.published.version = weight_version
+    found = broadcast_json(report and asdict(report))
+    return found and CanaryReport(**found)

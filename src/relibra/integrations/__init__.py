@@ -1,0 +1,1 @@
+"""Integrations: what other systems load from relibra, one folder per system. Start with `vllm/plugin.py`."""

@@ -1,0 +1,1 @@
+"""vLLM: a plug-in that every process of a server loads. Start with `plugin.py`."""

@@ -1,0 +1,125 @@
+"""The token endpoints of SGLang and vLLM: what is sent, and what an answer holds; `engine.py` checks it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy import ndarray
+
+from relibra.routing.readers.npz_arrays import parse_npy
+
+Dialect = Literal["sglang", "vllm"]
+PATHS: dict[Dialect, str] = {"sglang": "/generate", "vllm": "/inference/v1/generate"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRequest:
+    """Tokens to go on from, and how.
+
+    limit         most new tokens
+    wants_routes  the experts of every token are asked for
+    """
+
+    tokens: Sequence[int]
+    limit: int
+    seed: int
+    temperature: float
+    stop_ids: tuple[int, ...]
+    wants_routes: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenAnswer:
+    """What a server sent, not yet checked.
+
+    reason     why the response ended
+    routes     as sent: any shape and type; None where none were asked for
+    versions   of the weights that sampled the tokens, where the server says so
+    """
+
+    tokens: list[Any]
+    log_probs: list[Any]
+    reason: Any
+    routes: ndarray | None
+    versions: tuple[str, ...] = ()
+
+
+def request_body(dialect: Dialect, request: TokenRequest) -> dict[str, Any]:
+    """Return the JSON of a request."""
+    stop = {"stop_token_ids": list(request.stop_ids)}
+    if dialect == "sglang":
+        sampling = {"max_new_tokens": request.limit, "temperature": request.temperature, "top_p": 1.0, "top_k": -1}
+        return {
+            "input_ids": list(request.tokens),
+            "sampling_params": {**sampling, **stop, "sampling_seed": request.seed},
+            "return_logprob": True,
+            "return_routed_experts": request.wants_routes,
+        }
+    sampling = {"max_tokens": request.limit, "temperature": request.temperature, "top_p": 1.0, "logprobs": 0}
+    return {
+        "token_ids": list(request.tokens),
+        "sampling_params": {**sampling, **stop, "seed": request.seed, "detokenize": False},
+    }
+
+
+def read_answer(dialect: Dialect, body: Any, *, wants_routes: bool) -> TokenAnswer:
+    """Return what an answer holds.
+
+    raises    KeyError, IndexError, TypeError, AttributeError or ValueError for an answer of another form
+    """
+    if dialect == "sglang":
+        about = body["meta_info"]
+        pairs = about["output_token_logprobs"]  # (log-prob, token, text)
+        flat = np.frombuffer(_decoded(about["routed_experts"]), dtype="<i4") if wants_routes else None
+        return TokenAnswer(
+            tokens=[pair[1] for pair in pairs],
+            log_probs=[pair[0] for pair in pairs],
+            reason=about["finish_reason"]["type"],
+            routes=flat,
+        )
+    choice = body["choices"][0]
+    spans = choice.get("weight_versions") or ()
+    return TokenAnswer(
+        tokens=list(choice["token_ids"]),
+        log_probs=[one["logprob"] for one in choice["logprobs"]["content"]],
+        reason=choice["finish_reason"],
+        routes=parse_npy(_decoded(choice["routed_experts"])) if wants_routes else None,
+        versions=tuple(str(span["version"])[:80] for span in spans),
+    )
+
+
+def scoring_body(tokens: Sequence[int]) -> dict[str, Any]:
+    """Return the JSON of a request to vLLM for the log-probs of given tokens at temperature 1; it reads no cache."""
+    return {
+        "token_ids": list(tokens),
+        "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False},
+    }
+
+
+def read_scores(body: Any, tokens: Sequence[int]) -> list[float]:
+    """Return the log-probs of all tokens but the first.
+
+    raises    KeyError, IndexError, TypeError, AttributeError or ValueError for an answer of another form
+    """
+    listed = body["prompt_logprobs"]
+    if len(listed) != len(tokens):
+        raise ValueError(f"{len(listed)} prompt_logprobs of {len(tokens)} tokens")
+    found = [one[str(token)]["logprob"] for one, token in zip(listed[1:], tokens[1:], strict=True)]
+    if not all(isinstance(value, int | float) for value in found):
+        raise TypeError("prompt_logprobs are no numbers")
+    return [float(value) for value in found]
+
+
+def _decoded(text: Any) -> bytes:
+    """Return the bytes of a text in base64; raises TypeError or ValueError for anything else."""
+    if not isinstance(text, str):
+        raise TypeError(f"routed_experts is {type(text).__name__}, not text")
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"routed_experts is no base64: {error}") from error

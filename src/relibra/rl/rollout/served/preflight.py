@@ -1,0 +1,181 @@
+"""What is asked of a server before a run begins: does it answer, was it started as the run needs it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from relibra.errors import EngineError
+from relibra.rl.rollout.served.engine import ServerEngine, shown
+from relibra.rl.rollout.served.requests import RequestFailed, refused_with, request_json
+
+_log = logging.getLogger(__name__)
+
+POLL_SECONDS = 2.0
+"""Between two looks at a server that starts."""
+_LOOK_SECONDS = 10.0
+_PROBE_TOKENS = 8
+_INFO = "/server_info?config_format=json"
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a server says about the model that it serves.
+
+    context   most tokens of a request; 0: it does not say
+    dtype     that it computes in, such as "float32"; empty: it does not say
+    """
+
+    context: int = 0
+    dtype: str = ""
+
+
+def check_server(engine: ServerEngine, *, start_seconds: float, longest: int, dtype: str) -> ServedModel:
+    """Wait until a server has started, then check how it was started, and send one request.
+
+    start_seconds   to wait for a server that does not answer yet
+    longest         tokens of the longest prompt and response together
+    dtype           "float32" or "bfloat16": that of the trainer's forward passes
+    raises          EngineError naming each flag that is missing
+    """
+    return asyncio.run(_check(engine, start_seconds, longest, dtype))
+
+
+async def _check(engine: ServerEngine, start_seconds: float, longest: int, dtype: str) -> ServedModel:
+    served = ServedModel()
+    async with engine.connections(1) as client:
+        await _wait_for_start(engine, client, start_seconds)
+        if engine.dialect == "vllm":
+            config = await _read_config(engine, client)
+            needed = list(missing_flags(config, longest=longest, wants_routes=engine.routes is not None))
+            if needed:
+                raise EngineError(f"{engine.url} was not started as this run needs it: {'; '.join(needed)}")
+            served = read_model(config)
+            if served.dtype not in ("", dtype):
+                _log.warning(
+                    "%s computes in %s and training in %s (model.dtype), so that log-probs and some routes differ "
+                    "between them: start it with --dtype %s, or ignore this where the difference is meant",
+                    engine.url,
+                    served.dtype,
+                    dtype,
+                    dtype,
+                )
+        await _probe(engine, client)
+    return served
+
+
+async def _wait_for_start(engine: ServerEngine, client: httpx.AsyncClient, start_seconds: float) -> None:
+    """Wait until a server says that it is healthy.
+
+    raises    EngineError when the time is up
+    """
+    deadline, told = time.monotonic() + start_seconds, False
+    while True:
+        try:
+            await request_json(client, "/health", None, seconds=_LOOK_SECONDS, max_bytes=1 << 16)
+            return
+        except RequestFailed as failure:
+            if failure.status is not None and not failure.may_pass:
+                return  # it answers; what it refuses is told by the requests that follow
+            if isinstance(failure.__cause__, ValueError):
+                return  # healthy, in words
+            if not failure.may_pass:
+                raise EngineError(f"{engine.url}/health: {engine.address.hide_key(str(failure))}") from failure
+            if time.monotonic() >= deadline:
+                raise EngineError(
+                    f"{engine.url} did not answer within {start_seconds:g} s (rollout.start_seconds): "
+                    f"{engine.address.hide_key(str(failure))}; start it, or look at its log"
+                ) from failure
+            if not told:
+                _log.warning(
+                    "waiting up to %g s (rollout.start_seconds) for %s: %s",
+                    start_seconds,
+                    engine.url,
+                    engine.address.hide_key(str(failure)),
+                )
+                told = True
+            await asyncio.sleep(POLL_SECONDS)
+
+
+async def _read_config(engine: ServerEngine, client: httpx.AsyncClient) -> dict[str, Any]:
+    """Return the configuration of a vLLM server.
+
+    raises    EngineError where it shows none, or refuses the key
+    """
+    try:
+        body = await engine.call(client, _INFO)
+        config = body["vllm_config"]
+        if not isinstance(config, dict):
+            raise TypeError(f"vllm_config is {type(config).__name__}")
+        if _find(config, "max_model_len") is None:
+            listed = await engine.call(client, "/v1/models")
+            config = {**config, "max_model_len": listed["data"][0]["max_model_len"]}
+    except EngineError as error:
+        status = refused_with(error)
+        if status == 404:
+            raise EngineError(
+                f"{engine.url} was not started as this run needs it: set the environment variable "
+                "VLLM_SERVER_DEV_MODE=1 for it (weights cannot be updated without), and let nobody else reach it; if "
+                "it is set, check that this is a vLLM server (rollout.engine)"
+            ) from error
+        if status in (401, 403):
+            raise EngineError(
+                f"{engine.url} refuses the key, status {status}: set rollout.api_key_from to env:NAME or file:PATH of "
+                "the key that it was started with (--api-key)"
+            ) from error
+        raise
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise EngineError(f"{engine.url}{_INFO} answered without a configuration ({error!r})") from error
+    return config
+
+
+def missing_flags(config: dict[str, Any], *, longest: int, wants_routes: bool) -> Iterator[str]:
+    """Yield what a vLLM server has to be started with, and was not, in words.
+
+    config    of the server, as /server_info shows it
+    """
+    if wants_routes and _find(config, "enable_return_routed_experts") is not True:
+        yield "add --enable-return-routed-experts (training replays the experts of the rollout; algorithm.replay)"
+    mode = _find(config, "logprobs_mode")
+    if mode != "processed_logprobs":
+        yield f"add --logprobs-mode processed_logprobs (log-probs at rollout.temperature), got {shown(mode)}"
+    context = _find(config, "max_model_len")
+    if type(context) is int and context < longest:
+        yield (
+            f"raise --max-model-len to {longest} (the longest prompt and rollout.max_response together), got {context}"
+        )
+    if _find(config, "enable_eplb") is True:
+        yield "leave out --enable-eplb (vLLM writes updated weights into experts that it has moved: vllm#55228)"
+
+
+def read_model(config: dict[str, Any]) -> ServedModel:
+    """Return what the configuration of a vLLM server says about its model."""
+    context = _find(config, "max_model_len")
+    return ServedModel(
+        context=context if type(context) is int else 0,
+        dtype=str(_find(config, "dtype") or "").removeprefix("torch."),
+    )
+
+
+def _find(config: dict[str, Any], key: str) -> Any:
+    """Return the first value of a key, here or in a section: its section differs between versions."""
+    if key in config:
+        return config[key]
+    return next((one[key] for one in config.values() if isinstance(one, dict) and key in one), None)
+
+
+async def _probe(engine: ServerEngine, client: httpx.AsyncClient) -> None:
+    """Ask for one token, and check all that comes with it.
+
+    raises    EngineError where log-probs or routes are missing, or another model answers
+    """
+    tokens = list(range(min(_PROBE_TOKENS, engine.vocab_size)))
+    answer = await engine.ask(client, tokens, limit=1, seed=0)
+    engine.check_tokens(answer)
+    engine.check_routes(answer.routes, len(tokens) + len(answer.tokens) - 1)

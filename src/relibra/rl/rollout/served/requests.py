@@ -1,0 +1,198 @@
+"""Requests to a server: JSON there and back over pooled connections, within a size, within a time, no redirects."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import httpx
+
+from relibra.errors import EngineError
+
+ATTEMPTS = 4
+"""Attempts per request; a server that restarts or is full may answer a later one."""
+TIMED_OUT_ATTEMPTS = 2
+"""Attempts where the time ran out, which may take long each."""
+PAUSE_SECONDS = 0.5
+"""Before the second attempt; each later pause is about twice as long."""
+BUSY = (429, 502, 503, 504)
+"""Statuses of a server that may answer a later request."""
+_SHOWN_BYTES = 300
+"""Bytes of a refusal that are shown."""
+
+
+class RequestFailed(Exception):
+    """A request without a usable answer: why, and whether a repetition may help."""
+
+    def __init__(self, why: str, *, may_pass: bool, timed_out: bool = False, status: int | None = None) -> None:
+        """Keep the reason, and the status of an answer that was read."""
+        super().__init__(why)
+        self.may_pass, self.timed_out, self.status = may_pass, timed_out, status
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerAddress:
+    """Where a server is, and the key that it asks for.
+
+    url    as in http://127.0.0.1:8000
+    key    sent as a bearer token; empty: none. It appears in no message
+    """
+
+    url: str
+    key: str = field(default="", repr=False)
+
+    def connections(self, most: int) -> httpx.AsyncClient:
+        """Return a pool of at most so many connections; proxies of the environment are not used.
+
+        raises    RequestFailed for what is no address
+        """
+        try:
+            url = httpx.URL(self.url)
+        except (httpx.InvalidURL, ValueError) as error:
+            raise RequestFailed(f"{type(error).__name__}: {error}", may_pass=False) from error
+        if url.scheme not in ("http", "https") or not url.host:
+            raise RequestFailed("the address does not begin with http:// or https:// and a name", may_pass=False)
+        return httpx.AsyncClient(
+            base_url=url,
+            headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {}),
+            limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
+            follow_redirects=False,
+            trust_env=False,
+            verify=_certificates() if url.scheme == "https" else False,
+        )
+
+    def hide_key(self, text: str) -> str:
+        """Return a text of the server without the key, which it may repeat."""
+        return text.replace(self.key, "(the key)") if self.key else text
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+async def request_json(
+    client: httpx.AsyncClient, path: str, body: Mapping[str, Any] | None, *, seconds: float, max_bytes: int
+) -> Any:
+    """Send JSON (None: GET) and return the JSON of the answer.
+
+    seconds     for the whole request: connecting, the server's work, and reading the answer
+    max_bytes   largest answer that is read
+    raises      RequestFailed
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            data = await _exchange(client, path, body, max_bytes)
+    except TimeoutError as error:
+        raise RequestFailed(f"timed out after {seconds:g} s", may_pass=True, timed_out=True) from error
+    except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        why = f"{type(error).__name__}: {_reason(error)}"
+        raise RequestFailed(why, may_pass=isinstance(error, OSError | httpx.TransportError)) from error
+    try:
+        return json.loads(data or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise RequestFailed(f"{type(error).__name__}: {error}", may_pass=False) from error
+
+
+async def _exchange(client: httpx.AsyncClient, path: str, body: Mapping[str, Any] | None, max_bytes: int) -> bytes:
+    """Send a body and return that of the answer."""
+    request = client.build_request(
+        "GET" if body is None else "POST",
+        path,
+        content=None if body is None else json.dumps(body).encode(),
+        headers={} if body is None else {"Content-Type": "application/json"},
+        timeout=None,  # the caller's holds for all of it
+    )
+    answer = await client.send(request, stream=True)
+    try:
+        if 300 <= answer.status_code < 400:
+            target = answer.headers.get("Location", "nowhere")
+            raise RequestFailed(
+                f"status {answer.status_code} redirects to {target[:_SHOWN_BYTES]!r}, which is not followed: set "
+                "rollout.url to the address of the engine itself",
+                may_pass=False,
+            )
+        if answer.status_code != 200:
+            said = (await _read(answer, _SHOWN_BYTES))[:_SHOWN_BYTES].decode(errors="replace")
+            why = f"status {answer.status_code}, {said!r}"
+            raise RequestFailed(why, may_pass=answer.status_code in BUSY, status=answer.status_code)
+        declared = answer.headers.get("Content-Length", "0")
+        data = b"" if int(declared) > max_bytes else await _read(answer, max_bytes)
+        if max(len(data), int(declared)) > max_bytes:
+            raise RequestFailed(f"its answer is longer than {max_bytes:,} bytes", may_pass=False)
+        return data
+    finally:
+        await answer.aclose()
+
+
+async def _read(answer: httpx.Response, max_bytes: int) -> bytes:
+    """Return the bytes of an answer as sent, a piece more than `max_bytes` where there are more."""
+    data = bytearray()
+    async for piece in answer.aiter_raw():
+        data += piece
+        if len(data) > max_bytes:
+            break
+    return bytes(data)
+
+
+def _reason(error: BaseException) -> str:
+    """Return what an error says; of a connection that failed, what the system said."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno:
+            return os.strerror(cause.errno) if cause.errno > 0 else str(cause)
+        cause = cause.__cause__ or cause.__context__
+    return str(error)
+
+
+async def call_server(
+    client: httpx.AsyncClient,
+    address: ServerAddress,
+    path: str,
+    body: Mapping[str, Any] | None = None,
+    *,
+    seconds: float,
+    max_bytes: int = 1 << 20,
+) -> Any:
+    """Send JSON (None: GET) and return the JSON of the answer; try again after errors that may pass.
+
+    raises    EngineError naming server and path
+    """
+    attempts, attempt = ATTEMPTS, 0
+    while True:
+        await asyncio.sleep(PAUSE_SECONDS * (2**attempt - 1))
+        attempt += 1
+        try:
+            return await request_json(client, path, body, seconds=seconds, max_bytes=max_bytes)
+        except RequestFailed as failure:
+            attempts = min(attempts, TIMED_OUT_ATTEMPTS) if failure.timed_out else attempts
+            if not failure.may_pass or attempt >= attempts:
+                hint = "; increase rollout.timeout_seconds, or" if failure.timed_out else ";"
+                raise EngineError(
+                    f"{address.url.rstrip('/')}{path} failed the last of up to {attempts} attempts: "
+                    f"{address.hide_key(str(failure))}{hint} look at its log"
+                ) from failure
+
+
+def refused_with(error: EngineError) -> int | None:
+    """Return the status that a server refused a request of `call_server` with; None: it failed otherwise."""
+    return error.__cause__.status if isinstance(error.__cause__, RequestFailed) else None
+
+
+def post_json(url: str, body: Mapping[str, Any], *, seconds: float, max_bytes: int) -> Any:
+    """Send JSON over a connection of its own and return the JSON of the answer.
+
+    raises      RequestFailed
+    """
+
+    async def send() -> Any:
+        async with ServerAddress(url=url).connections(1) as client:
+            return await request_json(client, "", body, seconds=seconds, max_bytes=max_bytes)
+
+    return asyncio.run(send())
