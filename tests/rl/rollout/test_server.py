@@ -16,10 +16,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from relibra.errors import EngineError
-from relibra.rl.rollout import server
 from relibra.rl.rollout.response import RolloutEngine, new_response
-from relibra.rl.rollout.server import ServedRoutes, ServerEngine, publish_weights
-from relibra.rl.rollout.server_requests import RequestFailed, post_json
+from relibra.rl.rollout.served import requests
+from relibra.rl.rollout.served.engine import ServedRoutes, ServerEngine
+from relibra.rl.rollout.served.requests import RequestFailed, ServerAddress, post_json
+from relibra.rl.rollout.served.weights import publish_weights
 from tests.replay.tiny_models import tiny_model
 
 ROUTES = ServedRoutes(num_experts=8, layer_ids=(1, 2), num_layers=3, top_k=2)
@@ -48,6 +49,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked, self.failures, self.change = [], [], lambda answer: answer
+        self.version, self.keys = "default", []
 
     def handle_error(self, *_):
         """A client that stopped waiting is no error of the server."""
@@ -61,11 +63,17 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
+    def do_GET(self):
+        self.send({"weight_version": self.server.version})
+
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append((self.path, body))
+        self.server.keys.append(self.headers["Authorization"])
         status = self.server.failures.pop(0) if self.server.failures else 200
-        answer = {"error": "not now"} if status != 200 else self.server.change(self.answer(body))
+        self.send({"error": "not now"} if status != 200 else self.server.change(self.answer(body)), status)
+
+    def send(self, answer, status=200):
         data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
@@ -97,12 +105,14 @@ class Handler(BaseHTTPRequestHandler):
             return {"choices": [choice]}
         if self.path == "/update_weights_from_disk":
             return {"success": True, "message": "done"}
-        return b"" if self.path == "/reset_prefix_cache" else {"results": []}
+        if self.path == "/update_weight_version":
+            self.server.version = body["new_version"]
+        return {"success": True}
 
 
 @pytest.fixture
 def served(monkeypatch):
-    monkeypatch.setattr(server, "PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(requests, "PAUSE_SECONDS", 0.001)
     with Server() as running:
         thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
         thread.start()
@@ -180,7 +190,7 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_told(served):
     one = [new_response(1, 0, [20])]
     served.failures = [503, 429, 502]
     assert len(engine_of(served).generate(one, window=4, max_response=4)[0]) == 1
-    served.failures = [503] * server.ATTEMPTS
+    served.failures = [503] * requests.ATTEMPTS
     with pytest.raises(EngineError, match=rf"{served.url}/generate failed the last of.*status 503"):
         engine_of(served).generate(one, window=4, max_response=4)
     served.asked.clear()
@@ -191,7 +201,7 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_told(served):
 
 
 def test_a_server_that_is_not_there_is_named(monkeypatch):
-    monkeypatch.setattr(server, "PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(requests, "PAUSE_SECONDS", 0.001)
     with Server() as gone:
         url = gone.url
     engine = ServerEngine(url=url, dialect="vllm", routes=None, stop_ids=(), vocab_size=50, temperature=1.0, seed=0)
@@ -278,7 +288,7 @@ def pour(start, piece=b"1" * (1 << 16)):
         (pour(HEAD + b"Content-Length: 5200000000\r\n\r\n"), "longer than 1,000,000 bytes"),
         (pour(HEAD + b"\r\n"), "longer than 1,000,000 bytes"),
         (pour(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"8000\r\n" + b"1" * 32768 + b"\r\n"), "1,000,000 bytes"),
-        (lambda to: to.sendall(HEAD + b"Content-Length: 10\r\n\r\n123"), "IncompleteRead"),
+        (lambda to: to.sendall(HEAD + b"Content-Length: 10\r\n\r\n123"), "received 3 bytes, expected 10"),
         (lambda to: to.sendall(b"HTTP/1.1 302 Found\r\nLocation: http://elsewhere/\r\n\r\n"), "'http://elsewhere/'"),
         (lambda to: to.sendall(HEAD + b"\r\n" + b"[" * 100_000), "RecursionError"),
         (lambda to: to.sendall(HEAD + b"\r\n" + b"1" * 5000), "ValueError"),
@@ -359,26 +369,78 @@ def test_routes_of_vllm_that_are_no_ids_are_refused(served, data, message):
 
 
 @pytest.mark.parametrize("dialect", ["sglang", "vllm"])
-def test_published_weights_are_a_plain_folder_that_the_server_is_told_to_load(served, dialect, tmp_path):
-    (tmp_path / "policy").mkdir()
-    (tmp_path / "policy" / "tokenizer.json").write_text("{}")
-    (tmp_path / "policy" / "model-00002-of-00002.safetensors").write_text("stale")
-    model = tiny_model("qwen3_moe")
-    publish_weights(model, tmp_path / "policy", engine_of(served, dialect), 12)
-    names = {path.name for path in (tmp_path / "policy").iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
-    assert "model-00002-of-00002.safetensors" not in names
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
+def test_published_weights_are_a_fresh_folder_that_the_server_is_told_to_load(served, dialect, tmp_path):
+    model, folder, engine = tiny_model("qwen3_moe"), tmp_path / "weights", engine_of(served, dialect)
+    publish_weights(model, folder, engine, 11)
+    [first] = folder.iterdir()
+    publish_weights(model, folder, engine, 12)
+    [last] = folder.iterdir()
+    assert first != last, "a server may still read the folder before"
+    assert [oct(path.stat().st_mode & 0o777) for path in (last, last / "model.safetensors")] == ["0o755", "0o644"]
+    loaded = AutoModelForCausalLM.from_pretrained(last).state_dict()
     assert all((loaded[name] == value).all() for name, value in model.state_dict().items())
     if dialect == "vllm":
-        assert served.asked == [("/collective_rpc", {"method": "reload_weights"}), ("/reset_prefix_cache", {})]
+        load = {"method": "reload_weights", "kwargs": {"weights_path": str(last)}}
+        told = [
+            ("/collective_rpc", load),
+            ("/reset_prefix_cache", {}),
+            ("/update_weight_version", {"new_version": "12"}),
+        ]
+        assert served.asked[3:] == told
+        assert engine.published.version == 12
     else:
-        [(path, body)] = served.asked
+        [_, (path, body)] = served.asked
         assert path == "/update_weights_from_disk"
-        assert body == {"model_path": str(tmp_path / "policy"), "weight_version": "12", "flush_cache": True}
+        assert body == {"model_path": str(last), "weight_version": "12", "flush_cache": True}
         served.change = lambda _: {"success": False, "message": "shapes differ"}
-        with pytest.raises(EngineError, match=r"did not load .*policy: 'shapes differ'"):
-            publish_weights(model, tmp_path / "policy", engine_of(served), 13)
+        with pytest.raises(EngineError, match=r"did not load .*weights.*: 'shapes differ'"):
+            publish_weights(model, folder, engine_of(served), 13)
+
+
+def test_a_cache_that_is_not_dropped_ends_the_update(served, tmp_path):
+    served.change = lambda _: {"success": False}
+    with pytest.raises(EngineError, match="did not drop its caches"):
+        publish_weights(tiny_model("qwen3_moe"), tmp_path, engine_of(served, "vllm"), 1)
+    assert served.asked[-1][0] == "/reset_prefix_cache?reset_running_requests=true"
+
+
+def test_another_version_than_the_one_set_ends_the_update(served, tmp_path):
+    served.change = lambda answer: setattr(served, "version", "other") or answer
+    with pytest.raises(EngineError, match="version 'other': expected 4"):
+        publish_weights(tiny_model("qwen3_moe"), tmp_path, engine_of(served, "vllm"), 4)
+
+
+def test_samples_of_other_weights_are_refused(served):
+    spans = [{"version": "7", "start": 0, "end": 2}, {"version": "8", "start": 2, "end": 4}]
+    served.change = lambda answer: {"choices": [answer["choices"][0] | {"weight_versions": spans}]}
+    engine, one = engine_of(served, "vllm"), [new_response(1, 0, [20])]
+    assert len(engine.generate(one, window=4, max_response=4)[0]) == 1, "nothing was published yet"
+    engine.published.version = 7
+    with pytest.raises(EngineError, match="weights of version '8': expected 7"):
+        engine.generate(one, window=4, max_response=4)
+
+
+def test_the_key_is_sent_and_never_shown(served):
+    engine, one = engine_of(served, key="secret-key"), [new_response(1, 0, [20])]
+    engine.generate(one, window=4, max_response=4)
+    assert served.keys == ["Bearer secret-key"]
+    assert "secret-key" not in repr(engine)
+    served.failures = [401]
+    with pytest.raises(EngineError, match="status 401") as refusal:
+        engine.generate(one, window=4, max_response=4)
+    assert "secret" not in str(refusal.value)
+
+
+def test_a_server_that_repeats_the_key_does_not_get_it_into_a_message():
+    text = ServerAddress(url="http://h:1", key="secret-key").hide_key("status 500, 'wrong key secret-key'")
+    assert "secret-key" not in text
+
+
+def test_routes_of_zeros_say_that_nothing_was_recorded(served):
+    text = base64.b64encode(npy(np.zeros((4, 3, 2), np.uint8))).decode()
+    served.change = lambda answer: {"choices": [answer["choices"][0] | {"routed_experts": text}]}
+    with pytest.raises(EngineError, match=r"only zeros as routes.*--enforce-eager"):
+        engine_of(served, "vllm").generate([new_response(1, 0, [20])], window=4, max_response=4)
 
 
 def test_weights_that_cannot_be_written_are_told_in_a_sentence(served, tmp_path):

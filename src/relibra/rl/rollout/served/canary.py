@@ -23,6 +23,15 @@ FEWEST_EQUAL_ROUTES = 0.5
 STANDARD_ERRORS = 4.0
 """By how many a share of an update has to be below one half, to count as not made."""
 
+_NOT_LOADED = (
+    "it did not load what was published: it has to read the folder under the same path (rollout.server_weights), and "
+    "to serve this run alone"
+)
+_CORRUPTED = (
+    "the reload corrupts weights (on a CPU, vLLM needs the plug-in of relibra for experts; on GPUs see vllm#48312), or "
+    "it serves another model"
+)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CanaryScores:
@@ -30,7 +39,8 @@ class CanaryScores:
 
     served_T     of given tokens at temperature 1, computed without the server's cache (probe W)
     trained_T    the same by the trainer
-    earlier_T    the same under weights that the server may still have, by their name in words
+    earlier_T    the same under weights that the server had before, by their version
+    first_T      of the server itself before the run published anything; None: it has
     sampled_S    of tokens that the server sampled after sequences in its cache, at `temperature` (probe C)
     tempered_S   of these by the trainer at that temperature
     raw_S        of these by the trainer at temperature 1
@@ -46,7 +56,8 @@ class CanaryScores:
     temperature: float
     exact: bool
     equal_routes: float | None = None
-    earlier_T: Mapping[str, Float64[ndarray, " T"]] = field(default_factory=dict)
+    earlier_T: Mapping[int, Float64[ndarray, " T"]] = field(default_factory=dict)
+    first_T: Float64[ndarray, " T"] | None = None
 
     @property
     def difference(self) -> float:
@@ -102,18 +113,16 @@ def share_made(served_T: ndarray, before_T: ndarray, after_T: ndarray) -> ShareM
 
 def find_fault(scores: CanaryScores) -> str | None:
     """Return what is wrong with a server after an update of its weights, in words; None: nothing."""
-    for name, earlier_T in scores.earlier_T.items():
+    for version, earlier_T in scores.earlier_T.items():
         if share_made(scores.served_T, earlier_T, scores.trained_T).is_unmade:
-            return (
-                f"it still computes with {name}: it did not load what was published. Does it read the folder under the "
-                "same path (rollout.server_weights), and does it serve this run alone?"
-            )
+            return f"it still computes with the weights of version {version}: {_NOT_LOADED}"
     if not scores.difference <= scores.limit:
-        return (
+        text = (
             f"its log-probs differ from the trainer's by {scores.difference:.2g} on average, and rounding explains "
-            f"{scores.limit:g}: the reload corrupted weights (on a CPU, vLLM needs the plug-in of relibra for experts; "
-            "on GPUs see vllm#48312), or it serves another model"
+            f"{scores.limit:g}: "
         )
+        unchanged = scores.first_T is not None and np.abs(scores.served_T - scores.first_T).mean() <= scores.limit / 10
+        return text + (f"they did not change with the update. {_NOT_LOADED}; or " if unchanged else "") + _CORRUPTED
     untempered = scores.temperature != 1.0 and share_made(scores.sampled_S, scores.raw_S, scores.tempered_S).is_unmade
     if untempered:
         return (

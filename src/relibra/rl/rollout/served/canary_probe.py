@@ -54,7 +54,8 @@ class Canary:
     context         most tokens of a request
     exact           server and trainer both compute in float32
     sequences       chosen before the first update: prompts and answers of the task, end to end
-    earlier_T       log-probs of the sequences under weights that the server had before, by their name in words
+    earlier_T       log-probs of the sequences under weights that the server had before, by their version
+    first_T         of the server before the first update
     """
 
     engine: ServerEngine
@@ -62,7 +63,8 @@ class Canary:
     context: int
     exact: bool
     sequences: list[list[int]] = field(default_factory=list)
-    earlier_T: dict[str, ndarray] = field(default_factory=dict)
+    earlier_T: dict[int, ndarray] = field(default_factory=dict)
+    first_T: ndarray | None = None
 
     def before_update(self) -> None:
         """Choose the sequences, or put them into the server's cache, where an update must not leave them.
@@ -92,7 +94,8 @@ class Canary:
         scores = CanaryScores(
             served_T=served_T,
             trained_T=trained_T,
-            earlier_T=self._comparable(trained_T),
+            earlier_T=dict(self.earlier_T),
+            first_T=self.first_T,
             sampled_S=np.array([value for answer in answers for value in answer.log_probs], dtype=np.float64),
             tempered_S=np.concatenate([one.tempered_S for one in trained]),
             raw_S=np.concatenate([one.raw_S for one in trained]),
@@ -109,27 +112,18 @@ class Canary:
             self.earlier_T = {}  # the server is past all of them
         elif len(self.earlier_T) > 1:  # the oldest stays: small updates add up until they can be told apart
             self.earlier_T.pop(list(self.earlier_T)[-1])
-        self.earlier_T[f"the weights of version {version}"] = trained_T
+        self.earlier_T[version], self.first_T = trained_T, None
         return CanaryReport(
             difference=scores.difference,
             share_made=made[-1].share if made else None,
             equal_routes=scores.equal_routes,
         )
 
-    def _comparable(self, trained_T: ndarray) -> dict[str, ndarray]:
-        """Return the earlier log-probs; those of the server's own first weights only where rounding is no reason."""
-        noise = 1e-3 if self.exact else 0.1
-        return {
-            name: earlier_T
-            for name, earlier_T in self.earlier_T.items()
-            if name != _FIRST or np.abs(trained_T - earlier_T).mean() > noise
-        }
-
     async def _prepare(self) -> None:
         async with self.engine.connections(_REQUESTS) as client:
             if not self.sequences:
                 self.sequences = await self._choose(client)
-                self.earlier_T = {_FIRST: await self._served(client)}
+                self.first_T = await self._served(client)
             await asyncio.gather(*(self.engine.ask(client, one, limit=1, seed=0) for one in self.sequences))
 
     async def _choose(self, client: httpx.AsyncClient) -> list[list[int]]:
@@ -187,9 +181,6 @@ class Canary:
             pair = np.sort(routes_mLK, axis=2) == np.sort(one.experts_TLK[: len(routes_mLK)], axis=2)
             equal, total = equal + int(pair.all(axis=2).sum()), total + pair.shape[0] * pair.shape[1]
         return equal / total if total else None
-
-
-_FIRST = "the weights it had before the run"
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class ServedModel:
 
 
 def check_server(engine: ServerEngine, *, start_seconds: float, longest: int, dtype: str) -> ServedModel:
-    """Wait until a server has started, then check how it was started, and send one request.
+    """Wait until a server has started, then check how it was started (vLLM), and send one request.
 
     start_seconds   to wait for a server that does not answer yet
     longest         tokens of the longest prompt and response together
@@ -66,7 +66,7 @@ async def _check(engine: ServerEngine, start_seconds: float, longest: int, dtype
                     dtype,
                     dtype,
                 )
-        await _probe(engine, client)
+            await _probe(engine, client)
     return served
 
 
