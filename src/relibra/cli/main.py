@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import relibra
-from relibra.cli import bench, calibrate, compare, explain, plan, report, simulate, sweep, trace, train
+from relibra.cli import bench, calibrate, compare, explain, export, plan, report, simulate, sweep, trace, train
 from relibra.environment import shows_tracebacks
 from relibra.errors import RelibraError, library_errors
 from relibra.printable import escape_logs_and_tracebacks, printable
@@ -23,6 +23,7 @@ app = typer.Typer(
     epilog="Exit codes: 0 done; 1 an error, described in one sentence; 2 wrong usage; 130 stopped by Ctrl-C.",
 )
 app.command(name="train")(train.train)
+app.command(name="export")(export.export)
 app.command(name="report")(report.report)
 app.command(name="plan")(plan.plan)
 app.command(name="compare")(compare.compare)

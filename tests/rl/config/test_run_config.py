@@ -17,7 +17,8 @@ from relibra.rl.config.run_config import (
     load_config,
     with_ranks,
 )
-from relibra.rl.config.settings import ModelSettings, RolloutSettings
+from relibra.rl.config.rollout_settings import RolloutSettings
+from relibra.rl.config.settings import ModelSettings
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo.toml"
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from relibra.rl.config.rollout_settings import RolloutSettings
 from relibra.rl.config.settings import (
     AlgorithmSettings,
     ModelSettings,
     ParallelSettings,
     PlanSettings,
-    RolloutSettings,
     TaskSettings,
     UpdateSettings,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from relibra.rl.config.model_folder import read_model_sizes
-from relibra.rl.config.settings import RolloutSettings
+from relibra.rl.config.rollout_settings import RolloutSettings
 
 
 def fit_lengths(path: Any, rollout: dict[str, Any]) -> dict[str, Any]:

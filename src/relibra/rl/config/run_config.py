@@ -25,8 +25,9 @@ from relibra.rl.config.consistency import (
 from relibra.rl.config.context_length import fit_lengths
 from relibra.rl.config.messages import MAX_SHOWN, describe_mistakes
 from relibra.rl.config.presets import choose_tail_drop, choose_value_warmup, choose_window
+from relibra.rl.config.rollout_settings import MAX_LENGTH, RolloutSettings
+from relibra.rl.config.section import Section
 from relibra.rl.config.settings import (
-    MAX_LENGTH,
     AlgorithmSettings,
     CheckpointSettings,
     CriticSettings,
@@ -34,9 +35,7 @@ from relibra.rl.config.settings import (
     ModelSettings,
     ParallelSettings,
     PlanSettings,
-    RolloutSettings,
     RunSettings,
-    Section,
     TaskSettings,
     TraceSettings,
     UpdateSettings,
@@ -47,6 +46,8 @@ USUAL_RATE = UpdateSettings().learning_rate
 HIGH_RATE = 20 * USUAL_RATE
 """Learning rate above which RL post-training destroys a model in a few steps."""
 MAX_FILE_BYTES = 1 << 20
+LEAST_SERVED_HEAD = 32
+"""Width of heads that vLLM's attention on a CPU needs."""
 MAX_DEPTH = 8
 """Parts of an override's key; settings have two."""
 
@@ -112,6 +113,24 @@ class RunConfig(Section):
             return settings  # what is out of range is refused later, with its name
         drop = {"tail_drop": choose_tail_drop(window)} if window else {}
         return {**settings, "rollout": {**rollout, "window": window}, "algorithm": {**drop, **algorithm}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _widen_heads_for_servers(cls, settings: Any) -> Any:
+        """Set the width of heads of the built-in model where a server samples and it is not given."""
+        rollout, model = (
+            settings.get(name, {}) if isinstance(settings, dict) else None for name in ("rollout", "model")
+        )
+        if not (isinstance(rollout, dict) and isinstance(model, dict)) or model.get("path"):
+            return settings
+        if rollout.get("engine", "embedded") == "embedded":
+            return settings
+        try:
+            sizes = ModelSettings.model_validate(model)
+        except ValidationError:  # told when the sections are checked
+            return settings
+        width = max(LEAST_SERVED_HEAD, sizes.hidden_size // sizes.num_heads)
+        return {**settings, "model": {"head_dim": width, **model}}
 
     @model_validator(mode="before")
     @classmethod

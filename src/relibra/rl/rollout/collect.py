@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from relibra.rl.algorithms.advantages import overlong_penalty
-from relibra.rl.config.settings import RolloutSettings
+from relibra.rl.config.rollout_settings import RolloutSettings
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.admission import SampleCursor, check_no_response_lost, plan_admission
 from relibra.rl.rollout.prompt_lengths import encode_prompt

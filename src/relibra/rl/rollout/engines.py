@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from relibra.rl.config.settings import RolloutSettings
+from relibra.rl.config.rollout_settings import RolloutSettings
 from relibra.rl.model.policy import Policy
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.embedded import EmbeddedEngine

@@ -8,7 +8,7 @@ import numpy as np
 import torch.distributed as dist
 
 from relibra.errors import ConfigError
-from relibra.rl.config.settings import RolloutSettings
+from relibra.rl.config.rollout_settings import RolloutSettings
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.run.ranks import gather_arrays, largest_over_ranks
 from relibra.rl.tasks.prompts import Prompts

@@ -23,7 +23,7 @@ def built_in_config(settings: ModelSettings, vocab_size: int) -> Qwen3MoeConfig 
         "num_hidden_layers": settings.num_layers,
         "num_attention_heads": settings.num_heads,
         "num_key_value_heads": settings.num_heads // 2,
-        "head_dim": settings.hidden_size // settings.num_heads,
+        "head_dim": settings.head_dim or settings.hidden_size // settings.num_heads,
         "max_position_embeddings": MAX_POSITIONS,
         "tie_word_embeddings": False,
         "bos_token_id": None,

@@ -106,7 +106,7 @@ async def _wait_for_start(engine: ServerEngine, client: httpx.AsyncClient, start
 async def _read_config(engine: ServerEngine, client: httpx.AsyncClient) -> dict[str, Any]:
     """Return the configuration of a vLLM server.
 
-    raises    EngineError where it shows none, or refuses the key
+    raises    EngineError where it shows none
     """
     try:
         body = await engine.call(client, _INFO)
@@ -117,17 +117,11 @@ async def _read_config(engine: ServerEngine, client: httpx.AsyncClient) -> dict[
             listed = await engine.call(client, "/v1/models")
             config = {**config, "max_model_len": listed["data"][0]["max_model_len"]}
     except EngineError as error:
-        status = refused_with(error)
-        if status == 404:
+        if refused_with(error) == 404:
             raise EngineError(
                 f"{engine.url} was not started as this run needs it: set the environment variable "
                 "VLLM_SERVER_DEV_MODE=1 for it (weights cannot be updated without), and let nobody else reach it; if "
                 "it is set, check that this is a vLLM server (rollout.engine)"
-            ) from error
-        if status in (401, 403):
-            raise EngineError(
-                f"{engine.url} refuses the key, status {status}: set rollout.api_key_from to env:NAME or file:PATH of "
-                "the key that it was started with (--api-key)"
             ) from error
         raise
     except (KeyError, IndexError, TypeError, AttributeError) as error:

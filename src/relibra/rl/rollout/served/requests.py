@@ -173,11 +173,19 @@ async def call_server(
         except RequestFailed as failure:
             attempts = min(attempts, TIMED_OUT_ATTEMPTS) if failure.timed_out else attempts
             if not failure.may_pass or attempt >= attempts:
-                hint = "; increase rollout.timeout_seconds, or" if failure.timed_out else ";"
                 raise EngineError(
                     f"{address.url.rstrip('/')}{path} failed the last of up to {attempts} attempts: "
-                    f"{address.hide_key(str(failure))}{hint} look at its log"
+                    f"{address.hide_key(str(failure))}; {_next_step(failure)}"
                 ) from failure
+
+
+def _next_step(failure: RequestFailed) -> str:
+    """Return what to do about a request that failed."""
+    if failure.status in (401, 403):
+        return (
+            "set rollout.api_key_from to env:NAME or file:PATH of the key that the server was started with (--api-key)"
+        )
+    return "increase rollout.timeout_seconds, or look at its log" if failure.timed_out else "look at its log"
 
 
 def refused_with(error: EngineError) -> int | None:

@@ -1,0 +1,36 @@
+"""`relibra export`: the built-in model of a run as a folder that a server can start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from relibra.cli.outputs.terminal import print_text
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(help="New folder for model and tokenizer.", show_default=False)],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN.toml] [KEY=VALUE]...",
+            help="The settings of the run, as for relibra train.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Write the untrained built-in model of a run, so that a server can start before the run does.
+
+    Weights follow from run.seed. A run with model.path needs none of this: its server starts from that folder.
+
+    Example: relibra export start examples/vllm.toml
+    """
+    from relibra.rl.config.run_config import load_config
+    from relibra.rl.start_folder import write_start_folder
+
+    words = settings or []
+    file = Path(words[0]) if words and "=" not in words[0] else None
+    write_start_folder(load_config(file, words[1:] if file else words), folder)
+    print_text(f"model   {folder}")

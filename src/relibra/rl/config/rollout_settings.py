@@ -1,0 +1,104 @@
+"""Settings of the rollout: what is sampled, and by which engine. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from relibra.rl.config.section import Section
+
+MAX_LENGTH = 1 << 20
+"""Most tokens of a prompt, and of a response."""
+MOST_RESPONSES = 1 << 22
+"""Most responses of a step."""
+
+
+class RolloutSettings(Section):
+    """Sampling of responses."""
+
+    prompts_per_step: int = Field(32, ge=1, le=1 << 20)
+    """Prompts per step, summed over ranks; times `responses_per_prompt` = responses in progress at once."""
+    responses_per_prompt: int = Field(8, ge=1, le=1 << 16)
+    """Responses per prompt: the group of group-relative advantages."""
+    max_response: int = Field(8192, ge=1, le=MAX_LENGTH)
+    """Longest response in tokens; unless given, at most what prompts leave of the context of the model."""
+    window: int = Field(0, ge=0, le=MAX_LENGTH)
+    """Most tokens that a step adds to a response (T-PPO); unfinished ones continue in the next step. 0: no limit.
+    Preset tppo: a divisor of max_response near a quarter of it, unless given."""
+    refill: bool = False
+    """Start a new response as soon as one ends inside a window; a step still has at most `window` decode steps."""
+    max_prompt: int = Field(1024, ge=1, le=MAX_LENGTH)
+    """Longest prompt in tokens; unless given, at most half of the context of the model."""
+    long_prompts: Literal["skip", "cut", "refuse"] = "skip"
+    """Longer prompts of a file: "skip" leaves them out and says how many, "cut" drops their first tokens, "refuse" ends
+    the run before its first step and names the first."""
+    max_batch: int = Field(256, ge=1, le=1 << 16)
+    """Most responses that one rank decodes at once; further ones start as others finish. Limits KV-cache memory."""
+    engine: Literal["embedded", "sglang", "vllm"] = "embedded"
+    """Sampler: "embedded" is a full copy of the policy in every rank; the others are servers at `url`."""
+    url: str = ""
+    """sglang, vllm: server address, such as http://127.0.0.1:30000; it must return log-probs and routed experts."""
+    server_weights: Path | None = None
+    """sglang, vllm: folder through which new weights go, a fresh one inside it per version; trainer and server must
+    see it under the same path."""
+    start_seconds: float = Field(600.0, ge=0, le=1e6)
+    """sglang, vllm: seconds to wait, before the run begins, for a server that does not answer yet."""
+    api_key_from: str = ""
+    """sglang, vllm: where the server's key is, as env:NAME or file:PATH; the key itself is no setting."""
+    timeout_seconds: float = Field(600.0, gt=0, le=1e6)
+    """sglang, vllm: seconds that a request may take in all, up to 1,024 tokens; longer ones get proportionally more. A
+    request that takes longer is sent once more."""
+    temperature: float = Field(1.0, ge=0.01, le=100)
+    """Sampling temperature; log-probs in rollout and training include it."""
+
+    @property
+    def responses_per_step(self) -> int:
+        """Responses sampled at once, over all ranks."""
+        return self.prompts_per_step * self.responses_per_prompt
+
+    @property
+    def window_tokens(self) -> int:
+        """Most tokens that a step adds to a response."""
+        return self.window or self.max_response
+
+    @property
+    def max_windows(self) -> int:
+        """Most windows of a response; with `refill` the first may be shorter, which adds one."""
+        return self.max_response // self.window_tokens + self.refill
+
+    @field_validator("api_key_from")
+    @classmethod
+    def _names_a_place(cls, value: str) -> str:
+        if not re.fullmatch(r"(env:[A-Za-z_][A-Za-z0-9_]*|file:.+)?", value):  # it may be the key: not repeated
+            raise ValueError("write env:NAME of an environment variable, or file:PATH, and not the key itself")
+        return value
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> RolloutSettings:
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url {self.url!r} must begin with http:// or https://, as in http://127.0.0.1:30000")
+        if self.responses_per_step > MOST_RESPONSES:
+            raise ValueError(
+                f"prompts_per_step {self.prompts_per_step} x responses_per_prompt {self.responses_per_prompt} are more "
+                f"than {MOST_RESPONSES:,} responses in a step"
+            )
+        if self.engine != "embedded" and not (self.url and self.server_weights):
+            raise ValueError(
+                f"engine {self.engine!r} needs url (the server) and server_weights (a folder that both see)"
+            )
+        if self.refill and self.engine != "embedded":
+            raise ValueError(
+                f"refill needs engine 'embedded', got {self.engine!r}: servers do not report decode steps; set "
+                "refill=false"
+            )
+        if self.max_response % self.window_tokens:
+            longer = self.max_response + -self.max_response % self.window_tokens
+            fitting = max(w for w in range(1, self.window_tokens + 1) if self.max_response % w == 0)
+            raise ValueError(
+                f"window {self.window} does not divide max_response {self.max_response}: a response has a whole number "
+                f"of windows; set rollout.max_response to {longer} or the window to {fitting}"
+            )
+        return self

