@@ -68,7 +68,7 @@ $(VLLM_VENV)/.made: pyproject.toml
 	@touch $@
 
 demo-vllm: $(VENV)/.run $(VLLM_VENV)/.made
-	$(BIN)/python examples/train_with_vllm.py $(VLLM_BIN)/python
+	$(BIN)/python -m relibra.integrations.vllm.demo $(VLLM_BIN)/python examples/vllm.toml
 
 test-vllm: $(VENV)/.dev $(VLLM_VENV)/.made
 	VLLM_PYTHON=$(VLLM_BIN)/python $(BIN)/python -m pytest -s tests/integrations/test_vllm_server.py

@@ -31,6 +31,16 @@ class LaunchedRank:
     restarts: int = 0
 
 
+def environment_value(name: str) -> str:
+    """Return an environment variable that a setting names; empty where it is not set."""
+    return os.environ.get(name, "")
+
+
+def server_environment(**added: str) -> dict[str, str]:
+    """Return the environment of a server from another Python environment: without our path of modules."""
+    return {**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, **added}
+
+
 def has_columns() -> bool:
     """Return whether COLUMNS gives the width of what is printed."""
     return "COLUMNS" in os.environ

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from relibra import write_trace
-from relibra.cli import simulated_step
 from relibra.cli.inputs.recordings import find_recording
+from relibra.cli.outputs import simulated_step
 from relibra.cluster import cluster_preset, write_cluster
 from relibra.planning.budget import RUN_DEFAULTS, slot_memory_gib
 from relibra.planning.plan_files import read_plan

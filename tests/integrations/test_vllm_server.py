@@ -92,7 +92,7 @@ def prompts_of(length, number):
 
 def test_routes_and_log_probs_are_those_of_transformers_after_every_reload(server, start, tmp_path):
     model, engine = load(start), engine_at(server)
-    served = check_server(engine, start_seconds=60, longest=CONTEXT, dtype="float32")
+    served = check_server(engine, start_seconds=60.0, longest=CONTEXT, dtype="float32")
     assert (served.context, served.dtype) == (CONTEXT, "float32")
     canary = Canary(engine, lambda index: prompts_of(8, 1 + index)[index], context=served.context, exact=True)
     for version, part in enumerate((None, *PARTS)):
@@ -120,12 +120,12 @@ def test_a_server_without_our_reload_is_caught(start, tmp_path, monkeypatch):
     flags = [*FLAGS, "--max-model-len", "1200", "--enforce-eager"]
     with local_server(PYTHON, start, tmp_path / "server.log", flags=flags) as url:
         engine = engine_at(url)
-        check_server(engine, start_seconds=60, longest=1000, dtype="float32")
+        check_server(engine, start_seconds=60.0, longest=1000, dtype="float32")
         with pytest.raises(EngineError, match="was not started as this run needs it: raise --max-model-len to 9999"):
-            check_server(engine, start_seconds=60, longest=9999, dtype="float32")
+            check_server(engine, start_seconds=60.0, longest=9999, dtype="float32")
         other = replace(engine, routes=replace(engine.routes, num_layers=7, layer_ids=(1, 2, 3, 4, 5, 6)))
         with pytest.raises(EngineError, match="expected 8 rows, one less than tokens, of 7 or 6 layers"):
-            check_server(other, start_seconds=60, longest=1000, dtype="float32")
+            check_server(other, start_seconds=60.0, longest=1000, dtype="float32")
         canary = Canary(engine, lambda index: prompts_of(8, 1 + index)[index], context=1200, exact=True)
         canary.before_update()
         publish_weights(model, tmp_path / "weights", engine, 0)

@@ -17,7 +17,7 @@ from relibra.cli.inputs.requests import SimulationRequest, takes
 from relibra.cli.inputs.workload import Workload, budget_for, budget_in_words, open_workload, workload_in_words
 from relibra.cli.outputs.files import check_outputs, input_files, named, writing
 from relibra.cli.outputs.terminal import plural, print_note, print_wrapped, progress, stdout_console
-from relibra.cli.simulated_step import (
+from relibra.cli.outputs.simulated_step import (
     SimulatedPlan,
     TokenChoices,
     compared_figures,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from relibra.environment import environment_value
 from relibra.errors import ConfigError
 
 _MAX_BYTES = 4096
@@ -20,7 +20,7 @@ def read_api_key(source: str) -> str:
     if not source:
         return ""
     if kind == "env":
-        key = os.environ.get(name, "").strip()
+        key = environment_value(name).strip()
     else:
         path = Path(name).expanduser()
         try:

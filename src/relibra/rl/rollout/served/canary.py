@@ -112,9 +112,13 @@ def share_made(served_T: ndarray, before_T: ndarray, after_T: ndarray) -> ShareM
 
 
 def find_fault(scores: CanaryScores) -> str | None:
-    """Return what is wrong with a server after an update of its weights, in words; None: nothing."""
+    """Return what is wrong with a server after an update of its weights, in words; None: nothing.
+
+    A cause is named where its log-probs fit, and are clearly nearer than those that there should be.
+    """
     for version, earlier_T in scores.earlier_T.items():
-        if share_made(scores.served_T, earlier_T, scores.trained_T).is_unmade:
+        unmade = share_made(scores.served_T, earlier_T, scores.trained_T).is_unmade
+        if unmade and _distance(scores.served_T, earlier_T) <= scores.limit:
             return f"it still computes with the weights of version {version}: {_NOT_LOADED}"
     if not scores.difference <= scores.limit:
         text = (
@@ -123,8 +127,8 @@ def find_fault(scores: CanaryScores) -> str | None:
         )
         unchanged = scores.first_T is not None and np.abs(scores.served_T - scores.first_T).mean() <= scores.limit / 10
         return text + (f"they did not change with the update. {_NOT_LOADED}; or " if unchanged else "") + _CORRUPTED
-    untempered = scores.temperature != 1.0 and share_made(scores.sampled_S, scores.raw_S, scores.tempered_S).is_unmade
-    if untempered:
+    untempered = share_made(scores.sampled_S, scores.raw_S, scores.tempered_S).is_unmade
+    if scores.temperature != 1.0 and untempered and _distance(scores.sampled_S, scores.raw_S) <= scores.limit:
         return (
             f"its log-probs are those of temperature 1, not of rollout.temperature {scores.temperature:g}: start it "
             "with --logprobs-mode processed_logprobs"

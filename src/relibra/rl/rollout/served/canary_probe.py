@@ -26,8 +26,8 @@ SEQUENCES, SEQUENCE_TOKENS = 8, 272
 """More than two blocks of vLLM's cache each, of 128 tokens on a CPU."""
 SAMPLED_TOKENS = 16
 """Sampled after each sequence, to see log-probs at the run's temperature."""
-_ANSWER_TOKENS = 64
-_PROMPTS_AT_ONCE, _MOST_PROMPTS = 32, 256
+ANSWER_TOKENS = 64
+PROMPTS_AT_ONCE, MOST_PROMPTS = 32, 256
 _REQUESTS = 32
 """Under way at once."""
 
@@ -130,9 +130,9 @@ class Canary:
         """Return prompts of the task with answers of the server, end to end, cut into sequences."""
         length = max(2, min(SEQUENCE_TOKENS, self.context - SAMPLED_TOKENS))
         joined: list[int] = []
-        for first in range(0, _MOST_PROMPTS, _PROMPTS_AT_ONCE):
-            prompts = [self.encode_prompt(first + index)[: length // 2] for index in range(_PROMPTS_AT_ONCE)]
-            limit = max(1, min(_ANSWER_TOKENS, self.context - length // 2))
+        for first in range(0, MOST_PROMPTS, PROMPTS_AT_ONCE):
+            prompts = [self.encode_prompt(first + index)[: length // 2] for index in range(PROMPTS_AT_ONCE)]
+            limit = max(1, min(ANSWER_TOKENS, self.context - length // 2))
             answers = await asyncio.gather(
                 *(self.engine.ask(client, prompt, limit=limit, seed=first) for prompt in prompts)
             )

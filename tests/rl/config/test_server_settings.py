@@ -1,0 +1,49 @@
+"""Settings of runs whose responses come from a server."""
+
+import pytest
+
+from relibra.errors import ConfigError
+from relibra.rl.config.run_config import load_config
+from relibra.rl.rollout.served.api_key import read_api_key
+
+SERVED = ("rollout.engine=vllm", "rollout.url=http://h:1", "rollout.server_weights=weights")
+
+
+def test_heads_of_the_built_in_model_are_wide_enough_for_a_server():
+    assert load_config(None).model.head_dim == 0
+    assert load_config(None, SERVED).model.head_dim == 32
+    assert load_config(None, [*SERVED, "model.hidden_size=512"]).model.head_dim == 128
+    assert load_config(None, [*SERVED, "model.head_dim=16"]).model.head_dim == 16
+    with pytest.raises(ConfigError, match="hidden_size"):
+        load_config(None, [*SERVED, "model.hidden_size=65"])
+
+
+def test_new_weights_do_not_overwrite_the_model(tmp_path):
+    (tmp_path / "policy").mkdir()
+    for folder in (tmp_path / "policy", tmp_path / "policy" / ".." / "policy"):
+        with pytest.raises(ConfigError, match=r"rollout\.server_weights .* is the folder of model\.path"):
+            load_config(None, [*SERVED, f"rollout.server_weights={folder}", f"model.path={tmp_path / 'policy'}"])
+    load_config(None, [*SERVED, f"rollout.server_weights={tmp_path}", f"model.path={tmp_path / 'policy'}"])
+
+
+def test_a_key_that_was_written_into_the_settings_is_refused_and_not_repeated():
+    with pytest.raises(ConfigError, match="not the key itself") as refusal:
+        load_config(None, [*SERVED, "rollout.api_key_from=sk-secret"])
+    assert "secret" not in str(refusal.value)
+
+
+def test_keys_come_from_the_environment_or_a_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("SERVER_KEY", " sk-1 \n")
+    (tmp_path / "key").write_text("sk-2\n")
+    (tmp_path / "two").write_text("sk 3\n")
+    assert read_api_key("") == ""
+    assert read_api_key("env:SERVER_KEY") == "sk-1"
+    assert read_api_key(f"file:{tmp_path / 'key'}") == "sk-2"
+    for source, says in {
+        "env:NO_SUCH_KEY": "the environment variable NO_SUCH_KEY holds no key",
+        f"file:{tmp_path / 'two'}": "holds no key",
+        f"file:{tmp_path / 'none'}": "cannot read",
+    }.items():
+        with pytest.raises(ConfigError, match=says) as refusal:
+            read_api_key(source)
+        assert "sk 3" not in str(refusal.value)

@@ -1,0 +1,215 @@
+"""The canary: what it says of servers that are stale, corrupt or raw, and that rounding alone ends nothing."""
+
+import copy
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from relibra.errors import EngineError
+from relibra.rl.rollout.served import canary_probe, preflight
+from relibra.rl.rollout.served.canary import CanaryScores, find_fault, share_made
+from relibra.rl.rollout.served.canary_probe import Canary
+from relibra.rl.rollout.served.engine import ServedRoutes, ServerEngine
+from relibra.rl.rollout.served.preflight import check_server
+from relibra.rl.rollout.served.weights import publish_weights
+from tests.replay.tiny_models import tiny_model
+from tests.rl.rollout.vllm_server import CONFIG, running
+
+
+def scores(*, noise=0.0, update=0.0, fault="", temperature=0.7, exact=True, seed=0):
+    """Scores of a server whose log-probs differ by noise after an update of some size."""
+    rng = np.random.default_rng(seed)
+    before, way = -rng.exponential(1.0, 2000), rng.normal(0.0, 1.0, 2000)
+    after, raw = before + update * way, -rng.exponential(1.0, 100)
+    tempered = raw * 1.3
+    served = before if fault == "stale" else after + (2 * way if fault == "corrupt" else 0)
+    sampled = raw if fault == "raw" else tempered + (0.5 if fault == "cache" else 0)
+    return CanaryScores(
+        served_T=served + rng.normal(0, noise, 2000),
+        trained_T=after,
+        earlier_T={3: before},
+        sampled_S=sampled + rng.normal(0, noise, 100),
+        tempered_S=tempered,
+        raw_S=raw,
+        temperature=temperature,
+        exact=exact,
+        equal_routes=0.1 if fault == "routes" else 1.0,
+    )
+
+
+@pytest.mark.parametrize(("noise", "update", "exact"), [(1e-7, 1e-6, True), (1e-7, 1e-1, True), (1e-2, 1e-2, False)])
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("", None),
+        ("stale", "still computes with the weights of version 3"),
+        ("corrupt", "the reload corrupts weights"),
+        ("raw", "--logprobs-mode processed_logprobs"),
+        ("cache", "kept keys and values of earlier weights"),
+        ("routes", "only 10% of its routes"),
+    ],
+)
+def test_each_fault_has_its_name_whatever_the_engine_rounds(noise, update, exact, fault, says):
+    found = find_fault(scores(noise=noise, update=update, fault=fault, exact=exact))
+    assert found is None if says is None else says in found
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_updates_below_the_rounding_of_the_engine_end_nothing(seed):
+    for update in (0.0, 1e-6, 1e-4):
+        assert find_fault(scores(noise=1e-2, update=update, exact=False, seed=seed)) is None
+
+
+def test_scores_that_are_no_numbers_are_corrupt():
+    broken = scores()
+    broken.served_T[5] = np.nan
+    assert "corrupts" in find_fault(broken)
+
+
+def test_a_share_is_between_where_the_server_was_and_where_it_should_be():
+    before, after = np.zeros(4), np.array([1.0, -1.0, 2.0, 0.5])
+    for share in (0.0, 0.25, 1.0):
+        found = share_made(before + share * after, before, after)
+        assert found.share == pytest.approx(share)
+        assert (found.is_unmade, found.is_made) == (share < 0.5, share > 0.5)
+    assert not share_made(before, after, after).is_unmade, "no update: nothing to say"
+
+
+TOKENS = 50
+
+
+@pytest.fixture
+def small(monkeypatch):
+    sizes = {"SEQUENCES": 2, "SEQUENCE_TOKENS": 14, "SAMPLED_TOKENS": 4, "PROMPTS_AT_ONCE": 4, "ANSWER_TOKENS": 4}
+    for name, value in sizes.items():
+        monkeypatch.setattr(canary_probe, name, value)
+    monkeypatch.setattr(preflight, "POLL_SECONDS", 0.01)
+
+
+def engine_of(server, model, temperature=0.7):
+    config = model.config
+    return ServerEngine(
+        url=server.url,
+        dialect="vllm",
+        routes=ServedRoutes(
+            num_experts=config.num_experts,
+            layer_ids=tuple(range(config.num_hidden_layers)),
+            num_layers=config.num_hidden_layers,
+            top_k=config.num_experts_per_tok,
+        ),
+        stop_ids=(),
+        vocab_size=config.vocab_size,
+        temperature=temperature,
+        seed=0,
+        timeout_seconds=20.0,
+    )
+
+
+def perturb(model, scale):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += scale * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+
+
+FAULTS = {
+    "stale": "still computes with the weights of version",
+    "corrupt": "the reload corrupts weights",
+    "raw": r"log-probs are those of temperature 1, not of rollout\.temperature 0\.7",
+    "cache": "kept keys and values of earlier weights",
+    "shifted": "routes of other tokens or layers",
+}
+
+
+def test_a_server_that_goes_wrong_in_an_update_is_named(small, tmp_path):
+    model = tiny_model("qwen3_moe").eval()
+    with running(copy.deepcopy(model)) as server:
+        canary = Canary(engine_of(server, model), lambda index: [1 + index % 9, 2, 3], context=64, exact=True)
+
+        def update(version):
+            perturb(model, 0.1)
+            canary.before_update()
+            publish_weights(model, tmp_path, canary.engine, version)
+            return canary.after_update(model, version)
+
+        assert update(0).share_made is None
+        for version, (fault, says) in enumerate(FAULTS.items()):
+            server.fault = ""
+            report = update(2 * version + 1)
+            assert report.difference < 1e-5
+            assert report.share_made == pytest.approx(1.0, abs=1e-3)
+            assert report.equal_routes == 1.0
+            server.fault = fault
+            with pytest.raises(EngineError, match=rf"{server.url} cannot be trained from .*: .*{says}"):
+                update(2 * version + 2)
+
+
+def test_a_server_that_loads_nothing_from_the_start_is_caught_at_the_first_update(small, tmp_path):
+    model = tiny_model("qwen3_moe").eval()
+    with running(copy.deepcopy(model)) as server:
+        server.fault = "stale"
+        perturb(model, 0.1)
+        canary = Canary(engine_of(server, model), lambda index: [1 + index % 9, 2, 3], context=64, exact=True)
+        canary.before_update()
+        publish_weights(model, tmp_path, canary.engine, 0)
+        with pytest.raises(EngineError, match=r"did not change with the update\. it did not load"):
+            canary.after_update(model, 0)
+
+
+def check(server, model, longest=64, start_seconds=5.0):
+    return check_server(engine_of(server, model), start_seconds=start_seconds, longest=longest, dtype="float32")
+
+
+def test_a_server_that_starts_is_waited_for(small, caplog):
+    model = tiny_model("qwen3_moe").eval()
+    with running(model) as server:
+        server.starting = 3
+        with caplog.at_level(logging.WARNING):
+            served = check(server, model)
+        assert (served.context, served.dtype) == (64, "float32")
+        [said] = caplog.messages
+        assert "waiting up to 5 s (rollout.start_seconds)" in said
+        assert server.paths == ["/health"] * 4 + ["/server_info", "/inference/v1/generate"]
+        server.starting = 1 << 30
+        with pytest.raises(EngineError, match=r"did not answer within 0.05 s \(rollout.start_seconds\).*status 503"):
+            check(server, model, start_seconds=0.05)
+
+
+@pytest.mark.parametrize(
+    ("change", "longest", "says"),
+    [
+        ({"enable_return_routed_experts": False}, 64, "add --enable-return-routed-experts"),
+        ({"logprobs_mode": "raw_logprobs"}, 64, "add --logprobs-mode processed_logprobs .*, got 'raw_logprobs'"),
+        ({}, 65, "raise --max-model-len to 65 .*, got 64"),
+        ({"enable_eplb": True}, 64, "leave out --enable-eplb"),
+    ],
+)
+def test_each_missing_flag_is_named_before_anything_is_trained(small, change, longest, says):
+    model = tiny_model("qwen3_moe").eval()
+    with running(model) as server:
+        server.config = {"model_config": CONFIG["model_config"] | change}
+        with pytest.raises(EngineError, match=f"was not started as this run needs it: {says}"):
+            check(server, model, longest)
+
+
+def test_dev_mode_and_another_dtype_are_told(small, caplog):
+    model = tiny_model("qwen3_moe").eval()
+    with running(model) as server:
+        server.config = {"model_config": CONFIG["model_config"] | {"dtype": "torch.bfloat16"}}
+        with caplog.at_level(logging.WARNING):
+            assert check(server, model).dtype == "bfloat16"
+        assert "start it with --dtype float32" in caplog.text
+        server.config = None
+        with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
+            check(server, model)
+
+
+def test_another_model_is_refused_before_anything_is_trained(small):
+    model = tiny_model("qwen3_moe").eval()
+    with running(model) as server:
+        engine = engine_of(server, model)
+        other = ServedRoutes(num_experts=8, layer_ids=(1, 5), num_layers=6, top_k=2)
+        object.__setattr__(engine, "routes", other)
+        with pytest.raises(EngineError, match=r"sent routes of shape .* of 6 or 2 layers"):
+            check_server(engine, start_seconds=1.0, longest=64, dtype="float32")
