@@ -1,4 +1,4 @@
-"""The repairs of the vLLM plug-in on classes shaped like those of vLLM 0.29; `test_vllm_server.py` has the real ones."""
+"""The repairs of the vLLM plug-ins on classes shaped like those of vLLM 0.29; `test_vllm_server.py` has real ones."""
 
 import logging
 import sys
@@ -73,7 +73,7 @@ def vllm(monkeypatch):
         "model_executor.layers.fused_moe.runner.moe_runner": {"MoERunner": held["MoERunner"]},
     }
     names = {"vllm"} | {
-        f"vllm.{'.'.join(parts[:end])}" for parts in map(lambda one: one.split("."), modules) for end in range(1, 8)
+        f"vllm.{'.'.join(parts[:end])}" for parts in (one.split(".") for one in modules) for end in range(1, 8)
     }
     for name in sorted(names):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -130,7 +130,9 @@ def test_a_prompt_in_pieces_leaves_its_generator_where_it_was(vllm):
 
 
 def test_compiled_graphs_call_experts_as_an_operation(vllm, monkeypatch):
-    monkeypatch.setattr(torch.ops, "vllm", SimpleNamespace(moe_forward="op", moe_forward_shared="shared"), raising=False)
+    monkeypatch.setattr(
+        torch.ops, "vllm", SimpleNamespace(moe_forward="op", moe_forward_shared="shared"), raising=False
+    )
     apply_twice()
     runner = vllm["MoERunner"]()
     assert runner._select_forward() == "op"

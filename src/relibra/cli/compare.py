@@ -18,8 +18,8 @@ from relibra.cli.inputs.requests import PlanningRequest, takes
 from relibra.cli.inputs.workload import budget_for, budget_in_words, open_workload, workload_in_words
 from relibra.cli.outputs.files import check_outputs, input_files, named
 from relibra.cli.outputs.plan_page import write_page
-from relibra.cli.outputs.terminal import print_note, print_wrapped, progress, stdout_console
 from relibra.cli.outputs.simulated_step import moves_in_words
+from relibra.cli.outputs.terminal import print_note, print_wrapped, progress, stdout_console
 from relibra.errors import PlanError
 
 if TYPE_CHECKING:

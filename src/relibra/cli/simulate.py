@@ -16,7 +16,6 @@ from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.requests import SimulationRequest, takes
 from relibra.cli.inputs.workload import Workload, budget_for, budget_in_words, open_workload, workload_in_words
 from relibra.cli.outputs.files import check_outputs, input_files, named, writing
-from relibra.cli.outputs.terminal import plural, print_note, print_wrapped, progress, stdout_console
 from relibra.cli.outputs.simulated_step import (
     SimulatedPlan,
     TokenChoices,
@@ -30,6 +29,7 @@ from relibra.cli.outputs.simulated_step import (
     simulate_balancer,
     static_plan_in_words,
 )
+from relibra.cli.outputs.terminal import plural, print_note, print_wrapped, progress, stdout_console
 
 if TYPE_CHECKING:
     from relibra.simulation import ModelShape

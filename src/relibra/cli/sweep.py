@@ -17,7 +17,6 @@ from relibra.cli.inputs.recordings import Recording, find_recording
 from relibra.cli.inputs.requests import SimulationRequest, takes
 from relibra.cli.inputs.workload import Workload, budget_for, budget_in_words, open_workload
 from relibra.cli.outputs.files import check_outputs, input_files, named, writing
-from relibra.cli.outputs.terminal import plural, print_note, print_wrapped, progress, stdout_console
 from relibra.cli.outputs.simulated_step import (
     SimulatedPlan,
     TokenChoices,
@@ -29,6 +28,7 @@ from relibra.cli.outputs.simulated_step import (
     rows_in_words,
     simulate_balancer,
 )
+from relibra.cli.outputs.terminal import plural, print_note, print_wrapped, progress, stdout_console
 from relibra.errors import ConfigError, RelibraError
 from relibra.planning.budget import RUN_DEFAULTS
 
