@@ -397,6 +397,21 @@ def test_published_weights_are_a_fresh_folder_that_the_server_is_told_to_load(se
             publish_weights(model, folder, engine_of(served), 13)
 
 
+def test_a_server_that_is_started_again_loads_the_last_weights_before_it_answers(served, tmp_path, caplog):
+    engine = engine_of(served, "vllm", retry_seconds=20.0)
+    folder = publish_weights(tiny_model("qwen3_moe"), tmp_path, engine, 3)
+    served.asked.clear()
+    served.version, served.failures = "default", [503] * (requests.ATTEMPTS + 2)  # longer than without retry_seconds
+    responses = [new_response(n, 0, [n, n + 1]) for n in (2, 20, 30)]
+    windows, _ = engine.generate(responses, window=4, max_response=4)
+    assert [one.tokens_w.tolist() for one in windows] == [answer_of(one.tokens_n.tolist(), 4) for one in responses]
+    load = ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+    assert load in served.asked
+    assert [path for path, _ in served.asked[-3:]] == ["/inference/v1/generate"] * 3, "no answer of other weights"
+    assert served.version == "3"
+    assert "was started again: it loads version 3" in caplog.text
+
+
 def test_a_cache_that_is_not_dropped_ends_the_update(served, tmp_path):
     served.change = lambda _: {"success": False}
     with pytest.raises(EngineError, match="did not drop its caches"):

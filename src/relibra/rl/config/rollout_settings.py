@@ -46,6 +46,9 @@ class RolloutSettings(Section):
     see it under the same path."""
     start_seconds: float = Field(600.0, ge=0, le=1e6)
     """sglang, vllm: seconds to wait, before the run begins, for a server that does not answer yet."""
+    retry_seconds: float = Field(300.0, ge=0, le=1e6)
+    """vllm: seconds during which a request that failed is repeated; a server that is started again meanwhile first
+    loads the weights that were published last."""
     api_key_from: str = ""
     """sglang, vllm: where the server's key is, as env:NAME or file:PATH; the key itself is no setting."""
     timeout_seconds: float = Field(600.0, gt=0, le=1e6)

@@ -245,7 +245,7 @@ _MAY_CHANGE = (
 _MAY_CHANGE_TOO = (
     *("evaluation.stop_at", "task.max_failed_rewards"),
     *("rollout.max_batch", "rollout.url", "rollout.server_weights"),
-    *("rollout.start_seconds", "rollout.timeout_seconds", "rollout.api_key_from"),
+    *("rollout.start_seconds", "rollout.timeout_seconds", "rollout.retry_seconds", "rollout.api_key_from"),
 )
 
 

@@ -60,6 +60,7 @@ def make_engine(
         max_batch=rollout.max_batch,
         timeout_seconds=rollout.timeout_seconds,
         key=read_api_key(rollout.api_key_from),
+        retry_seconds=rollout.retry_seconds if rollout.engine == "vllm" else 0.0,  # whose weights can be restored
     )
 
 
@@ -104,13 +105,13 @@ def sync_weights(
     if not isinstance(engine, ServerEngine):
         return None
     assert server_weights is not None, "RolloutSettings asks for a folder that the server sees"
-    report = None
+    report, folder = None, None
     if dist.get_rank() == 0:
         if canary is not None:
             canary.before_update()
-        publish_weights(policy.copy, server_weights, engine, weight_version)
+        folder = str(publish_weights(policy.copy, server_weights, engine, weight_version))
         report = canary and canary.after_update(policy.copy, weight_version)
     wait_for_ranks()  # without a deadline; no rank uses the server before it has the weights
-    engine.published.version = weight_version
-    found = broadcast_json(report and asdict(report))
+    found, folder = broadcast_json([report and asdict(report), folder])
+    engine.published.version, engine.published.folder = weight_version, Path(folder)
     return found and CanaryReport(**found)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,8 +19,11 @@ from relibra.errors import EngineError
 from relibra.rl.rollout.philox import uniform_numbers
 from relibra.rl.rollout.response import Response, RolloutCost, Window
 from relibra.rl.rollout.served.dialects import PATHS, Dialect, TokenAnswer, TokenRequest, read_answer, request_body
-from relibra.rl.rollout.served.requests import RequestFailed, ServerAddress, call_server
+from relibra.rl.rollout.served.loading import load_weights, read_version, shown
+from relibra.rl.rollout.served.requests import RequestFailed, Restore, ServerAddress, call_server, request_json
 from relibra.routing.trace import expert_dtype, first_illegal_row
+
+_log = logging.getLogger(__name__)
 
 FULL_LENGTH = 1024
 """Tokens of a request that has `timeout_seconds`; longer ones get proportionally more."""
@@ -39,9 +45,10 @@ class ServedRoutes:
 
 @dataclass
 class PublishedVersion:
-    """Version of the weights that a server was told to load last; None: none yet."""
+    """Version of the weights that a server was told to load last, and their folder; None: none yet."""
 
     version: int | None = None
+    folder: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +63,8 @@ class ServerEngine:
     vocab_size        of the model; a server that sends other tokens is refused
     timeout_seconds   of one request for up to FULL_LENGTH tokens; `request_seconds` scales it
     key               that the server asks for; empty: none
-    published         version of the weights that the server was told to load
+    retry_seconds     during which a request that failed is repeated, so that a server may be started again
+    published         weights that the server was told to load last
 
     Log-probs have to be those of the tempered policy: vLLM needs `--logprobs-mode processed_logprobs`. A server does
     not report slots, so the cost is the least that `max_batch` of them could have taken.
@@ -72,6 +80,7 @@ class ServerEngine:
     max_batch: int = 256
     timeout_seconds: float = 600.0
     key: str = field(default="", repr=False)
+    retry_seconds: float = 0.0
     published: PublishedVersion = field(default_factory=PublishedVersion)
 
     @property
@@ -112,18 +121,53 @@ class ServerEngine:
 
     async def _windows(self, responses: Sequence[Response], limits: Sequence[int], slots: int) -> list[Window]:
         """Return a window of each response, at most `slots` requests under way; the first failure ends the others."""
-        free = asyncio.Semaphore(slots)
+        free, restoring = asyncio.Semaphore(slots), asyncio.Lock()
 
         async def ask(client: httpx.AsyncClient, response: Response, limit: int) -> Window:
+            async def restore() -> None:
+                async with restoring:
+                    await self._restore(client)
+
             async with free:
-                return await self._window(client, response, limit)
+                return await self._window(client, response, limit, restore)
 
         try:
-            async with self.connections(slots) as client, asyncio.TaskGroup() as group:
-                tasks = [group.create_task(ask(client, *pair)) for pair in zip(responses, limits, strict=True)]
+            async with self.connections(slots) as client:
+                with suppress(RequestFailed):  # the requests tell it, after their repetitions
+                    await self._restore(client)
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(ask(client, *pair)) for pair in zip(responses, limits, strict=True)]
         except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return [task.result() for task in tasks]
+            first = failures.exceptions[0]
+        else:
+            return [task.result() for task in tasks]
+        raise first from first.__cause__
+
+    async def _restore(self, client: httpx.AsyncClient) -> None:
+        """Let a vLLM server that was started again load the weights that were published last.
+
+        Every rank does so before it repeats a request: none is answered by other weights.
+
+        raises    RequestFailed where the server does not answer yet
+        """
+        version, folder = self.published.version, self.published.folder
+        if self.dialect != "vllm" or version is None or folder is None:
+            return
+
+        async def call(path: str, body: dict[str, Any] | None = None, /) -> Any:
+            try:
+                return await request_json(
+                    client, path, body, seconds=self.timeout_seconds, max_bytes=self.max_answer_bytes(0, 0)
+                )
+            except RequestFailed as failure:
+                if failure.may_pass:
+                    raise
+                raise EngineError(f"{self.url}{path}: {self.address.hide_key(str(failure))}") from failure
+
+        found = await read_version(call)
+        if found not in (str(version), None):
+            _log.warning("%s was started again: it loads version %d of the weights", self.url, version)
+            await load_weights(call, self.dialect, self.url, folder, version)
 
     def connections(self, most: int) -> httpx.AsyncClient:
         """Return a pool of at most so many connections.
@@ -143,16 +187,34 @@ class ServerEngine:
         *,
         tokens: int = 0,
         rows: int = 0,
+        restore: Restore | None = None,
     ) -> Any:
         """Send JSON (None: GET) and return the JSON of the answer.
 
         tokens, rows   new tokens and rows of routes that are asked for: they limit time and size of the answer
+        restore        called before a repetition
         raises         EngineError
         """
-        limits = {"seconds": self.request_seconds(tokens), "max_bytes": self.max_answer_bytes(tokens, rows)}
-        return await call_server(client, self.address, path, body, **limits)  # type: ignore[arg-type]
+        return await call_server(
+            client,
+            self.address,
+            path,
+            body,
+            seconds=self.request_seconds(tokens),
+            max_bytes=self.max_answer_bytes(tokens, rows),
+            retry_seconds=self.retry_seconds,
+            restore=restore,
+        )
 
-    async def ask(self, client: httpx.AsyncClient, tokens: Sequence[int], *, limit: int, seed: int) -> TokenAnswer:
+    async def ask(
+        self,
+        client: httpx.AsyncClient,
+        tokens: Sequence[int],
+        *,
+        limit: int,
+        seed: int,
+        restore: Restore | None = None,
+    ) -> TokenAnswer:
         """Return at most `limit` tokens after others, and their log-probs, as the server sent them.
 
         raises    EngineError for an answer without them
@@ -167,7 +229,8 @@ class ServerEngine:
             wants_routes=wants_routes,
         )
         body = request_body(self.dialect, request)
-        answer = await self.call(client, PATHS[self.dialect], body, tokens=limit, rows=len(tokens) + limit)
+        rows = len(tokens) + limit
+        answer = await self.call(client, PATHS[self.dialect], body, tokens=limit, rows=rows, restore=restore)
         try:
             return read_answer(self.dialect, answer, wants_routes=wants_routes)
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
@@ -176,9 +239,10 @@ class ServerEngine:
                 f"experts, and check that it speaks the dialect {self.dialect!r}"
             ) from error
 
-    async def _window(self, client: httpx.AsyncClient, response: Response, limit: int) -> Window:
+    async def _window(self, client: httpx.AsyncClient, response: Response, limit: int, restore: Restore) -> Window:
         share = uniform_numbers(self.seed, np.array([response.sample_id]), np.array([response.length]))[0]
-        answer = await self.ask(client, response.tokens_n.tolist(), limit=limit, seed=int(share * (1 << 31)))
+        prompt, seed = response.tokens_n.tolist(), int(share * (1 << 31))
+        answer = await self.ask(client, prompt, limit=limit, seed=seed, restore=restore)
         tokens, reason = answer.tokens, answer.reason
         if not (reason == "stop" and 0 < len(tokens) <= limit) and not (reason == "length" and len(tokens) == limit):
             raise EngineError(
@@ -247,8 +311,3 @@ class ServerEngine:
                 )
             raise EngineError(f"{self.url} sent the expert ids {ids[row, layer].tolist()} of a token: they must differ")
         return ids
-
-
-def shown(value: Any, longest: int = 40) -> str:
-    """Return a value of an answer for a message: the type of what may be long or deep."""
-    return repr(value)[:longest] if isinstance(value, str | int | float) else f"({type(value).__name__})"

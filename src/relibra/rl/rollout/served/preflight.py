@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 
 from relibra.errors import EngineError
-from relibra.rl.rollout.served.engine import ServerEngine, shown
+from relibra.rl.rollout.served.engine import ServerEngine
+from relibra.rl.rollout.served.loading import shown
 from relibra.rl.rollout.served.requests import RequestFailed, refused_with, request_json
 
 _log = logging.getLogger(__name__)

@@ -6,7 +6,8 @@ import asyncio
 import json
 import os
 import ssl
-from collections.abc import Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -21,10 +22,15 @@ TIMED_OUT_ATTEMPTS = 2
 """Attempts where the time ran out, which may take long each."""
 PAUSE_SECONDS = 0.5
 """Before the second attempt; each later pause is about twice as long."""
+LONGEST_PAUSE_SECONDS = 15.0
 BUSY = (429, 502, 503, 504)
 """Statuses of a server that may answer a later request."""
 _SHOWN_BYTES = 300
 """Bytes of a refusal that are shown."""
+
+
+Restore = Callable[[], Awaitable[None]]
+"""What is done before a request is repeated."""
 
 
 class RequestFailed(Exception):
@@ -159,22 +165,29 @@ async def call_server(
     *,
     seconds: float,
     max_bytes: int = 1 << 20,
+    retry_seconds: float = 0.0,
+    restore: Restore | None = None,
 ) -> Any:
     """Send JSON (None: GET) and return the JSON of the answer; try again after errors that may pass.
 
-    raises    EngineError naming server and path
+    retry_seconds   during which attempts are made, beyond the usual few; not for requests whose time ran out
+    restore         called before each further attempt, in case that the server was started again
+    raises          EngineError naming server and path
     """
-    attempts, attempt = ATTEMPTS, 0
+    attempts, attempt, deadline = ATTEMPTS, 0, time.monotonic() + retry_seconds
     while True:
-        await asyncio.sleep(PAUSE_SECONDS * (2**attempt - 1))
+        await asyncio.sleep(min(PAUSE_SECONDS * (2 ** min(attempt, 16) - 1), LONGEST_PAUSE_SECONDS))
         attempt += 1
         try:
+            if attempt > 1 and restore is not None:
+                await restore()
             return await request_json(client, path, body, seconds=seconds, max_bytes=max_bytes)
         except RequestFailed as failure:
             attempts = min(attempts, TIMED_OUT_ATTEMPTS) if failure.timed_out else attempts
-            if not failure.may_pass or attempt >= attempts:
+            over = attempt >= attempts and (failure.timed_out or time.monotonic() >= deadline)
+            if not failure.may_pass or over:
                 raise EngineError(
-                    f"{address.url.rstrip('/')}{path} failed the last of up to {attempts} attempts: "
+                    f"{address.url.rstrip('/')}{path} failed the last of up to {max(attempt, attempts)} attempts: "
                     f"{address.hide_key(str(failure))}; {_next_step(failure)}"
                 ) from failure
 

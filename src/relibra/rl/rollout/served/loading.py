@@ -1,0 +1,87 @@
+"""How a server loads weights from a folder: loaded, caches dropped, version set and read back."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any, Protocol
+
+from relibra.errors import EngineError
+from relibra.rl.rollout.served.dialects import Dialect
+from relibra.rl.rollout.served.requests import refused_with
+
+
+class Call(Protocol):
+    """Sends JSON (None: GET) to a path of a server, and returns the JSON of the answer."""
+
+    def __call__(self, path: str, body: dict[str, Any] | None = None, /) -> Awaitable[Any]:
+        """Raise EngineError, or what the caller of `load_weights` handles."""
+        ...
+
+
+def shown(value: Any, longest: int = 40) -> str:
+    """Return a value of an answer for a message: the type of what may be long or deep."""
+    return repr(value)[:longest] if isinstance(value, str | int | float) else f"({type(value).__name__})"
+
+
+async def load_weights(call: Call, dialect: Dialect, url: str, folder: Path, version: int) -> None:
+    """Let a server load a folder, drop its caches, and know the version.
+
+    url       names the server in messages
+    raises    EngineError where it does not
+    """
+    if dialect == "sglang":
+        body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
+        answer = await call("/update_weights_from_disk", body)
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            said = answer.get("message") if isinstance(answer, dict) else answer
+            raise EngineError(f"{url} did not load {folder}: {shown(said, 300)}")
+        return
+    await call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+    await _drop_caches(call, url)
+    await _set_version(call, url, str(version))
+
+
+async def read_version(call: Call) -> str | None:
+    """Return the version of the weights of a vLLM server; None: it has none, as before 0.29."""
+    try:
+        answer = await call("/weight_info")
+    except EngineError as error:
+        if refused_with(error) == 404:
+            return None
+        raise
+    return str(answer["weight_version"]) if isinstance(answer, dict) and "weight_version" in answer else ""
+
+
+async def _drop_caches(call: Call, url: str) -> None:
+    """Drop the keys and values that the weights before computed.
+
+    raises    EngineError where the server keeps them: it does while a request runs
+    """
+    for path in ("/reset_prefix_cache", "/reset_prefix_cache?reset_running_requests=true"):
+        answer = await call(path, {})
+        if not isinstance(answer, dict) or answer.get("success", True) is True:  # old servers say nothing
+            return
+    raise EngineError(
+        f"{url} did not drop its caches after an update of the weights: does another client use it? Give this run a "
+        "server of its own"
+    )
+
+
+async def _set_version(call: Call, url: str, version: str) -> None:
+    """Set the version of the weights, and read it back; servers before 0.29 have none.
+
+    raises    EngineError where another one comes back
+    """
+    try:
+        await call("/update_weight_version", {"new_version": version})
+    except EngineError as error:
+        if refused_with(error) == 404:
+            return
+        raise
+    found = await read_version(call)
+    if found not in (version, None):
+        raise EngineError(
+            f"{url} says that its weights have version {shown(found)}: expected {version}, which it was just told to "
+            "load; does another run use it?"
+        )
