@@ -128,7 +128,7 @@ def test_a_server_that_goes_wrong_in_an_update_is_named(small, tmp_path):
         canary = Canary(engine_of(server, model), lambda index: [1 + index % 9, 2, 3], context=64, exact=True)
 
         def update(version):
-            perturb(model, 0.1)
+            perturb(model, 0.03)
             canary.before_update()
             publish_weights(model, tmp_path, canary.engine, version)
             return canary.after_update(model, version)

@@ -15,10 +15,13 @@ from relibra.rl.model.policy import Policy
 from relibra.rl.rollout.embedded import EmbeddedEngine
 from relibra.rl.rollout.engines import make_engine
 from relibra.rl.rollout.response import new_response
+from relibra.rl.rollout.served import canary_probe
+from relibra.rl.start_folder import write_start_folder
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 from relibra.rl.toy.tasks import Arithmetic
 from tests.replay.tiny_models import tiny_model
-from tests.rl.ranks_at_work import run_alone
+from tests.rl.ranks_at_work import run_alone, tiny_config
+from tests.rl.rollout.vllm_server import running
 
 STOP = len(Arithmetic.characters)
 
@@ -102,6 +105,28 @@ def test_a_server_samples_with_the_weights_of_each_step(served, tmp_path):
         assert row["k3_kl"] < 1e-9, "old weights, or routes of another token, would show here"
         assert row["router_disagreement"] == 0.0
     assert np.isfinite(rows[-1]["loss"])
+
+
+def test_a_vllm_server_is_checked_first_and_compared_after_each_update(tmp_path, monkeypatch):
+    sizes = {"SEQUENCES": 2, "SEQUENCE_TOKENS": 24, "SAMPLED_TOKENS": 4, "PROMPTS_AT_ONCE": 4, "ANSWER_TOKENS": 4}
+    for name, value in sizes.items():
+        monkeypatch.setattr(canary_probe, name, value)
+    served = ["rollout.engine=vllm", "rollout.url=http://h:1", f"rollout.server_weights={tmp_path / 'weights'}"]
+    write_start_folder(tiny_config(*served, ranks=1), tmp_path / "start")
+    with running(AutoModelForCausalLM.from_pretrained(tmp_path / "start").eval()) as server:
+        rows = run_alone(
+            (*served, f"rollout.url={server.url}", "update.learning_rate=1e-2", "algorithm.group_filter=off"),
+            tmp_path / "run",
+        )
+    assert server.version == "2"
+    assert server.paths[:3] == ["/health", "/server_info", "/inference/v1/generate"]
+    assert [path.name[:14] for path in (tmp_path / "weights").iterdir()] == ["version-000002"]
+    for row in rows:
+        assert row["k3_kl"] < 1e-9
+        assert row["router_disagreement"] == 0.0
+        assert row["canary"]["difference"] < 1e-5
+        assert row["canary"]["share_made"] == pytest.approx(1.0, abs=1e-3)
+        assert row["canary"]["equal_routes"] == 1.0
 
 
 def test_a_server_needs_an_address_and_a_folder():
