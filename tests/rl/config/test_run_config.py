@@ -9,6 +9,7 @@ import pytest
 from relibra.errors import ConfigError
 from relibra.rl.config.built_in_model import BUILT_IN_MODEL
 from relibra.rl.config.presets import PRESETS
+from relibra.rl.config.rollout_settings import RolloutSettings
 from relibra.rl.config.run_config import (
     RunConfig,
     as_toml,
@@ -17,7 +18,6 @@ from relibra.rl.config.run_config import (
     load_config,
     with_ranks,
 )
-from relibra.rl.config.rollout_settings import RolloutSettings
 from relibra.rl.config.settings import ModelSettings
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo.toml"
