@@ -7,6 +7,7 @@ VLLM_PYTHON is the interpreter of the environment that vLLM is installed in (`ma
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,9 @@ def train_with_vllm(vllm_python: Path, run: Path, overrides: Sequence[str]) -> i
     with tempfile.TemporaryDirectory(prefix="relibra-vllm-") as name:
         folder = Path(name)
         settings = [str(run), f"rollout.server_weights={folder / 'weights'}", *overrides]
-        subprocess.run([*relibra, "export", str(folder / "start"), *settings], check=True)
+        exported = subprocess.run([*relibra, "export", str(folder / "start"), *settings])
+        if exported.returncode:
+            return exported.returncode
         print("starting a vLLM server, which takes a minute or two", flush=True)
         flags = [*FLAGS, "--max-model-len", str(CONTEXT_TOKENS)]
         with local_server(vllm_python, folder / "start", folder / "server.log", flags=flags) as url:
@@ -36,6 +39,7 @@ def train_with_vllm(vllm_python: Path, run: Path, overrides: Sequence[str]) -> i
 if __name__ == "__main__":
     if len(sys.argv) < 3:
         sys.exit(__doc__)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the server is stopped on the way out
     try:
         sys.exit(train_with_vllm(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))
     except RelibraError as error:
