@@ -6,6 +6,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from relibra.errors import EngineError
 from relibra.rl.rollout.served import canary_probe, preflight
@@ -143,6 +144,23 @@ def test_a_server_that_goes_wrong_in_an_update_is_named(small, tmp_path):
             server.fault = fault
             with pytest.raises(EngineError, match=rf"{server.url} cannot be trained from .*: .*{says}"):
                 update(2 * version + 2)
+
+
+def test_a_tied_head_that_stays_behind_is_caught(small, tmp_path):
+    model = tiny_model("qwen3_moe", tie_word_embeddings=True).eval()
+    with running(copy.deepcopy(model)) as server:
+        canary = Canary(engine_of(server, model), lambda index: [1 + index % 9, 2, 3], context=64, exact=True)
+        for version in (0, 1):
+            perturb(model, 0.03)
+            canary.before_update()
+            folder = publish_weights(model, tmp_path, canary.engine, version)
+            assert "lm_head.weight" not in load_file(folder / "model.safetensors"), "tied weights are published once"
+            assert canary.after_update(model, version).difference < 1e-5
+        server.fault = "head"
+        perturb(model, 0.03)
+        publish_weights(model, tmp_path, canary.engine, 2)
+        with pytest.raises(EngineError, match="its log-probs differ from the trainer's by"):
+            canary.after_update(model, 2)
 
 
 def test_a_server_that_loads_nothing_from_the_start_is_caught_at_the_first_update(small, tmp_path):

@@ -29,8 +29,9 @@ CONFIG = {
 class VllmServer(ThreadingHTTPServer):
     """What it serves, and what is wrong with it.
 
-    fault     "stale": loads nothing; "corrupt": loads damaged weights; "raw": log-probs without temperature; "cache":
-              answers from an earlier model, and scores with the new one; "shifted": routes of other layers
+    fault     "stale": loads nothing; "corrupt": loads damaged weights; "head": keeps the earlier output matrix;
+              "raw": log-probs without temperature; "cache": answers from an earlier model, and scores with the
+              new one; "shifted": routes of other layers
     config    as /server_info shows it; None: not in dev mode
     starting  looks at /health that are still refused
     """
@@ -53,6 +54,8 @@ class VllmServer(ThreadingHTTPServer):
                 for name, parameter in fresh.named_parameters():
                     if "experts" in name:
                         parameter.copy_(parameter.flatten()[torch.randperm(parameter.numel())].view_as(parameter))
+        if self.fault == "head":
+            fresh.lm_head.weight = self.model.lm_head.weight
         self.model, self.cached = fresh, self.model if self.fault == "cache" else fresh
 
     @torch.inference_mode()
