@@ -259,6 +259,8 @@ class Step:
         start = time.perf_counter()
         with self._execution() as step:
             for m, (routes, tokens_BN) in enumerate(self.batches):
+                # As in `relibra train`: gradients are reduced once, after the last micro-batch.
+                self.model.set_requires_gradient_sync(m == len(self.batches) - 1)
                 with replay_routing(self.model, routes) if step is None else step.micro_batch(m, routes):
                     logits = self.model(tokens_BN, use_cache=False).logits
                     cross_entropy(logits[:, :-1].flatten(0, 1), tokens_BN[:, 1:].flatten()).backward()
