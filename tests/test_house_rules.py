@@ -48,7 +48,7 @@ ABOVE = {
 
 GROUND = {"errors", "files", "environment", "number_ranges", "printable", "__version__"}
 LIGHT = ("routing", "cluster", "planning", "simulation", "reporting", "timeline")
-HEAVY = {"torch", "transformers", "accelerate", "tensorboard", "vllm", "ray"}
+HEAVY = {"torch", "transformers", "accelerate", "tensorboard", "trl", "vllm", "ray"}
 
 
 def _imports(file):

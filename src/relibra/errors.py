@@ -82,10 +82,11 @@ def library_errors(
 
 
 @contextmanager
-def missing_packages(needed_by: str) -> Iterator[None]:
+def missing_packages(needed_by: str, install: str = INSTALL_TRAINING) -> Iterator[None]:
     """Say what to install where an import inside finds no torch, or another package that training needs.
 
     needed_by   name of relibra that is imported
+    install     what to do where a package is missing
     raises      ModuleNotFoundError with that sentence; one about a module of relibra is a bug and stays as it is
     """
     try:
@@ -95,7 +96,7 @@ def missing_packages(needed_by: str) -> Iterator[None]:
         if package == "relibra":
             raise
         raise ModuleNotFoundError(
-            f"{needed_by} needs the package {package!r}, which is not installed: {INSTALL_TRAINING}", name=error.name
+            f"{needed_by} needs the package {package!r}, which is not installed: {install}", name=error.name
         ) from error
 
 

@@ -1,1 +1,1 @@
-"""Integrations: what other systems load from relibra, one folder per system. Start with `vllm/plugin.py`."""
+"""Integrations: relibra inside other systems, one folder per system. Start with `vllm/plugin.py`, `trl/planned_grpo.py`."""

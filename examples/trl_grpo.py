@@ -1,0 +1,86 @@
+"""TRL's GRPO with routing replay and a plan of each step: torchrun --nproc-per-node 2 examples/trl_grpo.py"""
+
+import os
+import tempfile
+from pathlib import Path
+
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed import barrier
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
+from transformers.distributed.configuration_utils import DistributedConfig
+from trl import GRPOConfig
+
+from relibra import Budget
+from relibra.integrations.trl import PlannedGRPOTrainer
+from relibra.parallel import register
+
+RANKS = int(os.environ["WORLD_SIZE"])
+WORDS = ["<pad>", "<end>", *(f"w{number}" for number in range(62))]
+
+
+def main() -> None:
+    folder = Path(tempfile.gettempdir()) / f"relibra-trl-{os.environ['MASTER_PORT']}"
+    args = GRPOConfig(
+        output_dir=str(folder / "run"),
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=4,  # completions of a rank in a micro-batch
+        gradient_accumulation_steps=2,
+        num_generations=4,
+        max_completion_length=12,
+        learning_rate=3e-3,
+        max_steps=5,
+        logging_steps=1,
+        disable_tqdm=True,
+        save_strategy="no",
+        report_to="none",
+    )
+    if args.process_index == 0:
+        Qwen3MoeForCausalLM(tiny_config()).save_pretrained(folder / "model")
+    barrier()
+    register()  # makes "relibra" known to transformers
+    experts = DistributedConfig(fsdp_size=RANKS, ep_size=RANKS, ep_implementation="relibra")
+    trainer = PlannedGRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder / "model", distributed_config=experts),
+        reward_funcs=even_words,
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": " ".join(WORDS[n : n + 2 + n % 5])} for n in range(2, 50)]),
+        processing_class=tokenizer(),
+        callbacks=[PrintSteps()],
+        cluster="h100x8",  # the machine to plan for
+        budget=Budget(slots=1, objective="tokens"),  # even loads; without it: the least seconds, with experts' real sizes
+    )
+    trainer.train()
+
+
+def even_words(completions: list[str], **_: object) -> list[float]:
+    """Return the share of words with an even number."""
+    return [sum(word[1:].isdigit() and int(word[1:]) % 2 == 0 for word in text.split()) / 12 for text in completions]
+
+
+class PrintSteps(TrainerCallback):
+    """Prints a line per step."""
+
+    def on_log(self, args, state, control, logs=None, **_):
+        if args.process_index == 0 and "loss" in logs:
+            skews = f"rank skew {logs['relibra/skew_before']:.3f} -> {logs['relibra/skew']:.3f}"
+            print(f"step {state.global_step}: loss {logs['loss']:+.4f}, reward {logs['reward']:.3f}, {skews}")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>", padding_side="left")
+
+
+def tiny_config() -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        vocab_size=len(WORDS), hidden_size=32, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
+        tie_word_embeddings=False, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
