@@ -43,7 +43,7 @@ $(VENV)/.run: pyproject.toml $(TORCH_STAMP)
 
 $(VENV)/.dev: $(VENV)/.run
 	@echo "installing what the tests need ..."
-	$(PIP) install -e ".[train,report,dev]"
+	$(PIP) install -e ".[train,report,trl,dev]"
 	@touch $@
 
 demo: $(VENV)/.run

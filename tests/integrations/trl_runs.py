@@ -147,6 +147,7 @@ def run_on_rank(case: Case, folder: Path, name: str) -> dict[str, Any]:
         reward_funcs=even_words,
         args=GRPOConfig(**options_of(case, folder)),
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
+        eval_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts[:2]]),
         processing_class=tokenizer(),
         **more,
     )

@@ -15,7 +15,7 @@ from relibra.replay import BatchRoutes, find_routers, record_routing
 from relibra.routing.trace import RoutingTrace
 
 EngineRoutes = Callable[[list[list[int]]], Sequence[ndarray]]
-"""Returns the routes `[n - 1, L, K]` or `[n, L, K]` of each sample of this rank, for its tokens (prompt, completion)."""
+"""Returns the routes `[n, L, K]` or `[n - 1, L, K]` of each sample of this rank, for its tokens: prompt, completion."""
 
 
 def record_routes(

@@ -89,9 +89,7 @@ class PlanRunner:
         self._execution: PlanExecution | None = None
         self._since_log = Executed()
 
-    def begin(
-        self, demand: ScheduledDemand, optimizer: torch.optim.Optimizer | None, *, may_move: bool
-    ) -> PlanFigures:
+    def begin(self, demand: ScheduledDemand, optimizer: torch.optim.Optimizer | None, *, may_move: bool) -> PlanFigures:
         """Plan a generation batch, and move experts to their homes in it; collective.
 
         demand      of all ranks, the same on all
@@ -163,7 +161,7 @@ def _check_group(layer: BalancedEP) -> int:
     size = len(members)
     if members != list(range(members[0] // size * size, members[0] // size * size + size)):
         raise EngineError(
-            f"the ranks {members} share the experts of the model: TRL's samples are planned for consecutive ranks only, "
+            f"the ranks {members} share the experts of the model: TRL's samples are planned for consecutive ranks, "
             "as DistributedConfig makes them with tp_size=1 and pp_size=1"
         )
     return size

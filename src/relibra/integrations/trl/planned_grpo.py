@@ -3,7 +3,7 @@
 Each method is a hook of TRL, in the order of a step:
 
 _generate_and_score_completions   TRL samples and scores; routes are recorded, or taken from the engine
-_prepare_inputs                   TRL cuts the batch into micro-batches; the step is planned from the routes, experts move
+_prepare_inputs                   TRL cuts the batch into micro-batches; the routes are planned, experts move
 compute_loss                      routes are replayed, experts run where the plan says
 training_step                     encloses the backward pass; the plan rests while the optimizer steps
 """
@@ -36,14 +36,13 @@ else:
     _Trainer = object  # the mixin stands before a trainer class in the bases of another
 
 SAMPLES = "relibra_samples"
-"""Entry of TRL's batches: which samples of the generation batch they are. TRL shuffles and splits it with the others."""
+"""Entry of TRL's batches: which samples of the generation batch they hold. TRL shuffles and splits it as the others."""
 
 _HOOKS = {
     "training_step": ("model", "inputs", "num_items_in_batch"),
     "compute_loss": ("model", "inputs"),
     "save_model": ("output_dir", "_internal_call"),
     "_save_checkpoint": ("model", "trial"),
-    "_load_best_model": (),
     "_prepare_inputs": ("generation_batch",),
     "_generate_and_score_completions": ("inputs",),
     "_get_per_token_logps_and_entropies": ("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"),
@@ -86,8 +85,8 @@ class PlannedGRPO(_Trainer):  # type: ignore[misc]
         self._plans = None if cluster is None else PlanRunner(self._policy, cluster, budget)
         if self._plans is not None and self._plans.may_move and self.use_vllm:
             raise EngineError(
-                "use_vllm: TRL sends experts to vLLM in the order in which they are stored, which is not that of their ids "
-                "once they move: plan with Budget(move_homes=False), or sample and publish weights in a rollout_func "
+                "use_vllm: TRL sends experts to vLLM in the order in which they are stored, not in that of their ids "
+                "once they have moved: plan with Budget(move_homes=False), or publish weights in a rollout_func "
                 "(relibra.parallel.logical_parameters)"
             )
         self._engine_routes = engine_routes
@@ -220,10 +219,6 @@ class PlannedGRPO(_Trainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         with self._logical_order():
             super()._save_checkpoint(model, trial)
-
-    def _load_best_model(self) -> None:
-        with self._logical_order():
-            super()._load_best_model()
 
     def _logical_order(self) -> AbstractContextManager[None]:
         return nullcontext() if self._plans is None else self._plans.logical_order(self._plain_optimizer())
