@@ -1,1 +1,1 @@
-"""Relibra inside other systems, one folder per system. Start with `vllm/plugin.py`, `trl/planned_grpo.py`."""
+"""Relibra inside other systems, one file or folder per system. Start with `vllm/plugin.py`, `trl/planned_grpo.py`."""

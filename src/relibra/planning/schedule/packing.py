@@ -41,6 +41,8 @@ def pack_samples(
     attention_S: Float64[ndarray, " S"],
     proposals: int,
     seed: int,
+    keep_ranks: bool = False,
+    keep_counts: bool = False,
 ) -> tuple[Int32[ndarray, " S"], Int32[ndarray, " S"]]:
     """Return micro-batch and rank of each sample, improved from a given schedule; micro-batch -1 is kept.
 
@@ -49,6 +51,8 @@ def pack_samples(
     limits        the given schedule is within them, and so is the result: a rank with more than one sample never
                   exceeds its tokens or its attention
     attention_S   price of each sample's attention in all layers, in token-slots of the fullest node; 0: not priced
+    keep_ranks    samples stay on their rank and change their micro-batch only
+    keep_counts   samples are swapped, never moved: every rank keeps the number of its samples in each micro-batch
     returns       micro-batch and rank of each sample; swapped samples also swap ranks, a moved one goes to the rank
                   with the fewest tokens. No rank with samples loses its last one
     """
@@ -65,11 +69,12 @@ def pack_samples(
     load_MLN = np.zeros((num_micro_batches, *share_SLN.shape[1:]))
     for s in kept:
         load_MLN[micro_batch_S[s]] += share_SLN[s]
-    by_length = kept[np.argsort(length_S[kept], kind="stable")]
+    keys = (length_S[kept], rank_S[kept]) if keep_ranks else (length_S[kept],)  # the last one sorts first
+    by_length = kept[np.lexsort(keys)]
     most_Z = np.array([limits.rank_tokens, limits.rank_attention, limits.micro_batch_tokens], dtype=np.float64)
     _pack(
         share_SLN, by_length, micro_batch_S, rank_S, cost_SY, most_Z, cost_MRY, count_MR, load_MLN,
-        np.flatnonzero(open_M), proposals, seed,
+        np.flatnonzero(open_M), proposals, seed, keep_ranks, keep_counts,
     )  # fmt: skip
     return micro_batch_S, rank_S
 
@@ -89,6 +94,8 @@ def _pack(
     open_X,
     proposals,
     seed,
+    keep_ranks,
+    keep_counts,
 ) -> None:
     _, L, N = load_MLN.shape
     state = np.array([np.uint64(seed) * np.uint64(2654435769) + np.uint64(7)])
@@ -102,7 +109,8 @@ def _pack(
         place = below(state, len(by_length))
         i, j = by_length[place], -1
         a, ra = micro_batch_S[i], rank_S[i]
-        if random_bits(state) & np.uint64(7):
+        swap = random_bits(state) & np.uint64(7) != 0
+        if swap or keep_counts:
             other = place + below(state, 2 * _WINDOW + 1) - _WINDOW
             if other < 0 or other >= len(by_length):
                 continue
@@ -110,8 +118,8 @@ def _pack(
             c, rc = micro_batch_S[j], rank_S[j]
         else:
             c = open_X[below(state, len(open_X))]
-            rc = np.argmin(cost_MRY[c, :, _TOKENS])
-        if a == c:
+            rc = ra if keep_ranks else np.argmin(cost_MRY[c, :, _TOKENS])
+        if a == c or (keep_ranks and ra != rc):
             continue
         moved_Y = cost_SY[i] - (cost_SY[j] if j >= 0 else nothing_Y)  # leaves a, enters c
         fewer = 1 if j < 0 else 0

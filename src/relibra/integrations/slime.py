@@ -1,0 +1,258 @@
+"""Plug-in of slime and miles: samples go into micro-batches, and on ranks, so that loads of experts are even.
+
+Ray calls `install` in every process of a job whose runtime environment says
+`"worker_process_setup_hook": "relibra.integrations.slime.install"` (docs/guides/slime.md). Both trainers make the
+schedule of a rollout in one function, `build_dp_schedule`, in the process that holds all samples with their routes. The
+installed one calls it, and then exchanges samples of its result: `repack_partitions`. Where routes are missing, or no
+schedule can help, the result is returned as it is; the log says why, once for each reason.
+
+Read: slime 624b824 (2026-08-21), miles 31f1ca9 (2026-08-21).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64
+from numpy import ndarray
+
+from relibra.errors import EngineError, RelibraError, TraceError
+from relibra.integrations.expert_layout import ExpertLayout
+from relibra.integrations.recorded_loads import count_samples, of_used_layers
+from relibra.integrations.repacked_step import RepackedStep, repack_step
+from relibra.planning.schedule.repacking import TrainerSchedule
+
+Partitions = list[list[int]]
+MicroBatches = list[list[list[int]]]
+
+_log = logging.getLogger("relibra.slime")
+_SCHEDULE = ("args", "train_parallel_config", "total_lengths", "global_batch_size", "rollout_indices")
+_NO_ROUTES = "the samples have no routes: start with --use-rollout-routing-replay"
+
+
+@dataclass(eq=False)
+class _Rollout:
+    """What this process knows of the rollout that is scheduled next."""
+
+    routes: Sequence[Any] | None = None
+
+    def take_routes(self) -> Sequence[Any] | None:
+        """Return the routes of the samples, and forget them."""
+        routes, self.routes = self.routes, None
+        return routes
+
+
+_rollout = _Rollout()
+
+
+def install() -> None:
+    """Make slime or miles, whichever is installed, schedule by recorded routes; a second call changes nothing.
+
+    raises    EngineError where neither is installed, or its functions are not those that were read
+    """
+    found = [name for name in ("slime", "miles") if importlib.util.find_spec(name) is not None]
+    if not found:
+        raise EngineError("relibra.integrations.slime.install found neither slime nor miles in this process: the hook "
+                          "belongs into the runtime environment of their jobs")  # fmt: skip
+    for name in found:
+        {"slime": _install_slime, "miles": _install_miles}[name]()
+
+
+def _install_slime() -> None:
+    schedule = importlib.import_module("slime.utils.dp_schedule")
+    _replace(schedule, "build_dp_schedule", _SCHEDULE, _planned, also="slime.ray.rollout")
+    routes = importlib.import_module("slime.observability.rollout_data_utils")
+    _replace(
+        routes,
+        "validate_rollout_routed_experts_for_replay",
+        ("routed_experts", "args"),
+        _remembering_routes,
+        also="slime.ray.rollout",
+    )
+
+
+def _install_miles() -> None:
+    schedule = importlib.import_module("miles.utils.dp_schedule")
+    conversion = "miles.ray.rollout.train_data_conversion"
+    _replace(schedule, "build_dp_schedule", _SCHEDULE, _planned, also=conversion)
+    _replace(
+        importlib.import_module(conversion),
+        "split_train_data_by_dp_scheduled_raw",
+        ("args", "data", "train_parallel_config"),
+        _remembering_data,
+    )
+
+
+def _replace(
+    module: ModuleType,
+    name: str,
+    parameters: Sequence[str],
+    around: Callable[[Callable[..., Any]], Callable[..., Any]],
+    *,
+    also: str = "",
+) -> None:
+    """Replace a function of a module, and its import by name in another module where that is loaded already."""
+    stock = getattr(module, name, None)
+    where = f"{module.__name__}.{name}"
+    if stock is None or tuple(inspect.signature(stock).parameters) != tuple(parameters):
+        got = "it is missing" if stock is None else f"it takes {tuple(inspect.signature(stock).parameters)}"
+        raise EngineError(
+            f"{where} is not the function that relibra was written for, {tuple(parameters)}: {got}; "
+            "this plug-in fits slime and miles of August 2026"
+        )
+    if hasattr(stock, "relibra_stock"):
+        return
+    replaced = around(stock)
+    replaced.relibra_stock = stock  # type: ignore[attr-defined]
+    setattr(module, name, replaced)
+    if also in sys.modules and getattr(sys.modules[also], name, None) is stock:
+        setattr(sys.modules[also], name, replaced)
+
+
+def _remembering_routes(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def validate(routed_experts: Sequence[Any], args: Any) -> Any:
+        _rollout.routes = routed_experts
+        return stock(routed_experts, args)
+
+    return validate
+
+
+def _remembering_data(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def split(args: Any, data: dict[str, Any], *, train_parallel_config: dict[str, Any]) -> Any:
+        _rollout.routes = data.get("rollout_routed_experts")
+        return stock(args, data, train_parallel_config=train_parallel_config)
+
+    return split
+
+
+def _planned(stock: Callable[..., Any]) -> Callable[..., Any]:
+    said: set[str] = set()
+
+    @functools.wraps(stock)
+    def build_dp_schedule(
+        args: Any, train_parallel_config: dict[str, Any], total_lengths: list[int], **options: Any
+    ) -> tuple[Partitions, MicroBatches, list[int], list[int]]:
+        routes = _rollout.take_routes()
+        given = stock(args, train_parallel_config, total_lengths, **options)
+        partitions, micro_batches, num_micro_batches, rollouts = given
+        try:
+            if routes is None:
+                raise TraceError(_NO_ROUTES)
+            layout = ExpertLayout.of_megatron(args, data_ranks=train_parallel_config["dp_size"])
+            partitions, micro_batches, step = repack_partitions(
+                partitions,
+                micro_batches,
+                num_micro_batches,
+                routes=routes,
+                total_lengths=total_lengths,
+                layout=layout,
+                rank_tokens=_rank_tokens(args, train_parallel_config),
+            )
+        except RelibraError as error:
+            _say_once(str(error), said)
+            return given
+        _log.info(step.line("rollout"))
+        return partitions, micro_batches, num_micro_batches, rollouts
+
+    return build_dp_schedule
+
+
+def _rank_tokens(args: Any, train_parallel_config: dict[str, Any]) -> int | None:
+    """Return the most tokens of a micro-batch; None: micro-batches have a fixed number of samples."""
+    if not args.use_dynamic_batch_size:
+        return None
+    return int(args.max_tokens_per_gpu * train_parallel_config["cp_size"])
+
+
+def _say_once(reason: str, said: set[str]) -> None:
+    if reason not in said:
+        said.add(reason)
+        _log.warning("relibra: the schedule of the trainer is used as it is: %s", reason)
+
+
+def repack_partitions(
+    partitions: Partitions,
+    micro_batches: MicroBatches,
+    num_micro_batches: Sequence[int],
+    *,
+    routes: Sequence[Any],
+    total_lengths: Sequence[int],
+    layout: ExpertLayout,
+    rank_tokens: int | None,
+) -> tuple[Partitions, MicroBatches, RepackedStep]:
+    """Return partitions and micro-batches with samples exchanged until loads of expert-parallel ranks are even.
+
+    Samples stay in their optimizer step and in the data-parallel ranks that share experts; every rank keeps its
+    number of micro-batches, and none is empty.
+
+    partitions          samples of each data-parallel rank
+    micro_batches       of each rank: places in its partition
+    num_micro_batches   of each optimizer step
+    routes              of every sample, also of those that are left out: integers [rows, layers, choices]
+    rank_tokens         most tokens of a micro-batch; None: micro-batches keep their number of samples
+    raises              TraceError where routes are missing or of another model
+    """
+    start = time.perf_counter()
+    if len(routes) != len(total_lengths):
+        raise TraceError(f"{len(total_lengths)} samples are scheduled, and {len(routes)} have routes")
+    sample_S, given = _schedule_of(partitions, micro_batches, num_micro_batches, layout.group_ranks)
+    length_S = np.array([total_lengths[s] for s in sample_S], dtype=np.int64)
+    share_SLR, used_L = count_samples(
+        [routes[s] for s in sample_S], length_S, num_experts=layout.num_experts, num_ranks=layout.expert_ranks
+    )
+    step = repack_step(
+        of_used_layers(share_SLR, used_L),
+        length_S,
+        given,
+        layout,
+        rank_tokens=rank_tokens,
+        since=start,
+        keep_counts=rank_tokens is None,
+    )
+    return *_partitions_of(step.schedule, sample_S), step
+
+
+def _schedule_of(
+    partitions: Partitions, micro_batches: MicroBatches, num_micro_batches: Sequence[int], group_ranks: int
+) -> tuple[Int64[ndarray, " S"], TrainerSchedule]:
+    """Return the numbers of the scheduled samples, ascending, and their schedule."""
+    rows = [
+        (partition[place], m, rank)
+        for rank, partition in enumerate(partitions)
+        for m, places in enumerate(micro_batches[rank])
+        for place in places
+    ]
+    table_S3 = np.array(sorted(rows), dtype=np.int64).reshape(-1, 3)
+    return table_S3[:, 0], TrainerSchedule(
+        micro_batch_S=table_S3[:, 1].astype(np.int32),
+        rank_S=table_S3[:, 2].astype(np.int32),
+        step_M=np.repeat(np.arange(len(num_micro_batches)), num_micro_batches).astype(np.int32),
+        num_ranks=len(partitions),
+        group_ranks=group_ranks,
+    )
+
+
+def _partitions_of(schedule: TrainerSchedule, sample_S: Int64[ndarray, " S"]) -> tuple[Partitions, MicroBatches]:
+    """Return the samples of each data-parallel rank in the order they run, and the places of each micro-batch."""
+    partitions: Partitions = []
+    micro_batches: MicroBatches = []
+    for rank in range(schedule.num_ranks):
+        own = np.flatnonzero(schedule.rank_S == rank)
+        own = own[np.argsort(schedule.micro_batch_S[own], kind="stable")]
+        counts = np.bincount(schedule.micro_batch_S[own], minlength=len(schedule.step_M))
+        partitions.append(sample_S[own].tolist())
+        micro_batches.append([part.tolist() for part in np.split(np.arange(len(own)), np.cumsum(counts)[:-1])])
+    return partitions, micro_batches

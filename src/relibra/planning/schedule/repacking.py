@@ -1,0 +1,163 @@
+"""Repacking: improve the schedule of another trainer, whose experts stay at home and have no replicas.
+
+Such a trainer decides by length which samples share a micro-batch, and on which data-parallel rank. Its ranks then wait
+in every layer for the one whose experts get most token-slots. `repack` exchanges samples between micro-batches until
+these loads are even: `pack_samples` with ranks where it otherwise has nodes, because nothing evens out the ranks later.
+Steps, groups of ranks, numbers of micro-batches and limits of tokens stay as the trainer chose them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jaxtyping import Bool, Float32, Float64, Int32, Int64
+from numpy import ndarray
+
+from relibra.planning.schedule.limits import ScheduleLimits
+from relibra.planning.schedule.packing import pack_samples
+
+_PROPOSALS, _LEAST_PROPOSALS, _PROPOSALS_OF_SAMPLE = 400_000, 4_000, 2_000
+"""Most proposals of a step, the fewest of a pool, and those of a sample."""
+_TOKEN_SLACK = 0.02
+"""Share by which a micro-batch may exceed the tokens of the largest one of the given schedule, over all its ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainerSchedule:
+    """Micro-batches of a trainer, over all its optimizer steps.
+
+    micro_batch_S   of each sample; every rank runs each micro-batch
+    rank_S          data-parallel rank of each sample
+    step_M          optimizer step of each micro-batch
+    num_ranks       data-parallel ranks
+    group_ranks     consecutive data-parallel ranks whose samples meet in the same experts; divides `num_ranks`
+    """
+
+    micro_batch_S: Int32[ndarray, " S"]
+    rank_S: Int32[ndarray, " S"]
+    step_M: Int32[ndarray, " M"]
+    num_ranks: int
+    group_ranks: int
+
+    @property
+    def groups(self) -> int:
+        """Return the number of groups of ranks, each with all experts."""
+        return self.num_ranks // self.group_ranks
+
+    def sum_per_rank(self, value_S: Int64[ndarray, " S"]) -> Int64[ndarray, "M R"]:
+        """Return the sum of a value over the samples of each micro-batch and data-parallel rank."""
+        sum_MR = np.zeros((len(self.step_M), self.num_ranks), dtype=np.int64)
+        np.add.at(sum_MR, (self.micro_batch_S, self.rank_S), value_S)
+        return sum_MR
+
+    def expert_rank_load(self, share_SLR: Float32[ndarray, "S L R"]) -> Float64[ndarray, "X L R"]:
+        """Return the token-slots of each expert-parallel rank, for the X pairs of micro-batch and group."""
+        load_XLR = np.zeros((len(self.step_M) * self.groups, *share_SLR.shape[1:]))
+        np.add.at(load_XLR, self.micro_batch_S * self.groups + self.rank_S // self.group_ranks, share_SLR)
+        return load_XLR
+
+
+def rank_skew(share_SLR: Float32[ndarray, "S L R"], schedule: TrainerSchedule) -> float:
+    """Return the load of the busiest expert-parallel rank / that of the mean one.
+
+    Both are summed over micro-batches, groups of ranks and layers. 1.0 where there is no load.
+
+    >>> schedule = TrainerSchedule(micro_batch_S=np.array([0, 1], np.int32), rank_S=np.zeros(2, np.int32),
+    ...                            step_M=np.zeros(2, np.int32), num_ranks=1, group_ranks=1)
+    >>> rank_skew(np.array([[[3, 1]], [[2, 2]]], np.float32), schedule)
+    1.25
+    """
+    load_XLR = schedule.expert_rank_load(share_SLR)
+    mean = float(load_XLR.mean(axis=2).sum()) if load_XLR.size else 0.0
+    return float(load_XLR.max(axis=2).sum()) / mean if mean else 1.0
+
+
+def attention_skew(attention_S: Float64[ndarray, " S"], schedule: TrainerSchedule) -> float:
+    """Return the attention of the data-parallel rank with most / of the mean one, in each group of ranks.
+
+    Both are summed over micro-batches and groups. 1.0 where there is none.
+    """
+    price_MR = np.zeros((len(schedule.step_M), schedule.num_ranks))
+    np.add.at(price_MR, (schedule.micro_batch_S, schedule.rank_S), attention_S)
+    price_XR = price_MR.reshape(-1, schedule.group_ranks)
+    mean = float(price_XR.mean(axis=1).sum()) if price_XR.size else 0.0
+    return float(price_XR.max(axis=1).sum()) / mean if mean else 1.0
+
+
+def lowest_skew(share_SLR: Float32[ndarray, "S L R"], schedule: TrainerSchedule) -> float:
+    """Return a bound that the skew of no schedule goes below, whose samples stay in their step and group of ranks.
+
+    It is reached where the experts of every rank have the same share of each micro-batch as of the whole step.
+    """
+    steps = np.arange(int(schedule.step_M.max(initial=-1)) + 1, dtype=np.int32)
+    return rank_skew(share_SLR, replace(schedule, micro_batch_S=schedule.step_M[schedule.micro_batch_S], step_M=steps))
+
+
+def repack(
+    share_SLR: Float32[ndarray, "S L R"],
+    length_S: Int64[ndarray, " S"],
+    schedule: TrainerSchedule,
+    *,
+    rank_tokens: int | None = None,
+    attention_S: Float64[ndarray, " S"] | None = None,
+    keep_ranks: bool = False,
+    keep_counts: bool = False,
+    seed: int = 0,
+) -> TrainerSchedule:
+    """Return the schedule with samples exchanged inside their optimizer step and group of ranks.
+
+    Loads and attention together are never worse than given. Every (micro-batch, rank) that has samples keeps at least
+    one.
+
+    share_SLR     token-slots of each sample at the experts of each expert-parallel rank, per layer
+    length_S      tokens of each sample
+    rank_tokens   most tokens of a rank in a micro-batch, where it has several samples. None, and where the given
+                  schedule exceeds it: those of the fullest rank of the given schedule
+    attention_S   price of each sample's attention in all layers, in token-slots of an expert-parallel rank; None: 0
+    keep_ranks    samples stay on their data-parallel rank
+    keep_counts   every rank keeps the number of its samples in each micro-batch
+    """
+    micro_batch_S, rank_S = schedule.micro_batch_S.copy(), schedule.rank_S.copy()
+    prices_S = np.zeros(len(length_S)) if attention_S is None else attention_S
+    limits = _limits(length_S, schedule, rank_tokens)
+    in_all = min(_PROPOSALS, _PROPOSALS_OF_SAMPLE * len(length_S))
+    group_S = schedule.rank_S // schedule.group_ranks
+    for step in range(int(schedule.step_M.max(initial=-1)) + 1):
+        inside_M = schedule.step_M == step
+        local_M = np.cumsum(inside_M) - 1
+        for group in range(schedule.groups):
+            samples = np.flatnonzero(inside_M[schedule.micro_batch_S] & (group_S == group))
+            if not len(samples):
+                continue
+            local_S, packed_rank_S = pack_samples(
+                share_SLR[samples],
+                local_M[micro_batch_S[samples]],
+                rank_S[samples] - group * schedule.group_ranks,
+                length_S[samples],
+                schedule.group_ranks,
+                np.ones(int(inside_M.sum()), dtype=bool),
+                limits=limits,
+                attention_S=prices_S[samples],
+                proposals=max(_LEAST_PROPOSALS, in_all * len(samples) // len(length_S)),
+                seed=seed,
+                keep_ranks=keep_ranks,
+                keep_counts=keep_counts,
+            )
+            micro_batch_S[samples] = np.flatnonzero(inside_M)[local_S]
+            rank_S[samples] = packed_rank_S + group * schedule.group_ranks
+    return replace(schedule, micro_batch_S=micro_batch_S, rank_S=rank_S)
+
+
+def _limits(length_S: Int64[ndarray, " S"], schedule: TrainerSchedule, rank_tokens: int | None) -> ScheduleLimits:
+    """Return the limits that the given schedule is within, of every optimizer step."""
+    tokens_MR, squares_MR = schedule.sum_per_rank(length_S), schedule.sum_per_rank(length_S**2)
+    several_MR: Bool[ndarray, "M R"] = schedule.sum_per_rank(np.ones_like(length_S)) > 1
+    most = int(tokens_MR.max(initial=0)) if rank_tokens is None else rank_tokens
+    most = max(most, int(tokens_MR[several_MR].max(initial=0)))
+    tokens_MG = tokens_MR.reshape(len(tokens_MR), schedule.groups, schedule.group_ranks).sum(axis=2)
+    return ScheduleLimits(
+        rank_tokens=most,
+        rank_attention=int(squares_MR[tokens_MR <= most].max(initial=0)),
+        micro_batch_tokens=float(tokens_MG.max(initial=0)) * (1 + _TOKEN_SLACK),
+    )

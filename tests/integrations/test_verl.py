@@ -1,0 +1,185 @@
+"""verl's micro-batches: its invariants hold, loads get even, and where routes lack, nothing changes.
+
+verl is not installed here: its former of micro-batches and its batch stand-ins have the same names and arguments. What
+the real functions did is in docs/guides/verl.md.
+"""
+
+import time
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from relibra.errors import EngineError
+from relibra.integrations import verl
+from relibra.integrations.expert_layout import ExpertLayout
+from tests.integrations.routed_samples import draw_samples
+
+LAYOUT = ExpertLayout(num_experts=16, expert_ranks=4, group_ranks=4, token_price=0.0, pair_price=0.0)
+
+
+def dealt(samples, micro_batches):
+    return [list(range(m * samples // micro_batches, (m + 1) * samples // micro_batches)) for m in range(micro_batches)]
+
+
+def tables_of(ranks, samples, *, unit=1, micro_batches=4, layers=3):
+    tables, cases = [], []
+    for rank in range(ranks):
+        lengths, routes = draw_samples(rank, samples, layers=layers)
+        indices = dealt(samples, micro_batches)
+        tables.append(verl.own_table(routes, np.array(lengths), indices, LAYOUT, unit=unit))
+        cases.append((lengths, indices))
+    return tables, cases
+
+
+@pytest.mark.parametrize("unit", [1, 4])
+def test_samples_stay_on_their_rank_and_groups_whole(unit):
+    tables, cases = tables_of(4, 32, unit=unit)
+    step = verl.repack_tables(tables, LAYOUT, rank_tokens=1000, since=time.perf_counter())
+    schedule = step.schedule
+    assert np.array_equal(schedule.rank_S, np.repeat(np.arange(4), 32 // unit))
+    assert schedule.sum_per_rank(np.ones_like(schedule.rank_S, dtype=np.int64)).min() >= 1
+    lengths = np.concatenate([np.add.reduceat(one, np.arange(0, 32, unit)) for one, _ in cases])
+    assert schedule.sum_per_rank(lengths).max() <= 1000
+    assert step.skew[1] < step.skew[0] - 0.02
+
+
+class Batch(dict):
+    """A batch as verl's engine gets it: nested tensors, and settings."""
+
+    def take(self, places):
+        nested = {
+            key: [list(value.unbind())[s] for s in places] for key, value in self.items() if torch.is_tensor(value)
+        }
+        return Batch(
+            self, **{key: torch.nested.nested_tensor(rows, layout=torch.jagged) for key, rows in nested.items()}
+        )
+
+
+def make_batch(lengths, routes, **settings):
+    values = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 1000, "enable_routing_replay": True, **settings}
+    ids = torch.nested.nested_tensor([torch.full((n,), s) for s, n in enumerate(lengths)], layout=torch.jagged)
+    if routes is None:
+        return Batch(values, input_ids=ids)
+    rows = [torch.from_numpy(one.astype(np.int16)) for one in routes]
+    return Batch(values, input_ids=ids, routed_experts=torch.nested.nested_tensor(rows, layout=torch.jagged))
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Return verl's Megatron engine, installed into a stand-in of verl; `engine.cut(data)` is a training pass."""
+    megatron = ModuleType("verl.workers.engine.megatron.transformer_impl")
+
+    def prepare_micro_batches(
+        data,
+        dp_group=None,
+        num_batches_divided_by=None,
+        same_micro_num_in_dp=True,
+        min_num_micro_batch=None,
+        use_dynamic_bsz_balance=True,
+    ):
+        indices = dealt(len(data["input_ids"].unbind()), 4)
+        return [data.take(one) for one in indices], indices if data["use_dynamic_bsz"] else None
+
+    class MegatronEngine:
+        enable_routing_replay = True
+        engine_config = SimpleNamespace(expert_model_parallel_size=4, router_replay=SimpleNamespace(mode="R3"))
+        tf_config = SimpleNamespace(
+            num_moe_experts=16,
+            hidden_size=64,
+            moe_ffn_hidden_size=64,
+            num_layers=3,
+            num_attention_heads=2,
+            kv_channels=8,
+        )
+
+        def forward_backward_batch(self, data, loss_function, forward_only=False):  # noqa: ARG002
+            return megatron.prepare_micro_batches(data=data, dp_group=None)
+
+        def cut(self, data, *, forward_only=False):
+            return self.forward_backward_batch(data, None, forward_only=forward_only)
+
+    megatron.prepare_micro_batches, megatron.MegatronEngine = prepare_micro_batches, MegatronEngine
+    tensors = ModuleType("verl.utils.tensordict_utils")
+    tensors.get_non_tensor_data = lambda data, key, default: data.get(key, default)
+    tensors.index_select_tensor_dict = lambda data, places: data.take(places)
+    for module in (
+        ModuleType("verl"),
+        ModuleType("verl.workers"),
+        ModuleType("verl.workers.engine"),
+        megatron,
+        tensors,
+    ):
+        monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
+    return MegatronEngine()
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_micro_batches_are_cut_by_recorded_routes(engine, caplog, monkeypatch, together):
+    monkeypatch.setattr(ExpertLayout, "of_megatron", staticmethod(lambda *_, **__: one_rank()))
+    lengths, routes = draw_samples(5, 32)
+    data = make_batch(lengths, routes, force_group_size=together)
+    _, stock = engine.cut(data)
+    verl.install()
+    verl.install()
+    caplog.clear()
+    micro_batches, indices = engine.cut(data)
+    assert indices != stock
+    assert sorted(s for one in indices for s in one) == list(range(32))
+    assert len(indices) == len(stock)
+    assert all(np.array_equal(np.unique(np.array(one) // together) * together, one[::together]) for one in indices)
+    for batch, samples in zip(micro_batches, indices, strict=True):
+        assert [int(row[0]) for row in batch["input_ids"].unbind()] == samples
+        assert sum(lengths[s] for s in samples) <= 1000
+        for row, s in zip(batch["routed_experts"].unbind(), samples, strict=True):
+            assert np.array_equal(row.numpy(), routes[s])
+    [line] = [record.getMessage() for record in caplog.records]
+    before, after = (float(part) for part in line.split("rank skew ")[1].split(" (")[0].split(" -> "))
+    assert after < before
+    _, again = engine.cut(data, forward_only=True)
+    assert again == indices
+    assert "log-probs" in caplog.text
+
+
+def one_rank():
+    """Four expert-parallel ranks that one data-parallel rank feeds: tensor parallelism."""
+    return ExpertLayout(num_experts=16, expert_ranks=4, group_ranks=1, token_price=0.0, pair_price=0.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"use_dynamic_bsz": False}, "use_dynamic_bsz"),
+        ({"routes": None}, "routed_experts"),
+        ({"short": True}, "rows for"),
+        ({"enable_routing_replay": False}, ""),
+    ],
+)
+def test_micro_batches_stay_where_routes_do_not_fit(engine, caplog, monkeypatch, settings, words):
+    monkeypatch.setattr(ExpertLayout, "of_megatron", staticmethod(lambda *_, **__: one_rank()))
+    lengths, routes = draw_samples(6, 32)
+    routes = None if "routes" in settings else [one[:2] for one in routes] if "short" in settings else routes
+    data = make_batch(lengths, routes, **{k: v for k, v in settings.items() if k not in ("routes", "short")})
+    _, stock = engine.cut(data)
+    verl.install()
+    caplog.clear()
+    assert engine.cut(data)[1] == stock
+    assert words in caplog.text
+
+
+def test_engines_without_replay_say_how_to_switch_it_on(engine, caplog):
+    data = make_batch(*draw_samples(6, 32))
+    engine.enable_routing_replay = False
+    verl.install()
+    engine.cut(data, forward_only=True)
+    assert "R3" not in caplog.text
+    engine.cut(data)
+    engine.cut(data)
+    assert caplog.text.count("router_replay.mode=R3") == 1
+
+
+def test_other_versions_of_verl_are_refused(engine):
+    type(engine).forward_backward_batch = lambda *batch: batch
+    with pytest.raises(EngineError, match="relibra was written for"):
+        verl.install()

@@ -1,0 +1,106 @@
+"""Repacking of another trainer's schedule: what it chose stays, and ranks of experts get even loads."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relibra.planning.schedule.repacking import TrainerSchedule, attention_skew, lowest_skew, rank_skew, repack
+from tests.planning.schedule.schedules import draw_lengths
+
+
+def draw_case(rng, *, samples=48, steps=2, micro_batches=3, groups=2, group_ranks=2, expert_ranks=4):
+    """Draw a schedule whose every (micro-batch, rank) has a sample, and the loads of its samples."""
+    ranks, batches = groups * group_ranks, steps * micro_batches
+    cells = rng.permutation(np.concatenate([np.arange(batches * ranks), rng.integers(batches * ranks, size=samples)]))
+    length_S = draw_lengths(rng, len(cells), 100).astype(np.int64)
+    weight_SLR = rng.dirichlet(np.full(expert_ranks, 0.3), size=(len(cells), 2))
+    schedule = TrainerSchedule(
+        micro_batch_S=(cells // ranks).astype(np.int32),
+        rank_S=(cells % ranks).astype(np.int32),
+        step_M=np.repeat(np.arange(steps), micro_batches).astype(np.int32),
+        num_ranks=ranks,
+        group_ranks=group_ranks,
+    )
+    return (weight_SLR * 2 * length_S[:, None, None]).astype(np.float32), length_S, schedule
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.booleans(), st.booleans(), st.booleans())
+def test_what_the_trainer_chose_stays(seed, stated, keep_ranks, keep_counts):
+    share_SLR, length_S, given_schedule = draw_case(np.random.default_rng(seed))
+    limit = 150 if stated else None
+    packed = repack(
+        share_SLR, length_S, given_schedule, rank_tokens=limit, keep_ranks=keep_ranks, keep_counts=keep_counts
+    )
+    steps = [schedule.step_M[schedule.micro_batch_S] for schedule in (given_schedule, packed)]
+    assert np.array_equal(*steps), "a sample left its optimizer step"
+    assert np.array_equal(given_schedule.rank_S // 2, packed.rank_S // 2), (
+        "a sample left the ranks it shares experts with"
+    )
+    ones = np.ones_like(length_S)
+    count_MR, old_MR = packed.sum_per_rank(ones), given_schedule.sum_per_rank(ones)
+    assert count_MR.min() >= 1, "a rank waits for nothing"
+    if keep_ranks:
+        assert np.array_equal(given_schedule.rank_S, packed.rank_S)
+    if keep_counts:
+        assert np.array_equal(count_MR, old_MR)
+    tokens_MR, given_MR = packed.sum_per_rank(length_S), given_schedule.sum_per_rank(length_S)
+    fullest = given_MR[old_MR > 1].max(initial=0) if stated else given_MR.max()
+    assert tokens_MR[count_MR > 1].max(initial=0) <= max(limit or 0, fullest)
+    assert lowest_skew(share_SLR, packed) == lowest_skew(share_SLR, given_schedule)
+    assert lowest_skew(share_SLR, packed) - 1e-6 <= rank_skew(share_SLR, packed)
+    assert rank_skew(share_SLR, packed) <= rank_skew(share_SLR, given_schedule) + 1e-6
+
+
+@pytest.mark.parametrize("keep_ranks", [False, True])
+def test_samples_that_complement_each_other_meet(keep_ranks):
+    """Samples of two tasks use one expert rank each; the trainer deals them pure: skew 2, then 1."""
+    share_SLR = np.zeros((8, 1, 2), dtype=np.float32)
+    share_SLR[:4, 0, 0] = share_SLR[4:, 0, 1] = 10
+    pure = TrainerSchedule(
+        micro_batch_S=np.repeat([0, 1], 4).astype(np.int32),
+        rank_S=np.tile(np.arange(4), 2).astype(np.int32),
+        step_M=np.zeros(2, dtype=np.int32),
+        num_ranks=4,
+        group_ranks=4,
+    )
+    length_S = np.full(8, 10, dtype=np.int64)
+    assert rank_skew(share_SLR, pure) == 2.0
+    packed = repack(share_SLR, length_S, pure, rank_tokens=10, keep_ranks=keep_ranks, keep_counts=True)
+    assert rank_skew(share_SLR, packed) == 1.0
+
+
+def test_a_long_attention_outweighs_even_loads():
+    """The two long samples share a micro-batch, and would not if only loads of experts counted."""
+    share_SLR = np.zeros((4, 1, 2), dtype=np.float32)
+    share_SLR[:2, 0, 0] = share_SLR[2:, 0, 1] = 10
+    pure = TrainerSchedule(
+        micro_batch_S=np.array([0, 0, 1, 1], dtype=np.int32),
+        rank_S=np.array([0, 1, 0, 1], dtype=np.int32),
+        step_M=np.zeros(2, dtype=np.int32),
+        num_ranks=2,
+        group_ranks=2,
+    )
+    length_S = np.array([12, 12, 11, 11], dtype=np.int64)
+    assert rank_skew(share_SLR, repack(share_SLR, length_S, pure)) == 1.0
+    prices_S = np.array([1000.0, 1000.0, 0.0, 0.0])
+    assert rank_skew(share_SLR, repack(share_SLR, length_S, pure, attention_S=prices_S)) == 2.0
+
+
+def test_a_skew_without_load_is_one():
+    share_SLR, _, schedule = draw_case(np.random.default_rng(0))
+    assert rank_skew(0 * share_SLR, schedule) == 1.0
+
+
+def test_attention_of_ranks_is_compared_inside_groups():
+    """By hand: group 0 has (3, 1) and (2, 2), group 1 has (5, 5) and (0, 2) in its two micro-batches."""
+    prices_S = np.array([3.0, 1, 2, 2, 5, 5, 0, 2])
+    schedule = TrainerSchedule(
+        micro_batch_S=np.array([0, 0, 1, 1, 0, 0, 1, 1], dtype=np.int32),
+        rank_S=np.array([0, 1, 0, 1, 2, 3, 2, 3], dtype=np.int32),
+        step_M=np.zeros(2, dtype=np.int32),
+        num_ranks=4,
+        group_ranks=2,
+    )
+    assert attention_skew(prices_S, schedule) == pytest.approx((3 + 2 + 5 + 2) / (2 + 2 + 5 + 1))
