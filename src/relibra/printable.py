@@ -30,14 +30,14 @@ def printable_lines(text: str) -> str:
 
 
 def excerpt(value: object, longest: int = 80) -> str:
-    """Return the representation of a value for a message, cut; the type of one that is nested too deeply.
+    """Return the representation of a value for a message, cut; the type of one that has none.
 
     >>> excerpt("a" * 100)[-6:]
     'aaa...'
     """
     try:
         text = repr(value)
-    except (RecursionError, ValueError):  # the latter: a number of thousands of digits
+    except Exception:  # noqa: BLE001 - nested too deeply, a number of thousands of digits, or a user's class
         text = f"a {type(value).__name__}"
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 

@@ -76,6 +76,24 @@ def test_whatever_is_a_number_is_a_reward(mine, value):
     assert got == Fraction(1) == np.float32(1)
 
 
+ODD = """
+class Odd(Exception):
+    def __str__(self): raise KeyError("no text")
+    __repr__ = __str__
+
+    @property
+    def number(self): return type("N", (float,), {"__float__": lambda _: fail(self)})(1.0)
+
+def fail(error): raise error
+
+"""
+
+
+def test_ctrl_c_in_a_reward_is_no_failed_reward(mine):
+    with pytest.raises(KeyboardInterrupt):
+        mine("def score(response, row): raise KeyboardInterrupt\n")(PROMPT, "x")
+
+
 @pytest.mark.parametrize(
     ("value", "says"),
     [
@@ -91,10 +109,14 @@ def test_whatever_is_a_number_is_a_reward(mine, value):
         ("row['grade']", "raised KeyError: 'grade'"),
         ("int('two\\nlines')", r"raised ValueError: invalid literal .* 'two\\nlines'"),
         ("__import__('sys').exit('two\\nlines')", "raised SystemExit: two lines"),
+        ("fail(__import__('asyncio').CancelledError())", "raised CancelledError: "),
+        ("fail(Odd())", r"raised Odd: its message cannot be read \(KeyError\)"),
+        ("Odd()", "returned a Odd"),
+        ("Odd().number", "raised Odd: "),
     ],
 )
 def test_a_function_that_gives_no_finite_number_is_named_with_row_and_response(mine, value, says):
-    reward = mine(f"def score(response, row):\n    return {value}\n")
+    reward = mine(f"{ODD}def score(response, row):\n    return {value}\n")
     where = r"task\.reward 'my_own_reward:score' at rows\.jsonl, line 7, response 'so'"
     with pytest.raises(ConfigError, match=f"^{where}: {says}.*; a reward (is a number|returns a number)"):
         reward(PROMPT, "so")
@@ -130,6 +152,18 @@ def test_a_module_that_fails_to_import_is_quoted(mine):
         "from math import *\n",
         "def __getattr__(name): return lambda response, row: 0\n",
         "globals()['sc' + 'ore'] = len\n",
+        "def setup():\n    global score\n    score = len\nsetup()\n",
+        "vars().update(score=len)\n",
+        "locals().update(score=len)\n",
+        "import sys\nvars(sys.modules[__name__])['score'] = len\n",
+        "import sys\nsys.modules[__name__].__dict__.update(score=len)\n",
+        "import sys, types\nclass M(types.ModuleType):\n    def score(self, *_): return 1\n"
+        "sys.modules[__name__].__class__ = M\n",
+        "import sys, mine\nmine.install(sys.modules[__name__])\n",
+        "import mine\nmine.install(__name__)\n",
+        "import enum\n@enum.global_enum\nclass K(enum.Enum):\n    score = 1\n    def __call__(self, *_): return 1\n",
+        "any((score := f) for f in [len])\n",
+        "class C:\n    global score\n    score = len\n",
     ],
 )
 def test_a_reward_is_checked_without_running_its_module(tmp_path, monkeypatch, body):
@@ -145,6 +179,7 @@ def test_a_reward_is_checked_without_running_its_module(tmp_path, monkeypatch, b
     [
         ("no_such_module_at_all:score", "", "there is no module 'no_such_module_at_all'"),
         ("a_reward_refused:score", "def points(response, row): return 0\n", "has no such function"),
+        ("a_reward_refused:score", "class C:\n    def points(self): score = 1\n", "has no such function"),
         ("a_reward_refused:score", "def score(:\n", "SyntaxError"),
         ("a_reward_refused", "", "as 'module:function'"),
     ],

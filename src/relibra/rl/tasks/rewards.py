@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from numbers import Real
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,9 @@ NEEDS_ANSWER = ("exact", "maths")
 
 LARGEST = 1e9
 """Largest absolute reward: larger ones dominate all others in sums of squares."""
+
+_MAKE_NAMES = {"*", "__getattr__", "__dict__", "__name__", "modules", "globals", "locals", "vars", "setattr", "exec"}
+"""Words in a module that may get functions which its text does not name: `from x import *`, `sys.modules[__name__]`."""
 
 RewardFunction = Callable[[str, Mapping[str, Any]], Any]
 """A user's function: (response, row of the prompt) -> number."""
@@ -45,13 +49,15 @@ class Reward:
         where = f"task.reward {self.name!r} at {prompt.origin or 'a prompt'}, response {excerpt(response)}"
         try:
             value = self.function(response, prompt.row)
+            number = _number(value)
         except RelibraError as error:
             raise type(error)(f"{where}: {error}") from error
-        except (Exception, SystemExit) as error:  # any error of the user's code is reported
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # any error of the user's code is reported, also asyncio.CancelledError
             raise RewardError(
                 f"{where}: raised {_in_a_line(error)}; a reward returns a number for every response"
             ) from error
-        number = _number(value)
         if number is None:
             raise RewardError(
                 f"{where}: returned {excerpt(value)}; a reward is a number from -{LARGEST:g} to "
@@ -78,7 +84,7 @@ def make_reward(name: str, answer_column: str) -> Reward:
 def check_reward(name: str) -> None:
     """Raise ConfigError for most of what `make_reward` refuses, without running a module of the user.
 
-    The module has to be found and to compile, and its text has to name the function.
+    The module has to be found and to compile, and its text has to name the function, or may make one of any name.
     """
     if name in NEEDS_ANSWER:
         make_reward(name, "")
@@ -101,9 +107,21 @@ def check_reward(name: str) -> None:
         raise ConfigError(f"{where}: reading {module_name!r} raised {_in_a_line(error)}") from error
     if code is None:
         return
-    mentioned = {*code.co_names, *code.co_consts}  # of the module's own level; ("*",) is `from x import *`
-    if not mentioned & {function_name, ("*",), "__getattr__", "globals", "exec", "setattr"}:
+    if not _words(code) & {function_name, *_MAKE_NAMES}:
         raise ConfigError(f"{where}: {spec.origin} has no such function; check the name")
+
+
+def _words(code: CodeType) -> set[str]:
+    """Return the names and texts in a module's code, and in that of its functions and classes."""
+    words = set(code.co_names)
+    if "__qualname__" in words:  # a class, whose code begins with its module's __name__
+        words.discard("__name__")
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            words |= _words(constant)
+        else:  # a tuple: names of arguments, or of what is imported
+            words.update(one for one in (constant if isinstance(constant, tuple) else [constant]) if isinstance(one, str))
+    return words
 
 
 def _module_and_function(name: str) -> tuple[str, str]:
@@ -174,4 +192,8 @@ def _number(value: object) -> float | None:
 
 
 def _in_a_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    try:
+        text = " ".join(str(error).split())
+    except Exception as other:  # noqa: BLE001 - of the user's class
+        text = f"its message cannot be read ({type(other).__name__})"
+    return f"{type(error).__name__}: {text}"
