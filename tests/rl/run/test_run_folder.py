@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from relibra.environment import LaunchedRank
 from relibra.errors import ConfigError
 from relibra.rl.config.run_config import RunConfig, load_config
 from relibra.rl.run import run_folder
@@ -14,6 +16,8 @@ from relibra.rl.run.run_folder import (
     has_checkpoint,
     latest_checkpoint,
     locked_run_folder,
+    open_launched,
+    open_or_create,
     read_settings,
     remove_if_unused,
 )
@@ -53,6 +57,17 @@ def test_a_second_run_of_the_same_name_gets_a_number(tmp_path):
     about.pop("versions")
     assert about.pop("changed") == ["run.name", "run.folder"]
     assert RunConfig.model_validate(about) == config_of(tmp_path / "runs", "run.name=a")
+
+
+def test_the_path_of_a_run_is_absolute(tmp_path, monkeypatch):
+    """A reward function may change the working folder."""
+    monkeypatch.chdir(tmp_path)
+    config = load_config(None, ["run.folder=runs", "run.name=a"])
+    assert open_or_create(config, None) == open_or_create(config, tmp_path / "runs" / "a") == tmp_path / "runs" / "a"
+    assert open_or_create(config, Path("runs/a")) == tmp_path / "runs" / "a"
+    launched = LaunchedRank(rank=0, num_ranks=1, local_rank=0, num_local_ranks=1, launch="one", restarts=0)
+    (made, _), (again, _) = open_launched(config, None, launched), open_launched(config, Path("runs/a"), launched)
+    assert (made, again) == (tmp_path / "runs" / "a-2", tmp_path / "runs" / "a")
 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):

@@ -1,6 +1,7 @@
 """Rows of files: what was written is read back, and a damaged file is named with its line."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -33,6 +34,15 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "x"}\n')
     assert open_rows(path, "task.file").row(0) == {"prompt": "x"}
+
+
+def test_rows_are_read_after_the_working_folder_changed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"prompt": "x"}\n')
+    rows = open_rows(Path("rows.jsonl"), "task.file")
+    monkeypatch.chdir("/")
+    assert list(rows) == [rows.row(0)] == [{"prompt": "x"}]
+    assert rows.name(0) == "rows.jsonl, line 1"
 
 
 @pytest.mark.parametrize(

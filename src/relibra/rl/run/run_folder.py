@@ -44,11 +44,13 @@ LOCK_SECONDS = 10.0
 def create_run_folder(config: RunConfig) -> Path:
     """Create `run.folder/run.name`, or with -2, -3, ... appended if it exists, and write the configuration into it.
 
+    returns   an absolute path, because a reward function may change the working folder
     raises    ConfigError if it cannot be created
     """
     attempt = 1
     while True:
-        path = config.run.folder / (config.run.name if attempt == 1 else f"{config.run.name}-{attempt}")
+        name = config.run.name if attempt == 1 else f"{config.run.name}-{attempt}"
+        path = config.run.folder.absolute() / name
         try:
             path.mkdir(parents=True)
             break
@@ -73,18 +75,18 @@ def folders_of_run(folder: Path, name: str) -> list[Path]:
 
 
 def open_or_create(config: RunConfig, resume: Path | None) -> Path:
-    """Return the folder of a resumed run, or create one."""
-    return create_run_folder(config) if resume is None else resume
+    """Return the folder of a resumed run, or create one; an absolute path."""
+    return create_run_folder(config) if resume is None else resume.absolute()
 
 
 def open_launched(config: RunConfig, resume: Path | None, launched: LaunchedRank) -> tuple[Path, str | None]:
-    """Return the folder of a resumed run, of the run that `torchrun` starts again, or a new one.
+    """Return the folder of a resumed run, of the run that `torchrun` starts again, or a new one; an absolute path.
 
     returns   also the checkpoint from which a run that is started again continues; None: it is not, or has none
     """
-    run = resume
+    run = resume and resume.absolute()
     if launched.restarts:
-        run = resume or _folder_of_launch(config, launched.launch)
+        run = run or _folder_of_launch(config, launched.launch)
         if run is not None and (checkpoint := latest_checkpoint(run)):
             return run, checkpoint
         if run is not None and resume is None:
@@ -100,7 +102,7 @@ def _folder_of_launch(config: RunConfig, launch: str) -> Path | None:
     """Return the latest run folder that a launch has made."""
     made = [
         (file.stat().st_mtime, file.parent)
-        for file in config.run.folder.glob(f"*/{_LAUNCH}")
+        for file in config.run.folder.absolute().glob(f"*/{_LAUNCH}")
         if file.read_text(encoding="utf-8", errors="replace") == launch
     ]
     return max(made)[1] if made else None

@@ -65,11 +65,14 @@ def open_rows(path: Path, setting: str) -> Rows:
 class JsonLines:
     """A file with one JSON object per line; blank lines are skipped. Lines are parsed on access.
 
+    path       as the user wrote it, for messages
+    file       absolute, because a reward function may change the working folder
     offset_r   byte offset of each row
     line_r     line number of each row, from 1
     """
 
     path: Path
+    file: Path
     offset_r: Int64[ndarray, " r"]
     line_r: Int64[ndarray, " r"]
 
@@ -84,7 +87,7 @@ class JsonLines:
                     offsets.append(offset)
                     lines.append(number)
                 offset += len(line)
-        return cls(path, np.array(offsets, dtype=np.int64), np.array(lines, dtype=np.int64))
+        return cls(path, path.absolute(), np.array(offsets, dtype=np.int64), np.array(lines, dtype=np.int64))
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -92,13 +95,13 @@ class JsonLines:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield all rows in order; raises ConfigError as `row` does."""
-        with self.path.open("rb") as file:
+        with self.file.open("rb") as file:
             for index, line in enumerate(line for line in file if line.strip()):
                 yield self._parsed(line, index)
 
     def row(self, index: int) -> dict[str, Any]:
         """Return one row; raises ConfigError if the line is no JSON object."""
-        with self.path.open("rb") as file:
+        with self.file.open("rb") as file:
             file.seek(self.offset_r[index])
             return self._parsed(file.readline(), index)
 
