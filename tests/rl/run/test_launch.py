@@ -1,4 +1,10 @@
-"""What a supervised run does after lost ranks: restart from newer checkpoints, a bounded number of times."""
+"""What becomes of a run whose ranks are lost, or do not end; a supervised one restarts a bounded number of times."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -6,6 +12,7 @@ from relibra.errors import ConfigError, EngineError
 from relibra.rl.config.run_config import load_config
 from relibra.rl.run import launch as launching
 from relibra.rl.run.launch import MAX_RESTARTS, LostRankError, launch
+from relibra.rl.run.worker import LAST_WORDS, Exit
 
 
 @pytest.fixture
@@ -59,3 +66,66 @@ def test_a_bad_row_of_the_task_is_told_before_processes_start_and_leaves_no_fold
     with pytest.raises(ConfigError, match="line 2: column 'prompt' is 7"):
         launch(config)
     assert not (tmp_path / "runs").exists()
+
+
+def stand_in(_rank, _config, run, _port, _listener, last_word):
+    """Stand for a rank, and end as the name of the run folder says."""
+    run = Path(run)
+    if run.name == "killed_beside_a_helper":
+        helper = os.fork()
+        if not helper:
+            signal.pause()
+        (run.parent / "helper.txt").write_text(str(helper))
+        os.kill(os.getpid(), signal.SIGKILL)
+    if run.name == "asked_to_stop_then_killed":
+        (run / "checkpoints" / "step-00001").mkdir(parents=True)
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    last_word.send_bytes(LAST_WORDS[Exit.STOPPED if run.name == "stopped" else Exit.DONE])
+    if run.name == "crashing_at_its_end":
+        os.kill(os.getpid(), signal.SIGABRT)
+    if run.name == "with_a_thread_that_stays":
+        threading.Thread(target=time.sleep, args=(1e5,)).start()
+
+
+@pytest.fixture
+def launched(monkeypatch, tmp_path):
+    """Return a function that launches a run of one stand-in."""
+    monkeypatch.setattr(launching, "run_worker", stand_in)
+    monkeypatch.setattr(launching, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(launching, "POLL_SECONDS", 0.1)
+
+    def run(name, **options):
+        words = [f"run.folder={tmp_path}", f"run.name={name}", "plan.balancer=static", "parallel.ranks=1"]
+        return launch(load_config(None, words), **options)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "complete", "said"),
+    [
+        ("stopped", False, ""),
+        ("crashing_at_its_end", True, "rank 0 had done its work when its process was ended by SIGABRT"),
+        ("with_a_thread_that_stays", True, "rank 0 has done its work, and is ended: threads or processes that a reward"),
+    ],
+)
+def test_after_its_last_word_a_rank_cannot_fail(name, complete, said, launched, capfd):
+    assert launched(name).complete is complete
+    assert said in capfd.readouterr().err
+
+
+def test_a_killed_rank_is_noticed_where_a_helper_keeps_its_files_open(launched, tmp_path):
+    try:
+        with pytest.raises(LostRankError, match="rank 0 was killed by SIGKILL"):
+            launched("killed_beside_a_helper")
+    finally:
+        os.kill(int((tmp_path / "helper.txt").read_text()), signal.SIGKILL)
+
+
+def test_a_supervised_run_that_was_asked_to_stop_does_not_start_again(launched, capfd):
+    with pytest.raises(EngineError, match="rank 0 was killed by SIGKILL") as raised:
+        launched("asked_to_stop_then_killed", supervise=True)
+    assert not isinstance(raised.value, LostRankError)
+    assert "restarting" not in capfd.readouterr().err

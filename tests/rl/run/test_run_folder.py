@@ -1,6 +1,8 @@
 """The run folder: created once, locked by one process, resumed only with a checkpoint."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,11 +30,13 @@ def config_of(folder, *overrides):
 
 
 HOLD = """
-import signal, sys
+import os, signal, sys
 from pathlib import Path
 from relibra.rl.run.run_folder import locked_run_folder
 with locked_run_folder(Path(sys.argv[1])):
-    print("held", flush=True)
+    helper = os.fork()  # as a reward may
+    if helper:
+        print(helper, flush=True)
     signal.pause()
 """
 
@@ -40,13 +44,14 @@ with locked_run_folder(Path(sys.argv[1])):
 def test_a_run_folder_has_one_writer_and_is_free_again_when_that_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.2)
     with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "held\n"
+        helper = int(other.stdout.readline())
         with pytest.raises(ConfigError, match="another process trains in the run folder"), locked_run_folder(tmp_path):
             pass
         monkeypatch.setattr(run_folder, "LOCK_SECONDS", 60.0)
         other.kill()
         with locked_run_folder(tmp_path):
             assert other.wait() < 0
+        os.kill(helper, signal.SIGKILL)
 
 
 def test_a_second_run_of_the_same_name_gets_a_number(tmp_path):

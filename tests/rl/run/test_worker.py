@@ -50,6 +50,7 @@ def test_the_message_of_a_rank_may_hold_half_of_a_surrogate_pair(monkeypatch):
 
     monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr("relibra.rl.run.worker._exit_with_parent", lambda: None)
+    monkeypatch.setattr("relibra.rl.run.worker._print_to_stderr", lambda: None)
     monkeypatch.setattr("relibra.rl.run.worker.set_rendezvous", lambda *_: None)
     monkeypatch.setattr("relibra.rl.run.worker.choose_device", fail)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)

@@ -36,13 +36,14 @@ from relibra.rl.run.run_folder import (
     open_or_create,
     remove_if_unused,
 )
-from relibra.rl.run.worker import FINISHED, MESSAGE_BYTES, Exit, run_launched, run_worker
+from relibra.rl.run.worker import LAST_WORDS, MESSAGE_BYTES, Exit, run_launched, run_worker
 from relibra.rl.tasks.make import check_task
 
 MAX_RESTARTS = 3
 """Restarts of a supervised run without a newer checkpoint; with one they are counted anew."""
 GRACE_SECONDS = 10.0
-"""Seconds that other ranks get to report their own errors after one failed, before they are killed."""
+"""Seconds that other ranks get to report their own errors after one failed, and that a rank gets to end after its last
+word, before they are killed."""
 STOPPED_SECONDS = 30.0
 """Seconds beyond `parallel.heartbeat_seconds` after which a stopped rank ends the run: ranks notice it themselves
 before, with their stacks, except while they join and leave the group."""
@@ -58,7 +59,7 @@ class Finished:
 
 
 class LostRankError(EngineError):
-    """A rank was killed, hung or crashed, and none failed with an error of its own that would come again."""
+    """A rank was killed, hung or crashed, none failed with an error that would come again, and nobody asked to stop."""
 
 
 def launch(config: RunConfig, resume: Path | None = None, *, supervise: bool = False) -> Finished | None:
@@ -158,35 +159,58 @@ def _run_processes(config: RunConfig, run: Path) -> bool:
             )
             for rank, (_, last_word) in enumerate(pipes)
         ]
+        words = [_LastWord(reader) for reader, _ in pipes]
         forward = _InterruptForwarder(processes)
         try:
             _start(processes)
             listener.close()
-            stopped = _wait(processes, config.parallel.heartbeat_seconds + STOPPED_SECONDS)
+            stopped = _wait(processes, words, config.parallel.heartbeat_seconds + STOPPED_SECONDS)
             codes = [process.exitcode for process in processes]  # None: still waiting for peers of a failed rank
         finally:
             _end(processes)
             forward.restore()
-    last_words = [_last_word(reader) for reader, _ in pipes]
-    codes = [_told(code, word) for code, word in zip(codes, last_words, strict=True)]
+    ended = codes
+    codes = [_told(code, word.read()) for code, word in zip(ended, words, strict=True)]
+    _print_late_crashes(ended, codes)
     if all(code in (Exit.DONE, Exit.STOPPED) for code in codes):
         return all(code == Exit.DONE for code in codes)
-    _print_messages([word.decode(errors="ignore").strip() for word in last_words], codes)
-    kind = EngineError if Exit.FAILED in codes else LostRankError
+    _print_messages([word.read().decode(errors="ignore").strip() for word in words], codes)
+    kind = EngineError if Exit.FAILED in codes or forward.asked else LostRankError
     raise kind(_explain_failure(codes, stopped, run))
 
 
-def _last_word(reader: Connection) -> bytes:
-    """Return what an ended rank sent: `FINISHED`, an error message, or nothing."""
-    return reader.recv_bytes(MESSAGE_BYTES) if reader.poll() else b""
+class _LastWord:
+    """What a rank sends: one of `LAST_WORDS`, an error message, or nothing."""
+
+    def __init__(self, reader: Connection) -> None:
+        self._reader, self._word = reader, b""
+
+    def read(self) -> bytes:
+        """Return it; empty: nothing was sent yet."""
+        if not self._word and self._reader.poll():
+            self._word = self._reader.recv_bytes(MESSAGE_BYTES)
+        return self._word
 
 
 def _told(code: int | None, last_word: bytes) -> int | None:
-    """Return the exit code of a rank; `Exit.LEFT` for one that ended by itself without a last word or a traceback."""
+    """Return the exit code of a rank, or that of its last word, after which nothing counts any more.
+
+    returns   `Exit.LEFT` for one that ended by itself without a last word or a traceback
+    """
+    for said, word in LAST_WORDS.items():
+        if last_word == word:
+            return said
     if code is None or code < 0 or code == Exit.CRASHED:
         return code
-    wanted = last_word == FINISHED if code in (Exit.DONE, Exit.STOPPED) else bool(last_word)
-    return code if wanted else Exit.LEFT
+    return code if last_word and code not in LAST_WORDS else Exit.LEFT
+
+
+def _print_late_crashes(ended: Sequence[int | None], codes: Sequence[int | None]) -> None:
+    """Say which ranks crashed after their last word."""
+    for rank, (exit_code, code) in enumerate(zip(ended, codes, strict=True)):
+        if code in LAST_WORDS and exit_code is not None and exit_code < 0 and exit_code != -signal.SIGKILL:
+            crashed = f"rank {rank} had done its work when its process was ended by {_signal_name(-exit_code)}"
+            print(crashed, file=sys.stderr, flush=True)
 
 
 def _print_messages(messages: Sequence[str], codes: Sequence[int | None]) -> None:
@@ -206,6 +230,11 @@ class _InterruptForwarder:
         self._processes = processes
         self._count = 0
         self._before = {number: signal.signal(number, self._on_interrupt) for number in STOP_SIGNALS}
+
+    @property
+    def asked(self) -> bool:
+        """Return whether the run was asked to stop."""
+        return self._count > 0
 
     def restore(self) -> None:
         for number, before in self._before.items():
@@ -239,28 +268,39 @@ def _blocked_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _wait(processes: list[BaseProcess], stopped_seconds: float) -> list[int]:
+def _wait(processes: list[BaseProcess], words: Sequence[_LastWord], stopped_seconds: float) -> list[int]:
     """Wait until all ranks ended, until GRACE_SECONDS after the first failure, or until ranks are stopped for long.
+
+    A rank that is still there GRACE_SECONDS after one of `LAST_WORDS` is killed.
 
     stopped_seconds   in which a process is stopped (SIGSTOP)
     returns           the ranks that are
     """
-    running = {process.sentinel: process for process in processes}
+    running = dict(enumerate(processes))
+    leave_by: dict[int, float] = {}  # of ranks that have said a last word
     polls_R = [0] * len(processes)  # in which a rank was stopped, one after another
     deadline = None
     while running:
-        ended = multiprocessing.connection.wait(list(running), timeout=POLL_SECONDS)
-        if not ended:
+        ready = multiprocessing.connection.wait([one.sentinel for one in running.values()], timeout=POLL_SECONDS)
+        if not ready:
             polls_R = [(polls + 1) * _is_stopped(process) for polls, process in zip(polls_R, processes, strict=True)]
             stopped = [rank for rank, polls in enumerate(polls_R) if polls * POLL_SECONDS > stopped_seconds]
             if stopped or (deadline is not None and time.monotonic() > deadline):
                 return stopped
-        for sentinel in ended:
-            assert isinstance(sentinel, int), "we wait for process sentinels only"
-            process = running.pop(sentinel)
-            process.join()
-            if process.exitcode not in (Exit.DONE, Exit.STOPPED) and deadline is None:
-                deadline = time.monotonic() + GRACE_SECONDS
+        else:
+            time.sleep(0.01)  # a sentinel closes a moment before there is an exit code
+        for rank, process in list(running.items()):  # also of closed sentinels: a process that a reward forked has a copy
+            ended = process.exitcode is not None
+            done = words[rank].read() in LAST_WORDS.values()
+            if ended:
+                del running[rank]
+                if not done and deadline is None:
+                    deadline = time.monotonic() + GRACE_SECONDS
+            elif done and time.monotonic() > leave_by.setdefault(rank, time.monotonic() + GRACE_SECONDS):
+                left = "threads or processes that a reward started did not end"
+                print(f"rank {rank} has done its work, and is ended: {left}", file=sys.stderr, flush=True)
+                process.kill()
+                process.join()
     return []
 
 

@@ -136,9 +136,9 @@ def locked_run_folder(run: Path) -> Iterator[None]:
     with file:
         while True:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # processes that a reward forks do not inherit it
                 break
-            except BlockingIOError:
+            except (BlockingIOError, PermissionError):  # both mean: locked by another
                 if time.monotonic() > deadline:
                     raise ConfigError(
                         f"another process trains in the run folder {run}: wait until it ends, or resume a copy of it"

@@ -12,8 +12,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,9 +52,9 @@ LATER_SECONDS = 2.0
 """By how much a rank that lost a peer ends later under `torchrun`, which takes the first that ends for the cause."""
 MESSAGE_BYTES = 4000
 """Most bytes of an error message sent to the parent: below the size that a pipe writes atomically."""
-FINISHED = b"\0finished"
-"""Sent instead of an error message by a rank that has done its steps, or stopped, and written the policy: its exit code
-alone says nothing, because a reward function may call `os._exit(0)`."""
+LAST_WORDS = {Exit.DONE: b"\0done", Exit.STOPPED: b"\0stopped"}
+"""Sent instead of an error message by a rank that has done its steps, or stopped, and written the policy. Its exit code
+says nothing: a reward function may call `os._exit(0)`, and what it leaves behind may crash as the interpreter ends."""
 
 
 def run_worker(
@@ -62,9 +63,10 @@ def run_worker(
     """Run one of the ranks that `launch` started; exits with an `Exit` code.
 
     listener   on rank 0: socket that listens on the rendezvous port
-    last_word  receives `FINISHED`, or an error message: the parent prints equal messages of several ranks once
+    last_word  receives one of `LAST_WORDS`, or an error message: the parent prints equal messages of several ranks once
     """
     _exit_with_parent()
+    _print_to_stderr()
     escape_logs_and_tracebacks()
     config = RunConfig.model_validate_json(config_json)
     set_rendezvous(rank, config.parallel.ranks, port, config.parallel.threads_per_rank)
@@ -88,8 +90,12 @@ def run_worker(
             library_errors(OUTSIDE, EngineError, stays=is_peer_loss),
         ):
             complete = train_rank(config, Path(run), device)
-        last_word.send_bytes(FINISHED)
-    sys.exit(Exit.DONE if complete else Exit.STOPPED)
+        code = Exit.DONE if complete else Exit.STOPPED
+        last_word.send_bytes(LAST_WORDS[code])
+    for child in multiprocessing.active_children():
+        if not child.daemon:  # of a reward, as those of a ProcessPoolExecutor, for which this process would wait
+            child.kill()
+    sys.exit(code)
 
 
 def run_launched(config: RunConfig, launched: LaunchedRank, resume: Path | None) -> tuple[Path, bool]:
@@ -108,7 +114,7 @@ def run_launched(config: RunConfig, launched: LaunchedRank, resume: Path | None)
         if created is not None:
             remove_if_unused(created)
 
-    with _exit_on_error(tell, _record_failure):
+    with _exit_on_error(tell, _record_failure), _printing_to_stderr():
         from relibra.rl.run.heartbeat import heartbeats
         from relibra.rl.run.ranks import is_peer_loss, joined_ranks
         from relibra.rl.trainer import train_rank
@@ -193,6 +199,31 @@ def _lost(report: Callable[[str], None], record: Callable[[None], None] = lambda
         os._exit(Exit.LOST_PEER)
 
     return end
+
+
+def _print_to_stderr() -> None:
+    """Send what a reward, or a process of it, prints to stderr: stdout belongs to the outcome of the run."""
+    with suppress(OSError):  # one of them is closed
+        os.dup2(2, 1)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+
+
+@contextmanager
+def _printing_to_stderr() -> Iterator[None]:
+    """Do the same inside only: rank 0 of `torchrun` prints the outcome itself."""
+    try:
+        before = os.dup(1)
+    except OSError:  # closed
+        yield
+        return
+    _print_to_stderr()
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(before, 1)
+        os.close(before)
 
 
 def _exit_with_parent() -> None:
