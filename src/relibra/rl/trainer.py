@@ -28,7 +28,7 @@ from relibra.rl.run.checkpoints.checkpoint import Models, load_checkpoint
 from relibra.rl.run.checkpoints.checkpoint_writer import CheckpointWriter
 from relibra.rl.run.display import TrainingDisplay
 from relibra.rl.run.ranks import StopRequest, begin_stage, broadcast_json
-from relibra.rl.run.run_folder import has_checkpoint, locked_run_folder, write_config
+from relibra.rl.run.run_folder import check_not_removed, has_checkpoint, locked_run_folder, write_config
 from relibra.rl.run.step_logs import StepLogs, remove_steps_from
 from relibra.rl.run.step_trace import StepTraces
 from relibra.rl.step import Learner, Progress, Trained, rl_step
@@ -106,6 +106,8 @@ def _train(config: RunConfig, run: Path, device: torch.device, display: Training
             writer.start()
         writer.wait()
     save_policy(policy, tokenizer, run / "policy")
+    if dist.get_rank() == 0:
+        check_not_removed(run)
     return warmed and (step >= config.run.steps or reached)
 
 

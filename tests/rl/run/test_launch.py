@@ -1,6 +1,7 @@
 """What becomes of a run whose ranks are lost, or do not end; a supervised one restarts a bounded number of times."""
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -77,6 +78,11 @@ def stand_in(_rank, _config, run, _port, _listener, last_word):
             signal.pause()
         (run.parent / "helper.txt").write_text(str(helper))
         os.kill(os.getpid(), signal.SIGKILL)
+    if run.name == "removed":
+        shutil.rmtree(run)
+        (run / "traces").mkdir(parents=True)
+        last_word.send_bytes(b"the folder is gone")
+        os._exit(Exit.FAILED)
     if run.name == "asked_to_stop_then_killed":
         (run / "checkpoints" / "step-00001").mkdir(parents=True)
         os.kill(os.getppid(), signal.SIGTERM)
@@ -122,6 +128,13 @@ def test_a_killed_rank_is_noticed_where_a_helper_keeps_its_files_open(launched, 
             launched("killed_beside_a_helper")
     finally:
         os.kill(int((tmp_path / "helper.txt").read_text()), signal.SIGKILL)
+
+
+def test_a_run_folder_that_was_removed_is_not_said_to_keep_anything(launched, tmp_path, capfd):
+    with pytest.raises(EngineError, match=r"^the run ended early: rank 0 failed \(see above\)$"):
+        launched("removed")
+    assert "rank 0: the folder is gone" in capfd.readouterr().err
+    assert not (tmp_path / "removed").exists()
 
 
 def test_a_supervised_run_that_was_asked_to_stop_does_not_start_again(launched, capfd):

@@ -46,6 +46,18 @@ def test_metrics_of_a_run_that_goes_on_follow_the_earlier_ones(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl").steps == [0, 1]
 
 
+def test_a_run_folder_that_was_removed_is_told_instead_of_a_step_written(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    with StepLogs(run) as logs:
+        logs.append(row(0), [], TASK, TOKENIZER)
+        run.rename(tmp_path / "moved")
+        (run / "traces").mkdir(parents=True)
+        with pytest.raises(EngineError, match=rf"the run folder {run} was removed or moved while the run went on"):
+            logs.append(row(1), [], TASK, TOKENIZER)
+    assert read_metrics(tmp_path / "moved" / "metrics.jsonl").steps == [0]
+
+
 def events_of(run):
     """Return what TensorBoard reads, file after file: (step, name, value), and ("purge", step)."""
     found = []

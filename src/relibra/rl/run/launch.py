@@ -345,6 +345,8 @@ def _explain_failure(codes: Sequence[int | None], stopped: Sequence[int], run: P
         lost = ", ".join(str(rank) for rank, code in enumerate(codes) if code == Exit.LOST_PEER)
         causes.append(f"rank {lost} lost its peers (see above)")
     ended = f"the run ended early: {', '.join(causes)}"
+    if not (run / "config.json").exists():  # removed by somebody else
+        return ended
     if is_unused(run):
         return f"{ended}; no step was finished, and {run} was removed"
     next_step = "start a new run"

@@ -24,14 +24,14 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import relibra
 from relibra.environment import LaunchedRank
-from relibra.errors import ConfigError
+from relibra.errors import ConfigError, EngineError
 from relibra.files import write_text
 from relibra.rl.config.run_config import RunConfig, changed_settings
 
@@ -120,6 +120,19 @@ def remove_if_unused(run: Path) -> None:
     """Remove the folder of a run that failed before its first result, so that the next try gets its name."""
     if run.is_dir() and is_unused(run):
         shutil.rmtree(run, ignore_errors=True)
+
+
+def check_not_removed(run: Path) -> None:
+    """Raise EngineError if the folder of a run that writes metrics.jsonl was removed, or moved, while it goes on.
+
+    Other files may have been made anew since.
+    """
+    with suppress(OSError):  # a file system that does not answer now
+        if not (run / "metrics.jsonl").exists():
+            raise EngineError(
+                f"the run folder {run} was removed or moved while the run went on: steps after that are lost; resume "
+                "the moved folder, or start a new run"
+            )
 
 
 @contextmanager

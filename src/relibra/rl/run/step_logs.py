@@ -23,6 +23,7 @@ from relibra.errors import EngineError
 from relibra.files import atomic_path
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.response import Response
+from relibra.rl.run.run_folder import check_not_removed
 from relibra.rl.run.step_trace import step_folders
 from relibra.rl.tasks.task import Task
 
@@ -55,8 +56,9 @@ class StepLogs:
     def append(self, metrics: dict[str, Any], responses: Sequence[Response], task: Task, tokenizer: Tokenizer) -> None:
         """Write the metrics of a step, synced to disk, and some of rank 0's responses.
 
-        raises    EngineError where the disk refuses: the lines of this step may be cut
+        raises    EngineError where the disk refuses: the lines of this step may be cut; or where the folder is gone
         """
+        check_not_removed(self._run)
         step = metrics["step"]
         with self._writing("metrics.jsonl", step):
             self._metrics.write(json.dumps(_finite(metrics), allow_nan=False) + "\n")
