@@ -190,3 +190,16 @@ def test_what_cannot_be_resumed_is_one_sentence(tmp_path):
     done = run_command(["train", "some.toml", "--resume", str(tmp_path)])
     assert done.returncode == 1
     assert "contradict each other" in done.stderr
+
+
+def test_a_run_does_not_go_on_with_other_rows(tmp_path):
+    task = make_user_task(tmp_path)
+    done = train(tmp_path, *task, "run.steps=1", "checkpoint.every=1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = (tmp_path / "prompts.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "prompts.jsonl").write_text("".join(reversed(rows)))
+    done = run_command(["train", "--resume", str(tmp_path / "run"), "run.steps=2"], tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("task.file 'prompts.jsonl' holds other rows, or in another order") == 1
+    assert "Traceback" not in done.stderr
+    assert check_whole(tmp_path / "run") == 1

@@ -33,6 +33,7 @@ from relibra.rl.run.step_logs import StepLogs, remove_steps_from
 from relibra.rl.run.step_trace import StepTraces
 from relibra.rl.step import Learner, Progress, Trained, rl_step
 from relibra.rl.tasks.make import make_task, settings_without_effect
+from relibra.rl.tasks.prompts import check_same_rows, rows_state
 from relibra.rl.tasks.task import Task
 from relibra.rl.toy.warmup import warm_up
 
@@ -253,7 +254,7 @@ def _build_learner(
         critic_model = build_critic(config.model, policy, run, device)
         critic_optimizer = make_optimizer(critic_model, config.critic.learning_rate, config.update.weight_decay)
         critic = Trained(model=critic_model, optimizer=critic_optimizer)
-    progress, step = _resume(run, _models(policy, optimizer, critic)) if resumed else (Progress(), 0)
+    progress, step = _resume(run, _models(policy, optimizer, critic), task) if resumed else (Progress(), 0)
     if dist.get_rank() == 0:
         write_config(run, config, model_sizes(policy))  # only now: a checkpoint fits this configuration
     sync_weights(engine, policy, config.rollout.server_weights, step, canary)
@@ -274,10 +275,11 @@ def _build_learner(
     return learner, progress, step
 
 
-def _resume(run: Path, models: Models) -> tuple[Progress, int]:
+def _resume(run: Path, models: Models, task: Task) -> tuple[Progress, int]:
     """Load the latest checkpoint, remove what the run folder has of later steps; return progress and next step."""
     loaded = load_checkpoint(run, models=models)
     assert loaded is not None, "there is a checkpoint, and a damaged one raises"
+    check_same_rows(task, loaded.state)
     remove_steps_from(run, loaded.step)
     return Progress.from_state(loaded.state, loaded.responses), loaded.step
 
@@ -293,6 +295,6 @@ def _stage(writer: CheckpointWriter, step: int, learner: Learner, progress: Prog
         step,
         models=_models(learner.policy, learner.optimizer, learner.critic),
         responses=[*progress.live, *progress.for_values],
-        state=progress.as_state(),
+        state={**progress.as_state(), **rows_state(learner.task)},
     )
     return step

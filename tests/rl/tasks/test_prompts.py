@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from relibra.errors import ConfigError
 from relibra.rl.config.settings import TaskSettings
 from relibra.rl.tasks.make import make_task
+from relibra.rl.tasks.prompts import check_same_rows, rows_state
 from relibra.rl.tasks.task import Demonstrating, Task
 
 
@@ -62,6 +63,19 @@ def test_the_order_follows_from_seed_and_epoch(tmp_path):
     assert epochs[0] == texts(map(again.prompt, range(50)))
     assert epochs[0] != epochs[1]
     assert epochs[0] != texts(map(other.prompt, range(50)))
+
+
+def test_other_rows_than_those_of_the_checkpoint_are_refused(tmp_path):
+    rows = numbered(9)
+    path = write(tmp_path / "rows.jsonl", rows)
+    state = rows_state(make(path))
+    path.write_text("\n" + path.read_text().replace("\n", "\r\n"))
+    check_same_rows(make(path), state)
+    check_same_rows(make(path), {})
+    check_same_rows(make_task(TaskSettings(), 0, 0), state)
+    for other in (rows[::-1], rows[:-1], [*rows, rows[0]], [*rows[:-1], {**rows[-1], "answer": 7}]):
+        with pytest.raises(ConfigError, match=rf"^task\.file '{path}' holds other rows, .*: put the old file back, or"):
+            check_same_rows(make(write(path, other)), state)
 
 
 def test_a_file_for_evaluation_leaves_all_rows_to_training(tmp_path):

@@ -17,7 +17,10 @@ from relibra.printable import excerpt
 from relibra.rl.config.settings import TaskSettings
 from relibra.rl.tasks.rewards import NEEDS_ANSWER, Reward, check_reward, make_reward, right_answer
 from relibra.rl.tasks.rows import Rows, column, open_rows
-from relibra.rl.tasks.task import TRAINING_STREAM, Prompt
+from relibra.rl.tasks.task import TRAINING_STREAM, Prompt, Task
+
+
+_ROWS = "task_rows"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,6 +97,23 @@ def open_prompts(settings: TaskSettings, seed: int, evaluation_prompts: int) -> 
         prompt_column=settings.prompt_column,
         rate=rate,
     )
+
+
+def rows_state(task: Task) -> dict[str, str]:
+    """Return the entry of a checkpoint by which `check_same_rows` knows the rows of a file; {}: of a task without one."""
+    return {_ROWS: task.rows.digest} if isinstance(task, Prompts) else {}
+
+
+def check_same_rows(task: Task, state: Mapping[str, Any]) -> None:
+    """Raise ConfigError where a task has other rows than when a checkpoint with this state was written.
+
+    Samples in progress would get the prompts, answers and rewards of other rows, and the order of rows starts anew.
+    """
+    if isinstance(task, Prompts) and state.get(_ROWS, task.rows.digest) != task.rows.digest:  # 0.2.0 wrote none
+        raise ConfigError(
+            f"task.file {str(task.rows.path)!r} holds other rows, or in another order, than when the checkpoint was "
+            "written: put the old file back, or start a new run, from its policy if you like (model.path=RUN/policy)"
+        )
 
 
 def check_prompts(settings: TaskSettings, evaluation_prompts: int) -> None:

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,7 +20,21 @@ from relibra.errors import ConfigError, in_a_line
 
 @runtime_checkable
 class Rows(Protocol):
-    """Rows by index, each a dictionary of columns."""
+    """Rows by index, each a dictionary of columns.
+
+    path     as the user wrote it
+    digest   SHA-256 by which other rows, or another order of them, are noticed
+    """
+
+    @property
+    def path(self) -> Path:
+        """Return the file."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Return the digest."""
+        ...
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -67,12 +82,14 @@ class JsonLines:
 
     path       as the user wrote it, for messages
     file       absolute, because a reward function may change the working folder
+    digest     of all lines that are not blank
     offset_r   byte offset of each row
     line_r     line number of each row, from 1
     """
 
     path: Path
     file: Path
+    digest: str
     offset_r: Int64[ndarray, " r"]
     line_r: Int64[ndarray, " r"]
 
@@ -80,14 +97,16 @@ class JsonLines:
     def open(cls, path: Path) -> JsonLines:
         """Index the lines of a file."""
         offsets, lines = array("q"), array("q")
-        offset = 0
+        offset, digest = 0, sha256()
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                if line.strip():
+                if row := line.strip():
+                    digest.update(row + b"\n")
                     offsets.append(offset)
                     lines.append(number)
                 offset += len(line)
-        return cls(path, path.absolute(), np.array(offsets, dtype=np.int64), np.array(lines, dtype=np.int64))
+        offset_r, line_r = np.array(offsets, dtype=np.int64), np.array(lines, dtype=np.int64)
+        return cls(path, path.absolute(), digest.hexdigest(), offset_r, line_r)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -127,9 +146,10 @@ class JsonLines:
 
 @dataclass(frozen=True, eq=False)
 class Parquet:
-    """A Parquet file in memory, as a `pyarrow.Table`."""
+    """A Parquet file in memory, as a `pyarrow.Table`; `digest` is that of the file."""
 
     path: Path
+    digest: str
     table: Any
 
     @classmethod
@@ -142,8 +162,10 @@ class Parquet:
                 f"{path} is read with pyarrow, which is not installed: in the checkout, pip install -e "
                 "'.[data]', or use .jsonl"
             ) from error
+        with path.open("rb") as file:
+            digest = file_digest(file, "sha256").hexdigest()
         with _readable(path):
-            return cls(path, parquet.read_table(path))
+            return cls(path, digest, parquet.read_table(path))
 
     def __len__(self) -> int:
         """Return the number of rows."""
