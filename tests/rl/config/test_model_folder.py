@@ -101,6 +101,8 @@ def test_ranks_that_do_not_divide_the_experts_are_refused_before_anything_is_loa
     check_expert_ranks(folder, 4)
     with pytest.raises(ConfigError, match=r"parallel\.ranks 3 does not divide the 8 experts"):
         check_expert_ranks(folder, 3)
+    (tmp_path / folder / "config.json").write_text(json.dumps({"num_experts": 16384, "is_moe": False}))
+    check_expert_ranks(folder, 3)
 
 
 def test_sizes_come_from_the_newest_download_too(tmp_path):

@@ -126,6 +126,21 @@ def test_a_wait_is_told_with_whom_it_is_for(server, rank_0, monkeypatch, caplog)
     assert len(notes) == 2, "at 0.3 s, and at twice as long"
 
 
+def test_ranks_of_which_none_waits_are_told_after_long(server, rank_0, monkeypatch, caplog):
+    beat, _ = rank_0
+    beat.note_seconds = 20.0
+    started = time.monotonic() - 150.0
+    monkeypatch.setattr(heartbeat, "present_work", lambda: ("reward of step 3", time.monotonic() - started, False))
+    tell(server, 1)
+    beat.start()
+    for number in range(2, 10):
+        tell(server, number)
+        time.sleep(BEAT)
+    assert [record.getMessage() for record in caplog.records] == [
+        "all ranks are at work, longest rank 0 (reward of step 3, for 150 s)"
+    ]
+
+
 @pytest.mark.parametrize(
     ("failed", "named"), [(None, "rank 1 (reward of step 3, for 75 s) did not come"), ("closed", "all ranks")]
 )

@@ -116,6 +116,17 @@ def test_steps_after_the_checkpoint_are_forgotten_and_a_cut_line_with_them(tmp_p
     assert sorted(folder.name for folder in (tmp_path / "traces").iterdir()) == [f"step-{s:05d}" for s in range(3)]
 
 
+def test_a_damaged_line_among_finished_steps_is_told_when_it_is_left_out(tmp_path, caplog):
+    lines = [json.dumps({"step": step}) + "\n" for step in range(4)]
+    with alone():
+        for text, damaged in (("".join(lines), 0), (lines[0] + '{"st\n' + "".join(lines[2:]), 1)):
+            caplog.clear()
+            (tmp_path / "metrics.jsonl").write_text(text + '{"step": 4')
+            remove_steps_from(tmp_path, 3)
+            assert caplog.text.count("metrics.jsonl: damaged lines among those of finished steps, 1 in all, are") == damaged
+    assert (tmp_path / "metrics.jsonl").read_text() == lines[0] + lines[2]
+
+
 def test_a_whole_last_line_without_its_newline_is_of_no_finished_step(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row(0)) + "\n" + json.dumps(row(1)))
     with alone():

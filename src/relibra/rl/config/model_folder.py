@@ -72,6 +72,8 @@ def _check_folder(path: str, folder: Path) -> None:
 def check_expert_ranks(path: str, ranks: int) -> None:
     """Raise ConfigError if `parallel.ranks` does not divide the experts that a model's config.json has."""
     sizes = read_model_sizes(path)
+    if sizes.get("is_moe") is False:  # Doge: a dense model whose configuration has a number of experts all the same
+        return
     experts = next((sizes[name] for name in _EXPERTS if isinstance(sizes.get(name), int)), 0)
     if experts > 0 and experts % ranks:
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +267,10 @@ def check_resumable(before: RunConfig, after: RunConfig) -> None:
 
 
 def changed_settings(config: RunConfig) -> list[str]:
-    """Return the names of settings that differ from the defaults for the same model and preset, as section.key."""
+    """Return the names of settings that differ from the defaults for the same model and preset, as section.key.
+
+    A default that follows from another setting, as the window of T-PPO from the longest response, is no difference.
+    """
     same = {"model": {"path": config.model.path}, "algorithm": {"preset": config.algorithm.preset}}
     given, default = config.model_dump(mode="json"), RunConfig.model_validate(same).model_dump(mode="json")
     default["model"]["path"], default["algorithm"]["preset"] = ModelSettings().path, AlgorithmSettings().preset
@@ -275,8 +278,17 @@ def changed_settings(config: RunConfig) -> list[str]:
         f"{section}.{key}"
         for section, settings in given.items()
         for key, value in settings.items()
-        if value != default[section][key]
+        if value != default[section][key] and not _follows(given, section, key)
     ]
+
+
+def _follows(given: Mapping[str, dict[str, Any]], section: str, key: str) -> bool:
+    """Return whether a setting has the value that it gets from all others."""
+    others = {**given, section: {name: value for name, value in given[section].items() if name != key}}
+    try:
+        return bool(RunConfig.model_validate(others).model_dump(mode="json")[section][key] == given[section][key])
+    except ValueError:
+        return False
 
 
 def as_toml(config: RunConfig) -> str:

@@ -27,6 +27,8 @@ from relibra.rl.run.ranks import LostPeerError, is_peer_loss, present_work, wait
 BEAT_SECONDS = 2.0
 NOTE_SECONDS = 60.0
 """Seconds of waiting before a line says for whom; said again after twice as long."""
+BUSY_NOTES = 5
+"""Times `NOTE_SECONDS` after which a line says what ranks do none of which waits; said again after twice as long."""
 STORE_SECONDS = 10.0
 """Longest time to wait for an answer of the store."""
 _log = logging.getLogger(__name__)
@@ -72,6 +74,7 @@ class Heartbeat:
     _number: int = 0
     _seen: dict[int, tuple[int, float]] = field(default_factory=dict)
     _next_note: float = 0.0
+    _next_busy: float = 0.0
     _dumped: bool = False
     _stop: threading.Event = field(default_factory=threading.Event)
     _answered: float = 0.0
@@ -208,6 +211,7 @@ class Heartbeat:
     def _note_waiting(self, beats: Sequence[Beat]) -> None:
         """Say for whom ranks wait; the first of them says it."""
         waiting = [rank for rank, beat in enumerate(beats) if beat.waiting]
+        self._note_busy(beats, max(beat.seconds for beat in beats) if not waiting else 0.0)
         if not waiting or len(waiting) == len(beats):
             self._next_note = self.note_seconds
             return
@@ -216,6 +220,15 @@ class Heartbeat:
             self._next_note = 2 * seconds
             late = [rank for rank in range(len(beats)) if rank not in waiting]
             _log.warning(f"waiting {seconds:.0f} s for {describe(late, beats)}")
+
+    def _note_busy(self, beats: Sequence[Beat], seconds: float) -> None:
+        """Say what the ranks do that have not waited for one another for so long; rank 0 says it."""
+        if seconds < BUSY_NOTES * self.note_seconds:
+            self._next_busy = BUSY_NOTES * self.note_seconds
+        elif self.rank == 0 and seconds >= self._next_busy:
+            self._next_busy = 2 * seconds
+            longest = max(range(len(beats)), key=lambda rank: beats[rank].seconds)
+            _log.warning(f"all ranks are at work, longest {describe([longest], beats)}")
 
     def _dump(self) -> None:
         """Write the stacks of this process, once."""

@@ -184,11 +184,18 @@ def _keep_lines_before(path: Path, step: int) -> None:
     """Remove the lines of a log from `step` on, and those without a step: a full disk cuts lines anywhere.
 
     Lines end at a newline and nowhere else: responses may hold any other character, and half of one where a line ends.
+    A damaged line before the last one that stays is told.
     """
+    damaged, told = 0, 0
     with path.open("rb") as old, atomic_path(path) as temporary, temporary.open("wb") as new:
         for line in old:
-            if _step_of(line) < step:
+            at = _step_of(line)
+            damaged += math.isinf(at)
+            if at < step:
                 new.write(line)
+                told = damaged
+    if told:
+        _log.warning("%s: damaged lines among those of finished steps, %d in all, are left out", path, told)
 
 
 def _step_of(line: bytes) -> float:
