@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -294,3 +295,48 @@ def test_launch_leaves_the_signal_handler_as_it_was(tmp_path):
     assert finished.complete
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)
+
+
+MESSY = """
+import atexit, os, signal
+from concurrent.futures import ProcessPoolExecutor
+
+pool = None
+
+def by_letters(response):
+    return sum(map(ord, response)) % 3 / 2
+
+def score(response, row):
+    global pool
+    if pool is None:
+        pool = ProcessPoolExecutor(1)
+        atexit.register(lambda: os.kill(os.getpid(), signal.SIGSEGV))
+    print("score of", repr(response))
+    os.chdir("/")
+    return pool.submit(by_letters, response).result()
+"""
+
+
+def test_a_reward_may_print_change_the_folder_leave_processes_and_crash_at_the_end(tmp_path):
+    task = make_user_task(tmp_path)
+    (tmp_path / "my_rewards.py").write_text(MESSY)
+    words = ("task.reward=my_rewards:score", "run.steps=2", "checkpoint.every=1", "run.folder=.", "plan.balancer=static")
+    done = train(tmp_path, *task, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(done.stdout)
+    assert (outcome["complete"], outcome["steps"]) == (True, 2)
+    assert "score of" in done.stderr
+    assert done.stderr.count("had done its work when its process was ended by SIGSEGV") == 2
+    assert "is ended: threads or processes" not in done.stderr, "the processes of the pool were"
+    assert check_whole(tmp_path / "run") == 2
+    assert (tmp_path / "run" / "checkpoints" / "step-00002").is_dir()
+
+
+def test_a_run_whose_folder_is_removed_ends_with_one_sentence(tmp_path):
+    with LongRun(tmp_path, "checkpoint.every=1") as going:
+        going.wait_for("(2/")
+        shutil.rmtree(going.run, ignore_errors=True)
+        assert going.exit_code(60) == 1
+    assert re.search(rf"the run folder {going.run} was removed or moved|was the run folder removed", going.stderr)
+    assert "keeps every finished step" not in going.stderr
+    assert "Traceback" not in going.stderr

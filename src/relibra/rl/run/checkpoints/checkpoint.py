@@ -13,6 +13,7 @@ checkpoint is written under a hidden name, synced, and renamed, so that an inter
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -251,6 +252,8 @@ def _reason(error: CheckpointException) -> str:
 
 
 def _cannot_write(folder: Path, problem: str) -> EngineError:
+    if os.strerror(errno.ENOENT) in problem:
+        return EngineError(f"cannot write the checkpoint {folder} ({problem}): was the run folder removed or moved?")
     return EngineError(
         f"cannot write the checkpoint {folder} ({problem}): earlier checkpoints are unchanged; free disk space and "
         "resume, or set checkpoint.every=0"
