@@ -320,7 +320,13 @@ def score(response, row):
 def test_a_reward_may_print_change_the_folder_leave_processes_and_crash_at_the_end(tmp_path):
     task = make_user_task(tmp_path)
     (tmp_path / "my_rewards.py").write_text(MESSY)
-    words = ("task.reward=my_rewards:score", "run.steps=2", "checkpoint.every=1", "run.folder=.", "plan.balancer=static")
+    words = (
+        "task.reward=my_rewards:score",
+        "run.steps=2",
+        "checkpoint.every=1",
+        "run.folder=.",
+        "plan.balancer=static",
+    )
     done = train(tmp_path, *task, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout)

@@ -441,7 +441,7 @@ def test_changed_settings_are_those_that_differ_from_the_defaults_of_the_model_a
     assert changed("rollout.max_response=64") == ["rollout.max_response"]
     assert changed("model.path=mine") == ["model.path"]
     assert changed("model.path=mine", "update.learning_rate=2e-4") == ["model.path", "update.learning_rate"]
-    assert changed("algorithm.preset=tppo", "rollout.max_response=120") == ["algorithm.preset", "rollout.max_response"]
+    assert changed("algorithm.preset=tppo", "rollout.max_response=120") == ["rollout.max_response", "algorithm.preset"]
     assert "rollout.window" in changed("algorithm.preset=tppo", "rollout.max_response=120", "rollout.window=40")
     assert changed("algorithm.preset=tppo", "algorithm.clip_low=0.1") == ["algorithm.preset", "algorithm.clip_low"]
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))

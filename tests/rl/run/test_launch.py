@@ -114,7 +114,11 @@ def launched(monkeypatch, tmp_path):
     [
         ("stopped", False, ""),
         ("crashing_at_its_end", True, "rank 0 had done its work when its process was ended by SIGABRT"),
-        ("with_a_thread_that_stays", True, "rank 0 has done its work, and is ended: threads or processes that a reward"),
+        (
+            "with_a_thread_that_stays",
+            True,
+            "rank 0 has done its work, and is ended: threads or processes that a reward",
+        ),
     ],
 )
 def test_after_its_last_word_a_rank_cannot_fail(name, complete, said, launched, capfd):

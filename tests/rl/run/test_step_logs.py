@@ -123,7 +123,10 @@ def test_a_damaged_line_among_finished_steps_is_told_when_it_is_left_out(tmp_pat
             caplog.clear()
             (tmp_path / "metrics.jsonl").write_text(text + '{"step": 4')
             remove_steps_from(tmp_path, 3)
-            assert caplog.text.count("metrics.jsonl: damaged lines among those of finished steps, 1 in all, are") == damaged
+            assert (
+                caplog.text.count("metrics.jsonl: damaged lines among those of finished steps, 1 in all, are")
+                == damaged
+            )
     assert (tmp_path / "metrics.jsonl").read_text() == lines[0] + lines[2]
 
 

@@ -289,7 +289,9 @@ def _wait(processes: list[BaseProcess], words: Sequence[_LastWord], stopped_seco
                 return stopped
         else:
             time.sleep(0.01)  # a sentinel closes a moment before there is an exit code
-        for rank, process in list(running.items()):  # also of closed sentinels: a process that a reward forked has a copy
+        for rank, process in list(
+            running.items()
+        ):  # also of closed sentinels: a process that a reward forked has a copy
             ended = process.exitcode is not None
             done = words[rank].read() in LAST_WORDS.values()
             if ended:

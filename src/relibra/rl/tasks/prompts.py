@@ -19,7 +19,6 @@ from relibra.rl.tasks.rewards import NEEDS_ANSWER, Reward, check_reward, make_re
 from relibra.rl.tasks.rows import Rows, column, open_rows
 from relibra.rl.tasks.task import TRAINING_STREAM, Prompt, Task
 
-
 _ROWS = "task_rows"
 
 
@@ -100,7 +99,7 @@ def open_prompts(settings: TaskSettings, seed: int, evaluation_prompts: int) -> 
 
 
 def rows_state(task: Task) -> dict[str, str]:
-    """Return the entry of a checkpoint by which `check_same_rows` knows the rows of a file; {}: of a task without one."""
+    """Return the entry of a checkpoint by which `check_same_rows` knows the rows of a file; {}: there is no file."""
     return {_ROWS: task.rows.digest} if isinstance(task, Prompts) else {}
 
 

@@ -120,7 +120,9 @@ def _words(code: CodeType) -> set[str]:
         if isinstance(constant, CodeType):
             words |= _words(constant)
         else:  # a tuple: names of arguments, or of what is imported
-            words.update(one for one in (constant if isinstance(constant, tuple) else [constant]) if isinstance(one, str))
+            words.update(
+                one for one in (constant if isinstance(constant, tuple) else [constant]) if isinstance(one, str)
+            )
     return words
 
 
