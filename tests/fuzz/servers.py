@@ -11,7 +11,8 @@ import numpy as np
 
 from relibra.rl.rollout.response import new_response
 from relibra.rl.rollout.served import requests
-from relibra.rl.rollout.served.engine import ServedRoutes, ServerEngine
+from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
+from relibra.rl.rollout.served.engine import ServerEngine
 from tests.fuzz.mutations import mutate_array, mutate_bytes, mutate_json
 
 ROUTES = ServedRoutes(num_experts=8, layer_ids=(1, 2), num_layers=3, top_k=2)
@@ -33,7 +34,7 @@ class RawServer:
                 connection.settimeout(2)
                 try:
                     request = b""
-                    while b"\r\n\r\n" not in request or not request.endswith(b"}"):
+                    while not request.endswith(b"}") and not (request[:3] == b"GET" and request.endswith(b"\r\n\r\n")):
                         if not (piece := connection.recv(1 << 16)):
                             break
                         request += piece
@@ -76,16 +77,16 @@ def server_answer(rng, _):
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(text) + text
     running().answer = mutate_bytes(rng, answer) if rng.random() < 0.2 else answer
     requests.PAUSE_SECONDS, requests.ATTEMPTS, requests.TIMED_OUT_ATTEMPTS = 0.0, 1, 1
-    engine = ServerEngine(
+    client = ServerClient(
         url=f"http://127.0.0.1:{running().listener.getsockname()[1]}",
         dialect=dialect,
         routes=ROUTES,
         stop_ids=(7,),
         vocab_size=50,
         temperature=1.0,
-        seed=0,
         timeout_seconds=0.5,
     )
+    engine = ServerEngine(servers=(client,), seed=0)
     [window], _ = engine.generate([new_response(1, 0, PROMPT)], window=NEW, max_response=NEW)
     assert window.tokens_w.min() >= 0
     assert window.tokens_w.max() < 50

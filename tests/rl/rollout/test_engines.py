@@ -3,6 +3,7 @@
 import base64
 import json
 import threading
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -15,7 +16,7 @@ from relibra.rl.model.policy import Policy
 from relibra.rl.rollout.embedded import EmbeddedEngine
 from relibra.rl.rollout.engines import make_engine
 from relibra.rl.rollout.response import new_response
-from relibra.rl.rollout.served import canary_probe
+from relibra.rl.rollout.served import canary_probe, requests
 from relibra.rl.start_folder import write_start_folder
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 from relibra.rl.toy.tasks import Arithmetic
@@ -107,10 +108,15 @@ def test_a_server_samples_with_the_weights_of_each_step(served, tmp_path):
     assert np.isfinite(rows[-1]["loss"])
 
 
-def test_a_vllm_server_is_checked_first_and_compared_after_each_update(tmp_path, monkeypatch):
+@pytest.fixture
+def small_canary(monkeypatch):
     sizes = {"SEQUENCES": 2, "SEQUENCE_TOKENS": 24, "SAMPLED_TOKENS": 4, "PROMPTS_AT_ONCE": 4, "ANSWER_TOKENS": 4}
     for name, value in sizes.items():
         monkeypatch.setattr(canary_probe, name, value)
+    monkeypatch.setattr(requests, "PAUSE_SECONDS", 0.01)
+
+
+def test_a_vllm_server_is_checked_first_and_compared_after_each_update(tmp_path, small_canary):
     served = ["rollout.engine=vllm", "rollout.url=http://h:1", f"rollout.server_weights={tmp_path / 'weights'}"]
     write_start_folder(tiny_config(*served, ranks=1), tmp_path / "start")
     with running(AutoModelForCausalLM.from_pretrained(tmp_path / "start").eval()) as server:
@@ -127,6 +133,33 @@ def test_a_vllm_server_is_checked_first_and_compared_after_each_update(tmp_path,
         assert row["canary"]["difference"] < 1e-5
         assert row["canary"]["share_made"] == pytest.approx(1.0, abs=1e-3)
         assert row["canary"]["equal_routes"] == 1.0
+
+
+def test_windows_go_on_at_any_of_several_servers_one_of_which_ends(tmp_path, small_canary):
+    """What is trained on does not depend on which server sampled it, nor on one that ended and began anew."""
+    settings = ("rollout.engine=vllm", "algorithm.preset=tppo", "rollout.window=4", "run.steps=3", "checkpoint.every=0")
+    weights = f"rollout.server_weights={tmp_path / 'weights'}"
+    write_start_folder(tiny_config(*settings, weights, "rollout.url=http://h:1", ranks=1), tmp_path / "start")
+    found = []
+    for number, ends in ((1, False), (2, True)):
+        with ExitStack() as stack:
+            servers = [
+                stack.enter_context(running(AutoModelForCausalLM.from_pretrained(tmp_path / "start").eval()))
+                for _ in range(number)
+            ]
+            if ends:
+                servers[1].die(after=6, looks=3, version="1")  # in the rollout of step 1, after the canary
+            urls = ",".join(server.url for server in servers)
+            rows = run_alone((*settings, weights, f"rollout.url={urls}"), tmp_path / f"run-{number}")
+        assert [server.version for server in servers] == ["3"] * number
+        assert all(server.looks == 0 for server in servers), "it ended"
+        assert all(server.paths.count("/inference/v1/generate") > 20 for server in servers)
+        for row in rows:
+            assert row["k3_kl"] < 1e-9
+            assert row["canary"]["difference"] < 1e-5
+            assert row["canary"]["servers"] == number
+        found.append([(row["sampled_tokens"], row["finished"], row["response_length"]) for row in rows])
+    assert found[0] == found[1]
 
 
 def test_a_server_needs_an_address_and_a_folder():

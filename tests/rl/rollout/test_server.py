@@ -1,15 +1,13 @@
 """The client of served engines against a small server that speaks both dialects, and now and then fails."""
 
+import asyncio
 import base64
 import contextlib
 import io
-import json
 import socket
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -18,124 +16,17 @@ from transformers import AutoModelForCausalLM
 from relibra.errors import EngineError
 from relibra.rl.rollout.response import RolloutEngine, new_response
 from relibra.rl.rollout.served import requests
-from relibra.rl.rollout.served.engine import ServedRoutes, ServerEngine
-from relibra.rl.rollout.served.requests import RequestFailed, ServerAddress, post_json
+from relibra.rl.rollout.served.requests import RequestFailed, ServerAddress, request_json
 from relibra.rl.rollout.served.weights import publish_weights
 from tests.replay.tiny_models import tiny_model
-
-ROUTES = ServedRoutes(num_experts=8, layer_ids=(1, 2), num_layers=3, top_k=2)
-STOP = 7
-
-
-def ids_of(tokens):
-    """Routes that a test can predict: expert ids from token, layer and choice; the dense layer 0 is all zero."""
-    rows = np.array(tokens[:-1])[:, None, None]
-    ids = (rows + np.arange(3)[None, :, None] * 3 + np.arange(2)) % 8
-    ids[:, 0] = 0
-    return ids
-
-
-def answer_of(tokens, limit):
-    """The server's whole policy: count on from the last token; 7 ends."""
-    added = []
-    while len(added) < limit and (not added or added[-1] != STOP):
-        added.append(([*tokens, *added][-1] + 1) % 50)
-    return added
-
-
-class Server(ThreadingHTTPServer):
-    """What it was asked, and what goes wrong: statuses for the next requests, or a change to every answer."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.asked, self.failures, self.change = [], [], lambda answer: answer
-        self.version, self.keys = "default", []
-
-    def handle_error(self, *_):
-        """A client that stopped waiting is no error of the server."""
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-    def do_GET(self):
-        self.send({"weight_version": self.server.version})
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append((self.path, body))
-        self.server.keys.append(self.headers["Authorization"])
-        status = self.server.failures.pop(0) if self.server.failures else 200
-        self.send({"error": "not now"} if status != 200 else self.server.change(self.answer(body)), status)
-
-    def send(self, answer, status=200):
-        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def answer(self, body):
-        if self.path == "/generate":
-            tokens, limit = body["input_ids"], body["sampling_params"]["max_new_tokens"]
-            added = answer_of(tokens, limit)
-            routes = ids_of([*tokens, *added]).astype("<i4").tobytes()
-            return {
-                "meta_info": {
-                    "output_token_logprobs": [[-0.5 - token / 100, token, None] for token in added],
-                    "finish_reason": {"type": "stop" if added[-1] == STOP else "length"},
-                    "routed_experts": base64.b64encode(routes).decode(),
-                }
-            }
-        if self.path == "/inference/v1/generate":
-            tokens, limit = body["token_ids"], body["sampling_params"]["max_tokens"]
-            added, file = answer_of(tokens, limit), io.BytesIO()
-            np.save(file, ids_of([*tokens, *added]).astype(np.uint8))
-            choice = {
-                "token_ids": added,
-                "logprobs": {"content": [{"token": "x", "logprob": -0.5 - token / 100} for token in added]},
-                "finish_reason": "stop" if added[-1] == STOP else "length",
-                "routed_experts": base64.b64encode(file.getvalue()).decode(),
-            }
-            return {"choices": [choice]}
-        if self.path == "/update_weights_from_disk":
-            return {"success": True, "message": "done"}
-        if self.path == "/update_weight_version":
-            self.server.version = body["new_version"]
-        return {"success": True}
+from tests.rl.rollout.token_server import STOP, answer_of, engine_of, ids_of, running
 
 
 @pytest.fixture
 def served(monkeypatch):
     monkeypatch.setattr(requests, "PAUSE_SECONDS", 0.001)
-    with Server() as running:
-        thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        yield running
-        running.shutdown()
-        thread.join()
-
-
-def engine_of(served, dialect="sglang", **changes):
-    return replace(
-        ServerEngine(
-            url=served.url,
-            dialect=dialect,
-            routes=ROUTES,
-            stop_ids=(STOP,),
-            vocab_size=50,
-            temperature=0.8,
-            seed=3,
-            max_batch=4,
-            timeout_seconds=10.0,
-        ),
-        **changes,
-    )
+    with running() as server:
+        yield server
 
 
 @pytest.mark.parametrize("dialect", ["sglang", "vllm"])
@@ -191,7 +82,7 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_told(served):
     served.failures = [503, 429, 502]
     assert len(engine_of(served).generate(one, window=4, max_response=4)[0]) == 1
     served.failures = [503] * requests.ATTEMPTS
-    with pytest.raises(EngineError, match=rf"{served.url}/generate failed the last of.*status 503"):
+    with pytest.raises(EngineError, match=rf"{served.url}/generate failed: status 503.*\(4 attempts\)"):
         engine_of(served).generate(one, window=4, max_response=4)
     served.asked.clear()
     served.failures = [400]
@@ -202,10 +93,10 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_told(served):
 
 def test_a_server_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setattr(requests, "PAUSE_SECONDS", 0.001)
-    with Server() as gone:
+    with running() as gone:
         url = gone.url
-    engine = ServerEngine(url=url, dialect="vllm", routes=None, stop_ids=(), vocab_size=50, temperature=1.0, seed=0)
-    with pytest.raises(EngineError, match=rf"{url}/inference/v1/generate .*refused"):
+    engine = engine_of(gone, "vllm", routes=None)
+    with pytest.raises(EngineError, match=rf"the server did not answer: {url}/health failed: .*refused"):
         engine.generate([new_response(1, 0, [20])], window=4, max_response=4)
 
 
@@ -228,7 +119,7 @@ def test_a_request_that_took_too_long_once_is_repeated(served):
 
 
 def test_longer_requests_have_more_time_and_larger_answers(served):
-    engine = engine_of(served, timeout_seconds=60.0)
+    [engine] = engine_of(served, timeout_seconds=60.0).servers
     assert [engine.request_seconds(tokens) for tokens in (0, 1024, 8192)] == [60, 60, 480]
     assert engine.max_answer_bytes(8192, 9000) - engine.max_answer_bytes(0, 0) == 8192 * 1024 + 9000 * 3 * 2 * 11
 
@@ -255,6 +146,16 @@ def raw_server(answer):
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         ended.set()
         thread.join(3)
+
+
+def post_json(url, body, *, seconds, max_bytes):
+    """Send JSON over a connection of its own and return the JSON of the answer."""
+
+    async def send():
+        async with ServerAddress(url=url).connections(1) as client:
+            return await request_json(client, "", body, seconds=seconds, max_bytes=max_bytes)
+
+    return asyncio.run(send())
 
 
 HEAD = b"HTTP/1.1 200 OK\r\n"

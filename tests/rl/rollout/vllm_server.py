@@ -36,14 +36,43 @@ class VllmServer(ThreadingHTTPServer):
     starting  looks at /health that are still refused
     """
 
+    request_queue_size = 256
+
     def __init__(self, model):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.model, self.cached, self.fault, self.config, self.starting = model, model, "", CONFIG, 0
         self.version, self.paths, self.turn = "default", [], threading.Lock()
+        self.first, self.looks, self.lives, self.dies_with = model, 0, 0, None
+        self.count = threading.Lock()
 
     @property
     def url(self):
         return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def die(self, *, looks, after=0, version=None):
+        """Answer `after` more requests for tokens, then none, until `looks` had no answer: then begin anew.
+
+        version   of the weights with which it begins to count; None: at once
+        """
+        self.looks, self.lives, self.dies_with = looks, after, version
+
+    def begin_anew(self):
+        """Be what it was when it was started."""
+        self.model = self.cached = self.first
+        self.version, self.looks = "default", 0
+
+    def is_gone(self, path):
+        """Return whether a request gets no answer, and count it."""
+        with self.count:
+            if self.looks == 0 or self.dies_with not in (None, self.version):
+                return False
+            if self.lives > 0:
+                self.lives -= path == "/inference/v1/generate"
+                return False
+            self.looks -= 1
+            if self.looks == 0:
+                self.begin_anew()
+            return True
 
     def load(self, folder):
         if self.fault == "stale":
@@ -98,6 +127,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         server, path = self.server, self.path.partition("?")[0]
+        if server.is_gone(path):
+            self.close_connection = True
+            return
         server.paths.append(path)
         if path == "/health":
             server.starting -= 1
@@ -113,14 +145,18 @@ class _Handler(BaseHTTPRequestHandler):
         server, path = self.server, self.path.partition("?")[0]
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with server.turn:
+            if server.is_gone(path):
+                self.close_connection = True
+                return
             server.paths.append(path)
             if path == "/inference/v1/generate":
-                return self.send(server.generate(body))
+                self.send(server.generate(body))
+                return
             if path == "/collective_rpc":
                 server.load(body["kwargs"]["weights_path"])
             if path == "/update_weight_version":
                 server.version = body["new_version"]
-        return self.send({"success": True})
+        self.send({"success": True})
 
     def send(self, answer, status=200):
         data = json.dumps(answer).encode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -12,6 +12,8 @@ from relibra.rl.config.section import Section
 
 MAX_LENGTH = 1 << 20
 """Most tokens of a prompt, and of a response."""
+MOST_SERVERS = 64
+"""Most rollout servers of a run."""
 MOST_RESPONSES = 1 << 22
 """Most responses of a step."""
 
@@ -39,8 +41,9 @@ class RolloutSettings(Section):
     """Most responses that one rank decodes at once; further ones start as others finish. Limits KV-cache memory."""
     engine: Literal["embedded", "sglang", "vllm"] = "embedded"
     """Sampler: "embedded" is a full copy of the policy in every rank; the others are servers at `url`."""
-    url: str = ""
-    """sglang, vllm: server address, such as http://127.0.0.1:30000; it must return log-probs and routed experts."""
+    url: tuple[str, ...] = Field((), max_length=MOST_SERVERS)
+    """sglang, vllm: server address, such as http://127.0.0.1:30000; it must return log-probs and routed experts. vllm:
+    also several, as a list or with commas: each response may come from any of them."""
     server_weights: Path | None = None
     """sglang, vllm: folder through which new weights go, a fresh one inside it per version; trainer and server must
     see it under the same path."""
@@ -72,6 +75,25 @@ class RolloutSettings(Section):
         """Most windows of a response; with `refill` the first may be shorter, which adds one."""
         return self.max_response // self.window_tokens + self.refill
 
+    @field_validator("url", mode="before")
+    @classmethod
+    def _split_addresses(cls, value: Any) -> Any:
+        """Return the addresses of a text, which commas separate; what is no text is checked as it is."""
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("url")
+    @classmethod
+    def _are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for url in value:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"url {url[:200]!r} must begin with http:// or https://, as in http://127.0.0.1:30000")
+        bare = [url.rstrip("/") for url in value]
+        if twice := next((url for url in bare if bare.count(url) > 1), None):
+            raise ValueError(f"url names {twice[:200]!r} twice: name each server once")
+        return value
+
     @field_validator("api_key_from")
     @classmethod
     def _names_a_place(cls, value: str) -> str:
@@ -81,8 +103,6 @@ class RolloutSettings(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> RolloutSettings:
-        if self.url and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url {self.url!r} must begin with http:// or https://, as in http://127.0.0.1:30000")
         if self.responses_per_step > MOST_RESPONSES:
             raise ValueError(
                 f"prompts_per_step {self.prompts_per_step} x responses_per_prompt {self.responses_per_prompt} are more "
@@ -91,6 +111,11 @@ class RolloutSettings(Section):
         if self.engine != "embedded" and not (self.url and self.server_weights):
             raise ValueError(
                 f"engine {self.engine!r} needs url (the server) and server_weights (a folder that both see)"
+            )
+        if self.engine == "sglang" and len(self.url) > 1:
+            raise ValueError(
+                f"url names {len(self.url)} servers, and engine 'sglang' takes one: only vLLM servers tell "
+                "which weights they have"
             )
         if self.refill and self.engine != "embedded":
             raise ValueError(

@@ -1,9 +1,9 @@
-"""Rollout engines of a run: the embedded one or a client of a server, and how each gets new weights."""
+"""Rollout engines of a run: the embedded one or a client of servers, and how each gets new weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,9 +14,10 @@ from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.embedded import EmbeddedEngine
 from relibra.rl.rollout.response import RolloutEngine
 from relibra.rl.rollout.served.api_key import read_api_key
-from relibra.rl.rollout.served.canary_probe import Canary, CanaryReport
-from relibra.rl.rollout.served.engine import ServedRoutes, ServerEngine
-from relibra.rl.rollout.served.preflight import check_server
+from relibra.rl.rollout.served.canary_probe import Canary, CanaryReport, WatchedServer
+from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
+from relibra.rl.rollout.served.engine import ServerEngine
+from relibra.rl.rollout.served.preflight import check_servers
 from relibra.rl.rollout.served.weights import publish_weights
 from relibra.rl.run.ranks import broadcast_json, wait_for_ranks
 
@@ -24,7 +25,7 @@ from relibra.rl.run.ranks import broadcast_json, wait_for_ranks
 def make_engine(
     rollout: RolloutSettings, policy: Policy, tokenizer: Tokenizer, *, seed: int, shortest: int, replays_rollout: bool
 ) -> RolloutEngine:
-    """Return this rank's engine: an embedded one, or a client of the server that all ranks share.
+    """Return this rank's engine: an embedded one, or a client of the servers that all ranks share.
 
     shortest          tokens that a response begun in the middle of a step needs time for
     replays_rollout   training replays the routes of the rollout (R3), so a server has to report them
@@ -49,17 +50,20 @@ def make_engine(
             num_layers=int(text_config.num_hidden_layers),
             top_k=policy.top_k,
         )
-    return ServerEngine(
-        url=rollout.url,
+    first = ServerClient(
+        url=rollout.url[0],
         dialect=rollout.engine,
         routes=routes,
         stop_ids=tokenizer.stop_ids,
         vocab_size=int(text_config.vocab_size),
         temperature=rollout.temperature,
-        seed=seed,
-        max_batch=rollout.max_batch,
         timeout_seconds=rollout.timeout_seconds,
         key=read_api_key(rollout.api_key_from),
+    )
+    return ServerEngine(
+        servers=tuple(replace(first, url=url) for url in rollout.url),  # they share `published`
+        seed=seed,
+        max_batch=rollout.max_batch,
         retry_seconds=rollout.retry_seconds if rollout.engine == "vllm" else 0.0,  # whose weights can be restored
     )
 
@@ -72,34 +76,43 @@ def check_engine(
     dtype: str,
     encode_prompt: Callable[[int], list[int]],
 ) -> Canary | None:
-    """Wait for the server of a run and check it; return the canary of its updates, on rank 0 with vLLM; collective.
+    """Wait for the servers of a run and check them; return the canary of their updates, on rank 0 with vLLM.
+
+    Collective.
 
     longest         tokens of the longest prompt and response together
     dtype           of the trainer's forward passes
     encode_prompt   from number to tokens of a prompt of the task
-    raises          EngineError where the server does not fit the run
+    raises          EngineError where a server does not fit the run
     """
     if not isinstance(engine, ServerEngine):
         return None
     canary = None
     if dist.get_rank() == 0:
-        served = check_server(engine, start_seconds=rollout.start_seconds, longest=longest, dtype=dtype)
-        if engine.dialect == "vllm":
-            exact = served.dtype == dtype == "float32"
-            canary = Canary(engine, encode_prompt, context=served.context or longest, exact=exact)
-    wait_for_ranks()  # a server may take minutes to start
+        served = check_servers(engine.servers, start_seconds=rollout.start_seconds, longest=longest, dtype=dtype)
+        if rollout.engine == "vllm":
+            canary = Canary(
+                [
+                    WatchedServer(client, exact=one.dtype == dtype == "float32")
+                    for client, one in zip(engine.servers, served, strict=True)
+                ],
+                encode_prompt,
+                context=min(one.context or longest for one in served),
+                retry_seconds=engine.retry_seconds,
+            )
+    wait_for_ranks()  # servers may take minutes to start
     return canary
 
 
 def sync_weights(
     engine: RolloutEngine, policy: Policy, server_weights: Path | None, weight_version: int, canary: Canary | None
 ) -> CanaryReport | None:
-    """Copy the trained weights to the full copies, and to the server if there is one; collective.
+    """Copy the trained weights to the full copies, and to the servers if there are any; collective.
 
-    server_weights   folder that the server reads them from (`rollout.server_weights`)
-    canary           on rank 0: compares the server with the policy afterwards
+    server_weights   folder that servers read them from (`rollout.server_weights`)
+    canary           on rank 0: compares the servers with the policy afterwards
     returns          what the canary saw, on all ranks; None: there is none
-    raises           EngineError where the server does not load them, or does not compute with them
+    raises           EngineError where a server does not load them, or does not compute with them
     """
     policy.sync()
     if not isinstance(engine, ServerEngine):
@@ -111,7 +124,7 @@ def sync_weights(
             canary.before_update()
         folder = str(publish_weights(policy.copy, server_weights, engine, weight_version))
         report = canary and canary.after_update(policy.copy, weight_version)
-    wait_for_ranks()  # without a deadline; no rank uses the server before it has the weights
+    wait_for_ranks()  # without a deadline; no rank asks a server before it has the weights
     found, folder = broadcast_json([report and asdict(report), folder])
     engine.published.version, engine.published.folder = weight_version, Path(folder)
     return found and CanaryReport(**found)

@@ -1,9 +1,8 @@
-"""The probes of the canary: sequences of the task, scored by a server and by the trainer's copy of the policy."""
+"""The probes of the canary: sequences of the task, scored by each server and by the trainer's copy of the policy."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -17,10 +16,10 @@ from torch import nn
 from relibra.errors import EngineError
 from relibra.replay import record_routing
 from relibra.rl.rollout.served.canary import CanaryScores, find_fault, share_made
+from relibra.rl.rollout.served.client import ServerClient
 from relibra.rl.rollout.served.dialects import PATHS, TokenAnswer, read_scores, scoring_body
-from relibra.rl.rollout.served.engine import ServerEngine
-
-_log = logging.getLogger(__name__)
+from relibra.rl.rollout.served.pool import on_every_server
+from relibra.rl.rollout.served.requests import ServerLost
 
 SEQUENCES, SEQUENCE_TOKENS = 8, 272
 """More than two blocks of vLLM's cache each, of 128 tokens on a CPU."""
@@ -29,90 +28,129 @@ SAMPLED_TOKENS = 16
 ANSWER_TOKENS = 64
 PROMPTS_AT_ONCE, MOST_PROMPTS = 32, 256
 _REQUESTS = 32
-"""Under way at once."""
+"""Under way at once, at each server."""
 
 
 @dataclass(frozen=True)
 class CanaryReport:
-    """What a canary saw that passed.
+    """What a canary saw that passed; of several servers the worst.
 
     difference      mean absolute difference of log-probs of given tokens, to the trainer's
     share_made      of the update that the server made, 1 in theory; None: nothing to compare with
     equal_routes    share of (token, layer) with the trainer's experts; None: not compared
+    servers         that were compared: those that answered
     """
 
     difference: float
     share_made: float | None
     equal_routes: float | None
+    servers: int = 1
+
+
+@dataclass
+class WatchedServer:
+    """A server, and what it computed before.
+
+    exact       server and trainer both compute in float32
+    earlier_T   log-probs of the sequences under weights that the server had before, by their version
+    first_T     of the server before the first update
+    """
+
+    client: ServerClient
+    exact: bool
+    earlier_T: dict[int, ndarray] = field(default_factory=dict)
+    first_T: ndarray | None = None
+
+
+@dataclass(frozen=True)
+class ServedScores:
+    """Log-probs of the sequences by a server, and tokens that it sampled after each."""
+
+    served_T: ndarray
+    answers: list[TokenAnswer]
 
 
 @dataclass
 class Canary:
-    """Scores fixed sequences before and after each update of a server's weights; on rank 0.
+    """Scores fixed sequences before and after each update of the servers' weights; on rank 0.
 
     encode_prompt   from number to tokens of a prompt of the task
     context         most tokens of a request
-    exact           server and trainer both compute in float32
+    retry_seconds   during which servers are waited for while none answers
     sequences       chosen before the first update: prompts and answers of the task, end to end
-    earlier_T       log-probs of the sequences under weights that the server had before, by their version
-    first_T         of the server before the first update
     """
 
-    engine: ServerEngine
+    servers: Sequence[WatchedServer]
     encode_prompt: Callable[[int], list[int]]
     context: int
-    exact: bool
+    retry_seconds: float = 0.0
     sequences: list[list[int]] = field(default_factory=list)
-    earlier_T: dict[int, ndarray] = field(default_factory=dict)
-    first_T: ndarray | None = None
 
     def before_update(self) -> None:
-        """Choose the sequences, or put them into the server's cache, where an update must not leave them.
+        """Choose the sequences, or put them into the servers' caches, where an update must not leave them.
 
         raises    EngineError
         """
         asyncio.run(self._prepare())
 
     def after_update(self, model: nn.Module, version: int) -> CanaryReport:
-        """Compare the server with the policy that was published.
+        """Compare the servers with the policy that was published.
 
         model     full copy of the policy, in evaluation mode
-        raises    EngineError naming what is wrong
+        raises    EngineError naming what is wrong, and where
         """
-        served_T, answers = asyncio.run(self._ask())
-        trained = [
-            score_sequence(
-                model,
-                [*sequence, *answer.tokens],
-                given=len(sequence),
-                temperature=self.engine.temperature,
-                with_routes=self.engine.routes is not None,
-            )
-            for sequence, answer in zip(self.sequences, answers, strict=True)
-        ]
-        trained_T = np.concatenate([one.given_T for one in trained])
+        found = asyncio.run(on_every_server(self.servers, self._ask, retry_seconds=self.retry_seconds))
+        trained_by_tokens: dict[tuple[int, ...], TrainedScores] = {}  # equal servers sample equal tokens
+
+        def score(sequence: Sequence[int], answer: TokenAnswer, client: ServerClient) -> TrainedScores:
+            tokens, given = (*sequence, *answer.tokens), len(sequence)
+            if (given, *tokens) not in trained_by_tokens:
+                trained_by_tokens[given, *tokens] = score_sequence(
+                    model,
+                    tokens,
+                    given=given,
+                    temperature=client.temperature,
+                    with_routes=client.routes is not None,
+                )
+            return trained_by_tokens[given, *tokens]
+
+        reports = []
+        for server, scores in zip(self.servers, found, strict=True):
+            if not isinstance(scores, ServerLost):
+                trained = [
+                    score(sequence, answer, server.client)
+                    for sequence, answer in zip(self.sequences, scores.answers, strict=True)
+                ]
+                reports.append(self._compare(server, scores, trained, version))
+        return worst_of(reports)
+
+    def _compare(
+        self, server: WatchedServer, served: ServedScores, trained: Sequence[TrainedScores], version: int
+    ) -> CanaryReport:
+        """Return what a comparison of one server shows; raises EngineError naming what is wrong."""
+        answers, trained_T = served.answers, np.concatenate([one.given_T for one in trained])
         scores = CanaryScores(
-            served_T=served_T,
+            served_T=served.served_T,
             trained_T=trained_T,
-            earlier_T=dict(self.earlier_T),
-            first_T=self.first_T,
+            earlier_T=dict(server.earlier_T),
+            first_T=server.first_T,
             sampled_S=np.array([value for answer in answers for value in answer.log_probs], dtype=np.float64),
             tempered_S=np.concatenate([one.tempered_S for one in trained]),
             raw_S=np.concatenate([one.raw_S for one in trained]),
-            temperature=self.engine.temperature,
-            exact=self.exact,
-            equal_routes=self._equal_routes(answers, trained),
+            temperature=server.client.temperature,
+            exact=server.exact,
+            equal_routes=self._equal_routes(server.client, answers, trained),
         )
         if (fault := find_fault(scores)) is not None:
             raise EngineError(
-                f"{self.engine.url} cannot be trained from after the update to version {version}: {fault}"
+                f"{server.client.url} cannot be trained from after the update to version {version}: {fault}"
             )
-        made = [share_made(served_T, earlier_T, trained_T) for earlier_T in scores.earlier_T.values()]
+        made = [share_made(served.served_T, earlier_T, trained_T) for earlier_T in scores.earlier_T.values()]
         if not made or any(one.is_made for one in made):
-            self.earlier_T = {}  # the server is past all of them
-        elif len(self.earlier_T) > 1:  # the oldest stays: small updates add up until they can be told apart
-            self.earlier_T.pop(list(self.earlier_T)[-1])
-        self.earlier_T[version], self.first_T = trained_T, None
+            server.earlier_T = {}  # the server is past all of them
+        elif len(server.earlier_T) > 1:  # the oldest stays: small updates add up until they can be told apart
+            server.earlier_T.pop(list(server.earlier_T)[-1])
+        server.earlier_T[version], server.first_T = trained_T, None
         return CanaryReport(
             difference=scores.difference,
             share_made=made[-1].share if made else None,
@@ -120,67 +158,94 @@ class Canary:
         )
 
     async def _prepare(self) -> None:
-        async with self.engine.connections(_REQUESTS) as client:
-            if not self.sequences:
-                self.sequences = await self._choose(client)
-                self.first_T = await self._served(client)
-            await asyncio.gather(*(self.engine.ask(client, one, limit=1, seed=0) for one in self.sequences))
+        if not self.sequences:
+            chosen = await on_every_server(self.servers, self._choose, retry_seconds=self.retry_seconds)
+            self.sequences = next(one for one in chosen if not isinstance(one, ServerLost))
+            await on_every_server(self.servers, self._remember_first, retry_seconds=self.retry_seconds)
+        await on_every_server(self.servers, self._fill_cache, retry_seconds=self.retry_seconds)
 
-    async def _choose(self, client: httpx.AsyncClient) -> list[list[int]]:
-        """Return prompts of the task with answers of the server, end to end, cut into sequences."""
+    async def _choose(self, server: WatchedServer) -> list[list[int]]:
+        """Return prompts of the task with answers of a server, end to end, cut into sequences."""
         length = max(2, min(SEQUENCE_TOKENS, self.context - SAMPLED_TOKENS))
         joined: list[int] = []
-        for first in range(0, MOST_PROMPTS, PROMPTS_AT_ONCE):
-            prompts = [self.encode_prompt(first + index)[: length // 2] for index in range(PROMPTS_AT_ONCE)]
-            limit = max(1, min(ANSWER_TOKENS, self.context - length // 2))
-            answers = await asyncio.gather(
-                *(self.engine.ask(client, prompt, limit=limit, seed=first) for prompt in prompts)
-            )
-            for prompt, answer in zip(prompts, answers, strict=True):
-                self.engine.check_tokens(answer)
-                joined += [*prompt, *answer.tokens]
-            if len(joined) >= SEQUENCES * length:
-                break
+        async with server.client.connections(_REQUESTS) as client:
+            for first in range(0, MOST_PROMPTS, PROMPTS_AT_ONCE):
+                prompts = [self.encode_prompt(first + index)[: length // 2] for index in range(PROMPTS_AT_ONCE)]
+                limit = max(1, min(ANSWER_TOKENS, self.context - length // 2))
+                answers = await asyncio.gather(
+                    *(server.client.ask(client, prompt, limit=limit, seed=first, once=True) for prompt in prompts)
+                )
+                for prompt, answer in zip(prompts, answers, strict=True):
+                    server.client.check_tokens(answer)
+                    joined += [*prompt, *answer.tokens]
+                if len(joined) >= SEQUENCES * length:
+                    break
         sequences = [joined[start : start + length] for start in range(0, SEQUENCES * length, length)]
         return [sequence for sequence in sequences if len(sequence) == length] or [joined]
 
-    async def _served(self, client: httpx.AsyncClient) -> ndarray:
+    async def _remember_first(self, server: WatchedServer) -> None:
+        async with server.client.connections(_REQUESTS) as client:
+            server.first_T = await self._scored(server.client, client)
+
+    async def _fill_cache(self, server: WatchedServer) -> None:
+        async with server.client.connections(_REQUESTS) as client:
+            await asyncio.gather(
+                *(server.client.ask(client, one, limit=1, seed=0, once=True) for one in self.sequences)
+            )
+
+    async def _scored(self, server: ServerClient, client: httpx.AsyncClient) -> ndarray:
         """Return the server's log-probs of the sequences' tokens."""
 
         async def score(sequence: Sequence[int]) -> list[float]:
-            body = await self.engine.call(
-                client, PATHS["vllm"], scoring_body(sequence), tokens=len(sequence), rows=len(sequence) + 1
+            number = len(sequence)
+            body = await server.call(
+                client, PATHS["vllm"], scoring_body(sequence), tokens=number, rows=number + 1, once=True
             )
             try:
                 return read_scores(body, sequence)
             except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-                raise EngineError(f"{self.engine.url} answered without prompt_logprobs ({error!r})") from error
+                raise EngineError(f"{server.url} answered without prompt_logprobs ({error!r})") from error
 
         return np.concatenate(await asyncio.gather(*(score(one) for one in self.sequences))).astype(np.float64)
 
-    async def _ask(self) -> tuple[ndarray, list[TokenAnswer]]:
-        """Return the server's log-probs of the sequences, and tokens that it samples after each."""
-        async with self.engine.connections(_REQUESTS) as client:
+    async def _ask(self, server: WatchedServer) -> ServedScores:
+        """Return a server's log-probs of the sequences, and tokens that it samples after each."""
+        async with server.client.connections(_REQUESTS) as client:
+            await server.client.bring_up(client)  # it may have been started again since it loaded the weights
             sampled = await asyncio.gather(
                 *(
-                    self.engine.ask(client, one, limit=SAMPLED_TOKENS, seed=index)
+                    server.client.ask(client, one, limit=SAMPLED_TOKENS, seed=index, once=True)
                     for index, one in enumerate(self.sequences)
                 )
             )
             for answer in sampled:
-                self.engine.check_tokens(answer)
-            return await self._served(client), sampled
+                server.client.check_tokens(answer)
+            return ServedScores(await self._scored(server.client, client), sampled)
 
-    def _equal_routes(self, answers: Sequence[TokenAnswer], trained: Sequence[TrainedScores]) -> float | None:
+    def _equal_routes(
+        self, server: ServerClient, answers: Sequence[TokenAnswer], trained: Sequence[TrainedScores]
+    ) -> float | None:
         """Return the share of (token, layer) with equal experts, in any order; None: a model without."""
         equal, total = 0, 0
         for sequence, answer, one in zip(self.sequences, answers, trained, strict=True):
-            routes_mLK = self.engine.check_routes(answer.routes, len(sequence) + len(answer.tokens) - 1)
+            routes_mLK = server.check_routes(answer.routes, len(sequence) + len(answer.tokens) - 1)
             if routes_mLK is None or one.experts_TLK is None:
                 return None
             pair = np.sort(routes_mLK, axis=2) == np.sort(one.experts_TLK[: len(routes_mLK)], axis=2)
             equal, total = equal + int(pair.all(axis=2).sum()), total + pair.shape[0] * pair.shape[1]
         return equal / total if total else None
+
+
+def worst_of(reports: Sequence[CanaryReport]) -> CanaryReport:
+    """Return the worst of what the comparisons of several servers show."""
+    shares = [one.share_made for one in reports if one.share_made is not None]
+    routes = [one.equal_routes for one in reports if one.equal_routes is not None]
+    return CanaryReport(
+        difference=max(one.difference for one in reports),
+        share_made=max(shares, key=lambda share: abs(share - 1.0), default=None),
+        equal_routes=min(routes, default=None),
+        servers=len(reports),
+    )
 
 
 @dataclass(frozen=True)

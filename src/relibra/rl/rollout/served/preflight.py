@@ -5,22 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from relibra.errors import EngineError
-from relibra.rl.rollout.served.engine import ServerEngine
+from relibra.rl.rollout.served.client import ServerClient
 from relibra.rl.rollout.served.loading import shown
-from relibra.rl.rollout.served.requests import RequestFailed, refused_with, request_json
+from relibra.rl.rollout.served.requests import RequestFailed, refused_with
 
 _log = logging.getLogger(__name__)
 
 POLL_SECONDS = 2.0
 """Between two looks at a server that starts."""
-_LOOK_SECONDS = 10.0
 _PROBE_TOKENS = 8
 _INFO = "/server_info?config_format=json"
 
@@ -37,41 +36,47 @@ class ServedModel:
     dtype: str = ""
 
 
-def check_server(engine: ServerEngine, *, start_seconds: float, longest: int, dtype: str) -> ServedModel:
-    """Wait until a server has started, then check how it was started (vLLM), and send one request.
+def check_servers(
+    servers: Sequence[ServerClient], *, start_seconds: float, longest: int, dtype: str
+) -> list[ServedModel]:
+    """Wait until all servers have started, then check how each was started (vLLM), and send it one request.
 
-    start_seconds   to wait for a server that does not answer yet
+    start_seconds   to wait for servers that do not answer yet
     longest         tokens of the longest prompt and response together
     dtype           "float32" or "bfloat16": that of the trainer's forward passes
     raises          EngineError naming each flag that is missing
     """
-    return asyncio.run(_check(engine, start_seconds, longest, dtype))
+
+    async def check() -> list[ServedModel]:
+        return await asyncio.gather(*(_check(server, start_seconds, longest, dtype) for server in servers))
+
+    return asyncio.run(check())
 
 
-async def _check(engine: ServerEngine, start_seconds: float, longest: int, dtype: str) -> ServedModel:
+async def _check(server: ServerClient, start_seconds: float, longest: int, dtype: str) -> ServedModel:
     served = ServedModel()
-    async with engine.connections(1) as client:
-        await _wait_for_start(engine, client, start_seconds)
-        if engine.dialect == "vllm":
-            config = await _read_config(engine, client)
-            needed = list(missing_flags(config, longest=longest, wants_routes=engine.routes is not None))
+    async with server.connections(1) as client:
+        await _wait_for_start(server, client, start_seconds)
+        if server.dialect == "vllm":
+            config = await _read_config(server, client)
+            needed = list(missing_flags(config, longest=longest, wants_routes=server.routes is not None))
             if needed:
-                raise EngineError(f"{engine.url} was not started as this run needs it: {'; '.join(needed)}")
+                raise EngineError(f"{server.url} was not started as this run needs it: {'; '.join(needed)}")
             served = read_model(config)
             if served.dtype not in ("", dtype):
                 _log.warning(
                     "%s computes in %s and training in %s (model.dtype), so that log-probs and some routes differ "
                     "between them: start it with --dtype %s, or ignore this where the difference is meant",
-                    engine.url,
+                    server.url,
                     served.dtype,
                     dtype,
                     dtype,
                 )
-            await _probe(engine, client)
+            await _probe(server, client)
     return served
 
 
-async def _wait_for_start(engine: ServerEngine, client: httpx.AsyncClient, start_seconds: float) -> None:
+async def _wait_for_start(server: ServerClient, client: httpx.AsyncClient, start_seconds: float) -> None:
     """Wait until a server says that it is healthy.
 
     raises    EngineError when the time is up
@@ -79,54 +84,45 @@ async def _wait_for_start(engine: ServerEngine, client: httpx.AsyncClient, start
     deadline, told = time.monotonic() + start_seconds, False
     while True:
         try:
-            await request_json(client, "/health", None, seconds=_LOOK_SECONDS, max_bytes=1 << 16)
-            return
+            return await server.check_health(client)
         except RequestFailed as failure:
-            if failure.status is not None and not failure.may_pass:
-                return  # it answers; what it refuses is told by the requests that follow
-            if isinstance(failure.__cause__, ValueError):
-                return  # healthy, in words
+            why = server.address.hide_key(str(failure))
             if not failure.may_pass:
-                raise EngineError(f"{engine.url}/health: {engine.address.hide_key(str(failure))}") from failure
+                raise EngineError(f"{server.url}/health: {why}") from failure
             if time.monotonic() >= deadline:
                 raise EngineError(
-                    f"{engine.url} did not answer within {start_seconds:g} s (rollout.start_seconds): "
-                    f"{engine.address.hide_key(str(failure))}; start it, or look at its log"
+                    f"{server.url} did not answer within {start_seconds:g} s (rollout.start_seconds): {why}; start it, "
+                    "or look at its log"
                 ) from failure
             if not told:
-                _log.warning(
-                    "waiting up to %g s (rollout.start_seconds) for %s: %s",
-                    start_seconds,
-                    engine.url,
-                    engine.address.hide_key(str(failure)),
-                )
+                _log.warning("waiting up to %g s (rollout.start_seconds) for %s: %s", start_seconds, server.url, why)
                 told = True
             await asyncio.sleep(POLL_SECONDS)
 
 
-async def _read_config(engine: ServerEngine, client: httpx.AsyncClient) -> dict[str, Any]:
+async def _read_config(server: ServerClient, client: httpx.AsyncClient) -> dict[str, Any]:
     """Return the configuration of a vLLM server.
 
     raises    EngineError where it shows none
     """
     try:
-        body = await engine.call(client, _INFO)
+        body = await server.call(client, _INFO)
         config = body["vllm_config"]
         if not isinstance(config, dict):
             raise TypeError(f"vllm_config is {type(config).__name__}")
         if _find(config, "max_model_len") is None:
-            listed = await engine.call(client, "/v1/models")
+            listed = await server.call(client, "/v1/models")
             config = {**config, "max_model_len": listed["data"][0]["max_model_len"]}
     except EngineError as error:
         if refused_with(error) == 404:
             raise EngineError(
-                f"{engine.url} was not started as this run needs it: set the environment variable "
+                f"{server.url} was not started as this run needs it: set the environment variable "
                 "VLLM_SERVER_DEV_MODE=1 for it (weights cannot be updated without), and let nobody else reach it; if "
                 "it is set, check that this is a vLLM server (rollout.engine)"
             ) from error
         raise
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise EngineError(f"{engine.url}{_INFO} answered without a configuration ({error!r})") from error
+        raise EngineError(f"{server.url}{_INFO} answered without a configuration ({error!r})") from error
     return config
 
 
@@ -165,12 +161,12 @@ def _find(config: dict[str, Any], key: str) -> Any:
     return next((one[key] for one in config.values() if isinstance(one, dict) and key in one), None)
 
 
-async def _probe(engine: ServerEngine, client: httpx.AsyncClient) -> None:
+async def _probe(server: ServerClient, client: httpx.AsyncClient) -> None:
     """Ask for one token, and check all that comes with it.
 
     raises    EngineError where log-probs or routes are missing, or another model answers
     """
-    tokens = list(range(min(_PROBE_TOKENS, engine.vocab_size)))
-    answer = await engine.ask(client, tokens, limit=1, seed=0)
-    engine.check_tokens(answer)
-    engine.check_routes(answer.routes, len(tokens) + len(answer.tokens) - 1)
+    tokens = list(range(min(_PROBE_TOKENS, server.vocab_size)))
+    answer = await server.ask(client, tokens, limit=1, seed=0)
+    server.check_tokens(answer)
+    server.check_routes(answer.routes, len(tokens) + len(answer.tokens) - 1)

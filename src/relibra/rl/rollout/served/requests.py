@@ -7,7 +7,7 @@ import json
 import os
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -27,10 +27,6 @@ BUSY = (429, 502, 503, 504)
 """Statuses of a server that may answer a later request."""
 _SHOWN_BYTES = 300
 """Bytes of a refusal that are shown."""
-
-
-Restore = Callable[[], Awaitable[None]]
-"""What is done before a request is repeated."""
 
 
 class RequestFailed(Exception):
@@ -157,6 +153,44 @@ def _reason(error: BaseException) -> str:
     return str(error)
 
 
+class ServerLost(EngineError):
+    """A server that does not answer, and may later.
+
+    timed_out   it took longer than a request may
+    """
+
+    def __init__(self, message: str, *, timed_out: bool) -> None:
+        """Keep the message, and whether the time ran out."""
+        super().__init__(message)
+        self.timed_out = timed_out
+
+
+@dataclass
+class Attempts:
+    """Attempts at one thing, and when there have been enough.
+
+    retry_seconds   during which attempts are made, beyond the usual few; not where the time ran out
+    """
+
+    retry_seconds: float = 0.0
+    failed: int = 0
+    timed_out: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    def are_used_up(self, *, timed_out: bool) -> bool:
+        """Count an attempt that failed, and return whether it was the last."""
+        self.failed += 1
+        self.timed_out += timed_out
+        if timed_out:
+            return self.timed_out >= min(ATTEMPTS, TIMED_OUT_ATTEMPTS)
+        return self.failed >= ATTEMPTS and time.monotonic() - self.began >= self.retry_seconds
+
+
+def pause_seconds(failed: int) -> float:
+    """Return the seconds to wait after so many attempts that failed."""
+    return min(PAUSE_SECONDS * (2 ** min(failed, 16) - 1), LONGEST_PAUSE_SECONDS)
+
+
 async def call_server(
     client: httpx.AsyncClient,
     address: ServerAddress,
@@ -165,31 +199,30 @@ async def call_server(
     *,
     seconds: float,
     max_bytes: int = 1 << 20,
-    retry_seconds: float = 0.0,
-    restore: Restore | None = None,
+    once: bool = False,
 ) -> Any:
     """Send JSON (None: GET) and return the JSON of the answer; try again after errors that may pass.
 
-    retry_seconds   during which attempts are made, beyond the usual few; not for requests whose time ran out
-    restore         called before each further attempt, in case that the server was started again
-    raises          EngineError naming server and path
+    once     make one attempt only
+    raises   EngineError naming server and path; ServerLost where the error may pass
     """
-    attempts, attempt, deadline = ATTEMPTS, 0, time.monotonic() + retry_seconds
+    attempts = Attempts()
     while True:
-        await asyncio.sleep(min(PAUSE_SECONDS * (2 ** min(attempt, 16) - 1), LONGEST_PAUSE_SECONDS))
-        attempt += 1
         try:
-            if attempt > 1 and restore is not None:
-                await restore()
             return await request_json(client, path, body, seconds=seconds, max_bytes=max_bytes)
         except RequestFailed as failure:
-            attempts = min(attempts, TIMED_OUT_ATTEMPTS) if failure.timed_out else attempts
-            over = attempt >= attempts and (failure.timed_out or time.monotonic() >= deadline)
-            if not failure.may_pass or over:
-                raise EngineError(
-                    f"{address.url.rstrip('/')}{path} failed the last of up to {max(attempt, attempts)} attempts: "
-                    f"{address.hide_key(str(failure))}; {_next_step(failure)}"
-                ) from failure
+            last = failure.may_pass and (once or attempts.are_used_up(timed_out=failure.timed_out))
+            if failure.may_pass and not last:
+                await asyncio.sleep(pause_seconds(attempts.failed))
+                continue
+            number = f" {attempts.failed} times, at last" if attempts.failed > 1 else ""
+            message = (
+                f"{address.url.rstrip('/')}{path} failed{number}: {address.hide_key(str(failure))}; "
+                f"{_next_step(failure)}"
+            )
+            if failure.may_pass:
+                raise ServerLost(message, timed_out=failure.timed_out) from failure
+            raise EngineError(message) from failure
 
 
 def _next_step(failure: RequestFailed) -> str:
@@ -204,16 +237,3 @@ def _next_step(failure: RequestFailed) -> str:
 def refused_with(error: EngineError) -> int | None:
     """Return the status that a server refused a request of `call_server` with; None: it failed otherwise."""
     return error.__cause__.status if isinstance(error.__cause__, RequestFailed) else None
-
-
-def post_json(url: str, body: Mapping[str, Any], *, seconds: float, max_bytes: int) -> Any:
-    """Send JSON over a connection of its own and return the JSON of the answer.
-
-    raises      RequestFailed
-    """
-
-    async def send() -> Any:
-        async with ServerAddress(url=url).connections(1) as client:
-            return await request_json(client, "", body, seconds=seconds, max_bytes=max_bytes)
-
-    return asyncio.run(send())

@@ -1,4 +1,4 @@
-"""New weights for a server: a fresh folder per version, readable for others, removed after the next."""
+"""New weights for servers: a fresh folder per version, readable for others, removed after the next."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import re
 import secrets
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,29 @@ from safetensors import SafetensorError
 
 from relibra.errors import EngineError
 from relibra.files import sync_folder
+from relibra.rl.rollout.served.client import ServerClient
 from relibra.rl.rollout.served.engine import ServerEngine
-from relibra.rl.rollout.served.loading import load_weights
+from relibra.rl.rollout.served.pool import on_every_server
 
 _FOLDER = re.compile(r"version-\d{6,}-[0-9a-f]{8}")
 
 
 def publish_weights(model: Any, folder: Path, engine: ServerEngine, weight_version: int) -> Path:
-    """Write a `transformers` model into a fresh folder, let the server load it, and drop the server's caches.
+    """Write a `transformers` model into a fresh folder, let all servers load it, and drop their caches.
 
-    folder    visible to the server under the same absolute path; it holds one folder per version, the last one stays
+    A server that does not answer is left out, while there is another: it loads the weights when it answers again.
+
+    folder    visible to the servers under the same absolute path; it holds one folder per version, the last one stays
     returns   the folder of this version
-    raises    EngineError when the folder cannot be written or the server does not load it
+    raises    EngineError when the folder cannot be written, a server does not load it, or none answers
     """
-    written = write_version(model, folder, engine, weight_version)
-    asyncio.run(_load(engine, written, weight_version))
+    written = write_version(model, folder, engine.names, weight_version)
+
+    async def load(server: ServerClient) -> None:
+        async with server.connections(1) as client:
+            await server.load(client, written, weight_version)
+
+    asyncio.run(on_every_server(engine.servers, load, retry_seconds=engine.retry_seconds))
     engine.published.version, engine.published.folder = weight_version, written
     for old in folder.iterdir():
         if _FOLDER.fullmatch(old.name) and old.name != written.name:
@@ -36,11 +43,12 @@ def publish_weights(model: Any, folder: Path, engine: ServerEngine, weight_versi
     return written
 
 
-def write_version(model: Any, folder: Path, engine: ServerEngine, weight_version: int) -> Path:
+def write_version(model: Any, folder: Path, servers: str, weight_version: int) -> Path:
     """Write a model into a new folder inside `folder`, which all users may read, and return its absolute path.
 
     It has its name only when it is complete.
 
+    servers   their addresses, for messages
     raises    EngineError where it cannot be written
     """
     path = folder.absolute() / f"version-{weight_version:06d}-{secrets.token_hex(4)}"
@@ -58,11 +66,6 @@ def write_version(model: Any, folder: Path, engine: ServerEngine, weight_version
         sync_folder(path.parent)
     except (OSError, SafetensorError) as error:
         raise EngineError(
-            f"cannot write weights for {engine.url} into {folder} (rollout.server_weights): {error}"
+            f"cannot write weights for {servers} into {folder} (rollout.server_weights): {error}"
         ) from error
     return path
-
-
-async def _load(engine: ServerEngine, folder: Path, version: int) -> None:
-    async with engine.connections(1) as client:
-        await load_weights(partial(engine.call, client), engine.dialect, engine.url, folder, version)

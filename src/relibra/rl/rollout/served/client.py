@@ -1,0 +1,288 @@
+"""Client of one rollout server: requests to the token endpoints of SGLang and vLLM, and what is checked of answers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from jaxtyping import Shaped
+from numpy import ndarray
+
+from relibra.errors import EngineError
+from relibra.rl.rollout.response import Response, Window
+from relibra.rl.rollout.served.dialects import PATHS, Dialect, TokenAnswer, TokenRequest, read_answer, request_body
+from relibra.rl.rollout.served.loading import load_weights, read_version, shown
+from relibra.rl.rollout.served.requests import (
+    RequestFailed,
+    ServerAddress,
+    ServerLost,
+    call_server,
+    refused_with,
+    request_json,
+)
+from relibra.routing.trace import expert_dtype, first_illegal_row
+
+_log = logging.getLogger(__name__)
+
+FULL_LENGTH = 1024
+"""Tokens of a request that has `timeout_seconds`; longer ones get proportionally more."""
+LOOK_SECONDS = 10.0
+"""For an answer to whether a server is healthy."""
+LARGEST_LOG_PROB, LEAST_LOG_PROB = 1e-3, -1e6
+"""Log-probs are at most 0, up to rounding."""
+_FIXED_BYTES, _TOKEN_BYTES, _ROUTE_BYTES = 1 << 20, 1 << 10, 11
+"""Largest answer: fixed part, of each token with its text and log-prob, of each choice (8 bytes in base64)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedRoutes:
+    """Shape of the routes of a served model; servers report all decoder layers, or only those with experts."""
+
+    num_experts: int
+    layer_ids: tuple[int, ...]
+    num_layers: int
+    top_k: int
+
+
+@dataclass
+class PublishedVersion:
+    """Version of the weights that servers were told to load last, and their folder; None: none yet."""
+
+    version: int | None = None
+    folder: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerClient:
+    """Asks one server, which was started with routed experts switched on (`--enable-return-routed-experts`).
+
+    url               of the server, as in http://127.0.0.1:30000
+    dialect           "sglang": /generate; "vllm": /inference/v1/generate
+    routes            None: a model without experts
+    vocab_size        of the model; a server that sends other tokens is refused
+    timeout_seconds   of one request for up to FULL_LENGTH tokens; `request_seconds` scales it
+    key               that the server asks for; empty: none
+    published         weights that servers were told to load last; the clients of a run share it
+
+    Log-probs have to be those of the tempered policy: vLLM needs `--logprobs-mode processed_logprobs`.
+    """
+
+    url: str
+    dialect: Dialect
+    routes: ServedRoutes | None
+    stop_ids: tuple[int, ...]
+    vocab_size: int
+    temperature: float
+    timeout_seconds: float = 600.0
+    key: str = field(default="", repr=False)
+    published: PublishedVersion = field(default_factory=PublishedVersion)
+
+    @property
+    def address(self) -> ServerAddress:
+        """Where the server is."""
+        return ServerAddress(url=self.url, key=self.key)
+
+    def request_seconds(self, num_tokens: int) -> float:
+        """Return the seconds that a request for so many new tokens may take."""
+        return self.timeout_seconds * max(1.0, num_tokens / FULL_LENGTH)
+
+    def max_answer_bytes(self, num_tokens: int, rows: int) -> int:
+        """Return the largest answer that is read, for new tokens and rows of routes."""
+        choices = rows * self.routes.num_layers * self.routes.top_k if self.routes else 0
+        return _FIXED_BYTES + _TOKEN_BYTES * num_tokens + _ROUTE_BYTES * choices
+
+    def connections(self, most: int) -> httpx.AsyncClient:
+        """Return a pool of at most so many connections.
+
+        raises    EngineError where `url` is no address
+        """
+        try:
+            return self.address.connections(most)
+        except RequestFailed as failure:
+            raise EngineError(f"rollout.url {self.url!r}: {failure}") from failure
+
+    async def check_health(self, client: httpx.AsyncClient) -> None:
+        """Return where the server says that it is healthy, or does not know the question.
+
+        raises    RequestFailed
+        """
+        try:
+            await request_json(client, "/health", None, seconds=LOOK_SECONDS, max_bytes=1 << 16)
+        except RequestFailed as failure:
+            refused = failure.status is not None and not failure.may_pass  # the requests that follow tell what it is
+            in_words = isinstance(failure.__cause__, ValueError)
+            if not refused and not in_words:
+                raise
+
+    async def call(
+        self,
+        client: httpx.AsyncClient,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        /,
+        *,
+        tokens: int = 0,
+        rows: int = 0,
+        once: bool = False,
+    ) -> Any:
+        """Send JSON (None: GET) and return the JSON of the answer.
+
+        tokens, rows   new tokens and rows of routes that are asked for: they limit time and size of the answer
+        once           make one attempt only
+        raises         EngineError; ServerLost where the server does not answer, or answers that its engine is dead
+        """
+        seconds, max_bytes = self.request_seconds(tokens), self.max_answer_bytes(tokens, rows)
+        try:
+            return await call_server(client, self.address, path, body, seconds=seconds, max_bytes=max_bytes, once=once)
+        except ServerLost:
+            raise
+        except EngineError as error:
+            if (refused_with(error) or 0) < 500:
+                raise
+            try:
+                await self.check_health(client)
+            except RequestFailed as failure:
+                raise ServerLost(str(error), timed_out=False) from failure
+            raise
+
+    async def bring_up(self, client: httpx.AsyncClient) -> None:
+        """Return when a server can be asked; a vLLM server that was started again first loads the last weights.
+
+        Every rank does so before it asks a server, and after each failure: no request is answered by other weights.
+
+        raises    ServerLost where it cannot be asked now; EngineError where it refuses
+        """
+        if self.dialect != "vllm":
+            return
+        try:
+            await self.check_health(client)
+        except RequestFailed as failure:
+            why = f"{self.url}/health failed: {self.address.hide_key(str(failure))}; start it, or look at its log"
+            if failure.may_pass:
+                raise ServerLost(why, timed_out=False) from failure
+            raise EngineError(why) from failure
+        version, folder = self.published.version, self.published.folder
+        if version is None or folder is None:
+            return
+        call = partial(self.call, client, once=True)
+        if await read_version(call) not in (str(version), None):
+            _log.warning("%s was started again: it loads version %d of the weights", self.url, version)
+            await load_weights(call, self.dialect, self.url, folder, version)
+
+    async def load(self, client: httpx.AsyncClient, folder: Path, version: int) -> None:
+        """Let the server load weights, drop its caches, and know their version; one attempt.
+
+        raises    EngineError; ServerLost where it does not answer
+        """
+        await load_weights(partial(self.call, client, once=True), self.dialect, self.url, folder, version)
+
+    async def ask(
+        self, client: httpx.AsyncClient, tokens: Sequence[int], *, limit: int, seed: int, once: bool = False
+    ) -> TokenAnswer:
+        """Return at most `limit` tokens after others, and their log-probs, as the server sent them.
+
+        once      make one attempt only
+        raises    EngineError for an answer without them; ServerLost where the server does not answer
+        """
+        wants_routes = self.routes is not None
+        request = TokenRequest(
+            tokens=tokens,
+            limit=limit,
+            seed=seed,
+            temperature=self.temperature,
+            stop_ids=self.stop_ids,
+            wants_routes=wants_routes,
+        )
+        body, rows = request_body(self.dialect, request), len(tokens) + limit
+        answer = await self.call(client, PATHS[self.dialect], body, tokens=limit, rows=rows, once=once)
+        try:
+            return read_answer(self.dialect, answer, wants_routes=wants_routes)
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            raise EngineError(
+                f"{self.url} answered without the requested fields ({error!r}): start it with log-probs and routed "
+                f"experts, and check that it speaks the dialect {self.dialect!r}"
+            ) from error
+
+    async def window(self, client: httpx.AsyncClient, response: Response, *, limit: int, seed: int) -> Window:
+        """Return at most `limit` tokens after a response, checked; one attempt.
+
+        raises    EngineError for an answer that cannot be trained on; ServerLost where the server does not answer
+        """
+        answer = await self.ask(client, response.tokens_n.tolist(), limit=limit, seed=seed, once=True)
+        tokens, reason = answer.tokens, answer.reason
+        if not (reason == "stop" and 0 < len(tokens) <= limit) and not (reason == "length" and len(tokens) == limit):
+            message = (
+                f"{self.url} gave sample {response.sample_id} {len(tokens)} of {limit} tokens, ended by "
+                f"{shown(reason)}: expected 'stop', or 'length' at the last of them; look at its longest context and "
+                "its log"
+            )
+            if reason == "abort":  # it is being stopped
+                raise ServerLost(message, timed_out=False)
+            raise EngineError(message)
+        self.check_tokens(answer)
+        return Window(
+            tokens_w=np.array(tokens, dtype=np.int64),
+            log_probs_w=np.array(answer.log_probs, dtype=np.float32),
+            experts_mLK=self.check_routes(answer.routes, len(response.tokens_n) + len(tokens) - 1),
+            stopped=reason == "stop",
+        )
+
+    def check_tokens(self, answer: TokenAnswer) -> None:
+        """Raise EngineError for tokens outside of the vocabulary or of other weights, and for what is no log-prob."""
+        tokens, log_probs = answer.tokens, answer.log_probs
+        expected = str(self.published.version)
+        other = [version for version in answer.versions if version != expected]
+        if other and self.published.version is not None:
+            raise EngineError(
+                f"{self.url} sampled with weights of version {shown(other[0])}: expected {expected}; does anything "
+                "else update the weights of this server?"
+            )
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < self.vocab_size:
+                raise EngineError(
+                    f"{self.url} gave the token {shown(token)}: expected whole numbers from 0 to "
+                    f"{self.vocab_size - 1}, the vocabulary; does it serve this model?"
+                )
+        for value in log_probs:
+            if type(value) not in (int, float) or not LEAST_LOG_PROB <= value <= LARGEST_LOG_PROB:
+                raise EngineError(
+                    f"{self.url} gave the log-prob {shown(value)}: expected finite numbers up to 0; start it with "
+                    "log-probs of the tempered policy"
+                )
+        if len(log_probs) != len(tokens):
+            raise EngineError(f"{self.url} gave {len(tokens)} tokens and {len(log_probs)} log-probs: expected one each")
+
+    def check_routes(self, ids: ndarray | None, rows: int) -> Shaped[ndarray, "m L K"] | None:
+        """Return the routes of the layers with experts in the narrowest type."""
+        if self.routes is None:
+            return None
+        shape, own = self.routes, len(self.routes.layer_ids)
+        assert ids is not None, "the request asked for routes"
+        if ids.dtype.kind not in "iu":
+            raise EngineError(f"{self.url} sent routes of type {ids.dtype}: expected whole numbers, the ids of experts")
+        if ids.ndim == 1 and ids.size % (rows * shape.top_k) == 0:  # SGLang sends no shape
+            ids = ids.reshape(rows, -1, shape.top_k)
+        if ids.shape not in ((rows, shape.num_layers, shape.top_k), (rows, own, shape.top_k)):
+            raise EngineError(
+                f"{self.url} sent routes of shape {ids.shape}: expected {rows} rows, one less "
+                f"than tokens, of {shape.num_layers} or {own} layers and {shape.top_k} choices"
+            )
+        ids = ids[:, list(shape.layer_ids)] if ids.shape[1] == shape.num_layers else ids
+        if ids.size and not 0 <= ids.min() <= ids.max() < shape.num_experts:
+            raise EngineError(f"{self.url} sent expert ids {ids.min()}..{ids.max()} of {shape.num_experts} experts")
+        ids = np.ascontiguousarray(ids.astype(expert_dtype(shape.num_experts)))
+        row, layer, fault = first_illegal_row(ids, np.ones(rows, dtype=bool), shape.num_experts)
+        if fault:
+            if not ids.any():
+                raise EngineError(
+                    f"{self.url} sent only zeros as routes: it recorded none. vLLM records none in compiled graphs on "
+                    "a CPU: install relibra beside it, whose plug-in repairs that, or start it with --enforce-eager"
+                )
+            raise EngineError(f"{self.url} sent the expert ids {ids[row, layer].tolist()} of a token: they must differ")
+        return ids
