@@ -25,7 +25,7 @@ from relibra.parallel.replicas.replica_gradients import LayerReplicas
 from relibra.parallel.replicas.replica_slots import ReplicaSlots
 from relibra.parallel.replicas.transfer import Transfer
 from relibra.parallel.rows.exchange import AllToAll
-from relibra.parallel.rows.rank_tables import Place, from_homes_on
+from relibra.planning.traffic.rank_tables import Place, from_homes_on
 from relibra.replay.routers import is_recompute
 from tests.parallel.ranks_at_work import Case, load, num_targets, run_batch
 from tests.replay.tiny_models import tiny_model

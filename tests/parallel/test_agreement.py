@@ -10,7 +10,7 @@ import torch.distributed as dist
 from relibra import EngineError
 from relibra.parallel import execute_plan
 from relibra.parallel.agreement import LastForward, Mode, Point, explain_points, refuse_other_modes
-from relibra.parallel.rows.rank_tables import Place
+from relibra.planning.traffic.rank_tables import Place
 from relibra.replay import BatchRoutes
 from tests.parallel.ranks_at_work import load, on_ranks
 from tests.parallel.steps import step

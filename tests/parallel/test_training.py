@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from relibra.parallel.canonical import CHUNK
-from relibra.parallel.rows.rank_tables import rank_tables
+from relibra.planning.traffic.rank_tables import rank_tables
 from tests.parallel import ranks_at_work
 from tests.parallel.ranks_at_work import dense_step, on_ranks
 from tests.parallel.steps import step

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from relibra.errors import EngineError
 from relibra.parallel.rows.exchange import all_gather
-from relibra.parallel.rows.rank_tables import Place
+from relibra.planning.traffic.rank_tables import Place
 
 WORDS = 12
 """Numbers of an agreement: point, micro-batch, gradients of the last forward pass, and nine of the point's own."""

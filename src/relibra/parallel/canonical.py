@@ -23,7 +23,7 @@ from torch import Tensor
 
 from relibra.parallel.balanced import BalancedEP, parameters_replaced
 from relibra.parallel.replicas.replica_gradients import LayerReplicas
-from relibra.parallel.rows.rank_tables import RankTables
+from relibra.planning.traffic.rank_tables import RankTables
 
 CHUNK = 128
 """Rows of a matrix product."""

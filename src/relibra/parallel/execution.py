@@ -27,8 +27,8 @@ from relibra.parallel.replicas.replica_slots import GroupState
 from relibra.parallel.replicas.residency import keep_slots
 from relibra.parallel.replicas.resident_slots import Residents
 from relibra.parallel.rows.exchange import explain_peer_failure
-from relibra.parallel.rows.rank_tables import Place
 from relibra.planning.plan import StepPlan
+from relibra.planning.traffic.rank_tables import Place
 from relibra.replay import BatchRoutes, RoutingReplay, replay_routing
 from relibra.replay.routers import is_recompute
 from relibra.routing.demand import Demand

@@ -20,8 +20,8 @@ from numpy import ndarray
 from relibra.errors import EngineError, PlanError
 from relibra.parallel.agreement import Agreement, Mode, Point, digest_words, refuse_other_modes
 from relibra.parallel.balanced import BalancedEP
-from relibra.parallel.rows.rank_tables import Place, RankTables
 from relibra.planning.plan import StepPlan
+from relibra.planning.traffic.rank_tables import Place, RankTables
 from relibra.planning.validation import validate_plan
 from relibra.routing.demand import Demand, ScheduledDemand
 

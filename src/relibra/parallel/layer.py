@@ -24,8 +24,8 @@ from relibra.parallel.replicas.replica_gradients import (
 )
 from relibra.parallel.rows.dispatch import combine_choices, combine_tokens, dispatch_choices, dispatch_tokens
 from relibra.parallel.rows.exchange import AllToAll, all_gather, explain_peer_failure
-from relibra.parallel.rows.rank_tables import Place, RankTables, home_tables
 from relibra.parallel.rows.row_lists import RowLists, row_lists
+from relibra.planning.traffic.rank_tables import Place, RankTables, home_tables
 from relibra.replay.routers import is_recompute
 from relibra.timeline import TimelineRecorder
 

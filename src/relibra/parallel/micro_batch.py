@@ -21,9 +21,9 @@ from relibra.parallel.fallback import MicroBatchMode, agree_on_micro_batch, find
 from relibra.parallel.replicas.push_schedule import PushSchedule
 from relibra.parallel.replicas.replica_slots import GroupState
 from relibra.parallel.replicas.resident_slots import Residents
-from relibra.parallel.rows.rank_tables import RankTables, rank_tables
 from relibra.parallel.rows.row_lists import RowLists, exchange_row_lists, row_lists
 from relibra.planning.plan import StepPlan
+from relibra.planning.traffic.rank_tables import RankTables, rank_tables
 from relibra.replay import BatchRoutes
 from relibra.routing.demand import ScheduledDemand
 from relibra.timeline import TimelineRecorder

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from relibra.parallel.rows.exchange import all_gather
-from relibra.parallel.rows.rank_tables import Place
+from relibra.planning.traffic.rank_tables import Place
 
 
 def make_same_ranks_group(

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from relibra.parallel.rows.exchange import AllToAll, exchange
-from relibra.parallel.rows.rank_tables import Place
+from relibra.planning.traffic.rank_tables import Place
 
 
 def test_rows_that_stay_run_no_collective():

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra.parallel.rows.rank_tables import Place, home_tables, rank_tables
+from relibra.planning.traffic.rank_tables import Place, home_tables, rank_tables
 from tests.planning.plans import planned_steps
 
 

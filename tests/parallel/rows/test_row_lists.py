@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.parallel.rows.exchange import AllToAll
-from relibra.parallel.rows.rank_tables import Place, home_tables, rank_tables
 from relibra.parallel.rows.row_lists import exchange_row_lists, row_lists, rows_to_send
+from relibra.planning.traffic.rank_tables import Place, home_tables, rank_tables
 from tests.parallel.rows.test_rank_tables import experts_in_slots
 from tests.parallel.steps import random_step
 

@@ -30,7 +30,7 @@ from relibra.parallel.agreement import Point
 from relibra.parallel.balanced import BalancedEP, agreement_of, balanced_layers
 from relibra.parallel.homes.home_shards import StoredRows, home_mesh, home_ranks, rows_by_expert
 from relibra.parallel.rows.exchange import all_gather, explain_peer_failure
-from relibra.parallel.rows.rank_tables import Place
+from relibra.planning.traffic.rank_tables import Place
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from numpy import ndarray
 
 from relibra.parallel.replicas.replica_slots import GroupState, HomeParameters, ReplicaSlots, SlotRange
 from relibra.parallel.replicas.resident_slots import Residents
-from relibra.parallel.rows.rank_tables import RankTables
+from relibra.planning.traffic.rank_tables import RankTables
 from relibra.timeline import TimelineRecorder
 
 

@@ -31,7 +31,7 @@ from relibra.parallel.replicas.push_schedule import PushSchedule
 from relibra.parallel.replicas.replica_slots import ReplicaSlots
 from relibra.parallel.replicas.resident_slots import Residents, Return
 from relibra.parallel.replicas.transfer import Transfer
-from relibra.parallel.rows.rank_tables import Place, Push
+from relibra.planning.traffic.rank_tables import Place, Push
 from relibra.timeline import TimelineRecorder
 
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from relibra.parallel.process_groups import make_same_ranks_group
 from relibra.parallel.replicas.transfer import Transfer
-from relibra.parallel.rows.rank_tables import Place, Push
+from relibra.planning.traffic.rank_tables import Place, Push
 from relibra.timeline import TimelineRecorder
 
 HomeParameters = Callable[[], dict[str, Tensor]]

@@ -18,8 +18,8 @@ from jaxtyping import Bool, Int16, Int32, Int64
 from numpy import ndarray
 
 from relibra.errors import EngineError
-from relibra.parallel.rows.rank_tables import Push
 from relibra.planning.plan import StepPlan
+from relibra.planning.traffic.rank_tables import Push
 
 
 class Settled(NamedTuple):

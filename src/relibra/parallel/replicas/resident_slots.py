@@ -20,8 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from relibra.errors import EngineError
 from relibra.parallel.replicas.residency import Residency
-from relibra.parallel.rows.rank_tables import Push, RankTables
 from relibra.planning.plan import StepPlan
+from relibra.planning.traffic.rank_tables import Push, RankTables
 
 
 class Return(NamedTuple):

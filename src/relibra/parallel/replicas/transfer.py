@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from relibra.parallel.rows.exchange import explain_peer_failure
-from relibra.parallel.rows.rank_tables import Place, Push, from_homes_on, to_slots_on
+from relibra.planning.traffic.rank_tables import Place, Push, from_homes_on, to_slots_on
 from relibra.timeline import TimelineRecorder
 
 

@@ -1,5 +1,5 @@
 """Rows: which tokens travel between ranks, in which order, and their exchange.
 
-In: plan, scheduled demand and routes. Out: rows on the ranks that compute them, results back. Start with
-`rank_tables.py` (counts, from the plan alone), then `row_lists.py` (which tokens) and `dispatch.py` (the exchange).
+In: plan, scheduled demand and routes. Out: rows on the ranks that compute them, results back. Counts come from the plan
+alone (`planning/traffic/rank_tables.py`); start with `row_lists.py` (which tokens), then `dispatch.py` (exchange).
 """

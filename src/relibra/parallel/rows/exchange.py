@@ -14,7 +14,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from relibra.errors import EngineError
-from relibra.parallel.rows.rank_tables import Place
+from relibra.planning.traffic.rank_tables import Place
 from relibra.timeline import TimelineRecorder
 
 _LOST_PEER = re.compile(r"gloo/(transport|rendezvous)|closed by peer|reset by peer|timed out waiting", re.IGNORECASE)

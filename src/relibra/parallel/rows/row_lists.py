@@ -18,7 +18,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from relibra.parallel.rows.exchange import AllToAll
-from relibra.parallel.rows.rank_tables import RankTables
+from relibra.planning.traffic.rank_tables import RankTables
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

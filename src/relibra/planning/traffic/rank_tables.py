@@ -1,7 +1,8 @@
 """`RankTables`: what one rank sends, receives, computes and pushes in one (micro-batch, layer).
 
 Every rank derives its tables from the same plan and demand, so no counts are exchanged: each rank expects what the
-others send. No torch here; `dispatch.py` moves rows, `transfer.py` weights and gradients.
+others send. No torch here; rows are moved by `parallel/rows/dispatch.py` in transformers, and by
+`integrations/megatron/dispatcher.py` in Megatron-core.
 """
 
 from __future__ import annotations
