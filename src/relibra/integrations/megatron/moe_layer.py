@@ -1,0 +1,228 @@
+"""`PlannedMoELayer`: Megatron's `MoELayer` whose experts run where a plan puts them.
+
+Router, auxiliary losses and expert bias stay Megatron's and logical: they end before `preprocess`, where this layer
+begins. The module has the parameters of `MoELayer`, under the same names: replicas are weights that other ranks push
+for one pass, so optimizers, checkpoints and exporters do not see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from relibra.errors import EngineError
+from relibra.integrations.megatron.dispatcher import PlannedDispatcher
+from relibra.integrations.megatron.expert_parameters import ExpertParameter, expert_parameters, weights_replaced
+from relibra.integrations.megatron.passes import LayerPasses
+from relibra.integrations.megatron.replica_weights import PushReplicas, ReplicaExchange
+from relibra.integrations.megatron.route_replay import refuse_deepep
+from relibra.planning.traffic.rank_tables import Place, RankTables, home_tables
+
+
+class LayerPlan(Protocol):
+    """What a layer needs in one micro-batch of a plan."""
+
+    @property
+    def tables(self) -> RankTables:
+        """Return the tables of this rank."""
+
+    def check(self, tokens_E: Tensor) -> None:
+        """Compare the token-slots that the router chose with the planned ones."""
+
+
+@dataclass(eq=False)
+class _Run:
+    """The pass that runs now: its tables, and weights that replace parameters.
+
+    of_homes    pushed experts, whose gradients include those of their replicas
+    received    parameters of each filled replica slot
+    """
+
+    tables: RankTables
+    of_homes: list[tuple[ExpertParameter, Tensor]] = field(default_factory=list)
+    received: list[tuple[Tensor, ...]] = field(default_factory=list)
+
+
+class PlannedMoELayer(MoELayer):  # type: ignore[misc]
+    """MoE layer that runs at home, or as the plan says that `execute_plan` gives it.
+
+    physical_to_logical_E   logical expert at each position; position p is local expert p % (E / R) of rank p // (E / R)
+    passes                  the plan's micro-batch of each pass; None: experts run at home, and counts are exchanged
+    raises                  EngineError for a configuration that it cannot run
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: Any = None,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Build Megatron's layer, with another dispatcher."""
+        pg_collection = get_default_pg_collection() if pg_collection is None else pg_collection
+        _check_config(config, pg_collection)
+        super().__init__(config, submodules, layer_number, pg_collection, *args, **kwargs)
+        self.token_dispatcher = PlannedDispatcher(
+            self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=pg_collection
+        )
+        if self.shared_expert_overlap:
+            self.token_dispatcher.set_shared_experts(self.shared_experts)
+        self.physical_to_logical_E = np.arange(self.config.num_moe_experts)
+        self.passes: LayerPasses[LayerPlan] = LayerPasses()
+        self.experts.register_state_dict_pre_hook(self._refuse_physical_order)
+        self._run: _Run | None = None
+
+    @property
+    def layer_id(self) -> int:
+        """Return the absolute decoder layer, from 0."""
+        return int(self.layer_number) - 1
+
+    def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Any:
+        """Return rows and weights to send; pushes weights of replicas before."""
+        plan = self.passes.take(f"layer {self.layer_id}")
+        tokens_E = routing_map.sum(dim=0)
+        if plan is None:
+            tables = self._count_home_tables(tokens_E)
+        else:
+            plan.check(tokens_E)
+            tables = plan.tables
+        self._run = _Run(tables)
+        if tables.pushes:
+            hidden_states, probs = self._push(self._run, hidden_states, probs)
+        self.token_dispatcher.tables = tables
+        return super().preprocess(hidden_states, probs, routing_map)
+
+    def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> Any:
+        """Return the results of arrived rows: of experts at home, then of replicas."""
+        run, n = self._run, self.num_local_experts
+        assert run is not None, "preprocess runs before the experts"
+        rows_YH, counts_P, weight_Y = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
+        counts = counts_P.tolist()
+        with weights_replaced(run.of_homes):
+            first = sum(counts[:n])
+            outputs = [self._compute(rows_YH[:first], counts[:n], weight_Y[:first])]
+        filled = [push.slot for _, push in run.tables.pushes_to_here]
+        for start in range(0, len(filled), n):
+            some = slice(start, start + n)
+            sizes = [counts[n + slot] for slot in filled[some]]
+            rows = slice(first, first + sum(sizes))
+            with weights_replaced(self._replica_weights(run.received[some])):
+                outputs.append(self._compute(rows_YH[rows], sizes + [0] * (n - len(sizes)), weight_Y[rows]))
+            first = rows.stop
+        self._run = None
+        output_YH = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return self.token_dispatcher.combine_preprocess(output_YH), None
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return Megatron's sharded state dict; raises EngineError while experts are not in logical order."""
+        self._refuse_physical_order()
+        return super().sharded_state_dict(*args, **kwargs)
+
+    def expert_parameters(self, slot: int) -> list[ExpertParameter]:
+        """Return the parameters of a local expert."""
+        return expert_parameters(self.experts, slot)
+
+    def _compute(self, rows_YH: Tensor, counts: Sequence[int], weight_Y: Tensor) -> Tensor:
+        output_YH, bias = self.experts(rows_YH, torch.tensor(counts), weight_Y)
+        assert bias is None, "Megatron's dispatchers take no bias either"
+        return output_YH
+
+    def _push(self, run: _Run, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        like = [parameter.tensor for parameter in self.expert_parameters(0)]
+        exchange = ReplicaExchange(tables=run.tables, group=self.ep_group, like=[t.detach() for t in like])
+        pushed = [p for slot in exchange.pushed_slots for p in self.expert_parameters(slot)]
+        outputs = PushReplicas.apply(exchange, hidden_states, probs, like[0], *(p.tensor for p in pushed))
+        hidden_states, probs, *weights = outputs
+        run.of_homes = list(zip(pushed, weights[: len(pushed)], strict=True))
+        received = weights[len(pushed) :]
+        run.received = [tuple(received[i : i + len(like)]) for i in range(0, len(received), len(like))]
+        return hidden_states, probs
+
+    def _replica_weights(self, received: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[ExpertParameter, Tensor]]:
+        """Yield weights for all local experts: those of replicas first; the others have no rows, and keep theirs."""
+        for slot in range(self.num_local_experts):
+            parameters = self.expert_parameters(slot)
+            own = [parameter.tensor.detach() for parameter in parameters]
+            yield from zip(parameters, received[slot] if slot < len(received) else own, strict=True)
+
+    def _count_home_tables(self, tokens_E: Tensor) -> RankTables:
+        """Exchange the counts of token-slots; return the tables without replicas."""
+        counts_RE = [torch.empty_like(tokens_E) for _ in range(dist.get_world_size(self.ep_group))]
+        dist.all_gather(counts_RE, tokens_E, group=self.ep_group)
+        place = Place(dist.get_rank(self.ep_group), self.layer_id, -1)
+        return home_tables(torch.stack(counts_RE).cpu().numpy(), self.physical_to_logical_E, place)
+
+    def _refuse_physical_order(self, *_: object) -> None:
+        if (self.physical_to_logical_E != np.arange(len(self.physical_to_logical_E))).any():
+            raise EngineError(
+                f"layer {self.layer_id}: a state dict is requested while experts are not in logical order, which its "
+                "readers expect: save inside `with logical_order(chunks, optimizer)`"
+            )
+
+
+def with_planned_layers(spec: Any) -> Any:
+    """Return a layer or block spec whose MoE layers are `PlannedMoELayer`; other layers stay as they are.
+
+    Goes where Megatron takes a spec: `GPTModel(transformer_layer_spec=...)`, slime's `--spec`, Megatron-Bridge's
+    `provider.transformer_layer_spec`.
+
+    raises   EngineError where no layer has experts
+    """
+    if hasattr(spec, "layer_specs"):  # a block: dense and MoE layers
+        found = [_planned_layer(one) for one in spec.layer_specs]
+        if all(new is None for new in found):
+            raise EngineError("no layer of the spec has experts (MoELayer): pass the spec of an MoE model")
+        return replace(spec, layer_specs=[new or old for new, old in zip(found, spec.layer_specs, strict=True)])
+    planned = _planned_layer(spec)
+    if planned is None:
+        raise EngineError("the spec has no experts (MoELayer): pass the spec of an MoE model")
+    return planned
+
+
+def _planned_layer(spec: Any) -> Any:
+    """Return the spec of a layer with planned experts; None: it has no experts."""
+    submodules: Any = getattr(spec, "submodules", None)
+    mlp: Any = getattr(submodules, "mlp", None)
+    if isinstance(mlp, partial) and mlp.func is MoELayer:
+        planned: Any = partial(PlannedMoELayer, *mlp.args, **mlp.keywords)
+    elif getattr(mlp, "module", None) is MoELayer:  # a ModuleSpec, as older versions have it
+        planned = replace(mlp, module=PlannedMoELayer)
+    else:
+        return None
+    return replace(spec, submodules=replace(submodules, mlp=planned))
+
+
+def _check_config(config: Any, groups: Any) -> None:
+    """Raise EngineError for a configuration that planned layers cannot run."""
+    refuse_deepep(config)
+    needed = {
+        "moe_token_dispatcher_type": ("alltoall", "sizes of its exchange are set from the plan"),
+        "moe_expert_capacity_factor": (None, "dropped tokens are in no plan"),
+        "moe_pad_expert_input_to_capacity": (False, "padding to capacity is in no plan"),
+        "moe_router_padding_for_quantization": (False, "padded rows are in no plan"),
+        "overlap_moe_expert_parallel_comm": (False, "it calls parts of a layer in another order"),
+        "overlap_dispatch_backward_with_experts_wgrad": (False, "gradients of replicas would come too late"),
+        "cuda_graph_impl": ("none", "sizes change with each micro-batch"),
+        "fp8": (None, "scales of replicas do not travel"),
+        "fp4": (None, "scales of replicas do not travel"),
+    }
+    for name, (value, reason) in needed.items():
+        if getattr(config, name, value) != value:
+            raise EngineError(
+                f"planned MoE layers need {name}={value!r}, and it is {getattr(config, name)!r}: {reason}"
+            )
+    if dist.get_world_size(groups.expt_tp) > 1:
+        raise EngineError("planned MoE layers need expert_tensor_parallel_size=1: an expert is whole on its rank")

@@ -1,0 +1,108 @@
+"""Weights of replicas: pushed from their homes before a layer runs, their gradients returned when it has run backward.
+
+One autograd function does both. Rows and their weights pass through it, so that its backward pass comes after that of
+the dispatch on every rank: ranks that wait for a gradient do not keep others waiting for rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from relibra.planning.traffic.rank_tables import Push, RankTables
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReplicaExchange:
+    """Pushes of one layer and micro-batch that concern this rank.
+
+    tables    of this rank
+    group     expert-parallel
+    like      parameters of one expert, in the order in which they travel
+    """
+
+    tables: RankTables
+    group: dist.ProcessGroup
+    like: Sequence[Tensor]
+
+    @property
+    def pushed_slots(self) -> list[int]:
+        """Return the home slots whose experts are pushed from here, ascending."""
+        return sorted({push.home_slot for _, push in self.tables.pushes_from_here})
+
+    @property
+    def filled_slots(self) -> list[int]:
+        """Return the replica slots of this rank that are filled, ascending."""
+        return [push.slot for _, push in self.tables.pushes_to_here]
+
+    def travel(self, outgoing: dict[int, list[Tensor]], incoming: dict[int, list[Tensor]], *, homewards: bool) -> None:
+        """Send and receive tensors by number of the push; returns when all have arrived."""
+        pushes, operations = self.tables.pushes, []
+        for n in sorted(outgoing.keys() | incoming.keys()):
+            push: Push = pushes[n]
+            for part, tensor in enumerate(outgoing.get(n, []) + incoming.get(n, [])):
+                sends = n in outgoing
+                peer = push.home if sends == homewards else push.replica
+                operations.append(
+                    dist.P2POp(
+                        dist.isend if sends else dist.irecv,
+                        tensor,
+                        group=self.group,
+                        tag=n * len(self.like) + part,
+                        group_peer=peer,
+                    )
+                )
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+
+
+class PushReplicas(torch.autograd.Function):
+    """Rows, their weights and the pushed parameters as they are, and the parameters of the replicas of this rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: ReplicaExchange, hidden: Tensor, probs: Tensor, _anchor: Tensor, *pushed: Tensor
+    ) -> Any:
+        """Return (hidden, probs, *pushed, *received); a collective of the ranks that push or receive.
+
+        anchor     any parameter of the experts: where experts are trained, replicas need gradients on every rank
+        pushed     parameters of the experts of `pushed_slots`, by slot, then in the order of `like`
+        received   those of `filled_slots`, likewise
+        """
+        ctx.exchange, width = exchange, len(exchange.like)
+        of_slot = {slot: list(pushed[i * width : (i + 1) * width]) for i, slot in enumerate(exchange.pushed_slots)}
+        outgoing = {
+            n: [t.detach().contiguous() for t in of_slot[p.home_slot]] for n, p in exchange.tables.pushes_from_here
+        }
+        incoming = {n: [torch.empty_like(t) for t in exchange.like] for n, _ in exchange.tables.pushes_to_here}
+        exchange.travel(outgoing, incoming, homewards=False)
+        received = [tensor for n, _ in exchange.tables.pushes_to_here for tensor in incoming[n]]
+        return (hidden.view_as(hidden), probs.view_as(probs), *(t.view_as(t) for t in pushed), *received)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Return the gradients of the pushed parameters, with those of their replicas."""
+        exchange, width = ctx.exchange, len(ctx.exchange.like)
+        d_hidden, d_probs, *rest = gradients
+        slots = exchange.pushed_slots
+        d_pushed, d_received = rest[: len(slots) * width], rest[len(slots) * width :]
+        outgoing = {
+            n: [t.contiguous() for t in d_received[i * width : (i + 1) * width]]
+            for i, (n, _) in enumerate(exchange.tables.pushes_to_here)
+        }
+        first = {slot: i * width for i, slot in enumerate(slots)}
+        incoming = {
+            n: [torch.empty_like(t) for t in d_pushed[first[p.home_slot] :][:width]]
+            for n, p in exchange.tables.pushes_from_here
+        }
+        exchange.travel(outgoing, incoming, homewards=True)
+        sums = [t.clone() for t in d_pushed]
+        for n, push in exchange.tables.pushes_from_here:  # in the order of pushes: the same bits in every run
+            for part, tensor in enumerate(incoming[n]):
+                sums[first[push.home_slot] + part] += tensor
+        return (None, d_hidden, d_probs, None, *sums)
