@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from relibra.errors import ConfigError, TraceError
 from relibra.integrations.megatron.row_layout import RowLayout
-from relibra.routing.row_slices import FILLER, RowSlice, demand_of_slices
+from relibra.routing.demand_rows import FILLER, RowSlice, demand_of_slices
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=5)
 
