@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 
@@ -13,7 +14,17 @@ import pytest
 from relibra.environment import STOP_SIGNALS
 from relibra.rl.config.run_config import load_config
 from relibra.rl.run.launch import launch
-from tests.rl.runs import LongRun, check_report, check_whole, make_user_task, run_command, train, wait_until_gone
+from tests.rl.ranks_at_work import TINY
+from tests.rl.runs import (
+    RELIBRA,
+    LongRun,
+    check_report,
+    check_whole,
+    make_user_task,
+    run_command,
+    train,
+    wait_until_gone,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -346,3 +357,15 @@ def test_a_run_whose_folder_is_removed_ends_with_one_sentence(tmp_path):
     assert re.search(rf"the run folder {going.run} was removed or moved|was the run folder removed", going.stderr)
     assert "keeps every finished step" not in going.stderr
     assert "Traceback" not in going.stderr
+
+
+def test_a_run_goes_on_when_nobody_reads_its_stderr_any_more(tmp_path):
+    reader, writer = os.pipe()
+    words = [*RELIBRA, "train", *TINY, "run.steps=6", f"run.folder={tmp_path}", "plan.balancer=static", "--json"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=writer, text=True) as going:
+        os.close(writer)
+        with os.fdopen(reader) as lines:
+            next(line for line in lines if line.startswith("step 0"))
+        out, _ = going.communicate(timeout=200)
+    assert going.returncode == 0
+    assert json.loads(out)["steps"] == check_whole(tmp_path / "run") == 6

@@ -36,6 +36,7 @@ from relibra.rl.run.run_folder import (
     open_or_create,
     remove_if_unused,
 )
+from relibra.rl.run.stderr_writer import lenient_stderr
 from relibra.rl.run.worker import LAST_WORDS, MESSAGE_BYTES, Exit, run_launched, run_worker
 from relibra.rl.tasks.make import check_task
 
@@ -62,6 +63,7 @@ class LostRankError(EngineError):
     """A rank was killed, hung or crashed, none failed with an error that would come again, and nobody asked to stop."""
 
 
+@lenient_stderr()
 def launch(config: RunConfig, resume: Path | None = None, *, supervise: bool = False) -> Finished | None:
     """Run a configuration to its end, or until Ctrl-C, which lets the current step finish.
 

@@ -23,6 +23,7 @@ from relibra.errors import ConfigError, EngineError, RelibraError, library_error
 from relibra.printable import escape_logs_and_tracebacks, print_traceback, printable
 from relibra.rl.config.run_config import RunConfig, with_ranks
 from relibra.rl.run.run_folder import open_launched, remove_if_unused
+from relibra.rl.run.stderr_writer import lenient_stderr
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -57,6 +58,7 @@ LAST_WORDS = {Exit.DONE: b"\0done", Exit.STOPPED: b"\0stopped"}
 says nothing: a reward function may call `os._exit(0)`, and what it leaves behind may crash as the interpreter ends."""
 
 
+@lenient_stderr()
 def run_worker(
     rank: int, config_json: str, run: str, port: int, listener: socket.socket | None, last_word: Connection
 ) -> None:
