@@ -61,6 +61,7 @@ def _body(rng, dialect):
         if ids.dtype.kind in "iu":
             routes = base64.b64encode(ids.astype("<i4").tobytes()).decode()
         about = {"output_token_logprobs": [[-0.5, 3, None]] * NEW, "finish_reason": {"type": "length"}}
+        about["weight_versions"] = [{"version": "1", "start": 0, "end": NEW}]
         return {"meta_info": {**about, "routed_experts": routes}}
     file = io.BytesIO()
     np.save(file, _ids(rng))

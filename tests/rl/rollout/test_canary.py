@@ -19,7 +19,11 @@ from relibra.rl.rollout.served.engine import ServerEngine
 from relibra.rl.rollout.served.preflight import check_servers
 from relibra.rl.rollout.served.weights import publish_weights
 from tests.replay.tiny_models import tiny_model
+from tests.rl.rollout import sglang_server, vllm_server
 from tests.rl.rollout.vllm_server import CONFIG, running
+
+RUNNING = {"sglang": sglang_server.running, "vllm": vllm_server.running}
+both = pytest.mark.parametrize("dialect", RUNNING)
 
 
 def scores(*, noise=0.0, update=0.0, fault="", temperature=0.7, exact=True, seed=0):
@@ -96,7 +100,7 @@ def client_of(server, model, temperature=0.7):
     config = model.config
     return ServerClient(
         url=server.url,
-        dialect="vllm",
+        dialect=server.dialect,
         routes=ServedRoutes(
             num_experts=config.num_experts,
             layer_ids=tuple(range(config.num_hidden_layers)),
@@ -145,9 +149,10 @@ FAULTS = {
 }
 
 
-def test_a_server_that_goes_wrong_in_an_update_is_named(small, tmp_path):
+@both
+def test_a_server_that_goes_wrong_in_an_update_is_named(small, tmp_path, dialect):
     model = tiny_model("qwen3_moe").eval()
-    with running(copy.deepcopy(model)) as server:
+    with RUNNING[dialect](copy.deepcopy(model)) as server:
         updates = Updates([server], model, tmp_path)
         assert updates.make().share_made is None
         for fault, says in FAULTS.items():
@@ -195,8 +200,11 @@ def test_each_of_several_servers_is_compared(small, tmp_path):
             updates.make()
 
 
-def test_a_server_that_is_gone_during_an_update_gets_the_weights_when_it_answers_again(small, tmp_path, caplog):
-    model = tiny_model("qwen3_moe").eval()
+@both
+def test_a_server_that_is_gone_during_an_update_gets_the_weights_when_it_answers_again(
+    small, tmp_path, caplog, dialect
+):
+    model, running = tiny_model("qwen3_moe").eval(), RUNNING[dialect]
     with running(copy.deepcopy(model)) as one, running(copy.deepcopy(model)) as other:
         updates = Updates([one, other], model, tmp_path)
         updates.make()
@@ -287,3 +295,86 @@ def test_another_model_is_refused_before_anything_is_trained(small):
         )
         with pytest.raises(EngineError, match=r"sent routes of shape .* of 6 or 2 layers"):
             check_servers([other], start_seconds=1.0, longest=64, dtype="float32")
+
+
+def check_sglang(model, *, longest=64, **changes):
+    with sglang_server.running(model) as server:
+        server.config = sglang_server.CONFIG | changes
+        served = check(server, model, longest)
+        assert server.paths == ["/ready", "/server_info", "/generate"]
+        return served
+
+
+@pytest.mark.parametrize(
+    ("change", "longest", "says"),
+    [
+        ({"enable_return_routed_experts": False}, 64, "add --enable-return-routed-experts"),
+        ({}, 123, "raise --context-length to 129 .*, got 122 in all"),
+        ({"max_req_input_len": 63}, 64, r"room for as many \(--mem-fraction-static\), got 63 in all"),
+        ({"preferred_sampling_params": '{"min_p": 0.1}'}, 64, "leave out --preferred-sampling-params"),
+        ({"weight_version": "3"}, 64, "leave out --weight-version"),
+        ({"hicache_storage_backend": "file"}, 64, "leave out --hicache-storage-backend"),
+    ],
+)
+def test_each_missing_flag_of_sglang_is_named_before_anything_is_trained(small, change, longest, says):
+    with pytest.raises(EngineError, match=f"was not started as this run needs it: .*{says}"):
+        check_sglang(tiny_model("qwen3_moe").eval(), longest=longest, **change)
+
+
+def test_what_fits_the_longest_request_of_sglang_can_be_sampled(small):
+    model = tiny_model("qwen3_moe").eval()
+    longest = check_sglang(model, longest=122).context
+    assert longest == 122
+    with sglang_server.running(model) as server:
+        engine = ServerEngine(servers=(client_of(server, model),), seed=0)
+        for given in (longest - 1, longest - 10):
+            response = new_response(0, 0, [index % TOKENS for index in range(given)])
+            [window], _ = engine.generate([response], window=longest - given, max_response=longest - given)
+            assert len(window.tokens_w) == longest - given
+        with pytest.raises(EngineError, match=r"5 of 6 tokens, ended by 'length'.*longest context"):
+            engine.generate([new_response(0, 0, [1] * 121)], window=6, max_response=6)
+
+
+def test_a_type_that_sglang_chooses_and_another_engine_are_told(small, caplog):
+    model = tiny_model("qwen3_moe").eval()
+    with caplog.at_level(logging.WARNING):
+        assert check_sglang(model, dtype="auto").dtype == "auto"
+    assert "chooses the type that it computes in (--dtype auto) and training in float32" in caplog.text
+    with sglang_server.running(model) as server:
+        server.config = None
+        with pytest.raises(EngineError, match="check that this is an SGLang server itself"):
+            check(server, model)
+    with vllm_server.running(model) as server:
+        client = replace(client_of(server, model), dialect="sglang")
+        with pytest.raises(EngineError, match=r"without a configuration of sglang .* rollout\.engine"):
+            check_servers([client], start_seconds=1.0, longest=64, dtype="float32")
+
+
+def published(server, model, folder):
+    engine = ServerEngine(servers=(client_of(server, model),), seed=0)
+    publish_weights(model, folder, engine, 0)
+    return engine.published.version
+
+
+def test_what_sglang_says_of_an_update_that_it_refuses_is_told(small, tmp_path):
+    model = tiny_model("qwen3_moe").eval()
+    with sglang_server.running(model) as server:
+        server.sees_folders = False
+        with pytest.raises(EngineError, match=r"/update_weights_from_disk failed: status 400, .*does not exist"):
+            published(server, model, tmp_path)
+
+
+def test_an_update_whose_caches_are_not_dropped_ends_what_sglang_still_does(small, tmp_path):
+    model = tiny_model("qwen3_moe").eval()
+    with sglang_server.running(model) as server:
+        server.busy = True
+        assert published(server, model, tmp_path) == 0
+        assert server.paths == ["/update_weights_from_disk"] * 2 + ["/model_info"]
+
+
+def test_weights_that_sglang_loads_without_their_version_end_the_update(small, tmp_path):
+    model = tiny_model("qwen3_moe").eval()
+    with sglang_server.running(model) as server:
+        server.fault = "unversioned"
+        with pytest.raises(EngineError, match="weights have version 'default': expected 0"):
+            published(server, model, tmp_path)

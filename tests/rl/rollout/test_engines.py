@@ -1,111 +1,24 @@
 """A whole run whose responses come from a server: it samples with the weights that were published last."""
 
-import base64
-import json
-import threading
 from contextlib import ExitStack
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
 from relibra.errors import ConfigError
 from relibra.rl.config.run_config import load_config
 from relibra.rl.model.policy import Policy
-from relibra.rl.rollout.embedded import EmbeddedEngine
 from relibra.rl.rollout.engines import make_engine
-from relibra.rl.rollout.response import new_response
 from relibra.rl.rollout.served import canary_probe, requests
+from relibra.rl.rollout.served.dialects import HEALTH_PATHS, PATHS
 from relibra.rl.start_folder import write_start_folder
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 from relibra.rl.toy.tasks import Arithmetic
 from tests.replay.tiny_models import tiny_model
 from tests.rl.ranks_at_work import run_alone, tiny_config
-from tests.rl.rollout.vllm_server import running
+from tests.rl.rollout import sglang_server, vllm_server
 
-STOP = len(Arithmetic.characters)
-
-
-class Server(ThreadingHTTPServer):
-    """Speaks SGLang's dialect; one request at a time, for routes are recorded off the one model."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.model, self.versions, self.turn = None, [], threading.Lock()
-
-    def update(self, body):
-        self.model = AutoModelForCausalLM.from_pretrained(body["model_path"]).eval()
-        self.versions.append(body["weight_version"])
-        return {"success": True, "message": ""}
-
-    def generate(self, body):
-        sampling = body["sampling_params"]
-        engine = EmbeddedEngine(
-            model=self.model,
-            pad_id=0,
-            stop_ids=tuple(sampling["stop_token_ids"]),
-            temperature=sampling["temperature"],
-            seed=sampling["sampling_seed"],
-            max_batch=1,
-        )
-        limit = sampling["max_new_tokens"]
-        [window], _ = engine.generate([new_response(0, 0, body["input_ids"])], window=limit, max_response=limit)
-        pairs = zip(window.log_probs_w.tolist(), window.tokens_w.tolist(), strict=True)
-        return {
-            "meta_info": {
-                "output_token_logprobs": [[log_prob, token, None] for log_prob, token in pairs],
-                "finish_reason": {"type": "stop" if window.stopped else "length"},
-                "routed_experts": base64.b64encode(window.experts_mLK.astype("<i4").tobytes()).decode(),
-            }
-        }
-
-
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.turn:
-            answer = self.server.generate(body) if self.path == "/generate" else self.server.update(body)
-        data = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-
-@pytest.fixture
-def served():
-    with Server() as running:
-        thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        yield running
-        running.shutdown()
-        thread.join()
-
-
-def test_a_server_samples_with_the_weights_of_each_step(served, tmp_path):
-    url = f"http://127.0.0.1:{served.server_address[1]}"
-    rows = run_alone(
-        (
-            "run.steps=3",
-            "rollout.engine=sglang",
-            f"rollout.url={url}",
-            f"rollout.server_weights={tmp_path / 'weights'}",
-            "update.learning_rate=1e-2",
-            "algorithm.group_filter=off",
-        ),
-        tmp_path / "run",
-    )
-    assert served.versions == ["0", "1", "2", "3"]
-    assert len(rows) == 3
-    for row in rows:
-        assert row["sampled_tokens"] > 0
-        assert row["k3_kl"] < 1e-9, "old weights, or routes of another token, would show here"
-        assert row["router_disagreement"] == 0.0
-    assert np.isfinite(rows[-1]["loss"])
+RUNNING = {"sglang": sglang_server.running, "vllm": vllm_server.running}
 
 
 @pytest.fixture
@@ -116,16 +29,17 @@ def small_canary(monkeypatch):
     monkeypatch.setattr(requests, "PAUSE_SECONDS", 0.01)
 
 
-def test_a_vllm_server_is_checked_first_and_compared_after_each_update(tmp_path, small_canary):
-    served = ["rollout.engine=vllm", "rollout.url=http://h:1", f"rollout.server_weights={tmp_path / 'weights'}"]
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_server_is_checked_first_and_compared_after_each_update(tmp_path, small_canary, engine):
+    served = [f"rollout.engine={engine}", "rollout.url=http://h:1", f"rollout.server_weights={tmp_path / 'weights'}"]
     write_start_folder(tiny_config(*served, ranks=1), tmp_path / "start")
-    with running(AutoModelForCausalLM.from_pretrained(tmp_path / "start").eval()) as server:
+    with RUNNING[engine](AutoModelForCausalLM.from_pretrained(tmp_path / "start").eval()) as server:
         rows = run_alone(
             (*served, f"rollout.url={server.url}", "update.learning_rate=1e-2", "algorithm.group_filter=off"),
             tmp_path / "run",
         )
     assert server.version == "2"
-    assert server.paths[:3] == ["/health", "/server_info", "/inference/v1/generate"]
+    assert server.paths[:3] == [HEALTH_PATHS[engine], "/server_info", PATHS[engine]]
     assert [path.name[:14] for path in (tmp_path / "weights").iterdir()] == ["version-000002"]
     for row in rows:
         assert row["k3_kl"] < 1e-9
@@ -144,7 +58,9 @@ def test_windows_go_on_at_any_of_several_servers_one_of_which_ends(tmp_path, sma
     for number, ends in ((1, False), (2, True)):
         with ExitStack() as stack:
             servers = [
-                stack.enter_context(running(AutoModelForCausalLM.from_pretrained(tmp_path / "start").eval()))
+                stack.enter_context(
+                    vllm_server.running(AutoModelForCausalLM.from_pretrained(tmp_path / "start").eval())
+                )
                 for _ in range(number)
             ]
             if ends:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from relibra.errors import EngineError
 from relibra.rl.rollout.response import RolloutEngine, new_response
 from relibra.rl.rollout.served import requests
+from relibra.rl.rollout.served.dialects import PATHS
 from relibra.rl.rollout.served.requests import RequestFailed, ServerAddress, request_json
 from relibra.rl.rollout.served.weights import publish_weights
 from tests.replay.tiny_models import tiny_model
@@ -291,6 +292,7 @@ def test_published_weights_are_a_fresh_folder_that_the_server_is_told_to_load(se
         assert engine.published.version == 12
     else:
         [_, (path, body)] = served.asked
+        assert engine.published.version == 12
         assert path == "/update_weights_from_disk"
         assert body == {"model_path": str(last), "weight_version": "12", "flush_cache": True}
         served.change = lambda _: {"success": False, "message": "shapes differ"}
@@ -298,17 +300,24 @@ def test_published_weights_are_a_fresh_folder_that_the_server_is_told_to_load(se
             publish_weights(model, folder, engine_of(served), 13)
 
 
-def test_a_server_that_is_started_again_loads_the_last_weights_before_it_answers(served, tmp_path, caplog):
-    engine = engine_of(served, "vllm", retry_seconds=20.0)
+@pytest.mark.parametrize("dialect", ["sglang", "vllm"])
+def test_a_server_that_is_started_again_loads_the_last_weights_before_it_answers(served, tmp_path, caplog, dialect):
+    engine = engine_of(served, dialect, retry_seconds=20.0)
     folder = publish_weights(tiny_model("qwen3_moe"), tmp_path, engine, 3)
     served.asked.clear()
     served.version, served.failures = "default", [503] * (requests.ATTEMPTS + 2)  # longer than without retry_seconds
     responses = [new_response(n, 0, [n, n + 1]) for n in (2, 20, 30)]
     windows, _ = engine.generate(responses, window=4, max_response=4)
     assert [one.tokens_w.tolist() for one in windows] == [answer_of(one.tokens_n.tolist(), 4) for one in responses]
-    load = ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-    assert load in served.asked
-    assert [path for path, _ in served.asked[-3:]] == ["/inference/v1/generate"] * 3, "no answer of other weights"
+    load = {
+        "sglang": (
+            "/update_weights_from_disk",
+            {"model_path": str(folder), "weight_version": "3", "flush_cache": True},
+        ),
+        "vllm": ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}),
+    }
+    assert load[dialect] in served.asked
+    assert [path for path, _ in served.asked[-3:]] == [PATHS[dialect]] * 3, "no answer of other weights"
     assert served.version == "3"
     assert "was started again: it loads version 3" in caplog.text
 
@@ -320,10 +329,11 @@ def test_a_cache_that_is_not_dropped_ends_the_update(served, tmp_path):
     assert served.asked[-1][0] == "/reset_prefix_cache?reset_running_requests=true"
 
 
-def test_another_version_than_the_one_set_ends_the_update(served, tmp_path):
+@pytest.mark.parametrize("dialect", ["sglang", "vllm"])
+def test_another_version_than_the_one_set_ends_the_update(served, tmp_path, dialect):
     served.change = lambda answer: setattr(served, "version", "other") or answer
     with pytest.raises(EngineError, match="version 'other': expected 4"):
-        publish_weights(tiny_model("qwen3_moe"), tmp_path, engine_of(served, "vllm"), 4)
+        publish_weights(tiny_model("qwen3_moe"), tmp_path, engine_of(served, dialect), 4)
 
 
 def test_samples_of_other_weights_are_refused(served):
@@ -333,6 +343,20 @@ def test_samples_of_other_weights_are_refused(served):
     assert len(engine.generate(one, window=4, max_response=4)[0]) == 1, "nothing was published yet"
     engine.published.version = 7
     with pytest.raises(EngineError, match="weights of version '8': expected 7"):
+        engine.generate(one, window=4, max_response=4)
+
+
+def test_one_version_of_all_of_a_sample_is_taken_only_where_its_parts_have_none(served):
+    engine, one = engine_of(served), [new_response(1, 0, [20])]
+    engine.published.version = 8
+    served.version = "8"
+    assert len(engine.generate(one, window=4, max_response=4)[0]) == 1
+    spans = [{"version": "7", "start": 0, "end": 2}, {"version": "8", "start": 2, "end": 4}]
+    served.change = change_meta(weight_versions=spans)
+    with pytest.raises(EngineError, match="weights of version '7': expected 8"):
+        engine.generate(one, window=4, max_response=4)
+    served.change = change_meta(weight_version="9")
+    with pytest.raises(EngineError, match="weights of version '9': expected 8"):
         engine.generate(one, window=4, max_response=4)
 
 

@@ -72,8 +72,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.server.on_get()
         if not self.is_gone():
-            answer = {} if self.path == "/health" else {"weight_version": self.server.version}
-            self.send(answer, self.server.health if self.path == "/health" else 200)
+            healthy = self.path in ("/health", "/ready")
+            answer = {} if healthy else {"weight_version": self.server.version}
+            self.send(answer, self.server.health if healthy else 200)
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -100,6 +101,7 @@ class Handler(BaseHTTPRequestHandler):
                 "meta_info": {
                     "output_token_logprobs": [[-0.5 - token / 100, token, None] for token in added],
                     "finish_reason": {"type": "stop" if added[-1] == STOP else "length"},
+                    "weight_version": self.server.version,
                     "routed_experts": base64.b64encode(routes).decode(),
                 }
             }
@@ -115,6 +117,7 @@ class Handler(BaseHTTPRequestHandler):
             }
             return {"choices": [choice]}
         if self.path == "/update_weights_from_disk":
+            self.server.version = body["weight_version"]
             return {"success": True, "message": "done"}
         if self.path == "/update_weight_version":
             self.server.version = body["new_version"]

@@ -42,16 +42,16 @@ class RolloutSettings(Section):
     engine: Literal["embedded", "sglang", "vllm"] = "embedded"
     """Sampler: "embedded" is a full copy of the policy in every rank; the others are servers at `url`."""
     url: tuple[str, ...] = Field((), max_length=MOST_SERVERS)
-    """sglang, vllm: server address, such as http://127.0.0.1:30000; it must return log-probs and routed experts. vllm:
-    also several, as a list or with commas: each response may come from any of them."""
+    """sglang, vllm: server address, such as http://127.0.0.1:30000; or several, as a list or with commas: each
+    response may come from any of them. They must return log-probs and routed experts."""
     server_weights: Path | None = None
     """sglang, vllm: folder through which new weights go, a fresh one inside it per version; trainer and server must
     see it under the same path."""
     start_seconds: float = Field(600.0, ge=0, le=1e6)
     """sglang, vllm: seconds to wait, before the run begins, for a server that does not answer yet."""
     retry_seconds: float = Field(300.0, ge=0, le=1e6)
-    """vllm: seconds during which a request that failed is repeated; a server that is started again meanwhile first
-    loads the weights that were published last."""
+    """sglang, vllm: seconds during which a request that failed is repeated; a server that is started again meanwhile
+    first loads the weights that were published last."""
     api_key_from: str = ""
     """sglang, vllm: where the server's key is, as env:NAME or file:PATH; the key itself is no setting."""
     timeout_seconds: float = Field(600.0, gt=0, le=1e6)
@@ -111,11 +111,6 @@ class RolloutSettings(Section):
         if self.engine != "embedded" and not (self.url and self.server_weights):
             raise ValueError(
                 f"engine {self.engine!r} needs url (the server) and server_weights (a folder that both see)"
-            )
-        if self.engine == "sglang" and len(self.url) > 1:
-            raise ValueError(
-                f"url names {len(self.url)} servers, and engine 'sglang' takes one: only vLLM servers tell "
-                "which weights they have"
             )
         if self.refill and self.engine != "embedded":
             raise ValueError(

@@ -64,7 +64,7 @@ def make_engine(
         servers=tuple(replace(first, url=url) for url in rollout.url),  # they share `published`
         seed=seed,
         max_batch=rollout.max_batch,
-        retry_seconds=rollout.retry_seconds if rollout.engine == "vllm" else 0.0,  # whose weights can be restored
+        retry_seconds=rollout.retry_seconds,
     )
 
 
@@ -76,7 +76,7 @@ def check_engine(
     dtype: str,
     encode_prompt: Callable[[int], list[int]],
 ) -> Canary | None:
-    """Wait for the servers of a run and check them; return the canary of their updates, on rank 0 with vLLM.
+    """Wait for the servers of a run and check them; return the canary of their updates, on rank 0.
 
     Collective.
 
@@ -90,16 +90,15 @@ def check_engine(
     canary = None
     if dist.get_rank() == 0:
         served = check_servers(engine.servers, start_seconds=rollout.start_seconds, longest=longest, dtype=dtype)
-        if rollout.engine == "vllm":
-            canary = Canary(
-                [
-                    WatchedServer(client, exact=one.dtype == dtype == "float32")
-                    for client, one in zip(engine.servers, served, strict=True)
-                ],
-                encode_prompt,
-                context=min(one.context or longest for one in served),
-                retry_seconds=engine.retry_seconds,
-            )
+        canary = Canary(
+            [
+                WatchedServer(client, exact=one.dtype == dtype == "float32")
+                for client, one in zip(engine.servers, served, strict=True)
+            ],
+            encode_prompt,
+            context=min(one.context or longest for one in served),
+            retry_seconds=engine.retry_seconds,
+        )
     wait_for_ranks()  # servers may take minutes to start
     return canary
 

@@ -14,6 +14,8 @@ import numpy as np
 from jaxtyping import Float64
 from numpy import ndarray
 
+from relibra.rl.rollout.served.dialects import Dialect
+
 LARGEST_DIFFERENCE = 0.2
 """Mean absolute difference that no rounding explains."""
 LARGEST_EXACT_DIFFERENCE = 1e-3
@@ -27,10 +29,15 @@ _NOT_LOADED = (
     "it did not load what was published: it has to read the folder under the same path (rollout.server_weights), and "
     "to serve this run alone"
 )
-_CORRUPTED = (
-    "the reload corrupts weights (on a CPU, vLLM needs the plug-in of relibra for experts; on GPUs see vllm#48312), or "
-    "it serves another model"
-)
+_CORRUPTS: dict[Dialect, str] = {
+    "sglang": "the reload corrupts weights, or it serves another model",
+    "vllm": "the reload corrupts weights (on a CPU, vLLM needs the plug-in of relibra for experts; on GPUs see "
+    "vllm#48312), or it serves another model",
+}
+_TEMPERS: dict[Dialect, str] = {
+    "sglang": "start it without the environment variable SGLANG_RETURN_ORIGINAL_LOGPROB",
+    "vllm": "start it with --logprobs-mode processed_logprobs",
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,6 +53,7 @@ class CanaryScores:
     raw_S        of these by the trainer at temperature 1
     equal_routes share of (token, layer) with the same experts on both sides; None: not compared
     exact        server and trainer both compute in float32
+    dialect      of the server, for what to do
     """
 
     served_T: Float64[ndarray, " T"]
@@ -58,6 +66,7 @@ class CanaryScores:
     equal_routes: float | None = None
     earlier_T: Mapping[int, Float64[ndarray, " T"]] = field(default_factory=dict)
     first_T: Float64[ndarray, " T"] | None = None
+    dialect: Dialect = "vllm"
 
     @property
     def difference(self) -> float:
@@ -126,12 +135,13 @@ def find_fault(scores: CanaryScores) -> str | None:
             f"{scores.limit:g}: "
         )
         unchanged = scores.first_T is not None and np.abs(scores.served_T - scores.first_T).mean() <= scores.limit / 10
-        return text + (f"they did not change with the update. {_NOT_LOADED}; or " if unchanged else "") + _CORRUPTED
+        text += f"they did not change with the update. {_NOT_LOADED}; or " if unchanged else ""
+        return text + _CORRUPTS[scores.dialect]
     untempered = share_made(scores.sampled_S, scores.raw_S, scores.tempered_S).is_unmade
     if scores.temperature != 1.0 and untempered and _distance(scores.sampled_S, scores.raw_S) <= scores.limit:
         return (
-            f"its log-probs are those of temperature 1, not of rollout.temperature {scores.temperature:g}: start it "
-            "with --logprobs-mode processed_logprobs"
+            f"its log-probs are those of temperature 1, not of rollout.temperature {scores.temperature:g}: "
+            f"{_TEMPERS[scores.dialect]}"
         )
     if not scores.sampled_difference <= scores.limit:
         return (

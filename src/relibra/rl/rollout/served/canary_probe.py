@@ -139,6 +139,7 @@ class Canary:
             raw_S=np.concatenate([one.raw_S for one in trained]),
             temperature=server.client.temperature,
             exact=server.exact,
+            dialect=server.client.dialect,
             equal_routes=self._equal_routes(server.client, answers, trained),
         )
         if (fault := find_fault(scores)) is not None:
@@ -199,12 +200,17 @@ class Canary:
         async def score(sequence: Sequence[int]) -> list[float]:
             number = len(sequence)
             body = await server.call(
-                client, PATHS["vllm"], scoring_body(sequence), tokens=number, rows=number + 1, once=True
+                client,
+                PATHS[server.dialect],
+                scoring_body(server.dialect, sequence),
+                tokens=number,
+                rows=number + 1,
+                once=True,
             )
             try:
-                return read_scores(body, sequence)
+                return read_scores(server.dialect, body, sequence)
             except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-                raise EngineError(f"{server.url} answered without prompt_logprobs ({error!r})") from error
+                raise EngineError(f"{server.url} answered without log-probs of given tokens ({error!r})") from error
 
         return np.concatenate(await asyncio.gather(*(score(one) for one in self.sequences))).astype(np.float64)
 

@@ -16,7 +16,15 @@ from numpy import ndarray
 
 from relibra.errors import EngineError
 from relibra.rl.rollout.response import Response, Window
-from relibra.rl.rollout.served.dialects import PATHS, Dialect, TokenAnswer, TokenRequest, read_answer, request_body
+from relibra.rl.rollout.served.dialects import (
+    HEALTH_PATHS,
+    PATHS,
+    Dialect,
+    TokenAnswer,
+    TokenRequest,
+    read_answer,
+    request_body,
+)
 from relibra.rl.rollout.served.loading import load_weights, read_version, shown
 from relibra.rl.rollout.served.requests import (
     RequestFailed,
@@ -88,6 +96,11 @@ class ServerClient:
         """Where the server is."""
         return ServerAddress(url=self.url, key=self.key)
 
+    @property
+    def health_path(self) -> str:
+        """Where it says whether it can be asked."""
+        return HEALTH_PATHS[self.dialect]
+
     def request_seconds(self, num_tokens: int) -> float:
         """Return the seconds that a request for so many new tokens may take."""
         return self.timeout_seconds * max(1.0, num_tokens / FULL_LENGTH)
@@ -113,7 +126,7 @@ class ServerClient:
         raises    RequestFailed
         """
         try:
-            await request_json(client, "/health", None, seconds=LOOK_SECONDS, max_bytes=1 << 16)
+            await request_json(client, self.health_path, None, seconds=LOOK_SECONDS, max_bytes=1 << 16)
         except RequestFailed as failure:
             refused = failure.status is not None and not failure.may_pass  # the requests that follow tell what it is
             in_words = isinstance(failure.__cause__, ValueError)
@@ -152,18 +165,17 @@ class ServerClient:
             raise
 
     async def bring_up(self, client: httpx.AsyncClient) -> None:
-        """Return when a server can be asked; a vLLM server that was started again first loads the last weights.
+        """Return when a server can be asked; one that was started again first loads the last weights.
 
         Every rank does so before it asks a server, and after each failure: no request is answered by other weights.
 
         raises    ServerLost where it cannot be asked now; EngineError where it refuses
         """
-        if self.dialect != "vllm":
-            return
         try:
             await self.check_health(client)
         except RequestFailed as failure:
-            why = f"{self.url}/health failed: {self.address.hide_key(str(failure))}; start it, or look at its log"
+            said = self.address.hide_key(str(failure))
+            why = f"{self.url}{self.health_path} failed: {said}; start it, or look at its log"
             if failure.may_pass:
                 raise ServerLost(why, timed_out=False) from failure
             raise EngineError(why) from failure
@@ -171,7 +183,7 @@ class ServerClient:
         if version is None or folder is None:
             return
         call = partial(self.call, client, once=True)
-        if await read_version(call) not in (str(version), None):
+        if await read_version(call, self.dialect) not in (str(version), None):
             _log.warning("%s was started again: it loads version %d of the weights", self.url, version)
             await load_weights(call, self.dialect, self.url, folder, version)
 

@@ -15,6 +15,8 @@ from relibra.routing.readers.npz_arrays import parse_npy
 
 Dialect = Literal["sglang", "vllm"]
 PATHS: dict[Dialect, str] = {"sglang": "/generate", "vllm": "/inference/v1/generate"}
+HEALTH_PATHS: dict[Dialect, str] = {"sglang": "/ready", "vllm": "/health"}
+"""SGLang's `/health` samples a token and takes a second; `/ready` says what it knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,37 +83,58 @@ def read_answer(dialect: Dialect, body: Any, *, wants_routes: bool) -> TokenAnsw
             log_probs=[pair[0] for pair in pairs],
             reason=about["finish_reason"]["type"],
             routes=flat,
+            versions=_versions_of(about),
         )
     choice = body["choices"][0]
-    spans = choice.get("weight_versions") or ()
     return TokenAnswer(
         tokens=list(choice["token_ids"]),
         log_probs=[one["logprob"] for one in choice["logprobs"]["content"]],
         reason=choice["finish_reason"],
         routes=parse_npy(_decoded(choice["routed_experts"])) if wants_routes else None,
-        versions=tuple(str(span["version"])[:80] for span in spans),
+        versions=_versions_of(choice),
     )
 
 
-def scoring_body(tokens: Sequence[int]) -> dict[str, Any]:
-    """Return the JSON of a request to vLLM for the log-probs of given tokens at temperature 1; it reads no cache."""
+def _versions_of(about: Any) -> tuple[str, ...]:
+    """Return the versions that sampled parts of an answer; of a server that tells no parts, the last one."""
+    spans = about.get("weight_versions")
+    if spans:
+        return tuple(str(span["version"])[:80] for span in spans)
+    return (str(about["weight_version"])[:80],) if about.get("weight_version") is not None else ()
+
+
+def scoring_body(dialect: Dialect, tokens: Sequence[int]) -> dict[str, Any]:
+    """Return the JSON of a request for the log-probs of given tokens at temperature 1; it reads no cache."""
+    if dialect == "sglang":
+        return {
+            "input_ids": list(tokens),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
     return {
         "token_ids": list(tokens),
         "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False},
     }
 
 
-def read_scores(body: Any, tokens: Sequence[int]) -> list[float]:
+def read_scores(dialect: Dialect, body: Any, tokens: Sequence[int]) -> list[float]:
     """Return the log-probs of all tokens but the first.
 
     raises    KeyError, IndexError, TypeError, AttributeError or ValueError for an answer of another form
     """
-    listed = body["prompt_logprobs"]
+    listed = body["meta_info"]["input_token_logprobs"] if dialect == "sglang" else body["prompt_logprobs"]
     if len(listed) != len(tokens):
-        raise ValueError(f"{len(listed)} prompt_logprobs of {len(tokens)} tokens")
-    found = [one[str(token)]["logprob"] for one, token in zip(listed[1:], tokens[1:], strict=True)]
+        raise ValueError(f"log-probs of {len(listed)} of {len(tokens)} tokens")
+    later = list(zip(listed[1:], tokens[1:], strict=True))
+    if dialect == "sglang":  # (log-prob, token, text)
+        if any(one[1] != token for one, token in later):
+            raise ValueError("log-probs of other tokens than were sent")
+        found = [one[0] for one, _ in later]
+    else:
+        found = [one[str(token)]["logprob"] for one, token in later]
     if not all(isinstance(value, int | float) for value in found):
-        raise TypeError("prompt_logprobs are no numbers")
+        raise TypeError("log-probs are no numbers")
     return [float(value) for value in found]
 
 

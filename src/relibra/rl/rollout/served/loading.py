@@ -10,6 +10,12 @@ from relibra.errors import EngineError
 from relibra.rl.rollout.served.dialects import Dialect
 from relibra.rl.rollout.served.requests import refused_with
 
+_VERSION_PATHS: dict[Dialect, str] = {"sglang": "/model_info", "vllm": "/weight_info"}
+
+
+_NOT_FLUSHED = "cache was not flushed"
+"""What SGLang says of an update whose weights are loaded, and whose caches are those of the weights before."""
+
 
 class Call(Protocol):
     """Sends JSON (None: GET) to a path of a server, and returns the JSON of the answer."""
@@ -31,21 +37,41 @@ async def load_weights(call: Call, dialect: Dialect, url: str, folder: Path, ver
     raises    EngineError where it does not
     """
     if dialect == "sglang":
-        body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
-        answer = await call("/update_weights_from_disk", body)
-        if not isinstance(answer, dict) or answer.get("success") is not True:
-            said = answer.get("message") if isinstance(answer, dict) else answer
-            raise EngineError(f"{url} did not load {folder}: {shown(said, 300)}")
-        return
-    await call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-    await _drop_caches(call, url)
-    await _set_version(call, url, str(version))
+        await _load_into_sglang(call, url, folder, version)
+    else:
+        await call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        await _drop_caches(call, url)
+        if not await _set_version(call, str(version)):
+            return
+    found = await read_version(call, dialect)
+    if found not in (str(version), None):
+        raise EngineError(
+            f"{url} says that its weights have version {shown(found)}: expected {version}, which it was just told to "
+            "load; does another run use it?"
+        )
 
 
-async def read_version(call: Call) -> str | None:
-    """Return the version of the weights of a vLLM server; None: it has none, as before 0.29."""
+async def _load_into_sglang(call: Call, url: str, folder: Path, version: int) -> None:
+    """Let an SGLang server load a folder and drop its caches, which it refuses to while a request runs.
+
+    raises    EngineError where it does not
+    """
+    body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
     try:
-        answer = await call("/weight_info")
+        answer = await call("/update_weights_from_disk", body)
+    except EngineError as error:
+        if refused_with(error) != 400 or _NOT_FLUSHED not in str(error):
+            raise
+        answer = await call("/update_weights_from_disk", {**body, "abort_all_requests": True})
+    if not isinstance(answer, dict) or answer.get("success") is not True:
+        said = answer.get("message") if isinstance(answer, dict) else answer
+        raise EngineError(f"{url} did not load {folder}: {shown(said, 300)}")
+
+
+async def read_version(call: Call, dialect: Dialect) -> str | None:
+    """Return the version of the weights of a server; None: it has none, as vLLM before 0.29."""
+    try:
+        answer = await call(_VERSION_PATHS[dialect])
     except EngineError as error:
         if refused_with(error) == 404:
             return None
@@ -68,20 +94,12 @@ async def _drop_caches(call: Call, url: str) -> None:
     )
 
 
-async def _set_version(call: Call, url: str, version: str) -> None:
-    """Set the version of the weights, and read it back; servers before 0.29 have none.
-
-    raises    EngineError where another one comes back
-    """
+async def _set_version(call: Call, version: str) -> bool:
+    """Set the version of the weights of a vLLM server; return False before 0.29, which has none."""
     try:
         await call("/update_weight_version", {"new_version": version})
     except EngineError as error:
         if refused_with(error) == 404:
-            return
+            return False
         raise
-    found = await read_version(call)
-    if found not in (version, None):
-        raise EngineError(
-            f"{url} says that its weights have version {shown(found)}: expected {version}, which it was just told to "
-            "load; does another run use it?"
-        )
+    return True

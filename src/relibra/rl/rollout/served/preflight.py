@@ -13,6 +13,7 @@ import httpx
 
 from relibra.errors import EngineError
 from relibra.rl.rollout.served.client import ServerClient
+from relibra.rl.rollout.served.dialects import Dialect
 from relibra.rl.rollout.served.loading import shown
 from relibra.rl.rollout.served.requests import RequestFailed, refused_with
 
@@ -21,7 +22,9 @@ _log = logging.getLogger(__name__)
 POLL_SECONDS = 2.0
 """Between two looks at a server that starts."""
 _PROBE_TOKENS = 8
-_INFO = "/server_info?config_format=json"
+_INFO: dict[Dialect, str] = {"sglang": "/server_info", "vllm": "/server_info?config_format=json"}
+_SGLANG_RESERVE = 6
+"""Tokens of its context and of its cache that SGLang takes no prompt into."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class ServedModel:
 def check_servers(
     servers: Sequence[ServerClient], *, start_seconds: float, longest: int, dtype: str
 ) -> list[ServedModel]:
-    """Wait until all servers have started, then check how each was started (vLLM), and send it one request.
+    """Wait until all servers have started, then check how each was started, and send it one request.
 
     start_seconds   to wait for servers that do not answer yet
     longest         tokens of the longest prompt and response together
@@ -54,25 +57,25 @@ def check_servers(
 
 
 async def _check(server: ServerClient, start_seconds: float, longest: int, dtype: str) -> ServedModel:
-    served = ServedModel()
     async with server.connections(1) as client:
         await _wait_for_start(server, client, start_seconds)
-        if server.dialect == "vllm":
-            config = await _read_config(server, client)
-            needed = list(missing_flags(config, longest=longest, wants_routes=server.routes is not None))
-            if needed:
-                raise EngineError(f"{server.url} was not started as this run needs it: {'; '.join(needed)}")
-            served = read_model(config)
-            if served.dtype not in ("", dtype):
-                _log.warning(
-                    "%s computes in %s and training in %s (model.dtype), so that log-probs and some routes differ "
-                    "between them: start it with --dtype %s, or ignore this where the difference is meant",
-                    server.url,
-                    served.dtype,
-                    dtype,
-                    dtype,
-                )
-            await _probe(server, client)
+        config = await _read_config(server, client)
+        needed = list(missing_flags(server.dialect, config, longest=longest, wants_routes=server.routes is not None))
+        if needed:
+            raise EngineError(f"{server.url} was not started as this run needs it: {'; '.join(needed)}")
+        served = read_model(server.dialect, config)
+        if served.dtype not in ("", dtype):
+            _log.warning(
+                "%s %s and training in %s (model.dtype), so that log-probs and some routes differ "
+                "between them: start it with --dtype %s, or ignore this where the difference is meant",
+                server.url,
+                "chooses the type that it computes in (--dtype auto)"
+                if served.dtype == "auto"
+                else f"computes in {served.dtype}",
+                dtype,
+                dtype,
+            )
+        await _probe(server, client)
     return served
 
 
@@ -88,7 +91,7 @@ async def _wait_for_start(server: ServerClient, client: httpx.AsyncClient, start
         except RequestFailed as failure:
             why = server.address.hide_key(str(failure))
             if not failure.may_pass:
-                raise EngineError(f"{server.url}/health: {why}") from failure
+                raise EngineError(f"{server.url}{server.health_path}: {why}") from failure
             if time.monotonic() >= deadline:
                 raise EngineError(
                     f"{server.url} did not answer within {start_seconds:g} s (rollout.start_seconds): {why}; start it, "
@@ -101,38 +104,56 @@ async def _wait_for_start(server: ServerClient, client: httpx.AsyncClient, start
 
 
 async def _read_config(server: ServerClient, client: httpx.AsyncClient) -> dict[str, Any]:
-    """Return the configuration of a vLLM server.
+    """Return the configuration of a server.
 
     raises    EngineError where it shows none
     """
+    path = _INFO[server.dialect]
     try:
-        body = await server.call(client, _INFO)
-        config = body["vllm_config"]
+        body = await server.call(client, path)
+        config = body if server.dialect == "sglang" else body["vllm_config"]
         if not isinstance(config, dict):
-            raise TypeError(f"vllm_config is {type(config).__name__}")
-        if _find(config, "max_model_len") is None:
+            raise TypeError(f"it is {type(config).__name__}")
+        if server.dialect == "sglang" and "max_total_num_tokens" not in config:
+            raise KeyError("max_total_num_tokens")
+        if server.dialect == "vllm" and _find(config, "max_model_len") is None:
             listed = await server.call(client, "/v1/models")
             config = {**config, "max_model_len": listed["data"][0]["max_model_len"]}
     except EngineError as error:
         if refused_with(error) == 404:
-            raise EngineError(
-                f"{server.url} was not started as this run needs it: set the environment variable "
-                "VLLM_SERVER_DEV_MODE=1 for it (weights cannot be updated without), and let nobody else reach it; if "
-                "it is set, check that this is a vLLM server (rollout.engine)"
-            ) from error
+            raise EngineError(f"{server.url} {_UNKNOWN_PATH[server.dialect]}") from error
         raise
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise EngineError(f"{server.url}{_INFO} answered without a configuration ({error!r})") from error
+        raise EngineError(
+            f"{server.url}{path} answered without a configuration of {server.dialect} ({error!r}): check that "
+            "rollout.engine names the engine at this address"
+        ) from error
     return config
 
 
-def missing_flags(config: dict[str, Any], *, longest: int, wants_routes: bool) -> Iterator[str]:
-    """Yield what a vLLM server has to be started with, and was not, in words.
+_UNKNOWN_PATH: dict[Dialect, str] = {
+    "sglang": "shows no configuration: check that this is an SGLang server itself, of 0.5.6 or newer, and no router "
+    "in front of one (rollout.engine, rollout.url)",
+    "vllm": "was not started as this run needs it: set the environment variable VLLM_SERVER_DEV_MODE=1 for it (weights "
+    "cannot be updated without), and let nobody else reach it; if it is set, check that this is a vLLM server "
+    "(rollout.engine)",
+}
+
+
+def missing_flags(dialect: Dialect, config: dict[str, Any], *, longest: int, wants_routes: bool) -> Iterator[str]:
+    """Yield what a server has to be started with, and was not, in words.
 
     config    of the server, as /server_info shows it
     """
     if wants_routes and _find(config, "enable_return_routed_experts") is not True:
         yield "add --enable-return-routed-experts (training replays the experts of the rollout; algorithm.replay)"
+    if dialect == "sglang":
+        yield from _missing_of_sglang(config, longest)
+    else:
+        yield from _missing_of_vllm(config, longest)
+
+
+def _missing_of_vllm(config: dict[str, Any], longest: int) -> Iterator[str]:
     mode = _find(config, "logprobs_mode")
     if mode != "processed_logprobs":
         yield f"add --logprobs-mode processed_logprobs (log-probs at rollout.temperature), got {shown(mode)}"
@@ -145,9 +166,25 @@ def missing_flags(config: dict[str, Any], *, longest: int, wants_routes: bool) -
         yield "leave out --enable-eplb (vLLM writes updated weights into experts that it has moved: vllm#55228)"
 
 
-def read_model(config: dict[str, Any]) -> ServedModel:
-    """Return what the configuration of a vLLM server says about its model."""
-    context = _find(config, "max_model_len")
+def _missing_of_sglang(config: dict[str, Any], longest: int) -> Iterator[str]:
+    most = config.get("max_req_input_len")  # the smaller of context and cache, less _SGLANG_RESERVE
+    if type(most) is int and most < longest:
+        yield (
+            f"raise --context-length to {longest + _SGLANG_RESERVE} (the longest prompt and rollout.max_response "
+            f"together, and {_SGLANG_RESERVE} that SGLang keeps free), and give its cache room for as many "
+            f"(--mem-fraction-static), got {most} in all"
+        )
+    if config.get("preferred_sampling_params"):
+        yield "leave out --preferred-sampling-params (it changes the distribution that tokens are sampled from)"
+    if str(config.get("weight_version") or "").isdigit():
+        yield "leave out --weight-version, or give it no number (a server that is started again is known by it)"
+    if config.get("hicache_storage_backend") is not None:
+        yield "leave out --hicache-storage-backend (keys and values of earlier weights stay in it)"
+
+
+def read_model(dialect: Dialect, config: dict[str, Any]) -> ServedModel:
+    """Return what the configuration of a server says about its model."""
+    context = _find(config, "max_req_input_len" if dialect == "sglang" else "max_model_len")
     return ServedModel(
         context=context if type(context) is int else 0,
         dtype=str(_find(config, "dtype") or "").removeprefix("torch."),
