@@ -312,7 +312,8 @@ def check_sglang(model, *, longest=64, **changes):
         ({}, 123, "raise --context-length to 129 .*, got 122 in all"),
         ({"max_req_input_len": 63}, 64, r"room for as many \(--mem-fraction-static\), got 63 in all"),
         ({"preferred_sampling_params": '{"min_p": 0.1}'}, 64, "leave out --preferred-sampling-params"),
-        ({"weight_version": "3"}, 64, "leave out --weight-version"),
+        ({"enable_hierarchical_cache": True}, 64, "leave out --enable-hierarchical-cache"),
+        ({"weight_version": "3", "launch_command": "x --weight-version 3"}, 64, "leave out --weight-version"),
         ({"hicache_storage_backend": "file"}, 64, "leave out --hicache-storage-backend"),
     ],
 )

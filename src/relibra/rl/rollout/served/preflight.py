@@ -132,8 +132,8 @@ async def _read_config(server: ServerClient, client: httpx.AsyncClient) -> dict[
 
 
 _UNKNOWN_PATH: dict[Dialect, str] = {
-    "sglang": "shows no configuration: check that this is an SGLang server itself, of 0.5.6 or newer, and no router "
-    "in front of one (rollout.engine, rollout.url)",
+    "sglang": "shows no configuration: check that this is an SGLang server itself, recent enough to have "
+    "/server_info, and no router in front of one (rollout.engine, rollout.url)",
     "vllm": "was not started as this run needs it: set the environment variable VLLM_SERVER_DEV_MODE=1 for it (weights "
     "cannot be updated without), and let nobody else reach it; if it is set, check that this is a vLLM server "
     "(rollout.engine)",
@@ -148,7 +148,7 @@ def missing_flags(dialect: Dialect, config: dict[str, Any], *, longest: int, wan
     if wants_routes and _find(config, "enable_return_routed_experts") is not True:
         yield "add --enable-return-routed-experts (training replays the experts of the rollout; algorithm.replay)"
     if dialect == "sglang":
-        yield from _missing_of_sglang(config, longest)
+        yield from _missing_of_sglang(config, longest, wants_routes)
     else:
         yield from _missing_of_vllm(config, longest)
 
@@ -166,7 +166,7 @@ def _missing_of_vllm(config: dict[str, Any], longest: int) -> Iterator[str]:
         yield "leave out --enable-eplb (vLLM writes updated weights into experts that it has moved: vllm#55228)"
 
 
-def _missing_of_sglang(config: dict[str, Any], longest: int) -> Iterator[str]:
+def _missing_of_sglang(config: dict[str, Any], longest: int, wants_routes: bool) -> Iterator[str]:
     most = config.get("max_req_input_len")  # the smaller of context and cache, less _SGLANG_RESERVE
     if type(most) is int and most < longest:
         yield (
@@ -176,8 +176,11 @@ def _missing_of_sglang(config: dict[str, Any], longest: int) -> Iterator[str]:
         )
     if config.get("preferred_sampling_params"):
         yield "leave out --preferred-sampling-params (it changes the distribution that tokens are sampled from)"
-    if str(config.get("weight_version") or "").isdigit():
+    began_as = str(config.get("launch_command") or "")  # older releases show the version of the last update instead
+    if "--weight-version" in began_as and str(config.get("weight_version")).isdigit():
         yield "leave out --weight-version, or give it no number (a server that is started again is known by it)"
+    if wants_routes and config.get("enable_hierarchical_cache") is True:
+        yield "leave out --enable-hierarchical-cache (tokens come back from it with routes of others: sglang#26975)"
     if config.get("hicache_storage_backend") is not None:
         yield "leave out --hicache-storage-backend (keys and values of earlier weights stay in it)"
 
