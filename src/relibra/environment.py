@@ -17,10 +17,10 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class LaunchedRank:
-    """Who this process is, when an outside launcher such as `torchrun` started it.
+    """Who a process is among those that `torchrun`, or we, started.
 
-    launch     tells this launch from others; the same after a restart
-    restarts   how often the launcher has started the ranks again
+    launch     of torchrun: tells this launch from others; the same after a restart
+    restarts   how often torchrun has started the ranks again
     """
 
     rank: int
@@ -106,14 +106,14 @@ def keep_torch_quiet() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def set_rendezvous(rank: int, num_ranks: int, port: int, threads: int) -> None:
-    """Tell torch in this process what `torchrun` would have told it, for processes we start on one machine."""
+def set_rendezvous(launched: LaunchedRank, address: tuple[str, int], threads: int) -> None:
+    """Tell torch in this process what `torchrun` would have told it, for processes we start ourselves."""
     os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(num_ranks),
-        LOCAL_WORLD_SIZE=str(num_ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        RANK=str(launched.rank),
+        LOCAL_RANK=str(launched.local_rank),
+        WORLD_SIZE=str(launched.num_ranks),
+        LOCAL_WORLD_SIZE=str(launched.num_local_ranks),
+        MASTER_ADDR=address[0],
+        MASTER_PORT=str(address[1]),
         OMP_NUM_THREADS=str(threads),
     )

@@ -12,7 +12,9 @@ import pytest
 from relibra.errors import ConfigError, EngineError
 from relibra.rl.config.run_config import load_config
 from relibra.rl.run import launch as launching
-from relibra.rl.run.launch import MAX_RESTARTS, LostRankError, launch
+from relibra.rl.run import rank_processes
+from relibra.rl.run.launch import MAX_RESTARTS, launch
+from relibra.rl.run.run_failure import LostRankError
 from relibra.rl.run.worker import LAST_WORDS, Exit
 
 
@@ -69,7 +71,7 @@ def test_a_bad_row_of_the_task_is_told_before_processes_start_and_leaves_no_fold
     assert not (tmp_path / "runs").exists()
 
 
-def stand_in(_rank, _config, run, _port, _listener, last_word):
+def stand_in(_rank, _config, run, _address, _listener, last_word, _output):
     """Stand for a rank, and end as the name of the run folder says."""
     run = Path(run)
     if run.name == "killed_beside_a_helper":
@@ -98,9 +100,9 @@ def stand_in(_rank, _config, run, _port, _listener, last_word):
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
     """Return a function that launches a run of one stand-in."""
-    monkeypatch.setattr(launching, "run_worker", stand_in)
-    monkeypatch.setattr(launching, "GRACE_SECONDS", 0.3)
-    monkeypatch.setattr(launching, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(rank_processes, "run_worker", stand_in)
+    monkeypatch.setattr(rank_processes, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(rank_processes, "POLL_SECONDS", 0.1)
 
     def run(name, **options):
         words = [f"run.folder={tmp_path}", f"run.name={name}", "plan.balancer=static", "parallel.ranks=1"]

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from relibra.environment import LaunchedRank
 from relibra.errors import ConfigError
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.run.worker import Exit, choose_device, run_worker
@@ -57,6 +58,6 @@ def test_the_message_of_a_rank_may_hold_half_of_a_surrogate_pair(monkeypatch):
     monkeypatch.setattr(logging, "lastResort", None)
     pipe = type("Pipe", (), {"send_bytes": lambda _, data: sent.append(data)})()
     with pytest.raises(_Ended, match=str(int(Exit.FAILED))):
-        run_worker(0, RunConfig().model_dump_json(), "run", 1, None, pipe)
+        run_worker(LaunchedRank(0, 0, 2, 2), RunConfig().model_dump_json(), "run", ("127.0.0.1", 1), None, pipe)
     [message] = sent
     assert message == b"half \\ud800 \\x1b[2J"

@@ -275,6 +275,8 @@ class ParallelSettings(Section):
 
     ranks: int = Field(2, ge=1, le=1 << 15)
     """Number of processes; must divide the number of experts. Under `torchrun`: its number of processes."""
+    launcher: Literal["local", "ray"] = "local"
+    """"local": processes on this machine; "ray": on the nodes of a running Ray cluster, found as Ray finds it."""
     device: Literal["auto", "cpu"] = "auto"
     """"auto": a GPU for each rank, and CPU processes on a machine without GPUs; "cpu": CPU processes in any case."""
     threads_per_rank: int = Field(1, ge=1, le=1 << 10)

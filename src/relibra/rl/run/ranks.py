@@ -35,7 +35,7 @@ class LostPeerError(EngineError):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Rank, and local port where the ranks of one machine connect.
+    """Rank, and host and port where the ranks connect.
 
     listener   on rank 0: socket that already listens on the port
     """
@@ -44,6 +44,7 @@ class Rendezvous:
     num_ranks: int
     port: int
     listener: socket.socket | None
+    host: str = "127.0.0.1"
 
     def store(self, timeout: timedelta) -> Any:
         """Connect to the store that rank 0 serves, and wait until all ranks have; collective.
@@ -78,7 +79,7 @@ class Rendezvous:
         """Return the store when all ranks are connected to it; a list of those that are not after the time is up."""
         deadline = time.monotonic() + timeout.total_seconds()
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1",
+            self.host,
             self.port,
             self.num_ranks,
             is_master=self.listener is not None,

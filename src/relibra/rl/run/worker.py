@@ -60,18 +60,28 @@ says nothing: a reward function may call `os._exit(0)`, and what it leaves behin
 
 @lenient_stderr()
 def run_worker(
-    rank: int, config_json: str, run: str, port: int, listener: socket.socket | None, last_word: Connection
+    launched: LaunchedRank,
+    config_json: str,
+    run: str,
+    address: tuple[str, int],
+    listener: socket.socket | None,
+    last_word: Connection,
+    output: Connection | None = None,
 ) -> None:
     """Run one of the ranks that `launch` started; exits with an `Exit` code.
 
-    listener   on rank 0: socket that listens on the rendezvous port
+    address    host and port where the ranks meet
+    listener   on rank 0: socket that listens there
     last_word  receives one of `LAST_WORDS`, or an error message: the parent prints equal messages of several ranks once
+    output     receives what this process prints; None: that goes where the parent prints
     """
     _exit_with_parent()
+    if output is not None:
+        os.dup2(output.fileno(), 2)
     _print_to_stderr()
     escape_logs_and_tracebacks()
     config = RunConfig.model_validate_json(config_json)
-    set_rendezvous(rank, config.parallel.ranks, port, config.parallel.threads_per_rank)
+    set_rendezvous(launched, address, config.parallel.threads_per_rank)
 
     def tell(text: str) -> None:
         last_word.send_bytes(printable(text).encode()[:MESSAGE_BYTES])
@@ -81,14 +91,15 @@ def run_worker(
         from relibra.rl.run.ranks import Rendezvous, is_peer_loss, joined_ranks
         from relibra.rl.trainer import train_rank
 
-        device = choose_device(rank, config.parallel.ranks, config.parallel.device)
-        if rank == 0:
+        device = choose_device(launched.local_rank, launched.num_local_ranks, config.parallel.device)
+        if launched.rank == 0:
             print(f"device {describe_device(device)}", file=sys.stderr, flush=True)
-        rendezvous = Rendezvous(rank, config.parallel.ranks, port, listener)
+        host, port = address
+        rendezvous = Rendezvous(launched.rank, launched.num_ranks, port, listener, host)
         patience = config.parallel.timeout_seconds, config.parallel.heartbeat_seconds
         with (
             joined_ranks(patience[0], device, rendezvous),
-            heartbeats(Path(run), ("127.0.0.1", port), *patience, on_lost=_lost(tell)),
+            heartbeats(Path(run), address, *patience, on_lost=_lost(tell)),
             library_errors(OUTSIDE, EngineError, stays=is_peer_loss),
         ):
             complete = train_rank(config, Path(run), device)
