@@ -30,7 +30,8 @@ ORIGIN = {
 EXAMPLES = [
     pytest.param(path, marks=[pytest.mark.slow] * (path.name == "execute_plan.py"), id=path.name)
     for path in sorted((ROOT / "examples").glob("*.py"))
-    if path.name != "trl_grpo.py"  # needs torchrun and TRL: tests/integrations/test_trl.py
+    # These need torchrun and TRL, and Megatron-core: tests/integrations.
+    if path.name not in ("trl_grpo.py", "megatron_core.py")
 ]
 
 

@@ -35,6 +35,7 @@ def build(planned, **settings):
             "num_moe_experts": EXPERTS,
             "moe_router_topk": TOP_K,
             "expert_model_parallel_size": RANKS,
+            "expert_tensor_parallel_size": 1,
             "moe_token_dispatcher_type": "alltoall",
             "moe_enable_routing_replay": True,
             "moe_router_load_balancing_type": "none",
@@ -78,10 +79,11 @@ def routes(seed=0):
     return result
 
 
-def forward(model, micro_batch):
-    positions = torch.arange(TOKENS).expand(SAMPLES, TOKENS)
-    mask = torch.ones(1, 1, TOKENS, TOKENS).tril() < 0.5
-    return model(tokens(micro_batch), positions, mask)
+def forward(model, micro_batch, ids=None):
+    ids = tokens(micro_batch) if ids is None else ids
+    length = ids.shape[1]
+    mask = torch.ones(1, 1, length, length).tril() < 0.5
+    return model(ids, torch.arange(length).expand(len(ids), length), mask)
 
 
 def backward(logits):
@@ -126,9 +128,9 @@ def make_plan(ids_MTLK, slots=2, home_map=None):
 def work(rank, folder, cases):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    from tests.integrations.megatron.on_cpu import run_megatron_on_cpu
+    from relibra.integrations.megatron.on_cpu import run_on_cpu
 
-    run_megatron_on_cpu()
+    run_on_cpu()
     from megatron.core import parallel_state
 
     dist.init_process_group(

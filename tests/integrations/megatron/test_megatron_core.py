@@ -1,6 +1,10 @@
 """Models of the released Megatron-core on two processes: routes, plans and homes against the stock model."""
 
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -14,6 +18,9 @@ from tests.integrations.megatron.ranks_at_work import (
     EXPERTS,
     LAYERS,
     RANKS,
+    TOP_K,
+    VOCABULARY,
+    backward,
     build,
     forward,
     gradients,
@@ -24,6 +31,8 @@ from tests.integrations.megatron.ranks_at_work import (
 )
 
 pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[3]
 
 MAP = np.array([[5, 1, 2, 7, 4, 0, 6, 3], [0, 1, 6, 3, 4, 5, 2, 7]])
 """Experts at each position, in each layer."""
@@ -123,6 +132,7 @@ def _follow_plans():
         "both": (2, MAP, {}),
         "many": (6, MAP, {}),
         "recompute": (2, MAP, RECOMPUTE),
+        "recomputed experts": (2, MAP, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
     }
     for name, (slots, home_map, settings) in cases.items():
         plan, demand = make_plan(ids_MTLK, slots, home_map)
@@ -219,6 +229,103 @@ def trains_and_moves():
     }
 
 
+class ShardedStates:
+    """Stands in for Megatron's DistributedOptimizer, which does not start without CUDA: halves of states, by expert."""
+
+    def __init__(self, model, other_parts=False):
+        self.states, self.parts, self.other_parts = {}, {}, other_parts
+        for layer in _layers(model):
+            for slot in range(layer.num_local_experts):
+                expert = float(layer.local_expert_indices[slot])
+                for one in layer.expert_parameters(slot):
+                    half = one.tensor.numel() // 2
+                    start = half * (slot % 2) if other_parts else 0
+                    self.parts[one.tensor] = {"param": SimpleNamespace(start=start, end=start + half)}
+                    self.states[one.tensor] = {key: torch.full((half,), expert) for key in ("param", "exp_avg")}
+        self.model_param_group_index_map = dict.fromkeys(self.states, (0, 0))
+
+    def _get_model_param_range_map(self, parameter):
+        return self.parts[parameter]
+
+    def _get_main_param_and_optimizer_states(self, parameter):
+        return self.states[parameter]
+
+    def _set_main_param_and_optimizer_states(self, parameter, tensors):
+        self.states[parameter] = {key: tensor.clone() for key, tensor in tensors.items()}
+
+
+def moves_shards():
+    """States of the distributed optimizer follow their experts; shards cut at other places do not move."""
+    from relibra.integrations.megatron.homes import relocate
+
+    model, errors = build(planned=True), []
+    optimizer = SimpleNamespace(chained_optimizers=[ShardedStates(model)])
+    relocate([model], MAP, optimizer)
+    follow = [
+        bool((tensor == float(layer.physical_to_logical_E[layer.local_expert_indices[slot]])).all())
+        for layer in _layers(model)
+        for slot in range(layer.num_local_experts)
+        for one in layer.expert_parameters(slot)
+        for tensor in optimizer.chained_optimizers[0].states[one.tensor].values()
+    ]
+    other = build(planned=True)
+    for wrong in (ShardedStates(other, other_parts=True), torch.optim.SGD(model.parameters())):
+        try:
+            relocate([other], MAP, wrong)
+        except EngineError as error:
+            errors.append(str(error))
+    return {"follow": all(follow), "errors": errors, "homes": [la.physical_to_logical_E.tolist() for la in _layers(other)]}
+
+
+def shares_samples():
+    """Tensor parallelism with sequence parallelism: both expert-parallel ranks hold rows of each sample."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    def rms_norm(_cls, config, hidden_size, **_):
+        return torch.nn.RMSNorm(hidden_size)  # what Megatron's wrapper returns, which asserts that nothing is parallel
+
+    with mock.patch.object(WrappedTorchNorm, "__new__", rms_norm):
+        return _share_samples()
+
+
+def _share_samples():
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    from relibra.integrations.megatron.execution import execute_plan
+    from relibra.integrations.megatron.row_layout import RowLayout
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=RANKS, expert_model_parallel_size=RANKS, expert_tensor_parallel_size=1
+    )
+    settings = {"tensor_model_parallel_size": RANKS, "sequence_parallel": True}
+    lengths, rng = [19, 12], np.random.default_rng(3)
+    score = rng.random((sum(lengths), LAYERS, EXPERTS)) + np.array([1, 0, 0, 0, 0, 0.6, 0, 0])
+    samples = np.split(np.argsort(-score, axis=2)[:, :, :TOP_K], [lengths[0]])
+    rows = RowLayout.of_verl(tensor_ranks=RANKS, context_ranks=1).rows(lengths)
+    ids_TLK = rows.routes(parallel_state.get_tensor_model_parallel_rank(), samples, num_experts=EXPERTS)
+    pack = torch.from_numpy(rng.integers(0, VOCABULARY, (1, rows.sample_XT.size)))
+    RouterReplay.clear_global_router_replay_instances()
+    stock = build(planned=False, **settings)
+    RouterReplay.set_replay_data([torch.from_numpy(ids_TLK[:, layer]) for layer in range(LAYERS)])
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    expected = forward(stock, 0, pack)
+    backward(expected)
+    plan, demand = make_plan([ids_TLK], 2)
+    model = build(planned=True, **settings)
+    with execute_plan([model], plan, demand) as step:
+        step.begin(0, ids_TLK)
+        logits = forward(model, 0, pack)
+        backward(logits)
+    return {
+        "replicas": plan.num_copies,
+        "logits": float((logits - expected).abs().max()),
+        "gradients": gradient_difference(model, gradients(stock), None),
+        "rows": len(ids_TLK),
+    }
+
+
 def _layers(model):
     from relibra.integrations.megatron.execution import planned_layers
 
@@ -258,7 +365,7 @@ def refuses():
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    cases = [replays_routes, follows_plans, trains_and_moves, refuses]
+    cases = [replays_routes, follows_plans, trains_and_moves, refuses, moves_shards, shares_samples]
     return on_ranks(cases, tmp_path_factory.mktemp("megatron"))
 
 
@@ -294,6 +401,39 @@ def test_experts_move_with_their_optimizer_states_and_are_saved_in_logical_order
         assert of_rank["back"] == MAP[::-1].tolist()
 
 
+def test_shards_of_states_follow_their_experts_or_nothing_moves(found):
+    for of_rank in found["moves_shards"]:
+        assert of_rank["follow"]
+        assert ["cut at other places" in of_rank["errors"][0], "is not among" in of_rank["errors"][1]] == [True, True]
+        assert of_rank["homes"] == [list(range(EXPERTS))] * LAYERS
+
+
+def test_ranks_that_share_samples_follow_a_plan_of_their_rows(found):
+    for of_rank in found["shares_samples"]:
+        assert of_rank["replicas"] > 0
+        assert of_rank["rows"] == 16
+        assert of_rank["logits"] < 1e-7
+        assert of_rank["gradients"] < 5e-7
+
+
+def test_specs_of_layers_blocks_and_stacks_are_planned():
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from relibra.integrations.megatron.moe_layer import PlannedMoELayer, with_planned_layers
+
+    moe, dense = get_gpt_layer_local_spec(num_experts=EXPERTS), get_gpt_layer_local_spec()
+    block = with_planned_layers(TransformerBlockSubmodules(layer_specs=[dense, moe]))
+    assert block.layer_specs[0] is dense
+    assert block.layer_specs[1].submodules.mlp.func is PlannedMoELayer
+    stack = with_planned_layers(ModuleSpec(module=HybridStack, submodules=HybridStackSubmodules(moe_layer=moe)))
+    assert stack.submodules.moe_layer.submodules.mlp.func is PlannedMoELayer
+    with pytest.raises(EngineError, match="no layer of the spec has experts"):
+        with_planned_layers(dense)
+
+
 def test_what_does_not_fit_is_refused(found):
     expected = {
         "homes": "experts are not at the homes of the plan",
@@ -307,3 +447,11 @@ def test_what_does_not_fit_is_refused(found):
     for errors in found["refuses"]:
         assert errors.keys() == expected.keys()
         assert all(part in errors[name] for name, part in expected.items()), errors
+
+
+def test_the_example_prints_what_it_says():
+    example = ROOT / "examples" / "megatron_core.py"
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("step", "losses", "weights"))]
+    assert "".join(f"# {line}\n" for line in lines) == example.read_text().split("# Output:\n")[1]

@@ -8,7 +8,7 @@ for one pass, so optimizers, checkpoints and exporters do not see them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -174,22 +174,33 @@ class PlannedMoELayer(MoELayer):  # type: ignore[misc]
 
 
 def with_planned_layers(spec: Any) -> Any:
-    """Return a layer or block spec whose MoE layers are `PlannedMoELayer`; other layers stay as they are.
+    """Return a spec whose MoE layers are `PlannedMoELayer`: of a layer, of a block, or of a hybrid stack.
 
     Goes where Megatron takes a spec: `GPTModel(transformer_layer_spec=...)`, slime's `--spec`, Megatron-Bridge's
-    `provider.transformer_layer_spec`.
+    `provider.transformer_layer_spec`. Other layers stay as they are.
 
     raises   EngineError where no layer has experts
     """
     if hasattr(spec, "layer_specs"):  # a block: dense and MoE layers
         found = [_planned_layer(one) for one in spec.layer_specs]
-        if all(new is None for new in found):
-            raise EngineError("no layer of the spec has experts (MoELayer): pass the spec of an MoE model")
-        return replace(spec, layer_specs=[new or old for new, old in zip(found, spec.layer_specs, strict=True)])
-    planned = _planned_layer(spec)
-    if planned is None:
-        raise EngineError("the spec has no experts (MoELayer): pass the spec of an MoE model")
+        changed = any(new is not None for new in found)
+        planned = replace(spec, layer_specs=[new or old for new, old in zip(found, spec.layer_specs, strict=True)])
+    else:
+        planned = _planned_layer(spec) or _planned_stack(spec)
+        changed = planned is not None
+    if not changed:
+        raise EngineError("no layer of the spec has experts (MoELayer): pass the spec of an MoE model")
     return planned
+
+
+def _planned_stack(spec: Any) -> Any:
+    """Return the spec of a stack that names its kinds of layers, such as HybridStack; None: none has experts."""
+    submodules: Any = getattr(spec, "submodules", None)
+    if not is_dataclass(submodules):
+        return None
+    found = {entry.name: _planned_layer(getattr(submodules, entry.name)) for entry in fields(submodules)}
+    changed = {name: planned for name, planned in found.items() if planned is not None}
+    return replace(spec, submodules=replace(submodules, **changed)) if changed else None  # type: ignore[type-var]
 
 
 def _planned_layer(spec: Any) -> Any:
@@ -224,5 +235,7 @@ def _check_config(config: Any, groups: Any) -> None:
             raise EngineError(
                 f"planned MoE layers need {name}={value!r}, and it is {getattr(config, name)!r}: {reason}"
             )
+    if getattr(config, "transformer_impl", "") == "inference_optimized":
+        raise EngineError("planned MoE layers train: build a model for inference from Megatron's own spec")
     if dist.get_world_size(groups.expt_tp) > 1:
         raise EngineError("planned MoE layers need expert_tensor_parallel_size=1: an expert is whole on its rank")

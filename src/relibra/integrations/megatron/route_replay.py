@@ -140,7 +140,7 @@ class RouteReplay:
                 f"layer {layer} chooses {router.topk} experts, and the routes have {L} layers of {K} choices: pass the "
                 "routes of this model, with layer_ids where they lack dense layers"
             )
-        ids_TK = np.ascontiguousarray(ids_TLK[:, position], dtype=np.int64)
+        ids_TK = np.ascontiguousarray(ids_TLK[:, position], dtype=np.int32)
         order_TK = np.sort(ids_TK, axis=1)
         if ids_TK.size and (order_TK.min() < 0 or order_TK.max() >= router.config.num_moe_experts):
             raise EngineError(
@@ -167,8 +167,9 @@ class RouteReplay:
                 "them out as the trainer does (RowLayout), with its padding"
             )
         replay = router.router_replay
-        replay.target_topk_idx = ids_TK
         if ids_TK is None:
+            replay.target_topk_idx = None
             replay.clear_router_replay_action()
         else:
+            replay.target_topk_idx = ids_TK.to(inputs[0].device, torch.int64)
             replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)

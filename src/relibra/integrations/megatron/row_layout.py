@@ -174,12 +174,12 @@ class PackedRows:
         L, K = next(iter(shapes))
         if num_experts < K:
             raise TraceError(f"{K} choices of {num_experts} experts cannot differ")
-        turn_TK = (np.arange(len(sample_T))[:, None] * K + np.arange(K)) % num_experts
+        turn_TK = ((np.arange(len(sample_T))[:, None] * K + np.arange(K)) % num_experts).astype(np.int32)
         ids_TLK = np.repeat(turn_TK[:, None], L, axis=1)
         for s, array in enumerate(routes):
             self._check(s, array, num_experts)
             own = np.flatnonzero((sample_T == s) & (position_T < len(array)))
-            chosen = np.asarray(array[position_T[own]], dtype=np.int64)
+            chosen = np.asarray(array[position_T[own]], dtype=np.int32)
             recorded = (chosen >= 0).all(axis=(1, 2))
             ids_TLK[own[recorded]] = chosen[recorded]
         return ids_TLK
