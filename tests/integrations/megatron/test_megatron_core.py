@@ -206,9 +206,9 @@ def trains_and_moves():
             run_step(model, lambda m, ids=ids_MTLK, step=step: step.begin(m, ids[m]))
         adam.step()
     refused = []
-    for save in (model.state_dict, model.sharded_state_dict):
+    for use in (model.state_dict, model.sharded_state_dict, partial(model.load_state_dict, stock.state_dict())):
         try:
-            save()
+            use()
         except EngineError as error:
             refused.append(str(error))
     with logical_order([model], adam):
@@ -274,7 +274,11 @@ def moves_shards():
             relocate([other], MAP, wrong)
         except EngineError as error:
             errors.append(str(error))
-    return {"follow": all(follow), "errors": errors, "homes": [la.physical_to_logical_E.tolist() for la in _layers(other)]}
+    return {
+        "follow": all(follow),
+        "errors": errors,
+        "homes": [la.physical_to_logical_E.tolist() for la in _layers(other)],
+    }
 
 
 def shares_samples():
@@ -394,7 +398,7 @@ def test_experts_move_with_their_optimizer_states_and_are_saved_in_logical_order
     for of_rank in found["trains_and_moves"]:
         assert of_rank["moved"][0] == 0
         assert min(of_rank["moved"][1:]) > 0
-        assert len(of_rank["refused"]) == 2
+        assert len(of_rank["refused"]) == 3
         assert of_rank["weights"] < 2e-5
         assert of_rank["states"] < 5e-7
         assert of_rank["sharded"]
@@ -416,6 +420,7 @@ def test_ranks_that_share_samples_follow_a_plan_of_their_rows(found):
         assert of_rank["gradients"] < 5e-7
 
 
+@pytest.mark.filterwarnings("ignore")  # Megatron misses apex
 def test_specs_of_layers_blocks_and_stacks_are_planned():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules

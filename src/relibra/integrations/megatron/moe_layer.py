@@ -83,6 +83,7 @@ class PlannedMoELayer(MoELayer):  # type: ignore[misc]
         self.physical_to_logical_E = np.arange(self.config.num_moe_experts)
         self.passes: LayerPasses[LayerPlan] = LayerPasses()
         self.experts.register_state_dict_pre_hook(self._refuse_physical_order)
+        self.experts.register_load_state_dict_pre_hook(self._refuse_physical_order)
         self._run: _Run | None = None
 
     @property
@@ -168,8 +169,8 @@ class PlannedMoELayer(MoELayer):  # type: ignore[misc]
     def _refuse_physical_order(self, *_: object) -> None:
         if (self.physical_to_logical_E != np.arange(len(self.physical_to_logical_E))).any():
             raise EngineError(
-                f"layer {self.layer_id}: a state dict is requested while experts are not in logical order, which its "
-                "readers expect: save inside `with logical_order(chunks, optimizer)`"
+                f"layer {self.layer_id}: a state dict is saved or loaded while experts are not in logical order, which "
+                "its readers and writers expect: do it inside `with logical_order(chunks, optimizer)`"
             )
 
 

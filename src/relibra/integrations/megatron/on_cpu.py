@@ -1,8 +1,8 @@
 """`run_on_cpu`: let the parts of Megatron-core that plans use run on a CPU over gloo, to try and to test.
 
 Megatron-core 0.19 asks CUDA for streams, devices and random states, also where tensors are on the host. Here it gets
-answers that do nothing. Layers, models, replay, recomputation and tensor parallelism then run; its optimizers, Transformer
-Engine, context parallelism and the flex dispatchers need a GPU.
+answers that do nothing. Layers, models, replay, recomputation and tensor parallelism then run; its optimizers,
+Transformer Engine, context parallelism and the flex dispatchers need a GPU.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class _Stream:
 def run_on_cpu() -> None:
     """Replace what Megatron-core asks of CUDA in this process; once, before a model is built.
 
-    Models need `use_cpu_initialization=True`, the local layer spec (no Transformer Engine), `moe_grouped_gemm=False`, and
-    no fusions of biases, masked softmax or gradient accumulation.
+    Models need `use_cpu_initialization=True`, the local layer spec (no Transformer Engine), `moe_grouped_gemm=False`,
+    and no fusions of biases, masked softmax or gradient accumulation.
 
     raises   EngineError where CUDA is available: a process of a GPU must keep its streams
     """
