@@ -34,6 +34,15 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         "peak_mib",
         "configuration",
     ),
+    "route_import": (
+        "case",
+        "gigabytes",
+        "gb_per_second",
+        ("quartiles", lambda row: between(row, "gb_per_second")),
+        "target",
+        "peak_mib",
+        "configuration",
+    ),
     "routing": ("case", "median", "min", "max", "configuration"),
     "route_path": ("case", "us_per_token", ("quartiles", lambda row: between(row, "us_per_token")), "configuration"),
     "balancers_gpt_oss": (

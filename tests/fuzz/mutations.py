@@ -77,11 +77,44 @@ def _with_change(rng, value):
     return copy.deepcopy(pick(rng, (*NUMBERS, *OTHERS)))  # later changes are of this value alone
 
 
-def _deep(levels):
-    value = []
+def _deep(levels, value=None):
+    value = [] if value is None else value
     for _ in range(levels):
         value = [value]
     return value
+
+
+def share(rng, value, times=40):
+    """Return a value that a pickle writes in a few bytes and that is walked through in up to 2^times steps."""
+    for _ in range(int(rng.integers(1, times))):
+        value = pick(rng, ((value,) * 2, [value] * 2, [value] * 300, {"a": value, "b": value}, (value, [value])))
+    return value
+
+
+def mutate_value(rng, value):
+    """Return a value of lists and dictionaries in which one node is shared, nested, another one, or there again."""
+    if isinstance(value, dict | list) and value and rng.random() < 0.85:
+        value = copy.copy(value)
+        keys = list(value) if isinstance(value, dict) else range(len(value))
+        key, other = pick(rng, list(keys)), pick(rng, list(keys))
+        match int(rng.integers(8)):
+            case 0:
+                value[key] = value[other]
+            case 1 if isinstance(value, list):
+                value += [value[key]] * int(rng.integers(1, 300))
+            case 2 if isinstance(value, dict):
+                value[pick(rng, (*NUMBERS, (1, 2), None))] = value[key]
+            case _:
+                value[key] = mutate_value(rng, value[key])
+        return value
+    match int(rng.integers(4)):
+        case 0:
+            return share(rng, pick(rng, (value, 1, (), [], "x")))
+        case 1:
+            return _deep(int(rng.integers(2, 200)), value)
+        case 2:
+            return [pick(rng, NUMBERS)] * int(rng.integers(1000))
+    return copy.deepcopy(pick(rng, (*NUMBERS, *OTHERS)))
 
 
 def mutate_array(rng, array):

@@ -12,7 +12,7 @@ from relibra.routing.readers.encodings.base64_text import decode_base64
 from relibra.routing.readers.encodings.inert_pickle import read_pickle
 from relibra.routing.readers.formats import Format, ImportRules, ShortRows, ZeroRows, import_samples
 from relibra.routing.readers.formats.normalise import ImportCounts, iterate_pieces
-from tests.fuzz.mutations import mutate_array, mutate_bytes, mutate_json, pick
+from tests.fuzz.mutations import mutate_array, mutate_bytes, mutate_json, mutate_value, pick
 from tests.routing import recordings as made
 
 
@@ -148,6 +148,56 @@ def _dumps():
     }
 
 
+def _views(rng):
+    """Return values of dumps whose tensors share storages, in part or over and over."""
+    whole = _tensor(made.routes(rng, 40))
+    parts = []
+    for ids, _, _ in _samples():
+        begin = int(rng.integers(40))
+        shape = tuple(int(pick(rng, (0, 1, length, length, 2 * length))) for length in ids.shape)
+        stride = pick(rng, (whole.stride(), whole.stride(), (0, 0, 0), (1, 1, 1), (2, 0, 1)))
+        fits = begin * 6 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) < whole.numel()
+        parts.append(whole.as_strided(shape, stride, begin * 6) if fits else whole[begin : begin + len(ids)])
+    samples = made.slime_samples(_samples(), np.array)
+    for sample, part in zip(samples, parts, strict=True):
+        sample["rollout_routed_experts"] = part
+        if rng.random() < 0.7:
+            sample["tokens"] = [1] * (len(part) + 1)
+    return {
+        Format.SLIME: {"samples": samples * int(pick(rng, (1, 1, 30)))},
+        Format.MEGATRON: [part[:, 0] for part in parts if part.shape[1]] * int(pick(rng, (1, 30))),
+        Format.SGLANG_RECORDER: made.recorder_dump(
+            [ids for ids, _, _ in _samples()], np.tile(np.arange(16), (3, 1)), _tensor
+        ),
+    }  # fmt: skip
+
+
+def shared_dumps(rng, folder):
+    """Dumps whose lists, samples and tensors are one object in many places, or nested deeply."""
+    format = pick(rng, (Format.SLIME, Format.SLIME, Format.MEGATRON, Format.SGLANG_RECORDER))
+    value = _views(rng)[format]
+    for _ in range(int(rng.integers(3))):
+        value = mutate_value(rng, value)
+    _import(rng, _whole(folder / "v.pt", _torch_file(value)), format)
+
+
+def shared_batches(rng, folder):
+    """Pickled batches with values that are shared, nested, or of other types."""
+    import pickle
+
+    batch = {
+        name: {"format": "numpy", "data": array.tobytes(), "shape": array.shape, "dtype": str(array.dtype)}
+        for name, array in _batches()[Format.SKYRL].items()
+    }
+    program = pickle.dumps({"batch_dict": mutate_value(rng, batch)}, protocol=int(rng.integers(2, 6)))
+    data = b"\x80\x02cx\ny\n(cx\nz\n" + program[:-1] + b"tR."
+    _import(
+        rng,
+        _damaged(rng, folder / "s.pkl", data) if rng.random() < 0.3 else _whole(folder / "s.pkl", data),
+        Format.SKYRL,
+    )
+
+
 def imported_dumps(rng, folder):
     format, data = pick(rng, list(_dumps().values()))
     if rng.random() < 0.5:  # in the pickle inside, so that the archive stays whole
@@ -191,7 +241,42 @@ def any_pickle(rng, _):
 
     value = {"a": [1, 2.5, None, True, "x", b"y"], "b": (1, (2, 3), {4}), "c": np.arange(4), "d": np.float32(2)}
     data = pickle.dumps(value, protocol=int(rng.integers(6)))
-    read_pickle("pickle", io.BytesIO(mutate_bytes(rng, data)))
+    damaged = mutate_bytes(rng, data)
+    read_pickle("pickle", io.BytesIO(damaged), len(damaged))
+
+
+_OPERATIONS = (
+    *(
+        b"N",
+        b"K\x01",
+        b"\x8c\x01a",
+        b"C\x01b",
+        b")",
+        b"]",
+        b"}",
+        b"\x8f",
+        b"(",
+        b"(",
+        b"2",
+        b"2\x86",
+        b"2\x86",
+        b"\x85",
+    ),
+    *(b"a", b"e", b"s", b"u", b"l", b"t", b"d", b"\x90", b"\x91", b"\x94", b"h\x00", b"h\x01", b"r\xff\xff\xff\xff"),
+    *(b"p9223372036854775807\n", b"cx\ny\n", b"\x93", b"R", b"\x81", b"\x92", b"b", b"0", b"1", b"Q", b"o"),
+    *(b"\x8a\x20" + b"\x7f" * 32, b"I99999999999999999999\n", b"\x8b\xff\xff\xff\x7f", b"\x8e" + b"\x7f" * 8),
+)
+"""Operations of pickles, most with their arguments."""
+
+
+def built_pickle(rng, _):
+    """A pickle of random operations, some of them many times: shared and deeply nested values, also as keys."""
+    program = b"\x80\x04"
+    for _ in range(int(rng.integers(1, 40))):
+        program += pick(rng, _OPERATIONS) * int(pick(rng, (1, 1, 1, 2, 60, 5000, 300_000)) if rng.random() < 0.4 else 1)
+        if len(program) > 1 << 21:
+            break
+    read_pickle("pickle", io.BytesIO(program + b"."), len(program))
 
 
 def any_base64(rng, _):
@@ -207,6 +292,6 @@ RECORDINGS = {
     function.__name__: function
     for function in (
         *(imported_answers, imported_batches, imported_dumps, imported_micro_batches, imported_router_traces),
-        *(any_pickle, any_base64),
+        *(shared_dumps, shared_batches, any_pickle, built_pickle, any_base64),
     )
 }

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.errors import LONGEST_MESSAGE, TraceError
+from relibra.routing.readers.formats.import_choices import Format
+from tests.fuzz import recordings
 from tests.fuzz.mutations import mutate_array, mutate_bytes, mutate_json
-from tests.fuzz.worker import READERS, REFUSED, run_case
+from tests.fuzz.worker import READ, READERS, REFUSED, run_case
 
 QUICK, THOROUGH = 200, 10_000
 
@@ -55,6 +57,16 @@ def test_damage_follows_from_the_seed_and_the_worker_finds_other_errors(tmp_path
 
     monkeypatch.setitem(READERS, "npz_trace", fail)
     assert "KeyError: 'a bug'" in run_case("npz_trace", 0, tmp_path)
+
+
+def test_every_format_is_damaged(tmp_path, monkeypatch):
+    seen = set()
+    monkeypatch.setattr(recordings, "import_samples", lambda _, format, __: seen.add(format) or iter(()))
+    for reader in recordings.RECORDINGS:
+        (tmp_path / reader).mkdir()
+        for seed in range(20):
+            assert run_case(reader, seed, tmp_path / reader) in (READ, REFUSED)
+    assert seen == set(Format)
 
 
 @settings(max_examples=50)

@@ -22,6 +22,8 @@ FREE_BYTES = 256 << 20
 """An archive of any size may unpack to this."""
 MAX_HEADER_BYTES = 1 << 16
 """Bytes that hold the header of an `.npy`; numpy reads none above 10,000."""
+MAX_DIRECTORY_BYTES = 32 << 20
+"""Of the list of members of an archive: 350,000 tensors; a member takes up to 17 times these bytes in memory."""
 MAX_RATIO = 64
 """Beyond that, unpacked bytes per byte of the archive; zip allows about 1,000. Recorded routes have 2 to 10."""
 DAMAGE = (
@@ -49,6 +51,7 @@ def load_arrays(path: Path, names: Container[str] | None = None) -> dict[str, nd
     raises    TraceError for a damaged archive, or one that is too large
     """
     try:
+        check_directory(path)
         with zipfile.ZipFile(path) as archive:
             size = sum(member.file_size for member in archive.infolist())
             allowed = min(MAX_ARRAY_BYTES, max(FREE_BYTES, MAX_RATIO * path.stat().st_size))
@@ -65,6 +68,20 @@ def load_arrays(path: Path, names: Container[str] | None = None) -> dict[str, nd
         raise
     except DAMAGE as error:
         raise TraceError(f"{path} cannot be read as an .npz archive: {error}") from error
+
+
+def check_directory(path: Path) -> None:
+    """Raise a TraceError for a zip archive with so many members that their list takes far more memory than the file."""
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - (1 << 17), 0))
+        tail = file.read(1 << 17)
+    at = -1
+    while (at := tail.find(b"PK\5\6", at + 1)) >= 0:
+        size = int.from_bytes(tail[at + 12 : at + 16], "little")
+        if at >= 76 and tail[at - 20 : at - 16] == b"PK\6\7":  # 64-bit numbers stand before
+            size = max(size if size < 0xFFFFFFFF else 0, int.from_bytes(tail[at - 36 : at - 28], "little"))
+        if size > MAX_DIRECTORY_BYTES:
+            raise TraceError(f"{path} lists members in {size:,} bytes: allowed are {MAX_DIRECTORY_BYTES:,}")
 
 
 def load_array(path: Path) -> ndarray:
@@ -120,6 +137,8 @@ def _read_header(file: Any) -> tuple[tuple[int, ...], np.dtype, bool]:
     major, _ = np.lib.format.read_magic(file)
     read_header = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
     shape, fortran, dtype = read_header(file)
+    if not dtype.itemsize and all(shape):  # takes memory once its entries are made
+        raise ValueError(f"header of shape {shape} of {dtype}, whose entries have no bytes")
     return shape, dtype, fortran
 
 

@@ -26,6 +26,9 @@ from relibra.routing.readers.npz_arrays import load_array, load_arrays
 from relibra.routing.readers.recorded_rows import HOW_TO_SAVE, RecordedRows, check_whole_numbers, join_rows
 from relibra.routing.trace import RoutingTrace, expert_dtype
 
+MAX_NAMES = 1 << 20
+"""Most groups of an archive: short names take ten times their bytes in memory."""
+
 
 def read_token_choices(path: Path | str, num_experts: int | None = None) -> RoutingTrace:
     """Read one file; rows of -1, or outside of a given mask, are invalid, as nothing was recorded there.
@@ -108,6 +111,8 @@ def _groups(
         return np.repeat(np.arange(len(sets)), lengths), tuple(sets)
     if "dataset" not in arrays or "dataset_names" not in arrays:
         return np.full(lengths[0], -1), ()
+    if arrays["dataset_names"].size > MAX_NAMES:
+        raise TraceError(f"{path}: 'dataset_names' has more than {MAX_NAMES:,} names")
     try:
         names = tuple(str(name) for name in np.atleast_1d(arrays["dataset_names"]).reshape(-1))
     except (SystemError, ValueError) as error:  # numbers that are no characters

@@ -8,17 +8,22 @@ Readers of formats take arrays out of these (`torch_archive.as_array`). So a fil
 from __future__ import annotations
 
 import pickletools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from relibra.errors import TraceError
+from relibra.routing.readers.encodings.excerpts import excerpt
 
-MAX_CONTAINERS = 1 << 22
-"""Most lists, dictionaries, tuples, sets and objects in one pickle: empty ones take 64 times their bytes in memory."""
+FREE_BYTES = 1 << 30
+"""Values of any pickle may take so much memory; those of a large file also twice its size. Empty lists take 64 bytes
+for each byte of the pickle, numbers 8 to 40."""
+PAIR_BYTES, OBJECT_BYTES, POINTER_BYTES, COLLECTED_BYTES = 104, 320, 8, 16
+"""Memory of an entry of a dictionary, an `InertObject`, a place in a list, and what the garbage collector adds."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False, slots=True)
 class InertObject:
     """What a pickle would have made by a call.
 
@@ -35,7 +40,7 @@ class InertObject:
     elements: list[Any] = field(default_factory=list)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
 class StorageName:
     """A persistent id: data that lies outside of the pickle, under this id."""
 
@@ -46,14 +51,19 @@ class _Mark:
     """The place on the stack where the values of a container begin."""
 
 
-def read_pickle(where: str, file: Any) -> Any:
+def read_pickle(where: str, file: Any, payload_bytes: int) -> Any:
     """Return the value of a pickle, with `InertObject`s in place of calls.
 
-    file      open for reading bytes
-    raises    TraceError for damaged bytes, for out-of-band buffers, and for more containers than `MAX_CONTAINERS`
+    Keys of dictionaries and members of sets that are neither numbers nor texts become `InertObject`s: the hash of a
+    tuple walks through all that it holds.
+
+    file            open for reading bytes
+    payload_bytes   of the file that it is, or is a part of
+    raises          TraceError for damaged bytes, for out-of-band buffers, and for values that take more memory than
+                    `FREE_BYTES` and twice the payload
     """
     try:
-        return _Machine().run(pickletools.genops(file))
+        return _Machine(FREE_BYTES + 2 * payload_bytes).run(pickletools.genops(file))
     except TraceError as error:
         raise TraceError(f"{where} cannot be read as a pickle: {error}") from error
     except (ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError, RecursionError) as error:
@@ -63,10 +73,10 @@ def read_pickle(where: str, file: Any) -> Any:
 class _Machine:
     """The stack machine of pickles, without calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
-        self.containers = 0
+        self.limit, self.used = limit, 0
 
     def run(self, operations: Iterator[tuple[Any, Any, int | None]]) -> Any:
         """Return the value that the operations leave."""
@@ -74,8 +84,10 @@ class _Machine:
         for operation, argument, _ in operations:
             name = operation.name
             if name in _LITERALS:
+                self.use(sys.getsizeof(argument) + POINTER_BYTES)
                 push(argument)
             elif name in _CONSTANTS:
+                self.use(POINTER_BYTES)
                 push(_CONSTANTS[name])
             elif name == "STOP":
                 return stack.pop()
@@ -85,12 +97,22 @@ class _Machine:
                 raise TraceError(f"its operation {name} is not supported")
         raise TraceError("it has no end")
 
+    def use(self, size: int) -> None:
+        """Count memory that values take."""
+        self.used += size
+        if self.used > self.limit:
+            raise TraceError(f"its values take more than {self.limit:,} bytes of memory")
+
     def made(self, value: Any) -> None:
         """Push a container."""
-        self.containers += 1
-        if self.containers > MAX_CONTAINERS:
-            raise TraceError(f"it holds more than {MAX_CONTAINERS:,} lists and objects")
+        is_object = isinstance(value, InertObject | StorageName)
+        self.use(OBJECT_BYTES if is_object else sys.getsizeof(value) + COLLECTED_BYTES + POINTER_BYTES)
         self.stack.append(value)
+
+    def known(self, key: int) -> None:
+        """Push a value that has a name."""
+        self.use(POINTER_BYTES)
+        self.stack.append(self.memo[key])
 
     def since_mark(self) -> list[Any]:
         """Take the values behind the last mark off the stack."""
@@ -112,14 +134,15 @@ class _Machine:
 
     def remember(self, key: int) -> None:
         """Name the value on top of the stack."""
-        if len(self.memo) >= MAX_CONTAINERS:
-            raise TraceError(f"it names more than {MAX_CONTAINERS:,} values")
+        if not 0 <= key < 1 << 32:  # larger numbers may have one hash
+            raise TraceError(f"it names a value {excerpt(key)}: expected a number of 32 bits")
+        self.use(PAIR_BYTES)
         self.memo[key] = self.stack[-1]
 
     def called(self, function: Any, arguments: Any) -> None:
         """Push what a call would have made."""
         name = function.name if isinstance(function, InertObject) else type(function).__name__
-        self.made(InertObject(name, tuple(arguments) if isinstance(arguments, tuple | list) else (arguments,)))
+        self.made(InertObject(name, arguments if isinstance(arguments, tuple) else (arguments,)))
 
     def restore(self, _: Any) -> None:
         """Keep the state that would have been restored into an object."""
@@ -134,7 +157,8 @@ class _Machine:
         entries = target.items if isinstance(target, InertObject) else target
         if not isinstance(entries, dict) or len(pairs) % 2:
             raise TraceError("it sets entries of what is no dictionary")
-        entries.update(zip(pairs[::2], pairs[1::2], strict=True))
+        self.use(PAIR_BYTES * (len(pairs) // 2))
+        entries.update(zip(map(self.as_key, pairs[::2]), pairs[1::2], strict=True))
 
     def append(self, values: list[Any]) -> None:
         """Append to the list on top of the stack."""
@@ -142,13 +166,26 @@ class _Machine:
         elements = target.elements if isinstance(target, InertObject) else target
         if not isinstance(elements, list):
             raise TraceError("it appends to what is no list")
+        self.use(POINTER_BYTES * len(values))
         elements.extend(values)
 
     def add(self, values: list[Any]) -> None:
         """Add to the set on top of the stack."""
         if not isinstance(self.stack[-1], set):
             raise TraceError("it adds to what is no set")
-        self.stack[-1].update(values)
+        self.use(PAIR_BYTES * len(values))
+        self.stack[-1].update(map(self.as_key, values))
+
+    def as_key(self, value: Any) -> Any:
+        """Return a value that is hashed in no time, and rarely as another one: itself, or an object that holds it."""
+        if isinstance(value, int):
+            plain = -(1 << 63) <= value < 1 << 63
+        else:
+            plain = isinstance(value, str | bytes | float | InertObject | StorageName | None)
+        if plain:
+            return value
+        self.use(OBJECT_BYTES)
+        return InertObject("a key", (value,))
 
 
 def _reduce(machine: _Machine, _: Any) -> None:
@@ -160,8 +197,8 @@ def _new_object(machine: _Machine, _: Any) -> None:
 
 
 def _new_object_with_keywords(machine: _Machine, _: Any) -> None:
-    function, arguments, keywords = machine.taken(3)
-    machine.called(function, (*arguments, keywords))
+    function, *arguments = machine.taken(3)
+    machine.called(function, tuple(arguments))
 
 
 def _object(machine: _Machine, _: Any) -> None:
@@ -179,6 +216,8 @@ def _global(machine: _Machine, argument: Any) -> None:
 
 def _stack_global(machine: _Machine, _: Any) -> None:
     module, name = machine.taken(2)
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise TraceError(f"it names {excerpt(name)} of {excerpt(module)}: expected texts")
     machine.made(InertObject(f"{module}.{name}"))
 
 
@@ -201,6 +240,7 @@ def _persistent(machine: _Machine, argument: Any) -> None:
 
 
 def _duplicate(machine: _Machine, _: Any) -> None:
+    machine.use(POINTER_BYTES)
     machine.stack.append(machine.stack[-1])
 
 
@@ -222,7 +262,7 @@ _ACTIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "TUPLE2": lambda machine, _: machine.made(tuple(machine.taken(2))),
     "TUPLE3": lambda machine, _: machine.made(tuple(machine.taken(3))),
     "DICT": _dictionary,
-    "FROZENSET": lambda machine, _: machine.made(frozenset(machine.since_mark())),
+    "FROZENSET": lambda machine, _: machine.made(frozenset(map(machine.as_key, machine.since_mark()))),
     "APPEND": lambda machine, _: machine.append(machine.taken(1)),
     "APPENDS": lambda machine, _: machine.append(machine.since_mark()),
     "SETITEM": lambda machine, _: machine.set_items(machine.taken(2)),
@@ -235,9 +275,9 @@ _ACTIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "BINPUT": lambda machine, key: machine.remember(key),
     "LONG_BINPUT": lambda machine, key: machine.remember(key),
     "MEMOIZE": lambda machine, _: machine.remember(len(machine.memo)),
-    "GET": lambda machine, key: machine.stack.append(machine.memo[key]),
-    "BINGET": lambda machine, key: machine.stack.append(machine.memo[key]),
-    "LONG_BINGET": lambda machine, key: machine.stack.append(machine.memo[key]),
+    "GET": lambda machine, key: machine.known(key),
+    "BINGET": lambda machine, key: machine.known(key),
+    "LONG_BINGET": lambda machine, key: machine.known(key),
     "GLOBAL": _global,
     "STACK_GLOBAL": _stack_global,
     "INST": _instance,

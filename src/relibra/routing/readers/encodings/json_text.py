@@ -27,8 +27,12 @@ SKIPPED_KEYS = ("logprobs", "prompt_logprobs")
 """Keys whose lists and objects are read as null: they have as many values as there are tokens."""
 LONG = 64
 """Characters from which a text is cut out."""
-MAX_REST_BYTES = 1 << 30
-"""Most bytes of a document besides its long texts: its values take several times as much memory."""
+MAX_REST_BYTES = 1 << 27
+"""Most bytes of a document besides its long texts: its values take up to 13 times as much memory."""
+MAX_CONTAINERS = 1 << 22
+"""Most lists and objects of a document besides what is passed over: an empty one takes 25 times its bytes in memory."""
+MAX_TEXTS = 1 << 19
+"""Most long texts of a document."""
 _KEY = re.compile(
     rb'"(?:(?:%b)"[ \t\r\n]*:[ \t\r\n]*"|(?:%b)"[ \t\r\n]*:[ \t\r\n]*(?=[\[{]))'
     % ("|".join(LONG_KEYS).encode(), "|".join(SKIPPED_KEYS).encode())
@@ -41,11 +45,13 @@ class JsonDocument:
     """One parsed document, or line.
 
     where     file and line, begins messages
+    size      bytes of the document
     value     the parsed value; long texts in it are replaced by names
     texts     the long texts, by these names
     """
 
     where: str
+    size: int
     value: Any
     texts: dict[str, memoryview]
 
@@ -107,7 +113,7 @@ def _line_end(data: bytes | mmap.mmap, start: int) -> int:
 
 def _parse(where: str, data: bytes | mmap.mmap, start: int, stop: int) -> JsonDocument:
     """Parse one document; raises ValueError for what is no JSON, TraceError for one that is too large."""
-    nonce, pieces, rest = secrets.token_hex(16), [], 0
+    nonce, rest = secrets.token_hex(16), bytearray()
     texts: dict[str, memoryview] = {}
     view = memoryview(data)
     at = start
@@ -117,33 +123,44 @@ def _parse(where: str, data: bytes | mmap.mmap, start: int, stop: int) -> JsonDo
             length = int(_value_length(np.frombuffer(view[begin:stop], dtype=np.uint8)))
             if length == 0:  # looking on from here could take the square of the time
                 raise ValueError(f"the list or object at byte {begin:,} does not end")
-            pieces += [data[at:begin], b"null"]
-            rest += begin - at
+            rest += data[at:begin] + b"null"
             at = begin + length
             continue
         end = data.find(b'"', begin, stop)
         if end < 0:
             break
         short = end - begin < LONG or data.find(b"\\", begin, end) >= 0
-        pieces.append(data[at:end] if short else data[at:begin])
+        rest += data[at:end] if short else data[at:begin]
         if not short:
             name = f"{nonce}:{len(texts)}"
             texts[name] = view[begin:end]
-            pieces.append(name.encode())
-        rest += len(pieces[-1])
+            rest += name.encode()
         at = end
-        if rest > MAX_REST_BYTES:
+        if len(rest) > MAX_REST_BYTES or len(texts) > MAX_TEXTS:
             break
-    if rest + stop - at > MAX_REST_BYTES:
+    _check_rest(where, rest, stop - at, len(texts))
+    rest += data[at:stop]
+    containers = rest.count(b"[") + rest.count(b"{")
+    if containers > MAX_CONTAINERS:
+        raise TraceError(
+            f"{where} has {containers:,} lists and objects, at most {MAX_CONTAINERS:,} are read: write one answer per "
+            "line (JSON lines)"
+        )
+    try:
+        value = json.loads(rest)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return JsonDocument(where=where, size=stop - start, value=value, texts=texts)
+
+
+def _check_rest(where: str, rest: bytearray, left: int, texts: int) -> None:
+    """Raise TraceError for a document whose values would take far more memory than the file."""
+    if len(rest) + left > MAX_REST_BYTES:
         raise TraceError(
             f"{where} has more than {MAX_REST_BYTES:,} bytes besides its routes: write one answer per line (JSON lines)"
         )
-    pieces.append(data[at:stop])
-    try:
-        value = json.loads(b"".join(pieces))
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    return JsonDocument(where=where, value=value, texts=texts)
+    if texts > MAX_TEXTS:
+        raise TraceError(f"{where} has more than {MAX_TEXTS:,} texts of routes: write one answer per line (JSON lines)")
 
 
 @compiled

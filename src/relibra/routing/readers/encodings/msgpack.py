@@ -1,15 +1,14 @@
-"""Read MessagePack: values, and values that are passed over without making them."""
+"""Read MessagePack: values of the types that are expected, and values that are passed over without making them.
+
+No lists of anything are made: one of empty lists would take 75 times its bytes in memory.
+"""
 
 from __future__ import annotations
-
-import struct
-from typing import Any
 
 import numpy as np
 
 from relibra.errors import TraceError
 
-MAX_DEPTH = 32
 _FIXED = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9, 0xD4: 3, 0xD5: 4,
           0xD6: 6, 0xD7: 10, 0xD8: 18, 0xC0: 1, 0xC2: 1, 0xC3: 1}  # fmt: skip
 """Bytes of values whose first byte says their size."""
@@ -36,30 +35,69 @@ class MessagePack:
             return self._number(_COUNTED[first])
         raise TraceError(f"byte {self.at - 1:,} begins no array")
 
-    def value(self, depth: int = 0) -> Any:
-        """Read a value: whole numbers, floats, texts, None, booleans, lists; binary ones are views of the bytes."""
-        first = self.data[self.at] if self.at < len(self.data) else self._byte()
-        if first <= 0x7F or first >= 0xE0:
-            self.at += 1
-            return first if first <= 0x7F else first - 256
-        if 0x90 <= first <= 0x9F or first in (0xDC, 0xDD):
-            length = self.array_length()
-            if depth > MAX_DEPTH or length > len(self.data) - self.at:
-                raise TraceError(f"array of {length:,} entries at byte {self.at:,} goes beyond the end, or is too deep")
-            return [self.value(depth + 1) for _ in range(length)]
-        if 0xA0 <= first <= 0xBF or first in _SIZED:
-            return self._sized(first)
-        if first in (0xC0, 0xC2, 0xC3):
-            self.at += 1
-            return {0xC0: None, 0xC2: False, 0xC3: True}[first]
-        if 0xCA <= first <= 0xD3:
-            size = _FIXED[first] - 1
-            code = {0xCA: ">f", 0xCB: ">d"}.get(first) or ">" + ("BHIQ" if first <= 0xCF else "bhiq")[
-                size.bit_length() - 1
-            ]
-            self.at += 1
-            return struct.unpack(code, self._take(size))[0]
-        raise TraceError(f"byte {self.at:,} begins a map or an extension: expected none here")
+    def is_none(self) -> bool:
+        """Return whether a nil is next, and pass over it."""
+        found = self.at < len(self.data) and self.data[self.at] == 0xC0
+        self.at += found
+        return found
+
+    def any_true(self) -> bool:
+        """Read an array of booleans, or of 0 and 1; return whether one of them is true."""
+        values = bytes(self._take(self.array_length()))
+        if values.translate(None, b"\xc2\xc3\0\1"):
+            raise TraceError(f"array before byte {self.at:,} holds other values than booleans")
+        return b"\xc3" in values or b"\1" in values
+
+    def whole_numbers(self, most: int) -> list[int]:
+        """Read an array of at most so many whole numbers from 0 on."""
+        length = self.array_length()
+        if length > most:
+            raise TraceError(f"array before byte {self.at:,} has {length:,} entries: allowed are {most:,}")
+        return [self._whole_number() for _ in range(length)]
+
+    def texts(self) -> tuple[int, int]:
+        """Pass over an array of texts; return how many there are, and how many empty ones at the end."""
+        length, empty = self.array_length(), 0
+        for _ in range(length):
+            empty = 0 if self._text_length() else empty + 1
+        return length, empty
+
+    def text(self) -> str:
+        """Read a text of at most 255 bytes."""
+        begin, size = self.at, self._text_length()
+        if size > 255:
+            raise TraceError(f"text at byte {begin:,} has {size:,} bytes: allowed are 255")
+        try:
+            return str(self.data[self.at - size : self.at], "utf-8")
+        except UnicodeDecodeError as error:
+            raise TraceError(f"text at byte {begin:,} is no UTF-8") from error
+
+    def binary(self) -> memoryview:
+        """Read binary data, as a view of the bytes."""
+        first = self._byte()
+        if not 0xC4 <= first <= 0xC6:
+            raise TraceError(f"byte {self.at - 1:,} begins no binary data")
+        return self._take(self._number(_SIZED[first][0]))
+
+    def _whole_number(self) -> int:
+        first = self._byte()
+        if first <= 0x7F:
+            return first
+        if not 0xCC <= first <= 0xCF:
+            raise TraceError(f"byte {self.at - 1:,} begins no whole number from 0 on")
+        return self._number(_FIXED[first] - 1)
+
+    def _text_length(self) -> int:
+        """Pass over a text; return its bytes."""
+        first = self._byte()
+        if 0xA0 <= first <= 0xBF:
+            size = first & 0x1F
+        elif 0xD9 <= first <= 0xDB:
+            size = self._number(_SIZED[first][0])
+        else:
+            raise TraceError(f"byte {self.at - 1:,} begins no text")
+        self._move(size)
+        return size
 
     def skip(self, values: int = 1) -> None:
         """Pass over values of any kind."""
@@ -97,20 +135,6 @@ class MessagePack:
             return 0
         self.at += size * count
         return count
-
-    def _sized(self, first: int) -> Any:
-        self.at += 1
-        length, kind = _SIZED.get(first, (0, 0))
-        size = self._number(length) if length else first & 0x1F
-        if kind:
-            raise TraceError(f"byte {self.at:,} begins an extension: expected none here")
-        data = self._take(size)
-        if 0xC4 <= first <= 0xC6:
-            return data
-        try:
-            return str(data, "utf-8")
-        except UnicodeDecodeError as error:
-            raise TraceError(f"text before byte {self.at:,} is no UTF-8") from error
 
     def _byte(self) -> int:
         return int(self._take(1)[0])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import mmap
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,14 @@ import numpy as np
 from numpy import ndarray
 
 from relibra.errors import TraceError
+from relibra.routing.readers.encodings.excerpts import excerpt
 from relibra.routing.readers.encodings.inert_pickle import InertObject, StorageName, read_pickle
-from relibra.routing.readers.npz_arrays import DAMAGE
+from relibra.routing.readers.encodings.nested_lists import MAX_AXES, array_of_lists
+from relibra.routing.readers.npz_arrays import DAMAGE, check_directory
+
+FREE_BYTES = 1 << 30
+"""Arrays taken from any file may have so many bytes in all; those of a large file also twice its size."""
+_LOCAL_HEADER_BYTES = 30
 
 _STORAGES = {
     "torch.ByteStorage": np.uint8, "torch.CharStorage": np.int8, "torch.ShortStorage": np.int16,
@@ -29,7 +37,7 @@ _NAMED_DTYPES = {
 
 
 class TorchArchive:
-    """A torch file: `value` has inert objects for tensors, which `array` turns into arrays.
+    """A torch file: `value` has inert objects for tensors, which `array` turns into arrays: views of the mapped file.
 
     >>> with TorchArchive(path) as archive:  # doctest: +SKIP
     ...     ids = archive.array("samples[0]", archive.value["samples"][0]["routed_experts"])
@@ -41,17 +49,24 @@ class TorchArchive:
         raises    TraceError for a damaged file, or one of the format before torch 1.6
         """
         self.path = path
+        self.taken = 0
+        self.checked: set[str] = set()
         try:
             if not zipfile.is_zipfile(path):
                 raise TraceError(f"{path} is no torch file: expected a zip archive, as since torch 1.6")
+            check_directory(path)
             self.zip = zipfile.ZipFile(path)
             self.members = {one.filename.partition("/")[2]: one for one in self.zip.infolist()}
+            with path.open("rb") as file:
+                # Not closed here: arrays are views of it, and the last of them frees it.
+                self.data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
             if "data.pkl" not in self.members:
                 raise TraceError(f"{path} is no torch file: it has no data.pkl")
-            if "byteorder" in self.members and self._read("byteorder", 16) != b"little":
+            if "byteorder" in self.members and bytes(self._stored("byteorder")) != b"little":
                 raise TraceError(f"{path} was written on a big-endian machine: save it again on a little-endian one")
-            with self.zip.open(self.members["data.pkl"]) as file:
-                self.value: Any = read_pickle(str(path), file)
+            self._stored("data.pkl")
+            with self.zip.open(self.members["data.pkl"]) as pickled:
+                self.value: Any = read_pickle(str(path), pickled, len(self.data))
         except TraceError:
             raise
         except DAMAGE as error:
@@ -68,43 +83,64 @@ class TorchArchive:
     def array(self, what: str, value: Any) -> ndarray:
         """Return the array of a tensor, or of a numpy array, of integers or booleans.
 
-        raises    TraceError for anything else, and where size, stride and storage do not fit
+        raises    TraceError for anything else, where size, stride and storage do not fit, and where the arrays taken so
+                  far are far larger than the file: views of the same data
         """
         where = f"{self.path}: {what}"
         if not isinstance(value, InertObject) or not value.name.startswith("torch._utils._rebuild_tensor"):
-            return as_array(where, value)
-        try:
-            return self._tensor(where, value)
-        except DAMAGE as error:
-            raise TraceError(f"{where} cannot be read as a tensor: {error}") from error
+            found = as_array(where, value, len(self.data))
+        else:
+            try:
+                found = self._tensor(where, value)
+            except TraceError:
+                raise
+            except DAMAGE as error:
+                raise TraceError(f"{where} cannot be read as a tensor: {error}") from error
+        self.taken += found.nbytes
+        if self.taken > FREE_BYTES + 2 * len(self.data):
+            raise TraceError(
+                f"{where}: arrays up to this one have {self.taken:,} bytes, and the file {len(self.data):,}: many are "
+                "the same data; save copies (tensor.clone())"
+            )
+        return found
 
     def _tensor(self, where: str, value: InertObject) -> ndarray:
         storage, offset, size, stride = value.args[:4]
         named = value.args[6:7] if value.name.endswith("_rebuild_tensor_v3") else ()
         kind, key, numel, dtype = _storage_of(where, storage, named)
-        numbers = (offset, numel, *size, *stride)
-        if not all(type(number) is int and 0 <= number < 1 << 48 for number in numbers) or len(size) != len(stride):
-            raise TraceError(f"{where} has size {size} and stride {stride}: expected whole numbers")
+        said = f"size {excerpt(size)} and stride {excerpt(stride)}"
+        if len(size) != len(stride) or len(size) > MAX_AXES:
+            raise TraceError(f"{where} has {said}: expected at most {MAX_AXES} axes")
+        if not all(type(number) is int and 0 <= number < 1 << 48 for number in (offset, numel, *size, *stride)):
+            raise TraceError(f"{where} has {said}: expected whole numbers")
         entries = math.prod(size)
         last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
         held = numel if kind != "untyped" else numel // dtype.itemsize
         if entries and (last >= held or entries > held):
-            raise TraceError(f"{where} has size {size} and stride {stride} in a storage of {held:,} entries")
+            raise TraceError(f"{where} has {said} in a storage of {held:,} entries")
         if not entries:
             return np.zeros(size, dtype=dtype)
-        flat = np.frombuffer(self._read(f"data/{key}", held * dtype.itemsize), dtype=dtype)
+        data = self._stored(f"data/{key}")
+        if len(data) != held * dtype.itemsize:
+            raise TraceError(f"{where} has a storage of {len(data):,} bytes: {held:,} of {dtype} are expected")
+        flat = np.frombuffer(data, dtype=dtype)
         strides = [step * dtype.itemsize for step in stride]
         return np.lib.stride_tricks.as_strided(flat[offset:], size, strides, writeable=False)
 
-    def _read(self, name: str, size: int) -> bytes:
-        """Read a member that is stored as it is, with at most `size` bytes, or for storages exactly so many."""
+    def _stored(self, name: str) -> memoryview:
+        """Return the bytes of a member, which are compared with their checksum once."""
         member = self.members.get(name)
         if member is None:
             raise TraceError(f"{self.path} lacks its member {name}: the file was cut")
-        wrong = member.file_size > size if name == "byteorder" else member.file_size != size
-        if wrong or member.compress_type != zipfile.ZIP_STORED:
-            raise TraceError(f"{self.path}: member {name} has {member.file_size:,} bytes, and {size:,} are expected")
-        return self.zip.read(member)
+        if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
+            raise TraceError(f"{self.path}: member {name} is compressed or encrypted: torch stores them as they are")
+        head = self.data[member.header_offset :][:_LOCAL_HEADER_BYTES]
+        lengths = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+        found = self.data[member.header_offset + _LOCAL_HEADER_BYTES + lengths :][: member.file_size]
+        if len(found) != member.file_size or (name not in self.checked and zlib.crc32(found) != member.CRC):
+            raise TraceError(f"{self.path}: member {name} is cut, or other bytes than were written")
+        self.checked.add(name)
+        return found
 
 
 def _storage_of(where: str, storage: Any, named: tuple[Any, ...]) -> tuple[str, str, int, np.dtype]:
@@ -113,32 +149,35 @@ def _storage_of(where: str, storage: Any, named: tuple[Any, ...]) -> tuple[str, 
     if not isinstance(found, tuple) or len(found) != 5 or found[0] != "storage":
         raise TraceError(f"{where} has no storage in the file")
     _, kind, key, _, numel = found
-    name = kind.name if isinstance(kind, InertObject) else str(kind)
+    name = kind.name if isinstance(kind, InertObject) else excerpt(kind)
+    if not isinstance(key, str):
+        raise TraceError(f"{where} has its data under {excerpt(key)}: expected a text")
     if name in _STORAGES and not named:
-        return "typed", str(key), numel, np.dtype(_STORAGES[name])
+        return "typed", key, numel, np.dtype(_STORAGES[name])
     dtype = _NAMED_DTYPES.get(named[0].name) if named and isinstance(named[0], InertObject) else None
     if name not in _UNTYPED or dtype is None:
         raise TraceError(f"{where} holds {name}: expected a tensor of integers or booleans")
-    return "untyped", str(key), numel, np.dtype(dtype)
+    return "untyped", key, numel, np.dtype(dtype)
 
 
-def as_array(where: str, value: Any) -> ndarray:
+def as_array(where: str, value: Any, payload_bytes: int) -> ndarray:
     """Return a numpy array from a pickle, or from nested lists of whole numbers.
 
-    raises    TraceError for anything else
+    payload_bytes   of the file
+    raises          TraceError for anything else
     """
     try:
         if isinstance(value, InertObject) and value.name.endswith("multiarray._reconstruct"):
             _, shape, dtype, fortran, data = value.state
-            kind = np.dtype(str(dtype.args[0]))
+            kind = named_dtype(dtype.args[0])
             if kind.kind not in "biu" or (dtype.state and dtype.state[1] == ">"):
                 raise TraceError(f"{where} holds {kind}: expected integers or booleans")
             flat = np.frombuffer(as_bytes(data), dtype=kind)
             return flat.reshape(_checked_shape(where, shape, len(flat)), order="F" if fortran else "C")
         if isinstance(value, list):
-            array = np.array(value)
-            if array.dtype.kind in "biu" or array.size == 0:
-                return array.astype(np.int64) if array.size == 0 else array
+            return array_of_lists(where, value, payload_bytes)
+    except TraceError:
+        raise
     except DAMAGE as error:
         raise TraceError(f"{where} cannot be read as an array: {error}") from error
     except (AttributeError, IndexError) as error:
@@ -149,11 +188,18 @@ def as_array(where: str, value: Any) -> ndarray:
 
 def as_bytes(value: Any) -> bytes:
     """Return bytes of a pickle; those of protocol 2 are a text with one character for each."""
-    if isinstance(value, InertObject) and value.name == "_codecs.encode":
-        return str(value.args[0]).encode("latin-1")
+    if isinstance(value, InertObject) and value.name == "_codecs.encode" and isinstance(value.args[0], str):
+        return value.args[0].encode("latin-1")
     if isinstance(value, bytes | bytearray):
         return bytes(value)
     raise TypeError(f"{type(value).__name__} where bytes are expected")
+
+
+def named_dtype(name: Any) -> np.dtype:
+    """Return the type with a short name, "int32" or "<i4"; raises TypeError for other values."""
+    if not isinstance(name, str) or len(name) > 16:
+        raise TypeError(f"{excerpt(name)} where the name of a type is expected")
+    return np.dtype(name)
 
 
 def as_mapping(value: Any) -> Mapping[Any, Any]:
@@ -165,7 +211,7 @@ def as_mapping(value: Any) -> Mapping[Any, Any]:
 
 def _checked_shape(where: str, shape: Any, entries: int) -> tuple[int, ...]:
     if not isinstance(shape, tuple) or not all(type(length) is int and length >= 0 for length in shape):
-        raise TraceError(f"{where} has shape {shape}: expected whole numbers")
-    if math.prod(shape) != entries:
-        raise TraceError(f"{where} has shape {shape} and {entries:,} entries")
+        raise TraceError(f"{where} has shape {excerpt(shape)}: expected whole numbers")
+    if len(shape) > MAX_AXES or math.prod(shape) != entries:
+        raise TraceError(f"{where} has shape {excerpt(shape)} and {entries:,} entries")
     return shape

@@ -6,32 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
 
 from relibra.errors import TraceError
 from relibra.routing.array_sizes import memory_errors
 from relibra.routing.readers.formats.answers import read_answers
+from relibra.routing.readers.formats.import_choices import Format, ShortRows, ZeroRows
 from relibra.routing.readers.formats.megatron_trace import read_megatron_trace
 from relibra.routing.readers.formats.padded_batch import read_nemo_batch, read_skyrl_batch, read_verl_batch
 from relibra.routing.readers.formats.prime_batches import read_prime_batches
-from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample, ShortRows, ZeroRows
+from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample
 from relibra.routing.readers.formats.sglang_recorder import read_sglang_recorder
 from relibra.routing.readers.formats.slime_dump import read_slime_dump
-
-
-class Format(StrEnum):
-    """What recorded the routes."""
-
-    ANSWERS = "answers"
-    VERL = "verl"
-    SLIME = "slime"
-    SKYRL = "skyrl"
-    NEMO_RL = "nemo-rl"
-    PRIME_RL = "prime-rl"
-    MEGATRON = "megatron"
-    SGLANG_RECORDER = "sglang-recorder"
-
 
 READERS: Mapping[Format, Callable[[Path, ImportRules], Iterator[RoutedSample]]] = {
     Format.ANSWERS: read_answers,

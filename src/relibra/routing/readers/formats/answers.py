@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from relibra.errors import TraceError
+from relibra.routing.readers.encodings.excerpts import excerpt
 from relibra.routing.readers.encodings.json_text import JsonDocument, iterate_documents
 from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample
 from relibra.routing.readers.formats.wire_routes import decode_raw_int32, decode_routes
@@ -185,5 +186,5 @@ def _is_list(value: Mapping[str, Any], key: str) -> bool:
 
 def _whole(where: str, what: str, value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 40:
-        raise TraceError(f"{where}: {what} is {value!r:.40}: expected a whole number")
+        raise TraceError(f"{where}: {what} is {excerpt(value)}: expected a whole number")
     return value

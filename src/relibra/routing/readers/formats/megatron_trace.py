@@ -19,7 +19,9 @@ import numpy as np
 from numpy import ndarray
 
 from relibra.errors import TraceError
+from relibra.routing.readers.encodings.excerpts import excerpt
 from relibra.routing.readers.encodings.json_text import JsonDocument, iterate_documents
+from relibra.routing.readers.encodings.nested_lists import array_of_lists
 from relibra.routing.readers.encodings.torch_archive import TorchArchive
 from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample
 
@@ -44,7 +46,7 @@ def read_megatron_trace(path: Path, rules: ImportRules) -> Iterator[RoutedSample
             yield from _passes(f"{path}, step {step}", layers)
             layers = {}
         step = record["step"]
-        layers.setdefault(record["layer"], []).append(_indices(document.where, record))
+        layers.setdefault(record["layer"], []).append(_indices(document, record))
         if sum(map(len, layers.values())) > MAX_STEP_LINES:
             raise TraceError(f"{path}, step {step} has more than {MAX_STEP_LINES:,} lines: record fewer micro-batches")
     if layers:
@@ -56,21 +58,22 @@ def _record(document: JsonDocument) -> Mapping[str, Any]:
     if not isinstance(record, Mapping) or any(type(record.get(key)) is not int for key in ("step", "layer")):
         raise TraceError(f"{document.where} is no record of a router trace: expected step, layer and top_indices")
     if record.get("block") not in ("decoder", "mtp") or not 0 <= record["layer"] < 1 << 16:
-        raise TraceError(f"{document.where} has block {record.get('block')!r:.40} and layer {record['layer']}")
+        raise TraceError(
+            f"{document.where} has block {excerpt(record.get('block'))} and layer {excerpt(record['layer'])}"
+        )
     return record
 
 
-def _indices(where: str, record: Mapping[str, Any]) -> ndarray:
+def _indices(document: JsonDocument, record: Mapping[str, Any]) -> ndarray:
     """Return the ids of a record, [tokens, choices]."""
     tokens, top_k, lists = record.get("num_tokens"), record.get("topk"), record.get("top_indices")
-    try:
-        ids = np.array(lists, dtype=np.int64) if isinstance(lists, list) else None
-    except (ValueError, TypeError, OverflowError) as error:
-        raise TraceError(f"{where}: top_indices are no whole numbers [tokens, choices]: {error}") from error
-    if ids is None or ids.shape != (tokens, top_k):
-        shape = "no list" if ids is None else ids.shape
-        raise TraceError(f"{where}: top_indices have shape {shape}: num_tokens and topk say ({tokens}, {top_k})")
-    return ids.astype(np.int32) if ids.size and ids.max() < 1 << 31 and ids.min() > -(1 << 31) else ids
+    where = f"{document.where}: top_indices"
+    if not isinstance(lists, list):
+        raise TraceError(f"{where} is {excerpt(lists)}: expected lists [tokens, choices]")
+    ids = array_of_lists(where, lists, document.size)
+    if ids.shape != (tokens, top_k) and (len(ids) or tokens != 0):
+        raise TraceError(f"{where} has shape {ids.shape}: num_tokens and topk say {excerpt((tokens, top_k))}")
+    return ids.reshape(len(ids), -1 if ids.size else 0)
 
 
 def _passes(where: str, layers: dict[int, list[ndarray]]) -> Iterator[RoutedSample]:

@@ -15,12 +15,15 @@ from numpy import ndarray
 
 from relibra.errors import TraceError
 from relibra.number_ranges import ranges_in_words
-from relibra.routing.array_sizes import MAX_TOP_K, check_array_size
-from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample, ShortRows, ZeroRows
+from relibra.routing.array_sizes import MAX_SAMPLES, MAX_TOP_K, check_array_size
+from relibra.routing.readers.formats.import_choices import ShortRows, ZeroRows
+from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample
 from relibra.routing.trace import RoutingTrace, expert_dtype
 
 PIECE_BYTES = 64 << 20
 """Routes of a piece; a longer sample is a piece of its own."""
+SAMPLE_BYTES = 1 << 10
+"""Memory of a sample beside its routes, counted for each: samples without tokens fill a piece too."""
 MAX_TOKENS = 1 << 28
 """Most tokens of a sample."""
 
@@ -65,10 +68,12 @@ def iterate_pieces(
         if rows is None:
             continue
         waiting.append(rows)
-        held += rows.tokens * rows.ids_TLK.shape[1] * rows.ids_TLK.shape[2]
+        held += rows.tokens * rows.ids_TLK.shape[1] * rows.ids_TLK.shape[2] + SAMPLE_BYTES
         if held >= PIECE_BYTES:
             yield _piece(waiting, rules, counts, names, source)
             waiting, held = [], 0
+        if number > MAX_SAMPLES:
+            raise TraceError(f"{source} has more than {MAX_SAMPLES:,} samples: import it in parts")
     if waiting:
         yield _piece(waiting, rules, counts, names, source)
     if first is None:
@@ -82,7 +87,8 @@ def _checked(
 ) -> _Rows | None:
     """Return the rows of a sample; None: it is left out."""
     ids_TLK, where = sample.ids_TLK, sample.where
-    if ids_TLK.ndim != 3 or ids_TLK.dtype.kind not in "iu" or not 1 <= ids_TLK.shape[2] <= MAX_TOP_K:
+    whole_numbers = ids_TLK.ndim == 3 and ids_TLK.dtype.kind in "iu"
+    if not whole_numbers or not ids_TLK.shape[1] or not 1 <= ids_TLK.shape[2] <= MAX_TOP_K:
         raise TraceError(
             f"{where} has routes of type {ids_TLK.dtype} and shape {ids_TLK.shape}: expected integers [rows, layers, "
             f"choices] with 1 to {MAX_TOP_K} choices"
@@ -94,7 +100,8 @@ def _checked(
         )
     ids_TLK = ids_TLK[:, _layer_places(where, ids_TLK.shape[1], rules)]
     tokens, start = _tokens_and_start(sample, rules)
-    recorded_T = _recorded_rows(sample, ids_TLK, tokens, start)
+    lowest, highest = (int(ids_TLK.min()), int(ids_TLK.max())) if ids_TLK.size else (0, 0)
+    recorded_T = _recorded_rows(sample, ids_TLK, tokens, start, lowest)
     zero_T = recorded_T & _zero_rows(ids_TLK)
     if zero_T.any():
         counts.zero_rows += int(zero_T.sum())
@@ -107,7 +114,8 @@ def _checked(
     _refuse_zero_layers(where, ids_TLK, recorded_T, rules)
     valid_T = np.zeros(tokens, dtype=bool)
     valid_T[start : start + len(ids_TLK)] = recorded_T
-    _check_range(sample, ids_TLK, recorded_T, rules)
+    if lowest < 0 or highest >= rules.num_experts:
+        _check_range(sample, ids_TLK, recorded_T, rules)
     return _Rows(sample, ids_TLK, valid_T, tokens, start)
 
 
@@ -132,6 +140,8 @@ def _tokens_and_start(sample: RoutedSample, rules: ImportRules) -> tuple[int, in
     tokens = rows + start if sample.tokens is None else sample.tokens
     if not 0 <= start <= tokens <= MAX_TOKENS:
         raise TraceError(f"{sample.where} has {tokens:,} tokens and rows from token {start:,} on")
+    if not 0 <= sample.prompt_tokens <= tokens:
+        raise TraceError(f"{sample.where} has a prompt of {sample.prompt_tokens:,} tokens and {tokens:,} in all")
     short = tokens - 1 - start - rows
     if short < -1:
         raise TraceError(
@@ -149,12 +159,12 @@ def _tokens_and_start(sample: RoutedSample, rules: ImportRules) -> tuple[int, in
     return tokens, start
 
 
-def _recorded_rows(sample: RoutedSample, ids_TLK: ndarray, tokens: int, start: int) -> Bool[ndarray, " T"]:
+def _recorded_rows(sample: RoutedSample, ids_TLK: ndarray, tokens: int, start: int, lowest: int) -> Bool[ndarray, " T"]:
     """Return which rows hold a route: neither a filler, nor -1, nor the row of a last token that was not processed."""
     recorded_T = np.ones(len(ids_TLK), dtype=bool) if sample.absent_T is None else ~sample.absent_T
     if sample.last_absent and len(ids_TLK) and start + len(ids_TLK) == tokens:
         recorded_T[-1] = False
-    if ids_TLK.dtype.kind == "i" and ids_TLK.size and ids_TLK.min() < 0:
+    if lowest < 0:
         absent_TLK = ids_TLK == -1
         absent_T = absent_TLK.all(axis=(1, 2))
         partly_T = absent_TLK.any(axis=(1, 2)) & ~absent_T & recorded_T
@@ -215,8 +225,6 @@ def _refuse_zero_layers(where: str, ids_TLK: ndarray, recorded_T: ndarray, rules
 
 def _check_range(sample: RoutedSample, ids_TLK: ndarray, recorded_T: ndarray, rules: ImportRules) -> None:
     """Raise TraceError for ids beyond the experts in recorded rows."""
-    if not ids_TLK.size or 0 <= ids_TLK.min() <= ids_TLK.max() < rules.num_experts:
-        return
     bad_T = recorded_T & ((ids_TLK < 0) | (ids_TLK >= rules.num_experts)).any(axis=(1, 2))
     if bad_T.any():
         row = int(bad_T.argmax())

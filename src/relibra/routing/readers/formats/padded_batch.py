@@ -16,7 +16,7 @@ Containers: a dictionary of tensors in a torch file (.pt), safetensors, .npz; fo
 
 from __future__ import annotations
 
-import itertools
+import mmap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,14 @@ from numpy import ndarray
 
 from relibra.errors import TraceError
 from relibra.routing.array_sizes import MAX_SAMPLES
+from relibra.routing.readers.encodings.excerpts import excerpt
 from relibra.routing.readers.encodings.inert_pickle import InertObject, read_pickle
+from relibra.routing.readers.encodings.nested_lists import MAX_AXES
 from relibra.routing.readers.encodings.safetensors_file import map_safetensors
-from relibra.routing.readers.encodings.torch_archive import TorchArchive, as_bytes, as_mapping
+from relibra.routing.readers.encodings.torch_archive import TorchArchive, as_bytes, as_mapping, named_dtype
 from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample
 from relibra.routing.readers.npz_arrays import DAMAGE, load_arrays
+from relibra.routing.readers.recorded_rows import check_whole_numbers
 
 NAMES = (
     "routed_experts", "rollout_expert_indices", "attention_mask", "response_mask", "responses", "router_padding_mask",
@@ -75,8 +78,13 @@ def read_skyrl_batch(path: Path, rules: ImportRules) -> Iterator[RoutedSample]: 
     mask = _mask(path, arrays, "attention_mask", routes.shape[:2])
     absent = _mask(path, arrays, "router_padding_mask", routes.shape[:2])
     response = arrays.get("response_mask")
-    if response is not None and (response.ndim != 2 or len(response) != len(routes)):
-        raise TraceError(f"{path}: response_mask is {response.dtype} {response.shape}: expected {len(routes)} rows")
+    if response is not None and (
+        response.ndim != 2 or len(response) != len(routes) or response.dtype.kind not in "biu"
+    ):
+        raise TraceError(
+            f"{path}: response_mask is {response.dtype} {response.shape}: expected true or false, or whole numbers, in "
+            f"{len(routes)} rows"
+        )
     for sample in range(len(routes)):
         if absent[sample].all():
             continue
@@ -134,10 +142,14 @@ def open_batch(path: Path) -> Mapping[str, ndarray]:
 def _tensor_batch(path: Path) -> Mapping[str, ndarray]:
     """Return the arrays of a pickled `TensorBatch` of SkyRL."""
     try:
-        with path.open("rb") as file:
-            value = read_pickle(str(path), file)
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            value = read_pickle(str(path), data, len(data))
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # nothing to map
+        if isinstance(error, TraceError):
+            raise
+        raise TraceError(f"{path} is empty: expected a pickle") from error
     state = value.args[1] if isinstance(value, InertObject) and len(value.args) == 2 else None
     batch = state.get("batch_dict") if isinstance(state, Mapping) else None
     if not isinstance(batch, Mapping):
@@ -150,9 +162,9 @@ def _packed(where: str, entry: Any) -> ndarray:
     if not isinstance(entry, Mapping) or entry.get("format", "numpy") != "numpy":
         raise TraceError(f"{where} is no array in numpy's bytes")
     try:
-        dtype, shape = np.dtype(str(entry.get("dtype"))), tuple(entry["shape"])
-        if dtype.kind not in "biuf" or not all(type(n) is int and n >= 0 for n in shape):
-            raise TraceError(f"{where} is {dtype} {shape}: expected numbers")
+        dtype, shape = named_dtype(entry.get("dtype")), entry["shape"]
+        if dtype.kind not in "biuf" or not isinstance(shape, list | tuple) or len(shape) > MAX_AXES:
+            raise TraceError(f"{where} is {dtype} {excerpt(shape)}: expected numbers in at most {MAX_AXES} axes")
         return np.frombuffer(as_bytes(entry["data"]), dtype=dtype).reshape(shape)
     except TraceError:
         raise
@@ -162,25 +174,27 @@ def _packed(where: str, entry: Any) -> ndarray:
 
 def _jagged(path: Path, arrays: Mapping[str, ndarray]) -> Iterator[RoutedSample]:
     """Yield samples whose rows follow one another."""
-    routes, offsets = _array(path, arrays, "routed_experts", 3), _array(path, arrays, "offsets", 1)
-    borders = offsets.tolist()
-    if not borders or borders[0] != 0 or borders[-1] != len(routes) or any(a > b for a, b in _pairs(borders)):
+    routes = _array(path, arrays, "routed_experts", 3)
+    offsets = check_whole_numbers(f"{path}: offsets", arrays["offsets"], high=len(routes) + 1)
+    samples = len(offsets) - 1
+    if not 1 <= samples <= MAX_SAMPLES:
+        raise TraceError(f"{path}: offsets name {samples:,} samples: allowed are 1 to {MAX_SAMPLES:,}")
+    if offsets[0] != 0 or offsets[-1] != len(routes) or not (offsets[1:] >= offsets[:-1]).all():
         raise TraceError(f"{path}: offsets must rise from 0 to {len(routes):,}, the rows of routed_experts")
-    prompts = arrays["prompt_lengths"].reshape(-1).tolist() if "prompt_lengths" in arrays else [0] * (len(borders) - 1)
-    if len(prompts) != len(borders) - 1:
-        raise TraceError(f"{path}: prompt_lengths has {len(prompts)} entries for {len(borders) - 1} samples")
-    for sample, (start, stop) in enumerate(_pairs(borders)):
+    prompts = arrays.get("prompt_lengths")
+    if prompts is not None:
+        prompts = check_whole_numbers(f"{path}: prompt_lengths", prompts.reshape(-1), high=len(routes) + 1)
+        if len(prompts) != samples:
+            raise TraceError(f"{path}: prompt_lengths has {len(prompts):,} entries for {samples:,} samples")
+    for sample in range(samples):
+        start, stop = int(offsets[sample]), int(offsets[sample + 1])
         yield RoutedSample(
             where=f"{path}, sample {sample}",
             ids_TLK=routes[start:stop],
             tokens=stop - start,
             last_absent=True,
-            prompt_tokens=int(prompts[sample]),
+            prompt_tokens=0 if prompts is None else int(prompts[sample]),
         )
-
-
-def _pairs(numbers: list[int]) -> list[tuple[int, int]]:
-    return list(itertools.pairwise(numbers))
 
 
 def _array(path: Path, arrays: Mapping[str, ndarray], name: str, axes: int) -> ndarray:
@@ -188,8 +202,12 @@ def _array(path: Path, arrays: Mapping[str, ndarray], name: str, axes: int) -> n
     if name not in arrays:
         raise TraceError(f"{path} has {sorted(arrays)}: expected {name}")
     array = arrays[name]
-    if array.ndim != axes or array.dtype.kind not in "iu" or (axes == 4 and len(array) > MAX_SAMPLES):
+    if array.ndim != axes or array.dtype.kind not in "iu":
         raise TraceError(f"{path}: {name} is {array.dtype} {array.shape}: expected whole numbers with {axes} axes")
+    if axes == 4 and not (len(array) <= MAX_SAMPLES and array.shape[1]):
+        raise TraceError(
+            f"{path}: {name} is {array.dtype} {array.shape}: expected samples with tokens, at most {MAX_SAMPLES:,}"
+        )
     return array
 
 

@@ -11,16 +11,38 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from numpy import ndarray
 
 from relibra.errors import TraceError
 from relibra.routing.readers.encodings.msgpack import MessagePack
 from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample
 from relibra.routing.readers.formats.wire_routes import shaped
 
+MAX_SEQUENCES = 1 << 20
+"""Most samples of a micro-batch."""
+_FIELDS = ("loss_mask", "sequence_lengths", "env_names")
 # Places of fields; trailing fields with default values are not written.
-_READ = {1: "loss_mask", 5: "sequence_lengths", 7: "env_names", 10: "routed_experts"}
+_LOSS_MASK, _SEQUENCE_LENGTHS, _ENV_NAMES, _ROUTED_EXPERTS = 1, 5, 7, 10
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _MicroBatch:
+    """What is read of a micro-batch.
+
+    trained    whether loss_mask is true anywhere
+    lengths    tokens of each sample
+    tokens     entries of env_names, of which the last `padding` are empty
+    routes     [tokens, layers, choices]; None: not recorded
+    """
+
+    trained: bool
+    lengths: list[int]
+    tokens: int
+    padding: int
+    routes: ndarray | None
 
 
 def read_prime_batches(path: Path, rules: ImportRules) -> Iterator[RoutedSample]:  # noqa: ARG001 - as every reader
@@ -38,42 +60,52 @@ def read_prime_batches(path: Path, rules: ImportRules) -> Iterator[RoutedSample]
     try:
         reader = MessagePack(data)
         for place in range(reader.array_length()):
-            fields = _fields(reader)
-            if any(fields["loss_mask"]):
-                yield from _samples(f"{path}, micro-batch {place}", fields)
+            where = f"{path}, micro-batch {place}"
+            micro_batch = _micro_batch(where, reader)
+            if micro_batch.trained:
+                yield from _samples(where, micro_batch)
     except TraceError as error:
         where = "" if str(error).startswith(str(path)) else f"{path} is no list of micro-batches: "
         raise TraceError(f"{where}{error}") from error
 
 
-def _fields(reader: MessagePack) -> dict[str, Any]:
-    """Return the fields of one micro-batch that are read."""
-    count, found = reader.array_length(), dict.fromkeys(_READ.values())
+def _micro_batch(where: str, reader: MessagePack) -> _MicroBatch:
+    """Read the fields of one micro-batch."""
+    count = reader.array_length()
+    if count <= _ENV_NAMES:
+        raise TraceError(f"a micro-batch has {count} fields, without {', '.join(_FIELDS)} in place")
+    trained, lengths, names = False, list[int](), (0, 0)
+    routes: ndarray | None = None
     for place in range(count):
-        if place in _READ:
-            found[_READ[place]] = reader.value()
-        else:
+        if place == _LOSS_MASK:
+            trained = reader.any_true()
+        elif place == _SEQUENCE_LENGTHS:
+            lengths = reader.whole_numbers(MAX_SEQUENCES)
+        elif place == _ENV_NAMES:
+            names = reader.texts()
+        elif place == _ROUTED_EXPERTS and not reader.is_none():
+            routes = _routes(f"{where}: routed_experts", reader)
+        elif place != _ROUTED_EXPERTS:
             reader.skip()
-    lists = ("loss_mask", "sequence_lengths", "env_names")
-    if not all(isinstance(found[name], list) for name in lists):
-        raise TraceError(
-            f"a micro-batch has {count} fields, without loss_mask, sequence_lengths and env_names in place"
-        )
-    return found
+    return _MicroBatch(trained=trained, lengths=lengths, tokens=names[0], padding=names[1], routes=routes)
 
 
-def _samples(where: str, fields: dict[str, Any]) -> Iterator[RoutedSample]:
-    lengths, names, packed = fields["sequence_lengths"], fields["env_names"], fields["routed_experts"]
-    if packed is None:
+def _routes(where: str, reader: MessagePack) -> ndarray:
+    """Read (data, shape, dtype)."""
+    if reader.array_length() != 3:
+        raise TraceError(f"{where} is not (data, shape, dtype)")
+    data, shape, dtype = reader.binary(), reader.whole_numbers(3), reader.text()
+    return shaped(where, data, shape, dtype)
+
+
+def _samples(where: str, found: _MicroBatch) -> Iterator[RoutedSample]:
+    lengths, padding, routes = found.lengths, found.padding, found.routes
+    if routes is None:
         raise TraceError(f"{where} has no routes: record with trainer.enable_router_replay=true")
-    if not isinstance(packed, list) or len(packed) != 3 or not isinstance(packed[0], memoryview):
-        raise TraceError(f"{where}: routed_experts is not (data, shape, dtype)")
-    routes = shaped(f"{where}: routed_experts", *packed)
-    if not all(type(n) is int and n >= 0 for n in lengths) or not sum(lengths) == len(routes) == len(names):
+    if not sum(lengths) == len(routes) == found.tokens:
         raise TraceError(
-            f"{where}: sequence_lengths do not sum to the {len(routes):,} rows of routes and {len(names):,} env_names"
+            f"{where}: sequence_lengths do not sum to the {len(routes):,} rows of routes and {found.tokens:,} env_names"
         )
-    padding = next((n for n, name in enumerate(reversed(names)) if name != ""), len(names))
     if not lengths or padding >= lengths[-1]:
         raise TraceError(f"{where} has {padding:,} tokens of padding, and its last sample is no longer")
     first = 0

@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from jaxtyping import Bool, Integer
 from numpy import ndarray
 
 from relibra.errors import TraceError
 from relibra.routing.array_sizes import MAX_TOP_K, check_model_size
+from relibra.routing.readers.formats.import_choices import ShortRows, ZeroRows
 from relibra.routing.trace import MAX_EXPERTS
-
-
-class ZeroRows(StrEnum):
-    """What is done with rows that are zero in every layer: an engine did not record them."""
-
-    REFUSE = "refuse"
-    MISSING = "missing"
-    DROP_SAMPLE = "drop-sample"
-
-
-class ShortRows(StrEnum):
-    """Which tokens lack a row where a sample has fewer rows than tokens that were processed."""
-
-    REFUSE = "refuse"
-    FIRST = "first"
-    LAST = "last"
 
 
 @dataclass(frozen=True, kw_only=True)

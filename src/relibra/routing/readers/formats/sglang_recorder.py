@@ -16,8 +16,10 @@ import numpy as np
 from numpy import ndarray
 
 from relibra.errors import TraceError
+from relibra.routing.readers.encodings.excerpts import excerpt
 from relibra.routing.readers.encodings.torch_archive import TorchArchive, as_mapping
 from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample
+from relibra.routing.trace import MAX_EXPERTS
 
 
 def read_sglang_recorder(path: Path, rules: ImportRules) -> Iterator[RoutedSample]:
@@ -31,7 +33,7 @@ def read_sglang_recorder(path: Path, rules: ImportRules) -> Iterator[RoutedSampl
         records, slots = content.get("records"), content.get("last_physical_to_logical_map")
         if not isinstance(records, list) or slots is None:
             raise TraceError(
-                f"{path} has {sorted(map(str, content))[:8]}: counts of experts have no routes per token; record with "
+                f"{path} has {excerpt(list(content)[:8])}: counts of experts have no routes per token; record with "
                 "--expert-distribution-recorder-mode per_token"
             )
         expert_LP = archive.array("last_physical_to_logical_map", slots)
@@ -50,7 +52,8 @@ def read_sglang_recorder(path: Path, rules: ImportRules) -> Iterator[RoutedSampl
 
 def _pass(where: str, ids_LTK: ndarray, expert_LP: ndarray, tokens: Any, rules: ImportRules) -> RoutedSample:
     """Return the routes of one forward pass, as logical experts."""
-    if ids_LTK.ndim != 3 or expert_LP.ndim != 2 or len(ids_LTK) != len(expert_LP) or ids_LTK.dtype.kind != "i":
+    shapes = ids_LTK.ndim == 3 and expert_LP.ndim == 2 and len(ids_LTK) == len(expert_LP)
+    if not shapes or ids_LTK.dtype.kind != "i" or expert_LP.dtype.kind not in "iu":
         raise TraceError(f"{where} has ids of shape {ids_LTK.shape} and a map of shape {expert_LP.shape}")
     if not isinstance(tokens, list) or len(tokens) != ids_LTK.shape[1]:
         raise TraceError(f"{where} has ids of {ids_LTK.shape[1]:,} tokens, and its input_ids have another number")
@@ -70,11 +73,14 @@ def _pass(where: str, ids_LTK: ndarray, expert_LP: ndarray, tokens: Any, rules: 
     kept = layers if rules.layers is None else np.array(rules.layers)
     if kept[-1] >= len(ids_LTK):
         raise TraceError(f"{where} has {len(ids_LTK)} layers, and --layers names layer {kept[-1]}")
-    physical_LTK = ids_LTK[kept][:, :, :top_k]
-    if physical_LTK.min() < -1 or physical_LTK.max() >= expert_LP.shape[1]:
-        raise TraceError(
-            f"{where} has slots {physical_LTK.min()} to {physical_LTK.max()}: its map has 0 to {expert_LP.shape[1] - 1}"
-        )
-    logical_LTK = np.take_along_axis(expert_LP[kept][:, None, :], np.maximum(physical_LTK, 0).astype(np.int64), axis=2)
-    logical_LTK = np.where(physical_LTK == -1, -1, logical_LTK)
-    return RoutedSample(where=where, ids_TLK=np.ascontiguousarray(logical_LTK.transpose(1, 0, 2)))
+    slots = expert_LP.shape[1]
+    lowest, highest = int(ids_LTK[:, :, :top_k].min()), int(ids_LTK[:, :, :top_k].max())
+    if lowest < -1 or highest >= slots:
+        raise TraceError(f"{where} has slots {lowest} to {highest}: its map has 0 to {slots - 1}")
+    if expert_LP.size and not -1 <= expert_LP.min() <= expert_LP.max() < MAX_EXPERTS:
+        raise TraceError(f"{where}: its map names experts {expert_LP.min()} to {expert_LP.max()}")
+    logical_TLK = np.empty((ids_LTK.shape[1], len(kept), top_k), dtype=np.int32)
+    for place, layer in enumerate(kept.tolist()):
+        expert_of_slot = np.append(expert_LP[layer], -1).astype(np.int32)  # slot -1 is the last one
+        logical_TLK[:, place] = expert_of_slot[ids_LTK[layer, :, :top_k]]
+    return RoutedSample(where=where, ids_TLK=logical_TLK)

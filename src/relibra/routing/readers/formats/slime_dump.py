@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from relibra.errors import TraceError
+from relibra.routing.readers.encodings.excerpts import excerpt
 from relibra.routing.readers.encodings.inert_pickle import InertObject
 from relibra.routing.readers.encodings.torch_archive import TorchArchive, as_mapping
 from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample
@@ -38,9 +39,12 @@ def _sample(where: str, archive: TorchArchive, sample: Any) -> RoutedSample:
     tokens = _length(where, archive, sample.get("tokens"))
     response = sample.get("response_length")
     if type(response) is not int or not 0 <= response <= tokens:
-        raise TraceError(f"{where} has a response of {response!r:.40} tokens: allowed are 0 to its {tokens:,} tokens")
+        raise TraceError(
+            f"{where} has a response of {excerpt(response)} tokens: allowed are 0 to its {tokens:,} tokens"
+        )
     versions = sample.get("weight_versions")
-    last = str(versions[-1]) if isinstance(versions, list) and versions else "0"
+    last = versions[-1] if isinstance(versions, list) and versions else "0"
+    last = str(last) if isinstance(last, int) and 0 <= last < 1 << 62 else last
     group, index = sample.get("group_index"), sample.get("index")
     return RoutedSample(
         where=where,
@@ -48,8 +52,8 @@ def _sample(where: str, archive: TorchArchive, sample: Any) -> RoutedSample:
         tokens=tokens,
         prompt_tokens=tokens - response,
         sample_id=index if type(index) is int and abs(index) < 1 << 62 else None,
-        group=str(group) if type(group) is int else None,
-        version=int(last) if last.isdecimal() and len(last) < 18 else 0,
+        group=str(group) if type(group) is int and abs(group) < 1 << 62 else None,
+        version=int(last) if isinstance(last, str) and len(last) < 18 and last.isdecimal() else 0,
     )
 
 

@@ -13,8 +13,11 @@ import numpy as np
 from numpy import ndarray
 
 from relibra.errors import TraceError
+from relibra.routing.array_sizes import MAX_LAYERS, MAX_TOP_K
 from relibra.routing.readers.encodings.base64_text import decode_base64
+from relibra.routing.readers.encodings.excerpts import excerpt
 from relibra.routing.readers.encodings.json_text import JsonDocument
+from relibra.routing.readers.encodings.nested_lists import array_of_lists
 from relibra.routing.readers.npz_arrays import parse_npy
 
 DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "int64")
@@ -23,14 +26,22 @@ _NRLRE = re.compile(r"nrlre1:(int8|int16|int32):(\d{1,12})x(\d{1,6})x(\d{1,4}):"
 
 
 def decode_routes(where: str, value: Any, document: JsonDocument) -> ndarray:
-    """Return the array of routes in any of the forms that say their own shape.
+    """Return the array `[rows, layers, choices]` of routes in any of the forms that say their own shape.
 
     raises    TraceError for anything else
     """
     if isinstance(value, Mapping):
-        return decode_packed(where, value, document)
-    if isinstance(value, list):
-        return decode_lists(where, value)
+        ids = decode_packed(where, value, document)
+    elif isinstance(value, list):
+        ids = array_of_lists(where, value, document.size)
+    else:
+        ids = _decode_text(where, value, document)
+    if ids.ndim != 3 or ids.dtype.kind not in "iu":
+        raise TraceError(f"{where} is {ids.dtype} {ids.shape}: expected whole numbers [rows, layers, choices]")
+    return ids
+
+
+def _decode_text(where: str, value: Any, document: JsonDocument) -> ndarray:
     text = document.text(value)
     if text is None:
         raise TraceError(f"{where} has no routes: it is {type(value).__name__}")
@@ -79,24 +90,18 @@ def decode_nrlre(where: str, data: bytes | memoryview) -> ndarray:
 def shaped(where: str, flat: ndarray | bytes | memoryview, shape: Any, dtype: Any) -> ndarray:
     """Return bytes as an array `[rows, layers, choices]`, after comparing shape and type with their number."""
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise TraceError(f"{where} has type {dtype!r}: allowed are {', '.join(DTYPES)}")
-    if not isinstance(shape, list) or len(shape) != 3 or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
-        raise TraceError(f"{where} has shape {shape!r}: expected [rows, layers, choices]")
+        raise TraceError(f"{where} has type {excerpt(dtype)}: allowed are {', '.join(DTYPES)}")
+    most = (1 << 40, MAX_LAYERS, MAX_TOP_K)
+    if not isinstance(shape, list) or len(shape) != 3 or not all(map(_is_length, shape, most)):
+        raise TraceError(f"{where} has shape {excerpt(shape)}: expected [rows, layers, choices]")
     size = math.prod(shape) * np.dtype(dtype).itemsize
     if size != len(flat):
         raise TraceError(f"{where} has {len(flat):,} bytes: shape {shape} of {dtype} has {size:,}")
     return np.frombuffer(flat, dtype=np.dtype(dtype).newbyteorder("<")).reshape(shape)
 
 
-def decode_lists(where: str, value: list[Any]) -> ndarray:
-    """Return the array of nested lists of whole numbers."""
-    try:
-        array = np.array(value)
-    except (ValueError, OverflowError) as error:
-        raise TraceError(f"{where}: its lists have different lengths: {error}") from error
-    if array.ndim != 3 or array.dtype.kind not in "iu":
-        raise TraceError(f"{where} is {array.dtype} {array.shape}: expected whole numbers [rows, layers, choices]")
-    return array
+def _is_length(number: object, most: int) -> bool:
+    return type(number) is int and 0 <= number <= most
 
 
 def _bytes(where: str, text: str | memoryview) -> bytes | memoryview:
