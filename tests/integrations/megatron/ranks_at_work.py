@@ -19,6 +19,7 @@ TIMEOUT_S = 200
 
 def build(planned, **settings):
     """Return the model of this rank; every call builds the same weights."""
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -61,6 +62,8 @@ def build(planned, **settings):
         vocab_size=VOCABULARY,
         max_sequence_length=TOKENS,
         position_embedding_type="rope",
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
     )
 
 
@@ -125,7 +128,7 @@ def make_plan(ids_MTLK, slots=2, home_map=None):
     return plan_step(demand, cluster_preset("laptop", RANKS), budget, previous=homes), demand
 
 
-def work(rank, folder, cases):
+def work(rank, folder, cases, world, parallel):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     from relibra.integrations.megatron.on_cpu import run_on_cpu
@@ -134,18 +137,18 @@ def work(rank, folder, cases):
     from megatron.core import parallel_state
 
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS)
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS, **parallel)
     for case in cases:
         torch.save(case(), Path(folder) / f"{case.__name__}-{rank}.pt")
         dist.barrier()
     dist.destroy_process_group()
 
 
-def on_ranks(cases, folder):
+def on_ranks(cases, folder, world=RANKS, **parallel):
     """Run functions on all ranks; return what each returned, by name and rank."""
-    processes = mp.spawn(work, (str(folder), cases), nprocs=RANKS, join=False)
+    processes = mp.spawn(work, (str(folder), cases, world, parallel), nprocs=world, join=False)
     try:
         deadline = time.monotonic() + TIMEOUT_S
         while not processes.join(timeout=deadline - time.monotonic()):
@@ -155,6 +158,6 @@ def on_ranks(cases, folder):
             if process.is_alive():
                 process.kill()
     return {
-        case.__name__: [torch.load(folder / f"{case.__name__}-{rank}.pt", weights_only=False) for rank in range(RANKS)]
+        case.__name__: [torch.load(folder / f"{case.__name__}-{rank}.pt", weights_only=False) for rank in range(world)]
         for case in cases
     }

@@ -1,8 +1,8 @@
 """`run_on_cpu`: let the parts of Megatron-core that plans use run on a CPU over gloo, to try and to test.
 
 Megatron-core 0.19 asks CUDA for streams, devices and random states, also where tensors are on the host. Here it gets
-answers that do nothing. Layers, models, replay, recomputation and tensor parallelism then run; its optimizers,
-Transformer Engine, context parallelism and the flex dispatchers need a GPU.
+answers that do nothing. Layers, models, replay, recomputation, tensor and pipeline parallelism then run; its
+optimizers, Transformer Engine, context parallelism and the flex dispatchers need a GPU.
 """
 
 from __future__ import annotations
@@ -34,6 +34,19 @@ class _Stream:
         return self
 
 
+class _HostTorch:
+    """The torch that Megatron's pipeline schedules see: they name the device "cuda" where they count tokens."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return torch's own."""
+        return getattr(torch, name)
+
+    def zeros(self, *sizes: Any, device: object = None, **options: Any) -> torch.Tensor:
+        """Return zeros on the host."""
+        del device
+        return torch.zeros(*sizes, **options)
+
+
 def run_on_cpu() -> None:
     """Replace what Megatron-core asks of CUDA in this process; once, before a model is built.
 
@@ -52,12 +65,14 @@ def run_on_cpu() -> None:
     cuda.set_stream = cuda.synchronize = lambda *_: None
     cuda.current_device = lambda: "cpu"
 
+    from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
     random.CudaRNGStatesTracker.fork = _keep_states
     random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *_, **__: None
     token_dispatcher.maybe_move_tensor_to_cpu = _on_host
+    schedules.torch = _HostTorch()
 
 
 @contextmanager
