@@ -44,6 +44,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         "configuration",
     ),
     "routing": ("case", "median", "min", "max", "configuration"),
+    "route_memory": ("case", "peak_gib", "target", "seconds", "gigabytes", "configuration"),
     "route_path": ("case", "us_per_token", ("quartiles", lambda row: between(row, "us_per_token")), "configuration"),
     "balancers_gpt_oss": (
         _BALANCERS := (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -22,6 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.harness.process_memory import process_bytes
 from relibra.parallel import execute_plan, register, relocate
 from relibra.parallel.balanced import parameters_replaced
 from relibra.planning.plan import StepPlan
@@ -254,7 +254,7 @@ class Step:
         if plan is not None:
             moved = relocate(self.model, plan.physical_to_logical_map).seconds
         self.model.zero_grad()
-        before = _memory("VmRSS", reset_peak=True)
+        before = process_bytes("VmRSS", reset_peak=True)
         dist.barrier()
         start = time.perf_counter()
         with self._execution() as step:
@@ -270,7 +270,7 @@ class Step:
                 timeline = step.timeline()
                 exposed = float(timeline.exposed_seconds()[dist.get_rank()])
                 sent = {kind: sum(event.bytes for event in timeline.events if event.stage == kind) for kind in sent}
-        found = {"seconds": seconds, "exposed": exposed, "moved": moved, "peak": _memory("VmHWM") - before}
+        found = {"seconds": seconds, "exposed": exposed, "moved": moved, "peak": process_bytes("VmHWM") - before}
         return {**found, "pushed": sent["push"], "returned": sent["return"]}
 
     def _execution(self):
@@ -292,12 +292,3 @@ def _expert_seconds(sizes: Sizes, model: nn.Module, repetitions: int) -> float:
             type(experts).forward(experts, rows, slot_Y1, torch.ones(len(rows), 1)).sum().backward()
         seconds.append(time.perf_counter() - start)
     return float(np.median(seconds[1:])) * sizes.layers * sizes.micro_batches
-
-
-def _memory(key: str, *, reset_peak: bool = False) -> int:
-    """Return bytes of this process as Linux counts them."""
-    if reset_peak:
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")
-    status = Path("/proc/self/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith(key)).split()[1]) * 1024

@@ -28,7 +28,13 @@ from relibra.rl.rollout.failed_rewards import check_failed_rewards
 from relibra.rl.rollout.response import Response, RolloutEngine
 from relibra.rl.rollout.served.canary_probe import Canary
 from relibra.rl.run.ranks import begin_stage, is_peer_loss, sum_over_ranks
-from relibra.rl.run.step_metrics import balance_metrics, mismatch_metrics_of_ranks, rollout_metrics, update_metrics
+from relibra.rl.run.step_metrics import (
+    balance_metrics,
+    mismatch_metrics_of_ranks,
+    rollout_metrics,
+    route_bytes,
+    update_metrics,
+)
 from relibra.rl.run.step_trace import StepTraces, record_routes
 from relibra.rl.tasks.task import Task
 from relibra.rl.update.credit import (
@@ -173,8 +179,8 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
     rollout = _sample(step, learner, progress, config, traces, clock)
     kept, advantage_of = _compare_groups(rollout.responses, config, clock)
     rollout = replace(rollout, responses=[_without_routes(response) for response in rollout.responses])
+    routed = sum(response.experts_mLK.nbytes for response in kept if response.experts_mLK is not None)
     batch, recomputed = _build_and_recompute(learner, progress, kept, config, clock)
-    del kept  # with their routes, which are many bytes
     progress, credit, value_metrics = _run_value_model(step, learner, progress, batch.responses, config, clock)
     credit = credit or broadcast_advantages(batch.responses, advantage_of)
     batch = _with_targets(learner, batch, recomputed, credit, config, clock)
@@ -194,6 +200,7 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
         **mismatch_metrics_of_ranks(recomputed),
         **balance_metrics(batch, ran_at_home=recomputed.ran_at_home + update.ran_at_home),
         "canary": canary and asdict(canary),
+        "bytes": route_bytes(batch, routed=routed, traced=traces.written_bytes),
         "seconds": {name: round(seconds, 4) for name, seconds in clock.seconds.items()},
     }
     metrics["alarms"] = alarms(metrics)
@@ -256,11 +263,12 @@ def _compare_groups(
 
 
 def _build_and_recompute(
-    learner: Learner, progress: Progress, responses: Sequence[Response], config: RunConfig, clock: Stopwatch
+    learner: Learner, progress: Progress, responses: list[Response], config: RunConfig, clock: Stopwatch
 ) -> tuple[TrainingBatch, Recomputed]:
     """Send responses to the ranks that train them, plan from the routes to be replayed, and compute old log-probs.
 
-    Routes are those of the rollout (R3), known before the recompute pass, or those of that pass (R2).
+    Routes are those of the rollout (R3), known before the recompute pass, or those of that pass (R2). The list of
+    responses is empty afterwards.
     """
     policy, settings, cluster = learner.policy, config.algorithm, learner.cluster
     with clock.stage("plan"):

@@ -57,7 +57,11 @@ def work(rank, num_ranks, port):
     for round_bytes in (response_arrays.ROUND_BYTES, 2003 * num_ranks):  # one round; several, cut at odd places
         response_arrays.ROUND_BYTES = round_bytes
         for case in CASES:
-            arrived = response_arrays.exchange_responses(*responses_of(case, rank, num_ranks))
+            responses, targets = responses_of(case, rank, num_ranks)
+            sent = response_arrays.bytes_to_others(responses, targets)
+            assert (sent > 0) == any(target != rank for target in targets), case
+            arrived = response_arrays.exchange_responses(responses, targets)
+            assert responses == [], "what was sent leaves memory"
             wanted = expected_on(case, rank, num_ranks)
             assert [one.sample_id for one in arrived] == [one.sample_id for one in wanted], case
             assert all(same(one, other) for one, other in zip(arrived, wanted, strict=True)), case

@@ -10,6 +10,7 @@ import pytest
 
 from relibra.errors import TraceError
 from relibra.rl.config.settings import TraceSettings
+from relibra.rl.run import step_trace
 from relibra.rl.run.step_trace import StepTraces, record_routes, step_folders, trace_of
 from relibra.routing.trace_files import read_trace
 from tests.rl.joined import alone
@@ -88,6 +89,25 @@ def test_routes_of_the_latest_steps_and_of_some_others_stay(keep, every, left, t
     assert (tmp_path / "traces" / "step-00007.mine").exists()
     for step in left:
         assert read_trace(tmp_path / "traces" / f"step-{step:05d}").sample_ids.tolist() == [step]
+
+
+def test_many_responses_are_written_in_pieces_without_a_copy_of_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_trace, "SHARD_ROWS", 20)
+    responses = [response_of(s, length=4 + s) for s in range(7)]
+    wide = [replace(one, experts_mLK=one.experts_mLK.astype(np.int64)) for one in responses]
+    with alone():
+        traces = step_traces(tmp_path)
+        back = record_routes(0, [responses[0], *wide[1:]], traces)
+    whole = read_trace(tmp_path / "traces" / "step-00000")
+    shards = sorted((tmp_path / "traces" / "step-00000").glob("*.safetensors"))
+    assert len(shards) > 3
+    assert traces.written_bytes == sum(path.stat().st_size for path in shards)
+    assert whole.sample_ids.tolist() == list(range(7))
+    for s, (one, returned) in enumerate(zip(responses, back, strict=True)):
+        np.testing.assert_array_equal(whole.experts_TLK[whole.sample_rows(s)][:-1], one.experts_mLK)
+        np.testing.assert_array_equal(returned.experts_mLK, one.experts_mLK)
+        assert returned.experts_mLK.dtype == np.uint8
+    assert np.shares_memory(back[0].experts_mLK, responses[0].experts_mLK)
 
 
 def test_a_full_disk_drops_routes_with_one_line_until_there_is_room(tmp_path, caplog):

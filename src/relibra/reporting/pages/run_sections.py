@@ -147,6 +147,17 @@ def time(metrics: Metrics) -> str:
             paragraph(f"Wall-clock seconds of each step on rank 0, by stage. Over all steps: {shares}.", "how"),
             plot("seconds-plot", stage_seconds(metrics), f"Seconds per RL step by stage: {shares}."),
         ]
+    of_routes = {name: metrics.known("bytes", name) for name in ("rollout", "trace", "plan", "exchange")}
+    if any(fmean(found) for found in of_routes.values() if found):
+        means = ", ".join(f"{name} {fmean(found) / 1e6:,.1f}" for name, found in of_routes.items() if found)
+        pieces.append(
+            paragraph(
+                f"Routes in MB per step, all ranks together: {means}. Rollout: from the engines; trace: on disk; plan: "
+                "counts per expert, all that the planner gets; exchange: sent to the ranks that train them, with their "
+                "responses.",
+                "how",
+            )
+        )
     if has_any(metrics, run_figures.IDLE):
         words = f"On average {percent(fmean(metrics.known('idle_share')))} of the batch was idle."
         pieces += [

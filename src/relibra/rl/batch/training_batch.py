@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
+from numpy import ndarray
 from torch import Tensor, nn
 
 from relibra.cluster import Cluster, Topology
@@ -29,7 +30,7 @@ from relibra.rl.config.run_config import RunConfig
 from relibra.rl.config.settings import PlanSettings
 from relibra.rl.model.policy import Policy
 from relibra.rl.rollout.response import Response
-from relibra.rl.rollout.response_arrays import exchange_responses
+from relibra.rl.rollout.response_arrays import bytes_to_others, exchange_responses
 from relibra.routing.demand import ScheduledDemand
 
 MicroBatchContext = Callable[[int], AbstractContextManager[RoutingReplay | None]]
@@ -46,6 +47,7 @@ class TrainingBatch:
     demand          counted from the replayed routes; None: no routes are replayed
     plan            None: every expert at its home
     static_seconds  modelled seconds of the step without the plan; None without one
+    sent_bytes      of responses and routes that went from this rank to others
     """
 
     responses: list[Response]
@@ -54,6 +56,7 @@ class TrainingBatch:
     demand: ScheduledDemand | None
     plan: StepPlan | None
     static_seconds: float | None = None
+    sent_bytes: int = 0
 
     def of_mini_batch(self, number: int) -> list[tuple[int, TokenBatch]]:
         """Return the micro-batches of a mini-batch, with their numbers in the step."""
@@ -76,13 +79,14 @@ class TrainingBatch:
 
 
 def build_batch(
-    responses: Sequence[Response], policy: Policy, config: RunConfig, *, previous: Homes | None, cluster: Cluster
+    responses: list[Response], policy: Policy, config: RunConfig, *, previous: Homes | None, cluster: Cluster
 ) -> TrainingBatch:
     """Decide when and on which rank each response is trained, send it there, and lay out micro-batches; collective.
 
     With replay of the rollout's routes (R3), the step is planned from them.
 
-    responses   of this rank; where routes are replayed, with validated ones
+    responses   of this rank; where routes are replayed, with validated ones. The list is empty afterwards, so that
+                routes that were sent leave memory
     previous    plan of the step before; None: experts are where the static layout has them
     """
     table = gather_table(responses)
@@ -101,16 +105,23 @@ def build_batch(
                 rank_tokens=config.update.micro_batch_tokens,
             )
             schedule = replace(schedule, micro_batch_S=planned.plan.micro_batch_S, rank_S=planned.plan.rank_S)
-    sent_s = table.index_of([response.sample_id for response in responses])
-    own = exchange_responses(responses, schedule.rank_S[sent_s].tolist())
+    targets = schedule.rank_S[table.index_of([response.sample_id for response in responses])].tolist()
+    sent_bytes = bytes_to_others(responses, targets)
+    own = exchange_responses(responses, targets)
+    routes = _take_routes(own)
     micro_batch_s = schedule.micro_batch_S[table.index_of([response.sample_id for response in own])]
     micro_batches = [
         make_token_batch(own, np.flatnonzero(micro_batch_s == m).tolist()) for m in range(schedule.num_micro_batches)
     ]
     batch = TrainingBatch(
-        responses=own, micro_batches=micro_batches, schedule=schedule, demand=demand, plan=None
+        responses=own,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        demand=demand,
+        plan=None,
+        sent_bytes=sent_bytes,
     ).following(planned)
-    return batch if demand is None else _replaying_routes(batch, policy)
+    return batch if demand is None else _replaying_routes(batch, routes, policy)
 
 
 def plan_recorded_routes(
@@ -139,26 +150,36 @@ def plan_recorded_routes(
     if policy.balanced:  # responses are on their ranks already: the schedule stays
         unpacked = settings.model_copy(update={"pack": False})
         planned = plan_together(demand, unpacked, cluster, policy.expert_shape, previous)
-    return _replaying_routes(replace(batch, responses=responses, demand=demand).following(planned), policy)
+    return _replaying_routes(replace(batch, demand=demand).following(planned), _take_routes(responses), policy)
 
 
 def _sizes(policy: Policy) -> dict[str, Any]:
     return {"num_experts": policy.num_experts, "layer_ids": policy.layer_ids, "top_k": policy.top_k}
 
 
-def _replaying_routes(batch: TrainingBatch, policy: Policy) -> TrainingBatch:
-    """Return the batch whose micro-batches replay the routes of its responses, which do not keep them."""
-    micro_batches = []
-    for micro_batch in batch.micro_batches:
-        experts = [batch.responses[s].experts_mLK for s in micro_batch.samples_B.tolist()]
-        known_B = [experts_mLK for experts_mLK in experts if experts_mLK is not None]
-        micro_batches.append(
-            with_routes(
-                micro_batch, known_B, batch.responses, num_experts=policy.num_experts, layer_ids=policy.layer_ids
-            )
+def _take_routes(responses: list[Response]) -> dict[int, ndarray]:
+    """Return the routes of responses by their position, and leave the responses without."""
+    routes = {s: one.experts_mLK for s, one in enumerate(responses) if one.experts_mLK is not None}
+    responses[:] = [replace(one, experts_mLK=None) for one in responses]
+    return routes
+
+
+def _replaying_routes(batch: TrainingBatch, routes: dict[int, ndarray], policy: Policy) -> TrainingBatch:
+    """Return the batch whose micro-batches replay routes.
+
+    routes   of the responses, by position; those of a micro-batch leave memory once it has its copy
+    """
+    micro_batches = [
+        with_routes(
+            micro_batch,
+            [routes.pop(s) for s in micro_batch.samples_B.tolist()],
+            batch.responses,
+            num_experts=policy.num_experts,
+            layer_ids=policy.layer_ids,
         )
-    responses = [replace(response, experts_mLK=None) for response in batch.responses]
-    return replace(batch, responses=responses, micro_batches=micro_batches)
+        for micro_batch in batch.micro_batches
+    ]
+    return replace(batch, micro_batches=micro_batches)
 
 
 def current_homes(policy: Policy, topology: Topology) -> Homes | None:

@@ -107,7 +107,7 @@ def _admit_responses(
 ) -> tuple[list[Response], SampleCursor]:
     """Distribute unfinished and new responses evenly over the ranks; collective."""
     admission = plan_admission(_gather_windows(live), settings.responses_per_step, cursor, dist.get_world_size())
-    active = exchange_responses(live, [admission.rank_of[response.sample_id] for response in live])
+    active = exchange_responses(list(live), [admission.rank_of[response.sample_id] for response in live])
     active += [start(sample) for sample in admission.begun if admission.rank_of[sample] == dist.get_rank()]
     return sorted(active, key=lambda response: response.sample_id), admission.cursor
 

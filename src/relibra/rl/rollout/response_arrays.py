@@ -43,8 +43,8 @@ _FORMAT = TensorFormat(
 )
 _FINISH_REASONS: tuple[Literal["stop", "length"] | None, ...] = (None, "stop", "length")
 MAX_EXCHANGE_BYTES = 16 << 30
-"""Most bytes that one rank receives at once."""
-ROUND_BYTES = 256 << 20
+"""Most bytes that one rank receives in a step."""
+ROUND_BYTES = 64 << 20
 """Most bytes that one rank sends or receives in one collective; some libraries keep their sizes in 32 bits."""
 
 _EXPERT_TYPES = (np.uint8, np.uint16, np.int16, np.int32, np.int64)
@@ -135,11 +135,13 @@ def from_arrays(arrays: Mapping[str, ndarray]) -> list[Response]:
     ]
 
 
-def exchange_responses(responses: Sequence[Response], target_ranks: Sequence[int]) -> list[Response]:
+def exchange_responses(responses: list[Response], target_ranks: Sequence[int]) -> list[Response]:
     """Send each response to a rank, and return those that this rank receives, by sample id; collective.
 
-    Fields arrive bit for bit. A response that stays on its rank is not copied.
+    Fields arrive bit for bit. A response that stays on its rank is not copied. Others go a few at a time, so that what
+    has been sent leaves memory before more arrives: routes of a step may be half of a machine's memory.
 
+    responses      of this rank; the list is empty afterwards
     target_ranks   of the default group, one per response
     raises         EngineError, on all ranks, when one of them would receive more than MAX_EXCHANGE_BYTES
     """
@@ -148,9 +150,60 @@ def exchange_responses(responses: Sequence[Response], target_ranks: Sequence[int
     parts: list[list[Response]] = [[] for _ in range(num_ranks)]
     for response, target in zip(responses, target_ranks, strict=True):
         parts[target].append(response)
-    sent = [_to_bytes(part) if part and target != rank else b"" for target, part in enumerate(parts)]
-    received = [response for payload in _exchange_bytes(sent) if payload for response in _from_bytes(payload)]
-    return sorted([*parts[rank], *received], key=lambda response: response.sample_id)
+    responses.clear()
+    arrived, parts[rank] = parts[rank], []
+    waiting = [_cut(part, ROUND_BYTES // num_ranks) for part in parts]
+    for _ in range(_agree_on_rounds(waiting)):
+        sent = [_to_bytes(pieces.pop(0)) if pieces else b"" for pieces in waiting]
+        arrived += [response for payload in _exchange_bytes(sent) if payload for response in _from_bytes(payload)]
+    return sorted(arrived, key=lambda response: response.sample_id)
+
+
+def bytes_to_others(responses: Sequence[Response], target_ranks: Sequence[int]) -> int:
+    """Return the bytes of responses that `exchange_responses` sends to other ranks."""
+    rank = dist.get_rank()
+    return sum(_num_bytes(one) for one, target in zip(responses, target_ranks, strict=True) if target != rank)
+
+
+def _num_bytes(response: Response) -> int:
+    """Return the bytes of a response in a message."""
+    routes = 0 if response.experts_mLK is None else response.experts_mLK.nbytes
+    widths = {axis: sum(np.dtype(FIELDS[name]).itemsize for name in FIELDS if name[-1] == axis) for axis in "STX"}
+    return 5 * 8 + widths["S"] + widths["T"] * len(response.tokens_n) + widths["X"] * response.length + routes
+
+
+def _cut(responses: Sequence[Response], most_bytes: int) -> list[list[Response]]:
+    """Return consecutive pieces of at most so many bytes, or of one larger response."""
+    pieces: list[list[Response]] = []
+    filled = 0
+    for response in responses:
+        size = _num_bytes(response)
+        if not pieces or filled + size > most_bytes:
+            pieces.append([])
+            filled = 0
+        pieces[-1].append(response)
+        filled += size
+    return pieces
+
+
+def _agree_on_rounds(waiting: Sequence[Sequence[Sequence[Response]]]) -> int:
+    """Return the rounds in which all ranks send their pieces; collective.
+
+    waiting   pieces for each rank
+    raises    EngineError, on all ranks, when one of them would receive more than MAX_EXCHANGE_BYTES
+    """
+    bytes_R = [sum(_num_bytes(one) for piece in pieces for one in piece) for pieces in waiting]
+    own = torch.tensor([max(len(pieces) for pieces in waiting), *bytes_R])
+    gathered = [torch.zeros_like(own) for _ in waiting]
+    dist.all_gather(gathered, own)
+    all_RX = torch.stack(gathered)
+    largest = int(all_RX[:, 1:].sum(dim=0).max())
+    if largest > MAX_EXCHANGE_BYTES:
+        raise EngineError(
+            f"a rank would receive {largest} bytes of responses in a step: at most {MAX_EXCHANGE_BYTES} are allowed; "
+            "use more ranks, fewer responses per step, or shorter ones"
+        )
+    return int(all_RX[:, 0].max())
 
 
 def _to_bytes(responses: Sequence[Response]) -> bytearray:
@@ -170,7 +223,7 @@ def _to_bytes(responses: Sequence[Response]) -> bytearray:
 
 
 def _from_bytes(payload: bytearray) -> list[Response]:
-    """Return the responses of a message of `_to_bytes`; their routes are views of it."""
+    """Return the responses of a message of `_to_bytes`, each with memory of its own."""
     position = 0
 
     def take(count: int, dtype: type[np.generic]) -> ndarray:
@@ -184,7 +237,7 @@ def _from_bytes(payload: bytearray) -> list[Response]:
     arrays = {name: take(counts[name[-1]], dtype) for name, dtype in FIELDS.items()}
     responses = []
     for response, (has_routes, kind, m, L, K) in zip(from_arrays(arrays), shapes_S5.tolist(), strict=True):
-        ids = take(m * L * K, _EXPERT_TYPES[kind]).reshape(m, L, K)
+        ids = take(m * L * K, _EXPERT_TYPES[kind]).reshape(m, L, K).copy()
         responses.append(replace(response, experts_mLK=ids) if has_routes else response)
     return responses
 
@@ -195,13 +248,7 @@ def _exchange_bytes(payloads: Sequence[bytearray | bytes]) -> list[bytearray]:
     own_R = torch.tensor([len(payload) for payload in payloads])
     sizes = [torch.zeros_like(own_R) for _ in payloads]
     dist.all_gather(sizes, own_R)
-    bytes_RR = torch.stack(sizes)  # from, to: every rank knows all of them, so all refuse, or none
-    largest = int(bytes_RR.sum(dim=0).max())
-    if largest > MAX_EXCHANGE_BYTES:
-        raise EngineError(
-            f"a rank would receive {largest} bytes of responses at once: at most {MAX_EXCHANGE_BYTES} are allowed; "
-            "use more ranks, fewer responses per step, or shorter ones"
-        )
+    bytes_RR = torch.stack(sizes)  # from, to
     received = [bytearray() for _ in payloads]
     piece = max(1, ROUND_BYTES // num_ranks)
     for start in range(0, int(bytes_RR.max()), piece):

@@ -106,6 +106,22 @@ def update_metrics(update: PolicyUpdate, *, referenced: bool) -> dict[str, Any]:
     }
 
 
+def route_bytes(batch: TrainingBatch, *, routed: int, traced: int) -> dict[str, int]:
+    """Return the bytes that routes take on their way through a step, all ranks together; collective.
+
+    routed    of the routes that this rank got from its engine and trains on
+    traced    of the shards that this rank wrote
+    returns   rollout: of the routes; trace: on disk; plan: of the counts per expert, all that the planner gets;
+              exchange: of responses with their routes that went to other ranks
+    """
+    counts = 0
+    if batch.demand is not None:
+        _, L, _, E = batch.demand.tokens_MLRE.shape
+        counts = len(batch.schedule.rank_S) * L * E * 4
+    rollout, trace, exchange = sum_over_ranks(torch.tensor([routed, traced, batch.sent_bytes])).tolist()
+    return {"rollout": rollout, "trace": trace, "plan": counts, "exchange": exchange}
+
+
 def balance_metrics(batch: TrainingBatch, *, ran_at_home: int) -> dict[str, Any]:
     """Return the skew of expert loads before and after planning; the same on all ranks.
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from relibra.rl.rollout.response import Response
 from relibra.rl.run.ranks import gather_json, wait_for_ranks
 from relibra.rl.run.run_folder import trace_folder
 from relibra.routing.trace import RoutingTrace, expert_dtype, hash_tokens
-from relibra.routing.trace_files import ShardEntry, TraceWriter, index_of, write_index
+from relibra.routing.trace_files import SHARD_ROWS, ShardEntry, TraceWriter, index_of, write_index
 
 _STEP_FOLDER = re.compile(r"step-(\d{5,})")
 _log = logging.getLogger(__name__)
@@ -33,40 +34,45 @@ class StepTraces:
         """Prepare to write the routes of rollouts of a model with these experts and MoE layers."""
         self._run, self._settings = run, settings
         self.num_experts, self.layer_ids = num_experts, layer_ids
+        self.written_bytes = 0
+        """Of this rank's shards of the last step."""
         self._dropped = False
 
-    def write(self, step: int, trace: RoutingTrace | None) -> None:
+    def write(self, step: int, pieces: Iterable[RoutingTrace]) -> None:
         """Write this rank's routes of a step, if steps of this number are kept, and remove older ones; collective.
 
         Where a rank cannot write, as on a full disk, the routes of the step are dropped with a warning.
 
-        trace    None: this rank has no responses
+        pieces   none: this rank has no responses
         raises   TraceError where the engine reported illegal routes
         """
+        self.written_bytes = 0
         if is_kept(step, self._settings):
-            self._write(step, trace)
-        elif trace is not None:
-            trace.validate()
+            self._write(step, pieces)
+        else:
+            for piece in pieces:
+                piece.validate()
 
-    def _write(self, step: int, trace: RoutingTrace | None) -> None:
-        folder, shards, problem = trace_folder(self._run, step), list[ShardEntry](), None
-        try:
-            writer = TraceWriter(folder, shard_prefix=f"rank-{dist.get_rank():03d}")
-            if trace is not None:
-                writer.append(trace)
-            shards = writer.shards
-        except (OSError, SafetensorError) as error:
-            problem = getattr(error, "strerror", None) or str(error)
+    def _write(self, step: int, pieces: Iterable[RoutingTrace]) -> None:
+        folder, problem, first = trace_folder(self._run, step), None, None
+        writer = TraceWriter(folder, shard_prefix=f"rank-{dist.get_rank():03d}")
+        for piece in pieces:
+            first = first or piece.select([])
+            try:
+                writer.append(piece)
+            except (OSError, SafetensorError) as error:  # pieces that follow are still validated
+                problem = problem or getattr(error, "strerror", None) or str(error)
+        self.written_bytes = sum(entry.size for entry in writer.shards)
         wait_for_ranks()
-        gathered_R = gather_json({"shards": [entry.model_dump() for entry in shards], "problem": problem})
+        gathered_R = gather_json({"shards": [entry.model_dump() for entry in writer.shards], "problem": problem})
         if dist.get_rank() != 0:
             return
         problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(gathered_R) if one["problem"]]
         if not problems:
-            assert trace is not None, "rank 0 has the first response of every step"
+            assert first is not None, "rank 0 has the first response of every step"
             entries = [ShardEntry(**entry) for one in gathered_R for entry in one["shards"]]
             try:
-                write_index(folder, index_of(trace, entries))
+                write_index(folder, index_of(first, entries))
             except OSError as error:
                 problems = [f"rank 0: {error.strerror}"]
         if problems:
@@ -93,19 +99,32 @@ class StepTraces:
 def record_routes(step: int, responses: Sequence[Response], traces: StepTraces) -> list[Response]:
     """Validate and write the routes of all ranks' responses of a step whose engine records routes; collective.
 
-    returns   the responses; their routes are views of one array, that which was written
+    returns   the responses, with routes of the narrowest type
     raises    TraceError where the engine reported illegal routes
     """
-    if not responses:
-        traces.write(step, None)
-        return []
-    source = f"rollout of step {step}"
-    trace = trace_of(responses, num_experts=traces.num_experts, layer_ids=traces.layer_ids, source=source)
-    traces.write(step, trace)
-    return [
-        replace(response, experts_mLK=trace.experts_TLK[start:stop])
-        for response, start, stop in zip(responses, trace.offsets, trace.offsets[1:] - 1, strict=False)
-    ]
+    sizes: dict[str, Any] = {"num_experts": traces.num_experts, "layer_ids": traces.layer_ids}
+    traces.write(
+        step, (trace_of(part, **sizes, source=f"rollout of step {step}") for part in _runs(responses, SHARD_ROWS))
+    )
+    return [_narrowed(response, traces.num_experts) for response in responses]
+
+
+def _runs(responses: Sequence[Response], most_tokens: int) -> Iterator[list[Response]]:
+    """Yield consecutive responses with at most so many tokens together, or one longer."""
+    run: list[Response] = []
+    for response in responses:
+        if run and sum(len(one.tokens_n) for one in run) + len(response.tokens_n) > most_tokens:
+            yield run
+            run = []
+        run.append(response)
+    if run:
+        yield run
+
+
+def _narrowed(response: Response, num_experts: int) -> Response:
+    """Return a response whose checked routes have the type of traces; not copied where they have it already."""
+    assert response.experts_mLK is not None, "routes were checked"
+    return replace(response, experts_mLK=response.experts_mLK.astype(expert_dtype(num_experts), copy=False))
 
 
 def is_kept(step: int, settings: TraceSettings, latest: int | None = None) -> bool:
