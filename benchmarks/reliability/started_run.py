@@ -24,7 +24,7 @@ RUN_SECONDS = 300.0
 GONE_SECONDS = 15.0
 """After the run, for its ranks to end."""
 _POLL_SECONDS = 0.01
-_MEASURED = ("seconds", "plan_seconds")
+_MEASURED = ("seconds", "plan_seconds", "bytes")  # of the trace: none where a full disk dropped it
 """Columns of metrics.jsonl that differ between equal runs: times."""
 
 
