@@ -27,14 +27,8 @@ from relibra.rl.rollout.engines import sync_weights
 from relibra.rl.rollout.failed_rewards import check_failed_rewards
 from relibra.rl.rollout.response import Response, RolloutEngine
 from relibra.rl.rollout.served.canary_probe import Canary
+from relibra.rl.run import step_metrics
 from relibra.rl.run.ranks import begin_stage, is_peer_loss, sum_over_ranks
-from relibra.rl.run.step_metrics import (
-    balance_metrics,
-    mismatch_metrics_of_ranks,
-    rollout_metrics,
-    route_bytes,
-    update_metrics,
-)
 from relibra.rl.run.step_trace import StepTraces, record_routes
 from relibra.rl.tasks.task import Task
 from relibra.rl.update.credit import (
@@ -194,13 +188,13 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
         canary = sync_weights(learner.engine, learner.policy, config.rollout.server_weights, step + 1, learner.canary)
     metrics = {
         "step": step,
-        **rollout_metrics(rollout.responses, rollout.cost, by_group=config.algorithm.advantage == "group"),
-        **update_metrics(update, referenced=learner.reference is not None),
+        **step_metrics.rollout_metrics(rollout.responses, rollout.cost, by_group=config.algorithm.advantage == "group"),
+        **step_metrics.update_metrics(update, referenced=learner.reference is not None),
         **value_metrics,
-        **mismatch_metrics_of_ranks(recomputed),
-        **balance_metrics(batch, ran_at_home=recomputed.ran_at_home + update.ran_at_home),
+        **step_metrics.mismatch_metrics_of_ranks(recomputed),
+        **step_metrics.balance_metrics(batch, ran_at_home=recomputed.ran_at_home + update.ran_at_home),
         "canary": canary and asdict(canary),
-        "bytes": route_bytes(batch, routed=routed, traced=traces.written_bytes),
+        "bytes": step_metrics.route_bytes(batch, routed=routed, traced=traces.written_bytes),
         "seconds": {name: round(seconds, 4) for name, seconds in clock.seconds.items()},
     }
     metrics["alarms"] = alarms(metrics)
