@@ -41,6 +41,11 @@ def server_environment(**added: str) -> dict[str, str]:
     return {**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, **added}
 
 
+def ray_address() -> str:
+    """Return the address of the Ray cluster to connect to; empty: the one that runs on this machine."""
+    return os.environ.get("RAY_ADDRESS", "")
+
+
 def has_columns() -> bool:
     """Return whether COLUMNS gives the width of what is printed."""
     return "COLUMNS" in os.environ

@@ -184,20 +184,13 @@ def test_a_lost_node_is_replaced_by_another_or_the_run_says_what_it_lacks(tmp_pa
                         assert time.monotonic() < deadline
                         time.sleep(0.1)
                     assert lost not in nodes_of(going.stderr)[1][1]
+                    assert f"({lost}) of Ray, with ranks 2 to 3, was lost" in going.stderr
+                    assert "raylet" not in going.stderr
             assert going.exit_code(240) == 1
     last = going.stderr.splitlines()[-1]
     assert last.startswith("error: 4 ranks, each with 1 CPU, need nodes with the same")
-    assert "room for 0, 2" in last
+    assert "room for 2, 0:" in last
     assert f"relibra train --resume {going.run}" in last
-
-
-def test_without_a_cluster_one_sentence_says_how_to_start_one(tmp_path, monkeypatch):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    done = train(tmp_path, ON_RAY)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: parallel.launcher=ray finds no running Ray cluster")
-    assert len(done.stderr.splitlines()) == 1
-    assert not (tmp_path / "run").exists()
 
 
 def test_torchrun_and_ray_exclude_one_another(tmp_path):

@@ -64,6 +64,16 @@ def test_a_missing_package_is_named(monkeypatch):
         launching.launch(load_config(None, ["parallel.launcher=ray"]))
 
 
+def test_an_address_without_a_cluster_is_told_at_once(monkeypatch, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(driver, "find_spec", lambda _: object())
+    with pytest.raises(ConfigError, match=f"no Ray cluster at {address} .*ray start --head"):
+        launching.launch(load_config(None, ["parallel.launcher=ray", f"run.folder={tmp_path}"]))
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_machine_of_the_driver_is_not_measured_for_the_nodes(monkeypatch, tmp_path):
     monkeypatch.setattr(driver, "find_spec", lambda _: object())
     words = ["parallel.launcher=ray", "plan.cluster=measure", f"run.folder={tmp_path}"]

@@ -7,17 +7,19 @@ are told apart by Ray's node id: several may have one address.
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import relibra
-from relibra.environment import LaunchedRank
+from relibra.environment import LaunchedRank, ray_address
 from relibra.errors import ConfigError, EngineError
 from relibra.printable import printable
 from relibra.rl.config.model_folder import names_hub
@@ -35,8 +37,12 @@ TRY_SECONDS = 5.0
 """Seconds after which the layout is chosen anew from the nodes that are there."""
 ANSWER_SECONDS = 120.0
 """Seconds to wait for an actor that starts: it imports relibra."""
+ADDRESS_SECONDS = 10.0
+"""Seconds to wait until the cluster takes a connection."""
 NEWS_SECONDS = 1.0
 """Longest time until an interrupt is passed on."""
+NODE_SECONDS = 30.0
+"""Seconds to wait, where an actor does not answer, until Ray knows whether its node is gone."""
 ACTOR_THREADS = 4
 """Calls of an actor that may run at once: `news` waits while `interrupt` and `end` are called."""
 
@@ -55,6 +61,7 @@ def connected_ray() -> Iterator[None]:
 
     raises   ConfigError if there is none: no cluster is started, because its ports have no password
     """
+    _check_address(ray_address())
     import ray
 
     if ray.is_initialized():
@@ -68,16 +75,32 @@ def connected_ray() -> Iterator[None]:
             "--head`, run relibra on a node of one, or set RAY_ADDRESS"
         ) from error
     try:
-        yield
+        # Ray prints what happens to its workers, with pages of its logs; we say it in a sentence.
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            yield
     finally:
         ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """Raise ConfigError if nobody listens at host:port, where Ray itself tries again for minutes."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ADDRESS_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"parallel.launcher=ray finds no Ray cluster at {address} (RAY_ADDRESS): {error}; start one with `ray "
+            "start --head`, or set the address that it prints"
+        ) from error
 
 
 @dataclass
 class _Node:
     """A node of the run: its actor, id and address, its ranks, and how they ended.
 
-    lost   in words, what was lost; empty: nothing
+    lost   how Ray says that its actor was lost; None: it was not
     """
 
     actor: Any
@@ -85,7 +108,7 @@ class _Node:
     host: str
     ranks: list[LaunchedRank]
     ended: EndedRanks | None = None
-    lost: str = ""
+    lost: Exception | None = None
 
     @property
     def name(self) -> str:
@@ -98,12 +121,12 @@ class _Node:
 
     @property
     def over(self) -> bool:
-        return bool(self.lost) or self.ended is not None
+        return self.lost is not None or self.ended is not None
 
     @property
     def failed(self) -> bool:
         codes = () if self.ended is None else self.ended.codes
-        return bool(self.lost) or any(code not in (Exit.DONE, Exit.STOPPED) for code in codes)
+        return self.lost is not None or any(code not in (Exit.DONE, Exit.STOPPED) for code in codes)
 
 
 class RayRanks:
@@ -169,7 +192,7 @@ class RayRanks:
         from ray.util import remove_placement_group
 
         with suppress(ray.exceptions.RayError):
-            ended = [node.actor.end.remote() for node in self._nodes if not node.lost]
+            ended = [node.actor.end.remote() for node in self._nodes if node.lost is None]
             ray.wait(ended, num_returns=len(ended), timeout=2 * GRACE_SECONDS) if ended else None
         for node in self._nodes:
             with suppress(ray.exceptions.RayError):
@@ -186,7 +209,8 @@ class RayRanks:
         num_ranks, threads = self._config.parallel.ranks, self._config.parallel.threads_per_rank
         deadline, attempt = time.monotonic() + PLACE_SECONDS, 0
         while True:
-            room_N = [room_for_ranks(node["Resources"], threads, gpus=gpus) for node in _alive_nodes()]
+            rooms = (room_for_ranks(node["Resources"], threads, gpus=gpus) for node in _alive_nodes())
+            room_N = sorted(rooms, reverse=True)
             layouts = possible_layouts(num_ranks, room_N)
             if layouts:
                 layout = layouts[attempt % len(layouts)]
@@ -265,7 +289,7 @@ class RayRanks:
         try:
             news: News = ray.get(answer)
         except ray.exceptions.RayError as error:
-            node.lost = _explain_loss(node, error)
+            node.lost = error
             return
         for line in news.lines:
             print(printable(line), file=sys.stderr, flush=True)
@@ -287,16 +311,23 @@ def _join(nodes: Sequence[_Node]) -> EndedRanks:
         codes=tuple(code for one in ended for code in one.codes),
         last_words=tuple(word for one in ended for word in one.last_words),
         stopped=tuple(rank for one in ended for rank in one.stopped),
-        lost=tuple(node.lost for node in nodes if node.lost),
+        lost=tuple(_explain_loss(node, node.lost) for node in nodes if node.lost is not None),
         notes=tuple(note for one in ended for note in one.notes),
     )
 
 
 def _explain_loss(node: _Node, error: Exception) -> str:
-    """Return in words what was lost with the actor of a node."""
-    if all(alive["NodeID"] != node.node_id for alive in _alive_nodes()):
-        return f"{node.name} of Ray, with {node.ranks_in_words}, was lost"
-    return f"the process of Ray that has {node.ranks_in_words} on {node.name} ended ({_cause(error)})"
+    """Return in words what was lost with the actor of a node; Ray may need a while to know of the node."""
+    import ray
+
+    unsure = isinstance(error, ray.exceptions.ActorUnavailableError)
+    deadline = time.monotonic() + (NODE_SECONDS if unsure else 0.0)
+    while any(alive["NodeID"] == node.node_id for alive in _alive_nodes()):
+        if time.monotonic() > deadline:
+            logs = "why is in Ray's logs there, /tmp/ray/session_latest/logs"
+            return f"the process of Ray that has {node.ranks_in_words} on {node.name} ended ({logs})"
+        time.sleep(0.5)
+    return f"{node.name} of Ray, with {node.ranks_in_words}, was lost"
 
 
 def _cause(error: Exception) -> str:
