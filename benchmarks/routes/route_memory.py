@@ -107,7 +107,7 @@ def _responses(rank: int, tokens: int) -> list[Response]:
             finish_reason="stop",
             reward=1.0,
         )
-        for s in range(rank, SAMPLES, NUM_RANKS)
+        for s in range(rank * SAMPLES // NUM_RANKS, (rank + 1) * SAMPLES // NUM_RANKS)  # half of them has to move
     ]
 
 
