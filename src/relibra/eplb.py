@@ -78,6 +78,34 @@ class RelibraEplbPolicy:
         return _like(map_LP, weight)
 
 
+def policy_of_placement(physical_to_logical_map: Int64[ndarray, "L P"], *, source: str) -> type[RelibraEplbPolicy]:
+    """Return a policy that always places experts as a plan says, whatever the loads.
+
+    source   of the placement, for messages
+    """
+
+    class PlannedPlacement(RelibraEplbPolicy):
+        """The placement of a plan; see `policy_of_placement`."""
+
+        @classmethod
+        def rebalance_experts(cls, weight: Any, num_replicas: int, *_: Any, **__: Any) -> Any:
+            """Return the placement.
+
+            raises    PlanError where the engine has other layers, experts or slots
+            """
+            L, E = _loads(weight, "weight", 2).shape
+            planned = (*physical_to_logical_map.shape, int(physical_to_logical_map.max(initial=-1)) + 1)
+            if planned != (L, num_replicas, E):
+                raise PlanError(
+                    f"{source} places experts of {planned[0]} layers into {planned[1]} slots ({planned[2]} experts), "
+                    f"and the engine has {L} layers, {num_replicas} slots and {E} experts: plan with the engine's "
+                    "ranks, and with as many slots per rank as it has redundant experts"
+                )
+            return _like(physical_to_logical_map, weight)
+
+    return PlannedPlacement
+
+
 def rebalance_experts_sglang(
     tokens_per_expert: Any,
     num_physical_experts: int,

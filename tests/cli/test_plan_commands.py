@@ -13,6 +13,7 @@ from relibra import write_trace
 from relibra.cluster import cluster_preset, write_cluster
 from relibra.planning.analysis.comparison import comparable
 from relibra.planning.budget import RUN_DEFAULTS, slot_memory_gib
+from relibra.planning.exports import read_vllm_json
 from relibra.planning.plan_files import read_plan
 from relibra.planning.validation import validate_plan
 from relibra.routing.demand_files import read_demand
@@ -105,9 +106,10 @@ def test_plan_from_the_plan_before_moves_little(run, trace, plan, tmp_path):
 
 
 def test_exports_are_written(run, trace, tmp_path):
-    exports = [f"--export={form}={tmp_path / form}" for form in ("sglang", "vllm-ascend", "tensorrt-llm")]
+    exports = [f"--export={form}={tmp_path / form}" for form in ("sglang", "vllm", "vllm-ascend", "tensorrt-llm")]
     assert run("plan", trace, *CUT, "-o", tmp_path / "p.safetensors", *exports)[0] == 0
     assert len(json.loads((tmp_path / "sglang").read_text())["physical_to_logical_map"][0]) == 12
+    assert read_vllm_json(tmp_path / "vllm").shape[1] == 12
     assert all((tmp_path / form).stat().st_size for form in ("vllm-ascend", "tensorrt-llm"))
 
 
@@ -479,7 +481,6 @@ def test_reports_of_what_has_no_demand_or_is_no_plan(run, trace, plan, tmp_path)
             1,
             "from 1, 2, or --ranks-per-node from 1, 2, 4, 8",
         ),
-        (["plan", "TRACE", "--ranks", "4", "--export", "vllm=x"], 1, "see RelibraEplbPolicy in docs/planning.md"),
         (
             ["plan", "TRACE", "--ranks", "4", "--balancer", "relibra+seconds", "--objective", "tokens"],
             1,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from relibra.routing.demand import ScheduledDemand
     from relibra.simulation import ModelShape
 
-EXPORTS = ("trainer", "sglang", "vllm-ascend", "tensorrt-llm")
+EXPORTS = ("trainer", "sglang", "vllm", "vllm-ascend", "tensorrt-llm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +186,7 @@ def _write(made: StepPlan, demand: ScheduledDemand, request: PlanRequest) -> Non
     writers = {
         "trainer": exports.write_trainer_npz,
         "sglang": exports.write_sglang_json,
+        "vllm": exports.write_vllm_json,
         "vllm-ascend": exports.write_vllm_ascend_json,
         "tensorrt-llm": exports.write_tensorrt_llm_yaml,
     }
@@ -196,10 +197,6 @@ def _write(made: StepPlan, demand: ScheduledDemand, request: PlanRequest) -> Non
 
 def _format_and_path(word: str) -> NamedPath:
     form, equals, path = word.partition("=")
-    if form == "vllm":
-        raise ConfigError(
-            "--export vllm: vLLM reads no placement file, it calls a policy: see RelibraEplbPolicy in docs/planning.md"
-        )
     if form not in EXPORTS or not equals or not path:
         raise ConfigError(f"--export {word!r} is not FORMAT=PATH with a format of {', '.join(EXPORTS)}")
     return form, Path(path)

@@ -20,6 +20,8 @@ from relibra.files import atomic_path, write_text
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import Demand
 
+MAX_MAP_BYTES = 64 << 20
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PhysicalMaps:
@@ -169,6 +171,36 @@ def write_sglang_json(
     rows = np.tile(np.arange(map_LP.shape[1]) % plan.num_experts, (layers, 1))
     rows[plan.layer_ids] = map_LP
     write_text(Path(path), json.dumps({"physical_to_logical_map": rows.tolist()}) + "\n")
+
+
+def write_vllm_json(path: Path | str, plan: StepPlan, demand: Demand, *, micro_batch: int | None = None) -> None:
+    """Write a file for relibra's plug-in of vLLM (RELIBRA_EPLB=FILE): expert of each slot, MoE layers only.
+
+    Start the engine with `num_redundant_experts` = P - E. Empty slots are filled (`filled_map`).
+    """
+    map_LP = filled_map(plan, demand, micro_batch)
+    write_text(Path(path), json.dumps({"physical_to_logical_map": map_LP.tolist()}) + "\n")
+
+
+def read_vllm_json(path: Path) -> Int64[ndarray, "L P"]:
+    """Read a file of `write_vllm_json`.
+
+    raises    PlanError for a file that is none, or whose layers lack an expert
+    """
+    try:
+        if path.stat().st_size > MAX_MAP_BYTES:
+            raise PlanError(f"{path} has {path.stat().st_size} bytes: a placement has at most {MAX_MAP_BYTES}")
+        map_LP = np.array(json.loads(path.read_bytes())["physical_to_logical_map"])
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        raise PlanError(f"{path} is no placement for vLLM: write one by relibra plan --export vllm=FILE") from error
+    if map_LP.ndim != 2 or map_LP.dtype.kind != "i" or not map_LP.size or map_LP.min() < 0:
+        raise PlanError(f"{path} holds no numbers of experts by layer and slot: write it again by relibra plan")
+    experts = int(map_LP.max()) + 1
+    if experts > map_LP.shape[1] or any(len(np.unique(map_P)) != experts for map_P in map_LP):
+        raise PlanError(f"{path}: some layer does not hold each of {experts} experts; write it again by relibra plan")
+    return map_LP.astype(np.int64)
 
 
 def write_vllm_ascend_json(path: Path | str, plan: StepPlan, demand: Demand, *, micro_batch: int | None = None) -> None:
