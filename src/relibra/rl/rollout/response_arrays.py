@@ -153,6 +153,7 @@ def exchange_responses(responses: list[Response], target_ranks: Sequence[int]) -
     responses.clear()
     arrived, parts[rank] = parts[rank], []
     waiting = [_cut(part, ROUND_BYTES // num_ranks) for part in parts]
+    del parts  # `waiting` alone holds what is to be sent
     for _ in range(_agree_on_rounds(waiting)):
         sent = [_to_bytes(pieces.pop(0)) if pieces else b"" for pieces in waiting]
         arrived += [response for payload in _exchange_bytes(sent) if payload for response in _from_bytes(payload)]
