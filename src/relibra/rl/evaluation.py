@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from relibra.rl.config.rollout_settings import RolloutSettings
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.failed_rewards import check_failed_rewards
+from relibra.rl.rollout.prompt_lengths import encode_held_out
 from relibra.rl.rollout.response import RolloutEngine, new_response
 from relibra.rl.run.ranks import begin_stage, sum_over_ranks, wait_for_ranks
 from relibra.rl.tasks.task import RewardError, Task
@@ -20,21 +22,23 @@ def evaluate(
     task: Task,
     tokenizer: Tokenizer,
     num_prompts: int,
-    max_response: int,
+    settings: RolloutSettings,
     *,
     max_failed_rewards: float,
 ) -> dict[str, float]:
     """Return mean reward and response length on the held-out prompts; the same on all ranks; collective.
 
-    raises    ConfigError where more rewards failed than `task.max_failed_rewards`
+    raises    ConfigError where more rewards failed than `task.max_failed_rewards`, or a prompt is refused for its
+              length (`rollout.long_prompts`)
     """
     begin_stage("evaluation")
-    own = list(enumerate(task.evaluation_prompts(num_prompts)))[dist.get_rank() :: dist.get_world_size()]
-    started = [new_response(_FIRST_SAMPLE + i, i, tokenizer.encode(prompt.text)) for i, prompt in own]
-    windows, _ = engine.generate(started, window=max_response, max_response=max_response)
+    encoded = list(enumerate(encode_held_out(task, tokenizer, settings, num_prompts)))
+    own = encoded[dist.get_rank() :: dist.get_world_size()]
+    started = [new_response(_FIRST_SAMPLE + i, i, tokens) for i, (_, tokens) in own]
+    windows, _ = engine.generate(started, window=settings.max_response, max_response=settings.max_response)
     wait_for_ranks()
     rewards, errors = list[float](), list[str]()
-    for (_, prompt), window in zip(own, windows, strict=True):
+    for (_, (prompt, _)), window in zip(own, windows, strict=True):
         try:
             rewards.append(task.reward(prompt, tokenizer.decode(window.tokens_w.tolist()), stopped=window.stopped))
         except RewardError as error:

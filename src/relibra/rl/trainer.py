@@ -119,7 +119,7 @@ def _evaluate(learner: Learner, config: RunConfig) -> dict[str, float]:
         learner.task,
         learner.tokenizer,
         config.evaluation.prompts,
-        config.rollout.max_response,
+        config.rollout,
         max_failed_rewards=config.task.max_failed_rewards,
     )
 

@@ -7,7 +7,7 @@ import pytest
 
 from relibra.errors import ConfigError
 from relibra.rl.config.run_config import load_config
-from relibra.rl.rollout.prompt_lengths import encode_prompt, fit_prompts
+from relibra.rl.rollout.prompt_lengths import encode_held_out, encode_prompt, fit_prompts
 from relibra.rl.tasks.make import make_task
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 from relibra.rl.toy.tasks import Arithmetic
@@ -71,3 +71,24 @@ def test_prompts_that_fit_stay_and_so_does_a_task_without_a_file(task, caplog):
     arithmetic = make_task(load_config(None, []).task, 0, 0)
     assert fit_prompts(arithmetic, TOKENIZER, settings_of(10)) == (arithmetic, 0)
     assert not caplog.records
+
+
+def test_held_out_prompts_have_the_same_limit(tmp_path):
+    file = tmp_path / "held_out.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "1" * n, "answer": "1"}) + "\n" for n in LENGTHS))
+    files = (f"task.file={file}", f"task.evaluation_file={file}")
+    task = make_task(load_config(None, ("task.name=prompts", *files, "task.reward=exact", "model.path=m")).task, 0, 5)
+    prompts = task.evaluation_prompts(5)
+    assert len(prompts) == 5
+
+    def held_out(limit, long_prompts):
+        return [len(ids) for _, ids in encode_held_out(task, TOKENIZER, settings_of(limit, long_prompts), 5)]
+
+    given = [len(TOKENIZER.encode(prompt.text)) for prompt in prompts]
+    assert held_out(9, "refuse") == given
+    assert held_out(4, "skip") == [n for n in given if n <= 4]
+    assert held_out(4, "cut") == [min(n, 4) for n in given]
+    with pytest.raises(ConfigError, match="allowed are 1 to 1 "):
+        held_out(1, "refuse")
+    with pytest.raises(ConfigError, match=r"evaluation have more tokens than rollout.max_prompt 1"):
+        held_out(1, "skip")

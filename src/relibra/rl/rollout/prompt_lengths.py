@@ -30,6 +30,31 @@ def encode_prompt(group: int, task: Task, tokenizer: Tokenizer, settings: Rollou
     return tokens
 
 
+def encode_held_out(
+    task: Task, tokenizer: Tokenizer, settings: RolloutSettings, num_prompts: int
+) -> list[tuple[Prompt, list[int]]]:
+    """Return the held-out prompts with their ids: long ones are left out or cut as those that are trained on.
+
+    raises    ConfigError for a prompt without tokens, one that is too long and refused, and where none is left
+    """
+    found = []
+    prompts = task.evaluation_prompts(num_prompts)
+    for number, prompt in enumerate(prompts):
+        tokens = tokenizer.encode(prompt.text)
+        if settings.long_prompts == "skip" and len(tokens) > settings.max_prompt:
+            continue
+        if settings.long_prompts == "cut":
+            tokens = tokens[-settings.max_prompt :]
+        _check_length(prompt, number, len(tokens), settings.max_prompt)
+        found.append((prompt, tokens))
+    if prompts and not found:
+        raise ConfigError(
+            f"all {len(prompts)} prompts of the evaluation have more tokens than rollout.max_prompt "
+            f"{settings.max_prompt:,}: set a larger one, or evaluation.every=0"
+        )
+    return found
+
+
 def fit_prompts(task: Task, tokenizer: Tokenizer, settings: RolloutSettings) -> tuple[Task, int]:
     """Return a task without its prompts that are too long, and the tokens of its longest one; collective.
 
