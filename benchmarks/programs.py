@@ -57,7 +57,7 @@ PROGRAMS = (
     Program(name="rollout_windows", folder="simulation", minutes=0.1),
     Program(name="planner", folder="planner", minutes=3.5, takes_data=True, threads=2),
     Program(name="balancers", folder="planner", minutes=1.5, takes_data=True),
-    Program(name="trainer_schedules", folder="planner", minutes=1, takes_data=True),
+    Program(name="trainer_schedules", folder="planner", minutes=1, takes_data=True, long=True),
     Program(name="whole_step", folder="planner", minutes=2, long=True, threads=2),
     Program(name="step", folder="planner", minutes=10, takes_data=True, long=True, threads=2),
     Program(name="tppo_toy", folder="rl", minutes=1),

@@ -110,7 +110,8 @@ class ServerPool:
                     number = f" ({attempts.failed} attempts)" if attempts.failed > 1 else ""
                     raise EngineError(f"{lost}{number}") from lost.__cause__
             else:
-                server.on_trial, server.is_told, server.failures, server.seen = False, False, 0, time.monotonic()
+                if server.losses == losses:  # not lost since: an answer on its way says nothing of what came after
+                    server.on_trial, server.is_told, server.failures, server.seen = False, False, 0, time.monotonic()
                 return answer
             finally:
                 server.under_way -= 1
