@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from relibra.errors import EngineError
+from relibra.replay import record_routing
 from relibra.rl.rollout.response import new_response
 from relibra.rl.rollout.served import canary_probe, preflight, requests
 from relibra.rl.rollout.served.canary import CanaryScores, find_fault, share_made
@@ -165,6 +166,28 @@ def test_a_server_that_goes_wrong_in_an_update_is_named(small, tmp_path, dialect
             server.fault = fault
             with pytest.raises(EngineError, match=rf"{server.url} cannot be trained from .*: .*{says}"):
                 updates.make()
+
+
+@pytest.mark.parametrize(("enough", "sequences"), [(0.0, 2), (1.01, 5)])
+def test_sequences_are_added_until_most_experts_are_reached(small, tmp_path, monkeypatch, enough, sequences):
+    monkeypatch.setattr(canary_probe, "ENOUGH_EXPERTS", enough)
+    monkeypatch.setattr(canary_probe, "MOST_SEQUENCES", 5)
+    model = tiny_model("qwen3_moe").eval()
+    with running(copy.deepcopy(model)) as server, record_routing(model) as recorder:
+        updates = Updates([server], model, tmp_path)
+        report = updates.make()
+        assert len(updates.canary.sequences) == sequences
+        recorder.take()
+        reached = set()
+        for sequence in updates.canary.sequences:
+            with torch.inference_mode():
+                model(torch.tensor([sequence]))
+            experts_TLK = recorder.take()[0]
+            reached |= {
+                (layer, int(e)) for layer in range(experts_TLK.shape[1]) for e in experts_TLK[:, layer].unique()
+            }
+    pairs = model.config.num_hidden_layers * model.config.num_experts
+    assert len(reached) / pairs <= report.reached <= 1.0, "sampled tokens after the sequences may reach more"
 
 
 def test_a_tied_head_that_stays_behind_is_caught(small, tmp_path):

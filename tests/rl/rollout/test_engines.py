@@ -47,6 +47,7 @@ def test_a_server_is_checked_first_and_compared_after_each_update(tmp_path, smal
         assert row["canary"]["difference"] < 1e-5
         assert row["canary"]["share_made"] == pytest.approx(1.0, abs=1e-3)
         assert row["canary"]["equal_routes"] == 1.0
+        assert 0.5 < row["canary"]["reached"] <= 1.0
 
 
 def test_windows_go_on_at_any_of_several_servers_one_of_which_ends(tmp_path, small_canary):

@@ -21,8 +21,10 @@ from relibra.rl.rollout.served.dialects import PATHS, TokenAnswer, read_scores, 
 from relibra.rl.rollout.served.pool import on_every_server
 from relibra.rl.rollout.served.requests import ServerLost
 
-SEQUENCES, SEQUENCE_TOKENS = 8, 272
-"""More than two blocks of vLLM's cache each, of 128 tokens on a CPU."""
+SEQUENCES, MOST_SEQUENCES, SEQUENCE_TOKENS = 8, 32, 272
+"""More than two blocks of vLLM's cache each, of 128 tokens on a CPU; more sequences where they reach few experts."""
+ENOUGH_EXPERTS = 0.9
+"""Share of (layer, expert) that the sequences should reach: a fault in an expert that nothing reaches is not seen."""
 SAMPLED_TOKENS = 16
 """Sampled after each sequence, to see log-probs at the run's temperature."""
 ANSWER_TOKENS = 64
@@ -38,12 +40,14 @@ class CanaryReport:
     difference      mean absolute difference of log-probs of given tokens, to the trainer's
     share_made      of the update that the server made, 1 in theory; None: nothing to compare with
     equal_routes    share of (token, layer) with the trainer's experts; None: not compared
+    reached         share of (layer, expert) that a token of the sequences goes to; None: a model without experts
     servers         that were compared: those that answered
     """
 
     difference: float
     share_made: float | None
     equal_routes: float | None
+    reached: float | None = None
     servers: int = 1
 
 
@@ -156,6 +160,7 @@ class Canary:
             difference=scores.difference,
             share_made=made[-1].share if made else None,
             equal_routes=scores.equal_routes,
+            reached=self._reached(server.client, [one.experts_TLK for one in trained]),
         )
 
     async def _prepare(self) -> None:
@@ -169,6 +174,7 @@ class Canary:
         """Return prompts of the task with answers of a server, end to end, cut into sequences."""
         length = max(2, min(SEQUENCE_TOKENS, self.context - SAMPLED_TOKENS))
         joined: list[int] = []
+        routes: list[ndarray | None] = []
         async with server.client.connections(_REQUESTS) as client:
             for first in range(0, MOST_PROMPTS, PROMPTS_AT_ONCE):
                 prompts = [self.encode_prompt(first + index)[: length // 2] for index in range(PROMPTS_AT_ONCE)]
@@ -179,9 +185,12 @@ class Canary:
                 for prompt, answer in zip(prompts, answers, strict=True):
                     server.client.check_tokens(answer)
                     joined += [*prompt, *answer.tokens]
-                if len(joined) >= SEQUENCES * length:
+                    routes.append(server.client.check_routes(answer.routes, len(prompt) + len(answer.tokens) - 1))
+                reached = self._reached(server.client, routes)
+                if len(joined) >= SEQUENCES * length and (reached is None or reached >= ENOUGH_EXPERTS):
                     break
-        sequences = [joined[start : start + length] for start in range(0, SEQUENCES * length, length)]
+        most = max(SEQUENCES, min(MOST_SEQUENCES, len(joined) // length))
+        sequences = [joined[start : start + length] for start in range(0, most * length, length)]
         return [sequence for sequence in sequences if len(sequence) == length] or [joined]
 
     async def _remember_first(self, server: WatchedServer) -> None:
@@ -228,6 +237,17 @@ class Canary:
                 server.client.check_tokens(answer)
             return ServedScores(await self._scored(server.client, client), sampled)
 
+    def _reached(self, server: ServerClient, routes: Sequence[ndarray | None]) -> float | None:
+        """Return the share of (layer, expert) in routes [T, L, K] of sequences; None: a model without experts."""
+        if server.routes is None:
+            return None
+        reached_LE = np.zeros((len(server.routes.layer_ids), server.routes.num_experts), dtype=bool)
+        layer_1L1 = np.arange(len(reached_LE))[None, :, None]
+        for experts_TLK in routes:
+            if experts_TLK is not None:
+                reached_LE[layer_1L1, experts_TLK] = True
+        return float(reached_LE.mean())
+
     def _equal_routes(
         self, server: ServerClient, answers: Sequence[TokenAnswer], trained: Sequence[TrainedScores]
     ) -> float | None:
@@ -246,10 +266,12 @@ def worst_of(reports: Sequence[CanaryReport]) -> CanaryReport:
     """Return the worst of what the comparisons of several servers show."""
     shares = [one.share_made for one in reports if one.share_made is not None]
     routes = [one.equal_routes for one in reports if one.equal_routes is not None]
+    reached = [one.reached for one in reports if one.reached is not None]
     return CanaryReport(
         difference=max(one.difference for one in reports),
         share_made=max(shares, key=lambda share: abs(share - 1.0), default=None),
         equal_routes=min(routes, default=None),
+        reached=min(reached, default=None),
         servers=len(reports),
     )
 
