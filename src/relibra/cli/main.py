@@ -10,6 +10,7 @@ import typer
 
 import relibra
 from relibra.cli import bench, calibrate, compare, explain, export, plan, report, simulate, sweep, trace, train
+from relibra.cli.serve import app as serve
 from relibra.environment import shows_tracebacks
 from relibra.errors import RelibraError, library_errors
 from relibra.printable import escape_logs_and_tracebacks, printable
@@ -32,6 +33,7 @@ app.command(name="explain")(explain.explain)
 app.command(name="simulate")(simulate.simulate)
 app.command(name="sweep")(sweep.sweep)
 app.add_typer(trace.app, name="trace")
+app.add_typer(serve.app, name="serve")
 if bench.BENCHMARKS.is_dir():
     everything = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
     app.command(name="bench", context_settings=everything)(bench.bench)

@@ -26,9 +26,11 @@ def choose_model(name: str | None, trace: Path) -> ModelShape:
     return open_model(name) if name else default_model(trace)
 
 
-def open_model(name: str) -> ModelShape:
+def open_model(name: str, *, option: str = "--model", also: tuple[str, ...] = ()) -> ModelShape:
     """Return the sizes of a known model, of a config.json (or its folder), or of a model of one expert HIDDENxWIDTH.
 
+    option    where the name was given, for messages
+    also      further names that are allowed there
     raises    ConfigError for anything else
     """
     from relibra.planning.costs.expert_shape import ExpertShape
@@ -39,7 +41,7 @@ def open_model(name: str) -> ModelShape:
     if sizes := re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})", name):
         hidden, width = int(sizes[1]), int(sizes[2])
         if not hidden or not width:
-            raise ConfigError(f"--model {name!r}: HIDDEN and WIDTH of an expert must be at least 1")
+            raise ConfigError(f"{option} {name!r}: HIDDEN and WIDTH of an expert must be at least 1")
         expert, heads = ExpertShape(hidden=hidden, width=width), max(1, hidden // 128)
         return ModelShape(
             name=name, moe_layers=1, hidden=hidden, query_heads=heads, kv_heads=heads, head_dim=128, experts=1,
@@ -47,18 +49,18 @@ def open_model(name: str) -> ModelShape:
         )  # fmt: skip
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if not path.is_file() and (path.suffix == ".json" or "/" in name):
-        raise ConfigError(f"--model {name}: there is no file {path}: give the path of a config.json")
+        raise ConfigError(f"{option} {name}: there is no file {path}: give the path of a config.json")
     if not path.is_file():
         raise ConfigError(
-            f"--model {name!r} is unknown: allowed are {', '.join(MODEL_SHAPES)}, the path of a config.json, or "
-            f"{_EXAMPLE}"
+            f"{option} {name!r} is unknown: allowed are {', '.join((*also, *MODEL_SHAPES))}, the path of a config.json"
+            f"{'' if also else f', or {_EXAMPLE}'}"
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--model {name}: {path} is not JSON ({error})") from error
+        raise ConfigError(f"{option} {name}: {path} is not JSON ({error})") from error
     if not isinstance(config, dict):
-        raise ConfigError(f"--model {name}: {path} is not a JSON object of settings")
+        raise ConfigError(f"{option} {name}: {path} is not a JSON object of settings")
     return model_shape_from_config(config, str(config.get("model_type", path.parent.name)))
 
 

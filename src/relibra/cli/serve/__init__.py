@@ -1,0 +1,1 @@
+"""`relibra serve`: search a deployment, and serve a model with it."""

@@ -1,0 +1,36 @@
+"""`relibra serve`: the commands about serving; `relibra serve MODEL` is `relibra serve run MODEL`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from relibra.cli.serve import plan
+
+
+class ServeGroup(TyperGroup):
+    """Commands of which `run` may be left out: what is no command is its model."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the named command, else `run` with all words as its arguments."""
+        if "run" in self.commands and args and args[0] not in self.commands:
+            args = ["run", *args]
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    cls=ServeGroup, no_args_is_help=True, help="Serving: search which GPUs compute attention and experts."
+)
+
+
+@app.callback()
+def about() -> None:
+    """Serve a mixture-of-experts model with attention on some workers and experts on others, or plan which.
+
+    Example: relibra serve plan dbrx --gpus h20,l40s --tpot 150ms
+    """
+
+
+app.command(name="plan")(plan.plan)

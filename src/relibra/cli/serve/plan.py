@@ -1,0 +1,249 @@
+"""`relibra serve plan`: how many GPUs of which kind for attention and experts, or better not apart."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from relibra.cli.inputs import options
+from relibra.cli.inputs.models import open_model
+from relibra.cli.inputs.requests import takes
+from relibra.cli.outputs.files import check_outputs, named, writing
+from relibra.cli.outputs.terminal import plural, print_note, print_text, print_wrapped, progress, stdout_console
+from relibra.cli.serve.picture import draw_deployment
+from relibra.errors import ConfigError
+
+if TYPE_CHECKING:
+    from relibra.planning.deployment.accelerator import Accelerator
+    from relibra.planning.deployment.colocated import ColocatedPlan
+    from relibra.planning.deployment.decision import Decision
+    from relibra.planning.deployment.deployment_plan import DeploymentPlan
+    from relibra.planning.deployment.search import SearchSpace
+    from relibra.planning.deployment.served_model import ServedModel
+
+
+class Objective(StrEnum):
+    """What tokens per second are divided by."""
+
+    PRICE = "price"
+    WATTS = "watts"
+    GPUS = "gpus"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServePlanRequest:
+    """A model, GPUs to choose from, and the service that is asked for."""
+
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="mixtral-8x22b, dbrx, scaled-moe, a name of --model elsewhere, or a config.json."
+        ),
+    ]
+    gpus: Annotated[
+        str, typer.Option(metavar="NAME,...", help="GPUs to choose from: h20, l40s, l20, a800, h800, or of a file.")
+    ] = "h20,l40s"
+    accelerators: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="TOML with a table per GPU of yours: price, memory, speeds (docs/serving.md)."
+        ),
+    ] = None
+    tpot: Annotated[str, typer.Option(metavar="TIME", help="Most time per output token, such as 150ms or 0.15s.")] = (
+        "150ms"
+    )
+    context: Annotated[
+        float, typer.Option(min=1, metavar="TOKENS", help="Mean tokens of a request while it decodes, prompt included.")
+    ] = 650.0
+    skew: Annotated[
+        float, typer.Option(min=1, max=1e6, metavar="RATIO", help="Rows of the busiest expert node / mean.")
+    ] = 1.0
+    objective: Annotated[Objective, typer.Option(help="What tokens per second are divided by.")] = Objective.PRICE
+    max_gpus: Annotated[int, typer.Option(min=0, metavar="N", help="Most GPUs of one instance; 0: any number.")] = 0
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the best plan, JSON.")
+    ] = None
+    as_json: options.Json = False
+
+    def space(self) -> SearchSpace:
+        """Return what the search tries."""
+        from relibra.planning.deployment.search import SearchSpace
+
+        return SearchSpace(objective=self.objective.value, most_gpus=self.max_gpus)
+
+    def choices(self) -> list[Accelerator]:
+        """Return the GPUs to choose from, each once."""
+        from relibra.planning.deployment.accelerator import accelerator, read_accelerators
+
+        more = read_accelerators(self.accelerators) if self.accelerators else {}
+        names = dict.fromkeys(name.strip().lower() for name in self.gpus.split(",") if name.strip())
+        return [accelerator(name, more) for name in names]
+
+
+@takes(ServePlanRequest)
+def plan(request: ServePlanRequest) -> None:
+    """Search which GPUs compute attention and which experts, and compare with not separating them; all is modelled.
+
+    Example: relibra serve plan dbrx --gpus h20,l40s --tpot 150ms
+    """
+    from relibra.planning.deployment.decision import decide
+    from relibra.planning.deployment.deployment_files import write_deployment
+    from relibra.planning.deployment.performance import Efficiency
+    from relibra.planning.deployment.service_level import ServiceLevel
+
+    check_outputs(named("--output", request.output), named("--accelerators", request.accelerators))
+    model, gpus = open_served_model(request.model), request.choices()
+    level = ServiceLevel(seconds_per_token=seconds_of(request.tpot), context=request.context, expert_skew=request.skew)
+    with progress(f"searching deployments of {model.name}"):
+        decision = decide(model, level, gpus, request.space(), Efficiency())
+    if request.output is not None:
+        if decision.best is None:
+            print_note(f"{request.output} is not written: no deployment with attention and experts apart fits")
+        else:
+            with writing(request.output):
+                write_deployment(request.output, decision.best)
+    if request.as_json:
+        typer.echo(json.dumps(figures(decision)))
+        return
+    print_wrapped(
+        f"{model.name}: {plural(model.layers, 'layer')}, {model.top_k} of {plural(model.experts, 'expert')} per token; "
+        f"at most {1e3 * level.seconds_per_token:g} ms per token, {level.context:g} tokens of context; every figure is "
+        "modelled"
+    )
+    print_decision(decision)
+    if decision.best is not None:
+        print_text("\n" + draw_deployment(decision.best))
+    print_wrapped(verdict(decision))
+    if request.output is not None and decision.best is not None:
+        print_wrapped(f"the plan is in {request.output}")
+
+
+def open_served_model(name: str) -> ServedModel:
+    """Return the sizes of a named model, or of a config.json (or its folder).
+
+    raises    ConfigError for anything else
+    """
+    from relibra.planning.deployment.served_model import PAPER_MODELS
+    from relibra.simulation.serving.served_shape import served_model
+
+    if name in PAPER_MODELS:
+        return PAPER_MODELS[name]
+    shape = open_model(name, option="MODEL", also=tuple(PAPER_MODELS))
+    if shape.experts == 1:
+        raise ConfigError(f"MODEL {name} has only the sizes of one expert: name a whole model, or a config.json")
+    return served_model(shape)
+
+
+def seconds_of(text: str) -> float:
+    """Return a time in seconds; without a unit the number is in seconds.
+
+    raises    ConfigError for anything else
+
+    >>> seconds_of("150ms"), seconds_of("0.2s"), seconds_of("1")
+    (0.15, 0.2, 1.0)
+    """
+    found = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{0,9})?)\s*(ms|s|us|)\s*", text)
+    if found is None or float(found[1]) == 0:
+        raise ConfigError(f"--tpot {text!r}: it must be a time above 0 with its unit, such as 150ms or 0.15s")
+    return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}[found[2]]
+
+
+def figures(decision: Decision) -> dict[str, Any]:
+    """Return a decision as JSON; every figure is modelled."""
+    return {
+        "label": "model",
+        "disaggregate": decision.disaggregate,
+        "gain": decision.gain,
+        "objective": decision.objective,
+        "pairs": [_apart(decision, plan) for plan in decision.pairs],
+        "colocated": [_together(decision, plan) for plan in decision.colocated],
+    }
+
+
+def _apart(decision: Decision, plan: DeploymentPlan) -> dict[str, Any]:
+    from relibra.planning.deployment.deployment_files import predicted
+
+    return {
+        "attention": {
+            "gpu": plan.attention.accelerator.name, "ways": plan.attention.ways, "nodes": plan.attention.nodes
+        },
+        "experts": {"gpu": plan.experts.accelerator.name, "ways": plan.experts.ways, "nodes": plan.experts.nodes},
+        "experts_per_node": plan.experts_per_node,
+        "micro_batches": plan.micro_batches,
+        "micro_batch_requests": plan.rows,
+        "expert_rows": plan.expert_rows,
+        "limit": plan.limit,
+        "tokens_per_second_per_unit": decision.figure(plan),
+        **predicted(plan),
+    }  # fmt: skip
+
+
+def _together(decision: Decision, plan: ColocatedPlan) -> dict[str, Any]:
+    return {
+        "kind": plan.kind,
+        "gpu": plan.pool.accelerator.name,
+        "ways": plan.pool.ways,
+        "groups": plan.pool.nodes,
+        "micro_batches": plan.micro_batches,
+        "micro_batch_requests": plan.rows,
+        "requests": plan.batch,
+        "gpus": plan.gpus,
+        "limit": plan.limit,
+        "iteration_seconds": plan.iteration_seconds,
+        "tokens_per_second_per_unit": decision.figure(plan),
+    }
+
+
+def print_decision(decision: Decision) -> None:
+    """Print a row per pair of accelerators, and one per way without separation."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("attention / experts", no_wrap=True)
+    for title in ("nodes x GPUs", "m", "requests", "us a / e / hop", "ms/token", "GPUs", "limit", _unit(decision)):
+        table.add_column(title, justify="right", no_wrap=True)
+    for plan in decision.pairs:
+        names = f"{plan.attention.accelerator.name} / {plan.experts.accelerator.name}"
+        nodes = f"{plan.attention.nodes}x{plan.attention.ways} / {plan.experts.nodes}x{plan.experts.ways}"
+        table.add_row(names, nodes, *_cells(decision, plan))
+    for other in decision.colocated:
+        names = f"{other.pool.accelerator.name}, {other.kind} parallel"
+        table.add_row(names, f"{other.pool.nodes}x{other.pool.ways}", *_cells(decision, other))
+    stdout_console().print(table)
+
+
+def _cells(decision: Decision, plan: DeploymentPlan | ColocatedPlan) -> list[str]:
+    return [
+        f"{plan.micro_batches}",
+        f"{plan.batch:,}",
+        " / ".join(f"{1e6 * seconds:.0f}" for seconds in plan.stage[:3]),
+        f"{1e3 * plan.iteration_seconds:.1f}",
+        f"{plan.gpus}",
+        plan.limit,
+        _amount(decision.figure(plan)),
+    ]
+
+
+def verdict(decision: Decision) -> str:
+    """Return in a sentence whether to separate attention and experts."""
+    unit = _unit(decision)
+    if decision.best is None:
+        return "do not disaggregate: no deployment with attention and experts apart fits"
+    if decision.gain is None:
+        return "disaggregate: no colocated deployment fits"
+    if not decision.disaggregate:
+        return f"do not disaggregate: colocated gives {1 / decision.gain:.2f} times the {unit}"
+    return f"disaggregate: {decision.gain:.2f} times the {unit} of the best colocated deployment"
+
+
+def _unit(decision: Decision) -> str:
+    return {"price": "tokens/s/price", "watts": "tokens/s/W", "gpus": "tokens/s/GPU"}[decision.objective]
+
+
+def _amount(figure: float) -> str:
+    return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}"

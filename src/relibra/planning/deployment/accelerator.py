@@ -1,0 +1,129 @@
+"""`Accelerator`: one GPU as a deployment search sees it, with price and power; those of MegaScale-Infer's table."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from relibra.errors import ConfigError
+
+_MAX_FILE_BYTES = 1 << 20
+NODE_SIZES = (1, 2, 4, 8)
+"""Accelerators of a node that share a layer by tensor parallelism."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """One GPU.
+
+    price                       per GPU and unit of time, in any unit that all accelerators of a search share
+    memory_bytes                device memory
+    memory_bytes_per_second     of the device memory
+    flops_per_second            dense bf16, peak
+    network_bytes_per_second    its NIC, each direction
+    peer_bytes_per_second       to the other GPUs of its node, for tensor parallelism
+    watts                       most power
+    node_size                   GPUs of a node
+    raises                      ConfigError for values out of range
+    """
+
+    name: str
+    price: int | float
+    memory_bytes: int | float
+    memory_bytes_per_second: int | float
+    flops_per_second: int | float
+    network_bytes_per_second: int | float
+    peer_bytes_per_second: int | float
+    watts: int | float
+    node_size: int = 8
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for values out of range."""
+        if not self.name or not self.name.isprintable():
+            raise ConfigError(f"accelerator name is {self.name!r}: it must be one line of printable text")
+        for key in ("price", "memory_bytes", "memory_bytes_per_second", "flops_per_second", "network_bytes_per_second",
+                    "peer_bytes_per_second", "watts"):  # fmt: skip
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e24:
+                raise ConfigError(f"accelerator {self.name!r} has {key} {value!r}: it must be a number above 0")
+            if not math.isfinite(value):
+                raise ConfigError(f"accelerator {self.name!r} has {key} {value!r}: it must be finite")
+        if self.node_size not in NODE_SIZES:
+            allowed = ", ".join(map(str, NODE_SIZES))
+            raise ConfigError(f"accelerator {self.name!r} has node_size {self.node_size!r}: allowed are {allowed}")
+
+
+def _of_table(
+    name: str, price: int | float, gigabytes: int | float, gb_per_second: int | float, tflops: int | float,
+    network: int | float, peer: int | float, watts: int | float,
+) -> Accelerator:  # fmt: skip
+    return Accelerator(
+        name=name,
+        price=price,
+        memory_bytes=gigabytes * 1e9,
+        memory_bytes_per_second=gb_per_second * 1e9,
+        flops_per_second=tflops * 1e12,
+        network_bytes_per_second=network * 1e9,
+        peer_bytes_per_second=peer * 1e9,
+        watts=watts,
+    )
+
+
+ACCELERATORS = {
+    one.name: one
+    for one in (
+        _of_table("l20", 1.00, 48, 864.0, 119.5, 12.5, 25.0, 275.0),
+        _of_table("h800", 5.28, 80, 3430.4, 989.0, 25.0, 200.0, 700.0),
+        _of_table("a800", 2.26, 80, 2039.0, 312.0, 25.0, 200.0, 400.0),
+        _of_table("h20", 1.85, 96, 4096.0, 148.0, 25.0, 450.0, 500.0),
+        _of_table("l40s", 1.08, 48, 864.0, 362.0, 12.5, 25.0, 350.0),
+    )
+}
+"""Price (L20 = 1), memory, bandwidth and flops: MegaScale-Infer (arXiv 2504.02263), table 3; watts of H20 and L40S too.
+Network per GPU, links inside a node and the other watts are ours, from data sheets."""
+
+
+def accelerator(name: str, more: Mapping[str, Accelerator] | None = None) -> Accelerator:
+    """Return a known accelerator; upper and lower case are the same.
+
+    more      accelerators beside `ACCELERATORS`, or instead of one of them, by lower-case name
+    raises    ConfigError for an unknown name
+    """
+    known = {**ACCELERATORS, **(more or {})}
+    if name.lower() not in known:
+        raise ConfigError(
+            f"accelerator {name!r} is unknown: allowed are {', '.join(known)}, or those of a TOML file that you name"
+        )
+    return known[name.lower()]
+
+
+def read_accelerators(path: Path | str) -> dict[str, Accelerator]:
+    """Return the accelerators of a TOML file: a table per accelerator, whose keys are the fields of `Accelerator`.
+
+    raises    ConfigError when the file cannot be read, or a table is not an accelerator
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): name a TOML file of accelerators") from error
+    if len(text) > _MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is larger than {_MAX_FILE_BYTES} bytes: name a file of accelerators")
+    try:
+        tables = tomllib.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    allowed = {field.name for field in fields(Accelerator)} - {"name"}
+    found = {}
+    for name, table in tables.items():
+        if not isinstance(table, dict) or not table.keys() <= allowed or allowed - {"node_size"} - table.keys():
+            raise ConfigError(
+                f"{path}: [{name}] must be a table with {', '.join(sorted(allowed - {'node_size'}))}, and node_size if "
+                "it is not 8"
+            )
+        found[name.lower()] = Accelerator(name=name.lower(), **table)
+    return found

@@ -1,0 +1,139 @@
+"""Files of deployment plans: JSON that a server reads for its roles and micro-batches, with a SHA-256."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from relibra.errors import ConfigError, PlanError
+from relibra.files import write_text
+from relibra.planning.deployment.accelerator import Accelerator
+from relibra.planning.deployment.deployment_plan import DeploymentPlan, Pool
+from relibra.planning.deployment.performance import Efficiency
+from relibra.planning.deployment.served_model import ServedModel
+from relibra.planning.deployment.service_level import ServiceLevel
+
+FORMAT, VERSION = "relibra deployment plan", 1
+MAX_BYTES = 1 << 20
+_Value = TypeVar("_Value", Accelerator, ServedModel, ServiceLevel, Efficiency)
+_NUMBERS = ("experts_per_node", "micro_batches", "rows")
+_VALUES = {"model": ServedModel, "level": ServiceLevel, "efficiency": Efficiency}
+_POOLS = ("attention", "experts")
+
+
+def write_deployment(path: Path | str, plan: DeploymentPlan) -> None:
+    """Write a plan, whole or not at all, with what it predicts for readers that are not relibra.
+
+    raises    PlanError for a plan that breaks a rule
+    """
+    plan.validate()
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        **{name: asdict(getattr(plan, name)) for name in _VALUES},
+        **{name: _pool_fields(getattr(plan, name)) for name in _POOLS},
+        **{name: getattr(plan, name) for name in _NUMBERS},
+        "predicted": predicted(plan),
+    }
+    write_text(Path(path), json.dumps({**body, "sha256": _digest(body)}, indent=1, allow_nan=False) + "\n")
+
+
+def read_deployment(path: Path | str) -> DeploymentPlan:
+    """Return the plan in a file of `write_deployment`.
+
+    raises    PlanError when the file is missing, of another format or version, damaged, or its plan breaks a rule
+    """
+    path = Path(path)
+    body = _object(path)
+    if body.get("format") != FORMAT:
+        raise PlanError(f"{path} is no deployment plan: name a file that relibra serve plan --output wrote")
+    if body.get("version") != VERSION:
+        raise PlanError(
+            f"{path} has version {body.get('version')!r}, this relibra reads {VERSION}: use the relibra that wrote it"
+        )
+    digest = body.pop("sha256", None)
+    expected = {"format", "version", "predicted", *_VALUES, *_POOLS, *_NUMBERS}
+    if body.keys() != expected:
+        raise PlanError(f"{path} has {sorted(body)}, where {sorted(expected)} were expected: write it again")
+    if digest != _digest(body):
+        raise PlanError(f"{path} is damaged: its SHA-256 does not match its content; write it again")
+    try:
+        plan = DeploymentPlan(
+            model=_value(ServedModel, body["model"], f"{path}: model"),
+            level=_value(ServiceLevel, body["level"], f"{path}: level"),
+            efficiency=_value(Efficiency, body["efficiency"], f"{path}: efficiency"),
+            attention=_pool(body["attention"], f"{path}: attention"),
+            experts=_pool(body["experts"], f"{path}: experts"),
+            **{name: _whole(body[name], f"{path}: {name}") for name in _NUMBERS},
+        )
+    except ConfigError as error:
+        raise PlanError(f"{path}: {error}") from error
+    plan.validate()
+    return plan
+
+
+def predicted(plan: DeploymentPlan) -> dict[str, float]:
+    """Return figures of a plan by name; seconds, tokens per second, shares. All are modelled."""
+    return {
+        "attention_seconds": plan.stage.attention,
+        "expert_seconds": plan.stage.experts,
+        "hop_seconds": plan.stage.hop,
+        "iteration_seconds": plan.iteration_seconds,
+        "tokens_per_second": plan.tokens_per_second,
+        "tokens_per_second_per_gpu": plan.tokens_per_second / plan.gpus,
+        "tokens_per_second_per_price": plan.tokens_per_second / plan.price,
+        "tokens_per_second_per_watt": plan.tokens_per_second / plan.watts,
+        "bubble": plan.bubble,
+        "requests": plan.batch,
+        "gpus": plan.gpus,
+    }
+
+
+def _pool_fields(pool: Pool) -> dict[str, Any]:
+    return {"accelerator": asdict(pool.accelerator), "ways": pool.ways, "nodes": pool.nodes}
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read ({error.strerror}): name a deployment plan") from error
+    if len(text) > MAX_BYTES:
+        raise PlanError(f"{path} is larger than {MAX_BYTES} bytes, which no deployment plan is: name another file")
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{path} is not JSON ({error}): write the plan again") from error
+    if not isinstance(body, dict):
+        raise PlanError(f"{path} holds no JSON object: name a deployment plan")
+    return body
+
+
+def _value(kind: type[_Value], body: Any, where: str) -> _Value:
+    names = {field.name for field in fields(kind)}
+    if not isinstance(body, dict) or body.keys() != names:
+        raise PlanError(f"{where} must have the fields {', '.join(sorted(names))}: write the plan again")
+    if "name" in names and not isinstance(body["name"], str):
+        raise PlanError(f"{where} has a name that is no text: write the plan again")
+    return kind(**body)
+
+
+def _pool(body: Any, where: str) -> Pool:
+    if not isinstance(body, dict) or body.keys() != set(Pool._fields):
+        raise PlanError(f"{where} must have the fields {', '.join(Pool._fields)}: write the plan again")
+    accelerator = _value(Accelerator, body["accelerator"], f"{where}: accelerator")
+    return Pool(accelerator, _whole(body["ways"], f"{where}: ways"), _whole(body["nodes"], f"{where}: nodes"))
+
+
+def _whole(number: Any, where: str) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= 1 << 30:
+        raise PlanError(f"{where} is {number!r}: allowed are whole numbers from 1 to 2^30")
+    return number

@@ -1,0 +1,62 @@
+"""Seconds of the ping-pong pipeline between attention and expert nodes (MegaScale-Infer, arXiv 2504.02263, Eq. 1-5).
+
+Micro-batches take turns at four resources, each one after the other: attention, the link to the experts, experts, the
+link back. The paper's Eq. 5 holds where a hop takes no longer than computing and the micro-batches fill the round trip;
+the formula here holds everywhere (tests compare it with simulated events).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class StageSeconds(NamedTuple):
+    """Seconds of one micro-batch.
+
+    attention, experts    computing one layer (`T_a`, `T_e`)
+    hop                   one way between them (`T_c`)
+    rest                  of a decode step outside of layers with experts: dense layers and output matrix
+    """
+
+    attention: float
+    experts: float
+    hop: float
+    rest: float = 0.0
+
+    @property
+    def round_trip(self) -> float:
+        """Return the seconds of one layer for one micro-batch alone."""
+        return self.attention + self.experts + 2 * self.hop
+
+    @property
+    def slowest(self) -> float:
+        """Return the seconds of the slowest resource."""
+        return max(self.attention, self.experts, self.hop)
+
+
+def layer_period(stage: StageSeconds, micro_batches: int) -> float:
+    """Return the seconds in which all micro-batches pass one layer: max(m T_max, T_a + T_e + 2 T_c)."""
+    return max(micro_batches * stage.slowest, stage.round_trip)
+
+
+def iteration_seconds(stage: StageSeconds, micro_batches: int, layers: int) -> float:
+    """Return the seconds of a decode step while micro-batches run on freely: what a request waits for a token."""
+    return layers * layer_period(stage, micro_batches) + micro_batches * stage.rest
+
+
+def drained_seconds(stage: StageSeconds, micro_batches: int, layers: int) -> float:
+    """Return the seconds of one decode step that begins and ends with an empty pipeline: filling and draining count."""
+    period = layer_period(stage, micro_batches)
+    filling = (micro_batches - 1) * stage.slowest + stage.round_trip
+    return (layers - 1) * period + filling + micro_batches * stage.rest
+
+
+def paper_seconds(stage: StageSeconds, micro_batches: int, layers: int) -> float:
+    """Return Eq. 5 of the paper, exact where `hop` <= computing and the micro-batches fill the round trip."""
+    computing = max(stage.attention, stage.experts)
+    return stage.round_trip + computing * (micro_batches * layers - 1)
+
+
+def enough_micro_batches(stage: StageSeconds, most: int = 1 << 10) -> int:
+    """Return the fewest micro-batches whose slowest resource never waits, at most `most`."""
+    return next((m for m in range(1, most) if m * stage.slowest >= stage.round_trip * (1 - 1e-12)), most)

@@ -1,0 +1,207 @@
+"""Search for the deployment of most tokens per price, watt or GPU (MegaScale-Infer, arXiv 2504.02263, Algorithm 1).
+
+With the general pipeline time, so that one or two micro-batches and slow links are priced too, and with any number of
+experts on a node. A larger micro-batch never gives fewer tokens per second here, because every time is the larger of
+lines that start at or above zero, so the largest one that memory and latency allow is taken; `brute_force` tries all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from jaxtyping import Float64, Int64
+from numpy import ndarray
+
+from relibra.errors import ConfigError
+from relibra.planning.deployment.accelerator import NODE_SIZES, Accelerator
+from relibra.planning.deployment.deployment_plan import (
+    DeploymentPlan,
+    Objective,
+    Pool,
+    cache_rows,
+    experts_fit,
+    per_unit,
+)
+from relibra.planning.deployment.performance import Efficiency, attention_seconds, expert_seconds, stage_seconds
+from relibra.planning.deployment.served_model import ServedModel
+from relibra.planning.deployment.service_level import ServiceLevel
+
+NODE_COUNTS = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+"""Numbers of attention nodes that are tried beside the balanced ones."""
+ATTENTION_RANGE, EXPERT_RANGE = (256, 512), (512, 1024)
+"""Rows between which the slopes of attention and expert times are taken (`k1`, `k3`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """What a search tries.
+
+    micro_batches        numbers of micro-batches
+    experts_per_node     experts of a node; empty: every divisor of the model's experts
+    ways                 GPUs of a node
+    node_counts          attention nodes beside the two whole numbers at the balance of the slopes; empty: only these
+    most_gpus            of an instance; 0: any number
+    objective            what is maximised: tokens per second and price, watt or GPU
+    """
+
+    micro_batches: tuple[int, ...] = (1, 2, 3, 4)
+    experts_per_node: tuple[int, ...] = ()
+    ways: tuple[int, ...] = NODE_SIZES
+    node_counts: tuple[int, ...] = NODE_COUNTS
+    most_gpus: int = 0
+    objective: Objective = "price"
+
+    def nodes_of(self, experts: int) -> tuple[int, ...]:
+        """Return the numbers of experts on a node."""
+        return self.experts_per_node or tuple(one for one in range(1, experts + 1) if experts % one == 0)
+
+
+PAPER_SPACE = SearchSpace(micro_batches=(3, 4), experts_per_node=(1,), node_counts=())
+"""What Algorithm 1 of the paper tries."""
+
+
+def search_pairs(
+    model: ServedModel,
+    level: ServiceLevel,
+    gpus: Sequence[Accelerator],
+    space: SearchSpace,
+    efficiency: Efficiency,
+) -> list[DeploymentPlan]:
+    """Return the best plan of every pair of accelerators that has one, best first; ties by names.
+
+    raises    ConfigError without accelerators
+    """
+    if not gpus:
+        raise ConfigError("no accelerators to choose from: name at least one")
+    found = [search_pair(model, level, pair, space, efficiency) for pair in product(gpus, gpus)]
+    plans = [plan for plan in found if plan is not None]
+    return sorted(plans, key=lambda plan: (-value(plan, space.objective), _names(plan)))
+
+
+def search_pair(
+    model: ServedModel,
+    level: ServiceLevel,
+    pair: tuple[Accelerator, Accelerator],
+    space: SearchSpace,
+    efficiency: Efficiency,
+) -> DeploymentPlan | None:
+    """Return the plan of most tokens per unit with attention on one accelerator and experts on another; None: none.
+
+    raises    ConfigError for an empty space
+    """
+    if not space.micro_batches or not space.ways:
+        raise ConfigError("the space of a search needs micro_batches and ways: give at least one of each")
+    gpu, expert_gpu = pair
+    best: tuple[float, DeploymentPlan] | None = None
+    for expert_ways, ways in product(_ways(space, expert_gpu), _ways(space, gpu)):
+        for per_node in space.nodes_of(model.experts):
+            experts = Pool(expert_gpu, expert_ways, -(-model.experts // per_node))
+            if not experts_fit(model, experts, per_node, efficiency):
+                continue
+            plan = _best_filled(model, level, (gpu, ways), (experts, per_node), space, efficiency)
+            if plan is not None and (best is None or value(plan, space.objective) > best[0]):
+                best = value(plan, space.objective), plan
+    return None if best is None else best[1]
+
+
+def _best_filled(
+    model: ServedModel,
+    level: ServiceLevel,
+    attention: tuple[Accelerator, int],
+    experts: tuple[Pool, int],
+    space: SearchSpace,
+    efficiency: Efficiency,
+) -> DeploymentPlan | None:
+    """Return the best plan over attention nodes and micro-batches, all X of them at once.
+
+    attention    accelerator and GPUs of a node
+    experts      expert nodes, and experts of a node
+    """
+    pool, per_node = experts
+    balance = balanced_nodes(model, level, attention, (pool.accelerator, pool.ways, per_node), efficiency)
+    counts = sorted({max(1, int(balance)), max(1, int(np.ceil(balance))), *space.node_counts})
+    if space.most_gpus:
+        counts = [nodes for nodes in counts if attention[1] * nodes + pool.gpus <= space.most_gpus]
+    shapes = list(product(counts, space.micro_batches))
+    if not shapes:
+        return None
+    nodes_X, micro_X = np.array(shapes, dtype=np.int64).T
+    node = Pool(*attention, 1)
+    most_X = np.array([cache_rows(model, level, node, m, efficiency) for _, m in shapes], dtype=np.int64)
+
+    def seconds_X(rows_X: Int64[ndarray, " X"]) -> tuple[Float64[ndarray, " X"], Float64[ndarray, " X"]]:
+        """Return what `iteration_seconds` and `drained_seconds` of the plans with these rows are."""
+        stage = stage_seconds(
+            model, (*attention, nodes_X), (pool.accelerator, pool.ways, per_node), rows_X,
+            (level.context, level.expert_skew), efficiency,
+        )  # fmt: skip
+        computing, expert, hop, rest = (np.broadcast_to(np.asarray(one), rows_X.shape) for one in stage)
+        slowest, trip = np.maximum(np.maximum(computing, expert), hop), computing + expert + 2 * hop
+        period = np.maximum(micro_X * slowest, trip)
+        drained = (model.layers - 1) * period + (micro_X - 1) * slowest + trip
+        return np.asarray(model.layers * period + micro_X * rest), np.asarray(drained + micro_X * rest)
+
+    rows_X = _most_rows(lambda rows_X: seconds_X(rows_X)[0], most_X, level.seconds_per_token)
+    tokens_X = rows_X * micro_X * nodes_X / seconds_X(np.maximum(1, rows_X))[1]
+    gpus_X = attention[1] * nodes_X
+    price_X, watts_X = gpus_X * attention[0].price + pool.price, gpus_X * attention[0].watts + pool.watts
+    value_X = tokens_X / {"price": price_X, "watts": watts_X, "gpus": gpus_X + pool.gpus}[space.objective]
+    best = int(np.argmax(value_X))
+    if not rows_X[best]:
+        return None
+    return DeploymentPlan(
+        model=model, level=level, efficiency=efficiency, attention=Pool(*attention, int(nodes_X[best])), experts=pool,
+        experts_per_node=per_node, micro_batches=int(micro_X[best]), rows=int(rows_X[best]),
+    )  # fmt: skip
+
+
+def _most_rows(
+    seconds: Callable[[Int64[ndarray, " X"]], Float64[ndarray, " X"]], most_X: Int64[ndarray, " X"], limit: float
+) -> Int64[ndarray, " X"]:
+    """Return the largest micro-batches, at most `most_X`, that take no longer than a limit, by halving; 0: none."""
+    low_X, high_X = np.zeros_like(most_X), most_X + 1
+    while (high_X - low_X > 1).any():
+        middle_X = np.maximum(1, (low_X + high_X) // 2)
+        fits_X = (seconds(middle_X) <= limit) & (middle_X <= most_X)
+        low_X, high_X = np.where(fits_X, np.maximum(low_X, middle_X), low_X), np.where(fits_X, high_X, middle_X)
+    return low_X
+
+
+def balanced_nodes(
+    model: ServedModel,
+    level: ServiceLevel,
+    attention: tuple[Accelerator, int],
+    experts: tuple[Accelerator, int, int],
+    efficiency: Efficiency,
+) -> float:
+    """Return the attention nodes at which both sides take as long for many more rows: `k1 E / (k3 K)`.
+
+    attention    accelerator and GPUs of a node
+    experts      the same, and experts of a node
+    """
+    low, high = ATTENTION_RANGE
+    slope = _slope(low, high, lambda rows: float(attention_seconds(model, *attention, rows, level.context, efficiency)))
+    gpu, ways, per_node = experts
+    low, high = EXPERT_RANGE
+    expert_slope = _slope(low, high, lambda rows: float(expert_seconds(model, gpu, ways, rows, per_node, efficiency)))
+    return slope * model.experts / (expert_slope * level.expert_skew * model.top_k)
+
+
+def value(plan: DeploymentPlan, objective: Objective) -> float:
+    """Return tokens per second and unit of an objective."""
+    return per_unit(plan.tokens_per_second, objective, plan.price, plan.watts, plan.gpus)
+
+
+def _slope(low: int, high: int, seconds: Callable[[int], float]) -> float:
+    return (seconds(high) - seconds(low)) / (high - low)
+
+
+def _ways(space: SearchSpace, gpu: Accelerator) -> list[int]:
+    return [ways for ways in space.ways if ways <= gpu.node_size]
+
+
+def _names(plan: DeploymentPlan) -> tuple[str, str]:
+    return plan.attention.accelerator.name, plan.experts.accelerator.name

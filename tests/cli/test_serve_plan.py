@@ -1,0 +1,57 @@
+import json
+
+import pytest
+
+from relibra.planning.deployment.deployment_files import read_deployment
+
+
+def test_a_plan_is_searched_drawn_and_written(run, tmp_path):
+    code, out, err = run("serve", "plan", "dbrx", "--gpus", "h20,L40S", "--output", tmp_path / "plan.json")
+    assert (code, err) == (0, "")
+    assert "h20 / l40s" in out
+    assert "attention |0" in out
+    assert "\ndisaggregate: " in out
+    plan = read_deployment(tmp_path / "plan.json")
+    assert (plan.attention.accelerator.name, plan.experts.accelerator.name) == ("h20", "l40s")
+    assert plan.iteration_seconds <= 0.15
+
+
+def test_it_says_when_not_to_separate(run):
+    code, out, _ = run("serve", "plan", "dbrx", "--gpus", "a800", "--objective", "gpus")
+    assert code == 0
+    assert "do not disaggregate: colocated gives 1." in out
+    body = json.loads(run("serve", "plan", "dbrx", "--gpus", "a800", "--objective", "gpus", "--json")[1])
+    assert body["disaggregate"] is False
+    assert body["label"] == "model"
+    assert body["gain"] < 1
+
+
+def test_sizes_are_read_from_a_config(run, tmp_path):
+    config = {
+        "model_type": "mixtral", "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 2048,
+        "vocab_size": 1000,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, _ = run("serve", "plan", tmp_path, "--gpus", "l40s", "--max-gpus", "16", "--json")
+    assert code == 0
+    assert all(pair["gpus"] <= 16 for pair in json.loads(out)["pairs"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["dbrx", "--tpot", "soon"], "--tpot 'soon': it must be a time above 0"),
+        (["dbrx", "--tpot", "0ms"], "it must be a time above 0"),
+        (["dbrx", "--gpus", "abacus"], "accelerator 'abacus' is unknown: allowed are l20"),
+        (["dbrx", "--gpus", ","], "name at least one"),
+        (["nothing"], "MODEL 'nothing' is unknown: allowed are mixtral-8x22b"),
+        (["64x64"], "only the sizes of one expert"),
+        (["dbrx", "--tpot", "1us"], "no deployment of 'dbrx'"),
+    ],
+)
+def test_wrong_requests_end_in_one_sentence(run, arguments, words):
+    code, _, err = run("serve", "plan", *arguments)
+    assert code == 1
+    assert words in err
+    assert err.count("\n") == 1
