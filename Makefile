@@ -37,13 +37,13 @@ $(TORCH_STAMP): $(VENV)/.made
 	@rm -f $(VENV)/.torch-* && touch $@
 
 $(VENV)/.run: pyproject.toml $(TORCH_STAMP)
-	@echo "installing relibra with [train,report] ..."
-	$(PIP) install -e ".[train,report]"
+	@echo "installing relibra with [train,report,serve] ..."
+	$(PIP) install -e ".[train,report,serve]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
 	@echo "installing what the tests need ..."
-	$(PIP) install -e ".[train,report,trl,dev]"
+	$(PIP) install -e ".[train,report,serve,trl,dev]"
 	@touch $@
 
 demo: $(VENV)/.run

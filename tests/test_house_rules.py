@@ -33,7 +33,7 @@ ABOVE = {
     "reporting": {"simulation", "planning", "cluster", "routing", "timeline"},
     "rl": {"calibration", "parallel", "replay", "planning", "cluster", "routing", "timeline"},
     "integrations": {"eplb", "rl", "parallel", "replay", "planning", "cluster", "routing", "timeline"},
-    "serving": {"parallel", "replay", "planning", "cluster", "routing", "timeline"},
+    "serving": {"rl", "parallel", "replay", "planning", "cluster", "routing", "timeline"},
     "calibration": {"planning", "cluster", "routing"},
     "eplb": {"planning", "cluster", "routing"},
     "simulation": {"planning", "cluster", "routing", "timeline"},
@@ -48,7 +48,7 @@ ABOVE = {
 
 GROUND = {"errors", "files", "environment", "number_ranges", "printable", "__version__"}
 LIGHT = ("routing", "cluster", "planning", "simulation", "reporting", "timeline")
-HEAVY = {"torch", "transformers", "accelerate", "tensorboard", "trl", "vllm", "ray"}
+HEAVY = {"torch", "transformers", "accelerate", "tensorboard", "trl", "vllm", "ray", "fastapi", "uvicorn"}
 
 
 def _imports(file):

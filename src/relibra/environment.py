@@ -127,3 +127,8 @@ def set_rendezvous(launched: LaunchedRank, address: tuple[str, int], threads: in
 def chosen_placement() -> str:
     """Return RELIBRA_EPLB: how vLLM's load balancer places experts, "on" or the path of a placement; empty: as vLLM."""
     return os.environ.get("RELIBRA_EPLB", "")
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """Return the environment of a worker process that we start: ours, with so many threads of torch."""
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}

@@ -51,6 +51,17 @@ _OF_FAMILY = {
     "JambaForCausalLM": {"expert_layer_offset": 1, "attn_layer_offset": 1},
     "Lfm2MoeForCausalLM": {"layer_types": ["full_attention"] * _LAYERS},
     "GptOssForCausalLM": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "Qwen3NextForCausalLM": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "Qwen3_5MoeForCausalLM": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "BailingHybridForCausalLM": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "Qwen4ExpForCausalLM": {
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+    },
     "NemotronHForCausalLM": {"layers_block_type": ["attention", "moe", "moe"]},
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from relibra.cli.serve import plan
+from relibra.cli.serve import plan, run
 
 
 class ServeGroup(TyperGroup):
@@ -21,7 +21,9 @@ class ServeGroup(TyperGroup):
 
 
 app = typer.Typer(
-    cls=ServeGroup, no_args_is_help=True, help="Serving: search which GPUs compute attention and experts."
+    cls=ServeGroup,
+    no_args_is_help=True,
+    help="Serve a model (relibra serve MODEL), or search which GPUs to serve it with.",
 )
 
 
@@ -29,8 +31,9 @@ app = typer.Typer(
 def about() -> None:
     """Serve a mixture-of-experts model with attention on some workers and experts on others, or plan which.
 
-    Example: relibra serve plan dbrx --gpus h20,l40s --tpot 150ms
+    Example: relibra serve models/mine --attention 1 --experts 1 --micro-batches 2
     """
 
 
+app.command(name="run")(run.run)
 app.command(name="plan")(plan.plan)

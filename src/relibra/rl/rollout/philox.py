@@ -24,17 +24,32 @@ def uniform_numbers(
 
     source    Philox4x32-10: Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3"
     """
+    keys_2B = np.array(sampling_key(seed), dtype=np.uint64)[:, None].repeat(len(sample_ids_B), axis=1)
+    return uniform_numbers_of_keys(keys_2B, sample_ids_B, positions_B)
+
+
+def sampling_key(seed: int) -> tuple[int, int]:
+    """Return the key that a seed stands for."""
+    key = np.random.SeedSequence([seed, _STREAM]).generate_state(2, np.uint32)
+    return int(key[0]), int(key[1])
+
+
+def uniform_numbers_of_keys(
+    keys_2B: UInt64[ndarray, "2 B"], sample_ids_B: Integer[ndarray, " B"], positions_B: Integer[ndarray, " B"]
+) -> Float64[ndarray, " B"]:
+    """Return `uniform_numbers` where each sample has its own seed; `keys_2B` are their `sampling_key`s."""
     sample_B = sample_ids_B.astype(np.int64).view(np.uint64)
     position_B = positions_B.astype(np.int64).view(np.uint64)
     counter_4B = np.stack([sample_B & _LOW, sample_B >> _HALF, position_B & _LOW, position_B >> _HALF])
-    key = np.random.SeedSequence([seed, _STREAM]).generate_state(2, np.uint32)
-    word_4B = philox(counter_4B, int(key[0]), int(key[1]))
+    word_4B = philox(counter_4B, keys_2B[0], keys_2B[1])
     high_B, low_B = word_4B[0] >> np.uint64(5), word_4B[1] >> np.uint64(6)  # 27 + 26 bits fill a float64's fraction
     return (high_B * np.uint64(1 << 26) + low_B).astype(np.float64) / float(1 << 53)
 
 
-def philox(counter_4B: UInt64[ndarray, "4 B"], key_0: int, key_1: int) -> UInt64[ndarray, "4 B"]:
-    """Return the four 32-bit words of Philox4x32-10 for each counter, each word in a uint64."""
+def philox(
+    counter_4B: UInt64[ndarray, "4 B"], key_0: int | UInt64[ndarray, " B"], key_1: int | UInt64[ndarray, " B"]
+) -> UInt64[ndarray, "4 B"]:
+    """Return the four 32-bit words of Philox4x32-10 for each counter and key, each word in a uint64."""
     x0, x1, x2, x3 = counter_4B
     k0, k1 = np.uint64(key_0), np.uint64(key_1)
     for _ in range(_ROUNDS):

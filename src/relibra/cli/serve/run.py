@@ -1,0 +1,64 @@
+"""`relibra serve MODEL`: start the workers of a model and answer requests over HTTP."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from relibra.cli.outputs.terminal import print_note
+from relibra.errors import ConfigError
+
+
+def run(
+    model: Annotated[Path, typer.Argument(help="Folder of a transformers MoE model, written by save_pretrained.")],
+    attention: Annotated[int, typer.Option(help="Attention workers.")] = 1,
+    experts: Annotated[int, typer.Option(help="Expert workers; each holds some experts of every layer.")] = 1,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of each attention worker, 1 to 4.")] = 2,
+    transport: Annotated[str, typer.Option(help="Rows between workers: shared (memory) or tcp.")] = "shared",
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0: any that is free.")] = 8100,
+    name: Annotated[str, typer.Option(help="Name of the model for clients; default: that of its folder.")] = "",
+    dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")] = "auto",
+    max_batch: Annotated[int, typer.Option(help="Requests that an attention worker decodes at once.")] = 64,
+    max_length: Annotated[int, typer.Option(help="Most tokens of a request, prompt and answer.")] = 4096,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of one forward pass.")] = 512,
+    kv_tokens: Annotated[int, typer.Option(help="Most tokens in the KV cache of an attention worker.")] = 65536,
+    threads: Annotated[int, typer.Option(help="Threads of torch per worker; 0: cores / workers.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds that attention and experts wait for one another.")] = 60.0,
+) -> None:
+    """Serve a mixture-of-experts model with attention on some processes and experts on others.
+
+    Answers /v1/completions, /v1/models and /health. Ctrl-C stops all workers.
+
+    Example: relibra serve runs/demo/policy --attention 1 --experts 1 --micro-batches 2 --port 8100
+    """
+    from relibra.serving.layout import WorkerLayout
+    from relibra.serving.server.serve import serve
+
+    if transport not in ("shared", "tcp"):
+        raise ConfigError(f"--transport {transport!r} is unknown: use shared or tcp")
+    layout = WorkerLayout(
+        attention=attention,
+        experts=experts,
+        micro_batches=micro_batches,
+        transport=transport,  # type: ignore[arg-type]
+        max_tokens=max_tokens,
+        max_batch=max_batch,
+        max_length=max_length,
+        kv_tokens=kv_tokens,
+        timeout=timeout,
+    )
+    cores = len(os.sched_getaffinity(0))
+    serve(
+        model,
+        layout,
+        host=host,
+        port=port,
+        name=name or model.resolve().name,
+        dtype=dtype,
+        threads=threads or max(1, cores // (attention + experts)),
+        tell=print_note,
+    )

@@ -1,0 +1,207 @@
+"""`MicroBatch`: the loop of one micro-batch: admit, feed a piece of a prompt, decode a step, tell what came of it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import Cache
+
+from relibra.errors import RelibraError, in_a_line
+from relibra.replay.record import narrow_dtype
+from relibra.rl.rollout.kv_caches import can_join, growing_cache
+from relibra.serving.engine.prefill import Prefill, group_prompts
+from relibra.serving.engine.request import GenerateRequest, Progress
+from relibra.serving.engine.running_batch import Row, RunningBatch, join
+from relibra.serving.roles.remote_experts import RemoteExperts
+
+Listener = Callable[[list[Progress]], None]
+"""Is told what each step adds; called by the threads of all micro-batches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLimits:
+    """Limits of one micro-batch.
+
+    max_rows      requests decoded together
+    max_columns   tokens of prompt and answer of all running requests together, at their latest end
+    max_tokens    tokens of one forward pass
+    """
+
+    max_rows: int
+    max_columns: int
+    max_tokens: int
+
+
+class MicroBatch:
+    """Requests of one micro-batch, and the thread that runs them.
+
+    steps      forward passes that decoded
+    prefills   forward passes that fed a piece of prompts
+    """
+
+    def __init__(
+        self, model: nn.Module, experts: RemoteExperts, limits: EngineLimits, pad_id: int, listener: Listener
+    ) -> None:
+        """Begin without requests; `run` is the thread's."""
+        self._model, self._experts, self._limits, self._pad_id = model, experts, limits, pad_id
+        self._listener = listener
+        self._route_dtype = narrow_dtype(len(experts.place_E))
+        self._can_join = can_join(growing_cache(model.config))
+        self._work = threading.Condition()
+        self._waiting: deque[Row] = deque()
+        self._rows: dict[int, Row] = {}
+        self._prefills: deque[Prefill] = deque()
+        self._batch: RunningBatch | None = None
+        self._closed = False
+        self.failure = ""
+        self.steps, self.prefills = 0, 0
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that wait or run."""
+        return len(self._rows)
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Queue a request; after a failure of the experts it ends at once, with the sentence of the first."""
+        with self._work:
+            row = Row(request)
+            self._rows[request.number] = row
+            self._waiting.append(row)
+            self._work.notify()
+
+    def cancel(self, number: int) -> None:
+        """End a request at the next step; unknown numbers are ignored."""
+        with self._work:
+            row = self._rows.get(number)
+            if row is not None:
+                row.cancelled = True
+                self._work.notify()
+
+    def close(self) -> None:
+        """Let the thread end after its step."""
+        with self._work:
+            self._closed = True
+            self._work.notify()
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Serve until closed. An error ends the requests of this micro-batch, not the process."""
+        while self._await_work():
+            try:
+                self._round()
+            except Exception as error:  # noqa: BLE001 - the boundary of the thread: its requests get the sentence
+                self.failure = str(error) if isinstance(error, RelibraError) else in_a_line(error)
+                self._fail_all()
+
+    def _await_work(self) -> bool:
+        with self._work:
+            self._work.wait_for(lambda: self._closed or self._rows)
+            return not self._closed
+
+    def _round(self) -> None:
+        """Drop what was cancelled, admit what fits, feed one piece of a prompt, decode one step."""
+        if self.failure:
+            self._fail_all()
+            return
+        self._drop_cancelled()
+        self._admit()
+        if self._prefills:
+            self._feed_piece(self._prefills[0])
+        if self._batch is not None:
+            progress = self._batch.step(self._forward)
+            self.steps += 1
+            self._batch = self._batch.kept()
+            self._tell(progress)
+
+    def _feed_piece(self, prefill: Prefill) -> None:
+        progress = prefill.feed(self._forward, self._limits.max_tokens)
+        self.prefills += 1
+        if progress is None:
+            return
+        self._prefills.popleft()
+        fresh = prefill.batch()
+        parts = [one for one in (self._batch, fresh) if one is not None]
+        self._batch = join(parts) if parts else None
+        self._tell(progress)
+
+    def _admit(self) -> None:
+        """Begin waiting requests, first come first served, within the limits of rows and columns."""
+        limits = self._limits
+        if not self._can_join and (self._batch or self._prefills):
+            return
+        fresh: list[Row] = []
+        with self._work:
+            running = [row for row in self._rows.values() if row.admitted]
+            rows, columns = len(running), sum(row.most_tokens for row in running)
+            while self._waiting and rows < limits.max_rows:
+                row = self._waiting[0]
+                if rows and columns + row.most_tokens > limits.max_columns:
+                    break
+                if not self._can_join and fresh and len(row.request.tokens) != len(fresh[0].request.tokens):
+                    break
+                fresh.append(self._waiting.popleft())
+                row.admitted = True
+                rows, columns = rows + 1, columns + row.most_tokens
+        lengths = [len(row.request.tokens) for row in fresh]
+        groups = group_prompts(lengths, limits.max_tokens) if self._can_join else [list(range(len(fresh)))]
+        for group in groups if fresh else ():
+            rows_of_group = [fresh[index] for index in group]
+            cache = growing_cache(self._model.config) if self._can_join else None
+            self._prefills.append(Prefill(rows_of_group, cache, self._pad_id))
+
+    def _drop_cancelled(self) -> None:
+        """End cancelled requests: those that wait or run at once, those of a prefill after it."""
+        with self._work:
+            gone = [row for row in self._rows.values() if row.cancelled]
+            for row in gone:
+                if not row.admitted:
+                    self._waiting.remove(row)
+        if not gone:
+            return
+        if self._batch is not None and any(row in self._batch.rows for row in gone):
+            mask_BC = self._batch.mask_BC[:, :-1]
+            self._batch = RunningBatch(self._batch.rows, self._batch.token_B, mask_BC, self._batch.cache).kept()
+        self._tell([Progress(number=row.request.number, finish="cancelled") for row in gone])
+
+    def _fail_all(self) -> None:
+        with self._work:
+            rows = list(self._rows.values())
+            self._waiting.clear()
+        self._prefills.clear()
+        self._batch = None
+        self._tell([Progress(number=row.request.number, finish="error", error=self.failure) for row in rows])
+
+    def _tell(self, progress: Iterable[Progress]) -> None:
+        """Tell the listener, and forget rows that have ended."""
+        told = []
+        with self._work:
+            for one in progress:
+                if one.number in self._rows:
+                    told.append(one)
+                    if one.finish is not None:
+                        del self._rows[one.number]
+        if told:
+            self._listener(told)
+
+    def _forward(
+        self, input_BN: Int[Tensor, "B N"], mask_BC: Bool[Tensor, "B C"], cache: Cache | None
+    ) -> tuple[Float[Tensor, "B V"], Tensor, Cache]:
+        """Run the model with remote experts; return the last logits, the routes `[B * N, L, K]` and the cache."""
+        model: Any = self._model
+        with self._experts.forward_pass() as routes_LTK:
+            output = model(
+                input_ids=input_BN,
+                attention_mask=mask_BC.long(),
+                position_ids=(mask_BC.cumsum(dim=1) - 1).clamp(min=0)[:, -input_BN.shape[1] :],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        return output.logits[:, -1], torch.stack(routes_LTK, dim=1).to(self._route_dtype), output.past_key_values

@@ -1,0 +1,52 @@
+"""`sample_tokens`: the next token of each row from its logits, with temperature, top-k and top-p."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Float64, Int
+from numpy import ndarray
+from torch import Tensor
+
+from relibra.serving.engine.request import SamplingParameters
+
+
+def sample_tokens(
+    logits_BV: Float[Tensor, "B V"], parameters: Sequence[SamplingParameters], uniform_B: Float64[ndarray, " B"]
+) -> tuple[Int[Tensor, " B"], Float[Tensor, "B V"]]:
+    """Return the token of each row and the log-probs of its tempered distribution.
+
+    A token is where the cumulative distribution passes the row's uniform number, as in the embedded engine. Rows of
+    temperature 0 take the most likely token, the first of equals; their log-probs are those of temperature 1.
+    """
+    temperature_B = torch.tensor([one.temperature or 1.0 for one in parameters], dtype=torch.float32)
+    log_prob_BV = torch.log_softmax(logits_BV.float() / temperature_B[:, None], dim=-1)
+    probability_BV = log_prob_BV.double().exp()
+    for b, one in enumerate(parameters):
+        if one.top_k or one.top_p < 1.0:
+            probability_BV[b] *= kept_tokens(probability_BV[b], one.top_k, one.top_p)
+    cumulative_BV = probability_BV.cumsum(dim=-1)
+    uniform_B1 = torch.from_numpy(uniform_B)[:, None]
+    token_B = torch.searchsorted(cumulative_BV, uniform_B1 * cumulative_BV[:, -1:], right=True).squeeze(1)
+    token_B = token_B.clamp(max=logits_BV.shape[1] - 1)
+    greedy_B = torch.tensor([one.temperature == 0 for one in parameters])
+    if greedy_B.any():
+        token_B = torch.where(greedy_B, logits_BV.argmax(dim=-1), token_B)
+    return token_B, log_prob_BV
+
+
+def kept_tokens(probability_V: Float[Tensor, " V"], top_k: int, top_p: float) -> Float[Tensor, " V"]:
+    """Return 1 for tokens that top-k and then top-p keep, 0 for others; at least one is kept, ties by id.
+
+    top_k   0: all
+    top_p   of what top-k keeps
+    """
+    sorted_V, order_V = probability_V.sort(descending=True, stable=True)
+    kept_V = torch.ones_like(sorted_V)
+    if top_k:
+        kept_V[top_k:] = 0
+    if top_p < 1.0:
+        share_V = sorted_V * kept_V / (sorted_V * kept_V).sum()
+        kept_V *= share_V.cumsum(dim=0) - share_V < top_p
+    return torch.zeros_like(kept_V).scatter(0, order_V, kept_V)

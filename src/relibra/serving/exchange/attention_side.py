@@ -1,0 +1,223 @@
+"""The side of attention: send rows to the expert workers that need them, and wait for what they return."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from numpy import ndarray
+from torch import Tensor
+
+from relibra.errors import EngineError
+from relibra.serving.exchange.addresses import UNIX, connect
+from relibra.serving.exchange.buffers import RowBuffer, private_buffer, shared_buffers
+from relibra.serving.exchange.counters import ExchangeCounters
+from relibra.serving.exchange.messages import (
+    HEADER_BYTES,
+    SECRET_BYTES,
+    Greeting,
+    Header,
+    Kind,
+    read_error,
+    read_header,
+    receive_into,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeShape:
+    """Sizes that all channels of an attention worker share.
+
+    experts_of     experts of each expert worker, ascending
+    max_tokens     most tokens of one exchange
+    top_k          experts that a token chooses
+    num_layers     MoE layers
+    """
+
+    experts_of: tuple[tuple[int, ...], ...]
+    max_tokens: int
+    top_k: int
+    hidden: int
+    dtype: torch.dtype
+    num_layers: int
+
+    @property
+    def rows(self) -> int:
+        """Most rows of one exchange, to all workers together."""
+        return self.max_tokens * self.top_k
+
+    def capacity(self, worker: int) -> int:
+        """Return the most rows of one message to a worker: a token goes to each expert once."""
+        return self.max_tokens * min(self.top_k, len(self.experts_of[worker]))
+
+
+@dataclass(eq=False)
+class _Channel:
+    """A connection to one expert worker, for one slot."""
+
+    worker: int
+    socket: socket.socket
+    header: bytearray = field(default_factory=lambda: bytearray(HEADER_BYTES))
+
+
+class SlotExchange:
+    """Exchange of one micro-batch with all expert workers.
+
+    One exchange is under way at a time: `rows`, `dispatch`, `collect`, layer after layer. So a worker never holds more
+    than one message of a slot, and its memory is bounded.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        shape: ExchangeShape,
+        *,
+        attention: int,
+        slot: int,
+        secret: bytes,
+        timeout: float,
+    ) -> None:
+        """Open a channel to each worker and allocate the buffers.
+
+        attention, slot   numbers of this worker and of its micro-batch
+        timeout           seconds to wait for a worker, in each exchange
+        raises            EngineError if a worker does not answer, or refuses
+        """
+        assert len(secret) == SECRET_BYTES
+        self.shape, self.attention, self.slot, self.timeout = shape, attention, slot, timeout
+        self.counters = ExchangeCounters()
+        self._shared = addresses[0].startswith(UNIX)
+        self._rows, self._results = self._make_buffers()
+        self._channels: list[_Channel] = []
+        self._sequence, self._sent_W = 0, [0] * len(addresses)
+        try:
+            for worker, address in enumerate(addresses):
+                self._channels.append(_Channel(worker, connect(address, timeout)))
+                self._greet(self._channels[-1], secret)
+                self.counters.open_channel(buffers=2 * (worker == 0))
+        except BaseException:
+            self.close()
+            raise
+
+    def rows(self, count: int) -> Float[Tensor, "Y H"]:
+        """Return the place of the next exchange's rows; write them there."""
+        return self._rows.rows_XH[:count]
+
+    def dispatch(self, layer: int, rows_YH: Float[Tensor, "Y H"], counts_P: Int64[ndarray, " P"]) -> None:
+        """Send each worker its rows, or a notice that there are none. Returns before anyone has computed.
+
+        rows_YH    ordered by place; where they lie in `rows`, they are not copied
+        counts_P   rows of each place: the experts of worker 0, then those of worker 1, and so on
+        """
+        self._sequence += 1
+        counters, row_bytes = self.counters, self._rows.row_bytes
+        counters.calls += 1
+        if len(rows_YH) and not self._rows.holds(rows_YH, 0):
+            counters.staging_copies += 1
+            self._rows.rows_XH[: len(rows_YH)].copy_(rows_YH)
+        first, place = 0, 0
+        counts = np.ascontiguousarray(counts_P, dtype="<u4")
+        for channel in self._channels:
+            own = counts[place : place + len(self.shape.experts_of[channel.worker])]
+            count = int(own.sum())
+            header = Header(Kind.ROWS, layer, first, count, self._sequence).packed() + own.tobytes()
+            with self._waiting_for(channel, layer):
+                channel.socket.sendall(header)
+                if not self._shared and count:
+                    channel.socket.sendall(self._rows.bytes_of(first, count))
+            counters.send(count, row_bytes)
+            self._sent_W[channel.worker] = count
+            first, place = first + count, place + len(own)
+
+    def collect(self, layer: int) -> Float[Tensor, "Y H"]:
+        """Wait for all workers; return the results in the order of the rows. The next `dispatch` overwrites them.
+
+        raises   EngineError if a worker has failed, is gone, or takes longer than the timeout
+        """
+        first = 0
+        for channel in self._channels:
+            count = self._sent_W[channel.worker]
+            with self._waiting_for(channel, layer):
+                receive_into(channel.socket, memoryview(channel.header))
+                header = read_header(channel.header)
+                if header.kind is Kind.ERROR:
+                    raise EngineError(f"expert worker {channel.worker}: {read_error(channel.socket, header)}")
+                if header != (Kind.RESULTS, layer, first, count, self._sequence):
+                    raise EngineError(
+                        f"expert worker {channel.worker} answered {header} to {count} rows of layer {layer} "
+                        f"(exchange {self._sequence}): the two ends disagree; start the deployment again"
+                    )
+                if not self._shared and count:
+                    receive_into(channel.socket, self._results.bytes_of(first, count))
+            first += count
+        return self._results.rows_XH[:first]
+
+    def close(self) -> None:
+        """Close all channels."""
+        for channel in self._channels:
+            channel.socket.close()
+
+    def _make_buffers(self) -> tuple[RowBuffer, RowBuffer]:
+        shape = self.shape
+        if self._shared:
+            return shared_buffers(shape.rows, shape.hidden, shape.dtype)
+        return tuple(private_buffer(shape.rows, shape.hidden, shape.dtype) for _ in range(2))  # type: ignore[return-value]
+
+    def _greet(self, channel: _Channel, secret: bytes) -> None:
+        """Tell a worker the sizes, and hand it the shared memory; wait for its welcome."""
+        shape = self.shape
+        greeting = Greeting(
+            secret=secret,
+            attention=self.attention,
+            expert=channel.worker,
+            slot=self.slot,
+            capacity=shape.capacity(channel.worker),
+            shared_rows=shape.rows if self._shared else 0,
+            hidden=shape.hidden,
+            dtype=shape.dtype,
+            num_experts=len(shape.experts_of[channel.worker]),
+            num_layers=shape.num_layers,
+        )
+        with self._waiting_for(channel, layer=-1):
+            if self._shared:
+                socket.send_fds(channel.socket, [greeting.packed()], [self._rows.file])
+            else:
+                channel.socket.sendall(greeting.packed())
+            receive_into(channel.socket, memoryview(channel.header))
+            header = read_header(channel.header)
+            if header.kind is Kind.ERROR:
+                raise EngineError(f"expert worker {channel.worker}: {read_error(channel.socket, header)}")
+
+    def _waiting_for(self, channel: _Channel, layer: int) -> _Waiting:
+        return _Waiting(self, channel.worker, layer)
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """Turns errors of a channel into a sentence that names who waits for whom."""
+
+    exchange: SlotExchange
+    worker: int
+    layer: int
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
+        if not isinstance(error, OSError):
+            return
+        exchange = self.exchange
+        reason = (
+            f"it did not answer within {exchange.timeout:g} s"
+            if isinstance(error, TimeoutError)
+            else f"it is gone ({error.strerror or error})"
+        )
+        where = f"layer {self.layer} of micro-batch {exchange.slot}" if self.layer >= 0 else "its welcome"
+        raise EngineError(
+            f"attention worker {exchange.attention} waited for expert worker {self.worker} at {where}: {reason}; "
+            "look for the first error of that worker, and start the deployment again"
+        ) from error

@@ -1,0 +1,90 @@
+"""`WorkerLayout`: how many workers of each role serve a model, and which experts each expert worker holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from relibra.errors import ConfigError
+
+Transport = Literal["shared", "tcp"]
+"""How rows travel: through memory that both processes map, or over TCP."""
+MOST_MICRO_BATCHES = 4
+MOST_WORKERS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerLayout:
+    """Workers of one served model.
+
+    attention       attention workers: data parallel, each with all weights except those of experts
+    experts         expert workers: each holds some experts of every layer
+    micro_batches   of each attention worker: the attention of one runs while experts run another
+    transport       of rows between the two
+    max_tokens      most tokens of one forward pass of one micro-batch: sizes every buffer
+    max_batch       most requests that one attention worker decodes at once, over its micro-batches
+    max_length      most tokens of one request, prompt and answer
+    kv_tokens       most tokens that the requests under way on one attention worker may reach together
+    timeout         seconds that one side waits for the other before it gives up
+    """
+
+    attention: int = 1
+    experts: int = 1
+    micro_batches: int = 2
+    transport: Transport = "shared"
+    max_tokens: int = 512
+    max_batch: int = 64
+    max_length: int = 4096
+    kv_tokens: int = 65536
+    timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a number out of range."""
+        limits = {
+            "attention": (self.attention, MOST_WORKERS),
+            "experts": (self.experts, MOST_WORKERS),
+            "micro-batches": (self.micro_batches, MOST_MICRO_BATCHES),
+            "max-tokens": (self.max_tokens, 1 << 20),
+            "max-batch": (self.max_batch, 1 << 16),
+            "max-length": (self.max_length, 1 << 24),
+            "kv-tokens": (self.kv_tokens, 1 << 40),
+        }
+        for name, (got, most) in limits.items():
+            if not 1 <= got <= most:
+                raise ConfigError(f"--{name} {got} is out of range: it is 1 to {most}")
+        if self.timeout <= 0:
+            raise ConfigError(f"--timeout {self.timeout:g} is out of range: it is above 0 seconds")
+        if self.max_length * self.micro_batches > self.kv_tokens:
+            raise ConfigError(
+                f"--kv-tokens {self.kv_tokens} leaves {self.kv_tokens // self.micro_batches} tokens to each of "
+                f"{self.micro_batches} micro-batches, less than --max-length {self.max_length}: raise it, or lower the "
+                "length"
+            )
+
+    @property
+    def columns(self) -> int:
+        """Most tokens that the requests of one micro-batch may reach together."""
+        return self.kv_tokens // self.micro_batches
+
+    @property
+    def rows(self) -> int:
+        """Most requests of one micro-batch."""
+        return -(-self.max_batch // self.micro_batches)
+
+
+def split_experts(num_experts: int, workers: int) -> tuple[tuple[int, ...], ...]:
+    """Return the experts of each worker, in ascending order; the first workers take the remainder.
+
+    raises   ConfigError with more workers than experts
+
+    >>> split_experts(5, 2)
+    ((0, 1, 2), (3, 4))
+    """
+    if workers > num_experts:
+        raise ConfigError(
+            f"--experts {workers} is more than the {num_experts} experts of a layer: use at most {num_experts} workers"
+        )
+    base, rest = divmod(num_experts, workers)
+    ends = [sum(base + (w < rest) for w in range(n)) for n in range(workers + 1)]
+    return tuple(tuple(range(a, b)) for a, b in pairwise(ends))

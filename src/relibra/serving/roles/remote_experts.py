@@ -1,0 +1,114 @@
+"""The experts of a layer as the model sees them: rows go to expert workers, results come back and are combined here.
+
+`transformers` calls the implementation that a model's configuration names in place of an experts module's own forward.
+Router, shared experts and residuals stay the model's own code.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from numpy import ndarray
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from relibra.errors import EngineError
+from relibra.serving.exchange.attention_side import SlotExchange
+from relibra.serving.roles.compute_token import ComputeToken
+
+NAME = "relibra_remote"
+"""Value of `experts_implementation` that selects remote experts."""
+_LAYER = "_relibra_layer"
+_current = threading.local()
+
+
+@dataclass(eq=False)
+class RemoteExperts:
+    """Experts of all layers for one micro-batch.
+
+    exchange    its channels to the expert workers
+    token       held while this micro-batch computes, released while it waits for experts
+    place_E     place of each expert: experts of worker 0 first
+    routes      expert ids of the forward pass under way, one tensor `[T, K]` per layer
+    """
+
+    exchange: SlotExchange
+    token: ComputeToken
+    place_E: Int64[ndarray, " E"]
+    routes: list[Tensor] = field(default_factory=list)
+
+    @contextmanager
+    def forward_pass(self) -> Iterator[list[Tensor]]:
+        """Run the model inside; yield the routes `[T, K]` of each layer, which are there afterwards."""
+        self.routes = []
+        _current.experts = self
+        self.token.acquire()
+        try:
+            yield self.routes
+        finally:
+            self.token.release()
+            _current.experts = None
+
+    def run_layer(self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Return the weighted sum of the experts' outputs of each token, added in the order of its choices."""
+        self.routes.append(ids_TK)
+        most = self.exchange.shape.max_tokens
+        if len(hidden_TH) <= most:
+            return self._run_rows(layer, hidden_TH, ids_TK, weights_TK)
+        pieces = zip(hidden_TH.split(most), ids_TK.split(most), weights_TK.split(most), strict=True)
+        return torch.cat([self._run_rows(layer, *piece) for piece in pieces])
+
+    def _run_rows(
+        self,
+        layer: int,
+        hidden_TH: Float[Tensor, "T H"],
+        ids_TK: Int64[Tensor, "T K"],
+        weights_TK: Float[Tensor, "T K"],
+    ) -> Float[Tensor, "T H"]:
+        top_k = ids_TK.shape[1]
+        place_Y = self.place_E[ids_TK.numpy().ravel()]
+        order_Y = torch.from_numpy(np.argsort(place_Y, kind="stable"))
+        rows_YH = self.exchange.rows(len(place_Y))
+        torch.index_select(hidden_TH, 0, order_Y // top_k, out=rows_YH)
+        self.exchange.dispatch(layer, rows_YH, np.bincount(place_Y, minlength=len(self.place_E)))
+        self.token.release()
+        try:
+            result_YH = self.exchange.collect(layer)
+        finally:
+            self.token.acquire()
+        inverse_Y = torch.empty_like(order_Y)
+        inverse_Y[order_Y] = torch.arange(len(order_Y))
+        weighted_TKH = result_YH[inverse_Y].view(-1, top_k, result_YH.shape[1]) * weights_TK.unsqueeze(-1)
+        return weighted_TKH.sum(dim=1).to(hidden_TH.dtype)
+
+
+def use_remote_experts(model: nn.Module, experts: Sequence[str]) -> None:
+    """Let the experts modules of a model run remotely; they need no weights.
+
+    experts   paths of the experts modules, by ascending layer
+    """
+    ALL_EXPERTS_FUNCTIONS.register(NAME, _run_remotely)
+    for layer, path in enumerate(experts):
+        setattr(model.get_submodule(path), _LAYER, layer)
+    model.set_experts_implementation(NAME)  # type: ignore[operator]
+
+
+def place_of_experts(experts_of: Sequence[Sequence[int]]) -> Int64[ndarray, " E"]:
+    """Return the place of each expert where workers hold them in this order."""
+    flat = np.concatenate([np.asarray(one, dtype=np.int64) for one in experts_of])
+    place_E = np.full(flat.max() + 1, -1, dtype=np.int64)
+    place_E[flat] = np.arange(len(flat))
+    return place_E
+
+
+def _run_remotely(module: nn.Module, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    experts: RemoteExperts | None = getattr(_current, "experts", None)
+    if experts is None:
+        raise EngineError("the experts of this model are on other processes: run it inside RemoteExperts.forward_pass")
+    return experts.run_layer(getattr(module, _LAYER), hidden_TH, ids_TK, weights_TK)

@@ -1,0 +1,104 @@
+"""`WorkerClients`: the front's view of the attention workers: submit a request, read its progress, cancel it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from relibra.errors import EngineError
+from relibra.serving.control import read_frame, write_frame
+from relibra.serving.engine.request import SamplingParameters
+from relibra.serving.launch import RunningWorkers, Worker
+
+Step = dict[str, Any]
+"""Progress of one request as a worker sends it: token, log_prob, top, finish, error, routes."""
+
+
+@dataclass(eq=False)
+class _Connection:
+    """An attention worker; `lost` says why it is gone."""
+
+    worker: Worker
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    queues: dict[int, asyncio.Queue[Step]] = field(default_factory=dict)
+    lost: str = ""
+
+
+class WorkerClients:
+    """Requests of this front, shared over the attention workers."""
+
+    def __init__(self, connections: Sequence[_Connection]) -> None:
+        """Use `open`."""
+        self._connections, self._numbers = connections, itertools.count()
+        self._readers = [asyncio.create_task(self._read(one)) for one in connections]
+
+    @classmethod
+    async def open(cls, model: RunningWorkers) -> WorkerClients:
+        """Take over the control sockets of a model's attention workers."""
+        connections = []
+        for worker in model.attention_workers:
+            reader, writer = await asyncio.open_connection(sock=worker.control)
+            connections.append(_Connection(worker, reader, writer))
+        return cls(connections)
+
+    @property
+    def failure(self) -> str:
+        """Why the deployment cannot answer any more; empty while one attention worker is left."""
+        lost = [one.lost for one in self._connections if one.lost]
+        return lost[0] if len(lost) == len(self._connections) else ""
+
+    @property
+    def running(self) -> int:
+        """Requests that wait or run."""
+        return sum(len(one.queues) for one in self._connections)
+
+    async def generate(self, tokens: Sequence[int], sampling: SamplingParameters) -> AsyncGenerator[Step, None]:
+        """Yield the steps of a request, the last with `finish`; leaving early cancels it.
+
+        raises   EngineError when all attention workers are gone, or the request's own one fails
+        """
+        alive = [one for one in self._connections if not one.lost]
+        if not alive:
+            raise EngineError(self.failure)
+        chosen = min(alive, key=lambda one: len(one.queues))
+        number, queue = next(self._numbers), asyncio.Queue[Step]()
+        chosen.queues[number] = queue
+        body = {"number": number, "tokens": list(tokens), "sampling": asdict(sampling)}
+        write_frame(chosen.writer, {"generate": body})
+        ended = False
+        try:
+            while not ended:
+                step = await queue.get()
+                ended = "finish" in step
+                if step.get("finish") == "error":
+                    raise EngineError(step.get("error", "the request failed"))
+                yield step
+        finally:
+            chosen.queues.pop(number, None)
+            if not ended and not chosen.lost:
+                write_frame(chosen.writer, {"cancel": number})
+
+    async def close(self) -> None:
+        """Stop reading, and close the sockets, which ends the workers."""
+        for task in self._readers:
+            task.cancel()
+        for one in self._connections:
+            one.writer.close()
+            with contextlib.suppress(OSError):
+                await one.writer.wait_closed()
+
+    async def _read(self, connection: _Connection) -> None:
+        """Hand each step to its request, until the worker is gone; then end its requests."""
+        while (frame := await read_frame(connection.reader)) is not None:
+            for step in frame.get("progress", ()):
+                queue = connection.queues.get(step["number"])
+                if queue is not None:
+                    queue.put_nowait(step)
+        connection.lost = f"{connection.worker.name} is gone: start the deployment again"
+        for queue in connection.queues.values():
+            queue.put_nowait({"finish": "error", "error": connection.lost})

@@ -1,0 +1,97 @@
+"""A deployment inside this process: workers as threads, over the same channels as between processes."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from relibra.serving.engine.request import GenerateRequest, Progress
+from relibra.serving.exchange.addresses import listen, worker_address
+from relibra.serving.exchange.counters import ExchangeCounters
+from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
+from relibra.serving.exchange.messages import SECRET_BYTES
+from relibra.serving.layout import WorkerLayout, split_experts
+from relibra.serving.roles.attention_worker import AttentionWorker
+from relibra.serving.roles.checkpoint import load_experts, open_checkpoint, read_structure
+from relibra.serving.roles.expert_worker import ExpertWorker
+
+WAIT_SECONDS = 60.0
+
+
+@dataclass
+class Served:
+    """Workers of both roles."""
+
+    attention: list[AttentionWorker]
+    experts: list[ExpertWorker]
+    answers: dict[int, list[Progress]] = field(default_factory=dict)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def told(self, progress: list[Progress]) -> None:
+        with self.changed:
+            for one in progress:
+                self.answers.setdefault(one.number, []).append(one)
+            self.changed.notify_all()
+
+    def generate(self, requests: list[GenerateRequest]) -> list[list[Progress]]:
+        """Submit requests to the attention workers in turn, and wait for all answers."""
+        for n, request in enumerate(requests):
+            self.attention[n % len(self.attention)].submit(request)
+        numbers = [request.number for request in requests]
+
+        def ended(number: int) -> bool:
+            return bool(self.answers.get(number)) and self.answers[number][-1].finish is not None
+
+        with self.changed:
+            assert self.changed.wait_for(lambda: all(map(ended, numbers)), WAIT_SECONDS), "no answer in time"
+        return [self.answers[number] for number in numbers]
+
+
+@contextmanager
+def expert_threads(folder: Path, layout: WorkerLayout, secret: bytes) -> Iterator[tuple[list[ExpertWorker], list[str]]]:
+    """Run expert workers as threads; yield them and their addresses."""
+    workers, addresses = [], []
+    with ExitStack() as stack:
+        sockets = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        tensors = open_checkpoint(folder)
+        for number in range(layout.experts):
+            structure = read_structure(folder)
+            own = split_experts(structure.num_experts, layout.experts)[number]
+            layers = load_experts(structure, tensors, own)
+            listener, address = listen(worker_address(layout.transport, sockets, number))
+            shape = ExpertShape(
+                worker=number,
+                num_experts=len(own),
+                num_layers=len(layers),
+                hidden=structure.hidden,
+                dtype=structure.dtype,
+                max_rows=layout.max_tokens * structure.top_k,
+            )
+            inbox = ExpertInbox(listener, shape, secret, ExchangeCounters())
+            workers.append(ExpertWorker(layers, inbox))
+            addresses.append(address)
+            thread = threading.Thread(target=workers[-1].run, name=f"experts {number}")
+            thread.start()
+            stack.callback(inbox.release)
+            stack.callback(thread.join)
+            stack.callback(inbox.close)
+        yield workers, addresses
+
+
+@contextmanager
+def served_in_process(folder: Path, layout: WorkerLayout) -> Iterator[Served]:
+    """Run a whole deployment as threads of this process."""
+    secret = secrets.token_bytes(SECRET_BYTES)
+    with ExitStack() as stack:
+        experts, addresses = stack.enter_context(expert_threads(folder, layout, secret))
+        attention = [AttentionWorker(folder, layout, number) for number in range(layout.attention)]
+        served = Served(attention, experts)
+        for worker in attention:
+            stack.callback(worker.close)
+            worker.connect(addresses, secret, served.told)
+        yield served

@@ -1,0 +1,84 @@
+"""A model whose experts are on other workers answers as the whole model does."""
+
+import pytest
+
+from relibra.errors import ConfigError, EngineError
+from relibra.serving.layout import WorkerLayout, split_experts
+from relibra.serving.roles.checkpoint import read_structure
+from tests.replay.model_zoo import tiny_causal_model
+from tests.serving.in_process import served_in_process
+from tests.serving.models import SPLIT_MODELS, answer_of, assert_same, greedy_answer, greedy_request, write_model
+
+QUICK = ("Qwen3MoeForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM", "JambaForCausalLM")
+LENGTHS = (5, 9, 20, 2, 7)
+
+
+def small_layout(**changes):
+    return WorkerLayout(**{"max_tokens": 16, "max_length": 96, "kv_tokens": 1024, "timeout": 20.0} | changes)
+
+
+def assert_served_equals_whole(name, folder, layout, lengths=LENGTHS, limit=12):
+    model = write_model(name, folder)
+    requests = [greedy_request(number, length, limit) for number, length in enumerate(lengths)]
+    with served_in_process(folder, layout) as served:
+        for request, progress in zip(requests, served.generate(requests), strict=True):
+            assert_same(answer_of(progress), greedy_answer(model, request.tokens, limit))
+        for worker in served.attention:
+            counters = worker.counters()
+            assert counters["staging_copies"] == counters["group_creations"] == counters["barriers"] == 0
+        for worker in served.experts:
+            assert worker.inbox.counters.staging_copies == worker.inbox.counters.group_creations == 0
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_answers_equal_the_whole_model(name, tmp_path):
+    assert_served_equals_whole(name, tmp_path, small_layout(attention=2, experts=3, micro_batches=2))
+
+
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_transports_and_fewer_requests_than_micro_batches(transport, micro_batches, tmp_path):
+    layout = small_layout(experts=2, micro_batches=micro_batches, transport=transport)
+    assert_served_equals_whole("Qwen3MoeForCausalLM", tmp_path, layout, lengths=(4, 11), limit=6)
+
+
+def test_experts_without_rows_answer_too(tmp_path):
+    assert_served_equals_whole(
+        "MixtralForCausalLM", tmp_path, small_layout(experts=8, micro_batches=3), lengths=(1,), limit=4
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [(1, 1), (2, 1), (1, 2), (2, 3)], ids=str)
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", SPLIT_MODELS)
+def test_every_family_and_layout_equals_the_whole_model(name, micro_batches, workers, tmp_path):
+    attention, experts = workers
+    layout = small_layout(attention=attention, experts=experts, micro_batches=micro_batches)
+    assert_served_equals_whole(name, tmp_path, layout, limit=64)
+
+
+def test_a_family_with_experts_of_its_own_is_refused_by_name(tmp_path):
+    tiny_causal_model("LongcatFlashForCausalLM").save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match="LongcatFlashForCausalLM cannot be split"):
+        read_structure(tmp_path)
+
+
+def test_experts_are_split_evenly():
+    assert split_experts(8, 3) == ((0, 1, 2), (3, 4, 5), (6, 7))
+    with pytest.raises(ConfigError, match="--experts 9"):
+        split_experts(8, 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"micro_batches": 5}, "--micro-batches 5"),
+        ({"attention": 0}, "--attention 0"),
+        ({"timeout": 0.0}, "--timeout 0"),
+        ({"max_length": 4096, "kv_tokens": 4096}, "--kv-tokens 4096"),
+    ],
+)
+def test_layouts_out_of_range_are_refused(changes, named):
+    with pytest.raises(ConfigError, match=named):
+        WorkerLayout(**{"max_length": 16, "kv_tokens": 4096} | changes)
