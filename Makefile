@@ -8,13 +8,14 @@ TORCH  ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo demo-vllm test-vllm test test-all lint types format bench bench-all bench-gpu clean
+.PHONY: demo demo-vllm test-vllm test-verl test test-all lint types format bench bench-all bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       post-train a tiny MoE on two processes and write a report (some minutes)"
 	@echo "make demo-vllm  the same with a vLLM server, in an environment of its own (3.4 GB)"
 	@echo "make test-vllm  routes, log-probs and reloads of a vLLM server against transformers"
+	@echo "make test-verl  the plug-in of verl in its Megatron engine, on four processes"
 	@echo "make test       lint, types and the quick tests"
 	@echo "make test-all   the same with the slow tests"
 	@echo "make format     put the code into its canonical form"
@@ -74,6 +75,28 @@ demo-vllm: $(VENV)/.run $(VLLM_VENV)/.made
 test-vllm: $(VENV)/.dev $(VLLM_VENV)/.made
 	VLLM_PYTHON=$(VLLM_BIN)/python $(BIN)/python -m pytest -s tests/integrations/test_vllm_placement.py tests/integrations/test_vllm_server.py
 
+# verl's trainer with Megatron-core on a CPU: no vLLM, no flash-attn, no Megatron-Bridge. The wheel of Megatron-core asks for
+# Python 3.12; its source runs on 3.11, so it is unpacked.
+VERL_VENV ?= .venv-verl
+VERL_BIN  := $(VERL_VENV)/bin
+VERL_PIP  := $(VERL_BIN)/python -m pip --disable-pip-version-check --quiet
+
+$(VERL_VENV)/.made: pyproject.toml
+	@echo "installing verl 0.9.1 into $(VERL_VENV) (3 GB, some minutes) ..."
+	$(PYTHON) -m venv $(VERL_VENV)
+	$(VERL_PIP) install $(TORCH)
+	$(VERL_PIP) install --no-deps verl==0.9.1 TransferQueue==0.1.11 triton
+	$(VERL_PIP) install "tensordict>=0.8,<=0.10,!=0.9.0" "transformers>=5.5.3,<5.11,!=5.6.0" accelerate peft datasets hydra-core \
+	  ray codetiming pillow orjson pyzmq uvicorn msgspec fastapi pandas
+	$(VERL_PIP) download --no-deps --python-version 3.12 --only-binary=:all: -d $(VERL_VENV)/wheels megatron-core==0.19.2
+	$(VERL_BIN)/python -m zipfile -e $(VERL_VENV)/wheels/megatron_core-*.whl \
+	  "$$($(VERL_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	$(VERL_PIP) install -e .
+	@touch $@
+
+test-verl: $(VENV)/.dev $(VERL_VENV)/.made
+	VERL_PYTHON=$(VERL_BIN)/python $(BIN)/python -m pytest tests/integrations/verl/test_verl_package.py
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check src tests examples benchmarks
 	$(BIN)/ruff check src tests examples benchmarks
@@ -102,4 +125,4 @@ bench-gpu: $(VENV)/.run
 	$(BIN)/relibra bench gpu
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -95,6 +95,8 @@ def install() -> None:
 def _noting_the_engine(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+        if getattr(self.engine_config, "dynamic_context_parallel", False):
+            _say_once("dynamic context parallelism has a schedule of its own, which calls no former of micro-batches")
         token = _current.set(_Pass(self, forward_only))
         try:
             return stock(self, data, loss_function, forward_only)

@@ -1,7 +1,6 @@
 """verl's micro-batches: its invariants hold, loads get even, and where routes lack, nothing changes.
 
-verl is not installed here: its former of micro-batches and its batch stand-ins have the same names and arguments. What
-the real functions did is in docs/guides/verl.md.
+Quick: stand-ins have the names and arguments of verl's functions. test_verl_package.py runs verl's own.
 """
 
 import time
@@ -177,6 +176,16 @@ def test_engines_without_replay_say_how_to_switch_it_on(engine, caplog):
     engine.cut(data)
     engine.cut(data)
     assert caplog.text.count("router_replay.mode=R3") == 1
+
+
+def test_a_schedule_that_verl_makes_elsewhere_is_said_once(engine, caplog):
+    data = make_batch(*draw_samples(6, 32))
+    engine.engine_config = SimpleNamespace(**vars(engine.engine_config), dynamic_context_parallel=True)
+    verl.install()
+    caplog.clear()
+    engine.cut(data)
+    engine.cut(data)
+    assert caplog.text.count("dynamic context parallelism") == 1
 
 
 def test_other_versions_of_verl_are_refused(engine):
