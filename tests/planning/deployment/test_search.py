@@ -62,7 +62,7 @@ def small_models():
     )  # fmt: skip
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     model=small_models(),
     context=st.integers(400, 5000),

@@ -89,7 +89,8 @@ class ColocatedPlan:
         stage, computing = self.stage, self.stage.attention + self.stage.experts
         if self.kind == "tensor":
             return self.micro_batches * computing
-        return max(self.micro_batches * computing, self.micro_batches * stage.hop, stage.round_trip)
+        # Rows to the experts and back leave through the same NIC.
+        return max(self.micro_batches * computing, self.micro_batches * 2 * stage.hop, stage.round_trip)
 
     @property
     def iteration_seconds(self) -> float:
@@ -97,10 +98,16 @@ class ColocatedPlan:
         layers, stage = self.model.layers, self.stage
         if self.kind == "expert":
             return layers * self.period + self.micro_batches * stage.rest
+        return layers * (stage.attention + stage.experts) + stage.rest + self.hand_over_seconds
+
+    @property
+    def hand_over_seconds(self) -> float:
+        """Return the seconds of a token between pipeline stages."""
         stages = self.pool.nodes
+        if self.kind == "expert" or stages == 1:
+            return 0.0
         sent = BYTES * self.rows * self.model.hidden / self.pool.ways
-        hand_over = float(network_seconds(sent, sent, self.pool.accelerator, self.efficiency)) if stages > 1 else 0.0
-        return layers * (stage.attention + stage.experts) + stage.rest + stages * hand_over
+        return stages * float(network_seconds(sent, sent, self.pool.accelerator, self.efficiency))
 
     @property
     def steady_tokens_per_second(self) -> float:
@@ -195,7 +202,8 @@ def _exchange_seconds(plan: ColocatedPlan, received_rows: float) -> float:
     received_rows    of the busiest group
     """
     model, (gpu, ways, groups) = plan.model, plan.pool
-    inside = min(groups, max(1, gpu.node_size // ways))
+    inside = max(1, gpu.node_size // ways)
+    inside = min(groups, inside) if groups % inside == 0 or groups < inside else 1
     sent = BYTES * plan.rows * model.top_k * model.hidden / ways
     received = BYTES * received_rows * model.hidden / ways
     away, near = (groups - inside) / groups, (inside - 1) / groups

@@ -1,0 +1,197 @@
+"""`ServingResult`: figures of simulated decode steps, and what they were limited by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float64, Shaped
+from numpy import ndarray
+
+from relibra.planning.deployment.colocated import ColocatedPlan
+from relibra.simulation.serving.ping_pong import Events, Work
+from relibra.simulation.serving.requests import Places
+from relibra.simulation.serving.site import Plan, Site
+from relibra.timeline import Event, Timeline
+
+FULL = 0.97
+"""A resource that is taken for this share of the time limits the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingResult:
+    """Figures of the steps that count; all simulated.
+
+    mean_seconds, median_seconds, p99_seconds    of an iteration: between two tokens of a request
+    tokens_per_second                            of the instance
+    attention_busy, experts_busy, network_busy   share of the time that the mean node computes, that the busiest NIC
+                                                 sends or receives
+    network_bytes                                that the NIC of an attention GPU sends in a step
+    stall_share                                  share of the time that the mean sender waits for acknowledgements
+    queue_seconds, queue_p99_seconds             of requests before they got a place; 0 without a stream
+    finished                                     requests that ended
+    limit                                        "attention", "experts", "computing" (both on the same GPUs), "network"
+                                                 or "round trip": nothing of these is full
+    """
+
+    gpus: int
+    price: float
+    watts: float
+    mean_seconds: float
+    median_seconds: float
+    p99_seconds: float
+    tokens_per_second: float
+    attention_busy: float
+    experts_busy: float
+    network_busy: float
+    network_bytes: float
+    stall_share: float
+    hop_median_seconds: float
+    hop_p99_seconds: float
+    queue_seconds: float
+    queue_p99_seconds: float
+    finished: int
+    limit: str
+    last: tuple[Work, Events]
+
+    @property
+    def per_gpu(self) -> float:
+        """Return tokens per second and GPU, those of experts included."""
+        return self.tokens_per_second / self.gpus
+
+    @property
+    def per_price(self) -> float:
+        """Return tokens per second and price."""
+        return self.tokens_per_second / self.price
+
+    @property
+    def per_watt(self) -> float:
+        """Return tokens per second and watt."""
+        return self.tokens_per_second / self.watts
+
+    @property
+    def bubble(self) -> float:
+        """Return the share of the time in which the busier pool waits."""
+        return 1 - max(self.attention_busy, self.experts_busy)
+
+    def timeline(self, layers: int = 4) -> Timeline:
+        """Return the first layers of the last step: attention nodes are the first ranks, expert nodes the others."""
+        work, events = self.last
+        _, M, X = work.attention_LMX.shape
+        Y = work.send_LMXY.shape[3]
+        found = []
+        experts_LMY = work.experts_LMXY.sum(axis=2)
+        origin = float(events.attention_LMX[0].min())
+        for layer in range(min(layers, len(work.attention_LMX))):
+            for m in range(M):
+                for x in range(X):
+                    start, seconds = events.attention_LMX[layer, m, x] - origin, work.attention_LMX[layer, m, x]
+                    found.append(_event("attention", layer, m, x, start, seconds))
+                    done = max(start + seconds, float(events.experts_LMY[layer, m].max()) - origin)
+                    back = max(0.0, float(events.returned_LMX[layer, m, x]) - origin - done)
+                    found.append(_event("combine", layer, m, x, done, back))
+                for y in range(Y):
+                    start = events.experts_LMY[layer, m, y] - origin
+                    found.append(_event("experts", layer, m, X + y, start, experts_LMY[layer, m, y]))
+        timeline = Timeline(events=tuple(sorted(found, key=lambda one: one.start)), num_ranks=X + Y, label="simulated")
+        timeline.validate()
+        return timeline
+
+
+def _event(stage: str, layer: int, micro_batch: int, rank: int, start: float, seconds: float) -> Event:
+    return Event(stage, layer, micro_batch, rank, float(start), float(seconds), 0, "")
+
+
+class Tally:
+    """Sums over steps."""
+
+    def __init__(self, plan: Plan, site: Site, micro_batches: int, places: Places | None) -> None:
+        """Begin with nothing."""
+        self._plan, self._site, self._places = plan, site, places
+        self._end_M, self._began = np.zeros(micro_batches), 0.0
+        self._tokens, self._steps = 0.0, 0
+        self._attention, self._experts, self._network, self._stalled, self._bytes = 0.0, 0.0, 0.0, 0.0, 0.0
+        self._iterations: list[float] = []
+        self._hops: list[Float64[ndarray, "L M"]] = []
+        self._last: tuple[Work, Events] | None = None
+
+    def add(
+        self,
+        rows_MX: Shaped[ndarray, "M X"],
+        work: Work,
+        events: Events,
+        bytes_LMXY: Float64[ndarray, "L M X Y"],
+        end_M: Float64[ndarray, " M"],
+        *,
+        counts: bool,
+    ) -> None:
+        """Add a step; one that does not count moves the beginning of the time that does."""
+        seconds_M, self._end_M = end_M - self._end_M, end_M.copy()
+        self._last = work, events
+        if not counts:
+            self._began = float(end_M.mean())
+            return
+        self._steps += 1
+        self._tokens += float(rows_MX.sum())
+        self._iterations += seconds_M[rows_MX.any(axis=1)].tolist()
+        self._attention += float(work.attention_LMX.sum(axis=(0, 1)).mean())
+        self._experts += float(work.experts_LMXY.sum(axis=(0, 1, 2)).mean())
+        directions = [work.send_LMXY.sum(axis=(0, 1, 3)), work.take_LMXY.sum(axis=(0, 1, 3))]
+        others = [work.receive_LMXY.sum(axis=(0, 1, 2)), work.give_LMXY.sum(axis=(0, 1, 2))]
+        if self._site.shared:  # one NIC sends rows to experts and results back
+            directions = [directions[0] + others[1], directions[1] + others[0]]
+        self._network += float(max(one.max() for one in (*directions, *others)))
+        self._stalled += float(events.stalled_X.mean())
+        self._bytes += float(bytes_LMXY.sum(axis=(0, 1, 3)).mean()) / self._site.attention_node[1]
+        done_LM = (events.attention_LMX + work.attention_LMX).max(axis=2)
+        self._hops.append(events.arrived_LMY.max(axis=2) - done_LM)
+
+    def result(self) -> ServingResult:
+        """Return the figures."""
+        elapsed = max(float(self._end_M.mean()) - self._began, 1e-12)
+        iterations = np.array(self._iterations or [0.0])
+        hops = np.concatenate([one.ravel() for one in self._hops]) if self._hops else np.zeros(1)
+        rounds = (
+            self._plan.micro_batches if isinstance(self._plan, ColocatedPlan) and self._plan.kind == "tensor" else 1
+        )
+        busy = {
+            "attention": self._attention / elapsed,
+            "experts": self._experts / elapsed,
+            "network": self._network / elapsed,
+        }
+        assert self._last is not None, "at least one step was run"
+        waits = self._waits()
+        return ServingResult(
+            gpus=self._plan.gpus,
+            price=float(self._plan.price),
+            watts=float(self._plan.watts),
+            mean_seconds=float(iterations.mean()),
+            median_seconds=float(np.median(iterations)),
+            p99_seconds=float(np.quantile(iterations, 0.99)),
+            tokens_per_second=rounds * self._tokens / elapsed,
+            attention_busy=busy["attention"],
+            experts_busy=busy["experts"],
+            network_busy=busy["network"],
+            network_bytes=self._bytes / max(1, self._steps),
+            stall_share=self._stalled / elapsed,
+            hop_median_seconds=float(np.median(hops)),
+            hop_p99_seconds=float(np.quantile(hops, 0.99)),
+            queue_seconds=float(waits.mean()),
+            queue_p99_seconds=float(np.quantile(waits, 0.99)),
+            finished=0 if self._places is None else int(np.isfinite(self._places.finished_S).sum()),
+            limit=self._limit(busy),
+            last=self._last,
+        )
+
+    def _limit(self, busy: dict[str, float]) -> str:
+        if self._site.shared:
+            busy = {"computing": busy["attention"] + busy["experts"], "network": busy["network"]}
+        fullest = max(busy, key=lambda name: busy[name])
+        return fullest if busy[fullest] >= FULL else "round trip"
+
+    def _waits(self) -> Float64[ndarray, " S"]:
+        if self._places is None:
+            return np.zeros(1)
+        admitted_S = self._places.admitted_S
+        waits_S = (admitted_S - self._places.arrival_S)[np.isfinite(admitted_S)]
+        return waits_S if len(waits_S) else np.zeros(1)

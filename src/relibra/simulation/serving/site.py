@@ -1,0 +1,226 @@
+"""`Site`: a plan as nodes, experts on them and links between them; the seconds of a step's work there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int, Int64, Shaped
+from numpy import ndarray
+from numpy.random import Generator
+
+from relibra.errors import PlanError
+from relibra.planning.deployment.accelerator import Accelerator
+from relibra.planning.deployment.colocated import ColocatedPlan
+from relibra.planning.deployment.deployment_plan import DeploymentPlan
+from relibra.planning.deployment.performance import Efficiency, all_reduce_seconds, gated_seconds
+from relibra.planning.deployment.served_model import BYTES, ServedModel
+from relibra.simulation.serving.compute import Compute, RooflineCompute
+from relibra.simulation.serving.ping_pong import Work, sending_order
+from relibra.simulation.serving.transport import Transport
+
+Plan = DeploymentPlan | ColocatedPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """X attention nodes and Y expert nodes, or X = Y nodes that do both.
+
+    attention_node, expert_node    accelerator and GPUs of a node
+    expert_YP                      experts of each expert node; -1: an empty slot
+    near_XY                        pairs inside one server, whose rows pass no NIC; same_XY: on one node
+    shared                         the same GPUs compute attention and experts
+    server                         nodes of a server, where rows inside of it pass no NIC
+    """
+
+    model: ServedModel
+    efficiency: Efficiency
+    compute: Compute
+    attention_node: tuple[Accelerator, int]
+    expert_node: tuple[Accelerator, int]
+    senders: int
+    expert_YP: Int64[ndarray, "Y P"]
+    near_XY: Bool[ndarray, "X Y"]
+    same_XY: Bool[ndarray, "X Y"]
+    shared: bool
+    server: int = 1
+
+    @property
+    def order_XY(self) -> Int64[ndarray, "X Y"]:
+        """Return to whom attention nodes send first."""
+        return sending_order(self.senders, len(self.expert_YP), self.server)
+
+    @property
+    def back_YX(self) -> Int64[ndarray, "Y X"]:
+        """Return to whom expert nodes send first."""
+        return sending_order(len(self.expert_YP), self.senders, self.server)
+
+    @property
+    def copies_E(self) -> Int64[ndarray, " E"]:
+        """Return the copies of each expert."""
+        return np.bincount(self.expert_YP[self.expert_YP >= 0], minlength=self.model.experts)
+
+    def work(
+        self,
+        rows_MX: Shaped[ndarray, "M X"],
+        tokens_MX: Shaped[ndarray, "M X"],
+        counts_LMXE: Float64[ndarray, "L M X E"],
+        transport: Transport,
+        rng: Generator,
+        *,
+        partial: bool,
+    ) -> tuple[Work, Float64[ndarray, "L M X Y"]]:
+        """Return the seconds of a step and the bytes from each attention node to each expert node, as many come back.
+
+        rows_MX, tokens_MX    requests, and tokens that they attend to
+        counts_LMXE           rows for each expert; copies share them evenly
+        """
+        layer_MX, rest_MX = self.compute.attention(rows_MX, tokens_MX)
+        attention_LMX = np.repeat(layer_MX[None], self.model.layers, axis=0)
+        attention_LMX[0] += rest_MX
+        share_LMXE = counts_LMXE / np.maximum(1, self.copies_E)
+        if not partial:
+            share_LMXE = share_LMXE.sum(axis=2, keepdims=True)
+        slot_LMXYP = np.where(self.expert_YP >= 0, share_LMXE[..., np.maximum(0, self.expert_YP)], 0.0)
+        held_EY = np.zeros((self.model.experts, len(self.expert_YP)))
+        np.add.at(held_EY, (self.expert_YP, np.arange(len(self.expert_YP))[:, None]), self.expert_YP >= 0)
+        rows_LMXY = (counts_LMXE / np.maximum(1, self.copies_E)) @ held_EY
+        bytes_LMXY = BYTES * self.model.hidden * rows_LMXY
+        send, receive = self._link_seconds(bytes_LMXY, self.attention_node, self.expert_node, transport)
+        give, take = self._link_seconds(bytes_LMXY, self.expert_node, self.attention_node, transport)
+        work = Work(
+            attention_LMX=attention_LMX,
+            experts_LMXY=np.ascontiguousarray(self.compute.experts(slot_LMXYP)),
+            send_LMXY=send,
+            receive_LMXY=receive,
+            give_LMXY=give,
+            take_LMXY=take,
+            late_LMXY=self._late(bytes_LMXY, send, receive, transport, rng),
+            back_late_LMXY=self._late(bytes_LMXY, give, take, transport, rng),
+        )
+        return work, bytes_LMXY
+
+    def _link_seconds(
+        self,
+        bytes_LMXY: Float64[ndarray, "L M X Y"],
+        sender: tuple[Accelerator, int],
+        receiver: tuple[Accelerator, int],
+        transport: Transport,
+    ) -> tuple[Float64[ndarray, "L M X Y"], Float64[ndarray, "L M X Y"]]:
+        """Return the time of both NICs; a message costs its bytes and those at which half the bandwidth is reached.
+
+        That share depends on the bytes that a GPU of an attention node sends, both ways, as in the search.
+        """
+        passes_XY = ~(self.near_XY | self.same_XY)
+        pair = np.where((bytes_LMXY > 0) & passes_XY, bytes_LMXY, 0.0)
+        slower = 1 + self.efficiency.half_rate_bytes * self.attention_node[1] / np.maximum(pair, 1e-9)
+        seconds = pair * slower * transport.factor * self.efficiency.hop_factor
+        return (
+            seconds / (sender[0].network_bytes_per_second * sender[1]),
+            seconds / (receiver[0].network_bytes_per_second * receiver[1]),
+        )
+
+    def _late(
+        self,
+        bytes_LMXY: Float64[ndarray, "L M X Y"],
+        out_LMXY: Float64[ndarray, "L M X Y"],
+        in_LMXY: Float64[ndarray, "L M X Y"],
+        transport: Transport,
+        rng: Generator,
+    ) -> Float64[ndarray, "L M X Y"]:
+        """Return latency, jitter and tails of messages, and the time of those inside a server."""
+        factor = transport.factor * self.efficiency.hop_factor
+        gpu, ways = self.attention_node
+        inside = np.where(self.near_XY, bytes_LMXY / (gpu.peer_bytes_per_second * ways), 0.0)
+        latency = np.where(self.same_XY, 0.0, factor * self.efficiency.hop_seconds)
+        late: Float64[ndarray, "L M X Y"] = latency + inside
+        return late + transport.delays(np.maximum(out_LMXY, in_LMXY) + late, rng)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlicedCompute(RooflineCompute):
+    """Seconds of nodes whose GPUs cut every expert between them and sum the rows of a token once.
+
+    hand_over    seconds of a step between pipeline stages
+    """
+
+    hand_over: float = 0.0
+
+    def attention(
+        self, rows: Shaped[ndarray, "*X"], tokens: Shaped[ndarray, "*X"]
+    ) -> tuple[Float64[ndarray, "*X"], Float64[ndarray, "*X"]]:
+        """Return seconds of one layer, and of a step outside of layers with experts and between stages."""
+        layer, rest = super().attention(rows, tokens)
+        return layer, rest + self.hand_over
+
+    def experts(self, rows: Float64[ndarray, "*X P"]) -> Float64[ndarray, "*X"]:
+        """Return the seconds of all experts; those without rows are not read."""
+        gpu, ways = self.expert_node
+        each = np.asarray(gated_seconds(self.model, gpu, ways, rows, self.model.width, self.efficiency))
+        tokens = rows.sum(axis=-1) / self.model.top_k
+        total = np.where(rows > 0, each, 0.0).sum(axis=-1) + all_reduce_seconds(self.model, gpu, ways, tokens)
+        seconds: Float64[ndarray, "*X"] = np.where(tokens > 0, total + self.efficiency.launch_seconds, 0.0)
+        return seconds
+
+
+def site_of(plan: Plan, expert_YP: Int[ndarray, "Y P"] | None = None, compute: Compute | None = None) -> Site:
+    """Return the nodes of a plan.
+
+    expert_YP    experts of each expert node, with copies; None: each expert once, in order
+    compute      seconds of nodes; None: the formulas of the plan
+    raises       PlanError when an expert has no place, or the placement has other nodes than the plan
+    """
+    made: Compute
+    if isinstance(plan, DeploymentPlan):
+        attention, experts, senders = plan.attention[:2], plan.experts[:2], plan.attention.nodes
+        receivers, per_node = plan.experts.nodes, plan.experts_per_node
+    else:
+        attention = experts = plan.pool[:2]
+        senders = receivers = plan.pool.nodes if plan.kind == "expert" else 1
+        per_node = -(-plan.model.experts // receivers)
+    sizes: dict[str, Any] = {
+        "model": plan.model,
+        "attention_node": attention,
+        "expert_node": experts,
+        "efficiency": plan.efficiency,
+    }
+    if isinstance(plan, ColocatedPlan) and plan.kind == "tensor":
+        made = SlicedCompute(**sizes, hand_over=plan.hand_over_seconds)
+    else:
+        made = RooflineCompute(**sizes)
+    placed_YP = _in_order(plan.model.experts, receivers, per_node) if expert_YP is None else expert_YP.astype(np.int64)
+    held = np.unique(placed_YP[placed_YP >= 0])
+    if len(placed_YP) != receivers or not np.array_equal(held, np.arange(plan.model.experts)):
+        raise PlanError(
+            f"{len(held)} of {plan.model.experts} experts have a place on {len(placed_YP)} nodes: every expert needs "
+            f"one, on the {receivers} expert nodes of the plan"
+        )
+    shared = isinstance(plan, ColocatedPlan)
+    same_XY = np.zeros((senders, receivers), dtype=bool)
+    near_XY = same_XY.copy()
+    inside = 1
+    if shared:
+        inside = max(1, attention[0].node_size // attention[1])
+        inside = min(senders, inside) if senders % inside == 0 or senders < inside else 1
+        server = np.arange(senders) // inside
+        same_XY = np.eye(senders, dtype=bool)
+        near_XY = (server[:, None] == server) & ~same_XY
+    return Site(
+        model=plan.model,
+        efficiency=plan.efficiency,
+        compute=compute or made,
+        attention_node=attention,
+        expert_node=experts,
+        senders=senders,
+        expert_YP=placed_YP,
+        near_XY=near_XY,
+        same_XY=same_XY,
+        shared=shared,
+        server=inside,
+    )
+
+
+def _in_order(experts: int, nodes: int, per_node: int) -> Int64[ndarray, "Y P"]:
+    numbers = np.arange(nodes * per_node, dtype=np.int64)
+    return np.where(numbers < experts, numbers, -1).reshape(nodes, per_node)

@@ -1,0 +1,58 @@
+"""`Transport`: how long messages between attention and expert nodes take beside their bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float64
+from numpy import ndarray
+from numpy.random import Generator
+
+from relibra.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transport:
+    """A library that moves rows.
+
+    factor            every message takes so many times the NIC's time and latency
+    jitter            standard deviation of the logarithm of a message's time
+    tail, tail_factor share of messages that take so many times as long
+    window            dispatches of a sender that may wait for acknowledgement; 0: any number
+    ack_priority      acknowledgements overtake rows
+    raises            ConfigError for values out of range
+    """
+
+    name: str
+    factor: int | float = 1.0
+    jitter: int | float = 0.0
+    tail: int | float = 0.0
+    tail_factor: int | float = 1.0
+    window: int = 0
+    ack_priority: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for values out of range."""
+        if not (self.factor > 0 and self.jitter >= 0 and 0 <= self.tail <= 1 and self.tail_factor >= 1):
+            raise ConfigError(
+                f"transport {self.name!r} has factor {self.factor}, jitter {self.jitter}, tail {self.tail} x "
+                f"{self.tail_factor}: the factor is above 0, jitter at least 0, tail from 0 to 1, its factor at least 1"
+            )
+        if self.window < 0:
+            raise ConfigError(f"transport {self.name!r} has window {self.window}: it is at least 0")
+
+    def delays(self, seconds: Float64[ndarray, "*X"], rng: Generator) -> Float64[ndarray, "*X"]:
+        """Return what is added to the times of messages by jitter and tails; 0 without both."""
+        if not self.jitter and not self.tail:
+            return np.zeros_like(seconds)
+        times = np.exp(rng.normal(scale=self.jitter, size=seconds.shape)) if self.jitter else np.ones(seconds.shape)
+        slow = rng.random(seconds.shape) < self.tail
+        return np.maximum(0.0, seconds * (np.where(slow, times * self.tail_factor, times) - 1))
+
+
+M2N = Transport(name="m2n")
+"""Messages that take what their bytes and the latency of a NIC take."""
+NCCL_LIKE = Transport(name="nccl-like", factor=3.14)
+"""Point-to-point groups of NCCL: 3.14 times the median latency, which is what a reduction by 68.2 % means
+(MegaScale-Infer, arXiv 2504.02263, 8 senders and 8 receivers, 256 KB for each pair)."""

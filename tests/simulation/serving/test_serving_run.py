@@ -1,0 +1,144 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from relibra import ConfigError, PlanError
+from relibra.planning.deployment.accelerator import accelerator
+from relibra.planning.deployment.colocated import search_colocated
+from relibra.planning.deployment.performance import Efficiency
+from relibra.planning.deployment.search import PAPER_SPACE, search_pair
+from relibra.planning.deployment.served_model import PAPER_MODELS
+from relibra.planning.deployment.service_level import ServiceLevel
+from relibra.routing.synthetic import TraceShape, domain_trace
+from relibra.simulation.rollout import LengthDistribution
+from relibra.simulation.serving.compute import LinearCompute, MeasuredCompute
+from relibra.simulation.serving.requests import RequestStream, poisson_stream
+from relibra.simulation.serving.routes import drawn_routes, recorded_routes, zipf_popularity
+from relibra.simulation.serving.serving_run import Scenario, simulate_serving
+from relibra.simulation.serving.transport import NCCL_LIKE, Transport
+
+LEVEL = ServiceLevel(seconds_per_token=0.15, context=650)
+DBRX = replace(PAPER_MODELS["dbrx"], layers=8)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    pair = accelerator("a800"), accelerator("a800")
+    return search_pair(DBRX, LEVEL, pair, PAPER_SPACE, Efficiency())
+
+
+def rng():
+    return np.random.default_rng(0)
+
+
+def test_even_routes_give_what_the_search_predicts(plan):
+    result = simulate_serving(plan, Scenario(steps=6, warm_up=2))
+    assert result.mean_seconds == pytest.approx(plan.iteration_seconds, rel=0.02)
+    assert result.tokens_per_second == pytest.approx(plan.steady_tokens_per_second, rel=0.02)
+    drained = simulate_serving(plan, Scenario(steps=6, warm_up=2, drain=True))
+    assert drained.mean_seconds == pytest.approx(plan.drained_seconds, rel=0.03)
+    assert result.per_gpu == pytest.approx(result.tokens_per_second / plan.gpus)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "expert"])
+def test_colocated_plans_run_in_the_same_simulator(kind):
+    plan = search_colocated(DBRX, LEVEL, [accelerator("h800")], "gpus", Efficiency(), (kind,))
+    result = simulate_serving(plan, Scenario(steps=6, warm_up=2))
+    assert result.mean_seconds == pytest.approx(plan.iteration_seconds, rel=0.03)
+    assert result.tokens_per_second == pytest.approx(plan.steady_tokens_per_second, rel=0.03)
+
+
+def test_the_busiest_expert_sets_the_pace(plan):
+    paces = [
+        simulate_serving(plan, Scenario(steps=6, warm_up=2, routes=drawn_routes(zipf_popularity(16, z), 8, 4, rng())))
+        for z in (0.0, 0.6, 1.2)
+    ]
+    assert paces[0].tokens_per_second > paces[1].tokens_per_second > paces[2].tokens_per_second
+    assert paces[2].experts_busy < paces[0].experts_busy
+
+
+def test_copies_of_hot_experts_help(plan):
+    routes = drawn_routes(zipf_popularity(16, 1.0), 1, 4, rng())  # one layer: the same experts are hot in all
+    one_layer = replace(plan, model=replace(DBRX, layers=1))
+    counts_E = routes.before_TLE[-1, 0]
+    alone = np.arange(16)[:, None]
+    hot = np.full((16, 1), counts_E.argmax())
+    hot[counts_E.argmax(), 0] = -1
+    before = simulate_serving(one_layer, Scenario(routes=routes, expert_YP=alone))
+    after = simulate_serving(one_layer, Scenario(routes=routes, expert_YP=np.concatenate([alone, hot], axis=1)))
+    assert after.tokens_per_second > before.tokens_per_second
+
+
+def test_recorded_routes_are_used_in_turn_for_more_layers(plan):
+    shape = TraceShape(rows_per_sample=[64] * 8, num_layers=3, num_experts=16, top_k=4)
+    routes = recorded_routes(domain_trace(shape, rng()), 8)
+    counts_LMXE = routes.draw(np.array([[10, 700]]), rng())
+    assert counts_LMXE.shape == (8, 1, 2, 16)
+    assert counts_LMXE.sum(axis=-1).tolist() == [[[40, 2800]]] * 8
+    assert simulate_serving(plan, Scenario(routes=routes)).tokens_per_second > 0
+
+
+def test_slow_messages_cost_more_than_their_mean(plan):
+    tails = Transport(name="tails", tail=0.01, tail_factor=10)
+    even = simulate_serving(plan, Scenario())
+    late = simulate_serving(plan, Scenario(transport=tails))
+    assert late.hop_p99_seconds > 1.5 * late.hop_median_seconds
+    assert late.tokens_per_second < even.tokens_per_second
+    assert simulate_serving(plan, Scenario(transport=NCCL_LIKE)).tokens_per_second < even.tokens_per_second
+
+
+def test_other_models_of_computing(plan):
+    constant = LinearCompute(attention_line=(4e-4, 0, 0), expert_line=(4e-4, 0))
+    fast = replace(plan, rows=100, efficiency=Efficiency(half_rate_bytes=0, hop_seconds=0))
+    result = simulate_serving(fast, Scenario(compute=constant))
+    assert result.mean_seconds == pytest.approx(8 * 4 * 4e-4, rel=0.02)
+    table = MeasuredCompute(attention_table=((0, 1e-4), (321, 4e-4)), expert_table=((0, 4e-4), (1, 4e-4)))
+    assert simulate_serving(fast, Scenario(compute=table)).mean_seconds == pytest.approx(8 * 4 * 4e-4, rel=0.02)
+    with pytest.raises(ConfigError, match="at least two, rising"):
+        MeasuredCompute(attention_table=((1, 1.0),), expert_table=((0, 1.0), (1, 1.0)))
+
+
+def test_every_request_of_a_stream_ends(plan):
+    lengths = (
+        LengthDistribution(median=40.0, sigma=0.5, longest=80),
+        LengthDistribution(median=8.0, sigma=0.5, longest=20),
+    )
+    stream = poisson_stream(2000.0, 300, *lengths, rng())
+    result = simulate_serving(plan, Scenario(steps=5000, warm_up=0, stream=stream))
+    assert result.finished == 300
+    assert result.queue_seconds < 0.1
+    crowded = replace(stream, arrival_S=np.zeros(300))
+    few = replace(plan, rows=2)
+    assert simulate_serving(few, Scenario(steps=5000, warm_up=0, stream=crowded)).queue_seconds > result.queue_seconds
+
+
+def test_longer_requests_take_longer(plan):
+    def pace(prompt):
+        stream = RequestStream(arrival_S=np.zeros(50), prompt_S=np.full(50, prompt), response_S=np.full(50, 10))
+        return simulate_serving(plan, Scenario(steps=10, warm_up=2, stream=stream)).mean_seconds
+
+    assert pace(200_000) > pace(100)
+
+
+def test_the_same_seed_gives_the_same_figures(plan):
+    noisy = Scenario(transport=Transport(name="n", jitter=0.3), compute_jitter=0.1, seed=3)
+    assert simulate_serving(plan, noisy).mean_seconds == simulate_serving(plan, noisy).mean_seconds
+    assert simulate_serving(plan, replace(noisy, seed=4)).mean_seconds != simulate_serving(plan, noisy).mean_seconds
+
+
+def test_a_timeline_shows_both_sides(plan):
+    timeline = simulate_serving(plan, Scenario(steps=6)).timeline(2)
+    assert timeline.num_ranks == plan.attention.nodes + plan.experts.nodes
+    assert {event.stage for event in timeline.events} == {"attention", "experts", "combine"}
+
+
+def test_what_cannot_be_simulated_is_refused(plan):
+    with pytest.raises(ConfigError, match="at least one step has to count"):
+        Scenario(steps=2, warm_up=2)
+    with pytest.raises(PlanError, match="every expert needs one"):
+        simulate_serving(plan, Scenario(expert_YP=np.zeros((16, 1), dtype=np.int64)))
+    with pytest.raises(ConfigError, match="in the order of their arrivals"):
+        RequestStream(arrival_S=np.array([1.0, 0.0]), prompt_S=np.ones(2, int), response_S=np.ones(2, int))
+    with pytest.raises(ConfigError, match="factor is above 0"):
+        Transport(name="x", factor=0)
