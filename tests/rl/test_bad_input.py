@@ -69,7 +69,7 @@ def user_task(tmp_path_factory):
     return folder, task
 
 
-BAD_TASKS = {
+UNREADABLE_TASKS = {
     "no_such_column": ("task.prompt_column=question", "prompts.jsonl, line 1: no column 'question'"),
     "no_such_answer": (
         ("task.reward=exact", "task.answer_column=solution"),
@@ -78,6 +78,8 @@ BAD_TASKS = {
     "no_such_file": ("task.file=missing.jsonl", "task.file is 'missing.jsonl', and there is no such file"),
     "broken_line": ("task.file=broken.jsonl", "broken.jsonl, line 2: not JSON"),
     "no_such_function": ("task.reward=my_rewards:absent", "has no such function"),
+}
+UNUSABLE_TASKS = {
     "raises": ("task.reward=my_rewards:raising", "raised ValueError: no idea; a reward returns a number"),
     "returns_nan": ("task.reward=my_rewards:nothing", "returned nan; a reward is a number from -1e+09 to 1e+09"),
     "long_prompt": (
@@ -88,18 +90,34 @@ BAD_TASKS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BAD_TASKS)
-def test_a_task_that_cannot_be_used_is_one_sentence(name, user_task, tmp_path):
+def refused_task(overrides, user_task, runs):
+    """Return what a run with a task of the user says when it is refused; check that nothing is left of it."""
     folder, task = user_task
-    overrides, said = BAD_TASKS[name]
     overrides = (overrides,) if isinstance(overrides, str) else overrides
-    stderr = refused(train(tmp_path, *task, ONE_RANK, *overrides, cwd=folder))
+    stderr = refused(train(runs, *task, ONE_RANK, *overrides, cwd=folder))
+    assert not (runs / "run").exists(), "the next try takes the name again"
+    check_nothing_half_written(runs / "run")
+    return stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNREADABLE_TASKS)
+def test_a_task_that_cannot_be_read_is_refused_before_processes_start(name, user_task, tmp_path):
+    overrides, said = UNREADABLE_TASKS[name]
+    *settings, error = refused_task(overrides, user_task, tmp_path).splitlines()
+    assert error.startswith("error: ")
+    assert said in error
+    assert not any("starting" in line or line.startswith("rank ") for line in settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNUSABLE_TASKS)
+def test_a_task_that_cannot_be_used_is_one_sentence(name, user_task, tmp_path):
+    overrides, said = UNUSABLE_TASKS[name]
+    stderr = refused_task(overrides, user_task, tmp_path)
     [message] = [line for line in stderr.splitlines() if line.startswith("rank 0: ")]
     assert said in message
     assert stderr.splitlines()[-1].startswith("error: the run ended early: rank 0 failed (see above)")
-    assert not (tmp_path / "run").exists(), "the next try takes the name again"
-    check_nothing_half_written(tmp_path / "run")
 
 
 @pytest.mark.slow
