@@ -117,7 +117,7 @@ class MicroBatch:
         if self._batch is not None:
             progress = self._batch.step(self._forward)
             self.steps += 1
-            self._batch = self._batch.kept()
+            self._batch = self._batch.next()
             self._tell(progress)
 
     def _feed_piece(self, prefill: Prefill) -> None:
@@ -166,8 +166,7 @@ class MicroBatch:
         if not gone:
             return
         if self._batch is not None and any(row in self._batch.rows for row in gone):
-            mask_BC = self._batch.mask_BC[:, :-1]
-            self._batch = RunningBatch(self._batch.rows, self._batch.token_B, mask_BC, self._batch.cache).kept()
+            self._batch = self._batch.without_cancelled()
         self._tell([Progress(number=row.request.number, finish="cancelled") for row in gone])
 
     def _fail_all(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import Cache
 
 from relibra.serving.engine.request import Progress
-from relibra.serving.engine.running_batch import Forward, Row, RunningBatch, sample_rows
+from relibra.serving.engine.running_batch import Forward, Row, RunningBatch, keep_unfinished, sample_rows
 
 
 class Prefill:
@@ -52,7 +52,7 @@ class Prefill:
     def batch(self) -> RunningBatch | None:
         """Return the rows that go on after the last piece; None if all have ended."""
         assert self._cache is not None, "the last piece has been fed"
-        return RunningBatch(self.rows, torch.empty(0, dtype=torch.long), self._mask_BN, self._cache).kept()
+        return keep_unfinished(self.rows, torch.nn.functional.pad(self._mask_BN, (0, 1), value=True), self._cache)
 
 
 def group_prompts(lengths: Sequence[int], most_tokens: int) -> list[list[int]]:

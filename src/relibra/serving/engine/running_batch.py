@@ -102,17 +102,28 @@ class RunningBatch:
                 row.experts.append(experts_BLK[b : b + 1].numpy())
         return sample_rows(self.rows, logits_BV)
 
-    def kept(self) -> RunningBatch | None:
-        """Return the batch that feeds the rows' latest tokens, without rows that have ended; None if all have."""
-        kept = [b for b, row in enumerate(self.rows) if row.finish is None and not row.cancelled]
-        if not kept:
-            return None
-        rows, mask_BC = self.rows, torch.nn.functional.pad(self.mask_BC, (0, 1), value=True)
-        if len(kept) < len(rows):
-            kept_B = torch.tensor(kept)
-            self.cache.reorder_cache(kept_B)
-            rows, mask_BC = [rows[b] for b in kept], mask_BC[kept_B]
-        return RunningBatch(rows, torch.tensor([row.tokens[-1] for row in rows]), mask_BC, self.cache)
+    def next(self) -> RunningBatch | None:
+        """Return the batch that feeds the tokens sampled by `step`; None if all rows have ended."""
+        return keep_unfinished(self.rows, torch.nn.functional.pad(self.mask_BC, (0, 1), value=True), self.cache)
+
+    def without_cancelled(self) -> RunningBatch | None:
+        """Return the batch before its next step, without rows that have been cancelled; None if all have."""
+        return keep_unfinished(self.rows, self.mask_BC, self.cache)
+
+
+def keep_unfinished(rows: list[Row], mask_BC: Bool[Tensor, "B C"], cache: Cache) -> RunningBatch | None:
+    """Return a batch of the rows that go on; None if all have ended.
+
+    mask_BC   columns of the cache and the latest token
+    """
+    kept = [b for b, row in enumerate(rows) if row.finish is None and not row.cancelled]
+    if not kept:
+        return None
+    if len(kept) < len(rows):
+        kept_B = torch.tensor(kept)
+        cache.reorder_cache(kept_B)
+        rows, mask_BC = [rows[b] for b in kept], mask_BC[kept_B]
+    return RunningBatch(rows, torch.tensor([row.tokens[-1] for row in rows]), mask_BC, cache)
 
 
 def sample_rows(rows: Sequence[Row], logits_BV: Float[Tensor, "B V"]) -> list[Progress]:

@@ -80,7 +80,7 @@ class AttentionWorker:
         assert self.engine is not None, "connect comes first"
         self.engine.cancel(number)
 
-    def counters(self) -> dict[str, float]:
+    def counters(self) -> dict[str, int | float]:
         """Return the counts of all micro-batches, the steps, and the seconds in which one of them computed."""
         total: Counter[str] = Counter()
         for exchange in self._exchanges:
