@@ -1,8 +1,11 @@
 import json
 
+import numpy as np
 import pytest
 
+from relibra import write_trace
 from relibra.planning.deployment.deployment_files import read_deployment
+from relibra.routing.synthetic import TraceShape, domain_trace
 
 
 def test_a_plan_is_searched_drawn_and_written(run, tmp_path):
@@ -55,3 +58,28 @@ def test_wrong_requests_end_in_one_sentence(run, arguments, words):
     assert code == 1
     assert words in err
     assert err.count("\n") == 1
+
+
+def test_plans_are_simulated_with_recorded_routes_and_copies(run, tmp_path):
+    shape = TraceShape(rows_per_sample=[64] * 8, num_layers=2, num_experts=16, top_k=4)
+    write_trace(domain_trace(shape, np.random.default_rng(0), sigma=1.0), tmp_path / "t")
+    asked = ["serve", "plan", "dbrx", "--gpus", "a800", "--simulate", "--trace", tmp_path / "t"]
+    code, out, _ = run(*asked, "--copies", "1", "--timeline", tmp_path / "timeline.json", "--json")
+    assert code == 0
+    runs = {one["case"]: one for one in json.loads(out)["simulated"]}
+    assert set(runs) == {"apart", "apart, NCCL-like messages", "apart, 1 spare slot(s)", "colocated, expert parallel"}
+    assert {one["label"] for one in runs.values()} == {"simulated"}
+    assert runs["apart"]["tokens_per_second"] > runs["apart, NCCL-like messages"]["tokens_per_second"]
+    assert runs["apart, 1 spare slot(s)"]["tokens_per_second"] > runs["apart"]["tokens_per_second"]
+    assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    code, out, _ = run(*asked)
+    assert "colocated, expert parallel" in out
+
+
+def test_a_trace_of_another_model_is_refused(run, tmp_path):
+    shape = TraceShape(rows_per_sample=[8], num_layers=2, num_experts=8, top_k=2)
+    write_trace(domain_trace(shape, np.random.default_rng(0)), tmp_path / "t")
+    code, _, err = run("serve", "plan", "dbrx", "--gpus", "a800", "--simulate", "--trace", tmp_path / "t")
+    assert code == 1
+    assert "name a trace of this model" in err
+    assert "add --simulate" in run("serve", "plan", "dbrx", "--gpus", "a800", "--copies", "1")[2]

@@ -65,8 +65,8 @@ def test_copies_of_hot_experts_help(plan):
     alone = np.arange(16)[:, None]
     hot = np.full((16, 1), counts_E.argmax())
     hot[counts_E.argmax(), 0] = -1
-    before = simulate_serving(one_layer, Scenario(routes=routes, expert_YP=alone))
-    after = simulate_serving(one_layer, Scenario(routes=routes, expert_YP=np.concatenate([alone, hot], axis=1)))
+    before = simulate_serving(one_layer, Scenario(routes=routes, expert_LYP=alone[None]))
+    after = simulate_serving(one_layer, Scenario(routes=routes, expert_LYP=np.concatenate([alone, hot], axis=1)[None]))
     assert after.tokens_per_second > before.tokens_per_second
 
 
@@ -137,7 +137,7 @@ def test_what_cannot_be_simulated_is_refused(plan):
     with pytest.raises(ConfigError, match="at least one step has to count"):
         Scenario(steps=2, warm_up=2)
     with pytest.raises(PlanError, match="every expert needs one"):
-        simulate_serving(plan, Scenario(expert_YP=np.zeros((16, 1), dtype=np.int64)))
+        simulate_serving(plan, Scenario(expert_LYP=np.zeros((8, 16, 1), dtype=np.int64)))
     with pytest.raises(ConfigError, match="in the order of their arrivals"):
         RequestStream(arrival_S=np.array([1.0, 0.0]), prompt_S=np.ones(2, int), response_S=np.ones(2, int))
     with pytest.raises(ConfigError, match="factor is above 0"):

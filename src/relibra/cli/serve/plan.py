@@ -18,6 +18,7 @@ from relibra.cli.inputs.requests import takes
 from relibra.cli.outputs.files import check_outputs, named, writing
 from relibra.cli.outputs.terminal import plural, print_note, print_text, print_wrapped, progress, stdout_console
 from relibra.cli.serve.picture import draw_deployment
+from relibra.cli.serve.simulated import print_runs, simulated_runs, write_timeline
 from relibra.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -67,6 +68,17 @@ class ServePlanRequest:
     ] = 1.0
     objective: Annotated[Objective, typer.Option(help="What tokens per second are divided by.")] = Objective.PRICE
     max_gpus: Annotated[int, typer.Option(min=0, metavar="N", help="Most GPUs of one instance; 0: any number.")] = 0
+    simulate: Annotated[bool, typer.Option("--simulate", help="Also simulate decode steps of the best plans.")] = False
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="TRACE", help="With --simulate: recorded routes of this model; default: uniform ones."),
+    ] = None
+    copies: Annotated[
+        int, typer.Option(min=0, max=64, metavar="N", help="With --simulate: spare expert slots of a node, for copies.")
+    ] = 0
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --simulate: write a trace of four layers for Perfetto.")
+    ] = None
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the best plan, JSON.")
     ] = None
@@ -98,7 +110,10 @@ def plan(request: ServePlanRequest) -> None:
     from relibra.planning.deployment.performance import Efficiency
     from relibra.planning.deployment.service_level import ServiceLevel
 
-    check_outputs(named("--output", request.output), named("--accelerators", request.accelerators))
+    inputs = [*named("--accelerators", request.accelerators), *named("--trace", request.trace)]
+    check_outputs([*named("--output", request.output), *named("--timeline", request.timeline)], inputs)
+    if not request.simulate and (request.trace or request.copies or request.timeline):
+        raise ConfigError("--trace, --copies and --timeline are of a simulation: add --simulate")
     model, gpus = open_served_model(request.model), request.choices()
     level = ServiceLevel(seconds_per_token=seconds_of(request.tpot), context=request.context, expert_skew=request.skew)
     with progress(f"searching deployments of {model.name}"):
@@ -109,8 +124,13 @@ def plan(request: ServePlanRequest) -> None:
         else:
             with writing(request.output):
                 write_deployment(request.output, decision.best)
+    runs = []
+    if request.simulate:
+        with progress(f"simulating {model.name}; the first run compiles kernels"):
+            runs = simulated_runs(decision, request.trace, request.copies)
+        write_timeline(request.timeline, runs)
     if request.as_json:
-        typer.echo(json.dumps(figures(decision)))
+        typer.echo(json.dumps({**figures(decision), "simulated": [run.figures() for run in runs]}))
         return
     print_wrapped(
         f"{model.name}: {plural(model.layers, 'layer')}, {model.top_k} of {plural(model.experts, 'expert')} per token; "
@@ -121,6 +141,8 @@ def plan(request: ServePlanRequest) -> None:
     if decision.best is not None:
         print_text("\n" + draw_deployment(decision.best))
     print_wrapped(verdict(decision))
+    if runs:
+        print_runs(runs, _unit(decision), decision.objective)
     if request.output is not None and decision.best is not None:
         print_wrapped(f"the plan is in {request.output}")
 

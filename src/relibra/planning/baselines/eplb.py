@@ -61,7 +61,7 @@ def eplb_placement(
     per_node = num_replicas // num_nodes
     for node in range(num_nodes):
         here = by_node[node * (E // num_nodes) : (node + 1) * (E // num_nodes)]
-        local_X, copy_X, count_E = _replicate(weight_E[here], per_node)
+        local_X, copy_X, count_E = give_copies(weight_E[here], per_node, np.full(len(here), per_node))
         share_X = (weight_E[here] / count_E.astype(np.float32))[local_X]
         order = pack_order(share_X, num_ranks // num_nodes)
         expert_P[node * per_node : (node + 1) * per_node] = here[local_X[order]]
@@ -109,18 +109,25 @@ def _deal(weight_X, order, num_packs, per_pack) -> ndarray:
 
 @compiled
 @no_type_check
-def _replicate(weight_E, num_slots) -> tuple[ndarray, ndarray, ndarray]:
-    """Give every expert one slot, then each slot left to the largest load per copy (ties: lower id)."""
+def give_copies(weight_E, num_slots, most_E) -> tuple[ndarray, ndarray, ndarray]:
+    """Give every expert one slot, then each slot left to the largest load per copy (ties: lower id).
+
+    most_E     copies of each expert; where all have as many, slots are left: the expert of these is -1
+    returns    expert of each slot, which copy of it this is, copies of each expert
+    """
     E = len(weight_E)
     expert_X, copy_X, count_E = np.empty(num_slots, np.int64), np.zeros(num_slots, np.int64), np.ones(E, np.int64)
     for x in range(num_slots):
         best = x
         if x >= E:
-            best = 0
-            for e in range(1, E):
-                if weight_E[e] / np.float32(count_E[e]) > weight_E[best] / np.float32(count_E[best]):
+            best = -1
+            for e in range(E):
+                if count_E[e] < most_E[e] and (
+                    best < 0 or weight_E[e] / np.float32(count_E[e]) > weight_E[best] / np.float32(count_E[best])
+                ):
                     best = e
-            copy_X[x] = count_E[best]
-            count_E[best] += 1
+            if best >= 0:
+                copy_X[x] = count_E[best]
+                count_E[best] += 1
         expert_X[x] = best
     return expert_X, copy_X, count_E

@@ -27,7 +27,7 @@ class Scenario:
     steps, warm_up      decode steps, of which the first do not count
     transport           of messages between nodes
     routes              of tokens; None: even
-    expert_YP           experts of each expert node, with copies; None: each once, in order
+    expert_LYP          experts of each expert node, with copies; None: each once, in order
     compute             seconds of nodes; None: the formulas of the plan
     stream              requests; None: every place is always taken, by a request of the plan's context
     compute_jitter      standard deviation of the logarithm of a node's seconds
@@ -41,7 +41,7 @@ class Scenario:
     warm_up: int = 4
     transport: Transport = M2N
     routes: Routes | None = None
-    expert_YP: Int[ndarray, "Y P"] | None = None
+    expert_LYP: Int[ndarray, "L Y P"] | None = None
     compute: Compute | None = None
     stream: RequestStream | None = None
     compute_jitter: int | float = 0.0
@@ -61,11 +61,11 @@ def simulate_serving(plan: Plan, scenario: Scenario) -> ServingResult:
 
     The same plan, scenario and seed give the same figures.
     """
-    site, rng = site_of(plan, scenario.expert_YP, scenario.compute), np.random.default_rng(scenario.seed)
+    site, rng = site_of(plan, scenario.expert_LYP, scenario.compute), np.random.default_rng(scenario.seed)
     micro_batches = 1 if isinstance(plan, ColocatedPlan) and plan.kind == "tensor" else plan.micro_batches
     routes = scenario.routes or EvenRoutes(layers=site.model.layers, experts=site.model.experts, top_k=site.model.top_k)
     transport = scenario.transport
-    clocks = new_clocks(micro_batches, site.senders, len(site.expert_YP), window=transport.window, shared=site.shared)
+    clocks = new_clocks(micro_batches, site.senders, site.receivers, window=transport.window, shared=site.shared)
     places = None if scenario.stream is None else Places(scenario.stream, micro_batches, site.senders, plan.rows)
     tally = Tally(plan, site, micro_batches, places)
     for step in range(scenario.steps):

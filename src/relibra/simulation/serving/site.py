@@ -28,7 +28,7 @@ class Site:
     """X attention nodes and Y expert nodes, or X = Y nodes that do both.
 
     attention_node, expert_node    accelerator and GPUs of a node
-    expert_YP                      experts of each expert node; -1: an empty slot
+    expert_LYP                     experts of each expert node in each layer; -1: an empty slot
     near_XY                        pairs inside one server, whose rows pass no NIC; same_XY: on one node
     shared                         the same GPUs compute attention and experts
     server                         nodes of a server, where rows inside of it pass no NIC
@@ -40,7 +40,7 @@ class Site:
     attention_node: tuple[Accelerator, int]
     expert_node: tuple[Accelerator, int]
     senders: int
-    expert_YP: Int64[ndarray, "Y P"]
+    expert_LYP: Int64[ndarray, "L Y P"]
     near_XY: Bool[ndarray, "X Y"]
     same_XY: Bool[ndarray, "X Y"]
     shared: bool
@@ -49,17 +49,26 @@ class Site:
     @property
     def order_XY(self) -> Int64[ndarray, "X Y"]:
         """Return to whom attention nodes send first."""
-        return sending_order(self.senders, len(self.expert_YP), self.server)
+        return sending_order(self.senders, self.receivers, self.server)
 
     @property
     def back_YX(self) -> Int64[ndarray, "Y X"]:
         """Return to whom expert nodes send first."""
-        return sending_order(len(self.expert_YP), self.senders, self.server)
+        return sending_order(self.receivers, self.senders, self.server)
 
     @property
-    def copies_E(self) -> Int64[ndarray, " E"]:
-        """Return the copies of each expert."""
-        return np.bincount(self.expert_YP[self.expert_YP >= 0], minlength=self.model.experts)
+    def receivers(self) -> int:
+        """Return the expert nodes."""
+        return self.expert_LYP.shape[1]
+
+    @property
+    def held_LEY(self) -> Float64[ndarray, "L E Y"]:
+        """Return the copies of each expert on each node."""
+        L, Y, _ = self.expert_LYP.shape
+        held_LEY = np.zeros((L, self.model.experts, Y))
+        layer_X, node_X, slot_X = np.nonzero(self.expert_LYP >= 0)
+        np.add.at(held_LEY, (layer_X, self.expert_LYP[layer_X, node_X, slot_X], node_X), 1.0)
+        return held_LEY
 
     def work(
         self,
@@ -79,13 +88,15 @@ class Site:
         layer_MX, rest_MX = self.compute.attention(rows_MX, tokens_MX)
         attention_LMX = np.repeat(layer_MX[None], self.model.layers, axis=0)
         attention_LMX[0] += rest_MX
-        share_LMXE = counts_LMXE / np.maximum(1, self.copies_E)
+        held_LEY = self.held_LEY
+        share_LMXE = counts_LMXE / held_LEY.sum(axis=2)[:, None, None]
+        rows_LMXY = share_LMXE @ held_LEY[:, None]
         if not partial:
             share_LMXE = share_LMXE.sum(axis=2, keepdims=True)
-        slot_LMXYP = np.where(self.expert_YP >= 0, share_LMXE[..., np.maximum(0, self.expert_YP)], 0.0)
-        held_EY = np.zeros((self.model.experts, len(self.expert_YP)))
-        np.add.at(held_EY, (self.expert_YP, np.arange(len(self.expert_YP))[:, None]), self.expert_YP >= 0)
-        rows_LMXY = (counts_LMXE / np.maximum(1, self.copies_E)) @ held_EY
+        L, Y, P = self.expert_LYP.shape
+        index_LXP = self.expert_LYP.reshape(L, 1, 1, Y * P)
+        slot_LMXP = np.where(index_LXP >= 0, np.take_along_axis(share_LMXE, np.maximum(0, index_LXP), axis=3), 0.0)
+        slot_LMXYP = slot_LMXP.reshape(*share_LMXE.shape[:3], Y, P)
         bytes_LMXY = BYTES * self.model.hidden * rows_LMXY
         send, receive = self._link_seconds(bytes_LMXY, self.attention_node, self.expert_node, transport)
         give, take = self._link_seconds(bytes_LMXY, self.expert_node, self.attention_node, transport)
@@ -164,12 +175,12 @@ class SlicedCompute(RooflineCompute):
         return seconds
 
 
-def site_of(plan: Plan, expert_YP: Int[ndarray, "Y P"] | None = None, compute: Compute | None = None) -> Site:
+def site_of(plan: Plan, expert_LYP: Int[ndarray, "L Y P"] | None = None, compute: Compute | None = None) -> Site:
     """Return the nodes of a plan.
 
-    expert_YP    experts of each expert node, with copies; None: each expert once, in order
-    compute      seconds of nodes; None: the formulas of the plan
-    raises       PlanError when an expert has no place, or the placement has other nodes than the plan
+    expert_LYP    experts of each expert node, with copies; None: each expert once, in order
+    compute       seconds of nodes; None: the formulas of the plan
+    raises        PlanError when an expert has no place, or the placement has other nodes than the plan
     """
     made: Compute
     if isinstance(plan, DeploymentPlan):
@@ -189,13 +200,9 @@ def site_of(plan: Plan, expert_YP: Int[ndarray, "Y P"] | None = None, compute: C
         made = SlicedCompute(**sizes, hand_over=plan.hand_over_seconds)
     else:
         made = RooflineCompute(**sizes)
-    placed_YP = _in_order(plan.model.experts, receivers, per_node) if expert_YP is None else expert_YP.astype(np.int64)
-    held = np.unique(placed_YP[placed_YP >= 0])
-    if len(placed_YP) != receivers or not np.array_equal(held, np.arange(plan.model.experts)):
-        raise PlanError(
-            f"{len(held)} of {plan.model.experts} experts have a place on {len(placed_YP)} nodes: every expert needs "
-            f"one, on the {receivers} expert nodes of the plan"
-        )
+    if expert_LYP is None:
+        expert_LYP = np.repeat(_in_order(plan.model.experts, receivers, per_node)[None], plan.model.layers, axis=0)
+    _check_placed(plan, expert_LYP, receivers)
     shared = isinstance(plan, ColocatedPlan)
     same_XY = np.zeros((senders, receivers), dtype=bool)
     near_XY = same_XY.copy()
@@ -213,12 +220,28 @@ def site_of(plan: Plan, expert_YP: Int[ndarray, "Y P"] | None = None, compute: C
         attention_node=attention,
         expert_node=experts,
         senders=senders,
-        expert_YP=placed_YP,
+        expert_LYP=expert_LYP.astype(np.int64),
         near_XY=near_XY,
         same_XY=same_XY,
         shared=shared,
         server=inside,
     )
+
+
+def _check_placed(plan: Plan, expert_LYP: Int[ndarray, "L Y P"], receivers: int) -> None:
+    """Raise PlanError when an expert has no place in a layer, or the placement has other layers or nodes."""
+    L, Y, _ = expert_LYP.shape
+    if plan.model.layers != L or receivers != Y:
+        raise PlanError(
+            f"experts are placed in {L} layers on {Y} nodes: the plan has {plan.model.layers} layers and {receivers} "
+            "expert nodes"
+        )
+    for layer, placed_YP in enumerate(expert_LYP):
+        held = np.unique(placed_YP[placed_YP >= 0])
+        if not np.array_equal(held, np.arange(plan.model.experts)):
+            raise PlanError(
+                f"layer {layer}: {len(held)} of {plan.model.experts} experts have a place: every expert needs one"
+            )
 
 
 def _in_order(experts: int, nodes: int, per_node: int) -> Int64[ndarray, "Y P"]:

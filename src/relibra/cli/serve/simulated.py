@@ -1,0 +1,143 @@
+"""Simulated decode steps of the plans of a decision, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from relibra.cli.outputs.files import writing
+from relibra.cli.outputs.terminal import print_wrapped, stdout_console
+from relibra.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from relibra.planning.deployment.decision import Decision
+    from relibra.planning.deployment.deployment_plan import DeploymentPlan
+    from relibra.planning.deployment.served_model import ServedModel
+    from relibra.simulation.serving.routes import RoutePool
+    from relibra.simulation.serving.serving_result import ServingResult
+
+SEED = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedRun:
+    """A plan under a name, and its simulated steps."""
+
+    name: str
+    result: ServingResult
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures as JSON."""
+        one = self.result
+        return {
+            "case": self.name,
+            "label": "simulated",
+            "iteration_seconds": one.mean_seconds,
+            "p99_seconds": one.p99_seconds,
+            "tokens_per_second": one.tokens_per_second,
+            "tokens_per_second_per_gpu": one.per_gpu,
+            "tokens_per_second_per_price": one.per_price,
+            "tokens_per_second_per_watt": one.per_watt,
+            "attention_busy": one.attention_busy,
+            "experts_busy": one.experts_busy,
+            "network_busy": one.network_busy,
+            "network_bytes": one.network_bytes,
+            "bubble": one.bubble,
+            "limit": one.limit,
+        }
+
+
+def simulated_runs(decision: Decision, trace: Path | None, copies: int) -> list[SimulatedRun]:
+    """Return the best plan apart with two transports, with copies of hot experts if asked for, and the best colocated.
+
+    trace      routes of the tokens; None: uniform
+    copies     spare expert slots of a node
+    raises     ConfigError when the trace is of another model
+    """
+    from relibra.simulation.serving.serving_run import Scenario, simulate_serving
+    from relibra.simulation.serving.transport import NCCL_LIKE
+
+    found = []
+    model = decision.pairs[0].model if decision.pairs else decision.colocated[0].model
+    routes = _routes(model, trace)
+    if decision.best is not None:
+        plain = Scenario(routes=routes)
+        found = [("apart", plain), ("apart, NCCL-like messages", Scenario(routes=routes, transport=NCCL_LIKE))]
+        if copies:
+            placed = _placed(decision.best, routes, copies)
+            found.append((f"apart, {copies} spare slot(s)", Scenario(routes=routes, expert_LYP=placed)))
+    runs = [SimulatedRun(name=name, result=simulate_serving(decision.pairs[0], scenario)) for name, scenario in found]
+    for plan in decision.colocated[:1]:
+        result = simulate_serving(plan, Scenario(routes=routes))
+        runs.append(SimulatedRun(name=f"colocated, {plan.kind} parallel", result=result))
+    return runs
+
+
+def print_runs(runs: Sequence[SimulatedRun], unit: str, objective: str) -> None:
+    """Print a row per run."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("simulated", no_wrap=True)
+    for title in ("ms/token", "P99", "attention", "experts", "network", "bubble", "MB/NIC", "limit", unit):
+        table.add_column(title, justify="right", no_wrap=True)
+    for run in runs:
+        one = run.result
+        figure = {"price": one.per_price, "watts": one.per_watt, "gpus": one.per_gpu}[objective]
+        table.add_row(
+            run.name,
+            f"{1e3 * one.mean_seconds:.1f}",
+            f"{1e3 * one.p99_seconds:.1f}",
+            *(f"{share:.0%}" for share in (one.attention_busy, one.experts_busy, one.network_busy, one.bubble)),
+            f"{one.network_bytes / 1e6:,.0f}",
+            one.limit,
+            f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}",
+        )
+    stdout_console().print()
+    stdout_console().print(table)
+    print_wrapped("shares of time: computing of the mean node, the busiest NIC; bytes that a GPU sends in a step")
+
+
+def write_timeline(path: Path | None, runs: Sequence[SimulatedRun]) -> None:
+    """Write four layers of the first run for Perfetto."""
+    if path is not None:
+        with writing(path):
+            runs[0].result.timeline().save_perfetto(path)
+
+
+def _routes(model: ServedModel, trace: Path | None) -> RoutePool:
+    import numpy as np
+
+    from relibra.routing.readers import open_trace
+    from relibra.routing.trace_files import read_trace
+    from relibra.simulation.serving.routes import drawn_routes, recorded_routes
+
+    if trace is None:
+        return drawn_routes(np.ones(model.experts), model.layers, model.top_k, np.random.default_rng(SEED))
+    found = read_trace(trace) if trace.is_dir() else open_trace(trace, model.experts)
+    if (found.num_experts, found.top_k) != (model.experts, model.top_k):
+        raise ConfigError(
+            f"--trace {trace} has {found.top_k} of {found.num_experts} experts per token, {model.name} picks "
+            f"{model.top_k} of {model.experts}: name a trace of this model"
+        )
+    return recorded_routes(found, model.layers)
+
+
+def _placed(plan: DeploymentPlan, routes: RoutePool, copies: int) -> np.ndarray:
+    """Return experts of each layer on the expert nodes, hot ones copied by the loads of all tokens.
+
+    A copy is made where each then still has the rows from which on computing takes longer than reading its weights.
+    """
+    import numpy as np
+
+    from relibra.planning.deployment.expert_redundancy import place_copies
+
+    gpu, used = plan.experts.accelerator, plan.efficiency
+    rows = used.flops * gpu.flops_per_second / (used.memory * gpu.memory_bytes_per_second)
+    cold = rows * (len(routes.before_TLE) - 1) / (plan.rows * plan.attention.nodes)
+    slots = plan.experts_per_node + copies
+    return np.stack([place_copies(load_E, plan.experts.nodes, slots, cold) for load_E in routes.before_TLE[-1]])
