@@ -288,6 +288,48 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         "cited",
         "why",
     ),
+    "deployment_acceptance": (
+        "test",
+        "case",
+        ("simulated", lambda row: row["value"]),
+        "goal",
+        "ok",
+        "cited",
+        "configuration",
+    ),
+    "deployment_searched": (
+        "test",
+        "case",
+        ("model", lambda row: row["value"]),
+        "goal",
+        "ok",
+        "cited",
+        "configuration",
+    ),
+    "deployment_measured": ("test", "case", ("measured", lambda row: row["value"]), "goal", "ok", "unit"),
+    "deployment_colocated": (
+        "case",
+        ("simulated ratio", lambda row: row["value"]),
+        ("first", lambda row: row["apart"]),
+        ("second", lambda row: row["colocated"]),
+        ("GPUs", lambda row: f"{row['apart_gpus']} / {row['colocated_gpus']}"),
+        "cited",
+        "configuration",
+    ),
+    "deployment_pairs": (
+        "case",
+        "rank",
+        ("model: tokens/s per price", lambda row: round(row["value"])),
+        ("per GPU", lambda row: round(row["per_gpu"])),
+        "nodes",
+        ("m", lambda row: row["micro_batches"]),
+        ("requests", lambda row: row["rows"]),
+        ("rows per expert", lambda row: row["expert_rows"]),
+        ("us attention / experts / hop", lambda row: _micros(row)),
+        ("ms per token", lambda row: round(row["ms"], 1)),
+        "gpus",
+        "limit",
+    ),
     "validation": (
         ("skew", lambda row: row["case_skew"]),
         "balancer",
@@ -353,6 +395,11 @@ def tokens_between(row: dict) -> str:
 def or_never(value: float | None) -> object:
     """Return "never" in place of None."""
     return "never" if value is None else value
+
+
+def _micros(row: dict) -> str:
+    """Seconds of attention, experts and a hop, as in a plan."""
+    return " / ".join(f"{row[key]:.0f}" for key in ("attention_us", "expert_us", "hop_us"))
 
 
 def shown(value: object) -> str:

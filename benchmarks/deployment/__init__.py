@@ -1,0 +1,1 @@
+"""Deployments of served models: acceptance of search and simulator, and figures of MegaScale-Infer beside ours."""
