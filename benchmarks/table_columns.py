@@ -316,6 +316,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         "cited",
         "configuration",
     ),
+    "deployment_gain": ("case", "per", ("simulated", lambda row: row["value"]), "advice", "configuration"),
     "deployment_pairs": (
         "case",
         "rank",

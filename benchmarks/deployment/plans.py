@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 
@@ -156,26 +156,32 @@ def _in_time(plan: DeploymentPlan) -> bool:
 
 def against_colocated(quick: bool) -> Iterator[dict]:
     """Simulate the best plan apart and the best colocated ones on the same or on one of the GPUs, uniform routes."""
-    cases = ("a800",), "gpus", ("a800",)
-    mixed = [(("h20", "l40s"), objective, one) for objective in ("price", "watts") for one in (("h20",), ("l40s",))]
+    cases = (("a800",), "gpus"), (("h20", "l40s"), "price"), (("h20", "l40s"), "watts")
     for name, model in list(MODELS.items())[: 1 if quick else 3]:
         scenario = Scenario(steps=6 if quick else 20, warm_up=2, routes=_uniform(model))
-        for gpus, objective, others in (cases, *mixed):
+        for gpus, objective in cases:
             plan = _best_apart(model, gpus, objective)
             apart = _figure(simulate_serving(plan, scenario), objective)
-            for kind in ("tensor", "expert"):
-                other = search_colocated(model, LEVEL, [GPUS[one] for one in others], objective, Efficiency(), (kind,))
+            best = 0.0
+            for at, kind in product(gpus, ("tensor", "expert")):
+                other = search_colocated(model, LEVEL, [GPUS[at]], objective, Efficiency(), (kind,))
                 if other is None:
                     continue
                 together = _figure(simulate_serving(other, scenario), objective)
+                best = max(best, together)
                 yield row(
-                    "colocated", f"{name}, {' + '.join(gpus)} / {others[0]} {kind} parallel, {_UNITS[objective]}",
+                    "colocated", f"{name}, {' + '.join(gpus)} / {at} {kind} parallel, {_UNITS[objective]}",
                     apart / together, test=9, label="simulated", unit="ratio of tokens/s per GPU, price or watt",
-                    apart=apart, colocated=together, cited=_cited(name, objective, kind, others[0]),
+                    apart=apart, colocated=together, cited=_cited(name, objective, kind, at),
                     apart_gpus=plan.gpus, colocated_gpus=other.gpus,
                     configuration=f"{_apart(plan)}; colocated {other.pool.nodes}x{other.pool.ways}, "
                     f"{other.micro_batches} micro-batch(es) of {other.rows}; {BASIS}, uniform routes",
                 )  # fmt: skip
+            yield row(
+                "gain", f"{name}, {' + '.join(gpus)}", apart / best, test=9, label="simulated", per=objective,
+                unit="tokens/s per GPU, price or watt, apart / best colocated on one of them", gpus=" + ".join(gpus),
+                advice="disaggregate" if apart > best else "do not", configuration=f"{BASIS}, uniform routes",
+            )  # fmt: skip
 
 
 def transports(quick: bool) -> Iterator[dict]:
