@@ -54,7 +54,7 @@ PROGRAMS = (
     Program(name="route_path", folder="routes", minutes=0.5, threads=1),
     Program(name="route_import", folder="routes", minutes=2, long=True),
     Program(name="route_memory", folder="routes", minutes=4, long=True, threads=1),
-    Program(name="deployment", folder="deployment", minutes=0.5, threads=1),
+    Program(name="deployment", folder="deployment", minutes=0.1, threads=1),
     Program(name="rollout_windows", folder="simulation", minutes=0.1),
     Program(name="planner", folder="planner", minutes=3.5, takes_data=True, threads=2),
     Program(name="balancers", folder="planner", minutes=1.5, takes_data=True),

@@ -1,4 +1,4 @@
-"""Acceptance of deployment search and serving simulator, with figures of MegaScale-Infer beside ours. Half a minute.
+"""Acceptance of deployment search and serving simulator, with figures of MegaScale-Infer beside ours. Ten seconds.
 
 Run: relibra bench deployment [--quick] [--json] [--output FOLDER]
 Ours are formulas (`model`) and events (`simulated`) with assumed efficiencies, and one time of this machine

@@ -158,7 +158,7 @@ def against_colocated(quick: bool) -> Iterator[dict]:
     """Simulate the best plan apart and the best colocated ones on the same or on one of the GPUs, uniform routes."""
     cases = (("a800",), "gpus"), (("h20", "l40s"), "price"), (("h20", "l40s"), "watts")
     for name, model in list(MODELS.items())[: 1 if quick else 3]:
-        scenario = Scenario(steps=6 if quick else 20, warm_up=2, routes=_uniform(model))
+        scenario = Scenario(steps=6 if quick else 10, warm_up=2, routes=_uniform(model))
         for gpus, objective in cases:
             plan = _best_apart(model, gpus, objective)
             apart = _figure(simulate_serving(plan, scenario), objective)
@@ -187,7 +187,7 @@ def against_colocated(quick: bool) -> Iterator[dict]:
 def transports(quick: bool) -> Iterator[dict]:
     """Simulate the best plan for M2N messages and the best one for messages 3.14 times as long, on A800."""
     for name, model in list(MODELS.items())[: 1 if quick else 3]:
-        scenario = Scenario(steps=6 if quick else 20, warm_up=2, routes=_uniform(model))
+        scenario = Scenario(steps=6 if quick else 10, warm_up=2, routes=_uniform(model))
         plan = _best_apart(model, ("a800",), "gpus")
         slower = _best_apart(model, ("a800",), "gpus", NCCL_LIKE.factor)
         found = [simulate_serving(one, scenario).per_gpu for one in (plan, slower)]
