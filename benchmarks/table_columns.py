@@ -45,6 +45,17 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
     ),
     "routing": ("case", "median", "min", "max", "configuration"),
     "route_memory": ("case", "peak_gib", "target", "seconds", "gigabytes", "configuration"),
+    "serving": (
+        "case",
+        "ratio",
+        ("ratio of p99", lambda row: row.get("ratio_p99", "")),
+        ("target", lambda row: row["target"] or ""),
+        ("p50 ms", lambda row: row["p50_ms"]),
+        ("p99 ms", lambda row: row["p99_ms"]),
+        ("tokens per second", lambda row: row.get("tokens_per_second", "")),
+        ("baseline", lambda row: row.get("baseline_p50_ms", row.get("baseline_tokens_per_second", ""))),
+        "configuration",
+    ),
     "route_path": ("case", "us_per_token", ("quartiles", lambda row: between(row, "us_per_token")), "configuration"),
     "balancers_gpt_oss": (
         _BALANCERS := (

@@ -1,0 +1,1 @@
+"""Programs that measure serving with attention and experts apart."""
