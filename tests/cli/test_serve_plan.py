@@ -1,9 +1,14 @@
 import json
+import re
+import tomllib
+from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from relibra import write_trace
+from relibra.planning.deployment.accelerator import Accelerator
 from relibra.planning.deployment.deployment_files import read_deployment
 from relibra.routing.synthetic import TraceShape, domain_trace
 
@@ -83,3 +88,13 @@ def test_a_trace_of_another_model_is_refused(run, tmp_path):
     assert code == 1
     assert "name a trace of this model" in err
     assert "add --simulate" in run("serve", "plan", "dbrx", "--gpus", "a800", "--copies", "1")[2]
+
+
+def test_the_guide_shows_what_the_command_prints(run):
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    command, shown = re.search(
+        r"```console\nrelibra (serve plan .*?)\n```.*?```text\n(.*?)```", page, flags=re.DOTALL
+    ).groups()
+    assert run(*command.split())[1] == shown
+    block = page.split("```toml\n")[1].split("```")[0]
+    assert set(tomllib.loads(block)["mine"]) == {field.name for field in fields(Accelerator)} - {"name", "node_size"}
