@@ -15,7 +15,8 @@ from relibra.serving.exchange.addresses import listen, worker_address
 from relibra.serving.exchange.counters import ExchangeCounters
 from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
 from relibra.serving.exchange.messages import SECRET_BYTES
-from relibra.serving.layout import WorkerLayout, split_experts
+from relibra.serving.expert_placement import place_experts
+from relibra.serving.layout import WorkerLayout
 from relibra.serving.roles.attention_worker import AttentionWorker
 from relibra.serving.roles.checkpoint import load_experts, open_checkpoint, read_structure
 from relibra.serving.roles.expert_worker import ExpertWorker
@@ -61,7 +62,7 @@ def expert_threads(folder: Path, layout: WorkerLayout, secret: bytes) -> Iterato
         tensors = open_checkpoint(folder)
         for number in range(layout.experts):
             structure = read_structure(folder)
-            own = split_experts(structure.num_experts, layout.experts)[number]
+            own = place_experts(structure.num_experts, layout.experts, layout.spare_experts)[number]
             layers = load_experts(structure, tensors, own)
             listener, address = listen(worker_address(layout.transport, sockets, number))
             shape = ExpertShape(

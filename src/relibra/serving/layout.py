@@ -21,6 +21,7 @@ class WorkerLayout:
     attention       attention workers: data parallel, each with all weights except those of experts
     experts         expert workers: each holds some experts of every layer
     micro_batches   of each attention worker: the attention of one runs while experts run another
+    spare_experts   experts that each expert worker holds beyond its share, so that others have copies
     transport       of rows between the two
     max_tokens      most tokens of one forward pass of one micro-batch: sizes every buffer
     max_batch       most requests that one attention worker decodes at once, over its micro-batches
@@ -32,6 +33,7 @@ class WorkerLayout:
     attention: int = 1
     experts: int = 1
     micro_batches: int = 2
+    spare_experts: int = 0
     transport: Transport = "shared"
     max_tokens: int = 512
     max_batch: int = 64

@@ -25,7 +25,8 @@ from relibra.serving.engine.request import GenerateRequest, Progress, SamplingPa
 from relibra.serving.exchange.addresses import listen
 from relibra.serving.exchange.counters import ExchangeCounters
 from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
-from relibra.serving.layout import WorkerLayout, split_experts
+from relibra.serving.expert_placement import place_experts
+from relibra.serving.layout import WorkerLayout
 from relibra.serving.roles.attention_worker import AttentionWorker
 from relibra.serving.roles.checkpoint import load_experts, open_checkpoint, read_structure
 from relibra.serving.roles.expert_worker import ExpertWorker
@@ -50,7 +51,7 @@ def run_expert_worker(control: ControlSocket, spec: dict[str, Any]) -> None:
     """Load the experts of this worker and answer until the front is gone."""
     layout = WorkerLayout(**spec["layout"])
     structure = read_structure(Path(spec["folder"]), spec["dtype"])
-    own = split_experts(structure.num_experts, layout.experts)[spec["number"]]
+    own = place_experts(structure.num_experts, layout.experts, layout.spare_experts)[spec["number"]]
     layers = load_experts(structure, open_checkpoint(Path(spec["folder"])), own)
     listener, address = listen(spec["address"])
     shape = ExpertShape(

@@ -52,7 +52,7 @@ class MicroBatch:
         """Begin without requests; `run` is the thread's."""
         self._model, self._experts, self._limits, self._pad_id = model, experts, limits, pad_id
         self._listener = listener
-        self._route_dtype = narrow_dtype(len(experts.place_E))
+        self._route_dtype = narrow_dtype(len(experts.load_E))
         self._can_join = can_join(growing_cache(model.config))
         self._work = threading.Condition()
         self._waiting: deque[Row] = deque()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,11 +65,17 @@ class _Channel:
     header: bytearray = field(default_factory=lambda: bytearray(HEADER_BYTES))
 
 
+class WorkerLostError(EngineError):
+    """Expert workers that failed to answer an exchange; its results are not complete."""
+
+
 class SlotExchange:
     """Exchange of one micro-batch with all expert workers.
 
     One exchange is under way at a time: `rows`, `dispatch`, `collect`, layer after layer. So a worker never holds more
     than one message of a slot, and its memory is bounded.
+
+    lost   why each worker that is gone is gone; it gets no messages any more
     """
 
     def __init__(
@@ -88,10 +95,12 @@ class SlotExchange:
         raises            EngineError if a worker does not answer, or refuses
         """
         assert len(secret) == SECRET_BYTES
+        self._secret = secret
         self.shape, self.attention, self.slot, self.timeout = shape, attention, slot, timeout
         self.counters = ExchangeCounters()
-        self._shared = addresses[0].startswith(UNIX)
+        self._addresses, self._shared = list(addresses), addresses[0].startswith(UNIX)
         self._rows, self._results = self._make_buffers()
+        self.lost: dict[int, EngineError] = {}
         self._channels: list[_Channel] = []
         self._sequence, self._sent_W = 0, [0] * len(addresses)
         try:
@@ -125,36 +134,83 @@ class SlotExchange:
             own = counts[place : place + len(self.shape.experts_of[channel.worker])]
             count = int(own.sum())
             header = Header(Kind.ROWS, layer, first, count, self._sequence).packed() + own.tobytes()
-            with self._waiting_for(channel, layer):
-                channel.socket.sendall(header)
-                if not self._shared and count:
-                    channel.socket.sendall(self._rows.bytes_of(first, count))
-            counters.send(count, row_bytes)
             self._sent_W[channel.worker] = count
+            if channel.worker not in self.lost:
+                with self._noting_loss(channel), self._waiting_for(channel, layer):
+                    channel.socket.sendall(header)
+                    if not self._shared and count:
+                        channel.socket.sendall(self._rows.bytes_of(first, count))
+                counters.send(count, row_bytes)
             first, place = first + count, place + len(own)
 
     def collect(self, layer: int) -> Float[Tensor, "Y H"]:
         """Wait for all workers; return the results in the order of the rows. The next `dispatch` overwrites them.
 
-        raises   EngineError if a worker has failed, is gone, or takes longer than the timeout
+        raises   WorkerLostError if a worker with rows has failed, is gone, or takes longer than the timeout; the
+                 answers of all others have been taken in, so that the exchange can be repeated without it
         """
-        first = 0
+        first, missing = 0, []
         for channel in self._channels:
             count = self._sent_W[channel.worker]
-            with self._waiting_for(channel, layer):
-                receive_into(channel.socket, memoryview(channel.header))
-                header = read_header(channel.header)
-                if header.kind is Kind.ERROR:
-                    raise EngineError(f"expert worker {channel.worker}: {read_error(channel.socket, header)}")
-                if header != (Kind.RESULTS, layer, first, count, self._sequence):
-                    raise EngineError(
-                        f"expert worker {channel.worker} answered {header} to {count} rows of layer {layer} "
-                        f"(exchange {self._sequence}): the two ends disagree; start the deployment again"
-                    )
-                if not self._shared and count:
-                    receive_into(channel.socket, self._results.bytes_of(first, count))
+            if channel.worker not in self.lost:
+                with self._noting_loss(channel), self._waiting_for(channel, layer):
+                    self._receive(channel, Header(Kind.RESULTS, layer, first, count, self._sequence))
+            if channel.worker in self.lost and count:
+                missing.append(self.lost[channel.worker])
             first += count
+        if any(isinstance(error.__cause__, TimeoutError) for error in missing):
+            self._renew_buffers()
+        if missing:
+            raise WorkerLostError(str(missing[0]))
         return self._results.rows_XH[:first]
+
+    def _receive(self, channel: _Channel, expected: Header) -> None:
+        """Take in an answer."""
+        receive_into(channel.socket, memoryview(channel.header))
+        header = read_header(channel.header)
+        if header.kind is Kind.ERROR:
+            raise EngineError(f"expert worker {channel.worker}: {read_error(channel.socket, header)}")
+        if header != expected:
+            raise EngineError(
+                f"expert worker {channel.worker} answered {header} instead of {expected}: the two ends disagree"
+            )
+        if not self._shared and expected.num_rows:
+            receive_into(channel.socket, self._results.bytes_of(expected.first_row, expected.num_rows))
+
+    def rejoin(self, worker: int, address: str) -> None:
+        """Open a channel to a worker that was started again; not while an exchange is under way.
+
+        raises   EngineError if it does not answer
+        """
+        self._addresses[worker] = address
+        self._reopen(worker)
+        self.lost.pop(worker, None)
+
+    def _reopen(self, worker: int) -> None:
+        self._channels[worker].socket.close()
+        self._channels[worker] = _Channel(worker, connect(self._addresses[worker], self.timeout))
+        self._greet(self._channels[worker], self._secret)
+        self.counters.open_channel(buffers=0)
+
+    def _renew_buffers(self) -> None:
+        """Replace shared buffers, with new channels: a worker that only hangs may still write into the old ones."""
+        if not self._shared:
+            return
+        self._rows, self._results = self._make_buffers()
+        self.counters.buffers += 2
+        for channel in list(self._channels):
+            if channel.worker not in self.lost:
+                with self._noting_loss(channel):
+                    self._reopen(channel.worker)
+
+    @contextmanager
+    def _noting_loss(self, channel: _Channel) -> Iterator[None]:
+        """Note a worker as lost where its channel fails."""
+        try:
+            yield
+        except EngineError as error:
+            channel.socket.close()
+            self.lost[channel.worker] = error
 
     def close(self) -> None:
         """Close all channels."""

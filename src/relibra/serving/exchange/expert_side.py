@@ -195,7 +195,9 @@ class ExpertInbox:
             self._arrived.notify_all()
 
     def release(self) -> None:
-        """Give back all sockets, when no thread uses the inbox any more."""
+        """Give back all sockets, when no thread uses the inbox any more; again has no effect."""
+        if self._selector.get_map() is None:
+            return
         self.close()
         if self._reader is not None:
             self._reader.join()

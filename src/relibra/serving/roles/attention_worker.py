@@ -11,10 +11,11 @@ from relibra.serving.engine.engine import AttentionEngine
 from relibra.serving.engine.micro_batch import EngineLimits, MicroBatch
 from relibra.serving.engine.request import GenerateRequest, Progress
 from relibra.serving.exchange.attention_side import ExchangeShape, SlotExchange
-from relibra.serving.layout import WorkerLayout, split_experts
+from relibra.serving.expert_placement import place_experts
+from relibra.serving.layout import WorkerLayout
 from relibra.serving.roles.checkpoint import load_attention, open_checkpoint, read_structure
 from relibra.serving.roles.compute_token import ComputeToken
-from relibra.serving.roles.remote_experts import RemoteExperts, place_of_experts, use_remote_experts
+from relibra.serving.roles.remote_experts import RemoteExperts, use_remote_experts
 
 
 class AttentionWorker:
@@ -32,7 +33,7 @@ class AttentionWorker:
         self.model: Any = load_attention(structure, open_checkpoint(folder))
         use_remote_experts(self.model, structure.experts)
         self.shape = ExchangeShape(
-            experts_of=split_experts(structure.num_experts, layout.experts),
+            experts_of=place_experts(structure.num_experts, layout.experts, layout.spare_experts),
             max_tokens=layout.max_tokens,
             top_k=structure.top_k,
             hidden=structure.hidden,
@@ -50,7 +51,6 @@ class AttentionWorker:
         raises      EngineError if an expert worker does not answer
         """
         layout = self.layout
-        place_E = place_of_experts(self.shape.experts_of)
         for slot in range(layout.micro_batches):
             exchange = SlotExchange(
                 addresses,
@@ -65,7 +65,7 @@ class AttentionWorker:
         pad_id = self.model.config.get_text_config().pad_token_id or 0
         self.engine = AttentionEngine(
             [
-                MicroBatch(self.model, RemoteExperts(exchange, self.token, place_E), limits, pad_id, listener)
+                MicroBatch(self.model, RemoteExperts(exchange, self.token), limits, pad_id, listener)
                 for exchange in self._exchanges
             ]
         )

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from relibra.errors import EngineError
-from relibra.serving.exchange.attention_side import SlotExchange
+from relibra.serving.exchange.attention_side import SlotExchange, WorkerLostError
+from relibra.serving.expert_placement import PlaceTable, place_table
 from relibra.serving.roles.compute_token import ComputeToken
 
 NAME = "relibra_remote"
@@ -34,14 +35,22 @@ class RemoteExperts:
 
     exchange    its channels to the expert workers
     token       held while this micro-batch computes, released while it waits for experts
-    place_E     place of each expert: experts of worker 0 first
+    load_E      rows of each expert since the start
+    repeated    exchanges that were repeated because a worker was lost
     routes      expert ids of the forward pass under way, one tensor `[T, K]` per layer
     """
 
     exchange: SlotExchange
     token: ComputeToken
-    place_E: Int64[ndarray, " E"]
+    load_E: Int64[ndarray, " E"] = field(init=False)
+    repeated: int = 0
     routes: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Begin with all workers."""
+        self._table = place_table(self.exchange.shape.experts_of)
+        self._lost = frozenset[int]()
+        self.load_E = np.zeros(len(self._table.copies_E), dtype=np.int64)
 
     @contextmanager
     def forward_pass(self) -> Iterator[list[Tensor]]:
@@ -71,21 +80,37 @@ class RemoteExperts:
         ids_TK: Int64[Tensor, "T K"],
         weights_TK: Float[Tensor, "T K"],
     ) -> Float[Tensor, "T H"]:
-        top_k = ids_TK.shape[1]
-        place_Y = self.place_E[ids_TK.numpy().ravel()]
-        order_Y = torch.from_numpy(np.argsort(place_Y, kind="stable"))
-        rows_YH = self.exchange.rows(len(place_Y))
-        torch.index_select(hidden_TH, 0, order_Y // top_k, out=rows_YH)
-        self.exchange.dispatch(layer, rows_YH, np.bincount(place_Y, minlength=len(self.place_E)))
-        self.token.release()
-        try:
-            result_YH = self.exchange.collect(layer)
-        finally:
-            self.token.acquire()
+        top_k, expert_Y = ids_TK.shape[1], ids_TK.numpy().ravel()
+        self.load_E += np.bincount(expert_Y, minlength=len(self.load_E))
+        while True:
+            place_Y = self._places().place_rows(expert_Y)
+            order_Y = torch.from_numpy(np.argsort(place_Y, kind="stable"))
+            rows_YH = self.exchange.rows(len(place_Y))
+            torch.index_select(hidden_TH, 0, order_Y // top_k, out=rows_YH)
+            self.exchange.dispatch(layer, rows_YH, np.bincount(place_Y, minlength=self._table.num_places))
+            self.token.release()
+            try:
+                result_YH = self.exchange.collect(layer)
+                break
+            except WorkerLostError:
+                self.repeated += 1  # on the copies that are left; without them, `_places` raises
+            finally:
+                self.token.acquire()
         inverse_Y = torch.empty_like(order_Y)
         inverse_Y[order_Y] = torch.arange(len(order_Y))
         weighted_TKH = result_YH[inverse_Y].view(-1, top_k, result_YH.shape[1]) * weights_TK.unsqueeze(-1)
         return weighted_TKH.sum(dim=1).to(hidden_TH.dtype)
+
+    def _places(self) -> PlaceTable:
+        """Return the places of experts on the workers that are there; raises EngineError if an expert is nowhere."""
+        lost = frozenset(self.exchange.lost)
+        if lost != self._lost:
+            try:
+                self._table = place_table(self.exchange.shape.experts_of, lost)
+            except EngineError as error:
+                raise EngineError(f"{error}. The first error: {next(iter(self.exchange.lost.values()))}") from None
+            self._lost = lost
+        return self._table
 
 
 def use_remote_experts(model: nn.Module, experts: Sequence[str]) -> None:
@@ -97,14 +122,6 @@ def use_remote_experts(model: nn.Module, experts: Sequence[str]) -> None:
     for layer, path in enumerate(experts):
         setattr(model.get_submodule(path), _LAYER, layer)
     model.set_experts_implementation(NAME)  # type: ignore[operator]
-
-
-def place_of_experts(experts_of: Sequence[Sequence[int]]) -> Int64[ndarray, " E"]:
-    """Return the place of each expert where workers hold them in this order."""
-    flat = np.concatenate([np.asarray(one, dtype=np.int64) for one in experts_of])
-    place_E = np.full(flat.max() + 1, -1, dtype=np.int64)
-    place_E[flat] = np.arange(len(flat))
-    return place_E
 
 
 def _run_remotely(module: nn.Module, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:

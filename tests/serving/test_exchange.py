@@ -1,0 +1,253 @@
+"""The exchange: every row comes back to its place, sizes are checked, a worker that is gone is named in time."""
+
+import contextlib
+import socket
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relibra.errors import EngineError
+from relibra.serving.exchange.addresses import connect, listen, worker_address
+from relibra.serving.exchange.attention_side import ExchangeShape, SlotExchange, WorkerLostError
+from relibra.serving.exchange.counters import ExchangeCounters
+from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
+from relibra.serving.exchange.messages import (
+    HEADER_BYTES,
+    SECRET_BYTES,
+    Greeting,
+    Header,
+    Kind,
+    read_header,
+    receive_into,
+)
+from relibra.serving.expert_placement import place_experts, place_table
+
+SECRET = b"s" * SECRET_BYTES
+HIDDEN, MAX_TOKENS, TOP_K = 4, 16, 2
+TRANSPORTS = ("shared", "tcp")
+
+
+def expert_output(expert, rows):
+    return rows * (expert + 1) + expert
+
+
+class Workers:
+    """Expert workers as threads; expert `e` computes `expert_output(e, rows)`."""
+
+    def __init__(self, stack, transport, experts_of, silent=()):
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        self.experts_of, self.addresses, self.inboxes = experts_of, [], []
+        for number, experts in enumerate(experts_of):
+            listener, address = listen(worker_address(transport, folder, number))
+            shape = ExpertShape(
+                worker=number, num_experts=len(experts), num_layers=3, hidden=HIDDEN, dtype=torch.float32, max_rows=64
+            )
+            inbox = ExpertInbox(listener, shape, SECRET, ExchangeCounters())
+            thread = threading.Thread(target=self.run, args=(inbox, experts, number in silent))
+            thread.start()
+            self.addresses.append(address)
+            self.inboxes.append(inbox)
+            stack.callback(inbox.release)
+            stack.callback(thread.join)
+            stack.callback(inbox.close)
+
+    @staticmethod
+    def run(inbox, experts, silent):
+        while (message := inbox.next()) is not None:
+            if silent:
+                continue
+            first = 0
+            for expert, count in zip(experts, message.counts_E.tolist(), strict=True):
+                rows = slice(first, first + count)
+                message.result_YH[rows] = expert_output(expert, message.rows_YH[rows])
+                first += count
+            message.answer(message.result_YH, inbox.counters)
+
+    def exchange(self, stack, attention=0, slot=0, timeout=10.0):
+        shape = ExchangeShape(
+            experts_of=self.experts_of,
+            max_tokens=MAX_TOKENS,
+            top_k=TOP_K,
+            hidden=HIDDEN,
+            dtype=torch.float32,
+            num_layers=3,
+        )
+        exchange = SlotExchange(self.addresses, shape, attention=attention, slot=slot, secret=SECRET, timeout=timeout)
+        stack.callback(exchange.close)
+        return exchange
+
+
+def there_and_back(exchange, expert_Y, layer=0, *, in_place=True):
+    """Send a row per entry of `expert_Y`; return rows and results, both in the order of the places."""
+    place_Y = place_table(exchange.shape.experts_of, exchange.lost).place_rows(np.asarray(expert_Y, dtype=np.int64))
+    rows = torch.arange(len(place_Y) * HIDDEN, dtype=torch.float32).view(-1, HIDDEN)
+    if in_place:
+        exchange.rows(len(rows)).copy_(rows)
+        rows = exchange.rows(len(rows))
+    counts = np.bincount(place_Y, minlength=sum(map(len, exchange.shape.experts_of)))
+    exchange.dispatch(layer, rows, counts)
+    return rows, exchange.collect(layer), np.sort(np.asarray(expert_Y)[np.argsort(place_Y, kind="stable")])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@given(data=st.data())
+@settings(max_examples=15, deadline=None)
+def test_every_row_comes_back_to_its_place(transport, data):
+    workers = data.draw(st.integers(1, 3))
+    experts_of = place_experts(5, workers, 0)
+    calls = data.draw(st.lists(st.lists(st.integers(0, 4), max_size=MAX_TOKENS * TOP_K), min_size=1, max_size=4))
+    with contextlib.ExitStack() as stack:
+        exchange = Workers(stack, transport, experts_of).exchange(stack)
+        for layer, chosen in enumerate(calls):
+            expert_Y = np.sort(np.asarray(chosen, dtype=np.int64))
+            rows, results, _ = there_and_back(exchange, expert_Y, layer % 3)
+            expected = [expert_output(int(e), row) for e, row in zip(expert_Y, rows, strict=True)]
+            assert torch.equal(results, torch.stack(expected) if expected else results)
+        assert exchange.counters.rows == sum(map(len, calls))
+        assert exchange.counters.calls == len(calls)
+        assert exchange.counters.staging_copies == exchange.counters.group_creations == exchange.counters.barriers == 0
+        assert exchange.counters.buffers == 2
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_many_attention_workers_and_slots_do_not_mix(transport):
+    with contextlib.ExitStack() as stack:
+        workers = Workers(stack, transport, place_experts(4, 2, 0))
+        exchanges = [workers.exchange(stack, attention=a, slot=s) for a in range(3) for s in range(2)]
+        wrong = []
+
+        def work(number, exchange):
+            for call in range(20):
+                expert_Y = np.sort(np.random.default_rng([number, call]).integers(0, 4, 10))
+                rows, results, _ = there_and_back(exchange, expert_Y)
+                expected = torch.stack([expert_output(int(e), row) for e, row in zip(expert_Y, rows, strict=True)])
+                if not torch.equal(results, expected):
+                    wrong.append((number, call))
+
+        threads = [threading.Thread(target=work, args=item) for item in enumerate(exchanges)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+
+
+def test_rows_outside_of_the_buffer_are_staged_and_counted():
+    with contextlib.ExitStack() as stack:
+        exchange = Workers(stack, "shared", ((0, 1),)).exchange(stack)
+        rows, results, _ = there_and_back(exchange, [0, 0, 1], in_place=False)
+        assert torch.equal(results[2], expert_output(1, rows[2]))
+        assert exchange.counters.staging_copies == 1
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_worker_that_does_not_answer_is_named_within_the_timeout(transport):
+    with contextlib.ExitStack() as stack:
+        workers = Workers(stack, transport, ((0,), (1,)), silent=(1,))
+        exchange = workers.exchange(stack, timeout=0.5)
+        began = time.monotonic()
+        with pytest.raises(WorkerLostError, match=r"attention worker 0 waited for expert worker 1 at layer 2.*0\.5 s"):
+            there_and_back(exchange, [0, 1], layer=2)
+        assert time.monotonic() - began < 3
+        assert set(exchange.lost) == {1}
+        with pytest.raises(EngineError, match="1 experts that no other worker holds"):
+            there_and_back(exchange, [0])
+        exchange.dispatch(0, exchange.rows(1), np.array([1, 0]))  # the other worker still answers
+        assert len(exchange.collect(0)) == 1
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_copies_take_over_and_a_worker_can_rejoin(transport):
+    experts_of = ((0, 1, 2), (0, 1, 2))
+    with contextlib.ExitStack() as stack:
+        workers = Workers(stack, transport, experts_of)
+        exchange = workers.exchange(stack)
+        there_and_back(exchange, [0, 0, 1, 2])
+        workers.inboxes[1].close()
+        time.sleep(0.1)
+        workers.inboxes[1].release()
+        with pytest.raises(WorkerLostError, match="expert worker 1"):
+            there_and_back(exchange, [0, 0, 1, 2])
+        rows, results, experts = there_and_back(exchange, [0, 0, 1, 2])
+        assert torch.equal(results, torch.stack([expert_output(int(e), r) for e, r in zip(experts, rows, strict=True)]))
+        again = Workers(stack, transport, experts_of)
+        exchange.rejoin(1, again.addresses[1])
+        assert not exchange.lost
+        there_and_back(exchange, [0, 0, 1, 2])
+        assert again.inboxes[1].counters.rows > 0
+
+
+def test_strangers_are_refused():
+    with contextlib.ExitStack() as stack:
+        workers = Workers(stack, "tcp", ((0, 1),))
+        shape = ExchangeShape(
+            experts_of=((0, 1),), max_tokens=MAX_TOKENS, top_k=1, hidden=HIDDEN, dtype=torch.float32, num_layers=3
+        )
+        common = {"attention": 0, "slot": 0, "timeout": 5.0}
+        with pytest.raises(EngineError, match="the secret is that of another deployment"):
+            SlotExchange(workers.addresses, shape, secret=b"x" * SECRET_BYTES, **common)
+        other = ExchangeShape(
+            experts_of=((0, 1),), max_tokens=MAX_TOKENS, top_k=1, hidden=8, dtype=torch.float32, num_layers=3
+        )
+        with pytest.raises(EngineError, match="different models"):
+            SlotExchange(workers.addresses, other, secret=SECRET, **common)
+        larger = ExchangeShape(
+            experts_of=((0, 1),), max_tokens=1000, top_k=1, hidden=HIDDEN, dtype=torch.float32, num_layers=3
+        )
+        with pytest.raises(EngineError, match="more than the 64 allowed"):
+            SlotExchange(workers.addresses, larger, secret=SECRET, **common)
+
+
+@pytest.mark.parametrize("count", [40, 1 << 31])
+def test_a_message_larger_than_its_channel_ends_the_channel(count):
+    greeting = Greeting(
+        secret=SECRET,
+        attention=0,
+        expert=0,
+        slot=0,
+        capacity=32,
+        shared_rows=0,
+        hidden=HIDDEN,
+        dtype=torch.float32,
+        num_experts=2,
+        num_layers=3,
+    )
+    with contextlib.ExitStack() as stack:
+        workers = Workers(stack, "tcp", ((0, 1),))
+        raw = stack.enter_context(contextlib.closing(connect(workers.addresses[0], 5.0)))
+        raw.sendall(greeting.packed())
+        welcome = bytearray(HEADER_BYTES)
+        receive_into(raw, memoryview(welcome))
+        assert read_header(welcome).kind is Kind.WELCOME
+        raw.sendall(Header(Kind.ROWS, 0, 0, count, 1).packed() + np.array([count, 0], "<u4").tobytes())
+        with pytest.raises(ConnectionError):
+            receive_into(raw, memoryview(bytearray(1)))
+
+
+def test_random_bytes_do_not_stop_a_worker():
+    rng = np.random.default_rng(0)
+    with contextlib.ExitStack() as stack:
+        workers = Workers(stack, "tcp", ((0, 1),))
+        for size in (1, 40, 76, 200):
+            with contextlib.closing(connect(workers.addresses[0], 5.0)) as raw:
+                raw.sendall(rng.bytes(size))
+        there_and_back(workers.exchange(stack), [0, 1, 1])
+
+
+def test_unknown_kinds_are_refused():
+    with pytest.raises(EngineError, match="kind 77"):
+        read_header(Header(77, 0, 0, 0, 0).packed())
+
+
+def test_no_worker_at_an_address_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with pytest.raises(EngineError, match=f"no expert worker answers at 127.0.0.1:{port}"):
+        connect(f"127.0.0.1:{port}", 1.0)
