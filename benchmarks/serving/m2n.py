@@ -110,7 +110,7 @@ def _attend(pattern: Pattern, rank: int, folder: Path) -> dict:
 
 def _serve(pattern: Pattern, rank: int, folder: Path) -> dict:
     number = rank - pattern.attention
-    listener, address = listen(worker_address(pattern.transport, folder, number))
+    listener, address = listen(worker_address(pattern.transport, folder, str(number)))
     (folder / f"address-{number}").write_text(address)
     most = pattern.rows * pattern.experts
     shape = ExpertShape(worker=number, num_experts=1, num_layers=1, hidden=HIDDEN, dtype=torch.float32, max_rows=most)

@@ -64,7 +64,7 @@ def expert_threads(folder: Path, layout: WorkerLayout, secret: bytes) -> Iterato
             structure = read_structure(folder)
             own = place_experts(structure.num_experts, layout.experts, layout.spare_experts)[number]
             layers = load_experts(structure, tensors, own)
-            listener, address = listen(worker_address(layout.transport, sockets, number))
+            listener, address = listen(worker_address(layout.transport, sockets, str(number)))
             shape = ExpertShape(
                 worker=number,
                 num_experts=len(own),

@@ -45,7 +45,7 @@ class Workers:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self.experts_of, self.addresses, self.inboxes = experts_of, [], []
         for number, experts in enumerate(experts_of):
-            listener, address = listen(worker_address(transport, folder, number))
+            listener, address = listen(worker_address(transport, folder, str(number)))
             shape = ExpertShape(
                 worker=number, num_experts=len(experts), num_layers=3, hidden=HIDDEN, dtype=torch.float32, max_rows=64
             )

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -121,18 +122,55 @@ def test_models_and_health(served):
     assert model["max_model_len"] == 96
 
 
+def answered(url, seconds=60.0, **body):
+    """Ask until an answer comes."""
+    end = time.monotonic() + seconds
+    while (answer := complete(url, **body)).status_code != 200:
+        assert time.monotonic() < end, answer.text
+        time.sleep(0.5)
+    return answer.json()
+
+
 @pytest.mark.slow
-def test_a_killed_expert_worker_is_told_within_the_timeout(tmp_path):
+def test_a_killed_expert_worker_is_told_within_the_timeout_and_comes_back(tmp_path):
     write_model("Qwen3MoeForCausalLM", tmp_path)
+    body = {"prompt": [3, 4], "max_tokens": 4, "temperature": 0, "return_token_ids": True}
     with relibra_serve(tmp_path, "--timeout", "5") as (url, process):
-        assert complete(url, prompt=[3, 4], max_tokens=4).status_code == 200
-        experts = min(workers_of(process))  # expert workers are started first
-        os.kill(experts, signal.SIGKILL)
+        before = complete(url, **body).json()
+        os.kill(min(workers_of(process)), signal.SIGKILL)  # expert workers are started first
         began = time.monotonic()
-        answer = complete(url, prompt=[3, 4], max_tokens=4)
+        answer = complete(url, **body)
         assert answer.status_code == 500
-        assert "expert worker 0" in answer.json()["error"]["message"]
+        assert "expert workers [0] are lost" in answer.json()["error"]["message"]
         assert time.monotonic() - began < 10
+        assert httpx.get(f"{url}/health").status_code == 503
+        after = answered(url, **body)
+        assert after["choices"][0]["token_ids"] == before["choices"][0]["token_ids"]
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGSTOP])
+def test_no_request_is_lost_where_experts_have_copies(transport, stop, tmp_path):
+    model = write_model("Qwen3MoeForCausalLM", tmp_path)
+    options = ("--experts", "2", "--spare-experts", "4", "--transport", transport, "--timeout", "4")
+    with relibra_serve(tmp_path, *options) as (url, process), ThreadPoolExecutor(6) as pool:
+        requests = [greedy_request(number, 4 + number, 80) for number in range(6)]
+        bodies = [
+            {"prompt": list(one.tokens), "max_tokens": 80, "temperature": 0, "return_token_ids": True}
+            for one in requests
+        ]
+        answers = [pool.submit(complete, url, **body) for body in bodies]
+        time.sleep(0.3)
+        stopped = sorted(workers_of(process))[0]
+        os.kill(stopped, stop)
+        for request, answer in zip(requests, answers, strict=True):
+            assert answer.result().status_code == 200, answer.result().text
+            [choice] = answer.result().json()["choices"]
+            assert choice["token_ids"] == greedy_answer(model, request.tokens, 80).tokens
+        if stop == signal.SIGSTOP:
+            os.kill(stopped, signal.SIGKILL)
 
 
 @pytest.mark.slow

@@ -52,9 +52,10 @@ class RunningWorkers:
         """
         self.layout = layout
         self.workers: list[Worker] = []
+        self._starts = 0
         self._sockets = Path(tempfile.mkdtemp(prefix="relibra-"))
         secret = secrets.token_bytes(SECRET_BYTES).hex()
-        common = {
+        self._spec: dict[str, Any] = {
             "folder": str(folder),
             "layout": asdict(layout),
             "dtype": dtype,
@@ -63,10 +64,9 @@ class RunningWorkers:
         }
         try:
             for number in range(layout.experts):
-                address = worker_address(layout.transport, self._sockets, number)
-                self._start("experts", number, {**common, "address": address})
+                self.workers.append(self._start("experts", number))
             for number in range(layout.attention):
-                self._start("attention", number, common)
+                self.workers.append(self._start("attention", number))
             end = time.monotonic() + LOADING_SECONDS
             ready = [self._answer(worker, "ready", end) for worker in self.workers]
             for worker in self.attention_workers:
@@ -116,7 +116,24 @@ class RunningWorkers:
     ) -> None:
         self.stop()
 
-    def _start(self, role: str, number: int, spec: dict[str, Any]) -> None:
+    def restart(self, number: int) -> str:
+        """Start an expert worker again, and return its address when it has loaded.
+
+        raises   EngineError if it fails to start
+        """
+        old = self.workers[number]
+        old.process.kill()
+        old.process.wait()
+        old.control.close()
+        self.workers[number] = self._start("experts", number)
+        return self._answer(self.workers[number], "ready", time.monotonic() + LOADING_SECONDS)
+
+    def _start(self, role: str, number: int) -> Worker:
+        spec = {**self._spec, "role": role, "number": number}
+        if role == "experts":
+            self._starts += 1
+            name = f"{number}-{self._starts}"  # an address that is used again would reach the old worker
+            spec["address"] = worker_address(self.layout.transport, self._sockets, name)
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -126,8 +143,8 @@ class RunningWorkers:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C reaches the front, which then ends the workers
             )
-        self.workers.append(Worker(f"{role} worker {number}", process, ours))
-        ControlSocket(ours).send({**spec, "role": role, "number": number})
+        ControlSocket(ours).send(spec)
+        return Worker(f"{role} worker {number}", process, ours)
 
     def _answer(self, worker: Worker, key: str, end: float) -> Any:
         """Wait for a frame of a worker with this key, and return what it holds."""

@@ -100,6 +100,8 @@ def run_attention_worker(control: ControlSocket, spec: dict[str, Any]) -> None:
             worker.submit(_request(frame["generate"]))
         elif "cancel" in frame:
             worker.cancel(frame["cancel"])
+        elif "rejoin" in frame:
+            worker.rejoin(*frame["rejoin"])
         elif "counters" in frame:
             control.send({"counters": worker.counters()})
     worker.close()

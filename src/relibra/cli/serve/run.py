@@ -16,6 +16,9 @@ def run(
     model: Annotated[Path, typer.Argument(help="Folder of a transformers MoE model, written by save_pretrained.")],
     attention: Annotated[int, typer.Option(help="Attention workers.")] = 1,
     experts: Annotated[int, typer.Option(help="Expert workers; each holds some experts of every layer.")] = 1,
+    spare_experts: Annotated[
+        int, typer.Option(help="Experts that a worker holds beyond its share: copies, which answer where one is lost.")
+    ] = 0,
     micro_batches: Annotated[int, typer.Option(help="Micro-batches of each attention worker, 1 to 4.")] = 2,
     transport: Annotated[str, typer.Option(help="Rows between workers: shared (memory) or tcp.")] = "shared",
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
@@ -44,6 +47,7 @@ def run(
         attention=attention,
         experts=experts,
         micro_batches=micro_batches,
+        spare_experts=spare_experts,
         transport=transport,  # type: ignore[arg-type]
         max_tokens=max_tokens,
         max_batch=max_batch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import Cache
 
-from relibra.errors import RelibraError, in_a_line
+from relibra.errors import EngineError, RelibraError, in_a_line
 from relibra.replay.record import narrow_dtype
 from relibra.rl.rollout.kv_caches import can_join, growing_cache
 from relibra.serving.engine.prefill import Prefill, group_prompts
@@ -59,8 +60,8 @@ class MicroBatch:
         self._rows: dict[int, Row] = {}
         self._prefills: deque[Prefill] = deque()
         self._batch: RunningBatch | None = None
+        self._rejoining: deque[tuple[int, str]] = deque()
         self._closed = False
-        self.failure = ""
         self.steps, self.prefills = 0, 0
 
     @property
@@ -69,7 +70,7 @@ class MicroBatch:
         return len(self._rows)
 
     def submit(self, request: GenerateRequest) -> None:
-        """Queue a request; after a failure of the experts it ends at once, with the sentence of the first."""
+        """Queue a request."""
         with self._work:
             row = Row(request)
             self._rows[request.number] = row
@@ -84,6 +85,12 @@ class MicroBatch:
                 row.cancelled = True
                 self._work.notify()
 
+    def rejoin(self, worker: int, address: str) -> None:
+        """Use an expert worker that was started again, from the next step on."""
+        with self._work:
+            self._rejoining.append((worker, address))
+            self._work.notify()
+
     def close(self) -> None:
         """Let the thread end after its step."""
         with self._work:
@@ -97,19 +104,18 @@ class MicroBatch:
             try:
                 self._round()
             except Exception as error:  # noqa: BLE001 - the boundary of the thread: its requests get the sentence
-                self.failure = str(error) if isinstance(error, RelibraError) else in_a_line(error)
-                self._fail_all()
+                self._fail_all(str(error) if isinstance(error, RelibraError) else in_a_line(error))
 
     def _await_work(self) -> bool:
         with self._work:
-            self._work.wait_for(lambda: self._closed or self._rows)
+            self._work.wait_for(lambda: self._closed or self._rows or self._rejoining)
             return not self._closed
 
     def _round(self) -> None:
         """Drop what was cancelled, admit what fits, feed one piece of a prompt, decode one step."""
-        if self.failure:
-            self._fail_all()
-            return
+        while self._rejoining:
+            with suppress(EngineError):  # it is gone again: the next exchange says so where it matters
+                self._experts.exchange.rejoin(*self._rejoining.popleft())
         self._drop_cancelled()
         self._admit()
         if self._prefills:
@@ -169,13 +175,13 @@ class MicroBatch:
             self._batch = self._batch.without_cancelled()
         self._tell([Progress(number=row.request.number, finish="cancelled") for row in gone])
 
-    def _fail_all(self) -> None:
+    def _fail_all(self, sentence: str) -> None:
         with self._work:
             rows = list(self._rows.values())
             self._waiting.clear()
         self._prefills.clear()
         self._batch = None
-        self._tell([Progress(number=row.request.number, finish="error", error=self.failure) for row in rows])
+        self._tell([Progress(number=row.request.number, finish="error", error=sentence) for row in rows])
 
     def _tell(self, progress: Iterable[Progress]) -> None:
         """Tell the listener, and forget rows that have ended."""

@@ -80,6 +80,12 @@ class AttentionWorker:
         assert self.engine is not None, "connect comes first"
         self.engine.cancel(number)
 
+    def rejoin(self, expert_worker: int, address: str) -> None:
+        """Use an expert worker that was started again."""
+        assert self.engine is not None, "connect comes first"
+        for one in self.engine.micro_batches:
+            one.rejoin(expert_worker, address)
+
     def counters(self) -> dict[str, int | float]:
         """Return the counts of all micro-batches, the steps, and the seconds in which one of them computed."""
         total: Counter[str] = Counter()

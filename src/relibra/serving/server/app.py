@@ -34,6 +34,7 @@ def make_app(model: RunningWorkers, folder: Path, name: str, on_start: Callable[
         on_start()
         yield
         await clients.close()
+        model.stop()  # a worker that is just being started again ends too, and with it who waits for it
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
     app.add_exception_handler(RequestValidationError, _refuse_body)
@@ -42,8 +43,9 @@ def make_app(model: RunningWorkers, folder: Path, name: str, on_start: Callable[
 
     @app.get("/health")
     async def health() -> Response:
-        failure = servers[0].clients.failure
-        return JSONResponse({"error": failure} if failure else {}, status_code=503 if failure else 200)
+        clients = servers[0].clients
+        lost = [clients.failure] if clients.failure else list(clients.lost_experts.values())
+        return JSONResponse({"error": "; ".join(lost)} if lost else {}, status_code=503 if lost else 200)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

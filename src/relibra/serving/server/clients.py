@@ -14,6 +14,8 @@ from relibra.serving.control import read_frame, write_frame
 from relibra.serving.engine.request import SamplingParameters
 from relibra.serving.launch import RunningWorkers, Worker
 
+RESTARTS = 3
+"""How often an expert worker that ends is started again."""
 Step = dict[str, Any]
 """Progress of one request as a worker sends it: token, log_prob, top, finish, error, routes."""
 
@@ -35,16 +37,20 @@ class WorkerClients:
     def __init__(self, connections: Sequence[_Connection]) -> None:
         """Use `open`."""
         self._connections, self._numbers = connections, itertools.count()
+        self.lost_experts: dict[int, str] = {}
         self._readers = [asyncio.create_task(self._read(one)) for one in connections]
 
     @classmethod
     async def open(cls, model: RunningWorkers) -> WorkerClients:
-        """Take over the control sockets of a model's attention workers."""
+        """Take over the control sockets of a model's workers; expert workers that end are started again."""
         connections = []
         for worker in model.attention_workers:
             reader, writer = await asyncio.open_connection(sock=worker.control)
             connections.append(_Connection(worker, reader, writer))
-        return cls(connections)
+        clients = cls(connections)
+        experts = range(len(model.expert_workers))
+        clients._readers += [asyncio.create_task(clients._keep_running(model, number)) for number in experts]
+        return clients
 
     @property
     def failure(self) -> str:
@@ -91,6 +97,24 @@ class WorkerClients:
             one.writer.close()
             with contextlib.suppress(OSError):
                 await one.writer.wait_closed()
+
+    async def _keep_running(self, model: RunningWorkers, number: int) -> None:
+        """Start an expert worker again when it ends, a few times, and tell the attention workers where it is."""
+        for _ in range(RESTARTS + 1):
+            reader, writer = await asyncio.open_connection(sock=model.expert_workers[number].control)
+            while await read_frame(reader) is not None:
+                pass
+            writer.close()
+            self.lost_experts[number] = f"expert worker {number} ended"
+            try:
+                address = await asyncio.to_thread(model.restart, number)
+            except EngineError as error:
+                self.lost_experts[number] = f"expert worker {number} ended, and does not start again: {error}"
+                return
+            for connection in self._connections:
+                write_frame(connection.writer, {"rejoin": [number, address]})
+            del self.lost_experts[number]
+        self.lost_experts[number] = f"expert worker {number} ended {RESTARTS + 1} times: look at what it printed"
 
     async def _read(self, connection: _Connection) -> None:
         """Hand each step to its request, until the worker is gone; then end its requests."""
