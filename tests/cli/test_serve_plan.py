@@ -98,3 +98,16 @@ def test_the_guide_shows_what_the_command_prints(run):
     assert run(*command.split())[1] == shown
     block = page.split("```toml\n")[1].split("```")[0]
     assert set(tomllib.loads(block)["mine"]) == {field.name for field in fields(Accelerator)} - {"name", "node_size"}
+
+
+def test_requests_arrive(run):
+    asked = ["serve", "plan", "dbrx", "--gpus", "a800", "--simulate", "--lengths", "500,20", "--json"]
+    runs = {}
+    for rate in (100, 3000):
+        body = json.loads(run(*asked, "--rate", rate)[1])["simulated"]
+        runs[rate] = next(one for one in body if "requests/s" in one["case"])
+    assert runs[100]["iteration_seconds"] < runs[3000]["iteration_seconds"]
+    assert runs[100]["queue_seconds"] < runs[3000]["queue_seconds"]
+    assert runs[100]["tokens_per_second"] < runs[3000]["tokens_per_second"]
+    assert "--lengths '5'" in run(*asked[:6], "--rate", 1, "--lengths", "5")[2]
+    assert "at most 1,000,000 are simulated" in run(*asked, "--rate", 1e8)[2]

@@ -9,6 +9,7 @@ import io
 import json
 import shutil
 import zipfile
+from dataclasses import asdict
 from functools import cache
 
 import numpy as np
@@ -16,8 +17,14 @@ from safetensors.numpy import save_file
 
 from benchmarks.harness import results_files
 from relibra import Demand, write_trace
-from relibra.cli.inputs.models import open_model
+from relibra.cli.serve.plan import open_served_model
 from relibra.cluster import PRESETS, read_cluster, write_cluster
+from relibra.planning.deployment.accelerator import accelerator, read_accelerators
+from relibra.planning.deployment.deployment_files import read_deployment, write_deployment
+from relibra.planning.deployment.performance import Efficiency
+from relibra.planning.deployment.search import PAPER_SPACE, SearchSpace, search_pair
+from relibra.planning.deployment.served_model import PAPER_MODELS
+from relibra.planning.deployment.service_level import ServiceLevel
 from relibra.planning.plan_files import FORMAT as PLAN
 from relibra.planning.plan_files import read_plan, write_plan
 from relibra.planning.validation import validate_plan
@@ -214,6 +221,40 @@ def cluster_file(rng, folder):
     cluster.gemm_seconds(np.array([0, 1, 1000]), 1e6)
 
 
+@cache
+def _deployment():
+    pair = accelerator("h20"), accelerator("l40s")
+    level = ServiceLevel(seconds_per_token=0.15, context=650)
+    return search_pair(PAPER_MODELS["dbrx"], level, pair, PAPER_SPACE, Efficiency())
+
+
+def deployment_file(rng, folder):
+    path = folder / "deployment.json"
+    write_deployment(path, _deployment())
+    body = json.loads(path.read_text())
+    if rng.random() < 0.7:  # with a digest that fits, as a faulty writer would make it
+        body.pop("sha256")
+        part = pick(rng, ("model", "level", "efficiency", "attention", "experts"))
+        body = {**body, part: mutate_json(rng, body[part])} if rng.random() < 0.7 else mutate_json(rng, body)
+        if isinstance(body, dict):
+            body["sha256"] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        _rewrite(path, json.dumps(body).encode())
+    else:
+        _rewrite(path, mutate_bytes(rng, path.read_bytes()))
+    plan = read_deployment(path)
+    assert plan.iteration_seconds <= plan.level.seconds_per_token
+    write_deployment(folder / "again.json", plan)
+
+
+def accelerator_file(rng, folder):
+    table = {key: value for key, value in asdict(accelerator("h20")).items() if key != "name"}
+    text = "".join(f"{key} = {value}\n" for key, value in table.items())
+    for gpu in read_accelerators(_rewrite(folder / "g.toml", mutate_bytes(rng, f"[a]\n{text}".encode()))).values():
+        level = ServiceLevel(seconds_per_token=0.15, context=650)
+        space = SearchSpace(node_counts=(1,), ways=(1,), experts_per_node=(1,))
+        search_pair(PAPER_MODELS["dbrx"], level, (gpu, gpu), space, Efficiency())
+
+
 def timeline_file(rng, folder):
     path = folder / "t.jsonl"
     events = tuple(Event("push", i, 0, i % 2, 0.5 * i, 0.25, i, "x") for i in range(4))
@@ -328,7 +369,7 @@ def model_config(rng, folder):
     }  # fmt: skip
     _rewrite(folder / "config.json", _text(rng, body))
     load_config(None, [f"model.path={folder}"])
-    open_model(str(folder))
+    open_served_model(str(folder))
 
 
 def checkpoint_manifest(rng, folder):
@@ -356,7 +397,7 @@ CASES = {
     function.__name__: function
     for function in (
         *(trace_folder, npz_trace, npz_padded, npy_trace, npz_schedule, npy_bytes, any_archive),
-        *(demand_file, plan_file, cluster_file),
+        *(demand_file, plan_file, cluster_file, deployment_file, accelerator_file),
         *(timeline_file, settings_file, settings_values, settings_overrides, resumed_settings, metrics_log),
         *(samples_log, json_lines, parquet_file, model_config, checkpoint_manifest, results),
     )

@@ -13,7 +13,7 @@ from relibra.planning.deployment.service_level import ServiceLevel
 from relibra.routing.synthetic import TraceShape, domain_trace
 from relibra.simulation.rollout import LengthDistribution
 from relibra.simulation.serving.compute import LinearCompute, MeasuredCompute
-from relibra.simulation.serving.requests import RequestStream, poisson_stream
+from relibra.simulation.serving.requests import Places, RequestStream, poisson_stream
 from relibra.simulation.serving.routes import drawn_routes, recorded_routes, zipf_popularity
 from relibra.simulation.serving.serving_run import Scenario, simulate_serving
 from relibra.simulation.serving.transport import NCCL_LIKE, Transport
@@ -142,3 +142,13 @@ def test_what_cannot_be_simulated_is_refused(plan):
         RequestStream(arrival_S=np.array([1.0, 0.0]), prompt_S=np.ones(2, int), response_S=np.ones(2, int))
     with pytest.raises(ConfigError, match="factor is above 0"):
         Transport(name="x", factor=0)
+
+
+def test_few_requests_are_spread_over_micro_batches(plan):
+    stream = RequestStream(arrival_S=np.zeros(40), prompt_S=np.full(40, 100), response_S=np.full(40, 5))
+    places = Places(stream, plan.micro_batches, plan.attention.nodes, plan.rows)
+    for m in range(plan.micro_batches):
+        places.admit(m, 0.0)
+    rows_MX, tokens_MX = places.loads()
+    assert rows_MX.sum(axis=1).tolist() == [10] * 4
+    assert tokens_MX.sum() == 4000

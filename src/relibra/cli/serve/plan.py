@@ -18,7 +18,7 @@ from relibra.cli.inputs.requests import takes
 from relibra.cli.outputs.files import check_outputs, named, writing
 from relibra.cli.outputs.terminal import plural, print_note, print_text, print_wrapped, progress, stdout_console
 from relibra.cli.serve.picture import draw_deployment
-from relibra.cli.serve.simulated import print_runs, simulated_runs, write_timeline
+from relibra.cli.serve.simulated import Arrivals, print_runs, simulated_runs, write_timeline
 from relibra.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,6 +76,13 @@ class ServePlanRequest:
     copies: Annotated[
         int, typer.Option(min=0, max=64, metavar="N", help="With --simulate: spare expert slots of a node, for copies.")
     ] = 0
+    rate: Annotated[
+        float | None,
+        typer.Option(min=1e-6, max=1e9, metavar="R", help="With --simulate: also R requests per second, at random."),
+    ] = None
+    lengths: Annotated[
+        str, typer.Option(metavar="PROMPT,RESPONSE", help="With --rate: median tokens of prompts and of responses.")
+    ] = "571,159"
     timeline: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --simulate: write a trace of four layers for Perfetto.")
     ] = None
@@ -112,8 +119,9 @@ def plan(request: ServePlanRequest) -> None:
 
     inputs = [*named("--accelerators", request.accelerators), *named("--trace", request.trace)]
     check_outputs([*named("--output", request.output), *named("--timeline", request.timeline)], inputs)
-    if not request.simulate and (request.trace or request.copies or request.timeline):
-        raise ConfigError("--trace, --copies and --timeline are of a simulation: add --simulate")
+    if not request.simulate and (request.trace or request.copies or request.rate or request.timeline):
+        raise ConfigError("--trace, --copies, --rate and --timeline are of a simulation: add --simulate")
+    arrivals = None if request.rate is None else Arrivals.read(request.rate, request.lengths)
     model, gpus = open_served_model(request.model), request.choices()
     level = ServiceLevel(seconds_per_token=seconds_of(request.tpot), context=request.context, expert_skew=request.skew)
     with progress(f"searching deployments of {model.name}"):
@@ -127,7 +135,7 @@ def plan(request: ServePlanRequest) -> None:
     runs = []
     if request.simulate:
         with progress(f"simulating {model.name}; the first run compiles kernels"):
-            runs = simulated_runs(decision, request.trace, request.copies)
+            runs = simulated_runs(decision, request.trace, request.copies, arrivals)
         write_timeline(request.timeline, runs)
     if request.as_json:
         typer.echo(json.dumps({**figures(decision), "simulated": [run.figures() for run in runs]}))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.table import Table
 
@@ -21,8 +22,28 @@ if TYPE_CHECKING:
     from relibra.planning.deployment.served_model import ServedModel
     from relibra.simulation.serving.routes import RoutePool
     from relibra.simulation.serving.serving_result import ServingResult
+    from relibra.simulation.serving.serving_run import Scenario
 
 SEED = 0
+MOST_REQUESTS = 1_000_000
+SPREAD = 0.8
+"""Standard deviation of the logarithm of lengths of prompts and responses; assumed."""
+
+
+class Arrivals(NamedTuple):
+    """Requests per second that arrive independently of each other, and median tokens of prompts and responses."""
+
+    rate: float
+    prompt: int
+    response: int
+
+    @staticmethod
+    def read(rate: float, lengths: str) -> Arrivals:
+        """Return arrivals with lengths as PROMPT,RESPONSE; raises ConfigError for anything else."""
+        found = re.fullmatch(r"\s*([0-9]{1,7})\s*,\s*([0-9]{1,7})\s*", lengths)
+        if found is None or not int(found[1]) or not int(found[2]):
+            raise ConfigError(f"--lengths {lengths!r}: it must be two numbers of tokens above 0, such as 571,159")
+        return Arrivals(rate, int(found[1]), int(found[2]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +71,19 @@ class SimulatedRun:
             "network_bytes": one.network_bytes,
             "bubble": one.bubble,
             "limit": one.limit,
+            "queue_seconds": one.queue_seconds,
+            "queue_p99_seconds": one.queue_p99_seconds,
         }
 
 
-def simulated_runs(decision: Decision, trace: Path | None, copies: int) -> list[SimulatedRun]:
+def simulated_runs(
+    decision: Decision, trace: Path | None, copies: int, arrivals: Arrivals | None
+) -> list[SimulatedRun]:
     """Return the best plan apart with two transports, with copies of hot experts if asked for, and the best colocated.
 
     trace      routes of the tokens; None: uniform
     copies     spare expert slots of a node
+    arrivals   also run the plan apart with requests that arrive; else every place is always taken
     raises     ConfigError when the trace is of another model
     """
     from relibra.simulation.serving.serving_run import Scenario, simulate_serving
@@ -72,11 +98,36 @@ def simulated_runs(decision: Decision, trace: Path | None, copies: int) -> list[
         if copies:
             placed = _placed(decision.best, routes, copies)
             found.append((f"apart, {copies} spare slot(s)", Scenario(routes=routes, expert_LYP=placed)))
+        if arrivals is not None:
+            found.append((f"apart, {arrivals.rate:g} requests/s", _arriving(decision.best, routes, arrivals)))
     runs = [SimulatedRun(name=name, result=simulate_serving(decision.pairs[0], scenario)) for name, scenario in found]
     for plan in decision.colocated[:1]:
         result = simulate_serving(plan, Scenario(routes=routes))
         runs.append(SimulatedRun(name=f"colocated, {plan.kind} parallel", result=result))
     return runs
+
+
+def _arriving(plan: DeploymentPlan, routes: RoutePool, arrivals: Arrivals) -> Scenario:
+    """Return steps for three lives of a median response, of which the first does not count."""
+    import numpy as np
+
+    from relibra.simulation.rollout import LengthDistribution
+    from relibra.simulation.serving.requests import poisson_stream
+    from relibra.simulation.serving.serving_run import Scenario
+
+    steps = 3 * arrivals.response
+    number = int(np.ceil(arrivals.rate * steps * plan.level.seconds_per_token)) + 1
+    if number > MOST_REQUESTS:
+        raise ConfigError(
+            f"--rate {arrivals.rate:g} makes {number:,} requests, at most {MOST_REQUESTS:,} are simulated: give fewer "
+            "per second or shorter responses"
+        )
+    prompt, response = (
+        LengthDistribution(median=float(median), sigma=SPREAD, longest=50 * median)
+        for median in (arrivals.prompt, arrivals.response)
+    )
+    stream = poisson_stream(arrivals.rate, number, prompt, response, np.random.default_rng(SEED))
+    return Scenario(steps=steps, warm_up=arrivals.response, routes=routes, stream=stream)
 
 
 def print_runs(runs: Sequence[SimulatedRun], unit: str, objective: str) -> None:
@@ -99,6 +150,11 @@ def print_runs(runs: Sequence[SimulatedRun], unit: str, objective: str) -> None:
         )
     stdout_console().print()
     stdout_console().print(table)
+    for run in (run for run in runs if run.result.finished):
+        print_wrapped(
+            f"{run.name}: a place was free after {run.result.queue_seconds:.3g} s in the mean, "
+            f"{run.result.queue_p99_seconds:.3g} s P99"
+        )
     print_wrapped("shares of time: computing of the mean node, the busiest NIC; bytes that a GPU sends in a step")
 
 

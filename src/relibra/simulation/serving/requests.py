@@ -78,8 +78,14 @@ class Places:
         return float(self._stream.arrival_S[self._next]) if left else float("inf")
 
     def admit(self, micro_batch: int, now: float) -> None:
-        """Give requests that have arrived the free places of a micro-batch, each on the node that attends to least."""
-        while self.next_arrival <= now:
+        """Give requests that have arrived the free places of a micro-batch, each on the node that attends to least.
+
+        A micro-batch takes no more than its share of all requests, so that the others are not empty beside it.
+        """
+        waiting = int(np.searchsorted(self._stream.arrival_S, now, side="right")) - self._next
+        here_M = (self._request_MXB >= 0).sum(axis=(1, 2))
+        share = -(-(int(here_M.sum()) + waiting) // len(here_M))
+        for _ in range(min(waiting, share - int(here_M[micro_batch]))):
             free_X = (self._request_MXB[micro_batch] < 0).any(axis=-1)
             if not free_X.any():
                 return
