@@ -9,17 +9,19 @@ from typing import Annotated
 import typer
 
 from relibra.cli.outputs.terminal import print_note
+from relibra.cli.serve.deployment import AttentionWorkers, ExpertWorkers, MicroBatches, PlanFile, planned_workers
 from relibra.errors import ConfigError
 
 
 def run(
     model: Annotated[Path, typer.Argument(help="Folder of a transformers MoE model, written by save_pretrained.")],
-    attention: Annotated[int, typer.Option(help="Attention workers.")] = 1,
-    experts: Annotated[int, typer.Option(help="Expert workers; each holds some experts of every layer.")] = 1,
+    plan: PlanFile = None,
+    attention: AttentionWorkers = None,
+    experts: ExpertWorkers = None,
     spare_experts: Annotated[
         int, typer.Option(help="Experts that a worker holds beyond its share: copies, which answer where one is lost.")
     ] = 0,
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches of each attention worker, 1 to 4.")] = 2,
+    micro_batches: MicroBatches = None,
     transport: Annotated[str, typer.Option(help="Rows between workers: shared (memory) or tcp.")] = "shared",
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0: any that is free.")] = 8100,
@@ -43,10 +45,11 @@ def run(
 
     if transport not in ("shared", "tcp"):
         raise ConfigError(f"--transport {transport!r} is unknown: use shared or tcp")
+    planned = planned_workers(plan, model)
     layout = WorkerLayout(
-        attention=attention,
-        experts=experts,
-        micro_batches=micro_batches,
+        attention=attention or planned.attention,
+        experts=experts or planned.experts,
+        micro_batches=micro_batches or planned.micro_batches,
         spare_experts=spare_experts,
         transport=transport,  # type: ignore[arg-type]
         max_tokens=max_tokens,
@@ -63,6 +66,6 @@ def run(
         port=port,
         name=name or model.resolve().name,
         dtype=dtype,
-        threads=threads or max(1, cores // (attention + experts)),
+        threads=threads or max(1, cores // (layout.attention + layout.experts)),
         tell=print_note,
     )
