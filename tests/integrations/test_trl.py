@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import multiprocessing as mp
 
 from tests.integrations.trl_runs import REPLAY, STOCK, Case, train, weights
 
 ROOT = Path(__file__).parents[2]
 RELATIVE = 1e-6
-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -25,7 +25,8 @@ pytestmark = [
 def assert_same_run(found, expected):
     """Compare what two runs logged and computed, on all ranks."""
     for own, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(own["losses"], other["losses"], rtol=RELATIVE, atol=1e-9)
+        # losses are differences of terms of order 1 in float32
+        np.testing.assert_allclose(own["losses"], other["losses"], rtol=RELATIVE, atol=2e-7)
         assert len(own["logs"]) == len(other["logs"]) > 0
         for log, reference in zip(own["logs"], other["logs"], strict=True):
             for name in ("grad_norm", "reward", "reward_std", "aux_loss"):
@@ -146,14 +147,15 @@ def test_the_example_prints_what_it_says():
 def test_evaluation_and_checkpoints_between_steps_of_moved_experts(tmp_path):
     options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
     options |= {"save_strategy": "steps", "save_steps": 1, "save_only_model": True}
-    options |= {
-        "save_only_model": True,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "eval_reward",
-        "per_device_eval_batch_size": 4,
-    }
     cases = {"stock": Case(options=options, **STOCK), "planned": Case(options=options, budget={"slots": 0})}
     found = train(cases, tmp_path)
     assert sum(log.get("relibra/moved", 0) for log in found["planned"][0]["logs"]) > 0
     assert_same_run(found["planned"], found["stock"])
     assert_same_weights(tmp_path, "planned", "stock")
+
+
+def test_a_best_model_that_cannot_be_loaded_is_refused_before_training(tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    options |= {"save_strategy": "steps", "save_steps": 1, "save_only_model": True, "load_best_model_at_end": True}
+    with pytest.raises(mp.ProcessRaisedException, match="EngineError: load_best_model_at_end"):
+        train({"planned": Case(options=options)}, tmp_path)

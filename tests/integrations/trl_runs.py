@@ -93,6 +93,7 @@ def options_of(case: Case, folder: Path) -> dict[str, Any]:
         "disable_tqdm": True,
         "save_strategy": "no",
         "report_to": "none",
+        "adam_epsilon": 1e-2,  # else Adam makes a step of a gradient that is only rounding
         "gradient_checkpointing": False,
     } | case.options
 

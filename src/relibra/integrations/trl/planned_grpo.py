@@ -59,8 +59,8 @@ class PlannedGRPO(_Trainer):  # type: ignore[misc]
     budget          what plans may use; None: that of `relibra train`. Samples stay where TRL puts them
     engine_routes   returns the routes of the engine that sampled, called once per generation batch on each rank, with
                     the tokens of its samples in TRL's order. None: one forward pass of the trainer records routes
-    raises          EngineError for a version of TRL with other hooks, and for a model that cannot replay routes, or
-                    whose experts cannot follow plans
+    raises          EngineError for a version of TRL with other hooks, for a model that cannot replay routes, or
+                    whose experts cannot follow plans, and for settings under which they go wrong
 
     The other arguments are those of the trainer. Metrics of each step: relibra/skew_before, relibra/skew (busiest rank
     / mean rank, static homes and planned), relibra/replicas, relibra/moved, relibra/pushed_mib, relibra/ran_at_home,
@@ -88,6 +88,12 @@ class PlannedGRPO(_Trainer):  # type: ignore[misc]
                 "use_vllm: TRL sends experts to vLLM in the order in which they are stored, not in that of their ids "
                 "once they have moved: plan with Budget(move_homes=False), or publish weights in a rollout_func "
                 "(relibra.parallel.logical_parameters)"
+            )
+        if self._plans is not None and self.args.load_best_model_at_end:
+            raise EngineError(
+                "load_best_model_at_end: transformers loads it with load_state_dict, which takes no whole weights for "
+                "a sharded model (it ends stock runs too, in 5.23), and knows no experts that have moved: set it to "
+                "False, and load trainer.state.best_model_checkpoint with from_pretrained after the run"
             )
         self._engine_routes = engine_routes
         self._trace: RoutingTrace | None = None
