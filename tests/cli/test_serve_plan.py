@@ -87,6 +87,8 @@ def test_a_trace_of_another_model_is_refused(run, tmp_path):
     code, _, err = run("serve", "plan", "dbrx", "--gpus", "a800", "--simulate", "--trace", tmp_path / "t")
     assert code == 1
     assert "name a trace of this model" in err
+    asked = ["serve", "plan", "mixtral-8x22b", "--gpus", "l40s", "--simulate", "--copies", 5]
+    assert "experts do not fit a node of" in run(*asked)[2]
     assert "add --simulate" in run("serve", "plan", "dbrx", "--gpus", "a800", "--copies", "1")[2]
 
 

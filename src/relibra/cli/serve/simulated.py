@@ -190,10 +190,15 @@ def _placed(plan: DeploymentPlan, routes: RoutePool, copies: int) -> np.ndarray:
     """
     import numpy as np
 
+    from relibra.planning.deployment.deployment_plan import experts_fit
     from relibra.planning.deployment.expert_redundancy import place_copies
 
     gpu, used = plan.experts.accelerator, plan.efficiency
     rows = used.flops * gpu.flops_per_second / (used.memory * gpu.memory_bytes_per_second)
     cold = rows * (len(routes.before_TLE) - 1) / (plan.rows * plan.attention.nodes)
     slots = plan.experts_per_node + copies
+    if not experts_fit(plan.model, plan.experts, slots, used):
+        raise ConfigError(
+            f"--copies {copies}: {slots} experts do not fit a node of {plan.experts.ways} {gpu.name}: ask for fewer"
+        )
     return np.stack([place_copies(load_E, plan.experts.nodes, slots, cold) for load_E in routes.before_TLE[-1]])

@@ -63,7 +63,7 @@ def decide(
     found = [plan for plan in best if plan is not None]
     decision = Decision(pairs=tuple(pairs), colocated=tuple(found), objective=space.objective)
     if not pairs and not found:
-        limit = f" of at most {space.most_gpus} GPUs" if space.most_gpus else ""
+        limit = f" of at most {space.most_gpus} GPU(s)" if space.most_gpus else ""
         raise PlanError(
             f"no deployment{limit} of {model.name!r} on {', '.join(gpu.name for gpu in gpus)} answers within "
             f"{level.seconds_per_token:g} s per token with {level.context:g} tokens of context: allow more time, more "

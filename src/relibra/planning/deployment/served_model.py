@@ -70,6 +70,11 @@ class ServedModel:
                 )
         if self.top_k > self.experts:
             raise ConfigError(f"model {self.name!r} picks {self.top_k} of {self.experts} experts: choose fewer")
+        if self.windowed_layers > self.layers + self.dense_layers or (self.windowed_layers and not self.window):
+            raise ConfigError(
+                f"model {self.name!r} has a window of {self.window} in {self.windowed_layers} of "
+                f"{self.layers + self.dense_layers} layers: give a window of at least 1, in at most all layers"
+            )
 
     @property
     def attention_values(self) -> int:
