@@ -178,7 +178,7 @@ def test_copies_take_over_and_a_worker_can_rejoin(transport):
         rows, results, experts = there_and_back(exchange, [0, 0, 1, 2])
         assert torch.equal(results, torch.stack([expert_output(int(e), r) for e, r in zip(experts, rows, strict=True)]))
         again = Workers(stack, transport, experts_of)
-        exchange.rejoin(1, again.addresses[1])
+        exchange.rejoin(1, again.addresses[1], experts_of[1])
         assert not exchange.lost
         there_and_back(exchange, [0, 0, 1, 2])
         assert again.inboxes[1].counters.rows > 0

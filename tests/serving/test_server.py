@@ -174,6 +174,22 @@ def test_no_request_is_lost_where_experts_have_copies(transport, stop, tmp_path)
 
 
 @pytest.mark.slow
+def test_copies_are_placed_anew_while_requests_run(tmp_path):
+    model = write_model("Qwen3MoeForCausalLM", tmp_path)
+    options = ("--experts", "4", "--spare-experts", "1", "--rebalance-seconds", "1", "--max-batch", "8")
+    with relibra_serve(tmp_path, *options) as (url, _), ThreadPoolExecutor(4) as pool:
+        request = greedy_request(3, 12, 80)
+        body = {"prompt": list(request.tokens), "max_tokens": 80, "temperature": 0, "return_token_ids": True}
+        expected = greedy_answer(model, request.tokens, 80).tokens
+        end = time.monotonic() + 25
+        while time.monotonic() < end:
+            for answer in [pool.submit(complete, url, **body) for _ in range(4)]:
+                assert answer.result().status_code == 200, answer.result().text
+                assert answer.result().json()["choices"][0]["token_ids"] == expected
+        assert httpx.get(f"{url}/health").json()["rebalanced"] >= 1
+
+
+@pytest.mark.slow
 def test_ctrl_c_ends_all_workers(tmp_path):
     write_model("Qwen3MoeForCausalLM", tmp_path)
     with relibra_serve(tmp_path) as (_, process):

@@ -20,9 +20,14 @@ def small_layout(**changes):
 def assert_served_equals_whole(name, folder, layout, lengths=LENGTHS, limit=12):
     model = write_model(name, folder)
     requests = [greedy_request(number, length, limit) for number, length in enumerate(lengths)]
+    expected = [greedy_answer(model, request.tokens, limit) for request in requests]
+    assert_served_equals(folder, layout, requests, expected)
+
+
+def assert_served_equals(folder, layout, requests, expected):
     with served_in_process(folder, layout) as served:
-        for request, progress in zip(requests, served.generate(requests), strict=True):
-            assert_same(answer_of(progress), greedy_answer(model, request.tokens, limit))
+        for answer, progress in zip(expected, served.generate(requests), strict=True):
+            assert_same(answer_of(progress), answer)
         for worker in served.attention:
             counters = worker.counters()
             assert counters["staging_copies"] == counters["group_creations"] == counters["barriers"] == 0
@@ -49,13 +54,15 @@ def test_experts_without_rows_answer_too(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [(1, 1), (2, 1), (1, 2), (2, 3)], ids=str)
-@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", SPLIT_MODELS)
-def test_every_family_and_layout_equals_the_whole_model(name, micro_batches, workers, tmp_path):
-    attention, experts = workers
-    layout = small_layout(attention=attention, experts=experts, micro_batches=micro_batches)
-    assert_served_equals_whole(name, tmp_path, layout, limit=64)
+def test_every_family_equals_the_whole_model_in_every_layout(name, tmp_path):
+    model = write_model(name, tmp_path)
+    requests = [greedy_request(number, length, 64) for number, length in enumerate(LENGTHS)]
+    expected = [greedy_answer(model, request.tokens, 64) for request in requests]
+    for attention, experts in ((1, 1), (2, 1), (1, 2), (2, 3)):
+        for micro_batches in (1, 2, 3, 4):
+            layout = small_layout(attention=attention, experts=experts, micro_batches=micro_batches)
+            assert_served_equals(tmp_path, layout, requests, expected)
 
 
 def test_a_family_with_experts_of_its_own_is_refused_by_name(tmp_path):

@@ -6,11 +6,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Float64, Int64, Shaped
 from numpy import ndarray
 
 from relibra.errors import ConfigError, EngineError
-from relibra.planning.deployment.expert_redundancy import place_copies
 from relibra.serving.layout import split_experts
 
 Placement = tuple[tuple[int, ...], ...]
@@ -20,21 +19,52 @@ Placement = tuple[tuple[int, ...], ...]
 def place_experts(num_experts: int, workers: int, spare: int, load_E: Int64[ndarray, " E"] | None = None) -> Placement:
     """Return which experts each worker holds.
 
-    spare    experts that a worker holds beyond its share: copies of the most loaded ones, or for which no worker has
-             room otherwise
+    spare    experts that a worker holds beyond its share: copies of the most loaded ones
     load_E   rows of each expert so far; None: unknown, all alike
     raises   ConfigError with more workers than experts, or more spare experts than there are others
     """
+    base = split_experts(num_experts, workers)
     if not spare:
-        return split_experts(num_experts, workers)
+        return base
     slots = -(-num_experts // workers) + spare
     if slots > num_experts or workers < 2:
         raise ConfigError(
             f"--spare-experts {spare} on {workers} workers: a worker then holds {slots} of {num_experts} experts, and "
             "two copies on one worker are of no use; use more workers or fewer spare experts"
         )
-    placed_NP = place_copies(np.ones(num_experts) if load_E is None else load_E + 1, workers, slots)
-    return tuple(tuple(sorted(int(expert) for expert in row if expert >= 0)) for row in placed_NP)
+    return add_copies(base, np.ones(num_experts) if load_E is None else load_E + 1.0, spare)
+
+
+def add_copies(base: Placement, load_E: Float64[ndarray, " E"], spare: int) -> Placement:
+    """Return a placement with up to `spare` more experts per worker; what a worker holds in `base` stays.
+
+    A copy goes to the expert with the most load per copy that some worker with room does not hold, and to the least
+    loaded of these workers; ties: lower id. MegaScale-Infer (arXiv 2504.02263) gives copies by the same rule; there,
+    experts move too.
+    """
+    held_NE = np.zeros((len(base), len(load_E)), dtype=bool)
+    for worker, experts in enumerate(base):
+        held_NE[worker, list(experts)] = True
+    room_N = np.full(len(base), spare)
+    while True:
+        share_E = load_E / held_NE.sum(axis=0)
+        open_E = (~held_NE & (room_N > 0)[:, None]).any(axis=0)
+        if not open_E.any():
+            return tuple(tuple(np.flatnonzero(row).tolist()) for row in held_NE)
+        expert = int(np.argmax(np.where(open_E, share_E, -1.0)))
+        fits_N = ~held_NE[:, expert] & (room_N > 0)
+        worker = int(np.argmin(np.where(fits_N, (held_NE * share_E).sum(axis=1), np.inf)))
+        held_NE[worker, expert] = True
+        room_N[worker] -= 1
+
+
+def worker_imbalance(placement: Placement, load_E: Shaped[ndarray, " E"]) -> float:
+    """Return the load of the busiest worker / that of the mean, where copies share rows evenly."""
+    held_NE = np.zeros((len(placement), len(load_E)))
+    for worker, experts in enumerate(placement):
+        held_NE[worker, list(experts)] = 1.0
+    load_N = (held_NE * (load_E / held_NE.sum(axis=0))).sum(axis=1)
+    return float(load_N.max() / max(load_N.mean(), 1e-9))
 
 
 @dataclass(frozen=True, eq=False)

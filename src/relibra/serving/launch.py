@@ -47,11 +47,14 @@ class RunningWorkers:
     def __init__(self, folder: Path, layout: WorkerLayout, *, dtype: str = "auto", threads: int = 1) -> None:
         """Start all workers and wait until attention is connected to the experts.
 
+        `experts_of` then says which experts each expert worker holds.
+
         threads   of torch in each worker
         raises    ConfigError, EngineError with the sentence of the first worker that failed
         """
         self.layout = layout
         self.workers: list[Worker] = []
+        self.experts_of: dict[int, list[int]] = {}
         self._starts = 0
         self._sockets = Path(tempfile.mkdtemp(prefix="relibra-"))
         secret = secrets.token_bytes(SECRET_BYTES).hex()
@@ -68,9 +71,10 @@ class RunningWorkers:
             for number in range(layout.attention):
                 self.workers.append(self._start("attention", number))
             end = time.monotonic() + LOADING_SECONDS
-            ready = [self._answer(worker, "ready", end) for worker in self.workers]
+            addresses = [self._await_experts(number, end) for number in range(layout.experts)]
             for worker in self.attention_workers:
-                ControlSocket(worker.control).send({"connect": ready[: layout.experts]})
+                self._answer(worker, "ready", end)
+                ControlSocket(worker.control).send({"connect": addresses})
             for worker in self.attention_workers:
                 self._answer(worker, "connected", end)
         except BaseException:
@@ -126,14 +130,22 @@ class RunningWorkers:
         old.process.wait()
         old.control.close()
         self.workers[number] = self._start("experts", number)
-        return self._answer(self.workers[number], "ready", time.monotonic() + LOADING_SECONDS)
+        return self._await_experts(number, time.monotonic() + LOADING_SECONDS)
+
+    def _await_experts(self, number: int, end: float) -> str:
+        """Wait until an expert worker has loaded; note its experts, and return its address."""
+        address, self.experts_of[number] = self._answer(self.workers[number], "ready", end)
+        return address
+
+    def new_address(self, number: int) -> str:
+        """Return an address for an expert worker; one that is used again would reach the worker before."""
+        self._starts += 1
+        return worker_address(self.layout.transport, self._sockets, f"{number}-{self._starts}")
 
     def _start(self, role: str, number: int) -> Worker:
         spec = {**self._spec, "role": role, "number": number}
         if role == "experts":
-            self._starts += 1
-            name = f"{number}-{self._starts}"  # an address that is used again would reach the old worker
-            spec["address"] = worker_address(self.layout.transport, self._sockets, name)
+            spec |= {"address": self.new_address(number), "experts": self.experts_of.get(number)}
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(

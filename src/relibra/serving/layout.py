@@ -26,7 +26,8 @@ class WorkerLayout:
     max_tokens      most tokens of one forward pass of one micro-batch: sizes every buffer
     max_batch       most requests that one attention worker decodes at once, over its micro-batches
     max_length      most tokens of one request, prompt and answer
-    kv_tokens       most tokens that the requests under way on one attention worker may reach together
+    kv_tokens       places of the KV cache of one attention worker: of each micro-batch, its requests under way x the
+                    tokens that the longest of them may reach
     timeout         seconds that one side waits for the other before it gives up
     """
 
@@ -66,7 +67,7 @@ class WorkerLayout:
 
     @property
     def columns(self) -> int:
-        """Most tokens that the requests of one micro-batch may reach together."""
+        """Places of the KV cache of one micro-batch."""
         return self.kv_tokens // self.micro_batches
 
     @property

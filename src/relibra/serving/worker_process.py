@@ -47,34 +47,70 @@ def main(arguments: Sequence[str]) -> None:
         control.send({"failed": sentence})
 
 
+class ExpertProcess:
+    """Expert workers of one process: one that answers, and while it takes other experts, the one before.
+
+    The new one has an address of its own. Attention workers change over between two of their steps, and the old one
+    ends when the last of them has left.
+    """
+
+    def __init__(self, control: ControlSocket, spec: dict[str, Any]) -> None:
+        """Load nothing yet."""
+        self._control, self._spec = control, spec
+        self._layout = WorkerLayout(**spec["layout"])
+        self._workers: list[tuple[ExpertWorker, threading.Thread]] = []
+
+    def hold(self, experts: Sequence[int] | None, address: str) -> tuple[str, Sequence[int]]:
+        """Load experts and answer for them at an address from now on; return address and experts.
+
+        experts  None: those of this worker in the first placement
+        raises   ConfigError, EngineError as `read_structure` and `load_experts` do
+        """
+        structure, layout = read_structure(Path(self._spec["folder"]), self._spec["dtype"]), self._layout
+        if experts is None:
+            placement = place_experts(structure.num_experts, layout.experts, layout.spare_experts)
+            experts = placement[self._spec["number"]]
+        layers = load_experts(structure, open_checkpoint(Path(self._spec["folder"])), experts)
+        listener, address = listen(address)
+        shape = ExpertShape(
+            worker=self._spec["number"],
+            num_experts=len(experts),
+            num_layers=len(layers),
+            hidden=structure.hidden,
+            dtype=structure.dtype,
+            max_rows=self._layout.max_tokens * structure.top_k,
+        )
+        inbox = ExpertInbox(listener, shape, bytes.fromhex(self._spec["secret"]), ExchangeCounters())
+        worker = ExpertWorker(layers, inbox)
+
+        def work() -> None:
+            worker.run()
+            inbox.release()
+            worker.layers = ()  # their memory
+
+        thread = threading.Thread(target=work, name=address, daemon=True)
+        thread.start()
+        for former, _ in self._workers:
+            former.inbox.close_when_left()
+        self._workers = [one for one in self._workers if one[1].is_alive()]
+        self._workers.append((worker, thread))
+        return address, experts
+
+    def counters(self) -> dict[str, int | float]:
+        """Return the counts of the worker that answers now."""
+        worker, _ = self._workers[-1]
+        return {**worker.inbox.counters.as_dict(), "busy_seconds": worker.busy_seconds}
+
+
 def run_expert_worker(control: ControlSocket, spec: dict[str, Any]) -> None:
     """Load the experts of this worker and answer until the front is gone."""
-    layout = WorkerLayout(**spec["layout"])
-    structure = read_structure(Path(spec["folder"]), spec["dtype"])
-    own = place_experts(structure.num_experts, layout.experts, layout.spare_experts)[spec["number"]]
-    layers = load_experts(structure, open_checkpoint(Path(spec["folder"])), own)
-    listener, address = listen(spec["address"])
-    shape = ExpertShape(
-        worker=spec["number"],
-        num_experts=len(own),
-        num_layers=len(layers),
-        hidden=structure.hidden,
-        dtype=structure.dtype,
-        max_rows=layout.max_tokens * structure.top_k,
-    )
-    inbox = ExpertInbox(listener, shape, bytes.fromhex(spec["secret"]), ExchangeCounters())
-    worker = ExpertWorker(layers, inbox)
-    control.send({"ready": address})
-
-    def obey() -> None:
-        while (frame := control.receive()) is not None:
-            if "counters" in frame:
-                control.send({"counters": {**inbox.counters.as_dict(), "busy_seconds": worker.busy_seconds}})
-        inbox.close()
-
-    threading.Thread(target=obey, name="control", daemon=True).start()
-    worker.run()
-    inbox.release()
+    process = ExpertProcess(control, spec)
+    control.send({"ready": process.hold(spec["experts"], spec["address"])})
+    while (frame := control.receive()) is not None:
+        if "hold" in frame:
+            control.send({"ready": process.hold(frame["hold"], frame["address"])})
+        elif "counters" in frame:
+            control.send({"counters": process.counters()})
 
 
 def run_attention_worker(control: ControlSocket, spec: dict[str, Any]) -> None:
@@ -102,6 +138,8 @@ def run_attention_worker(control: ControlSocket, spec: dict[str, Any]) -> None:
             worker.cancel(frame["cancel"])
         elif "rejoin" in frame:
             worker.rejoin(*frame["rejoin"])
+        elif "load" in frame:
+            control.send({"load": worker.load()})
         elif "counters" in frame:
             control.send({"counters": worker.counters()})
     worker.close()

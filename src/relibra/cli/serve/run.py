@@ -21,6 +21,9 @@ def run(
     spare_experts: Annotated[
         int, typer.Option(help="Experts that a worker holds beyond its share: copies, which answer where one is lost.")
     ] = 0,
+    rebalance_seconds: Annotated[
+        float, typer.Option(help="Time after which copies go to the experts with the most rows since; 0: never.")
+    ] = 0.0,
     micro_batches: MicroBatches = None,
     transport: Annotated[str, typer.Option(help="Rows between workers: shared (memory) or tcp.")] = "shared",
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
@@ -30,7 +33,7 @@ def run(
     max_batch: Annotated[int, typer.Option(help="Requests that an attention worker decodes at once.")] = 64,
     max_length: Annotated[int, typer.Option(help="Most tokens of a request, prompt and answer.")] = 4096,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of one forward pass.")] = 512,
-    kv_tokens: Annotated[int, typer.Option(help="Most tokens in the KV cache of an attention worker.")] = 65536,
+    kv_tokens: Annotated[int, typer.Option(help="Places of the KV cache of an attention worker.")] = 65536,
     threads: Annotated[int, typer.Option(help="Threads of torch per worker; 0: cores / workers.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds that attention and experts wait for one another.")] = 60.0,
 ) -> None:
@@ -67,5 +70,6 @@ def run(
         name=name or model.resolve().name,
         dtype=dtype,
         threads=threads or max(1, cores // (layout.attention + layout.experts)),
+        rebalance_seconds=rebalance_seconds,
         tell=print_note,
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int64
+from numpy import ndarray
 from torch import Tensor, nn
 from transformers import Cache
 
@@ -31,7 +32,8 @@ class EngineLimits:
     """Limits of one micro-batch.
 
     max_rows      requests decoded together
-    max_columns   tokens of prompt and answer of all running requests together, at their latest end
+    max_columns   places of the KV cache: running requests x tokens that the longest of them may reach, as rows of one
+                  cache have one width
     max_tokens    tokens of one forward pass
     """
 
@@ -60,9 +62,14 @@ class MicroBatch:
         self._rows: dict[int, Row] = {}
         self._prefills: deque[Prefill] = deque()
         self._batch: RunningBatch | None = None
-        self._rejoining: deque[tuple[int, str]] = deque()
+        self._rejoining: deque[tuple[int, str, tuple[int, ...]]] = deque()
         self._closed = False
         self.steps, self.prefills = 0, 0
+
+    @property
+    def load_E(self) -> Int64[ndarray, " E"]:
+        """Rows of each expert since the start."""
+        return self._experts.load_E
 
     @property
     def unfinished(self) -> int:
@@ -85,10 +92,10 @@ class MicroBatch:
                 row.cancelled = True
                 self._work.notify()
 
-    def rejoin(self, worker: int, address: str) -> None:
-        """Use an expert worker that was started again, from the next step on."""
+    def rejoin(self, worker: int, address: str, experts: Sequence[int]) -> None:
+        """Use an expert worker that was started again, or holds other experts, from the next step on."""
         with self._work:
-            self._rejoining.append((worker, address))
+            self._rejoining.append((worker, address, tuple(experts)))
             self._work.notify()
 
     def close(self) -> None:
@@ -145,16 +152,17 @@ class MicroBatch:
         fresh: list[Row] = []
         with self._work:
             running = [row for row in self._rows.values() if row.admitted]
-            rows, columns = len(running), sum(row.most_tokens for row in running)
+            rows, longest = len(running), max((row.most_tokens for row in running), default=0)
             while self._waiting and rows < limits.max_rows:
                 row = self._waiting[0]
-                if rows and columns + row.most_tokens > limits.max_columns:
+                longest = max(longest, row.most_tokens)
+                if rows and (rows + 1) * longest > limits.max_columns:
                     break
                 if not self._can_join and fresh and len(row.request.tokens) != len(fresh[0].request.tokens):
                     break
                 fresh.append(self._waiting.popleft())
                 row.admitted = True
-                rows, columns = rows + 1, columns + row.most_tokens
+                rows += 1
         lengths = [len(row.request.tokens) for row in fresh]
         groups = group_prompts(lengths, limits.max_tokens) if self._can_join else [list(range(len(fresh)))]
         for group in groups if fresh else ():

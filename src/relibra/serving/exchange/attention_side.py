@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -102,7 +102,7 @@ class SlotExchange:
         self._rows, self._results = self._make_buffers()
         self.lost: dict[int, EngineError] = {}
         self._channels: list[_Channel] = []
-        self._sequence, self._sent_W = 0, [0] * len(addresses)
+        self._sequence, self._sent_N = 0, [0] * len(addresses)
         try:
             for worker, address in enumerate(addresses):
                 self._channels.append(_Channel(worker, connect(address, timeout)))
@@ -134,7 +134,7 @@ class SlotExchange:
             own = counts[place : place + len(self.shape.experts_of[channel.worker])]
             count = int(own.sum())
             header = Header(Kind.ROWS, layer, first, count, self._sequence).packed() + own.tobytes()
-            self._sent_W[channel.worker] = count
+            self._sent_N[channel.worker] = count
             if channel.worker not in self.lost:
                 with self._noting_loss(channel), self._waiting_for(channel, layer):
                     channel.socket.sendall(header)
@@ -151,7 +151,7 @@ class SlotExchange:
         """
         first, missing = 0, []
         for channel in self._channels:
-            count = self._sent_W[channel.worker]
+            count = self._sent_N[channel.worker]
             if channel.worker not in self.lost:
                 with self._noting_loss(channel), self._waiting_for(channel, layer):
                     self._receive(channel, Header(Kind.RESULTS, layer, first, count, self._sequence))
@@ -177,11 +177,14 @@ class SlotExchange:
         if not self._shared and expected.num_rows:
             receive_into(channel.socket, self._results.bytes_of(expected.first_row, expected.num_rows))
 
-    def rejoin(self, worker: int, address: str) -> None:
-        """Open a channel to a worker that was started again; not while an exchange is under way.
+    def rejoin(self, worker: int, address: str, experts: Sequence[int]) -> None:
+        """Open a channel to a worker that was started again, or holds other experts; not during an exchange.
 
         raises   EngineError if it does not answer
         """
+        experts_of = list(self.shape.experts_of)
+        experts_of[worker] = tuple(experts)
+        self.shape = replace(self.shape, experts_of=tuple(experts_of))
         self._addresses[worker] = address
         self._reopen(worker)
         self.lost.pop(worker, None)

@@ -161,7 +161,7 @@ class ExpertInbox:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._ready: deque[Message] = deque()
         self._arrived = threading.Condition()
-        self._closed = False
+        self._closed, self._ending, self._open = False, False, 0
         self._reader: threading.Thread | None = None
         if listener.family != socket.AF_UNIX:
             self._reader = threading.Thread(target=self._read_forever, name="rows", daemon=True)
@@ -194,6 +194,12 @@ class ExpertInbox:
         with self._arrived:
             self._arrived.notify_all()
 
+    def close_when_left(self) -> None:
+        """Close as soon as no channel is open any more, those that were never opened included."""
+        self._ending = True
+        with contextlib.suppress(OSError):
+            self._wake.send(b"x")
+
     def release(self) -> None:
         """Give back all sockets, when no thread uses the inbox any more; again has no effect."""
         if self._selector.get_map() is None:
@@ -215,9 +221,11 @@ class ExpertInbox:
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fileobj is self._woken:
-                return
+                self._woken.recv(1)
             else:
                 self._receive(key.data)
+        if self._ending and not self._open:
+            self.close()
 
     def _receive(self, channel: _Channel) -> None:
         try:
@@ -226,6 +234,7 @@ class ExpertInbox:
         except (OSError, EngineError):
             self._selector.unregister(channel.connection)
             channel.connection.close()
+            self._open -= 1
             return
         with self._arrived:
             self._ready.append(channel.take())
@@ -247,6 +256,7 @@ class ExpertInbox:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._counters.open_channel(buffers=2)
+        self._open += 1
         self._selector.register(connection, selectors.EVENT_READ, _Channel(connection, greeting, buffers))
 
     def _greeted(self, connection: socket.socket) -> tuple[Greeting, tuple[RowBuffer, RowBuffer]]:

@@ -80,11 +80,16 @@ class AttentionWorker:
         assert self.engine is not None, "connect comes first"
         self.engine.cancel(number)
 
-    def rejoin(self, expert_worker: int, address: str) -> None:
-        """Use an expert worker that was started again."""
+    def rejoin(self, expert_worker: int, address: str, experts: Sequence[int]) -> None:
+        """Use an expert worker that was started again, or holds other experts."""
         assert self.engine is not None, "connect comes first"
         for one in self.engine.micro_batches:
-            one.rejoin(expert_worker, address)
+            one.rejoin(expert_worker, address, experts)
+
+    def load(self) -> list[int]:
+        """Return the rows of each expert since the start."""
+        assert self.engine is not None, "connect comes first"
+        return sum(one.load_E for one in self.engine.micro_batches).tolist()  # type: ignore[union-attr]
 
     def counters(self) -> dict[str, int | float]:
         """Return the counts of all micro-batches, the steps, and the seconds in which one of them computed."""

@@ -20,7 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from relibra.errors import EngineError
 from relibra.serving.exchange.attention_side import SlotExchange, WorkerLostError
-from relibra.serving.expert_placement import PlaceTable, place_table
+from relibra.serving.expert_placement import Placement, PlaceTable, place_table
 from relibra.serving.roles.compute_token import ComputeToken
 
 NAME = "relibra_remote"
@@ -49,7 +49,7 @@ class RemoteExperts:
     def __post_init__(self) -> None:
         """Begin with all workers."""
         self._table = place_table(self.exchange.shape.experts_of)
-        self._lost = frozenset[int]()
+        self._table_of: tuple[Placement, frozenset[int]] = (self.exchange.shape.experts_of, frozenset())
         self.load_E = np.zeros(len(self._table.copies_E), dtype=np.int64)
 
     @contextmanager
@@ -103,13 +103,13 @@ class RemoteExperts:
 
     def _places(self) -> PlaceTable:
         """Return the places of experts on the workers that are there; raises EngineError if an expert is nowhere."""
-        lost = frozenset(self.exchange.lost)
-        if lost != self._lost:
+        current = (self.exchange.shape.experts_of, frozenset(self.exchange.lost))
+        if current != self._table_of:
             try:
-                self._table = place_table(self.exchange.shape.experts_of, lost)
+                self._table = place_table(*current)
             except EngineError as error:
                 raise EngineError(f"{error}. The first error: {next(iter(self.exchange.lost.values()))}") from None
-            self._lost = lost
+            self._table_of = current
         return self._table
 
 

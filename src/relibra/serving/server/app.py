@@ -19,7 +19,9 @@ from relibra.serving.server.completions import BadRequest, CompletionRequest, Co
 from relibra.serving.server.text import load_codec
 
 
-def make_app(model: RunningWorkers, folder: Path, name: str, on_start: Callable[[], None]) -> FastAPI:
+def make_app(
+    model: RunningWorkers, folder: Path, name: str, on_start: Callable[[], None], rebalance_seconds: float = 0.0
+) -> FastAPI:
     """Return the application of a model that is running.
 
     name       of the model, as clients call it
@@ -29,7 +31,7 @@ def make_app(model: RunningWorkers, folder: Path, name: str, on_start: Callable[
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        clients = await WorkerClients.open(model)
+        clients = await WorkerClients.open(model, rebalance_seconds)
         servers.append(CompletionServer(clients, codec, name, model.layout.max_length))
         on_start()
         yield
@@ -45,7 +47,8 @@ def make_app(model: RunningWorkers, folder: Path, name: str, on_start: Callable[
     async def health() -> Response:
         clients = servers[0].clients
         lost = [clients.failure] if clients.failure else list(clients.lost_experts.values())
-        return JSONResponse({"error": "; ".join(lost)} if lost else {}, status_code=503 if lost else 200)
+        about = {"running": clients.running, "rebalanced": clients.rebalanced}
+        return JSONResponse(about | ({"error": "; ".join(lost)} if lost else {}), status_code=503 if lost else 200)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -23,6 +23,7 @@ def serve(
     name: str,
     dtype: str,
     threads: int,
+    rebalance_seconds: float,
     tell: Callable[[str], None],
 ) -> None:
     """Serve a model until Ctrl-C or SIGTERM.
@@ -38,7 +39,9 @@ def serve(
     with listener, RunningWorkers(folder, layout, dtype=dtype, threads=threads) as model:
         url = f"http://{host}:{listener.getsockname()[1]}"
         workers = f"{layout.attention} attention and {layout.experts} expert workers"
-        app = make_app(model, folder, name, lambda: tell(f"{name} at {url}/v1 ({workers}); Ctrl-C stops"))
+        app = make_app(
+            model, folder, name, lambda: tell(f"{name} at {url}/v1 ({workers}); Ctrl-C stops"), rebalance_seconds
+        )
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
         uvicorn.Server(config).run(sockets=[listener])
 
