@@ -1,12 +1,8 @@
 """`relibra serve` as a user runs it: worker processes, and answers over HTTP."""
 
-import contextlib
 import json
 import os
-import re
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,35 +10,7 @@ import httpx
 import pytest
 
 from tests.serving.models import greedy_answer, greedy_request, write_model
-
-READY = re.compile(r"at (http://[\d.]+:\d+)/v1")
-START_SECONDS = 90
-
-
-@contextlib.contextmanager
-def relibra_serve(folder, *options):
-    """Run the command; yield its address and its process."""
-    command = [sys.executable, "-m", "relibra", "serve", str(folder), "--port", "0", "--max-length", "96", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        line = process.stderr.readline()
-        while line and not READY.search(line):
-            line = process.stderr.readline()
-        assert line, "the server ended before it was ready"
-        yield READY.search(line).group(1), process
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-        process.wait(30)
-        process.stderr.close()
-
-
-def workers_of(process):
-    """Return the process ids of a server's workers: roles are told apart by what the front prints about them."""
-    listed = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
-    )
-    return [int(pid) for pid in listed.stdout.split()]
+from tests.serving.server_process import relibra_serve, workers_of, write_text_model
 
 
 def is_alive(pid):
@@ -56,8 +24,8 @@ def is_alive(pid):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    model = write_model("Qwen3MoeForCausalLM", folder)
-    with relibra_serve(folder, "--experts", "2", "--timeout", "10") as (url, process):
+    model = write_text_model(folder)
+    with relibra_serve(folder, "--experts", "2", "--timeout", "10", "--name", "tiny") as (url, process):
         yield model, url, process
 
 
@@ -68,9 +36,8 @@ def complete(url, **body):
 def test_completions_equal_the_whole_model(served):
     model, url, _ = served
     request = greedy_request(1, 6, 8)
-    answer = complete(
-        url, prompt=list(request.tokens), max_tokens=8, temperature=0, logprobs=1, return_token_ids=True
-    ).json()
+    asked = {"max_tokens": 8, "temperature": 0, "logprobs": 1, "return_token_ids": True, "ignore_eos": True}
+    answer = complete(url, prompt=list(request.tokens), **asked).json()
     expected = greedy_answer(model, request.tokens, 8)
     [choice] = answer["choices"]
     assert choice["token_ids"] == expected.tokens
@@ -95,24 +62,60 @@ def test_streams_hold_the_same_tokens(served):
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "named"),
     [
-        {},
-        {"prompt": []},
-        {"prompt": [999]},
-        {"prompt": "text"},
-        {"prompt": [3], "max_tokens": 0},
-        {"prompt": [3], "max_tokens": 4096},
-        {"prompt": [3], "temperature": -1},
-        {"prompt": [3], "stop": [""]},
+        ({}, "prompt"),
+        ({"prompt": []}, "empty"),
+        ({"prompt": [[3], []]}, "empty"),
+        ({"prompt": [999]}, "token"),
+        ({"prompt": "a\u00e4", "model": "other"}, "other"),
+        ({"prompt": [3], "max_tokens": -1}, "max_tokens"),
+        ({"prompt": [3], "max_tokens": 4096}, "4096"),
+        ({"prompt": [3], "temperature": -1}, "temperature"),
+        ({"prompt": [3], "stop": [""]}, "stop"),
+        ({"prompt": [3], "n": 129}, "n:"),
+        ({"prompt": [[3]] * 100, "n": 100}, "256"),
+        ({"prompt": [3], "seed": 1 << 70}, "seed"),
+        ({"prompt": [3], "presence_penalty": 1}, "presence_penalty"),
+        ({"prompt": [3], "stop_token_ids": [999]}, "token"),
+        ({"prompt": [3], "stream": "perhaps"}, "stream"),
+        ({"prompt": [3], "logprobs": 21}, "logprobs"),
     ],
     ids=str,
 )
-def test_wrong_requests_are_refused_with_a_sentence(served, body):
+def test_wrong_requests_are_refused_with_a_sentence(served, body, named):
     _, url, _ = served
     answer = complete(url, **body)
-    assert answer.status_code == 400
+    assert answer.status_code == (404 if "model" in body else 400)
+    assert named in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status"),
+    [
+        (b"", "application/json", 400),
+        (b"{", "application/json", 400),
+        (b"[]", "application/json", 400),
+        (b'{"prompt": "' + b"\xff" + b'"}', "application/json", 400),
+        (b'{"prompt": [3], "temperature": NaN}', "application/json", 400),
+        (b'{"prompt": ' + b"[" * 10_000, "application/json", 400),
+        (b'{"prompt": [3]}', "text/plain", 415),
+        (b" " * ((16 << 20) + 1), "application/json", 413),
+    ],
+    ids=lambda one: str(one)[:40],
+)
+def test_bodies_that_are_no_json_are_refused(served, content, kind, status):
+    _, url, _ = served
+    answer = httpx.post(f"{url}/v1/completions", content=content, headers={"Content-Type": kind}, timeout=60)
+    assert answer.status_code == status
     assert len(answer.json()["error"]["message"]) > 10
+
+
+def test_other_paths_and_methods_are_refused(served):
+    _, url, _ = served
+    assert httpx.get(f"{url}/nowhere").status_code == 404
+    assert httpx.get(f"{url}/v1/completions").status_code == 405
+    assert "--updates" in httpx.post(f"{url}/collective_rpc", json={}).json()["error"]["message"]
 
 
 def test_models_and_health(served):
@@ -140,7 +143,7 @@ def test_a_killed_expert_worker_is_told_within_the_timeout_and_comes_back(tmp_pa
         os.kill(min(workers_of(process)), signal.SIGKILL)  # expert workers are started first
         began = time.monotonic()
         answer = complete(url, **body)
-        assert answer.status_code == 500
+        assert answer.status_code == 503
         assert "expert workers [0] are lost" in answer.json()["error"]["message"]
         assert time.monotonic() - began < 10
         assert httpx.get(f"{url}/health").status_code == 503

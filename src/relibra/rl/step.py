@@ -185,7 +185,7 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
     if warm or learner.critic is None:
         update = _update_policy(learner, update.count, batch, config, clock)
     with clock.stage("sync"):
-        canary = sync_weights(learner.engine, learner.policy, config.rollout.server_weights, step + 1, learner.canary)
+        canary = sync_weights(learner.engine, learner.policy, step + 1, learner.canary)
     metrics = {
         "step": step,
         **step_metrics.rollout_metrics(rollout.responses, rollout.cost, by_group=config.algorithm.advantage == "group"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from relibra.calibration.machine import find_cluster
 from relibra.cluster import Cluster
 from relibra.environment import launched_rank
+from relibra.rl.config.rollout_settings import RolloutSettings
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.evaluation import evaluate
 from relibra.rl.model.critic import build_critic
@@ -24,6 +25,7 @@ from relibra.rl.rollout.engines import check_engine, make_engine, sync_weights
 from relibra.rl.rollout.prompt_lengths import encode_prompt, fit_prompts
 from relibra.rl.rollout.response import RolloutEngine
 from relibra.rl.rollout.served.canary_probe import Canary
+from relibra.rl.rollout.served.own_server import own_server
 from relibra.rl.run.checkpoints.checkpoint import Models, load_checkpoint
 from relibra.rl.run.checkpoints.checkpoint_writer import CheckpointWriter
 from relibra.rl.run.display import TrainingDisplay
@@ -53,15 +55,25 @@ def train_rank(config: RunConfig, run: Path, device: torch.device) -> bool:
     with (
         locked_run_folder(run) if rank_0 else nullcontext(),
         TrainingDisplay(warmup_steps=config.warmup.steps, rl_steps=config.run.steps, enabled=rank_0) as display,
+        ExitStack() as servers,
     ):
         stop.on_request = display.stopping
-        return _train(config, run, device, display, stop)
+        return _train(config, run, device, display, stop, servers)
 
 
-def _train(config: RunConfig, run: Path, device: torch.device, display: TrainingDisplay, stop: StopRequest) -> bool:
+def _train(
+    config: RunConfig,
+    run: Path,
+    device: torch.device,
+    display: TrainingDisplay,
+    stop: StopRequest,
+    servers: ExitStack,
+) -> bool:
     cluster = _find_cluster(config, device)  # before the warm-up, which may be long
     task, tokenizer, policy, longest = _build_task_and_policy(config, run, device)
-    engine, canary = _make_engine(config, policy, task, tokenizer, longest)
+    begin_stage("start of the rollout engine")
+    rollout = servers.enter_context(own_server(config, run, policy.copy))
+    engine, canary = _make_engine(config, rollout, policy, task, tokenizer, longest)
     resumed = broadcast_json(has_checkpoint(run) if dist.get_rank() == 0 else None)
     warmed = resumed or _warm_up(config, policy, task, tokenizer, display, stop)
     learner, progress, step = _build_learner(
@@ -136,12 +148,11 @@ def _find_cluster(config: RunConfig, device: torch.device) -> Cluster:
 
 
 def _make_engine(
-    config: RunConfig, policy: Policy, task: Task, tokenizer: Tokenizer, longest: int
+    config: RunConfig, rollout: RolloutSettings, policy: Policy, task: Task, tokenizer: Tokenizer, longest: int
 ) -> tuple[RolloutEngine, Canary | None]:
     """Return the engine, and the canary of its server; before the warm-up, so that nothing is computed in vain."""
-    begin_stage("start of the rollout engine")
     engine = make_engine(
-        config.rollout,
+        rollout,
         policy,
         tokenizer,
         seed=config.run.seed,
@@ -150,7 +161,7 @@ def _make_engine(
     )
     canary = check_engine(
         engine,
-        config.rollout,
+        rollout,
         longest=longest,
         dtype=config.model.dtype,
         encode_prompt=lambda group: encode_prompt(group, task, tokenizer, config.rollout),
@@ -257,7 +268,7 @@ def _build_learner(
     progress, step = _resume(run, _models(policy, optimizer, critic), task) if resumed else (Progress(), 0)
     if dist.get_rank() == 0:
         write_config(run, config, model_sizes(policy))  # only now: a checkpoint fits this configuration
-    sync_weights(engine, policy, config.rollout.server_weights, step, canary)
+    sync_weights(engine, policy, step, canary)
     reference = None
     if config.algorithm.kl_coefficient:
         reference = reference_policy(policy, run / "reference", device, dtype=config.model.dtype, write=not resumed)

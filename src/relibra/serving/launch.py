@@ -75,8 +75,8 @@ class RunningWorkers:
             for worker in self.attention_workers:
                 self._answer(worker, "ready", end)
                 ControlSocket(worker.control).send({"connect": addresses})
-            for worker in self.attention_workers:
-                self._answer(worker, "connected", end)
+            dtypes = [self._answer(worker, "connected", end) for worker in self.attention_workers]
+            self.dtype: str = dtypes[0]
         except BaseException:
             self.stop()
             raise
@@ -119,6 +119,10 @@ class RunningWorkers:
         self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         self.stop()
+
+    def start_from(self, folder: Path) -> None:
+        """Let workers that are started from now on load another folder of the same model."""
+        self._spec["folder"] = str(folder)
 
     def restart(self, number: int) -> str:
         """Start an expert worker again, and return its address when it has loaded.

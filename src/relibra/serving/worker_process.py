@@ -11,7 +11,8 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from relibra.serving.layout import WorkerLayout
 from relibra.serving.roles.attention_worker import AttentionWorker
 from relibra.serving.roles.checkpoint import load_experts, open_checkpoint, read_structure
 from relibra.serving.roles.expert_worker import ExpertWorker
+from relibra.serving.roles.new_weights import NewWeights
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -82,6 +84,7 @@ class ExpertProcess:
         )
         inbox = ExpertInbox(listener, shape, bytes.fromhex(self._spec["secret"]), ExchangeCounters())
         worker = ExpertWorker(layers, inbox)
+        self._weights = NewWeights(worker, self._spec["dtype"], experts)
 
         def work() -> None:
             worker.run()
@@ -96,6 +99,13 @@ class ExpertProcess:
         self._workers.append((worker, thread))
         return address, experts
 
+    def obey(self, frame: dict[str, Any]) -> dict[str, Any]:
+        """Read or use other weights; what is held later comes from their folder."""
+        answer = self._weights.obey(frame)
+        if frame.get("use"):
+            self._spec["folder"] = frame["use"]
+        return answer
+
     def counters(self) -> dict[str, int | float]:
         """Return the counts of the worker that answers now."""
         worker, _ = self._workers[-1]
@@ -109,6 +119,8 @@ def run_expert_worker(control: ControlSocket, spec: dict[str, Any]) -> None:
     while (frame := control.receive()) is not None:
         if "hold" in frame:
             control.send({"ready": process.hold(frame["hold"], frame["address"])})
+        elif "weights" in frame:
+            control.send({"weights": process.obey(frame["weights"])})
         elif "counters" in frame:
             control.send({"counters": process.counters()})
 
@@ -130,24 +142,31 @@ def run_attention_worker(control: ControlSocket, spec: dict[str, Any]) -> None:
         control.send({"progress": [_as_json(one) for one in progress]})
 
     worker.connect(frame["connect"], bytes.fromhex(spec["secret"]), tell)
-    control.send({"connected": True})
+    control.send({"connected": str(worker.shape.dtype)})
+    weights = NewWeights(worker, spec["dtype"])
     while (frame := control.receive()) is not None:
         if "generate" in frame:
-            worker.submit(_request(frame["generate"]))
+            for request in _requests(frame["generate"]):
+                worker.submit(request)
         elif "cancel" in frame:
             worker.cancel(frame["cancel"])
         elif "rejoin" in frame:
             worker.rejoin(*frame["rejoin"])
         elif "load" in frame:
             control.send({"load": worker.load()})
+        elif "weights" in frame:
+            control.send({"weights": weights.obey(frame["weights"])})
         elif "counters" in frame:
             control.send({"counters": worker.counters()})
     worker.close()
 
 
-def _request(body: dict[str, Any]) -> GenerateRequest:
-    sampling = {**body["sampling"], "stop_ids": tuple(body["sampling"]["stop_ids"])}
-    return GenerateRequest(number=body["number"], tokens=tuple(body["tokens"]), sampling=SamplingParameters(**sampling))
+def _requests(body: dict[str, Any]) -> Iterator[GenerateRequest]:
+    """Yield the samples of a prompt."""
+    sampling = SamplingParameters(**{**body["sampling"], "stop_ids": tuple(body["sampling"]["stop_ids"])})
+    tokens = tuple(body["tokens"])
+    for sample, number in enumerate(body["numbers"]):
+        yield GenerateRequest(number=number, tokens=tokens, sampling=replace(sampling, sample=sample))
 
 
 def _as_json(progress: Progress) -> dict[str, Any]:
@@ -161,6 +180,8 @@ def _as_json(progress: Progress) -> dict[str, Any]:
         body["finish"] = progress.finish
     if progress.error:
         body["error"] = progress.error
+    if progress.prompt_log_probs is not None:
+        body["prompt_log_probs"] = progress.prompt_log_probs.tolist()
     if progress.routes is not None:
         array = io.BytesIO()
         np.save(array, progress.routes, allow_pickle=False)

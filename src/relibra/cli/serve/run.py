@@ -36,15 +36,23 @@ def run(
     kv_tokens: Annotated[int, typer.Option(help="Places of the KV cache of an attention worker.")] = 65536,
     threads: Annotated[int, typer.Option(help="Threads of torch per worker; 0: cores / workers.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds that attention and experts wait for one another.")] = 60.0,
+    api_key_from: Annotated[
+        str, typer.Option(help="Where keys of clients are: env:NAME, or file:PATH with one per line.")
+    ] = "",
+    max_waiting: Annotated[int, typer.Option(help="Most answers in the queue; more get status 429.")] = 1024,
+    deadline: Annotated[float, typer.Option(help="Seconds that a request may take, waiting included.")] = 600.0,
+    updates: Annotated[bool, typer.Option("--updates", help="Let clients load other weights, as vLLM's do.")] = False,
+    until_eof: Annotated[bool, typer.Option("--until-eof", help="Stop when the standard input ends.")] = False,
 ) -> None:
     """Serve a mixture-of-experts model with attention on some processes and experts on others.
 
-    Answers /v1/completions, /v1/models and /health. Ctrl-C stops all workers.
+    Answers /v1/completions, /v1/chat/completions, /v1/models, vLLM's /inference/v1/generate, /health and /metrics.
+    Ctrl-C stops all workers.
 
     Example: relibra serve runs/demo/policy --attention 1 --experts 1 --micro-batches 2 --port 8100
     """
     from relibra.serving.layout import WorkerLayout
-    from relibra.serving.server.serve import serve
+    from relibra.serving.server.serve import FrontSettings, serve
 
     if transport not in ("shared", "tcp"):
         raise ConfigError(f"--transport {transport!r} is unknown: use shared or tcp")
@@ -65,11 +73,18 @@ def run(
     serve(
         model,
         layout,
-        host=host,
-        port=port,
-        name=name or model.resolve().name,
+        FrontSettings(
+            host=host,
+            port=port,
+            name=name or model.resolve().name,
+            api_key_from=api_key_from,
+            max_waiting=max_waiting,
+            deadline=deadline,
+            updates=updates,
+            until_eof=until_eof,
+            rebalance_seconds=rebalance_seconds,
+        ),
         dtype=dtype,
         threads=threads or max(1, cores // (layout.attention + layout.experts)),
-        rebalance_seconds=rebalance_seconds,
         tell=print_note,
     )

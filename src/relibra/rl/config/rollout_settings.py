@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,16 +40,19 @@ class RolloutSettings(Section):
     the run before its first step and names the first."""
     max_batch: int = Field(256, ge=1, le=1 << 16)
     """Most responses that one rank decodes at once; further ones start as others finish. Limits KV-cache memory."""
-    engine: Literal["embedded", "sglang", "vllm"] = "embedded"
-    """Sampler: "embedded" is a full copy of the policy in every rank; the others are servers at `url`."""
+    engine: Literal["embedded", "serve", "sglang", "vllm"] = "embedded"
+    """Sampler: "embedded" is a full copy of the policy in every rank; "serve" a server of relibra that the run starts,
+    attention and experts apart; the others are servers at `url`."""
     url: tuple[str, ...] = Field((), max_length=MOST_SERVERS)
     """sglang, vllm: server address, such as http://127.0.0.1:30000; or several, as a list or with commas: each
     response may come from any of them. They must return log-probs and routed experts."""
+    server_options: str = Field("", max_length=1000)
+    """serve: options of `relibra serve`, as "--attention 2 --experts 2"; the run sets port, dtype and lengths."""
     server_weights: Path | None = None
     """sglang, vllm: folder through which new weights go, a fresh one inside it per version; trainer and server must
     see it under the same path."""
     start_seconds: float = Field(600.0, ge=0, le=1e6)
-    """sglang, vllm: seconds to wait, before the run begins, for a server that does not answer yet."""
+    """Servers: seconds to wait, before the run begins, for one that does not answer yet."""
     retry_seconds: float = Field(300.0, ge=0, le=1e6)
     """sglang, vllm: seconds during which a request that failed is repeated; a server that is started again meanwhile
     first loads the weights that were published last."""
@@ -94,6 +98,15 @@ class RolloutSettings(Section):
             raise ValueError(f"url names {twice[:200]!r} twice: name each server once")
         return value
 
+    @field_validator("server_options")
+    @classmethod
+    def _are_words(cls, value: str) -> str:
+        try:
+            shlex.split(value)
+        except ValueError as error:
+            raise ValueError(f"server_options {value!r} are no words of a command: {error}") from error
+        return value
+
     @field_validator("api_key_from")
     @classmethod
     def _names_a_place(cls, value: str) -> str:
@@ -108,7 +121,12 @@ class RolloutSettings(Section):
                 f"prompts_per_step {self.prompts_per_step} x responses_per_prompt {self.responses_per_prompt} are more "
                 f"than {MOST_RESPONSES:,} responses in a step"
             )
-        if self.engine != "embedded" and not (self.url and self.server_weights):
+        if self.engine == "serve" and self.url:
+            raise ValueError(
+                "engine 'serve' starts its server itself: leave out url, or set engine=vllm for a server of relibra "
+                "that runs already"
+            )
+        if self.engine in ("sglang", "vllm") and not (self.url and self.server_weights):
             raise ValueError(
                 f"engine {self.engine!r} needs url (the server) and server_weights (a folder that both see)"
             )

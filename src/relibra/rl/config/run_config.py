@@ -123,7 +123,7 @@ class RunConfig(Section):
         )
         if not (isinstance(rollout, dict) and isinstance(model, dict)) or model.get("path"):
             return settings
-        if rollout.get("engine", "embedded") == "embedded":
+        if rollout.get("engine", "embedded") in ("embedded", "serve"):
             return settings
         try:
             sizes = ModelSettings.model_validate(model)
@@ -244,7 +244,7 @@ _MAY_CHANGE = (
 )
 _MAY_CHANGE_TOO = (
     *("evaluation.stop_at", "task.max_failed_rewards"),
-    *("rollout.max_batch", "rollout.url", "rollout.server_weights"),
+    *("rollout.max_batch", "rollout.url", "rollout.server_weights", "rollout.server_options"),
     *("rollout.start_seconds", "rollout.timeout_seconds", "rollout.retry_seconds", "rollout.api_key_from"),
 )
 

@@ -52,7 +52,7 @@ def make_engine(
         )
     first = ServerClient(
         url=rollout.url[0],
-        dialect=rollout.engine,
+        dialect="sglang" if rollout.engine == "sglang" else "vllm",  # which relibra serve speaks, too
         routes=routes,
         stop_ids=tokenizer.stop_ids,
         vocab_size=int(text_config.vocab_size),
@@ -65,6 +65,7 @@ def make_engine(
         seed=seed,
         max_batch=rollout.max_batch,
         retry_seconds=rollout.retry_seconds,
+        weights=rollout.server_weights,
     )
 
 
@@ -104,24 +105,23 @@ def check_engine(
 
 
 def sync_weights(
-    engine: RolloutEngine, policy: Policy, server_weights: Path | None, weight_version: int, canary: Canary | None
+    engine: RolloutEngine, policy: Policy, weight_version: int, canary: Canary | None
 ) -> CanaryReport | None:
     """Copy the trained weights to the full copies, and to the servers if there are any; collective.
 
-    server_weights   folder that servers read them from (`rollout.server_weights`)
-    canary           on rank 0: compares the servers with the policy afterwards
-    returns          what the canary saw, on all ranks; None: there is none
-    raises           EngineError where a server does not load them, or does not compute with them
+    canary    on rank 0: compares the servers with the policy afterwards
+    returns   what the canary saw, on all ranks; None: there is none
+    raises    EngineError where a server does not load them, or does not compute with them
     """
     policy.sync()
     if not isinstance(engine, ServerEngine):
         return None
-    assert server_weights is not None, "RolloutSettings asks for a folder that the server sees"
+    assert engine.weights is not None, "RolloutSettings asks for a folder that the server sees"
     report, folder = None, None
     if dist.get_rank() == 0:
         if canary is not None:
             canary.before_update()
-        folder = str(publish_weights(policy.copy, server_weights, engine, weight_version))
+        folder = str(publish_weights(policy.copy, engine.weights, engine, weight_version))
         report = canary and canary.after_update(policy.copy, weight_version)
     wait_for_ranks()  # without a deadline; no rank asks a server before it has the weights
     found, folder = broadcast_json([report and asdict(report), folder])

@@ -8,6 +8,7 @@ reference/             the policy before the first step, if algorithm.kl_coeffic
 tensorboard/           the same numbers for TensorBoard
 traces/step-00000/     routes of the latest rollouts and of each 50th (`trace.keep`, `trace.keep_every`)
 policy/                the trained policy, a plain `transformers` folder
+server/                log of the run's own rollout server, and weights on their way there (rollout.engine=serve)
 stacks/                Python stacks of the ranks, if one was lost or hung
 .lock                  empty; locked by the process that writes into the folder
 .launch                which `torchrun` made the folder: started again by it, the ranks continue there

@@ -24,8 +24,9 @@ class AttentionEngine:
             thread.start()
 
     def submit(self, request: GenerateRequest) -> None:
-        """Give a request to the micro-batch with the fewest; ties: the first."""
-        chosen = min(self.micro_batches, key=lambda one: one.unfinished)
+        """Give a request to a micro-batch where its prompt waits, else to the one with the fewest; ties: the first."""
+        waiting = next((one for one in self.micro_batches if one.awaits_prompt(request.tokens)), None)
+        chosen = waiting or min(self.micro_batches, key=lambda one: one.unfinished)
         self._of_request[request.number] = chosen
         chosen.submit(request)
 

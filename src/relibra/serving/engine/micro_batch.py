@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from transformers import Cache
 from relibra.errors import EngineError, RelibraError, in_a_line
 from relibra.replay.record import narrow_dtype
 from relibra.rl.rollout.kv_caches import can_join, growing_cache
-from relibra.serving.engine.prefill import Prefill, group_prompts
+from relibra.serving.engine.prefill import MOST_SCORES, Prefill, group_prompts, share_prompts
 from relibra.serving.engine.request import GenerateRequest, Progress
 from relibra.serving.engine.running_batch import Row, RunningBatch, join
 from relibra.serving.roles.remote_experts import RemoteExperts
@@ -76,6 +76,11 @@ class MicroBatch:
         """Requests that wait or run."""
         return len(self._rows)
 
+    def awaits_prompt(self, tokens: tuple[int, ...]) -> bool:
+        """Return whether the request that came last begins with this prompt, and still waits."""
+        with self._work:
+            return bool(self._waiting) and self._waiting[-1].request.tokens == tokens
+
     def submit(self, request: GenerateRequest) -> None:
         """Queue a request."""
         with self._work:
@@ -126,7 +131,7 @@ class MicroBatch:
         self._drop_cancelled()
         self._admit()
         if self._prefills:
-            self._feed_piece(self._prefills[0])
+            self._feed_piece(self._prefills.popleft())
         if self._batch is not None:
             progress = self._batch.step(self._forward)
             self.steps += 1
@@ -134,11 +139,15 @@ class MicroBatch:
             self._tell(progress)
 
     def _feed_piece(self, prefill: Prefill) -> None:
-        progress = prefill.feed(self._forward, self._limits.max_tokens)
+        most = self._limits.max_tokens
+        if any(row.request.sampling.prompt_log_probs for row in prefill.rows):
+            config: Any = self._model.config
+            most = max(1, min(most, MOST_SCORES // config.get_text_config().vocab_size))
+        progress = prefill.feed(self._forward, most)
         self.prefills += 1
         if progress is None:
+            self._prefills.append(prefill)  # pieces in turn: a short prompt does not wait for a long one
             return
-        self._prefills.popleft()
         fresh = prefill.batch()
         parts = [one for one in (self._batch, fresh) if one is not None]
         self._batch = join(parts) if parts else None
@@ -151,24 +160,31 @@ class MicroBatch:
             return
         fresh: list[Row] = []
         with self._work:
-            running = [row for row in self._rows.values() if row.admitted]
-            rows, longest = len(running), max((row.most_tokens for row in running), default=0)
+            running = [row.most_tokens for row in self._rows.values() if row.admitted]
+            rows, columns = len(running), max(running, default=0)
             while self._waiting and rows < limits.max_rows:
                 row = self._waiting[0]
-                longest = max(longest, row.most_tokens)
-                if rows and (rows + 1) * longest > limits.max_columns:
+                widest = max(columns, row.most_tokens)
+                if rows and (rows + 1) * widest > limits.max_columns:
                     break
                 if not self._can_join and fresh and len(row.request.tokens) != len(fresh[0].request.tokens):
                     break
                 fresh.append(self._waiting.popleft())
                 row.admitted = True
-                rows += 1
-        lengths = [len(row.request.tokens) for row in fresh]
-        groups = group_prompts(lengths, limits.max_tokens) if self._can_join else [list(range(len(fresh)))]
-        for group in groups if fresh else ():
-            rows_of_group = [fresh[index] for index in group]
-            cache = growing_cache(self._model.config) if self._can_join else None
-            self._prefills.append(Prefill(rows_of_group, cache, self._pad_id))
+                rows, columns = rows + 1, widest
+        if fresh:
+            self._prefills.extend(self._begin(fresh))
+
+    def _begin(self, fresh: Sequence[Row]) -> Iterator[Prefill]:
+        """Yield the prefills of rows: prompts to score apart from others, equal prompts once."""
+        if not self._can_join:
+            yield Prefill([[row] for row in fresh], None, self._pad_id)
+            return
+        scored = [row for row in fresh if row.request.sampling.prompt_log_probs]
+        for rows in (scored, [row for row in fresh if not row.request.sampling.prompt_log_probs]):
+            rows_of = share_prompts(rows)
+            for group in group_prompts([len(one[0].request.tokens) for one in rows_of], self._limits.max_tokens):
+                yield Prefill([rows_of[index] for index in group], growing_cache(self._model.config), self._pad_id)
 
     def _drop_cancelled(self) -> None:
         """End cancelled requests: those that wait or run at once, those of a prefill after it."""
@@ -179,6 +195,7 @@ class MicroBatch:
                     self._waiting.remove(row)
         if not gone:
             return
+        self._prefills = deque(one for one in self._prefills if not one.is_cancelled)
         if self._batch is not None and any(row in self._batch.rows for row in gone):
             self._batch = self._batch.without_cancelled()
         self._tell([Progress(number=row.request.number, finish="cancelled") for row in gone])
@@ -189,7 +206,7 @@ class MicroBatch:
             self._waiting.clear()
         self._prefills.clear()
         self._batch = None
-        self._tell([Progress(number=row.request.number, finish="error", error=sentence) for row in rows])
+        self._tell([Progress(number=row.request.number, finish="lost", error=sentence) for row in rows])
 
     def _tell(self, progress: Iterable[Progress]) -> None:
         """Tell the listener, and forget rows that have ended."""
@@ -204,9 +221,9 @@ class MicroBatch:
             self._listener(told)
 
     def _forward(
-        self, input_BN: Int[Tensor, "B N"], mask_BC: Bool[Tensor, "B C"], cache: Cache | None
-    ) -> tuple[Float[Tensor, "B V"], Tensor, Cache]:
-        """Run the model with remote experts; return the last logits, the routes `[B * N, L, K]` and the cache."""
+        self, input_BN: Int[Tensor, "B N"], mask_BC: Bool[Tensor, "B C"], cache: Cache | None, *, last: int = 1
+    ) -> tuple[Float[Tensor, "B Z V"], Tensor, Cache]:
+        """Run the model with remote experts; see `Forward`."""
         model: Any = self._model
         with self._experts.forward_pass() as routes_LTK:
             output = model(
@@ -215,6 +232,6 @@ class MicroBatch:
                 position_ids=(mask_BC.cumsum(dim=1) - 1).clamp(min=0)[:, -input_BN.shape[1] :],
                 past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=1,
+                logits_to_keep=last,
             )
-        return output.logits[:, -1], torch.stack(routes_LTK, dim=1).to(self._route_dtype), output.past_key_values
+        return output.logits, torch.stack(routes_LTK, dim=1).to(self._route_dtype), output.past_key_values

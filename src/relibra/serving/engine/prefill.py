@@ -6,53 +6,97 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from jaxtyping import Float, Float32
+from numpy import ndarray
+from torch import Tensor
 from transformers import Cache
 
 from relibra.serving.engine.request import Progress
 from relibra.serving.engine.running_batch import Forward, Row, RunningBatch, keep_unfinished, sample_rows
 
+MOST_SCORES = 1 << 26
+"""Logits of a piece whose tokens are scored."""
+
 
 class Prefill:
-    """Prompts of one length class, fed together.
+    """Prompts of one length class, fed together; each serves all rows that begin with it.
 
     Several short prompts are padded in front to one width and fed in one piece. A prompt longer than a piece is fed
     alone, so that no piece is padding only.
     """
 
-    def __init__(self, rows: Sequence[Row], cache: Cache | None, pad_id: int) -> None:
+    def __init__(self, rows_of: Sequence[Sequence[Row]], cache: Cache | None, pad_id: int) -> None:
         """Begin with nothing fed.
 
-        cache   empty; None: the model makes its own, and takes prompts whole
+        rows_of   rows of each prompt
+        cache     empty; None: the model makes its own, and takes prompts whole
         """
-        self.rows = list(rows)
-        width = max(len(row.request.tokens) for row in rows)
-        self._input_BN = torch.full((len(rows), width), pad_id)
-        self._mask_BN = torch.zeros((len(rows), width), dtype=torch.bool)
-        for b, row in enumerate(rows):
-            first = width - len(row.request.tokens)
-            self._input_BN[b, first:] = torch.tensor(row.request.tokens)
-            self._mask_BN[b, first:] = True
+        self.rows = [row for rows in rows_of for row in rows]
+        self._rows_of = rows_of
+        prompts = [rows[0].request.tokens for rows in rows_of]
+        width = max(map(len, prompts))
+        self._input_BN = torch.full((len(prompts), width), pad_id)
+        self._mask_BN = torch.zeros((len(prompts), width), dtype=torch.bool)
+        for b, tokens in enumerate(prompts):
+            self._input_BN[b, width - len(tokens) :] = torch.tensor(tokens)
+            self._mask_BN[b, width - len(tokens) :] = True
+        self._scored = any(row.request.sampling.prompt_log_probs for row in self.rows)
         self._cache, self._fed = cache, 0
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return all(row.cancelled for row in self.rows)
 
     def feed(self, forward: Forward, most_tokens: int) -> list[Progress] | None:
         """Feed a piece of at most so many tokens, or one column; return the first tokens after the last piece."""
-        piece_columns = self._mask_BN.shape[1] if self._cache is None else max(1, most_tokens // len(self.rows))
-        end = min(self._mask_BN.shape[1], self._fed + piece_columns)
+        width, prompts = self._mask_BN.shape[1], len(self._rows_of)
+        end = width if self._cache is None else min(width, self._fed + max(1, most_tokens // prompts))
         piece = slice(self._fed, end)
-        logits_BV, experts_YLK, self._cache = forward(self._input_BN[:, piece], self._mask_BN[:, :end], self._cache)
-        experts_BNLK = experts_YLK.view(len(self.rows), end - self._fed, *experts_YLK.shape[1:]).numpy()
+        logits_BZV, experts_YLK, self._cache = forward(
+            self._input_BN[:, piece], self._mask_BN[:, :end], self._cache, last=0 if self._scored else 1
+        )
+        experts_BNLK = experts_YLK.view(prompts, end - self._fed, *experts_YLK.shape[1:]).numpy()
         token_BN = self._mask_BN[:, piece].numpy()
-        for b, row in enumerate(self.rows):
-            row.fed += int(token_BN[b].sum())
-            if row.request.sampling.routes:
-                row.experts.append(experts_BNLK[b][token_BN[b]])
+        for b, rows in enumerate(self._rows_of):
+            fed = int(token_BN[b].sum())
+            routes = experts_BNLK[b][token_BN[b]] if any(row.request.sampling.routes for row in rows) else None
+            scores = self._scores(b, piece, logits_BZV[b]) if self._scored else None
+            for row in rows:
+                row.fed += fed
+                if row.request.sampling.routes and routes is not None:
+                    row.experts.append(routes)
+                if row.request.sampling.prompt_log_probs and scores is not None:
+                    row.scores.append(scores)
         self._fed = end
-        return sample_rows(self.rows, logits_BV) if end == self._mask_BN.shape[1] else None
+        if end < width:
+            return None
+        prompt_B = torch.tensor([b for b, rows in enumerate(self._rows_of) for _ in rows])
+        if len(prompt_B) > prompts:
+            assert self._cache is not None, "the model has been fed"
+            self._cache.reorder_cache(prompt_B)
+            self._mask_BN = self._mask_BN[prompt_B]
+        return sample_rows(self.rows, logits_BZV[prompt_B, -1])
 
     def batch(self) -> RunningBatch | None:
         """Return the rows that go on after the last piece; None if all have ended."""
         assert self._cache is not None, "the last piece has been fed"
         return keep_unfinished(self.rows, torch.nn.functional.pad(self._mask_BN, (0, 1), value=True), self._cache)
+
+    def _scores(self, prompt: int, piece: slice, logits_NV: Float[Tensor, "N V"]) -> Float32[ndarray, " Z"]:
+        """Return the log-probs of the tokens that follow those of a piece."""
+        next_N = self._input_BN[prompt, piece.start + 1 : piece.stop + 1]
+        known_N = self._mask_BN[prompt, piece][: len(next_N)]
+        log_prob_NV = torch.log_softmax(logits_NV[: len(next_N)].float(), dim=-1)
+        return log_prob_NV.gather(1, next_N[:, None])[:, 0][known_N].numpy()
+
+
+def share_prompts(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return rows with equal prompts together, in the order of the first of each: their prompts are fed once."""
+    by_prompt: dict[tuple[int, ...], list[Row]] = {}
+    for row in rows:
+        by_prompt.setdefault(row.request.tokens, []).append(row)
+    return list(by_prompt.values())
 
 
 def group_prompts(lengths: Sequence[int], most_tokens: int) -> list[list[int]]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxtyping import Shaped
+from jaxtyping import Float32, Shaped
 from numpy import ndarray
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "error", "lost"]
+"""Why an answer ends; "error": its own numbers are broken, "lost": the experts do not answer any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class SamplingParameters:
     stop_ids      tokens that end the answer
     top_log_probs  most likely tokens whose log-probs are told with each token
     routes        the experts of every token are told at the end
+    prompt_log_probs  log-probs of the prompt's tokens at temperature 1 are told with the first token
     """
 
     limit: int
@@ -35,6 +37,7 @@ class SamplingParameters:
     stop_ids: tuple[int, ...] = ()
     top_log_probs: int = 0
     routes: bool = False
+    prompt_log_probs: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,8 @@ class Progress:
     top          most likely tokens with their log-probs
     finish       why the answer ends with this; None: it goes on
     routes       at the end, if asked for: experts of every token fed, in ascending layers
-    error        sentence, where `finish` is "error"
+    prompt_log_probs  with the first token, if asked for: of all tokens of the prompt but the first
+    error        sentence, where `finish` is "error" or "lost"
     """
 
     number: int
@@ -64,4 +68,5 @@ class Progress:
     top: tuple[tuple[int, float], ...] = ()
     finish: FinishReason | None = None
     routes: Shaped[ndarray, "m L K"] | None = None
+    prompt_log_probs: Float32[ndarray, " n"] | None = None
     error: str = ""

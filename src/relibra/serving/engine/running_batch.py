@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,9 +19,21 @@ from relibra.rl.rollout.philox import sampling_key, uniform_numbers_of_keys
 from relibra.serving.engine.request import FinishReason, GenerateRequest, Progress
 from relibra.serving.engine.sampling import sample_tokens
 
-Forward = Callable[[Int[Tensor, "B N"], Bool[Tensor, "B C"], Cache | None], tuple[Float[Tensor, "B V"], Tensor, Cache]]
-"""Runs the model: tokens, mask of cache and tokens, cache or None; returns the last logits, the routes `[B * N, L, K]`
-and the cache."""
+
+@runtime_checkable
+class Forward(Protocol):
+    """Runs the model."""
+
+    def __call__(
+        self, input_BN: Int[Tensor, "B N"], mask_BC: Bool[Tensor, "B C"], cache: Cache | None, *, last: int = 1
+    ) -> tuple[Float[Tensor, "B Z V"], Tensor, Cache]:
+        """Return the logits of the last columns, the routes `[B * N, L, K]` and the cache.
+
+        mask_BC   of the cache and the tokens
+        cache     None: the model makes its own
+        last      columns of logits; 0: all
+        """
+        ...
 
 
 @dataclass(eq=False)
@@ -29,12 +42,14 @@ class Row:
 
     fed        tokens in the cache
     experts    routes of each piece that was fed, where they are asked for
+    scores     log-probs of pieces of the prompt, where they are asked for
     admitted   its prompt is being fed, or has been
     """
 
     request: GenerateRequest
     tokens: list[int] = field(default_factory=list)
     experts: list[ndarray] = field(default_factory=list)
+    scores: list[ndarray] = field(default_factory=list)
     fed: int = 0
     admitted: bool = False
     cancelled: bool = False
@@ -76,7 +91,13 @@ class Row:
             top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
         routes = np.concatenate(self.experts) if self.finish and self.experts else None
         return Progress(
-            number=self.request.number, token=token, log_prob=log_prob, top=top, finish=self.finish, routes=routes
+            number=self.request.number,
+            token=token,
+            log_prob=log_prob,
+            top=top,
+            finish=self.finish,
+            routes=routes,
+            prompt_log_probs=np.concatenate(self.scores) if self.scores and len(self.tokens) == 1 else None,
         )
 
 
@@ -95,12 +116,12 @@ class RunningBatch:
 
     def step(self, forward: Forward) -> list[Progress]:
         """Feed the latest tokens and sample the next of each row, in place."""
-        logits_BV, experts_BLK, _ = forward(self.token_B[:, None], self.mask_BC, self.cache)
+        logits_B1V, experts_BLK, _ = forward(self.token_B[:, None], self.mask_BC, self.cache)
         for b, row in enumerate(self.rows):
             row.fed += 1
             if row.request.sampling.routes:
                 row.experts.append(experts_BLK[b : b + 1].numpy())
-        return sample_rows(self.rows, logits_BV)
+        return sample_rows(self.rows, logits_B1V[:, 0])
 
     def next(self) -> RunningBatch | None:
         """Return the batch that feeds the tokens sampled by `step`; None if all rows have ended."""

@@ -1,5 +1,5 @@
-"""Front: OpenAI-compatible HTTP over the attention workers.
+"""Front: HTTP as OpenAI's and vLLM's clients speak it, over the attention workers.
 
-`clients.py` sends requests to workers and hands their progress back, `text.py` turns text into tokens and back,
-`completions.py` is the endpoint's values and answers, `app.py` binds them to paths.
+In: bodies of requests. Out: answers and streams. Open `app.py` first (paths), then `generation.py` (one request),
+`admission.py` (who is next) and `clients.py` (the workers). `endpoints/` holds the forms of bodies and answers.
 """

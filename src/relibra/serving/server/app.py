@@ -2,97 +2,229 @@
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
 
 from relibra.errors import RelibraError
-from relibra.serving.launch import RunningWorkers
-from relibra.serving.server.clients import WorkerClients
-from relibra.serving.server.completions import BadRequest, CompletionRequest, CompletionServer
-from relibra.serving.server.text import load_codec
+from relibra.serving.server.access import AccessList
+from relibra.serving.server.endpoints.chat import ChatBody
+from relibra.serving.server.endpoints.completions import CompletionBody
+from relibra.serving.server.endpoints.sampling_body import LAST_EVENT, event, usage
+from relibra.serving.server.endpoints.tokens import TokenBody
+from relibra.serving.server.generation import Choice, GenerationRequest, Generator
+from relibra.serving.server.metrics import CONTENT_TYPE, CountAnswers, FrontMetrics
+from relibra.serving.server.refusals import (
+    BadRequest,
+    NotJson,
+    TooLarge,
+    UnknownPath,
+    error_body,
+    first_mistake,
+    refuse_with_sentences,
+)
+from relibra.serving.server.streams import EventStream, unless_client_left
+from relibra.serving.server.weights import NewVersion, ServedWeights, WorkerCall
+
+MOST_BODY_BYTES = 16 << 20
+Body = TypeVar("Body", bound=BaseModel)
+OpenAiBody = CompletionBody | ChatBody
 
 
-def make_app(
-    model: RunningWorkers, folder: Path, name: str, on_start: Callable[[], None], rebalance_seconds: float = 0.0
-) -> FastAPI:
-    """Return the application of a model that is running.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Front:
+    """What the paths work with, once workers are connected."""
 
-    name       of the model, as clients call it
-    on_start   called when requests are taken
+    generator: Generator
+    weights: ServedWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedName:
+    """What a front says about its model.
+
+    name     as clients call it
+    config   as vLLM's /server_info shows it
     """
-    codec, servers = load_codec(folder), []
+
+    name: str
+    max_length: int
+    config: dict[str, Any]
+
+
+Opening = Callable[[], Awaitable[tuple[Front, Callable[[], Awaitable[None]]]]]
+"""Connects to the workers; returns the front, and what ends it."""
+
+
+def make_app(open_front: Opening, about: ServedName, access: AccessList, counted: FrontMetrics) -> FastAPI:
+    """Return the application of a model."""
+    fronts: list[Front] = []
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        clients = await WorkerClients.open(model, rebalance_seconds)
-        servers.append(CompletionServer(clients, codec, name, model.layout.max_length))
-        on_start()
+        front, close = await open_front()
+        fronts.append(front)
         yield
-        await clients.close()
-        model.stop()  # a worker that is just being started again ends too, and with it who waits for it
+        await close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
-    app.add_exception_handler(RequestValidationError, _refuse_body)
-    app.add_exception_handler(ExceptionGroup, _answer_group)
-    app.add_exception_handler(RelibraError, _answer_error)
+    app.add_middleware(CountAnswers, metrics=counted)
+    refuse_with_sentences(app)
+    guarded = [Depends(access.client_of)]
 
     @app.get("/health")
     async def health() -> Response:
-        clients = servers[0].clients
-        lost = [clients.failure] if clients.failure else list(clients.lost_experts.values())
-        about = {"running": clients.running, "rebalanced": clients.rebalanced}
-        return JSONResponse(about | ({"error": "; ".join(lost)} if lost else {}), status_code=503 if lost else 200)
+        clients = fronts[0].generator.admission.clients
+        lost = [clients.failure] if clients.failure else clients.lost_experts
+        said = {"running": clients.running, "rebalanced": clients.rebalanced}
+        return JSONResponse(said | ({"error": "; ".join(lost)} if lost else {}), status_code=503 if lost else 200)
 
-    @app.get("/v1/models")
+    @app.get("/metrics")
+    async def read_metrics() -> Response:
+        return Response(counted.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/v1/models", dependencies=guarded)
     async def models() -> dict[str, Any]:
-        about = {"id": name, "object": "model", "created": started, "owned_by": "relibra"}
-        return {"object": "list", "data": [{**about, "max_model_len": model.layout.max_length}]}
+        model = {"id": about.name, "object": "model", "created": started, "owned_by": "relibra"}
+        return {"object": "list", "data": [{**model, "max_model_len": about.max_length}]}
+
+    async def complete(request: Request, kind: type[OpenAiBody]) -> Response:
+        client, generator = access.client_of(request), fronts[0].generator
+        body = await _read(request, kind)
+        _check_model(body.model, about.name)
+        # Text is encoded in a thread: a long prompt stalls nobody's stream.
+        asked = await asyncio.to_thread(body.request, generator.codec, client, about.max_length)
+        choices = generator.begin(asked)
+        counted.begun(sum(map(len, asked.prompts)))
+        answer = _OpenAiAnswer(generator, body, asked, choices, about.name)
+        if not body.stream:
+            return JSONResponse(await unless_client_left(answer.whole(), request))
+        events = answer.events()
+        first = await unless_client_left(anext(events), request)
+        return EventStream(first, events)
 
     @app.post("/v1/completions")
-    async def complete(body: CompletionRequest) -> Response:
-        server = servers[0]
+    async def completions(request: Request) -> Response:
+        return await complete(request, CompletionBody)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await complete(request, ChatBody)
+
+    @app.post("/inference/v1/generate")
+    async def generate(request: Request) -> Response:
+        client, front = access.client_of(request), fronts[0]
+        body = await _read(request, TokenBody)
+        _check_model(body.model, about.name)
         if body.stream:
-            events = server.stream(body)
-            first = await anext(events)  # what is wrong with the request is told before the stream begins
-            return StreamingResponse(_chain(first, events), media_type="text/event-stream")
-        return JSONResponse(await server.answer(body))
+            raise BadRequest("stream is not offered here: leave it out, or use /v1/completions")
+        asked = body.request(front.generator.codec, client)
+        choices = front.generator.begin(asked)
+        counted.begun(len(body.token_ids))
+        await unless_client_left(_run(front.generator, asked, choices), request)
+        return JSONResponse(body.answer([choice.take() for choice in choices], front.weights.version))
+
+    @app.get("/server_info", dependencies=guarded)
+    async def server_info() -> dict[str, Any]:
+        return {"vllm_config": about.config}
+
+    @app.get("/weight_info", dependencies=guarded)
+    async def weight_info() -> dict[str, Any]:
+        return {"weight_version": fronts[0].weights.version}
+
+    @app.post("/collective_rpc", dependencies=guarded)
+    async def load_weights(request: Request) -> dict[str, Any]:
+        fronts[0].weights.check_offered()
+        await fronts[0].weights.load(await _read(request, WorkerCall))
+        return {"results": []}
+
+    @app.post("/update_weight_version", dependencies=guarded)
+    async def set_version(request: Request) -> dict[str, Any]:
+        fronts[0].weights.check_offered()
+        fronts[0].weights.version = (await _read(request, NewVersion)).new_version
+        return {"success": True}
+
+    @app.post("/reset_prefix_cache", dependencies=guarded)
+    async def reset_prefix_cache() -> dict[str, Any]:
+        return {"success": True}  # keys and values live as long as their answer, and none spans two versions
 
     started = int(time.time())
     return app
 
 
-async def _chain(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
-    yield first
-    async for one in rest:
-        yield one
+class _OpenAiAnswer:
+    """An answer of one of OpenAI's endpoints, whole or as events."""
+
+    def __init__(
+        self, generator: Generator, body: OpenAiBody, asked: GenerationRequest, choices: list[Choice], name: str
+    ) -> None:
+        self._generator, self._body, self._asked, self._choices = generator, body, asked, choices
+        number, now = secrets.token_hex(12), int(time.time())
+        self._head = {"id": f"{body.prefix}{number}", "object": body.kind, "created": now, "model": name}
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer."""
+        await _run(self._generator, self._asked, self._choices)
+        return {**self._head, "choices": [self._part(one, whole=True) for one in self._choices], "usage": self._usage()}
+
+    async def events(self) -> AsyncGenerator[str, None]:
+        """Yield the events of a stream."""
+        head = dict(self._head)
+        if self._body.kind == "chat.completion":
+            head["object"] = "chat.completion.chunk"
+        told = False
+        try:
+            async with aclosing(self._generator.run(self._asked, self._choices)) as steps:
+                async for grown in steps:
+                    for choice in grown:
+                        part = self._part(choice, whole=False)
+                        told = True
+                        yield event({**head, "choices": [part]})
+            if self._body.include_usage:
+                yield event({**head, "choices": [], "usage": self._usage()})
+            yield LAST_EVENT
+        except RelibraError as error:
+            if not told:
+                raise  # the status says it
+            yield event(error_body(error))
+
+    def _part(self, choice: Choice, *, whole: bool) -> dict[str, Any]:
+        return self._body.choice(self._generator.codec, choice.take(), list(choice.prompt), whole)
+
+    def _usage(self) -> dict[str, int]:
+        answers = 0 if getattr(self._body, "max_tokens", None) == 0 else sum(one.num_tokens for one in self._choices)
+        return usage(sum(map(len, self._asked.prompts)), answers)
 
 
-async def _refuse_body(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first.get("loc", ()) if part != "body")
-    return _error(400, f"{where or 'body'}: {first.get('msg', 'is not valid')}")
+async def _run(generator: Generator, asked: GenerationRequest, choices: list[Choice]) -> None:
+    async with aclosing(generator.run(asked, choices)) as steps:
+        async for _ in steps:
+            pass
 
 
-async def _answer_group(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ExceptionGroup)
-    first = error.exceptions[0]
-    if not isinstance(first, RelibraError):
-        raise error
-    return await _answer_error(request, first)
+async def _read(request: Request, kind: type[Body]) -> Body:
+    """Return the body of a request; raises NotJson, TooLarge, BadRequest."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise NotJson("send the header Content-Type: application/json")
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > MOST_BODY_BYTES:
+            raise TooLarge(f"the body is longer than {MOST_BODY_BYTES:,} bytes: send less at once")
+    try:
+        return kind.model_validate_json(bytes(data))
+    except ValidationError as error:
+        raise BadRequest(first_mistake(error)) from error
 
 
-async def _answer_error(_request: Request, error: Exception) -> Response:
-    return _error(400 if isinstance(error, BadRequest) else 500, str(error))
-
-
-def _error(status: int, message: str) -> Response:
-    kind = "invalid_request_error" if status == 400 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status_code=status)
+def _check_model(asked: str, name: str) -> None:
+    if asked not in ("", name):
+        raise UnknownPath(f"the model {asked[:200]!r} is not served here: it is {name!r}")

@@ -1,12 +1,12 @@
-"""`WorkerClients`: the front's view of the attention workers: submit a request, read its progress, cancel it."""
+"""`WorkerClients`: the front's view of the workers: send them samples, hand their progress back, notice their end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,40 +18,106 @@ from relibra.serving.control import read_frame, write_frame
 from relibra.serving.engine.request import SamplingParameters
 from relibra.serving.expert_placement import place_experts, worker_imbalance
 from relibra.serving.launch import LOADING_SECONDS, RunningWorkers, Worker
+from relibra.serving.server.refusals import Unavailable
 
 WORTH_A_CHANGE = 1.05
 """Imbalance of workers over that after a change, from which on the change is made."""
 LEAST_ROWS = 100
 """Rows per expert in a period below which nothing is changed."""
+_ANSWERS = ("weights", "ready", "load")
 RESTARTS = 3
 """How often an expert worker that ends is started again."""
 Step = dict[str, Any]
-"""Progress of one request as a worker sends it: token, log_prob, top, finish, error, routes."""
+"""Progress of one request as a worker sends it: token, log_prob, top, finish, error, routes, prompt_log_probs."""
+
+
+class Mailbox:
+    """Steps of the samples of one HTTP request, until they are read.
+
+    It holds no more than the samples may become: what is not read delays nobody else.
+    """
+
+    def __init__(self) -> None:
+        """Begin empty."""
+        self._steps: deque[tuple[int, Step]] = deque()
+        self._arrived = asyncio.Event()
+
+    def put(self, choice: int, step: Step) -> None:
+        """Add a step of a choice."""
+        self._steps.append((choice, step))
+        self._arrived.set()
+
+    async def take(self) -> list[tuple[int, Step]]:
+        """Wait for steps; return all that are there."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        steps = list(self._steps)
+        self._steps.clear()
+        return steps
+
+
+@dataclass(eq=False, kw_only=True)
+class SampleGroup:
+    """Samples of one prompt: they go to the same worker, which feeds their prompt once.
+
+    first     number of the first among the choices of its HTTP request
+    client    whom it counts for
+    numbers   of its samples at the worker, while they run
+    """
+
+    tokens: Sequence[int]
+    sampling: SamplingParameters
+    samples: int
+    first: int
+    client: str
+    mailbox: Mailbox
+    worker: _Connection | None = None
+    numbers: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def cost(self) -> int:
+        """Tokens that its samples may take."""
+        return len(self.tokens) + self.samples * self.sampling.limit
 
 
 @dataclass(eq=False)
 class _Connection:
-    """An attention worker; `lost` says why it is gone."""
+    """A worker; `lost` says why it is gone.
 
-    worker: Worker
+    answers   to what was asked, by their keys; None: it has ended
+    """
+
+    name: str
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    queues: dict[int, asyncio.Queue[Step]] = field(default_factory=dict)
-    loads: asyncio.Queue[list[int]] = field(default_factory=asyncio.Queue)
+    running: dict[int, SampleGroup] = field(default_factory=dict)
+    answers: defaultdict[str, asyncio.Queue[Any]] = field(default_factory=lambda: defaultdict(asyncio.Queue))
     lost: str = ""
+
+    def tell(self, frame: dict[str, Any]) -> None:
+        """Hand over the answers in a frame."""
+        for key, answer in frame.items():
+            self.answers[key].put_nowait(answer)
+
+    def end(self, why: str) -> None:
+        """Note that the worker is gone; whoever waits for an answer gets None."""
+        self.lost = why
+        for key in _ANSWERS:
+            self.answers[key].put_nowait(None)
 
 
 class WorkerClients:
-    """Requests of this front, shared over the attention workers."""
+    """Samples of this front at the attention workers, and commands to all workers."""
 
-    def __init__(self, connections: Sequence[_Connection]) -> None:
+    def __init__(self, model: RunningWorkers, attention: list[_Connection], experts: list[_Connection]) -> None:
         """Use `open`."""
-        self._connections, self._numbers = connections, itertools.count()
-        self.lost_experts: dict[int, str] = {}
-        self.rebalanced = 0
-        self._expert_writers: dict[int, asyncio.StreamWriter] = {}
-        self._holds: defaultdict[int, asyncio.Queue[dict[str, Any]]] = defaultdict(asyncio.Queue)
-        self._readers = [asyncio.create_task(self._read(one)) for one in connections]
+        self.rebalanced, self.changing = 0, asyncio.Lock()
+        """Times that copies of experts were placed anew, and the right to change what workers hold."""
+        self._attention, self._experts, self._numbers = attention, experts, itertools.count()
+        self.on_free: Callable[[], None] = lambda: None
+        """Is called when a sample has ended."""
+        self._readers = [asyncio.create_task(self._read(one)) for one in attention]
+        self._readers += [asyncio.create_task(self._keep_running(model, number)) for number in range(len(experts))]
 
     @classmethod
     async def open(cls, model: RunningWorkers, rebalance_seconds: float = 0.0) -> WorkerClients:
@@ -59,62 +125,87 @@ class WorkerClients:
 
         rebalance_seconds   time after which copies of experts are placed anew; 0: never
         """
-        connections = []
-        for worker in model.attention_workers:
-            reader, writer = await asyncio.open_connection(sock=worker.control)
-            connections.append(_Connection(worker, reader, writer))
-        clients = cls(connections)
-        experts = range(len(model.expert_workers))
-        clients._readers += [asyncio.create_task(clients._keep_running(model, number)) for number in experts]
+        attention = [await _connection(worker) for worker in model.attention_workers]
+        clients = cls(model, attention, [await _connection(worker) for worker in model.expert_workers])
         if rebalance_seconds:
             clients._readers.append(asyncio.create_task(clients.rebalance_forever(model, rebalance_seconds)))
         return clients
 
     @property
     def failure(self) -> str:
-        """Why the deployment cannot answer any more; empty while one attention worker is left."""
-        lost = [one.lost for one in self._connections if one.lost]
-        return lost[0] if len(lost) == len(self._connections) else ""
+        """Why the deployment cannot answer any more; empty while it can."""
+        gone = [one.lost for one in self._attention if one.lost]
+        return gone[0] if len(gone) == len(self._attention) else ""
+
+    @property
+    def lost_experts(self) -> list[str]:
+        """What is said of each expert worker that is gone; its experts may have copies."""
+        return [one.lost for one in self._experts if one.lost]
+
+    @property
+    def lost(self) -> list[str]:
+        """What is said of each worker that is gone."""
+        return self.lost_experts + [one.lost for one in self._attention if one.lost]
 
     @property
     def running(self) -> int:
-        """Requests that wait or run."""
-        return sum(len(one.queues) for one in self._connections)
+        """Samples at the workers."""
+        return sum(len(one.running) for one in self._attention)
 
-    async def generate(self, tokens: Sequence[int], sampling: SamplingParameters) -> AsyncGenerator[Step, None]:
-        """Yield the steps of a request, the last with `finish`; leaving early cancels it.
+    def has_room(self, most: int) -> bool:
+        """Return whether a worker runs fewer samples than `most`, or none is left that could refuse."""
+        alive = [one for one in self._attention if not one.lost]
+        return not alive or min(len(one.running) for one in alive) < most
 
-        raises   EngineError when all attention workers are gone, or the request's own one fails
-        """
-        alive = [one for one in self._connections if not one.lost]
+    def begin(self, group: SampleGroup) -> None:
+        """Send a group to the worker with the fewest samples; without workers it ends at once."""
+        alive = [one for one in self._attention if not one.lost]
         if not alive:
-            raise EngineError(self.failure)
-        chosen = min(alive, key=lambda one: len(one.queues))
-        number, queue = next(self._numbers), asyncio.Queue[Step]()
-        chosen.queues[number] = queue
-        body = {"number": number, "tokens": list(tokens), "sampling": asdict(sampling)}
-        write_frame(chosen.writer, {"generate": body})
-        ended = False
-        try:
-            while not ended:
-                step = await queue.get()
-                ended = "finish" in step
-                if step.get("finish") == "error":
-                    raise EngineError(step.get("error", "the request failed"))
-                yield step
-        finally:
-            chosen.queues.pop(number, None)
-            if not ended and not chosen.lost:
-                write_frame(chosen.writer, {"cancel": number})
+            for sample in range(group.samples):
+                group.mailbox.put(group.first + sample, {"finish": "lost", "error": self.failure})
+            return
+        group.worker = min(alive, key=lambda one: len(one.running))
+        first = next(self._numbers)
+        group.numbers = {first: group.first}
+        for sample in range(1, group.samples):
+            group.numbers[next(self._numbers)] = group.first + sample
+        group.worker.running.update(dict.fromkeys(group.numbers, group))
+        write_frame(
+            group.worker.writer,
+            {
+                "generate": {
+                    "numbers": list(group.numbers),
+                    "tokens": list(group.tokens),
+                    "sampling": asdict(group.sampling),
+                }
+            },
+        )
 
-    async def close(self) -> None:
-        """Stop reading, and close the sockets, which ends the workers."""
-        for task in self._readers:
-            task.cancel()
-        for one in self._connections:
-            one.writer.close()
-            with contextlib.suppress(OSError):
-                await one.writer.wait_closed()
+    def cancel(self, group: SampleGroup, choice: int | None = None) -> None:
+        """End a choice of a group, None: all; those that have ended are ignored."""
+        if group.worker is None:
+            return
+        for number in [number for number, one in group.numbers.items() if choice in (None, one)]:
+            del group.numbers[number]
+            if group.worker.running.pop(number, None) is not None and not group.worker.lost:
+                write_frame(group.worker.writer, {"cancel": number})
+                self.on_free()
+
+    async def change_weights(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        """Let all workers read or use weights and return their answers; whoever calls holds `changing`.
+
+        raises   Unavailable where a worker is gone
+        """
+        everyone = [*self._experts, *self._attention]
+        if lost := next((one.lost for one in everyone if one.lost), ""):
+            raise Unavailable(lost)
+        for one in everyone:
+            write_frame(one.writer, {"weights": command})
+        answers = [await one.answers["weights"].get() for one in everyone]
+        for one, answer in zip(everyone, answers, strict=True):
+            if answer is None:
+                raise Unavailable(one.lost)
+        return answers
 
     async def rebalance(self, model: RunningWorkers, load_E: ndarray) -> bool:
         """Give the copies of spare experts to those with the most rows, worker after worker, without a pause.
@@ -127,14 +218,14 @@ class WorkerClients:
         if worker_imbalance(current, load_E) <= WORTH_A_CHANGE * worker_imbalance(better, load_E):
             return False
         for number, experts in enumerate(better):
-            if experts == current[number] or number in self.lost_experts:
+            worker = self._experts[number]
+            if experts == current[number] or worker.lost:
                 continue
-            body = {"hold": experts, "address": model.new_address(number)}
-            write_frame(self._expert_writers[number], body)
-            answer = await asyncio.wait_for(self._holds[number].get(), LOADING_SECONDS)
-            if "ready" not in answer:
+            write_frame(worker.writer, {"hold": experts, "address": model.new_address(number)})
+            answer = await asyncio.wait_for(worker.answers["ready"].get(), LOADING_SECONDS)
+            if answer is None:
                 return False  # it has failed, and is started again with what it held
-            address, model.experts_of[number] = answer["ready"]
+            address, model.experts_of[number] = answer
             self._announce(number, address, experts)
         self.rebalanced += 1
         return True
@@ -144,50 +235,73 @@ class WorkerClients:
         before = await self.load()
         while True:
             await asyncio.sleep(seconds)
-            now = await self.load()
-            if (now - before).sum() >= LEAST_ROWS * len(now):
-                await self.rebalance(model, now - before)
+            async with self.changing:
+                now = await self.load()
+                if (now - before).sum() >= LEAST_ROWS * len(now):
+                    await self.rebalance(model, now - before)
             before = now
 
     async def load(self) -> ndarray:
         """Return the rows of each expert since the start, over all attention workers that are there."""
-        alive = [one for one in self._connections if not one.lost]
+        alive = [one for one in self._attention if not one.lost]
         for one in alive:
             write_frame(one.writer, {"load": True})
-        return np.sum([await one.loads.get() for one in alive], axis=0)
+        rows = [await one.answers["load"].get() for one in alive]
+        return np.sum([one for one in rows if one is not None], axis=0)
 
     def _announce(self, number: int, address: str, experts: Sequence[int]) -> None:
         """Tell the attention workers where an expert worker is, and what it holds."""
-        for connection in self._connections:
-            write_frame(connection.writer, {"rejoin": [number, address, list(experts)]})
+        for one in self._attention:
+            if not one.lost:
+                write_frame(one.writer, {"rejoin": [number, address, list(experts)]})
+
+    async def close(self) -> None:
+        """Stop reading, and close the sockets, which ends the workers."""
+        for task in self._readers:
+            task.cancel()
+        for one in (*self._attention, *self._experts):
+            one.writer.close()
+            with contextlib.suppress(OSError):
+                await one.writer.wait_closed()
 
     async def _keep_running(self, model: RunningWorkers, number: int) -> None:
-        """Start an expert worker again when it ends, a few times, and tell the attention workers where it is."""
+        """Read what an expert worker says; start it again when it ends, a few times, and tell attention where it is."""
         for _ in range(RESTARTS + 1):
-            reader, writer = await asyncio.open_connection(sock=model.expert_workers[number].control)
-            self._expert_writers[number] = writer
-            while (frame := await read_frame(reader)) is not None:
-                self._holds[number].put_nowait(frame)
-            writer.close()
-            self.lost_experts[number] = f"expert worker {number} ended"
+            connection = self._experts[number]
+            while (frame := await read_frame(connection.reader)) is not None:
+                connection.tell(frame)
+            connection.writer.close()
+            connection.end(f"{connection.name} ended")
             try:
                 address = await asyncio.to_thread(model.restart, number)
             except EngineError as error:
-                self.lost_experts[number] = f"expert worker {number} ended, and does not start again: {error}"
+                connection.lost = f"{connection.name} ended, and does not start again: {error}"
                 return
+            self._experts[number] = await _connection(model.expert_workers[number])
             self._announce(number, address, model.experts_of[number])
-            del self.lost_experts[number]
-        self.lost_experts[number] = f"expert worker {number} ended {RESTARTS + 1} times: look at what it printed"
+        self._experts[number].lost = f"{connection.name} ended {RESTARTS + 1} times: look at what it printed"
 
     async def _read(self, connection: _Connection) -> None:
         """Hand each step to its request, until the worker is gone; then end its requests."""
         while (frame := await read_frame(connection.reader)) is not None:
-            if "load" in frame:
-                connection.loads.put_nowait(frame["load"])
-            for step in frame.get("progress", ()):
-                queue = connection.queues.get(step["number"])
-                if queue is not None:
-                    queue.put_nowait(step)
-        connection.lost = f"{connection.worker.name} is gone: start the deployment again"
-        for queue in connection.queues.values():
-            queue.put_nowait({"finish": "error", "error": connection.lost})
+            for step in frame.pop("progress", ()):
+                self._hand_over(connection, step)
+            connection.tell(frame)
+        connection.end(f"{connection.name} is gone, and what it worked on is lost: start the deployment again")
+        for number in list(connection.running):
+            self._hand_over(connection, {"number": number, "finish": "lost", "error": connection.lost})
+        self.on_free()
+
+    def _hand_over(self, connection: _Connection, step: Step) -> None:
+        number = step["number"]
+        group = connection.running.get(number)
+        if group is None:
+            return
+        group.mailbox.put(group.numbers[number], step)
+        if "finish" in step:
+            del connection.running[number], group.numbers[number]
+            self.on_free()
+
+
+async def _connection(worker: Worker) -> _Connection:
+    return _Connection(worker.name, *await asyncio.open_connection(sock=worker.control))

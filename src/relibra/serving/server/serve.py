@@ -2,48 +2,172 @@
 
 from __future__ import annotations
 
+import ipaddress
+import os
+import signal
 import socket
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from relibra.errors import ConfigError, missing_packages
 from relibra.serving.launch import RunningWorkers
 from relibra.serving.layout import WorkerLayout
 
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
 INSTALL = "in the checkout, pip install -e '.[train,serve]'"
 BACKLOG = 2048
+MOST_WAITING, MOST_SECONDS = 1 << 20, 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontSettings:
+    """Where a front listens, whom it answers, and how much it takes on.
+
+    host          address to listen at
+    port          0: any that is free
+    name          of the model, as clients call it
+    api_key_from  env:NAME or file:PATH of the keys; empty: everybody may ask
+    max_waiting   most answers in the queue
+    deadline      seconds that a request may take
+    updates       clients may load other weights
+    rebalance_seconds   time after which copies of experts are placed anew; 0: never
+    until_eof     end when the standard input ends
+    """
+
+    host: str
+    port: int
+    name: str
+    api_key_from: str = ""
+    max_waiting: int = 1024
+    deadline: float = 600.0
+    updates: bool = False
+    rebalance_seconds: float = 0.0
+    until_eof: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value out of range, and for weights that anybody on the network could replace."""
+        if not 1 <= self.max_waiting <= MOST_WAITING:
+            raise ConfigError(f"--max-waiting {self.max_waiting} is out of range: it is 1 to {MOST_WAITING}")
+        if not 0 < self.deadline <= MOST_SECONDS:
+            raise ConfigError(
+                f"--deadline {self.deadline:g} is out of range: it is above 0, to {MOST_SECONDS:g} seconds"
+            )
+        if self.updates and not self.api_key_from and not _is_loopback(self.host):
+            raise ConfigError(
+                f"--updates at --host {self.host} lets anybody who reaches it load weights: add --api-key-from, or "
+                "listen at 127.0.0.1"
+            )
 
 
 def serve(
     folder: Path,
     layout: WorkerLayout,
+    settings: FrontSettings,
     *,
-    host: str,
-    port: int,
-    name: str,
     dtype: str,
     threads: int,
-    rebalance_seconds: float,
     tell: Callable[[str], None],
 ) -> None:
     """Serve a model until Ctrl-C or SIGTERM.
 
     tell     is given a line when requests are taken
-    raises   ConfigError where the address is taken, and as `RunningWorkers` does
+    raises   ConfigError where the address is taken or there is no key, and as `RunningWorkers` does
     """
     with missing_packages("relibra serve", INSTALL):
         import uvicorn
 
-        from relibra.serving.server.app import make_app
-    listener = _listen(host, port)
+        from relibra.serving.server.access import read_api_keys
+    keys = read_api_keys(settings.api_key_from)
+    if settings.until_eof:
+        threading.Thread(target=_stop_at_eof, name="standard input", daemon=True).start()
+    if not keys and not _is_loopback(settings.host):
+        tell(f"anybody who reaches {settings.host} may use this server: --api-key-from asks for a key")
+    listener = _listen(settings.host, settings.port)
     with listener, RunningWorkers(folder, layout, dtype=dtype, threads=threads) as model:
-        url = f"http://{host}:{listener.getsockname()[1]}"
+        url = f"http://{settings.host}:{listener.getsockname()[1]}"
         workers = f"{layout.attention} attention and {layout.experts} expert workers"
-        app = make_app(
-            model, folder, name, lambda: tell(f"{name} at {url}/v1 ({workers}); Ctrl-C stops"), rebalance_seconds
-        )
+        on_start = lambda: tell(f"{settings.name} at {url}/v1 ({workers}); Ctrl-C stops")  # noqa: E731
+        app = front_of(model, folder, settings, keys, on_start)
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
         uvicorn.Server(config).run(sockets=[listener])
+
+
+def front_of(
+    model: RunningWorkers, folder: Path, settings: FrontSettings, keys: tuple[str, ...], on_start: Callable[[], None]
+) -> FastAPI:
+    """Return the application over workers that run.
+
+    on_start   called when requests are taken
+    """
+    from relibra.serving.server.access import AccessList
+    from relibra.serving.server.admission import Admission, FrontLimits
+    from relibra.serving.server.app import Front, ServedName, make_app
+    from relibra.serving.server.clients import WorkerClients
+    from relibra.serving.server.generation import Generator
+    from relibra.serving.server.metrics import FrontMetrics
+    from relibra.serving.server.text import load_codec
+    from relibra.serving.server.weights import ServedWeights
+
+    layout, counted, codec = model.layout, FrontMetrics(), load_codec(folder)
+    at_worker = layout.max_batch + max(1, layout.max_batch // 4)
+    limits = FrontLimits(
+        at_worker=at_worker,
+        waiting=settings.max_waiting,
+        answers=2 * settings.max_waiting + at_worker * layout.attention,
+        deadline=settings.deadline,
+    )
+
+    async def open_front() -> tuple[Front, Callable[[], Awaitable[None]]]:
+        clients = await WorkerClients.open(model, settings.rebalance_seconds)
+        admission = Admission(clients, limits)
+        counted.watch("relibra_waiting", "Answers in the queue.", lambda: admission.waiting)
+        counted.watch("relibra_running", "Answers at the workers.", lambda: clients.running)
+        counted.watch("relibra_lost_workers", "Workers that are gone.", lambda: len(clients.lost))
+        generator = Generator(admission, codec, counted, layout.max_length)
+        weights = ServedWeights(admission, model.start_from, offered=settings.updates)
+
+        async def close() -> None:
+            await clients.close()
+            model.stop()  # a worker that is just being started again ends too, and with it who waits for it
+
+        on_start()
+        return Front(generator=generator, weights=weights), close
+
+    about = ServedName(name=settings.name, max_length=layout.max_length, config=_as_vllm(model))
+    return make_app(open_front, about, AccessList(keys), counted)
+
+
+def _as_vllm(model: RunningWorkers) -> dict[str, Any]:
+    """Return the configuration of a server as vLLM shows its own."""
+    return {
+        "model_config": {
+            "dtype": model.dtype,
+            "max_model_len": model.layout.max_length,
+            "enable_return_routed_experts": True,
+            "logprobs_mode": "processed_logprobs",
+        },
+        "parallel_config": {"enable_eplb": False},
+    }
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _stop_at_eof() -> None:
+    """Stop this process when whoever started it is gone."""
+    while sys.stdin.buffer.read(1 << 10):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _listen(host: str, port: int) -> socket.socket:

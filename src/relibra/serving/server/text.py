@@ -1,4 +1,4 @@
-"""`TextCodec`: text to tokens and back, with the tokenizer of the served model."""
+"""Text to tokens and back, with the tokenizer of the served model, and where the text of an answer ends."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relibra.errors import ConfigError
+from relibra.errors import ConfigError, in_a_line
 from relibra.rl.model.tokenizer import ModelTokenizer
+from relibra.serving.server.refusals import BadRequest
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+"""What the beginning of a character decodes to."""
+_LONGEST_CHARACTER = 4
+"""Tokens that one character may take."""
 
 
 @dataclass(frozen=True, eq=False)
 class TextCodec:
     """Tokenizer of a model.
 
+    tokenizer    None: the model has none, and takes and gives token ids
     stop_ids     tokens that end an answer
     vocab_size   tokens that the model knows
     """
@@ -25,41 +32,114 @@ class TextCodec:
     vocab_size: int
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a prompt; raises ConfigError where the model has no tokenizer."""
+        """Return the tokens of a prompt; raises BadRequest where the model has no tokenizer, or it refuses."""
         if self.tokenizer is None:
-            raise ConfigError("this model has no tokenizer: send the prompt as a list of token ids")
-        return self.tokenizer.encode(text)
+            raise BadRequest("this model has no tokenizer: send the prompt as a list of token ids")
+        try:
+            return [int(one) for one in self.tokenizer.encode(text)]
+        except Exception as error:  # each tokenizer raises others
+            raise BadRequest(f"the tokenizer of the model refuses the prompt ({in_a_line(error)})") from error
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]], *, answers: bool, arguments: dict[str, Any]) -> list[int]:
+        """Return the tokens of messages in the chat template of the model.
+
+        answers     the prompt ends where an answer of the model begins
+        arguments   for the template
+        raises      BadRequest where the model has no template, or it rejects the messages
+        """
+        if self.tokenizer is None or self.tokenizer.chat_template is None:
+            raise BadRequest(
+                "this model has no chat template: send a prompt to /v1/completions, or start the server from a folder "
+                "with a chat_template.jinja"
+            )
+        try:
+            tokens = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=answers, return_dict=False, **arguments
+            )
+        except Exception as error:  # a template is a program
+            raise BadRequest(f"the chat template of the model rejects the messages ({in_a_line(error)})") from error
+        return [int(one) for one in tokens]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special ones left out; empty without a tokenizer."""
         if self.tokenizer is None:
             return ""
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def name(self, token: int) -> str:
+        """Return a token as log-probs name it: its text, or its number where it has none of its own."""
+        text = ""
+        if self.tokenizer is not None:
+            text = self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text if text and BROKEN not in text else f"token_id:{token}"
 
 
-class TextStream:
-    """Text of an answer that grows token by token, without halves of characters."""
+class AnswerText:
+    """Text of an answer that grows by tokens: whole characters only, and nothing that may belong to a stop text."""
 
-    def __init__(self, codec: TextCodec) -> None:
-        """Begin empty."""
-        self._codec = codec
-        self._tokens: list[int] = []
-        self._told = 0
-        self.text = ""
+    def __init__(self, codec: TextCodec, prompt: Sequence[int], stops: Sequence[str]) -> None:
+        """Begin empty.
 
-    def add(self, token: int) -> str:
-        """Add a token; return the new text, empty while a character is incomplete."""
-        self._tokens.append(token)
-        self.text = self._codec.decode(self._tokens)
-        if self.text.endswith("�"):
+        prompt   tokens before the answer: the text of a token depends on those before it
+        stops    texts that end the answer, and are no part of it
+        """
+        self._codec, self._stops = codec, stops
+        self._tokens = list(prompt[-_LONGEST_CHARACTER:])
+        self._decoded_from, self._decoded_to = 0, len(self._tokens)
+        self._kept = ""
+        self.stopped = False
+
+    def add(self, tokens: Sequence[int], *, last: bool) -> str:
+        """Add tokens; return the text that is certain now.
+
+        last   no more will come
+        """
+        if self.stopped:
             return ""
-        new, self._told = self.text[self._told :], len(self.text)
-        return new
+        self._tokens += tokens
+        text = self._kept + self._decode(last=last)
+        at = min((place for stop in self._stops if (place := text.find(stop)) >= 0), default=None)
+        if at is not None:
+            self.stopped, self._kept = True, ""
+            return text[:at]
+        kept = 0 if last else longest_beginning(text, self._stops)
+        self._kept = text[len(text) - kept :]
+        return text[: len(text) - kept]
 
-    def rest(self) -> str:
-        """Return what has not been told yet, at the end of the answer."""
-        new, self._told = self.text[self._told :], len(self.text)
-        return new
+    def _decode(self, *, last: bool) -> str:
+        """Return the text of the tokens that have come, behind those before, up to the last whole character."""
+        before = self._codec.decode(self._tokens[self._decoded_from : self._decoded_to])
+        waiting = len(self._tokens) - self._decoded_to
+        for left_out in range(1 if last else min(waiting, _LONGEST_CHARACTER)):
+            end = len(self._tokens) - left_out
+            after = self._codec.decode(self._tokens[self._decoded_from : end])
+            if last or not after.endswith(BROKEN):
+                return self._advance(before, after, end)
+        if waiting < _LONGEST_CHARACTER:
+            return ""
+        return self._advance(before, self._codec.decode(self._tokens[self._decoded_from :]), len(self._tokens))
+
+    def _advance(self, before: str, after: str, end: int) -> str:
+        """Count tokens as decoded; return what their text adds."""
+        if len(after) <= len(before):
+            return ""
+        self._decoded_from, self._decoded_to = self._decoded_to, end
+        return after[len(before) :]
+
+
+def longest_beginning(text: str, stops: Sequence[str]) -> int:
+    """Return the length of the longest end of a text that a stop text begins with.
+
+    >>> longest_beginning("one tw", ["two", "three"])
+    2
+    """
+    longest = 0
+    for stop in stops:
+        for length in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:length]):
+                longest = length
+                break
+    return longest
 
 
 def load_codec(folder: Path) -> TextCodec:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -23,6 +24,7 @@ class ServerEngine:
     seed            one seed per request follows from it; equal samples need servers in their deterministic mode
     max_batch       requests under way at once, at all servers together
     retry_seconds   during which a request that failed is repeated, so that servers may be started again
+    weights         folder that servers read new weights from
 
     Servers do not report slots, so the cost is the least that `max_batch` of them could have taken.
     """
@@ -31,6 +33,7 @@ class ServerEngine:
     seed: int
     max_batch: int = 256
     retry_seconds: float = 0.0
+    weights: Path | None = None
 
     @property
     def published(self) -> PublishedVersion:

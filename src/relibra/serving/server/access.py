@@ -1,0 +1,64 @@
+"""Who may ask: API keys, and the client that a request counts for."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from pathlib import Path
+
+from fastapi import Request
+
+from relibra.environment import environment_value
+from relibra.errors import ConfigError
+from relibra.serving.server.refusals import WrongKey
+
+_MAX_BYTES = 1 << 16
+
+
+def read_api_keys(source: str) -> tuple[str, ...]:
+    """Return the keys of a server; none: it asks for none.
+
+    source   env:NAME of an environment variable, or file:PATH of a file with one key per line; empty: none
+    raises   ConfigError where there is no key, or one that no header may hold
+    """
+    if not source:
+        return ()
+    kind, _, name = source.partition(":")
+    if kind == "env" and name:
+        text = environment_value(name)
+    elif kind == "file" and name:
+        try:
+            with Path(name).expanduser().open("rb") as file:
+                text = file.read(_MAX_BYTES).decode(errors="replace")
+        except OSError as error:
+            raise ConfigError(f"--api-key-from {source}: cannot read {name}: {error.strerror}") from error
+    else:
+        raise ConfigError("--api-key-from is env:NAME of an environment variable, or file:PATH, not the key itself")
+    keys = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not keys or not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
+        raise ConfigError(
+            f"--api-key-from {source}: there is no key (one per line, of printable ASCII characters without spaces)"
+        )
+    return keys
+
+
+class AccessList:
+    """Keys that open a server."""
+
+    def __init__(self, keys: tuple[str, ...]) -> None:
+        """Keep the digests of keys; without keys everybody may ask."""
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def client_of(self, request: Request) -> str:
+        """Return the name that a request counts for in the queue: its key, or where there are none its address.
+
+        raises   WrongKey
+        """
+        if not self._digests:
+            return request.client.host if request.client else "?"
+        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
+        found = [number for number, one in enumerate(self._digests) if hmac.compare_digest(one, digest)]
+        if kind.lower() != "bearer" or not found:
+            raise WrongKey("this server asks for a key: send the header Authorization: Bearer KEY")
+        return f"key {found[0]}"

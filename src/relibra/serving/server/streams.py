@@ -1,0 +1,74 @@
+"""`EventStream`: a streamed answer that ends when its client leaves, or stops reading."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from relibra.serving.server.refusals import Disconnected
+
+READING_SECONDS = 60.0
+"""How long a client may take no bytes before its answer is given up."""
+Result = TypeVar("Result")
+
+
+class EventStream(Response):
+    """Events as they come."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: str, events: AsyncGenerator[str, None]) -> None:
+        """Send events; what is wrong with the request has been told before the first."""
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._first, self._events = first, events
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until the end of the events, or until the client has gone."""
+        with contextlib.suppress(Disconnected, TimeoutError, OSError):
+            await unless_left(self._send(send), receive)
+
+    async def _send(self, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await _send_part(send, self._first)
+            async for one in self._events:
+                await _send_part(send, one)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            await self._events.aclose()
+
+
+async def _send_part(send: Send, text: str) -> None:
+    async with asyncio.timeout(READING_SECONDS):
+        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+
+
+async def unless_left(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
+    """Return the result of a work; raise Disconnected, and cancel it, where its client leaves before."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Disconnected
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_client_left(work: Coroutine[Any, Any, Result], request: Request) -> Result:
+    """Return the result of a work for a request whose body has been read; see `unless_left`."""
+    return await unless_left(work, request.receive)

@@ -1,0 +1,103 @@
+"""`ServedWeights`: the version of the weights that a server computes with, and how it gets others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import AliasPath, BaseModel, Field
+
+from relibra.serving.server.admission import Admission
+from relibra.serving.server.refusals import BadRequest, UnknownPath
+
+FIRST_VERSION = "start"
+"""Of the weights that a server was started with; and of new ones until they are given a name."""
+_POLL_SECONDS = 0.005
+
+
+class ReloadArguments(BaseModel):
+    """Where the weights are."""
+
+    weights_path: str = Field(min_length=1, max_length=4096)
+
+
+class WorkerCall(BaseModel):
+    """Body of `/collective_rpc`: only `reload_weights` is offered."""
+
+    method: str = Field(max_length=256)
+    arguments: ReloadArguments = Field(validation_alias=AliasPath("kwargs"))
+
+
+class NewVersion(BaseModel):
+    """Body of `/update_weight_version`."""
+
+    new_version: str = Field(min_length=1, max_length=256)
+
+
+class ServedWeights:
+    """Weights of all workers.
+
+    offered   whether clients may load weights: whoever may reach the server then decides what it computes with
+    """
+
+    def __init__(self, admission: Admission, start_from: Callable[[Path], None], *, offered: bool) -> None:
+        """Begin with the weights of the start.
+
+        start_from   is told the folder of the present weights, which a worker that is started again loads
+        """
+        self._start_from = start_from
+        self.version = FIRST_VERSION
+        self.offered = offered
+        self._admission, self._one_at_a_time = admission, asyncio.Lock()
+
+    def check_offered(self) -> None:
+        """Raise UnknownPath where clients may not load weights."""
+        if not self.offered:
+            raise UnknownPath("this server keeps its weights: start it with --updates to let clients load others")
+
+    async def load(self, call: WorkerCall) -> None:
+        """Load a folder into all workers, between answers: those under way end before, those that wait begin after.
+
+        All workers read it before the first one uses it, so that an error leaves all of them as they were.
+
+        raises   BadRequest where a worker cannot load it, Unavailable where one is gone
+        """
+        self.check_offered()
+        if call.method != "reload_weights":
+            raise BadRequest(f"method {call.method[:80]!r} is not offered: it is reload_weights")
+        if not Path(call.arguments.weights_path).is_dir():
+            raise BadRequest(f"{call.arguments.weights_path[:300]} is no folder that this server sees")
+        clients = self._admission.clients
+        async with self._one_at_a_time, clients.changing, self._no_answers():
+            folder = call.arguments.weights_path
+            read = await clients.change_weights({"read": folder})
+            failed = [str(one["failed"]) for one in read if "failed" in one]
+            await clients.change_weights({"use": "" if failed else folder})
+            if failed:
+                raise BadRequest(f"the weights stay as they were: {failed[0]}")
+            self._start_from(Path(folder))
+            self.version = FIRST_VERSION
+
+    def _no_answers(self) -> _NoAnswers:
+        return _NoAnswers(self._admission)
+
+
+class _NoAnswers:
+    """Holds the queue, and waits until the workers run nothing."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    async def __aenter__(self) -> None:
+        self._admission.hold(True)
+        running: Callable[[], int] = lambda: self._admission.clients.running  # noqa: E731
+        try:
+            while running():
+                await asyncio.sleep(_POLL_SECONDS)
+        except BaseException:
+            self._admission.hold(False)
+            raise
+
+    async def __aexit__(self, *_error: object) -> None:
+        self._admission.hold(False)

@@ -1,0 +1,123 @@
+"""Our client of vLLM's token endpoint, unchanged, against `relibra serve`."""
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from relibra.errors import EngineError
+from relibra.replay import record_routing
+from relibra.rl.rollout.response import new_response
+from relibra.rl.rollout.served.canary_probe import Canary, WatchedServer
+from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
+from relibra.rl.rollout.served.engine import ServerEngine
+from relibra.rl.rollout.served.preflight import check_servers
+from relibra.rl.rollout.served.weights import publish_weights
+from tests.serving.models import write_model
+from tests.serving.server_process import relibra_serve
+
+pytestmark = pytest.mark.slow
+
+TEMPERATURE, CONTEXT, STOP, VOCAB = 0.7, 320, 14, 64
+PARTS = ("self_attn.q_proj", "mlp.gate.", "experts", "lm_head", "embed_tokens")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("start")
+    return folder, write_model("Qwen3MoeForCausalLM", folder)
+
+
+@pytest.fixture(scope="module")
+def server(start):
+    with relibra_serve(start[0], "--experts", "2", "--updates", "--max-length", str(CONTEXT)) as (url, _):
+        yield url
+
+
+def engine_at(url, model):
+    config = model.config
+    client = ServerClient(
+        url=url,
+        dialect="vllm",
+        routes=ServedRoutes(
+            num_experts=config.num_experts,
+            layer_ids=tuple(range(config.num_hidden_layers)),
+            num_layers=config.num_hidden_layers,
+            top_k=config.num_experts_per_tok,
+        ),
+        stop_ids=(STOP,),
+        vocab_size=VOCAB,
+        temperature=TEMPERATURE,
+    )
+    return ServerEngine(servers=(client,), seed=3)
+
+
+def prompts_of(length, number):
+    rng = np.random.default_rng(length)
+    return [rng.integers(0, VOCAB, length + index).tolist() for index in range(number)]
+
+
+def largest_difference(model, engine, prompts, window):
+    """Sample after prompts; return the largest difference of log-probs to transformers, and of routes the share."""
+    responses = [new_response(index, 0, prompt) for index, prompt in enumerate(prompts)]
+    windows, _ = engine.generate(responses, window=window, max_response=window)
+    largest, equal, total = 0.0, 0, 0
+    for prompt, one in zip(prompts, windows, strict=True):
+        tokens = torch.tensor([[*prompt, *one.tokens_w.tolist()]])
+        with torch.inference_mode(), record_routing(model) as recorder:
+            logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]
+        own = (logits / TEMPERATURE).log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0].numpy()
+        largest = max(largest, float(np.abs(own - one.log_probs_w).max()))
+        routes = np.sort(recorder.take()[0].numpy()[: len(one.experts_mLK)], axis=2)
+        pairs = (routes == np.sort(one.experts_mLK, axis=2)).all(axis=2)
+        equal, total = equal + int(pairs.sum()), total + pairs.size
+    return largest, equal / total
+
+
+def test_log_probs_and_routes_are_those_of_transformers_after_every_update(server, start, tmp_path):
+    model, engine = start[1], engine_at(server, start[1])
+    [served] = check_servers(engine.servers, start_seconds=60.0, longest=CONTEXT, dtype="float32")
+    assert (served.context, served.dtype) == (CONTEXT, "float32")
+    watched = [WatchedServer(engine.servers[0], exact=True)]
+    canary = Canary(watched, lambda index: prompts_of(8, 32)[index % 32], CONTEXT)
+    for version, part in enumerate((None, *PARTS)):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if part and part in name:
+                    parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version))
+        canary.before_update()
+        publish_weights(model, tmp_path / "weights", engine, version)
+        report = canary.after_update(model, version)
+        assert report.difference < 1e-5, part
+        assert report.equal_routes == 1.0, part
+        difference, equal = largest_difference(model, engine, prompts_of(8, 8), 12)
+        assert difference < 2e-5, part
+        assert equal == 1.0, part
+        if part:
+            assert report.share_made == pytest.approx(1.0, abs=1e-3), part
+    assert httpx.get(f"{server}/weight_info").json() == {"weight_version": str(len(PARTS))}
+
+
+def test_equal_seeds_give_equal_windows(server, start):
+    engine = engine_at(server, start[1])
+    responses = [new_response(index, 0, prompt) for index, prompt in enumerate(prompts_of(9, 4))]
+    one, _ = engine.generate(responses, window=16, max_response=16)
+    other, _ = engine.generate(responses[::-1], window=16, max_response=16)
+    for first, second in zip(one, other[::-1], strict=True):
+        assert (first.tokens_w == second.tokens_w).all()
+
+
+def test_weights_of_another_model_leave_the_old_ones(server, start, tmp_path):
+    engine = engine_at(server, start[1])
+    prompt = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 8, "temperature": 0.0}}
+    before = httpx.post(f"{server}/inference/v1/generate", json=prompt).json()["choices"]
+    write_model("MixtralForCausalLM", tmp_path)
+    with pytest.raises(EngineError, match="the weights stay as they were"):
+        publish_weights(write_model("MixtralForCausalLM", tmp_path), tmp_path / "weights", engine, 7)
+    assert httpx.post(f"{server}/inference/v1/generate", json=prompt).json()["choices"] == before
+
+
+def test_a_request_that_is_too_long_is_named_before_a_run(server, start):
+    engine = engine_at(server, start[1])
+    with pytest.raises(EngineError, match="raise --max-model-len to 9999"):
+        check_servers(engine.servers, start_seconds=60.0, longest=9999, dtype="float32")
