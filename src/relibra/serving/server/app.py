@@ -7,10 +7,10 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 
@@ -66,98 +66,132 @@ Opening = Callable[[], Awaitable[tuple[Front, Callable[[], Awaitable[None]]]]]
 
 def make_app(open_front: Opening, about: ServedName, access: AccessList, counted: FrontMetrics) -> FastAPI:
     """Return the application of a model."""
-    fronts: list[Front] = []
+    paths = _Paths(about=about, access=access, counted=counted)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         front, close = await open_front()
-        fronts.append(front)
+        paths.fronts.append(front)
         yield
         await close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
     app.add_middleware(CountAnswers, metrics=counted)
     refuse_with_sentences(app)
-    guarded = [Depends(access.client_of)]
+    for router in (paths.of_operators(), paths.of_openai(), paths.of_tokens(), paths.of_weights()):
+        app.include_router(router)
+    return app
 
-    @app.get("/health")
-    async def health() -> Response:
-        clients = fronts[0].generator.admission.clients
-        lost = [clients.failure] if clients.failure else clients.lost_experts
-        said = {"running": clients.running, "rebalanced": clients.rebalanced}
-        return JSONResponse(said | ({"error": "; ".join(lost)} if lost else {}), status_code=503 if lost else 200)
 
-    @app.get("/metrics")
-    async def read_metrics() -> Response:
-        return Response(counted.text(), media_type=CONTENT_TYPE)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Paths:
+    """Paths in groups; `fronts` is empty until workers are connected."""
 
-    @app.get("/v1/models", dependencies=guarded)
-    async def models() -> dict[str, Any]:
-        model = {"id": about.name, "object": "model", "created": started, "owned_by": "relibra"}
-        return {"object": "list", "data": [{**model, "max_model_len": about.max_length}]}
+    about: ServedName
+    access: AccessList
+    counted: FrontMetrics
+    fronts: list[Front] = field(default_factory=list)
+    started: int = field(default_factory=lambda: int(time.time()))
 
-    async def complete(request: Request, kind: type[OpenAiBody]) -> Response:
-        client, generator = access.client_of(request), fronts[0].generator
+    def of_operators(self) -> APIRouter:
+        """Return what asks for no key."""
+        router = APIRouter()
+
+        @router.get("/health")
+        async def health() -> Response:
+            clients = self.fronts[0].generator.admission.clients
+            lost = [clients.failure] if clients.failure else clients.lost_experts
+            said = {"running": clients.running, "rebalanced": clients.rebalanced}
+            return JSONResponse(said | ({"error": "; ".join(lost)} if lost else {}), status_code=503 if lost else 200)
+
+        @router.get("/metrics")
+        async def read_metrics() -> Response:
+            return Response(self.counted.text(), media_type=CONTENT_TYPE)
+
+        return router
+
+    def of_openai(self) -> APIRouter:
+        """Return what OpenAI's clients use."""
+        router = APIRouter(dependencies=[Depends(self.access.client_of)])
+
+        @router.get("/v1/models")
+        async def models() -> dict[str, Any]:
+            model = {"id": self.about.name, "object": "model", "created": self.started, "owned_by": "relibra"}
+            return {"object": "list", "data": [{**model, "max_model_len": self.about.max_length}]}
+
+        @router.post("/v1/completions")
+        async def completions(request: Request) -> Response:
+            return await self._complete(request, CompletionBody)
+
+        @router.post("/v1/chat/completions")
+        async def chat(request: Request) -> Response:
+            return await self._complete(request, ChatBody)
+
+        return router
+
+    async def _complete(self, request: Request, kind: type[OpenAiBody]) -> Response:
+        client, generator = self.access.client_of(request), self.fronts[0].generator
         body = await _read(request, kind)
-        _check_model(body.model, about.name)
+        _check_model(body.model, self.about.name)
         # Text is encoded in a thread: a long prompt stalls nobody's stream.
-        asked = await asyncio.to_thread(body.request, generator.codec, client, about.max_length)
+        asked = await asyncio.to_thread(body.request, generator.codec, client, self.about.max_length)
         choices = generator.begin(asked)
-        counted.begun(sum(map(len, asked.prompts)))
-        answer = _OpenAiAnswer(generator, body, asked, choices, about.name)
+        self.counted.begun(sum(map(len, asked.prompts)))
+        answer = _OpenAiAnswer(generator, body, asked, choices, self.about.name)
         if not body.stream:
             return JSONResponse(await unless_client_left(answer.whole(), request))
         events = answer.events()
         first = await unless_client_left(anext(events), request)
         return EventStream(first, events)
 
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await complete(request, CompletionBody)
+    def of_tokens(self) -> APIRouter:
+        """Return what vLLM's clients of tokens use."""
+        router = APIRouter(dependencies=[Depends(self.access.client_of)])
 
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await complete(request, ChatBody)
+        @router.post("/inference/v1/generate")
+        async def generate(request: Request) -> Response:
+            client, front = self.access.client_of(request), self.fronts[0]
+            body = await _read(request, TokenBody)
+            _check_model(body.model, self.about.name)
+            if body.stream:
+                raise BadRequest("stream is not offered here: leave it out, or use /v1/completions")
+            asked = body.request(front.generator.codec, client)
+            choices = front.generator.begin(asked)
+            self.counted.begun(len(body.token_ids))
+            await unless_client_left(_run(front.generator, asked, choices), request)
+            return JSONResponse(body.answer([choice.take() for choice in choices], front.weights.version))
 
-    @app.post("/inference/v1/generate")
-    async def generate(request: Request) -> Response:
-        client, front = access.client_of(request), fronts[0]
-        body = await _read(request, TokenBody)
-        _check_model(body.model, about.name)
-        if body.stream:
-            raise BadRequest("stream is not offered here: leave it out, or use /v1/completions")
-        asked = body.request(front.generator.codec, client)
-        choices = front.generator.begin(asked)
-        counted.begun(len(body.token_ids))
-        await unless_client_left(_run(front.generator, asked, choices), request)
-        return JSONResponse(body.answer([choice.take() for choice in choices], front.weights.version))
+        @router.get("/server_info")
+        async def server_info() -> dict[str, Any]:
+            return {"vllm_config": self.about.config}
 
-    @app.get("/server_info", dependencies=guarded)
-    async def server_info() -> dict[str, Any]:
-        return {"vllm_config": about.config}
+        @router.post("/reset_prefix_cache")
+        async def reset_prefix_cache() -> dict[str, Any]:
+            return {"success": True}  # keys and values live as long as their answer, and none spans two versions
 
-    @app.get("/weight_info", dependencies=guarded)
-    async def weight_info() -> dict[str, Any]:
-        return {"weight_version": fronts[0].weights.version}
+        return router
 
-    @app.post("/collective_rpc", dependencies=guarded)
-    async def load_weights(request: Request) -> dict[str, Any]:
-        fronts[0].weights.check_offered()
-        await fronts[0].weights.load(await _read(request, WorkerCall))
-        return {"results": []}
+    def of_weights(self) -> APIRouter:
+        """Return what updates of weights use, named as vLLM names it."""
+        router = APIRouter(dependencies=[Depends(self.access.client_of)])
 
-    @app.post("/update_weight_version", dependencies=guarded)
-    async def set_version(request: Request) -> dict[str, Any]:
-        fronts[0].weights.check_offered()
-        fronts[0].weights.version = (await _read(request, NewVersion)).new_version
-        return {"success": True}
+        @router.get("/weight_info")
+        async def weight_info() -> dict[str, Any]:
+            return {"weight_version": self.fronts[0].weights.version}
 
-    @app.post("/reset_prefix_cache", dependencies=guarded)
-    async def reset_prefix_cache() -> dict[str, Any]:
-        return {"success": True}  # keys and values live as long as their answer, and none spans two versions
+        @router.post("/collective_rpc")
+        async def load_weights(request: Request) -> dict[str, Any]:
+            self.fronts[0].weights.check_offered()
+            await self.fronts[0].weights.load(await _read(request, WorkerCall))
+            return {"results": []}
 
-    started = int(time.time())
-    return app
+        @router.post("/update_weight_version")
+        async def set_version(request: Request) -> dict[str, Any]:
+            self.fronts[0].weights.check_offered()
+            self.fronts[0].weights.version = (await _read(request, NewVersion)).new_version
+            return {"success": True}
+
+        return router
 
 
 class _OpenAiAnswer:
