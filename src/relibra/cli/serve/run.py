@@ -69,7 +69,6 @@ def run(
         kv_tokens=kv_tokens,
         timeout=timeout,
     )
-    cores = len(os.sched_getaffinity(0))
     serve(
         model,
         layout,
