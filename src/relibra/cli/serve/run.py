@@ -10,6 +10,7 @@ import typer
 
 from relibra.cli.outputs.terminal import print_note
 from relibra.cli.serve.deployment import AttentionWorkers, ExpertWorkers, MicroBatches, PlanFile, planned_workers
+from relibra.cli.serve.serve_options import Deadline, KeySource, MostWaiting, SpareExperts, UntilEof, Updates
 from relibra.errors import ConfigError
 
 
@@ -18,9 +19,7 @@ def run(
     plan: PlanFile = None,
     attention: AttentionWorkers = None,
     experts: ExpertWorkers = None,
-    spare_experts: Annotated[
-        int, typer.Option(help="Experts that a worker holds beyond its share: copies, which answer where one is lost.")
-    ] = 0,
+    spare_experts: SpareExperts = 0,
     rebalance_seconds: Annotated[
         float, typer.Option(help="Time after which copies go to the experts with the most rows since; 0: never.")
     ] = 0.0,
@@ -36,13 +35,11 @@ def run(
     kv_tokens: Annotated[int, typer.Option(help="Places of the KV cache of an attention worker.")] = 65536,
     threads: Annotated[int, typer.Option(help="Threads of torch per worker; 0: cores / workers.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds that attention and experts wait for one another.")] = 60.0,
-    api_key_from: Annotated[
-        str, typer.Option(help="Where keys of clients are: env:NAME, or file:PATH with one per line.")
-    ] = "",
-    max_waiting: Annotated[int, typer.Option(help="Most answers in the queue; more get status 429.")] = 1024,
-    deadline: Annotated[float, typer.Option(help="Seconds that a request may take, waiting included.")] = 600.0,
-    updates: Annotated[bool, typer.Option("--updates", help="Let clients load other weights, as vLLM's do.")] = False,
-    until_eof: Annotated[bool, typer.Option("--until-eof", help="Stop when the standard input ends.")] = False,
+    api_key_from: KeySource = "",
+    max_waiting: MostWaiting = 1024,
+    deadline: Deadline = 600.0,
+    updates: Updates = False,
+    until_eof: UntilEof = False,
 ) -> None:
     """Serve a mixture-of-experts model with attention on some processes and experts on others.
 
@@ -84,6 +81,6 @@ def run(
             rebalance_seconds=rebalance_seconds,
         ),
         dtype=dtype,
-        threads=threads or max(1, cores // (layout.attention + layout.experts)),
+        threads=threads or max(1, len(os.sched_getaffinity(0)) // (layout.attention + layout.experts)),
         tell=print_note,
     )
