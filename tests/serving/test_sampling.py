@@ -26,7 +26,9 @@ def kept_slowly(probabilities, top_k, top_p):
 @given(
     counts=st.lists(st.integers(1, 50), min_size=2, max_size=12),
     top_k=st.integers(0, 12),
-    top_p=st.sampled_from([0.05, 0.31, 0.5, 0.77, 0.99, 1.0]),
+    top_p=st.sampled_from(
+        [0.0507, 0.3141, 0.5003, 0.7717, 0.9903, 1.0]  # on no sum of such counts, where rounding decides
+    ),
 )
 def test_top_k_and_top_p_keep_what_the_slow_rule_keeps(counts, top_k, top_p):
     probabilities = torch.tensor(counts, dtype=torch.float64) / sum(counts)

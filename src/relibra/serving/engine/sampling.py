@@ -47,6 +47,6 @@ def kept_tokens(probability_V: Float[Tensor, " V"], top_k: int, top_p: float) ->
     if top_k:
         kept_V[top_k:] = 0
     if top_p < 1.0:
-        share_V = sorted_V * kept_V / (sorted_V * kept_V).sum()
-        kept_V *= share_V.cumsum(dim=0) - share_V < top_p
+        reached_V = (sorted_V * kept_V / (sorted_V * kept_V).sum()).cumsum(dim=0)
+        kept_V[1:] *= reached_V[:-1] < top_p
     return torch.zeros_like(kept_V).scatter(0, order_V, kept_V)
