@@ -8,11 +8,12 @@ TORCH  ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo demo-vllm test-vllm test-verl test test-all lint types format bench bench-all bench-gpu clean
+.PHONY: demo demo-serve demo-vllm test-vllm test-verl test test-all lint types format bench bench-all bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       post-train a tiny MoE on two processes and write a report (some minutes)"
+	@echo "make demo-serve serve a small model, attention and experts apart, and stream an answer with curl"
 	@echo "make demo-vllm  the same with a vLLM server, in an environment of its own (3.4 GB)"
 	@echo "make test-vllm  routes, log-probs and reloads of a vLLM server against transformers"
 	@echo "make test-verl  the plug-in of verl in its Megatron engine, on four processes"
@@ -49,6 +50,9 @@ $(VENV)/.dev: $(VENV)/.run
 
 demo: $(VENV)/.run
 	$(BIN)/relibra train examples/demo.toml
+
+demo-serve: $(VENV)/.run
+	$(BIN)/python -m relibra.serving.demo
 
 # vLLM has an environment of its own: what it needs beside torch is read from its wheel, without the packages for images
 # and sound, whose usual builds are for CUDA. Relibra goes in without its own needs: its plug-ins import nothing of them.

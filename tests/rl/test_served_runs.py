@@ -28,7 +28,12 @@ def assert_as_embedded(run, steps):
 
 def test_a_run_starts_its_own_server_and_stops_it(tmp_path):
     done = train(
-        tmp_path, "rollout.engine=serve", "rollout.server_options=--experts 2", "run.steps=3", "parallel.ranks=2"
+        tmp_path,
+        "rollout.engine=serve",
+        "algorithm.preset=ppo",
+        "rollout.server_options=--experts 2",
+        "run.steps=3",
+        "parallel.ranks=2",
     )
     assert done.returncode == 0, done.stderr
     run = tmp_path / "run"
@@ -39,9 +44,9 @@ def test_a_run_starts_its_own_server_and_stops_it(tmp_path):
 
 
 def test_options_that_the_server_refuses_end_the_run_with_its_words(tmp_path):
-    done = train(tmp_path, "rollout.engine=serve", "rollout.server_options=--experts 99")
+    done = train(tmp_path, "rollout.engine=serve", "rollout.server_options=--experts 63")
     assert done.returncode != 0
-    assert "--experts 99 is more than the" in done.stderr
+    assert "--experts 63 is more than the" in done.stderr
 
 
 def test_the_client_of_vllm_trains_with_a_server_that_runs_already(tmp_path):
@@ -50,7 +55,7 @@ def test_the_client_of_vllm_trains_with_a_server_that_runs_already(tmp_path):
     assert run_command(["export", str(start), *of_model], tmp_path).returncode == 0
     with relibra_serve(start, "--updates", "--max-length", "400", "--attention", "2") as (url, _):
         settings = [f"rollout.url={url}", f"rollout.server_weights={tmp_path / 'weights'}"]
-        done = train(tmp_path, "rollout.engine=vllm", *settings, "model.head_dim=0")
+        done = train(tmp_path, "rollout.engine=vllm", "algorithm.preset=ppo", *settings, "model.head_dim=0")
         assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout)
     assert outcome["steps"] == 2
