@@ -86,6 +86,9 @@ def _serve(folder: str, cpus_of_nodes: list[int]) -> None:
 
     store = {"object_store_memory": 80 << 20}
     head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": folder, **store}
+    os.makedirs(
+        os.path.join(tempfile.gettempdir(), "ray"), exist_ok=True
+    )  # Ray notes the address there, whatever temp_dir
     cluster = Cluster(initialize_head=True, head_node_args=head)
     nodes = [cluster.add_node(num_cpus=cpus, **store) for cpus in cpus_of_nodes]
     answer([cluster.address, [node.node_id for node in nodes]])
