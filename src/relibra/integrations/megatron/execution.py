@@ -19,7 +19,7 @@ from jaxtyping import Int, Integer
 from numpy import ndarray
 from torch import Tensor, nn
 
-from relibra.errors import EngineError
+from relibra.errors import EngineError, RelibraError
 from relibra.integrations.megatron.moe_layer import PlannedMoELayer
 from relibra.integrations.megatron.route_replay import RouteReplay
 from relibra.planning.plan import StepPlan
@@ -54,17 +54,25 @@ def gather_demand(
     An entry of the demand is all that one rank feeds in one micro-batch: parts of samples, and padding.
 
     ids_MTLK   experts of each row of this rank, by micro-batch (`PackedRows.routes`); as many as on other ranks
-    raises     EngineError where ranks have other numbers of micro-batches
+    raises     EngineError where ranks have other numbers of micro-batches, or routes other layers than `layer_ids`;
+               TraceError for ids out of range
     """
     num_ranks, M = dist.get_world_size(group), len(ids_MTLK)
     device = torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda")
     counts_MLE = np.zeros((M, len(layer_ids), num_experts), dtype=np.int32)
-    for m, ids_TLK in enumerate(ids_MTLK):
-        all_T = np.ones(len(ids_TLK), dtype=bool)
-        counts_MLE[m] = count_token_slots(ids_TLK, all_T, np.array([0, len(ids_TLK)]), num_experts)[0]
-    numbers = _all_gather(torch.tensor([M], device=device), group)
-    if len({int(number) for number in numbers}) > 1:
-        raise EngineError(f"ranks of an expert-parallel group have {[int(n) for n in numbers]} micro-batches")
+    refusal: RelibraError | None = None
+    try:
+        for m, ids_TLK in enumerate(ids_MTLK):
+            counts_MLE[m] = _count(m, ids_TLK, num_experts, len(layer_ids))
+    except RelibraError as error:
+        refusal = error  # raised after the exchange, so that no rank waits for this one
+    numbers = [int(n) for n in _all_gather(torch.tensor([M if refusal is None else -1], device=device), group)]
+    if refusal is not None:
+        raise refusal
+    if refusing := [rank for rank, number in enumerate(numbers) if number < 0]:
+        raise EngineError(f"expert-parallel ranks {refusing} cannot count their routes, and say why")
+    if len(set(numbers)) > 1:
+        raise EngineError(f"ranks of an expert-parallel group have {numbers} micro-batches")
     gathered = _all_gather(torch.from_numpy(counts_MLE).to(device), group)
     counts_SLE = np.concatenate([counts.cpu().numpy() for counts in gathered])
     demand = Demand(
@@ -75,6 +83,16 @@ def gather_demand(
     )
     micro_batch_S, rank_S = np.tile(np.arange(M), num_ranks), np.repeat(np.arange(num_ranks), M)
     return demand.with_schedule(micro_batch_S, rank_S, num_ranks, M)
+
+
+def _count(m: int, ids_TLK: Integer[ndarray, "T L K"], num_experts: int, num_layers: int) -> Int[ndarray, "L E"]:
+    """Return the token-slots of one micro-batch of this rank."""
+    if ids_TLK.shape[1] != num_layers:  # one layer would be counted for all
+        raise EngineError(
+            f"micro-batch {m} has routes of {ids_TLK.shape[1]} layers, and layer_ids names {num_layers}: one for each"
+        )
+    all_T = np.ones(len(ids_TLK), dtype=bool)
+    return count_token_slots(ids_TLK, all_T, np.array([0, len(ids_TLK)]), num_experts)[0]
 
 
 @contextmanager
@@ -213,6 +231,25 @@ class _PlannedLayer:
 
 def _check_plan(layers: dict[int, PlannedMoELayer], plan: StepPlan, demand: ScheduledDemand) -> None:
     """Raise EngineError where a plan does not fit the model, or ranks have different plans; collective."""
+    refusal: RelibraError | None = None
+    try:
+        _check_fit(layers, plan, demand)
+    except RelibraError as error:
+        refusal = error  # raised after the exchange, so that no rank waits for this one
+    first = next(iter(layers.values()))
+    told = bytes([refusal is not None]) + bytes.fromhex(plan.digest() + demand.digest())
+    own = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(next(first.parameters()).device)
+    told_R = [bytes(one.cpu().numpy()) for one in _all_gather(own, first.ep_group)]
+    if refusal is not None:
+        raise refusal
+    if refusing := [rank for rank, one in enumerate(told_R) if one[0]]:
+        raise EngineError(f"the plan does not fit the model on expert-parallel ranks {refusing}, which say why")
+    if len(set(told_R)) > 1:
+        raise EngineError("ranks of an expert-parallel group have different plans: make it on one rank, and send it")
+
+
+def _check_fit(layers: dict[int, PlannedMoELayer], plan: StepPlan, demand: ScheduledDemand) -> None:
+    """Raise where a plan does not fit its demand, or the model on this rank."""
     validate_plan(plan, plan.topology, demand)
     first = next(iter(layers.values()))
     group, config = first.ep_group, first.config
@@ -235,10 +272,6 @@ def _check_plan(layers: dict[int, PlannedMoELayer], plan: StepPlan, demand: Sche
             "gradient_accumulation_fusion=True writes gradients past autograd, and those of replicas would be lost: "
             "build the model with False, or plan with Budget(slots=0)"
         )
-    device = next(first.parameters()).device
-    own = torch.frombuffer(bytearray(bytes.fromhex(plan.digest() + demand.digest())), dtype=torch.uint8).to(device)
-    if any(not torch.equal(own, other) for other in _all_gather(own, group)):
-        raise EngineError("ranks of an expert-parallel group have different plans: make it on one rank, and send it")
 
 
 def _all_gather(own: Tensor, group: Any) -> list[Tensor]:

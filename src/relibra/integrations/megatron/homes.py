@@ -45,23 +45,26 @@ def relocate(chunks: Sequence[nn.Module], physical_to_logical_map: Int[ndarray, 
 
     physical_to_logical_map   logical expert at each position, one row per planned layer of the model on this rank
     optimizer                 a torch optimizer, or Megatron's; None: there is none yet
-    raises                    EngineError before anything moves for maps that are no permutations, micro-batches that
-                              wait for their backward pass, and optimizer states that cannot be moved
+    raises                    EngineError before anything moves for maps that are no permutations or differ between
+                              ranks, micro-batches that wait for their backward pass, and optimizer states that cannot
+                              be moved
     """
     layers, wanted_LE = planned_layers(chunks), np.asarray(physical_to_logical_map)
-    experts = next(iter(layers.values())).config.num_moe_experts
-    if wanted_LE.shape != (len(layers), experts):
-        raise EngineError(
-            f"the map of homes has shape {wanted_LE.shape}, the model {len(layers)} layers of {experts} experts"
-        )
-    for (layer_id, layer), wanted_E in zip(layers.items(), wanted_LE, strict=True):
-        if not np.array_equal(np.sort(wanted_E), np.arange(experts)):
-            raise EngineError(f"layer {layer_id}: the map of homes {wanted_E.tolist()} is no permutation")
-        if layer.passes.num_awaiting:
-            raise EngineError(f"layer {layer_id} waits for its backward pass: move experts between steps")
+    kinds: dict[int, str] = {}
+    refusal: EngineError | None = None
+    try:
+        _check_map(layers, wanted_LE)
+        kinds = {
+            layer_id: _kind_of_states(layer, optimizer)
+            for (layer_id, layer), wanted_E in zip(layers.items(), wanted_LE, strict=True)
+            if (wanted_E != layer.physical_to_logical_E).any()
+        }
+    except EngineError as error:
+        refusal = error  # raised after the exchange of agreement, so that no rank waits for this one
+    _check_agreement(layers, wanted_LE, kinds, refusal)
     moved = 0
-    for layer, wanted_E in zip(layers.values(), wanted_LE, strict=True):
-        if (wanted_E != layer.physical_to_logical_E).any():
+    for (layer_id, layer), wanted_E in zip(layers.items(), wanted_LE, strict=True):
+        if layer_id in kinds:
             moved += int((wanted_E != layer.physical_to_logical_E).sum())
             _relocate_layer(layer, wanted_E.astype(np.int64), optimizer)
     return moved
@@ -86,11 +89,7 @@ def _relocate_layer(layer: PlannedMoELayer, wanted_E: ndarray, optimizer: Any) -
     """Move the experts of one layer and set its map."""
     group, n = layer.ep_group, layer.num_local_experts
     own = dist.get_rank(group)
-    states = [
-        [state_tensors(p.tensor, f"layer {layer.layer_id}, {p.name}", optimizer) for p in layer.expert_parameters(slot)]
-        for slot in range(n)
-    ]
-    _check_states(layer, states)
+    states = _states(layer, optimizer)
     old_E = layer.physical_to_logical_E
     position_E = np.argsort(old_E)
     targets = np.flatnonzero(old_E != wanted_E)
@@ -135,18 +134,65 @@ def _width(states: Sequence[StateTensors]) -> int:
     return sum(t.nbytes for state in states for t in state.tensors.values())
 
 
-def _check_states(layer: PlannedMoELayer, states: Sequence[Sequence[StateTensors]]) -> None:
-    """Raise EngineError where slots have other tensors or parts than others, on any rank; collective."""
-    kinds = sorted({repr([(list(s.tensors), s.part) for s in slot]) for slot in states})
-    device = next(layer.parameters()).device
-    own = torch.frombuffer(bytearray(hashlib.sha256(repr(kinds).encode()).digest()), dtype=torch.uint8).to(device)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(layer.ep_group))]
-    dist.all_gather(gathered, own, group=layer.ep_group)
-    if len(kinds) > 1 or any(not torch.equal(own, other) for other in gathered):
+def _states(layer: PlannedMoELayer, optimizer: Any) -> list[list[StateTensors]]:
+    """Return what travels with each local expert."""
+    return [
+        [state_tensors(p.tensor, f"layer {layer.layer_id}, {p.name}", optimizer) for p in layer.expert_parameters(slot)]
+        for slot in range(layer.num_local_experts)
+    ]
+
+
+def _check_map(layers: dict[int, PlannedMoELayer], wanted_LE: ndarray) -> None:
+    """Raise EngineError for a map of other sizes or no permutation, and for layers that cannot move now."""
+    experts = next(iter(layers.values())).config.num_moe_experts
+    if wanted_LE.shape != (len(layers), experts):
         raise EngineError(
-            f"layer {layer.layer_id}: optimizer states of its experts are cut at other places in each slot, or absent "
-            "in some, so experts cannot change places: move homes with one expert-data-parallel rank, or keep them"
+            f"the map of homes has shape {wanted_LE.shape}, the model {len(layers)} layers of {experts} experts"
         )
+    for (layer_id, layer), wanted_E in zip(layers.items(), wanted_LE, strict=True):
+        if not np.array_equal(np.sort(wanted_E), np.arange(experts)):
+            raise EngineError(f"layer {layer_id}: the map of homes {wanted_E.tolist()} is no permutation")
+        if layer.passes.num_awaiting:
+            raise EngineError(f"layer {layer_id} waits for its backward pass: move experts between steps")
+
+
+def _kind_of_states(layer: PlannedMoELayer, optimizer: Any) -> str:
+    """Return the names and parts of the tensors of a local expert; raise EngineError where slots differ in them."""
+    kinds = {repr([(list(s.tensors), s.part) for s in slot]) for slot in _states(layer, optimizer)}
+    if len(kinds) > 1:
+        raise _other_states(f"layer {layer.layer_id}")
+    return kinds.pop()
+
+
+def _other_states(where: str) -> EngineError:
+    return EngineError(
+        f"{where}: optimizer states of experts are cut at other places in each slot, or absent in some, so experts "
+        "cannot change places: move homes with one expert-data-parallel rank, or keep them"
+    )
+
+
+def _check_agreement(
+    layers: dict[int, PlannedMoELayer], wanted_LE: ndarray, kinds: dict[int, str], refusal: EngineError | None
+) -> None:
+    """Raise EngineError where a rank refuses, or ranks have other maps or states; collective."""
+    first = next(iter(layers.values()))
+    maps = repr([wanted_LE.tolist(), [layer.physical_to_logical_E.tolist() for layer in layers.values()]])
+    told = bytes([refusal is not None]) + b"".join(hashlib.sha256(s.encode()).digest() for s in (maps, repr(kinds)))
+    own = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(next(first.parameters()).device)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(first.ep_group))]
+    dist.all_gather(gathered, own, group=first.ep_group)
+    if refusal is not None:
+        raise refusal
+    told_R = [bytes(one.cpu().numpy()) for one in gathered]
+    if refusing := [rank for rank, one in enumerate(told_R) if one[0]]:
+        raise EngineError(f"no expert has moved: expert-parallel ranks {refusing} cannot move theirs, and say why")
+    if len({one[1:33] for one in told_R}) > 1:
+        raise EngineError(
+            "no expert has moved: ranks of an expert-parallel group have different maps of homes: make the plan on one "
+            "rank, and send it"
+        )
+    if len(set(told_R)) > 1:
+        raise _other_states("some expert-parallel ranks")
 
 
 def state_tensors(parameter: nn.Parameter, where: str, optimizer: Any) -> StateTensors:
