@@ -1,13 +1,16 @@
 """Loads from routes as trainers hold them, and where Megatron puts the experts."""
 
+import logging
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from relibra.errors import ConfigError, TraceError
 from relibra.integrations.expert_layout import ExpertLayout
 from relibra.integrations.recorded_loads import count_samples, of_used_layers
+from relibra.integrations.said_once import SaidOnce
 
 QWEN = {
     "hidden_size": 2048,
@@ -126,3 +129,18 @@ def test_a_capture_of_nothing_is_refused():
     share_SLR, used_L = count_samples([np.zeros((4, 2, 2), np.int32)], np.array([4]), num_experts=8, num_ranks=2)
     with pytest.raises(TraceError, match="captured nothing"):
         of_used_layers(share_SLR, used_L)
+
+
+def test_routes_that_numpy_cannot_read_are_one_sentence():
+    with pytest.raises(TraceError, match="sample 0 has routes that are no array of numpy"):
+        count_samples([torch.zeros(3, 2, 2, dtype=torch.bfloat16)], np.array([3]), num_experts=4, num_ranks=2)
+
+
+def test_a_reason_is_said_once_whatever_its_numbers(caplog):
+    once = SaidOnce(logging.getLogger("relibra.test"), "used as they are")
+    for reason in ("sample 3 has 1,024 rows", "sample 17 has 5 rows", "no routes"):
+        once.say(reason)
+    assert [record.getMessage() for record in caplog.records] == [
+        "relibra: used as they are: sample 3 has 1,024 rows",
+        "relibra: used as they are: no routes",
+    ]

@@ -33,6 +33,7 @@ from relibra.errors import ConfigError, EngineError, RelibraError, TraceError
 from relibra.integrations.expert_layout import ExpertLayout
 from relibra.integrations.recorded_loads import count_samples, of_used_layers
 from relibra.integrations.repacked_step import RepackedStep, repack_step
+from relibra.integrations.said_once import SaidOnce
 from relibra.planning.schedule.repacking import TrainerSchedule
 
 Bins = list[list[int]]
@@ -72,7 +73,7 @@ class _Batch:
 
 
 _current: ContextVar[_Batch | None] = ContextVar("relibra_nemo_rl_batch", default=None)
-_said: set[str] = set()
+unplanned = SaidOnce(_log, "micro-batches of NeMo-RL are used as they are")
 
 
 def install() -> None:
@@ -108,7 +109,7 @@ def _noting_the_batch(stock: Callable[..., Any], what: str) -> Callable[..., Any
         token = _current.set(_Batch(self, data, what))
         try:
             if not getattr(self, "use_sequence_packing", False):
-                _say_once("micro-batches are not packed: set policy.sequence_packing.enabled=true")
+                unplanned.say("micro-batches are not packed: set policy.sequence_packing.enabled=true")
             return stock(self, data, *arguments, **options)
         finally:
             _current.reset(token)
@@ -128,7 +129,7 @@ def _planned(stock: Callable[..., Any]) -> Callable[..., Any]:
         packer = stock(algorithm, bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
         batch = _current.get()
         if batch is None:
-            _say_once("a batch was packed apart from its routes: set data_plane.enabled=false (value models and "
+            unplanned.say("a batch was packed apart from its routes: set data_plane.enabled=false (value models and "
                       "teachers have no routes)")  # fmt: skip
             return packer
         stock_pack = packer.pack
@@ -150,7 +151,7 @@ def _planned(stock: Callable[..., Any]) -> Callable[..., Any]:
                     since=since,
                 )
             except RelibraError as error:
-                _say_once(str(error))
+                unplanned.say(str(error))
                 return bins
             _log.info(step.line(batch.what))
             return repacked
@@ -257,12 +258,6 @@ def _model_config(model_name: str) -> SimpleNamespace:
         qk_pos_emb_head_dim=getattr(model, "qk_rope_head_dim", None),
         v_head_dim=getattr(model, "v_head_dim", None),
     )
-
-
-def _say_once(reason: str) -> None:
-    if reason not in _said:
-        _said.add(reason)
-        _log.warning("relibra: micro-batches of NeMo-RL are used as they are: %s", reason)
 
 
 def main() -> None:

@@ -56,7 +56,10 @@ def _checked(where: str, routes: Any, tokens: int) -> Integer[ndarray, "T L K"]:
     """Return the routes of a sample as an array; raises TraceError where they are missing or of another shape."""
     if routes is None:
         raise TraceError(f"{where} has no routes")
-    array = np.asarray(routes)
+    try:
+        array = np.asarray(routes)
+    except (TypeError, ValueError, RuntimeError) as error:  # bfloat16, ragged lists, a tensor that is not on the CPU
+        raise TraceError(f"{where} has routes that are no array of numpy ({error}): expected integers") from error
     if array.ndim != 3 or array.dtype.kind not in "iu" or 0 in array.shape[1:]:
         raise TraceError(
             f"{where} has routes of type {array.dtype} and shape {array.shape}: expected integers [rows, layers, "

@@ -31,6 +31,7 @@ from relibra.errors import EngineError, RelibraError, TraceError
 from relibra.integrations.expert_layout import ExpertLayout
 from relibra.integrations.recorded_loads import count_samples, of_used_layers
 from relibra.integrations.repacked_step import RepackedStep, repack_step
+from relibra.integrations.said_once import SaidOnce
 from relibra.planning.schedule.repacking import TrainerSchedule
 
 Partitions = list[list[int]]
@@ -139,7 +140,7 @@ def _remembering_data(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _planned(stock: Callable[..., Any]) -> Callable[..., Any]:
-    said: set[str] = set()
+    unplanned = SaidOnce(_log, "the schedule of the trainer is used as it is")
 
     @functools.wraps(stock)
     def build_dp_schedule(
@@ -162,7 +163,7 @@ def _planned(stock: Callable[..., Any]) -> Callable[..., Any]:
                 rank_tokens=_rank_tokens(args, train_parallel_config),
             )
         except RelibraError as error:
-            _say_once(str(error), said)
+            unplanned.say(str(error))
             return given
         _log.info(step.line("rollout"))
         return partitions, micro_batches, num_micro_batches, rollouts
@@ -175,12 +176,6 @@ def _rank_tokens(args: Any, train_parallel_config: dict[str, Any]) -> int | None
     if not args.use_dynamic_batch_size:
         return None
     return int(args.max_tokens_per_gpu * train_parallel_config["cp_size"])
-
-
-def _say_once(reason: str, said: set[str]) -> None:
-    if reason not in said:
-        said.add(reason)
-        _log.warning("relibra: the schedule of the trainer is used as it is: %s", reason)
 
 
 def repack_partitions(

@@ -34,6 +34,7 @@ from relibra.errors import EngineError, RelibraError, TraceError
 from relibra.integrations.expert_layout import ExpertLayout
 from relibra.integrations.recorded_loads import count_samples, of_used_layers
 from relibra.integrations.repacked_step import RepackedStep, repack_step
+from relibra.integrations.said_once import SaidOnce
 from relibra.planning.schedule.repacking import TrainerSchedule
 
 _log = logging.getLogger("relibra.verl")
@@ -61,7 +62,7 @@ class _Pass:
 
 
 _current: ContextVar[_Pass | None] = ContextVar("relibra_verl_pass", default=None)
-_said: set[str] = set()
+unplanned = SaidOnce(_log, "micro-batches of verl are used as they are")
 
 
 def install() -> None:
@@ -72,7 +73,7 @@ def install() -> None:
     importlib.import_module("verl.workers.engine")
     megatron = sys.modules.get(_MEGATRON)
     if megatron is None:
-        _say_once("verl's Megatron engine cannot be imported in this process")
+        unplanned.say("verl's Megatron engine cannot be imported in this process")
         return
     prepare: Any = getattr(megatron, "prepare_micro_batches", None)
     forward_backward: Any = getattr(getattr(megatron, "MegatronEngine", None), "forward_backward_batch", None)
@@ -96,7 +97,9 @@ def _noting_the_engine(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         if getattr(self.engine_config, "dynamic_context_parallel", False):
-            _say_once("dynamic context parallelism has a schedule of its own, which calls no former of micro-batches")
+            unplanned.say(
+                "dynamic context parallelism has a schedule of its own, which calls no former of micro-batches"
+            )
         token = _current.set(_Pass(self, forward_only))
         try:
             return stock(self, data, loss_function, forward_only)
@@ -124,7 +127,7 @@ def planned(stock: Callable[..., Any]) -> Callable[..., Any]:
                 current.engine.tf_config, data_ranks=_size(dp_group), parallel=current.engine.engine_config
             )
         except RelibraError as error:  # the same on all ranks
-            _say_once(str(error))
+            unplanned.say(str(error))
             return micro_batches, indices
         chosen = _repacked_indices(data, indices, dp_group, layout, current.forward_only, since)
         if chosen is None:
@@ -141,13 +144,13 @@ def _replays(current: _Pass, data: Any) -> bool:
     engine = current.engine
     if not getattr(engine, "enable_routing_replay", False):
         if not current.forward_only:
-            _say_once(
+            unplanned.say(
                 "no routes are replayed: set actor_rollout_ref.actor.megatron.router_replay.mode=R3 and "
                 "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
             )
         return False
     if not _setting(data, "use_dynamic_bsz", True):
-        _say_once("micro-batches have a fixed number of samples: set actor_rollout_ref.actor.use_dynamic_bsz=True")
+        unplanned.say("micro-batches have a fixed number of samples: set actor_rollout_ref.actor.use_dynamic_bsz=True")
         return False
     recorded_now = current.forward_only and engine.engine_config.router_replay.mode == "R2"
     return bool(_setting(data, "enable_routing_replay", False)) and not recorded_now
@@ -165,7 +168,7 @@ def _repacked_indices(
         reason = str(error)
     tables = _gather_tables(own, dp_group)
     if not _everywhere(tables is not None) or tables is None or own is None:
-        _say_once(reason or "samples of another rank have no routes, or routes of other layers")
+        unplanned.say(reason or "samples of another rank have no routes, or routes of other layers")
         return None
     limit = int(_setting(data, "max_token_len_per_gpu", 0)) * int(_setting(data, "sp_size", 1))
     micro_batch_S = np.full(sum(len(table) - 1 for table in tables), -1, dtype=np.int32)
@@ -175,7 +178,7 @@ def _repacked_indices(
             _log.info(step.line("log-probs" if forward_only else "update"))
             micro_batch_S = step.schedule.micro_batch_S
         except RelibraError as error:
-            _say_once(str(error))
+            unplanned.say(str(error))
     micro_batch_S = _from_first_rank(micro_batch_S)
     if (micro_batch_S < 0).any():
         return None
@@ -325,12 +328,6 @@ def _setting(data: Any, key: str, default: Any) -> Any:
     return importlib.import_module("verl.utils.tensordict_utils").get_non_tensor_data(
         data=data, key=key, default=default
     )
-
-
-def _say_once(reason: str) -> None:
-    if reason not in _said:
-        _said.add(reason)
-        _log.warning("relibra: micro-batches of verl are used as they are: %s", reason)
 
 
 if "verl" in sys.modules:

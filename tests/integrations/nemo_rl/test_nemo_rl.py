@@ -126,7 +126,7 @@ def policy(monkeypatch):
     monkeypatch.setattr(Batch, "module", batches)
     for module in (batches, policies, flops):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(nemo_rl, "_said", set())
+    nemo_rl.unplanned.forget()
     return Policy()
 
 
