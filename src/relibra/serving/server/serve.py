@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 INSTALL = "in the checkout, pip install -e '.[train,serve]'"
 BACKLOG = 2048
+IDLE_SECONDS = 75
+"""How long a connection without requests stays open: longer than clients keep one that they may use again."""
 MOST_WAITING, MOST_SECONDS = 1 << 20, 1e6
 
 
@@ -94,7 +96,13 @@ def serve(
         workers = f"{layout.attention} attention and {layout.experts} expert workers"
         on_start = lambda: tell(f"{settings.name} at {url}/v1 ({workers}); Ctrl-C stops")  # noqa: E731
         app = front_of(model, folder, settings, keys, on_start)
-        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=5,
+            timeout_keep_alive=IDLE_SECONDS,
+        )
         uvicorn.Server(config).run(sockets=[listener])
 
 
