@@ -54,6 +54,10 @@ class EngineError(RelibraError, RuntimeError):
     """A rollout engine, a model or a process did something we cannot go on from."""
 
 
+class LostPeerError(EngineError):
+    """A peer ended, or did not answer within parallel.timeout_seconds: the cause lies there, not in this process."""
+
+
 _OURS = ("relibra", "__main__")
 
 

@@ -92,7 +92,7 @@ PLACE = Place(0, 3, 1)
     ],
 )
 def test_a_lost_peer_is_named(error):
-    with pytest.raises(EngineError, match=r"rank 0, layer 3, micro-batch 1: the push with ranks \[1, 2\]") as caught:
+    with pytest.raises(LostPeerError, match=r"rank 0, layer 3, micro-batch 1: the push with ranks \[1, 2\]") as caught:
         _raise(error)
     assert caught.value.__cause__ is error
 

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 
 import relibra.rl.run.launch
-from relibra.errors import ConfigError, EngineError
+from relibra.errors import ConfigError, EngineError, LostPeerError
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.run import ranks
 from relibra.rl.run.ranks import (
-    LostPeerError,
     broadcast_json,
     gather_arrays,
     gather_json,

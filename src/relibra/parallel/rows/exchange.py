@@ -13,7 +13,7 @@ import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor
 
-from relibra.errors import EngineError
+from relibra.errors import EngineError, LostPeerError
 from relibra.planning.traffic.rank_tables import Place
 from relibra.timeline import TimelineRecorder
 
@@ -28,7 +28,7 @@ def explain_peer_failure(what: str, place: Place, peers: Sequence[int]) -> Itera
 
     what     operation, such as "the exchange of rows"
     peers    ranks of the expert-parallel group that have to take part
-    raises   EngineError
+    raises   LostPeerError
     """
     try:
         yield
@@ -40,7 +40,7 @@ def explain_peer_failure(what: str, place: Place, peers: Sequence[int]) -> Itera
         if not lost_peer or "out of memory" in str(error):
             raise
         others = sorted(set(peers) - {place.rank})
-        raise EngineError(
+        raise LostPeerError(
             f"{place}: {what} with ranks {others} failed: {reason}. One of them died, hangs or runs "
             "another part of the step: look for the first error among those ranks, and resume from the last checkpoint"
         ) from error

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from relibra.rl.run.ranks import LostPeerError, is_peer_loss, present_work, wait_for_ranks
+from relibra.errors import LostPeerError
+from relibra.rl.run.ranks import is_peer_loss, present_work, wait_for_ranks
 
 BEAT_SECONDS = 2.0
 NOTE_SECONDS = 60.0

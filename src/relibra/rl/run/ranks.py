@@ -22,15 +22,11 @@ from numpy import ndarray
 from torch.distributed.rendezvous import rendezvous as store_of_environment
 
 from relibra.environment import STOP_SIGNALS
-from relibra.errors import ConfigError, EngineError
+from relibra.errors import ConfigError, EngineError, LostPeerError
 
 NO_DEADLINE = timedelta(days=20)  # in milliseconds it fits into 32 bits
 MAX_PAYLOAD_BYTES = 64 << 20
 MAX_ARRAY_BYTES = 4 << 30
-
-
-class LostPeerError(EngineError):
-    """A peer ended, or did not answer within parallel.timeout_seconds."""
 
 
 @dataclass(frozen=True)

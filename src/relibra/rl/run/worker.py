@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relibra.environment import LaunchedRank, error_file, rendezvous_address, set_rendezvous, shows_tracebacks
-from relibra.errors import ConfigError, EngineError, RelibraError, library_errors
+from relibra.errors import ConfigError, EngineError, LostPeerError, RelibraError, library_errors
 from relibra.printable import escape_logs_and_tracebacks, print_traceback, printable
 from relibra.rl.config.run_config import RunConfig, with_ranks
 from relibra.rl.run.run_folder import open_launched, remove_if_unused
@@ -191,8 +191,6 @@ def _exit_on_error(
     try:
         yield
     except BaseException as error:  # noqa: BLE001 - process boundary
-        from relibra.rl.run.ranks import LostPeerError
-
         expected = isinstance(error, RelibraError | OSError)
         if expected:
             report(str(error))
