@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from relibra import EngineError
+from relibra.errors import LostPeerError
 from relibra.parallel.rows.exchange import Place, explain_peer_failure
 from tests.parallel.faults import GROUP_TIMEOUT_S, Fault, survivors_of
 from tests.parallel.steps import step
