@@ -97,7 +97,7 @@ class Driver:
         began = time.perf_counter()
         for tokens in batch:
             sampling = asdict(SamplingParameters(limit=ANSWER, temperature=0.0))
-            body = {"number": self._number, "tokens": list(tokens), "sampling": sampling}
+            body = {"numbers": [self._number], "tokens": list(tokens), "sampling": sampling}
             self._control.send({"generate": body})
             self._number += 1
         left = len(batch)
