@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: write under a temporary name, fsync, rename."""
+"""Files that are either whole or absent: write under a temporary name, fsync, rename; and reads of bounded size."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from relibra.errors import RelibraError
 
 
 @contextmanager
@@ -35,6 +37,22 @@ def write_text(path: Path, text: str) -> None:
     """Write a whole text file atomically; halves of surrogate pairs, which UTF-8 does not have, are written escaped."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def read_bounded(path: Path, most_bytes: int, error: type[RelibraError], what: str) -> bytes:
+    """Return the bytes of a file.
+
+    what      it should be, for the message, such as "a deployment plan"
+    raises    `error` where it cannot be read or has more than `most_bytes`
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(most_bytes + 1)
+    except OSError as failure:
+        raise error(f"{path} cannot be read ({failure.strerror}): name {what}") from failure
+    if len(data) > most_bytes:
+        raise error(f"{path} is larger than {most_bytes:,} bytes: name {what}")
+    return data
 
 
 def sync_folder(folder: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from relibra.errors import ConfigError
+from relibra.files import read_bounded
 
 _MAX_FILE_BYTES = 1 << 20
 NODE_SIZES = (1, 2, 4, 8)
@@ -106,13 +107,7 @@ def read_accelerators(path: Path | str) -> dict[str, Accelerator]:
     raises    ConfigError when the file cannot be read, or a table is not an accelerator
     """
     path = Path(path)
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): name a TOML file of accelerators") from error
-    if len(text) > _MAX_FILE_BYTES:
-        raise ConfigError(f"{path} is larger than {_MAX_FILE_BYTES} bytes: name a file of accelerators")
+    text = read_bounded(path, _MAX_FILE_BYTES, ConfigError, "a TOML file of accelerators")
     try:
         tables = tomllib.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:

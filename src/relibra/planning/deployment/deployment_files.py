@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from relibra.errors import ConfigError, PlanError
-from relibra.files import write_text
+from relibra.files import read_bounded, write_text
 from relibra.planning.deployment.accelerator import Accelerator
 from relibra.planning.deployment.deployment_plan import DeploymentPlan, Pool
 from relibra.planning.deployment.performance import Efficiency
@@ -101,13 +101,7 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            text = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise PlanError(f"{path} cannot be read ({error.strerror}): name a deployment plan") from error
-    if len(text) > MAX_BYTES:
-        raise PlanError(f"{path} is larger than {MAX_BYTES} bytes, which no deployment plan is: name another file")
+    text = read_bounded(path, MAX_BYTES, PlanError, "a deployment plan")
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
