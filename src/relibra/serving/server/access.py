@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from pathlib import Path
 
 from fastapi import Request
 
-from relibra.environment import environment_value
 from relibra.errors import ConfigError
+from relibra.rl.rollout.served.api_key import is_key, read_key_text
 from relibra.serving.server.refusals import WrongKey
-
-_MAX_BYTES = 1 << 16
 
 
 def read_api_keys(source: str) -> tuple[str, ...]:
@@ -23,19 +20,9 @@ def read_api_keys(source: str) -> tuple[str, ...]:
     """
     if not source:
         return ()
-    kind, _, name = source.partition(":")
-    if kind == "env" and name:
-        text = environment_value(name)
-    elif kind == "file" and name:
-        try:
-            with Path(name).expanduser().open("rb") as file:
-                text = file.read(_MAX_BYTES).decode(errors="replace")
-        except OSError as error:
-            raise ConfigError(f"--api-key-from {source}: cannot read {name}: {error.strerror}") from error
-    else:
-        raise ConfigError("--api-key-from is env:NAME of an environment variable, or file:PATH, not the key itself")
+    text = read_key_text(source, "--api-key-from")
     keys = tuple(line.strip() for line in text.splitlines() if line.strip())
-    if not keys or not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
+    if not keys or not all(map(is_key, keys)):
         raise ConfigError(
             f"--api-key-from {source}: there is no key (one per line, of printable ASCII characters without spaces)"
         )
