@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 from relibra.planning.deployment.pipeline_time import (
     StageSeconds,
     drained_seconds,
-    enough_micro_batches,
     iteration_seconds,
     paper_seconds,
 )
@@ -33,7 +32,7 @@ def test_the_formula_is_what_events_give(attention, experts, hop, m, layers):
 @given(computing=st.floats(0.2, 1.5), other=st.floats(0.2, 1.5), share=st.floats(0, 1), layers=st.integers(1, 56))
 def test_the_formula_of_the_paper_holds_where_it_claims_to(computing, other, share, layers):
     stage = StageSeconds(computing, other, share * max(computing, other))
-    m = enough_micro_batches(stage)
+    m = next(m for m in range(1, 100) if m * stage.slowest >= stage.round_trip * (1 - 1e-12))  # fills the round trip
     assert drained_seconds(stage, m, layers) == pytest.approx(paper_seconds(stage, m, layers), rel=1e-9)
 
 

@@ -55,8 +55,3 @@ def paper_seconds(stage: StageSeconds, micro_batches: int, layers: int) -> float
     """Return Eq. 5 of the paper, exact where `hop` <= computing and the micro-batches fill the round trip."""
     computing = max(stage.attention, stage.experts)
     return stage.round_trip + computing * (micro_batches * layers - 1)
-
-
-def enough_micro_batches(stage: StageSeconds, most: int = 1 << 10) -> int:
-    """Return the fewest micro-batches whose slowest resource never waits, at most `most`."""
-    return next((m for m in range(1, most) if m * stage.slowest >= stage.round_trip * (1 - 1e-12)), most)
