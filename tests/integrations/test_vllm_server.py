@@ -15,15 +15,14 @@ import torch
 
 from relibra.errors import EngineError
 from relibra.integrations.vllm.local_server import FLAGS, local_server
-from relibra.replay import record_routing
 from relibra.rl.config.run_config import load_config
-from relibra.rl.rollout.response import new_response
 from relibra.rl.rollout.served.canary_probe import Canary, WatchedServer
 from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
 from relibra.rl.rollout.served.engine import ServerEngine
 from relibra.rl.rollout.served.preflight import check_servers
 from relibra.rl.rollout.served.weights import publish_weights
 from relibra.rl.start_folder import write_start_folder
+from tests.rl.rollout.against_transformers import largest_difference
 
 PYTHON = Path(os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python"))
 TEMPERATURE, CONTEXT, STOP, VOCAB = 0.7, 3200, 14, 15
@@ -76,23 +75,6 @@ def load(start):
     return AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32).eval()
 
 
-def largest_difference(model, engine, prompts, window):
-    """Sample after prompts; return the largest difference of log-probs to transformers, and of routes the share."""
-    responses = [new_response(index, 0, prompt) for index, prompt in enumerate(prompts)]
-    windows, _ = engine.generate(responses, window=window, max_response=window)
-    largest, equal, total = 0.0, 0, 0
-    for prompt, one in zip(prompts, windows, strict=True):
-        tokens = torch.tensor([[*prompt, *one.tokens_w.tolist()]])
-        with torch.inference_mode(), record_routing(model) as recorder:
-            logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]
-        own = (logits / TEMPERATURE).log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0].numpy()
-        largest = max(largest, float(np.abs(own - one.log_probs_w).max()))
-        routes = np.sort(recorder.take()[0].numpy()[: len(one.experts_mLK)], axis=2)
-        pairs = (routes == np.sort(one.experts_mLK, axis=2)).all(axis=2)
-        equal, total = equal + int(pairs.sum()), total + pairs.size
-    return largest, equal / total
-
-
 def prompts_of(length, number):
     rng = np.random.default_rng(length)
     return [rng.integers(0, STOP, length + index).tolist() for index in range(number)]
@@ -111,13 +93,14 @@ def test_routes_and_log_probs_are_those_of_transformers_after_every_reload(serve
         canary.before_update()
         publish_weights(model, tmp_path / "weights", engine, version)
         report = canary.after_update(model, version)
-        difference, equal = largest_difference(model, engine, prompts_of(8, 12), 24)
+        difference, equal = largest_difference(model, engine, prompts_of(8, 12), 24, TEMPERATURE)
         print(f"{part}: canary {report}, largest difference {difference:.1e}, equal routes {equal:.2%}")
         assert difference < 2e-5, part
         assert equal == 1.0, part
         if part:
             assert report.share_made == pytest.approx(1.0, abs=1e-3), part
-    difference, equal = largest_difference(model, engine, prompts_of(3000, 1), 16)  # fed in pieces, with a seed
+    long = prompts_of(3000, 1)  # fed in pieces, with a seed
+    difference, equal = largest_difference(model, engine, long, 16, TEMPERATURE)
     assert difference < 5e-5
     assert equal == 1.0
 
@@ -166,14 +149,14 @@ def test_a_server_that_ends_is_replaced_and_gets_the_last_weights_when_it_is_sta
         ending = threading.Timer(1.0, stack.close)
         ending.start()
         for _ in range(4):  # the other server ends in the middle of one of them
-            difference, equal = largest_difference(model, engine, prompts, 400)
+            difference, equal = largest_difference(model, engine, prompts, 400, TEMPERATURE)
             assert difference < 2e-5
             assert equal == 1.0
         ending.join()
         assert f"{other}/" in caplog.text
         assert update(1).servers == 1
         with server("again", int(other.rpartition(":")[2])):
-            difference, equal = largest_difference(model, engine, prompts, 64)
+            difference, equal = largest_difference(model, engine, prompts, 64, TEMPERATURE)
             assert f"{other} was started again: it loads version 1" in caplog.text
             report = update(2)
             print(f"after the server was started again: canary {report}, largest difference {difference:.1e}")

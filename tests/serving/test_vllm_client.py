@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from relibra.errors import EngineError
-from relibra.replay import record_routing
 from relibra.rl.rollout.response import new_response
 from relibra.rl.rollout.served.canary_probe import Canary, WatchedServer
 from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
 from relibra.rl.rollout.served.engine import ServerEngine
 from relibra.rl.rollout.served.preflight import check_servers
 from relibra.rl.rollout.served.weights import publish_weights
+from tests.rl.rollout.against_transformers import largest_difference
 from tests.serving.models import write_model
 from tests.serving.server_process import relibra_serve
 
@@ -57,23 +57,6 @@ def prompts_of(length, number):
     return [rng.integers(0, VOCAB, length + index).tolist() for index in range(number)]
 
 
-def largest_difference(model, engine, prompts, window):
-    """Sample after prompts; return the largest difference of log-probs to transformers, and of routes the share."""
-    responses = [new_response(index, 0, prompt) for index, prompt in enumerate(prompts)]
-    windows, _ = engine.generate(responses, window=window, max_response=window)
-    largest, equal, total = 0.0, 0, 0
-    for prompt, one in zip(prompts, windows, strict=True):
-        tokens = torch.tensor([[*prompt, *one.tokens_w.tolist()]])
-        with torch.inference_mode(), record_routing(model) as recorder:
-            logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]
-        own = (logits / TEMPERATURE).log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0].numpy()
-        largest = max(largest, float(np.abs(own - one.log_probs_w).max()))
-        routes = np.sort(recorder.take()[0].numpy()[: len(one.experts_mLK)], axis=2)
-        pairs = (routes == np.sort(one.experts_mLK, axis=2)).all(axis=2)
-        equal, total = equal + int(pairs.sum()), total + pairs.size
-    return largest, equal / total
-
-
 def test_log_probs_and_routes_are_those_of_transformers_after_every_update(server, start, tmp_path):
     model, engine = start[1], engine_at(server, start[1])
     [served] = check_servers(engine.servers, start_seconds=60.0, longest=CONTEXT, dtype="float32")
@@ -90,7 +73,7 @@ def test_log_probs_and_routes_are_those_of_transformers_after_every_update(serve
         report = canary.after_update(model, version)
         assert report.difference < 1e-5, part
         assert report.equal_routes == 1.0, part
-        difference, equal = largest_difference(model, engine, prompts_of(8, 8), 12)
+        difference, equal = largest_difference(model, engine, prompts_of(8, 8), 12, TEMPERATURE)
         assert difference < 2e-5, part
         assert equal == 1.0, part
         if part:
