@@ -129,8 +129,10 @@ def _planned(stock: Callable[..., Any]) -> Callable[..., Any]:
         packer = stock(algorithm, bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
         batch = _current.get()
         if batch is None:
-            unplanned.say("a batch was packed apart from its routes: set data_plane.enabled=false (value models and "
-                      "teachers have no routes)")  # fmt: skip
+            unplanned.say(
+                "a batch was packed apart from its routes: set data_plane.enabled=false (value models and teachers "
+                "have no routes)"
+            )
             return packer
         stock_pack = packer.pack
 

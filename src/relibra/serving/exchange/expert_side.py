@@ -27,7 +27,6 @@ from relibra.serving.exchange.messages import (
     Kind,
     read_greeting,
     read_header,
-    receive_into,
     send_error,
 )
 
@@ -287,6 +286,3 @@ class ExpertInbox:
             return greeting, mapped_buffers(files[0], greeting.shared_rows, shape.hidden, shape.dtype)
         size = (greeting.capacity, shape.hidden, shape.dtype)
         return greeting, (private_buffer(*size), private_buffer(*size))
-
-
-__all__ = ["ExpertInbox", "ExpertShape", "Message", "receive_into"]
