@@ -128,6 +128,15 @@ def test_routes_of_an_engine_are_replayed_in_old_log_probs_too(tmp_path):
     assert found["own"][0]["losses"][3] != pytest.approx(found["replayed"][0]["losses"][3], rel=RELATIVE)
 
 
+@pytest.mark.parametrize("lost", [KeyError("sample 3"), ConnectionError("no route to host")], ids=["key", "server"])
+def test_no_rank_waits_for_one_whose_engine_gives_no_routes(tmp_path, lost):
+    """Both end at once: were one left waiting, `train` would run into its time limit."""
+    first, second = train({"lost": Case(engine=True, lost=lost)}, tmp_path)["lost"]
+    assert second["said"] == f"{type(lost).__name__}: {lost}"
+    assert first["said"].startswith("EngineError: rank 1 cannot get the routes of its samples (engine_routes)")
+    assert first["said"].endswith(str(lost))
+
+
 def test_two_expert_parallel_groups(tmp_path):
     cases = {"stock": Case(**STOCK), "planned": Case()}
     found = train(cases, tmp_path, num_ranks=4)

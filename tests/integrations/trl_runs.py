@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from relibra.errors import RelibraError
+
 TIMEOUT_S = 300
 WORDS = ["<pad>", "<end>", *(f"w{number}" for number in range(14))]
 STOCK = {"implementation": "all_to_all", "trainer": "stock"}
@@ -32,6 +34,7 @@ class Case:
     budget    of plans, beside the objective
     options   of GRPOConfig
     engine    routes come from the model as it was before training, without those of last tokens
+    lost      error of the engine on the last rank, in the second generation batch
     prompts   in the data set
     """
 
@@ -40,6 +43,7 @@ class Case:
     budget: dict[str, Any] = field(default_factory=lambda: {"slots": 1})
     options: dict[str, Any] = field(default_factory=dict)
     engine: bool = False
+    lost: Exception | None = None
     prompts: int = 24
     ep_size: int = 2
 
@@ -101,14 +105,18 @@ def options_of(case: Case, folder: Path) -> dict[str, Any]:
 class EarlyRoutes:
     """An engine that never gets new weights: the model before training, whole on each rank."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, lost: Exception | None) -> None:
         from transformers import AutoModelForCausalLM
 
+        self.lost, self.calls = lost, 0
         self.model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
 
     def __call__(self, tokens_S):
         from relibra.replay import record_routing
 
+        self.calls += 1
+        if self.lost is not None and self.calls == 2 and dist.get_rank() == dist.get_world_size() - 1:
+            raise self.lost
         with torch.no_grad(), record_routing(self.model) as recorder:
             for tokens in tokens_S:
                 self.model(torch.tensor([tokens]), use_cache=False)
@@ -139,7 +147,7 @@ def run_on_rank(case: Case, folder: Path, name: str) -> dict[str, Any]:
     if case.trainer == "planned":
         more = {"cluster": "h100x8", "budget": Budget(objective="tokens", **case.budget)}
     if case.engine:
-        more["engine_routes"] = EarlyRoutes(folder)
+        more["engine_routes"] = EarlyRoutes(folder, case.lost)
     world = dist.get_world_size()
     experts = DistributedConfig(fsdp_size=world, ep_size=case.ep_size, ep_implementation=case.implementation)
     prompts = [" ".join(WORDS[2 + (n * 5 + k) % 14] for k in range(1 + n % 4)) for n in range(case.prompts)]
@@ -152,7 +160,12 @@ def run_on_rank(case: Case, folder: Path, name: str) -> dict[str, Any]:
         processing_class=tokenizer(),
         **more,
     )
-    trainer.train()
+    try:
+        trainer.train()
+    except (RelibraError, type(case.lost)) as error:
+        if case.lost is None:
+            raise
+        return {"said": f"{type(error).__name__}: {error}"}
     trainer.save_model(str(folder / name))
     return {"losses": trainer.losses, "logs": trainer.state.log_history[:-1]}
 

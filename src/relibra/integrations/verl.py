@@ -35,6 +35,7 @@ from relibra.integrations.expert_layout import ExpertLayout
 from relibra.integrations.recorded_loads import count_samples, of_used_layers
 from relibra.integrations.repacked_step import RepackedStep, repack_step
 from relibra.integrations.said_once import SaidOnce
+from relibra.integrations.shared_failures import on_all_ranks
 from relibra.planning.schedule.repacking import TrainerSchedule
 
 _log = logging.getLogger("relibra.verl")
@@ -161,25 +162,31 @@ def _repacked_indices(
 ) -> list[list[int]] | None:
     """Return this rank's samples of each micro-batch; None: those of verl stay. Collective."""
     unit = int(_setting(data, "force_group_size", 1))
-    own, reason = None, ""
-    try:
-        own = own_table(sample_routes(data), sample_lengths(data), indices, layout, unit=unit)
-    except RelibraError as error:
-        reason = str(error)
+
+    def count() -> tuple[Int32[ndarray, "X Y"] | None, str]:
+        try:
+            return own_table(sample_routes(data), sample_lengths(data), indices, layout, unit=unit), ""
+        except RelibraError as error:
+            return None, str(error)
+
+    own, reason = on_all_ranks(count, "count the loads of its samples", device=_device(None))
     tables = _gather_tables(own, dp_group)
     if not _everywhere(tables is not None) or tables is None or own is None:
         unplanned.say(reason or "samples of another rank have no routes, or routes of other layers")
         return None
     limit = int(_setting(data, "max_token_len_per_gpu", 0)) * int(_setting(data, "sp_size", 1))
-    micro_batch_S = np.full(sum(len(table) - 1 for table in tables), -1, dtype=np.int32)
-    if _is_first_rank():
-        try:
-            step = repack_tables(tables, layout, rank_tokens=limit, since=since)
-            _log.info(step.line("log-probs" if forward_only else "update"))
-            micro_batch_S = step.schedule.micro_batch_S
-        except RelibraError as error:
-            unplanned.say(str(error))
-    micro_batch_S = _from_first_rank(micro_batch_S)
+
+    def plan() -> Int32[ndarray, " S"]:
+        if _is_first_rank():
+            try:
+                step = repack_tables(tables, layout, rank_tokens=limit, since=since)
+                _log.info(step.line("log-probs" if forward_only else "update"))
+                return step.schedule.micro_batch_S
+            except RelibraError as error:
+                unplanned.say(str(error))
+        return np.full(sum(len(table) - 1 for table in tables), -1, dtype=np.int32)
+
+    micro_batch_S = _from_first_rank(on_all_ranks(plan, "plan the micro-batches", device=_device(None)))
     if (micro_batch_S < 0).any():
         return None
     before = sum(len(table) - 1 for table in tables[: _place(dp_group)])
@@ -306,9 +313,9 @@ def _from_first_rank(array: Int32[ndarray, " S"]) -> Int32[ndarray, " S"]:
 
 def _device(group: Any) -> str:
     """Return where tensors of a collective have to be."""
-    return (
-        "cpu" if dist.get_backend(group) == "gloo" else importlib.import_module("verl.utils.device").get_device_name()
-    )
+    if not dist.is_initialized() or dist.get_backend(group) == "gloo":
+        return "cpu"
+    return str(importlib.import_module("verl.utils.device").get_device_name())
 
 
 def _size(group: Any) -> int:

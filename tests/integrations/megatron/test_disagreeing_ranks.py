@@ -120,7 +120,7 @@ def test_nothing_moves_where_ranks_disagree_about_homes(found):
 
 def test_no_rank_waits_for_one_whose_routes_cannot_be_counted(found):
     first, second = found["refuses_routes"]
-    assert "expert-parallel ranks [1] cannot count" in first["out of range on one"]
+    assert "rank 1 cannot count its routes" in first["out of range on one"]
     assert "beyond the 8 experts" in second["out of range on one"]
     assert all("routes of 1 layers, and layer_ids names 2" in one["one layer for two"] for one in (first, second))
 

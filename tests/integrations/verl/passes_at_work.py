@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from relibra.errors import EngineError
 from tests.integrations.verl.engine_at_work import (
     EXPERTS,
     LIMIT,
@@ -154,8 +155,28 @@ def compare_passes(case, folder):
     if case == CASES["four ranks"]:
         native = run_pass(engine, batch(enable_routing_replay=False), forward_only=True)
         result["without_replay"] = difference(native.log_probs, after[0].log_probs)
+        result["lost"] = _where_one_fails(engine, batch)
+        lines.taken()
         result["kept"] = {name: _kept(engine, batch, settings, lines) for name, settings in UNPLANNED.items()}
     return result
+
+
+def _where_one_fails(engine, batch):
+    """Return what each rank says of a pass whose routes one rank cannot read, and of the next pass."""
+    from unittest import mock
+
+    from relibra.integrations import verl
+
+    said, own = [], dist.get_rank()
+    for fails in (own == 1, False):
+        broken = mock.patch.object(verl, "sample_routes", side_effect=KeyError("routed_experts"))
+        with broken if fails else contextlib.nullcontext():
+            try:
+                run_pass(engine, batch(), forward_only=True)
+                said.append("")
+            except (KeyError, EngineError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
 
 
 UNPLANNED = {

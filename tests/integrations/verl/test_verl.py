@@ -3,23 +3,20 @@
 Quick: stand-ins have the names and arguments of verl's functions. test_verl_package.py runs verl's own.
 """
 
+import sys
 import time
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from relibra.errors import EngineError
 from relibra.integrations import verl
 from relibra.integrations.expert_layout import ExpertLayout
 from tests.integrations.routed_samples import draw_samples
+from tests.integrations.verl.stand_in import dealt, make_batch, stand_in
 
 LAYOUT = ExpertLayout(num_experts=16, expert_ranks=4, group_ranks=4, token_price=0.0, pair_price=0.0)
-
-
-def dealt(samples, micro_batches):
-    return [list(range(m * samples // micro_batches, (m + 1) * samples // micro_batches)) for m in range(micro_batches)]
 
 
 def tables_of(ranks, samples, *, unit=1, micro_batches=4, layers=3):
@@ -44,74 +41,13 @@ def test_samples_stay_on_their_rank_and_groups_whole(unit):
     assert step.skew[1] < step.skew[0] - 0.02
 
 
-class Batch(dict):
-    """A batch as verl's engine gets it: nested tensors, and settings."""
-
-    def take(self, places):
-        nested = {
-            key: [list(value.unbind())[s] for s in places] for key, value in self.items() if torch.is_tensor(value)
-        }
-        return Batch(
-            self, **{key: torch.nested.nested_tensor(rows, layout=torch.jagged) for key, rows in nested.items()}
-        )
-
-
-def make_batch(lengths, routes, **settings):
-    values = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 1000, "enable_routing_replay": True, **settings}
-    ids = torch.nested.nested_tensor([torch.full((n,), s) for s, n in enumerate(lengths)], layout=torch.jagged)
-    if routes is None:
-        return Batch(values, input_ids=ids)
-    rows = [torch.from_numpy(one.astype(np.int16)) for one in routes]
-    return Batch(values, input_ids=ids, routed_experts=torch.nested.nested_tensor(rows, layout=torch.jagged))
-
-
 @pytest.fixture
 def engine(monkeypatch):
-    """Return verl's Megatron engine, installed into a stand-in of verl; `engine.cut(data)` is a training pass."""
-    megatron = ModuleType("verl.workers.engine.megatron.transformer_impl")
-
-    def prepare_micro_batches(
-        data,
-        dp_group=None,
-        num_batches_divided_by=None,
-        same_micro_num_in_dp=True,
-        min_num_micro_batch=None,
-        use_dynamic_bsz_balance=True,
-    ):
-        indices = dealt(len(data["input_ids"].unbind()), 4)
-        return [data.take(one) for one in indices], indices if data["use_dynamic_bsz"] else None
-
-    class MegatronEngine:
-        enable_routing_replay = True
-        engine_config = SimpleNamespace(expert_model_parallel_size=4, router_replay=SimpleNamespace(mode="R3"))
-        tf_config = SimpleNamespace(
-            num_moe_experts=16,
-            hidden_size=64,
-            moe_ffn_hidden_size=64,
-            num_layers=3,
-            num_attention_heads=2,
-            kv_channels=8,
-        )
-
-        def forward_backward_batch(self, data, loss_function, forward_only=False):  # noqa: ARG002
-            return megatron.prepare_micro_batches(data=data, dp_group=None)
-
-        def cut(self, data, *, forward_only=False):
-            return self.forward_backward_batch(data, None, forward_only=forward_only)
-
-    megatron.prepare_micro_batches, megatron.MegatronEngine = prepare_micro_batches, MegatronEngine
-    tensors = ModuleType("verl.utils.tensordict_utils")
-    tensors.get_non_tensor_data = lambda data, key, default: data.get(key, default)
-    tensors.index_select_tensor_dict = lambda data, places: data.take(places)
-    for module in (
-        ModuleType("verl"),
-        ModuleType("verl.workers"),
-        ModuleType("verl.workers.engine"),
-        megatron,
-        tensors,
-    ):
-        monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
-    return MegatronEngine()
+    """Return verl's Megatron engine, installed into a stand-in of verl."""
+    engine, modules = stand_in()
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return engine
 
 
 @pytest.mark.parametrize("together", [1, 4])

@@ -109,3 +109,10 @@ def test_single_passes_stay_where_nothing_can_be_planned(runs):
         assert "use_dynamic_bsz=True" in one["kept"]["fixed number"][0]
         assert "no routed_experts" in one["kept"]["no routes"][0]
         assert one["kept"]["reference"] == []
+
+
+def test_no_rank_waits_for_one_whose_routes_cannot_be_read(runs):
+    said = [one["lost"] for one in runs["four ranks"]]
+    assert [after for _, after in said] == [""] * 4
+    assert said[1][0] == "KeyError: 'routed_experts'"
+    assert all("rank 1 cannot count the loads" in said[rank][0] for rank in (0, 2, 3))

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from relibra.errors import EngineError, RelibraError
 from relibra.integrations.megatron.moe_layer import PlannedMoELayer
 from relibra.integrations.megatron.route_replay import RouteReplay
+from relibra.integrations.shared_failures import on_all_ranks
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.rank_tables import RankTables, rank_tables
 from relibra.planning.validation import validate_plan
@@ -59,18 +60,15 @@ def gather_demand(
     """
     num_ranks, M = dist.get_world_size(group), len(ids_MTLK)
     device = torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda")
-    counts_MLE = np.zeros((M, len(layer_ids), num_experts), dtype=np.int32)
-    refusal: RelibraError | None = None
-    try:
+
+    def count() -> Int[ndarray, "M L E"]:
+        counts_MLE = np.zeros((M, len(layer_ids), num_experts), dtype=np.int32)
         for m, ids_TLK in enumerate(ids_MTLK):
             counts_MLE[m] = _count(m, ids_TLK, num_experts, len(layer_ids))
-    except RelibraError as error:
-        refusal = error  # raised after the exchange, so that no rank waits for this one
-    numbers = [int(n) for n in _all_gather(torch.tensor([M if refusal is None else -1], device=device), group)]
-    if refusal is not None:
-        raise refusal
-    if refusing := [rank for rank, number in enumerate(numbers) if number < 0]:
-        raise EngineError(f"expert-parallel ranks {refusing} cannot count their routes, and say why")
+        return counts_MLE
+
+    counts_MLE = on_all_ranks(count, "count its routes", device=device, group=group)
+    numbers = [int(n) for n in _all_gather(torch.tensor([M], device=device), group)]
     if len(set(numbers)) > 1:
         raise EngineError(f"ranks of an expert-parallel group have {numbers} micro-batches")
     gathered = _all_gather(torch.from_numpy(counts_MLE).to(device), group)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from relibra.cluster import Cluster
 from relibra.errors import EngineError
+from relibra.integrations.shared_failures import on_all_ranks
 from relibra.integrations.trl.generation_routes import EngineRoutes, read_engine_routes, record_routes, routes_of
 from relibra.integrations.trl.generation_schedule import mini_batches, schedule_samples
 from relibra.integrations.trl.plan_runner import PlanRunner
@@ -234,8 +235,12 @@ class PlannedGRPO(_Trainer):  # type: ignore[misc]
         if self._engine_routes is None:
             with self.accelerator.autocast():
                 return record_routes(self._policy, input_ids_BN, mask_BN, self.args.per_device_train_batch_size)
-        cut = bool(self.mask_truncated_completions)
-        return read_engine_routes(self._engine_routes, self._policy, input_ids_BN, mask_BN, cut=cut)
+        cut, engine = bool(self.mask_truncated_completions), self._engine_routes
+        return on_all_ranks(
+            lambda: read_engine_routes(engine, self._policy, input_ids_BN, mask_BN, cut=cut),
+            "get the routes of its samples (engine_routes)",
+            device=self.accelerator.device,
+        )
 
     def _plain_optimizer(self) -> torch.optim.Optimizer | None:
         """Return the optimizer that accelerate has wrapped; None before training."""
