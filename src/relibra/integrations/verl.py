@@ -143,6 +143,8 @@ def planned(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _replays(current: _Pass, data: Any) -> bool:
     """Return whether this pass replays routes; the same on all ranks."""
     engine = current.engine
+    if getattr(engine, "is_value_model", False):
+        return False  # verl replays routes in the policy; its critic routes for itself, whatever is set
     if not getattr(engine, "enable_routing_replay", False):
         if not current.forward_only:
             unplanned.say(

@@ -114,6 +114,17 @@ def test_engines_without_replay_say_how_to_switch_it_on(engine, caplog):
     assert caplog.text.count("router_replay.mode=R3") == 1
 
 
+def test_a_critic_is_left_alone_and_gets_no_advice_for_actors(engine, caplog):
+    data = make_batch(*draw_samples(6, 32), use_dynamic_bsz=False)
+    engine.is_value_model = True
+    verl.install()
+    caplog.clear()
+    for replays in (False, True):
+        engine.enable_routing_replay = replays
+        assert engine.cut(data)[0]
+    assert not caplog.records
+
+
 def test_a_schedule_that_verl_makes_elsewhere_is_said_once(engine, caplog):
     data = make_batch(*draw_samples(6, 32))
     engine.engine_config = SimpleNamespace(**vars(engine.engine_config), dynamic_context_parallel=True)
