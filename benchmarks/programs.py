@@ -70,6 +70,7 @@ PROGRAMS = (
         name="validation", folder="simulation", minutes=6, arguments=("--repetitions", "3"), long=True, threads=1
     ),
     Program(name="serving", folder="serving", minutes=6, long=True, threads=1),
+    Program(name="acceptance", folder="serving", minutes=15, long=True, threads=1),
     Program(name="rl", folder="rl", minutes=12, long=True),
     Program(name="reliability", folder="reliability", minutes=45, long=True),
     Program(name="demo", folder="rl", minutes=10, arguments=("0", "1", "2"), long=True),

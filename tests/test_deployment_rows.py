@@ -1,4 +1,4 @@
-"""`relibra bench deployment`: what its rows hold, and that goals are judged."""
+"""`relibra bench deployment` and `acceptance`: what its rows hold, and that goals are judged."""
 
 import json
 import subprocess
@@ -36,3 +36,14 @@ def test_the_program_runs_and_labels_never_share_a_table():
     assert tests >= {3, 4, 5, 6, 7, 8, 9, 10, 11, 17, 18, 19}
     missed = {one["test"] for one in rows if one["ok"] == "NO"}
     assert missed <= {7}  # the simulator overlaps hops with experts, which the paper's formula does not
+
+
+@pytest.mark.slow
+def test_the_running_server_is_judged_by_every_test_that_needs_it():
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS), "acceptance", "--quick", "--json"], capture_output=True, text=True, check=True
+    )
+    rows = json.loads(done.stdout)
+    assert {one["test"] for one in rows} == {1, 2, 12, 13, 14, 15, 16}
+    exact = [one for one in rows if one["test"] in (1, 2, 16)]
+    assert all(one["ok"] == "yes" for one in exact)  # the others are times

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float64
+from numpy import ndarray
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3MoeConfig
 
 from relibra.serving.control import ControlSocket
@@ -91,12 +93,26 @@ class Driver:
         self.workers, self._number = workers, 0
         self._control = ControlSocket(workers.attention_workers[0].control)
 
-    def run(self, batch: Sequence[Sequence[int]]) -> Round:
+    def seconds_of_layer(self, requests: int, layers: int) -> tuple[float, float]:
+        """Return the seconds of one layer of a decode step in attention and in experts, without prompts and waits."""
+        busy = []
+        for answer in (1, ANSWER):
+            before = self._busy()
+            self.run(prompts(requests), answer)
+            busy.append(self._busy() - before)
+        attention, experts = (busy[1] - busy[0]) / (layers * (ANSWER - 1))
+        return float(attention), float(experts)
+
+    def _busy(self) -> Float64[ndarray, " 2"]:
+        counters = self.workers.counters()
+        return np.array([counters[f"{role} worker 0"]["busy_seconds"] for role in ("attention", "experts")])
+
+    def run(self, batch: Sequence[Sequence[int]], answer: int = ANSWER) -> Round:
         """Answer a batch greedily."""
         first, last, result = self._number, {}, Round(texts=[[] for _ in batch])
         began = time.perf_counter()
         for tokens in batch:
-            sampling = asdict(SamplingParameters(limit=ANSWER, temperature=0.0))
+            sampling = asdict(SamplingParameters(limit=answer, temperature=0.0))
             body = {"numbers": [self._number], "tokens": list(tokens), "sampling": sampling}
             self._control.send({"generate": body})
             self._number += 1

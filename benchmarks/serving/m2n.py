@@ -31,6 +31,7 @@ from relibra.serving.exchange.messages import SECRET_BYTES
 from relibra.serving.layout import Transport
 
 HIDDEN = 1024
+"""Values of a row; of small messages fewer."""
 GROUP = 8
 """Point-to-point operations that the baseline begins together."""
 WARM_UP, BLOCK = 30, 50
@@ -52,7 +53,12 @@ class Pattern:
     @property
     def rows(self) -> int:
         """Rows of a pair."""
-        return self.pair_bytes // (4 * HIDDEN)
+        return self.pair_bytes // (4 * self.hidden)
+
+    @property
+    def hidden(self) -> int:
+        """Values of a row."""
+        return min(HIDDEN, self.pair_bytes // 4)
 
 
 def measure(pattern: Pattern) -> dict:
@@ -85,13 +91,13 @@ def _attend(pattern: Pattern, rank: int, folder: Path) -> dict:
         experts_of=tuple((number,) for number in range(pattern.experts)),
         max_tokens=pattern.rows,
         top_k=pattern.experts,
-        hidden=HIDDEN,
+        hidden=pattern.hidden,
         dtype=torch.float32,
         num_layers=1,
     )
     exchange = SlotExchange(addresses, shape, attention=rank, slot=0, secret=SECRET, timeout=WAIT_SECONDS)
     dist.barrier()
-    rows_XH = torch.randn(pattern.rows * pattern.experts, HIDDEN)
+    rows_XH = torch.randn(pattern.rows * pattern.experts, pattern.hidden)
     own = exchange.rows(len(rows_XH))
     own.copy_(rows_XH)
     counts_P = np.full(pattern.experts, pattern.rows)
@@ -113,7 +119,9 @@ def _serve(pattern: Pattern, rank: int, folder: Path) -> dict:
     listener, address = listen(worker_address(pattern.transport, folder, str(number)))
     (folder / f"address-{number}").write_text(address)
     most = pattern.rows * pattern.experts
-    shape = ExpertShape(worker=number, num_experts=1, num_layers=1, hidden=HIDDEN, dtype=torch.float32, max_rows=most)
+    shape = ExpertShape(
+        worker=number, num_experts=1, num_layers=1, hidden=pattern.hidden, dtype=torch.float32, max_rows=most
+    )
     inbox = ExpertInbox(listener, shape, SECRET, ExchangeCounters())
     dist.barrier()
     while inbox.counters.channels < pattern.attention:
@@ -157,8 +165,8 @@ class _Baseline:
         attention = rank < pattern.attention
         first, count = (pattern.attention, pattern.experts) if attention else (0, pattern.attention)
         self._peers, self._attention = list(range(first, first + count)), attention
-        self._sent, self._received = (torch.empty(count, pattern.rows, HIDDEN) for _ in range(2))
-        self._rows = torch.empty(count, pattern.rows, HIDDEN)
+        self._sent, self._received = (torch.empty(count, pattern.rows, pattern.hidden) for _ in range(2))
+        self._rows = torch.empty(count, pattern.rows, pattern.hidden)
 
     def there_and_back(self, rows_XH: Tensor | None) -> Tensor:
         """Return the rows of an attention process when they are back."""
@@ -168,7 +176,7 @@ class _Baseline:
         else:
             self._one_way(rows_XH.view_as(self._sent), send=True)
             self._one_way(None, send=False)
-        return self._rows.view(-1, HIDDEN)
+        return self._rows.flatten(0, 1)
 
     def _one_way(self, rows: Tensor | None, *, send: bool) -> None:
         dist.barrier()
