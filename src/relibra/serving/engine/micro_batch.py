@@ -17,10 +17,10 @@ from transformers import Cache
 
 from relibra.errors import EngineError, RelibraError, in_a_line
 from relibra.replay.record import narrow_dtype
-from relibra.rl.rollout.kv_caches import can_join, growing_cache
 from relibra.serving.engine.prefill import MOST_SCORES, Prefill, group_prompts, share_prompts
 from relibra.serving.engine.request import GenerateRequest, Progress
-from relibra.serving.engine.running_batch import Row, RunningBatch, join
+from relibra.serving.engine.running_batch import Row, RunningBatch
+from relibra.serving.engine.slotted_cache import cache_bytes, has_slots
 from relibra.serving.roles.remote_experts import RemoteExperts
 
 Listener = Callable[[list[Progress]], None]
@@ -56,7 +56,7 @@ class MicroBatch:
         self._model, self._experts, self._limits, self._pad_id = model, experts, limits, pad_id
         self._listener = listener
         self._route_dtype = narrow_dtype(len(experts.load_E))
-        self._can_join = can_join(growing_cache(model.config))
+        self._can_join = has_slots(model.config)
         self._work = threading.Condition()
         self._waiting: deque[Row] = deque()
         self._rows: dict[int, Row] = {}
@@ -75,6 +75,18 @@ class MicroBatch:
     def unfinished(self) -> int:
         """Requests that wait or run."""
         return len(self._rows)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV cache now."""
+        batch, prefills = self._batch, list(self._prefills)
+        return (cache_bytes(batch.cache) if batch else 0) + sum(one.cache_bytes for one in prefills)
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the KV cache that requests under way may need; at 1 no other begins."""
+        rows, columns = self._rows_and_width()
+        return rows * columns / self._limits.max_columns
 
     def awaits_prompt(self, tokens: tuple[int, ...]) -> bool:
         """Return whether the request that came last begins with this prompt, and still waits."""
@@ -135,7 +147,7 @@ class MicroBatch:
         if self._batch is not None:
             progress = self._batch.step(self._forward)
             self.steps += 1
-            self._batch = self._batch.next()
+            self._batch = self._batch.going_on()
             self._tell(progress)
 
     def _feed_piece(self, prefill: Prefill) -> None:
@@ -148,9 +160,7 @@ class MicroBatch:
         if progress is None:
             self._prefills.append(prefill)  # pieces in turn: a short prompt does not wait for a long one
             return
-        fresh = prefill.batch()
-        parts = [one for one in (self._batch, fresh) if one is not None]
-        self._batch = join(parts) if parts else None
+        self._batch = prefill.going_on(self._batch, self._places_left)
         self._tell(progress)
 
     def _admit(self) -> None:
@@ -159,9 +169,8 @@ class MicroBatch:
         if not self._can_join and (self._batch or self._prefills):
             return
         fresh: list[Row] = []
+        rows, columns = self._rows_and_width()
         with self._work:
-            running = [row.most_tokens for row in self._rows.values() if row.admitted]
-            rows, columns = len(running), max(running, default=0)
             while self._waiting and rows < limits.max_rows:
                 row = self._waiting[0]
                 widest = max(columns, row.most_tokens)
@@ -174,6 +183,19 @@ class MicroBatch:
                 rows, columns = rows + 1, widest
         if fresh:
             self._prefills.extend(self._begin(fresh))
+        if self._batch is not None:
+            self._batch.make_room(self._places_left)
+
+    def _rows_and_width(self) -> tuple[int, int]:
+        """Return the requests with a place in the cache, and the tokens that the longest of them may reach."""
+        parts = [one.rows for one in (self._batch, *self._prefills) if one is not None]
+        most = [row.most_tokens for rows in parts for row in rows]
+        return len(most), max(most, default=0)
+
+    @property
+    def _places_left(self) -> int:
+        """Places of the cache that prompts under way leave to the running rows."""
+        return self._limits.max_columns - sum(one.room.places for one in self._prefills)
 
     def _begin(self, fresh: Sequence[Row]) -> Iterator[Prefill]:
         """Yield the prefills of rows: prompts to score apart from others, equal prompts once."""
@@ -184,7 +206,7 @@ class MicroBatch:
         for rows in (scored, [row for row in fresh if not row.request.sampling.prompt_log_probs]):
             rows_of = share_prompts(rows)
             for group in group_prompts([len(one[0].request.tokens) for one in rows_of], self._limits.max_tokens):
-                yield Prefill([rows_of[index] for index in group], growing_cache(self._model.config), self._pad_id)
+                yield Prefill([rows_of[index] for index in group], self._model.config, self._pad_id)
 
     def _drop_cancelled(self) -> None:
         """End cancelled requests: those that wait or run at once, those of a prefill after it."""
@@ -197,7 +219,7 @@ class MicroBatch:
             return
         self._prefills = deque(one for one in self._prefills if not one.is_cancelled)
         if self._batch is not None and any(row in self._batch.rows for row in gone):
-            self._batch = self._batch.without_cancelled()
+            self._batch = self._batch.going_on()
         self._tell([Progress(number=row.request.number, finish="cancelled") for row in gone])
 
     def _fail_all(self, sentence: str) -> None:

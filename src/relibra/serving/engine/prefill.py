@@ -9,10 +9,11 @@ import torch
 from jaxtyping import Float, Float32
 from numpy import ndarray
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, PreTrainedConfig
 
 from relibra.serving.engine.request import Progress
-from relibra.serving.engine.running_batch import Forward, Row, RunningBatch, keep_unfinished, sample_rows
+from relibra.serving.engine.running_batch import Forward, Row, RunningBatch, join, sample_rows
+from relibra.serving.engine.slotted_cache import Room, SlottedCache, cache_bytes
 
 MOST_SCORES = 1 << 26
 """Logits of a piece whose tokens are scored."""
@@ -25,14 +26,15 @@ class Prefill:
     alone, so that no piece is padding only.
     """
 
-    def __init__(self, rows_of: Sequence[Sequence[Row]], cache: Cache | None, pad_id: int) -> None:
+    def __init__(self, rows_of: Sequence[Sequence[Row]], config: PreTrainedConfig | None, pad_id: int) -> None:
         """Begin with nothing fed.
 
         rows_of   rows of each prompt
-        cache     empty; None: the model makes its own, and takes prompts whole
+        config    of the model; None: it has states without slots, makes its own cache, and takes prompts whole
         """
         self.rows = [row for rows in rows_of for row in rows]
         self._rows_of = rows_of
+        self._prompt_of_row = [b for b, rows in enumerate(rows_of) for _ in rows]
         prompts = [rows[0].request.tokens for rows in rows_of]
         width = max(map(len, prompts))
         self._input_BN = torch.full((len(prompts), width), pad_id)
@@ -41,7 +43,14 @@ class Prefill:
             self._input_BN[b, width - len(tokens) :] = torch.tensor(tokens)
             self._mask_BN[b, width - len(tokens) :] = True
         self._scored = any(row.request.sampling.prompt_log_probs for row in self.rows)
-        self._cache, self._fed = cache, 0
+        self.room = Room(len(prompts), width)
+        self._cache: Cache | None = None if config is None else SlottedCache(config, self.room)
+        self._fed = 0
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the cache now."""
+        return cache_bytes(self._cache) if self._cache else 0
 
     @property
     def is_cancelled(self) -> bool:
@@ -71,17 +80,22 @@ class Prefill:
         self._fed = end
         if end < width:
             return None
-        prompt_B = torch.tensor([b for b, rows in enumerate(self._rows_of) for _ in rows])
-        if len(prompt_B) > prompts:
-            assert self._cache is not None, "the model has been fed"
-            self._cache.reorder_cache(prompt_B)
-            self._mask_BN = self._mask_BN[prompt_B]
-        return sample_rows(self.rows, logits_BZV[prompt_B, -1])
+        return sample_rows(self.rows, logits_BZV[self._prompt_of_row, -1])
 
-    def batch(self) -> RunningBatch | None:
-        """Return the rows that go on after the last piece; None if all have ended."""
+    def going_on(self, batch: RunningBatch | None, most_places: int) -> RunningBatch | None:
+        """Return a batch with the rows that go on after the last piece behind those of a batch; None: none are left.
+
+        most_places   that its cache may have
+        """
+        fresh = [(row, b) for row, b in zip(self.rows, self._prompt_of_row, strict=True) if row.goes_on]
+        if not fresh:
+            return batch
+        rows, prompts = zip(*fresh, strict=True)
+        if isinstance(self._cache, SlottedCache):
+            return join(batch, rows, self._cache, prompts, most_places)
         assert self._cache is not None, "the last piece has been fed"
-        return keep_unfinished(self.rows, torch.nn.functional.pad(self._mask_BN, (0, 1), value=True), self._cache)
+        assert batch is None, "states that have no slots are not joined"
+        return RunningBatch(self.rows, self._cache).going_on()
 
     def _scores(self, prompt: int, piece: slice, logits_NV: Float[Tensor, "N V"]) -> Float32[ndarray, " Z"]:
         """Return the log-probs of the tokens that follow those of a piece."""

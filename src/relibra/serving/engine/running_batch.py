@@ -14,10 +14,10 @@ from numpy import ndarray
 from torch import Tensor
 from transformers import Cache
 
-from relibra.rl.rollout.kv_caches import join_caches, last_columns
 from relibra.rl.rollout.philox import sampling_key, uniform_numbers_of_keys
 from relibra.serving.engine.request import FinishReason, GenerateRequest, Progress
 from relibra.serving.engine.sampling import sample_tokens
+from relibra.serving.engine.slotted_cache import SlottedCache
 
 
 @runtime_checkable
@@ -65,6 +65,16 @@ class Row:
         return len(self.request.tokens) + len(self.tokens)
 
     @property
+    def latest(self) -> int:
+        """The token that is fed next."""
+        return self.tokens[-1] if self.tokens else self.request.tokens[-1]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it has neither ended nor been cancelled."""
+        return self.finish is None and not self.cancelled
+
+    @property
     def most_tokens(self) -> int:
         """Tokens at the latest end of the answer."""
         return len(self.request.tokens) + self.request.sampling.limit
@@ -103,48 +113,48 @@ class Row:
 
 @dataclass(frozen=True)
 class RunningBatch:
-    """Rows whose latest token is fed next.
-
-    token_B    the latest token of each row
-    mask_BC    which columns of the cache, and then the latest token, hold tokens; padding comes first in each row
-    """
+    """Rows whose latest token is fed next. The cache holds the tokens before it, and no column without any."""
 
     rows: list[Row]
-    token_B: Int[Tensor, " B"]
-    mask_BC: Bool[Tensor, "B C"]
     cache: Cache
+
+    @property
+    def width(self) -> int:
+        """Columns of the cache: tokens of the longest row, without its latest."""
+        return max(row.length for row in self.rows) - 1
 
     def step(self, forward: Forward) -> list[Progress]:
         """Feed the latest tokens and sample the next of each row, in place."""
-        logits_B1V, experts_BLK, _ = forward(self.token_B[:, None], self.mask_BC, self.cache)
+        token_B1 = torch.tensor([[row.latest] for row in self.rows])
+        length_B1 = torch.tensor([[row.length] for row in self.rows])
+        mask_BC = torch.arange(self.width + 1) > self.width - length_B1
+        logits_B1V, experts_BLK, _ = forward(token_B1, mask_BC, self.cache)
         for b, row in enumerate(self.rows):
             row.fed += 1
             if row.request.sampling.routes:
                 row.experts.append(experts_BLK[b : b + 1].numpy())
         return sample_rows(self.rows, logits_B1V[:, 0])
 
-    def next(self) -> RunningBatch | None:
-        """Return the batch that feeds the tokens sampled by `step`; None if all rows have ended."""
-        return keep_unfinished(self.rows, torch.nn.functional.pad(self.mask_BC, (0, 1), value=True), self.cache)
+    def going_on(self) -> RunningBatch | None:
+        """Return the batch without rows that have ended or have been cancelled; None if all have.
 
-    def without_cancelled(self) -> RunningBatch | None:
-        """Return the batch before its next step, without rows that have been cancelled; None if all have."""
-        return keep_unfinished(self.rows, self.mask_BC, self.cache)
+        With slots, the last rows take the places of those that leave.
+        """
+        kept = [b for b, row in enumerate(self.rows) if row.goes_on]
+        if len(kept) == len(self.rows):
+            return self
+        if not kept:
+            return None
+        if isinstance(self.cache, SlottedCache):
+            kept = self.cache.keep(kept, max(self.rows[b].length for b in kept) - 1)
+        else:
+            self.cache.reorder_cache(torch.tensor(kept))
+        return RunningBatch([self.rows[b] for b in kept], self.cache)
 
-
-def keep_unfinished(rows: list[Row], mask_BC: Bool[Tensor, "B C"], cache: Cache) -> RunningBatch | None:
-    """Return a batch of the rows that go on; None if all have ended.
-
-    mask_BC   columns of the cache and the latest token
-    """
-    kept = [b for b, row in enumerate(rows) if row.finish is None and not row.cancelled]
-    if not kept:
-        return None
-    if len(kept) < len(rows):
-        kept_B = torch.tensor(kept)
-        cache.reorder_cache(kept_B)
-        rows, mask_BC = [rows[b] for b in kept], mask_BC[kept_B]
-    return RunningBatch(rows, torch.tensor([row.tokens[-1] for row in rows]), mask_BC, cache)
+    def make_room(self, most_places: int) -> None:
+        """Have room for the next step, and no more than so many places."""
+        if isinstance(self.cache, SlottedCache):
+            self.cache.make_room(len(self.rows), self.width + 1, most_places)
 
 
 def sample_rows(rows: Sequence[Row], logits_BV: Float[Tensor, "B V"]) -> list[Progress]:
@@ -158,15 +168,23 @@ def sample_rows(rows: Sequence[Row], logits_BV: Float[Tensor, "B V"]) -> list[Pr
     return [row.add(token, log_prob_BV[b]) for b, (row, token) in enumerate(zip(rows, token_B.tolist(), strict=True))]
 
 
-def join(batches: Sequence[RunningBatch]) -> RunningBatch:
-    """Join batches that feed one token next, without columns that are padding in all rows."""
-    if len(batches) == 1:
-        return batches[0]
-    rows = [row for batch in batches for row in batch.rows]
-    columns = max(row.length for row in rows)
-    return RunningBatch(
-        rows,
-        torch.cat([batch.token_B for batch in batches]),
-        torch.cat([last_columns(batch.mask_BC, columns, dim=1) for batch in batches]),
-        join_caches([batch.cache for batch in batches], columns - 1),
-    )
+def join(
+    batch: RunningBatch | None,
+    fresh: Sequence[Row],
+    cache: SlottedCache,
+    rows_of_cache: Sequence[int],
+    most_places: int,
+) -> RunningBatch:
+    """Return a batch with fresh rows behind those that run, all in the slots of one cache.
+
+    batch           None: nothing runs
+    cache           of the fresh rows; it is empty then
+    rows_of_cache   the row of each fresh one; a row may be named several times
+    most_places     that the joined cache may have
+    """
+    rows = [*(batch.rows if batch else ()), *fresh]
+    joined = RunningBatch(rows, batch.cache if batch else cache.empty())
+    assert isinstance(joined.cache, SlottedCache), "others are not joined"
+    joined.make_room(most_places)
+    joined.cache.take_in(cache, rows_of_cache, joined.width)
+    return joined

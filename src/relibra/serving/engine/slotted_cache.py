@@ -1,0 +1,234 @@
+"""`SlottedCache`: keys and values of running rows in slots, so that rows join and leave without a copy of the others.
+
+Each layer has a buffer `[slots, ..., columns, dim]` for keys and one for values. The rows in use are the first slots.
+Their latest tokens lie in one column, the end, so that a step writes one column behind it; a shorter row has zeros
+before its first token. The columns in use are a view, whose start moves when the longest row leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+from relibra.rl.rollout.kv_caches import can_join
+
+
+class Room(NamedTuple):
+    """Size of the buffers of a cache; layers with a window need fewer columns."""
+
+    slots: int
+    columns: int
+
+    @property
+    def places(self) -> int:
+        """Tokens that fit."""
+        return self.slots * self.columns
+
+
+def room_for(rows: int, columns: int, most_places: int) -> Room:
+    """Return room for rows and columns, with slots and then columns to spare as far as the places allow.
+
+    >>> room_for(3, 200, 10_000), room_for(3, 200, 700)
+    (Room(slots=4, columns=400), Room(slots=3, columns=233))
+    """
+    slots = max(rows, min(1 << (rows - 1).bit_length(), most_places // columns))
+    return Room(slots, max(columns, min(2 * columns, most_places // slots)))
+
+
+def order_without_gaps(kept: Sequence[int]) -> list[int]:
+    """Return the rows that are kept, ascending, in the order in which they fill the first slots: the last go to gaps.
+
+    >>> order_without_gaps([0, 2, 3, 5])
+    [0, 5, 2, 3]
+    """
+    stay, moved = set(kept[: len(kept)]), [row for row in kept if row >= len(kept)]
+    return [slot if slot in stay else moved.pop() for slot in range(len(kept))]
+
+
+class SlottedLayer(DynamicLayer):  # type: ignore[misc]
+    """Keys and values of one layer.
+
+    room     of the buffers
+    window   latest tokens that a token attends to, itself included; 0: all
+    rows     slots in use
+    width    columns of the longest row
+    """
+
+    def __init__(self, room: Room, window: int = 0) -> None:
+        """Begin without rows; the first update makes the buffers."""
+        super().__init__()
+        self.room, self.window, self.is_sliding = room, window, window > 0
+        self.rows = self.width = 0
+        self._buffers: list[Tensor] = []
+        self._end = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    @property
+    def kept(self) -> int:
+        """Columns that the next token attends to: the latest."""
+        return self._kept(self.width)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_arguments: object, **_settings: object
+    ) -> tuple[Tensor, Tensor]:
+        """Add columns; return those that the new tokens attend to. Not differentiable."""
+        added, kept = key_states.shape[-2], self.kept
+        if not self._buffers:
+            self.rows = key_states.shape[0]
+            self._begin_like([key_states, value_states], added)
+        elif self._end + added > self._buffers[0].shape[-2]:
+            self._move(kept, kept + added)
+        start, end = self._end, self._end + added
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[: self.rows, ..., start:end, :] = states
+        self.width, self._end = self.width + added, end
+        self.keys, self.values = (buffer[: self.rows, ..., start - kept : end, :] for buffer in self._buffers)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """Return the columns of the longest row."""
+        return self.width
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many columns the mask of new tokens has, and the number of the first."""
+        return self.kept + query_length, self.width - self.kept
+
+    def resize(self, room: Room) -> None:
+        """Move to buffers of another size."""
+        self.room = room
+        if self._buffers:
+            self._move(self.kept, self.kept)
+
+    def keep(self, order: Sequence[int], width: int) -> None:
+        """Let row `order[i]` become row i, and only the last columns, up to a width, be in use."""
+        self.width = width
+        columns = slice(self._end - self.kept, self._end)
+        for slot, row in enumerate(order):
+            if slot != row:
+                for buffer in self._buffers:
+                    buffer[slot, ..., columns, :] = buffer[row, ..., columns, :]
+        self.rows = len(order)
+
+    def take_in(self, other: SlottedLayer, rows_Y: Tensor, width: int) -> None:
+        """Copy rows of another layer behind the rows that are here; all get a width. The other one is empty then."""
+        if not self._buffers:
+            self._begin_like(other._buffers, self._kept(width))
+        self._widen(width)
+        count, source = min(self.kept, other.kept), other._end
+        for buffer, states in zip(self._buffers, other._buffers, strict=True):
+            taken = buffer[self.rows : self.rows + len(rows_Y)]
+            taken[..., self._end - count : self._end, :] = states[rows_Y, ..., source - count : source, :]
+            taken[..., self._end - self.kept : self._end - count, :] = 0
+        self.rows += len(rows_Y)
+        other._buffers, other.rows = [], 0
+
+    def _kept(self, width: int) -> int:
+        return min(width, self.window - 1) if self.window else width
+
+    def _begin_like(self, states: Sequence[Tensor], columns: int) -> None:
+        self.lazy_initialization(*states)
+        self._buffers = [self._empty(one, columns) for one in states]
+
+    def _empty(self, states: Tensor, columns: int) -> Tensor:
+        """Return a buffer for states of this shape, for so many columns at least; what is in use is written first."""
+        if self.window:
+            columns = max(columns, min(self.room.columns, 2 * self.window))
+        else:
+            columns = max(columns, self.room.columns)
+        slots = max(self.rows, self.room.slots)
+        return states.new_empty((slots, *states.shape[1:-2], columns, states.shape[-1]))
+
+    def _widen(self, width: int) -> None:
+        """Let more of the last columns be in use, or fewer; rows that are here have zeros in new ones."""
+        before, kept = self.kept, self._kept(width)
+        if kept > self._end:
+            self._move(kept, kept)
+        self.width = width
+        for buffer in self._buffers:
+            buffer[: self.rows, ..., self._end - kept : self._end - before, :] = 0
+
+    def _move(self, end: int, columns: int) -> None:
+        """Move the columns in use so that they end at a column, in buffers that have so many columns at least."""
+        present = slice(self._end - self.kept, self._end)
+        for index, buffer in enumerate(self._buffers):
+            states = buffer[: self.rows, ..., present, :]
+            fresh = self._empty(buffer, columns)
+            fresh[: self.rows, ..., end - self.kept : end, :] = states
+            self._buffers[index] = fresh
+        self._end = end
+
+
+class SlottedCache(DynamicCache):  # type: ignore[misc]
+    """Keys and values of all layers."""
+
+    def __init__(self, config: PreTrainedConfig, room: Room) -> None:
+        """Begin without rows; see `has_slots`."""
+        super().__init__(config=config)
+        self.room, self._config = room, config
+        self.layers: list[Any] = [_slotted(layer, room) for layer in DynamicCache(config=config).layers]
+
+    def empty(self) -> SlottedCache:
+        """Return a cache of the same model without rows, and without room."""
+        return SlottedCache(self._config, Room(0, 0))
+
+    def make_room(self, rows: int, columns: int, most_places: int) -> None:
+        """Have room for so many rows and columns, within the places.
+
+        Buffers that are large enough stay, unless they have more places than allowed.
+        """
+        slots_fit = rows <= self.room.slots and columns <= self.room.columns
+        if not slots_fit or self.room.places > most_places:
+            self.room = room_for(rows, columns, most_places)
+            for layer in self._own_layers():
+                layer.resize(self.room)
+
+    def keep(self, kept: Sequence[int], width: int) -> list[int]:
+        """Keep rows, ascending, and the last columns, up to a width; return the row that each slot has now."""
+        order = order_without_gaps(kept)
+        for layer in self._own_layers():
+            layer.keep(order, width)
+        return order
+
+    def take_in(self, other: SlottedCache, rows: Sequence[int], width: int) -> None:
+        """Copy rows of another cache, which is empty then, behind those that are here; the longest has a width.
+
+        Latest tokens come to lie in one column. A row may be named several times. `make_room` comes first.
+        """
+        rows_Y = torch.tensor(rows, dtype=torch.int64)
+        for own, theirs in zip(self.layers, other.layers, strict=True):
+            if isinstance(own, SlottedLayer) and theirs.is_initialized:
+                own.take_in(theirs, rows_Y, width)
+
+    def _own_layers(self) -> list[SlottedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, SlottedLayer)]
+
+
+def has_slots(config: PreTrainedConfig) -> bool:
+    """Return whether all layers of a model keep plain keys and values, or none; states of others cannot be joined."""
+    return can_join(DynamicCache(config=config))
+
+
+def _slotted(layer: DynamicLayer | DummyLayer, room: Room) -> SlottedLayer | DummyLayer:
+    if isinstance(layer, DummyLayer):
+        return layer
+    return SlottedLayer(room, layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else 0)
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Return the bytes that the layers of a cache hold; may be called while another thread uses it."""
+    total = 0
+    for layer in cache.layers:
+        if isinstance(layer, SlottedLayer):
+            total += layer.nbytes
+        else:
+            total += sum(one.nbytes for one in list(vars(layer).values()) if isinstance(one, Tensor) and one.ndim > 1)
+    return total
