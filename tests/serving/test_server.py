@@ -201,3 +201,22 @@ def test_ctrl_c_ends_all_workers(tmp_path):
         process.send_signal(signal.SIGINT)
         process.wait(30)
         assert not any(map(is_alive, workers))
+
+
+def figures(url):
+    """Return the lines of /metrics by their beginnings."""
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+
+def test_metrics_say_how_busy_workers_are_and_how_full_the_cache_is(served):
+    _, url, _ = served
+    before = figures(url)
+    complete(url, prompt=[3, 4, 5], max_tokens=60, ignore_eos=True)
+    after = figures(url)
+    for worker in ('role="attention",worker="0"', 'role="experts",worker="0"', 'role="experts",worker="1"'):
+        assert after[f"relibra_busy_seconds_total{{{worker}}}"] > before[f"relibra_busy_seconds_total{{{worker}}}"]
+    assert 0 < after['relibra_busy_share{role="attention"}'] <= 1
+    assert 0 < after['relibra_busy_share{role="experts"}'] <= 1
+    assert after['relibra_kv_cache_most_bytes{worker="0"}'] > 0
+    assert after['relibra_kv_cache_usage{worker="0"}'] == after['relibra_kv_cache_bytes{worker="0"}'] == 0

@@ -1,5 +1,7 @@
 """A model whose experts are on other workers answers as the whole model does."""
 
+import threading
+
 import pytest
 
 from relibra.errors import ConfigError, EngineError
@@ -89,3 +91,26 @@ def test_experts_are_split_evenly():
 def test_layouts_out_of_range_are_refused(changes, named):
     with pytest.raises(ConfigError, match=named):
         WorkerLayout(**{"max_length": 16, "kv_tokens": 4096} | changes)
+
+
+def test_the_cache_stays_within_its_bytes(tmp_path):
+    """Rows begin and end all the time, and the places are few."""
+    write_model("GptOssForCausalLM", tmp_path)
+    requests = [greedy_request(number, 1 + 5 * number % 23, 3 + 7 * number % 31) for number in range(24)]
+    layout = small_layout(micro_batches=1, max_batch=8, max_length=64, kv_tokens=160)
+    with served_in_process(tmp_path, layout) as served:
+        [worker] = served.attention
+        seen, ended = [], threading.Event()
+
+        def look() -> None:
+            while not ended.wait(0.0005):
+                counters = worker.counters()
+                seen.append((counters["kv_cache_bytes"], counters["kv_cache_usage"]))
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        served.generate(requests)
+        ended.set()
+        looking.join()
+    assert max(usage for _, usage in seen) <= 1
+    assert 0.5 * worker.most_cache_bytes < max(held for held, _ in seen) <= 1.05 * worker.most_cache_bytes

@@ -47,7 +47,8 @@ class RunningWorkers:
     def __init__(self, folder: Path, layout: WorkerLayout, *, dtype: str = "auto", threads: int = 1) -> None:
         """Start all workers and wait until attention is connected to the experts.
 
-        `experts_of` then says which experts each expert worker holds.
+        `experts_of` then says which experts each expert worker holds, `most_cache_bytes` what the KV cache of an
+        attention worker takes when it is full.
 
         threads   of torch in each worker
         raises    ConfigError, EngineError with the sentence of the first worker that failed
@@ -75,8 +76,9 @@ class RunningWorkers:
             for worker in self.attention_workers:
                 self._answer(worker, "ready", end)
                 ControlSocket(worker.control).send({"connect": addresses})
-            dtypes = [self._answer(worker, "connected", end) for worker in self.attention_workers]
-            self.dtype: str = dtypes[0]
+            facts = [self._answer(worker, "connected", end) for worker in self.attention_workers]
+            self.dtype: str = facts[0]["dtype"]
+            self.most_cache_bytes: int = facts[0]["most_cache_bytes"]
         except BaseException:
             self.stop()
             raise

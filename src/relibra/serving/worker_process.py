@@ -142,7 +142,7 @@ def run_attention_worker(control: ControlSocket, spec: dict[str, Any]) -> None:
         control.send({"progress": [_as_json(one) for one in progress]})
 
     worker.connect(frame["connect"], bytes.fromhex(spec["secret"]), tell)
-    control.send({"connected": str(worker.shape.dtype)})
+    control.send({"connected": {"dtype": str(worker.shape.dtype), "most_cache_bytes": worker.most_cache_bytes}})
     weights = NewWeights(worker, spec["dtype"])
     while (frame := control.receive()) is not None:
         if "generate" in frame:

@@ -7,15 +7,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from relibra.serving.engine.engine import AttentionEngine
 from relibra.serving.engine.micro_batch import EngineLimits, MicroBatch
 from relibra.serving.engine.request import GenerateRequest, Progress
+from relibra.serving.engine.slotted_cache import cache_bytes
 from relibra.serving.exchange.attention_side import ExchangeShape, SlotExchange
 from relibra.serving.expert_placement import place_experts
 from relibra.serving.layout import WorkerLayout
 from relibra.serving.roles.checkpoint import load_attention, open_checkpoint, read_structure
 from relibra.serving.roles.compute_token import ComputeToken
-from relibra.serving.roles.remote_experts import RemoteExperts, use_remote_experts
+from relibra.serving.roles.remote_experts import RemoteExperts, use_remote_experts, without_experts
 
 
 class AttentionWorker:
@@ -40,6 +43,7 @@ class AttentionWorker:
             dtype=structure.dtype,
             num_layers=len(structure.experts),
         )
+        self.most_cache_bytes = _most_cache_bytes(self.model, layout)
         self.engine: AttentionEngine | None = None
         self._exchanges: list[SlotExchange] = []
 
@@ -92,12 +96,22 @@ class AttentionWorker:
         return sum(one.load_E for one in self.engine.micro_batches).tolist()  # type: ignore[union-attr]
 
     def counters(self) -> dict[str, int | float]:
-        """Return the counts of all micro-batches, the steps, and the seconds in which one of them computed."""
+        """Return the counts of all micro-batches, the steps, the seconds in which one of them computed, and its cache.
+
+        kv_cache_usage   share of the places that requests under way may need
+        """
         total: Counter[str] = Counter()
         for exchange in self._exchanges:
             total.update(exchange.counters.as_dict())
-        steps = sum(one.steps for one in self.engine.micro_batches) if self.engine else 0
-        return {**total, "steps": steps, "busy_seconds": self.token.busy_seconds}
+        micro_batches = self.engine.micro_batches if self.engine else ()
+        return {
+            **total,
+            "steps": sum(one.steps for one in micro_batches),
+            "busy_seconds": self.token.busy_seconds,
+            "kv_cache_bytes": sum(one.cache_bytes for one in micro_batches),
+            "kv_cache_most_bytes": self.most_cache_bytes,
+            "kv_cache_usage": sum(one.cache_usage for one in micro_batches) / self.layout.micro_batches,
+        }
 
     def close(self) -> None:
         """Stop the engine and close all channels."""
@@ -105,3 +119,19 @@ class AttentionWorker:
             self.engine.close()
         for exchange in self._exchanges:
             exchange.close()
+
+
+@torch.inference_mode()
+def _most_cache_bytes(model: Any, layout: WorkerLayout) -> int:
+    """Return the bytes of a full KV cache, from the caches of one and of two tokens.
+
+    A place of it may hold a token; what does not grow with tokens, such as states of linear attention, is there once
+    per request.
+    """
+    with without_experts():
+        one, two = (
+            cache_bytes(model(input_ids=torch.zeros((1, tokens), dtype=torch.int64), use_cache=True).past_key_values)
+            for tokens in (1, 2)
+        )
+    place, request = two - one, 2 * one - two
+    return layout.micro_batches * (layout.columns * place + layout.rows * request)

@@ -113,6 +113,24 @@ class RemoteExperts:
         return self._table
 
 
+class _NoExperts:
+    """Stand in for experts whose output does not matter."""
+
+    def run_layer(self, _layer: int, hidden_TH: Tensor, _ids_TK: Tensor, _weights_TK: Tensor) -> Tensor:
+        """Return zeros."""
+        return torch.zeros_like(hidden_TH)
+
+
+@contextmanager
+def without_experts() -> Iterator[None]:
+    """Let the model run inside, in this thread, with experts that return zeros: to look at its caches."""
+    _current.experts = _NoExperts()
+    try:
+        yield
+    finally:
+        _current.experts = None
+
+
 def use_remote_experts(model: nn.Module, experts: Sequence[str]) -> None:
     """Let the experts modules of a model run remotely; they need no weights.
 
@@ -125,7 +143,7 @@ def use_remote_experts(model: nn.Module, experts: Sequence[str]) -> None:
 
 
 def _run_remotely(module: nn.Module, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    experts: RemoteExperts | None = getattr(_current, "experts", None)
+    experts: RemoteExperts | _NoExperts | None = getattr(_current, "experts", None)
     if experts is None:
         raise EngineError("the experts of this model are on other processes: run it inside RemoteExperts.forward_pass")
     return experts.run_layer(getattr(module, _LAYER), hidden_TH, ids_TK, weights_TK)

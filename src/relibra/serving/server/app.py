@@ -106,7 +106,8 @@ class _Paths:
 
         @router.get("/metrics")
         async def read_metrics() -> Response:
-            return Response(self.counted.text(), media_type=CONTENT_TYPE)
+            workers = await self.fronts[0].generator.admission.clients.counters()
+            return Response(self.counted.text(workers), media_type=CONTENT_TYPE)
 
         return router
 

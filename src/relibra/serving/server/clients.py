@@ -18,15 +18,18 @@ from relibra.serving.control import read_frame, write_frame
 from relibra.serving.engine.request import SamplingParameters
 from relibra.serving.expert_placement import place_experts, worker_imbalance
 from relibra.serving.launch import LOADING_SECONDS, RunningWorkers, Worker
+from relibra.serving.server.metrics import WorkerCounters
 from relibra.serving.server.refusals import Unavailable
 
 WORTH_A_CHANGE = 1.05
 """Imbalance of workers over that after a change, from which on the change is made."""
 LEAST_ROWS = 100
 """Rows per expert in a period below which nothing is changed."""
-_ANSWERS = ("weights", "ready", "load")
+_ANSWERS = ("weights", "ready", "load", "counters")
 RESTARTS = 3
 """How often an expert worker that ends is started again."""
+COUNTING_SECONDS = 2.0
+"""How long workers may take to say what they have counted."""
 Step = dict[str, Any]
 """Progress of one request as a worker sends it: token, log_prob, top, finish, error, routes, prompt_log_probs."""
 
@@ -99,6 +102,19 @@ class _Connection:
         for key, answer in frame.items():
             self.answers[key].put_nowait(answer)
 
+    async def ask_counters(self) -> dict[str, float] | None:
+        """Return what the worker has counted; None: it is gone, or does not answer soon."""
+        answers = self.answers["counters"]
+        while not answers.empty():
+            answers.get_nowait()  # of a question that was given up
+        if self.lost:
+            return None
+        write_frame(self.writer, {"counters": True})
+        try:
+            return await asyncio.wait_for(answers.get(), COUNTING_SECONDS)
+        except TimeoutError:
+            return None
+
     def end(self, why: str) -> None:
         """Note that the worker is gone; whoever waits for an answer gets None."""
         self.lost = why
@@ -111,7 +127,7 @@ class WorkerClients:
 
     def __init__(self, model: RunningWorkers, attention: list[_Connection], experts: list[_Connection]) -> None:
         """Use `open`."""
-        self.rebalanced, self.changing = 0, asyncio.Lock()
+        self.rebalanced, self.changing, self._counting = 0, asyncio.Lock(), asyncio.Lock()
         """Times that copies of experts were placed anew, and the right to change what workers hold."""
         self._attention, self._experts, self._numbers = attention, experts, itertools.count()
         self.on_free: Callable[[], None] = lambda: None
@@ -248,6 +264,18 @@ class WorkerClients:
             write_frame(one.writer, {"load": True})
         rows = [await one.answers["load"].get() for one in alive]
         return np.sum([one for one in rows if one is not None], axis=0)
+
+    async def counters(self) -> list[WorkerCounters]:
+        """Return the counts of each worker that is there and answers soon."""
+        workers = [("attention", number, one) for number, one in enumerate(self._attention)]
+        workers += [("experts", number, one) for number, one in enumerate(self._experts)]
+        async with self._counting:
+            counts = await asyncio.gather(*(one.ask_counters() for _, _, one in workers))
+        return [
+            WorkerCounters(role, number, found)
+            for (role, number, _), found in zip(workers, counts, strict=True)
+            if found is not None
+        ]
 
     def _announce(self, number: int, address: str, experts: Sequence[int]) -> None:
         """Tell the attention workers where an expert worker is, and what it holds."""

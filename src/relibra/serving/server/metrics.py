@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_CACHE_FIGURES = {
+    "kv_cache_usage": "Share of the KV cache that requests under way may need; at 1 others wait.",
+    "kv_cache_bytes": "Bytes of the KV cache now.",
+    "kv_cache_most_bytes": "Bytes of the KV cache when it is full.",
+}
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0)
 
 
@@ -40,6 +47,60 @@ class CountAnswers:
         await self._app(scope, receive, look)
 
 
+class WorkerCounters(NamedTuple):
+    """What a worker has counted since it was started.
+
+    role     "attention" or "experts"
+    """
+
+    role: str
+    number: int
+    counts: Mapping[str, float]
+
+
+class WorkerFigures(Collector):
+    """Figures of workers as they were told last."""
+
+    def __init__(self) -> None:
+        """Begin without workers."""
+        self._told: Sequence[WorkerCounters] = ()
+        self._busy: dict[tuple[str, int], tuple[float, float]] = {}
+        self._share: dict[str, float] = {}
+
+    def update(self, told: Sequence[WorkerCounters], now: float) -> None:
+        """Take over the counters of all workers.
+
+        now   seconds of a clock that does not go back: shares of time count from the update before
+        """
+        busy = {(one.role, one.number): (now, one.counts["busy_seconds"]) for one in told}
+        for role in {one.role for one in told}:
+            spans = [(busy[who], self._busy[who]) for who in busy if who[0] == role and who in self._busy]
+            shares = [max(0.0, (b - b0) / (t - t0)) for (t, b), (t0, b0) in spans if t > t0]
+            self._share[role] = sum(shares) / len(shares) if shares else 0.0
+        self._told, self._busy = told, busy
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the figures."""
+        seconds = CounterMetricFamily(
+            "relibra_busy_seconds", "Seconds in which a worker computed.", labels=("role", "worker")
+        )
+        share = GaugeMetricFamily(
+            "relibra_busy_share", "Share of time in which workers of a role computed, since the reading before.",
+            labels=("role",),
+        )  # fmt: skip
+        for one in self._told:
+            seconds.add_metric((one.role, str(one.number)), one.counts["busy_seconds"])
+        for role, value in sorted(self._share.items()):
+            share.add_metric((role,), value)
+        yield from (seconds, share)
+        for name, about in _CACHE_FIGURES.items():
+            family = GaugeMetricFamily(f"relibra_{name}", about, labels=("worker",))
+            for one in self._told:
+                if name in one.counts:
+                    family.add_metric((str(one.number),), one.counts[name])
+            yield family
+
+
 class FrontMetrics:
     """Counters and histograms of one front."""
 
@@ -54,6 +115,8 @@ class FrontMetrics:
         self._finished = Counter(
             "relibra_finished", "Answers that ended, by reason.", ["reason"], registry=self._registry
         )
+        self._workers = WorkerFigures()
+        self._registry.register(self._workers)
         self._first = self._histogram("relibra_time_to_first_token_seconds", "Until the first token of an answer.")
         self._whole = self._histogram("relibra_answer_seconds", "Until the end of an answer.")
 
@@ -82,6 +145,7 @@ class FrontMetrics:
             self._finished.labels(choice.finish).inc()
             self._whole.observe(elapsed)
 
-    def text(self) -> bytes:
+    def text(self, workers: Sequence[WorkerCounters]) -> bytes:
         """Return all figures."""
+        self._workers.update(workers, time.monotonic())
         return generate_latest(self._registry)

@@ -94,7 +94,8 @@ def serve(
     with listener, RunningWorkers(folder, layout, dtype=dtype, threads=threads) as model:
         url = f"http://{settings.host}:{listener.getsockname()[1]}"
         workers = f"{layout.attention} attention and {layout.experts} expert workers"
-        on_start = lambda: tell(f"{settings.name} at {url}/v1 ({workers}); Ctrl-C stops")  # noqa: E731
+        cache = f"KV cache of {layout.kv_tokens:,} tokens, {model.most_cache_bytes / 2**20:,.1f} MiB at most, each"
+        on_start = lambda: tell(f"{settings.name} at {url}/v1 ({workers}; {cache}); Ctrl-C stops")  # noqa: E731
         app = front_of(model, folder, settings, keys, on_start)
         config = uvicorn.Config(
             app,
