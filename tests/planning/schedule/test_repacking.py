@@ -10,7 +10,10 @@ from tests.planning.schedule.schedules import draw_lengths
 
 
 def draw_case(rng, *, samples=48, steps=2, micro_batches=3, groups=2, group_ranks=2, expert_ranks=4):
-    """Draw a schedule whose every (micro-batch, rank) has a sample, and the loads of its samples."""
+    """Draw a schedule whose every (micro-batch, rank) has a sample, and the loads of its samples.
+
+    samples   beyond one of each micro-batch and rank
+    """
     ranks, batches = groups * group_ranks, steps * micro_batches
     cells = rng.permutation(np.concatenate([np.arange(batches * ranks), rng.integers(batches * ranks, size=samples)]))
     length_S = draw_lengths(rng, len(cells), 100).astype(np.int64)
@@ -51,6 +54,67 @@ def test_what_the_trainer_chose_stays(seed, stated, keep_ranks, keep_counts):
     assert lowest_skew(share_SLR, packed) == lowest_skew(share_SLR, given_schedule)
     assert lowest_skew(share_SLR, packed) - 1e-6 <= rank_skew(share_SLR, packed)
     assert rank_skew(share_SLR, packed) <= rank_skew(share_SLR, given_schedule) + 1e-6
+
+
+def waited_for(share_SLR, attention_S, schedule):
+    """Add up, micro-batch by micro-batch and group by group, the busiest rank of each layer and the longest attention.
+
+    Obvious and slow; `repack` adds up its candidates for itself.
+    """
+    total = 0.0
+    for m in range(len(schedule.step_M)):
+        for first in range(0, schedule.num_ranks, schedule.group_ranks):
+            ranks = range(first, first + schedule.group_ranks)
+            members = [
+                s for s in range(len(share_SLR)) if schedule.micro_batch_S[s] == m and schedule.rank_S[s] in ranks
+            ]
+            if members:
+                total += sum(max(layer_R) for layer_R in share_SLR[members].sum(axis=0, dtype=np.float64))
+            total += max(sum(attention_S[s] for s in members if schedule.rank_S[s] == rank) for rank in ranks)
+    return total
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0, 30]), st.sampled_from([0.0, 0.05, 1.0]), st.booleans())
+def test_a_free_choice_is_never_worse_than_samples_that_keep_their_ranks(seed, samples, price, keep_counts):
+    """Also with one sample for each micro-batch and rank, where swaps of neighbours in length gain little."""
+    share_SLR, length_S, given_schedule = draw_case(
+        np.random.default_rng(seed), samples=samples, steps=1, micro_batches=8, group_ranks=4
+    )
+    attention_S = price * length_S.astype(np.float64) ** 2
+    schedules = [
+        repack(
+            share_SLR,
+            length_S,
+            given_schedule,
+            attention_S=attention_S,
+            keep_ranks=keep_ranks,
+            keep_counts=keep_counts,
+        )
+        for keep_ranks in (False, True)
+    ]
+    free, kept, before = (waited_for(share_SLR, attention_S, one) for one in (*schedules, given_schedule))
+    assert free <= kept * (1 + 1e-6)
+    assert kept <= before * (1 + 1e-6)
+
+
+def test_samples_are_exchanged_where_their_neighbours_in_length_are_of_one_task():
+    """Lengths tell tasks apart, as thousands of samples do: the trainer's micro-batches are pure, skew 2."""
+    tasks, of_task = 4, 1000
+    share_SLR = np.zeros((tasks * of_task, 1, 2), dtype=np.float32)
+    length_S = np.repeat(100 + np.arange(tasks), of_task).astype(np.int64)
+    for task in range(tasks):
+        share_SLR[task * of_task : (task + 1) * of_task, 0, task % 2] = 100
+    place_S = np.arange(tasks * of_task)
+    pure = TrainerSchedule(
+        micro_batch_S=(place_S // of_task).astype(np.int32),
+        rank_S=(place_S % 4).astype(np.int32),
+        step_M=np.zeros(tasks, dtype=np.int32),
+        num_ranks=4,
+        group_ranks=4,
+    )
+    assert rank_skew(share_SLR, pure) == 2.0
+    assert rank_skew(share_SLR, repack(share_SLR, length_S, pure, keep_counts=True)) < 1.02
 
 
 @pytest.mark.parametrize("keep_ranks", [False, True])

@@ -22,7 +22,7 @@ from relibra.routing.compiled import compiled
 _TEMPERATURE = (1e-4, 1e-6)
 """First and last temperature, as a share of the sum of mean node loads."""
 _WINDOW = 24
-"""A sample is swapped with one of this many neighbours in length on either side."""
+"""A sample is swapped with one of this many neighbours in length on either side, unless it is to reach farther."""
 _TOKENS, _SQUARES, _ATTENTION = 0, 1, 2
 """What is counted per rank, axis Y: tokens, squared lengths, and the price of attention."""
 _ALL_TOKENS = 2
@@ -43,6 +43,7 @@ def pack_samples(
     seed: int,
     keep_ranks: bool = False,
     keep_counts: bool = False,
+    far_swaps: bool = False,
 ) -> tuple[Int32[ndarray, " S"], Int32[ndarray, " S"]]:
     """Return micro-batch and rank of each sample, improved from a given schedule; micro-batch -1 is kept.
 
@@ -53,6 +54,8 @@ def pack_samples(
     attention_S   price of each sample's attention in all layers, in token-slots of the fullest node; 0: not priced
     keep_ranks    samples stay on their rank and change their micro-batch only
     keep_counts   samples are swapped, never moved: every rank keeps the number of its samples in each micro-batch
+    far_swaps     one swap in four reaches beyond the neighbours in length: where the neighbours of a sample are all of
+                  one task, or long samples are few
     returns       micro-batch and rank of each sample; swapped samples also swap ranks, a moved one goes to the rank
                   with the fewest tokens. No rank with samples loses its last one
     """
@@ -74,7 +77,7 @@ def pack_samples(
     most_Z = np.array([limits.rank_tokens, limits.rank_attention, limits.micro_batch_tokens], dtype=np.float64)
     _pack(
         share_SLN, by_length, micro_batch_S, rank_S, cost_SY, most_Z, cost_MRY, count_MR, load_MLN,
-        np.flatnonzero(open_M), proposals, seed, keep_ranks, keep_counts,
+        np.flatnonzero(open_M), proposals, seed, keep_ranks, keep_counts, far_swaps,
     )  # fmt: skip
     return micro_batch_S, rank_S
 
@@ -96,6 +99,7 @@ def _pack(
     seed,
     keep_ranks,
     keep_counts,
+    far_swaps,
 ) -> None:
     _, L, N = load_MLN.shape
     state = np.array([np.uint64(seed) * np.uint64(2654435769) + np.uint64(7)])
@@ -111,7 +115,7 @@ def _pack(
         a, ra = micro_batch_S[i], rank_S[i]
         swap = random_bits(state) & np.uint64(7) != 0
         if swap or keep_counts:
-            other = place + below(state, 2 * _WINDOW + 1) - _WINDOW
+            other = place + _distance(state, len(by_length), far_swaps)
             if other < 0 or other >= len(by_length):
                 continue
             j = by_length[other]
@@ -148,6 +152,16 @@ def _pack(
             best = change
             best_micro_batch_S[:], best_rank_S[:] = micro_batch_S, rank_S
     micro_batch_S[:], rank_S[:] = best_micro_batch_S, best_rank_S
+
+
+@compiled
+@no_type_check
+def _distance(state, samples, far_swaps) -> int:
+    """Return how far from a sample, in order of length, the one is that it is to be swapped with."""
+    reach = _WINDOW
+    if far_swaps and random_bits(state) & np.uint64(3) == 0:
+        reach = np.int64(_WINDOW * max(1.0, samples / _WINDOW) ** uniform(state))  # as often in each octave
+    return below(state, 2 * reach + 1) - reach
 
 
 @compiled

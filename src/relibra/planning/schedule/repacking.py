@@ -8,6 +8,7 @@ Steps, groups of ranks, numbers of micro-batches and limits of tokens stay as th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy import ndarray
 
 from relibra.planning.schedule.limits import ScheduleLimits
 from relibra.planning.schedule.packing import pack_samples
+from relibra.planning.search.parallel_map import parallel_map
 
 _PROPOSALS, _LEAST_PROPOSALS, _PROPOSALS_OF_SAMPLE = 400_000, 4_000, 2_000
 """Most proposals of a step, the fewest of a pool, and those of a sample."""
@@ -107,8 +109,9 @@ def repack(
 ) -> TrainerSchedule:
     """Return the schedule with samples exchanged inside their optimizer step and group of ranks.
 
-    Loads and attention together are never worse than given. Every (micro-batch, rank) that has samples keeps at least
-    one.
+    Loads and attention together are never worse than given, and where samples may change ranks never worse than where
+    they may not: both are packed, in threads, and of each step and group the better one is taken. Every (micro-batch,
+    rank) that has samples keeps at least one.
 
     share_SLR     token-slots of each sample at the experts of each expert-parallel rank, per layer
     length_S      tokens of each sample
@@ -118,35 +121,67 @@ def repack(
     keep_ranks    samples stay on their data-parallel rank
     keep_counts   every rank keeps the number of its samples in each micro-batch
     """
-    micro_batch_S, rank_S = schedule.micro_batch_S.copy(), schedule.rank_S.copy()
     prices_S = np.zeros(len(length_S)) if attention_S is None else attention_S
     limits = _limits(length_S, schedule, rank_tokens)
     in_all = min(_PROPOSALS, _PROPOSALS_OF_SAMPLE * len(length_S))
+    pools = list(_pools(schedule))
+    ways = (True,) if keep_ranks else (False,) if schedule.group_ranks == 1 else (False, True)
+
+    def pack(number: int) -> tuple[float, Int32[ndarray, " S"], Int32[ndarray, " S"]]:
+        """Return the cost of a pool, packed one way, with micro-batch and rank of its samples."""
+        samples, batches, first_rank = pools[number // len(ways)]
+        keep = ways[number % len(ways)]
+        share_sLR, price_s = share_SLR[samples], prices_S[samples]
+        batch_s, rank_s = pack_samples(
+            share_sLR,
+            np.searchsorted(batches, schedule.micro_batch_S[samples]),
+            schedule.rank_S[samples] - first_rank,
+            length_S[samples],
+            schedule.group_ranks,
+            np.ones(len(batches), dtype=bool),
+            limits=limits,
+            attention_S=price_s,
+            proposals=max(_LEAST_PROPOSALS, in_all * len(samples) // len(length_S)),
+            seed=seed,
+            keep_ranks=keep,
+            keep_counts=keep_counts,
+            far_swaps=not keep,
+        )
+        cost = _waiting(share_sLR, price_s, batch_s, rank_s)
+        return cost, batches[batch_s].astype(np.int32), (rank_s + first_rank).astype(np.int32)
+
+    packed = parallel_map(pack, len(pools) * len(ways), None)
+    micro_batch_S, rank_S = schedule.micro_batch_S.copy(), schedule.rank_S.copy()
+    for number, (samples, _, _) in enumerate(pools):
+        candidates = packed[number * len(ways) : (number + 1) * len(ways)]
+        _, micro_batch_S[samples], rank_S[samples] = min(candidates, key=lambda one: one[0])
+    return replace(schedule, micro_batch_S=micro_batch_S, rank_S=rank_S)
+
+
+def _pools(schedule: TrainerSchedule) -> Iterator[tuple[Int64[ndarray, " s"], Int64[ndarray, " m"], int]]:
+    """Yield the samples that may be exchanged with one another, their micro-batches, and the first of their ranks."""
     group_S = schedule.rank_S // schedule.group_ranks
     for step in range(int(schedule.step_M.max(initial=-1)) + 1):
-        inside_M = schedule.step_M == step
-        local_M = np.cumsum(inside_M) - 1
+        batches = np.flatnonzero(schedule.step_M == step)
+        inside_S = (schedule.step_M == step)[schedule.micro_batch_S]
         for group in range(schedule.groups):
-            samples = np.flatnonzero(inside_M[schedule.micro_batch_S] & (group_S == group))
-            if not len(samples):
-                continue
-            local_S, packed_rank_S = pack_samples(
-                share_SLR[samples],
-                local_M[micro_batch_S[samples]],
-                rank_S[samples] - group * schedule.group_ranks,
-                length_S[samples],
-                schedule.group_ranks,
-                np.ones(int(inside_M.sum()), dtype=bool),
-                limits=limits,
-                attention_S=prices_S[samples],
-                proposals=max(_LEAST_PROPOSALS, in_all * len(samples) // len(length_S)),
-                seed=seed,
-                keep_ranks=keep_ranks,
-                keep_counts=keep_counts,
-            )
-            micro_batch_S[samples] = np.flatnonzero(inside_M)[local_S]
-            rank_S[samples] = packed_rank_S + group * schedule.group_ranks
-    return replace(schedule, micro_batch_S=micro_batch_S, rank_S=rank_S)
+            samples = np.flatnonzero(inside_S & (group_S == group))
+            if len(samples):
+                yield samples, batches, group * schedule.group_ranks
+
+
+def _waiting(
+    share_SLR: Float32[ndarray, "S L R"],
+    attention_S: Float64[ndarray, " S"],
+    micro_batch_S: Int32[ndarray, " S"],
+    rank_S: Int32[ndarray, " S"],
+) -> float:
+    """Return what a pool waits for: the busiest expert-parallel rank of each layer, and the longest attention."""
+    batches, R2 = int(micro_batch_S.max()) + 1, int(rank_S.max()) + 1
+    load_MLR, attention_MR = np.zeros((batches, *share_SLR.shape[1:])), np.zeros((batches, R2))
+    np.add.at(load_MLR, micro_batch_S, share_SLR)
+    np.add.at(attention_MR, (micro_batch_S, rank_S), attention_S)
+    return float(load_MLR.max(axis=2).sum() + attention_MR.max(axis=1).sum())
 
 
 def _limits(length_S: Int64[ndarray, " S"], schedule: TrainerSchedule, rank_tokens: int | None) -> ScheduleLimits:
