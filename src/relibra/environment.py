@@ -8,11 +8,26 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Ctrl-C, and what schedulers send some time before they kill: the first one stops a run after its step."""
+
+SERVER_KEY = "RELIBRA_SERVER_KEY"
+"""Variable with the key of servers that a run starts; in the servers, and inside the processes of the ranks."""
+_SERVER_URLS = "RELIBRA_SERVER_URLS"
+
+
+@dataclass(frozen=True)
+class StartedServers:
+    """Rollout servers that a run has started before its ranks.
+
+    key    that they ask for
+    """
+
+    urls: tuple[str, ...]
+    key: str = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,16 @@ def environment_value(name: str) -> str:
 def server_environment(**added: str) -> dict[str, str]:
     """Return the environment of a server from another Python environment: without our path of modules."""
     return {**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, **added}
+
+
+def tell_started_servers(servers: StartedServers) -> None:
+    """Let this process know the servers of its run; what it starts from now on has the key in its environment."""
+    os.environ.update({_SERVER_URLS: ",".join(servers.urls), SERVER_KEY: servers.key})
+
+
+def started_server_urls() -> tuple[str, ...]:
+    """Return the addresses of servers that were started for this rank; their key is in SERVER_KEY."""
+    return tuple(url for url in os.environ.get(_SERVER_URLS, "").split(",") if url)
 
 
 def ray_address() -> str:
@@ -129,6 +154,6 @@ def chosen_placement() -> str:
     return os.environ.get("RELIBRA_EPLB", "")
 
 
-def worker_environment(threads: int) -> dict[str, str]:
+def worker_environment(threads: int, **added: str) -> dict[str, str]:
     """Return the environment of a worker process that we start: ours, with so many threads of torch."""
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **added}

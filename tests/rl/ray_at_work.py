@@ -36,6 +36,7 @@ class RayNodes:
                 "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
             },
         )
+        self.folder = Path(self._folder)
         self.address, self.node_ids = self._answer()
 
     def __enter__(self) -> RayNodes:

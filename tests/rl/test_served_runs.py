@@ -39,6 +39,8 @@ def test_a_run_starts_its_own_server_and_stops_it(tmp_path):
     run = tmp_path / "run"
     assert_as_embedded(run, 3)
     assert len(list((run / "server" / "weights").iterdir())) == 1, "folders of earlier versions are gone"
+    for line in map(json.loads, (run / "samples.jsonl").read_text().splitlines()):
+        assert line["finish"] == "length" or line["tokens"] == len(line["response"]) + 1, "its own token ended it"
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(run) not in listed, "the server ended with the run"
 

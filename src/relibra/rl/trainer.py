@@ -25,7 +25,7 @@ from relibra.rl.rollout.engines import check_engine, make_engine, sync_weights
 from relibra.rl.rollout.prompt_lengths import encode_prompt, fit_prompts
 from relibra.rl.rollout.response import RolloutEngine
 from relibra.rl.rollout.served.canary_probe import Canary
-from relibra.rl.rollout.served.own_server import own_server
+from relibra.rl.rollout.started.own_server import own_server
 from relibra.rl.run.checkpoints.checkpoint import Models, load_checkpoint
 from relibra.rl.run.checkpoints.checkpoint_writer import CheckpointWriter
 from relibra.rl.run.display import TrainingDisplay
@@ -72,7 +72,7 @@ def _train(
     cluster = _find_cluster(config, device)  # before the warm-up, which may be long
     task, tokenizer, policy, longest = _build_task_and_policy(config, run, device)
     begin_stage("start of the rollout engine")
-    rollout = servers.enter_context(own_server(config, run, policy.copy))
+    rollout = servers.enter_context(own_server(config, run, policy.copy, tokenizer))
     engine, canary = _make_engine(config, rollout, policy, task, tokenizer, longest)
     resumed = broadcast_json(has_checkpoint(run) if dist.get_rank() == 0 else None)
     warmed = resumed or _warm_up(config, policy, task, tokenizer, display, stop)

@@ -62,7 +62,7 @@ def test_several_servers_are_a_list_or_a_text_with_commas(tmp_path):
     for override, says in {
         "rollout.url=http://h:1,h:2": "url 'h:2' must begin with http://",
         "rollout.url=http://h:1,http://h:1/": "names 'http://h:1' twice",
-        "rollout.url=,": "needs url",
+        "rollout.url=,": "needs rollout.url",
     }.items():
         with pytest.raises(ConfigError, match=says):
             load_config(None, [*SERVED, override])

@@ -28,8 +28,8 @@ class ModelServer(ThreadingHTTPServer):
     request_queue_size = 256
     dialect = path = ""
 
-    def __init__(self, model, handler):
-        super().__init__(("127.0.0.1", 0), handler)
+    def __init__(self, model, handler, address=("127.0.0.1", 0)):
+        super().__init__(address, handler)
         self.model, self.cached, self.fault, self.starting = model, model, "", 0
         self.version, self.paths, self.turn = "default", [], threading.Lock()
         self.first, self.looks, self.lives, self.dies_with = model, 0, 0, None

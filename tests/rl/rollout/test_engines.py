@@ -80,7 +80,7 @@ def test_windows_go_on_at_any_of_several_servers_one_of_which_ends(tmp_path, sma
 
 
 def test_a_server_needs_an_address_and_a_folder():
-    with pytest.raises(ConfigError, match=r"engine 'vllm' needs url .* and server_weights"):
+    with pytest.raises(ConfigError, match=r"engine 'vllm' needs rollout.url .* and rollout.server_weights"):
         load_config(None, ["rollout.engine=vllm"])
 
 

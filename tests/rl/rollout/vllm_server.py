@@ -26,8 +26,8 @@ class VllmServer(ModelServer):
 
     dialect, path = "vllm", "/inference/v1/generate"
 
-    def __init__(self, model):
-        super().__init__(model, VllmHandler)
+    def __init__(self, model, handler=None, **address):
+        super().__init__(model, handler or VllmHandler, **address)
         self.config = CONFIG
 
     def generate(self, body):

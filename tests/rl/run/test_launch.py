@@ -71,7 +71,7 @@ def test_a_bad_row_of_the_task_is_told_before_processes_start_and_leaves_no_fold
     assert not (tmp_path / "runs").exists()
 
 
-def stand_in(_rank, _config, run, _address, _listener, last_word, _output):
+def stand_in(_rank, _config, run, _address, _listener, last_word, _output, _servers):
     """Stand for a rank, and end as the name of the run folder says."""
     run = Path(run)
     if run.name == "killed_beside_a_helper":

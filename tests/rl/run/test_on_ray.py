@@ -10,7 +10,7 @@ from relibra.environment import LaunchedRank
 from relibra.errors import ClusterError, ConfigError
 from relibra.rl.config.run_config import load_config
 from relibra.rl.run import launch as launching
-from relibra.rl.run.on_ray import driver
+from relibra.rl.run.on_ray import connection
 from relibra.rl.run.on_ray.layout import Layout, possible_layouts, resources_of_ranks, room_for_ranks
 from relibra.rl.run.on_ray.node_ranks import NodeRanks
 from relibra.rl.run.worker import Exit
@@ -59,7 +59,7 @@ def test_a_node_that_cannot_train_says_why(tmp_path, monkeypatch):
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(driver, "find_spec", lambda _: None)
+    monkeypatch.setattr(connection, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"needs the package 'ray': .*pip install -e '\.\[ray\]'"):
         launching.launch(load_config(None, ["parallel.launcher=ray"]))
 
@@ -68,14 +68,14 @@ def test_an_address_without_a_cluster_is_told_at_once(monkeypatch, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"127.0.0.1:{closed.getsockname()[1]}"
     monkeypatch.setenv("RAY_ADDRESS", address)
-    monkeypatch.setattr(driver, "find_spec", lambda _: object())
+    monkeypatch.setattr(connection, "find_spec", lambda _: object())
     with pytest.raises(ConfigError, match=f"no Ray cluster at {address} .*ray start --head"):
         launching.launch(load_config(None, ["parallel.launcher=ray", f"run.folder={tmp_path}"]))
     assert not list(tmp_path.iterdir())
 
 
 def test_the_machine_of_the_driver_is_not_measured_for_the_nodes(monkeypatch, tmp_path):
-    monkeypatch.setattr(driver, "find_spec", lambda _: object())
+    monkeypatch.setattr(connection, "find_spec", lambda _: object())
     words = ["parallel.launcher=ray", "plan.cluster=measure", f"run.folder={tmp_path}"]
     with pytest.raises((ConfigError, ClusterError), match="relibra calibrate"):
         launching.launch(load_config(None, words))

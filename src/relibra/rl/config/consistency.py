@@ -98,8 +98,20 @@ def check_windows(rollout: RolloutSettings, algorithm: AlgorithmSettings, parall
         )
 
 
-def check_server(rollout: RolloutSettings, model: ModelSettings) -> None:
-    """Check that the folder of new weights is not that of the model."""
+def check_server(rollout: RolloutSettings, model: ModelSettings, parallel: ParallelSettings) -> None:
+    """Check that there are servers where they sample, and that the folder of new weights is not that of the model."""
+    on_ray = parallel.launcher == "ray"
+    if rollout.engine in ("sglang", "vllm") and not rollout.url and not (on_ray and rollout.starts_servers):
+        alone = "; with parallel.launcher=ray a run starts vLLM itself" if rollout.engine == "vllm" else ""
+        raise ValueError(
+            f"rollout.engine {rollout.engine!r} needs rollout.url (the server) and rollout.server_weights (a folder "
+            f"that both see){alone}"
+        )
+    if rollout.servers > 1 and not (on_ray and rollout.starts_servers):
+        raise ValueError(
+            f"rollout.servers {rollout.servers} are started on Ray only, with rollout.engine=serve, or vllm without "
+            "rollout.url: set parallel.launcher=ray, or leave it out"
+        )
     if rollout.engine == "embedded" or not model.path or rollout.server_weights is None:
         return
     if rollout.server_weights.expanduser().resolve() == Path(model.source).resolve():

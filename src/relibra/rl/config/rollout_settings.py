@@ -47,7 +47,19 @@ class RolloutSettings(Section):
     """sglang, vllm: server address, such as http://127.0.0.1:30000; or several, as a list or with commas: each
     response may come from any of them. They must return log-probs and routed experts."""
     server_options: str = Field("", max_length=1000)
-    """serve: options of `relibra serve`, as "--attention 2 --experts 2"; the run sets port, dtype and lengths."""
+    """Servers that the run starts: options of `relibra serve`, as "--attention 2 --experts 2", or of vLLM; the run sets
+    address, dtype and lengths."""
+    servers: int = Field(1, ge=1, le=MOST_SERVERS)
+    """Servers that a run on Ray starts, with engine "serve", and with "vllm" unless `url` names some."""
+    server_cpus: int = Field(0, ge=0, le=1 << 12)
+    """On Ray: CPUs reserved for each server. 0: serve: workers x threads of `server_options`; vllm: one, or one per
+    GPU."""
+    server_gpus: int | None = Field(None, ge=0, le=1 << 10)
+    """On Ray: GPUs reserved for each server. Unless given: serve: none; vllm: those of `server_options`, as in
+    "--tensor-parallel-size 4", where the cluster has any and `parallel.device` is "auto"."""
+    server_python: str = Field("", max_length=4096)
+    """vllm on Ray: Python interpreter of the environment that vLLM is installed in, on each node; empty: that of
+    relibra."""
     server_weights: Path | None = None
     """sglang, vllm: folder through which new weights go, a fresh one inside it per version; trainer and server must
     see it under the same path."""
@@ -63,6 +75,11 @@ class RolloutSettings(Section):
     request that takes longer is sent once more."""
     temperature: float = Field(1.0, ge=0.01, le=100)
     """Sampling temperature; log-probs in rollout and training include it."""
+
+    @property
+    def starts_servers(self) -> bool:
+        """Whether servers sample that the run starts itself."""
+        return self.engine == "serve" or (self.engine == "vllm" and not self.url)
 
     @property
     def responses_per_step(self) -> int:
@@ -126,10 +143,8 @@ class RolloutSettings(Section):
                 "engine 'serve' starts its server itself: leave out url, or set engine=vllm for a server of relibra "
                 "that runs already"
             )
-        if self.engine in ("sglang", "vllm") and not (self.url and self.server_weights):
-            raise ValueError(
-                f"engine {self.engine!r} needs url (the server) and server_weights (a folder that both see)"
-            )
+        if self.engine in ("sglang", "vllm") and self.url and not self.server_weights:
+            raise ValueError(f"engine {self.engine!r} needs server_weights (a folder that server and trainer see)")
         if self.refill and self.engine != "embedded":
             raise ValueError(
                 f"refill needs engine 'embedded', got {self.engine!r}: servers do not report decode steps; set "

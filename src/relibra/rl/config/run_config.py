@@ -154,7 +154,7 @@ class RunConfig(Section):
             lambda: check_groups(self.rollout, self.algorithm, self.update),
             lambda: check_windows(self.rollout, self.algorithm, self.parallel),
             lambda: check_plan(self.plan),
-            lambda: check_server(self.rollout, self.model),
+            lambda: check_server(self.rollout, self.model, self.parallel),
         ):
             try:
                 check()
@@ -244,7 +244,8 @@ _MAY_CHANGE = (
 )
 _MAY_CHANGE_TOO = (
     *("evaluation.stop_at", "task.max_failed_rewards"),
-    *("rollout.max_batch", "rollout.url", "rollout.server_weights", "rollout.server_options"),
+    *("rollout.max_batch", "rollout.url", "rollout.servers", "rollout.server_weights", "rollout.server_options"),
+    *("rollout.server_cpus", "rollout.server_gpus", "rollout.server_python"),
     *("rollout.start_seconds", "rollout.timeout_seconds", "rollout.retry_seconds", "rollout.api_key_from"),
 )
 

@@ -20,7 +20,8 @@ from relibra.errors import INSTALL_TRAINING, ConfigError
 from relibra.printable import printable
 from relibra.rl.config.model_folder import check_expert_ranks, check_model_path, names_hub
 from relibra.rl.config.run_config import RunConfig, describe_training
-from relibra.rl.run.on_ray.driver import RayRanks, check_ray, connected_ray
+from relibra.rl.run.on_ray.connection import check_ray, connected_ray
+from relibra.rl.run.on_ray.driver import RayRanks
 from relibra.rl.run.rank_processes import RankProcesses
 from relibra.rl.run.run_failure import LostRankError, check_ended, print_resume_hint
 from relibra.rl.run.run_folder import latest_checkpoint, locked_run_folder, open_or_create, remove_if_unused

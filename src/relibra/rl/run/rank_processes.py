@@ -16,7 +16,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-from relibra.environment import STOP_SIGNALS, LaunchedRank, keep_torch_quiet
+from relibra.environment import STOP_SIGNALS, LaunchedRank, StartedServers, keep_torch_quiet
 from relibra.rl.run.worker import LAST_WORDS, MESSAGE_BYTES, Exit, run_worker
 
 GRACE_SECONDS = 10.0
@@ -58,12 +58,14 @@ class RankProcesses:
         address: tuple[str, int],
         listener: socket.socket | None,
         output: Connection | None = None,
+        servers: StartedServers | None = None,
     ) -> None:
         """Prepare them.
 
         address    host and port where all ranks of the run meet
         listener   socket that listens there, if rank 0 is one of these
         output     pipe for what they print; None: where this process prints
+        servers    rollout servers that the run has started
         """
         context = multiprocessing.get_context("spawn")
         self._ranks = ranks
@@ -74,7 +76,16 @@ class RankProcesses:
         self._processes: list[BaseProcess] = [
             context.Process(
                 target=run_worker,
-                args=(rank, config_json, run, address, listener if rank.rank == 0 else None, last_word, output),
+                args=(
+                    rank,
+                    config_json,
+                    run,
+                    address,
+                    listener if rank.rank == 0 else None,
+                    last_word,
+                    output,
+                    servers,
+                ),
                 name=f"rank {rank.rank}",
             )
             for rank, (_, last_word) in zip(ranks, pipes, strict=True)

@@ -18,7 +18,15 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relibra.environment import LaunchedRank, error_file, rendezvous_address, set_rendezvous, shows_tracebacks
+from relibra.environment import (
+    LaunchedRank,
+    StartedServers,
+    error_file,
+    rendezvous_address,
+    set_rendezvous,
+    shows_tracebacks,
+    tell_started_servers,
+)
 from relibra.errors import ConfigError, EngineError, LostPeerError, RelibraError, library_errors
 from relibra.printable import escape_logs_and_tracebacks, print_traceback, printable
 from relibra.rl.config.run_config import RunConfig, with_ranks
@@ -67,6 +75,7 @@ def run_worker(
     listener: socket.socket | None,
     last_word: Connection,
     output: Connection | None = None,
+    servers: StartedServers | None = None,
 ) -> None:
     """Run one of the ranks that `launch` started; exits with an `Exit` code.
 
@@ -74,6 +83,7 @@ def run_worker(
     listener   on rank 0: socket that listens there
     last_word  receives one of `LAST_WORDS`, or an error message: the parent prints equal messages of several ranks once
     output     receives what this process prints; None: that goes where the parent prints
+    servers    rollout servers that the run has started
     """
     _exit_with_parent()
     if output is not None:
@@ -82,6 +92,8 @@ def run_worker(
     escape_logs_and_tracebacks()
     config = RunConfig.model_validate_json(config_json)
     set_rendezvous(launched, address, config.parallel.threads_per_rank)
+    if servers is not None:
+        tell_started_servers(servers)
 
     def tell(text: str) -> None:
         last_word.send_bytes(printable(text).encode()[:MESSAGE_BYTES])

@@ -64,3 +64,27 @@ def describe_need(num_ranks: int, threads_per_rank: int, room_N: Sequence[int], 
         f"{num_ranks} ranks, each with {each}, need nodes with the same number of ranks; Ray's nodes have room for "
         f"{room}{busy}"
     )
+
+
+def has_room(resources: Mapping[str, float], needed: Mapping[str, int]) -> bool:
+    """Return whether a node has what is needed, where nothing else runs."""
+    return all(resources.get(name, 0.0) >= amount for name, amount in needed.items())
+
+
+def describe_servers(num_servers: int, needed: Mapping[str, int], nodes: Sequence[Mapping[str, float]]) -> str:
+    """Return in words what rollout servers need beside the ranks, and what there is.
+
+    needed   by a server, on one node
+    nodes    all that each has
+
+    >>> describe_servers(1, {"CPU": 4}, [{"CPU": 1.0}, {"CPU": 2.0}])
+    "1 rollout server with 4 CPU needs room on a node, beside the ranks; Ray's nodes have 2 CPU, 1 CPU in all"
+    """
+    each = " and ".join(f"{amount} {name}" for name, amount in needed.items())
+    has_N = sorted(([one.get(name, 0.0) for name in needed] for one in nodes), reverse=True)
+    there = [" and ".join(f"{has:g} {name}" for has, name in zip(one, needed, strict=True)) for one in has_N]
+    many = f"{num_servers} rollout servers, each with {each}, need" if num_servers > 1 else ""
+    return (
+        f"{many or f'1 rollout server with {each} needs'} room on a node, beside the ranks; Ray's nodes have "
+        f"{', '.join(there) or 'none'} in all"
+    )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import relibra
-from relibra.environment import LaunchedRank, keep_hub_offline
+from relibra.environment import LaunchedRank, StartedServers, keep_hub_offline
 from relibra.rl.run.rank_processes import EndedRanks, RankProcesses
 
 LINE_BYTES = 8192
@@ -38,6 +38,23 @@ class News:
     ended: EndedRanks | None
 
 
+def enter_folder(folder: str, run: str, version: str) -> str:
+    """Enter the folder of the driver; return why this node cannot take part, or nothing.
+
+    run       run folder
+    version   of the driver's relibra
+    """
+    if version != relibra.__version__:
+        return f"it has relibra {relibra.__version__}, and the driver {version}: install the same on all nodes"
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        return f"the folder {folder}, where the run was started, cannot be entered there ({error.strerror})"
+    if not (Path(run) / "config.json").is_file():
+        return f"the run folder {run} is not there: set run.folder to storage that all nodes share"
+    return ""
+
+
 class NodeRanks:
     """Starts the processes of a node's ranks, passes on what they print, and tells how they ended.
 
@@ -55,20 +72,8 @@ class NodeRanks:
         self._watcher: threading.Thread | None = None
 
     def prepare(self, folder: str, run: str, version: str) -> str:
-        """Enter the folder of the driver; return why this node cannot train, or nothing.
-
-        run       run folder
-        version   of the driver's relibra
-        """
-        if version != relibra.__version__:
-            return f"it has relibra {relibra.__version__}, and the driver {version}: install the same on all nodes"
-        try:
-            os.chdir(folder)
-        except OSError as error:
-            return f"the folder {folder}, where the run was started, cannot be entered there ({error.strerror})"
-        if not (Path(run) / "config.json").is_file():
-            return f"the run folder {run} is not there: set run.folder to storage that all nodes share"
-        return ""
+        """Enter the folder of the driver; return why this node cannot train, or nothing."""
+        return enter_folder(folder, run, version)
 
     def listen(self, host: str) -> int:
         """Return a free port on which rank 0 will serve the store of the group."""
@@ -84,18 +89,26 @@ class NodeRanks:
         address: tuple[str, int],
         heartbeat_seconds: float,
         offline: bool,
+        servers: StartedServers | None = None,
     ) -> None:
         """Start the processes.
 
         address             host and port where all ranks of the run meet
         heartbeat_seconds   parallel.heartbeat_seconds
         offline             use downloaded models only
+        servers             rollout servers that the run has started
         """
         if offline:
             keep_hub_offline()
         reader, writer = multiprocessing.Pipe(duplex=False)
         self._processes = RankProcesses(
-            self._ranks, config_json, run, address=address, listener=self._listener, output=writer
+            self._ranks,
+            config_json,
+            run,
+            address=address,
+            listener=self._listener,
+            output=writer,
+            servers=servers,
         )
         self._processes.start()
         writer.close()
