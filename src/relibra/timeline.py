@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,11 +123,14 @@ class TimelineRecorder:
     A stage that only enqueues work on an accelerator looks short: it lasts until the host goes on.
     """
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        """Start the clock: the origin is now."""
+    def __init__(self, rank: int, num_ranks: int, most: int | None = None) -> None:
+        """Start the clock: the origin is now.
+
+        most   events that are kept, the latest; None: all
+        """
         self._rank, self._num_ranks = rank, num_ranks
         self._origin, self._zero = time.time(), time.perf_counter()
-        self._events: list[Event] = []
+        self._events: deque[Event] = deque(maxlen=most)
 
     @contextmanager
     def record(

@@ -44,13 +44,16 @@ class Worker:
 class RunningWorkers:
     """A deployment that is running; a context manager that stops it."""
 
-    def __init__(self, folder: Path, layout: WorkerLayout, *, dtype: str = "auto", threads: int = 1) -> None:
+    def __init__(
+        self, folder: Path, layout: WorkerLayout, *, dtype: str = "auto", threads: int = 1, timeline: bool = False
+    ) -> None:
         """Start all workers and wait until attention is connected to the experts.
 
         `experts_of` then says which experts each expert worker holds, `most_cache_bytes` what the KV cache of an
         attention worker takes when it is full.
 
         threads   of torch in each worker
+        timeline  workers record what they do and when
         raises    ConfigError, EngineError with the sentence of the first worker that failed
         """
         self.layout = layout
@@ -65,6 +68,7 @@ class RunningWorkers:
             "dtype": dtype,
             "threads": threads,
             "secret": secret,
+            "timeline": timeline,
         }
         try:
             for number in range(layout.experts):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 from relibra.errors import ConfigError
 
@@ -56,6 +56,8 @@ class WorkerLayout:
         for name, (got, most) in limits.items():
             if not 1 <= got <= most:
                 raise ConfigError(f"--{name} {got} is out of range: it is 1 to {most}")
+        if self.transport not in get_args(Transport):
+            raise ConfigError(f"--transport {self.transport!r} is unknown: use shared or tcp")
         if self.timeout <= 0:
             raise ConfigError(f"--timeout {self.timeout:g} is out of range: it is above 0 seconds")
         if self.max_length * self.micro_batches > self.kv_tokens:

@@ -32,6 +32,8 @@ from relibra.serving.roles.attention_worker import AttentionWorker
 from relibra.serving.roles.checkpoint import load_experts, open_checkpoint, read_structure
 from relibra.serving.roles.expert_worker import ExpertWorker
 from relibra.serving.roles.new_weights import NewWeights
+from relibra.serving.worker_timeline import timeline_frame, worker_recorder
+from relibra.timeline import TimelineRecorder
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -61,6 +63,7 @@ class ExpertProcess:
         self._control, self._spec = control, spec
         self._layout = WorkerLayout(**spec["layout"])
         self._workers: list[tuple[ExpertWorker, threading.Thread]] = []
+        self.recorder = _recorder(spec, self._layout)
 
     def hold(self, experts: Sequence[int] | None, address: str) -> tuple[str, Sequence[int]]:
         """Load experts and answer for them at an address from now on; return address and experts.
@@ -83,7 +86,7 @@ class ExpertProcess:
             max_rows=self._layout.max_tokens * structure.top_k,
         )
         inbox = ExpertInbox(listener, shape, bytes.fromhex(self._spec["secret"]), ExchangeCounters())
-        worker = ExpertWorker(layers, inbox)
+        worker = ExpertWorker(layers, inbox, self.recorder)
         self._weights = NewWeights(worker, self._spec["dtype"], experts)
 
         def work() -> None:
@@ -123,12 +126,15 @@ def run_expert_worker(control: ControlSocket, spec: dict[str, Any]) -> None:
             control.send({"weights": process.obey(frame["weights"])})
         elif "counters" in frame:
             control.send({"counters": process.counters()})
+        elif "timeline" in frame:
+            control.send({"timeline": timeline_frame(process.recorder)})
 
 
 def run_attention_worker(control: ControlSocket, spec: dict[str, Any]) -> None:
     """Load the model without experts, connect when the front says where they are, and generate until it is gone."""
     layout = WorkerLayout(**spec["layout"])
-    worker = AttentionWorker(Path(spec["folder"]), layout, spec["number"], spec["dtype"])
+    recorder = _recorder(spec, layout)
+    worker = AttentionWorker(Path(spec["folder"]), layout, spec["number"], spec["dtype"], recorder)
     control.send({"ready": ""})
     frame = control.receive()
     if frame is None:
@@ -158,7 +164,13 @@ def run_attention_worker(control: ControlSocket, spec: dict[str, Any]) -> None:
             control.send({"weights": weights.obey(frame["weights"])})
         elif "counters" in frame:
             control.send({"counters": worker.counters()})
+        elif "timeline" in frame:
+            control.send({"timeline": timeline_frame(recorder)})
     worker.close()
+
+
+def _recorder(spec: dict[str, Any], layout: WorkerLayout) -> TimelineRecorder | None:
+    return worker_recorder(layout, spec["role"], spec["number"]) if spec["timeline"] else None
 
 
 def _requests(body: dict[str, Any]) -> Iterator[GenerateRequest]:

@@ -8,10 +8,19 @@ from typing import Annotated
 
 import typer
 
+from relibra.cli.outputs.files import check_outputs, named
 from relibra.cli.outputs.terminal import print_note
 from relibra.cli.serve.deployment import AttentionWorkers, ExpertWorkers, MicroBatches, PlanFile, planned_workers
-from relibra.cli.serve.serve_options import Deadline, KeySource, MostWaiting, SpareExperts, UntilEof, Updates
-from relibra.errors import ConfigError
+from relibra.cli.serve.serve_options import (
+    Deadline,
+    KeySource,
+    MostWaiting,
+    RebalanceSeconds,
+    SpareExperts,
+    TimelineFile,
+    UntilEof,
+    Updates,
+)
 
 
 def run(
@@ -20,9 +29,7 @@ def run(
     attention: AttentionWorkers = None,
     experts: ExpertWorkers = None,
     spare_experts: SpareExperts = 0,
-    rebalance_seconds: Annotated[
-        float, typer.Option(help="Time after which copies go to the experts with the most rows since; 0: never.")
-    ] = 0.0,
+    rebalance_seconds: RebalanceSeconds = 0.0,
     micro_batches: MicroBatches = None,
     transport: Annotated[str, typer.Option(help="Rows between workers: shared (memory) or tcp.")] = "shared",
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
@@ -39,6 +46,7 @@ def run(
     max_waiting: MostWaiting = 1024,
     deadline: Deadline = 600.0,
     updates: Updates = False,
+    timeline: TimelineFile = None,
     until_eof: UntilEof = False,
 ) -> None:
     """Serve a mixture-of-experts model with attention on some processes and experts on others.
@@ -51,8 +59,7 @@ def run(
     from relibra.serving.layout import WorkerLayout
     from relibra.serving.server.serve import FrontSettings, serve
 
-    if transport not in ("shared", "tcp"):
-        raise ConfigError(f"--transport {transport!r} is unknown: use shared or tcp")
+    check_outputs(named("--timeline", timeline), named("--plan", plan))
     planned = planned_workers(plan, model)
     layout = WorkerLayout(
         attention=attention or planned.attention,
@@ -78,6 +85,7 @@ def run(
             deadline=deadline,
             updates=updates,
             until_eof=until_eof,
+            timeline=timeline,
             rebalance_seconds=rebalance_seconds,
         ),
         dtype=dtype,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,8 +10,14 @@ import typer
 SpareExperts = Annotated[
     int, typer.Option(help="Experts that a worker holds beyond its share: copies, which answer where one is lost.")
 ]
+RebalanceSeconds = Annotated[
+    float, typer.Option(help="Time after which copies go to the experts with the most rows since; 0: never.")
+]
 KeySource = Annotated[str, typer.Option(help="Where keys of clients are: env:NAME, or file:PATH with one per line.")]
 MostWaiting = Annotated[int, typer.Option(help="Most answers in the queue; more get status 429.")]
 Deadline = Annotated[float, typer.Option(help="Seconds that a request may take, waiting included.")]
 Updates = Annotated[bool, typer.Option("--updates", help="Let clients load other weights, as vLLM's do.")]
+TimelineFile = Annotated[
+    Path | None, typer.Option("--timeline", help="Write what each worker did, and when, for Perfetto in the end.")
+]
 UntilEof = Annotated[bool, typer.Option("--until-eof", help="Stop when the standard input ends.")]

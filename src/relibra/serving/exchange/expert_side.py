@@ -120,6 +120,11 @@ class Message:
         self.counts_E: UInt32[ndarray, " E"] = np.frombuffer(bytes(channel.head[HEADER_BYTES:]), "<u4")
 
     @property
+    def micro_batch(self) -> int:
+        """Its number at the attention worker."""
+        return self._channel.greeting.slot
+
+    @property
     def sender(self) -> str:
         """Who sent it."""
         return f"attention worker {self._channel.greeting.attention}, micro-batch {self._channel.greeting.slot}"

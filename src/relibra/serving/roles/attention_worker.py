@@ -19,19 +19,28 @@ from relibra.serving.layout import WorkerLayout
 from relibra.serving.roles.checkpoint import load_attention, open_checkpoint, read_structure
 from relibra.serving.roles.compute_token import ComputeToken
 from relibra.serving.roles.remote_experts import RemoteExperts, use_remote_experts, without_experts
+from relibra.timeline import TimelineRecorder
 
 
 class AttentionWorker:
     """An attention worker that has loaded its part, and runs once it is connected."""
 
-    def __init__(self, folder: Path, layout: WorkerLayout, number: int, dtype: str = "auto") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        layout: WorkerLayout,
+        number: int,
+        dtype: str = "auto",
+        recorder: TimelineRecorder | None = None,
+    ) -> None:
         """Load everything of a model but its experts.
 
-        number   of this attention worker
-        raises   ConfigError, EngineError as `read_structure` and `load_attention` do
+        number     of this attention worker
+        recorder   of its timeline; None: nothing is recorded
+        raises     ConfigError, EngineError as `read_structure` and `load_attention` do
         """
         structure = read_structure(folder, dtype)
-        self.layout, self.number = layout, number
+        self.layout, self.number, self._recorder = layout, number, recorder
         self.token = ComputeToken()
         self.model: Any = load_attention(structure, open_checkpoint(folder))
         use_remote_experts(self.model, structure.experts)
@@ -69,7 +78,7 @@ class AttentionWorker:
         pad_id = self.model.config.get_text_config().pad_token_id or 0
         self.engine = AttentionEngine(
             [
-                MicroBatch(self.model, RemoteExperts(exchange, self.token), limits, pad_id, listener)
+                MicroBatch(self.model, RemoteExperts(exchange, self.token, self._recorder), limits, pad_id, listener)
                 for exchange in self._exchanges
             ]
         )

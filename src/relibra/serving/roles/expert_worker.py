@@ -11,6 +11,7 @@ from torch import nn
 from relibra.errors import RelibraError, in_a_line
 from relibra.serving.exchange.expert_side import ExpertInbox
 from relibra.serving.roles.expert_layers import run_experts
+from relibra.timeline import TimelineRecorder
 
 
 class ExpertWorker:
@@ -19,14 +20,20 @@ class ExpertWorker:
     busy_seconds   spent on experts since the start
     """
 
-    def __init__(self, layers: Sequence[nn.Module], inbox: ExpertInbox) -> None:
-        """Take over modules that `load_experts` returned."""
-        self.layers, self.inbox = layers, inbox
+    def __init__(
+        self, layers: Sequence[nn.Module], inbox: ExpertInbox, recorder: TimelineRecorder | None = None
+    ) -> None:
+        """Take over modules that `load_experts` returned.
+
+        recorder   of its timeline; None: nothing is recorded
+        """
+        self.layers, self.inbox, self._recorder = layers, inbox, recorder
         self.busy_seconds = 0.0
 
     @torch.inference_mode()
     def run(self) -> None:
         """Answer messages until the inbox is closed. A message that fails is answered with the error."""
+        ended = time.perf_counter()
         while (message := self.inbox.next()) is not None:
             began = time.perf_counter()
             try:
@@ -34,5 +41,17 @@ class ExpertWorker:
             except (RelibraError, RuntimeError, MemoryError) as error:
                 message.refuse(f"layer {message.layer} failed for {message.sender}: {in_a_line(error)}")
                 continue
-            self.busy_seconds += time.perf_counter() - began
+            since, ended = ended, time.perf_counter()
+            self.busy_seconds += ended - began
             message.answer(message.result_YH, self.inbox.counters)
+            if self._recorder is not None:
+                self._recorder.add("wait", start=since, seconds=began - since)
+                self._recorder.add(
+                    "experts",
+                    start=began,
+                    seconds=ended - began,
+                    layer=message.layer,
+                    micro_batch=message.micro_batch,
+                    bytes=message.rows_YH.nbytes,
+                    label=message.sender,
+                )

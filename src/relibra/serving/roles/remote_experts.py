@@ -7,6 +7,7 @@ Router, shared experts and residuals stay the model's own code.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from relibra.errors import EngineError
 from relibra.serving.exchange.attention_side import SlotExchange, WorkerLostError
 from relibra.serving.expert_placement import Placement, PlaceTable, place_table
 from relibra.serving.roles.compute_token import ComputeToken
+from relibra.timeline import TimelineRecorder
 
 NAME = "relibra_remote"
 """Value of `experts_implementation` that selects remote experts."""
@@ -36,18 +38,21 @@ class RemoteExperts:
     exchange    its channels to the expert workers
     token       held while this micro-batch computes, released while it waits for experts
     load_E      rows of each expert since the start
+    recorder    of this worker's timeline; None: nothing is recorded
     repeated    exchanges that were repeated because a worker was lost
     routes      expert ids of the forward pass under way, one tensor `[T, K]` per layer
     """
 
     exchange: SlotExchange
     token: ComputeToken
+    recorder: TimelineRecorder | None = None
     load_E: Int64[ndarray, " E"] = field(init=False)
     repeated: int = 0
     routes: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Begin with all workers."""
+        self._since = 0.0
         self._table = place_table(self.exchange.shape.experts_of)
         self._table_of: tuple[Placement, frozenset[int]] = (self.exchange.shape.experts_of, frozenset())
         self.load_E = np.zeros(len(self._table.copies_E), dtype=np.int64)
@@ -57,11 +62,11 @@ class RemoteExperts:
         """Run the model inside; yield the routes `[T, K]` of each layer, which are there afterwards."""
         self.routes = []
         _current.experts = self
-        self.token.acquire()
+        self._take_token()
         try:
             yield self.routes
         finally:
-            self.token.release()
+            self._give_token(-1)
             _current.experts = None
 
     def run_layer(self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -88,18 +93,35 @@ class RemoteExperts:
             rows_YH = self.exchange.rows(len(place_Y))
             torch.index_select(hidden_TH, 0, order_Y // top_k, out=rows_YH)
             self.exchange.dispatch(layer, rows_YH, np.bincount(place_Y, minlength=self._table.num_places))
-            self.token.release()
+            self._give_token(layer)
             try:
                 result_YH = self.exchange.collect(layer)
                 break
             except WorkerLostError:
                 self.repeated += 1  # on the copies that are left; without them, `_places` raises
             finally:
-                self.token.acquire()
+                self._record("await experts", layer)
+                self._take_token()
         inverse_Y = torch.empty_like(order_Y)
         inverse_Y[order_Y] = torch.arange(len(order_Y))
         weighted_TKH = result_YH[inverse_Y].view(-1, top_k, result_YH.shape[1]) * weights_TK.unsqueeze(-1)
         return weighted_TKH.sum(dim=1).to(hidden_TH.dtype)
+
+    def _take_token(self) -> None:
+        self.token.acquire()
+        self._since = time.perf_counter()
+
+    def _give_token(self, layer: int) -> None:
+        self._record("attention", layer)
+        self.token.release()
+
+    def _record(self, stage: str, layer: int) -> None:
+        """Note that a stage has lasted from the end of the one before until now."""
+        now = time.perf_counter()
+        if self.recorder is not None:
+            seconds, slot = now - self._since, self.exchange.slot
+            self.recorder.add(stage, start=self._since, seconds=seconds, layer=layer, micro_batch=slot)
+        self._since = now
 
     def _places(self) -> PlaceTable:
         """Return the places of experts on the workers that are there; raises EngineError if an expert is nowhere."""

@@ -25,11 +25,13 @@ WORTH_A_CHANGE = 1.05
 """Imbalance of workers over that after a change, from which on the change is made."""
 LEAST_ROWS = 100
 """Rows per expert in a period below which nothing is changed."""
-_ANSWERS = ("weights", "ready", "load", "counters")
+_ANSWERS = ("weights", "ready", "load", "counters", "timeline")
 RESTARTS = 3
 """How often an expert worker that ends is started again."""
 COUNTING_SECONDS = 2.0
 """How long workers may take to say what they have counted."""
+TELLING_SECONDS = 20.0
+"""How long workers may take to say what they have recorded."""
 Step = dict[str, Any]
 """Progress of one request as a worker sends it: token, log_prob, top, finish, error, routes, prompt_log_probs."""
 
@@ -102,16 +104,16 @@ class _Connection:
         for key, answer in frame.items():
             self.answers[key].put_nowait(answer)
 
-    async def ask_counters(self) -> dict[str, float] | None:
-        """Return what the worker has counted; None: it is gone, or does not answer soon."""
-        answers = self.answers["counters"]
+    async def ask(self, what: str, seconds: float) -> Any:
+        """Return what the worker says; None: it is gone, or does not answer in time."""
+        answers = self.answers[what]
         while not answers.empty():
             answers.get_nowait()  # of a question that was given up
         if self.lost:
             return None
-        write_frame(self.writer, {"counters": True})
+        write_frame(self.writer, {what: True})
         try:
-            return await asyncio.wait_for(answers.get(), COUNTING_SECONDS)
+            return await asyncio.wait_for(answers.get(), seconds)
         except TimeoutError:
             return None
 
@@ -270,12 +272,18 @@ class WorkerClients:
         workers = [("attention", number, one) for number, one in enumerate(self._attention)]
         workers += [("experts", number, one) for number, one in enumerate(self._experts)]
         async with self._counting:
-            counts = await asyncio.gather(*(one.ask_counters() for _, _, one in workers))
+            counts = await asyncio.gather(*(one.ask("counters", COUNTING_SECONDS) for _, _, one in workers))
         return [
             WorkerCounters(role, number, found)
             for (role, number, _), found in zip(workers, counts, strict=True)
             if found is not None
         ]
+
+    async def timelines(self) -> list[dict[str, Any]]:
+        """Return what each worker has recorded, of those that are there and answer."""
+        everyone = [*self._attention, *self._experts]
+        frames = await asyncio.gather(*(one.ask("timeline", TELLING_SECONDS) for one in everyone))
+        return [frame for frame in frames if frame is not None]
 
     def _announce(self, number: int, address: str, experts: Sequence[int]) -> None:
         """Tell the attention workers where an expert worker is, and what it holds."""

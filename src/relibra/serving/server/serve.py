@@ -8,14 +8,15 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relibra.errors import ConfigError, missing_packages
+from relibra.errors import ConfigError, TraceError, in_a_line, missing_packages
 from relibra.serving.launch import RunningWorkers
 from relibra.serving.layout import WorkerLayout
+from relibra.serving.worker_timeline import deployment_timeline
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -40,6 +41,7 @@ class FrontSettings:
     updates       clients may load other weights
     rebalance_seconds   time after which copies of experts are placed anew; 0: never
     until_eof     end when the standard input ends
+    timeline      file to which what the workers did is written in the end; None: nothing is recorded
     """
 
     host: str
@@ -51,6 +53,7 @@ class FrontSettings:
     updates: bool = False
     rebalance_seconds: float = 0.0
     until_eof: bool = False
+    timeline: Path | None = None
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range, and for weights that anybody on the network could replace."""
@@ -91,12 +94,13 @@ def serve(
     if not keys and not _is_loopback(settings.host):
         tell(f"anybody who reaches {settings.host} may use this server: --api-key-from asks for a key")
     listener = _listen(settings.host, settings.port)
-    with listener, RunningWorkers(folder, layout, dtype=dtype, threads=threads) as model:
+    recorded = settings.timeline is not None
+    with listener, RunningWorkers(folder, layout, dtype=dtype, threads=threads, timeline=recorded) as model:
         url = f"http://{settings.host}:{listener.getsockname()[1]}"
         workers = f"{layout.attention} attention and {layout.experts} expert workers"
         cache = f"KV cache of {layout.kv_tokens:,} tokens, {model.most_cache_bytes / 2**20:,.1f} MiB at most, each"
-        on_start = lambda: tell(f"{settings.name} at {url}/v1 ({workers}; {cache}); Ctrl-C stops")  # noqa: E731
-        app = front_of(model, folder, settings, keys, on_start)
+        ready = f"{settings.name} at {url}/v1 ({workers}; {cache}); Ctrl-C stops"
+        app = front_of(model, folder, settings, keys, ready, tell)
         config = uvicorn.Config(
             app,
             log_level="warning",
@@ -108,11 +112,16 @@ def serve(
 
 
 def front_of(
-    model: RunningWorkers, folder: Path, settings: FrontSettings, keys: tuple[str, ...], on_start: Callable[[], None]
+    model: RunningWorkers,
+    folder: Path,
+    settings: FrontSettings,
+    keys: tuple[str, ...],
+    ready: str,
+    tell: Callable[[str], None],
 ) -> FastAPI:
     """Return the application over workers that run.
 
-    on_start   called when requests are taken
+    ready   told when requests are taken
     """
     from relibra.serving.server.access import AccessList
     from relibra.serving.server.admission import Admission, FrontLimits
@@ -142,14 +151,28 @@ def front_of(
         weights = ServedWeights(admission, model.start_from, offered=settings.updates)
 
         async def close() -> None:
+            if settings.timeline is not None:
+                tell(_write_timeline(settings.timeline, layout, await clients.timelines()))
             await clients.close()
             model.stop()  # a worker that is just being started again ends too, and with it who waits for it
 
-        on_start()
+        tell(ready)
         return Front(generator=generator, weights=weights), close
 
     about = ServedName(name=settings.name, max_length=layout.max_length, config=_as_vllm(model))
     return make_app(open_front, about, AccessList(keys), counted)
+
+
+def _write_timeline(path: Path, layout: WorkerLayout, frames: Sequence[dict[str, Any]]) -> str:
+    """Write what workers recorded for Perfetto; return what to tell about it."""
+    if not frames:
+        return f"no worker was there to tell what it recorded: {path} is not written"
+    try:
+        timeline = deployment_timeline(layout, frames)
+        timeline.save_perfetto(path)
+    except (OSError, TraceError) as error:
+        return f"the timeline cannot be written to {path}: {in_a_line(error)}"
+    return f"{len(timeline.events):,} events of {len(frames)} workers in {path}: open it at ui.perfetto.dev"
 
 
 def _as_vllm(model: RunningWorkers) -> dict[str, Any]:

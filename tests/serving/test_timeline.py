@@ -1,0 +1,60 @@
+"""What workers record while a server runs."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+
+from relibra.serving.layout import WorkerLayout
+from relibra.serving.worker_timeline import MOST_EVENTS, deployment_timeline, timeline_frame, worker_recorder
+from tests.serving.models import greedy_request, write_model
+from tests.serving.server_process import relibra_serve
+
+
+def overlap(some, others):
+    """Return the seconds in which one of some spans and one of others run."""
+    return sum(max(0.0, min(a + s, b + t) - max(a, b)) for a, s in some for b, t in others)
+
+
+def test_attention_of_one_micro_batch_overlaps_experts_of_another(tmp_path):
+    write_model("Qwen3MoeForCausalLM", tmp_path / "model")
+    file = tmp_path / "timeline.json"
+    with (
+        relibra_serve(tmp_path / "model", "--experts", "2", "--micro-batches", "2", "--timeline", str(file)) as (
+            url,
+            _,
+        ),
+        ThreadPoolExecutor(8) as pool,
+    ):
+
+        def ask(number):
+            body = {"prompt": list(greedy_request(number, 6, 40).tokens), "max_tokens": 40, "ignore_eos": True}
+            return httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False).status_code
+
+        assert set(pool.map(ask, range(8))) == {200}
+    trace = json.loads(file.read_text())
+    assert trace["otherData"]["label"] == "measured"
+    spans = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            kind = event["pid"], event["cat"], event["args"]["micro_batch"]
+            spans.setdefault(kind, []).append((event["ts"], event["dur"]))
+    for stage in ("attention", "await experts"):
+        assert all((0, stage, m) in spans for m in (0, 1))
+    for rank in (1, 2):
+        assert (rank, "wait", -1) in spans
+        assert all((rank, "experts", m) in spans for m in (0, 1))
+    assert overlap(spans[0, "attention", 0], spans[1, "experts", 1] + spans[2, "experts", 1]) > 0
+    assert overlap(spans[0, "attention", 1], spans[1, "experts", 0] + spans[2, "experts", 0]) > 0
+    assert overlap(spans[0, "attention", 0], spans[0, "attention", 1]) < 1e3, "one of them has the token"
+
+
+def test_a_worker_keeps_its_latest_events():
+    layout = WorkerLayout(attention=1, experts=1)
+    recorders = [worker_recorder(layout, role, 0) for role in ("attention", "experts")]
+    for number in range(MOST_EVENTS + 5):
+        recorders[1].add("experts", start=1e9, seconds=0.0, layer=number)
+    timeline = deployment_timeline(layout, [timeline_frame(one) for one in recorders])
+    assert (timeline.num_ranks, timeline.label, len(timeline.events)) == (2, "measured", MOST_EVENTS)
+    assert {event.rank for event in timeline.events} == {1}
+    assert timeline.events[0].layer == 5
