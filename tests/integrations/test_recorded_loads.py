@@ -108,6 +108,17 @@ def test_rows_without_a_route_are_not_counted():
     assert np.array_equal(share_SLR, filled_SLR)
 
 
+@pytest.mark.parametrize("filler", [-1, 8])
+def test_an_id_of_no_expert_is_named_with_sample_position_and_layer(filler):
+    routes = [draw_routes(np.random.default_rng(s), 6) for s in range(3)]
+    routes[1][4] = -1  # a row without a route
+    routes[2][3, 2, 1] = filler
+    ids = routes[2][3, 2].tolist()
+    with pytest.raises(TraceError) as raised:
+        count_samples(routes, np.array([6, 6, 6]), num_experts=8, num_ranks=2)
+    assert f"sample 2 has the expert ids {ids} at position 3 in layer 2" in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("routes", "words"),
     [

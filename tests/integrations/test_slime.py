@@ -1,11 +1,12 @@
-"""The schedule of slime and miles: upstream's invariants hold, loads get even, and where routes lack, nothing changes.
+"""The schedule of slime, miles and vime: invariants of upstream hold, loads get even; without routes nothing changes.
 
-slime and miles are not installed: packages with functions of the same names and arguments stand in for them. What the
+They are not installed: packages with functions of the same names and arguments stand in for them. What the
 real functions did is in docs/guides/slime.md.
 """
 
 import logging
 import sys
+import weakref
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import pytest
 from relibra.errors import EngineError
 from relibra.integrations import slime
 from relibra.integrations.expert_layout import ExpertLayout
+from relibra.planning.search.parallel_map import available_cores
 from tests.integrations.routed_samples import draw_samples
 
 SCHEDULE = '''
@@ -46,11 +48,23 @@ def split_train_data_by_dp_scheduled_raw(args, data, *, train_parallel_config):
     options = {"global_batch_size": args.global_batch_size, "rollout_indices": data["rollout_ids"]}
     return build_dp_schedule(args, train_parallel_config, lengths, **options)
 """
+BUILDER = """
+from vime.utils.dp_schedule import build_dp_schedule
+
+class BatchBuilder:
+    def __init__(self, args):
+        self.args, self.train_parallel_config = args, None
+
+    def split_by_dp(self, data):
+        lengths = [len(tokens) for tokens in data["tokens"]]
+        options = {"global_batch_size": self.args.global_batch_size, "rollout_indices": data["rollout_ids"]}
+        return build_dp_schedule(self.args, self.train_parallel_config, lengths, **options)
+"""
 
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Return a function that writes a package and makes it the only one of slime and miles."""
+    """Return a function that writes a package and makes it the only one of these trainers."""
 
     def write(files):
         for name, text in files.items():
@@ -64,7 +78,7 @@ def package(tmp_path, monkeypatch):
     before = set(sys.modules)
     yield write
     for name in set(sys.modules) - before:
-        if name.split(".")[0] in ("slime", "miles"):
+        if name.split(".")[0] in ("slime", "miles", "vime"):
             del sys.modules[name]
 
 
@@ -156,6 +170,54 @@ def test_miles_schedules_by_recorded_routes(package, caplog):
     assert split(arguments(), data, train_parallel_config=parallel())[0] != planned[0]
 
 
+class Stored:
+    """Routes in a file, as vime's references are; counts how many are in memory at once."""
+
+    live = most = 0
+
+    def __init__(self, ids):
+        self.ids = ids
+
+    def load(self):
+        loaded = self.ids.copy()
+        if loaded.size == 0:
+            raise FileNotFoundError("sample_7.safetensors")
+        Stored.live += 1
+        Stored.most = max(Stored.most, Stored.live)
+        weakref.finalize(loaded, Stored.gone)
+        return loaded
+
+    @classmethod
+    def gone(cls):
+        cls.live -= 1
+
+
+def test_vime_schedules_by_routes_in_memory_and_in_files(package, caplog):
+    package({"vime/utils/dp_schedule.py": SCHEDULE, "vime/data/batch_builder.py": BUILDER})
+    caplog.set_level(logging.INFO)
+    slime.install()
+    slime.install()
+    from vime.data.batch_builder import BatchBuilder
+
+    lengths, routes = draw_samples(1, 64)
+    builder = BatchBuilder(arguments())
+    builder.train_parallel_config = parallel()
+    data = {"tokens": [range(n) for n in lengths], "rollout_ids": list(range(64)), "rollout_routed_experts": routes}
+    planned = builder.split_by_dp(data)
+    assert_invariants(planned, range(64), lengths, 220)
+    assert caplog.text.count("rank skew") == 1
+    stored = [Stored(ids) for ids in routes]
+    assert builder.split_by_dp(data | {"rollout_routed_experts": stored}) == planned
+    assert Stored.most <= available_cores(), "each thread holds the routes of one sample"
+    without = {name: data[name] for name in ("tokens", "rollout_ids")}
+    stock = builder.split_by_dp(without)
+    assert stock[0] != planned[0]
+    caplog.clear()
+    stored[7] = Stored(np.zeros((0, 3, 2), np.int32))
+    assert builder.split_by_dp(data | {"rollout_routed_experts": stored}) == stock
+    assert "sample 7 cannot be loaded: FileNotFoundError" in caplog.text
+
+
 def test_a_schedule_of_other_samples_stays_as_it_is(package, caplog):
     package({"slime/utils/dp_schedule.py": SCHEDULE, "slime/observability/rollout_data_utils.py": ROUTES})
     slime.install()
@@ -181,7 +243,15 @@ def test_a_schedule_of_other_samples_stays_as_it_is(package, caplog):
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({}, "neither slime nor miles"),
+        ({}, "none of slime, miles and vime"),
+        ({"vime/utils/dp_schedule.py": SCHEDULE}, "no vime.data.batch_builder"),
+        (
+            {
+                "vime/utils/dp_schedule.py": SCHEDULE.replace("rollout_ind", "group_ind"),
+                "vime/data/batch_builder.py": BUILDER,
+            },
+            "group_indices",
+        ),
         ({"slime/utils/dp_schedule.py": "def build_dp_schedule(args): pass"}, "it takes"),
         ({"slime/utils/dp_schedule.py": SCHEDULE, "slime/observability/rollout_data_utils.py": ""}, "it is missing"),
     ],

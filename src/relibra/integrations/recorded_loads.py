@@ -22,7 +22,8 @@ def count_samples(
     Rows that are -1, and with more than one choice also rows that are zero in all layers, hold no route. A layer whose
     every choice is expert 0 is dense, or was not captured.
 
-    routes      of each sample: integers [rows, layers, choices], one row per token or one less
+    routes      of each sample: integers [rows, layers, choices], one row per token or one less. Taken once each, by
+                several threads, and not kept
     length_S    tokens of each sample
     num_ranks   divides `num_experts`; rank r holds experts r E / R ... (r + 1) E / R - 1
     raises      TraceError for a missing sample, another shape, and ids out of range
@@ -31,12 +32,16 @@ def count_samples(
         raise TraceError(f"{len(length_S)} samples are scheduled, and {len(routes)} have routes")
     if not len(routes):
         raise TraceError("no samples are scheduled")
-    arrays = [_checked(f"sample {s}", routes[s], int(length_S[s])) for s in range(len(routes))]
-    shapes = {array.shape[1:] for array in arrays}
+
+    def count(s: int) -> tuple[tuple[int, ...], Int64[ndarray, "L E"]]:
+        ids_TLK = _checked(f"sample {s}", routes[s], int(length_S[s]))
+        return ids_TLK.shape[1:], _count(f"sample {s}", ids_TLK, num_experts)
+
+    counted = parallel_map(count, len(routes), None)
+    shapes = {shape for shape, _ in counted}
     if len(shapes) > 1:
         raise TraceError(f"samples have routes of different layers and choices: {sorted(shapes)[:3]}")
-    counts = parallel_map(lambda s: _count(arrays[s], num_experts), len(arrays), None)
-    L = arrays[0].shape[1]
+    counts, L = [counts_LE for _, counts_LE in counted], shapes.pop()[0]
     share_SLR = np.stack([one.reshape(L, num_ranks, num_experts // num_ranks).sum(axis=2) for one in counts])
     used_L = np.logical_or.reduce([one[:, 1:].any(axis=1) for one in counts])
     return share_SLR, used_L
@@ -70,8 +75,19 @@ def _checked(where: str, routes: Any, tokens: int) -> Integer[ndarray, "T L K"]:
     return array
 
 
-def _count(ids_TLK: Integer[ndarray, "T L K"], num_experts: int) -> Int64[ndarray, "L E"]:
-    [counts_LE] = count_token_slots(ids_TLK, _recorded(ids_TLK), np.array([0, len(ids_TLK)]), num_experts)
+def _count(where: str, ids_TLK: Integer[ndarray, "T L K"], num_experts: int) -> Int64[ndarray, "L E"]:
+    """Return the token-slots of each layer and expert; raises TraceError where an id is none of an expert."""
+    recorded_T = _recorded(ids_TLK)
+    try:
+        [counts_LE] = count_token_slots(ids_TLK, recorded_T, np.array([0, len(ids_TLK)]), num_experts)
+    except TraceError as error:
+        illegal_TL = recorded_T[:, None] & ((ids_TLK < 0) | (ids_TLK >= num_experts)).any(axis=2)
+        position, layer = np.argwhere(illegal_TL)[0].tolist()
+        raise TraceError(
+            f"{where} has the expert ids {ids_TLK[position, layer].tolist()} at position {position} in layer {layer} "
+            f"of those recorded, beyond the {num_experts} experts of the model; a row without a route is -1 in all "
+            "layers"
+        ) from error
     return counts_LE
 
 

@@ -1,12 +1,12 @@
-"""Plug-in of slime and miles: samples go into micro-batches, and on ranks, so that loads of experts are even.
+"""Plug-in of slime, miles and vime: samples go into micro-batches, and on ranks, so that loads of experts are even.
 
 Ray calls `install` in every process of a job whose runtime environment says
-`"worker_process_setup_hook": "relibra.integrations.slime.install"` (docs/guides/slime.md). Both trainers make the
+`"worker_process_setup_hook": "relibra.integrations.slime.install"` (docs/guides/slime.md). These trainers make the
 schedule of a rollout in one function, `build_dp_schedule`, in the process that holds all samples with their routes. The
 installed one calls it, and then exchanges samples of its result: `repack_partitions`. Where routes are missing, or no
 schedule can help, the result is returned as it is; the log says why, once for each reason.
 
-Read: slime 624b824 (2026-08-21), miles 31f1ca9 (2026-08-21).
+Read: slime 624b824 (2026-08-21), miles 31f1ca9 (2026-08-21), vime 2b83ea2 (with `vime.data.batch_builder`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import inspect
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Int64
 from numpy import ndarray
 
-from relibra.errors import EngineError, RelibraError, TraceError
+from relibra.errors import EngineError, RelibraError, TraceError, in_a_line
 from relibra.integrations.expert_layout import ExpertLayout
 from relibra.integrations.recorded_loads import count_samples, of_used_layers
 from relibra.integrations.repacked_step import RepackedStep, repack_step
@@ -58,16 +58,19 @@ _rollout = _Rollout()
 
 
 def install() -> None:
-    """Make slime or miles, whichever is installed, schedule by recorded routes; a second call changes nothing.
+    """Make slime, miles or vime, whichever is installed, schedule by recorded routes; a second call changes nothing.
 
-    raises    EngineError where neither is installed, or its functions are not those that were read
+    raises    EngineError where none is installed, or its functions are not those that were read
     """
-    found = [name for name in ("slime", "miles") if importlib.util.find_spec(name) is not None]
+    installers = {"slime": _install_slime, "miles": _install_miles, "vime": _install_vime}
+    found = [install for name, install in installers.items() if importlib.util.find_spec(name) is not None]
     if not found:
-        raise EngineError("relibra.integrations.slime.install found neither slime nor miles in this process: the hook "
-                          "belongs into the runtime environment of their jobs")  # fmt: skip
-    for name in found:
-        {"slime": _install_slime, "miles": _install_miles}[name]()
+        raise EngineError(
+            "relibra.integrations.slime.install found none of slime, miles and vime in this process: the hook belongs "
+            "into the runtime environment of their jobs"
+        )
+    for install_one in found:
+        install_one()
 
 
 def _install_slime() -> None:
@@ -95,8 +98,22 @@ def _install_miles() -> None:
     )
 
 
+def _install_vime() -> None:
+    try:
+        builder = importlib.import_module("vime.data.batch_builder")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("vime."):
+            raise
+        raise EngineError(
+            "this vime has no vime.data.batch_builder: relibra was written for 2b83ea2, which makes its batches there"
+        ) from error
+    schedule = importlib.import_module("vime.utils.dp_schedule")
+    _replace(schedule, "build_dp_schedule", _SCHEDULE, _planned, also=builder.__name__)
+    _replace(builder.BatchBuilder, "split_by_dp", ("self", "data"), _remembering_batch)
+
+
 def _replace(
-    module: ModuleType,
+    module: ModuleType | type,
     name: str,
     parameters: Sequence[str],
     around: Callable[[Callable[..., Any]], Callable[..., Any]],
@@ -110,7 +127,7 @@ def _replace(
         got = "it is missing" if stock is None else f"it takes {tuple(inspect.signature(stock).parameters)}"
         raise EngineError(
             f"{where} is not the function that relibra was written for, {tuple(parameters)}: {got}; "
-            "this plug-in fits slime and miles of August 2026"
+            "this plug-in fits the versions that docs/guides/slime.md names"
         )
     if hasattr(stock, "relibra_stock"):
         return
@@ -137,6 +154,16 @@ def _remembering_data(stock: Callable[..., Any]) -> Callable[..., Any]:
         return stock(args, data, train_parallel_config=train_parallel_config)
 
     return split
+
+
+def _remembering_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def split_by_dp(self: Any, data: Any) -> Any:
+        routes = data.get("rollout_routed_experts") if isinstance(data, Mapping) else None
+        _rollout.routes = routes
+        return stock(self, data)
+
+    return split_by_dp
 
 
 def _planned(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,7 +233,7 @@ def repack_partitions(
     sample_S, given = _schedule_of(partitions, micro_batches, num_micro_batches, layout.group_ranks)
     length_S = np.array([total_lengths[s] for s in sample_S], dtype=np.int64)
     share_SLR, used_L = count_samples(
-        [routes[s] for s in sample_S], length_S, num_experts=layout.num_experts, num_ranks=layout.expert_ranks
+        _Picked(routes, sample_S), length_S, num_experts=layout.num_experts, num_ranks=layout.expert_ranks
     )
     step = repack_step(
         of_used_layers(share_SLR, used_L),
@@ -218,6 +245,28 @@ def repack_partitions(
         keep_counts=rank_tokens is None,
     )
     return *_partitions_of(step.schedule, sample_S), step
+
+
+@dataclass(frozen=True, eq=False)
+class _Picked(Sequence[Any]):
+    """Routes of the scheduled samples; what vime left in a file is loaded when it is taken, and not kept."""
+
+    routes: Sequence[Any]
+    sample_S: Int64[ndarray, " S"]
+
+    def __len__(self) -> int:
+        return len(self.sample_S)
+
+    def __getitem__(self, place: Any) -> Any:
+        route = self.routes[self.sample_S[place]]
+        if not hasattr(route, "load"):
+            return route
+        try:
+            return route.load()
+        except OSError as error:
+            raise TraceError(
+                f"the routes of sample {self.sample_S[place]} cannot be loaded: {in_a_line(error)}"
+            ) from error
 
 
 def _schedule_of(
