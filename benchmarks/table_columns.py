@@ -164,6 +164,15 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("ok", lambda row: "yes" if row["ok"] else "NO"),
     ),
     "emulated_ranks": _OF_RANKS,
+    "preparation": (
+        "case",
+        "value",
+        ("quartiles", lambda row: between(row, "value")),
+        "unit",
+        ("target", lambda row: row.get("target", "")),
+        ("ok", lambda row: row.get("ok", "")),
+        "configuration",
+    ),
     "gpu": _OF_RANKS,
     "gpu_overlap": (
         "case",

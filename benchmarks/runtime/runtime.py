@@ -98,11 +98,11 @@ def _measured(
     case: str, sizes: steps.Sizes, trace: RoutingTrace, balancers: list[str], repetitions: int
 ) -> Iterator[dict]:
     start = time.perf_counter()
-    variants = [_variant(sizes, trace, name) for name in ("all_to_all", *balancers)]
+    variants = [make_variant(sizes, trace, name) for name in ("all_to_all", *balancers)]
     balanced = steps.balanced_routes(sizes)
     variants += [
-        replace(_variant(sizes, balanced, "static", slots=0), name="balanced routes"),
-        replace(_variant(sizes, balanced, "all_to_all"), name="balanced routes, all_to_all"),
+        replace(make_variant(sizes, balanced, "static", slots=0), name="balanced routes"),
+        replace(make_variant(sizes, balanced, "all_to_all"), name="balanced routes, all_to_all"),
     ]
     with tempfile.TemporaryDirectory() as folder:
         timed = steps.on_ranks(sizes, variants, Path(folder), repetitions)
@@ -144,7 +144,8 @@ def _measured(
         }
 
 
-def _variant(sizes: steps.Sizes, trace: RoutingTrace, name: str, slots: int = 1) -> steps.Variant:
+def make_variant(sizes: steps.Sizes, trace: RoutingTrace, name: str, slots: int = 1) -> steps.Variant:
+    """Plan a step of these routes by a balancer, or by none."""
     slots = 2 if name == RESIDENT else slots
     demand = Demand.from_trace(trace).with_schedule(*steps.schedule(sizes), steps.NUM_RANKS)
     cluster = cluster_preset("laptop", steps.NUM_RANKS, steps.NUM_RANKS)

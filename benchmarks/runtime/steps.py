@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,16 @@ from relibra.routing.trace import RoutingTrace
 
 NUM_RANKS = 2
 VOCAB = 512
-_JOINS = {"seconds": max, "exposed": max, "moved": max, "peak": max, "pushed": sum, "returned": sum}
+_JOINS = {
+    "seconds": max,
+    "exposed": max,
+    "unprepared": max,
+    "preparing": max,
+    "moved": max,
+    "peak": max,
+    "pushed": sum,
+    "returned": sum,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +139,7 @@ class Variant:
     """What is measured: routes, who executes them, and under which plan (None: `all_to_all`).
 
     skew, planned_skew   of the routes on the static layout, and under the plan
+    ahead                routes of all micro-batches are known when the step begins, as in `relibra train`
     """
 
     name: str
@@ -139,6 +149,7 @@ class Variant:
     skew: float
     planned_skew: float
     sums: str = "fast"
+    ahead: bool = True
 
     @property
     def resident_slots(self) -> int:
@@ -160,12 +171,17 @@ class Variant:
 class Found:
     """What the ranks found, by name of the variant, one entry per repetition; the worse rank counts.
 
+    exposed          seconds of waiting for pushes and returns
+    unprepared       seconds of waiting for the rows of a micro-batch
+    preparing        seconds in which rows of micro-batches were prepared, beside other work or not
     pushed, returned   bytes of weights and of gradients of replicas that the ranks send, together
     expert_seconds   of one rank for the experts of a step of balanced routes, and nothing else
     """
 
     seconds: dict[str, list[float]]
     exposed: dict[str, list[float]]
+    unprepared: dict[str, list[float]]
+    preparing: dict[str, list[float]]
     moved: dict[str, list[float]]
     peak: dict[str, list[int]]
     pushed: dict[str, list[int]]
@@ -250,15 +266,18 @@ class Step:
 
     def run(self) -> dict[str, float]:
         """Return seconds until all ranks are done, and of this rank what `Found` has."""
-        plan, moved, exposed, sent = self.variant.plan, 0.0, 0.0, {"push": 0, "return": 0}
+        plan, moved, sent = self.variant.plan, 0.0, {"push": 0, "return": 0}
+        waited = dict.fromkeys(("wait push", "wait return", "wait prepare", "prepare"), 0.0)
         if plan is not None:
             moved = relocate(self.model, plan.physical_to_logical_map).seconds
         self.model.zero_grad()
+        known = {m: replace(routes) for m, (routes, _) in enumerate(self.batches)}  # new objects: prepared anew
         before = process_bytes("VmRSS", reset_peak=True)
         dist.barrier()
         start = time.perf_counter()
-        with self._execution() as step:
-            for m, (routes, tokens_BN) in enumerate(self.batches):
+        with self._execution(known if self.variant.ahead else None) as step:
+            for m, (_, tokens_BN) in enumerate(self.batches):
+                routes = known[m]
                 # As in `relibra train`: gradients are reduced once, after the last micro-batch.
                 self.model.set_requires_gradient_sync(m == len(self.batches) - 1)
                 with replay_routing(self.model, routes) if step is None else step.micro_batch(m, routes):
@@ -268,14 +287,15 @@ class Step:
             seconds = time.perf_counter() - start
             if step is not None:
                 timeline = step.timeline()
-                exposed = float(timeline.exposed_seconds()[dist.get_rank()])
+                waited = {stage: float(timeline.seconds(stage)[dist.get_rank()]) for stage in waited}
                 sent = {kind: sum(event.bytes for event in timeline.events if event.stage == kind) for kind in sent}
-        found = {"seconds": seconds, "exposed": exposed, "moved": moved, "peak": process_bytes("VmHWM") - before}
-        return {**found, "pushed": sent["push"], "returned": sent["return"]}
+        found = {"seconds": seconds, "moved": moved, "peak": process_bytes("VmHWM") - before}
+        found |= {"exposed": waited["wait push"] + waited["wait return"], "unprepared": waited["wait prepare"]}
+        return {**found, "preparing": waited["prepare"], "pushed": sent["push"], "returned": sent["return"]}
 
-    def _execution(self):
+    def _execution(self, routes):
         plan, demand, sums = self.variant.plan, self.variant.demand, self.variant.sums
-        return nullcontext() if plan is None else execute_plan(self.model, plan, demand, sums=sums)
+        return nullcontext() if plan is None else execute_plan(self.model, plan, demand, sums=sums, routes=routes)
 
 
 def _expert_seconds(sizes: Sizes, model: nn.Module, repetitions: int) -> float:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ class Case:
                 plan's micro-batches
     in_flight   all forward passes come before the first backward pass
     plans       of a training, taken in turn
+    ahead       routes of all micro-batches are known when the step begins
     """
 
     plan: StepPlan
@@ -49,6 +51,7 @@ class Case:
     dtype: str = "float32"
     num_steps: int = 1
     plans: tuple[StepPlan, ...] = ()
+    ahead: bool = False
 
     @property
     def groups(self) -> int:
@@ -65,16 +68,25 @@ class Case:
             tokens[row, :length] = random_tokens(1, length, seed=s)[0]
         return samples, tokens, mask
 
+    def routes(self, micro_batch: int, rank: int) -> BatchRoutes | None:
+        """Return the routes of that batch."""
+        samples, _, mask_BN = self.batch(micro_batch, rank)
+        return BatchRoutes.padded(self.trace.select(samples), mask_BN) if samples else None
+
+    def known_routes(self, micro_batches: Sequence[int], rank: int) -> dict[int, BatchRoutes | None]:
+        """Return what is known when the step begins."""
+        return {m: self.routes(m, rank) for m in micro_batches} if self.ahead else {}
+
 
 def run_batch(
-    model: nn.Module, case: Case, micro_batch: int, rank: int, scale: float, step=None
+    model: nn.Module, case: Case, micro_batch: int, rank: int, scale: float, step=None, known=None
 ) -> tuple[dict, float, Callable[[], None]]:
     """Run one batch forward, and backward unless micro-batches are in flight together.
 
     Return logits by sample, the summed loss of its tokens, and what runs the backward pass if that is left to do.
     """
     samples, tokens_BN, mask_BN = case.batch(micro_batch, rank)
-    routes = BatchRoutes.padded(case.trace.select(samples), mask_BN) if samples else None
+    routes = known[micro_batch] if known else case.routes(micro_batch, rank)
 
     def planned():
         if step:
@@ -136,10 +148,11 @@ def step_on_rank(case: Case, folder: Path) -> dict:
     model = load(case, folder)
     group, rank = divmod(dist.get_rank(), case.plan.num_ranks)
     own_micro_batches = np.split(np.arange(case.plan.replica_MLRB.shape[0]), case.groups)[group].tolist()
-    logits, losses, backwards = {}, 0.0, []
-    with execute_plan(model, case.plan, case.demand, sums=case.sums) if case.follow_plan else nullcontext() as step:
+    logits, losses, backwards, known = {}, 0.0, [], case.known_routes(own_micro_batches, rank)
+    planned = partial(execute_plan, model, case.plan, case.demand, sums=case.sums, routes=known)
+    with planned() if case.follow_plan else nullcontext() as step:
         for m in own_micro_batches:
-            own, loss, backward = run_batch(model, case, m, rank, case.num_ranks / num_targets(case), step)
+            own, loss, backward = run_batch(model, case, m, rank, case.num_ranks / num_targets(case), step, known)
             logits, losses = logits | own, losses + loss
             backwards.append(backward)
         for backward in backwards:

@@ -90,6 +90,7 @@ def random_step(seed, num_ranks, num_layers=3) -> Case:
         checkpointing=bool(rng.integers(2)),
         in_flight=bool(rng.integers(2)),
         unrouted_last=bool(rng.integers(2)),
+        ahead=bool(seed % 2),
     )
     replica_MLRB = np.full((micro_batch_S.max() + 1, num_layers, num_ranks, case.plan.slots), -1, dtype=np.int16)
     quota_MLRB = np.zeros(replica_MLRB.shape, dtype=np.int32)

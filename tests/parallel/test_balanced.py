@@ -23,7 +23,10 @@ def assert_equals_dense(case, results_R):
 
 
 def test_a_planned_step_equals_the_dense_model(tmp_path):
-    cases = {"fast": step(unrouted_last=True), "canonical, checkpointed": step(sums="canonical", checkpointing=True)}
+    cases = {
+        "fast": step(unrouted_last=True, ahead=True),
+        "canonical, checkpointed": step(sums="canonical", checkpointing=True),
+    }
     assert all((case.plan.quota_MLRB > 0).any() for case in cases.values())
     for name, results_R in on_ranks(2, cases, tmp_path).items():
         assert_equals_dense(cases[name], results_R)

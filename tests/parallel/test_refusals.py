@@ -66,6 +66,7 @@ def test_what_cannot_be_followed_runs_at_home_with_one_warning(tmp_path):
     cases = {
         "routes on rank 0": with_other_routes(case, 0),
         "routes on rank 1": with_other_routes(case, 1),
+        "routes, known ahead": with_other_routes(replace(case, ahead=True), 0),
         "routes, canonical": with_other_routes(replace(case, sums="canonical"), 0),
         "routes, checkpointed": with_other_routes(replace(case, checkpointing=True), 0),
         "plans that differ": replace(case, plans=(case.plan, static)),

@@ -139,7 +139,7 @@ def test_bf16_gradients_are_as_good_as_those_of_all_to_all(tmp_path):
         assert max(error["fast"], error["canonical"]) <= 1.5 * error["all_to_all"], error
 
 
-STAGES = {"push", "wait push", "return", "wait return", "dispatch", "combine", "at home"}
+STAGES = {"prepare", "wait prepare", "push", "wait push", "return", "wait return", "dispatch", "combine", "at home"}
 BYTES_OF_EXPERT = (2 * 16 * 32 + 32 * 16) * 4  # gate and up, down, float32
 
 
@@ -172,7 +172,9 @@ def assert_slots_are_right(result):
 def assert_weights_moved_as_planned(case, rank, timeline):
     """Forward and backward, but the last layer's weights are still there when the backward pass begins."""
     assert {event.stage for event in timeline.events} <= STAGES
-    waits = sum(event.seconds for event in timeline.events if event.stage in ("wait push", "wait return"))
+    waits = sum(
+        event.seconds for event in timeline.events if event.stage in ("wait prepare", "wait push", "wait return")
+    )
     assert timeline.exposed_seconds()[rank] == pytest.approx(waits)
     for m, layer in np.ndindex(2, 3):
         tables = rank_tables(case.plan, case.demand, rank, m, layer)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -97,7 +97,7 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
         return super().__call__(hidden_TH, experts_TK if position_E is None else position_E[experts_TK], weights_TK)
 
     def run_rows(
-        self, rows_YH: Float[Tensor, "Y H"], slot_Y: Int64[Tensor, " Y"], weight_Y1: Float[Tensor, "Y 1"]
+        self, rows_YH: Float[Tensor, "Y H"], slot_Y: Int[Tensor, " Y"], weight_Y1: Float[Tensor, "Y 1"]
     ) -> Float[Tensor, "Y H"]:
         """Run the module's own forward on rows that chose one local expert each; return their weighted results.
 
@@ -107,7 +107,7 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
             dummy_1H = rows_YH.sum(dim=0, keepdim=True)
             return self.run_rows(dummy_1H, slot_Y.new_zeros(1), weight_Y1.sum(dim=0, keepdim=True))[:0]
         with _no_rows_of_others(self.experts):
-            return self.experts_forward(rows_YH, slot_Y.unsqueeze(1), weight_Y1)
+            return self.experts_forward(rows_YH, slot_Y.long().unsqueeze(1), weight_Y1)
 
     def homes(self) -> dict[str, Tensor]:
         """Return the local parameters `[E / R, ...]` by name; outside of the layer's passes if `homes_stay_whole`."""

@@ -6,7 +6,7 @@ run at home instead is in `fallback.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 from relibra.errors import EngineError
 from relibra.parallel.agreement import LastForward, Point
 from relibra.parallel.balanced import BalancedEP, LayerInput, agreement_of, balanced_layers
-from relibra.parallel.fallback import choose_demand
+from relibra.parallel.canonical import CHUNK
+from relibra.parallel.fallback import KnownRoutes, agree_on_step
 from relibra.parallel.layer import run_at_home, run_layer
 from relibra.parallel.micro_batch import ExecutedPlan, PlannedMicroBatch, prepare_micro_batch
 from relibra.parallel.replicas.replica_gradients import GradientReturn, WaitingGradients
@@ -117,8 +118,8 @@ class PlanExecution:
         except BaseException:
             self.forget_weights()
             # Errors of FSDP's own collectives do not say where they happened.
-            events = self.timeline().events
-            place = Place(state.rank, events[-1].layer if events else -1, number)  # of the last exchange
+            layers = [event.layer for event in self.timeline().events if event.layer >= 0]
+            place = Place(state.rank, layers[-1] if layers else -1, number)  # of the last exchange
             with explain_peer_failure("the model's own communication", place, range(state.num_ranks)):
                 raise
         finally:
@@ -139,7 +140,9 @@ class PlanExecution:
         number = -1 if current is None else current.number
         place = Place(executed.state.rank, int(executed.plan.layer_ids[position]), number)
         waiting = self._waiting_gradients(place, position)
-        return run_at_home(layer, tokens, place, executed.recorder, canonical=executed.canonical, waiting=waiting)
+        return run_at_home(
+            layer, tokens, place, executed.recorder, canonical=executed.chunk is not None, waiting=waiting
+        )
 
     def start_first_push(self, *_: object) -> None:
         """Start the first push when the forward pass of a micro-batch begins."""
@@ -180,7 +183,7 @@ class PlanExecution:
     def _waiting_gradients(self, place: Place, position: int) -> WaitingGradients | None:
         """Return what has to go home from a layer that does not follow the plan; None: nothing, whatever comes."""
         executed, state, micro_batch = self._executed, self._executed.state, place.micro_batch
-        if executed.residents is None or executed.canonical or micro_batch < 0 or not torch.is_grad_enabled():
+        if executed.residents is None or executed.chunk is not None or micro_batch < 0 or not torch.is_grad_enabled():
             return None
         if not executed.residents.residency.has_replicas(micro_batch, position):
             return None
@@ -201,7 +204,14 @@ class PlanExecution:
 
 
 @contextmanager
-def execute_plan(model: nn.Module, plan: StepPlan, demand: Demand, *, sums: Sums = "fast") -> Iterator[PlanExecution]:
+def execute_plan(
+    model: nn.Module,
+    plan: StepPlan,
+    demand: Demand,
+    *,
+    sums: Sums = "fast",
+    routes: Mapping[int, BatchRoutes | None] | None = None,
+) -> Iterator[PlanExecution]:
     """Execute a plan inside a model that was loaded with `ep_implementation="relibra"`.
 
     Collective over the expert-parallel group; the first time for a model, which makes process groups, over all ranks.
@@ -212,6 +222,9 @@ def execute_plan(model: nn.Module, plan: StepPlan, demand: Demand, *, sums: Sums
     demand   what the plan was made for, under any schedule
     sums     "fast", or "canonical": outputs, gradients and so the whole run have the same bits under every plan of one
              schedule, at a price (docs/execution.md)
+    routes   recorded routes of this rank's batches by micro-batch, in the order in which they will run, None for those
+             without a sample: then each micro-batch is prepared in a thread while the one before it runs. Pass
+             `micro_batch` the same objects
     raises   EngineError when plan and model do not fit, or another plan is being executed; and on all ranks when they
              are at different points of the step, such as one without a backward pass or without `relocate`
 
@@ -223,44 +236,69 @@ def execute_plan(model: nn.Module, plan: StepPlan, demand: Demand, *, sums: Sums
                 with step.micro_batch(m, batch.routes):
                     loss(model(batch.input_ids)).backward()
     """
-    by_layer = balanced_layers(model)
-    layers = list(by_layer.values())
-    if any(layer.runner is not None for layer in layers):
-        raise EngineError("the model is executing another plan: leave its execute_plan context first")
-    agreement = agreement_of(layers)
-    followed, residents = choose_demand(plan, demand, by_layer, sums, agreement), None
-    state = _group_state(model, layers)
-    if followed is not None and plan.resident_slots:
-        plan = keep_slots(plan)
-        residents = Residents(plan, state.rank)
-    executed = ExecutedPlan(
-        model=model,
-        layers=layers,
-        plan=plan,
-        demand=followed,
-        residents=residents,
-        canonical=sums == "canonical",
-        agreement=agreement,
-        state=state,
-        recorder=TimelineRecorder(dist.get_rank(), dist.get_world_size()),
-    )
+    executed, first_prepared = _begin(model, plan, demand, sums, dict(routes or {}))
     execution = PlanExecution(executed)
     handles = [
         model.register_forward_pre_hook(execution.start_first_push),
         model.register_forward_hook(execution.agree_before_backward, prepend=True),
     ]
     try:
-        for position, layer in enumerate(layers):
+        for position, layer in enumerate(executed.layers):
             layer.runner = partial(execution.run_layer, position)
-        with nullcontext() if residents is None else residents.during_steps_of(model):
+        with executed.preparing(first_prepared=first_prepared), executed.holding_residents():
             yield execution
-            agreement.reach(Point.END)
+            executed.agreement.reach(Point.END)
     finally:
         for handle in handles:
             handle.remove()
-        for layer in layers:
+        for layer in executed.layers:
             layer.runner = None
         execution.forget_weights()
+
+
+def _begin(
+    model: nn.Module, plan: StepPlan, demand: Demand, sums: Sums, routes: dict[int, BatchRoutes | None]
+) -> tuple[ExecutedPlan, bool]:
+    """Agree on a plan; return it, and whether all ranks have prepared its first micro-batch before; collective."""
+    by_layer = balanced_layers(model)
+    layers = list(by_layer.values())
+    if any(layer.runner is not None for layer in layers):
+        raise EngineError("the model is executing another plan: leave its execute_plan context first")
+    agreement, source, chunk = agreement_of(layers), (plan, demand), CHUNK if sums == "canonical" else None
+    known = _known_routes(layers[0].group_state, source, chunk, routes)
+    agreed = agree_on_step(plan, demand, by_layer, sums, known, agreement)
+    state, residents = _group_state(model, layers), None
+    if agreed.demand is not None and plan.resident_slots:
+        plan = keep_slots(plan)
+        residents = Residents(plan, state.rank)
+    executed = ExecutedPlan(
+        model=model,
+        layers=layers,
+        source=source,
+        plan=plan,
+        demand=agreed.demand,
+        residents=residents,
+        chunk=chunk,
+        agreement=agreement,
+        state=state,
+        recorder=TimelineRecorder(dist.get_rank(), dist.get_world_size()),
+        routes=routes if agreed.known else {},
+    )
+    return executed, agreed.prepared
+
+
+def _known_routes(
+    state: GroupState | None,
+    source: tuple[StepPlan, Demand],
+    chunk: int | None,
+    routes: dict[int, BatchRoutes | None],
+) -> KnownRoutes:
+    """Return which routes this rank knows; without a state no micro-batch has been prepared yet."""
+    if state is None or not routes:
+        return KnownRoutes(list(routes), prepared=False)
+    first, first_routes = next(iter(routes.items()))
+    prepared = state.preparation.holds(*source, chunk, first, first_routes)
+    return KnownRoutes(list(routes), prepared)
 
 
 def _group_state(model: nn.Module, layers: list[BalancedEP]) -> GroupState:

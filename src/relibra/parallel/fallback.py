@@ -1,7 +1,7 @@
 """When a plan is not followed: every expert then runs at home, and one rank logs one warning.
 
-for the whole step     `choose_demand`: ranks hold different plans or demands, or the plan breaks a rule
-for one micro-batch    `agree_on_micro_batch`: the routes of any rank are not those that the plan was made for
+for the whole step     `agree_on_step`: ranks hold different plans or demands, or the plan breaks a rule
+for one micro-batch    `routes_fit`: the routes of any rank are not those that the plan was made for
 
 Differences that remain when experts run at home, such as other homes, raise EngineError on all ranks instead.
 """
@@ -14,67 +14,71 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Int
-from numpy import ndarray
+from jaxtyping import Int64
+from torch import Tensor
 
 from relibra.errors import EngineError, PlanError
 from relibra.parallel.agreement import Agreement, Mode, Point, digest_words, refuse_other_modes
 from relibra.parallel.balanced import BalancedEP
+from relibra.parallel.rows.prepared_rows import PreparedRows
 from relibra.planning.plan import StepPlan
-from relibra.planning.traffic.rank_tables import Place, RankTables
+from relibra.planning.traffic.rank_tables import Place
 from relibra.planning.validation import validate_plan
 from relibra.routing.demand import Demand, ScheduledDemand
 
 _log = logging.getLogger(__name__)
 
 
-class AgreedMicroBatch(NamedTuple):
-    """What all ranks of the group agree on before a micro-batch.
+class KnownRoutes(NamedTuple):
+    """Micro-batches whose routes this rank knows when a step begins.
 
-    routes_fit   whether the routes of all ranks are those of the plan
-    any_live     whether any rank has rows without recorded routes
+    order      in which they will run
+    prepared   this rank has prepared the first of them before
     """
 
-    routes_fit: bool
-    any_live: bool
+    order: Sequence[int]
+    prepared: bool
 
 
-def choose_demand(
-    plan: StepPlan, demand: Demand, layers: dict[int, BalancedEP], sums: str, agreement: Agreement
-) -> ScheduledDemand | None:
-    """Return the demand under the schedule of the plan; None, with a warning: the plan is not followed. Collective.
+class AgreedStep(NamedTuple):
+    """What all ranks agree on before a step.
+
+    demand     under the schedule of the plan; None: the plan is not followed
+    known      all ranks know the routes of the same micro-batches
+    prepared   all have prepared the first of them
+    """
+
+    demand: ScheduledDemand | None
+    known: bool
+    prepared: bool
+
+
+def agree_on_step(
+    plan: StepPlan,
+    demand: Demand,
+    layers: dict[int, BalancedEP],
+    sums: str,
+    routes: KnownRoutes,
+    agreement: Agreement,
+) -> AgreedStep:
+    """Return what all ranks agree on; a plan that is not followed is logged with the reason. Collective.
 
     layers   by decoder layer
     sums     "fast" or "canonical", the same on all ranks
     raises   EngineError when homes or sums differ between ranks, or the plan does not fit the model
     """
     scheduled = _schedule(plan, demand)
-    problem = _find_disagreement(plan, scheduled, list(layers.values()), sums, agreement)
+    told_RX = _exchange_digests(plan, scheduled, list(layers.values()), sums, routes, agreement)
+    known, prepared = bool((told_RX[:, 7] == told_RX[0, 7]).all()), bool(told_RX[:, 8].all())
+    problem = _find_disagreement(told_RX, scheduled)
     if problem is None:
         assert isinstance(scheduled, ScheduledDemand), "a rank without a demand is a disagreement"
         _check_fit(plan, layers)
         if (problem := _find_broken_rule(plan, scheduled)) is None:
-            return scheduled
+            return AgreedStep(scheduled, known, prepared)
     if agreement.rank == 0:
         _log.warning("the plan is not followed, every expert runs at home: %s", problem)
-    return None
-
-
-def find_route_mismatch(tables_L: Sequence[RankTables], experts_XLK: Int[ndarray, "X L K"]) -> str | None:
-    """Return where the routes of a rank first differ from what was planned; None: nowhere."""
-    for position, tables in enumerate(tables_L):
-        planned_E, layer_id = tables.tokens_E, tables.place.layer_id
-        actual_E = np.bincount(experts_XLK[:, position].ravel(), minlength=len(planned_E))
-        if len(actual_E) > len(planned_E):
-            return f"layer {layer_id} chooses expert {len(actual_E) - 1}, the plan has {len(planned_E)} experts"
-        wrong = np.flatnonzero(planned_E != actual_E)
-        if len(wrong):
-            e = wrong[0]
-            return (
-                f"in layer {layer_id} expert {e} was planned to get {planned_E[e]} token-slots from this rank "
-                f"and gets {actual_E[e]} ({len(wrong)} of {len(planned_E)} experts differ)"
-            )
-    return None
+    return AgreedStep(None, known, prepared)
 
 
 class MicroBatchMode(NamedTuple):
@@ -82,26 +86,25 @@ class MicroBatchMode(NamedTuple):
 
     training   the model is in training mode: then activation checkpointing recomputes layers
     passes     number that tells apart what ranks have done with resident slots
-    problem    where the routes of this rank differ from the plan; None: nowhere
-    any_live   this rank has rows without recorded routes
+    prepared   this rank has prepared the micro-batch, or is doing so
+    next_prepared   the same of the micro-batch behind it
     """
 
     training: bool
     passes: int
-    problem: str | None
-    any_live: bool
+    prepared: bool
+    next_prepared: bool
 
 
-def agree_on_micro_batch(agreement: Agreement, micro_batch: int, mode: MicroBatchMode) -> AgreedMicroBatch:
-    """Exchange what each rank is about to do; collective. The first rank with a problem logs it.
+def agree_on_micro_batch(agreement: Agreement, micro_batch: int, mode: MicroBatchMode) -> tuple[bool, bool]:
+    """Exchange what each rank is about to do; return what all ranks have prepared: this one, the next; collective.
 
-    raises      EngineError, on all ranks, when they differ in micro-batch, gradients, training or passes: later
-                messages could match a wrong receive
+    raises   EngineError, on all ranks, when they differ in micro-batch, gradients, training or passes: later messages
+             could match a wrong receive
     """
     place = Place(agreement.rank, -1, micro_batch)
-    own = [torch.is_grad_enabled(), mode.training, mode.passes, mode.problem is not None, mode.any_live]
-    told_RX = agreement.reach(Point.MICRO_BATCH, micro_batch, own)
-    gradients_R, training_R, passes_R, differs_R, any_live_R = told_RX.unbind(dim=1)
+    told_RX = agreement.reach(Point.MICRO_BATCH, micro_batch, [torch.is_grad_enabled(), *mode])
+    gradients_R, training_R, passes_R, prepared_R, next_R = told_RX.unbind(dim=1)
     refuse_other_modes(
         place,
         [
@@ -115,14 +118,20 @@ def agree_on_micro_batch(agreement: Agreement, micro_batch: int, mode: MicroBatc
             f"{passes_R.tolist()}: run forward and backward passes in one order on all ranks; optimizers step on all "
             "ranks or on none"
         )
-    if differs_R.any() and agreement.rank == int(differs_R.nonzero()[0]):
+    return bool(prepared_R.all()), bool(next_R.all())
+
+
+def routes_fit(rows: PreparedRows) -> bool:
+    """Return whether the routes of all ranks are those of the plan; the first rank with others logs where."""
+    place = rows.tables_L[0].place._replace(layer_id=-1)
+    if True in rows.differs_R and rows.differs_R.index(True) == place.rank:
         _log.warning(
             "%s: the routes are not those of the plan (%s), so all ranks run this micro-batch at home: replay the "
             "routes that the plan was made for, with the ranks and micro-batches of its schedule",
             place,
-            mode.problem,
+            rows.problem,
         )
-    return AgreedMicroBatch(routes_fit=not differs_R.any(), any_live=bool(any_live_R.any()))
+    return True not in rows.differs_R
 
 
 def _schedule(plan: StepPlan, demand: Demand) -> ScheduledDemand | PlanError:
@@ -133,15 +142,25 @@ def _schedule(plan: StepPlan, demand: Demand) -> ScheduledDemand | PlanError:
         return error
 
 
-def _find_disagreement(
-    plan: StepPlan, demand: ScheduledDemand | PlanError, layers: list[BalancedEP], sums: str, agreement: Agreement
-) -> str | None:
-    """Compare plan, demand, homes and sums of all ranks; return why they cannot follow the plan. Collective."""
+def _exchange_digests(
+    plan: StepPlan,
+    demand: ScheduledDemand | PlanError,
+    layers: list[BalancedEP],
+    sums: str,
+    routes: KnownRoutes,
+    agreement: Agreement,
+) -> Int64[Tensor, "R X"]:
+    """Return of all ranks: whether the demand is usable, digests of homes, sums, plan with demand; known routes."""
     homes = np.stack([layer.physical_to_logical_E for layer in layers]).astype("<i8").tobytes()
     usable = not isinstance(demand, PlanError)
     tokens = b"" if isinstance(demand, PlanError) else np.ascontiguousarray(demand.tokens_MLRE).tobytes()
     parts = [digest_words(part) for part in (homes, sums.encode(), plan.digest().encode() + tokens)]
-    told_RX = agreement.reach(Point.PLAN, own=[usable, *(word for part in parts for word in part)])
+    order = digest_words(np.array(routes.order, dtype="<i8").tobytes())[0]
+    return agreement.reach(Point.PLAN, own=[usable, *(word for part in parts for word in part), order, routes.prepared])
+
+
+def _find_disagreement(told_RX: Int64[Tensor, "R X"], demand: ScheduledDemand | PlanError) -> str | None:
+    """Compare demand, homes, sums and plan of all ranks; return why they cannot follow the plan."""
 
     def differing(part: slice) -> list[int]:
         return (told_RX[:, part] != told_RX[0, part]).any(dim=1).nonzero().flatten().tolist()

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Int, Int64
-from numpy import ndarray
+from jaxtyping import Int64
 from torch import Tensor, nn
 
 from relibra.errors import EngineError
 from relibra.parallel.agreement import Agreement
 from relibra.parallel.balanced import BalancedEP
-from relibra.parallel.canonical import CHUNK
-from relibra.parallel.fallback import MicroBatchMode, agree_on_micro_batch, find_route_mismatch
+from relibra.parallel.fallback import MicroBatchMode, agree_on_micro_batch, routes_fit
+from relibra.parallel.preparation import PreparedStep
 from relibra.parallel.replicas.push_schedule import PushSchedule
 from relibra.parallel.replicas.replica_slots import GroupState
 from relibra.parallel.replicas.resident_slots import Residents
-from relibra.parallel.rows.row_lists import RowLists, exchange_row_lists, row_lists
+from relibra.parallel.rows.prepared_rows import RowKinds
+from relibra.parallel.rows.row_lists import RowLists
 from relibra.planning.plan import StepPlan
-from relibra.planning.traffic.rank_tables import RankTables, rank_tables
+from relibra.planning.traffic.rank_tables import RankTables
 from relibra.replay import BatchRoutes
-from relibra.routing.demand import ScheduledDemand
+from relibra.routing.demand import Demand, ScheduledDemand
 from relibra.timeline import TimelineRecorder
 
 
@@ -34,38 +33,55 @@ class ExecutedPlan:
     """A plan, the model that executes it, and this rank's part in it.
 
     layers      of the model, by position in the plan
+    source      plan and demand as the user gave them
     demand      under the schedule of the plan; None: the plan is not followed, every expert runs at home
     residents   resident slots of this rank; None: the plan has none, or is not followed
-    canonical   whether sums have an order that no plan changes (`canonical.py`)
+    chunk       token-slots of a chunk of canonical sums, whose order no plan changes (`canonical.py`); None: fast sums
+    routes      of micro-batches that are prepared ahead, in the order in which they run
     """
 
     model: nn.Module
     layers: Sequence[BalancedEP]
+    source: tuple[StepPlan, Demand]
     plan: StepPlan
     demand: ScheduledDemand | None
     residents: Residents | None
-    canonical: bool
+    chunk: int | None
     agreement: Agreement
     state: GroupState
     recorder: TimelineRecorder
+    routes: Mapping[int, BatchRoutes | None]
 
-    def tables(self, micro_batch: int, position: int) -> RankTables:
-        """Return the tables of this rank in a micro-batch and layer."""
-        assert self.demand is not None, "a plan that is not followed has no tables"
-        chunk = CHUNK if self.canonical else None
-        return rank_tables(self.plan, self.demand, self.state.rank, micro_batch, position, chunk)
+    @contextmanager
+    def preparing(self, *, first_prepared: bool) -> Iterator[None]:
+        """Prepare micro-batches inside, the first one at once if its routes are known; collective.
 
+        first_prepared   all ranks have prepared the first one before
+        """
+        if self.demand is None:
+            yield
+            return
+        step = PreparedStep(
+            source=self.source, plan=self.plan, demand=self.demand, chunk=self.chunk, recorder=self.recorder
+        )
+        with self.state.preparation.of_step(step):
+            if self.routes and not first_prepared:
+                self.state.preparation.start(*next(iter(self.routes.items())))
+            yield
 
-class Rows(NamedTuple):
-    """Rows of a batch with recorded routes (planned), and rows that the router decides on (live).
+    def holding_residents(self) -> AbstractContextManager[None]:
+        """Return a context at whose end the slots of residents are free."""
+        return nullcontext() if self.residents is None else self.residents.during_steps_of(self.model)
 
-    planned_X, live_Y   indices of rows
-    back_T              undoes `cat(planned, live)`
-    """
+    def holds(self, number: int, routes: BatchRoutes | None) -> bool:
+        """Return whether this rank has prepared a micro-batch with these routes, or is doing so."""
+        return self.state.preparation.holds(*self.source, self.chunk, number, routes)
 
-    planned_X: Int64[Tensor, " X"]
-    live_Y: Int64[Tensor, " Y"]
-    back_T: Int64[Tensor, " T"]
+    def after(self, number: int) -> int | None:
+        """Return the micro-batch that follows one, if its routes are known."""
+        order = list(self.routes)
+        here = order.index(number) if number in self.routes else len(order)
+        return order[here + 1] if here + 1 < len(order) else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,6 +91,7 @@ class PlannedMicroBatch:
     tables_L, lists_L   by position of the layer
     routes              of this rank; None: it has no sample here, and all its rows are live
     any_live            whether any rank has live rows: then all ranks take part in their exchange
+    kinds               planned and live rows of this rank; None: all are of one kind
     canonical           whether sums have an order that no plan changes (`canonical.py`)
     """
 
@@ -82,11 +99,12 @@ class PlannedMicroBatch:
     lists_L: Sequence[RowLists]
     pushes: PushSchedule
     routes: BatchRoutes | None
+    kinds: RowKinds | None
     any_live: bool
     canonical: bool
     device: torch.device
 
-    def rows(self, num_rows: int, position: int) -> Rows | None:
+    def rows(self, num_rows: int, position: int) -> RowKinds | None:
         """Return the planned and the live rows of this rank; None: all are planned, on every rank.
 
         raises   EngineError when the layer sees another number of rows than the routes have
@@ -100,16 +118,11 @@ class PlannedMicroBatch:
             return None
         if self.routes is None:
             all_T = torch.arange(num_rows, device=self.device)
-            return Rows(all_T[:0], all_T, all_T)
-        return self._rows
-
-    @cached_property
-    def _rows(self) -> Rows:
-        assert self.routes is not None, "without routes all rows are live"
-        valid_T = self.routes.valid_T.cpu()
-        planned_X, live_Y = valid_T.nonzero().flatten(), (~valid_T).nonzero().flatten()
-        back_T = torch.argsort(torch.cat([planned_X, live_Y]))
-        return Rows(planned_X.to(self.device), live_Y.to(self.device), back_T.to(self.device))
+            return RowKinds(all_T[:0], all_T, all_T)
+        if self.kinds is None:  # rows of other ranks are live
+            all_T = torch.arange(num_rows, device=self.device)
+            return RowKinds(all_T, all_T[:0], all_T)
+        return self.kinds
 
     def check_choices(self, position: int, experts_XK: Int64[Tensor, "X K"]) -> None:
         """Compare the choices of the router with the routes; on an accelerator only their number, which needs no sync.
@@ -132,54 +145,47 @@ class PlannedMicroBatch:
 def prepare_micro_batch(executed: ExecutedPlan, number: int, routes: BatchRoutes | None) -> PlannedMicroBatch | None:
     """Return tables, row lists and pushes of a micro-batch; None: it does not follow the plan. Collective.
 
+    Rows that are not prepared yet are prepared now, those of the next micro-batch beside this one.
+
     raises   EngineError when ranks are in different micro-batches or modes, or when a peer is gone
     """
-    tables_L, problem, positions = [], None, range(len(executed.layers))
-    experts_XLK = _recorded_experts(routes, len(positions))
-    if executed.demand is not None:
-        tables_L = [executed.tables(number, position) for position in positions]
-        fits = routes is None or list(routes.layer_ids) == executed.plan.layer_ids.tolist()
-        problem = find_route_mismatch(tables_L, experts_XLK) if fits else "they are of other layers"
-    any_live = routes is None or not bool(routes.valid_T.all())
-    state = executed.state
+    state, preparation = executed.state, executed.state.preparation
     passes = 0 if executed.residents is None else executed.residents.residency.digest()
-    mode = MicroBatchMode(training=executed.model.training, passes=passes, problem=problem, any_live=any_live)
-    agreed = agree_on_micro_batch(executed.agreement, number, mode)
+    following = executed.after(number)
+    mode = MicroBatchMode(
+        training=executed.model.training,
+        passes=passes,
+        prepared=executed.holds(number, routes),
+        next_prepared=following is None or executed.holds(following, executed.routes[following]),
+    )
+    prepared, next_prepared = agree_on_micro_batch(executed.agreement, number, mode)
     if state.slots is not None:
         state.slots.invalidate()
-    if executed.demand is None or not agreed.routes_fit:
+    if executed.demand is None:
+        return None
+    if not prepared:
+        preparation.start(number, routes)
+    if following is not None and not next_prepared:
+        preparation.start(following, executed.routes[following])
+    rows = preparation.wait_for(number)
+    if not routes_fit(rows):
         return None
     pushes = PushSchedule(
         state=state,
         num_shared=executed.plan.slots - executed.plan.resident_slots,
         residents=executed.residents,
-        tables_L=tables_L,
+        tables_L=rows.tables_L,
         homes_L=[layer.homes for layer in executed.layers],
         homes_early=executed.layers[0].homes_stay_whole,
         recorder=executed.recorder,
     )
     return PlannedMicroBatch(
-        tables_L=tables_L,
-        lists_L=_make_row_lists(executed, tables_L, experts_XLK),
+        tables_L=rows.tables_L,
+        lists_L=rows.lists_on(state.device),
         pushes=pushes,
         routes=routes,
-        any_live=agreed.any_live,
-        canonical=executed.canonical,
+        kinds=None if rows.kinds is None else rows.kinds.on(state.device),
+        any_live=rows.any_live,
+        canonical=executed.chunk is not None,
         device=state.device,
     )
-
-
-def _recorded_experts(routes: BatchRoutes | None, num_layers: int) -> Int[ndarray, "X L K"]:
-    """Return the logical experts of the rows with recorded routes."""
-    if routes is None:
-        return np.zeros((0, num_layers, 1), dtype=np.int64)
-    return routes.experts_TLK[routes.valid_T].cpu().numpy()
-
-
-def _make_row_lists(
-    executed: ExecutedPlan, tables_L: Sequence[RankTables], experts_XLK: Int[ndarray, "X L K"]
-) -> list[RowLists]:
-    """Return the row lists of all layers; collective for fast sums, which send tokens once."""
-    if executed.canonical:
-        return [row_lists(tables, experts_XLK[:, n], executed.state.device) for n, tables in enumerate(tables_L)]
-    return exchange_row_lists(tables_L, experts_XLK, executed.state.group, executed.state.device)

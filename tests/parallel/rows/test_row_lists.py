@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.parallel.rows.exchange import AllToAll
-from relibra.parallel.rows.row_lists import exchange_row_lists, row_lists, rows_to_send
+from relibra.parallel.rows.prepared_rows import prepare_rows
+from relibra.parallel.rows.row_lists import row_lists
 from relibra.planning.traffic.rank_tables import Place, home_tables, rank_tables
+from relibra.replay import BatchRoutes
 from tests.parallel.rows.test_rank_tables import experts_in_slots
 from tests.parallel.steps import random_step
 
@@ -25,7 +27,7 @@ class Sent(Exception):
     """Carries what a rank sends out of its collective."""
 
 
-def lists_of_all(tables_RL, experts_RTLK):
+def prepared_on_all(tables_RL, experts_RTLK, *, send_once=True):
     """Run the collective of all ranks in one process: first each one up to its message, then with what it gets."""
 
     def send(sizes, rows):
@@ -33,7 +35,8 @@ def lists_of_all(tables_RL, experts_RTLK):
 
     def run(tables_L, experts_TLK, move):
         with mock.patch.object(AllToAll, "move", move):
-            return exchange_row_lists(tables_L, experts_TLK, mock.Mock(spec=dist.ProcessGroup), CPU)
+            routes = routes_of(tables_L, experts_TLK)
+            return prepare_rows(tables_L, routes, mock.Mock(spec=dist.ProcessGroup), send_once=send_once)
 
     sent_RR = []
     for tables_L, experts_TLK in zip(tables_RL, experts_RTLK, strict=True):
@@ -50,6 +53,22 @@ def lists_of_all(tables_RL, experts_RTLK):
 
         result.append(run(tables_L, experts_TLK, receive))
     return result
+
+
+def routes_of(tables_L, experts_TLK):
+    if not len(experts_TLK):
+        return None
+    return BatchRoutes.of_rows(
+        [experts_TLK.astype(np.uint8)],
+        num_experts=len(tables_L[0].tokens_E),
+        layer_ids=[tables.place.layer_id for tables in tables_L],
+        sample_ids=[0],
+        weight_versions=[0],
+    )
+
+
+def lists_of_all(tables_RL, experts_RTLK, **settings):
+    return [rows.lists_on(CPU) for rows in prepared_on_all(tables_RL, experts_RTLK, **settings)]
 
 
 def micro_batches(seed, num_ranks, chunk=None):
@@ -116,23 +135,50 @@ def test_what_arrives_once_is_expanded_to_what_each_choice_would_have_brought(se
 @given(seeds, ranks)
 def test_without_sending_once_every_choice_travels_in_the_order_of_tokens(seed, num_ranks):
     for _, _, tables_RL, experts_RTLK in micro_batches(seed, num_ranks, chunk=4):
-        for tables_L, experts_TLK in zip(tables_RL, experts_RTLK, strict=True):
+        lists_RL = lists_of_all(tables_RL, experts_RTLK, send_once=False)
+        for tables_L, experts_TLK, lists_L in zip(tables_RL, experts_RTLK, lists_RL, strict=True):
             for layer, tables in enumerate(tables_L):
-                lists = row_lists(tables, experts_TLK[:, layer], CPU)
+                lists, slow = lists_L[layer], row_lists(tables, experts_TLK[:, layer], CPU)
                 assert lists.once is None
+                assert lists.slot_Y.tolist() == slow.slot_Y.tolist()
+                assert lists.compute_order_Y.tolist() == slow.compute_order_Y.tolist()
+                assert lists.choice_X.tolist() == slow.choice_X.tolist()
                 assert sorted(lists.choice_X.tolist()) == list(range(experts_TLK[:, layer].size))
                 for run in pieces(lists.choice_X.tolist(), tables.send_RP.ravel().tolist()):
                     assert run == sorted(run)
                     assert len({experts_TLK[:, layer].ravel()[choice] for choice in run}) <= 1
 
 
+@settings(deadline=None, max_examples=30)
+@given(seeds, ranks, st.data())
+def test_routes_that_are_not_those_of_the_tables_are_told_to_all(seed, num_ranks, data):
+    """Also where the routes of a rank have as many rows, and where a rank lacks all of them."""
+    _, _, tables_RL, experts_RTLK = next(micro_batches(seed, num_ranks))
+    rank = data.draw(st.integers(0, num_ranks - 1))
+    T, L, _ = experts_RTLK[rank].shape
+    changed = experts_RTLK[rank].copy()
+    kind = data.draw(st.sampled_from(["none", "one choice", "beyond the experts", "a row less"])) if T else "none"
+    if kind in ("one choice", "beyond the experts"):
+        t, layer = data.draw(st.integers(0, T - 1)), data.draw(st.integers(0, L - 1))
+        unused = [e for e in range(8) if e not in changed[t, layer]]
+        changed[t, layer, 0] = 200 if kind == "beyond the experts" else data.draw(st.sampled_from(unused))
+    elif kind == "a row less":
+        changed = changed[1:]
+    rows_R = prepared_on_all(tables_RL, [changed if r == rank else own for r, own in enumerate(experts_RTLK)])
+    expected = [kind != "none" and r == rank for r in range(num_ranks)]
+    assert all(rows.differs_R == expected for rows in rows_R)
+    assert [rows.problem is not None for rows in rows_R] == expected
+    assert {rows.any_live for rows in rows_R} == {any(len(one) == 0 for one in [*experts_RTLK, changed])}
+
+
 def test_two_experts_of_a_token_on_one_rank_share_a_row():
     experts_TK = np.array([[0, 1], [0, 2], [2, 3]])
     tokens_RE = np.array([[2, 1, 2, 1], [0, 0, 0, 0]])
-    tables = home_tables(tokens_RE, np.arange(4), Place(0, 0, 0))
-    choice_X = row_lists(tables, experts_TK, CPU).choice_X.numpy()
-    assert choice_X.tolist() == [0, 2, 1, 3, 4, 5]  # experts 0, 0, 1 on rank 0, experts 2, 2, 3 on rank 1
-    token_Z, send_R, row_X = rows_to_send(tables, choice_X, num_rows=3, top_k=2)
-    assert token_Z.tolist() == [0, 1, 1, 2]
-    assert send_R.tolist() == [2, 2]
-    assert row_X.tolist() == [0, 1, 0, 0, 1, 1]
+    tables_RL = [[home_tables(tokens_RE, np.arange(4), Place(rank, 0, 0))] for rank in range(2)]
+    (lists,), (other,) = lists_of_all(tables_RL, [experts_TK[:, None], np.zeros((0, 1, 2), dtype=int)])
+    assert lists.choice_X.tolist() == [0, 2, 1, 3, 4, 5]  # experts 0, 0, 1 on rank 0, experts 2, 2, 3 on rank 1
+    assert lists.once.token_Z.tolist() == [0, 1, 1, 2]
+    assert lists.once.send_R == [2, 2]
+    assert lists.once.arrived_Y.tolist() == [0, 1, 0]
+    assert other.once.receive_R == [2, 0]
+    assert other.once.arrived_Y.tolist() == [0, 1, 1]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from relibra.parallel.preparation import Preparation
 from relibra.parallel.process_groups import make_same_ranks_group
 from relibra.parallel.replicas.transfer import Transfer
 from relibra.planning.traffic.rank_tables import Place, Push
@@ -108,14 +109,17 @@ class GroupState:
     group        process group of the expert-parallel group: exchanges of rows
     device       of the model
     push_group   the same ranks, for replica weights and gradients, which travel beside the rows
+    preparation  of the rows of micro-batches, with a third group of the same ranks
     slots        None until a layer with replicas runs for the first time; then other parts know shapes and dtypes too
     """
 
     def __init__(self, ep_mesh: DeviceMesh, device: torch.device) -> None:
-        """Make the push group; collective over all ranks of the default process group."""
+        """Make the groups; collective over all ranks of the default process group."""
         self.group, self.device = ep_mesh.get_group(), device
         self.rank, self.num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.push_group = _make_push_group(self.group, torch.device(ep_mesh.device_type))
+        host_group = make_same_ranks_group(self.group, torch.device(ep_mesh.device_type), backend="gloo")
+        self.preparation = Preparation(host_group, device)
         self.slots: ReplicaSlots | None = None
 
     def slots_for(self, num_shared: int, homes: HomeParameters) -> ReplicaSlots:

@@ -1,5 +1,6 @@
 """Rows: which tokens travel between ranks, in which order, and their exchange.
 
 In: plan, scheduled demand and routes. Out: rows on the ranks that compute them, results back. Counts come from the plan
-alone (`planning/traffic/rank_tables.py`); start with `row_lists.py` (which tokens), then `dispatch.py` (exchange).
+alone (`planning/traffic/rank_tables.py`); start with `row_lists.py` (which tokens), then
+`prepared_rows.py` (all layers of a micro-batch) and `dispatch.py` (exchange).
 """

@@ -115,14 +115,14 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_XH: Tensor, order_X: Tensor) -> Tensor:
         ctx.save_for_backward(order_X)
-        return rows_XH[order_X]
+        return rows_XH.index_select(0, order_X)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0][_inverse(ctx.saved_tensors[0])], None
+        return gradients[0].index_select(0, _inverse(ctx.saved_tensors[0])), None
 
 
 def _inverse(order_X: Tensor) -> Tensor:
     inverse_X = torch.empty_like(order_X)
-    inverse_X[order_X] = torch.arange(len(order_X), device=order_X.device)
+    inverse_X[order_X] = torch.arange(len(order_X), device=order_X.device, dtype=order_X.dtype)
     return inverse_X

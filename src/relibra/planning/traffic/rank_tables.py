@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -69,12 +70,9 @@ class RankTables:
     num_homes       E / R
     tokens_E        token-slots that this rank sends to each expert
     send_RP         token-slots that this rank sends to local slot P of rank R
+    first_RP        index, in a stable sort of this rank's token-slots by expert, of the first one sent there: those to
+                    one local slot are consecutive
     receive_RP      token-slots that arrive from source rank R for own local slot P
-    send_order_X    index, in a stable sort of this rank's token-slots by expert, of the one sent as the X-th; they
-                    are sent by destination rank, local slot, position
-    compute_order_Y index, by source rank, local slot and position, of the arrived row computed as the Y-th; they
-                    are computed by local slot, source rank, position
-    slot_Y          local slot of each row in the order of computation; homes come first
     pushes          replicas of all ranks that get tokens, by (replica rank, slot): the same list on every rank. Each is
                     pushed unless its slot holds the weights already
     all_stay        no rank sends a token-slot to another: nothing has to be exchanged; the same on every rank
@@ -84,12 +82,37 @@ class RankTables:
     num_homes: int
     tokens_E: Int64[ndarray, " E"]
     send_RP: Int64[ndarray, "R P"]
+    first_RP: Int64[ndarray, "R P"]
     receive_RP: Int64[ndarray, "R P"]
-    send_order_X: Int64[ndarray, " X"]
-    compute_order_Y: Int64[ndarray, " Y"]
-    slot_Y: Int64[ndarray, " Y"]
     pushes: tuple[Push, ...]
     all_stay: bool
+
+    @cached_property
+    def send_order_X(self) -> Int64[ndarray, " X"]:
+        """Return the index, in a stable sort of this rank's token-slots by expert, of the one sent as the X-th.
+
+        They are sent by destination rank, local slot, position.
+        """
+        runs = zip(self.first_RP.ravel().tolist(), self.send_RP.ravel().tolist(), strict=True)
+        return np.concatenate([np.arange(first, first + length) for first, length in runs])
+
+    @cached_property
+    def compute_order_Y(self) -> Int64[ndarray, " Y"]:
+        """Return the index, by source rank, local slot and position, of the arrived row computed as the Y-th.
+
+        They are computed by local slot, source rank, position.
+        """
+        return np.argsort(self._arrived_slot_Y, kind="stable")
+
+    @property
+    def slot_Y(self) -> Int64[ndarray, " Y"]:
+        """Return the local slot of each row in the order of computation; homes come first."""
+        return self._arrived_slot_Y[self.compute_order_Y]
+
+    @property
+    def _arrived_slot_Y(self) -> Int64[ndarray, " Y"]:
+        num_ranks, P = self.receive_RP.shape
+        return np.repeat(np.tile(np.arange(P), num_ranks), self.receive_RP.ravel())
 
     @property
     def num_home_rows(self) -> int:
@@ -115,7 +138,7 @@ class RankTables:
 def rank_tables(
     plan: StepPlan, demand: ScheduledDemand, rank: int, micro_batch: int, layer: int, chunk: int | None = None
 ) -> RankTables:
-    """Return the tables of a rank in a micro-batch and layer.
+    """Return the tables of a rank in a micro-batch and layer; for all layers `micro_batch_tables` is faster.
 
     demand   under the schedule of the plan (`plan.scheduled`)
     layer    position in the plan's layers, not the decoder layer
@@ -148,37 +171,22 @@ def _make_tables(
     num_homes = E // num_ranks
     home_slot_E = np.argsort(physical_to_logical_E, kind="stable") % num_homes
     local_I = np.where(split.slot_I < 0, home_slot_E[split.expert_I], num_homes + split.slot_I)
-    send_RP = np.zeros((num_ranks, num_homes + slots), dtype=np.int64)
-    send_RP[split.rank_I, local_I] = split.tokens_RI[rank]
-    receive_RP = np.zeros_like(send_RP)
+    send_RP, first_RP, receive_RP = np.zeros((3, num_ranks, num_homes + slots), dtype=np.int64)
+    own_tokens_I = split.tokens_RI[rank]
+    send_RP[split.rank_I, local_I] = own_tokens_I
+    first_RP[split.rank_I, local_I] = np.cumsum(own_tokens_I) - own_tokens_I  # instances are ordered by expert
     own_I = split.rank_I == rank
     receive_RP[:, local_I[own_I]] = split.tokens_RI[:, own_I]
-    arrived_Y = np.repeat(np.tile(np.arange(send_RP.shape[1]), num_ranks), receive_RP.ravel())
-    compute_order_Y = np.argsort(arrived_Y, kind="stable")
     return RankTables(
         place=place,
         num_homes=num_homes,
         tokens_E=tokens_RE[rank].astype(np.int64),
         send_RP=send_RP,
+        first_RP=first_RP,
         receive_RP=receive_RP,
-        send_order_X=_send_order(split.tokens_RI[rank], split.rank_I, local_I),
-        compute_order_Y=compute_order_Y,
-        slot_Y=arrived_Y[compute_order_Y],
         pushes=_pushes(split, home_slot_E),
         all_stay=not split.tokens_RI[split.rank_I != np.arange(num_ranks)[:, None]].any(),
     )
-
-
-def _send_order(tokens_I: ndarray, rank_I: ndarray, local_I: ndarray) -> Int64[ndarray, " X"]:
-    """Return the order in which token-slots sorted by expert go out.
-
-    Instances are ordered by expert, so each takes one run of them: the runs are reordered by destination.
-    """
-    start_I = np.cumsum(tokens_I) - tokens_I
-    order_I = np.lexsort((local_I, rank_I))
-    length_I = tokens_I[order_I]
-    shift_I = start_I[order_I] - (np.cumsum(length_I) - length_I)
-    return np.arange(length_I.sum()) + np.repeat(shift_I, length_I)
 
 
 def _pushes(split: TokenSplit, home_slot_E: ndarray) -> tuple[Push, ...]:

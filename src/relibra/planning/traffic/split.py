@@ -120,7 +120,7 @@ def _count_traffic(tokens_MLRE, home_LE, replica_MLRB, quota_MLRB, ranks_per_nod
                     rank_I[n], left_I[n] = x // B, quota_RB[x // B, x % B]
                     left_I[0] -= left_I[n]
                     n, x = n + 1, next_X[x]
-                _split_expert(supply_R, rank_I[:n], left_I[:n], ranks_per_node, remainder_I, open_X, rank_I, out_RR)
+                split_expert(supply_R, rank_I[:n], left_I[:n], ranks_per_node, remainder_I, open_X, rank_I, out_RR)
 
 
 @compiled
@@ -131,14 +131,14 @@ def _split_all(tokens_RE, starts, rank_I, quota_I, ranks_per_node, tokens_RI) ->
     for e in range(len(starts) - 1):
         piece = slice(starts[e], starts[e + 1])
         supply_R, left_I = tokens_RE[:, e].copy(), quota_I[piece].copy()
-        _split_expert(
+        split_expert(
             supply_R, rank_I[piece], left_I, ranks_per_node, remainder_I, open_X, column_I, tokens_RI[:, piece]
         )
 
 
 @compiled
 @no_type_check
-def _split_expert(supply_R, rank_I, left_I, ranks_per_node, remainder_I, open_X, column_I, out_RX) -> None:
+def split_expert(supply_R, rank_I, left_I, ranks_per_node, remainder_I, open_X, column_I, out_RX) -> None:
     """Add one expert's split to `out_RX`; uses up `supply_R` and `left_I`, whose sums are equal.
 
     In each range of ranks every source divides what it may give there among the instances in proportion to their

@@ -221,7 +221,8 @@ def executing(model: nn.Module, batch: TrainingBatch, sums: Literal["fast", "can
     if batch.plan is None or batch.demand is None:
         yield BatchExecution(model, batch, None)
         return
-    with execute_plan(model, batch.plan, batch.demand, sums=sums) as execution:
+    routes = {m: micro_batch.routes for m, micro_batch in enumerate(batch.micro_batches)}
+    with execute_plan(model, batch.plan, batch.demand, sums=sums, routes=routes) as execution:
         yield BatchExecution(model, batch, execution)
 
 

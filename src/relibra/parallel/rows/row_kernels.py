@@ -1,0 +1,163 @@
+"""Compiled loops over the rows of a micro-batch: which are sent, in which order, and what arrives for which slot.
+
+All layers in one call, 32-bit numbers, without the interpreter lock: a thread prepares the next micro-batch while the
+layers of this one run. `row_lists.py` says what the numbers mean; tests compare them with a slow reference.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import numpy as np
+
+from relibra.routing.compiled import compiled
+
+
+@compiled
+@no_type_check
+def order_rows(experts_TLK, tokens_LE, send_LRP, first_LRP, choice_LX, token_Z, rows_LR, message_X) -> int:
+    """Write which token-slots and which tokens go out, in which order, and which token each token-slot needs.
+
+    choice_LX   receives the token-slots of each layer
+    token_Z     receives the tokens of each layer, one layer after another; room for all token-slots
+    rows_LR     receives the number of these tokens for each destination
+    message_X   receives for each destination, after 1 + L other numbers, layer by layer, the row of each token-slot
+                among the tokens that go there
+    returns     first layer whose routes are not those that the tables count, -1: none. The lists are then incomplete
+    """
+    L, R, P = send_LRP.shape
+    E, X = tokens_LE.shape[1], choice_LX.shape[1]
+    written_R = np.full(R, 1 + L, np.int64)  # end of what is written for each destination
+    for r in range(1, R):
+        written_R[r] += written_R[r - 1] + send_LRP[:, r - 1].sum()
+    run_Y3, run_E1 = np.empty((R * P, 3), np.int64), np.empty(E + 1, np.int64)
+    token_X, end_Z = np.empty(X, np.int32), 0
+    for layer in range(L):
+        if tokens_LE[layer].sum() != X:
+            return layer
+        _list_runs(tokens_LE[layer], send_LRP[layer], first_LRP[layer], run_Y3, run_E1)
+        choices_R = send_LRP[layer].sum(axis=1)
+        first_R = np.cumsum(choices_R) - choices_R
+        sizes = (first_R, written_R - first_R, rows_LR[layer])
+        if not _order_layer(experts_TLK[:, layer], run_Y3, run_E1, sizes, choice_LX[layer], token_X, message_X):
+            return layer
+        for r in range(R):
+            sent = rows_LR[layer, r]
+            token_Z[end_Z : end_Z + sent] = token_X[first_R[r] : first_R[r] + sent]
+            end_Z += sent
+            written_R[r] += choices_R[r]
+    return -1
+
+
+@compiled
+@no_type_check
+def _list_runs(tokens_E, send_RP, first_RP, run_Y3, run_E1) -> None:
+    """Write the runs of token-slots of one expert that go to one local slot, by expert and position.
+
+    run_Y3   receives where each begins in the order of sending, where it ends, and its destination
+    run_E1   receives the first run of each expert
+    """
+    P, E = send_RP.shape[1], len(tokens_E)
+    send_X, first_X = send_RP.ravel(), first_RP.ravel()
+    used_Y = np.flatnonzero(send_X)
+    used_Y = used_Y[np.argsort(first_X[used_Y])]
+    end_X = np.cumsum(send_X)
+    for j in range(len(used_Y)):
+        x = used_Y[j]
+        run_Y3[j, 0], run_Y3[j, 1], run_Y3[j, 2] = end_X[x] - send_X[x], end_X[x], x // P
+    j, start = 0, 0
+    for e in range(E):
+        run_E1[e] = j
+        start += tokens_E[e]
+        while j < len(used_Y) and first_X[used_Y[j]] < start:
+            j += 1
+    run_E1[E] = j
+
+
+@compiled
+@no_type_check
+def _order_layer(experts_TK, run_Y3, run_E1, sizes, choice_X, token_X, message_X) -> bool:
+    """Write one layer of `order_rows`; return whether the routes are those that the runs count.
+
+    Indices are unsigned, so that numba does not test whether they are negative, and the loop has no branch that routes
+    decide: that halves its time.
+
+    sizes     first token-slot for each destination, its place in the message less that, and the rows, which it receives
+    token_X   receives the tokens for each destination, from its first token-slot on
+    """
+    first_R, shift_R, rows_R = sizes
+    T, K = np.uint32(experts_TK.shape[0]), np.uint32(experts_TK.shape[1])
+    E, one = np.uint64(len(run_E1) - 1), np.uint32(1)
+    run_E4 = np.zeros((E, 4), np.uint32)  # of the next token-slot of an expert: its place, end, destination; next run
+    run_E4[:, 3] = run_E1[:-1]
+    sent_R4 = np.zeros((len(first_R), 4), np.uint32)  # last token + 1, rows, first token-slot, place in the message
+    sent_R4[:, 2], sent_R4[:, 3] = first_R, shift_R
+    choice = np.uint32(0)
+    for t in range(T):
+        for k in range(K):
+            e = np.uint64(experts_TK[t, k])
+            if e >= E:
+                return False
+            x = run_E4[e, 0]
+            if x == run_E4[e, 1]:
+                j = run_E4[e, 3]
+                if j == run_E1[e + np.uint64(1)]:
+                    return False
+                x = np.uint32(run_Y3[j, 0])
+                run_E4[e, 1], run_E4[e, 2], run_E4[e, 3] = run_Y3[j, 1], run_Y3[j, 2], j + one
+            run_E4[e, 0] = x + one
+            r = np.uint64(run_E4[e, 2])
+            row = sent_R4[r, 1] - np.uint32(sent_R4[r, 0] == t + one)  # that of the token, if it goes there already
+            sent_R4[r, 0], sent_R4[r, 1] = t + one, row + one
+            token_X[np.uint64(sent_R4[r, 2] + row)] = t
+            message_X[np.uint64(sent_R4[r, 3] + x)] = row
+            choice_X[np.uint64(x)] = choice
+            choice += one
+    rows_R[:] = sent_R4[:, 1]
+    return True
+
+
+@compiled
+@no_type_check
+def order_arrived(receive_LRP, compute_order_Y, slot_Y) -> None:
+    """Write, for the rows that a rank computes, layer by layer, which arrived token-slot each is and its local slot."""
+    L, R, P = receive_LRP.shape
+    y = 0
+    for layer in range(L):
+        receive_RP = receive_LRP[layer].ravel()
+        first_RP = np.cumsum(receive_RP) - receive_RP
+        for p in range(P):
+            for r in range(R):
+                first, n = first_RP[r * P + p], receive_RP[r * P + p]
+                for i in range(n):
+                    compute_order_Y[y + i] = first + i
+                slot_Y[y : y + n] = p
+                y += n
+
+
+@compiled
+@no_type_check
+def place_arrived(receive_LRP, rows_LR, messages_X, arrived_Y) -> None:
+    """Write, for the rows that a rank computes, layer by layer, which arrived row is the input of each.
+
+    rows_LR      rows from each source
+    messages_X   of each source, after 1 + L other numbers, layer by layer, the row of each token-slot
+    """
+    L, R, P = receive_LRP.shape
+    read_R = np.full(R, 1 + L, np.int64)  # next entry of each source
+    for r in range(1, R):
+        read_R[r] += read_R[r - 1] + receive_LRP[:, r - 1].sum()
+    y = 0
+    for layer in range(L):
+        receive_RP = receive_LRP[layer].ravel()
+        first_RP = np.cumsum(receive_RP) - receive_RP
+        before_R = np.cumsum(rows_LR[layer]) - rows_LR[layer]
+        for p in range(P):
+            for r in range(R):
+                n, row = receive_RP[r * P + p], before_R[r]
+                read = read_R[r] + first_RP[r * P + p] - first_RP[r * P]
+                for i in range(n):
+                    arrived_Y[y + i] = row + messages_X[read + i]
+                y += n
+        for r in range(R):
+            read_R[r] += receive_LRP[layer, r].sum()
