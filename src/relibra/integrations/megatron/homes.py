@@ -147,8 +147,8 @@ def _check_map(layers: dict[int, PlannedMoELayer], wanted_LE: ndarray) -> None:
     experts = next(iter(layers.values())).config.num_moe_experts
     if wanted_LE.shape != (len(layers), experts):
         raise EngineError(
-            f"the map of homes has shape {wanted_LE.shape}, and this rank has {len(layers)} layers of {experts} experts "
-            f"(decoder layers {list(layers)}): with pipeline stages pass the rows of these layers"
+            f"the map of homes has shape {wanted_LE.shape}, and this rank {len(layers)} layers of {experts} experts: "
+            f"decoder layers {list(layers)}; with pipeline stages pass their rows of the map"
         )
     for (layer_id, layer), wanted_E in zip(layers.items(), wanted_LE, strict=True):
         if not np.array_equal(np.sort(wanted_E), np.arange(experts)):
