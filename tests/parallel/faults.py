@@ -146,7 +146,7 @@ def train_until_it_fails(rank: int, num_ranks: int, case: Case, fault: Fault, fo
 def start(num_ranks: int, case: Case, fault: Fault, folder: Path) -> list[BaseProcess]:
     """Start the ranks; forked from a server that has imported everything, so that it takes no ten seconds each."""
     folder.mkdir()
-    tiny_model(case.family).save_pretrained(folder / case.family)
+    tiny_model(case.family).save_pretrained(folder / case.model_name)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     processes = [

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from relibra.parallel import execute_plan, register
 from relibra.planning.plan import StepPlan
 from relibra.replay import BatchRoutes, replay_routing
 from relibra.routing.demand import Demand
 from relibra.routing.trace import RoutingTrace
+from tests.parallel.wraps import SAME_MATHS, wrapped
 from tests.replay.tiny_models import random_tokens, tiny_model
 
 GROUP_TIMEOUT_S, TIMEOUT_S = 60, 300
@@ -36,6 +38,11 @@ class Case:
     in_flight   all forward passes come before the first backward pass
     plans       of a training, taken in turn
     ahead       routes of all micro-batches are known when the step begins
+    wrap        what is put around the model (`wraps.py`)
+    autocast    forward passes run in bfloat16
+    accumulate  gradients are reduced over ranks after the last micro-batch only
+    model       settings of the model's configuration
+    distributed settings of DistributedConfig
     """
 
     plan: StepPlan
@@ -52,6 +59,15 @@ class Case:
     num_steps: int = 1
     plans: tuple[StepPlan, ...] = ()
     ahead: bool = False
+    wrap: str = ""
+    autocast: bool = False
+    accumulate: bool = False
+    model: dict[str, object] = field(default_factory=dict)
+    distributed: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def model_name(self) -> str:
+        return "-".join([self.family, *self.model])
 
     @property
     def groups(self) -> int:
@@ -97,7 +113,7 @@ def run_batch(
         with planned():
             (loss * scale).backward()
 
-    with planned():
+    with planned(), torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
         attention = mask_BN if samples else torch.ones_like(mask_BN)  # a batch of padding has to attend to something
         logits = model(tokens_BN, attention_mask=attention, use_cache=False).logits
         each = -logits[:, :-1].log_softmax(-1).gather(-1, tokens_BN[:, 1:, None]).squeeze(-1)
@@ -114,7 +130,7 @@ def num_targets(case: Case) -> int:
 
 def dense_step(case: Case) -> dict:
     """The reference: all batches one after another, on a whole model in this process."""
-    model = tiny_model(case.family).train()
+    model = wrapped(tiny_model(case.family, **case.model).train(), "" if case.wrap in SAME_MATHS else case.wrap)
     M, R = case.plan.replica_MLRB.shape[0], case.plan.num_ranks
     case, logits, losses = replace(case, in_flight=False), {}, 0.0
     for m in range(M):
@@ -130,17 +146,21 @@ def load(case: Case, folder: Path, tp_size: int = 1) -> nn.Module:
     from transformers.distributed.configuration_utils import DistributedConfig
 
     config = DistributedConfig(
-        fsdp_size=case.num_ranks // tp_size,
+        fsdp_size=case.num_ranks // tp_size // case.distributed.get("dp_replicate_size", 1),
         tp_size=tp_size,
         ep_size=case.plan.num_ranks,
         ep_implementation=case.implementation,
+        **case.distributed,
     )
     model = AutoModelForCausalLM.from_pretrained(
-        folder / case.family, distributed_config=config, dtype=getattr(torch, case.dtype), attn_implementation="eager"
+        folder / case.model_name,
+        distributed_config=config,
+        dtype=getattr(torch, case.dtype),
+        attn_implementation="eager",
     ).train()
     if case.checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    return model
+    return wrapped(model, case.wrap)
 
 
 def step_on_rank(case: Case, folder: Path) -> dict:
@@ -152,15 +172,25 @@ def step_on_rank(case: Case, folder: Path) -> dict:
     planned = partial(execute_plan, model, case.plan, case.demand, sums=case.sums, routes=known)
     with planned() if case.follow_plan else nullcontext() as step:
         for m in own_micro_batches:
+            if case.accumulate:
+                model.set_requires_gradient_sync(m == own_micro_batches[-1])
             own, loss, backward = run_batch(model, case, m, rank, case.num_ranks / num_targets(case), step, known)
             logits, losses = logits | own, losses + loss
             backwards.append(backward)
         for backward in backwards:
             backward()
-    gradients = {
-        name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for name, p in model.named_parameters()
-    }
+    gradients = {name: _whole(p.grad) for name, p in model.named_parameters()}
     return {"logits": logits, "loss": losses, "gradients": gradients}
+
+
+def _whole(gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient as it is on one device; those of modules that FSDP does not know are averaged here."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, DTensor):
+        return gradient.full_tensor()
+    dist.all_reduce(gradient)
+    return gradient / dist.get_world_size()
 
 
 def _work(rank: int, num_ranks: int, work, cases: dict[str, Case], folder: Path) -> None:
@@ -181,7 +211,7 @@ def _work(rank: int, num_ranks: int, work, cases: dict[str, Case], folder: Path)
 def on_ranks(num_ranks: int, cases: dict[str, Case], folder: Path, work=step_on_rank) -> dict[str, list[dict]]:
     """Run all cases in processes of their own; return what `work` found on each rank, by case."""
     for case in cases.values():
-        tiny_model(case.family).save_pretrained(folder / case.family)
+        tiny_model(case.family, **case.model).save_pretrained(folder / case.model_name)
     processes = mp.spawn(_work, args=(num_ranks, work, cases, folder), nprocs=num_ranks, join=False)
     try:
         deadline = time.monotonic() + TIMEOUT_S

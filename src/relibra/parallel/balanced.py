@@ -88,8 +88,14 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
         top_k_weights: Float[Tensor, "T K"],
     ) -> Float[Tensor, "T H"]:
         """Return the weighted expert output of each token of this rank; collective over the expert-parallel group."""
-        run = self.run_at_home if self.runner is None else self.runner
-        return run(LayerInput(hidden_states, top_k_index, top_k_weights))
+        tokens = LayerInput(hidden_states, top_k_index, top_k_weights)
+        return self.run_at_home(tokens) if self.runner is None else self._run_planned(tokens)
+
+    @torch.compiler.disable
+    def _run_planned(self, tokens: LayerInput) -> Tensor:
+        """Run the layer as the plan says, outside of compiled graphs: sizes and peers change with every micro-batch."""
+        assert self.runner is not None, "the caller looked"
+        return self.runner(tokens)
 
     def run_at_home(self, tokens: LayerInput) -> Tensor:
         """Run every expert at its home, as `all_to_all` does; collective."""
@@ -121,6 +127,31 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
         """Return whether the experts of this rank are whole between passes too: FSDP does not shard them over ranks."""
         mesh = getattr(self.experts, self.names[0]).device_mesh
         return "efsdp" not in (mesh.mesh_dim_names or ()) or mesh["efsdp"].size() == 1
+
+    def refuse_adapters(self, name: str) -> None:
+        """Raise EngineError where experts have weights that a replica would lack.
+
+        name   of the experts module in the model
+        """
+        own = {name for name, p in self.experts.named_parameters() if p.requires_grad} - set(self.names)
+        if own or name.endswith(".base_layer"):
+            what = f"parameters {sorted(own)} of their own" if own else "an adapter around them"
+            raise EngineError(
+                f"experts {name!r} have {what}, which replicas of a plan would lack: train adapters on other modules "
+                "(attention, for example), or whole experts, or without a plan"
+            )
+
+    def refuse_offloading(self, name: str) -> None:
+        """Raise EngineError where the weights of experts are not on the device that computes.
+
+        name   of the experts module in the model
+        """
+        at, device = getattr(self.experts, self.names[0]).device.type, self.ep_mesh.device_type
+        if at != device:
+            raise EngineError(
+                f"experts {name!r} are on {at!r} between passes and computed on {device!r} (fsdp_cpu_offload), but a "
+                "plan pushes and moves them between passes: load the model without offloading, or train without a plan"
+            )
 
     def _refuse_physical_order(self, *_: object) -> None:
         if (self.physical_to_logical_E != np.arange(len(self.physical_to_logical_E))).any():
@@ -177,7 +208,7 @@ def register() -> None:
 def balanced_layers(model: nn.Module) -> dict[int, BalancedEP]:
     """Return the layers that can follow a plan, by ascending decoder layer.
 
-    raises   EngineError when the model has none, or two decoders
+    raises   EngineError when the model has none or two decoders, or what is around its experts keeps a plan from them
     """
     layers: dict[int, BalancedEP] = {}
     for name, module in model.named_modules():
@@ -190,6 +221,8 @@ def balanced_layers(model: nn.Module) -> dict[int, BalancedEP]:
                 f"experts {name!r} belong to no decoder layer of their own ('layers.<number>.'), so a plan has no "
                 "place for them: pass a model with one decoder"
             )
+        layer.refuse_adapters(name)
+        layer.refuse_offloading(name)
         layers[int(match.group(1))] = layer
     if not layers:
         raise EngineError(

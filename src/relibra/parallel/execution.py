@@ -144,6 +144,7 @@ class PlanExecution:
             layer, tokens, place, executed.recorder, canonical=executed.chunk is not None, waiting=waiting
         )
 
+    @torch.compiler.disable
     def start_first_push(self, *_: object) -> None:
         """Start the first push when the forward pass of a micro-batch begins."""
         if self._current is not None and not is_recompute():
@@ -151,6 +152,7 @@ class PlanExecution:
             if self._current.planned is not None:
                 self._current.planned.pushes.before_forward()
 
+    @torch.compiler.disable
     def agree_before_backward(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """Let the backward pass of this forward pass of a micro-batch begin with an agreement; collective there.
 
