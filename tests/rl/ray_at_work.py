@@ -19,10 +19,11 @@ ROOT = Path(__file__).parent.parent.parent
 class RayNodes:
     """A Ray cluster of one machine in processes of its own, which end with the `with` block."""
 
-    def __init__(self, *cpus_of_nodes: int) -> None:
+    def __init__(self, *cpus_of_nodes: int, gpus: int = 0) -> None:
+        """Start nodes; each says that it has so many GPUs, of which there need to be none."""
         self._folder = tempfile.mkdtemp(prefix="ray-")  # short: sockets have short names
         self._program = subprocess.Popen(
-            [sys.executable, "-m", "tests.rl.ray_at_work", self._folder, *map(str, cpus_of_nodes)],
+            [sys.executable, "-m", "tests.rl.ray_at_work", self._folder, str(gpus), *map(str, cpus_of_nodes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -76,7 +77,7 @@ def nodes_of(stderr: str) -> list[tuple[str, str]]:
     return re.findall(r"(ranks? \d+(?: to \d+)?) on node \S+ \((\w+)\)", placed[-1])
 
 
-def _serve(folder: str, cpus_of_nodes: list[int]) -> None:
+def _serve(folder: str, gpus: int, cpus_of_nodes: list[int]) -> None:
     from ray.cluster_utils import Cluster
 
     answers = os.fdopen(os.dup(1), "w")
@@ -91,7 +92,7 @@ def _serve(folder: str, cpus_of_nodes: list[int]) -> None:
         os.path.join(tempfile.gettempdir(), "ray"), exist_ok=True
     )  # Ray notes the address there, whatever temp_dir
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    nodes = [cluster.add_node(num_cpus=cpus, **store) for cpus in cpus_of_nodes]
+    nodes = [cluster.add_node(num_cpus=cpus, num_gpus=gpus, **store) for cpus in cpus_of_nodes]
     answer([cluster.address, [node.node_id for node in nodes]])
     for line in sys.stdin:
         match line.split():
@@ -100,7 +101,7 @@ def _serve(folder: str, cpus_of_nodes: list[int]) -> None:
                 cluster.remove_node(node, allow_graceful=False)
                 answer(None)
             case ["add", cpus]:
-                nodes.append(cluster.add_node(num_cpus=int(cpus), **store))
+                nodes.append(cluster.add_node(num_cpus=int(cpus), num_gpus=gpus, **store))
                 answer(nodes[-1].node_id)
             case ["end"]:
                 break
@@ -108,4 +109,4 @@ def _serve(folder: str, cpus_of_nodes: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], [int(word) for word in sys.argv[2:]])
+    _serve(sys.argv[1], int(sys.argv[2]), [int(word) for word in sys.argv[3:]])

@@ -38,6 +38,17 @@ def kill_server(response, row):
             if b"serve" in words and str(Path("model").absolute()).encode() in words:
                 os.kill(int(entry.name), signal.SIGKILL)
     return by_letters(response, row)
+
+def kill_one_vllm(response, row):
+    calls.append(response)
+    if os.environ["RANK"] == "1" and len(calls) > 8 and not Path("done").exists():
+        Path("done").write_text("")
+        for entry in Path("/proc").glob("[0-9]*"):
+            words = (entry / "cmdline").read_bytes().split(b"\\0") if entry.exists() else []
+            if b"tests.rl.rollout.vllm_program" in words and str(Path("model").absolute()).encode() in words:
+                os.kill(int(entry.name), signal.SIGKILL)
+                break
+    return by_letters(response, row)
 """
 TIMES = ("seconds", "plan_seconds")
 ROUNDED = 1e-5
@@ -143,7 +154,7 @@ def test_the_node_of_a_server_is_replaced(tmp_path, monkeypatch):
         monkeypatch.setenv("RAY_ADDRESS", nodes.address)
         with LongRun(tmp_path, *words) as going:
             going.wait_for("(2/")
-            [(url, lost)] = servers_of(going.stderr)
+            [(url, lost)], of_server = servers_of(going.stderr), list(processes_with(f"{going.run}/server/start-0"))
             nodes.remove(next(one for one in nodes.node_ids if one.startswith(lost)))
             going.wait_for("restarting from step-0000")
             going.wait_for("resuming from the checkpoint after")
@@ -153,6 +164,7 @@ def test_the_node_of_a_server_is_replaced(tmp_path, monkeypatch):
                 time.sleep(0.1)
             assert f"({lost}) of Ray, with the rollout server at {url}, was lost" in going.stderr
             assert servers_of(going.stderr)[0][1] != lost
+            wait_until_gone(of_server, 60)
             going.process.send_signal(signal.SIGINT)
             assert going.exit_code() == 130
 
@@ -191,24 +203,52 @@ def test_a_server_that_does_not_start_ends_the_run_with_its_words(raylets, tmp_p
     assert "--spare-experts 63" in done.stderr
 
 
-def test_several_vllm_servers_are_started_and_ended_with_all_their_processes(raylets, tmp_path):
+@pytest.fixture
+def vllm(tmp_path):
+    """Return settings for stand-ins of vLLM, whose interpreter is a program that knows their module."""
     python = tmp_path / "python"
     words = shlex.join([sys.executable, "-m", "tests.rl.rollout.vllm_program"])
     path = shlex.quote(f"{ROOT}:{ROOT / 'src'}")
     python.write_text(f'#!/bin/sh\nshift 2\nexport PYTHONPATH={path}\ncd {ROOT}\nexec {words} "$@"\n')
     python.chmod(0o755)
-    settings = ("rollout.engine=vllm", "rollout.servers=2", f"rollout.server_python={python}", "rollout.max_prompt=64")
-    done = train(tmp_path, *SERVE, *settings)
+    return ("parallel.launcher=ray", "rollout.engine=vllm", f"rollout.server_python={python}", "rollout.max_prompt=64")
+
+
+def engines_of(run: Path) -> list[tuple[int, str]]:
+    """Return process ids of the engines of the stand-ins, and the GPUs of each."""
+    logs = [file.read_text() for file in sorted((run / "server").glob("log-*"))]
+    return [(int(pid), gpus) for log in logs for pid, gpus in re.findall(r"engine (\d+), GPUs (\S+)", log)[-1:]]
+
+
+def test_a_run_goes_on_with_the_vllm_server_that_is_left(tmp_path, vllm, train_task, monkeypatch):
+    two = ("rollout.servers=2", "rollout.server_options=--tensor-parallel-size 2", "algorithm.preset=grpo")
+    with RayNodes(2, 2, 2, gpus=2) as nodes:
+        monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+        done = train_task(*vllm, *two, "run.steps=4", "task.reward=my_rewards:kill_one_vllm")
     assert done.returncode == 0, done.stderr
-    run = tmp_path / "run"
-    assert len(servers_of(done.stderr)) == 2
+    run, placed = tmp_path / "run", [node for _, node in nodes_of(done.stderr) + servers_of(done.stderr)]
+    assert set(placed) == {one[:8] for one in nodes.node_ids}, "ranks on one node, each server on another"
     rows = read_metrics(run / "metrics.jsonl").rows
-    assert [row["step"] for row in rows] == [0, 1]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["canary"]["servers"] for row in rows][::3] == [2, 1]
     for row in rows:
-        assert row["canary"]["servers"] == 2
         assert row["canary"]["difference"] < 1e-5
         assert row["router_disagreement"] == 0.0
+    assert done.stderr.count("ended with exit code 137") == 1
+    assert "the run goes on with 1 other rollout server\n" in done.stderr
     check_stops(run, 12)
-    engines = [int(re.findall(r"engine (\d+)", (run / "server" / f"log-{one}").read_text())[-1]) for one in (0, 1)]
-    wait_until_gone(engines, 10)
+    engines = engines_of(run)
+    assert [gpus for _, gpus in engines] == ["0,1", "0,1"]
+    wait_until_gone([pid for pid, _ in engines], 10)
     assert not processes_with(str(run))
+
+
+def test_no_vllm_server_outlives_the_driver(raylets, tmp_path, vllm):
+    with LongRun(tmp_path, *vllm, "algorithm.preset=grpo") as going:
+        going.wait_for("(1/")
+        [(engine, _)] = engines_of(going.run)
+        servers = processes_with(f"{going.run}/server/start-0")
+        assert len(servers) == 3, "the guard, which is two processes, and the server"
+        going.process.kill()
+        going.exit_code(60)
+        wait_until_gone([engine, *servers], 60)

@@ -123,22 +123,31 @@ print(child.pid, flush=True)
 """
 
 
-@pytest.mark.parametrize(
-    ("end", "code"), [("time.sleep(600)", 128 + signal.SIGTERM), ("raise SystemExit(5)", 5)], ids=["told", "by itself"]
-)
-def test_a_guarded_program_ends_with_all_that_it_started(end, code):
-    command = [sys.executable, "-m", "relibra.rl.rollout.started.guard", sys.executable, "-c", GUARDED.format(end=end)]
-    guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    child = int(guard.stdout.readline())
-    if code != 5:
-        assert alive(child)
+@contextmanager
+def guarded(program):
+    """Start a guard of a program; yield it, and the process id of what the program started."""
+    command = [sys.executable, "-m", "relibra.rl.rollout.started.guard", sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as guard:
+        yield guard, int(guard.stdout.readline())
+
+
+def test_a_guarded_program_ends_with_all_that_it_started():
+    with guarded(GUARDED.format(end="raise SystemExit(5)")) as (guard, child):
+        assert guard.wait(60) == 5
+        wait_until_gone([child], 10)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_guarded_program_ends_when_nobody_holds_its_input(killed):
+    with guarded(GUARDED.format(end="time.sleep(600)")) as (guard, child):
         time.sleep(0.2)
+        assert alive(child)
         assert guard.poll() is None
+        if killed:
+            guard.kill()  # as Ray does
         guard.stdin.close()
-    assert guard.wait(60) == code
-    wait_until_gone([child], 10)
-    guard.stdin.close()
-    guard.stdout.close()
+        assert guard.wait(60) == (-signal.SIGKILL if killed else 128 + signal.SIGTERM)
+        wait_until_gone([child], 10)
 
 
 def test_a_program_that_is_not_there_is_named():

@@ -32,6 +32,7 @@ def serve(words: list[str]) -> None:
         parser.add_argument(name, required=True)
     for name in ("--port", "--max-model-len"):
         parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--enable-return-routed-experts", action="store_true")
     given = parser.parse_args(words)
     assert os.environ["VLLM_SERVER_DEV_MODE"] == "1"
@@ -46,7 +47,7 @@ def serve(words: list[str]) -> None:
             "enable_return_routed_experts": given.enable_return_routed_experts,
             "logprobs_mode": given.logprobs_mode,
         }
-        print(f"engine {engine.pid}", flush=True)
+        print(f"engine {engine.pid}, GPUs {os.environ.get('CUDA_VISIBLE_DEVICES')}", flush=True)
         server.serve_forever()
 
 

@@ -23,19 +23,27 @@ ENDING_SECONDS = 30.0
 def run_guarded(command: Sequence[str]) -> int:
     """Run a program in a session of its own until it ends, or the standard input does; return its exit code.
 
-    Whatever is left of its session is killed: engines of a server that crashed stay and keep their memory.
+    The process that watches is a child of this one: when an actor dies, Ray kills the processes that it started, but
+    not what those started. Whatever is left of the program's session is killed: engines of a server that crashed keep
+    their memory.
     """
+    watching = os.fork()
+    if watching == 0:
+        os._exit(_watch(command))
+    return os.waitstatus_to_exitcode(os.waitpid(watching, 0)[1])
+
+
+def _watch(command: Sequence[str]) -> int:
+    os.setsid()
     try:
         process = subprocess.Popen(
             list(command), stdin=subprocess.DEVNULL, env=server_environment(), start_new_session=True
         )
     except OSError as error:
-        print(f"{command[0]} cannot be started: {error.strerror}", file=sys.stderr)
+        print(f"{command[0]} cannot be started: {error.strerror}", file=sys.stderr, flush=True)
         return 127
-    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    with suppress(KeyboardInterrupt):
-        while process.poll() is None and not _has_ended(sys.stdin.fileno()):
-            pass
+    while process.poll() is None and not _has_ended(sys.stdin.fileno()):
+        pass
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
