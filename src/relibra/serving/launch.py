@@ -22,6 +22,8 @@ from relibra.serving.exchange.addresses import worker_address
 from relibra.serving.exchange.messages import SECRET_BYTES
 from relibra.serving.layout import WorkerLayout
 
+FolderStamp = tuple[tuple[str, int, int], ...]
+"""Name, bytes and time of the last change of each file of weights."""
 LOADING_SECONDS = 1800.0
 """How long workers may take to load."""
 STOPPING_SECONDS = 5.0
@@ -49,8 +51,8 @@ class RunningWorkers:
     ) -> None:
         """Start all workers and wait until attention is connected to the experts.
 
-        `experts_of` then says which experts each expert worker holds, `most_cache_bytes` what the KV cache of an
-        attention worker takes when it is full.
+        `experts_of` and `addresses` then say which experts each expert worker holds and where it listens,
+        `most_cache_bytes` what the KV cache of an attention worker takes when it is full.
 
         threads   of torch in each worker
         timeline  workers record what they do and when
@@ -59,6 +61,7 @@ class RunningWorkers:
         self.layout = layout
         self.workers: list[Worker] = []
         self.experts_of: dict[int, list[int]] = {}
+        self.addresses: dict[int, str] = {}
         self._starts = 0
         self._sockets = Path(tempfile.mkdtemp(prefix="relibra-"))
         secret = secrets.token_bytes(SECRET_BYTES).hex()
@@ -70,16 +73,18 @@ class RunningWorkers:
             "secret": secret,
             "timeline": timeline,
         }
+        self._stamp = weights_stamp(folder)
         try:
             for number in range(layout.experts):
                 self.workers.append(self._start("experts", number))
             for number in range(layout.attention):
                 self.workers.append(self._start("attention", number))
             end = time.monotonic() + LOADING_SECONDS
-            addresses = [self._await_experts(number, end) for number in range(layout.experts)]
+            for number in range(layout.experts):
+                self._await_experts(number, end)
             for worker in self.attention_workers:
                 self._answer(worker, "ready", end)
-                ControlSocket(worker.control).send({"connect": addresses})
+                ControlSocket(worker.control).send({"connect": self.whereabouts()})
             facts = [self._answer(worker, "connected", end) for worker in self.attention_workers]
             self.dtype: str = facts[0]["dtype"]
             self.most_cache_bytes: int = facts[0]["most_cache_bytes"]
@@ -126,26 +131,59 @@ class RunningWorkers:
     ) -> None:
         self.stop()
 
-    def start_from(self, folder: Path) -> None:
-        """Let workers that are started from now on load another folder of the same model."""
-        self._spec["folder"] = str(folder)
+    def whereabouts(self) -> list[tuple[str, list[int]]]:
+        """Return address and experts of each expert worker."""
+        return [(self.addresses[number], self.experts_of[number]) for number in range(self.layout.experts)]
 
-    def restart(self, number: int) -> str:
-        """Start an expert worker again, and return its address when it has loaded.
+    def start_from(self, folder: Path, stamp: FolderStamp) -> None:
+        """Let workers that are started from now on load another folder of the same model.
 
-        raises   EngineError if it fails to start
+        stamp   `weights_stamp` of the folder before the present workers read it
         """
-        old = self.workers[number]
-        old.process.kill()
-        old.process.wait()
-        old.control.close()
-        self.workers[number] = self._start("experts", number)
-        return self._await_experts(number, time.monotonic() + LOADING_SECONDS)
+        self._spec["folder"], self._stamp = str(folder), stamp
 
-    def _await_experts(self, number: int, end: float) -> str:
-        """Wait until an expert worker has loaded; note its experts, and return its address."""
-        address, self.experts_of[number] = self._answer(self.workers[number], "ready", end)
-        return address
+    def restart_experts(self, number: int) -> None:
+        """Start an expert worker again, and wait until it has loaded; its address is another one then.
+
+        raises   EngineError if it fails to start, or the weights are not those of the other workers any more
+        """
+        self._end(self.workers[number])
+        self.workers[number] = self._start("experts", number)
+        self._await_experts(number, time.monotonic() + LOADING_SECONDS)
+        self._check_stamp()
+
+    def restart_attention(self, number: int) -> list[tuple[str, list[int]]]:
+        """Start an attention worker again, and wait until it is connected; return where it found the experts.
+
+        raises   EngineError as `restart_experts` does
+        """
+        index, end = self.layout.experts + number, time.monotonic() + LOADING_SECONDS
+        self._end(self.workers[index])
+        worker = self.workers[index] = self._start("attention", number)
+        self._answer(worker, "ready", end)
+        self._check_stamp()
+        met = self.whereabouts()
+        ControlSocket(worker.control).send({"connect": met})
+        self._answer(worker, "connected", end)
+        return met
+
+    def _end(self, worker: Worker) -> None:
+        worker.process.kill()
+        worker.process.wait()
+        worker.control.close()
+
+    def _check_stamp(self) -> None:
+        """Raise EngineError where a worker may have loaded other weights than those that were started before it."""
+        folder = self._spec["folder"]
+        if weights_stamp(Path(folder)) != self._stamp:
+            raise EngineError(
+                f"the files in {folder} have changed since the other workers read them: keep a folder of weights as it "
+                "is until the next update, and start the deployment again"
+            )
+
+    def _await_experts(self, number: int, end: float) -> None:
+        """Wait until an expert worker has loaded; note its address and its experts."""
+        self.addresses[number], self.experts_of[number] = self._answer(self.workers[number], "ready", end)
 
     def new_address(self, number: int) -> str:
         """Return an address for an expert worker; one that is used again would reach the worker before."""
@@ -182,6 +220,16 @@ class RunningWorkers:
         if key not in frame:
             raise EngineError(f"{worker.name}: {frame.get('failed', f'unexpected answer {sorted(frame)}')}")
         return frame[key]
+
+
+def weights_stamp(folder: Path) -> FolderStamp:
+    """Return what changes when a file of weights in a folder is written again; empty without a folder."""
+    found = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with contextlib.suppress(OSError):
+            stat = path.stat()
+            found.append((path.name, stat.st_size, stat.st_mtime_ns))
+    return tuple(found)
 
 
 def _ending(process: subprocess.Popen[bytes]) -> str:

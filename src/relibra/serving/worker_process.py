@@ -147,7 +147,8 @@ def run_attention_worker(control: ControlSocket, spec: dict[str, Any]) -> None:
                 engine.forget(one.number)
         control.send({"progress": [_as_json(one) for one in progress]})
 
-    worker.connect(frame["connect"], bytes.fromhex(spec["secret"]), tell)
+    addresses, experts_of = zip(*frame["connect"], strict=True)
+    worker.connect(addresses, bytes.fromhex(spec["secret"]), tell, experts_of)
     control.send({"connected": {"dtype": str(worker.shape.dtype), "most_cache_bytes": worker.most_cache_bytes}})
     weights = NewWeights(worker, spec["dtype"])
     while (frame := control.receive()) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,23 @@ class AttentionWorker:
         self.engine: AttentionEngine | None = None
         self._exchanges: list[SlotExchange] = []
 
-    def connect(self, addresses: Sequence[str], secret: bytes, listener: Callable[[list[Progress]], None]) -> None:
+    def connect(
+        self,
+        addresses: Sequence[str],
+        secret: bytes,
+        listener: Callable[[list[Progress]], None],
+        experts_of: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         """Open the channels of all micro-batches and start the engine.
 
-        addresses   of the expert workers, in their order
-        listener    is told what each step adds
-        raises      EngineError if an expert worker does not answer
+        addresses    of the expert workers, in their order
+        listener     is told what each step adds
+        experts_of   what each of them holds; None: the first placement
+        raises       EngineError if an expert worker does not answer
         """
         layout = self.layout
+        if experts_of is not None:
+            self.shape = replace(self.shape, experts_of=tuple(map(tuple, experts_of)))
         for slot in range(layout.micro_batches):
             exchange = SlotExchange(
                 addresses,

@@ -100,7 +100,7 @@ class _Paths:
         @router.get("/health")
         async def health() -> Response:
             clients = self.fronts[0].generator.admission.clients
-            lost = [clients.failure] if clients.failure else clients.lost_experts
+            lost = clients.lost
             said = {"running": clients.running, "rebalanced": clients.rebalanced}
             return JSONResponse(said | ({"error": "; ".join(lost)} if lost else {}), status_code=503 if lost else 200)
 

@@ -27,7 +27,8 @@ LEAST_ROWS = 100
 """Rows per expert in a period below which nothing is changed."""
 _ANSWERS = ("weights", "ready", "load", "counters", "timeline")
 RESTARTS = 3
-"""How often an expert worker that ends is started again."""
+"""How often a worker that ends is started again."""
+_POLL_SECONDS = 0.1
 COUNTING_SECONDS = 2.0
 """How long workers may take to say what they have counted."""
 TELLING_SECONDS = 20.0
@@ -134,8 +135,10 @@ class WorkerClients:
         self._attention, self._experts, self._numbers = attention, experts, itertools.count()
         self.on_free: Callable[[], None] = lambda: None
         """Is called when a sample has ended."""
-        self._readers = [asyncio.create_task(self._read(one)) for one in attention]
-        self._readers += [asyncio.create_task(self._keep_running(model, number)) for number in range(len(experts))]
+        self._starting = len(attention)
+        """Attention workers that are there, or will be again."""
+        self._readers = [asyncio.create_task(self._keep_attention(model, number)) for number in range(len(attention))]
+        self._readers += [asyncio.create_task(self._keep_experts(model, number)) for number in range(len(experts))]
 
     @classmethod
     async def open(cls, model: RunningWorkers, rebalance_seconds: float = 0.0) -> WorkerClients:
@@ -171,9 +174,9 @@ class WorkerClients:
         return sum(len(one.running) for one in self._attention)
 
     def has_room(self, most: int) -> bool:
-        """Return whether a worker runs fewer samples than `most`, or none is left that could refuse."""
+        """Return whether a worker runs fewer samples than `most`, or none will ever be there again, which ends them."""
         alive = [one for one in self._attention if not one.lost]
-        return not alive or min(len(one.running) for one in alive) < most
+        return min(len(one.running) for one in alive) < most if alive else not self._starting
 
     def begin(self, group: SampleGroup) -> None:
         """Send a group to the worker with the fewest samples; without workers it ends at once."""
@@ -209,21 +212,26 @@ class WorkerClients:
                 write_frame(group.worker.writer, {"cancel": number})
                 self.on_free()
 
-    async def change_weights(self, command: dict[str, Any]) -> list[dict[str, Any]]:
-        """Let all workers read or use weights and return their answers; whoever calls holds `changing`.
+    async def change_weights(self, folder: str, start_from: Callable[[], None]) -> list[str]:
+        """Let all workers read weights, and use them if all could; return the sentences of those that could not.
 
-        raises   Unavailable where a worker is gone
+        Whoever calls holds `changing`.
+
+        start_from   is called just before they are used: a worker that ends from then on comes back with them
+        raises       Unavailable where a worker is gone before
         """
         everyone = [*self._experts, *self._attention]
-        if lost := next((one.lost for one in everyone if one.lost), ""):
-            raise Unavailable(lost)
-        for one in everyone:
-            write_frame(one.writer, {"weights": command})
-        answers = [await one.answers["weights"].get() for one in everyone]
-        for one, answer in zip(everyone, answers, strict=True):
-            if answer is None:
-                raise Unavailable(one.lost)
-        return answers
+        read = [] if any(one.lost for one in everyone) else await _tell_weights(everyone, {"read": folder})
+        failed = [str(one["failed"]) for one in read if one is not None and "failed" in one]
+        lost = next((one.lost for one in everyone if one.lost), "")
+        if failed or lost:
+            await _tell_weights([one for one in everyone if not one.lost], {"use": ""})
+            if lost:
+                raise Unavailable(lost)
+            return failed
+        start_from()
+        await _tell_weights(everyone, {"use": folder})
+        return []
 
     async def rebalance(self, model: RunningWorkers, load_E: ndarray) -> bool:
         """Give the copies of spare experts to those with the most rows, worker after worker, without a pause.
@@ -243,8 +251,8 @@ class WorkerClients:
             answer = await asyncio.wait_for(worker.answers["ready"].get(), LOADING_SECONDS)
             if answer is None:
                 return False  # it has failed, and is started again with what it held
-            address, model.experts_of[number] = answer
-            self._announce(number, address, experts)
+            model.addresses[number], model.experts_of[number] = answer
+            self._announce(model, number)
         self.rebalanced += 1
         return True
 
@@ -285,11 +293,11 @@ class WorkerClients:
         frames = await asyncio.gather(*(one.ask("timeline", TELLING_SECONDS) for one in everyone))
         return [frame for frame in frames if frame is not None]
 
-    def _announce(self, number: int, address: str, experts: Sequence[int]) -> None:
+    def _announce(self, model: RunningWorkers, number: int) -> None:
         """Tell the attention workers where an expert worker is, and what it holds."""
         for one in self._attention:
             if not one.lost:
-                write_frame(one.writer, {"rejoin": [number, address, list(experts)]})
+                write_frame(one.writer, {"rejoin": [number, *model.whereabouts()[number]]})
 
     async def close(self) -> None:
         """Stop reading, and close the sockets, which ends the workers."""
@@ -300,22 +308,48 @@ class WorkerClients:
             with contextlib.suppress(OSError):
                 await one.writer.wait_closed()
 
-    async def _keep_running(self, model: RunningWorkers, number: int) -> None:
+    async def _keep_experts(self, model: RunningWorkers, number: int) -> None:
         """Read what an expert worker says; start it again when it ends, a few times, and tell attention where it is."""
-        for _ in range(RESTARTS + 1):
+        for restarts in range(RESTARTS + 1):
             connection = self._experts[number]
             while (frame := await read_frame(connection.reader)) is not None:
                 connection.tell(frame)
             connection.writer.close()
             connection.end(f"{connection.name} ended")
+            if restarts == RESTARTS:
+                break
             try:
-                address = await asyncio.to_thread(model.restart, number)
+                await asyncio.to_thread(model.restart_experts, number)
             except EngineError as error:
                 connection.lost = f"{connection.name} ended, and does not start again: {error}"
                 return
             self._experts[number] = await _connection(model.expert_workers[number])
-            self._announce(number, address, model.experts_of[number])
-        self._experts[number].lost = f"{connection.name} ended {RESTARTS + 1} times: look at what it printed"
+            self._announce(model, number)
+        connection.lost = f"{connection.name} ended {RESTARTS + 1} times: look at what it printed"
+
+    async def _keep_attention(self, model: RunningWorkers, number: int) -> None:
+        """Read what an attention worker says; start it again when it ends, a few times, once all experts are there."""
+        for restarts in range(RESTARTS + 1):
+            connection = self._attention[number]
+            await self._read(connection)
+            connection.writer.close()
+            if restarts == RESTARTS:
+                connection.lost = f"{connection.name} ended {RESTARTS + 1} times: look at what it printed"
+                break
+            while self.lost_experts:
+                await asyncio.sleep(_POLL_SECONDS)
+            try:
+                met = await asyncio.to_thread(model.restart_attention, number)
+            except EngineError as error:
+                connection.lost = f"{connection.name} ended, and does not start again: {error}"
+                break
+            self._attention[number] = await _connection(model.attention_workers[number])
+            for one, (before, now) in enumerate(zip(met, model.whereabouts(), strict=True)):
+                if before != now:
+                    write_frame(self._attention[number].writer, {"rejoin": [one, *now]})
+            self.on_free()
+        self._starting -= 1
+        self.on_free()
 
     async def _read(self, connection: _Connection) -> None:
         """Hand each step to its request, until the worker is gone; then end its requests."""
@@ -323,7 +357,7 @@ class WorkerClients:
             for step in frame.pop("progress", ()):
                 self._hand_over(connection, step)
             connection.tell(frame)
-        connection.end(f"{connection.name} is gone, and what it worked on is lost: start the deployment again")
+        connection.end(f"{connection.name} is gone, and what it worked on is lost: it is being started again")
         for number in list(connection.running):
             self._hand_over(connection, {"number": number, "finish": "lost", "error": connection.lost})
         self.on_free()
@@ -337,6 +371,13 @@ class WorkerClients:
         if "finish" in step:
             del connection.running[number], group.numbers[number]
             self.on_free()
+
+
+async def _tell_weights(workers: Sequence[_Connection], command: dict[str, str]) -> list[dict[str, Any] | None]:
+    """Let workers read or use weights; return their answers, None of those that end."""
+    for one in workers:
+        write_frame(one.writer, {"weights": command})
+    return [await one.answers["weights"].get() for one in workers]
 
 
 async def _connection(worker: Worker) -> _Connection:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import AliasPath, BaseModel, Field
 
+from relibra.serving.launch import FolderStamp, weights_stamp
 from relibra.serving.server.admission import Admission
 from relibra.serving.server.refusals import BadRequest, UnknownPath
 
@@ -41,10 +42,11 @@ class ServedWeights:
     offered   whether clients may load weights: whoever may reach the server then decides what it computes with
     """
 
-    def __init__(self, admission: Admission, start_from: Callable[[Path], None], *, offered: bool) -> None:
+    def __init__(self, admission: Admission, start_from: Callable[[Path, FolderStamp], None], *, offered: bool) -> None:
         """Begin with the weights of the start.
 
-        start_from   is told the folder of the present weights, which a worker that is started again loads
+        start_from   is told the folder of the present weights, which a worker that is started again loads, and its
+                     stamp
         """
         self._start_from = start_from
         self.version = FIRST_VERSION
@@ -71,12 +73,10 @@ class ServedWeights:
         clients = self._admission.clients
         async with self._one_at_a_time, clients.changing, self._no_answers():
             folder = call.arguments.weights_path
-            read = await clients.change_weights({"read": folder})
-            failed = [str(one["failed"]) for one in read if "failed" in one]
-            await clients.change_weights({"use": "" if failed else folder})
+            stamp = weights_stamp(Path(folder))
+            failed = await clients.change_weights(folder, lambda: self._start_from(Path(folder), stamp))
             if failed:
                 raise BadRequest(f"the weights stay as they were: {failed[0]}")
-            self._start_from(Path(folder))
             self.version = FIRST_VERSION
 
     def _no_answers(self) -> _NoAnswers:
