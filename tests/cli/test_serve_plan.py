@@ -81,6 +81,24 @@ def test_plans_are_simulated_with_recorded_routes_and_copies(run, tmp_path):
     assert "colocated, expert parallel" in out
 
 
+def test_plans_are_simulated_with_measured_seconds(run, tmp_path):
+    file, asked = tmp_path / "measured.toml", ["serve", "plan", "dbrx", "--gpus", "a800", "--simulate", "--json"]
+    seconds = {}
+    for factor in (1, 2):
+        file.write_text(
+            f"attention = [[0, {factor * 1e-3}], [1000, {factor * 2e-3}]]\nexpert = [[0, 0], [1000, {factor * 1e-3}]]\n"
+        )
+        code, out, _ = run(*asked, "--measured", file)
+        assert code == 0
+        runs = {one["case"]: one for one in json.loads(out)["simulated"]}
+        assert set(runs) == {"apart", "apart, NCCL-like messages"}
+        seconds[factor] = runs["apart"]["iteration_seconds"]
+    assert seconds[2] == pytest.approx(2 * seconds[1], rel=0.1)
+    file.write_text("attention = 1")
+    assert "two lists of [rows, seconds]" in run(*asked, "--measured", file)[2]
+    assert "add --simulate" in run("serve", "plan", "dbrx", "--gpus", "a800", "--measured", file)[2]
+
+
 def test_a_trace_of_another_model_is_refused(run, tmp_path):
     shape = TraceShape(rows_per_sample=[8], num_layers=2, num_experts=8, top_k=2)
     write_trace(domain_trace(shape, np.random.default_rng(0)), tmp_path / "t")

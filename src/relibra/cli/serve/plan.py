@@ -76,6 +76,10 @@ class ServePlanRequest:
     copies: Annotated[
         int, typer.Option(min=0, max=64, metavar="N", help="With --simulate: spare expert slots of a node, for copies.")
     ] = 0
+    measured: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --simulate: TOML with measured seconds of nodes (docs/serving.md)."),
+    ] = None
     rate: Annotated[
         float | None,
         typer.Option(min=1e-6, max=1e9, metavar="R", help="With --simulate: also R requests per second, at random."),
@@ -118,9 +122,11 @@ def plan(request: ServePlanRequest) -> None:
     from relibra.planning.deployment.service_level import ServiceLevel
 
     inputs = [*named("--accelerators", request.accelerators), *named("--trace", request.trace)]
+    inputs += named("--measured", request.measured)
     check_outputs([*named("--output", request.output), *named("--timeline", request.timeline)], inputs)
-    if not request.simulate and (request.trace or request.copies or request.rate or request.timeline):
-        raise ConfigError("--trace, --copies, --rate and --timeline are of a simulation: add --simulate")
+    of_simulation = (request.trace, request.copies, request.measured, request.rate, request.timeline)
+    if not request.simulate and any(of_simulation):
+        raise ConfigError("--trace, --copies, --measured, --rate and --timeline are of a simulation: add --simulate")
     arrivals = None if request.rate is None else Arrivals.read(request.rate, request.lengths)
     model, gpus = open_served_model(request.model), request.choices()
     level = ServiceLevel(seconds_per_token=seconds_of(request.tpot), context=request.context, expert_skew=request.skew)
@@ -135,7 +141,7 @@ def plan(request: ServePlanRequest) -> None:
     runs = []
     if request.simulate:
         with progress(f"simulating {model.name}; the first run compiles kernels"):
-            runs = simulated_runs(decision, request.trace, request.copies, arrivals)
+            runs = simulated_runs(decision, request.trace, request.copies, arrivals, request.measured)
         write_timeline(request.timeline, runs)
     if request.as_json:
         typer.echo(json.dumps({**figures(decision), "simulated": [run.figures() for run in runs]}))

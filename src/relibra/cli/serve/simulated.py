@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -77,15 +77,18 @@ class SimulatedRun:
 
 
 def simulated_runs(
-    decision: Decision, trace: Path | None, copies: int, arrivals: Arrivals | None
+    decision: Decision, trace: Path | None, copies: int, arrivals: Arrivals | None, measured: Path | None = None
 ) -> list[SimulatedRun]:
     """Return the best plan apart with two transports, with copies of hot experts if asked for, and the best colocated.
 
     trace      routes of the tokens; None: uniform
     copies     spare expert slots of a node
     arrivals   also run the plan apart with requests that arrive; else every place is always taken
+    measured   seconds of the nodes of the plan apart, which then runs alone: the colocated one has no others than those
+               of its formulas
     raises     ConfigError when the trace is of another model
     """
+    from relibra.simulation.serving.compute import read_measured
     from relibra.simulation.serving.serving_run import Scenario, simulate_serving
     from relibra.simulation.serving.transport import NCCL_LIKE
 
@@ -100,8 +103,12 @@ def simulated_runs(
             found.append((f"apart, {copies} spare slot(s)", Scenario(routes=routes, expert_LYP=placed)))
         if arrivals is not None:
             found.append((f"apart, {arrivals.rate:g} requests/s", _arriving(decision.best, routes, arrivals)))
-    runs = [SimulatedRun(name=name, result=simulate_serving(decision.pairs[0], scenario)) for name, scenario in found]
-    for plan in decision.colocated[:1]:
+    compute = None if measured is None else read_measured(measured)
+    runs = [
+        SimulatedRun(name=name, result=simulate_serving(decision.pairs[0], replace(scenario, compute=compute)))
+        for name, scenario in found
+    ]
+    for plan in decision.colocated[: measured is None]:
         result = simulate_serving(plan, Scenario(routes=routes))
         runs.append(SimulatedRun(name=f"colocated, {plan.kind} parallel", result=result))
     return runs

@@ -1,8 +1,10 @@
-"""Seconds that nodes compute for given rows: by the roofline of a plan, by lines, or by a measured table."""
+"""Seconds that nodes compute for given rows: by the roofline of a plan, or by a measured table."""
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -10,9 +12,13 @@ from jaxtyping import Float64, Shaped
 from numpy import ndarray
 
 from relibra.errors import ConfigError
+from relibra.files import read_bounded
 from relibra.planning.deployment.accelerator import Accelerator
 from relibra.planning.deployment.performance import Efficiency, attention_seconds, expert_seconds, rest_seconds
 from relibra.planning.deployment.served_model import ServedModel
+
+_MOST_FILE_BYTES = 1 << 20
+_LARGEST = 1e9
 
 
 @runtime_checkable
@@ -65,34 +71,12 @@ class RooflineCompute:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearCompute:
-    """Seconds on lines: attention a + b rows + c tokens, experts a + b rows; constant with b = c = 0 (`k1` to `k4`)."""
-
-    attention_line: tuple[int | float, int | float, int | float]
-    expert_line: tuple[int | float, int | float]
-
-    def attention(
-        self, rows: Shaped[ndarray, "*X"], tokens: Shaped[ndarray, "*X"]
-    ) -> tuple[Float64[ndarray, "*X"], Float64[ndarray, "*X"]]:
-        """Return seconds of one layer; nothing is outside of layers."""
-        fixed, per_row, per_token = self.attention_line
-        seconds = fixed + per_row * rows + per_token * tokens
-        return np.asarray(seconds, dtype=np.float64), np.zeros(np.shape(rows))
-
-    def experts(self, rows: Float64[ndarray, "*X P"]) -> Float64[ndarray, "*X"]:
-        """Return the seconds of nodes; the fixed part once per node."""
-        fixed, per_row = self.expert_line
-        total: Float64[ndarray, "*X"] = fixed + per_row * rows.sum(axis=-1)
-        return total
-
-
-@dataclass(frozen=True, kw_only=True)
 class MeasuredCompute:
     """Seconds between measured ones, at rising rows; beyond the last on the line of the last two.
 
     attention_table    (requests, seconds) of one layer
     expert_table       (rows, seconds) of one expert
-    raises             ConfigError for fewer than two entries, or rows that do not rise
+    raises             ConfigError for fewer than two entries, rows that do not rise, or numbers out of range
     """
 
     attention_table: tuple[tuple[int | float, int | float], ...]
@@ -102,6 +86,8 @@ class MeasuredCompute:
         """Raise ConfigError for tables that are none."""
         for name, table in (("attention", self.attention_table), ("expert", self.expert_table)):
             rows = [row for row, _ in table]
+            if not all(0 <= number <= _LARGEST for pair in table for number in pair):
+                raise ConfigError(f"measured {name} seconds have an entry that is not 0 to {_LARGEST:g}: correct it")
             if len(rows) < 2 or rows != sorted(set(rows)):
                 raise ConfigError(f"measured {name} seconds have rows {rows}: give at least two, rising")
 
@@ -117,6 +103,30 @@ class MeasuredCompute:
         """Return the seconds of nodes; an expert without rows takes no time."""
         total: Float64[ndarray, "*X"] = np.where(rows > 0, _between(self.expert_table, rows), 0.0).sum(axis=-1)
         return total
+
+
+def read_measured(path: Path) -> MeasuredCompute:
+    """Return the seconds in a TOML file: tables `attention` and `expert`, of [rows, seconds] each.
+
+    raises    ConfigError when the file cannot be read, or its tables are none
+    """
+    text = read_bounded(path, _MOST_FILE_BYTES, ConfigError, "a TOML file of measured seconds")
+    try:
+        found = tomllib.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    if found.keys() != {"attention", "expert"} or not all(map(_is_table, found.values())):
+        raise ConfigError(
+            f"{path} must have two lists of [rows, seconds]: attention, a layer of a node, and expert, one expert"
+        )
+    tables = [tuple((row, seconds) for row, seconds in found[name]) for name in ("attention", "expert")]
+    return MeasuredCompute(attention_table=tables[0], expert_table=tables[1])
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(type(one) in (int, float) for one in pair) for pair in value
+    )
 
 
 def _between(
