@@ -27,6 +27,7 @@ CONFIG = GptOssConfig(
 PLACES = 240
 JOIN = st.lists(st.integers(1, 9), min_size=1, max_size=3)
 LEAVE = st.sets(st.integers(0, 7), min_size=1, max_size=3)
+BORROW = st.tuples(st.integers(0, 7), st.integers(1, 4))
 STEPS = st.integers(1, 12)
 
 
@@ -64,7 +65,7 @@ def prefilled(lengths, generator):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.one_of(JOIN, LEAVE, STEPS), min_size=1, max_size=14), st.integers(0, 99), st.booleans())
+@given(st.lists(st.one_of(JOIN, LEAVE, BORROW, STEPS), min_size=1, max_size=14), st.integers(0, 99), st.booleans())
 @torch.inference_mode()
 def test_rows_join_leave_and_grow_as_if_they_were_apart(events, seed, tight):
     generator = torch.Generator().manual_seed(seed)
@@ -87,6 +88,14 @@ def test_rows_join_leave_and_grow_as_if_they_were_apart(events, seed, tight):
             width = max(apart.rows[b].shape[1] for b in kept)
             order = cache.keep(kept, width)
             apart.rows = [apart.rows[b] for b in order]
+        elif isinstance(event, tuple) and event[0] < len(apart.rows) < 8:
+            row, width = apart.rows[event[0]], max(row.shape[1] for row in apart.rows)
+            whole = row.shape[1] < WINDOW
+            assert cache.holds_all(row.shape[1]) == whole
+            if whole and event[1] <= row.shape[1] and (len(apart.rows) + 1) * (width + 1) <= PLACES:
+                cache.make_room(len(apart.rows) + 1, width + 1, PLACES)
+                cache.copy_beginning(event[0], event[1])
+                apart.rows.append(row[:, : row.shape[1] - event[1]])
         for _ in range(event if isinstance(event, int) and apart.rows else 1):
             if not apart.rows:
                 continue

@@ -1,6 +1,7 @@
 """A model whose experts are on other workers answers as the whole model does."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,15 @@ from relibra.serving.layout import WorkerLayout, split_experts
 from relibra.serving.roles.checkpoint import read_structure
 from tests.replay.model_zoo import tiny_causal_model
 from tests.serving.in_process import served_in_process
-from tests.serving.models import SPLIT_MODELS, answer_of, assert_same, greedy_answer, greedy_request, write_model
+from tests.serving.models import (
+    SPLIT_MODELS,
+    Answer,
+    answer_of,
+    assert_same,
+    greedy_answer,
+    greedy_request,
+    write_model,
+)
 
 QUICK = ("Qwen3MoeForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM", "JambaForCausalLM")
 LENGTHS = (5, 9, 20, 2, 7)
@@ -91,6 +100,37 @@ def test_experts_are_split_evenly():
 def test_layouts_out_of_range_are_refused(changes, named):
     with pytest.raises(ConfigError, match=named):
         WorkerLayout(**{"max_length": 16, "kv_tokens": 4096} | changes)
+
+
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM"])
+def test_a_prompt_that_runs_is_not_fed_again(name, tmp_path):
+    model = write_model(name, tmp_path)
+    first, other = greedy_request(0, 9, 60), greedy_request(8, 7, 60)
+    requests = [
+        replace(first, number=number, sampling=replace(first.sampling, limit=limit, temperature=0.0))
+        for number, limit in ((0, 60), (1, 7), (2, 1), (3, 60))
+    ]
+    scored = replace(requests[1], number=9, sampling=replace(first.sampling, limit=3, prompt_log_probs=True))
+    expected = greedy_answer(model, first.tokens, 60)
+    with served_in_process(tmp_path, small_layout(micro_batches=1)) as served:
+        [worker] = served.attention
+        worker.submit(requests[0])
+        worker.submit(other)
+        with served.changed:
+            assert served.changed.wait_for(lambda: served.answers.get(0), 30), "no token in time"
+        answers = served.generate([*requests[1:], scored])
+        numbers = [served.answers[number] for number in (1, 2, 3, 9)]
+        assert numbers == answers
+        with served.changed:
+            assert served.changed.wait_for(lambda: served.answers[0][-1].finish, 30), "no end in time"
+        answers = [served.answers[0], *answers]
+        counters = worker.counters()
+    for progress, limit in zip(answers, (60, 7, 1, 60, 3), strict=True):
+        got, fed = answer_of(progress), len(first.tokens) + limit - 1
+        assert_same(got, Answer(expected.tokens[:limit], expected.log_probs[:limit], expected.routes[:fed]))
+    assert answers[-1][0].prompt_log_probs is not None
+    lent = counters["lent_prompts"]
+    assert lent == 3 if name != "GptOssForCausalLM" else lent <= 3, "its window may have passed the prompt"
 
 
 def test_the_cache_stays_within_its_bytes(tmp_path):

@@ -24,9 +24,13 @@ class AttentionEngine:
             thread.start()
 
     def submit(self, request: GenerateRequest) -> None:
-        """Give a request to a micro-batch where its prompt waits, else to the one with the fewest; ties: the first."""
+        """Give a request to a micro-batch where its prompt waits, else to the one with the fewest.
+
+        Ties: one where its prompt runs, then the first.
+        """
         waiting = next((one for one in self.micro_batches if one.awaits_prompt(request.tokens)), None)
-        chosen = waiting or min(self.micro_batches, key=lambda one: one.unfinished)
+        fewest = lambda one: (one.unfinished, not one.runs_prompt(request.tokens))  # noqa: E731
+        chosen = waiting or min(self.micro_batches, key=fewest)
         self._of_request[request.number] = chosen
         chosen.submit(request)
 

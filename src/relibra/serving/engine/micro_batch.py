@@ -47,6 +47,7 @@ class MicroBatch:
 
     steps      forward passes that decoded
     prefills   forward passes that fed a piece of prompts
+    lent_prompts   prompts that were copied from a running request instead
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class MicroBatch:
         self._batch: RunningBatch | None = None
         self._rejoining: deque[tuple[int, str, tuple[int, ...]]] = deque()
         self._closed = False
-        self.steps, self.prefills = 0, 0
+        self.steps, self.prefills, self.lent_prompts = 0, 0, 0
 
     @property
     def load_E(self) -> Int64[ndarray, " E"]:
@@ -92,6 +93,11 @@ class MicroBatch:
         """Return whether the request that came last begins with this prompt, and still waits."""
         with self._work:
             return bool(self._waiting) and self._waiting[-1].request.tokens == tokens
+
+    def runs_prompt(self, tokens: tuple[int, ...]) -> bool:
+        """Return whether a request with this prompt waits or runs."""
+        with self._work:
+            return any(row.request.tokens == tokens for row in self._rows.values())
 
     def submit(self, request: GenerateRequest) -> None:
         """Queue a request."""
@@ -181,10 +187,20 @@ class MicroBatch:
                 fresh.append(self._waiting.popleft())
                 row.admitted = True
                 rows, columns = rows + 1, widest
+        fresh = [row for row in fresh if not self._begins_like_another(row)]
         if fresh:
             self._prefills.extend(self._begin(fresh))
         if self._batch is not None:
             self._batch.make_room(self._places_left)
+
+    def _begins_like_another(self, row: Row) -> bool:
+        """Let a row join those that run, if one of them has its prompt; return whether it has."""
+        longer = self._batch.begin_like(row, self._places_left) if self._batch else None
+        if longer is None:
+            return False
+        self._batch = longer
+        self.lent_prompts += 1
+        return True
 
     def _rows_and_width(self) -> tuple[int, int]:
         """Return the requests with a place in the cache, and the tokens that the longest of them may reach."""

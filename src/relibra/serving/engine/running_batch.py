@@ -74,6 +74,12 @@ class Row:
         """Whether it has neither ended nor been cancelled."""
         return self.finish is None and not self.cancelled
 
+    def may_lend(self, other: Row) -> bool:
+        """Return whether what it knows of its prompt is all that another row needs."""
+        own, asked = self.request, other.request
+        known = (own.sampling.routes or not asked.sampling.routes) and not asked.sampling.prompt_log_probs
+        return known and own.tokens == asked.tokens
+
     @property
     def most_tokens(self) -> int:
         """Tokens at the latest end of the answer."""
@@ -150,6 +156,28 @@ class RunningBatch:
         else:
             self.cache.reorder_cache(torch.tensor(kept))
         return RunningBatch([self.rows[b] for b in kept], self.cache)
+
+    def begin_like(self, fresh: Row, most_places: int) -> RunningBatch | None:
+        """Return a batch with a fresh row that begins with the prompt of a running one; None if there is none.
+
+        All of its prompt but the last token is copied; a step feeds that one, and samples the first of the answer.
+
+        most_places   that the cache may have then
+        """
+        lender = next((b for b, row in enumerate(self.rows) if row.may_lend(fresh)), None)
+        if (
+            lender is None
+            or not isinstance(self.cache, SlottedCache)
+            or not self.cache.holds_all(self.rows[lender].fed)
+        ):
+            return None
+        fresh.fed = len(fresh.request.tokens) - 1
+        if fresh.request.sampling.routes:
+            fresh.experts.append(np.concatenate(self.rows[lender].experts)[: fresh.fed])
+        longer = RunningBatch([*self.rows, fresh], self.cache)
+        longer.make_room(most_places)
+        self.cache.copy_beginning(lender, self.rows[lender].fed - fresh.fed)
+        return longer
 
     def make_room(self, most_places: int) -> None:
         """Have room for the next step, and no more than so many places."""

@@ -75,7 +75,7 @@ class SlottedLayer(DynamicLayer):  # type: ignore[misc]
     @property
     def kept(self) -> int:
         """Columns that the next token attends to: the latest."""
-        return self._kept(self.width)
+        return self.kept_of(self.width)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_arguments: object, **_settings: object
@@ -121,7 +121,7 @@ class SlottedLayer(DynamicLayer):  # type: ignore[misc]
     def take_in(self, other: SlottedLayer, rows_Y: Tensor, width: int) -> None:
         """Copy rows of another layer behind the rows that are here; all get a width. The other one is empty then."""
         if not self._buffers:
-            self._begin_like(other._buffers, self._kept(width))
+            self._begin_like(other._buffers, self.kept_of(width))
         self._widen(width)
         count, source = min(self.kept, other.kept), other._end
         for buffer, states in zip(self._buffers, other._buffers, strict=True):
@@ -131,7 +131,17 @@ class SlottedLayer(DynamicLayer):  # type: ignore[misc]
         self.rows += len(rows_Y)
         other._buffers, other.rows = [], 0
 
-    def _kept(self, width: int) -> int:
+    def copy_beginning(self, row: int, left_out: int) -> None:
+        """Add a row: a copy of another without its latest columns."""
+        end, kept = self._end, self.kept
+        for buffer in self._buffers:
+            fresh = buffer[self.rows]
+            fresh[..., end - kept + left_out : end, :] = buffer[row, ..., end - kept : end - left_out, :]
+            fresh[..., end - kept : end - kept + left_out, :] = 0
+        self.rows += 1
+
+    def kept_of(self, width: int) -> int:
+        """Return how many of the latest columns of a row the next token attends to."""
         return min(width, self.window - 1) if self.window else width
 
     def _begin_like(self, states: Sequence[Tensor], columns: int) -> None:
@@ -149,7 +159,7 @@ class SlottedLayer(DynamicLayer):  # type: ignore[misc]
 
     def _widen(self, width: int) -> None:
         """Let more of the last columns be in use, or fewer; rows that are here have zeros in new ones."""
-        before, kept = self.kept, self._kept(width)
+        before, kept = self.kept, self.kept_of(width)
         if kept > self._end:
             self._move(kept, kept)
         self.width = width
@@ -207,6 +217,15 @@ class SlottedCache(DynamicCache):  # type: ignore[misc]
         for own, theirs in zip(self.layers, other.layers, strict=True):
             if isinstance(own, SlottedLayer) and theirs.is_initialized:
                 own.take_in(theirs, rows_Y, width)
+
+    def holds_all(self, columns: int) -> bool:
+        """Return whether a row of so many columns is whole: none has left the window of a layer."""
+        return all(layer.kept_of(columns) == columns for layer in self._own_layers())
+
+    def copy_beginning(self, row: int, left_out: int) -> None:
+        """Add a row: a copy of another, which is whole, without its latest columns. `make_room` comes first."""
+        for layer in self._own_layers():
+            layer.copy_beginning(row, left_out)
 
     def _own_layers(self) -> list[SlottedLayer]:
         return [layer for layer in self.layers if isinstance(layer, SlottedLayer)]

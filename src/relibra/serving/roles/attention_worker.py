@@ -126,6 +126,8 @@ class AttentionWorker:
         return {
             **total,
             "steps": sum(one.steps for one in micro_batches),
+            "prefills": sum(one.prefills for one in micro_batches),
+            "lent_prompts": sum(one.lent_prompts for one in micro_batches),
             "busy_seconds": self.token.busy_seconds,
             "kv_cache_bytes": sum(one.cache_bytes for one in micro_batches),
             "kv_cache_most_bytes": self.most_cache_bytes,
