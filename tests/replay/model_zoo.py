@@ -38,6 +38,7 @@ _SIZES = {
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "mamba_d_head", "mamba_head_dim"), 8),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "mamba_num_heads", "mamba_n_heads"), 4),
+    "attention_multiplier": 8**-0.5,  # 1 by default: scores of released models are scaled down, as everywhere
     "zero_expert_num": 0,
     "num_nextn_predict_layers": 0,
     "max_position_embeddings": 64,
