@@ -2,7 +2,7 @@
 
 Preparation: the work of one rank per layer, in processor time of one core, at the sizes of Qwen3-30B-A3B: tables and
 row lists, without the exchange between ranks. Step: on two processes, routes known when the step begins (as in
-`relibra train`) or only when a micro-batch is entered. Rows go to results/preparation.json.
+`relibra train`) or only when a micro-batch is entered; last tokens without routes. Rows go to results/preparation.json.
 Run: relibra bench preparation [--quick] [--json] [--output FOLDER]
 --quick takes fewer layers, a toy model and few repetitions, and writes no rows.
 """
@@ -33,12 +33,13 @@ from relibra.planning.traffic.rank_tables import rank_tables
 from relibra.replay import BatchRoutes
 from relibra.routing.demand import Demand
 from relibra.routing.synthetic import TraceShape, domain_trace
+from relibra.routing.trace import RoutingTrace
 
 SEED = 0
 RANKS, LAYERS, EXPERTS, TOP_K = 8, 48, 128, 8
 TOKENS = (1024, 8192)
 """Of a rank in a micro-batch; with the first one the micro-batch has 8,192."""
-REPETITIONS, STEPS = 15, 9
+REPETITIONS, STEPS = 15, 5
 TARGET_MS, TARGET_SHARE = 0.15, 0.01
 
 
@@ -67,8 +68,13 @@ def _work(quick: bool) -> Iterator[dict]:
 
 
 def _work_of(tokens: int, layers: int, repetitions: int) -> Iterator[dict]:
-    shape = TraceShape(rows_per_sample=[tokens] * RANKS, num_layers=layers, num_experts=EXPERTS, top_k=TOP_K)
-    trace = domain_trace(shape, np.random.default_rng(SEED))
+    shape = TraceShape(rows_per_sample=[tokens], num_layers=layers, num_experts=EXPERTS, top_k=TOP_K)
+    of_rank_TLK = domain_trace(shape, np.random.default_rng(SEED)).experts_TLK
+    trace = RoutingTrace.from_samples(  # the other ranks have the same rows, in another order
+        [np.roll(of_rank_TLK, rank, axis=0) for rank in range(RANKS)],
+        num_experts=EXPERTS,
+        layer_ids=list(range(layers)),
+    )
     demand = Demand.from_trace(trace).with_schedule(np.zeros(RANKS, dtype=int), np.arange(RANKS), RANKS)
     budget = Budget(slots=1, place_samples=False, objective="tokens")
     plan = plan_step(demand, cluster_preset("h100x8", RANKS, RANKS), budget)
@@ -83,7 +89,7 @@ def _work_of(tokens: int, layers: int, repetitions: int) -> Iterator[dict]:
     for _ in range(repetitions + 1):
         start = time.thread_time()
         rows = prepare_rows(micro_batch_tables(plan, demand, 0, 0), routes, group, send_once=True)
-        rows.lists_on(device)
+        rows.lists_on(device, None)
         compiled.append((time.thread_time() - start) / layers * 1e3)
     for _ in range(3):
         start = time.thread_time()
@@ -102,7 +108,13 @@ def _steps(quick: bool) -> Iterator[dict]:
     repetitions = 1 if quick else STEPS
     sizes = replace(SYNTHETIC, **TINY) if quick else SYNTHETIC
     variant = make_variant(sizes, steps.skewed_routes(sizes, 1.5, seed=SEED), "relibra")
-    variants = [replace(variant, name="ahead"), replace(variant, name="at entry", ahead=False)]
+    lasts = make_variant(sizes, _without_last_routes(variant.trace), "relibra")
+    variants = [
+        replace(variant, name="ahead"),
+        replace(variant, name="at entry", ahead=False),
+        replace(lasts, name="last tokens joined"),
+        replace(lasts, name="last tokens apart", live_apart=True),
+    ]
     with tempfile.TemporaryDirectory() as folder:
         found = steps.on_ranks(sizes, variants, Path(folder), repetitions)
     passes = sizes.micro_batches * sizes.layers
@@ -115,6 +127,19 @@ def _steps(quick: bool) -> Iterator[dict]:
         yield {**_row("exposed share of a step", share.tolist(), "of its seconds", here), **target}
         seconds = np.array(found.preparing[name]) / passes * 1e3
         yield _row("preparation per layer, with its exchange", seconds.tolist(), "ms", here)
+    for name, way in (
+        ("last tokens joined", "beside planned rows"),
+        ("last tokens apart", "in an exchange of their own"),
+    ):
+        ratio = np.array(found.processor[name]) / np.array(found.processor["ahead"])
+        here = f"{where}, last token of each {sizes.length} without routes, {way}"
+        yield _row("step / step with routes for all rows", ratio.tolist(), "ratio of processor seconds", here)
+
+
+def _without_last_routes(trace: RoutingTrace) -> RoutingTrace:
+    valid_T = trace.valid_T.copy()
+    valid_T[trace.offsets[1:] - 1] = False
+    return replace(trace, valid_T=valid_T)
 
 
 def _row(case: str, values: list[float], unit: str, configuration: str) -> dict:

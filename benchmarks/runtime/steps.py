@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from benchmarks.harness.process_memory import process_bytes
 from relibra.parallel import execute_plan, register, relocate
 from relibra.parallel.balanced import parameters_replaced
+from relibra.parallel.rows import live_rows
 from relibra.planning.plan import StepPlan
 from relibra.replay import BatchRoutes, replay_routing
 from relibra.routing.demand import ScheduledDemand
@@ -33,6 +35,7 @@ NUM_RANKS = 2
 VOCAB = 512
 _JOINS = {
     "seconds": max,
+    "processor": sum,
     "exposed": max,
     "unprepared": max,
     "preparing": max,
@@ -140,6 +143,7 @@ class Variant:
 
     skew, planned_skew   of the routes on the static layout, and under the plan
     ahead                routes of all micro-batches are known when the step begins, as in `relibra train`
+    live_apart           rows without routes have an exchange of their own, however few they are
     """
 
     name: str
@@ -150,6 +154,7 @@ class Variant:
     planned_skew: float
     sums: str = "fast"
     ahead: bool = True
+    live_apart: bool = False
 
     @property
     def resident_slots(self) -> int:
@@ -171,6 +176,7 @@ class Variant:
 class Found:
     """What the ranks found, by name of the variant, one entry per repetition; the worse rank counts.
 
+    processor        processor seconds of all ranks
     exposed          seconds of waiting for pushes and returns
     unprepared       seconds of waiting for the rows of a micro-batch
     preparing        seconds in which rows of micro-batches were prepared, beside other work or not
@@ -179,6 +185,7 @@ class Found:
     """
 
     seconds: dict[str, list[float]]
+    processor: dict[str, list[float]]
     exposed: dict[str, list[float]]
     unprepared: dict[str, list[float]]
     preparing: dict[str, list[float]]
@@ -274,8 +281,8 @@ class Step:
         known = {m: replace(routes) for m, (routes, _) in enumerate(self.batches)}  # new objects: prepared anew
         before = process_bytes("VmRSS", reset_peak=True)
         dist.barrier()
-        start = time.perf_counter()
-        with self._execution(known if self.variant.ahead else None) as step:
+        start, worked = time.perf_counter(), time.process_time()
+        with self._way_of_live_rows(), self._execution(known if self.variant.ahead else None) as step:
             for m, (_, tokens_BN) in enumerate(self.batches):
                 routes = known[m]
                 # As in `relibra train`: gradients are reduced once, after the last micro-batch.
@@ -283,15 +290,19 @@ class Step:
                 with replay_routing(self.model, routes) if step is None else step.micro_batch(m, routes):
                     logits = self.model(tokens_BN, use_cache=False).logits
                     cross_entropy(logits[:, :-1].flatten(0, 1), tokens_BN[:, 1:].flatten()).backward()
+            worked = time.process_time() - worked
             dist.barrier()
             seconds = time.perf_counter() - start
             if step is not None:
                 timeline = step.timeline()
                 waited = {stage: float(timeline.seconds(stage)[dist.get_rank()]) for stage in waited}
                 sent = {kind: sum(event.bytes for event in timeline.events if event.stage == kind) for kind in sent}
-        found = {"seconds": seconds, "moved": moved, "peak": process_bytes("VmHWM") - before}
+        found = {"seconds": seconds, "processor": worked, "moved": moved, "peak": process_bytes("VmHWM") - before}
         found |= {"exposed": waited["wait push"] + waited["wait return"], "unprepared": waited["wait prepare"]}
         return {**found, "preparing": waited["prepare"], "pushed": sent["push"], "returned": sent["return"]}
+
+    def _way_of_live_rows(self):
+        return mock.patch.object(live_rows, "MOST_SHARE", 0.0) if self.variant.live_apart else nullcontext()
 
     def _execution(self, routes):
         plan, demand, sums = self.variant.plan, self.variant.demand, self.variant.sums

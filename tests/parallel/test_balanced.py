@@ -40,6 +40,14 @@ def test_planned_steps_equal_the_dense_model(tmp_path):
         "qwen3, last tokens without routes": step(
             lengths=(9, 4, 7, 10, 3), schedule=([0, 0, 1, 1, 1], [0, 1, 0, 0, 1]), unrouted_last=True
         ),
+        "qwen3, few last tokens without routes": step(lengths=(90, 81, 88, 79), unrouted_last=True, slots=2),
+        "gpt-oss, few last tokens, checkpointed": step(
+            family="gpt_oss",
+            lengths=(90, 71, 88, 79, 61),
+            schedule=([0, 0, 1, 1, 1], [0, 1, 1, 1, 0]),
+            unrouted_last=True,
+            checkpointing=True,
+        ),
         "qwen3, two in flight": step(in_flight=True),
         "qwen3, two in flight, checkpointed": step(in_flight=True, checkpointing=True),
         "mixtral": step(family="mixtral", slots=2),

@@ -59,6 +59,21 @@ def with_other_routes(case, sample):
     return replace(case, trace=of_experts(experts))
 
 
+def test_only_many_rows_without_routes_have_an_exchange_of_their_own(tmp_path):
+    lengths = (70, 75, 66, 80)
+    cases = {
+        "few last tokens": step(lengths=lengths, unrouted_last=True),
+        "padding": step(lengths=(9, 12, 7, 10), schedule=([0, 0, 0, 0], [0, 0, 1, 1])),
+        "filler": step(schedule=([0, 0, 1, 1], [0, 0, 0, 1])),
+        "many last tokens": step(unrouted_last=True),
+        "few, canonical": step(lengths=lengths, unrouted_last=True, sums="canonical"),
+    }
+    for name, results_R in on_ranks(2, cases, tmp_path, fall_back).items():
+        assert_equals_dense(cases[name], results_R)
+        at_home = [0, 1] if name in ("many last tokens", "few, canonical") else []
+        assert [result["at home"] for result in results_R] == [at_home] * 2, name
+
+
 def test_what_cannot_be_followed_runs_at_home_with_one_warning(tmp_path):
     case = step()
     static = step(slots=0).plan

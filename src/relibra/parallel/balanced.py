@@ -99,7 +99,7 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
 
     def run_at_home(self, tokens: LayerInput) -> Tensor:
         """Run every expert at its home, as `all_to_all` does; collective."""
-        position_E, (hidden_TH, experts_TK, weights_TK) = self._position_of(tokens.experts_TK.device), tokens
+        position_E, (hidden_TH, experts_TK, weights_TK) = self.position_of(tokens.experts_TK.device), tokens
         return super().__call__(hidden_TH, experts_TK if position_E is None else position_E[experts_TK], weights_TK)
 
     def run_rows(
@@ -160,7 +160,7 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
                 "inside `with logical_order(model, optimizer)`, or take logical_parameters(model)"
             )
 
-    def _position_of(self, device: torch.device) -> Tensor | None:
+    def position_of(self, device: torch.device) -> Tensor | None:
         """Return the position of each logical expert; None: experts are in logical order."""
         known, position_E = self._positions
         if known is not self.physical_to_logical_E:

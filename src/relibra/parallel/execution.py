@@ -88,9 +88,9 @@ class PlanExecution:
         enter the context of one again, with the same `BatchRoutes`, around its backward pass.
 
         number    micro-batch of the plan, from 0
-        routes    recorded routes of this rank's batch. Rows that are not valid, such as padding and last tokens, go
-                  where the router sends them, at home, beside the planned ones. None: this rank has no sample in this
-                  micro-batch, and its whole batch is filler
+        routes    recorded routes of this rank's batch. Rows of samples that are not valid, such as last tokens, go
+                  where the router sends them, at home, beside the planned ones; no expert computes padding. None: this
+                  rank has no sample in this micro-batch, and its whole batch is filler, which no expert computes
         raises    EngineError inside another micro-batch, for a number that the plan does not have, or when a peer is
                   gone
 

@@ -24,6 +24,7 @@ from relibra.parallel.replicas.replica_gradients import (
 )
 from relibra.parallel.rows.dispatch import combine_choices, combine_tokens, dispatch_choices, dispatch_tokens
 from relibra.parallel.rows.exchange import AllToAll, all_gather, explain_peer_failure
+from relibra.parallel.rows.live_rows import exchange_choices
 from relibra.parallel.rows.row_lists import RowLists, row_lists
 from relibra.planning.traffic.rank_tables import Place, RankTables, home_tables
 from relibra.replay.routers import is_recompute
@@ -51,29 +52,35 @@ class LayerRun:
             receive_R=self.tables.receive_RP.sum(axis=1).tolist(),
             group=self.layer.ep_mesh.get_group(),
             place=self.tables.place,
-            all_stay=self.tables.all_stay,
+            all_stay=self.tables.all_stay and self.lists.live is None,
             recorder=self.recorder,
         )
 
 
 def run_layer(layer: BalancedEP, planned: PlannedMicroBatch, position: int, tokens: LayerInput) -> Tensor:
-    """Run a layer: planned rows as the plan says, rows without recorded routes at home; collective.
+    """Run a layer: planned rows as the plan says, live ones at home, others not at all; collective.
 
     position   of the layer in the plan
     """
-    rows = planned.rows(len(tokens.hidden_TH), position)
-    if rows is None:
-        return _run_planned(layer, planned, position, tokens)
-    place, recorder = planned.tables_L[position].place, planned.pushes.recorder
-    outputs = [
-        _run_planned(layer, planned, position, tokens.rows(rows.planned_X)),
-        run_at_home(layer, tokens.rows(rows.live_Y), place, recorder, canonical=planned.canonical),
-    ]
-    return torch.cat(outputs)[rows.back_T]
+    kinds = planned.kinds_of(len(tokens.hidden_TH), position)
+    if planned.canonical and kinds is not None:
+        planned_XH = _run_planned(layer, planned, position, tokens.rows(kinds.planned_X))
+        output_TH = planned_XH.new_zeros(tokens.hidden_TH.shape).index_copy(0, kinds.planned_X, planned_XH)
+    else:
+        output_TH = _run_planned(layer, planned, position, tokens)
+    if planned.live_apart:
+        place, recorder = planned.tables_L[position].place, planned.pushes.recorder
+        live_V = torch.zeros(0, dtype=torch.int64, device=output_TH.device) if kinds is None else kinds.live_V
+        live_VH = run_at_home(layer, tokens.rows(live_V), place, recorder, canonical=planned.canonical)
+        output_TH = output_TH.index_copy(0, live_V, live_VH.to(output_TH.dtype))
+    return output_TH
 
 
 def _run_planned(layer: BalancedEP, planned: PlannedMicroBatch, position: int, tokens: LayerInput) -> Tensor:
-    """Run the token-slots of the plan; push for this layer before, unless pushed early, and for the next one after."""
+    """Run the token-slots of the plan; push for this layer before, unless pushed early, and for the next one after.
+
+    tokens   of the whole batch with fast sums, of its planned rows with canonical ones
+    """
     planned.check_choices(position, tokens.experts_TK)
     tables, pushes = planned.tables_L[position], planned.pushes
     run = LayerRun(
@@ -85,35 +92,51 @@ def _run_planned(layer: BalancedEP, planned: PlannedMicroBatch, position: int, t
     )
     if run.replicas is not None:
         pushes.before_layer(position)
-    run_experts = _run_canonical if planned.canonical else _run_fast
-    output_TH = run_experts(run, tokens.hidden_TH, tokens.weights_TK)
+    output_TH = (
+        _run_canonical(run, tokens.hidden_TH, tokens.weights_TK) if planned.canonical else _run_fast(run, tokens)
+    )
     if not is_recompute():
         pushes.after_layer(position)
     return output_TH
 
 
-def _run_fast(run: LayerRun, hidden_TH: Tensor, weights_TK: Tensor) -> Tensor:
+def _run_fast(run: LayerRun, tokens: LayerInput) -> Tensor:
     """Send each token once to each rank that computes it; results are weighted and added there."""
-    choices = run.choice_exchange()
-    rows_YH, weight_Y1 = dispatch_tokens(run.lists, choices, hidden_TH, weights_TK)
+    choices, lists, slot_Y, live = run.choice_exchange(), run.lists, run.lists.slot_Y, None
+    if lists.live is not None:
+        position_E = run.layer.position_of(tokens.experts_TK.device)
+        live = exchange_choices(
+            lists.live, tokens.experts_TK, tokens.weights_TK, position_E, run.tables.num_homes, choices
+        )
+        lists, slot_Y = lists.with_first(live.arrived_Y), torch.cat([live.slot_Y, slot_Y])
+    rows_YH, weight_Y1 = dispatch_tokens(lists, choices, tokens.hidden_TH, tokens.weights_TK)
+    if live is not None:
+        weight_Y1 = torch.cat([live.weight_Y1, weight_Y1])
     if run.replicas is None:
-        output_YH = run.layer.run_rows(rows_YH, run.lists.slot_Y, weight_Y1)
+        output_YH = run.layer.run_rows(rows_YH, slot_Y, weight_Y1)
     else:
-        output_YH = _run_homes_and_replicas(run, run.replicas, rows_YH, weight_Y1)
-    return combine_tokens(run.lists, choices, output_YH, len(hidden_TH))
+        num_live = 0 if live is None else len(live.slot_Y)
+        output_YH = _run_homes_and_replicas(run, run.replicas, rows_YH, slot_Y, weight_Y1, num_live)
+    return combine_tokens(lists, choices, output_YH, len(tokens.hidden_TH))
 
 
-def _run_homes_and_replicas(run: LayerRun, replicas: LayerReplicas, rows_YH: Tensor, weight_Y1: Tensor) -> Tensor:
-    """Run the experts at home, while weights arrive, then the replicas."""
-    layer, slot_Y, homes = run.layer, run.lists.slot_Y, run.layer.homes()
-    n = run.tables.num_home_rows
+def _run_homes_and_replicas(
+    run: LayerRun, replicas: LayerReplicas, rows_YH: Tensor, slot_Y: Tensor, weight_Y1: Tensor, num_live: int
+) -> Tensor:
+    """Run the experts at home, while weights arrive, then the replicas.
+
+    num_live   live rows for experts at home, which come first
+    """
+    layer, homes = run.layer, run.layer.homes()
+    n = num_live + run.tables.num_home_rows
     anchor, *of_homes = AddReplicaGradients.apply(replicas.returns, list(homes), *homes.values())
     with parameters_replaced(layer.experts, dict(zip(homes, of_homes, strict=True))):
         outputs = [layer.run_rows(rows_YH[:n], slot_Y[:n], weight_Y1[:n])]
     trained = [name for name, home in homes.items() if home.requires_grad]
     weights = ReturnReplicaGradients.apply(replicas, trained, anchor)
     for one, own in ((replicas.resident, weights[: len(homes)]), (replicas.shared, weights[len(homes) :])):
-        rows = run.tables.rows_of(one.slots)
+        planned = run.tables.rows_of(one.slots)
+        rows = slice(num_live + planned.start, num_live + planned.stop)
         if rows.start < rows.stop:
             number_Y = slot_Y[rows] - run.tables.num_homes - one.slots.start
             with parameters_replaced(layer.experts, dict(zip(homes, own, strict=True))):

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
@@ -89,9 +88,9 @@ class PlannedMicroBatch:
     """Tables, row lists and pushes of all layers, and which rows of the batch are planned.
 
     tables_L, lists_L   by position of the layer
-    routes              of this rank; None: it has no sample here, and all its rows are live
-    any_live            whether any rank has live rows: then all ranks take part in their exchange
-    kinds               planned and live rows of this rank; None: all are of one kind
+    routes              of this rank; None: it has no sample here, and all its rows are filler
+    kinds               planned and live rows of this rank; None: all are planned
+    live_apart          live rows of any rank are computed in an exchange of their own, in which all ranks take part
     canonical           whether sums have an order that no plan changes (`canonical.py`)
     """
 
@@ -100,12 +99,11 @@ class PlannedMicroBatch:
     pushes: PushSchedule
     routes: BatchRoutes | None
     kinds: RowKinds | None
-    any_live: bool
+    live_apart: bool
     canonical: bool
-    device: torch.device
 
-    def rows(self, num_rows: int, position: int) -> RowKinds | None:
-        """Return the planned and the live rows of this rank; None: all are planned, on every rank.
+    def kinds_of(self, num_rows: int, position: int) -> RowKinds | None:
+        """Return the planned and live rows of this rank; None: all are planned.
 
         raises   EngineError when the layer sees another number of rows than the routes have
         """
@@ -114,27 +112,23 @@ class PlannedMicroBatch:
                 f"{self.tables_L[position].place}: the routes have {len(self.routes.valid_T)} rows, "
                 f"the layer sees {num_rows}: pass micro_batch the BatchRoutes of exactly this batch"
             )
-        if not self.any_live:
-            return None
-        if self.routes is None:
-            all_T = torch.arange(num_rows, device=self.device)
-            return RowKinds(all_T[:0], all_T, all_T)
-        if self.kinds is None:  # rows of other ranks are live
-            all_T = torch.arange(num_rows, device=self.device)
-            return RowKinds(all_T, all_T[:0], all_T)
         return self.kinds
 
-    def check_choices(self, position: int, experts_XK: Int64[Tensor, "X K"]) -> None:
+    def check_choices(self, position: int, experts_TK: Int64[Tensor, "T K"]) -> None:
         """Compare the choices of the router with the routes; on an accelerator only their number, which needs no sync.
 
-        raises   EngineError: the replay did not reach this layer, or something changed its choices
+        experts_TK   of the whole batch with fast sums, of its planned rows with canonical ones
+        raises       EngineError: the replay did not reach this layer, or something changed its choices
         """
         tables = self.tables_L[position]
-        if experts_XK.is_cpu:
-            actual_E = np.bincount(experts_XK.flatten(), minlength=len(tables.tokens_E))
+        whole = self.kinds is None or self.canonical
+        if experts_TK.is_cpu:
+            planned_XK = experts_TK if whole or self.kinds is None else experts_TK[self.kinds.planned_X]
+            actual_E = np.bincount(planned_XK.flatten(), minlength=len(tables.tokens_E))
             wrong = not np.array_equal(actual_E, tables.tokens_E)
         else:
-            wrong = experts_XK.numel() != tables.tokens_E.sum()
+            planned = len(experts_TK) if whole or self.kinds is None else len(self.kinds.planned_X)
+            wrong = planned * experts_TK.shape[1] != tables.tokens_E.sum()
         if wrong:
             raise EngineError(
                 f"{tables.place}: the layer does not follow the recorded routes that the plan was made for: run the "
@@ -179,13 +173,13 @@ def prepare_micro_batch(executed: ExecutedPlan, number: int, routes: BatchRoutes
         homes_early=executed.layers[0].homes_stay_whole,
         recorder=executed.recorder,
     )
+    kinds = None if rows.kinds is None else rows.kinds.on(state.device)
     return PlannedMicroBatch(
         tables_L=rows.tables_L,
-        lists_L=rows.lists_on(state.device),
+        lists_L=rows.lists_on(state.device, kinds),
         pushes=pushes,
         routes=routes,
-        kinds=None if rows.kinds is None else rows.kinds.on(state.device),
-        any_live=rows.any_live,
+        kinds=kinds,
+        live_apart=any(rows.live_R) and not rows.joined,
         canonical=executed.chunk is not None,
-        device=state.device,
     )

@@ -1,5 +1,6 @@
 """Every token goes to a rank once, and what is made of it there is what the routes and the plan say."""
 
+from dataclasses import replace
 from itertools import accumulate
 from unittest import mock
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relibra.parallel.rows import live_rows
 from relibra.parallel.rows.exchange import AllToAll
 from relibra.parallel.rows.prepared_rows import prepare_rows
 from relibra.parallel.rows.row_lists import row_lists
@@ -27,48 +29,57 @@ class Sent(Exception):
     """Carries what a rank sends out of its collective."""
 
 
-def prepared_on_all(tables_RL, experts_RTLK, *, send_once=True):
+def prepared_on_all(tables_RL, experts_RTLK, *, send_once=True, kinds_R=None):
     """Run the collective of all ranks in one process: first each one up to its message, then with what it gets."""
 
     def send(sizes, rows):
         raise Sent(np.split(rows.numpy(), np.cumsum(sizes.send_R)[:-1]))
 
-    def run(tables_L, experts_TLK, move):
+    def run(rank, move):
+        tables_L, experts_TLK = tables_RL[rank], experts_RTLK[rank]
         with mock.patch.object(AllToAll, "move", move):
-            routes = routes_of(tables_L, experts_TLK)
+            routes = routes_of(tables_L, experts_TLK, *(kinds_R[rank] if kinds_R else ()))
             return prepare_rows(tables_L, routes, mock.Mock(spec=dist.ProcessGroup), send_once=send_once)
 
     sent_RR = []
-    for tables_L, experts_TLK in zip(tables_RL, experts_RTLK, strict=True):
+    for rank in range(len(tables_RL)):
         with pytest.raises(Sent) as sent:
-            run(tables_L, experts_TLK, send)
+            run(rank, send)
         sent_RR.append(sent.value.args[0])
     result = []
-    for rank, (tables_L, experts_TLK) in enumerate(zip(tables_RL, experts_RTLK, strict=True)):
+    for rank in range(len(tables_RL)):
         mine = [sent_R[rank] for sent_R in sent_RR]
 
         def receive(sizes, _, mine=mine):
             assert sizes.receive_R == [len(message) for message in mine]
             return torch.from_numpy(np.concatenate(mine))
 
-        result.append(run(tables_L, experts_TLK, receive))
+        result.append(run(rank, receive))
     return result
 
 
-def routes_of(tables_L, experts_TLK):
-    if not len(experts_TLK):
+def routes_of(tables_L, experts_XLK, planned_X=None, live_V=()):
+    """Return the routes of a batch with these planned and live rows; None: it has none."""
+    if not len(experts_XLK):
         return None
-    return BatchRoutes.of_rows(
-        [experts_TLK.astype(np.uint8)],
+    T = len(experts_XLK) + len(live_V)
+    experts_TLK = np.tile(np.arange(experts_XLK.shape[2], dtype=np.uint8), (T, len(tables_L), 1))
+    planned_X = np.arange(T) if planned_X is None else planned_X
+    experts_TLK[planned_X] = experts_XLK
+    routes = BatchRoutes.of_rows(
+        [experts_TLK],
         num_experts=len(tables_L[0].tokens_E),
         layer_ids=[tables.place.layer_id for tables in tables_L],
         sample_ids=[0],
         weight_versions=[0],
     )
+    valid_T = torch.zeros(T, dtype=torch.bool)
+    valid_T[planned_X] = True
+    return replace(routes, valid_T=valid_T)
 
 
 def lists_of_all(tables_RL, experts_RTLK, **settings):
-    return [rows.lists_on(CPU) for rows in prepared_on_all(tables_RL, experts_RTLK, **settings)]
+    return [rows.lists_on(CPU, rows.kinds) for rows in prepared_on_all(tables_RL, experts_RTLK, **settings)]
 
 
 def micro_batches(seed, num_ranks, chunk=None):
@@ -168,7 +179,6 @@ def test_routes_that_are_not_those_of_the_tables_are_told_to_all(seed, num_ranks
     expected = [kind != "none" and r == rank for r in range(num_ranks)]
     assert all(rows.differs_R == expected for rows in rows_R)
     assert [rows.problem is not None for rows in rows_R] == expected
-    assert {rows.any_live for rows in rows_R} == {any(len(one) == 0 for one in [*experts_RTLK, changed])}
 
 
 def test_two_experts_of_a_token_on_one_rank_share_a_row():
@@ -182,3 +192,36 @@ def test_two_experts_of_a_token_on_one_rank_share_a_row():
     assert lists.once.arrived_Y.tolist() == [0, 1, 0]
     assert other.once.receive_R == [2, 0]
     assert other.once.arrived_Y.tolist() == [0, 1, 1]
+
+
+@settings(deadline=None, max_examples=40)
+@given(seeds, ranks, st.data())
+def test_joined_live_rows_arrive_behind_the_planned_rows_of_their_rank(seed, num_ranks, data):
+    """Rows are labelled (source, row of the batch) and sent as the executor sends them."""
+    for _, _, tables_RL, experts_RTLK in micro_batches(seed, num_ranks):
+        rows = [data.draw(st.integers(0, 2)) if len(own) else 0 for own in experts_RTLK]
+        kinds_R = []
+        for own, live in zip(experts_RTLK, rows, strict=True):
+            order = np.random.default_rng(seed).permutation(len(own) + live)
+            kinds_R.append((np.sort(order[: len(own)]), np.sort(order[len(own) :])))
+        with mock.patch.object(live_rows, "MOST_SHARE", 100):
+            prepared_R = prepared_on_all(tables_RL, experts_RTLK, kinds_R=kinds_R)
+        plain_RL = lists_of_all(tables_RL, experts_RTLK)
+        assert all(one.joined == (sum(rows) > 0) and one.live_R == rows for one in prepared_R)
+        lists_RL = [one.lists_on(CPU, one.kinds) for one in prepared_R]
+        for layer in range(len(tables_RL[0])):
+            sent_RR = [pieces(one[layer].once.token_Z.tolist(), one[layer].once.send_R) for one in lists_RL]
+            for rank, own in enumerate(lists_RL):
+                arrived = [(source, t) for source, sent_R in enumerate(sent_RR) for t in sent_R[rank]]
+                assert own[layer].once.receive_R == [len(sent_R[rank]) for sent_R in sent_RR]
+                plain = [
+                    (source, t)
+                    for source, lists_L in enumerate(plain_RL)
+                    for t in pieces(lists_L[layer].once.token_Z.tolist(), lists_L[layer].once.send_R)[rank]
+                ]
+                expected = [plain[i] for i in plain_RL[rank][layer].once.arrived_Y.tolist()]
+                expected = [(source, int(kinds_R[source][0][t])) for source, t in expected]
+                assert [arrived[i] for i in own[layer].once.arrived_Y.tolist()] == expected
+                if sum(rows):
+                    live = [(source, int(t)) for source, (_, live) in enumerate(kinds_R) for t in live]
+                    assert [arrived[i] for i in own[layer].live.arrived_A.tolist()] == live

@@ -27,14 +27,18 @@ from relibra.parallel.rows.row_lists import RowLists, SendOnce
 def dispatch_tokens(
     lists: RowLists, choices: AllToAll, hidden_TH: Float[Tensor, "T H"], weights_TK: Float[Tensor, "T K"]
 ) -> tuple[Float[Tensor, "Y H"], Float[Tensor, "Y 1"]]:
-    """Return the rows that this rank computes, and their gate weights; collective.
+    """Return the planned rows that this rank computes, and their gate weights; collective.
+
+    With live rows in `lists` these come first; their weights are not among those returned (`exchange_choices`).
 
     choices   exchange of one row per token-slot
     raises    EngineError when a peer is gone or the group's time-out has passed
     """
     once = _send_once(lists)
     arrived_ZH = exchange(_Gather.apply(hidden_TH, once.token_Z), _token_exchange(once, choices))
-    weight_Y1 = exchange(_Permute.apply(weights_TK.reshape(-1, 1), lists.choice_X), choices)
+    weights_X1 = weights_TK.reshape(-1, 1)
+    select = _Permute if len(lists.choice_X) == len(weights_X1) else _Gather  # some rows may not be planned
+    weight_Y1 = exchange(select.apply(weights_X1, lists.choice_X), choices)
     weight_Y1 = _Permute.apply(weight_Y1, lists.compute_order_Y)
     return _Gather.apply(arrived_ZH, once.arrived_Y), weight_Y1
 

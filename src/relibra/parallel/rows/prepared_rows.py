@@ -9,7 +9,7 @@ whether the routes of the source are those of the plan; its size follows from th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,33 +20,33 @@ from numpy import ndarray
 from torch import Tensor
 
 from relibra.parallel.rows.exchange import AllToAll
+from relibra.parallel.rows.live_rows import LiveRows, join_tokens, may_join
 from relibra.parallel.rows.row_kernels import order_arrived, order_rows, place_arrived
 from relibra.parallel.rows.row_lists import RowLists, SendOnce
 from relibra.planning.traffic.rank_tables import RankTables
 from relibra.replay import BatchRoutes
 
-_DIFFERS, _LIVE = 1, 2  # bits of the first number of a message
-
 
 class RowKinds(NamedTuple):
-    """Rows of a batch with recorded routes (planned), and rows that the router decides on (live).
+    """Rows of a batch with recorded routes (planned), and rows of samples without, which the router decides on (live).
 
-    planned_X, live_Y   indices of rows
-    back_T              undoes `cat(planned, live)`
+    Rows of no sample, padding and those of a filler batch, are neither: no expert computes them, because nothing reads
+    what the model makes of them.
     """
 
     planned_X: Int64[Tensor, " X"]
-    live_Y: Int64[Tensor, " Y"]
-    back_T: Int64[Tensor, " T"]
+    live_V: Int64[Tensor, " V"]
 
     @staticmethod
-    def of(routes: BatchRoutes, *, pinned: bool) -> RowKinds:
-        """Return the rows of a batch, on the CPU."""
-        valid_T = routes.valid_T.cpu()
-        kinds = valid_T.nonzero().flatten(), (~valid_T).nonzero().flatten()
-        back_T = torch.empty(len(valid_T), dtype=torch.int64)
-        back_T[torch.cat(kinds)] = torch.arange(len(valid_T))
-        return RowKinds(*(index.pin_memory() if pinned else index for index in (*kinds, back_T)))
+    def of(routes: BatchRoutes | None, *, pinned: bool) -> RowKinds | None:
+        """Return the rows of a batch, on the CPU; None: all of them are planned."""
+        if routes is None:
+            return RowKinds(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+        valid_T, of_sample_T = routes.valid_T.cpu(), routes.sample_T.cpu() >= 0
+        if bool(valid_T.all()):
+            return None
+        kinds = valid_T.nonzero().flatten(), (~valid_T & of_sample_T).nonzero().flatten()
+        return RowKinds(*(index.pin_memory() if pinned else index for index in kinds))
 
     def on(self, device: torch.device) -> RowKinds:
         """Return the same on a device."""
@@ -67,34 +67,41 @@ class PreparedRows:
     tables_L     by position of the layer
     differs_R    whether the routes of a rank are not those of the plan; if any are not, there are no lists
     problem      where those of this rank first differ; None: nowhere
-    any_live     whether any rank has rows without recorded routes
-    kinds        planned and live rows of this rank; None: all are of one kind
-    numbers      choices of all layers, then their orders of computation, local slots, arrived rows and tokens
+    live_R       live rows of each rank
+    joined       whether live rows travel with the planned ones; otherwise they have an exchange of their own
+    kinds        planned and live rows of this rank; None: all are planned
+    numbers      choices of all layers, then their orders of computation, local slots, arrived rows and tokens; if live
+                 rows are joined, arrived live rows
+    sizes        of these lists, one after another
     sent         None: one row per token-slot, without arrived rows and tokens
     """
 
     tables_L: Sequence[RankTables]
     differs_R: Sequence[bool]
     problem: str | None
-    any_live: bool
+    live_R: list[int]
+    joined: bool
     kinds: RowKinds | None
     numbers: Int32[Tensor, " X"]
+    sizes: list[int]
     sent: SentTokens | None
 
-    def lists_on(self, device: torch.device) -> list[RowLists]:
-        """Return the lists of all layers on a device, in one copy."""
-        choices_L = [int(tables.tokens_E.sum()) for tables in self.tables_L]
-        rows_L = [int(tables.receive_RP.sum()) for tables in self.tables_L]
-        sent_L = [] if self.sent is None else self.sent.send_LR.sum(axis=1).tolist()
-        sizes = [*choices_L, *rows_L * (2 if self.sent is None else 3), *sent_L]
-        pieces, result = self.numbers.to(device, non_blocking=True).split(sizes), []
-        for layer in range(len(rows_L)):
-            choice_X, order_Y, slot_Y, *of_once = pieces[layer :: len(rows_L)]
-            once = None
+    def lists_on(self, device: torch.device, kinds: RowKinds | None) -> list[RowLists]:
+        """Return the lists of all layers on a device, in one copy.
+
+        kinds   those of these rows on the device
+        """
+        pieces, result = self.numbers.to(device, non_blocking=True).split(self.sizes), []
+        for layer in range(len(self.tables_L)):
+            choice_X, order_Y, slot_Y, *of_once = pieces[layer :: len(self.tables_L)]
+            once, live = None, None
             if self.sent is not None:
                 send_R, receive_R = self.sent.send_LR[layer].tolist(), self.sent.receive_LR[layer].tolist()
                 once = SendOnce(token_Z=of_once[1], send_R=send_R, receive_R=receive_R, arrived_Y=of_once[0])
-            result.append(RowLists(choice_X=choice_X, compute_order_Y=order_Y, slot_Y=slot_Y, once=once))
+            if self.joined:
+                live_V = self.numbers.new_zeros(0, device=device) if kinds is None else kinds.live_V
+                live = LiveRows(own_V=live_V, arrived_A=of_once[2], live_R=self.live_R)
+            result.append(RowLists(choice_X=choice_X, compute_order_Y=order_Y, slot_Y=slot_Y, once=once, live=live))
         return result
 
 
@@ -108,36 +115,62 @@ def prepare_rows(
 ) -> PreparedRows:
     """Return the tables and lists of a micro-batch; collective over the group.
 
+    With `send_once` the lists have row numbers of the batch, else of its planned rows.
+
     tables_L    of this rank
-    routes      None: this rank has no sample, and its whole batch is live
+    routes      None: this rank has no sample, and its whole batch is filler
     group       exchanges tensors of the CPU
     send_once   tokens go to a rank once; False: one row per token-slot
     pinned      the lists lie in page-locked memory, from which a GPU copies beside its work
     raises      EngineError when a peer is gone or the group's time-out has passed
     """
-    tables = _Stacked.of(tables_L)
-    choices, computed = int(tables.send_LRP.sum()), int(tables.receive_LRP.sum())
-    sizes = [choices, computed, computed, computed * send_once, choices * send_once]
-    numbers = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=pinned)
-    choice_X, order_Y, slot_Y, arrived_Y, token_Z = np.split(numbers.numpy(), np.cumsum(sizes[:-1]))
-    live = routes is None or not bool(routes.valid_T.all())
-    kinds = RowKinds.of(routes, pinned=pinned) if routes is not None and live else None
-    own = _order_own(tables_L, tables, routes, kinds, choice_X, token_Z if send_once else np.empty_like(choice_X))
+    tables, rows_L = _Stacked.of(tables_L), [int(one.receive_RP.sum()) for one in tables_L]
+    choices, computed = int(tables.send_LRP.sum()), sum(rows_L)
+    room = [choices, computed, computed, computed * send_once, choices * send_once]
+    numbers = torch.empty(sum(room), dtype=torch.int32, pin_memory=pinned)
+    choice_X, order_Y, slot_Y, arrived_Y, token_Z = np.split(numbers.numpy(), np.cumsum(room[:-1]))
+    kinds = RowKinds.of(routes, pinned=pinned)
+    own = _order_own(tables_L, tables, routes, kinds, choice_X, token_Z if send_once else None)
     order_arrived(tables.receive_LRP, order_Y, slot_Y)
-    flags = _DIFFERS * (own.problem is not None) + _LIVE * live
-    received, heads_RX = _exchange(tables_L, tables, own, flags, group, send_once=send_once)
-    flags_R, sent = heads_RX[:, 0].tolist(), None
-    if send_once:
-        sent = SentTokens(own.send_LR, heads_RX[:, 1:].T.astype(np.int64))
-        place_arrived(tables.receive_LRP, sent.receive_LR, received, arrived_Y)
-    return PreparedRows(
+    received, heads_RX = _exchange(tables_L, tables, own, group, send_once=send_once)
+    differs_R, live_R, planned_R = heads_RX[:, :3].T.astype(np.int64)
+    sizes = [*tables.tokens_LE.sum(axis=1).tolist(), *rows_L * (3 if send_once else 2)]
+    sizes += own.send_LR.sum(axis=1).tolist() * send_once
+    rows = PreparedRows(
         tables_L=tables_L,
-        differs_R=[bool(flags & _DIFFERS) for flags in flags_R],
+        differs_R=[differs > 0 for differs in differs_R.tolist()],
         problem=own.problem,
-        any_live=any(flags & _LIVE for flags in flags_R),
+        live_R=live_R.tolist(),
+        joined=False,
         kinds=kinds,
-        numbers=numbers[: len(numbers) - len(token_Z) + int(own.send_LR.sum()) * send_once],
-        sent=sent,
+        numbers=numbers[: sum(sizes)],
+        sizes=sizes,
+        sent=SentTokens(own.send_LR, heads_RX[:, 3:].T.astype(np.int64)) if send_once else None,
+    )
+    if rows.sent is None or any(rows.differs_R):
+        return rows
+    place_arrived(tables.receive_LRP, rows.sent.receive_LR, received, arrived_Y)
+    return _join(rows, rows.sent, live_R, pinned=pinned) if may_join(live_R, planned_R) else rows
+
+
+def _join(rows: PreparedRows, sent: SentTokens, live_R: Int64[ndarray, " R"], *, pinned: bool) -> PreparedRows:
+    """Return the same with the live rows of each rank behind its planned ones."""
+    L, lists = len(rows.tables_L), np.split(rows.numbers.numpy(), np.cumsum(rows.sizes)[:-1])
+    live_V = np.zeros(0, dtype=np.int64) if rows.kinds is None else rows.kinds.live_V.numpy()
+    joined_L = [
+        join_tokens(arrived_Y, receive_R, token_Z, send_R, live_V, live_R)
+        for arrived_Y, receive_R, token_Z, send_R in zip(
+            lists[3 * L : 4 * L], sent.receive_LR, lists[4 * L :], sent.send_LR, strict=True
+        )
+    ]
+    lists = [*lists[: 3 * L], *(one for of_layers in zip(*joined_L, strict=True) for one in of_layers)]
+    numbers = torch.from_numpy(np.concatenate(lists, dtype=np.int32, casting="same_kind"))
+    return replace(
+        rows,
+        joined=True,
+        numbers=numbers.pin_memory() if pinned else numbers,
+        sizes=[len(one) for one in lists],
+        sent=SentTokens(sent.send_LR + len(live_V), sent.receive_LR + live_R),
     )
 
 
@@ -180,12 +213,16 @@ class _OwnRows(NamedTuple):
     """What a rank knows of its rows without the others.
 
     problem   where its routes first differ from the plan; None: nowhere
+    live      number of live rows
+    planned   number of rows with recorded routes
     send_LR   tokens that go to each rank
-    message_X for each rank: room for 1 + L numbers; layer by layer the row, among the tokens that go there, of each
+    message_X for each rank: room for 3 + L numbers; layer by layer the row, among the tokens that go there, of each
               token-slot
     """
 
     problem: str | None
+    live: int
+    planned: int
     send_LR: Int64[ndarray, "L R"]
     message_X: Int32[ndarray, " X"]
 
@@ -196,23 +233,27 @@ def _order_own(
     routes: BatchRoutes | None,
     kinds: RowKinds | None,
     choice_X: Int32[ndarray, " X"],
-    token_Z: Int32[ndarray, " Z"],
+    token_Z: Int32[ndarray, " Z"] | None,
 ) -> _OwnRows:
     """Order the rows that this rank sends, unless its routes are not those of the tables.
 
     choice_X   receives the choices of all layers
-    token_Z    receives the tokens of all layers, at its beginning
+    token_Z    receives the tokens of all layers, at its beginning; None: one row per token-slot, numbered without the
+               rows that are not planned
     """
     L, R, _ = tables.send_LRP.shape
-    send_LR, message_X = np.zeros((L, R), dtype=np.int64), np.empty(len(choice_X) + R * (1 + L), dtype=np.int32)
-    if routes is not None and list(routes.layer_ids) != [one.place.layer_id for one in tables_L]:
-        return _OwnRows("they are of other layers", send_LR, message_X)
     experts_XLK = _recorded_experts(routes, kinds, L)
+    live, planned = 0 if kinds is None else len(kinds.live_V), len(experts_XLK)
+    row_T = np.arange(planned) if kinds is None or token_Z is None else kinds.planned_X.numpy()
+    send_LR, message_X = np.zeros((L, R), dtype=np.int64), np.empty(len(choice_X) + R * (3 + L), dtype=np.int32)
+    if routes is not None and list(routes.layer_ids) != [one.place.layer_id for one in tables_L]:
+        return _OwnRows("they are of other layers", live, planned, send_LR, message_X)
     if experts_XLK.size == len(choice_X):
-        if order_rows(experts_XLK, *tables[:3], choice_X.reshape(L, -1), token_Z, send_LR, message_X) < 0:
-            return _OwnRows(None, send_LR, message_X)
+        token_Z = np.empty_like(choice_X) if token_Z is None else token_Z
+        if order_rows(experts_XLK, row_T, *tables[:3], choice_X.reshape(L, -1), token_Z, send_LR, message_X) < 0:
+            return _OwnRows(None, live, planned, send_LR, message_X)
         send_LR[:] = 0
-    return _OwnRows(find_route_mismatch(tables_L, experts_XLK), send_LR, message_X)
+    return _OwnRows(find_route_mismatch(tables_L, experts_XLK), live, planned, send_LR, message_X)
 
 
 def _recorded_experts(routes: BatchRoutes | None, kinds: RowKinds | None, num_layers: int) -> Integer[ndarray, "X L K"]:
@@ -227,19 +268,19 @@ def _exchange(
     tables_L: Sequence[RankTables],
     tables: _Stacked,
     own: _OwnRows,
-    flags: int,
     group: dist.ProcessGroup,
     *,
     send_once: bool,
 ) -> tuple[Int32[ndarray, " X"], Int32[ndarray, "R Y"]]:
-    """Exchange flags, the tokens of each layer, and with `send_once` their rows; collective.
+    """Exchange what each rank knows of its rows, and with `send_once` the row of each token-slot; collective.
 
-    returns   the messages of all ranks, and their first 1 + L numbers
+    returns   the messages of all ranks, and their heads: whether routes differ, live rows, planned rows, and the tokens
+              of each layer
     """
     L, R, _ = tables.send_LRP.shape
-    head = 1 + L
+    head, common = 3 + L, [own.problem is not None, own.live, own.planned]
     send_R, receive_R = head + tables.send_LRP.sum(axis=(0, 2)), head + tables.receive_LRP.sum(axis=(0, 2))
-    message_X, heads_RX = own.message_X, np.column_stack([np.full(R, flags), own.send_LR.T]).astype(np.int32)
+    message_X, heads_RX = own.message_X, np.column_stack([np.tile(common, (R, 1)), own.send_LR.T]).astype(np.int32)
     if send_once:
         message_X[(np.cumsum(send_R) - send_R)[:, None] + np.arange(head)] = heads_RX
     else:

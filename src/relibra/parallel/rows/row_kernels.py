@@ -15,19 +15,20 @@ from relibra.routing.compiled import compiled
 
 @compiled
 @no_type_check
-def order_rows(experts_TLK, tokens_LE, send_LRP, first_LRP, choice_LX, token_Z, rows_LR, message_X) -> int:
+def order_rows(experts_TLK, row_T, tokens_LE, send_LRP, first_LRP, choice_LX, token_Z, rows_LR, message_X) -> int:
     """Write which token-slots and which tokens go out, in which order, and which token each token-slot needs.
 
+    row_T       row of the batch that each token is, ascending
     choice_LX   receives the token-slots of each layer
     token_Z     receives the tokens of each layer, one layer after another; room for all token-slots
     rows_LR     receives the number of these tokens for each destination
-    message_X   receives for each destination, after 1 + L other numbers, layer by layer, the row of each token-slot
+    message_X   receives for each destination, after 3 + L other numbers, layer by layer, the row of each token-slot
                 among the tokens that go there
     returns     first layer whose routes are not those that the tables count, -1: none. The lists are then incomplete
     """
     L, R, P = send_LRP.shape
     E, X = tokens_LE.shape[1], choice_LX.shape[1]
-    written_R = np.full(R, 1 + L, np.int64)  # end of what is written for each destination
+    written_R = np.full(R, 3 + L, np.int64)  # end of what is written for each destination
     for r in range(1, R):
         written_R[r] += written_R[r - 1] + send_LRP[:, r - 1].sum()
     run_Y3, run_E1 = np.empty((R * P, 3), np.int64), np.empty(E + 1, np.int64)
@@ -38,8 +39,8 @@ def order_rows(experts_TLK, tokens_LE, send_LRP, first_LRP, choice_LX, token_Z, 
         _list_runs(tokens_LE[layer], send_LRP[layer], first_LRP[layer], run_Y3, run_E1)
         choices_R = send_LRP[layer].sum(axis=1)
         first_R = np.cumsum(choices_R) - choices_R
-        sizes = (first_R, written_R - first_R, rows_LR[layer])
-        if not _order_layer(experts_TLK[:, layer], run_Y3, run_E1, sizes, choice_LX[layer], token_X, message_X):
+        runs, sizes = (run_Y3, run_E1), (first_R, written_R - first_R, rows_LR[layer])
+        if not _order_layer(experts_TLK[:, layer], row_T, runs, sizes, choice_LX[layer], token_X, message_X):
             return layer
         for r in range(R):
             sent = rows_LR[layer, r]
@@ -76,7 +77,7 @@ def _list_runs(tokens_E, send_RP, first_RP, run_Y3, run_E1) -> None:
 
 @compiled
 @no_type_check
-def _order_layer(experts_TK, run_Y3, run_E1, sizes, choice_X, token_X, message_X) -> bool:
+def _order_layer(experts_TK, row_T, runs, sizes, choice_X, token_X, message_X) -> bool:
     """Write one layer of `order_rows`; return whether the routes are those that the runs count.
 
     Indices are unsigned, so that numba does not test whether they are negative, and the loop has no branch that routes
@@ -85,17 +86,18 @@ def _order_layer(experts_TK, run_Y3, run_E1, sizes, choice_X, token_X, message_X
     sizes     first token-slot for each destination, its place in the message less that, and the rows, which it receives
     token_X   receives the tokens for each destination, from its first token-slot on
     """
-    first_R, shift_R, rows_R = sizes
+    (run_Y3, run_E1), (first_R, shift_R, rows_R) = runs, sizes
     T, K = np.uint32(experts_TK.shape[0]), np.uint32(experts_TK.shape[1])
     E, one = np.uint64(len(run_E1) - 1), np.uint32(1)
     run_E4 = np.zeros((E, 4), np.uint32)  # of the next token-slot of an expert: its place, end, destination; next run
     run_E4[:, 3] = run_E1[:-1]
     sent_R4 = np.zeros((len(first_R), 4), np.uint32)  # last token + 1, rows, first token-slot, place in the message
     sent_R4[:, 2], sent_R4[:, 3] = first_R, shift_R
-    choice = np.uint32(0)
-    for t in range(T):
+    for i in range(T):
+        t = np.uint32(row_T[i])
+        choice = t * K
         for k in range(K):
-            e = np.uint64(experts_TK[t, k])
+            e = np.uint64(experts_TK[i, k])
             if e >= E:
                 return False
             x = run_E4[e, 0]
@@ -141,10 +143,10 @@ def place_arrived(receive_LRP, rows_LR, messages_X, arrived_Y) -> None:
     """Write, for the rows that a rank computes, layer by layer, which arrived row is the input of each.
 
     rows_LR      rows from each source
-    messages_X   of each source, after 1 + L other numbers, layer by layer, the row of each token-slot
+    messages_X   of each source, after 3 + L other numbers, layer by layer, the row of each token-slot
     """
     L, R, P = receive_LRP.shape
-    read_R = np.full(R, 1 + L, np.int64)  # next entry of each source
+    read_R = np.full(R, 3 + L, np.int64)  # next entry of each source
     for r in range(1, R):
         read_R[r] += read_R[r - 1] + receive_LRP[:, r - 1].sum()
     y = 0

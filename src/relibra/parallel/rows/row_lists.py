@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from jaxtyping import Int, Int32
 from numpy import ndarray
 from torch import Tensor
 
+from relibra.parallel.rows.live_rows import LiveRows
 from relibra.planning.traffic.rank_tables import RankTables
 
 
@@ -37,12 +38,19 @@ class RowLists:
     compute_order_Y   arrived token-slot (by source, local slot, position) that is computed Y-th
     slot_Y            local slot of the Y-th computed row
     once              what is sent when each token goes to a rank once; None: one row per token-slot
+    live              rows without recorded routes that travel behind the planned ones; None: there are none
     """
 
     choice_X: Int32[Tensor, " X"]
     compute_order_Y: Int32[Tensor, " Y"]
     slot_Y: Int32[Tensor, " Y"]
     once: SendOnce | None = None
+    live: LiveRows | None = None
+
+    def with_first(self, arrived_X: Int[Tensor, " X"]) -> RowLists:
+        """Return the lists with these arrived rows as inputs of rows that are computed before all others."""
+        assert self.once is not None, "live rows travel with tokens that are sent once"
+        return replace(self, once=replace(self.once, arrived_Y=torch.cat([arrived_X, self.once.arrived_Y])))
 
 
 def row_lists(tables: RankTables, experts_TK: Int[ndarray, "T K"], device: torch.device) -> RowLists:
