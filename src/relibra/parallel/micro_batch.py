@@ -159,9 +159,9 @@ def prepare_micro_batch(executed: ExecutedPlan, number: int, routes: BatchRoutes
         return None
     if not prepared:
         preparation.start(number, routes)
-    if following is not None and not next_prepared:
-        preparation.start(following, executed.routes[following])
     rows = preparation.wait_for(number)
+    if following is not None and not next_prepared:
+        preparation.start(following, executed.routes[following])  # may drop what was kept of this one
     if not routes_fit(rows):
         return None
     pushes = PushSchedule(
