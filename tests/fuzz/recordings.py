@@ -3,7 +3,7 @@
 import io
 import json
 import struct
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -56,14 +56,20 @@ def _answers():
     ids, prompt, new = _samples()[0]
     packed = made.vllm_answer(ids, prompt, new)
     packed["choices"][0]["routed_experts"] = made.packed(ids.astype(np.uint8), start=0)
-    gym = made.gym_result([(ids.astype(np.int8), prompt, new)])
-    return (made.vllm_answer(ids, prompt, new), made.sglang_answer(ids, prompt, new), packed, gym,
-            made.megatron_answer(ids, prompt, new))  # fmt: skip
+    return {
+        "vllm": made.vllm_answer(ids, prompt, new),
+        "sglang": made.sglang_answer(ids, prompt, new),
+        "skyrl_and_prime": packed,
+        "nemo_gym": made.gym_result([(ids.astype(np.int8), prompt, new)]),
+        "megatron": made.megatron_answer(ids, prompt, new),
+    }
 
 
-def imported_answers(rng, folder):
-    answers = [pick(rng, _answers()) for _ in range(int(rng.integers(1, 4)))]
-    if rng.random() < 0.3:
+def _imported_answers(engine, rng, folder):
+    answers = [_answers()[engine] for _ in range(int(rng.integers(1, 4)))]
+    if rng.random() < 0.2:
+        answers.append(pick(rng, list(_answers().values())))
+    if rng.random() < 0.3 and engine == "vllm":
         try:
             answers[0] = made.vllm_answer(mutate_array(rng, _samples()[0][0]), 4, 3)
         except ValueError:  # numpy writes no arrays of some types
@@ -114,8 +120,7 @@ def _tensors(arrays):
     return {name: _tensor(array) if array.dtype.kind in "iufb" else array for name, array in arrays.items()}
 
 
-def imported_batches(rng, folder):
-    format = pick(rng, list(_batches()))
+def _imported_batches(format, rng, folder):
     arrays = {name: _ids(rng, array) for name, array in _batches()[format].items() if rng.random() < 0.95}
     kind = pick(rng, ("safetensors", "npz", "pt", "pkl"))
     if kind == "safetensors":
@@ -172,6 +177,10 @@ def _views(rng):
     }  # fmt: skip
 
 
+def _imported_slime_dumps(rng, folder):
+    _imported_dumps(pick(rng, ("slime", "arrays", "lists")), rng, folder)
+
+
 def shared_dumps(rng, folder):
     """Dumps whose lists, samples and tensors are one object in many places, or nested deeply."""
     format = pick(rng, (Format.SLIME, Format.SLIME, Format.MEGATRON, Format.SGLANG_RECORDER))
@@ -198,8 +207,8 @@ def shared_batches(rng, folder):
     )
 
 
-def imported_dumps(rng, folder):
-    format, data = pick(rng, list(_dumps().values()))
+def _imported_dumps(name, rng, folder):
+    format, data = _dumps()[name]
     if rng.random() < 0.5:  # in the pickle inside, so that the archive stays whole
         data = _with_damaged_pickle(rng, data)
     _import(rng, _damaged(rng, folder / "d.pt", data) if rng.random() < 0.5 else _whole(folder / "d.pt", data), format)
@@ -291,7 +300,20 @@ def any_base64(rng, _):
 RECORDINGS = {
     function.__name__: function
     for function in (
-        *(imported_answers, imported_batches, imported_dumps, imported_micro_batches, imported_router_traces),
+        *(imported_micro_batches, imported_router_traces),
         *(shared_dumps, shared_batches, any_pickle, built_pickle, any_base64),
     )
+}
+RECORDINGS |= {
+    f"imported_answers_of_{engine}": partial(_imported_answers, engine)
+    for engine in ("vllm", "sglang", "skyrl_and_prime", "nemo_gym", "megatron")
+}
+RECORDINGS |= {
+    f"imported_batches_of_{format.name.lower()}": partial(_imported_batches, format)
+    for format in (Format.VERL, Format.SKYRL, Format.NEMO_RL)
+}
+RECORDINGS |= {
+    "imported_dumps_of_slime": _imported_slime_dumps,
+    "imported_dumps_of_sglang": partial(_imported_dumps, "recorder"),
+    "imported_dumps_of_megatron": partial(_imported_dumps, "replay"),
 }

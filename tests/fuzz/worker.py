@@ -20,9 +20,9 @@ import numpy as np
 from relibra.errors import RelibraError
 from tests.fuzz.cases import CASES
 from tests.fuzz.recordings import RECORDINGS
-from tests.fuzz.servers import server_answer
+from tests.fuzz.servers import SERVERS
 
-READERS = {**CASES, **RECORDINGS, "server_answer": server_answer}
+READERS = {**CASES, **RECORDINGS, **SERVERS}
 MEMORY_BYTES = 1536 << 20
 """Address space beyond what imports and compiled loops have taken when the first case begins."""
 SECONDS, WAITING_SECONDS = 5.0, 60.0

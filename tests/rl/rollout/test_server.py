@@ -4,10 +4,13 @@ import asyncio
 import base64
 import contextlib
 import io
+import json
 import socket
 import threading
 import time
+import tracemalloc
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,9 +19,12 @@ from transformers import AutoModelForCausalLM
 from relibra.errors import EngineError
 from relibra.rl.rollout.response import RolloutEngine, new_response
 from relibra.rl.rollout.served import requests
+from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
 from relibra.rl.rollout.served.dialects import PATHS
+from relibra.rl.rollout.served.engine import ServerEngine
 from relibra.rl.rollout.served.requests import RequestFailed, ServerAddress, request_json
 from relibra.rl.rollout.served.weights import publish_weights
+from tests.fuzz.servers import RawServer, answer_body, http
 from tests.replay.tiny_models import tiny_model
 from tests.rl.rollout.token_server import STOP, answer_of, engine_of, ids_of, running
 
@@ -71,6 +77,34 @@ def test_a_model_without_experts_has_no_routes(served):
     [window], _ = engine_of(served, routes=None).generate([new_response(1, 0, [20])], window=4, max_response=6)
     assert window.experts_mLK is None
     assert served.asked[0][1]["return_routed_experts"] is False
+
+
+@pytest.mark.parametrize("dialect", ["sglang", "vllm"])
+def test_an_answer_takes_at_most_twice_its_bytes_in_memory(dialect):
+    """As of a model with 48 layers and 8 choices: most of it are routes, some of it log-probs."""
+    shape = ServedRoutes(num_experts=128, layer_ids=tuple(range(1, 49)), num_layers=49, top_k=8)
+    prompt, new = 600, 1200
+    ids = np.broadcast_to(np.arange(8, dtype=np.uint8), (prompt + new - 1, 49, 8))
+    body = answer_body(dialect, ids, new)
+    if dialect == "vllm":
+        entry = {"logprob": -0.5, "token": "token_id:3", "bytes": None, "top_logprobs": []}
+        body["choices"][0]["logprobs"]["content"] = [entry] * new
+    text = json.dumps(body).encode()
+    server = RawServer()
+    server.answer = {PATHS[dialect]: http(text), "": http(b"{}")}
+    client = ServerClient(url=server.url, dialect=dialect, routes=shape, stop_ids=(7,), vocab_size=50, temperature=1.0)
+    engine = ServerEngine(servers=(client,), seed=0)
+    ask = partial(engine.generate, [new_response(1, 0, [2] * prompt)], window=new, max_response=new)
+    ask()  # compiles kernels
+    tracemalloc.start()
+    try:
+        [window], _ = ask()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(window.experts_mLK, ids[:, 1:])
+    assert len(window.log_probs_w) == new
+    assert peak <= 2 * len(text)
 
 
 def test_no_responses_ask_for_nothing(served):
@@ -192,7 +226,7 @@ def pour(start, piece=b"1" * (1 << 16)):
         (pour(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"8000\r\n" + b"1" * 32768 + b"\r\n"), "1,000,000 bytes"),
         (lambda to: to.sendall(HEAD + b"Content-Length: 10\r\n\r\n123"), "received 3 bytes, expected 10"),
         (lambda to: to.sendall(b"HTTP/1.1 302 Found\r\nLocation: http://elsewhere/\r\n\r\n"), "'http://elsewhere/'"),
-        (lambda to: to.sendall(HEAD + b"\r\n" + b"[" * 100_000), "RecursionError"),
+        (lambda to: to.sendall(HEAD + b"\r\n" + b"[" * 100_000), "nested too deeply"),
         (lambda to: to.sendall(HEAD + b"\r\n" + b"1" * 5000), "ValueError"),
     ],
 )

@@ -285,10 +285,11 @@ class ServerClient:
                 f"{self.url} sent routes of shape {ids.shape}: expected {rows} rows, one less "
                 f"than tokens, of {shape.num_layers} or {own} layers and {shape.top_k} choices"
             )
-        ids = ids[:, list(shape.layer_ids)] if ids.shape[1] == shape.num_layers else ids
+        if ids.shape[1] != own:
+            ids = ids.take(shape.layer_ids, axis=1)
         if ids.size and not 0 <= ids.min() <= ids.max() < shape.num_experts:
             raise EngineError(f"{self.url} sent expert ids {ids.min()}..{ids.max()} of {shape.num_experts} experts")
-        ids = np.ascontiguousarray(ids.astype(expert_dtype(shape.num_experts)))
+        ids = np.ascontiguousarray(ids.astype(expert_dtype(shape.num_experts), copy=False))
         row, layer, fault = first_illegal_row(ids, np.ones(rows, dtype=bool), shape.num_experts)
         if fault:
             if not ids.any():

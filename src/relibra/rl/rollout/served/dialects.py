@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from jaxtyping import UInt8
 from numpy import ndarray
 
+from relibra.routing.readers.encodings.base64_text import decode_base64
 from relibra.routing.readers.npz_arrays import parse_npy
 
 Dialect = Literal["sglang", "vllm"]
@@ -70,25 +70,24 @@ def request_body(dialect: Dialect, request: TokenRequest) -> dict[str, Any]:
 
 
 def read_answer(dialect: Dialect, body: Any, *, wants_routes: bool) -> TokenAnswer:
-    """Return what an answer holds.
+    """Return what an answer holds; log-probs are taken out of it, which frees them before the routes are decoded.
 
     raises    KeyError, IndexError, TypeError, AttributeError or ValueError for an answer of another form
     """
     if dialect == "sglang":
         about = body["meta_info"]
-        pairs = about["output_token_logprobs"]  # (log-prob, token, text)
-        flat = np.frombuffer(_decoded(about["routed_experts"]), dtype="<i4") if wants_routes else None
+        both = [(pair[0], pair[1]) for pair in about.pop("output_token_logprobs")]  # (log-prob, token, text)
         return TokenAnswer(
-            tokens=[pair[1] for pair in pairs],
-            log_probs=[pair[0] for pair in pairs],
+            tokens=[token for _, token in both],
+            log_probs=[log_prob for log_prob, _ in both],
             reason=about["finish_reason"]["type"],
-            routes=flat,
+            routes=np.frombuffer(_decoded(about["routed_experts"]), dtype="<i4") if wants_routes else None,
             versions=_versions_of(about),
         )
     choice = body["choices"][0]
     return TokenAnswer(
         tokens=list(choice["token_ids"]),
-        log_probs=[one["logprob"] for one in choice["logprobs"]["content"]],
+        log_probs=[one["logprob"] for one in choice.pop("logprobs")["content"]],
         reason=choice["finish_reason"],
         routes=parse_npy(_decoded(choice["routed_experts"])) if wants_routes else None,
         versions=_versions_of(choice),
@@ -138,11 +137,11 @@ def read_scores(dialect: Dialect, body: Any, tokens: Sequence[int]) -> list[floa
     return [float(value) for value in found]
 
 
-def _decoded(text: Any) -> bytes:
-    """Return the bytes of a text in base64; raises TypeError or ValueError for anything else."""
-    if not isinstance(text, str):
+def _decoded(text: Any) -> UInt8[ndarray, " X"]:
+    """Return the bytes of a text in base64, a view of the answer where it is long.
+
+    raises    TypeError or ValueError for anything else
+    """
+    if not isinstance(text, str | memoryview):
         raise TypeError(f"routed_experts is {type(text).__name__}, not text")
-    try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise ValueError(f"routed_experts is no base64: {error}") from error
+    return decode_base64("routed_experts", text.encode() if isinstance(text, str) else text)

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from relibra.errors import EngineError
+from relibra.routing.readers.encodings.json_text import parse_in_place
 
 ATTEMPTS = 4
 """Attempts per request; a server that restarts or is full may answer a later one."""
@@ -26,7 +27,7 @@ LONGEST_PAUSE_SECONDS = 15.0
 BUSY = (429, 502, 503, 504)
 """Statuses of a server that may answer a later request."""
 _SHOWN_BYTES = 300
-"""Bytes of a refusal that are shown."""
+"""Bytes of a refusal, and of an error, that are shown."""
 
 
 class RequestFailed(Exception):
@@ -82,7 +83,7 @@ def _certificates() -> ssl.SSLContext:
 async def request_json(
     client: httpx.AsyncClient, path: str, body: Mapping[str, Any] | None, *, seconds: float, max_bytes: int
 ) -> Any:
-    """Send JSON (None: GET) and return the JSON of the answer.
+    """Send JSON (None: GET) and return the JSON of the answer, long texts of routes as views of its bytes.
 
     seconds     for the whole request: connecting, the server's work, and reading the answer
     max_bytes   largest answer that is read
@@ -97,12 +98,12 @@ async def request_json(
         why = f"{type(error).__name__}: {_reason(error)}"
         raise RequestFailed(why, may_pass=isinstance(error, OSError | httpx.TransportError)) from error
     try:
-        return json.loads(data or b"{}")
+        return parse_in_place(data or b"{}")
     except (ValueError, RecursionError) as error:
         raise RequestFailed(f"{type(error).__name__}: {error}", may_pass=False) from error
 
 
-async def _exchange(client: httpx.AsyncClient, path: str, body: Mapping[str, Any] | None, max_bytes: int) -> bytes:
+async def _exchange(client: httpx.AsyncClient, path: str, body: Mapping[str, Any] | None, max_bytes: int) -> bytearray:
     """Send a body and return that of the answer."""
     request = client.build_request(
         "GET" if body is None else "POST",
@@ -125,7 +126,7 @@ async def _exchange(client: httpx.AsyncClient, path: str, body: Mapping[str, Any
             why = f"status {answer.status_code}, {said!r}"
             raise RequestFailed(why, may_pass=answer.status_code in BUSY, status=answer.status_code)
         declared = answer.headers.get("Content-Length", "0")
-        data = b"" if int(declared) > max_bytes else await _read(answer, max_bytes)
+        data = bytearray() if int(declared) > max_bytes else await _read(answer, max_bytes)
         if max(len(data), int(declared)) > max_bytes:
             raise RequestFailed(f"its answer is longer than {max_bytes:,} bytes", may_pass=False)
         return data
@@ -133,14 +134,14 @@ async def _exchange(client: httpx.AsyncClient, path: str, body: Mapping[str, Any
         await answer.aclose()
 
 
-async def _read(answer: httpx.Response, max_bytes: int) -> bytes:
+async def _read(answer: httpx.Response, max_bytes: int) -> bytearray:
     """Return the bytes of an answer as sent, a piece more than `max_bytes` where there are more."""
     data = bytearray()
     async for piece in answer.aiter_raw():
         data += piece
         if len(data) > max_bytes:
             break
-    return bytes(data)
+    return data
 
 
 def _reason(error: BaseException) -> str:
@@ -150,7 +151,7 @@ def _reason(error: BaseException) -> str:
         if isinstance(cause, OSError) and cause.errno:
             return os.strerror(cause.errno) if cause.errno > 0 else str(cause)
         cause = cause.__cause__ or cause.__context__
-    return str(error)
+    return str(error)[:_SHOWN_BYTES]  # it may repeat what the server sent
 
 
 class ServerLost(EngineError):

@@ -12,6 +12,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, no_type_check
 
@@ -38,6 +39,7 @@ _KEY = re.compile(
     % ("|".join(LONG_KEYS).encode(), "|".join(SKIPPED_KEYS).encode())
 )
 """In valid JSON this is a key and the beginning of its text: inside a text, quotes have a backslash before them."""
+_LONG_KEY = re.compile(rb'"(?:%b)"[ \t\r\n]*:[ \t\r\n]*"' % "|".join(LONG_KEYS).encode())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,6 +95,16 @@ def parse_documents(where: str, data: bytes | mmap.mmap) -> Iterator[JsonDocumen
         raise TraceError(f"{where} is no JSON: {error}; expected a document, or one per line") from error
 
 
+def parse_in_place(data: bytes | bytearray) -> Any:
+    """Return the value of a JSON text, with its long texts of `LONG_KEYS` as views of the data.
+
+    Of an object with a "logprob" only that is kept.
+
+    raises    ValueError for what is no JSON, TraceError for more lists, objects and bytes than are read
+    """
+    return _parse("the answer", data, 0, len(data), in_place=True).value
+
+
 def _lines(where: str, data: bytes | mmap.mmap, start: int) -> Iterator[JsonDocument]:
     """Yield the documents of the lines from the second on; blank ones are passed over."""
     number = 1
@@ -111,13 +123,18 @@ def _line_end(data: bytes | mmap.mmap, start: int) -> int:
     return len(data) if found < 0 else found
 
 
-def _parse(where: str, data: bytes | mmap.mmap, start: int, stop: int) -> JsonDocument:
-    """Parse one document; raises ValueError for what is no JSON, TraceError for one that is too large."""
+def _parse(
+    where: str, data: bytes | bytearray | mmap.mmap, start: int, stop: int, *, in_place: bool = False
+) -> JsonDocument:
+    """Parse one document; raises ValueError for what is no JSON, TraceError for one that is too large.
+
+    in_place   long texts are put into the value, and log-probabilities are read
+    """
     nonce, rest = secrets.token_hex(16), bytearray()
     texts: dict[str, memoryview] = {}
     view = memoryview(data)
     at = start
-    while found := _KEY.search(data, at, stop):
+    while found := (_LONG_KEY if in_place else _KEY).search(data, at, stop):
         begin = found.end()
         if data[begin - 1] != ord('"'):
             length = int(_value_length(np.frombuffer(view[begin:stop], dtype=np.uint8)))
@@ -147,10 +164,22 @@ def _parse(where: str, data: bytes | mmap.mmap, start: int, stop: int) -> JsonDo
             "line (JSON lines)"
         )
     try:
-        value = json.loads(rest)
+        value = json.loads(rest, object_hook=partial(_with_texts, texts) if in_place else None)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     return JsonDocument(where=where, size=stop - start, value=value, texts=texts)
+
+
+def _with_texts(texts: dict[str, memoryview], one: dict[str, Any]) -> dict[str, Any]:
+    """Return an object of a document with its long texts in place of their names; of a log-prob the number alone."""
+    if "logprob" in one:
+        return {
+            "logprob": one["logprob"]
+        }  # there are as many as tokens, and the rest takes more memory than the answer
+    for key in LONG_KEYS:
+        if isinstance(found := one.get(key), str) and found in texts:
+            one[key] = texts[found]
+    return one
 
 
 def _check_rest(where: str, rest: bytearray, left: int, texts: int) -> None:
