@@ -85,9 +85,13 @@ class Row:
         """Tokens at the latest end of the answer."""
         return len(self.request.tokens) + self.request.sampling.limit
 
-    def add(self, token: int, log_prob_V: Float[Tensor, " V"]) -> Progress:
-        """Append a token; return what to tell about it."""
-        sampling, log_prob = self.request.sampling, float(log_prob_V[token])
+    def add(self, token: int, log_prob: float, log_prob_BV: Float[Tensor, "B V"], b: int) -> Progress:
+        """Append a token; return what to tell about it.
+
+        log_prob     of the token
+        log_prob_BV  of all tokens, in row `b`
+        """
+        sampling = self.request.sampling
         if not math.isfinite(log_prob):
             self.finish = "error"
             return Progress(
@@ -103,7 +107,7 @@ class Row:
             self.finish = "length"
         top: tuple[tuple[int, float], ...] = ()
         if sampling.top_log_probs:
-            values, ids = log_prob_V.topk(min(sampling.top_log_probs, len(log_prob_V)))
+            values, ids = log_prob_BV[b].topk(min(sampling.top_log_probs, log_prob_BV.shape[1]))
             top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
         routes = np.concatenate(self.experts) if self.finish and self.experts else None
         return Progress(
@@ -193,7 +197,11 @@ def sample_rows(rows: Sequence[Row], logits_BV: Float[Tensor, "B V"]) -> list[Pr
         np.array([len(row.tokens) for row in rows]),
     )
     token_B, log_prob_BV = sample_tokens(logits_BV, [row.request.sampling for row in rows], uniform_B)
-    return [row.add(token, log_prob_BV[b]) for b, (row, token) in enumerate(zip(rows, token_B.tolist(), strict=True))]
+    log_prob_B = log_prob_BV.gather(1, token_B[:, None])[:, 0].tolist()
+    return [
+        row.add(token, log_prob, log_prob_BV, b)
+        for b, (row, token, log_prob) in enumerate(zip(rows, token_B.tolist(), log_prob_B, strict=True))
+    ]
 
 
 def join(
