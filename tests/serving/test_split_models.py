@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from relibra.errors import ConfigError, EngineError
+from relibra.errors import ConfigError, EngineError, RelibraError
+from relibra.serving.launch import RunningWorkers
 from relibra.serving.layout import WorkerLayout, split_experts
 from relibra.serving.roles.checkpoint import read_structure
 from tests.replay.model_zoo import tiny_causal_model
@@ -80,6 +81,15 @@ def test_a_family_with_experts_of_its_own_is_refused_by_name(tmp_path):
     tiny_causal_model("LongcatFlashForCausalLM").save_pretrained(tmp_path)
     with pytest.raises(EngineError, match="LongcatFlashForCausalLM cannot be split"):
         read_structure(tmp_path)
+
+
+@pytest.mark.parametrize(("layout", "named"), [({"experts": 63}, "--experts 63 is more"), ({}, "cannot be split")])
+def test_what_cannot_be_split_is_refused_before_processes_start(layout, named, tmp_path, monkeypatch):
+    family = "Qwen3MoeForCausalLM" if layout else "LongcatFlashForCausalLM"
+    tiny_causal_model(family).save_pretrained(tmp_path)
+    monkeypatch.setattr(RunningWorkers, "_start", lambda *_: pytest.fail("a process was started"))
+    with pytest.raises(RelibraError, match=named):
+        RunningWorkers(tmp_path, small_layout(**layout))
 
 
 def test_experts_are_split_evenly():

@@ -20,7 +20,9 @@ from relibra.errors import EngineError
 from relibra.serving.control import ControlSocket
 from relibra.serving.exchange.addresses import worker_address
 from relibra.serving.exchange.messages import SECRET_BYTES
+from relibra.serving.expert_placement import place_experts
 from relibra.serving.layout import WorkerLayout
+from relibra.serving.roles.checkpoint import read_structure
 
 FolderStamp = tuple[tuple[str, int, int], ...]
 """Name, bytes and time of the last change of each file of weights."""
@@ -56,8 +58,10 @@ class RunningWorkers:
 
         threads   of torch in each worker
         timeline  workers record what they do and when
-        raises    ConfigError, EngineError with the sentence of the first worker that failed
+        raises    ConfigError, EngineError for a model or layout that cannot be split, before any process starts; else
+                  with the sentence of the first worker that failed
         """
+        place_experts(read_structure(folder, dtype).num_experts, layout.experts, layout.spare_experts)  # or raises
         self.layout = layout
         self.workers: list[Worker] = []
         self.experts_of: dict[int, list[int]] = {}
