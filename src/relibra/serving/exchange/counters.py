@@ -16,7 +16,7 @@ class ExchangeCounters:
     buffers           buffers allocated
     staging_copies    rows that did not lie in the buffer of their channel and were copied there first
     group_creations   sets of peers made for a call: a channel opened, or a buffer allocated, after the first call
-    barriers          waits for peers that no rows come from
+    barriers          waits of all processes for one another: no code of the exchange has one, so nothing adds to this
     """
 
     calls: int = 0
