@@ -70,7 +70,7 @@ class WorkerLostError(EngineError):
 
 
 class SlotExchange:
-    """Exchange of one micro-batch with all expert workers.
+    """Exchange of one micro-batch with all expert workers; `slot` is the number of the micro-batch.
 
     One exchange is under way at a time: `rows`, `dispatch`, `collect`, layer after layer. So a worker never holds more
     than one message of a slot, and its memory is bounded.
@@ -278,5 +278,5 @@ class _Waiting:
         where = f"layer {self.layer} of micro-batch {exchange.slot}" if self.layer >= 0 else "its welcome"
         raise EngineError(
             f"attention worker {exchange.attention} waited for expert worker {self.worker} at {where}: {reason}; "
-            "look for the first error of that worker, and start the deployment again"
+            "look at what that worker printed; relibra serve starts it again if it has ended: end it if it hangs"
         ) from error
