@@ -68,7 +68,7 @@ class WorkerLayout:
             )
 
     @property
-    def columns(self) -> int:
+    def places(self) -> int:
         """Places of the KV cache of one micro-batch."""
         return self.kv_tokens // self.micro_batches
 

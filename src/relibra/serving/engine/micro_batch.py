@@ -32,22 +32,22 @@ class EngineLimits:
     """Limits of one micro-batch.
 
     max_rows      requests decoded together
-    max_columns   places of the KV cache: running requests x tokens that the longest of them may reach, as rows of one
+    max_places    of the KV cache: running requests x tokens that the longest of them may reach, as rows of one
                   cache have one width
     max_tokens    tokens of one forward pass
     """
 
     max_rows: int
-    max_columns: int
+    max_places: int
     max_tokens: int
 
 
 class MicroBatch:
     """Requests of one micro-batch, and the thread that runs them.
 
-    steps      forward passes that decoded
-    prefills   forward passes that fed a piece of prompts
-    lent_prompts   prompts that were copied from a running request instead
+    steps          forward passes that decoded
+    prefills       forward passes that fed a piece of prompts
+    lent_prompts   prompts whose keys and values were copied from a running request instead
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class MicroBatch:
     def cache_usage(self) -> float:
         """Share of the KV cache that requests under way may need; at 1 no other begins."""
         rows, columns = self._rows_and_width()
-        return rows * columns / self._limits.max_columns
+        return rows * columns / self._limits.max_places
 
     def awaits_prompt(self, tokens: tuple[int, ...]) -> bool:
-        """Return whether the request that came last begins with this prompt, and still waits."""
+        """Return whether the request that came last has exactly this prompt, and still waits."""
         with self._work:
             return bool(self._waiting) and self._waiting[-1].request.tokens == tokens
 
@@ -170,7 +170,7 @@ class MicroBatch:
         self._tell(progress)
 
     def _admit(self) -> None:
-        """Begin waiting requests, first come first served, within the limits of rows and columns."""
+        """Begin waiting requests, first come first served, within the limits of rows and places."""
         limits = self._limits
         if not self._can_join and (self._batch or self._prefills):
             return
@@ -180,7 +180,7 @@ class MicroBatch:
             while self._waiting and rows < limits.max_rows:
                 row = self._waiting[0]
                 widest = max(columns, row.most_tokens)
-                if rows and (rows + 1) * widest > limits.max_columns:
+                if rows and (rows + 1) * widest > limits.max_places:
                     break
                 if not self._can_join and fresh and len(row.request.tokens) != len(fresh[0].request.tokens):
                     break
@@ -194,7 +194,7 @@ class MicroBatch:
             self._batch.make_room(self._places_left)
 
     def _begins_like_another(self, row: Row) -> bool:
-        """Let a row join those that run, if one of them has its prompt; return whether it has."""
+        """Let a row join those that run, if one of them has its prompt to lend; return whether it has joined."""
         longer = self._batch.begin_like(row, self._places_left) if self._batch else None
         if longer is None:
             return False
@@ -211,7 +211,7 @@ class MicroBatch:
     @property
     def _places_left(self) -> int:
         """Places of the cache that prompts under way leave to the running rows."""
-        return self._limits.max_columns - sum(one.room.places for one in self._prefills)
+        return self._limits.max_places - sum(one.room.places for one in self._prefills)
 
     def _begin(self, fresh: Sequence[Row]) -> Iterator[Prefill]:
         """Yield the prefills of rows: prompts to score apart from others, equal prompts once."""

@@ -40,6 +40,7 @@ class Forward(Protocol):
 class Row:
     """A request under way.
 
+    tokens     of the answer so far
     fed        tokens in the cache
     experts    routes of each piece that was fed, where they are asked for
     scores     log-probs of pieces of the prompt, where they are asked for
@@ -82,7 +83,7 @@ class Row:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens at the latest end of the answer."""
+        """Tokens of prompt and answer if the answer ends at its limit."""
         return len(self.request.tokens) + self.request.sampling.limit
 
     def add(self, token: int, log_prob: float, log_prob_BV: Float[Tensor, "B V"], b: int) -> Progress:

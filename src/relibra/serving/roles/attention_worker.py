@@ -84,7 +84,7 @@ class AttentionWorker:
                 timeout=layout.timeout,
             )
             self._exchanges.append(exchange)
-        limits = EngineLimits(max_rows=layout.rows, max_columns=layout.columns, max_tokens=layout.max_tokens)
+        limits = EngineLimits(max_rows=layout.rows, max_places=layout.places, max_tokens=layout.max_tokens)
         pad_id = self.model.config.get_text_config().pad_token_id or 0
         self.engine = AttentionEngine(
             [
@@ -110,7 +110,7 @@ class AttentionWorker:
             one.rejoin(expert_worker, address, experts)
 
     def load(self) -> list[int]:
-        """Return the rows of each expert since the start."""
+        """Return the rows of each expert since the start; loads nothing."""
         assert self.engine is not None, "connect comes first"
         return sum(one.load_E for one in self.engine.micro_batches).tolist()  # type: ignore[union-attr]
 
@@ -155,4 +155,4 @@ def _most_cache_bytes(model: Any, layout: WorkerLayout) -> int:
             for tokens in (1, 2)
         )
     place, request = two - one, 2 * one - two
-    return layout.micro_batches * (layout.columns * place + layout.rows * request)
+    return layout.micro_batches * (layout.places * place + layout.rows * request)
