@@ -130,8 +130,10 @@ class WorkerClients:
 
     def __init__(self, model: RunningWorkers, attention: list[_Connection], experts: list[_Connection]) -> None:
         """Use `open`."""
-        self.rebalanced, self.changing, self._counting = 0, asyncio.Lock(), asyncio.Lock()
-        """Times that copies of experts were placed anew, and the right to change what workers hold."""
+        self.rebalanced = 0
+        """Times that copies of experts were placed anew."""
+        self.changing, self._counting = asyncio.Lock(), asyncio.Lock()
+        """The right to change what workers hold, and to ask them for their counters."""
         self._attention, self._experts, self._numbers = attention, experts, itertools.count()
         self.on_free: Callable[[], None] = lambda: None
         """Is called when a sample has ended."""
@@ -174,7 +176,7 @@ class WorkerClients:
         return sum(len(one.running) for one in self._attention)
 
     def has_room(self, most: int) -> bool:
-        """Return whether a worker runs fewer samples than `most`, or none will ever be there again, which ends them."""
+        """Return whether to call `begin`: a worker runs fewer than `most`, or all are gone for good, which it tells."""
         alive = [one for one in self._attention if not one.lost]
         return min(len(one.running) for one in alive) < most if alive else not self._starting
 

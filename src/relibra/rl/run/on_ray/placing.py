@@ -66,6 +66,7 @@ def reserve_room(config: RunConfig, run: Path, is_interrupted: Callable[[], bool
         room_N = sorted(rooms, reverse=True)
         layouts = possible_layouts(parallel.ranks, room_N)
         if layouts:
+            # Each layout is tried twice where there are servers: ranks first, then servers first (turn 1).
             first, turn = (attempt // 2, attempt % 2) if num_servers else (attempt, 0)
             layout = layouts[first % len(layouts)]
             bundle = resources_of_ranks(layout.ranks_per_node, parallel.threads_per_rank, gpus=gpus)

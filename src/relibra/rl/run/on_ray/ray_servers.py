@@ -37,9 +37,10 @@ _KEY_BYTES = 32
 
 @dataclass
 class _Server(NodeActor):
-    """A server: the question whether it ended, and its answer.
+    """A server, and the call to `NodeServer.ended` that is open at its actor.
 
-    why   how it was lost; empty: it runs
+    asked   Ray's reference to the answer
+    why     how the server was lost; empty: it runs
     """
 
     asked: Any = None
