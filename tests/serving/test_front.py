@@ -1,12 +1,16 @@
 """Parts of the front: the fair queue, and text that grows token by token."""
 
+import asyncio
 import itertools
+import socket
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from relibra.errors import ConfigError
+from relibra.serving.control import read_frame
+from relibra.serving.server import clients
 from relibra.serving.server.access import read_api_keys
 from relibra.serving.server.fair_queue import FairQueue, retry_seconds
 from relibra.serving.server.serve import FrontSettings
@@ -136,3 +140,17 @@ def test_what_holds_no_key_is_refused(source):
 def test_settings_of_the_front_out_of_range_are_refused(changes, named):
     with pytest.raises(ConfigError, match=named):
         FrontSettings(**{"host": "127.0.0.1", "port": 0, "name": "tiny"} | changes)
+
+
+def test_a_worker_that_hangs_while_weights_change_is_given_up():
+    async def told():
+        ours, theirs = socket.socketpair()
+        with theirs:
+            connection = clients.Connection("attention worker 0", *await asyncio.open_connection(sock=ours))
+            answers = await clients.tell_weights([connection], {"read": "folder"}, seconds=0.05)
+            return answers, connection.writer.is_closing(), await read_frame(connection.reader)
+
+    answers, closing, frame = asyncio.run(told())
+    assert answers == [None]
+    assert closing
+    assert frame is None, "who reads takes the worker for ended, and starts it again"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import shutil
 import socket
@@ -26,6 +27,8 @@ from relibra.serving.roles.checkpoint import read_structure
 
 FolderStamp = tuple[tuple[str, int, int], ...]
 """Name, bytes and time of the last change of each file of weights."""
+_log = logging.getLogger(__name__)
+
 LOADING_SECONDS = 1800.0
 """How long workers may take to load."""
 STOPPING_SECONDS = 5.0
@@ -155,6 +158,7 @@ class RunningWorkers:
         self.workers[number] = self._start("experts", number)
         self._await_experts(number, time.monotonic() + LOADING_SECONDS)
         self._check_stamp()
+        _log.warning("%s is back", self.workers[number].name)
 
     def restart_attention(self, number: int) -> list[tuple[str, list[int]]]:
         """Start an attention worker again, and wait until it is connected; return where it found the experts.
@@ -169,9 +173,12 @@ class RunningWorkers:
         met = self.whereabouts()
         ControlSocket(worker.control).send({"connect": met})
         self._answer(worker, "connected", end)
+        _log.warning("%s is back", worker.name)
         return met
 
     def _end(self, worker: Worker) -> None:
+        """End a worker that is started again next, and tell the operator."""
+        _log.warning("%s ended (%s): it is started again", worker.name, _ending(worker.process))
         worker.process.kill()
         worker.process.wait()
         worker.control.close()

@@ -77,7 +77,7 @@ class SampleGroup:
     first: int
     client: str
     mailbox: Mailbox
-    worker: _Connection | None = None
+    worker: Connection | None = None
     numbers: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -87,7 +87,7 @@ class SampleGroup:
 
 
 @dataclass(eq=False)
-class _Connection:
+class Connection:
     """A worker; `lost` says why it is gone.
 
     answers   to what was asked, by their keys; None: it has ended
@@ -128,7 +128,7 @@ class _Connection:
 class WorkerClients:
     """Samples of this front at the attention workers, and commands to all workers."""
 
-    def __init__(self, model: RunningWorkers, attention: list[_Connection], experts: list[_Connection]) -> None:
+    def __init__(self, model: RunningWorkers, attention: list[Connection], experts: list[Connection]) -> None:
         """Use `open`."""
         self.rebalanced = 0
         """Times that copies of experts were placed anew."""
@@ -223,16 +223,16 @@ class WorkerClients:
         raises       Unavailable where a worker is gone before
         """
         everyone = [*self._experts, *self._attention]
-        read = [] if any(one.lost for one in everyone) else await _tell_weights(everyone, {"read": folder})
+        read = [] if any(one.lost for one in everyone) else await tell_weights(everyone, {"read": folder})
         failed = [str(one["failed"]) for one in read if one is not None and "failed" in one]
         lost = next((one.lost for one in everyone if one.lost), "")
         if failed or lost:
-            await _tell_weights([one for one in everyone if not one.lost], {"use": ""})
+            await tell_weights([one for one in everyone if not one.lost], {"use": ""})
             if lost:
                 raise Unavailable(lost)
             return failed
         start_from()
-        await _tell_weights(everyone, {"use": folder})
+        await tell_weights(everyone, {"use": folder})
         return []
 
     async def rebalance(self, model: RunningWorkers, load_E: ndarray) -> bool:
@@ -265,17 +265,16 @@ class WorkerClients:
             await asyncio.sleep(seconds)
             async with self.changing:
                 now = await self.load()
-                if (now - before).sum() >= LEAST_ROWS * len(now):
-                    await self.rebalance(model, now - before)
+                new_E = now - before if now.shape == before.shape else now
+                if new_E.min(initial=0) >= 0 and new_E.sum() >= LEAST_ROWS * max(1, len(new_E)):
+                    await self.rebalance(model, new_E)
             before = now
 
     async def load(self) -> ndarray:
-        """Return the rows of each expert since the start, over all attention workers that are there."""
-        alive = [one for one in self._attention if not one.lost]
-        for one in alive:
-            write_frame(one.writer, {"load": True})
-        rows = [await one.answers["load"].get() for one in alive]
-        return np.sum([one for one in rows if one is not None], axis=0)
+        """Return the rows of each expert since the start, of the attention workers that answer; empty: none does."""
+        rows = await asyncio.gather(*(one.ask("load", COUNTING_SECONDS) for one in self._attention))
+        found = [np.asarray(one) for one in rows if one is not None]
+        return np.sum(found, axis=0) if found else np.zeros(0, dtype=np.int64)
 
     async def counters(self) -> list[WorkerCounters]:
         """Return the counts of each worker that is there and answers soon."""
@@ -353,7 +352,7 @@ class WorkerClients:
         self._starting -= 1
         self.on_free()
 
-    async def _read(self, connection: _Connection) -> None:
+    async def _read(self, connection: Connection) -> None:
         """Hand each step to its request, until the worker is gone; then end its requests."""
         while (frame := await read_frame(connection.reader)) is not None:
             for step in frame.pop("progress", ()):
@@ -364,7 +363,7 @@ class WorkerClients:
             self._hand_over(connection, {"number": number, "finish": "lost", "error": connection.lost})
         self.on_free()
 
-    def _hand_over(self, connection: _Connection, step: Step) -> None:
+    def _hand_over(self, connection: Connection, step: Step) -> None:
         number = step["number"]
         group = connection.running.get(number)
         if group is None:
@@ -375,12 +374,25 @@ class WorkerClients:
             self.on_free()
 
 
-async def _tell_weights(workers: Sequence[_Connection], command: dict[str, str]) -> list[dict[str, Any] | None]:
-    """Let workers read or use weights; return their answers, None of those that end."""
+async def tell_weights(
+    workers: Sequence[Connection], command: dict[str, str], seconds: float = LOADING_SECONDS
+) -> list[dict[str, Any] | None]:
+    """Let workers read or use weights; return their answers, None of those that end.
+
+    seconds   that they may take; a worker that hangs is then given up, and started again
+    """
     for one in workers:
         write_frame(one.writer, {"weights": command})
-    return [await one.answers["weights"].get() for one in workers]
+
+    async def answer(one: Connection) -> dict[str, Any] | None:
+        try:
+            return await asyncio.wait_for(one.answers["weights"].get(), seconds)
+        except TimeoutError:
+            one.writer.close()  # who reads from it takes the worker for ended
+            return None
+
+    return list(await asyncio.gather(*map(answer, workers)))
 
 
-async def _connection(worker: Worker) -> _Connection:
-    return _Connection(worker.name, *await asyncio.open_connection(sock=worker.control))
+async def _connection(worker: Worker) -> Connection:
+    return Connection(worker.name, *await asyncio.open_connection(sock=worker.control))
