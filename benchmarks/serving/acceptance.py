@@ -158,7 +158,7 @@ def overlap(quick: bool) -> Iterator[dict]:
     )  # fmt: skip
     total = sum(sum(one.values()) for one in counters.values())
     yield row(
-        TABLE, "staging copies, groups made and barriers", total, test=16, label=MEASURED, unit="counted in all calls",
+        TABLE, "staging copies and groups made", total, test=16, label=MEASURED, unit="counted in all calls",
         most=0, configuration="all processes of tests 13 and 14",
     )  # fmt: skip
 

@@ -69,7 +69,7 @@ def measure(pattern: Pattern) -> dict:
         mp.spawn(_work, (pattern, port, Path(folder)), nprocs=pattern.attention + pattern.experts)
         files = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
     found: dict = {name: np.max([one[name] for one in files if name in one], axis=0) for name in ("m2n", "gloo")}
-    counted = ("staging_copies", "group_creations", "barriers")
+    counted = ("staging_copies", "group_creations")
     return {**found, **{name: sum(one["counters"][name] for one in files) for name in counted}}
 
 

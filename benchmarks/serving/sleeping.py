@@ -50,7 +50,7 @@ class SleepingDeployment:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(_work, (self, Path(folder)), nprocs=self.attention + self.experts)
             files = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
-        names = ("staging_copies", "group_creations", "barriers")
+        names = ("staging_copies", "group_creations")
         counters = {name: sum(one["counters"][name] for one in files) for name in names}
         return max(one["seconds"] for one in files if "seconds" in one), counters
 

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from contextlib import contextmanager
 from datetime import timedelta
 from unittest import mock
@@ -10,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from relibra.errors import TraceError
 from relibra.integrations import verl
@@ -18,6 +16,7 @@ from relibra.integrations.expert_layout import ExpertLayout
 from relibra.integrations.shared_failures import on_all_ranks
 from tests.integrations.routed_samples import draw_samples
 from tests.integrations.verl.stand_in import make_batch, stand_in
+from tests.spawned_ranks import run_spawned
 
 RANKS, TIMEOUT_S = 2, 60
 
@@ -92,15 +91,7 @@ def work(rank, folder):
 def found(tmp_path_factory):
     """Return what each rank heard in each case."""
     folder = tmp_path_factory.mktemp("failures")
-    processes = mp.spawn(work, (folder,), nprocs=RANKS, join=False)
-    try:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not processes.join(timeout=deadline - time.monotonic()):
-            assert time.monotonic() < deadline, "the processes did not finish in time"
-    finally:
-        for process in processes.processes:
-            if process.is_alive():
-                process.kill()
+    run_spawned(work, (folder,), RANKS, TIMEOUT_S)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import socket
-import time
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from relibra.errors import RelibraError
+from tests.spawned_ranks import run_spawned
 
 TIMEOUT_S = 300
 WORDS = ["<pad>", "<end>", *(f"w{number}" for number in range(14))]
@@ -199,15 +198,7 @@ def train(cases: dict[str, Case], folder: Path, num_ranks: int = 2) -> dict[str,
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = mp.spawn(_work, args=(num_ranks, port, cases, folder), nprocs=num_ranks, join=False)
-    try:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not processes.join(timeout=deadline - time.monotonic()):
-            assert time.monotonic() < deadline, "the processes did not finish in time"
-    finally:
-        for process in processes.processes:
-            if process.is_alive():
-                process.kill()
+    run_spawned(_work, (num_ranks, port, cases, folder), num_ranks, TIMEOUT_S)
     return {
         name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(num_ranks)] for name in cases
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -25,6 +23,7 @@ from relibra.routing.demand import Demand
 from relibra.routing.trace import RoutingTrace
 from tests.parallel.wraps import SAME_MATHS, wrapped
 from tests.replay.tiny_models import random_tokens, tiny_model
+from tests.spawned_ranks import run_spawned
 
 GROUP_TIMEOUT_S, TIMEOUT_S = 60, 300
 
@@ -212,15 +211,7 @@ def on_ranks(num_ranks: int, cases: dict[str, Case], folder: Path, work=step_on_
     """Run all cases in processes of their own; return what `work` found on each rank, by case."""
     for case in cases.values():
         tiny_model(case.family, **case.model).save_pretrained(folder / case.model_name)
-    processes = mp.spawn(_work, args=(num_ranks, work, cases, folder), nprocs=num_ranks, join=False)
-    try:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not processes.join(timeout=deadline - time.monotonic()):
-            assert time.monotonic() < deadline, "the processes did not finish in time"
-    finally:
-        for process in processes.processes:
-            if process.is_alive():
-                process.kill()
+    run_spawned(_work, (num_ranks, work, cases, folder), num_ranks, TIMEOUT_S)
     return {
         name: [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(num_ranks)]
         for name in cases

@@ -1,14 +1,12 @@
 """Replay under FSDP2 and expert parallelism: two gloo processes against one."""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from relibra.replay import BatchRoutes, record_routing, replay_routing
 from tests.replay.tiny_models import random_tokens, random_trace, tiny_model
+from tests.spawned_ranks import run_spawned
 
 RANKS, LENGTH, TIMEOUT_S = 2, 7, 120
 
@@ -66,15 +64,7 @@ def test_two_processes_with_spread_experts_equal_one(tmp_path):
         logits = model(ids_BN, use_cache=False).logits
         policy_loss(logits, ids_BN).backward()
 
-    processes = mp.spawn(train_on_rank, args=(str(tmp_path),), nprocs=RANKS, join=False)
-    try:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not processes.join(timeout=deadline - time.monotonic()):  # one call waits for the first to finish
-            assert time.monotonic() < deadline, "the processes did not finish in time"
-    finally:
-        for process in processes.processes:
-            if process.is_alive():
-                process.kill()
+    run_spawned(train_on_rank, (str(tmp_path),), RANKS, TIMEOUT_S)
 
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(RANKS)]
     torch.testing.assert_close(torch.cat([rank["logits"] for rank in ranks]), logits.detach(), rtol=1e-5, atol=1e-5)

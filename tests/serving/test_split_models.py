@@ -42,7 +42,7 @@ def assert_served_equals(folder, layout, requests, expected):
             assert_same(answer_of(progress), answer)
         for worker in served.attention:
             counters = worker.counters()
-            assert counters["staging_copies"] == counters["group_creations"] == counters["barriers"] == 0
+            assert counters["staging_copies"] == counters["group_creations"] == 0
         for worker in served.experts:
             assert worker.inbox.counters.staging_copies == worker.inbox.counters.group_creations == 0
 
@@ -90,6 +90,13 @@ def test_what_cannot_be_split_is_refused_before_processes_start(layout, named, t
     monkeypatch.setattr(RunningWorkers, "_start", lambda *_: pytest.fail("a process was started"))
     with pytest.raises(RelibraError, match=named):
         RunningWorkers(tmp_path, small_layout(**layout))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "Tensor"])
+def test_only_types_that_hold_weights_are_taken(dtype, tmp_path):
+    tiny_causal_model("Qwen3MoeForCausalLM").save_pretrained(tmp_path)
+    with pytest.raises(RelibraError, match=f"--dtype '{dtype}' is unknown"):
+        read_structure(tmp_path, dtype)
 
 
 def test_experts_are_split_evenly():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests.spawned_ranks import run_spawned
 
 RANKS, MICRO_BATCHES, LAYERS, EXPERTS, TOP_K = 2, 2, 2, 8, 3
 SAMPLES, TOKENS, VOCABULARY = 2, 16, 64
@@ -148,15 +148,7 @@ def work(rank, folder, cases, world, parallel):
 
 def on_ranks(cases, folder, world=RANKS, **parallel):
     """Run functions on all ranks; return what each returned, by name and rank."""
-    processes = mp.spawn(work, (str(folder), cases, world, parallel), nprocs=world, join=False)
-    try:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not processes.join(timeout=deadline - time.monotonic()):
-            assert time.monotonic() < deadline, "the processes did not finish in time"
-    finally:
-        for process in processes.processes:
-            if process.is_alive():
-                process.kill()
+    run_spawned(work, (str(folder), cases, world, parallel), world, TIMEOUT_S)
     return {
         case.__name__: [torch.load(folder / f"{case.__name__}-{rank}.pt", weights_only=False) for rank in range(world)]
         for case in cases

@@ -1,18 +1,17 @@
 """All-to-all of responses between processes."""
 
 import socket
-import time
 from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from relibra.errors import EngineError
 from relibra.rl.rollout import response_arrays
 from tests.rl.rollout.made_up import random_response, same
+from tests.spawned_ranks import run_spawned
 
 pytestmark = pytest.mark.slow
 
@@ -80,12 +79,4 @@ def work(rank, num_ranks, port):
 def test_responses_arrive_where_they_belong_bit_for_bit(num_ranks):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    processes = mp.spawn(work, args=(num_ranks, port), nprocs=num_ranks, join=False)
-    deadline = time.monotonic() + TIMEOUT_S
-    try:
-        while not processes.join(timeout=deadline - time.monotonic()):
-            assert time.monotonic() < deadline, "the processes did not finish in time"
-    finally:
-        for process in processes.processes:
-            if process.is_alive():
-                process.kill()
+    run_spawned(work, (num_ranks, port), num_ranks, TIMEOUT_S)

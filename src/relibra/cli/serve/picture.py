@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
 WIDTH = 60
 """Columns of the picture of time."""
-LAYERS = 3
-"""Layers of the picture of time."""
+MOST_LAYERS = 3
+"""Layers of the picture of time, of a model that has as many."""
 MOST_NODES = 4
 """Nodes that are drawn; of more the first and the last."""
 
@@ -43,7 +43,9 @@ def draw_time(plan: DeploymentPlan) -> list[str]:
         first, last = int(start / end * WIDTH), max(int(start / end * WIDTH) + 1, int(finish / end * WIDTH))
         for column in range(first, min(last, WIDTH)):
             rows[name][column] = f"{micro_batch % 10}"
-    scale = f"first {LAYERS} layers, {1e3 * end:.2f} ms; digits are micro-batches"
+    layers = _drawn_layers(plan)
+    what = f"first {layers} layers" if layers < plan.model.layers else f"{layers} layer{'s' if layers > 1 else ''}"
+    scale = f"{what}, {1e3 * end:.2f} ms; digits are micro-batches"
     return [*(f"{name:>9} |{''.join(cells)}|" for name, cells in rows.items()), f"{'':9}  {scale}"]
 
 
@@ -54,13 +56,17 @@ def events(plan: DeploymentPlan) -> list[tuple[str, int, float, float]]:
     stage = plan.stage
     path = (("attention", stage.attention), ("->", stage.hop), ("experts", stage.experts), ("<-", stage.hop))
     found = []
-    for _ in range(LAYERS):
+    for _ in range(_drawn_layers(plan)):
         for micro_batch in range(plan.micro_batches):
             for name, seconds in path:
                 start = max(ready[micro_batch], free.get(name, 0.0))
                 free[name] = ready[micro_batch] = start + seconds
                 found.append((name, micro_batch, start, start + seconds))
     return found
+
+
+def _drawn_layers(plan: DeploymentPlan) -> int:
+    return min(MOST_LAYERS, plan.model.layers)
 
 
 def _nodes(pool: Pool, what: str) -> list[str]:

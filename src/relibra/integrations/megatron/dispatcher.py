@@ -47,7 +47,7 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
             self._order_X = self._back_X = None
             return rows_XH, weight_X
         back_X = np.empty_like(order_X)
-        back_X[order_X] = np.arange(len(order_X))  # the inverse, in a seventh of the time of a sort
+        back_X[order_X] = np.arange(len(order_X))  # the inverse, without a second sort
         self._order_X = torch.from_numpy(order_X).to(rows_XH.device, non_blocking=True)
         self._back_X = torch.from_numpy(back_X).to(rows_XH.device, non_blocking=True)
         return rows_XH[self._order_X], weight_X[self._order_X]

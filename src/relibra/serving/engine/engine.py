@@ -29,8 +29,9 @@ class AttentionEngine:
         Ties: one where its prompt runs, then the first.
         """
         waiting = next((one for one in self.micro_batches if one.awaits_prompt(request.tokens)), None)
-        fewest = lambda one: (one.unfinished, not one.runs_prompt(request.tokens))  # noqa: E731
-        chosen = waiting or min(self.micro_batches, key=fewest)
+        chosen = waiting or min(
+            self.micro_batches, key=lambda one: (one.unfinished, not one.runs_prompt(request.tokens))
+        )
         self._of_request[request.number] = chosen
         chosen.submit(request)
 

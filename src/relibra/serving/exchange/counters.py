@@ -1,4 +1,4 @@
-"""`ExchangeCounters`: what an exchange did, and what it did without: staging copies, set-up per call, barriers."""
+"""`ExchangeCounters`: what an exchange did, and what it did without: staging copies and set-up per call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ class ExchangeCounters:
     buffers           buffers allocated
     staging_copies    rows that did not lie in the buffer of their channel and were copied there first
     group_creations   sets of peers made for a call: a channel opened, or a buffer allocated, after the first call
-    barriers          waits of all processes for one another: no code of the exchange has one, so nothing adds to this
     """
 
     calls: int = 0
@@ -27,7 +26,6 @@ class ExchangeCounters:
     buffers: int = 0
     staging_copies: int = 0
     group_creations: int = 0
-    barriers: int = 0
 
     def open_channel(self, buffers: int) -> None:
         """Count a channel with its buffers; after the first call it is a set-up that a call has waited for."""

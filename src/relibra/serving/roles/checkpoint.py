@@ -34,6 +34,7 @@ from relibra.rl.model.sharding import loading, quiet_loading
 
 _EXPERT_NUMBER = re.compile(r"\bexperts\.(\d+)\.")
 _DRAFT = re.compile(r"(?:^|\.)(?:mtp|nextn|draft)")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ def _inside(name: str, modules: Sequence[str]) -> bool:
 
 def _chosen_dtype(config: Any, dtype: str) -> torch.dtype:
     known = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
-    chosen = known if dtype == "auto" else getattr(torch, dtype, None)
+    chosen = known if dtype == "auto" else _DTYPES.get(dtype)
     if not isinstance(chosen, torch.dtype):
         raise ConfigError(f"--dtype {dtype!r} is unknown: use auto, float32, bfloat16 or float16")
     return chosen

@@ -172,10 +172,8 @@ def _parse(
 
 def _with_texts(texts: dict[str, memoryview], one: dict[str, Any]) -> dict[str, Any]:
     """Return an object of a document with its long texts in place of their names; of a log-prob the number alone."""
-    if "logprob" in one:
-        return {
-            "logprob": one["logprob"]
-        }  # there are as many as tokens, and the rest takes more memory than the answer
+    if "logprob" in one:  # there are as many as tokens, and the rest takes more memory than the answer
+        return {"logprob": one["logprob"]}
     for key in LONG_KEYS:
         if isinstance(found := one.get(key), str) and found in texts:
             one[key] = texts[found]
