@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from relibra.cli.inputs import options
 from relibra.cli.outputs.terminal import print_note, print_text
 from relibra.errors import ConfigError, RelibraError
 
 if TYPE_CHECKING:
+    from relibra.rl.config.run_config import RunConfig
     from relibra.rl.run.launch import Finished
+
+_USAGE_ERROR = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
+"""What the parser of a command raises; newer versions of typer hold their own copy of click, which they do not name."""
 
 
 def train(
@@ -55,6 +62,7 @@ def train(
     config = load_config(file, words[1:] if file else words, base=base)
     if base is not None:
         check_resumable(load_config(None, base=base), config)
+    _check_server_options(config)
     if show_config:
         typer.echo(config.model_dump_json(indent=1) if as_json else as_toml(config))
         return
@@ -64,6 +72,25 @@ def train(
     finished = launch(config, resume, supervise=supervise)
     if finished is not None:
         _finish(finished, as_json=as_json)
+
+
+def _check_server_options(config: RunConfig) -> None:
+    """Raise ConfigError for `rollout.server_options` that `relibra serve` refuses, before a process starts."""
+    words = shlex.split(config.rollout.server_options)
+    if not words or config.rollout.engine != "serve":
+        return
+    from relibra.cli.serve.app import app
+
+    group = get_command(app)
+    assert isinstance(group, TyperGroup), "it has commands"
+    where = f"rollout.server_options {config.rollout.server_options!r}"
+    allowed = "allowed are the options of `relibra serve run --help`"
+    if not {"-h", "--help"}.isdisjoint(words):
+        raise ConfigError(f"{where} would print a help text and serve nothing: {allowed}")
+    try:
+        group.commands["run"].make_context("relibra serve", ["MODEL", *words])  # parses, and runs nothing
+    except _USAGE_ERROR as error:
+        raise ConfigError(f"{where}: {error.format_message().rstrip('.')}; {allowed}") from error
 
 
 def _finish(finished: Finished, *, as_json: bool) -> None:

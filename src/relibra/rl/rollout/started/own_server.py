@@ -29,7 +29,7 @@ def own_server(config: RunConfig, run: Path, model: Any, tokenizer: Tokenizer) -
     run         its folder `server` holds the log of the server, and the weights on their way there
     model       full copy of the policy, which the server starts from
     tokenizer   of the policy: the server stops at its tokens, not at those of a tokenizer that suits the architecture
-    raises      ConfigError for wrong options; EngineError, with the end of the log, where it does not start
+    raises      ConfigError for wrong options; EngineError, with the end of what it printed, where it does not start
     """
     rollout = config.rollout
     weights = {"server_weights": rollout.server_weights or run / "server" / "weights"}

@@ -20,6 +20,8 @@ LOOK_SECONDS = 5.0
 """For an answer to whether a server is healthy."""
 LAST_LINES = 15
 """Lines of its log that say why a server did not start."""
+ERROR = "error: "
+"""How the sentence of an error of `relibra` begins."""
 _ADDRESS = re.compile(r"at (http://[^\s/]+:\d+)/v1 ")
 
 
@@ -41,7 +43,8 @@ class ServerProcess:
         url                where it will be; empty: it prints that
         stopping_seconds   how long it may take to end
         """
-        self._log, self._url, self._stopping_seconds = log, url, stopping_seconds
+        self.log = log
+        self._url, self._stopping_seconds = url, stopping_seconds
         with log.open("ab") as output:
             self._printed = output.tell()
             self._process = subprocess.Popen(
@@ -56,7 +59,7 @@ class ServerProcess:
     def wait_for_address(self, seconds: float) -> str | None:
         """Return the address when the server takes requests; None: not within so many seconds.
 
-        raises   EngineError, with the end of the log, where it ended
+        raises   EngineError, with the end of what it printed, where it ended
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -77,9 +80,13 @@ class ServerProcess:
         return None
 
     def end_of_log(self, lines: int = LAST_LINES) -> str:
-        """Return the last lines that the server printed, and where."""
-        last = "\n".join(self._log_text().splitlines()[-lines:])
-        return f"the end of {self._log}: {last}"
+        """Return the last lines that the server printed, in one; of `relibra` itself the sentence of its error.
+
+        Not the path: the folder of a run without a step is removed, and its log with it.
+        """
+        printed = [line.strip() for line in self._log_text().splitlines() if line.strip()]
+        sentence = next((line for line in reversed(printed) if line.startswith(ERROR)), None)
+        return f"it printed last: {sentence.removeprefix(ERROR) if sentence else ' | '.join(printed[-lines:])}"
 
     def stop(self) -> None:
         """End the server: its standard input ends; it is killed where it stays."""
@@ -100,6 +107,6 @@ class ServerProcess:
         return None
 
     def _log_text(self) -> str:
-        with self._log.open("rb") as file:
+        with self.log.open("rb") as file:
             file.seek(self._printed)
             return file.read().decode(errors="replace")

@@ -86,7 +86,7 @@ class NodeServer:
         if code is None:
             return ""
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        return f"{how} ({self._process.end_of_log(LAST_LINES)})"
+        return f"{how} ({self._process.end_of_log(LAST_LINES)}; log: {self._process.log})"
 
     def end(self) -> None:
         """Stop the server."""
