@@ -12,10 +12,11 @@ from relibra.rl.toy.model import built_in_config, initial_model
 from tests.rl.ranks_at_work import TINY
 
 
-def test_the_folder_holds_the_model_before_the_first_step(tmp_path):
+def test_the_folder_holds_the_model_before_the_first_step(tmp_path, capsys):
     served = ("rollout.engine=vllm", "rollout.url=http://h:1", "rollout.server_weights=weights")
     config = load_config(None, [*TINY, *served, "run.seed=5"])
     write_start_folder(config, tmp_path / "start")
+    assert capsys.readouterr().err == "", "no bar of a library"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
     task = make_task(config.task, 5, 0)
     tokenizer = make_tokenizer("", task.characters, trust_remote_code=False)

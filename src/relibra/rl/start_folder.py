@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 
 from relibra.errors import ConfigError
 from relibra.rl.config.run_config import RunConfig
+from relibra.rl.model.sharding import quiet_loading
 from relibra.rl.model.tokenizer import make_tokenizer
 from relibra.rl.tasks.make import make_task
 from relibra.rl.toy.model import built_in_config, initial_model
@@ -30,7 +31,8 @@ def write_start_folder(config: RunConfig, folder: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        model.save_pretrained(temporary)
+        with quiet_loading():
+            model.save_pretrained(temporary)
         tokenizer.save(temporary)
         for file in temporary.iterdir():
             file.chmod(0o644)  # a server may run as another user
