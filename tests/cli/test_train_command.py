@@ -5,7 +5,12 @@ import pytest
 
 @pytest.mark.parametrize(
     ("words", "named"),
-    [("--expert 2", "option: --expert"), ("--experts no", "'--experts'"), ("folder --experts 2", "(folder)"), ("-h", "help")],
+    [
+        ("--expert 2", "option: --expert"),
+        ("--experts no", "'--experts'"),
+        ("folder --experts 2", "(folder)"),
+        ("-h", "help"),
+    ],
 )
 def test_words_that_are_no_options_of_the_server_are_refused_before_the_run(words, named, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -193,7 +193,7 @@ def loading(what: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Silence progress bars and load reports of transformers, also of saving: every rank loads, and missing heads are expected."""
+    """Silence bars and load reports of transformers, also when it saves: every rank loads, heads may be missing."""
     transformers_logging.disable_progress_bar()
     # Its warning: two gathers instead of one for expert tensors. That happens once per weight sync.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
