@@ -28,7 +28,7 @@ ORIGIN = {
     "repetitions": 9,
 }
 EXAMPLES = [
-    pytest.param(path, marks=[pytest.mark.slow] * (path.name == "execute_plan.py"), id=path.name)
+    pytest.param(path, marks=[pytest.mark.slow] * (path.name in ("execute_plan.py", "balance_live.py")), id=path.name)
     for path in sorted((ROOT / "examples").glob("*.py"))
     # These need torchrun and TRL, and Megatron-core: tests/integrations.
     if path.name not in ("trl_grpo.py", "megatron_core.py")

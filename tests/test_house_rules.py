@@ -294,8 +294,8 @@ def test_public_names_of_replay_are_frozen():
 def test_public_names_of_parallel_are_frozen():
     import relibra.parallel
 
-    classes = {"BalancedEP", "PlanExecution", "Relocation"}
-    functions = {"execute_plan", "logical_order", "logical_parameters", "register", "relocate"}
+    classes = {"BalancedEP", "LiveBalancing", "LiveSkew", "PlanExecution", "Relocation"}
+    functions = {"balance_live", "execute_plan", "logical_order", "logical_parameters", "register", "relocate"}
     assert set(relibra.parallel.__all__) == classes | functions
     for name in relibra.parallel.__all__:
         assert name in relibra.parallel.__doc__ or name in classes, f"{name} is explained nowhere"

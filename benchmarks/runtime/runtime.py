@@ -69,7 +69,7 @@ def _rows(data: Path, quick: bool, repetitions: int) -> Iterator[dict]:
     sizes = replace(SYNTHETIC, **TINY) if quick else SYNTHETIC
     for skew in TARGETS:
         trace = steps.skewed_routes(sizes, skew, seed=0)
-        balancers = ["eplb", "relibra", RESIDENT, "relibra, homes stay"] + ["canonical"] * (skew == 1.5)
+        balancers = ["eplb", "live", "relibra", RESIDENT, "relibra, homes stay"] + ["canonical"] * (skew == 1.5)
         yield from _measured("synthetic, micro-batches differ", sizes, trace, balancers, repetitions)
     if not (data / RECORDING).exists():
         print(
@@ -78,7 +78,7 @@ def _rows(data: Path, quick: bool, repetitions: int) -> Iterator[dict]:
         return
     sizes = replace(RECORDED, **TINY) if quick else RECORDED
     trace = _recorded(data / RECORDING, sizes)
-    yield from _measured("recorded gpt-oss-20b", sizes, trace, ["eplb", "relibra", RESIDENT], repetitions)
+    yield from _measured("recorded gpt-oss-20b", sizes, trace, ["eplb", "live", "relibra", RESIDENT], repetitions)
 
 
 def _recorded(path: Path, sizes: steps.Sizes) -> RoutingTrace:
@@ -165,6 +165,7 @@ def make_variant(sizes: steps.Sizes, trace: RoutingTrace, name: str, slots: int 
         demand=demand,
         plan=plan,
         sums="canonical" if name == "canonical" else "fast",
+        live_tolerance=TOLERANCE if name == "live" else None,
         skew=static.skew(demand),
         planned_skew=(plan or static).skew(demand),
     )
@@ -188,6 +189,7 @@ def _reached(rows: list[dict]) -> Iterator[dict]:
         yield row(name, "throughput / all_to_all, resident slots", of[RESIDENT]["ratio_to_all_to_all"], target)
         yield row(name, "throughput / balanced routes", relibra["ratio_to_balanced"], 0.95)
         yield row(name, "throughput / EPLB by the same runtime", _ratio(relibra, of["eplb"]), 1.0)
+        yield row(name, "throughput / live balancing, equal slots", _ratio(relibra, of["live"]), 1.0)
         balanced, native = of["balanced routes"], of["balanced routes, all_to_all"]
         yield row(name, "balanced routes: throughput / all_to_all", _ratio(balanced, native), 1.0)
         yield row(name, "exposed pushes and returns, share of the step", relibra["exposed_share"], 0.02, at_most=True)
@@ -245,6 +247,7 @@ def _print(rows: list[dict]) -> None:
     print(
         "plan: skew under the plan; a2a: transformers' all_to_all; even: balanced routes, the same step\n"
         "with as many token-slots for every expert, by the same runtime; exposed: waiting for pushes and\n"
-        "returns, share of the step; pushed: experts per micro-batch and layer, forward and backward;\n"
-        "MiB: memory of the busier rank at its peak, above what it had before the step"
+        "returns, and of live balancing for counts and solver, share of the step; pushed: experts per\n"
+        "micro-batch and layer, forward and backward; MiB: memory of the busier rank at its peak, above\n"
+        "what it had before the step"
     )

@@ -23,7 +23,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.harness.process_memory import process_bytes
-from relibra.parallel import execute_plan, register, relocate
+from relibra.parallel import PlanExecution, balance_live, execute_plan, register, relocate
 from relibra.parallel.balanced import parameters_replaced
 from relibra.parallel.rows import live_rows
 from relibra.planning.plan import StepPlan
@@ -144,6 +144,8 @@ class Variant:
     skew, planned_skew   of the routes on the static layout, and under the plan
     ahead                routes of all micro-batches are known when the step begins, as in `relibra train`
     live_apart           rows without routes have an exchange of their own, however few they are
+    live_tolerance       accepted load above the lowest reachable, where layers balance live instead of following the
+                         plan, which then says what they reach; None: they follow the plan
     """
 
     name: str
@@ -155,6 +157,7 @@ class Variant:
     sums: str = "fast"
     ahead: bool = True
     live_apart: bool = False
+    live_tolerance: float | None = None
 
     @property
     def resident_slots(self) -> int:
@@ -177,7 +180,7 @@ class Found:
     """What the ranks found, by name of the variant, one entry per repetition; the worse rank counts.
 
     processor        processor seconds of all ranks
-    exposed          seconds of waiting for pushes and returns
+    exposed          seconds of waiting for pushes and returns, and of live decisions
     unprepared       seconds of waiting for the rows of a micro-batch
     preparing        seconds in which rows of micro-batches were prepared, beside other work or not
     pushed, returned   bytes of weights and of gradients of replicas that the ranks send, together
@@ -274,7 +277,9 @@ class Step:
     def run(self) -> dict[str, float]:
         """Return seconds until all ranks are done, and of this rank what `Found` has."""
         plan, moved, sent = self.variant.plan, 0.0, {"push": 0, "return": 0}
-        waited = dict.fromkeys(("wait push", "wait return", "wait prepare", "prepare"), 0.0)
+        waited = dict.fromkeys(
+            ("wait push", "wait return", "wait prepare", "prepare", "wait counts", "wait solve"), 0.0
+        )
         if plan is not None:
             moved = relocate(self.model, plan.physical_to_logical_map).seconds
         self.model.zero_grad()
@@ -287,7 +292,11 @@ class Step:
                 routes = known[m]
                 # As in `relibra train`: gradients are reduced once, after the last micro-batch.
                 self.model.set_requires_gradient_sync(m == len(self.batches) - 1)
-                with replay_routing(self.model, routes) if step is None else step.micro_batch(m, routes):
+                with (
+                    step.micro_batch(m, routes)
+                    if isinstance(step, PlanExecution)
+                    else replay_routing(self.model, routes)
+                ):
                     logits = self.model(tokens_BN, use_cache=False).logits
                     cross_entropy(logits[:, :-1].flatten(0, 1), tokens_BN[:, 1:].flatten()).backward()
             worked = time.process_time() - worked
@@ -298,7 +307,8 @@ class Step:
                 waited = {stage: float(timeline.seconds(stage)[dist.get_rank()]) for stage in waited}
                 sent = {kind: sum(event.bytes for event in timeline.events if event.stage == kind) for kind in sent}
         found = {"seconds": seconds, "processor": worked, "moved": moved, "peak": process_bytes("VmHWM") - before}
-        found |= {"exposed": waited["wait push"] + waited["wait return"], "unprepared": waited["wait prepare"]}
+        exposed = sum(waited[stage] for stage in ("wait push", "wait return", "wait counts", "wait solve"))
+        found |= {"exposed": exposed, "unprepared": waited["wait prepare"]}
         return {**found, "preparing": waited["prepare"], "pushed": sent["push"], "returned": sent["return"]}
 
     def _way_of_live_rows(self):
@@ -306,6 +316,8 @@ class Step:
 
     def _execution(self, routes):
         plan, demand, sums = self.variant.plan, self.variant.demand, self.variant.sums
+        if plan is not None and self.variant.live_tolerance is not None:
+            return balance_live(self.model, slots=plan.slots, tolerance=self.variant.live_tolerance, sums=sums)
         return nullcontext() if plan is None else execute_plan(self.model, plan, demand, sums=sums, routes=routes)
 
 

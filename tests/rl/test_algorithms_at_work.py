@@ -219,6 +219,9 @@ BALANCED = {
     "canonical_tppo_relibra": (*TPPO, "plan.sums=canonical", "plan.balancer=relibra", *EVEN),
     "canonical_r2_static": ("algorithm.replay=R2", "plan.sums=canonical", "plan.balancer=static"),
     "canonical_r2_relibra": ("algorithm.replay=R2", "plan.sums=canonical", "plan.balancer=relibra", *EVEN),
+    "canonical_live_static": ("algorithm.replay=off", "plan.sums=canonical", "plan.balancer=live", "plan.slots=0"),
+    "canonical_live_relibra": ("algorithm.replay=off", "plan.sums=canonical", "plan.balancer=live"),
+    "fast_live": ("plan.balancer=live",),
     "fast_static": ("plan.balancer=static",),
     "fast_relibra": (),
     "r2_relibra": ("algorithm.replay=R2",),
@@ -266,8 +269,14 @@ def test_in_canonical_sums_a_plan_changes_no_bit(algorithm, together):
 
 
 @pytest.mark.slow
-def test_in_fast_sums_a_plan_changes_rounding_only(together):
-    static, planned = together["fast_static"], together["fast_relibra"]
+def test_in_canonical_sums_live_balancing_changes_no_bit(together):
+    assert_same_bits(together["canonical_live_static"], together["canonical_live_relibra"], *PLAN_COLUMNS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fast_relibra", "fast_live"])
+def test_in_fast_sums_a_plan_changes_rounding_only(name, together):
+    static, planned = together["fast_static"], together[name]
     for a, b in zip(static.rows, planned.rows, strict=True):
         assert b["reward"] == pytest.approx(a["reward"], abs=0.2)
     assert static.rows[0]["reward"] == planned.rows[0]["reward"]
@@ -278,7 +287,8 @@ def test_in_fast_sums_a_plan_changes_rounding_only(together):
 def test_plans_are_made_where_experts_can_follow_them(together):
     for name, outcome in together.items():
         for row in outcome.rows:
-            wanted = name not in ("fast_static", "dense_ppo") and row["trained_tokens"] > 0
+            planned = name not in ("fast_static", "dense_ppo") and "live" not in name
+            wanted = planned and row["trained_tokens"] > 0
             assert (row["planned_skew"] is not None) == wanted, name
             if wanted:
                 assert row["plan_bound"] - 1e-9 <= row["planned_skew"] <= row["rank_skew"] + 1e-9

@@ -74,6 +74,7 @@ def plan(request: PlanRequest) -> None:
     from relibra.planning.planner import plan_step
     from relibra.planning.registry import BALANCERS
 
+    _refuse_live(request.balancer)
     recording = find_recording(request.source)
     _check_paths(request, recording)
     model = choose_model(request.model, recording.trace)
@@ -145,6 +146,16 @@ def _check_paths(request: PlanRequest, recording: Recording) -> None:
         outputs,
         [*input_files(recording.trace, request.cluster, request.schedule), *named("--previous", request.previous)],
     )
+
+
+def _refuse_live(balancer: str) -> None:
+    """Raise a ConfigError for the balancer that decides while a layer runs: it follows no plan."""
+    if balancer == "live":
+        raise ConfigError(
+            "--balancer live decides in each layer from routes that nobody has recorded, so there is no plan to write: "
+            "train with plan.balancer=live or relibra.parallel.balance_live, see what it would reach with "
+            "relibra compare --balancer live, or plan with --balancer relibra"
+        )
 
 
 def _check_levers(request: PlanRequest) -> None:

@@ -6,6 +6,7 @@ Open `execution.py` first, then `layer.py` (one layer, from dispatch to combine)
 
 register()                          make `ep_implementation="relibra"` known to transformers
 execute_plan(model, plan, demand)   run forward and backward passes of each micro-batch as the plan says
+balance_live(model, slots=1)        balance each forward pass by its own routes: nothing is recorded or planned
 relocate(model, map, optimizer)     move experts to the homes of the next plan, with all their state
 logical_order(model, optimizer)     experts in logical order inside: to save, to resume
 logical_parameters(model)           whole parameters in logical order: to send weights elsewhere
@@ -18,11 +19,15 @@ with missing_packages(__name__):
     from relibra.parallel.execution import PlanExecution, execute_plan
     from relibra.parallel.homes.logical_order import logical_order, logical_parameters
     from relibra.parallel.homes.relocation import Relocation, relocate
+    from relibra.parallel.live import LiveBalancing, LiveSkew, balance_live
 
 __all__ = [
     "BalancedEP",
+    "LiveBalancing",
+    "LiveSkew",
     "PlanExecution",
     "Relocation",
+    "balance_live",
     "execute_plan",
     "logical_order",
     "logical_parameters",

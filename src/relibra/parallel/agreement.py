@@ -33,6 +33,8 @@ class Point(IntEnum):
     MICRO_BATCH = 2
     BACKWARD = 3
     END = 4
+    LIVE = 5
+    LIVE_END = 6
 
 
 class LastForward(IntEnum):
@@ -49,13 +51,16 @@ _IN_WORDS = {
     Point.MICRO_BATCH: "enters micro-batch {micro_batch}",
     Point.BACKWARD: "begins the backward pass of micro-batch {micro_batch}",
     Point.END: "leaves execute_plan",
+    Point.LIVE: "enters balance_live",
+    Point.LIVE_END: "leaves balance_live",
 }
 
 
 class Agreement:
     """The agreements of the ranks of one expert-parallel group.
 
-    group           gloo group of the ranks, for agreements alone; numbers travel from CPU to CPU
+    group           gloo group of the ranks, for agreements, and for counts and row lists of live balancing; numbers
+                    travel from CPU to CPU
     last_forward    of this rank; told with every agreement, to explain a difference
     """
 

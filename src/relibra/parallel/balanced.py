@@ -1,7 +1,7 @@
 """`BalancedEP`: expert parallelism of transformers whose layers can follow a `StepPlan`.
 
-`execute_plan` gives each layer a `LayerRunner` while it runs. Without one a layer is transformers' own `all_to_all`, so
-one model runs planned training steps and everything else.
+`execute_plan` and `balance_live` give each layer a `LayerRunner` while they run. Without one a layer is transformers'
+own `all_to_all`, so one model runs balanced training steps and everything else.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
     physical_to_logical_E   logical expert at each position; position p is at home on rank p // (E / R)
     runner        runs the layer while a plan is executed; None: it runs as with `all_to_all`
     agreement     shared by all layers of the model; None before the first `agreement_of`
-    group_state   shared by all layers of the model; None before the first `execute_plan`
+    group_state   shared by all layers of the model; None before the first `group_state_of`
     raises        EngineError under tensor parallelism
     """
 
@@ -243,3 +243,13 @@ def agreement_of(layers: Sequence[BalancedEP]) -> Agreement:
         for layer in layers:
             layer.agreement = agreement
     return agreement
+
+
+def group_state_of(model: nn.Module, layers: Sequence[BalancedEP]) -> GroupState:
+    """Return the state of the expert-parallel group; made once per model, collective over all ranks."""
+    state = layers[0].group_state
+    if state is None:
+        state = GroupState(layers[0].ep_mesh, next(model.parameters()).device)
+        for layer in layers:
+            layer.group_state = state
+    return state

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from relibra.errors import EngineError
 from relibra.parallel.agreement import LastForward, Point
-from relibra.parallel.balanced import BalancedEP, LayerInput, agreement_of, balanced_layers
+from relibra.parallel.balanced import LayerInput, agreement_of, balanced_layers, group_state_of
 from relibra.parallel.canonical import CHUNK
 from relibra.parallel.fallback import KnownRoutes, agree_on_step
 from relibra.parallel.layer import run_at_home, run_layer
@@ -265,11 +265,11 @@ def _begin(
     by_layer = balanced_layers(model)
     layers = list(by_layer.values())
     if any(layer.runner is not None for layer in layers):
-        raise EngineError("the model is executing another plan: leave its execute_plan context first")
+        raise EngineError("the model is executing another plan, or balances live: leave that context first")
     agreement, source, chunk = agreement_of(layers), (plan, demand), CHUNK if sums == "canonical" else None
     known = _known_routes(layers[0].group_state, source, chunk, routes)
     agreed = agree_on_step(plan, demand, by_layer, sums, known, agreement)
-    state, residents = _group_state(model, layers), None
+    state, residents = group_state_of(model, layers), None
     if agreed.demand is not None and plan.resident_slots:
         plan = keep_slots(plan)
         residents = Residents(plan, state.rank)
@@ -301,13 +301,3 @@ def _known_routes(
     first, first_routes = next(iter(routes.items()))
     prepared = state.preparation.holds(*source, chunk, first, first_routes)
     return KnownRoutes(list(routes), prepared)
-
-
-def _group_state(model: nn.Module, layers: list[BalancedEP]) -> GroupState:
-    """Return the state of the expert-parallel group; made once per model, collective over all ranks."""
-    state = layers[0].group_state
-    if state is None:
-        state = GroupState(layers[0].ep_mesh, next(model.parameters()).device)
-        for layer in layers:
-            layer.group_state = state
-    return state

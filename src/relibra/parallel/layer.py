@@ -1,4 +1,4 @@
-"""One layer under a plan: dispatch, experts at home and of replicas, combine. Start with `run_layer`.
+"""One layer under a plan, or balanced live: dispatch, experts at home and of replicas, combine. Start with `run_layer`.
 
 Forward is written out here; backward runs the same steps in reverse, by the autograd functions of `rows/dispatch.py`
 (rows and their gradients) and `replicas/replica_gradients.py` (gradients of replicas return to the homes).
@@ -92,12 +92,15 @@ def _run_planned(layer: BalancedEP, planned: PlannedMicroBatch, position: int, t
     )
     if run.replicas is not None:
         pushes.before_layer(position)
-    output_TH = (
-        _run_canonical(run, tokens.hidden_TH, tokens.weights_TK) if planned.canonical else _run_fast(run, tokens)
-    )
+    output_TH = run_experts(run, tokens, canonical=planned.canonical)
     if not is_recompute():
         pushes.after_layer(position)
     return output_TH
+
+
+def run_experts(run: LayerRun, tokens: LayerInput, *, canonical: bool) -> Tensor:
+    """Dispatch rows, run the experts at home and the replicas, whose push has been started, and combine; collective."""
+    return _run_canonical(run, tokens.hidden_TH, tokens.weights_TK) if canonical else _run_fast(run, tokens)
 
 
 def _run_fast(run: LayerRun, tokens: LayerInput) -> Tensor:

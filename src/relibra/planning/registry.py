@@ -16,6 +16,7 @@ from relibra.planning.baselines import (
     flashlb,
     flexmoe,
     laer,
+    live,
     llep,
     lplb,
     moonep,
@@ -38,6 +39,9 @@ BALANCERS: dict[str, Balancer] = {
     ),
     "moonep_node": Balancer(
         decide=moonep.decide_in_nodes, sees="live", own_slots=True, based_on="MoonEP, each node a domain"
+    ),
+    "live": Balancer(
+        decide=live.decide, sees="live", based_on="after UltraEP and MoonEP, with relibra's solver (balance_live)"
     ),
     "feplb": Balancer(decide=feplb.decide, sees="live", based_on="after FEPLB, arXiv 2604.19654"),
     "llep": Balancer(decide=llep.decide, sees="live", based_on="LLEP, arXiv 2601.17111, with bounded slots"),

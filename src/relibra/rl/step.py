@@ -269,7 +269,7 @@ def _build_and_recompute(
         previous = current_homes(policy, cluster.topology) if progress.planned else None
         batch = build_batch(responses, policy, config, previous=previous, cluster=cluster)
     _move_homes(learner, batch, clock)
-    with clock.stage("recompute"), executing(policy.trained, batch, config.plan.sums) as context:
+    with clock.stage("recompute"), executing(policy, batch, config.plan, cluster) as context:
         recomputed = recompute(
             policy.trained,
             batch,
@@ -383,7 +383,7 @@ def _with_targets(
 def _update_policy(
     learner: Learner, count: StepCount, batch: TrainingBatch, config: RunConfig, clock: Stopwatch
 ) -> PolicyUpdate:
-    with clock.stage("update"), executing(learner.policy.trained, batch, config.plan.sums) as context:
+    with clock.stage("update"), executing(learner.policy, batch, config.plan, learner.cluster) as context:
         update = update_policy(
             learner.policy.trained,
             learner.optimizer,

@@ -293,6 +293,8 @@ def test_settings_say_whether_experts_are_balanced():
         ("plan.balancer=static",): False,
         ("plan.balancer=static", "plan.sums=canonical"): True,
         (NATIVE,): False,
+        (NATIVE, "plan.balancer=live"): True,
+        ("plan.balancer=live",): True,
     }
     for overrides, expected in cases.items():
         assert tiny_config(*overrides, ranks=2).follows_plans is expected

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -56,8 +57,12 @@ def routed(micro_batch, responses):
     return with_routes(micro_batch, experts, responses, num_experts=EXPERTS, layer_ids=range(LAYERS))
 
 
+def alone_policy(model):
+    return mock.Mock(spec=Policy, trained=model, balanced=False)
+
+
 def run(model, batch, **options):
-    with executing(model, batch, "fast") as context:
+    with executing(alone_policy(model), batch, CONFIG.plan, cluster_preset("laptop", 1, 1)) as context:
         return recompute(model, batch, context, CONFIG.algorithm, temperature=1.0, **options)
 
 
@@ -153,7 +158,7 @@ def test_r3_replays_the_recorded_routes_and_counts_where_the_router_differs(mode
     batch = batch_of(RESPONSES, replayed=True)
     found = run(model, batch)
     assert found.routers.differing_pairs > 0.5 * found.routers.pairs, "the recorded routes are random ones"
-    with executing(model, batch, "fast") as context, context(0):
+    with executing(alone_policy(model), batch, CONFIG.plan, cluster_preset("laptop", 1, 1)) as context, context(0):
         expected_X, _ = log_probs_and_entropy(model, batch.micro_batches[0], 1.0)
     assert torch.equal(found.log_probs[0], expected_X)
 

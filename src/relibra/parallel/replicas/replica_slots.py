@@ -104,13 +104,14 @@ def _numbered(one: SlotRange, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 class GroupState:
-    """State that all layers of a model share on one rank, made by the first `execute_plan`.
+    """State that all layers of a model share on one rank, made by the first `execute_plan` or `balance_live`.
 
     group        process group of the expert-parallel group: exchanges of rows
     device       of the model
     push_group   the same ranks, for replica weights and gradients, which travel beside the rows
     preparation  of the rows of micro-batches, with a third group of the same ranks
     slots        None until a layer with replicas runs for the first time; then other parts know shapes and dtypes too
+    live_passes  forward passes that were balanced live
     """
 
     def __init__(self, ep_mesh: DeviceMesh, device: torch.device) -> None:
@@ -121,6 +122,7 @@ class GroupState:
         host_group = make_same_ranks_group(self.group, torch.device(ep_mesh.device_type), backend="gloo")
         self.preparation = Preparation(host_group, device)
         self.slots: ReplicaSlots | None = None
+        self.live_passes = 0
 
     def slots_for(self, num_shared: int, homes: HomeParameters) -> ReplicaSlots:
         """Return the shared slots, allocated if there are none or another number of them.

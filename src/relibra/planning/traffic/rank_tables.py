@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int, Int64
 from numpy import ndarray
 
 from relibra.planning.plan import StepPlan
@@ -157,11 +157,30 @@ def home_tables(
     tokens_RE: Int64[ndarray, "R E"], physical_to_logical_E: Int64[ndarray, " E"], place: Place
 ) -> RankTables:
     """Return the tables of a rank when every expert is computed at home, as without a plan."""
+    none_RB = np.zeros((len(tokens_RE), 0), dtype=np.int64)
+    return layer_tables(tokens_RE, physical_to_logical_E, none_RB, none_RB, len(tokens_RE), place)
+
+
+def layer_tables(
+    tokens_RE: Int64[ndarray, "R E"],
+    physical_to_logical_E: Int64[ndarray, " E"],
+    replica_RB: Int[ndarray, "R B"],
+    quota_RB: Int[ndarray, "R B"],
+    ranks_per_node: int,
+    place: Place,
+    chunk: int | None = None,
+) -> RankTables:
+    """Return the tables of a rank in a layer whose counts and replicas are known, and nothing else of the step.
+
+    replica_RB, quota_RB   expert in each slot (-1: empty) and its token-slots
+    chunk                  as for `rank_tables`
+    """
     num_ranks, E = tokens_RE.shape
     home_E = np.argsort(physical_to_logical_E, kind="stable") // (E // num_ranks)
-    none_RB = np.zeros((num_ranks, 0), dtype=np.int64)
-    split = split_tokens(tokens_RE, home_E, none_RB, none_RB, num_ranks)
-    return _make_tables(split, tokens_RE, physical_to_logical_E, 0, place)
+    split = split_tokens(tokens_RE, home_E, replica_RB, quota_RB, ranks_per_node)
+    if chunk is not None:
+        split = chunked_split(split, chunk)
+    return _make_tables(split, tokens_RE, physical_to_logical_E, replica_RB.shape[1], place)
 
 
 def _make_tables(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
 from torch import Tensor, nn
 
 from relibra.cluster import Cluster, Topology
-from relibra.parallel import PlanExecution, execute_plan
+from relibra.parallel import PlanExecution, balance_live, execute_plan
 from relibra.parallel.balanced import balanced_layers
 from relibra.planning.placement import Homes
 from relibra.planning.plan import StepPlan
@@ -95,7 +95,7 @@ def build_batch(
     demand, planned = None, None
     if config.algorithm.replay == "R3" and len(table.sample_id_S):
         demand = count_demand(responses, table, schedule, **_sizes(policy))
-        if policy.balanced:
+        if policy.balanced and not config.plan.live:
             planned = plan_together(
                 demand,
                 config.plan,
@@ -147,7 +147,7 @@ def plan_recorded_routes(
     if not len(table.sample_id_S):
         return batch
     demand = count_demand(responses, table, batch.schedule, **_sizes(policy))
-    if policy.balanced:  # responses are on their ranks already: the schedule stays
+    if policy.balanced and not settings.live:  # responses are on their ranks already: the schedule stays
         unpacked = settings.model_copy(update={"pack": False})
         planned = plan_together(demand, unpacked, cluster, policy.expert_shape, previous)
     return _replaying_routes(replace(batch, demand=demand).following(planned), _take_routes(responses), policy)
@@ -216,14 +216,29 @@ class BatchExecution:
 
 
 @contextmanager
-def executing(model: nn.Module, batch: TrainingBatch, sums: Literal["fast", "canonical"]) -> Iterator[BatchExecution]:
-    """Yield the contexts of the micro-batches: the plan, the replay of their routes, or neither; collective."""
-    if batch.plan is None or batch.demand is None:
+def executing(
+    policy: Policy, batch: TrainingBatch, settings: PlanSettings, cluster: Cluster
+) -> Iterator[BatchExecution]:
+    """Yield the contexts of the micro-batches: the plan, the replay of their routes, or neither; collective.
+
+    Without a plan, layers of a balanced policy balance live inside if the settings say so.
+    """
+    model = policy.trained
+    if batch.plan is not None and batch.demand is not None:
+        routes = {m: micro_batch.routes for m, micro_batch in enumerate(batch.micro_batches)}
+        with execute_plan(model, batch.plan, batch.demand, sums=settings.sums, routes=routes) as execution:
+            yield BatchExecution(model, batch, execution)
+    elif policy.balanced and settings.live:
+        with balance_live(
+            model,
+            slots=settings.slots,
+            ranks_per_node=cluster.ranks_per_node,
+            tolerance=settings.tolerance,
+            sums=settings.sums,
+        ):
+            yield BatchExecution(model, batch, None)
+    else:
         yield BatchExecution(model, batch, None)
-        return
-    routes = {m: micro_batch.routes for m, micro_batch in enumerate(batch.micro_batches)}
-    with execute_plan(model, batch.plan, batch.demand, sums=sums, routes=routes) as execution:
-        yield BatchExecution(model, batch, execution)
 
 
 def replaying(model: nn.Module, routes: BatchRoutes | None) -> AbstractContextManager[RoutingReplay | None]:

@@ -123,7 +123,7 @@ def check_server(rollout: RolloutSettings, model: ModelSettings, parallel: Paral
 
 def check_plan(plan: PlanSettings) -> None:
     """Check the name of the balancer."""
-    if plan.balancer in ("relibra", "static"):
+    if plan.balancer in ("relibra", "static", "live"):
         return  # importing the others loads numba
     from relibra.planning import BALANCERS
 

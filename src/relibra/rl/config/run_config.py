@@ -71,9 +71,9 @@ class RunConfig(Section):
 
     @property
     def follows_plans(self) -> bool:
-        """Whether experts, if the model has any, are executed by plans (`relibra.parallel`) instead of all-to-all."""
+        """Whether experts, if the model has any, are balanced (`relibra.parallel`): by plans, or live."""
         wanted = self.plan.balancer != "static" or self.plan.sums == "canonical"
-        return wanted and self.algorithm.replay != "off" and self.parallel.ranks > 1
+        return wanted and (self.algorithm.replay != "off" or self.plan.live) and self.parallel.ranks > 1
 
     @model_validator(mode="before")
     @classmethod

@@ -243,10 +243,11 @@ class CriticSettings(Section):
 
 
 class PlanSettings(Section):
-    """Balanced expert parallelism, planned from the recorded routes. Needs replay and at least 2 ranks."""
+    """Balanced expert parallelism, planned from the recorded routes, or live. Needs at least 2 ranks; plans replay."""
 
     balancer: str = "relibra"
-    """Balancer: a name from `relibra compare`, or "static": plain all-to-all, no expert moves."""
+    """Balancer: a name from `relibra compare`, or "static": plain all-to-all, no expert moves. "live": replicas are
+    decided in each layer from the routes of its micro-batch, without a plan; the only one without replay."""
     cluster: str = "auto"
     """Machine that plans are priced for: a preset (`relibra plan --help`), a file of `relibra calibrate` (.toml),
     "measure" (a short calibration, kept per machine), or "auto": the preset of this GPU, and "laptop" on a CPU."""
@@ -268,6 +269,11 @@ class PlanSettings(Section):
     """Steps over which the time of moving an expert to a new home is spread: how long routes stay alike."""
     sums: Literal["fast", "canonical"] = "fast"
     """"canonical": bitwise the same results under every plan of one schedule; slower, and turns `pack` off."""
+
+    @property
+    def live(self) -> bool:
+        """Whether layers decide on replicas while they run, so that no step is planned."""
+        return self.balancer == "live"
 
 
 class ParallelSettings(Section):

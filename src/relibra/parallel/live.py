@@ -1,0 +1,265 @@
+"""`balance_live`: balanced experts without recorded routes, as in pre-training, SFT and RL without replay.
+
+Each forward pass of each layer decides for itself, after its router (as UltraEP and MoonEP do): the ranks exchange how
+many token-slots each expert gets, every rank solves the same placement of replicas (`planning/baselines/live.py`), and
+the layer runs as under a plan (`layer.py`), forward and backward. Counts, solver, row lists and pushes are on the
+critical path; with known routes `execute_plan` has all of them ready before the layer begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from jaxtyping import Int64
+from numpy import ndarray
+from torch import Tensor, nn
+
+from relibra.errors import EngineError
+from relibra.parallel.agreement import Agreement, Point, digest_words
+from relibra.parallel.balanced import BalancedEP, LayerInput, agreement_of, balanced_layers, group_state_of
+from relibra.parallel.canonical import CHUNK
+from relibra.parallel.execution import Sums
+from relibra.parallel.layer import LayerRun, run_experts
+from relibra.parallel.replicas.push_schedule import PushSchedule
+from relibra.parallel.replicas.replica_gradients import LayerReplicas
+from relibra.parallel.replicas.replica_slots import GroupState
+from relibra.parallel.rows.exchange import all_gather
+from relibra.parallel.rows.prepared_rows import prepare_rows
+from relibra.parallel.rows.row_lists import RowLists, row_lists
+from relibra.planning.baselines.live import TOLERANCE, solve_layer
+from relibra.planning.traffic.rank_tables import Place, RankTables, layer_tables
+from relibra.replay import BatchRoutes
+from relibra.timeline import Timeline, TimelineRecorder
+
+MOST_SLOTS = 64
+
+
+class LiveSkew(NamedTuple):
+    """Token-slots of the busiest rank / those of the mean rank, over all layers and passes so far.
+
+    before   with every expert at its home
+    after    with replicas
+    """
+
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Live:
+    """What does not change while a model balances live.
+
+    layers           by position
+    layer_ids        decoder layer of each
+    slots            replicas per rank
+    ranks_per_node   copies stay inside a node
+    chunk            token-slots of a chunk of canonical sums; None: fast sums
+    """
+
+    layers: list[BalancedEP]
+    layer_ids: list[int]
+    slots: int
+    ranks_per_node: int
+    tolerance: float
+    chunk: int | None
+    agreement: Agreement
+    state: GroupState
+    recorder: TimelineRecorder
+
+
+class LiveBalancing:
+    """Live balancing of a model, as `balance_live` returns it.
+
+    num_copies   replicas of all ranks so far, each for one pass of a layer
+    """
+
+    def __init__(self, live: _Live) -> None:
+        """Start before any forward pass."""
+        self.num_copies = 0
+        self._live = live
+        self._last_position = len(live.layers)
+        self._loads_3 = np.zeros(3)  # of the busiest rank before and after, and of the mean rank
+
+    def skew(self) -> LiveSkew:
+        """Return what balancing has reached so far; the same on all ranks. 1 before the first pass."""
+        before, after, mean = self._loads_3.tolist()
+        return LiveSkew(before / mean, after / mean) if mean else LiveSkew(1.0, 1.0)
+
+    def timeline(self) -> Timeline:
+        """Return what this rank did so far; its micro-batches are forward passes, recomputation included."""
+        return self._live.recorder.timeline()
+
+    def run_layer(self, position: int, tokens: LayerInput) -> Tensor:
+        """Balance one layer for these tokens, and run it; collective."""
+        live, layer = self._live, self._live.layers[position]
+        place = self._begin(position)
+        with live.recorder.record("wait counts", layer=place.layer_id, micro_batch=place.micro_batch):
+            tokens_RE = _exchange_counts(live, tokens.experts_TK, place)
+        with live.recorder.record("wait solve", layer=place.layer_id, micro_batch=place.micro_batch):
+            tables = self._solve(layer, tokens_RE, place)
+            pushes = PushSchedule(
+                state=live.state,
+                num_shared=live.slots,
+                residents=None,
+                tables_L=[tables],
+                homes_L=[layer.homes],
+                homes_early=False,
+                recorder=live.recorder,
+            )
+            replicas = LayerReplicas(pushes, 0) if pushes.has_replicas(0) else None
+            if replicas is not None:
+                pushes.before_layer(0)
+            lists = _list_rows(live, tables, tokens.experts_TK)
+        run = LayerRun(layer=layer, tables=tables, lists=lists, replicas=replicas, recorder=live.recorder)
+        return run_experts(run, tokens, canonical=live.chunk is not None)
+
+    def _begin(self, position: int) -> Place:
+        """Return the place of a pass over a layer, which no other pass of this model has."""
+        state = self._live.state
+        if position <= self._last_position:
+            state.live_passes += 1
+        self._last_position = position
+        return Place(state.rank, self._live.layer_ids[position], state.live_passes)
+
+    def _solve(self, layer: BalancedEP, tokens_RE: Int64[ndarray, "R E"], place: Place) -> RankTables:
+        live, map_E, load_E = self._live, layer.physical_to_logical_E, tokens_RE.sum(axis=0)
+        R, E = tokens_RE.shape
+        home_E = np.argsort(map_E, kind="stable") // (E // R)
+        replica_RB, quota_RB = solve_layer(
+            load_E, home_E, R, live.ranks_per_node, slots=live.slots, tolerance=live.tolerance
+        )
+        before_R = np.bincount(home_E, weights=load_E, minlength=R)
+        after_R, copies = before_R + quota_RB.sum(axis=1), replica_RB >= 0
+        np.subtract.at(after_R, home_E[replica_RB[copies]], quota_RB[copies])
+        self._loads_3 += before_R.max(), after_R.max(), before_R.mean()
+        self.num_copies += int(copies.sum())
+        return layer_tables(tokens_RE, map_E, replica_RB, quota_RB, live.ranks_per_node, place, live.chunk)
+
+
+@contextmanager
+def balance_live(
+    model: nn.Module,
+    *,
+    slots: int = 1,
+    ranks_per_node: int | None = None,
+    tolerance: float = TOLERANCE,
+    sums: Sums = "fast",
+) -> Iterator[LiveBalancing]:
+    """Balance the experts of a model that was loaded with `ep_implementation="relibra"`, without recorded routes.
+
+    Collective over the expert-parallel group; the first time for a model, which makes process groups, over all ranks.
+    Inside, every forward pass is balanced by its own routes, and its backward pass follows; call that inside too.
+    Outputs and gradients are those of the same model without balancing, up to the order of sums.
+
+    slots            replicas per rank; all layers share them
+    ranks_per_node   copies stay inside a node; None: the whole group is one
+    tolerance        load above the lowest reachable that is accepted for fewer copies, as a share of it
+    sums             as for `execute_plan`
+    raises           EngineError when the model cannot be balanced, is executing a plan, or ranks differ in a setting;
+                     and on all ranks when they run different layers or passes
+
+        with balance_live(model, slots=2) as live:
+            for batch in batches:
+                loss_of(model, batch).backward()
+        print(live.skew())
+    """
+    live = _begin_live(model, slots, ranks_per_node, tolerance, sums)
+    balancing = LiveBalancing(live)
+    try:
+        for position, layer in enumerate(live.layers):
+            layer.runner = partial(balancing.run_layer, position)
+        yield balancing
+        live.agreement.reach(Point.LIVE_END)
+    finally:
+        for layer in live.layers:
+            layer.runner = None
+        if live.state.slots is not None:
+            live.state.slots.forget()
+
+
+def _begin_live(model: nn.Module, slots: int, ranks_per_node: int | None, tolerance: float, sums: Sums) -> _Live:
+    """Check the settings, and agree on them; collective."""
+    by_layer = balanced_layers(model)
+    layers = list(by_layer.values())
+    if any(layer.runner is not None for layer in layers):
+        raise EngineError("the model executes a plan or balances live already: leave that context first")
+    num_ranks = layers[0].ep_mesh.size()
+    per_node = num_ranks if ranks_per_node is None else ranks_per_node
+    if not 0 <= slots <= MOST_SLOTS:
+        raise EngineError(f"balance_live: slots is {slots}: allowed are 0 to {MOST_SLOTS}")
+    if per_node < 1 or num_ranks % per_node:
+        raise EngineError(
+            f"balance_live: ranks_per_node {per_node} does not divide the {num_ranks} ranks of the expert-parallel "
+            "group: pass a divisor, or None"
+        )
+    agreement = agreement_of(layers)
+    homes = np.stack([layer.physical_to_logical_E for layer in layers]).astype("<i8").tobytes()
+    settings = repr((slots, per_node, float(tolerance), sums)).encode()
+    told_RX = agreement.reach(Point.LIVE, own=[*digest_words(homes), *digest_words(settings)])
+    for what, part_RX in (("experts at other homes", told_RX[:, :2]), ("other settings", told_RX[:, 2:])):
+        if (part_RX != part_RX[0]).any():
+            ranks = (part_RX != part_RX[0]).any(dim=1).nonzero().flatten().tolist()
+            raise EngineError(
+                f"ranks {ranks} enter balance_live with {what} than rank 0: call it, and relocate, alike on all ranks"
+            )
+    return _Live(
+        layers=layers,
+        layer_ids=list(by_layer),
+        slots=slots,
+        ranks_per_node=per_node,
+        tolerance=tolerance,
+        chunk=CHUNK if sums == "canonical" else None,
+        agreement=agreement,
+        state=group_state_of(model, layers),
+        recorder=TimelineRecorder(dist.get_rank(), dist.get_world_size()),
+    )
+
+
+def _exchange_counts(live: _Live, experts_TK: Int64[Tensor, "T K"], place: Place) -> Int64[ndarray, "R E"]:
+    """Return the token-slots of each expert from each rank; collective.
+
+    raises   EngineError, on all ranks, when they run different layers or passes
+    """
+    num_experts = len(live.layers[0].physical_to_logical_E)
+    counts_E = torch.bincount(experts_TK.flatten(), minlength=num_experts).cpu()
+    told_X = torch.cat([torch.tensor([place.layer_id, place.micro_batch, torch.is_grad_enabled()]), counts_E])
+    told_RX = torch.stack(all_gather(told_X, live.agreement.group, "the exchange of counts", place)).numpy()
+    if (told_RX[:, :3] != told_RX[0, :3]).any():
+        at = [
+            f"rank {rank} runs layer {layer} in pass {number} {'with' if gradients else 'without'} gradients"
+            for rank, (layer, number, gradients) in enumerate(told_RX[:, :3].tolist())
+        ]
+        raise EngineError(
+            f"the ranks of the group are in different passes ({'; '.join(at)}): run forward and backward passes alike "
+            "on all ranks, a filler batch on ranks without samples"
+        )
+    return told_RX[:, 3:]
+
+
+def _list_rows(live: _Live, tables: RankTables, experts_TK: Int64[Tensor, "T K"]) -> RowLists:
+    """Return the row lists of a layer; collective with fast sums."""
+    if live.chunk is not None:
+        return row_lists(tables, experts_TK.cpu().numpy(), live.state.device)
+    num_rows, num_experts = len(experts_TK), len(tables.tokens_E)
+    routes = BatchRoutes(
+        experts_TLK=experts_TK.to(torch.uint8 if num_experts <= 256 else torch.int32).unsqueeze(1),
+        valid_T=torch.ones(num_rows, dtype=torch.bool),
+        layer_ids=(tables.place.layer_id,),
+        num_experts=num_experts,
+        sample_T=torch.zeros(num_rows, dtype=torch.int64),
+        row_T=torch.arange(num_rows),
+        sample_ids=(0,),
+        weight_versions=(0,),
+        fallback_samples=(),
+        coverage=1.0,
+    )
+    rows = prepare_rows([tables], routes, live.agreement.group, send_once=True)
+    [lists] = rows.lists_on(live.state.device, None)
+    return lists
