@@ -73,7 +73,7 @@ def test_streams_hold_the_same_tokens(served):
         ({"prompt": [3], "max_tokens": 4096}, "4096"),
         ({"prompt": [3], "temperature": -1}, "temperature"),
         ({"prompt": [3], "stop": [""]}, "stop"),
-        ({"prompt": [3], "n": 129}, "n:"),
+        ({"prompt": [3], "n": 129}, "n is 129"),
         ({"prompt": [[3]] * 100, "n": 100}, "256"),
         ({"prompt": [3], "seed": 1 << 70}, "seed"),
         ({"prompt": [3], "presence_penalty": 1}, "presence_penalty"),
@@ -86,8 +86,9 @@ def test_streams_hold_the_same_tokens(served):
 def test_wrong_requests_are_refused_with_a_sentence(served, body, named):
     _, url, _ = served
     answer = complete(url, **body)
-    assert answer.status_code == (404 if "model" in body else 400)
-    assert named in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert answer.status_code == error["code"] == (404 if "model" in body else 400)
+    assert named in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -113,8 +114,10 @@ def test_bodies_that_are_no_json_are_refused(served, content, kind, status):
 
 def test_other_paths_and_methods_are_refused(served):
     _, url, _ = served
-    assert httpx.get(f"{url}/nowhere").status_code == 404
-    assert httpx.get(f"{url}/v1/completions").status_code == 405
+    unknown, unasked = httpx.get(f"{url}/nowhere"), httpx.get(f"{url}/v1/completions")
+    assert unknown.status_code == unknown.json()["error"]["code"] == 404
+    assert unasked.status_code == unasked.json()["error"]["code"] == 405
+    assert unasked.headers["Allow"] == "POST"
     assert "--updates" in httpx.post(f"{url}/collective_rpc", json={}).json()["error"]["message"]
 
 

@@ -18,6 +18,7 @@ from relibra.errors import RelibraError
 from relibra.serving.server.access import AccessList
 from relibra.serving.server.endpoints.chat import ChatBody
 from relibra.serving.server.endpoints.completions import CompletionBody
+from relibra.serving.server.endpoints.mistakes import first_mistake
 from relibra.serving.server.endpoints.sampling_body import LAST_EVENT, event, usage
 from relibra.serving.server.endpoints.tokens import TokenBody
 from relibra.serving.server.generation import Choice, GenerationRequest, Generator
@@ -28,7 +29,6 @@ from relibra.serving.server.refusals import (
     TooLarge,
     UnknownPath,
     error_body,
-    first_mistake,
     refuse_with_sentences,
 )
 from relibra.serving.server.streams import EventStream, unless_client_left
@@ -257,7 +257,7 @@ async def _read(request: Request, kind: type[Body]) -> Body:
     try:
         return kind.model_validate_json(bytes(data))
     except ValidationError as error:
-        raise BadRequest(first_mistake(error)) from error
+        raise BadRequest(first_mistake(error, bytes(data), kind)) from error
 
 
 def _check_model(asked: str, name: str) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from relibra.errors import RelibraError, in_a_line
@@ -87,16 +86,12 @@ def refuse_with_sentences(app: FastAPI) -> None:
 
 def error_body(error: Exception) -> dict[str, Any]:
     """Return an error as OpenAI's clients read it."""
-    status = error.status if isinstance(error, Refusal) else 500
+    return _body(str(error), error.status if isinstance(error, Refusal) else 500)
+
+
+def _body(message: str, status: int) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 429 else "overloaded_error" if status == 429 else "server_error"
-    return {"error": {"message": str(error), "type": kind, "param": None, "code": status}}
-
-
-def first_mistake(error: ValidationError) -> str:
-    """Return the first thing that is wrong with a body, in words."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(str(part)[:80] for part in first.get("loc", ()))
-    return f"{where or 'body'}: {first['msg'][:300]}"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
 async def _refuse(_request: Request, error: Exception) -> Response:
@@ -110,10 +105,14 @@ async def _refuse(_request: Request, error: Exception) -> Response:
 
 async def _refuse_path(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if error.status_code in (404, 405):
-        refusal = UnknownPath(f"{request.method} {request.url.path[:200]} is no path of this server")
-        return JSONResponse(error_body(refusal), status_code=error.status_code)
-    return JSONResponse({"error": {"message": str(error.detail), "code": error.status_code}}, error.status_code)
+    status, path, headers = error.status_code, request.url.path[:200], dict(error.headers or {})
+    if status == 404:
+        message = f"{request.method} {path} is no path of this server"
+    elif status == 405:
+        message = f"{path} does not answer {request.method}: send {headers.get('Allow', 'another method')}"
+    else:
+        message = str(error.detail)
+    return JSONResponse(_body(message, status), status, headers)
 
 
 async def _end(_request: Request, _error: Exception) -> Response:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from relibra.serving.server.endpoints.completions import Token
+from relibra.serving.server.endpoints.completions import Tokens
 from relibra.serving.server.endpoints.sampling_body import SamplingBody
 from relibra.serving.server.generation import GenerationRequest, Piece
 from relibra.serving.server.text import TextCodec
@@ -29,7 +29,7 @@ class TokenBody(BaseModel):
 
     model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
 
-    token_ids: Annotated[list[Token], Field(min_length=1)]
+    token_ids: Annotated[Tokens, Field(min_length=1)]
     sampling_params: TokenSampling = Field(default_factory=TokenSampling)
     model: str = Field("", max_length=1024)
     stream: bool | None = False
