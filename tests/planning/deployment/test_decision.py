@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from relibra import PlanError
@@ -38,8 +40,27 @@ def test_colocated_plans_keep_latency_and_memory():
         assert gpu_bytes < 0.9 * 80e9
 
 
-def test_what_fits_nowhere_is_an_error_with_advice():
-    with pytest.raises(PlanError, match="allow more time, more GPUs"):
-        decided("dbrx", ["h20"], ServiceLevel(seconds_per_token=1e-5, context=650))
-    with pytest.raises(PlanError, match=r"of at most 2 GPU\(s\)"):
-        decided("dbrx", ["l40s"], most_gpus=2)
+@pytest.mark.parametrize(
+    ("gpu", "level", "space", "advised", "spared"),
+    [
+        ({}, {"seconds_per_token": 1e-5}, {}, ["more time"], ["GPUs", "memory", "context:"]),
+        ({}, {}, {"most_gpus": 2}, ["more GPUs"], ["more time", "memory"]),
+        ({}, {"seconds_per_token": 1e-5}, {"most_gpus": 2}, ["more time", "more GPUs"], ["memory"]),
+        ({}, {"context": 1e9}, {}, ["less context"], ["more time", "more GPUs"]),
+        ({"memory_bytes": 1e8}, {}, {}, ["the model does not fit"], ["more time", "more GPUs", "less context"]),
+    ],
+    ids=["time", "gpus", "time and gpus", "context", "memory"],
+)
+def test_what_fits_nowhere_is_an_error_that_advises_what_helps(gpu, level, space, advised, spared):
+    level, space = replace(LEVEL, **level), SearchSpace(node_counts=(), experts_per_node=(1, 2), **space)
+    with pytest.raises(PlanError) as caught:
+        decide(PAPER_MODELS["dbrx"], level, [replace(accelerator("l40s"), **gpu)], space, Efficiency())
+    said = str(caught.value)
+    assert all(words in said for words in advised), said
+    assert not any(words in said for words in spared), said
+    assert "(s)" not in said
+
+
+def test_a_limit_of_one_gpu_is_in_the_singular():
+    with pytest.raises(PlanError, match="of at most 1 GPU of"):
+        decided("dbrx", ["l40s"], most_gpus=1)

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.table import Table
@@ -129,9 +129,10 @@ def plan(request: ServePlanRequest) -> None:
         raise ConfigError("--trace, --copies, --measured, --rate and --timeline are of a simulation: add --simulate")
     arrivals = None if request.rate is None else Arrivals.read(request.rate, request.lengths)
     model, gpus = open_served_model(request.model), request.choices()
-    level = ServiceLevel(seconds_per_token=seconds_of(request.tpot), context=request.context, expert_skew=request.skew)
+    time = TokenTime.read(request.tpot)
+    level = ServiceLevel(seconds_per_token=time.seconds, context=request.context, expert_skew=request.skew)
     with progress(f"searching deployments of {model.name}"):
-        decision = decide(model, level, gpus, request.space(), Efficiency())
+        decision = decide(model, level, gpus, request.space(), Efficiency(), time=time.words)
     if request.output is not None:
         if decision.best is None:
             print_note(f"{request.output} is not written: no deployment with attention and experts apart fits")
@@ -148,8 +149,7 @@ def plan(request: ServePlanRequest) -> None:
         return
     print_wrapped(
         f"{model.name}: {plural(model.layers, 'layer')}, {model.top_k} of {plural(model.experts, 'expert')} per token; "
-        f"at most {1e3 * level.seconds_per_token:g} ms per token, {level.context:g} tokens of context; every figure is "
-        "modelled"
+        f"at most {time.words} per token, {level.context:g} tokens of context; every figure is modelled"
     )
     print_decision(decision)
     if decision.best is not None:
@@ -177,18 +177,31 @@ def open_served_model(name: str) -> ServedModel:
     return served_model(shape)
 
 
-def seconds_of(text: str) -> float:
-    """Return a time in seconds; without a unit the number is in seconds.
+class TokenTime(NamedTuple):
+    """Most time per output token: in seconds, and in the words of the user."""
 
-    raises    ConfigError for anything else
+    seconds: float
+    words: str
 
-    >>> seconds_of("150ms"), seconds_of("0.2s"), seconds_of("1")
-    (0.15, 0.2, 1.0)
-    """
-    found = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{0,9})?)\s*(ms|s|us|)\s*", text)
-    if found is None or float(found[1]) == 0:
-        raise ConfigError(f"--tpot {text!r}: it must be a time above 0 with its unit, such as 150ms or 0.15s")
-    return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}[found[2]]
+    @staticmethod
+    def read(text: str) -> TokenTime:
+        """Return a time; without a unit the number is in seconds.
+
+        raises    ConfigError for anything else, and for a time out of range
+
+        >>> TokenTime.read("150ms"), TokenTime.read("1")
+        (TokenTime(seconds=0.15, words='150 ms'), TokenTime(seconds=1.0, words='1 s'))
+        """
+        from relibra.planning.deployment.service_level import LEAST_SECONDS, MOST_SECONDS
+
+        found = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{0,9})?)\s*(ms|s|us|)\s*", text)
+        if found is None or float(found[1]) == 0:
+            raise ConfigError(f"--tpot {text!r}: it must be a time above 0 with its unit, such as 150ms or 0.15s")
+        number, unit = found[1], found[2] or "s"
+        seconds = float(number) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
+        if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
+            raise ConfigError(f"--tpot {text!r} is out of range: it must be from 1us to {MOST_SECONDS:g}s")
+        return TokenTime(seconds, f"{number} {unit}")
 
 
 def figures(decision: Decision) -> dict[str, Any]:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from relibra.errors import ConfigError
 
+LEAST_SECONDS, MOST_SECONDS = 1e-6, 1e4
+"""Range of the time per token."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceLevel:
@@ -24,7 +27,7 @@ class ServiceLevel:
     def __post_init__(self) -> None:
         """Raise ConfigError for values out of range."""
         for key, least, most in (
-            ("seconds_per_token", 1e-6, 1e4),
+            ("seconds_per_token", LEAST_SECONDS, MOST_SECONDS),
             ("context", 1.0, 1e9),
             ("expert_skew", 1.0, 1e6),
         ):
