@@ -43,7 +43,7 @@ def test_colocated_plans_keep_latency_and_memory():
 @pytest.mark.parametrize(
     ("gpu", "level", "space", "advised", "spared"),
     [
-        ({}, {"seconds_per_token": 1e-5}, {}, ["more time"], ["GPUs", "memory", "context:"]),
+        ({}, {"seconds_per_token": 1e-5}, {}, ["more time"], ["GPUs", "memory", "less context"]),
         ({}, {}, {"most_gpus": 2}, ["more GPUs"], ["more time", "memory"]),
         ({}, {"seconds_per_token": 1e-5}, {"most_gpus": 2}, ["more time", "more GPUs"], ["memory"]),
         ({}, {"context": 1e9}, {}, ["less context"], ["more time", "more GPUs"]),

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from pydantic import AliasPath, BaseModel, Field
+from pydantic import BaseModel, Field
 
 from relibra.serving.launch import FolderStamp, weights_stamp
 from relibra.serving.server.admission import Admission
@@ -27,7 +27,7 @@ class WorkerCall(BaseModel):
     """Body of `/collective_rpc`: only `reload_weights` is offered."""
 
     method: str = Field(max_length=256)
-    arguments: ReloadArguments = Field(validation_alias=AliasPath("kwargs"))
+    arguments: ReloadArguments = Field(validation_alias="kwargs")
 
 
 class NewVersion(BaseModel):
