@@ -44,6 +44,28 @@ def test_temperature_0_takes_the_first_of_the_most_likely():
     assert torch.allclose(log_probs, torch.log_softmax(logits, dim=-1))
 
 
+def test_log_probs_are_of_the_distribution_that_is_drawn_from():
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 4)
+    parameters = [
+        SamplingParameters(limit=1, temperature=0.5),
+        SamplingParameters(limit=1, temperature=0.5, top_k=2),
+        SamplingParameters(limit=1, temperature=2.0, top_p=0.5),
+        SamplingParameters(limit=1, temperature=0.0, top_k=1),
+    ]
+    tokens, log_probs = sample_tokens(logits, parameters, np.full(4, 0.001))
+    plain = np.exp(2 * np.arange(4)) / np.exp(2 * np.arange(4)).sum()
+    warm = np.exp(np.arange(4) / 2) / np.exp(np.arange(4) / 2).sum()
+    assert warm[3] < 0.5 < warm[2:].sum(), "so top-p keeps two"
+    expected = [
+        plain,
+        plain * [0, 0, 1, 1] / plain[2:].sum(),
+        warm * [0, 0, 1, 1] / warm[2:].sum(),
+        np.exp(np.arange(4)) / np.exp(np.arange(4)).sum(),
+    ]
+    assert np.allclose(log_probs.double().exp().numpy(), expected, atol=1e-6)
+    assert tokens.tolist() == [0, 2, 2, 3]
+
+
 def test_a_row_does_not_depend_on_the_others():
     logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(0))
     parameters = [

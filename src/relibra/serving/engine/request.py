@@ -54,7 +54,7 @@ class Progress:
     """A token of an answer, or its end.
 
     token        None: an end without a token (cancelled, error)
-    log_prob     of the token under the tempered policy, before top-k and top-p
+    log_prob     of the token in the distribution that it was drawn from: after temperature, top-k and top-p
     top          most likely tokens with their log-probs
     finish       why the answer ends with this; None: it goes on
     routes       at the end, if asked for: experts of every token fed, in ascending layers

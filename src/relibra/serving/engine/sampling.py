@@ -15,17 +15,21 @@ from relibra.serving.engine.request import SamplingParameters
 def sample_tokens(
     logits_BV: Float[Tensor, "B V"], parameters: Sequence[SamplingParameters], uniform_B: Float64[ndarray, " B"]
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, "B V"]]:
-    """Return the token of each row and the log-probs of its tempered distribution.
+    """Return the token of each row and the log-probs of the distribution that it was drawn from.
 
+    That is vLLM's "processed_logprobs": after temperature, top-k and top-p; minus infinity where these keep nothing.
     A token is where the cumulative distribution passes the row's uniform number, as in the embedded engine. Rows of
-    temperature 0 take the most likely token, the first of equals; their log-probs are those of temperature 1.
+    temperature 0 take the most likely token, the first of equals; their log-probs are those of temperature 1, of all
+    tokens.
     """
     temperature_B = torch.tensor([one.temperature or 1.0 for one in parameters], dtype=torch.float32)
     log_prob_BV = torch.log_softmax(logits_BV.float() / temperature_B[:, None], dim=-1)
     probability_BV = log_prob_BV.double().exp()
     for b, one in enumerate(parameters):
-        if one.top_k or one.top_p < 1.0:
-            probability_BV[b] *= kept_tokens(probability_BV[b], one.top_k, one.top_p)
+        if one.temperature and (one.top_k or one.top_p < 1.0):
+            kept_V = kept_tokens(probability_BV[b], one.top_k, one.top_p)
+            probability_BV[b] *= kept_V
+            log_prob_BV[b] = torch.log_softmax(log_prob_BV[b].masked_fill(kept_V == 0, -torch.inf), dim=-1)
     cumulative_BV = probability_BV.cumsum(dim=-1)
     uniform_B1 = torch.from_numpy(uniform_B)[:, None]
     token_B = torch.searchsorted(cumulative_BV, uniform_B1 * cumulative_BV[:, -1:], right=True).squeeze(1)
