@@ -86,10 +86,12 @@ class Timeline:
         """Return the seconds that each rank waited: all stages that begin with "wait"."""
         return self._total(event for event in self.events if event.stage.startswith("wait"))
 
-    def perfetto(self) -> dict[str, Any]:
+    def perfetto(self, notes: Sequence[str] = ()) -> dict[str, Any]:
         """Return a Chrome trace for ui.perfetto.dev: a process per rank, a track per stage.
 
         Overlapping events of a stage get separate tracks, because slices of one track have to nest.
+
+        notes   what a reader has to know beside the events
         """
         slices: list[dict[str, Any]] = []
         tracks: dict[tuple[int, str, int], int] = {}
@@ -103,12 +105,18 @@ class Timeline:
         return {
             "traceEvents": [*_names(tracks), *slices],
             "displayTimeUnit": "ms",
-            "otherData": {"format": FORMAT, "version": VERSION, "label": self.label, "origin": self.origin},
+            "otherData": {
+                "format": FORMAT,
+                "version": VERSION,
+                "label": self.label,
+                "origin": self.origin,
+                **({"notes": list(notes)} if notes else {}),
+            },
         }
 
-    def save_perfetto(self, path: Path | str) -> None:
-        """Write `perfetto()` as JSON, whole or not at all."""
-        write_text(Path(path), json.dumps(self.perfetto(), allow_nan=False) + "\n")
+    def save_perfetto(self, path: Path | str, notes: Sequence[str] = ()) -> None:
+        """Write `perfetto(notes)` as JSON, whole or not at all."""
+        write_text(Path(path), json.dumps(self.perfetto(notes), allow_nan=False) + "\n")
 
     def _total(self, events: Iterable[Event]) -> Float64[ndarray, " R"]:
         seconds_R = np.zeros(self.num_ranks)

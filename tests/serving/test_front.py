@@ -10,11 +10,15 @@ from hypothesis import strategies as st
 
 from relibra.errors import ConfigError
 from relibra.serving.control import read_frame
-from relibra.serving.server import clients
+from relibra.serving.engine.request import SamplingParameters
 from relibra.serving.server.access import read_api_keys
+from relibra.serving.server.admission import Admission, FrontLimits
 from relibra.serving.server.fair_queue import FairQueue, retry_seconds
+from relibra.serving.server.refusals import BadRequest, Overloaded
 from relibra.serving.server.serve import FrontSettings
 from relibra.serving.server.text import AnswerText, TextCodec, longest_beginning
+from relibra.serving.server.workers.clients import WorkerClients
+from relibra.serving.server.workers.connection import Connection, Mailbox, SampleGroup, tell_weights
 
 
 class Utf8:
@@ -146,11 +150,52 @@ def test_a_worker_that_hangs_while_weights_change_is_given_up():
     async def told():
         ours, theirs = socket.socketpair()
         with theirs:
-            connection = clients.Connection("attention worker 0", *await asyncio.open_connection(sock=ours))
-            answers = await clients.tell_weights([connection], {"read": "folder"}, seconds=0.05)
+            connection = Connection("attention worker 0", *await asyncio.open_connection(sock=ours))
+            answers = await tell_weights([connection], {"read": "folder"}, seconds=0.05)
             return answers, connection.writer.is_closing(), await read_frame(connection.reader)
 
     answers, closing, frame = asyncio.run(told())
     assert answers == [None]
     assert closing
     assert frame is None, "who reads takes the worker for ended, and starts it again"
+
+
+class NoWorkers(WorkerClients):
+    """Stands in for workers that take nothing."""
+
+    failure = ""
+
+    def __init__(self):
+        """Connect to nobody."""
+
+    def has_room(self, _most):
+        return False
+
+    def cancel(self, _group):
+        pass
+
+
+def group_of(samples):
+    return SampleGroup(
+        tokens=[1], sampling=SamplingParameters(limit=1), samples=samples, first=0, client="a", mailbox=Mailbox()
+    )
+
+
+def test_a_refusal_says_how_many_wait_and_how_many_may():
+    limits = FrontLimits(at_worker=1, waiting=2, answers=3, deadline=1.0)
+    admission = Admission(NoWorkers(), limits)
+    admission.check(2)
+    admission.submit(group_of(1))
+    with pytest.raises(Overloaded, match=r"1 answer waits .* holds 2, .* adds 2; .* in 1 s, .*--max-waiting") as one:
+        admission.check(2)
+    assert one.value.retry_after == 1
+    admission.submit(group_of(1))
+    with pytest.raises(Overloaded, match=r"2 answers wait .* holds 2"):
+        admission.check(1)
+    admission.waiting -= 2  # both run now, and one more
+    admission.submit(group_of(1))
+    admission.waiting -= 1
+    with pytest.raises(Overloaded, match=r"3 answers are .* of 3"):
+        admission.check(1)
+    with pytest.raises(BadRequest, match=r"3 answers, .* holds 2"):
+        admission.check(3)

@@ -113,10 +113,24 @@ def test_errors_are_those_of_the_client(served):
 
 def test_a_full_queue_is_refused_and_says_when_to_come_back(served):
     _, client, url = served
-    with pytest.raises(openai.RateLimitError) as refused:
-        client.completions.create(model="tiny", prompt="a", n=25)
+    asked = {"model": "tiny", "prompt": "a", "extra_body": {"ignore_eos": True}}
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        running = []
+        for number, told in ((5, b"relibra_running 5.0"), (24, b"relibra_waiting 24.0")):
+            running.append(pool.submit(client.completions.create, **asked, n=number, max_tokens=90))
+            while told not in httpx.get(f"{url}/metrics").content:
+                assert not any(one.done() for one in running)
+        with pytest.raises(openai.RateLimitError, match=r"24 answers wait .* holds 24") as refused:
+            client.completions.create(**asked)
+        assert {len(one.result().choices) for one in running} == {5, 24}
     assert int(refused.value.response.headers["retry-after"]) >= 1
     assert b"relibra_waiting 0.0" in httpx.get(f"{url}/metrics").content
+
+
+def test_more_answers_than_the_queue_holds_are_refused_for_good(served):
+    _, client, _ = served
+    with pytest.raises(openai.BadRequestError, match=r"asks for 25 answers, .* holds 24"):
+        client.completions.create(model="tiny", prompt="a", n=25)
 
 
 def test_a_client_with_many_requests_does_not_delay_another(served):

@@ -1,6 +1,8 @@
 """Workers that are killed while they serve: what is lost, what comes back, and with which weights."""
 
+import json
 import os
+import re
 import signal
 import threading
 import time
@@ -105,6 +107,52 @@ def test_an_expert_worker_comes_back_with_the_weights_of_the_last_update(spare, 
         assert load_weights(url, tmp_path / "model").status_code == 503, "a worker is missing"
         await_health(url, 200)
         assert tokens_of(answered(url, **BODY)) == other
+
+
+def test_an_expert_worker_that_hangs_is_shown_given_up_and_started_again(tmp_path):
+    write_model("Qwen3MoeForCausalLM", tmp_path)
+    with relibra_serve(tmp_path, "--timeout", "4") as (url, process):
+        before = answered(url, **BODY)
+
+        def experts():
+            return httpx.get(f"{url}/health", trust_env=False).json()["workers"][1]
+
+        hanging = experts()
+        os.kill(hanging["pid"], signal.SIGSTOP)
+        end = time.monotonic() + 9
+        while (shown := experts())["state"] != "silent":
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        assert 3.0 <= shown["silent_seconds"] < 10.0
+        assert shown["pid"] == hanging["pid"]
+        assert "hangs" in await_health(url, 503)["error"]
+        await_health(url, 200)
+        back = experts()
+        assert back["state"] == "ready"
+        assert back["pid"] != hanging["pid"]
+        assert back["pid"] in workers_of(process)
+        assert hanging["pid"] not in workers_of(process)
+        assert tokens_of(answered(url, **BODY)) == tokens_of(before)
+
+
+def test_a_timeline_says_whose_events_went_with_a_worker(tmp_path):
+    write_model("Qwen3MoeForCausalLM", tmp_path / "model")
+    file = tmp_path / "timeline.json"
+    with relibra_serve(tmp_path / "model", "--experts", "2", "--timeline", str(file)) as (url, _):
+        answered(url, **BODY)
+        killed = httpx.get(f"{url}/health", trust_env=False).json()["workers"][2]
+        assert (killed["role"], killed["number"]) == ("experts", 1)
+        os.kill(killed["pid"], signal.SIGKILL)
+        await_health(url, 503)
+        await_health(url, 200)
+        answered(url, **BODY)
+    trace = json.loads(file.read_text())
+    [note] = trace["otherData"]["notes"]
+    assert "experts worker 1" in note
+    until = float(re.search(r"until second ([\d.]+) ", note).group(1))
+    starts = [event["ts"] / 1e6 for event in trace["traceEvents"] if event["ph"] == "X" and event["pid"] == 2]
+    assert starts
+    assert min(starts) > until - 0.1, "rank 2 is the worker that was killed"
 
 
 def test_a_worker_does_not_come_back_with_files_that_have_changed(tmp_path):

@@ -1,10 +1,12 @@
 """`relibra serve` as a user runs it: worker processes, and answers over HTTP."""
 
+import contextlib
 import json
 import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -128,6 +130,17 @@ def test_models_and_health(served):
     assert model["max_model_len"] == 96
 
 
+def test_health_names_role_number_and_process_of_each_worker(served):
+    _, url, process = served
+    workers = httpx.get(f"{url}/health").json()["workers"]
+    assert [(one["role"], one["number"]) for one in workers] == [("attention", 0), ("experts", 0), ("experts", 1)]
+    assert {one["state"] for one in workers} == {"ready"}
+    assert sorted(one["pid"] for one in workers) == workers_of(process)
+    for one in workers:
+        words = Path(f"/proc/{one['pid']}/cmdline").read_bytes().split(b"\0")
+        assert words[-3:-1] == [one["role"].encode(), str(one["number"]).encode()], "who looks at ps sees it"
+
+
 def answered(url, seconds=60.0, **body):
     """Ask until an answer comes."""
     end = time.monotonic() + seconds
@@ -176,7 +189,8 @@ def test_no_request_is_lost_where_experts_have_copies(transport, stop, tmp_path)
             [choice] = answer.result().json()["choices"]
             assert choice["token_ids"] == greedy_answer(model, request.tokens, 80).tokens
         if stop == signal.SIGSTOP:
-            os.kill(stopped, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it was given up before
+                os.kill(stopped, signal.SIGKILL)
 
 
 @pytest.mark.slow

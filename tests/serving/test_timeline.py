@@ -6,7 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 
 from relibra.serving.layout import WorkerLayout
-from relibra.serving.worker_timeline import MOST_EVENTS, deployment_timeline, timeline_frame, worker_recorder
+from relibra.serving.worker_timeline import (
+    MOST_EVENTS,
+    deployment_timeline,
+    timeline_frame,
+    worker_recorder,
+    write_timeline,
+)
 from tests.serving.models import greedy_request, write_model
 from tests.serving.server_process import relibra_serve
 
@@ -58,3 +64,18 @@ def test_a_worker_keeps_its_latest_events():
     assert (timeline.num_ranks, timeline.label, len(timeline.events)) == (2, "measured", MOST_EVENTS)
     assert {event.rank for event in timeline.events} == {1}
     assert timeline.events[0].layer == 5
+
+
+def test_events_that_went_with_a_worker_are_told(tmp_path):
+    layout = WorkerLayout(attention=1, experts=1)
+    frames = [timeline_frame(worker_recorder(layout, role, 0)) for role in ("attention", "experts")]
+    frames[0]["origin"], frames[1]["origin"] = 100.0, 107.0
+    told = write_timeline(tmp_path / "t.json", layout, frames, [("experts worker 0", 105.5)])
+    assert json.loads((tmp_path / "t.json").read_text())["otherData"]["notes"] == told[:1]
+    assert "experts worker 0 until second 5.5" in told[0]
+    assert len(told) == 2
+    assert len(write_timeline(tmp_path / "t.json", layout, frames, [])) == 1
+    assert "notes" not in json.loads((tmp_path / "t.json").read_text())["otherData"]
+    [line] = write_timeline(tmp_path / "none.json", layout, [], [("experts worker 0", 105.5)])
+    assert "not written" in line
+    assert not (tmp_path / "none.json").exists()

@@ -178,7 +178,7 @@ class RunningWorkers:
 
     def _end(self, worker: Worker) -> None:
         """End a worker that is started again next, and tell the operator."""
-        _log.warning("%s ended (%s): it is started again", worker.name, _ending(worker.process))
+        _log.warning("%s is started again: %s", worker.name, _ending(worker.process))
         worker.process.kill()
         worker.process.wait()
         worker.control.close()
@@ -208,7 +208,7 @@ class RunningWorkers:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "relibra.serving.worker_process", str(theirs.fileno())],
+                [sys.executable, "-m", "relibra.serving.worker_process", str(theirs.fileno()), role, str(number)],
                 pass_fds=[theirs.fileno()],
                 env=worker_environment(spec["threads"]),
                 stdin=subprocess.DEVNULL,
@@ -227,7 +227,7 @@ class RunningWorkers:
         finally:
             worker.control.settimeout(None)
         if frame is None:
-            raise EngineError(f"{worker.name} ended while it was starting ({_ending(worker.process)})")
+            raise EngineError(f"{worker.name} is gone while it was starting ({_ending(worker.process)})")
         if key not in frame:
             raise EngineError(f"{worker.name}: {frame.get('failed', f'unexpected answer {sorted(frame)}')}")
         return frame[key]
@@ -247,5 +247,5 @@ def _ending(process: subprocess.Popen[bytes]) -> str:
     """Return how a process ended, for a message."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         code = process.wait(STOPPING_SECONDS)
-        return f"signal {-code}" if code < 0 else f"exit code {code}"
-    return "it still runs"
+        return f"it ended by signal {-code}" if code < 0 else f"it ended with exit code {code}"
+    return "its process does not end by itself"

@@ -1,6 +1,7 @@
-"""A worker as a process of its own: `python -m relibra.serving.worker_process FD`, started by `launch.py`.
+"""A worker as a process of its own: `python -m relibra.serving.worker_process FD ROLE NUMBER`, started by `launch.py`.
 
-The front sends what to load over the inherited socket FD; the worker ends when that socket closes.
+The front sends what to load over the inherited socket FD; the worker ends when that socket closes. ROLE and NUMBER are
+there for who looks at a list of processes.
 """
 
 from __future__ import annotations
@@ -128,6 +129,8 @@ def run_expert_worker(control: ControlSocket, spec: dict[str, Any]) -> None:
             control.send({"counters": process.counters()})
         elif "timeline" in frame:
             control.send({"timeline": timeline_frame(process.recorder)})
+        elif "pulse" in frame:
+            control.send({"pulse": True})
 
 
 def run_attention_worker(control: ControlSocket, spec: dict[str, Any]) -> None:
@@ -167,6 +170,8 @@ def run_attention_worker(control: ControlSocket, spec: dict[str, Any]) -> None:
             control.send({"counters": worker.counters()})
         elif "timeline" in frame:
             control.send({"timeline": timeline_frame(recorder)})
+        elif "pulse" in frame:
+            control.send({"pulse": True})
     worker.close()
 
 

@@ -7,9 +7,11 @@ compute, "experts", and "wait", in which an expert worker has no rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+from relibra.errors import TraceError, in_a_line
 from relibra.serving.layout import WorkerLayout
 from relibra.timeline import Event, Timeline, TimelineRecorder, merged
 
@@ -46,3 +48,27 @@ def deployment_timeline(layout: WorkerLayout, frames: Sequence[dict[str, Any]]) 
     timeline = merged(timelines)
     timeline.validate()
     return timeline
+
+
+def write_timeline(
+    path: Path, layout: WorkerLayout, frames: Sequence[dict[str, Any]], lost: Iterable[tuple[str, float]]
+) -> list[str]:
+    """Write what workers recorded for Perfetto; return lines to tell about it.
+
+    lost   workers, and Unix times at which a process of theirs was gone; what it had recorded is missing, and the file
+           says so in its notes
+    """
+    if not frames:
+        return [f"no worker was there to tell what it recorded: {path} is not written"]
+    try:
+        timeline = deployment_timeline(layout, frames)
+        notes = [
+            f"events of {worker} until second {max(0.0, at - timeline.origin):.1f} are missing: it was not there to "
+            "tell them in the end"
+            for worker, at in lost
+        ]
+        timeline.save_perfetto(path, notes)
+    except (OSError, TraceError) as error:
+        return [f"the timeline cannot be written to {path}: {in_a_line(error)}"]
+    written = f"{len(timeline.events):,} events of {len(frames)} workers in {path}: open it at ui.perfetto.dev"
+    return [*notes, written]

@@ -6,9 +6,10 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from relibra.serving.server.clients import SampleGroup, WorkerClients
 from relibra.serving.server.fair_queue import FairQueue, retry_seconds
-from relibra.serving.server.refusals import Overloaded, Unavailable
+from relibra.serving.server.refusals import BadRequest, Overloaded, Unavailable
+from relibra.serving.server.workers.clients import WorkerClients
+from relibra.serving.server.workers.connection import SampleGroup
 
 _ENDED = 256
 """Latest ends of samples that the rate is counted from."""
@@ -43,17 +44,34 @@ class Admission:
         clients.on_free = self._free
 
     def check(self, samples: int) -> None:
-        """Raise Overloaded where so many more samples are too many, Unavailable where nobody is left to run them."""
+        """Refuse so many more samples where they cannot be taken.
+
+        raises   BadRequest where they never fit the queue, Overloaded where they do not now, Unavailable where nobody
+                 is left to run them
+        """
         if self.clients.failure:
             raise Unavailable(self.clients.failure)
         limits = self.limits
-        if self.waiting + samples > limits.waiting or self.open + samples > limits.answers:
-            after = retry_seconds(self.waiting + samples, list(self._ended))
-            raise Overloaded(
-                f"{self.waiting} answers wait and {self.open - self.waiting} are under way: this server takes "
-                f"{limits.waiting} and {limits.answers - limits.waiting}; send the request again in {after} s",
-                retry_after=after,
+        if samples > limits.waiting:
+            raise BadRequest(
+                f"this request asks for {samples} answers, and the queue of this server holds {limits.waiting}: ask "
+                "for fewer at once, or start relibra serve with a larger --max-waiting"
             )
+        if self.waiting + samples <= limits.waiting and self.open + samples <= limits.answers:
+            return
+        if self.waiting + samples > limits.waiting:
+            full = f"{_answers(self.waiting, 'waits', 'wait')} in the queue, which holds {limits.waiting}"
+        else:
+            full = (
+                f"{_answers(self.open, 'is', 'are')} waiting, under way or not read yet, of {limits.answers} that this "
+                "server keeps"
+            )
+        after = retry_seconds(self.waiting + samples, list(self._ended))
+        raise Overloaded(
+            f"the server is busy: {full}, and this request adds {samples}; send it again in {after} s, or start "
+            "relibra serve with a larger --max-waiting",
+            retry_after=after,
+        )
 
     def submit(self, group: SampleGroup) -> None:
         """Queue a group that `check` has let in; `release` it at the end."""
@@ -84,3 +102,8 @@ class Admission:
             group = self._queue.pop()
             self.waiting -= group.samples
             self.clients.begin(group)
+
+
+def _answers(number: int, one: str, several: str) -> str:
+    """Return a number of answers with its verb."""
+    return f"{number} answer {one}" if number == 1 else f"{number} answers {several}"

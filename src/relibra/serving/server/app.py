@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -101,7 +101,8 @@ class _Paths:
         async def health() -> Response:
             clients = self.fronts[0].generator.admission.clients
             lost = clients.lost
-            said = {"running": clients.running, "rebalanced": clients.rebalanced}
+            said: dict[str, Any] = {"running": clients.running, "rebalanced": clients.rebalanced}
+            said["workers"] = [asdict(one) for one in clients.states]
             return JSONResponse(said | ({"error": "; ".join(lost)} if lost else {}), status_code=503 if lost else 200)
 
         @router.get("/metrics")

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from relibra.serving.engine.request import SamplingParameters
 from relibra.serving.server.admission import Admission
-from relibra.serving.server.clients import Mailbox, SampleGroup, Step
 from relibra.serving.server.metrics import FrontMetrics
 from relibra.serving.server.refusals import BadRequest, Refusal, Unavailable
 from relibra.serving.server.text import AnswerText, TextCodec
+from relibra.serving.server.workers.connection import Mailbox, SampleGroup, Step
 
 MOST_CHOICES = 256
 """Choices of one request: prompts times `n`."""

@@ -8,15 +8,15 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relibra.errors import ConfigError, TraceError, in_a_line, missing_packages
+from relibra.errors import ConfigError, missing_packages
 from relibra.serving.launch import RunningWorkers
 from relibra.serving.layout import WorkerLayout
-from relibra.serving.worker_timeline import deployment_timeline
+from relibra.serving.worker_timeline import write_timeline
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -126,11 +126,11 @@ def front_of(
     from relibra.serving.server.access import AccessList
     from relibra.serving.server.admission import Admission, FrontLimits
     from relibra.serving.server.app import Front, ServedName, make_app
-    from relibra.serving.server.clients import WorkerClients
     from relibra.serving.server.generation import Generator
     from relibra.serving.server.metrics import FrontMetrics
     from relibra.serving.server.text import load_codec
     from relibra.serving.server.weights import ServedWeights
+    from relibra.serving.server.workers.clients import WorkerClients
 
     layout, counted, codec = model.layout, FrontMetrics(), load_codec(folder)
     at_worker = layout.max_batch + max(1, layout.max_batch // 4)
@@ -152,7 +152,9 @@ def front_of(
 
         async def close() -> None:
             if settings.timeline is not None:
-                tell(_write_timeline(settings.timeline, layout, await clients.timelines()))
+                frames = await clients.timelines()
+                for line in write_timeline(settings.timeline, layout, frames, clients.lost_records):
+                    tell(line)
             await clients.close()
             model.stop()  # a worker that is just being started again ends too, and with it who waits for it
 
@@ -161,18 +163,6 @@ def front_of(
 
     about = ServedName(name=settings.name, max_length=layout.max_length, config=_as_vllm(model))
     return make_app(open_front, about, AccessList(keys), counted)
-
-
-def _write_timeline(path: Path, layout: WorkerLayout, frames: Sequence[dict[str, Any]]) -> str:
-    """Write what workers recorded for Perfetto; return what to tell about it."""
-    if not frames:
-        return f"no worker was there to tell what it recorded: {path} is not written"
-    try:
-        timeline = deployment_timeline(layout, frames)
-        timeline.save_perfetto(path)
-    except (OSError, TraceError) as error:
-        return f"the timeline cannot be written to {path}: {in_a_line(error)}"
-    return f"{len(timeline.events):,} events of {len(frames)} workers in {path}: open it at ui.perfetto.dev"
 
 
 def _as_vllm(model: RunningWorkers) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import FailFast, Field
+from pydantic import Field
 
 from relibra.serving.server.endpoints.sampling_body import SamplingBody
 from relibra.serving.server.generation import GenerationRequest, Piece
@@ -13,14 +13,15 @@ from relibra.serving.server.text import TextCodec
 DEFAULT_LIMIT = 16
 """New tokens where a body does not say how many, as OpenAI's."""
 Token = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
-Tokens = Annotated[list[Token], FailFast()]
+_quick = Field(fail_fast=True)
+Tokens = Annotated[list[Token], _quick]
 """Of a long list, only the first mistake is looked for."""
 
 
 class CompletionBody(SamplingBody):
     """A prompt, or several, as text or tokens."""
 
-    prompt: str | Tokens | Annotated[list[str], FailFast()] | Annotated[list[Tokens], FailFast()]
+    prompt: str | Tokens | Annotated[list[str], _quick] | Annotated[list[Tokens], _quick]
     max_tokens: int | None = Field(DEFAULT_LIMIT, ge=0, lt=1 << 31)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = False

@@ -5,27 +5,39 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
 from relibra.errors import EngineError
-from relibra.serving.control import read_frame, write_frame
-from relibra.serving.engine.request import SamplingParameters
+from relibra.serving.control import write_frame
 from relibra.serving.expert_placement import place_experts, worker_imbalance
-from relibra.serving.launch import LOADING_SECONDS, RunningWorkers, Worker
+from relibra.serving.launch import LOADING_SECONDS, RunningWorkers
 from relibra.serving.server.metrics import WorkerCounters
 from relibra.serving.server.refusals import Unavailable
+from relibra.serving.server.workers.connection import (
+    LEAST_PATIENCE,
+    PULSE_SECONDS,
+    SHOWN_SECONDS,
+    Connection,
+    LostRecord,
+    SampleGroup,
+    Step,
+    WorkerState,
+    connection_to,
+    tell_weights,
+)
 
+_log = logging.getLogger(__name__)
 WORTH_A_CHANGE = 1.05
 """Imbalance of workers over that after a change, from which on the change is made."""
 LEAST_ROWS = 100
 """Rows per expert in a period below which nothing is changed."""
-_ANSWERS = ("weights", "ready", "load", "counters", "timeline")
 RESTARTS = 3
 """How often a worker that ends is started again."""
 _POLL_SECONDS = 0.1
@@ -33,96 +45,6 @@ COUNTING_SECONDS = 2.0
 """How long workers may take to say what they have counted."""
 TELLING_SECONDS = 20.0
 """How long workers may take to say what they have recorded."""
-Step = dict[str, Any]
-"""Progress of one request as a worker sends it: token, log_prob, top, finish, error, routes, prompt_log_probs."""
-
-
-class Mailbox:
-    """Steps of the samples of one HTTP request, until they are read.
-
-    It holds no more than the samples may become: what is not read delays nobody else.
-    """
-
-    def __init__(self) -> None:
-        """Begin empty."""
-        self._steps: deque[tuple[int, Step]] = deque()
-        self._arrived = asyncio.Event()
-
-    def put(self, choice: int, step: Step) -> None:
-        """Add a step of a choice."""
-        self._steps.append((choice, step))
-        self._arrived.set()
-
-    async def take(self) -> list[tuple[int, Step]]:
-        """Wait for steps; return all that are there."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        steps = list(self._steps)
-        self._steps.clear()
-        return steps
-
-
-@dataclass(eq=False, kw_only=True)
-class SampleGroup:
-    """Samples of one prompt: they go to the same worker, which feeds their prompt once.
-
-    first     number of the first among the choices of its HTTP request
-    client    whom it counts for
-    numbers   of its samples at the worker, while they run
-    """
-
-    tokens: Sequence[int]
-    sampling: SamplingParameters
-    samples: int
-    first: int
-    client: str
-    mailbox: Mailbox
-    worker: Connection | None = None
-    numbers: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def cost(self) -> int:
-        """Tokens that its samples may take."""
-        return len(self.tokens) + self.samples * self.sampling.limit
-
-
-@dataclass(eq=False)
-class Connection:
-    """A worker; `lost` says why it is gone.
-
-    answers   to what was asked, by their keys; None: it has ended
-    """
-
-    name: str
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    running: dict[int, SampleGroup] = field(default_factory=dict)
-    answers: defaultdict[str, asyncio.Queue[Any]] = field(default_factory=lambda: defaultdict(asyncio.Queue))
-    lost: str = ""
-
-    def tell(self, frame: dict[str, Any]) -> None:
-        """Hand over the answers in a frame."""
-        for key, answer in frame.items():
-            self.answers[key].put_nowait(answer)
-
-    async def ask(self, what: str, seconds: float) -> Any:
-        """Return what the worker says; None: it is gone, or does not answer in time."""
-        answers = self.answers[what]
-        while not answers.empty():
-            answers.get_nowait()  # of a question that was given up
-        if self.lost:
-            return None
-        write_frame(self.writer, {what: True})
-        try:
-            return await asyncio.wait_for(answers.get(), seconds)
-        except TimeoutError:
-            return None
-
-    def end(self, why: str) -> None:
-        """Note that the worker is gone; whoever waits for an answer gets None."""
-        self.lost = why
-        for key in _ANSWERS:
-            self.answers[key].put_nowait(None)
 
 
 class WorkerClients:
@@ -141,6 +63,10 @@ class WorkerClients:
         """Attention workers that are there, or will be again."""
         self._readers = [asyncio.create_task(self._keep_attention(model, number)) for number in range(len(attention))]
         self._readers += [asyncio.create_task(self._keep_experts(model, number)) for number in range(len(experts))]
+        self._readers.append(asyncio.create_task(self._feel_pulses()))
+        self._model, self._patience = model, max(LEAST_PATIENCE, model.layout.timeout)
+        self.lost_records: list[LostRecord] = []
+        """Processes of workers that have ended, and took what they had recorded with them."""
 
     @classmethod
     async def open(cls, model: RunningWorkers, rebalance_seconds: float = 0.0) -> WorkerClients:
@@ -148,8 +74,8 @@ class WorkerClients:
 
         rebalance_seconds   time after which copies of experts are placed anew; 0: never
         """
-        attention = [await _connection(worker) for worker in model.attention_workers]
-        clients = cls(model, attention, [await _connection(worker) for worker in model.expert_workers])
+        attention = [await connection_to(worker) for worker in model.attention_workers]
+        clients = cls(model, attention, [await connection_to(worker) for worker in model.expert_workers])
         if rebalance_seconds:
             clients._readers.append(asyncio.create_task(clients.rebalance_forever(model, rebalance_seconds)))
         return clients
@@ -167,8 +93,30 @@ class WorkerClients:
 
     @property
     def lost(self) -> list[str]:
-        """What is said of each worker that is gone."""
-        return self.lost_experts + [one.lost for one in self._attention if one.lost]
+        """What is said of each worker that is gone, or hangs."""
+        said = self.lost_experts + [one.lost for one in self._attention if one.lost]
+        return said + [
+            f"{one.name} has not answered for {one.silence:.0f} s: end its process if it hangs, a new one is started"
+            for one in self._attention
+            if not one.lost and one.silence >= self._patience
+        ]
+
+    @property
+    def states(self) -> list[WorkerState]:
+        """Each worker, attention first."""
+        workers = [*self._model.attention_workers, *self._model.expert_workers]
+        connections = [*self._attention, *self._experts]
+        found = []
+        for index, (worker, one) in enumerate(zip(workers, connections, strict=True)):
+            role, first = ("attention", 0) if index < len(self._attention) else ("experts", len(self._attention))
+            silence = one.silence if not one.lost and one.silence >= SHOWN_SECONDS else 0.0
+            state = "lost" if one.lost else "silent" if silence else "ready"
+            found.append(
+                WorkerState(
+                    role=role, number=index - first, pid=worker.process.pid, state=state, silent_seconds=silence
+                )
+            )
+        return found
 
     @property
     def running(self) -> int:
@@ -289,10 +237,28 @@ class WorkerClients:
         ]
 
     async def timelines(self) -> list[dict[str, Any]]:
-        """Return what each worker has recorded, of those that are there and answer."""
+        """Return what each worker has recorded, of those that are there and answer; others are then lost records."""
         everyone = [*self._attention, *self._experts]
         frames = await asyncio.gather(*(one.ask("timeline", TELLING_SECONDS) for one in everyone))
+        silent = [one for one, frame in zip(everyone, frames, strict=True) if frame is None and not one.lost]
+        self.lost_records += [LostRecord(one.name, time.time()) for one in silent]
         return [frame for frame in frames if frame is not None]
+
+    async def _feel_pulses(self) -> None:
+        """Ask workers every second whether they are there; an expert worker that hangs is given up.
+
+        Attention workers that waited for its rows do without it already, until it is started again. While workers read
+        weights or take other experts, nobody is asked.
+        """
+        while True:
+            await asyncio.sleep(PULSE_SECONDS)
+            for one in (*self._attention, *self._experts):
+                if one.lost or self.changing.locked():
+                    continue
+                one.pulse()
+                if one.silence > self._patience and one in self._experts:
+                    _log.warning("%s has not answered for %.0f s: it is given up", one.name, self._patience)
+                    one.writer.transport.abort()  # who reads from it takes the worker for ended
 
     def _announce(self, model: RunningWorkers, number: int) -> None:
         """Tell the attention workers where an expert worker is, and what it holds."""
@@ -313,10 +279,11 @@ class WorkerClients:
         """Read what an expert worker says; start it again when it ends, a few times, and tell attention where it is."""
         for restarts in range(RESTARTS + 1):
             connection = self._experts[number]
-            while (frame := await read_frame(connection.reader)) is not None:
+            while (frame := await connection.read()) is not None:
                 connection.tell(frame)
             connection.writer.close()
-            connection.end(f"{connection.name} ended")
+            connection.end(f"{connection.name} {'hangs' if connection.silence > self._patience else 'ended'}")
+            self.lost_records.append(LostRecord(connection.name, time.time()))
             if restarts == RESTARTS:
                 break
             try:
@@ -324,7 +291,7 @@ class WorkerClients:
             except EngineError as error:
                 connection.lost = f"{connection.name} ended, and does not start again: {error}"
                 return
-            self._experts[number] = await _connection(model.expert_workers[number])
+            self._experts[number] = await connection_to(model.expert_workers[number])
             self._announce(model, number)
         connection.lost = f"{connection.name} ended {RESTARTS + 1} times: look at what it printed"
 
@@ -334,6 +301,7 @@ class WorkerClients:
             connection = self._attention[number]
             await self._read(connection)
             connection.writer.close()
+            self.lost_records.append(LostRecord(connection.name, time.time()))
             if restarts == RESTARTS:
                 connection.lost = f"{connection.name} ended {RESTARTS + 1} times: look at what it printed"
                 break
@@ -344,7 +312,7 @@ class WorkerClients:
             except EngineError as error:
                 connection.lost = f"{connection.name} ended, and does not start again: {error}"
                 break
-            self._attention[number] = await _connection(model.attention_workers[number])
+            self._attention[number] = await connection_to(model.attention_workers[number])
             for one, (before, now) in enumerate(zip(met, model.whereabouts(), strict=True)):
                 if before != now:
                     write_frame(self._attention[number].writer, {"rejoin": [one, *now]})
@@ -354,7 +322,7 @@ class WorkerClients:
 
     async def _read(self, connection: Connection) -> None:
         """Hand each step to its request, until the worker is gone; then end its requests."""
-        while (frame := await read_frame(connection.reader)) is not None:
+        while (frame := await connection.read()) is not None:
             for step in frame.pop("progress", ()):
                 self._hand_over(connection, step)
             connection.tell(frame)
@@ -372,27 +340,3 @@ class WorkerClients:
         if "finish" in step:
             del connection.running[number], group.numbers[number]
             self.on_free()
-
-
-async def tell_weights(
-    workers: Sequence[Connection], command: dict[str, str], seconds: float = LOADING_SECONDS
-) -> list[dict[str, Any] | None]:
-    """Let workers read or use weights; return their answers, None of those that end.
-
-    seconds   that they may take; a worker that hangs is then given up, and started again
-    """
-    for one in workers:
-        write_frame(one.writer, {"weights": command})
-
-    async def answer(one: Connection) -> dict[str, Any] | None:
-        try:
-            return await asyncio.wait_for(one.answers["weights"].get(), seconds)
-        except TimeoutError:
-            one.writer.close()  # who reads from it takes the worker for ended
-            return None
-
-    return list(await asyncio.gather(*map(answer, workers)))
-
-
-async def _connection(worker: Worker) -> Connection:
-    return Connection(worker.name, *await asyncio.open_connection(sock=worker.control))

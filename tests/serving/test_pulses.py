@@ -1,0 +1,109 @@
+"""Workers that are there and say nothing."""
+
+import asyncio
+import contextlib
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from relibra.errors import EngineError
+from relibra.serving.control import read_frame, write_frame
+from relibra.serving.launch import RunningWorkers
+from relibra.serving.layout import WorkerLayout
+from relibra.serving.server.workers import clients
+from relibra.serving.server.workers.connection import PULSE_SECONDS, Connection
+
+
+@contextlib.asynccontextmanager
+async def connected(name):
+    """Yield the connection of a front to a worker, and the worker's end."""
+    ours, theirs = socket.socketpair()
+    connection = Connection(name, *await asyncio.open_connection(sock=ours))
+    reader, writer = await asyncio.open_connection(sock=theirs)
+    try:
+        yield connection, reader, writer
+    finally:
+        for one in (connection.writer, writer):
+            one.close()
+            with contextlib.suppress(OSError):
+                await one.wait_closed()
+
+
+def test_an_answer_ends_a_silence_and_a_silent_worker_is_asked_once():
+    async def watch():
+        async with connected("experts worker 0") as (connection, reader, writer):
+            for _ in range(3):
+                connection.pulse()
+            silence = connection.silence
+            asked = await read_frame(reader)
+            write_frame(writer, {"pulse": True})
+            frame = await connection.read()
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(read_frame(reader), 0.05)
+            return silence, asked, frame, connection.silence
+
+    assert asyncio.run(watch()) == (3 * PULSE_SECONDS, {"pulse": True}, {}, 0.0)
+
+
+class TwoWorkers(RunningWorkers):
+    """A deployment whose expert worker does not start again."""
+
+    layout = WorkerLayout(timeout=20.0)
+    attention_workers = (SimpleNamespace(process=SimpleNamespace(pid=11)),)
+    expert_workers = (SimpleNamespace(process=SimpleNamespace(pid=12)),)
+
+    def __init__(self):
+        """Start nothing."""
+
+    def restart_experts(self, _number):
+        raise EngineError("no memory")
+
+
+async def with_front(watch):
+    """Return what is seen of a front whose workers say nothing."""
+    async with connected("attention worker 0") as (attention, *_), connected("experts worker 0") as (experts, *_):
+        front = clients.WorkerClients(TwoWorkers(), [attention], [experts])
+        try:
+            return await watch(front)
+        finally:
+            await front.close()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(clients, "PULSE_SECONDS", 0.002)  # between two pulses; each still counts as a second
+
+
+def test_silent_workers_are_shown_and_expert_workers_given_up(quick):
+    async def watch(front):
+        seen = []
+        while not any("no memory" in one for one in front.lost):
+            states = [(one.role, one.number, one.pid, one.state) for one in front.states]
+            if not seen or states != seen[-1]:
+                seen.append(states)
+            await asyncio.sleep(0.001)
+        silence = front.states[0].silent_seconds
+        while len(front.lost) < 2:
+            await asyncio.sleep(0.001)
+        said, state, failure, lost = front.lost, front.states[0].state, front.failure, front.lost_records
+        return seen, silence, said, state, failure, lost
+
+    seen, silence, said, state, failure, lost = asyncio.run(with_front(watch))
+    assert seen[0] == [("attention", 0, 11, "ready"), ("experts", 0, 12, "ready")]
+    assert [("attention", 0, 11, "silent"), ("experts", 0, 12, "silent")] in seen
+    assert silence >= 20.0
+    assert "experts worker 0" in said[0]
+    assert "attention worker 0 has not answered" in said[1]
+    assert state == "silent", "requests may still be under way"
+    assert failure == ""
+    assert [one.worker for one in lost] == ["experts worker 0"]
+
+
+def test_nobody_is_blamed_while_workers_read_weights(quick):
+    async def watch(front):
+        async with front.changing:
+            await asyncio.sleep(0.2)
+            return [one.state for one in front.states]
+
+    assert asyncio.run(with_front(watch)) == ["ready", "ready"]
