@@ -237,3 +237,30 @@ def test_metrics_say_how_busy_workers_are_and_how_full_the_cache_is(served):
     assert 0 < after['relibra_busy_share{role="experts"}'] <= 1
     assert after['relibra_kv_cache_most_bytes{worker="0"}'] > 0
     assert after['relibra_kv_cache_usage{worker="0"}'] == after['relibra_kv_cache_bytes{worker="0"}'] == 0
+
+
+def test_a_server_that_is_stopped_ends_its_answers_with_a_sentence(tmp_path):
+    write_text_model(tmp_path)
+    with relibra_serve(tmp_path, "--max-length", "4000", "--kv-tokens", "8192") as (url, process):
+        asked = {"prompt": [5, 6, 7], "max_tokens": 3900, "ignore_eos": True}
+        with ThreadPoolExecutor() as pool, httpx.Client(timeout=60, trust_env=False) as client:
+            whole = pool.submit(complete, url, **asked)
+            with client.stream("POST", f"{url}/v1/completions", json={**asked, "stream": True}) as answer:
+                lines = (line for line in answer.iter_lines() if line)
+                next(lines)
+                stopped = time.monotonic()
+                process.send_signal(signal.SIGINT)
+                *_, last = lines
+            refused = whole.result()
+        assert "being stopped" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, 503)
+        process.wait(30)
+        assert time.monotonic() - stopped < 5, "no answer is waited for"
+        assert process.stderr.read() == "stopped\n"
+
+
+def test_a_model_is_found_by_its_name(served):
+    _, url, _ = served
+    one = httpx.get(f"{url}/v1/models/tiny", trust_env=False).json()
+    assert [one] == httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]
+    assert httpx.get(f"{url}/v1/models/other", trust_env=False).status_code == 404

@@ -189,7 +189,7 @@ class RunningWorkers:
         if weights_stamp(Path(folder)) != self._stamp:
             raise EngineError(
                 f"the files in {folder} have changed since the other workers read them: keep a folder of weights as it "
-                "is until the next update, and start the deployment again"
+                "is until the next update"
             )
 
     def _await_experts(self, number: int, end: float) -> None:

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,8 @@ def run_attention_worker(control: ControlSocket, spec: dict[str, Any]) -> None:
         for one in progress:
             if one.finish is not None and engine is not None:
                 engine.forget(one.number)
-        control.send({"progress": [_as_json(one) for one in progress]})
+        with suppress(BrokenPipeError):  # the front has gone, and with it this process in a moment
+            control.send({"progress": [_as_json(one) for one in progress]})
 
     addresses, experts_of = zip(*frame["connect"], strict=True)
     worker.connect(addresses, bytes.fromhex(spec["secret"]), tell, experts_of)

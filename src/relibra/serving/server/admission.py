@@ -40,17 +40,17 @@ class Admission:
         self._queue: FairQueue[SampleGroup] = FairQueue()
         self._ended: deque[float] = deque(maxlen=_ENDED)
         self.waiting = self.open = 0
-        self.held = False
+        self.held, self._stopping = False, ""
         clients.on_free = self._free
 
     def check(self, samples: int) -> None:
         """Refuse so many more samples where they cannot be taken.
 
         raises   BadRequest where they never fit the queue, Overloaded where they do not now, Unavailable where nobody
-                 is left to run them
+                 is left to run them, or the server stops
         """
-        if self.clients.failure:
-            raise Unavailable(self.clients.failure)
+        if why := self._stopping or self.clients.failure:
+            raise Unavailable(why)
         limits = self.limits
         if samples > limits.waiting:
             raise BadRequest(
@@ -92,6 +92,15 @@ class Admission:
         """Keep samples in the queue, or let them go on."""
         self.held = held
         self._send()
+
+    def stop(self) -> None:
+        """End all answers with a sentence, waiting or under way, and take no more."""
+        self._stopping = "the server is being stopped: send the request again when it is back"
+        while self._queue:
+            group = self._queue.pop()
+            self.waiting -= group.samples
+            group.end(self._stopping)
+        self.clients.end_answers(self._stopping)
 
     def _free(self) -> None:
         self._ended.append(time.monotonic())

@@ -118,8 +118,12 @@ class _Paths:
 
         @router.get("/v1/models")
         async def models() -> dict[str, Any]:
-            model = {"id": self.about.name, "object": "model", "created": self.started, "owned_by": "relibra"}
-            return {"object": "list", "data": [{**model, "max_model_len": self.about.max_length}]}
+            return {"object": "list", "data": [self._model()]}
+
+        @router.get("/v1/models/{name:path}")
+        async def model(name: str) -> dict[str, Any]:
+            _check_model(name, self.about.name)
+            return self._model()
 
         @router.post("/v1/completions")
         async def completions(request: Request) -> Response:
@@ -130,6 +134,10 @@ class _Paths:
             return await self._complete(request, ChatBody)
 
         return router
+
+    def _model(self) -> dict[str, Any]:
+        model = {"id": self.about.name, "object": "model", "created": self.started, "owned_by": "relibra"}
+        return {**model, "max_model_len": self.about.max_length}
 
     async def _complete(self, request: Request, kind: type[OpenAiBody]) -> Response:
         client, generator = self.access.client_of(request), self.fronts[0].generator

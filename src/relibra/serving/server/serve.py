@@ -100,7 +100,8 @@ def serve(
         workers = f"{layout.attention} attention and {layout.experts} expert workers"
         cache = f"KV cache of {layout.kv_tokens:,} tokens, {model.most_cache_bytes / 2**20:,.1f} MiB at most, each"
         ready = f"{settings.name} at {url}/v1 ({workers}; {cache}); Ctrl-C stops"
-        app = front_of(model, folder, settings, keys, ready, tell)
+        stopping: list[Callable[[], None]] = []
+        app = front_of(model, folder, settings, keys, ready, tell, stopping)
         config = uvicorn.Config(
             app,
             log_level="warning",
@@ -108,7 +109,16 @@ def serve(
             timeout_graceful_shutdown=5,
             timeout_keep_alive=IDLE_SECONDS,
         )
-        uvicorn.Server(config).run(sockets=[listener])
+
+        class Server(uvicorn.Server):
+            """A server that ends its answers before it waits for their connections."""
+
+            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+                for stop in stopping:
+                    stop()
+                await super().shutdown(sockets)
+
+        Server(config).run(sockets=[listener])
 
 
 def front_of(
@@ -118,10 +128,12 @@ def front_of(
     keys: tuple[str, ...],
     ready: str,
     tell: Callable[[str], None],
+    stopping: list[Callable[[], None]],
 ) -> FastAPI:
     """Return the application over workers that run.
 
-    ready   told when requests are taken
+    ready      told when requests are taken
+    stopping   gets what to call before the server waits for its connections
     """
     from relibra.serving.server.access import AccessList
     from relibra.serving.server.admission import Admission, FrontLimits
@@ -144,6 +156,7 @@ def front_of(
     async def open_front() -> tuple[Front, Callable[[], Awaitable[None]]]:
         clients = await WorkerClients.open(model, settings.rebalance_seconds)
         admission = Admission(clients, limits)
+        stopping.append(admission.stop)
         counted.watch("relibra_waiting", "Answers in the queue.", lambda: admission.waiting)
         counted.watch("relibra_running", "Answers at the workers.", lambda: clients.running)
         counted.watch("relibra_lost_workers", "Workers that are gone.", lambda: len(clients.lost))

@@ -132,8 +132,7 @@ class WorkerClients:
         """Send a group to the worker with the fewest samples; without workers it ends at once."""
         alive = [one for one in self._attention if not one.lost]
         if not alive:
-            for sample in range(group.samples):
-                group.mailbox.put(group.first + sample, {"finish": "lost", "error": self.failure})
+            group.end(self.failure)
             return
         group.worker = min(alive, key=lambda one: len(one.running))
         first = next(self._numbers)
@@ -161,6 +160,14 @@ class WorkerClients:
             if group.worker.running.pop(number, None) is not None and not group.worker.lost:
                 write_frame(group.worker.writer, {"cancel": number})
                 self.on_free()
+
+    def end_answers(self, why: str) -> None:
+        """End all samples at the workers with a sentence."""
+        for one in self._attention:
+            for number in list(one.running):
+                if not one.lost:
+                    write_frame(one.writer, {"cancel": number})
+                self._hand_over(one, {"number": number, "finish": "lost", "error": why})
 
     async def change_weights(self, folder: str, start_from: Callable[[], None]) -> list[str]:
         """Let all workers read weights, and use them if all could; return the sentences of those that could not.
@@ -289,11 +296,11 @@ class WorkerClients:
             try:
                 await asyncio.to_thread(model.restart_experts, number)
             except EngineError as error:
-                connection.lost = f"{connection.name} ended, and does not start again: {error}"
+                connection.give_up(f"{connection.name} ended, and does not start again: {error}")
                 return
             self._experts[number] = await connection_to(model.expert_workers[number])
             self._announce(model, number)
-        connection.lost = f"{connection.name} ended {RESTARTS + 1} times: look at what it printed"
+        connection.give_up(f"{connection.name} ended {RESTARTS + 1} times: look at what it printed")
 
     async def _keep_attention(self, model: RunningWorkers, number: int) -> None:
         """Read what an attention worker says; start it again when it ends, a few times, once all experts are there."""
@@ -303,14 +310,14 @@ class WorkerClients:
             connection.writer.close()
             self.lost_records.append(LostRecord(connection.name, time.time()))
             if restarts == RESTARTS:
-                connection.lost = f"{connection.name} ended {RESTARTS + 1} times: look at what it printed"
+                connection.give_up(f"{connection.name} ended {RESTARTS + 1} times: look at what it printed")
                 break
             while self.lost_experts:
                 await asyncio.sleep(_POLL_SECONDS)
             try:
                 met = await asyncio.to_thread(model.restart_attention, number)
             except EngineError as error:
-                connection.lost = f"{connection.name} ended, and does not start again: {error}"
+                connection.give_up(f"{connection.name} ended, and does not start again: {error}")
                 break
             self._attention[number] = await connection_to(model.attention_workers[number])
             for one, (before, now) in enumerate(zip(met, model.whereabouts(), strict=True)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from relibra.serving.control import read_frame, write_frame
 from relibra.serving.engine.request import SamplingParameters
 from relibra.serving.launch import LOADING_SECONDS, Worker
 
+_log = logging.getLogger(__name__)
 _ANSWERS = ("weights", "ready", "load", "counters", "timeline")
 PULSE_SECONDS = 1.0
 """Time after which a worker is asked whether it is there."""
@@ -71,6 +73,11 @@ class SampleGroup:
         """Tokens that its samples may take."""
         return len(self.tokens) + self.samples * self.sampling.limit
 
+    def end(self, why: str) -> None:
+        """End all samples, which no worker has, with a sentence."""
+        for sample in range(self.samples):
+            self.mailbox.put(self.first + sample, {"finish": "lost", "error": why})
+
 
 @dataclass(eq=False)
 class Connection:
@@ -128,6 +135,11 @@ class Connection:
         self.lost = why
         for key in _ANSWERS:
             self.answers[key].put_nowait(None)
+
+    def give_up(self, why: str) -> None:
+        """Note that the worker does not come back, and tell the operator."""
+        self.lost = f"{why}; stop this server and start it again"
+        _log.error("%s", self.lost)
 
 
 async def tell_weights(
