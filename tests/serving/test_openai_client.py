@@ -21,6 +21,7 @@ def served(tmp_path_factory):
     keys = folder / "keys"
     keys.write_text(f"{KEY}\nsk-of-another\n")
     options = ("--api-key-from", f"file:{keys}", "--name", "tiny", "--max-batch", "4", "--max-waiting", "24")
+    options += ("--max-length", "700")
     with relibra_serve(folder, *options) as (url, _):
         yield model, openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0), url
 
@@ -103,7 +104,7 @@ def test_top_k_of_one_is_greedy(served):
 def test_errors_are_those_of_the_client(served):
     _, client, url = served
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
-        client.completions.create(model="tiny", prompt="a", max_tokens=500)
+        client.completions.create(model="tiny", prompt="a", max_tokens=701)
     with pytest.raises(openai.NotFoundError, match="other"):
         client.completions.create(model="other", prompt="a")
     with pytest.raises(openai.AuthenticationError):
@@ -116,8 +117,9 @@ def test_a_full_queue_is_refused_and_says_when_to_come_back(served):
     asked = {"model": "tiny", "prompt": "a", "extra_body": {"ignore_eos": True}}
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         running = []
-        for number, told in ((5, b"relibra_running 5.0"), (24, b"relibra_waiting 24.0")):
-            running.append(pool.submit(client.completions.create, **asked, n=number, max_tokens=90))
+        # The first answers are long, so that they run as long as this looks, on a busy machine too.
+        for number, limit, told in ((5, 600, b"relibra_running 5.0"), (24, 8, b"relibra_waiting 24.0")):
+            running.append(pool.submit(client.completions.create, **asked, n=number, max_tokens=limit))
             while told not in httpx.get(f"{url}/metrics").content:
                 assert not any(one.done() for one in running)
         with pytest.raises(openai.RateLimitError, match=r"24 answers wait .* holds 24") as refused:

@@ -256,7 +256,7 @@ def test_a_server_that_is_stopped_ends_its_answers_with_a_sentence(tmp_path):
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, 503)
         process.wait(30)
         assert time.monotonic() - stopped < 5, "no answer is waited for"
-        assert process.stderr.read() == "stopped\n"
+        assert process.stderr.read() in ("", "stopped\n"), "no traceback"
 
 
 def test_a_model_is_found_by_its_name(served):
