@@ -248,6 +248,8 @@ def test_a_server_that_is_stopped_ends_its_answers_with_a_sentence(tmp_path):
             with client.stream("POST", f"{url}/v1/completions", json={**asked, "stream": True}) as answer:
                 lines = (line for line in answer.iter_lines() if line)
                 next(lines)
+                while "relibra_running 2.0" not in httpx.get(f"{url}/metrics", trust_env=False).text:
+                    assert not whole.done()
                 stopped = time.monotonic()
                 process.send_signal(signal.SIGINT)
                 *_, last = lines
