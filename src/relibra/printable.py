@@ -29,6 +29,16 @@ def printable_lines(text: str) -> str:
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
+def plural(count: int, noun: str) -> str:
+    """Write a number with its noun.
+
+    >>> plural(1, "micro-batch"), plural(2048, "token")
+    ('1 micro-batch', '2,048 tokens')
+    """
+    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{count:,} {noun}{ending}"
+
+
 def excerpt(value: object, longest: int = 80) -> str:
     """Return the representation of a value for a message, cut; the type of one that has none.
 

@@ -16,9 +16,9 @@ from relibra.cli.inputs.requests import PlanningRequest, takes
 from relibra.cli.inputs.workload import Workload, budget_for, budget_in_words, open_workload, workload_in_words
 from relibra.cli.outputs.files import NamedPath, check_outputs, demand_path, input_files, named, writing
 from relibra.cli.outputs.plan_page import write_page
-from relibra.cli.outputs.terminal import plural, print_note, print_text, progress
+from relibra.cli.outputs.terminal import print_note, print_text, progress
 from relibra.errors import ConfigError, PlanError
-from relibra.printable import printable
+from relibra.printable import plural, printable
 
 if TYPE_CHECKING:
     from relibra.planning.analysis.comparison import ComparisonRow

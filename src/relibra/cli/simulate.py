@@ -29,7 +29,8 @@ from relibra.cli.outputs.simulated_step import (
     simulate_balancer,
     static_plan_in_words,
 )
-from relibra.cli.outputs.terminal import plural, print_note, print_wrapped, progress, stdout_console
+from relibra.cli.outputs.terminal import print_note, print_wrapped, progress, stdout_console
+from relibra.printable import plural
 
 if TYPE_CHECKING:
     from relibra.simulation import ModelShape

@@ -28,9 +28,10 @@ from relibra.cli.outputs.simulated_step import (
     rows_in_words,
     simulate_balancer,
 )
-from relibra.cli.outputs.terminal import plural, print_note, print_wrapped, progress, stdout_console
+from relibra.cli.outputs.terminal import print_note, print_wrapped, progress, stdout_console
 from relibra.errors import ConfigError, RelibraError
 from relibra.planning.budget import RUN_DEFAULTS
+from relibra.printable import plural
 
 if TYPE_CHECKING:
     from relibra.cluster import Cluster

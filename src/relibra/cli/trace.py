@@ -15,9 +15,10 @@ from rich.table import Table
 from relibra.cli.inputs import options
 from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.workload import assumed_experts, check_num_experts
-from relibra.cli.outputs.terminal import plural, print_note, print_text, progress, stdout_console
+from relibra.cli.outputs.terminal import print_note, print_text, progress, stdout_console
 from relibra.errors import RelibraError, TraceError
 from relibra.number_ranges import ranges_in_words
+from relibra.printable import plural
 
 if TYPE_CHECKING:
     from relibra.routing.trace import RoutingTrace

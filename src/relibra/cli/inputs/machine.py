@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relibra.cli.outputs.terminal import plural
 from relibra.errors import ConfigError
+from relibra.printable import plural
 
 if TYPE_CHECKING:
     from relibra.cluster import Cluster

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from relibra.cli.inputs.options import Order
 from relibra.cli.inputs.recordings import Recording
 from relibra.cli.inputs.requests import WorkloadRequest
-from relibra.cli.outputs.terminal import plural
 from relibra.errors import ConfigError, TraceError
+from relibra.printable import plural
 
 if TYPE_CHECKING:
     from jaxtyping import Int64

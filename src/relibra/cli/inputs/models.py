@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relibra.cli.outputs.terminal import plural
 from relibra.errors import ConfigError
+from relibra.printable import plural
 
 if TYPE_CHECKING:
     from relibra.simulation import ModelShape

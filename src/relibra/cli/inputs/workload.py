@@ -11,8 +11,8 @@ from relibra.cli.inputs.mini_batches import fill_in_words, mini_batches_for, sam
 from relibra.cli.inputs.options import Order, Take
 from relibra.cli.inputs.recordings import Recording
 from relibra.cli.inputs.requests import BudgetRequest, WorkloadRequest
-from relibra.cli.outputs.terminal import plural
 from relibra.errors import ConfigError, TraceError
+from relibra.printable import plural
 
 if TYPE_CHECKING:
     from numpy import ndarray

@@ -20,16 +20,6 @@ def stdout_console() -> Console:
     return console if console.is_terminal or has_columns() else Console(width=UNLIMITED)
 
 
-def plural(count: int, noun: str) -> str:
-    """Write a number with its noun.
-
-    >>> plural(1, "micro-batch"), plural(2048, "token")
-    ('1 micro-batch', '2,048 tokens')
-    """
-    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{count:,} {noun}{ending}"
-
-
 def progress(words: str) -> Status:
     """Show a spinner with a message on stderr while the `with` block runs."""
     return Console(stderr=True).status(escape(printable(words)))

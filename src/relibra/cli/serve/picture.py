@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from relibra.printable import plural
+
 if TYPE_CHECKING:
     from relibra.planning.deployment.deployment_plan import DeploymentPlan, Pool
 
@@ -44,8 +46,8 @@ def draw_time(plan: DeploymentPlan) -> list[str]:
         for column in range(first, min(last, WIDTH)):
             rows[name][column] = f"{micro_batch % 10}"
     layers = _drawn_layers(plan)
-    what = f"first {layers} layers" if layers < plan.model.layers else f"{layers} layer{'s' if layers > 1 else ''}"
-    scale = f"{what}, {1e3 * end:.2f} ms; digits are micro-batches"
+    which = "first " if layers < plan.model.layers else ""
+    scale = f"{which}{plural(layers, 'layer')}, {1e3 * end:.2f} ms; digits are micro-batches"
     return [*(f"{name:>9} |{''.join(cells)}|" for name, cells in rows.items()), f"{'':9}  {scale}"]
 
 

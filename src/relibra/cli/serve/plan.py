@@ -16,10 +16,11 @@ from relibra.cli.inputs import options
 from relibra.cli.inputs.models import open_model
 from relibra.cli.inputs.requests import takes
 from relibra.cli.outputs.files import check_outputs, named, writing
-from relibra.cli.outputs.terminal import plural, print_note, print_text, print_wrapped, progress, stdout_console
+from relibra.cli.outputs.terminal import print_note, print_text, print_wrapped, progress, stdout_console
 from relibra.cli.serve.picture import draw_deployment
 from relibra.cli.serve.simulated import Arrivals, print_runs, simulated_runs, write_timeline
 from relibra.errors import ConfigError
+from relibra.printable import plural
 
 if TYPE_CHECKING:
     from relibra.planning.deployment.accelerator import Accelerator

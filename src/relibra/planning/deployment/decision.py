@@ -13,6 +13,7 @@ from relibra.planning.deployment.performance import Efficiency
 from relibra.planning.deployment.search import SearchSpace, search_pairs
 from relibra.planning.deployment.served_model import ServedModel
 from relibra.planning.deployment.service_level import MOST_SECONDS, ServiceLevel
+from relibra.printable import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ def decide(
             found = _search(model, level, gpus, space, efficiency)
             return bool(found.pairs or found.colocated)
 
-        limit = "" if not space.most_gpus else f" of at most {_plural(space.most_gpus, 'GPU')}"
+        limit = "" if not space.most_gpus else f" of at most {plural(space.most_gpus, 'GPU')}"
         raise PlanError(
             f"no deployment{limit} of {model.name!r} on {', '.join(gpu.name for gpu in gpus)} answers within "
             f"{time or f'{level.seconds_per_token:g} s'} per token with {level.context:g} "
@@ -107,7 +108,3 @@ def _search(
     best = [search_colocated(model, level, gpus, space.objective, efficiency, (one,), space.most_gpus) for one in kinds]
     found = [plan for plan in best if plan is not None]
     return Decision(pairs=tuple(pairs), colocated=tuple(found), objective=space.objective)
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
