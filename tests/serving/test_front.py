@@ -14,7 +14,7 @@ from relibra.serving.engine.request import SamplingParameters
 from relibra.serving.server.access import read_api_keys
 from relibra.serving.server.admission import Admission, FrontLimits
 from relibra.serving.server.fair_queue import FairQueue, retry_seconds
-from relibra.serving.server.refusals import BadRequest, Overloaded
+from relibra.serving.server.refusals import BadRequest, Overloaded, Unavailable
 from relibra.serving.server.serve import FrontSettings
 from relibra.serving.server.text import AnswerText, TextCodec, longest_beginning
 from relibra.serving.server.workers.clients import WorkerClients
@@ -174,6 +174,9 @@ class NoWorkers(WorkerClients):
     def cancel(self, _group):
         pass
 
+    def end_answers(self, _why):
+        pass
+
 
 def group_of(samples):
     return SampleGroup(
@@ -186,16 +189,32 @@ def test_a_refusal_says_how_many_wait_and_how_many_may():
     admission = Admission(NoWorkers(), limits)
     admission.check(2)
     admission.submit(group_of(1))
-    with pytest.raises(Overloaded, match=r"1 answer waits .* holds 2, .* adds 2; .* in 1 s, .*--max-waiting") as one:
+    with pytest.raises(Overloaded, match=r"1 of 2 answers, .* adds 2; .* in 1 s, .*--max-waiting") as one:
         admission.check(2)
     assert one.value.retry_after == 1
     admission.submit(group_of(1))
-    with pytest.raises(Overloaded, match=r"2 answers wait .* holds 2"):
+    with pytest.raises(Overloaded, match="2 of 2 answers"):
         admission.check(1)
     admission.waiting -= 2  # both run now, and one more
     admission.submit(group_of(1))
     admission.waiting -= 1
-    with pytest.raises(Overloaded, match=r"3 answers are .* of 3"):
+    with pytest.raises(Overloaded, match="3 of 3 answers"):
         admission.check(1)
     with pytest.raises(BadRequest, match=r"3 answers, .* holds 2"):
         admission.check(3)
+
+
+def test_a_server_that_stops_ends_what_waits_and_what_was_just_let_in():
+    admission = Admission(NoWorkers(), FrontLimits(at_worker=1, waiting=4, answers=4, deadline=1.0))
+    waiting, late = group_of(2), group_of(1)
+    admission.submit(waiting)
+    admission.stop()
+    admission.submit(late)
+    for group in (waiting, late):
+        steps = asyncio.run(group.mailbox.take())
+        assert [choice for choice, _ in steps] == list(range(group.samples))
+        assert all(step["finish"] == "lost" and "stopped" in step["error"] for _, step in steps)
+        admission.release(group)
+    assert (admission.waiting, admission.open) == (0, 0)
+    with pytest.raises(Unavailable, match="stopped"):
+        admission.check(1)

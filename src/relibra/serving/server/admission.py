@@ -60,12 +60,9 @@ class Admission:
         if self.waiting + samples <= limits.waiting and self.open + samples <= limits.answers:
             return
         if self.waiting + samples > limits.waiting:
-            full = f"{_answers(self.waiting, 'waits', 'wait')} in the queue, which holds {limits.waiting}"
+            full = f"its queue has {self.waiting} of {limits.waiting} answers"
         else:
-            full = (
-                f"{_answers(self.open, 'is', 'are')} waiting, under way or not read yet, of {limits.answers} that this "
-                "server keeps"
-            )
+            full = f"it has {self.open} of {limits.answers} answers, waiting, under way or not read yet"
         after = retry_seconds(self.waiting + samples, list(self._ended))
         raise Overloaded(
             f"the server is busy: {full}, and this request adds {samples}; send it again in {after} s, or start "
@@ -75,8 +72,11 @@ class Admission:
 
     def submit(self, group: SampleGroup) -> None:
         """Queue a group that `check` has let in; `release` it at the end."""
-        self.waiting += group.samples
         self.open += group.samples
+        if self._stopping:  # since it was let in
+            group.end(self._stopping)
+            return
+        self.waiting += group.samples
         self._queue.push(group.client, group.cost, group)
         self._send()
 
@@ -111,8 +111,3 @@ class Admission:
             group = self._queue.pop()
             self.waiting -= group.samples
             self.clients.begin(group)
-
-
-def _answers(number: int, one: str, several: str) -> str:
-    """Return a number of answers with its verb."""
-    return f"{number} answer {one}" if number == 1 else f"{number} answers {several}"

@@ -23,7 +23,6 @@ from relibra.serving.server.refusals import Unavailable
 from relibra.serving.server.workers.connection import (
     LEAST_PATIENCE,
     PULSE_SECONDS,
-    SHOWN_SECONDS,
     Connection,
     LostRecord,
     SampleGroup,
@@ -104,19 +103,15 @@ class WorkerClients:
     @property
     def states(self) -> list[WorkerState]:
         """Each worker, attention first."""
-        workers = [*self._model.attention_workers, *self._model.expert_workers]
-        connections = [*self._attention, *self._experts]
-        found = []
-        for index, (worker, one) in enumerate(zip(workers, connections, strict=True)):
-            role, first = ("attention", 0) if index < len(self._attention) else ("experts", len(self._attention))
-            silence = one.silence if not one.lost and one.silence >= SHOWN_SECONDS else 0.0
-            state = "lost" if one.lost else "silent" if silence else "ready"
-            found.append(
-                WorkerState(
-                    role=role, number=index - first, pid=worker.process.pid, state=state, silent_seconds=silence
-                )
+        model = self._model
+        return [
+            one.state(role, number, worker.process.pid)
+            for role, workers, connections in (
+                ("attention", model.attention_workers, self._attention),
+                ("experts", model.expert_workers, self._experts),
             )
-        return found
+            for number, (worker, one) in enumerate(zip(workers, connections, strict=True))
+        ]
 
     @property
     def running(self) -> int:

@@ -95,6 +95,12 @@ class Connection:
     lost: str = ""
     silence: float = 0.0
 
+    def state(self, role: str, number: int, pid: int) -> WorkerState:
+        """Return what `/health` shows of it."""
+        silence = self.silence if not self.lost and self.silence >= SHOWN_SECONDS else 0.0
+        state = "lost" if self.lost else "silent" if silence else "ready"
+        return WorkerState(role=role, number=number, pid=pid, state=state, silent_seconds=silence)
+
     async def read(self) -> dict[str, Any] | None:
         """Wait for a frame, which ends a silence; None: the worker is gone."""
         frame = await read_frame(self.reader)
