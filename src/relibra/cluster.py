@@ -22,6 +22,8 @@ from relibra.errors import ClusterError
 from relibra.files import write_text
 
 Label = Literal["cited", "measured", "model"]
+Dispatch = Literal["flat", "hierarchical"]
+"""How a token reaches ranks of another node: once for each of them, or once, and is forwarded inside."""
 Amount = TypeVar("Amount", float, ndarray)
 
 MAX_RANKS = 1 << 16
@@ -82,6 +84,8 @@ class Cluster:
     solve_seconds                of a live balancer, which plans each layer on the device after its router; 0: not known
     hides_copies                 weights and gradients travel while the device computes; false: ranks wait for them, as
                                  where the cores that compute also copy (processes on a CPU)
+    dispatch                     "flat": a token goes to each rank that computes it; "hierarchical": it crosses to
+                                 another node once and is forwarded there, and results come back the same way
     peak_flops_per_second        dense bf16 per rank; `efficiency` is the share that grouped GEMMs sustain
     gemm_table                   measured (rows of one expert, flops per second), rows rising; empty: the sustained rate
                                  after its weights are read from memory
@@ -104,6 +108,7 @@ class Cluster:
     layer_seconds: float = 0.0
     solve_seconds: float = 0.0
     hides_copies: bool = True
+    dispatch: Dispatch = "flat"
     source: str
     label: Label
 
@@ -121,6 +126,8 @@ class Cluster:
             _check_number(key, getattr(self, key), may_be_0=True)
         if not isinstance(self.hides_copies, bool):
             raise ClusterError(f"hides_copies is {self.hides_copies!r}: it must be true or false")
+        if self.dispatch not in get_args(Dispatch):
+            raise ClusterError(f"dispatch is {self.dispatch!r}: allowed are {', '.join(get_args(Dispatch))}")
         for key in ("name", "source"):
             text = getattr(self, key)
             if not isinstance(text, str) or not text or not text.isprintable():
@@ -234,7 +241,7 @@ def read_cluster(path: Path | str) -> Cluster:
         raise ClusterError(f"cluster file {path}: {error}") from error
 
 
-_OPTIONAL = ("gemm_table", "memory_bytes_per_second", "layer_seconds", "solve_seconds", "hides_copies")
+_OPTIONAL = ("gemm_table", "memory_bytes_per_second", "layer_seconds", "solve_seconds", "hides_copies", "dispatch")
 _LINKS = ("intra", "inter_send", "inter_receive", "host")
 Built = TypeVar("Built", Link, Cluster)
 

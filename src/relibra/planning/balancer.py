@@ -82,6 +82,7 @@ class PlacementRequest:
             resident_slots=resident_slots if (replica_MLRB >= 0).any() else 0,
             group_M=scheduled.group_M,
             scope=scope,
+            dispatch=self.cluster.dispatch,
             cut_short=cut_short,
         )
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int, Int16, Int32, Int64
 from numpy import ndarray
 
-from relibra.cluster import Topology
+from relibra.cluster import Dispatch, Topology
 from relibra.planning.loads import home_rank_load, replica_load_change
 from relibra.routing.demand import ScheduledDemand
 
@@ -114,6 +114,7 @@ class Placement(Homes):
                             group (`ScheduledDemand.group_M`). Resident slots are filled anew at its start, and their
                             gradients go home at its end; None: all micro-batches are one sequence
     scope                   "node": replicas stay on the node of their home; "cluster": anywhere
+    dispatch                how tokens reach ranks of other nodes (`Cluster.dispatch`)
     cut_short               a deadline ended the search
     """
 
@@ -124,6 +125,7 @@ class Placement(Homes):
     resident_slots: int = 0
     group_M: Int32[ndarray, " M"] | None = None
     scope: Scope = "node"
+    dispatch: Dispatch = "flat"
     cut_short: bool = False
 
     @property

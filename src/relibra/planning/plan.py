@@ -110,6 +110,8 @@ class StepPlan(Placement):
         """Return the SHA-256 of all decisions: ranks with equal digests execute the same. Predictions are left out."""
         sizes = (FORMAT_VERSION, self.num_nodes, self.ranks_per_node, self.resident_slots, self.scope)
         digest = hashlib.sha256(repr(sizes).encode())
+        if self.dispatch != "flat":  # digests of flat plans stay as they were
+            digest.update(self.dispatch.encode())
         for name, array in self.decisions().items():
             digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
             digest.update(np.ascontiguousarray(array).tobytes())

@@ -9,6 +9,7 @@ import numpy as np
 from numpy import ndarray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from relibra.cluster import Dispatch
 from relibra.errors import PlanError
 from relibra.planning.placement import Scope
 from relibra.planning.plan import FORMAT_VERSION, StepPlan
@@ -60,6 +61,7 @@ class _Facts(BaseModel):
     ranks_per_node: _Count
     resident_slots: Annotated[int, Field(ge=0, le=1 << 10)]
     scope: Scope
+    dispatch: Dispatch = "flat"
     predicted: dict[str, _Seconds]
     plan_seconds: _Seconds
     objective: str
