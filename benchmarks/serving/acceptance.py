@@ -11,10 +11,12 @@ import itertools
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Float64
+from numpy import ndarray
 
 from benchmarks.deployment.rows import row
 from benchmarks.harness.options import measurement_options
@@ -109,25 +111,34 @@ def rare_cases() -> Iterator[dict]:
 
 
 def computing_times(quick: bool) -> Iterator[dict]:
-    """Fit lines to the times of attention and experts over requests of a batch (test 12)."""
+    """Fit lines to the times of attention and experts over requests of a batch, for few and many experts (test 12)."""
     batches = (16, 64) if quick else (16, 32, 48, 64, 96, 128)
-    repetitions, model = 1 if quick else 5, BenchModel()
+    repetitions = 1 if quick else 5
+    for experts in (4, 16):
+        model = BenchModel(experts=experts)
+        seconds_2X = _seconds_of_batches(model, batches, repetitions)
+        rows = [b * model.top_k // experts for b in (batches[0], batches[-1])]
+        for name, seconds_X in zip(("attention", "experts"), seconds_2X, strict=True):
+            listed = ", ".join(f"{b}: {1e3 * s:.2f} ms" for b, s in zip(batches, seconds_X, strict=True))
+            yield row(
+                TABLE, f"line through times of {name}, {rows[0]} to {rows[1]} rows per expert",
+                float(np.corrcoef(batches, seconds_X)[0, 1] ** 2), test=12,
+                label=MEASURED, unit="R^2", least=0.99, cited="0.997 (arXiv 2512.21487)",
+                configuration=f"{model}; {batches[0]} to {batches[-1]} requests, contexts from {PROMPT}, median of "
+                f"{repetitions}; a layer takes {listed}",
+            )  # fmt: skip
+
+
+def _seconds_of_batches(model: BenchModel, batches: Sequence[int], repetitions: int) -> Float64[ndarray, "2 X"]:
+    """Return the median seconds of a layer for attention and for experts, by requests of the batch."""
     with tempfile.TemporaryDirectory() as folder:
         model.write(Path(folder))
         layout = WorkerLayout(micro_batches=1, max_batch=max(batches), max_length=256, max_tokens=1024)
         with RunningWorkers(Path(folder), layout) as workers:
             driver = Driver(workers)
             driver.run(prompts(max(batches)))
-            found = np.array([[driver.seconds_of_layer(b, model.layers) for b in batches] for _ in range(repetitions)])
-    for side, name in enumerate(("attention", "experts")):
-        seconds = np.median(found[:, :, side], axis=0)
-        listed = ", ".join(f"{b}: {1e3 * s:.2f} ms" for b, s in zip(batches, seconds, strict=True))
-        yield row(
-            TABLE, f"line through times of {name}", float(np.corrcoef(batches, seconds)[0, 1] ** 2), test=12,
-            label=MEASURED, unit="R^2", least=0.99, cited="0.997 (arXiv 2512.21487)",
-            configuration=f"{model}; {min(batches)} to {max(batches)} requests, contexts from {PROMPT}, median of "
-            f"{repetitions}; a layer takes {listed}",
-        )  # fmt: skip
+            found = [[driver.seconds_of_layer(b, model.layers) for b in batches] for _ in range(repetitions)]
+    return np.median(np.array(found), axis=0).T
 
 
 def overlap(quick: bool) -> Iterator[dict]:
