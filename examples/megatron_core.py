@@ -143,7 +143,7 @@ def train_planned() -> tuple[list[float], dict[str, torch.Tensor]]:
         reduce_gradients(model)
         adam.step()
         if dist.get_rank() == 0:
-            static = StepPlan.static(plan.scheduled(demand), plan.topology)
+            static = StepPlan.static(plan.scheduled(demand), plan.topology, dispatch=plan.dispatch)
             print(
                 f"step {step}: skew {static.skew(demand):.3f} -> {plan.skew(demand):.3f}, {moved} experts moved, "
                 f"{plan.num_copies} replicas"

@@ -237,8 +237,8 @@ def made(case: Case, name: str, *, how: Execution | None = None, **changes: obje
     )
     plan = replace(plan, resident_slots=0)
     scheduled = plan.scheduled(case.demand)
-    rows_MLRR = case.tokens.rows(plan, scheduled) if case.tokens else None
-    step = simulate_step(plan, scheduled, case.cluster, case.model, how, distinct_MLRR=rows_MLRR)
+    distinct = case.tokens.rows(plan, scheduled) if case.tokens else None
+    step = simulate_step(plan, scheduled, case.cluster, case.model, how, distinct=distinct)
     return Made(plan=plan, step=step, skew=plan.skew(scheduled))
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Int64, UInt8
 from numpy import ndarray
 
 from relibra.planning.plan import StepPlan
-from relibra.planning.traffic.byte_ledger import distinct_rows_of_step
+from relibra.planning.traffic.distinct_rows import DistinctRows, distinct_rows_of_step
 from relibra.routing.demand import ScheduledDemand
 
 
@@ -24,8 +24,8 @@ class Tokens:
     experts_TLK: UInt8[ndarray, "T L K"]
     sample_T: Int64[ndarray, " T"]
 
-    def rows(self, plan: StepPlan, demand: ScheduledDemand) -> ndarray:
-        """Count the tokens that travel from rank to rank under a plan, `[M, L, R, R]`.
+    def rows(self, plan: StepPlan, demand: ScheduledDemand) -> DistinctRows:
+        """Count the tokens that travel from rank to rank, and from rank to node, under a plan.
 
         demand   with the schedule of the plan
         """

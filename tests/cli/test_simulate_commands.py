@@ -15,7 +15,7 @@ from relibra.cluster import cluster_preset, write_cluster
 from relibra.planning.budget import RUN_DEFAULTS, slot_memory_gib
 from relibra.planning.plan_files import read_plan
 from relibra.planning.planner import plan_step
-from relibra.planning.traffic.byte_ledger import distinct_rows_of_step
+from relibra.planning.traffic.distinct_rows import distinct_rows_of_step
 from relibra.reporting.data.compared_plans import ComparedStep, compare_plan, compare_static
 from relibra.reporting.data.step_simulation import simulate_plans
 from relibra.rl.batch.plan_budget import plan_budget
@@ -64,8 +64,8 @@ def test_what_limits_the_step_comes_first_and_the_figures_are_those_of_the_libra
     budget = replace(RUN_DEFAULTS, slots=1, rank_tokens=25, memory_gib=slot_memory_gib(cluster))
     plan = plan_step(demand, cluster, budget, expert=model.expert)
     scheduled = plan.scheduled(demand)
-    rows_MLRR = distinct_rows_of_step(plan, scheduled, routes.experts_TLK, sample_of_rows(routes, demand))
-    step = simulate_step(plan, scheduled, cluster, model, distinct_MLRR=rows_MLRR).with_relocation_over(10)
+    rows = distinct_rows_of_step(plan, scheduled, routes.experts_TLK, sample_of_rows(routes, demand))
+    step = simulate_step(plan, scheduled, cluster, model, distinct=rows).with_relocation_over(10)
     facts = json.loads(run("simulate", trace, *CUT, "--slots", "1", "--json")[1])
     assert facts["rows_counted"]
     assert "rows between ranks are counted token by token" in " ".join(out.split())

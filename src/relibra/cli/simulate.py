@@ -213,7 +213,7 @@ def _write_timeline(path: Path, result: Result, tokens: TokenChoices) -> None:
     ranks = list(range(min(plan.num_ranks, MAX_TIMELINE_RANKS)))
     made = simulated_timeline(
         plan, scheduled, result.workload.machine, result.routed, execution, ranks=ranks,
-        micro_batches=[0], distinct_MLRR=tokens.count_rows(plan, scheduled),
+        micro_batches=[0], distinct=tokens.count_rows(plan, scheduled),
     )  # fmt: skip
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int16, Int64
 from numpy import ndarray
 
-from relibra.cluster import Topology
+from relibra.cluster import Dispatch, Topology
 from relibra.errors import PlanError
 from relibra.planning.placement import Homes, Placement, static_homes, step_skew
 from relibra.routing.demand import Demand, ScheduledDemand
@@ -64,8 +64,11 @@ class StepPlan(Placement):
         )
 
     @staticmethod
-    def static(demand: ScheduledDemand, topology: Topology) -> StepPlan:
-        """Return the static layout under the schedule of a demand: no moves, slots or prediction."""
+    def static(demand: ScheduledDemand, topology: Topology, *, dispatch: Dispatch = "flat") -> StepPlan:
+        """Return the static layout under the schedule of a demand: no moves, slots or prediction.
+
+        dispatch   of the plans that it is compared with, or of the machine (`Cluster.dispatch`)
+        """
         homes = static_homes(topology, demand.layer_ids, demand.num_experts)
         M, L, R, _ = demand.tokens_MLRE.shape
         placement = Placement(
@@ -75,6 +78,7 @@ class StepPlan(Placement):
             replica_MLRB=np.full((M, L, R, 0), -1, dtype=np.int16),
             quota_MLRB=np.zeros((M, L, R, 0), dtype=np.int32),
             group_M=demand.group_M,
+            dispatch=dispatch,
         )
         bound_ML = placement.rank_load(demand).max(axis=2, initial=0)
         return StepPlan.of_placement(placement, homes, bound_ML, balancer="static", demand_digest=demand.digest())

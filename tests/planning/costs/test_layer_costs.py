@@ -13,6 +13,7 @@ from relibra.planning.costs.compute import dense_seconds, expert_seconds, mean_a
 from relibra.planning.costs.copies import copy_costs, pushed_copies
 from relibra.planning.costs.exchange import exchange_costs
 from relibra.planning.costs.layer_costs import layer_costs
+from relibra.planning.traffic.distinct_rows import DistinctRows
 from relibra.planning.traffic.split import split_tokens
 from tests.planning.costs.by_hand import EXPERT, cluster_for
 from tests.planning.plans import planned_step, planned_steps
@@ -68,7 +69,11 @@ def test_exchanges_are_those_of_the_split(step):
     machine, G = cluster_for(plan, intra=inside, inter_send=send, inter_receive=receive), plan.ranks_per_node
     costs = exchange_costs(plan, demand, machine, EXPERT)
     tokens_MLRE = demand.tokens_MLRE
-    counted = exchange_costs(plan, demand, machine, EXPERT, np.zeros((*tokens_MLRE.shape[:3], plan.num_ranks), int))
+    shape_MLR = tokens_MLRE.shape[:3]
+    nothing = DistinctRows(
+        ranks_MLRR=np.zeros((*shape_MLR, plan.num_ranks), int), nodes_MLRN=np.zeros((*shape_MLR, plan.num_nodes), int)
+    )
+    counted = exchange_costs(plan, demand, machine, EXPERT, nothing)
     assert not counted.out_MLR.any()
     assert not counted.dispatch_ML.any()
     np.testing.assert_array_equal(counted.gates_ML, costs.gates_ML)

@@ -9,7 +9,8 @@ from relibra.cluster import cluster_preset
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.planner import plan_step
-from relibra.planning.traffic.byte_ledger import byte_ledger, distinct_rows_of_step, port_bytes_per_second
+from relibra.planning.traffic.byte_ledger import byte_ledger, port_bytes_per_second
+from relibra.planning.traffic.distinct_rows import distinct_rows_of_step
 from relibra.planning.traffic.split import split_tokens
 from relibra.routing.demand_rows import sample_of_rows
 from relibra.routing.micro_batches import cut_recorded
@@ -90,7 +91,7 @@ def test_the_ledger_is_that_of_a_walk_over_tokens(seed, machine, send_once, slot
     trace, cluster, demand, plan = step
     scheduled = plan.scheduled(demand)
     distinct = distinct_rows_of_step(plan, scheduled, trace.experts_TLK, sample_of_rows(trace, demand))
-    ledger = byte_ledger(plan, scheduled, cluster, ROW_BYTES, distinct_MLRR=distinct, send_once=send_once)
+    ledger = byte_ledger(plan, scheduled, cluster, ROW_BYTES, distinct=distinct, send_once=send_once)
     found = ledger.useful_L, ledger.duplicate_L, ledger.forwarded_L, ledger.capacity_L
     for ours, theirs in zip(found, _walk(*step, send_once=send_once), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-12)
@@ -105,7 +106,7 @@ def test_pairs_bound_the_useful_bytes_from_below():
     trace, cluster, demand, plan = _step(3, 2, 2)
     scheduled = plan.scheduled(demand)
     distinct = distinct_rows_of_step(plan, scheduled, trace.experts_TLK, sample_of_rows(trace, demand))
-    exact = byte_ledger(plan, scheduled, cluster, ROW_BYTES, distinct_MLRR=distinct).total()
+    exact = byte_ledger(plan, scheduled, cluster, ROW_BYTES, distinct=distinct).total()
     bounded = byte_ledger(plan, scheduled, cluster, ROW_BYTES).total()
     assert not bounded.exact
     assert 0.5 * exact.useful_L[0] < bounded.useful_L[0] <= exact.useful_L[0] * 1.02  # homes' share, for replicas too
@@ -121,7 +122,7 @@ def test_uniform_routes_on_rails_give_the_factors_of_the_paper():
     demand = cut_recorded(trace, 2048, 32)
     static = plan_step(demand, cluster, Budget(slots=0), "static", expert=ExpertShape(hidden=8, width=8))
     distinct = distinct_rows_of_step(static, demand, trace.experts_TLK, sample_of_rows(trace, demand))
-    total = byte_ledger(static, demand, cluster, ROW_BYTES, distinct_MLRR=distinct).total()
+    total = byte_ledger(static, demand, cluster, ROW_BYTES, distinct=distinct).total()
     assert total.data_factor_L[0] == pytest.approx(0.92, abs=0.005)
     assert total.routing_factor_L[0] == pytest.approx(0.596, abs=0.005)
 

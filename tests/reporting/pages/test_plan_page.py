@@ -18,7 +18,8 @@ from relibra.planning.analysis.levers import lever_bounds, lever_gaps
 from relibra.planning.budget import Budget
 from relibra.planning.costs.prediction import predict
 from relibra.planning.planner import plan_step
-from relibra.planning.traffic.byte_ledger import byte_ledger, distinct_rows_of_step
+from relibra.planning.traffic.byte_ledger import byte_ledger
+from relibra.planning.traffic.distinct_rows import distinct_rows_of_step
 from relibra.reporting.data.compared_plans import ComparedStep, compare_plan, compare_static
 from relibra.reporting.data.number_format import percent
 from relibra.reporting.html.html_bars import waterfall
@@ -94,7 +95,7 @@ def test_the_card_of_the_expert_layers_is_the_sum_of_the_parts_below_it() -> Non
     page = render_plan_page(compared, MADE)
     card = _card(page, "Expert layers, simulated")
     for one, counted in compared.plans_with_rows:
-        step = simulate_step(one.plan, one.demand, CLUSTER, model, distinct_MLRR=counted)
+        step = simulate_step(one.plan, one.demand, CLUSTER, model, distinct=counted)
         total = sum(step.terms[name] for name in ("compute", "exchange", "gates", "copies", "relocation"))
         assert seconds_in_words(total) in card
         assert f">{seconds_in_words(step.terms['exchange'])}</td>" in page
@@ -138,7 +139,7 @@ def test_seconds_without_relocation_stand_beside_those_with_it() -> None:
 def test_the_ledger_speaks_of_what_is_sent() -> None:
     step = traced_step()
     after = step.after
-    counted = {"distinct_MLRR": step.plans_with_rows[1][1]}
+    counted = {"distinct": step.plans_with_rows[1][1]}
     ledgers = [
         byte_ledger(after.plan, after.demand, CLUSTER, EXPERT.row_bytes, **counted, send_once=once).total()
         for once in (True, False)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra import ConfigError
+from relibra.planning.traffic.distinct_rows import DistinctRows
 from relibra.simulation import Execution, diff_timelines, model_shape, simulate_step, simulated_timeline
 from tests.simulation.steps import random_step, without_idle_replicas
 
@@ -58,12 +59,14 @@ def test_no_event_comes_before_its_cause(seed, overlap, recompute):
 def test_timeline_and_step_add_up_to_the_same(seed, overlap, counted):
     plan, demand, cluster, model = random_step(seed)
     how = Execution(overlap=overlap, mini_batches=1 + seed % len(plan.replica_MLRB))
-    rows_MLRR = None
+    rows = None
     if counted:
         M, L, R, _ = demand.tokens_MLRE.shape
         rows_MLRR = np.random.default_rng(seed).integers(0, 5, (M, L, R, R))
-    step = simulate_step(plan, demand, cluster, model, how, distinct_MLRR=rows_MLRR)
-    timeline = simulated_timeline(plan, demand, cluster, model, how, distinct_MLRR=rows_MLRR)
+        nodes_MLRN = rows_MLRR.reshape(M, L, R, plan.num_nodes, -1).max(axis=-1)
+        rows = DistinctRows(ranks_MLRR=rows_MLRR, nodes_MLRN=nodes_MLRN)
+    step = simulate_step(plan, demand, cluster, model, how, distinct=rows)
+    timeline = simulated_timeline(plan, demand, cluster, model, how, distinct=rows)
     for stage, seconds_R in step.stage_seconds.items():
         np.testing.assert_allclose(timeline.seconds(stage), seconds_R, rtol=1e-9, atol=1e-9, err_msg=stage)
     end = max((event.start + event.seconds for event in timeline.events), default=0.0)

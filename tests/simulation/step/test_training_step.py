@@ -12,7 +12,7 @@ from relibra.cluster import Link
 from relibra.planning.costs.copies import pushed_copies
 from relibra.planning.costs.layer_costs import decision_seconds, layer_costs
 from relibra.planning.costs.prediction import predict
-from relibra.planning.traffic.byte_ledger import distinct_rows_of_step
+from relibra.planning.traffic.distinct_rows import distinct_rows_of_step
 from relibra.routing.demand_rows import sample_of_rows
 from relibra.routing.micro_batches import cut_recorded
 from relibra.routing.statistics import co_activation
@@ -285,18 +285,18 @@ def test_counted_rows_are_sent_and_lie_between_their_bounds():
     model = replace(model_shape("qwen3-30b-a3b"), moe_layers=2, experts=16, top_k=4)
     plan = plan_step(demand, cluster, Budget(slots=1, objective="tokens"), expert=model.expert)
     scheduled = plan.scheduled(demand)
-    rows_MLRR = distinct_rows_of_step(plan, scheduled, trace.experts_TLK, sample_of_rows(trace, demand))
-    counted = simulate_step(plan, scheduled, cluster, model, distinct_MLRR=rows_MLRR)
+    rows = distinct_rows_of_step(plan, scheduled, trace.experts_TLK, sample_of_rows(trace, demand))
+    counted = simulate_step(plan, scheduled, cluster, model, distinct=rows)
     assert counted.sent_bytes["dispatch"].sum() == pytest.approx(
-        2 * model.expert.row_bytes * (rows_MLRR.sum() - np.trace(rows_MLRR, axis1=2, axis2=3).sum())
+        2 * model.expert.row_bytes * (rows.ranks_MLRR.sum() - np.trace(rows.ranks_MLRR, axis1=2, axis2=3).sum())
     )
     bounded = simulate_step(plan, replace(scheduled, pairs_LEE=co_activation(trace)), cluster, model)
     every_slot = simulate_step(plan, replace(scheduled, pairs_LEE=None), cluster, model)
     sent = [float(step.sent_bytes["dispatch"].sum()) for step in (bounded, counted, every_slot)]
     assert sent[0] < sent[1] < sent[2]
     assert counted.sent_bytes["gates"].sum() == pytest.approx(every_slot.sent_bytes["gates"].sum())
-    group_M = np.arange(len(rows_MLRR), dtype=np.int32) % 2
-    grouped = simulate_step(plan, replace(scheduled, group_M=group_M), cluster, model, distinct_MLRR=rows_MLRR)
+    group_M = np.arange(len(rows.ranks_MLRR), dtype=np.int32) % 2
+    grouped = simulate_step(plan, replace(scheduled, group_M=group_M), cluster, model, distinct=rows)
     assert grouped.sent_bytes["dispatch"].sum() == pytest.approx(sent[1])
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from relibra.cluster import Cluster
     from relibra.planning.plan import StepPlan
+    from relibra.planning.traffic.distinct_rows import DistinctRows
     from relibra.routing.demand import ScheduledDemand
     from relibra.simulation import Execution, MemoryUse, ModelShape, SimulatedStep
 
@@ -42,9 +43,9 @@ class TokenChoices:
     experts_TLK: ndarray
     sample_T: ndarray
 
-    def count_rows(self, plan: StepPlan, scheduled: ScheduledDemand) -> ndarray | None:
-        """Count the tokens that travel from rank to rank, [M, L, R, R]; None where that would take too long."""
-        from relibra.planning.traffic.byte_ledger import MAX_PAIRS, distinct_rows_of_step
+    def count_rows(self, plan: StepPlan, scheduled: ScheduledDemand) -> DistinctRows | None:
+        """Count the tokens that travel from rank to rank and to node; None where that would take too long."""
+        from relibra.planning.traffic.distinct_rows import MAX_PAIRS, distinct_rows_of_step
 
         M, L, R, _ = scheduled.tokens_MLRE.shape
         if M * L * R * R > MAX_PAIRS:
@@ -101,15 +102,15 @@ def simulate_balancer(
         never_worse=name == "relibra",
     )
     scheduled, execution = with_mini_batches(plan.scheduled(demand), execution_of(request))
-    rows_MLRR = tokens.count_rows(plan, scheduled)
-    step = simulate_step(plan, scheduled, machine, model, execution, distinct_MLRR=rows_MLRR)
+    distinct = tokens.count_rows(plan, scheduled)
+    step = simulate_step(plan, scheduled, machine, model, execution, distinct=distinct)
     return SimulatedPlan(
         plan=plan,
         step=step.with_relocation_over(request.steps),
         moving_seconds=step.terms["relocation"],
         memory=memory_use(plan, scheduled, machine, model, execution),
         skew=plan.skew(scheduled),
-        rows_counted=rows_MLRR is not None,
+        rows_counted=distinct is not None,
     )
 
 

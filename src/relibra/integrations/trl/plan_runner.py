@@ -102,7 +102,7 @@ class PlanRunner:
         if not np.array_equal(plan.physical_to_logical_map, plan.previous_map):
             relocate(self._model, plan.physical_to_logical_map, optimizer)
         self._plan, self._demand = plan, demand
-        static = StepPlan.static(demand, self._cluster.topology)
+        static = StepPlan.static(demand, self._cluster.topology, dispatch=plan.dispatch)
         return PlanFigures(
             skew_before=static.skew(demand),
             skew=plan.skew(demand),

@@ -10,6 +10,7 @@ from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
 from relibra.planning.costs.compute import busiest_attention_seconds, sample_attention_seconds
+from relibra.planning.costs.exchange import rows_per_crossing
 from relibra.planning.costs.layer_costs import layer_costs
 from relibra.planning.schedule.limits import ScheduleLimits
 from relibra.planning.schedule.locality import place_samples
@@ -67,6 +68,7 @@ def _attention_prices(request: PlacementRequest, demand: ScheduledDemand) -> Flo
     cluster, expert = request.cluster, request.expert
     remote = (cluster.num_nodes - 1) / cluster.num_nodes
     experts = 3 * expert.flops_per_token_slot / cluster.flops_per_second
+    remote *= rows_per_crossing(cluster, demand, request.previous.home_LE)
     rows = 4 * remote * expert.row_bytes / cluster.inter_receive.bytes_per_second
     passes = 3 * len(demand.layer_ids)
     attention_S = passes * sample_attention_seconds(demand, cluster, expert)

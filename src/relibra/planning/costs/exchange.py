@@ -5,11 +5,16 @@ backward pass their gradients travel the same ways reversed. A rank sends one me
 from it: a link costs alpha x messages + beta x bytes in each direction, both at once; links inside and between nodes
 work at the same time. A node's network is shared by its ranks in fixed parts, so the sum over a node can never be
 slower than its busiest rank.
+
+With hierarchical dispatch (`planning.traffic.gateways`) a token crosses to another node once, whatever ranks compute
+for it there, and is forwarded inside. The stage inside nodes then follows the one between them, and combine runs them
+in reverse. Gate weights travel as with flat dispatch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float64, Int, Int64
@@ -20,6 +25,8 @@ from relibra.errors import PlanError
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.placement import Placement
 from relibra.planning.search.parallel_map import parallel_map
+from relibra.planning.traffic.distinct_rows import DistinctRows
+from relibra.planning.traffic.gateways import rows_to_nodes, stage_rows
 from relibra.planning.traffic.traffic import (
     BETWEEN,
     IN,
@@ -31,27 +38,64 @@ from relibra.planning.traffic.traffic import (
 )
 from relibra.routing.demand import ScheduledDemand
 
+Links = Literal["all links", "between nodes", "inside nodes"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExchangeStage:
+    """Rows that travel at the same time, one pass; all ranks wait for its end.
+
+    links                 that its rows use; flat dispatch is one stage on "all links"
+    seconds_ML, back_ML   seconds along the traffic (hidden states; gradients of results) and against it
+    out_MLR, in_MLR       rows that leave and enter a rank along the traffic
+    """
+
+    links: Links
+    seconds_ML: Float64[ndarray, "M L"]
+    back_ML: Float64[ndarray, "M L"]
+    out_MLR: Float64[ndarray, "M L R"]
+    in_MLR: Float64[ndarray, "M L R"]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExchangeCosts:
     """Exchanges of rows and of gate weights, one pass each.
 
-    dispatch_ML, combine_ML      seconds along the traffic (hidden states; gradients of results) and against it
+    stages                       of dispatch, in order; combine runs them in reverse, against the traffic
+    network_out_MLR, network_in_MLR   rows that leave a rank for other nodes and enter it from them, along the traffic
     gates_ML, gates_back_ML      seconds of the gate weights, one number per token-slot, and of their gradients back
-    out_MLR, in_MLR              rows that leave and enter a rank along the traffic
-    gates_out_MLR, gates_in_MLR  the same in token-slots: gate weights are never shared between choices
+    gates_out_MLR, gates_in_MLR  token-slots that leave and enter a rank: gate weights are never shared between choices
     cross_node_ML                token-slots computed on another node than the one they come from
     """
 
-    dispatch_ML: Float64[ndarray, "M L"]
-    combine_ML: Float64[ndarray, "M L"]
+    stages: tuple[ExchangeStage, ...]
+    network_out_MLR: Float64[ndarray, "M L R"]
+    network_in_MLR: Float64[ndarray, "M L R"]
     gates_ML: Float64[ndarray, "M L"]
     gates_back_ML: Float64[ndarray, "M L"]
-    out_MLR: Float64[ndarray, "M L R"]
-    in_MLR: Float64[ndarray, "M L R"]
     gates_out_MLR: Float64[ndarray, "M L R"]
     gates_in_MLR: Float64[ndarray, "M L R"]
     cross_node_ML: Float64[ndarray, "M L"]
+
+    @property
+    def dispatch_ML(self) -> Float64[ndarray, "M L"]:
+        """Return the seconds of rows along the traffic: hidden states, and gradients of results."""
+        return np.stack([stage.seconds_ML for stage in self.stages]).sum(axis=0)
+
+    @property
+    def combine_ML(self) -> Float64[ndarray, "M L"]:
+        """Return the seconds of rows against the traffic."""
+        return np.stack([stage.back_ML for stage in self.stages]).sum(axis=0)
+
+    @property
+    def out_MLR(self) -> Float64[ndarray, "M L R"]:
+        """Return the rows that leave a rank along the traffic, forwarded ones among them."""
+        return np.stack([stage.out_MLR for stage in self.stages]).sum(axis=0)
+
+    @property
+    def in_MLR(self) -> Float64[ndarray, "M L R"]:
+        """Return the rows that enter a rank along the traffic, those that it forwards among them."""
+        return np.stack([stage.in_MLR for stage in self.stages]).sum(axis=0)
 
 
 def exchange_costs(
@@ -59,71 +103,117 @@ def exchange_costs(
     demand: ScheduledDemand,
     cluster: Cluster,
     expert: ExpertShape,
-    distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,
+    distinct: DistinctRows | None = None,
     *,
     threads: int | None = 1,
 ) -> ExchangeCosts:
     """Return the exchanges of each micro-batch and layer; seconds are those of the busiest rank and kind of link.
 
-    With co-routing pairs (`demand.pairs_LEE`) a token travels once per destination rank, of which pairs give a lower
-    bound (`send_once_share`); without them once per choice, which is the upper bound.
+    With co-routing pairs (`demand.pairs_LEE`) a token travels once per destination rank, and to a node once where the
+    plan's dispatch is hierarchical, of which pairs give a lower bound (`send_once_share`); without them once per
+    choice, which is the upper bound.
 
-    distinct_MLRR   tokens that travel from rank to rank, counted (`byte_ledger.distinct_rows_of_step`), instead
-    threads         micro-batches counted at the same time; None: the cores of this process
-    raises          PlanError for pairs of other layers or experts
+    distinct   tokens that travel from rank to rank and from rank to node, counted (`distinct_rows_of_step`), instead
+    threads    micro-batches counted at the same time; None: the cores of this process
+    raises     PlanError for pairs of other layers or experts
     """
     M, L, R, _ = plan.replica_MLRB.shape
-    share_LR = np.ones((L, R))
-    if distinct_MLRR is None and demand.pairs_LEE is not None:
-        if demand.pairs_LEE.shape != (*plan.home_LE.shape, plan.num_experts):
-            raise PlanError(
-                f"pairs have shape {demand.pairs_LEE.shape}: expected layers x experts x experts of the plan"
-            )
-        share_LR = send_once_share(demand.pairs_LEE, plan.home_LE, R)
+    in_stages = plan.dispatch == "hierarchical" and plan.num_nodes > 1 and plan.ranks_per_node > 1
+    share_LR, share_LN = _shares(plan, None if distinct is not None else demand.pairs_LEE)
     rows_2ML2R, slots_2ML2R = np.zeros((2, M, L, 2, R)), np.zeros((2, M, L, 2, R))
-    peers_2ML2R = np.zeros((2, M, L, 2, R), dtype=np.int64)
+    row_peers_2ML2R, peers_2ML2R = np.zeros((2, 2, M, L, 2, R), dtype=np.int64)
 
     def count(m: int) -> None:
         for layers, traffic_LRR in traffic_of_micro_batch(plan, demand, m):
-            rows_2L2R, slots_2L2R, peers_2L2R = link_rows(traffic_LRR, share_LR[layers], plan.ranks_per_node)
-            if distinct_MLRR is not None:
-                counted_LRR = distinct_MLRR[m, layers].astype(np.int64)
-                rows_2L2R = link_rows(counted_LRR, share_LR[layers], plan.ranks_per_node)[0]
-            rows_2ML2R[:, m, layers], slots_2ML2R[:, m, layers] = rows_2L2R, slots_2L2R
-            peers_2ML2R[:, m, layers] = peers_2L2R
+            at = np.s_[:, m, layers]
+            rows_2ML2R[at], slots_2ML2R[at], peers_2ML2R[at] = link_rows(
+                traffic_LRR, share_LR[layers], plan.ranks_per_node
+            )
+            row_peers_2ML2R[at] = peers_2ML2R[at]
+            if in_stages and distinct is not None:
+                counted = distinct.ranks_MLRR[m, layers], distinct.nodes_MLRN[m, layers]
+                rows_2ML2R[at], row_peers_2ML2R[at] = stage_rows(*counted)
+            elif in_stages:
+                rows_LRR = traffic_LRR * share_LR[layers, None]
+                nodes_LRN = rows_to_nodes(traffic_LRR, rows_LRR, share_LN[layers])
+                rows_2ML2R[at], row_peers_2ML2R[at] = stage_rows(rows_LRR, nodes_LRN)
+            elif distinct is not None:
+                counted_LRR = distinct.ranks_MLRR[m, layers].astype(np.int64)
+                rows_2ML2R[at] = link_rows(counted_LRR, share_LR[layers], plan.ranks_per_node)[0]
 
     parallel_map(count, M, threads)
-    rows_ML2R, slots_ML2R = rows_2ML2R.sum(axis=0), slots_2ML2R.sum(axis=0)
-    dispatch_ML, combine_ML = _seconds(rows_2ML2R, peers_2ML2R, cluster, expert.row_bytes)
-    gates_ML, gates_back_ML = _seconds(slots_2ML2R, peers_2ML2R, cluster, expert.bytes_per_value)
+    slots_ML2R = slots_2ML2R.sum(axis=0)
+    (gates,) = _stages(slots_2ML2R, peers_2ML2R, cluster, expert.bytes_per_value, in_stages=False)
     return ExchangeCosts(
-        dispatch_ML=dispatch_ML,
-        combine_ML=combine_ML,
-        gates_ML=gates_ML,
-        gates_back_ML=gates_back_ML,
-        out_MLR=rows_ML2R[:, :, OUT],
-        in_MLR=rows_ML2R[:, :, IN],
+        stages=_stages(rows_2ML2R, row_peers_2ML2R, cluster, expert.row_bytes, in_stages=in_stages),
+        network_out_MLR=rows_2ML2R[BETWEEN, :, :, OUT],
+        network_in_MLR=rows_2ML2R[BETWEEN, :, :, IN],
+        gates_ML=gates.seconds_ML,
+        gates_back_ML=gates.back_ML,
         gates_out_MLR=slots_ML2R[:, :, OUT],
         gates_in_MLR=slots_ML2R[:, :, IN],
         cross_node_ML=slots_2ML2R[BETWEEN, :, :, OUT].sum(axis=-1),
     )
 
 
-def _seconds(
+def rows_per_crossing(cluster: Cluster, demand: ScheduledDemand, home_LE: Int[ndarray, "L E"]) -> float:
+    """Return the rows between nodes per token-slot computed on another node, for searches that see token-slots only.
+
+    Below 1 where dispatch is hierarchical and pairs are known: choices of a token on one node share a row.
+    """
+    if cluster.dispatch == "flat" or cluster.num_nodes == 1 or demand.pairs_LEE is None:
+        return 1.0
+    tokens_LE = np.diagonal(demand.pairs_LEE, axis1=1, axis2=2).astype(np.float64)
+    node_LE = home_LE // cluster.ranks_per_node
+    share_LE = np.take_along_axis(
+        send_once_share(demand.pairs_LEE, node_LE, cluster.num_nodes), node_LE.astype(np.int64), axis=1
+    )
+    token_slots = float(tokens_LE.sum())
+    return float((tokens_LE * share_LE).sum()) / token_slots if token_slots else 1.0
+
+
+def _shares(
+    plan: Placement, pairs_LEE: Int[ndarray, "L E E2"] | None
+) -> tuple[Float64[ndarray, "L R"], Float64[ndarray, "L N"]]:
+    """Return the rows per token-slot at each rank and at each node; 1 without pairs."""
+    L, R, N = len(plan.layer_ids), plan.num_ranks, plan.num_nodes
+    if pairs_LEE is None:
+        return np.ones((L, R)), np.ones((L, N))
+    if pairs_LEE.shape != (*plan.home_LE.shape, plan.num_experts):
+        raise PlanError(f"pairs have shape {pairs_LEE.shape}: expected layers x experts x experts of the plan")
+    share_LR, share_LN = send_once_share(pairs_LEE, plan.home_LE, R), np.ones((L, N))
+    if plan.dispatch == "hierarchical":
+        share_LN = send_once_share(pairs_LEE, plan.home_LE // plan.ranks_per_node, N)
+    return share_LR, share_LN
+
+
+def _stages(
     rows_2ML2R: Float64[ndarray, "2 M L 2 R"],
     peers_2ML2R: Int64[ndarray, "2 M L 2 R"],
     cluster: Cluster,
     row_bytes: int,
-) -> tuple[Float64[ndarray, "M L"], Float64[ndarray, "M L"]]:
-    """Return the seconds of rows along the traffic and against it."""
+    *,
+    in_stages: bool,
+) -> tuple[ExchangeStage, ...]:
+    """Return the rows as one stage on all links, or between nodes and then inside them."""
     bytes_2ML2R = rows_2ML2R * float(row_bytes)
     inside_ML = cluster.intra.seconds(bytes_2ML2R[INSIDE], peers_2ML2R[INSIDE]).max(axis=(-2, -1))
 
     def busiest_ML(link: Link, way: int) -> Float64[ndarray, "M L"]:
         return link.seconds(bytes_2ML2R[BETWEEN, ..., way, :], peers_2ML2R[BETWEEN, ..., way, :]).max(axis=-1)
 
-    def slowest_ML(sent: int, received: int) -> Float64[ndarray, "M L"]:
-        between_ML = np.maximum(busiest_ML(cluster.inter_send, sent), busiest_ML(cluster.inter_receive, received))
-        return np.maximum(inside_ML, between_ML)
+    def between_ML(sent: int, received: int) -> Float64[ndarray, "M L"]:
+        return np.maximum(busiest_ML(cluster.inter_send, sent), busiest_ML(cluster.inter_receive, received))
 
-    return slowest_ML(OUT, IN), slowest_ML(IN, OUT)
+    def stage(links: Links, seconds_ML: ndarray, back_ML: ndarray, rows_ML2R: ndarray) -> ExchangeStage:
+        out_MLR, in_MLR = rows_ML2R[:, :, OUT], rows_ML2R[:, :, IN]
+        return ExchangeStage(links=links, seconds_ML=seconds_ML, back_ML=back_ML, out_MLR=out_MLR, in_MLR=in_MLR)
+
+    along_ML, against_ML = between_ML(OUT, IN), between_ML(IN, OUT)
+    if in_stages:
+        return (
+            stage("between nodes", along_ML, against_ML, rows_2ML2R[BETWEEN]),
+            stage("inside nodes", inside_ML, inside_ML, rows_2ML2R[INSIDE]),
+        )
+    slowest = np.maximum(inside_ML, along_ML), np.maximum(inside_ML, against_ML)
+    return (stage("all links", *slowest, rows_2ML2R.sum(axis=0)),)

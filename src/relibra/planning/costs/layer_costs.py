@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float64, Int
+from jaxtyping import Float64
 from numpy import ndarray
 
 from relibra.cluster import Cluster
@@ -18,6 +18,7 @@ from relibra.planning.costs.copies import CopyCosts, copy_costs
 from relibra.planning.costs.exchange import ExchangeCosts, exchange_costs
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.placement import Placement
+from relibra.planning.traffic.distinct_rows import DistinctRows
 from relibra.routing.demand import ScheduledDemand
 
 
@@ -78,19 +79,19 @@ def layer_costs(
     cluster: Cluster,
     expert: ExpertShape,
     *,
-    distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,
+    distinct: DistinctRows | None = None,
     from_pool: bool = False,
     live: bool = False,
     threads: int | None = 1,
 ) -> LayerCosts:
     """Return the costs of every micro-batch and layer under a plan.
 
-    demand          under the schedule of the plan
-    distinct_MLRR   as for `exchange_costs`
-    from_pool       as for `copy_costs`
-    live            the plan is made layer by layer, after the router: as UltraEP and MoonEP do
-    threads         as for `exchange_costs`
-    raises          PlanError when plan, demand and cluster do not fit together
+    demand      under the schedule of the plan
+    distinct    as for `exchange_costs`
+    from_pool   as for `copy_costs`
+    live        the plan is made layer by layer, after the router: as UltraEP and MoonEP do
+    threads     as for `exchange_costs`
+    raises      PlanError when plan, demand and cluster do not fit together
     """
     check_fit(plan, demand, cluster)
     home_MLR, replica_MLR = expert_seconds(plan, demand, cluster, expert)
@@ -98,7 +99,7 @@ def layer_costs(
     return LayerCosts(
         home_MLR=home_MLR,
         replica_MLR=replica_MLR,
-        exchange=exchange_costs(plan, demand, cluster, expert, distinct_MLRR, threads=threads),
+        exchange=exchange_costs(plan, demand, cluster, expert, distinct, threads=threads),
         push=push,
         again=again,
         gradients=gradients,

@@ -34,6 +34,7 @@ class Prediction:
     relocation                               seconds of all moves, once before the step
     cross_node_token_slots                   token-slots computed on another node than the one they come from
     sent_bytes                               activation bytes between ranks: dispatch and combine, forward and backward
+    network_bytes                            of these, between nodes
     pushed_bytes                             weights pushed to replicas, forward and again backward
     copy_bytes                               these, and the gradients that replicas return
     moved_bytes                              state of experts that change their home rank, in full
@@ -47,6 +48,7 @@ class Prediction:
     relocation: float
     cross_node_token_slots: int
     sent_bytes: float
+    network_bytes: float
     pushed_bytes: int
     copy_bytes: int
     moved_bytes: int
@@ -75,7 +77,8 @@ def predict(
     """Return the modelled seconds and bytes of a step under a plan, as `StepPlan.predicted` holds them.
 
     demand             with the plan's schedule (`plan.scheduled`). With `pairs_LEE` a token travels once per
-                       destination rank; without, each token-slot travels, which is the upper bound
+                       destination rank, or node (`exchange_costs`); without, each token-slot travels, which is the
+                       upper bound
     attention_seconds  forward attention of one layer and micro-batch, under which copies hide; None:
                        `mean_attention_seconds`
     live, threads      as for `layer_costs`
@@ -93,6 +96,7 @@ def predict(
         relocation=relocation_seconds(plan.previous, plan, cluster, expert),
         cross_node_token_slots=int(costs.exchange.cross_node_ML.sum()),
         sent_bytes=4 * float(costs.exchange.out_MLR.sum()) * expert.row_bytes,
+        network_bytes=4 * float(costs.exchange.network_out_MLR.sum()) * expert.row_bytes,
         pushed_bytes=costs.push.total_bytes + costs.again.total_bytes,
         copy_bytes=costs.push.total_bytes + costs.again.total_bytes + costs.gradients.total_bytes,
         moved_bytes=plan.num_moved * expert.state_bytes,

@@ -10,6 +10,7 @@ from numpy import ndarray
 
 from relibra.cluster import Cluster
 from relibra.planning.balancer import PlacementRequest
+from relibra.planning.costs.exchange import rows_per_crossing
 from relibra.planning.home_search.annealing import COLD, WARM
 from relibra.planning.home_search.nodes_and_ranks import (
     HomeWeights,
@@ -40,8 +41,9 @@ def home_weights(request: PlacementRequest, demand: ScheduledDemand, num_domains
     """Return the seconds of network and moves relative to compute on this cluster, or small weights of moves.
 
     Homes are balanced over domains: nodes, or ranks without replicas. A token-slot costs a rank 3 x forward flops; one
-    that enters or leaves its domain 4 rows (dispatch and combine, forward and backward) on the slowest link; an expert
-    that moves its weights, master copy and moments, over the links of all domains, in one of the steps that it serves.
+    that enters or leaves its domain 4 rows (dispatch and combine, forward and backward) on the slowest link, with
+    hierarchical dispatch its share of them (`rows_per_crossing`); an expert that moves its weights, master copy and
+    moments, over the links of all domains, in one of the steps that it serves.
     With the token objective only moves weigh, and only after a planned step: those that change next to nothing are not
     made.
     """
@@ -56,7 +58,7 @@ def home_weights(request: PlacementRequest, demand: ScheduledDemand, num_domains
     rate = slowest_link(cluster)
     state_bytes = expert.state_bytes / request.budget.steps_served
     return HomeWeights(
-        network=4 * expert.row_bytes / rate / compute,
+        network=4 * rows_per_crossing(cluster, demand, request.previous.home_LE) * expert.row_bytes / rate / compute,
         move=state_bytes / rate / num_domains / compute,
         move_inside=state_bytes / cluster.intra.bytes_per_second / cluster.ranks_per_node / compute,
     )
@@ -156,15 +158,17 @@ def deal_inside_nodes(
 ) -> Int64[ndarray, "L E"]:
     """Return homes on other ranks of their nodes, so that ranks receive evenly much from other nodes.
 
-    Token-slots stay on their node where the expert is at home there, or in one of its slots for traffic.
+    Token-slots stay on their node where the expert is at home there, or in one of its slots for traffic. With
+    hierarchical dispatch gateways get the rows from other nodes, whatever the homes, and forward them inside.
     """
     cluster, budget = request.cluster, request.budget
     every = _spacing(demand)
     load_MLE = demand.load_MLE[::every]
     M, L, _ = load_MLE.shape
     G, N = cluster.ranks_per_node, cluster.num_nodes
-    # in token-slots that cross the network; moves inside a node go over all its links
-    row_seconds = 4 * request.expert.row_bytes / slowest_link(cluster)
+    # in token-slots that cross the network, or are forwarded; moves inside a node go over all its links
+    rate = cluster.intra.bytes_per_second if cluster.dispatch == "hierarchical" else slowest_link(cluster)
+    row_seconds = 4 * request.expert.row_bytes / rate
     move = request.expert.state_bytes / budget.steps_served / cluster.intra.bytes_per_second / G / row_seconds / every
     proposals = int(np.clip(_SWAPS_OF_A_DEAL // max(1, M * L * N), 200, _SWAPS_OF_A_NODE))
 

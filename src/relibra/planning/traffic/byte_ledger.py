@@ -12,6 +12,8 @@ tokens sent twice (send once); low routing: detours (locality).
 
 Ports are the link of a rank into its node and, between nodes, its share of the network. Networks of rails join ranks of
 equal number on their nodes: a row for another number is forwarded inside the destination node, its second port.
+With hierarchical dispatch a token enters a node once, at that rank, which forwards it to those that compute for it; the
+stage inside follows the one between nodes, so capacity counts the busiest port of each.
 Combine and backward pass reverse these paths: their factors are the same if links are as fast in both directions.
 Latencies are left out.
 """
@@ -19,23 +21,17 @@ Latencies are left out.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import no_type_check
 
 import numpy as np
-from jaxtyping import Float64, Int, Int32, Int64, Shaped
+from jaxtyping import Float64, Shaped
 from numpy import ndarray
 
 from relibra.cluster import Cluster
 from relibra.planning.plan import StepPlan
-from relibra.planning.search.parallel_map import parallel_map
-from relibra.planning.traffic.split import TokenSplit, split_tokens
-from relibra.planning.traffic.traffic import iterate_traffic, send_once_share
-from relibra.routing.compiled import compiled
+from relibra.planning.traffic.distinct_rows import DistinctRows
+from relibra.planning.traffic.gateways import rows_to_nodes, stage_rows
+from relibra.planning.traffic.traffic import BETWEEN, IN, INSIDE, OUT, iterate_traffic, send_once_share
 from relibra.routing.demand import ScheduledDemand
-
-MAX_PAIRS = 1 << 26
-"""Most entries of the tables of distinct rows; for larger steps callers use bounds instead of exact counts."""
-
 
 ROUNDING = 1e-12
 """Share of the bytes received below which a difference of two sums of them is noise."""
@@ -93,35 +89,44 @@ def byte_ledger(
     cluster: Cluster,
     row_bytes: int,
     *,
-    distinct_MLRR: Int32[ndarray, "M L R R2"] | None = None,
+    distinct: DistinctRows | None = None,
     send_once: bool = False,
 ) -> ByteLedger:
     """Return the bytes of a plan's dispatches.
 
-    demand          with the schedule of the plan
-    row_bytes       bytes of one row (`ExpertShape.row_bytes`)
-    distinct_MLRR   tokens that each source sends to each rank (`distinct_rows`), for exact figures; None: bounded from
-                    below by `demand.pairs_LEE`, and without pairs every row counts as useful
-    send_once       a token is sent to a rank once, as in the executor: no duplicates
+    demand      with the schedule of the plan
+    row_bytes   bytes of one row (`ExpertShape.row_bytes`)
+    distinct    tokens that each source sends to each rank and node, for exact figures; None: bounded from below by
+                `demand.pairs_LEE`, and without pairs every row counts as useful
+    send_once   a token is sent to a rank once, and with the plan's hierarchical dispatch to a node once, as in the
+                executor: no duplicates. False: each choice by itself, straight to its rank
     """
     L, R = len(plan.layer_ids), plan.num_ranks
-    share_LR = np.ones((L, R))
+    share_LR, share_LN = np.ones((L, R)), np.ones((L, plan.num_nodes))
     if demand.pairs_LEE is not None:
         share_LR = send_once_share(demand.pairs_LEE, plan.home_LE, R)
+        share_LN = send_once_share(demand.pairs_LEE, plan.home_LE // plan.ranks_per_node, plan.num_nodes)
     away_RR = ~np.eye(R, dtype=bool)
     useful_L, received_L, forwarded_L, seconds_L = (np.zeros(L) for _ in range(4))
     for m, layers, traffic_LRR in iterate_traffic(plan, demand):
         sent_LRR = traffic_LRR * away_RR
-        if distinct_MLRR is None:
+        if distinct is None:
             once_LRR = sent_LRR * share_LR[layers][:, None]
         else:
-            once_LRR = distinct_MLRR[m, layers] * away_RR
-        received, forwarded, seconds = _dispatch(once_LRR if send_once else sent_LRR, cluster, row_bytes)
+            once_LRR = distinct.ranks_MLRR[m, layers] * away_RR
+        if send_once and plan.dispatch == "hierarchical":
+            if distinct is None:
+                nodes_LRN = rows_to_nodes(traffic_LRR, once_LRR, share_LN[layers])
+            else:
+                nodes_LRN = distinct.nodes_MLRN[m, layers]
+            received, forwarded, seconds = _dispatch_in_stages(once_LRR, nodes_LRN, cluster, row_bytes)
+        else:
+            received, forwarded, seconds = _dispatch(once_LRR if send_once else sent_LRR, cluster, row_bytes)
         useful_L[layers] += once_LRR.sum(axis=(1, 2)) * float(row_bytes)
         received_L[layers] += received
         forwarded_L[layers] += forwarded
         seconds_L[layers] += seconds
-    exact = distinct_MLRR is not None or demand.top_k == 1
+    exact = distinct is not None or demand.top_k == 1
     duplicate_L = received_L - useful_L
     duplicate_L[np.abs(duplicate_L) <= ROUNDING * received_L] = 0.0  # sums of the same rows in another order
     return ByteLedger(
@@ -167,71 +172,23 @@ def _dispatch(
     )
 
 
-def distinct_rows(
-    experts_TK: Shaped[ndarray, "T K"], source_T: Int[ndarray, " T"], split: TokenSplit, num_ranks: int
-) -> Int64[ndarray, "R R2"]:
-    """Return distinct (token, destination) pairs by source rank, in one (micro-batch, layer).
+def _dispatch_in_stages(
+    once_LRR: Shaped[ndarray, "L R R2"], nodes_LRN: Shaped[ndarray, "L R N"], cluster: Cluster, row_bytes: int
+) -> tuple[Float64[ndarray, " L"], Float64[ndarray, " L"], Float64[ndarray, " L"]]:
+    """Do the same for hierarchical dispatch.
 
-    experts_TK   choices of the tokens, in the order of the trace
-    source_T     rank that each token is fed from
-    split        `split_tokens` of the same tokens
+    A row is forwarded that a gateway gets and does not compute itself: all ports send as many more than are received.
     """
-    starts_E1 = np.searchsorted(split.expert_I, np.arange(int(split.expert_I.max(initial=-1)) + 2))
-    distinct_RR = np.zeros((num_ranks, num_ranks), dtype=np.int64)
-    left_RI = split.tokens_RI.copy()
-    _count_distinct(
-        experts_TK.astype(np.int64), source_T.astype(np.int64), starts_E1, split.rank_I, left_RI, distinct_RR
+    bytes_2L2R = stage_rows(once_LRR, nodes_LRN)[0] * float(row_bytes)
+    received_L = once_LRR.sum(axis=(1, 2)) * float(row_bytes)
+    forwarded_L = np.maximum(0.0, bytes_2L2R[:, :, OUT].sum(axis=(0, 2)) - received_L)
+    between_L2R, inside_L2R = bytes_2L2R[BETWEEN], bytes_2L2R[INSIDE]
+    send, receive = (
+        between_L2R[:, way].max(axis=1) / link.bytes_per_second
+        for way, link in ((OUT, cluster.inter_send), (IN, cluster.inter_receive))
     )
-    return distinct_RR
-
-
-@compiled
-@no_type_check
-def _count_distinct(experts_TK, source_T, starts_E1, rank_I, left_RI, distinct_RR) -> None:
-    T, K = experts_TK.shape
-    last_R = np.full(len(distinct_RR), -1, np.int64)
-    for t in range(T):
-        s = source_T[t]
-        for k in range(K):
-            i = starts_E1[experts_TK[t, k]]
-            while left_RI[s, i] == 0:  # the first instance with room; margins are exact, so there is one
-                i += 1
-            left_RI[s, i] -= 1
-            if last_R[rank_I[i]] != t:
-                last_R[rank_I[i]] = t
-                distinct_RR[s, rank_I[i]] += 1
-
-
-def distinct_rows_of_step(
-    plan: StepPlan,
-    demand: ScheduledDemand,
-    experts_TLK: Shaped[ndarray, "T L K"],
-    sample_T: Int[ndarray, " T"],
-    *,
-    threads: int = 1,
-) -> Int32[ndarray, "M L R R2"]:
-    """Return distinct (token, destination) pairs by source rank, in every micro-batch and layer of a plan.
-
-    demand        with the schedule of the plan
-    experts_TLK   choices of the tokens, in the order of the trace
-    sample_T      position of each token's sample in the demand; -1: in none (`demand_rows.sample_of_rows`)
-    """
-    M, L, R, _ = demand.tokens_MLRE.shape
-    micro_batch_T = np.where(sample_T >= 0, demand.micro_batch_S[sample_T], -1)
-    distinct_MLRR = np.zeros((M, L, R, R), dtype=np.int32)
-    tokens_MLRE = demand.tokens_MLRE
-
-    def count(m: int) -> None:
-        rows = np.flatnonzero(micro_batch_T == m)
-        source_t = demand.rank_S[sample_T[rows]]
-        for layer in range(L):
-            at = (m, layer)
-            arrays = (tokens_MLRE[at], plan.home_LE[layer], plan.replica_MLRB[at], plan.quota_MLRB[at])
-            split = split_tokens(*arrays, plan.ranks_per_node)
-            distinct_MLRR[at] = distinct_rows(experts_TLK[rows, layer], source_t, split, R)
-
-    parallel_map(count, M, threads)
-    return distinct_MLRR
+    inside_L = inside_L2R.max(axis=(1, 2)) / cluster.intra.bytes_per_second
+    return received_L, forwarded_L, np.maximum(send, receive) + inside_L
 
 
 def _ratio(part_L: Float64[ndarray, " L"], whole_L: Float64[ndarray, " L"]) -> Float64[ndarray, " L"]:

@@ -26,7 +26,7 @@ def byte_ledgers(step: ComparedStep) -> list[NamedLedger]:
     found = []
     for (one, rows), once in [(before, known), (after, known)] + [(after, False)] * known:
         ledger = byte_ledger(
-            one.plan, one.demand, step.cluster, step.model.expert.row_bytes, distinct_MLRR=rows, send_once=once
+            one.plan, one.demand, step.cluster, step.model.expert.row_bytes, distinct=rows, send_once=once
         )
         name = f"{one.name}, per choice" if known and not once else one.name
         found.append(NamedLedger(name, ledger, ledger.total()))

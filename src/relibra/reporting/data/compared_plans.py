@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float64, Int32, Int64
+from jaxtyping import Float64, Int64
 from numpy import ndarray
 
 from relibra.cluster import Cluster
 from relibra.errors import ConfigError, TraceError
 from relibra.planning.plan import StepPlan
-from relibra.planning.traffic.byte_ledger import MAX_PAIRS, distinct_rows_of_step
+from relibra.planning.traffic.distinct_rows import MAX_PAIRS, DistinctRows, distinct_rows_of_step
 from relibra.reporting.data.number_format import plural
 from relibra.routing.demand import ScheduledDemand
 from relibra.routing.demand_rows import sample_of_rows
@@ -80,8 +80,8 @@ class ComparedStep:
     before          the static layout, or another plan
     after           the plan that the page is about
     model           with the layers, experts and choices per token that were routed
-    distinct_rows   for each plan, tokens that each rank sends to each rank [M, L, R, R], counted in the trace; a token
-                    with several choices on one rank counts once; None: not counted
+    distinct_rows   for each plan, tokens that each rank sends to each rank and node, counted in the trace; a token with
+                    several choices there counts once; None: not counted
     raises          ConfigError when the plans differ in ranks, experts or layers
     """
 
@@ -89,7 +89,7 @@ class ComparedStep:
     after: ComparedPlan
     cluster: Cluster
     model: ModelShape
-    distinct_rows: tuple[Int32[ndarray, "M L R R"], ...] | None = None
+    distinct_rows: tuple[DistinctRows, ...] | None = None
 
     def __post_init__(self) -> None:
         check_same_sizes(*((one.name, one.plan) for one in self.plans))
@@ -100,7 +100,7 @@ class ComparedStep:
         return self.before, self.after
 
     @property
-    def plans_with_rows(self) -> list[tuple[ComparedPlan, Int32[ndarray, "M L R R"] | None]]:
+    def plans_with_rows(self) -> list[tuple[ComparedPlan, DistinctRows | None]]:
         """Each plan with its distinct rows, None where they were not counted."""
         return list(zip(self.plans, self.distinct_rows or (None, None), strict=True))
 
@@ -140,7 +140,9 @@ def compare_plan(name: str, plan: StepPlan, demand: ScheduledDemand) -> Compared
 
 def compare_static(plan: StepPlan, demand: ScheduledDemand) -> ComparedPlan:
     """Return the static layout in place of a plan: no moves, no replicas, the schedule that the balancer was given."""
-    return ComparedPlan(name=STATIC, plan=StepPlan.static(demand, plan.topology), given=demand, demand=demand)
+    return ComparedPlan(
+        name=STATIC, plan=StepPlan.static(demand, plan.topology, dispatch=plan.dispatch), given=demand, demand=demand
+    )
 
 
 def can_count_rows(plans: Sequence[ComparedPlan]) -> bool:
@@ -148,9 +150,7 @@ def can_count_rows(plans: Sequence[ComparedPlan]) -> bool:
     return _are_few(plans) and _share_samples(plans)
 
 
-def count_distinct_rows(
-    trace: RoutingTrace | None, plans: Sequence[ComparedPlan]
-) -> tuple[Int32[ndarray, "M L R R"], ...] | None:
+def count_distinct_rows(trace: RoutingTrace | None, plans: Sequence[ComparedPlan]) -> tuple[DistinctRows, ...] | None:
     """Count the distinct rows of each plan token by token; None without a trace, or where that would take too long.
 
     raises    TraceError when a demand was not counted from this trace

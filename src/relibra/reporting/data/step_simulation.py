@@ -49,7 +49,7 @@ def simulate_plans(step: ComparedStep) -> StepSimulation:
     raises     as `simulate_step`
     """
     before, after = (
-        simulate_step(one.plan, demand, step.cluster, step.model, how, distinct_MLRR=rows)
+        simulate_step(one.plan, demand, step.cluster, step.model, how, distinct=rows)
         for one, rows in step.plans_with_rows
         for demand, how in (with_mini_batches(one.demand),)
     )
@@ -71,7 +71,7 @@ def simulate_timelines(step: ComparedStep, micro_batch: int) -> tuple[list[tuple
                 how,
                 ranks=ranks,
                 micro_batches=[micro_batch],
-                distinct_MLRR=rows,
+                distinct=rows,
             ),
         )
         for one, rows in step.plans_with_rows

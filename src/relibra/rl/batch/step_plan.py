@@ -185,7 +185,9 @@ def plan_together(
         own = demand_of_layers(demand, layers)
         homes = None if previous is None else previous.of_layers(layers)
         part = plan_step(own, cluster, budget, settings.balancer, expert=expert, previous=homes)
-        static_seconds = predict(StepPlan.static(own, cluster.topology), own, cluster, expert).total
+        static_seconds = predict(
+            StepPlan.static(own, cluster.topology, dispatch=cluster.dispatch), own, cluster, expert
+        ).total
     planned = _gather_parts(part, static_seconds, layers_R, demand, cluster, settings)
     check_memory(planned.plan, cluster.memory_bytes, expert)  # each part was checked with its own layers
     return _with_moves_together(planned, cluster, expert)
@@ -251,6 +253,7 @@ def _gather_parts(
                 group_M=demand.group_M,
                 resident_slots=resident_slots,
                 scope=scope,
+                dispatch=cluster.dispatch,
                 predicted=predicted,
                 plan_seconds=seconds,
                 objective=settings.objective,

@@ -104,6 +104,7 @@ class MiniBatchRun:
 class GroupRun:
     """A step of one group; arrays are [stage, rank of the group].
 
+    network_DR   bytes of rows that each rank sends to other nodes
     uneven   forward seconds of the busiest and of the mean rank, summed over micro-batches and layers: attention (with
              dense parts), experts
     """
@@ -113,6 +114,7 @@ class GroupRun:
     waited_DR: Float64[ndarray, "D R"]
     sent: dict[str, Float64[ndarray, "D R"]]
     received: dict[str, Float64[ndarray, "D R"]]
+    network_DR: Float64[ndarray, "D R"]
     host_DR: Float64[ndarray, "D R"]
     token_slots_DR: Int64[ndarray, "D R"]
     uneven: dict[str, tuple[float, float]]
@@ -148,6 +150,7 @@ def run_group(costs_D: list[StageCosts], how: Execution, note_of: NoteOf | None 
         waited_DR=np.stack([sum(one.waited_R for one in pair) for pair in pairs_D]),
         sent={kind: value_S2R[:, 0] for kind, value_S2R in moved.items()},
         received={kind: value_S2R[:, 1] for kind, value_S2R in moved.items()},
+        network_DR=np.stack([_between_nodes(costs, how) for costs in costs_D]),
         host_DR=np.stack([_from_host(costs) for costs in costs_D]),
         token_slots_DR=np.stack([costs.load_MLR.sum(axis=(0, 1)) for costs in costs_D]),
         uneven={name: _uneven(costs_D, name) for name in ("attention", "experts")},
@@ -199,6 +202,16 @@ def _mini_batch(
 
 def _from_host(costs: StageCosts) -> Float64[ndarray, " R"]:
     return costs.push.from_host_MLR.sum(axis=(0, 1)) * float(costs.push.bytes_each)
+
+
+def _between_nodes(costs: StageCosts, how: Execution) -> Float64[ndarray, " R"]:
+    """Return the bytes of rows that each rank sends to other nodes: of dispatch and combine, in every pass."""
+    back = 0 if how.forward_only else 1
+    passes = 1 + back + (back if how.recompute_activations else 0)
+    one = costs.exchange
+    rows_R = (one.network_out_MLR + one.network_in_MLR).sum(axis=(0, 1))
+    sent_R: Float64[ndarray, " R"] = passes * costs.row_bytes * rows_R
+    return sent_R
 
 
 def _bytes(costs: StageCosts, how: Execution, neighbours: tuple[int, int]) -> dict[str, Float64[ndarray, "2 R"]]:

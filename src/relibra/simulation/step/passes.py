@@ -8,12 +8,13 @@ does (`relibra.parallel`, docs/execution.md), in its order:
     backward   host, dispatch, wait push, replicas, experts at home, wait return, combine (gate weights, rows),
                attention
 
+Rows travel in one exchange, or with hierarchical dispatch in two: between nodes, then inside them, and back in reverse.
 Copies run beside this, one transfer after another. A push begins when the slots are free: at the start of the
 pass, then when the layer with the replicas before is done with them. Between nodes a push shares links with rows, and
-pauses while these travel. Gradients leave when the last rank has computed those of its replicas, and arrive before rows
-travel again. The weights of a layer outside of its experts (FSDP) are gathered while the layer before runs, the first
-ones of a pass while all ranks wait. A live balancer decides after the host work of the forward pass, and pushes only
-then. Without overlap all ranks wait for each copy, as in the sums of `planning.predict`.
+pauses while these travel there. Gradients leave when the last rank has computed those of its replicas, and arrive
+before rows travel again. The weights of a layer outside of its experts (FSDP) are gathered while the layer before runs,
+the first ones of a pass while all ranks wait. A live balancer decides after the host work of the forward pass, and
+pushes only then. Without overlap all ranks wait for each copy, as in the sums of `planning.predict`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from jaxtyping import Float64
 from numpy import ndarray
 
 from relibra.planning.costs.copies import CopyCosts
+from relibra.planning.costs.exchange import Links
 from relibra.simulation.step.stage_costs import StageCosts
 
 TERMS = ("attention", "host", "gathers", "exchange", "gates", "compute", "copies")
@@ -108,7 +110,7 @@ class _Walk:
     free_M      when the next push may begin
     gathered_M  when the last rank got the weights gathered before: the next gather begins then
     late_M      delay of the last rank by gathers since the ranks last met
-    rows        start and end of each exchange of rows, in order
+    rows        start and end of each exchange between nodes, in order
     """
 
     costs: StageCosts
@@ -168,14 +170,14 @@ class _Walk:
         pushed = self._begin("push", layer, push, np.maximum(self.free_M, self.met_M) if decides else self.free_M)
         if not self.overlap:
             arrived_M = self._wait_for_all(pushed)
-        self._exchange("dispatch", layer, exchange.dispatch_ML, exchange.out_MLR, "exchange")
-        self._exchange("dispatch", layer, exchange.gates_ML, exchange.gates_out_MLR, "gates")
+        self._dispatch(layer)
+        self._exchange("dispatch", layer, exchange.gates_ML, exchange.gates_out_MLR)
         self._work("experts", layer, costs.home_MLR[:, layer], "homes")
         if self.overlap:
             arrived_M = self._wait(pushed)
         self._work("experts", layer, costs.replica_MLR[:, layer], "replicas")
         self._meet("compute", costs.home_MLR[:, layer] + costs.replica_MLR[:, layer])
-        self._exchange("combine", layer, exchange.combine_ML, exchange.in_MLR, "exchange")
+        self._combine(layer)
         has_M = push.takes_part_MLR[:, layer].any(axis=1)
         after_M = arrived_M if costs.resident else self.met_M
         if frees_slots:
@@ -192,7 +194,7 @@ class _Walk:
         push = None if pushed else self._begin("push", layer, again, self.free_M)
         if push and not self.overlap:
             self._wait_for_all(push)
-        self._exchange("dispatch", layer, exchange.dispatch_ML, exchange.out_MLR, "exchange")
+        self._dispatch(layer)
         if push and self.overlap:
             self._wait(push)
         self._work("experts", layer, 2 * costs.replica_MLR[:, layer], "replicas")
@@ -206,8 +208,8 @@ class _Walk:
         has_M = home.takes_part_MLR[:, layer].any(axis=1)
         if not costs.resident:
             self.free_M = np.where(has_M, back_M, self.free_M)
-        self._exchange("combine", layer, exchange.gates_back_ML, exchange.gates_in_MLR, "gates")
-        self._exchange("combine", layer, exchange.combine_ML, exchange.in_MLR, "exchange")
+        self._exchange("combine", layer, exchange.gates_back_ML, exchange.gates_in_MLR)
+        self._combine(layer)
 
     def _work(self, stage: str, layer: int, seconds_MR: Float64[ndarray, "M R"], label: str) -> None:
         start_MR = self.now_MR
@@ -236,18 +238,33 @@ class _Walk:
         self.now_MR = self.now_MR + seconds
         self.terms["host"] += seconds
 
-    def _exchange(self, stage: str, layer: int, seconds_ML: ndarray, rows_MLR: ndarray, term: str) -> None:
-        """Add an exchange that starts with the last rank and ends on all ranks together."""
+    def _dispatch(self, layer: int) -> None:
+        for stage in self.costs.exchange.stages:
+            self._exchange("dispatch", layer, stage.seconds_ML, stage.out_MLR, stage.links)
+
+    def _combine(self, layer: int) -> None:
+        for stage in reversed(self.costs.exchange.stages):
+            self._exchange("combine", layer, stage.back_ML, stage.in_MLR, stage.links)
+
+    def _exchange(
+        self, stage: str, layer: int, seconds_ML: ndarray, rows_MLR: ndarray, links: Links | None = None
+    ) -> None:
+        """Add an exchange that starts with the last rank and ends on all ranks together.
+
+        links   of rows; None: gate weights, on all links
+        """
+        term = "gates" if links is None else "exchange"
         start_MR, end_M = self.now_MR, self.met_M + seconds_ML[:, layer]
-        self.rows.append((self.met_M, end_M))
+        if links != "inside nodes":
+            self.rows.append((self.met_M, end_M))
         self.terms[term] += seconds_ML[:, layer]
         self.waited_R += (self.met_M[:, None] - start_MR).sum(axis=0)
         self.met_M = end_M
         self.now_MR = np.repeat(end_M[:, None], start_MR.shape[1], axis=1)
         self.spent[stage] += (self.now_MR - start_MR).sum(axis=0)
         if self.note is not None:
-            row_bytes = self.costs.gate_bytes if term == "gates" else self.costs.row_bytes
-            label = "gate weights" if term == "gates" else ""
+            row_bytes = self.costs.gate_bytes if links is None else self.costs.row_bytes
+            label = "gate weights" if links is None else "" if links == "all links" else links
             self.note(stage, self._id(layer), start_MR, self.now_MR, rows_MLR[:, layer] * row_bytes, None, label)
 
     def _begin(self, kind: str, layer: int, copies: CopyCosts, begin_M: ndarray) -> _Transfer:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float64, Int, Int64
+from jaxtyping import Float64, Int64
 from numpy import ndarray
 
 from relibra.cluster import Cluster
@@ -14,6 +14,7 @@ from relibra.planning.costs.compute import dense_seconds
 from relibra.planning.costs.copies import CopyCosts
 from relibra.planning.costs.layer_costs import LayerCosts, layer_costs
 from relibra.planning.plan import StepPlan
+from relibra.planning.traffic.distinct_rows import DistinctRows
 from relibra.routing.demand import ScheduledDemand
 from relibra.simulation.cost_model import Gathers, gathered_bytes, handover_seconds, rows_and_scores, spread_seconds
 from relibra.simulation.layout import ParallelLayout
@@ -69,7 +70,7 @@ def stage_costs(
     layout: ParallelLayout,
     *,
     overlap: bool,
-    distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,
+    distinct: DistinctRows | None = None,
     from_pool: bool = False,
     live: bool = False,
     shard_dense: bool = True,
@@ -81,7 +82,7 @@ def stage_costs(
 
     demand          under the schedule of the plan
     overlap         False: every copy that the objective counts is made
-    distinct_MLRR   as for `exchange_costs`
+    distinct        as for `exchange_costs`
     live            as for `layer_costs`
     shard_dense     weights outside of experts are spread over the ranks of the group (FSDP)
     from_pool       weights of replicas come from a pool in host memory before forward, as in passes without gradients
@@ -91,7 +92,7 @@ def stage_costs(
     attention_MR = dense_seconds(cluster, rows_MR, model.non_expert_parameters, score_flops_MR)
     dense_MR = model.dense_layers * dense_seconds(cluster, rows_MR, model.dense_layer_parameters, score_flops_MR)
     head_MR = dense_seconds(cluster, rows_MR, model.head_parameters)
-    costs = layer_costs(plan, demand, cluster, expert, distinct_MLRR=distinct_MLRR, from_pool=from_pool, live=live)
+    costs = layer_costs(plan, demand, cluster, expert, distinct=distinct, from_pool=from_pool, live=live)
     load_MLR, nothing_MR = plan.rank_load(demand), np.zeros_like(rows_MR)
     found = []
     for stage, layers in enumerate(layout.stage_layers(len(plan.layer_ids))):
@@ -125,13 +126,14 @@ def stage_costs(
 
 
 def _cut(costs: Any, layers: slice) -> Any:
-    """Return an array, or costs of arrays, of some layers; a number, which is the same for all layers, as it is."""
+    """Return an array, or costs of arrays, of some layers; what is the same for all layers as it is."""
     if isinstance(costs, ndarray):
         return costs[:, layers]
-    if isinstance(costs, float | int):
+    if isinstance(costs, tuple):
+        return tuple(_cut(one, layers) for one in costs)
+    if not is_dataclass(costs) or isinstance(costs, type):
         return costs
-    arrays = {field.name: getattr(costs, field.name) for field in fields(costs)}
-    return replace(costs, **{name: _cut(array, layers) for name, array in arrays.items() if isinstance(array, ndarray)})
+    return replace(costs, **{field.name: _cut(getattr(costs, field.name), layers) for field in fields(costs)})
 
 
 def _without_last(copies: CopyCosts) -> CopyCosts:

@@ -27,6 +27,7 @@ class SimulatedStep:
                        for the last rank
     waited_R           seconds that each rank waited before exchanges until the last rank was there
     sent_bytes, received_bytes   by kind, of each rank: dispatch, combine, gates, gather, push, return, handover
+    network_bytes_R    of dispatch and combine, bytes that each rank sent to other nodes
     host_bytes_R       weights that each rank fetched from host memory
     token_slots_R      that each rank computed in a forward pass
     expert_skew, attention_skew   seconds of the busiest rank / of the mean rank, each summed over micro-batches and
@@ -44,6 +45,7 @@ class SimulatedStep:
     waited_R: Float64[ndarray, " R"]
     sent_bytes: Mapping[str, Float64[ndarray, " R"]]
     received_bytes: Mapping[str, Float64[ndarray, " R"]]
+    network_bytes_R: Float64[ndarray, " R"]
     host_bytes_R: Float64[ndarray, " R"]
     token_slots_R: Int64[ndarray, " R"]
     expert_skew: float
@@ -98,6 +100,7 @@ class SimulatedStep:
             "waited_before_exchanges": _of_ranks(self.waited_R),
             "bytes": {name: float(value_R.sum()) for name, value_R in self.sent_bytes.items()}
             | {"host": float(self.host_bytes_R.sum())},
+            "bytes_between_nodes": _of_ranks(self.network_bytes_R) | {"all": float(self.network_bytes_R.sum())},
             "hidden_copy_seconds": self.hidden_copy_seconds,
             "expert_skew": self.expert_skew,
             "attention_skew": self.attention_skew,

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 import numpy as np
-from jaxtyping import Int, Int64
+from jaxtyping import Int64
 from numpy import ndarray
 
 from relibra.cluster import Cluster
 from relibra.errors import ConfigError
 from relibra.planning.plan import StepPlan
+from relibra.planning.traffic.distinct_rows import DistinctRows
 from relibra.routing.demand import ScheduledDemand
 from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.model_shape import ModelShape
@@ -24,6 +25,8 @@ from relibra.timeline import MAX_EVENTS, Event, Timeline
 
 _EVENTS_PER_LAYER = 18
 """Upper limit per rank, micro-batch and layer, forward and backward."""
+_FURTHER_STAGES = 6
+"""More of them with hierarchical dispatch: of dispatch and combine, forward, again and backward."""
 
 
 class _Notes:
@@ -85,7 +88,7 @@ def simulated_timeline(
     ranks: Collection[int] | None = None,
     micro_batches: Collection[int] | None = None,
     layers: Collection[int] | None = None,
-    distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,
+    distinct: DistinctRows | None = None,
 ) -> Timeline:
     """Return the events of `simulate_step`, rank by rank, each in the order in which an executor records them.
 
@@ -95,7 +98,7 @@ def simulated_timeline(
     ranks           as `ParallelLayout` numbers them; None: all
     micro_batches   of the plan; None: all
     layers          decoder layers; -1: events outside of layers; None: all
-    distinct_MLRR   as for `simulate_step`
+    distinct        as for `simulate_step`
     raises          ConfigError for ranks outside the step, or more events than a timeline holds; else as
                     `simulate_step`
     """
@@ -105,13 +108,14 @@ def simulated_timeline(
     chosen = _checked(ranks, layout)
     kept = [[m for m in number_M.tolist() if micro_batches is None or m in micro_batches] for number_M in numbers]
     per_stage = len(plan.layer_ids) // how.pipeline_stages + 2 if layers is None else len(layers)
-    _refuse_too_many(len(chosen) * max(map(len, kept)) * per_stage * _EVENTS_PER_LAYER)
+    per_layer = _EVENTS_PER_LAYER + (_FURTHER_STAGES if plan.dispatch == "hierarchical" else 0)
+    _refuse_too_many(len(chosen) * max(map(len, kept)) * per_stage * per_layer)
     tracks: list[_Track] = []
     for group, (own_plan, own_demand) in enumerate(groups_of(plan, demand)):
         keep_X = np.flatnonzero(np.isin(numbers[group], kept[group]))
         track = _Track(group, layout, numbers[group], keep_X, chosen, layers)
-        rows_MLRR = None if distinct_MLRR is None else distinct_MLRR[numbers[group]]
-        track.run = run_group(costs_of(own_plan, own_demand, cluster, model, how, rows_MLRR), how, track.notes_of)
+        own = None if distinct is None else distinct.of_micro_batches(numbers[group])
+        track.run = run_group(costs_of(own_plan, own_demand, cluster, model, how, own), how, track.notes_of)
         tracks.append(track)
     ends = ends_of_mini_batches(plan, [track.run for track in tracks], cluster, model, how)
     events = [event for rank in chosen.tolist() for event in tracks[layout.place(rank)[1]].events(rank, ends, how)]

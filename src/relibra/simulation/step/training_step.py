@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
-from jaxtyping import Int, Int64
+from jaxtyping import Int64
 from numpy import ndarray
 
 from relibra.cluster import Cluster
@@ -19,6 +19,7 @@ from relibra.errors import ConfigError
 from relibra.planning.costs.copies import relocation_seconds
 from relibra.planning.costs.layer_costs import check_demand, check_fit
 from relibra.planning.plan import StepPlan
+from relibra.planning.traffic.distinct_rows import DistinctRows
 from relibra.routing.demand import ScheduledDemand
 from relibra.simulation.cost_model import gradient_reduction_seconds, optimizer_seconds, owned_parameters
 from relibra.simulation.layout import ParallelLayout
@@ -41,7 +42,7 @@ def simulate_step(
     model: ModelShape,
     how: Execution | None = None,
     *,
-    distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,
+    distinct: DistinctRows | None = None,
 ) -> SimulatedStep:
     """Simulate one training step.
 
@@ -51,14 +52,15 @@ def simulate_step(
     cluster         of one expert-parallel group, as for `plan_step`; other groups and stages run on more of the same,
                     on other nodes even where a group has fewer ranks than a machine's node
     how             None: one stage, one optimizer step, copies overlapped
-    distinct_MLRR   tokens that travel from rank to rank (`byte_ledger.distinct_rows_of_step`), of all micro-batches;
+    distinct        tokens that travel from rank to rank and to node (`distinct_rows_of_step`), of all micro-batches;
                     None: their lower bound from `demand.pairs_LEE`, or every token-slot without
     raises          PlanError, ConfigError when plan, demand, cluster and model do not fit together
     """
     how = (how or Execution()).on(cluster)
     runs = [
         run_group(
-            costs_of(*group, cluster, model, how, None if distinct_MLRR is None else distinct_MLRR[number_M]), how
+            costs_of(*group, cluster, model, how, None if distinct is None else distinct.of_micro_batches(number_M)),
+            how,
         )
         for group, number_M in zip(groups_of(plan, demand), micro_batches_of_groups(plan, demand), strict=True)
     ]
@@ -149,7 +151,7 @@ def costs_of(
     cluster: Cluster,
     model: ModelShape,
     how: Execution,
-    distinct_MLRR: Int[ndarray, "M L R R2"] | None = None,
+    distinct: DistinctRows | None = None,
 ) -> list[StageCosts]:
     """Return the costs of one group; raises ConfigError or PlanError when plan, model and cluster do not fit."""
     layout = how.layout(plan.num_ranks, 1)
@@ -186,7 +188,7 @@ def costs_of(
         from_pool=how.forward_only and how.host_pool,
         live=how.live,
         shard_dense=how.shard_dense,
-        distinct_MLRR=distinct_MLRR,
+        distinct=distinct,
     )
 
 
@@ -221,6 +223,7 @@ def assemble(
         waited_R=of_ranks([run.waited_DR for run in runs]),
         sent_bytes={name: of_ranks([run.sent[name] for run in runs]) for name in runs[0].sent},
         received_bytes={name: of_ranks([run.received[name] for run in runs]) for name in runs[0].received},
+        network_bytes_R=of_ranks([run.network_DR for run in runs]),
         host_bytes_R=of_ranks([run.host_DR for run in runs]),
         token_slots_R=of_ranks([run.token_slots_DR for run in runs]),
         expert_skew=_skew(runs, "experts"),
