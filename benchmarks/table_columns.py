@@ -123,6 +123,18 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         "ahead_by",
         "configuration",
     ),
+    "step_dispatch": (
+        "case",
+        "plan",
+        "dispatch",
+        "seconds",
+        ("flat / it", lambda row: row["ratio_to_flat"]),
+        ("exchange s", lambda row: row["exchange_seconds"]),
+        ("GB between nodes", lambda row: row["network_bytes"] / 1e9),
+        ("busiest / mean rank", lambda row: row["network_skew"]),
+        ("GB inside nodes", lambda row: row["inside_bytes"] / 1e9),
+        "configuration",
+    ),
     "step_resident": (
         "case",
         "plan",

@@ -1,5 +1,6 @@
 """Seconds of a whole simulated step: what training plans by default, beside static and its peers. Rows go to
-results/step.json, those of resident slots to results/step_resident.json.
+results/step.json, those of resident slots to results/step_resident.json, those of dispatch to
+results/step_dispatch.json.
 
 Cases: a generated step of one layer of Qwen3-30B-A3B on 16 H100, and both recordings on 8, 16 and 32 ranks in nodes of
 8 and on 32 in one rack, with micro-batches of 2,048 and of 8,192 tokens per rank. A recording is too short for such
@@ -9,8 +10,9 @@ moves of homes in full; live peers (UltraEP, MoonEP) decide after the router. Th
 project; the program says so when they are not there.
 Resident slots: RL-sized steps of three models, with slots that stay with their layer and with shared ones
 (`resident_steps`).
+Dispatch: the same on 32 ranks in nodes of 8, flat and hierarchical (`dispatch_steps`).
 Run: relibra bench step [--quick] [--json] [--data FOLDER] [--output FOLDER].
-Ten minutes. --quick runs the generated case only and writes no rows.
+Twelve minutes. --quick runs the generated case only, without resident slots, and writes no rows.
 """
 
 import json
@@ -25,6 +27,7 @@ from rich.table import Table
 
 from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import write_results
+from benchmarks.planner.dispatch_steps import dispatch_rows, print_dispatch_rows
 from benchmarks.planner.resident_steps import print_resident_rows, resident_rows
 from relibra.cluster import Cluster, cluster_preset
 from relibra.planning.budget import Budget
@@ -80,15 +83,18 @@ class Case:
 def main() -> None:
     options = measurement_options(__doc__, data=True).parse_args()
     rows = [row for case in _cases(options.data, options.quick) for row in rows_of(case)]
+    dispatch = list(dispatch_rows(options.data, quick=options.quick))
     resident = [] if options.quick else list(resident_rows())
     if options.json:
-        print(json.dumps([*rows, *resident], indent=1))
+        print(json.dumps([*rows, *dispatch, *resident], indent=1))
     else:
         print_rows(rows)
+        print_dispatch_rows(dispatch)
         if resident:
             print_resident_rows(resident)
     if not options.quick:
         print(write_results("step", rows, "relibra bench step", options.output), file=sys.stderr)
+        print(write_results("step_dispatch", dispatch, "relibra bench step", options.output), file=sys.stderr)
         print(write_results("step_resident", resident, "relibra bench step", options.output), file=sys.stderr)
 
 

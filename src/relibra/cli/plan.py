@@ -221,6 +221,7 @@ def _facts(result: Result) -> dict[str, object]:
     return {
         **{name: value for name, value in row.figures().items() if name not in ("sees", "message")},
         "objective": plan.objective,
+        "dispatch": plan.dispatch,
         "model": result.model.name,
         "static_predicted_seconds": _seconds(result.static, result.request.steps),
         "steps_served": result.request.steps,
@@ -274,7 +275,7 @@ def _summary(result: Result, static_skew: float) -> dict[str, str]:
         "skew": f"{static_skew:.3f} static -> {row.skew:.3f} planned; bound {row.bound:.3f}, gap {row.gap:.2%}",
         "copies": f"{row.copies:,} ({row.copies_per_micro_batch_layer:.1f} per micro-batch and layer){across}",
         "moved": f"{row.moved_experts:,} of {plan.home_LE.size:,} experts, {row.moved_bytes / 1e9:.1f} GB",
-        "across nodes": f"{row.cross_node_token_slots:,} token-slots",
+        "across nodes": f"{row.cross_node_token_slots:,} token-slots{_network_in_words(result)}",
         "layers": f"{row.predicted_seconds:.3g} s, static {_seconds(result.static, steps):.3g} s{back} "
         f"(model: {terms}{spread})",
         "planned in": f"{plan.plan_seconds:.2f} s{', ended by the deadline' if plan.cut_short else ''}",
@@ -282,6 +283,17 @@ def _summary(result: Result, static_skew: float) -> dict[str, str]:
         result.written: f"{printable(str(output))} and {printable(demand_path(output).name)}",
         **{f"for {form}": printable(str(path)) for form, path in result.request.exports()},
     }
+
+
+def _network_in_words(result: Result) -> str:
+    """Return the bytes of rows between nodes, and with hierarchical dispatch that tokens cross once; "" without any."""
+    network = result.row.network_bytes
+    assert network is not None, "measured"
+    if not network:
+        return ""
+    least = "at least " if result.workload.demand.pairs_LEE is not None else ""
+    once = "; hierarchical dispatch: a token crosses to a node once" * (result.plan.dispatch == "hierarchical")
+    return f", {least}{network / 1e9:.3g} GB of rows{once}"
 
 
 def _slower_than_static(result: Result) -> str:

@@ -33,6 +33,8 @@ from relibra.cli.outputs.terminal import print_note, print_wrapped, progress, st
 from relibra.printable import plural
 
 if TYPE_CHECKING:
+    from numpy import ndarray
+
     from relibra.simulation import ModelShape
 
 MAX_TIMELINE_RANKS = 16
@@ -121,6 +123,7 @@ def _facts(result: Result) -> dict[str, object]:
         "model_part": result.routed.part_in_words,
         "cluster": machine.name,
         "cluster_label": machine.label,
+        "dispatch": machine.dispatch,
         "trace": str(result.workload.recording.trace),
         "cut": result.workload.cut,
         "steps_served": result.request.steps,
@@ -199,10 +202,18 @@ def _table(result: Result) -> Table:
         row("all moves, seconds", [f"{one.moving_seconds:.4g}" for one in plans])
     row("hidden copies, seconds", [f"{max(0.0, step.hidden_copy_seconds):.4g}" for step in steps])
     row("model flops utilisation", [f"{step.model_flops_utilisation:.1%}" for step in steps])
+    if any(step.network_bytes_R.any() for step in steps):
+        row("bytes between nodes", [bytes_in_words(float(step.network_bytes_R.sum())) for step in steps])
+        row("  busiest / mean rank", [f"{_busiest_of_mean(step.network_bytes_R):.3f}" for step in steps])
     row("skew", [f"{one.skew:.3f}" for one in plans])
     row("copies", [f"{one.plan.num_copies:,}" for one in plans])
     row("memory", [bytes_in_words(one.memory.total) for one in plans])
     return table
+
+
+def _busiest_of_mean(value_R: ndarray) -> float:
+    mean = float(value_R.mean())
+    return float(value_R.max()) / mean if mean else 1.0
 
 
 def _write_timeline(path: Path, result: Result, tokens: TokenChoices) -> None:

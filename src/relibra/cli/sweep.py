@@ -61,6 +61,7 @@ class SweepRequest:
     ranks: Annotated[str, _list("R,...", "Ranks of the expert-parallel group")]
     ranks_per_node: Annotated[str | None, _list("G,...", "Ranks on one node; default: those of the cluster")] = None
     cluster: options.ClusterName = "h100x8"
+    dispatch: options.MachineDispatch = None
     slots: Annotated[str, _list("B,...", "Spare expert slots per rank")] = str(RUN_DEFAULTS.slots)
     memory_gib: options.MemoryGib = None
     tolerance: options.Tolerance = RUN_DEFAULTS.tolerance

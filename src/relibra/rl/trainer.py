@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,12 +140,13 @@ def _evaluate(learner: Learner, config: RunConfig) -> dict[str, float]:
 def _find_cluster(config: RunConfig, device: torch.device) -> Cluster:
     """Return the machine that steps are planned for; one that nobody plans for is not read."""
     launched, num_ranks = launched_rank(), dist.get_world_size()
-    return find_cluster(
+    cluster = find_cluster(
         config.plan.cluster if config.follows_plans else "auto",
         device,
         num_ranks,
         num_ranks if launched is None else launched.num_local_ranks,
     )
+    return replace(cluster, dispatch=config.plan.dispatch_on(cluster))
 
 
 def _make_engine(

@@ -1,7 +1,8 @@
-"""The machine named by --cluster, --ranks and --ranks-per-node."""
+"""The machine named by --cluster, --dispatch, --ranks and --ranks-per-node."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,17 +10,19 @@ from relibra.errors import ConfigError
 from relibra.printable import plural
 
 if TYPE_CHECKING:
-    from relibra.cluster import Cluster
+    from relibra.cluster import Cluster, Dispatch
 
 
-def open_cluster(name: str) -> Cluster:
+def open_cluster(name: str, dispatch: Dispatch | None = None) -> Cluster:
     """Return a preset, or the machine of a TOML file, with its own number of ranks.
 
-    raises    ClusterError when it is unknown or damaged
+    dispatch   None: that of the machine
+    raises     ClusterError when it is unknown or damaged
     """
     from relibra.cluster import cluster_preset, read_cluster
 
-    return read_cluster(Path(name)) if name.endswith(".toml") else cluster_preset(name)
+    cluster = read_cluster(Path(name)) if name.endswith(".toml") else cluster_preset(name)
+    return cluster if dispatch is None else replace(cluster, dispatch=dispatch)
 
 
 def fit_cluster(cluster: Cluster, num_experts: int, ranks: int, ranks_per_node: int | None) -> Cluster:

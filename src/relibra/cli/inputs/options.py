@@ -52,6 +52,13 @@ class ShortRows(StrEnum):
     LAST = "last"
 
 
+class Dispatch(StrEnum):
+    """How tokens reach ranks of other nodes."""
+
+    FLAT = "flat"
+    HIERARCHICAL = "hierarchical"
+
+
 class Objective(StrEnum):
     """What a plan minimises."""
 
@@ -79,6 +86,15 @@ RanksPerNode = Annotated[
 ]
 ClusterName = Annotated[
     str, typer.Option("--cluster", metavar="NAME", help="Machine: h100x8, h800x8, ... or a TOML file.")
+]
+MachineDispatch = Annotated[
+    Dispatch | None,
+    typer.Option(
+        "--dispatch",
+        help="flat: a token goes to each rank that computes for it; hierarchical: it crosses to another node once and "
+        "is forwarded there. Default: that of the cluster, flat for presets.",
+        show_default=False,
+    ),
 ]
 Slots = Annotated[int, typer.Option(min=0, max=1024, metavar="B", help="Spare expert slots per rank for replicas.")]
 MemoryGib = Annotated[

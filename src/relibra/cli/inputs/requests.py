@@ -44,6 +44,7 @@ class WorkloadRequest:
     ranks: options.Ranks
     ranks_per_node: options.RanksPerNode = None
     cluster: options.ClusterName = "h100x8"
+    dispatch: options.MachineDispatch = None
     micro_batch_tokens: options.MicroBatchTokens = None
     mini_batches: options.MiniBatches = None
     micro_batches: options.MicroBatches = None

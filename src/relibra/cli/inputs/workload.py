@@ -92,7 +92,8 @@ def open_workload(recording: Recording, request: WorkloadRequest) -> Workload:
     """
     from relibra.routing.readers import open_trace
 
-    trace, cluster = recording.trace, open_cluster(request.cluster)
+    trace = recording.trace
+    cluster = open_cluster(request.cluster, None if request.dispatch is None else request.dispatch.value)
     check_num_experts(trace, request.num_experts)
     given, tokens = _given_schedule(recording, request), request.micro_batch_tokens
     if given is None and tokens is None:
@@ -278,6 +279,7 @@ def workload_in_words(workload: Workload) -> list[str]:
     demand, machine = workload.demand, workload.machine
     M, L, R, E = demand.tokens_MLRE.shape
     nodes = f"{plural(machine.num_nodes, 'node')} of {machine.ranks_per_node}, {machine.name}"
+    nodes += f", {machine.dispatch} dispatch" * (machine.dispatch != "flat")
     assumed = assumed_experts(workload.recording.trace, workload.request.num_experts)
     sizes = ", ".join((plural(M, "micro-batch"), plural(L, "layer"), plural(E, "expert")))
     idle = float((demand.tokens_MLRE.sum(axis=(1, 3)) == 0).mean())

@@ -66,6 +66,7 @@ class ComparisonRow:
     copy_bytes                 these, and the gradients that replicas return
     cross_node_token_slots     token-slots computed on another node than the one they come from
     cross_node_share           these as a share of all
+    network_bytes              activation bytes between nodes: dispatch and combine, forward and backward
     plan_seconds               wall clock on this machine, kernels compiled before (label `measured`)
     predicted_seconds          seconds of the step, with all moves before it or with their part (label `model`); for
                                balancers that see live loads, with their decisions and pushes after the router, as
@@ -97,6 +98,7 @@ class ComparisonRow:
     copy_bytes: int | None = None
     cross_node_token_slots: int | None = None
     cross_node_share: float | None = None
+    network_bytes: float | None = None
     plan_seconds: float | None = None
     predicted_seconds: float | None = None
     exposed_seconds: float | None = None
@@ -268,6 +270,7 @@ def measure(
         copy_bytes=prediction.copy_bytes,
         cross_node_token_slots=prediction.cross_node_token_slots,
         cross_node_share=prediction.cross_node_token_slots / max(1, int(load_MLR.sum())),
+        network_bytes=prediction.network_bytes,
         plan_seconds=plan.plan_seconds,
         predicted_seconds=prediction.total,
         exposed_seconds=prediction.copies,

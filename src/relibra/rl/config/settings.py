@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from relibra.cluster import Cluster, Dispatch
 from relibra.planning.budget import RUN_DEFAULTS
 from relibra.rl.config.presets import PRESETS
 from relibra.rl.config.rollout_settings import MAX_LENGTH
@@ -251,6 +252,9 @@ class PlanSettings(Section):
     cluster: str = "auto"
     """Machine that plans are priced for: a preset (`relibra plan --help`), a file of `relibra calibrate` (.toml),
     "measure" (a short calibration, kept per machine), or "auto": the preset of this GPU, and "laptop" on a CPU."""
+    dispatch: Dispatch | None = None
+    """How tokens reach other nodes: "flat", each rank that computes for them; "hierarchical", once, forwarded there.
+    None: as `cluster` has it, flat for presets. Flat in any case with canonical sums."""
     objective: Literal["seconds", "tokens"] = "seconds"
     """Minimise the modelled seconds of the step on this machine, or the token-slots of the busiest rank."""
     slots: int = Field(RUN_DEFAULTS.slots, ge=0, le=64)
@@ -274,6 +278,10 @@ class PlanSettings(Section):
     def live(self) -> bool:
         """Whether layers decide on replicas while they run, so that no step is planned."""
         return self.balancer == "live"
+
+    def dispatch_on(self, cluster: Cluster) -> Dispatch:
+        """Return how tokens reach other nodes of this cluster: flat with canonical sums, which add per home rank."""
+        return "flat" if self.sums == "canonical" else self.dispatch or cluster.dispatch
 
 
 class ParallelSettings(Section):
