@@ -16,7 +16,7 @@ class OnePass:
     begun      copies (kind, layer) under way: when they began, and their costs
     gathered   when each rank had the dense weights of a layer
     copies     when the copies (kind, layer) were done; missing: not done yet
-    rows       from when to when rows were on their way between ranks
+    rows       from when to when rows were on their way between ranks, or between nodes where these have their stage
     """
 
     def __init__(self, costs, m, *, backward, overlap, recompute=False):
@@ -59,7 +59,7 @@ class OnePass:
             self.arrived.setdefault(key, []).append((r, time))
             if len(self.arrived[key]) == self.R:
                 last = max(t for _, t in self.arrived[key])
-                if "together" not in key[0]:
+                if "together" not in key[0] and "inside nodes" not in key[0]:
                     self.rows.append((last, last + seconds))
                 for other, t in self.arrived[key]:
                     self.waited[other] += last - t
@@ -147,6 +147,15 @@ class OnePass:
     def host(self, r, layer, seconds, name="") -> Iterator:
         yield from self.meet(r, (f"host together {name}", layer), seconds, "host")
 
+    def dispatch(self, r, layer, name="") -> Iterator:
+        for stage in self.costs.exchange.stages:
+            key = (f"dispatch {stage.links} {name}", layer)
+            yield from self.meet(r, key, stage.seconds_ML[self.m, layer], "dispatch")
+
+    def combine(self, r, layer, name="") -> Iterator:
+        for stage in self.costs.exchange.stages[::-1]:
+            yield from self.meet(r, (f"combine {stage.links} {name}", layer), stage.back_ML[self.m, layer], "combine")
+
     def experts_forward(self, r, layer, push, name, *, decides=False) -> Iterator:
         costs, exchange, m = self.costs, self.costs.exchange, self.m
         yield from self.host(r, layer, costs.host_seconds + (costs.decision_seconds if decides else 0.0), name)
@@ -154,13 +163,13 @@ class OnePass:
             self.begin_copy("push", layer, push, self.now)
         if not self.overlap:
             yield from self.wait_together(r, f"push {name}", layer, push)
-        yield from self.meet(r, (f"dispatch {name}", layer), exchange.dispatch_ML[m, layer], "dispatch")
+        yield from self.dispatch(r, layer, name)
         yield from self.meet(r, (f"gates {name}", layer), exchange.gates_ML[m, layer], "dispatch")
         yield from self.work(r, "experts", layer, costs.home_MLR[m, layer, r])
         if self.overlap:
             yield from self.wait(r, "push", layer, push)
         yield from self.work(r, "experts", layer, costs.replica_MLR[m, layer, r])
-        yield from self.meet(r, (f"combine {name}", layer), exchange.combine_ML[m, layer], "combine")
+        yield from self.combine(r, layer, name)
 
     def forward_program(self, r) -> Iterator:
         costs, m = self.costs, self.m
@@ -189,7 +198,7 @@ class OnePass:
             yield from self.host(r, layer, 2 * costs.host_seconds)
             if not self.recompute and not self.overlap:
                 yield from self.wait_together(r, "push", layer, costs.again)
-            yield from self.meet(r, ("dispatch", layer), exchange.dispatch_ML[m, layer], "dispatch")
+            yield from self.dispatch(r, layer)
             if not self.recompute and self.overlap:
                 yield from self.wait(r, "push", layer, costs.again)
             yield from self.work(r, "experts", layer, 2 * costs.replica_MLR[m, layer, r])
@@ -202,7 +211,7 @@ class OnePass:
             else:
                 yield from self.wait_together(r, "return", layer, costs.gradients)
             yield from self.meet(r, ("gates", layer), exchange.gates_back_ML[m, layer], "combine")
-            yield from self.meet(r, ("combine", layer), exchange.combine_ML[m, layer], "combine")
+            yield from self.combine(r, layer)
             yield from self.work(r, "attention", layer, 2 * costs.before_MR(layer)[m, r])
 
 

@@ -107,6 +107,48 @@ def test_exchanges_are_those_of_the_split(step):
                 assert found_ML[at] == pytest.approx(slowest)
 
 
+@given(planned_steps())
+@settings(deadline=None)
+def test_hierarchical_exchanges_are_a_stage_between_nodes_and_one_inside(step):
+    """Slow and obvious: every choice by itself, from its rank to the gateway, then to the rank that computes."""
+    plan, demand = replace(step[0], dispatch="hierarchical"), step[1]
+    inside, send, receive = (Link(latency_seconds=a, bytes_per_second=b) for a, b in ((1, 10), (3, 2), (5, 1)))
+    machine, G = cluster_for(plan, intra=inside, inter_send=send, inter_receive=receive), plan.ranks_per_node
+    costs = exchange_costs(plan, demand, machine, EXPERT)
+    flat = exchange_costs(replace(plan, dispatch="flat"), demand, machine, EXPERT)
+    np.testing.assert_array_equal(costs.gates_ML, flat.gates_ML)
+    np.testing.assert_array_equal(costs.cross_node_ML, flat.cross_node_ML)
+    if plan.num_nodes == 1 or G == 1:
+        np.testing.assert_array_equal(costs.dispatch_ML, flat.dispatch_ML)
+        return
+    for at in np.ndindex(*demand.tokens_MLRE.shape[:2]):
+        arrays = (demand.tokens_MLRE[at], plan.home_LE[at[1]], plan.replica_MLRB[at], plan.quota_MLRB[at])
+        split, links, peers = split_tokens(*arrays, G), (Counter(), Counter()), (defaultdict(set), defaultdict(set))
+
+        def carry(stage, sender, receiver, rows, links=links, peers=peers):
+            for way, rank, other in (("out", sender, receiver), ("in", receiver, sender)):
+                links[stage][way, rank] += rows
+                peers[stage][way, rank].add(other)
+
+        for source, instance in np.argwhere(split.tokens_RI > 0).tolist():
+            rank, rows = int(split.rank_I[instance]), int(split.tokens_RI[source, instance])
+            gateway = source if rank // G == source // G else rank // G * G + source % G
+            if gateway != source:
+                carry(0, source, gateway, rows)
+            if rank != gateway:
+                carry(1, gateway, rank, rows)
+        for number, stage in enumerate(costs.stages):
+            for found_ML, sent, received in ((stage.seconds_ML, "out", "in"), (stage.back_ML, "in", "out")):
+                slowest = 0.0
+                for (way, rank), rows in links[number].items():
+                    link = machine.intra if number == 1 else {sent: send, received: receive}[way]
+                    messages = len(peers[number][way, rank])
+                    slowest = max(slowest, link.latency_seconds * messages + rows * 4 / link.bytes_per_second)
+                assert found_ML[at] == pytest.approx(slowest)
+            for way, found_MLR in (("out", stage.out_MLR), ("in", stage.in_MLR)):
+                assert found_MLR[at].tolist() == [links[number][way, r] for r in range(plan.num_ranks)]
+
+
 def test_a_home_that_feeds_several_nodes_sends_to_one_after_the_other_and_a_pool_relieves_it():
     plan, _ = planned_step(
         np.random.default_rng(0), nodes=4, per_node=1, experts_per_rank=1, micro_batches=1, layers=1, slots=1

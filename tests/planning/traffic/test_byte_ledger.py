@@ -1,5 +1,7 @@
 """The byte ledger against a walk token by token, row by row, port by port."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,11 +22,11 @@ from relibra.routing.trace import RoutingTrace
 ROW_BYTES = 10
 
 
-def _step(seed, nodes, per_node, *, top_k=3, tokens=40, slots=1, cross=False):
+def _step(seed, nodes, per_node, *, top_k=3, tokens=40, slots=1, cross=False, dispatch="flat"):
     experts = 2 * nodes * per_node
     shape = TraceShape(rows_per_sample=[25] * 6, num_layers=2, num_experts=max(4, experts), top_k=top_k)
     trace = domain_trace(shape, np.random.default_rng(seed), num_domains=2)
-    cluster = cluster_preset("h100x8", nodes * per_node, per_node)
+    cluster = replace(cluster_preset("h100x8", nodes * per_node, per_node), dispatch=dispatch)
     demand = cut_recorded(trace, tokens, cluster.num_ranks)
     budget = Budget(slots=slots, objective="tokens", cross_node_copies=cross)
     plan = plan_step(demand, cluster, budget)
@@ -145,3 +147,53 @@ def test_what_is_sent_once_has_no_duplicates_not_even_by_rounding(seed):
     assert once.data_factor_L.tolist() == [1.0, 1.0]
     each = byte_ledger(plan, demand, cluster, row_bytes)
     assert (each.duplicate_L > row_bytes).all(), "real ones stay"
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 999), st.sampled_from([(1, 2), (2, 2), (3, 1), (2, 3)]), st.integers(0, 2))
+def test_with_hierarchical_dispatch_rows_enter_a_node_once(seed, machine, slots):
+    """A walk over tokens: each crosses once to a node and is forwarded to its other ranks, stage after stage."""
+    trace, cluster, demand, plan = _step(seed, *machine, slots=slots, cross=True, dispatch="hierarchical")
+    assert plan.dispatch == "hierarchical"
+    scheduled, sample_T = plan.scheduled(demand), sample_of_rows(trace, demand)
+    G, (M, L) = cluster.ranks_per_node, scheduled.tokens_MLRE.shape[:2]
+    useful, forwarded, capacity = np.zeros((3, L))
+    for m, layer in np.ndindex(M, L):
+        at = (m, layer)
+        arrays = (scheduled.tokens_MLRE[at], plan.home_LE[layer], plan.replica_MLRB[at], plan.quota_MLRB[at])
+        split = split_tokens(*arrays, G)
+        left, ports = split.tokens_RI.copy(), {"inter": {}, "intra": {}}
+
+        def carry(kind, sender, receiver, ports=ports):
+            for key in (("out", sender), ("in", receiver)):
+                ports[kind][key] = ports[kind].get(key, 0) + ROW_BYTES
+
+        for row in np.flatnonzero(sample_T >= 0):
+            if plan.micro_batch_S[sample_T[row]] != m:
+                continue
+            source, ranks = int(plan.rank_S[sample_T[row]]), set()
+            for expert in trace.experts_TLK[row, layer].tolist():
+                i = next(i for i in np.flatnonzero(split.expert_I == expert) if left[source, i] > 0)
+                left[source, i] -= 1
+                ranks.add(int(split.rank_I[i]))
+            useful[layer] += ROW_BYTES * len(ranks - {source})
+            for node in {rank // G for rank in ranks}:
+                door = source if node == source // G else node * G + source % G
+                if door != source:
+                    carry("inter", source, door)
+                    forwarded[layer] += ROW_BYTES * (door not in ranks)
+                for rank in ranks - {door}:
+                    if rank // G == node:
+                        carry("intra", door, rank)
+        rates = {"intra": cluster.intra, "inter": cluster.inter_send}  # the network is as fast in both directions
+        seconds = sum(max(ports[kind].values(), default=0) / rates[kind].bytes_per_second for kind in ports)
+        capacity[layer] += seconds * port_bytes_per_second(cluster)
+    distinct = distinct_rows_of_step(plan, scheduled, trace.experts_TLK, sample_T)
+    ledger = byte_ledger(plan, scheduled, cluster, ROW_BYTES, distinct=distinct, send_once=True)
+    for ours, theirs in zip(
+        (ledger.useful_L, ledger.forwarded_L, ledger.capacity_L), (useful, forwarded, capacity), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12)
+    assert not ledger.duplicate_L.any()
+    for factor in (ledger.routing_factor_L, ledger.port_factor_L):
+        assert ((factor > 0) & (factor <= 1 + 1e-12)).all()

@@ -54,10 +54,11 @@ def test_no_event_comes_before_its_cause(seed, overlap, recompute):
         assert max(event.start for event in events) <= min(ends) + 1e-9  # nobody is done before the last has come
 
 
-@given(SEEDS, st.booleans(), st.booleans())
+@given(SEEDS, st.booleans(), st.booleans(), st.sampled_from(["flat", "hierarchical"]))
 @settings(max_examples=15, deadline=None)
-def test_timeline_and_step_add_up_to_the_same(seed, overlap, counted):
+def test_timeline_and_step_add_up_to_the_same(seed, overlap, counted, dispatch):
     plan, demand, cluster, model = random_step(seed)
+    plan = replace(plan, dispatch=dispatch)
     how = Execution(overlap=overlap, mini_batches=1 + seed % len(plan.replica_MLRB))
     rows = None
     if counted:
@@ -74,6 +75,16 @@ def test_timeline_and_step_add_up_to_the_same(seed, overlap, counted):
     for kind in ("push", "return"):
         moved = sum(event.bytes for event in timeline.events if event.stage == kind)
         assert moved == step.sent_bytes[kind].sum()
+
+
+def test_stages_of_hierarchical_dispatch_are_events_in_turn():
+    plan, demand, cluster, model = random_step(4, micro_batches=1, layers=1, nodes=2, per_node=2)
+    timeline = simulated_timeline(replace(plan, dispatch="hierarchical"), demand, cluster, model)
+    own = [(event.stage, event.label) for event in timeline.events if event.rank == 0]
+    labels = [(stage, label) for stage, label in own if stage in ("dispatch", "combine")]
+    there = [("dispatch", "between nodes"), ("dispatch", "inside nodes")]
+    back = [("combine", "inside nodes"), ("combine", "between nodes")]
+    assert labels == [*there, ("dispatch", "gate weights"), *back, *there, ("combine", "gate weights"), *back]
 
 
 def test_a_choice_of_ranks_micro_batches_and_layers_is_a_part_of_the_whole():

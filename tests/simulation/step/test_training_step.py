@@ -40,19 +40,22 @@ from tests.simulation.reference import gradients_after_the_end, pass_seconds
 from tests.simulation.steps import free_links, machine, random_step, tiny_model
 
 SEEDS = st.integers(0, 2**32 - 1)
+DISPATCHES = st.sampled_from(["flat", "hierarchical"])
 FEW = settings(max_examples=25, deadline=None)  # a step takes some 20 ms under the shape checker
 
 
-@given(SEEDS, st.booleans())
+@given(SEEDS, st.booleans(), DISPATCHES)
 @FEW
-def test_without_overlap_the_terms_are_those_of_the_objective(seed, live):
+def test_without_overlap_the_terms_are_those_of_the_objective(seed, live, dispatch):
     plan, demand, cluster, model = random_step(seed)
+    plan = replace(plan, dispatch=dispatch)
     step = simulate_step(plan, demand, cluster, model, Execution(overlap=False, live=live))
     prediction = predict(plan, demand, cluster, model.expert, attention_seconds=0.0, live=live)
     for term in ("compute", "exchange", "copies", "host", "relocation"):
         assert step.terms[term] == pytest.approx(getattr(prediction, term), rel=1e-9, abs=1e-9), term
     sent = sum(float(step.sent_bytes[kind].sum()) for kind in ("dispatch", "combine"))
     assert sent == pytest.approx(prediction.sent_bytes)
+    assert float(step.network_bytes_R.sum()) == pytest.approx(prediction.network_bytes)
     copied = sum(float(step.received_bytes[kind].sum()) for kind in ("push", "return"))
     assert copied == prediction.copy_bytes
     assert not step.host_bytes_R.any()
@@ -88,6 +91,7 @@ def test_the_fast_simulator_equals_the_slow_one_in_many_steps(recompute, slower)
 
 def assert_fast_equals_slow(seed, overlap, recompute, slower, live):
     plan, demand, cluster, model = random_step(seed)
+    plan = replace(plan, dispatch="hierarchical" if seed % 5 < 2 else "flat")
     cluster = replace(cluster, inter_send=Link(latency_seconds=1, bytes_per_second=4 / slower))
     layout = ParallelLayout(expert_parallel=plan.num_ranks)
     (costs,) = stage_costs(plan, demand, cluster, model, layout, overlap=overlap, from_pool=True, live=live)
@@ -429,3 +433,23 @@ def test_a_step_without_tokens_takes_the_optimizer_s_time():
     assert isinstance(nothing, Demand)
     assert machine(plan).num_ranks == plan.num_ranks
     assert tiny_model(plan).moe_layers == 1
+
+
+def test_a_layer_with_hierarchical_dispatch_is_a_stage_between_nodes_and_one_inside():
+    plan, demand, cluster, model = random_step(0, nodes=2, per_node=2, micro_batches=2, layers=2, slots=0)
+    steps = {}
+    for dispatch in ("flat", "hierarchical"):
+        one = replace(plan, dispatch=dispatch)
+        steps[dispatch] = simulate_step(one, demand, cluster, model)
+        layout = ParallelLayout(expert_parallel=4)
+        (costs,) = stage_costs(one, demand, cluster, model, layout, overlap=True)
+        seconds = [float((stage.seconds_ML + stage.back_ML).sum()) for stage in costs.exchange.stages]
+        assert len(seconds) == {"flat": 1, "hierarchical": 2}[dispatch]
+        assert steps[dispatch].terms["exchange"] == pytest.approx(2 * sum(seconds))
+    flat, hierarchical = steps["flat"], steps["hierarchical"]
+    assert hierarchical.terms["gates"] == flat.terms["gates"]
+    assert flat.network_bytes_R.sum() == pytest.approx(hierarchical.network_bytes_R.sum()), (
+        "every choice, without pairs"
+    )
+    sent = [sum(step.sent_bytes[kind].sum() for kind in ("dispatch", "combine")) for step in (flat, hierarchical)]
+    assert sent[0] < sent[1], "forwarded rows are sent again"
