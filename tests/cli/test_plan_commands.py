@@ -77,6 +77,22 @@ def test_plan_writes_a_plan_that_fits_its_demand(run, trace, routes, tmp_path):
         assert f"  {lever} " in out
 
 
+def test_plan_says_that_tokens_cross_to_a_node_once(run, trace, tmp_path):
+    words = ("plan", trace, *CUT, "--no-pack", "-o", tmp_path / "p.safetensors", "--dispatch")
+    flat, hierarchical = (run(*words, dispatch)[1] for dispatch in ("flat", "hierarchical"))
+    assert "dispatch" not in flat
+    assert "(2 nodes of 2, h100x8, hierarchical dispatch)" in hierarchical
+    assert "hierarchical dispatch: a token crosses to a node once" in hierarchical
+    assert read_plan(tmp_path / "p.safetensors").dispatch == "hierarchical"
+    code, _, _ = run("report", tmp_path / "p.safetensors", "--trace", trace, "-o", tmp_path / "p.html")
+    assert code == 0
+    assert "forwarded" in (tmp_path / "p.html").read_text()
+    rows = json.loads(
+        run("compare", trace, *CUT, "--dispatch", "hierarchical", "--balancer", "static,relibra", "--json")[1]
+    )
+    assert all(row["valid"] and row["network_bytes"] > 0 for row in rows)
+
+
 def test_plan_names_what_it_overwrites(run, trace, tmp_path):
     words = (*CUT, "--balancer", "static", "-o", tmp_path / "p.safetensors")
     outputs = [run("plan", trace, *words)[1] for _ in range(2)]

@@ -77,6 +77,28 @@ def test_what_limits_the_step_comes_first_and_the_figures_are_those_of_the_libra
     assert facts["overlap_ratio"]["between nodes"] == ratio
 
 
+def test_dispatch_is_an_option_or_in_the_cluster_file(run, trace, tmp_path):
+    words = ("simulate", trace, *CUT, "--slots", "1", "--balancer", "static", "--json")
+    write_cluster(tmp_path / "own.toml", replace(cluster_preset("h100x8"), dispatch="hierarchical"))
+    given, read, flat = (
+        json.loads(run(*words, *more)[1])
+        for more in (
+            ("--dispatch", "hierarchical"),
+            ("--cluster", tmp_path / "own.toml"),
+            ("--cluster", tmp_path / "own.toml", "--dispatch", "flat"),
+        )
+    )
+    assert [facts["dispatch"] for facts in (given, read, flat)] == ["hierarchical", "hierarchical", "flat"]
+    assert given["terms"] == read["terms"]
+    assert json.loads(run(*words)[1])["terms"] == flat["terms"]
+    assert 0 < given["bytes_between_nodes"]["all"] < flat["bytes_between_nodes"]["all"]
+    out = " ".join(run(*words[:-1], "--dispatch", "hierarchical")[1].split())
+    assert "(2 nodes of 2, h100x8, hierarchical dispatch)" in out
+    assert "bytes between nodes" in out
+    rows = json.loads(run("sweep", trace, *CUT, "--dispatch", "hierarchical", "--balancer", "static", "--json")[1])
+    assert rows["rows"][0]["seconds"] == given["seconds"]
+
+
 def test_a_run_is_simulated_by_its_last_recorded_step(run, run_folder, tmp_path):
     for source in (run_folder, tmp_path / "runs" / "mine"):
         code, out, _ = run("simulate", source, *CUT, "--balancer", "static")

@@ -13,12 +13,18 @@ from hypothesis import strategies as st
 
 from relibra.errors import PlanError, TraceError
 from relibra.planning.budget import Budget
+from relibra.planning.costs.exchange import rows_per_crossing
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES
+from relibra.planning.costs.prediction import predict
+from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
 from relibra.planning.registry import BALANCERS
 from relibra.planning.validation import validate_plan
 from relibra.rl.batch.schedule import make_schedule
 from relibra.routing.demand import Demand, ScheduledDemand
+from relibra.routing.micro_batches import cut_recorded
+from relibra.routing.statistics import co_activation
+from relibra.routing.synthetic import TraceShape, domain_trace
 from tests.planning.cases import cluster, demands, make_demand
 from tests.planning.schedule.schedules import assert_within_limits, bins_of, most_squares, scheduled_demands
 
@@ -33,19 +39,25 @@ SMALL = EXPERT_SHAPES["qwen3-30b-a3b"]
     st.booleans(),
     st.booleans(),
     st.sampled_from(["seconds", "tokens"]),
+    st.sampled_from(["flat", "hierarchical"]),
 )
-def test_any_demand_gets_a_valid_plan_that_is_never_worse_than_static(case, slots, move, pack, cross, objective):
-    demand, machine = case
+def test_any_demand_gets_a_valid_plan_that_is_never_worse_than_static(
+    case, slots, move, pack, cross, objective, dispatch
+):
+    demand, machine = case[0], replace(case[1], dispatch=dispatch)
     budget = Budget(
         slots=slots, move_homes=move, pack_samples=pack, cross_node_copies=cross, objective=objective, threads=1
     )
     plan = plan_step(demand, machine, budget, expert=SMALL)
     validate_plan(plan, machine.topology, demand)
+    assert plan.dispatch == dispatch
     static = plan_step(demand, machine, budget, "static", expert=SMALL)
     if objective == "tokens":
         assert plan.skew(plan.scheduled(demand)) <= static.skew(demand) + 1e-12
     else:
         assert plan.predicted["total"] <= static.predicted["total"]
+        compared = StepPlan.static(demand, machine.topology, dispatch=dispatch)
+        assert predict(compared, demand, machine, SMALL).total == pytest.approx(static.predicted["total"])
     assert plan.bound(plan.scheduled(demand)) <= plan.skew(plan.scheduled(demand)) + 1e-12
     if not move:
         assert plan.num_moved == 0
@@ -393,3 +405,25 @@ def test_groups_that_share_experts_get_the_same_homes():
     )
     with pytest.raises(TraceError, match="same layers, ranks"):
         ScheduledDemand.of_groups([groups[0], make_demand(8, 3, 32, 2, 8, 0)])
+
+
+def test_a_plan_for_hierarchical_dispatch_is_cheaper_there_than_one_for_flat_dispatch():
+    """Four choices per token on 4 nodes of 4: many share a node, and home search and replicas know the prices."""
+    shape = TraceShape(rows_per_sample=[200] * 64, num_layers=2, num_experts=64, top_k=8)
+    trace = domain_trace(shape, np.random.default_rng(0), num_domains=4)
+    demand, flat = cut_recorded(trace, 400, 16), cluster(4, 4)
+    demand = replace(demand, pairs_LEE=co_activation(trace))
+    hierarchical = replace(flat, dispatch="hierarchical")
+    budget = Budget(slots=2, objective="seconds", cross_node_copies=True)
+    own, other = (plan_step(demand, machine, budget, expert=SMALL) for machine in (hierarchical, flat))
+    assert (own.dispatch, other.dispatch) == ("hierarchical", "flat")
+    other = replace(other, dispatch="hierarchical")
+    prices = [predict(plan, plan.scheduled(demand), hierarchical, SMALL).total for plan in (own, other)]
+    assert prices[0] == pytest.approx(own.predicted["total"])
+    assert prices[0] <= prices[1]
+    static = StepPlan.static(demand, flat.topology, dispatch="hierarchical")
+    assert rows_per_crossing(flat, demand, static.home_LE) == 1.0
+    assert rows_per_crossing(hierarchical, replace(demand, pairs_LEE=None), static.home_LE) == 1.0
+    share = rows_per_crossing(hierarchical, demand, static.home_LE)
+    once = predict(static, demand, hierarchical, SMALL)
+    assert once.network_bytes / (4 * once.cross_node_token_slots * SMALL.row_bytes) == pytest.approx(share, rel=0.02)

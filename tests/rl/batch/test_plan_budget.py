@@ -1,5 +1,7 @@
 """What the settings of a run let a plan use."""
 
+from dataclasses import replace
+
 import pytest
 
 from relibra.cluster import cluster_preset
@@ -27,3 +29,12 @@ def test_slots_stay_with_their_layer_within_a_tenth_of_the_memory(model, residen
 def test_a_given_limit_of_memory_holds_on_every_machine():
     for preset in ("h100x8", "laptop"):
         assert plan_budget(PlanSettings(memory_gib=1.5), cluster_preset(preset, 4)).memory_gib == 1.5
+
+
+def test_a_run_chooses_its_dispatch_or_takes_that_of_the_machine():
+    flat = cluster_preset("h100x8", 16)
+    hierarchical = replace(flat, dispatch="hierarchical")
+    assert [PlanSettings().dispatch_on(machine) for machine in (flat, hierarchical)] == ["flat", "hierarchical"]
+    assert PlanSettings(dispatch="hierarchical").dispatch_on(flat) == "hierarchical"
+    assert PlanSettings(dispatch="flat").dispatch_on(hierarchical) == "flat"
+    assert PlanSettings(dispatch="hierarchical", sums="canonical").dispatch_on(flat) == "flat"

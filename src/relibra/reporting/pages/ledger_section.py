@@ -90,6 +90,8 @@ def _method(ledgers: Sequence[NamedLedger], step: ComparedStep) -> str:
         if cluster.num_nodes > 1
         else "On a single node nothing is forwarded."
     )
+    if cluster.num_nodes > 1 and any(one.plan.dispatch == "hierarchical" for one in step.plans):
+        forwarded += " With hierarchical dispatch a token enters a node once, whatever ranks compute for it there."
     return (
         "Forward dispatch, over all micro-batches; combine and backward send over the same links. Useful: the first "
         "row of a token that a rank receives. Duplicate: further rows of it. Forwarded: rows that pass through a rank. "
