@@ -33,7 +33,8 @@ WHOLE = st.integers(0, 1 << 53)
 def timelines(draw) -> Timeline:
     num_ranks = draw(st.integers(1, 5))
     event = st.builds(
-        Event,
+        lambda between, **fields: Event(**fields, bytes_between_nodes=min(between, fields["bytes"])),
+        between=WHOLE,
         stage=st.text(min_size=1, max_size=100) | st.sampled_from(["push", "wait push", "experts"]),
         layer=st.integers(-1, 1 << 53),
         micro_batch=st.integers(-1, 1 << 53),
@@ -105,7 +106,7 @@ def test_a_recorder_takes_blocks_and_finished_events():
     assert (dispatch.layer, dispatch.micro_batch) == (-1, -1)
     assert experts.start + experts.seconds <= dispatch.start
     assert 0 <= push.start <= experts.start
-    assert push[5:] == (0.01, 7, "expert 5")
+    assert push[5:] == (0.01, 7, "expert 5", 0)
     assert taken.label == "measured"
     assert abs(taken.origin + push.start - time.time()) < 60
 
@@ -195,7 +196,7 @@ def test_a_trace_names_ranks_stages_and_places(tmp_path):
     assert sorted(tracks) == ["push", "push 2", "step"]
     push = next(one for one in trace["traceEvents"] if one["name"] == "push L3 m1")
     assert (push["ts"], push["dur"], push["pid"]) == (0.5e6, 0.25e6, 1)
-    assert push["args"] == {"layer": 3, "micro_batch": 1, "bytes": 8, "label": "expert 2"}
+    assert push["args"] == {"layer": 3, "micro_batch": 1, "bytes": 8, "bytes_between_nodes": 0, "label": "expert 2"}
 
 
 @pytest.mark.parametrize(
@@ -230,10 +231,12 @@ def test_timelines_that_cannot_be_are_refused():
 
 
 LINES = [
-    '{"format": "relibra timeline", "version": 2, "label": "measured", "origin": 5.0, "ranks": 2, "events": 2, '
-    '"sha256": "08d97a79d8d5631ce9322d94e342ae0935cefe7347dfba72b4b98a76f3b52045"}',
-    '{"stage": "push", "layer": 0, "micro_batch": 0, "rank": 1, "start": 0, "seconds": 1.5, "bytes": 3, "label": ""}',
-    '{"stage": "step", "layer": -1, "micro_batch": -1, "rank": 0, "start": 0, "seconds": 2, "bytes": 0, "label": ""}',
+    '{"format": "relibra timeline", "version": 3, "label": "measured", "origin": 5.0, "ranks": 2, "events": 2, '
+    '"sha256": "a2c1cc0cac79ee090ef399f0203f45d83c87002a4958248534ff2b568e683379"}',
+    '{"stage": "push", "layer": 0, "micro_batch": 0, "rank": 1, "start": 0, "seconds": 1.5, "bytes": 3, "label": "", '
+    '"bytes_between_nodes": 2}',
+    '{"stage": "step", "layer": -1, "micro_batch": -1, "rank": 0, "start": 0, "seconds": 2, "bytes": 0, "label": "", '
+    '"bytes_between_nodes": 0}',
 ]
 
 
@@ -244,7 +247,7 @@ def write_lines(path: Path, lines: list[str], end: str = "\n") -> Path:
 
 def test_the_format_is_what_it_was(tmp_path):
     found = read_timeline(write_lines(tmp_path / "t.jsonl", LINES))
-    assert found.events[0] == Event("push", 0, 0, 1, 0.0, 1.5, 3, "")
+    assert found.events[0] == Event("push", 0, 0, 1, 0.0, 1.5, 3, "", 2)
     assert type(found.events[0].start) is float
     assert (found.origin, found.num_ranks, found.label) == (5.0, 2, "measured")
 
@@ -267,8 +270,8 @@ def test_any_changed_bit_is_noticed(tmp_path):
     ("line", "old", "new", "message"),
     [
         (1, "relibra timeline", "plan", ":1: this is no header of a timeline"),
-        (1, '"version": 2', '"version": 1', ":1: the timeline has version 1, this relibra reads 2"),
-        (1, '"version": 2', '"version": true', ":1: this is no header"),
+        (1, '"version": 3', '"version": 2', ":1: the timeline has version 2, this relibra reads 3"),
+        (1, '"version": 3', '"version": true', ":1: this is no header"),
         (1, '"ranks": 2', '"ranks": 1000000', ":1: the header is invalid: ranks is 1000000"),
         (1, '"events": 2', '"events": 1e3', ":1: the header is invalid: events is 1000.0"),
         (1, '"events": 2', '"events": 999999999999', ":1: the header is invalid: events is 999999999999"),
@@ -284,7 +287,13 @@ def test_any_changed_bit_is_noticed(tmp_path):
         (2, '"bytes": 3', '"bytes": 3, "more": 1', ":2: the event is invalid: it has"),
         (2, '"bytes": 3', '"rank": 1', ":2: the line is no JSON .*a key occurs twice"),
         (2, '"stage": "push"', '"stage": ["push"]', ":2: the event is invalid: stage is"),
-        (2, '"label": ""}', '"label": ""', ":2: the line is no JSON"),
+        (
+            2,
+            '"bytes_between_nodes": 2',
+            '"bytes_between_nodes": 4',
+            ":2: the event is invalid: bytes_between_nodes is 4",
+        ),
+        (2, '"bytes_between_nodes": 2}', '"bytes_between_nodes": 2', ":2: the line is no JSON"),
         (2, LINES[1], "", ":2: the line is no JSON"),
         (2, LINES[1], "[1, 2]", ":2: the line holds no JSON object"),
         (2, LINES[1], "[" * (MAX_LINE_BYTES - 1), ":2: the line is no JSON"),

@@ -26,13 +26,14 @@ from numpy import ndarray
 from relibra.errors import TraceError
 from relibra.files import atomic_path, write_text
 
-FORMAT, VERSION = "relibra timeline", 2
+FORMAT, VERSION = "relibra timeline", 3
 LABELS = ("measured", "model", "simulated", "cited")
 """Origin of the figures, as in result rows."""
 MAX_EVENTS, MAX_RANKS, MAX_LINE_BYTES = 1 << 24, 1 << 15, 1 << 13
 MAX_STAGE, MAX_LABEL = 100, 200
 _TRACE_EVENTS = re.compile(rb'\s*\{.*?"traceEvents"\s*:', re.DOTALL)
 """Beginning of a Chrome trace, which Perfetto shows; the colon tells the key "traceEvents" from a value."""
+_ARGS = ("layer", "micro_batch", "bytes", "bytes_between_nodes", "label")  # of a slice of a Chrome trace
 _LARGEST = 1 << 53  # largest whole number that every JSON reader keeps
 
 
@@ -43,6 +44,7 @@ class Event(NamedTuple):
     start, seconds       start since the origin of the timeline
     bytes                moved by the rank, 0 if nothing moves
     label                free text
+    bytes_between_nodes  of `bytes`, those for other nodes
     """
 
     stage: str
@@ -53,6 +55,7 @@ class Event(NamedTuple):
     seconds: float
     bytes: int
     label: str
+    bytes_between_nodes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,15 +145,22 @@ class TimelineRecorder:
 
     @contextmanager
     def record(
-        self, stage: str, *, layer: int = -1, micro_batch: int = -1, bytes: int = 0, label: str = ""
+        self,
+        stage: str,
+        *,
+        layer: int = -1,
+        micro_batch: int = -1,
+        bytes: int = 0,
+        label: str = "",
+        bytes_between_nodes: int = 0,
     ) -> Iterator[None]:
         """Add an event that lasts as long as the block, also if that raises."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            seconds = time.perf_counter() - start
-            self._events.append(Event(stage, layer, micro_batch, self._rank, start - self._zero, seconds, bytes, label))
+            seconds, place = time.perf_counter() - start, (stage, layer, micro_batch, self._rank)
+            self._events.append(Event(*place, start - self._zero, seconds, bytes, label, bytes_between_nodes))
 
     def add(
         self,
@@ -346,6 +356,7 @@ def _problem(event: Event, num_ranks: int) -> str:
         ("micro_batch", event.micro_batch, -1, _LARGEST),
         ("rank", event.rank, 0, num_ranks - 1),
         ("bytes", event.bytes, 0, _LARGEST),
+        ("bytes_between_nodes", event.bytes_between_nodes, 0, event.bytes),
     ):
         if not _is_whole(value, low, high):
             return f"{name} is {value!r}, allowed are whole numbers from {low} to {high}"
@@ -366,8 +377,7 @@ def _is_number(value: object) -> bool:
 
 def _slice(event: Event, track: int) -> dict[str, Any]:
     """Return a "complete" event of the Chrome trace format; times in microseconds."""
-    where = [f"L{event.layer}"] if event.layer >= 0 else []
-    where += [f"m{event.micro_batch}"] if event.micro_batch >= 0 else []
+    where = [f"L{event.layer}"] * (event.layer >= 0) + [f"m{event.micro_batch}"] * (event.micro_batch >= 0)
     return {
         "ph": "X",
         "name": " ".join([event.stage, *where]),
@@ -376,7 +386,7 @@ def _slice(event: Event, track: int) -> dict[str, Any]:
         "tid": track,
         "ts": event.start * 1e6,
         "dur": event.seconds * 1e6,
-        "args": {"layer": event.layer, "micro_batch": event.micro_batch, "bytes": event.bytes, "label": event.label},
+        "args": {name: getattr(event, name) for name in _ARGS},
     }
 
 

@@ -75,6 +75,13 @@ def by_hand(demand, num_ranks, replicas) -> StepPlan:
     return replace(plan, balancer="by hand", replica_MLRB=replica_MLRB, quota_MLRB=quota_MLRB, bound_ML=bound_ML)
 
 
+def on_nodes(case: Case, num_nodes, dispatch="hierarchical") -> Case:
+    """Return the case with its ranks on nodes; replicas stay where they are."""
+    per_node = case.plan.num_ranks // num_nodes
+    plan = replace(case.plan, num_nodes=num_nodes, ranks_per_node=per_node, scope="cluster", dispatch=dispatch)
+    return replace(case, plan=plan)
+
+
 def random_step(seed, num_ranks, num_layers=3) -> Case:
     """Draw sizes, schedule, replicas and quotas; empty batches, idle replicas and homes without tokens come up."""
     rng = np.random.default_rng(seed)

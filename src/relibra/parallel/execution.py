@@ -141,7 +141,13 @@ class PlanExecution:
         place = Place(executed.state.rank, int(executed.plan.layer_ids[position]), number)
         waiting = self._waiting_gradients(place, position)
         return run_at_home(
-            layer, tokens, place, executed.recorder, canonical=executed.chunk is not None, waiting=waiting
+            layer,
+            tokens,
+            place,
+            executed.recorder,
+            canonical=executed.chunk is not None,
+            ranks_per_node=executed.plan.ranks_per_node,
+            waiting=waiting,
         )
 
     @torch.compiler.disable

@@ -53,6 +53,7 @@ class LayerRun:
             group=self.layer.ep_mesh.get_group(),
             place=self.tables.place,
             all_stay=self.tables.all_stay and self.lists.live is None,
+            ranks_per_node=self.tables.ranks_per_node,
             recorder=self.recorder,
         )
 
@@ -69,9 +70,16 @@ def run_layer(layer: BalancedEP, planned: PlannedMicroBatch, position: int, toke
     else:
         output_TH = _run_planned(layer, planned, position, tokens)
     if planned.live_apart:
-        place, recorder = planned.tables_L[position].place, planned.pushes.recorder
+        tables, recorder = planned.tables_L[position], planned.pushes.recorder
         live_V = torch.zeros(0, dtype=torch.int64, device=output_TH.device) if kinds is None else kinds.live_V
-        live_VH = run_at_home(layer, tokens.rows(live_V), place, recorder, canonical=planned.canonical)
+        live_VH = run_at_home(
+            layer,
+            tokens.rows(live_V),
+            tables.place,
+            recorder,
+            canonical=planned.canonical,
+            ranks_per_node=tables.ranks_per_node,
+        )
         output_TH = output_TH.index_copy(0, live_V, live_VH.to(output_TH.dtype))
     return output_TH
 
@@ -164,6 +172,7 @@ def run_at_home(
     recorder: TimelineRecorder,
     *,
     canonical: bool,
+    ranks_per_node: int,
     waiting: WaitingGradients | None = None,
 ) -> Tensor:
     """Run every token-slot at the home of its expert, as `all_to_all` does; collective.
@@ -176,7 +185,7 @@ def run_at_home(
     ):
         if not canonical:
             return layer.run_at_home(tokens) if waiting is None else _run_with_waiting(layer, tokens, waiting)
-        tables = _count_home_tables(layer, tokens.experts_TK, place)
+        tables = _count_home_tables(layer, tokens.experts_TK, place, ranks_per_node)
         lists = row_lists(tables, tokens.experts_TK.cpu().numpy(), tokens.hidden_TH.device)
         run = LayerRun(layer=layer, tables=tables, lists=lists, replicas=None, recorder=recorder)
         return _run_canonical(run, tokens.hidden_TH, tokens.weights_TK)
@@ -192,9 +201,9 @@ def _run_with_waiting(layer: BalancedEP, tokens: LayerInput, waiting: WaitingGra
     return result_TH
 
 
-def _count_home_tables(layer: BalancedEP, experts_TK: Tensor, place: Place) -> RankTables:
+def _count_home_tables(layer: BalancedEP, experts_TK: Tensor, place: Place, ranks_per_node: int) -> RankTables:
     """Exchange the counts of token-slots per expert; return the tables of this rank without replicas."""
     map_E = layer.physical_to_logical_E
     own_E = torch.bincount(experts_TK.flatten(), minlength=len(map_E))
     counts_RE = all_gather(own_E, layer.ep_mesh.get_group(), "the exchange of counts", place)
-    return home_tables(torch.stack(counts_RE).cpu().numpy(), map_E, place)
+    return home_tables(torch.stack(counts_RE).cpu().numpy(), map_E, place, ranks_per_node)

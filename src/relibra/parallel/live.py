@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from jaxtyping import Int64
 from numpy import ndarray
 from torch import Tensor, nn
 
+from relibra.cluster import Dispatch
 from relibra.errors import EngineError
 from relibra.parallel.agreement import Agreement, Point, digest_words
 from relibra.parallel.balanced import BalancedEP, LayerInput, agreement_of, balanced_layers, group_state_of
@@ -60,6 +61,7 @@ class _Live:
     layer_ids        decoder layer of each
     slots            replicas per rank
     ranks_per_node   copies stay inside a node
+    dispatch         how tokens reach other nodes
     chunk            token-slots of a chunk of canonical sums; None: fast sums
     """
 
@@ -68,6 +70,7 @@ class _Live:
     slots: int
     ranks_per_node: int
     tolerance: float
+    dispatch: Dispatch
     chunk: int | None
     agreement: Agreement
     state: GroupState
@@ -151,6 +154,7 @@ def balance_live(
     ranks_per_node: int | None = None,
     tolerance: float = TOLERANCE,
     sums: Sums = "fast",
+    dispatch: Dispatch = "flat",
 ) -> Iterator[LiveBalancing]:
     """Balance the experts of a model that was loaded with `ep_implementation="relibra"`, without recorded routes.
 
@@ -162,6 +166,8 @@ def balance_live(
     ranks_per_node   copies stay inside a node; None: the whole group is one
     tolerance        load above the lowest reachable that is accepted for fewer copies, as a share of it
     sums             as for `execute_plan`
+    dispatch         how tokens reach ranks of other nodes: "flat", once each, or "hierarchical", once per node, where
+                     they are forwarded; the bits are the same
     raises           EngineError when the model cannot be balanced, is executing a plan, or ranks differ in a setting;
                      and on all ranks when they run different layers or passes
 
@@ -170,7 +176,7 @@ def balance_live(
                 loss_of(model, batch).backward()
         print(live.skew())
     """
-    live = _begin_live(model, slots, ranks_per_node, tolerance, sums)
+    live = _begin_live(model, slots, ranks_per_node, tolerance, sums, dispatch=dispatch)
     balancing = LiveBalancing(live)
     try:
         for position, layer in enumerate(live.layers):
@@ -184,7 +190,9 @@ def balance_live(
             live.state.slots.forget()
 
 
-def _begin_live(model: nn.Module, slots: int, ranks_per_node: int | None, tolerance: float, sums: Sums) -> _Live:
+def _begin_live(
+    model: nn.Module, slots: int, ranks_per_node: int | None, tolerance: float, sums: Sums, *, dispatch: Dispatch
+) -> _Live:
     """Check the settings, and agree on them; collective."""
     by_layer = balanced_layers(model)
     layers = list(by_layer.values())
@@ -199,9 +207,11 @@ def _begin_live(model: nn.Module, slots: int, ranks_per_node: int | None, tolera
             f"balance_live: ranks_per_node {per_node} does not divide the {num_ranks} ranks of the expert-parallel "
             "group: pass a divisor, or None"
         )
+    if dispatch not in get_args(Dispatch):
+        raise EngineError(f"balance_live: dispatch is {dispatch!r}: allowed are {', '.join(get_args(Dispatch))}")
     agreement = agreement_of(layers)
     homes = np.stack([layer.physical_to_logical_E for layer in layers]).astype("<i8").tobytes()
-    settings = repr((slots, per_node, float(tolerance), sums)).encode()
+    settings = repr((slots, per_node, float(tolerance), sums, dispatch)).encode()
     told_RX = agreement.reach(Point.LIVE, own=[*digest_words(homes), *digest_words(settings)])
     for what, part_RX in (("experts at other homes", told_RX[:, :2]), ("other settings", told_RX[:, 2:])):
         if (part_RX != part_RX[0]).any():
@@ -215,6 +225,7 @@ def _begin_live(model: nn.Module, slots: int, ranks_per_node: int | None, tolera
         slots=slots,
         ranks_per_node=per_node,
         tolerance=tolerance,
+        dispatch=dispatch,
         chunk=CHUNK if sums == "canonical" else None,
         agreement=agreement,
         state=group_state_of(model, layers),
@@ -260,6 +271,6 @@ def _list_rows(live: _Live, tables: RankTables, experts_TK: Int64[Tensor, "T K"]
         fallback_samples=(),
         coverage=1.0,
     )
-    rows = prepare_rows([tables], routes, live.agreement.group, send_once=True)
+    rows = prepare_rows([tables], routes, live.agreement.group, send_once=True, dispatch=live.dispatch)
     [lists] = rows.lists_on(live.state.device, None)
     return lists

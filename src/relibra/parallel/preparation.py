@@ -132,7 +132,9 @@ class Preparation:
             torch.cuda.device(self._device) if on_gpu else nullcontext(),
         ):
             tables_L = micro_batch_tables(step.plan, step.demand, self._rank, number, step.chunk)
-            return prepare_rows(tables_L, routes, self._group, send_once=step.chunk is None, pinned=on_gpu)
+            return prepare_rows(
+                tables_L, routes, self._group, send_once=step.chunk is None, dispatch=step.plan.dispatch, pinned=on_gpu
+            )
 
 
 def _failed(rows: Future[PreparedRows]) -> bool:

@@ -27,8 +27,11 @@ def test_what_one_rank_sends_another_expects_and_all_is_what_the_plan_says(step)
         assert [int(t.receive_RP.sum()) for t in tables_R] == load_MLR[m, layer].tolist()
         assert [t.tokens_E.tolist() for t in tables_R] == demand.tokens_MLRE[m, layer].tolist()
         assert all(t.pushes == tables_R[0].pushes for t in tables_R)
-        travels = any(t.send_RP.sum() > t.send_RP[rank].sum() for rank, t in enumerate(tables_R))
-        assert {t.all_stay for t in tables_R} == {not travels}
+        G, R = plan.ranks_per_node, plan.num_ranks
+        sent = [(s, d) for s, t in enumerate(tables_R) for d in range(R) if t.send_RP[d].any()]
+        assert {t.all_stay for t in tables_R} == {all(s == d for s, d in sent)}
+        assert {t.stay_in_node for t in tables_R} == {all(s // G == d // G for s, d in sent)}
+        assert {t.stay_on_rail for t in tables_R} == {all(s % G == d % G for s, d in sent)}
 
 
 @given(planned_steps())

@@ -100,6 +100,17 @@ def pieces(rows, sizes):
     return [rows[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
+def tokens_to_ranks(lists):
+    """Return the rows of the batch that go to each rank, where all ranks are one node."""
+    (hop,) = lists.once.hops
+    return pieces(hop.index_X.tolist(), hop.sizes.send_R)
+
+
+def received_by(lists):
+    (hop,) = lists.once.hops
+    return hop.sizes.receive_R
+
+
 @settings(deadline=None, max_examples=40)
 @given(seeds, ranks)
 def test_each_token_goes_to_each_rank_that_needs_it_once(seed, num_ranks):
@@ -110,10 +121,10 @@ def test_each_token_goes_to_each_rank_that_needs_it_once(seed, num_ranks):
             for layer, lists in enumerate(lists_L):
                 send_R = tables_RL[source][layer].send_RP.sum(axis=1).tolist()
                 choices_R = pieces(lists.choice_X.tolist(), send_R)
-                tokens_R = pieces(lists.once.token_Z.tolist(), lists.once.send_R)
+                tokens_R = tokens_to_ranks(lists)
                 for target in range(num_ranks):
                     assert tokens_R[target] == sorted({choice // top_k for choice in choices_R[target]})
-                    assert lists_RL[target][layer].once.receive_R[source] == len(tokens_R[target])
+                    assert received_by(lists_RL[target][layer])[source] == len(tokens_R[target])
 
 
 @settings(deadline=None, max_examples=40)
@@ -127,7 +138,7 @@ def test_what_arrives_once_is_expanded_to_what_each_choice_would_have_brought(se
             rows, choices = [], []
             for source in range(num_ranks):
                 lists, tables = lists_RL[source][layer], tables_RL[source][layer]
-                rows += [(source, t) for t in pieces(lists.once.token_Z.tolist(), lists.once.send_R)[target]]
+                rows += [(source, t) for t in tokens_to_ranks(lists)[target]]
                 sent = pieces(lists.choice_X.tolist(), tables.send_RP.sum(axis=1).tolist())[target]
                 choices += [(source, choice) for choice in sent]
             own = lists_RL[target][layer]
@@ -187,10 +198,9 @@ def test_two_experts_of_a_token_on_one_rank_share_a_row():
     tables_RL = [[home_tables(tokens_RE, np.arange(4), Place(rank, 0, 0))] for rank in range(2)]
     (lists,), (other,) = lists_of_all(tables_RL, [experts_TK[:, None], np.zeros((0, 1, 2), dtype=int)])
     assert lists.choice_X.tolist() == [0, 2, 1, 3, 4, 5]  # experts 0, 0, 1 on rank 0, experts 2, 2, 3 on rank 1
-    assert lists.once.token_Z.tolist() == [0, 1, 1, 2]
-    assert lists.once.send_R == [2, 2]
+    assert tokens_to_ranks(lists) == [[0, 1], [1, 2]]
     assert lists.once.arrived_Y.tolist() == [0, 1, 0]
-    assert other.once.receive_R == [2, 0]
+    assert received_by(other) == [2, 0]
     assert other.once.arrived_Y.tolist() == [0, 1, 1]
 
 
@@ -210,14 +220,14 @@ def test_joined_live_rows_arrive_behind_the_planned_rows_of_their_rank(seed, num
         assert all(one.joined == (sum(rows) > 0) and one.live_R == rows for one in prepared_R)
         lists_RL = [one.lists_on(CPU, one.kinds) for one in prepared_R]
         for layer in range(len(tables_RL[0])):
-            sent_RR = [pieces(one[layer].once.token_Z.tolist(), one[layer].once.send_R) for one in lists_RL]
+            sent_RR = [tokens_to_ranks(one[layer]) for one in lists_RL]
             for rank, own in enumerate(lists_RL):
                 arrived = [(source, t) for source, sent_R in enumerate(sent_RR) for t in sent_R[rank]]
-                assert own[layer].once.receive_R == [len(sent_R[rank]) for sent_R in sent_RR]
+                assert received_by(own[layer]) == [len(sent_R[rank]) for sent_R in sent_RR]
                 plain = [
                     (source, t)
                     for source, lists_L in enumerate(plain_RL)
-                    for t in pieces(lists_L[layer].once.token_Z.tolist(), lists_L[layer].once.send_R)[rank]
+                    for t in tokens_to_ranks(lists_L[layer])[rank]
                 ]
                 expected = [plain[i] for i in plain_RL[rank][layer].once.arrived_Y.tolist()]
                 expected = [(source, int(kinds_R[source][0][t])) for source, t in expected]

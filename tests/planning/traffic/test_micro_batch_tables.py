@@ -22,5 +22,5 @@ def test_compiled_tables_are_those_of_the_slow_reference(step, chunk):
                 np.testing.assert_array_equal(getattr(tables, name), getattr(expected, name), err_msg=name)
             sent_RP = expected.send_RP > 0
             np.testing.assert_array_equal(tables.first_RP[sent_RP], expected.first_RP[sent_RP])
-            for name in ("place", "num_homes", "pushes", "all_stay"):
+            for name in ("place", "num_homes", "pushes", "ranks_per_node", "stay_in_node", "stay_on_rail"):
                 assert getattr(tables, name) == getattr(expected, name), name

@@ -4,7 +4,7 @@ Sizes and orders are known before the layer runs, so no counts are exchanged and
 Two differentiable pairs; the backward pass of each exchange is the reverse exchange:
 
 tokens    a token goes to a rank once and is copied there for each of its experts; results are weighted and added there,
-          and one row comes back. Used by fast sums
+          and one row comes back, in one or two hops (`relays.py`). Used by fast sums
 choices   one row per token-slot in both directions; the sender weights and adds in the order of choices, so that no sum
           depends on which rank computed what. Used by canonical sums
 
@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from relibra.parallel.rows.exchange import AllToAll, exchange
-from relibra.parallel.rows.row_lists import RowLists, SendOnce
+from relibra.parallel.rows.row_lists import Hop, RowLists, SendOnce
 
 
 def dispatch_tokens(
@@ -34,13 +34,14 @@ def dispatch_tokens(
     choices   exchange of one row per token-slot
     raises    EngineError when a peer is gone or the group's time-out has passed
     """
-    once = _send_once(lists)
-    arrived_ZH = exchange(_Gather.apply(hidden_TH, once.token_Z), _token_exchange(once, choices))
+    once, rows_XH = _send_once(lists), hidden_TH
+    for hop in once.hops:
+        rows_XH = _exchange_hop(_Gather.apply(rows_XH, hop.index_X), hop, choices)
     weights_X1 = weights_TK.reshape(-1, 1)
     select = _Permute if len(lists.choice_X) == len(weights_X1) else _Gather  # some rows may not be planned
-    weight_Y1 = exchange(select.apply(weights_X1, lists.choice_X), choices)
+    weight_Y1 = exchange(select.apply(weights_X1, lists.choice_X), replace(choices, label="gate weights"))
     weight_Y1 = _Permute.apply(weight_Y1, lists.compute_order_Y)
-    return _Gather.apply(arrived_ZH, once.arrived_Y), weight_Y1
+    return _Gather.apply(rows_XH, once.arrived_Y), weight_Y1
 
 
 def combine_tokens(
@@ -48,8 +49,11 @@ def combine_tokens(
 ) -> Float[Tensor, "T H"]:
     """Return the results of this rank's tokens from weighted results of rows; the reverse of `dispatch_tokens`."""
     once = _send_once(lists)
-    summed_ZH = _Sum.apply(output_YH, once.arrived_Y, sum(once.receive_R))
-    return _Sum.apply(exchange(summed_ZH, _token_exchange(once, choices).back), once.token_Z, num_tokens)
+    before = [num_tokens, *(hop.num_brought for hop in once.hops)]
+    rows_XH = _Sum.apply(output_YH, once.arrived_Y, before.pop())
+    for hop in reversed(once.hops):
+        rows_XH = _Sum.apply(_exchange_hop(rows_XH, hop, choices, back=True), hop.index_X, before.pop())
+    return rows_XH
 
 
 def dispatch_choices(
@@ -75,8 +79,11 @@ def _send_once(lists: RowLists) -> SendOnce:
     return lists.once
 
 
-def _token_exchange(once: SendOnce, choices: AllToAll) -> AllToAll:
-    return replace(choices, send_R=once.send_R, receive_R=once.receive_R)
+def _exchange_hop(rows_XH: Tensor, hop: Hop, choices: AllToAll, *, back: bool = False) -> Tensor:
+    if hop.sizes is None:
+        return rows_XH
+    sizes = replace(choices, **hop.sizes._asdict())
+    return exchange(rows_XH, sizes.back if back else sizes)
 
 
 class _Gather(torch.autograd.Function):

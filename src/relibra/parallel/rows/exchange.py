@@ -21,6 +21,14 @@ _LOST_PEER = re.compile(r"gloo/(transport|rendezvous)|closed by peer|reset by pe
 """Messages of gloo about a lost or slow peer: it raises plain RuntimeError, also for wrong arguments; NCCL raises
 `DistError`."""
 
+Stage = Literal["dispatch", "combine", "dispatch in node", "combine in node"]
+_BACK: dict[Stage, Stage] = {
+    "dispatch": "combine",
+    "combine": "dispatch",
+    "dispatch in node": "combine in node",
+    "combine in node": "dispatch in node",
+}
+
 
 @contextmanager
 def explain_peer_failure(what: str, place: Place, peers: Sequence[int]) -> Iterator[None]:
@@ -64,8 +72,11 @@ class AllToAll:
 
     send_R, receive_R   rows to and from each rank
     all_stay            no rank of the group sends a row to another, as every rank knows: nothing is exchanged
-    recorder            records each exchange with the bytes for other ranks; None: it is not recorded
-    stage               recorded stage: "dispatch" to where rows are computed, "combine" on the way back
+    ranks_per_node      rank r is on node r // ranks_per_node; None: all are on one
+    recorder            records each exchange with the bytes for other ranks and nodes; None: it is not recorded
+    stage               recorded stage: "dispatch" to where rows are computed, "combine" on the way back; with "in node"
+                        the part of each that stays inside nodes, after and before a part between them
+    label               what is exchanged
     """
 
     send_R: list[int]
@@ -73,14 +84,15 @@ class AllToAll:
     group: dist.ProcessGroup
     place: Place
     all_stay: bool = False
+    ranks_per_node: int | None = None
     recorder: TimelineRecorder | None = None
-    stage: Literal["dispatch", "combine"] = "dispatch"
+    stage: Stage = "dispatch"
+    label: str = "rows"
 
     @property
     def back(self) -> AllToAll:
         """Return the reverse exchange."""
-        back: Literal["dispatch", "combine"] = "combine" if self.stage == "dispatch" else "dispatch"
-        return replace(self, send_R=self.receive_R, receive_R=self.send_R, stage=back)
+        return replace(self, send_R=self.receive_R, receive_R=self.send_R, stage=_BACK[self.stage])
 
     def move(self, rows: Shaped[Tensor, "X ..."]) -> Shaped[Tensor, "Y ..."]:
         """Send rows, ordered by destination; return those that arrive, ordered by source. Not differentiable."""
@@ -92,9 +104,16 @@ class AllToAll:
     def _recorded(self, rows: Tensor) -> AbstractContextManager[None]:
         if self.recorder is None:
             return nullcontext()
-        elsewhere = sum(self.send_R) - self.send_R[self.place.rank]
+        rank, total, row_bytes = self.place.rank, sum(self.send_R), rows[:1].nbytes
+        per_node = self.ranks_per_node or len(self.send_R)
+        first = rank - rank % per_node
         return self.recorder.record(
-            self.stage, layer=self.place.layer_id, micro_batch=self.place.micro_batch, bytes=elsewhere * rows[:1].nbytes
+            self.stage,
+            layer=self.place.layer_id,
+            micro_batch=self.place.micro_batch,
+            bytes=(total - self.send_R[rank]) * row_bytes,
+            bytes_between_nodes=(total - sum(self.send_R[first : first + per_node])) * row_bytes,
+            label=self.label,
         )
 
 

@@ -98,7 +98,7 @@ def exchange_choices(
     sizes        any exchange of the layer
     """
     R, rank = len(live.live_R), sizes.place.rank
-    of_rows = replace(sizes, send_R=[len(live.own_V)] * R, receive_R=live.live_R)
+    of_rows = replace(sizes, send_R=[len(live.own_V)] * R, receive_R=live.live_R, label="choices of live rows")
     experts_AK = of_rows.move(experts_TK.index_select(0, live.own_V).repeat(R, 1))
     weights_AK = exchange(weights_TK.index_select(0, live.own_V).repeat(R, 1), of_rows)
     position_AK = experts_AK if position_E is None else position_E[experts_AK]

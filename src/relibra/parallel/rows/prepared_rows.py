@@ -19,10 +19,12 @@ from jaxtyping import Int32, Int64, Integer
 from numpy import ndarray
 from torch import Tensor
 
+from relibra.cluster import Dispatch
 from relibra.parallel.rows.exchange import AllToAll
 from relibra.parallel.rows.live_rows import LiveRows, join_tokens, may_join
+from relibra.parallel.rows.relays import LayerRows, hops_of
 from relibra.parallel.rows.row_kernels import order_arrived, order_rows, place_arrived
-from relibra.parallel.rows.row_lists import RowLists, SendOnce
+from relibra.parallel.rows.row_lists import Hop, HopSizes, RowLists, SendOnce
 from relibra.planning.traffic.rank_tables import RankTables
 from relibra.replay import BatchRoutes
 
@@ -53,13 +55,6 @@ class RowKinds(NamedTuple):
         return RowKinds(*(index.to(device, non_blocking=True) for index in self))
 
 
-class SentTokens(NamedTuple):
-    """Tokens that go to each rank, and come from each, by layer, when each goes to a rank once."""
-
-    send_LR: Int64[ndarray, "L R"]
-    receive_LR: Int64[ndarray, "L R"]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PreparedRows:
     """Tables and row lists of a micro-batch on one rank, on the host.
@@ -70,10 +65,10 @@ class PreparedRows:
     live_R       live rows of each rank
     joined       whether live rows travel with the planned ones; otherwise they have an exchange of their own
     kinds        planned and live rows of this rank; None: all are planned
-    numbers      choices of all layers, then their orders of computation, local slots, arrived rows and tokens; if live
-                 rows are joined, arrived live rows
+    numbers      choices of all layers, then their orders of computation, local slots, arrived rows and the indices of
+                 each hop; if live rows are joined, arrived live rows
     sizes        of these lists, one after another
-    sent         None: one row per token-slot, without arrived rows and tokens
+    hops         sizes of each hop in all layers (None: copies stay); None: one row per token-slot, without arrived rows
     """
 
     tables_L: Sequence[RankTables]
@@ -84,7 +79,7 @@ class PreparedRows:
     kinds: RowKinds | None
     numbers: Int32[Tensor, " X"]
     sizes: list[int]
-    sent: SentTokens | None
+    hops: Sequence[Sequence[HopSizes] | None] | None
 
     def lists_on(self, device: torch.device, kinds: RowKinds | None) -> list[RowLists]:
         """Return the lists of all layers on a device, in one copy.
@@ -95,12 +90,13 @@ class PreparedRows:
         for layer in range(len(self.tables_L)):
             choice_X, order_Y, slot_Y, *of_once = pieces[layer :: len(self.tables_L)]
             once, live = None, None
-            if self.sent is not None:
-                send_R, receive_R = self.sent.send_LR[layer].tolist(), self.sent.receive_LR[layer].tolist()
-                once = SendOnce(token_Z=of_once[1], send_R=send_R, receive_R=receive_R, arrived_Y=of_once[0])
+            if self.hops is not None:
+                sizes = [None if sizes_L is None else sizes_L[layer] for sizes_L in self.hops]
+                indices = of_once[1 : 1 + len(sizes)]
+                once = SendOnce(hops=[Hop(*hop) for hop in zip(indices, sizes, strict=True)], arrived_Y=of_once[0])
             if self.joined:
                 live_V = self.numbers.new_zeros(0, device=device) if kinds is None else kinds.live_V
-                live = LiveRows(own_V=live_V, arrived_A=of_once[2], live_R=self.live_R)
+                live = LiveRows(own_V=live_V, arrived_A=of_once[-1], live_R=self.live_R)
             result.append(RowLists(choice_X=choice_X, compute_order_Y=order_Y, slot_Y=slot_Y, once=once, live=live))
         return result
 
@@ -111,6 +107,7 @@ def prepare_rows(
     group: dist.ProcessGroup,
     *,
     send_once: bool,
+    dispatch: Dispatch = "flat",
     pinned: bool = False,
 ) -> PreparedRows:
     """Return the tables and lists of a micro-batch; collective over the group.
@@ -121,6 +118,7 @@ def prepare_rows(
     routes      None: this rank has no sample, and its whole batch is filler
     group       exchanges tensors of the CPU
     send_once   tokens go to a rank once; False: one row per token-slot
+    dispatch    how tokens reach other nodes, with `send_once`
     pinned      the lists lie in page-locked memory, from which a GPU copies beside its work
     raises      EngineError when a peer is gone or the group's time-out has passed
     """
@@ -145,32 +143,37 @@ def prepare_rows(
         kinds=kinds,
         numbers=numbers[: sum(sizes)],
         sizes=sizes,
-        sent=SentTokens(own.send_LR, heads_RX[:, 3:].T.astype(np.int64)) if send_once else None,
+        hops=None,
     )
-    if rows.sent is None or any(rows.differs_R):
+    if not send_once or any(rows.differs_R):
         return rows
-    place_arrived(tables.receive_LRP, rows.sent.receive_LR, received, arrived_Y)
-    return _join(rows, rows.sent, live_R, pinned=pinned) if may_join(live_R, planned_R) else rows
-
-
-def _join(rows: PreparedRows, sent: SentTokens, live_R: Int64[ndarray, " R"], *, pinned: bool) -> PreparedRows:
-    """Return the same with the live rows of each rank behind its planned ones."""
-    L, lists = len(rows.tables_L), np.split(rows.numbers.numpy(), np.cumsum(rows.sizes)[:-1])
-    live_V = np.zeros(0, dtype=np.int64) if rows.kinds is None else rows.kinds.live_V.numpy()
-    joined_L = [
-        join_tokens(arrived_Y, receive_R, token_Z, send_R, live_V, live_R)
-        for arrived_Y, receive_R, token_Z, send_R in zip(
-            lists[3 * L : 4 * L], sent.receive_LR, lists[4 * L :], sent.send_LR, strict=True
-        )
-    ]
-    lists = [*lists[: 3 * L], *(one for of_layers in zip(*joined_L, strict=True) for one in of_layers)]
+    receive_LR = heads_RX[:, 3:].T.astype(np.int64)
+    place_arrived(tables.receive_LRP, receive_LR, received, arrived_Y)
+    L, lists = len(tables_L), np.split(rows.numbers.numpy(), np.cumsum(sizes)[:-1])
+    travel = LayerRows(lists[4 * L :], own.send_LR, receive_LR, lists[3 * L : 4 * L], [])
+    if may_join(live_R, planned_R):
+        travel = _join(travel, kinds, live_R)
+    hops, travel = hops_of(travel, tables_L, group, dispatch)
+    rows = replace(rows, joined=bool(travel.live_L), hops=[hop.sizes_L for hop in hops])
+    if len(hops) == 1 and not rows.joined:
+        return rows  # its lists are in `numbers` already
+    indices = [index for hop in hops for index in hop.index_L]
+    lists = [*lists[: 3 * L], *travel.arrived_L, *indices, *travel.live_L]
     numbers = torch.from_numpy(np.concatenate(lists, dtype=np.int32, casting="same_kind"))
-    return replace(
-        rows,
-        joined=True,
-        numbers=numbers.pin_memory() if pinned else numbers,
-        sizes=[len(one) for one in lists],
-        sent=SentTokens(sent.send_LR + len(live_V), sent.receive_LR + live_R),
+    return replace(rows, numbers=numbers.pin_memory() if pinned else numbers, sizes=[len(one) for one in lists])
+
+
+def _join(rows: LayerRows, kinds: RowKinds | None, live_R: Int64[ndarray, " R"]) -> LayerRows:
+    """Return the same with the live rows of each rank behind its planned ones."""
+    live_V = np.zeros(0, dtype=np.int64) if kinds is None else kinds.live_V.numpy()
+    columns = zip(rows.arrived_L, rows.receive_LR, rows.token_L, rows.send_LR, strict=True)
+    joined_L = [join_tokens(*of_layer, live_V, live_R) for of_layer in columns]
+    return LayerRows(
+        token_L=[joined.token_Z for joined in joined_L],
+        send_LR=rows.send_LR + len(live_V),
+        receive_LR=rows.receive_LR + live_R,
+        arrived_L=[joined.arrived_Y for joined in joined_L],
+        live_L=[joined.arrived_A for joined in joined_L],
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,23 +12,50 @@ from jaxtyping import Int, Int32
 from numpy import ndarray
 from torch import Tensor
 
+from relibra.parallel.rows.exchange import Stage
 from relibra.parallel.rows.live_rows import LiveRows
 from relibra.planning.traffic.rank_tables import RankTables
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SendOnce:
-    """Rows that travel when each token goes to a rank once: one row Z per (destination, token).
+class HopSizes(NamedTuple):
+    """Sizes of one exchange of rows in a layer.
 
-    token_Z     row of the batch sent as the Z-th, in the order of destination and token
-    send_R      rows to each destination
-    receive_R   rows from each source
-    arrived_Y   index of the arrived row (in the order of source and token) that is the input of the Y-th computed row
+    send_R, receive_R   rows to and from each rank
+    all_stay            no rank sends a row to another, as every rank knows
+    stage               as it is recorded
     """
 
-    token_Z: Int32[Tensor, " Z"]
     send_R: list[int]
     receive_R: list[int]
+    all_stay: bool
+    stage: Stage
+
+
+class Hop(NamedTuple):
+    """One step of rows towards the ranks that compute them: rows are copied, and the copies are exchanged.
+
+    index_X   row that is copied as the X-th, by destination: of the batch, or of those that the hop before brought
+    sizes     of the exchange; None: the copies stay
+    """
+
+    index_X: Int32[Tensor, " X"]
+    sizes: HopSizes | None
+
+    @property
+    def num_brought(self) -> int:
+        """Return the rows that there are after this hop."""
+        return len(self.index_X) if self.sizes is None else sum(self.sizes.receive_R)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SendOnce:
+    """Rows that travel when each token goes to a rank once.
+
+    hops        one where all ranks are one node, two where tokens are grouped by node (`relays.py`)
+    arrived_Y   index of the row, among those that the last hop brought, that is the input of the Y-th computed row
+    """
+
+    hops: Sequence[Hop]
     arrived_Y: Int32[Tensor, " Y"]
 
 

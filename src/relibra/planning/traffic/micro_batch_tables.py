@@ -31,7 +31,7 @@ def micro_batch_tables(
     position_LE = np.argsort(plan.physical_to_logical_map, axis=1, kind="stable")
     send_LRP, first_LRP, receive_LRP = np.zeros((3, L, R, num_homes + B), dtype=np.int64)
     tokens_LRB = np.zeros((L, R, B), dtype=np.int64)
-    travels_L = np.zeros(L, dtype=np.bool_)
+    leaves_L, changes_L = np.zeros((2, L), dtype=np.bool_)
     _fill(
         np.ascontiguousarray(tokens_LRE),
         position_LE,
@@ -40,7 +40,7 @@ def micro_batch_tables(
         plan.ranks_per_node,
         rank,
         0 if chunk is None else chunk,
-        (send_LRP, first_LRP, receive_LRP, tokens_LRB, travels_L),
+        (send_LRP, first_LRP, receive_LRP, tokens_LRB, leaves_L, changes_L),
     )
     own_LE, layer_ids = tokens_LRE[:, rank].astype(np.int64), plan.layer_ids.tolist()
     pushes_L = _pushes(tokens_LRB, replica_LRB, position_LE, num_homes)
@@ -53,7 +53,9 @@ def micro_batch_tables(
             first_RP=first_LRP[layer],
             receive_RP=receive_LRP[layer],
             pushes=tuple(pushes_L[layer]),
-            all_stay=not travels_L[layer],
+            ranks_per_node=plan.ranks_per_node,
+            stay_in_node=not leaves_L[layer],
+            stay_on_rail=not changes_L[layer],
         )
         for layer in range(L)
     ]
@@ -74,8 +76,12 @@ def _pushes(tokens_LRB: ndarray, replica_LRB: ndarray, position_LE: ndarray, num
 @compiled
 @no_type_check
 def _fill(tokens_LRE, position_LE, replica_LRB, quota_LRB, ranks_per_node, rank, chunk, tables) -> None:
-    """Write send, first and receive `[L, R, P]`, tokens of replicas `[L, R, B]` and whether any row travels `[L]`."""
-    send_LRP, first_LRP, receive_LRP, tokens_LRB, travels_L = tables
+    """Write send, first and receive `[L, R, P]`, tokens of replicas `[L, R, B]`, and where any row goes `[L]`.
+
+    Two of them: whether any leaves its node, and whether any goes to a rank with another number in its node.
+    """
+    send_LRP, first_LRP, receive_LRP, tokens_LRB, leaves_L, changes_L = tables
+    G = ranks_per_node
     L, R, E = tokens_LRE.shape
     B = replica_LRB.shape[2]
     num_homes = E // R
@@ -91,7 +97,7 @@ def _fill(tokens_LRE, position_LE, replica_LRB, quota_LRB, ranks_per_node, rank,
             e = replica_RB[x // B, x % B]
             if e >= 0:
                 next_X[x], first_E[e] = first_E[e], x
-        start, travels = 0, False
+        start = 0
         for e in range(E):
             home, home_slot = position_LE[layer, e] // num_homes, position_LE[layer, e] % num_homes
             x = first_E[e]
@@ -102,7 +108,9 @@ def _fill(tokens_LRE, position_LE, replica_LRB, quota_LRB, ranks_per_node, rank,
                 for s in range(R):
                     if home == rank:
                         receive_LRP[layer, s, home_slot] = tokens_RE[s, e]
-                    travels |= s != home and tokens_RE[s, e] > 0
+                    if tokens_RE[s, e] > 0:
+                        leaves_L[layer] |= s // G != home // G
+                        changes_L[layer] |= s % G != home % G
                 continue
             rank_I[0], local_I[0], left_I[0], n = home, home_slot, 0, 1
             for s in range(R):
@@ -126,8 +134,9 @@ def _fill(tokens_LRE, position_LE, replica_LRB, quota_LRB, ranks_per_node, rank,
                         receive_LRP[layer, s, p] = split_RI[s, i]
                     if i > 0:
                         tokens_LRB[layer, r, p - num_homes] += split_RI[s, i]
-                    travels |= s != r and split_RI[s, i] > 0
-        travels_L[layer] = travels
+                    if split_RI[s, i] > 0:
+                        leaves_L[layer] |= s // G != r // G
+                        changes_L[layer] |= s % G != r % G
 
 
 @compiled

@@ -75,7 +75,9 @@ class RankTables:
     receive_RP      token-slots that arrive from source rank R for own local slot P
     pushes          replicas of all ranks that get tokens, by (replica rank, slot): the same list on every rank. Each is
                     pushed unless its slot holds the weights already
-    all_stay        no rank sends a token-slot to another: nothing has to be exchanged; the same on every rank
+    ranks_per_node  rank r is on node r // ranks_per_node
+    stay_in_node    no rank sends a token-slot to another node; the same on every rank
+    stay_on_rail    no rank sends a token-slot to a rank with another number in its node; the same on every rank
     """
 
     place: Place
@@ -85,7 +87,14 @@ class RankTables:
     first_RP: Int64[ndarray, "R P"]
     receive_RP: Int64[ndarray, "R P"]
     pushes: tuple[Push, ...]
-    all_stay: bool
+    ranks_per_node: int
+    stay_in_node: bool
+    stay_on_rail: bool
+
+    @property
+    def all_stay(self) -> bool:
+        """Return whether no rank sends a token-slot to another: nothing has to be exchanged."""
+        return self.stay_in_node and self.stay_on_rail
 
     @cached_property
     def send_order_X(self) -> Int64[ndarray, " X"]:
@@ -150,15 +159,22 @@ def rank_tables(
     if chunk is not None:
         split = chunked_split(split, chunk)
     place = Place(rank, int(plan.layer_ids[layer]), micro_batch)
-    return _make_tables(split, tokens_RE, plan.physical_to_logical_map[layer], plan.slots, place)
+    map_E, per_node = plan.physical_to_logical_map[layer], plan.ranks_per_node
+    return _make_tables(split, tokens_RE, map_E, place, slots=plan.slots, ranks_per_node=per_node)
 
 
 def home_tables(
-    tokens_RE: Int64[ndarray, "R E"], physical_to_logical_E: Int64[ndarray, " E"], place: Place
+    tokens_RE: Int64[ndarray, "R E"],
+    physical_to_logical_E: Int64[ndarray, " E"],
+    place: Place,
+    ranks_per_node: int | None = None,
 ) -> RankTables:
-    """Return the tables of a rank when every expert is computed at home, as without a plan."""
-    none_RB = np.zeros((len(tokens_RE), 0), dtype=np.int64)
-    return layer_tables(tokens_RE, physical_to_logical_E, none_RB, none_RB, len(tokens_RE), place)
+    """Return the tables of a rank when every expert is computed at home, as without a plan.
+
+    ranks_per_node   None: all ranks are one node
+    """
+    none_RB, per_node = np.zeros((len(tokens_RE), 0), dtype=np.int64), ranks_per_node or len(tokens_RE)
+    return layer_tables(tokens_RE, physical_to_logical_E, none_RB, none_RB, per_node, place)
 
 
 def layer_tables(
@@ -180,11 +196,18 @@ def layer_tables(
     split = split_tokens(tokens_RE, home_E, replica_RB, quota_RB, ranks_per_node)
     if chunk is not None:
         split = chunked_split(split, chunk)
-    return _make_tables(split, tokens_RE, physical_to_logical_E, replica_RB.shape[1], place)
+    slots = replica_RB.shape[1]
+    return _make_tables(split, tokens_RE, physical_to_logical_E, place, slots=slots, ranks_per_node=ranks_per_node)
 
 
 def _make_tables(
-    split: TokenSplit, tokens_RE: ndarray, physical_to_logical_E: ndarray, slots: int, place: Place
+    split: TokenSplit,
+    tokens_RE: ndarray,
+    physical_to_logical_E: ndarray,
+    place: Place,
+    *,
+    slots: int,
+    ranks_per_node: int,
 ) -> RankTables:
     (num_ranks, E), rank = tokens_RE.shape, place.rank
     num_homes = E // num_ranks
@@ -196,6 +219,9 @@ def _make_tables(
     first_RP[split.rank_I, local_I] = np.cumsum(own_tokens_I) - own_tokens_I  # instances are ordered by expert
     own_I = split.rank_I == rank
     receive_RP[:, local_I[own_I]] = split.tokens_RI[:, own_I]
+    source_R = np.arange(num_ranks)[:, None]
+    leaves_RI = split.rank_I // ranks_per_node != source_R // ranks_per_node
+    changes_RI = split.rank_I % ranks_per_node != source_R % ranks_per_node
     return RankTables(
         place=place,
         num_homes=num_homes,
@@ -204,7 +230,9 @@ def _make_tables(
         first_RP=first_RP,
         receive_RP=receive_RP,
         pushes=_pushes(split, home_slot_E),
-        all_stay=not split.tokens_RI[split.rank_I != np.arange(num_ranks)[:, None]].any(),
+        ranks_per_node=ranks_per_node,
+        stay_in_node=not split.tokens_RI[leaves_RI].any(),
+        stay_on_rail=not split.tokens_RI[changes_RI].any(),
     )
 
 

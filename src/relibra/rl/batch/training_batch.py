@@ -235,6 +235,7 @@ def executing(
             ranks_per_node=cluster.ranks_per_node,
             tolerance=settings.tolerance,
             sums=settings.sums,
+            dispatch=cluster.dispatch,
         ):
             yield BatchExecution(model, batch, None)
     else:
