@@ -185,6 +185,15 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("ok", lambda row: row.get("ok", "")),
         "configuration",
     ),
+    "dispatch": (
+        ("dispatch", lambda row: row["case"]),
+        ("MiB between nodes, planned", lambda row: f"{row['planned_bytes'] / 2**20:.3f}"),
+        ("sent", lambda row: f"{row['sent_bytes'] / 2**20:.3f}"),
+        ("as planned", lambda row: "yes" if row["ok"] else "NO"),
+        "seconds",
+        ("quartiles", lambda row: between(row, "seconds")),
+        "configuration",
+    ),
     "gpu": _OF_RANKS,
     "gpu_overlap": (
         "case",

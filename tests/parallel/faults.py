@@ -37,9 +37,9 @@ GROUP_TIMEOUT_S, START_S = 15, 60
 class Fault:
     """What happens to one rank.
 
-    moment   just before "exchange": rows go to the experts; "exchange of gradients": they come back; "push": homes of
-             this rank send weights; "return": gradients of replicas leave, as "canonical return" with canonical sums;
-             "model": a micro-batch begins
+    moment   just before "exchange": rows go to the experts; "forwarding": they go on inside nodes; "exchange of
+             gradients": they come back; "push": homes of this rank send weights; "return": gradients of replicas leave,
+             as "canonical return" with canonical sums; "model": a micro-batch begins
     hangs    it sleeps instead of being killed
     layer    -1: in any
     """
@@ -81,6 +81,10 @@ def armed(fault: Fault) -> Any:
         if is_recompute() == (fault.moment == "exchange of gradients"):
             fault.strike(sizes.place)
 
+    def in_forwarding(sizes: AllToAll, *_: object) -> None:
+        if sizes.stage == "dispatch in node":
+            fault.strike(sizes.place)
+
     def in_push(_: ReplicaSlots, place: Place, pushes: list, *__: object) -> None:
         if from_homes_on(place.rank, pushes):
             fault.strike(place)
@@ -94,6 +98,8 @@ def armed(fault: Fault) -> Any:
 
     if fault.moment == "canonical return":
         return before(Transfer, "start", in_canonical_return)
+    if fault.moment == "forwarding":
+        return before(AllToAll, "move", in_forwarding)
     if fault.moment == "push":
         return before(ReplicaSlots, "start_push", in_push)
     if fault.moment == "return":

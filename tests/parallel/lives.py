@@ -18,15 +18,18 @@ from tests.parallel.trainings import train_on_rank
 
 
 def live_step(case: Case, folder) -> dict:
-    """Do this rank's share of a step; the plan of the case only says schedule and slots."""
-    model = load(case, folder)
+    """Do this rank's share of a step; the plan of the case only says schedule, slots and nodes."""
+    model, plan = load(case, folder), case.plan
     with (
-        balance_live(model, slots=case.plan.slots, sums=case.sums) as live,
+        balance_live(
+            model, slots=plan.slots, ranks_per_node=plan.ranks_per_node, sums=case.sums, dispatch=plan.dispatch
+        ) as live,
         mock.patch.object(ranks_at_work, "load", return_value=model),
     ):
         found = step_on_rank(replace(case, follow_plan=False), folder)
     stages = sorted({event.stage for event in live.timeline().events})
-    return found | {"skew": tuple(live.skew()), "copies": live.num_copies, "stages": stages}
+    reached = {"skew": tuple(live.skew()), "copies": live.num_copies, "stages": stages}
+    return found | reached | {"timeline": live.timeline()}
 
 
 def live_step_without_replay(case: Case, folder) -> dict:
@@ -75,6 +78,8 @@ def refuse_all_live(case: Case, folder) -> dict[str, str]:
         "slots": message_of(lambda: run(slots=-1)),
         "ranks per node": message_of(lambda: run(ranks_per_node=3)),
         "settings": message_of(lambda: run(slots=1 + rank)),
+        "dispatch": message_of(lambda: run(dispatch="rails")),
+        "two dispatches": message_of(lambda: run(dispatch=["flat", "hierarchical"][rank])),
         "homes": message_of(other_homes),
         "inside a plan": message_of(inside_a_plan),
         "a plan inside": message_of(plan_inside),

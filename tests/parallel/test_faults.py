@@ -12,7 +12,7 @@ from relibra import EngineError
 from relibra.errors import LostPeerError
 from relibra.parallel.rows.exchange import Place, explain_peer_failure
 from tests.parallel.faults import GROUP_TIMEOUT_S, Fault, survivors_of
-from tests.parallel.steps import step
+from tests.parallel.steps import on_nodes, step
 
 slow = pytest.mark.slow
 
@@ -78,6 +78,16 @@ def test_with_canonical_sums_too(tmp_path, name):
     case = step(replicas=[(1, 0, 0, 0.9), (0, 0, 6, 0.9)], sums="canonical")  # a chunk goes where most of it is
     fault = replace(OF_TWO[name], moment="canonical return") if "return" in name else OF_TWO[name]
     assert_all_say_where(fault, survivors_of(2, case, fault, tmp_path / "work"), 2)
+
+
+@slow
+def test_a_killed_relay_is_named(tmp_path):
+    schedule = ([0] * 4 + [1] * 4, [0, 1, 2, 3] * 2)
+    case = on_nodes(step(4, lengths=range(5, 13), schedule=schedule), 2)
+    fault = Fault(moment="forwarding", rank=2, layer=1)
+    found = survivors_of(4, case, fault, tmp_path / "work")
+    assert_all_say_where(fault, found, 4)
+    assert ": the exchange of rows with ranks [0, 1, 2] failed" in found[3]["message"]
 
 
 PLACE = Place(0, 3, 1)

@@ -101,6 +101,8 @@ def test_what_cannot_be_balanced_live_is_refused(tmp_path):
         assert "slots is -1" in said["slots"]
         assert "ranks_per_node 3 does not divide the 2 ranks" in said["ranks per node"]
         assert "ranks [1] enter balance_live with other settings" in said["settings"]
+        assert "dispatch is 'rails'" in said["dispatch"]
+        assert "ranks [1] enter balance_live with other settings" in said["two dispatches"]
         assert "ranks [1] enter balance_live with experts at other homes" in said["homes"]
         assert "executes a plan or balances live already" in said["inside a plan"]
         assert "balances live" in said["a plan inside"]

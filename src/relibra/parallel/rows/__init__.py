@@ -2,5 +2,5 @@
 
 In: plan, scheduled demand and routes. Out: rows on the ranks that compute them, results back. Counts come from the plan
 alone (`planning/traffic/rank_tables.py`); start with `row_lists.py` (which tokens), then
-`prepared_rows.py` (all layers of a micro-batch) and `dispatch.py` (exchange).
+`prepared_rows.py` (all layers of a micro-batch), `relays.py` (between nodes) and `dispatch.py` (exchange).
 """

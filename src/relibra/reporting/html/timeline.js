@@ -6,7 +6,7 @@
   const data = JSON.parse(byId("timeline-data").textContent);
   const KINDS = { Uint8Array, Int16Array, Float32Array, Float64Array };
   const unpack = (field) => new KINDS[field.type](Uint8Array.from(atob(field.data), (c) => c.charCodeAt(0)).buffer);
-  const FIELDS = ["start", "seconds", "bytes", "layer", "micro_batch", "rank", "stage"];
+  const FIELDS = ["start", "seconds", "bytes", "between", "layer", "micro_batch", "rank", "stage"];
   const timelines = data.timelines.map((one) => {
     const read = { ...one };
     for (const field of FIELDS) read[field] = unpack(one[field]);
@@ -20,6 +20,7 @@
   const STYLES = { // colour and texture: solid, stripes, dots or empty
     attention: ["#0072b2", "solid"], experts: ["#e69f00", "stripes"], "at home": ["#e69f00", "solid"], optimizer: ["#cc79a7", "dots"],
     dispatch: ["#56b4e9", "solid"], combine: ["#009e73", "stripes"],
+    "dispatch in node": ["#56b4e9", "dots"], "combine in node": ["#009e73", "dots"],
     push: ["#d55e00", "solid"], return: ["#cc79a7", "stripes"], "wait push": ["#8a8a8a", "empty"], "wait return": ["#8a8a8a", "empty"],
     gradients: ["#f0e442", "dots"],
   };
@@ -150,6 +151,7 @@
       ...place.filter(Boolean),
       `${duration(one.seconds[i])} from ${duration(one.start[i])} on`,
       ...(one.bytes[i] ? [size(one.bytes[i])] : []),
+      ...(one.between[i] ? [`of them ${size(one.between[i])} to other nodes`] : []),
     ].join(", ");
   }
 

@@ -14,11 +14,11 @@ from relibra.reporting.html.html import paragraph, section, slider
 from relibra.timeline import Event, Timeline
 
 MAX_EVENTS = 40_000
-"""Events of one timeline: 21 bytes each on the page, and a third more as base64."""
+"""Events of one timeline: 25 bytes each on the page, and a third more as base64."""
 
 LANES = (
     ("work", ("attention", "experts", "at home", "optimizer")),
-    ("rows", ("dispatch", "combine")),
+    ("rows", ("dispatch", "dispatch in node", "combine", "combine in node")),
     ("copies", ("push", "return", "wait push", "wait return", "gradients")),
 )
 """Stages that run beside each other on a rank have a lane each; unknown stages are drawn as work."""
@@ -95,6 +95,7 @@ def _pack_events(name: str, events: Sequence[Event], label: str) -> dict[str, An
         "start": pack(start - start.min(initial=np.inf)),
         "seconds": pack(np.array([event.seconds for event in events], dtype=np.float32)),
         "bytes": pack(np.array([event.bytes for event in events], dtype=np.float32)),
+        "between": pack(np.array([event.bytes_between_nodes for event in events], dtype=np.float32)),
         "layer": pack(np.clip([event.layer for event in events], -1, 32767).astype(np.int16)),
         "micro_batch": pack(np.clip([event.micro_batch for event in events], -1, 32767).astype(np.int16)),
         "rank": pack(np.array([ranks.index(event.rank) for event in events], dtype=np.uint8)),
