@@ -116,13 +116,11 @@ def test_rows_cross_to_a_node_once_with_the_bits_of_a_flat_dispatch(tmp_path):
         assert ("dispatch in node" in stages) == (way == "hierarchical")
 
 
-@slow
-def test_hierarchical_steps_of_two_nodes_of_two_equal_the_dense_model(tmp_path):
+def steps_of_four():
     common = {"lengths": range(5, 13), "schedule": OF_FOUR}
     long = {"lengths": range(140, 148), "schedule": OF_FOUR, "unrouted_last": True}
     everywhere = [(r, 0, 0, 0.3) for r in (1, 2, 3)] + [(0, 0, 6, 0.9)]
-    on_rank_0 = {"lengths": (9, 7), "schedule": ([0, 1], [0, 0])}
-    cases = {
+    return {
         "checkpointed": step(4, **common, slots=2, checkpointing=True),
         "one expert everywhere": step(4, **common, replicas=everywhere),
         "in flight": step(4, **common, in_flight=True),
@@ -130,6 +128,13 @@ def test_hierarchical_steps_of_two_nodes_of_two_equal_the_dense_model(tmp_path):
         "last tokens apart": step(4, **common, unrouted_last=True),
         "last tokens joined": step(4, **long, slots=2),
         "last tokens joined, gpt-oss, checkpointed": step(4, **long, family="gpt_oss", checkpointing=True),
+        "deepseek-v3": step(4, **common, family="deepseek_v3", layer_ids=(1, 2), top_k=3),
+    }
+
+
+def steps_of_few_rows():
+    on_rank_0 = {"lengths": (9, 7), "schedule": ([0, 1], [0, 0])}
+    return {
         "ranks without samples": step(4, schedule=([0, 0, 1, 1], [0, 2, 3, 1])),
         "no row travels": step(4, **on_rank_0, replicas=[(0, s, 2 + s, 1.0) for s in range(6)]),
         "no row leaves its node": step(
@@ -138,12 +143,17 @@ def test_hierarchical_steps_of_two_nodes_of_two_equal_the_dense_model(tmp_path):
         "no row changes its rail": step(
             4, **on_rank_0, replicas=[(0, 0, 2, 1.0), (2, 0, 3, 1.0), (0, 1, 6, 1.0), (2, 1, 7, 1.0)]
         ),
-        "deepseek-v3": step(4, **common, family="deepseek_v3", layer_ids=(1, 2), top_k=3),
         "resident": resident_step(3, 4, slots=2, resident=1),
         "resident, in flight": resident_step(4, 4, in_flight=True),
         "seed 5": random_step(5, 4),
         "seed 6": random_step(6, 4),
     }
+
+
+@slow
+@pytest.mark.parametrize("steps", [steps_of_four, steps_of_few_rows])
+def test_hierarchical_steps_of_two_nodes_of_two_equal_the_dense_model(tmp_path, steps):
+    cases = steps()
     found = assert_dense_both_ways(cases, tmp_path, 4, work=timed_step)
     for name in cases:
         timelines = [one["timeline"] for one in found[f"{name}, hierarchical"]]

@@ -113,10 +113,10 @@ def group_rows(token_L: Sequence[Int[ndarray, " _"]], send_LR: Int64[ndarray, "L
     token_L   tokens that go to each rank, by layer
     """
     token_Z, rows_L = np.concatenate(token_L, dtype=np.int32, casting="same_kind"), send_LR.sum(axis=1)
-    token_U, group_Z = np.empty_like(token_Z), np.empty_like(token_Z)
+    token_Y, group_Z = np.empty_like(token_Z), np.empty_like(token_Z)
     rows_LN = np.zeros((len(send_LR), send_LR.shape[1] // ranks_per_node), dtype=np.int64)
-    end = group_by_node(token_Z, send_LR, ranks_per_node, int(token_Z.max(initial=-1)) + 1, token_U, group_Z, rows_LN)
-    return NodeRows(_pieces(token_U[:end], rows_LN.sum(axis=1)), _pieces(group_Z, rows_L), rows_LN)
+    end = group_by_node(token_Z, send_LR, ranks_per_node, int(token_Z.max(initial=-1)) + 1, token_Y, group_Z, rows_LN)
+    return NodeRows(_pieces(token_Y[:end], rows_LN.sum(axis=1)), _pieces(group_Z, rows_L), rows_LN)
 
 
 def renumber_arrived(rows: LayerRows, ranks_per_node: int) -> LayerRows:
@@ -181,10 +181,10 @@ def _tell_relays(nodes: NodeRows, send_LR: Int64[ndarray, "L R"], rail: _Rail) -
     message_X = np.concatenate([of_node for to_node_L in zip(*to_nodes_L, strict=True) for of_node in to_node_L])
     receive_N = forward_NLG.sum(axis=(1, 2))
     received_X = rail.exchange(message_X, send_NLG.sum(axis=(1, 2)), receive_N)
-    forward_F = np.empty(int(receive_N.sum()), dtype=np.int32)
-    place_forwarded(rows_NL, forward_NLG, received_X, forward_F)
+    forward_Y = np.empty(int(receive_N.sum()), dtype=np.int32)
+    place_forwarded(rows_NL, forward_NLG, received_X, forward_Y)
     send_LG = forward_NLG.sum(axis=0)
-    return Forwarded(_pieces(forward_F, send_LG.sum(axis=1)), rows_NL.T, send_LG)
+    return Forwarded(_pieces(forward_Y, send_LG.sum(axis=1)), rows_NL.T, send_LG)
 
 
 def _direct(rows: LayerRows, tables_L: Sequence[RankTables]) -> list[HopSizes]:

@@ -167,20 +167,20 @@ def place_arrived(receive_LRP, rows_LR, messages_X, arrived_Y) -> None:
 
 @compiled
 @no_type_check
-def group_by_node(token_Z, send_LR, ranks_per_node, num_rows, token_U, group_Z, rows_LN) -> int:
+def group_by_node(token_Z, send_LR, ranks_per_node, num_rows, token_Y, group_Z, rows_LN) -> int:
     """Write which tokens go to each node, and which of them each row is that is sent to a rank; return their number.
 
     token_Z    tokens that go to each rank, layer by layer
-    token_U    receives the tokens of each layer, by node, each once per node and ascending; room for as many
+    token_Y    receives the tokens of each layer, by node, each once per node and ascending; room for as many
     group_Z    receives the index of each row's token among those of the layer
     rows_LN    receives their number for each node
     """
-    end_Z, end_U, visits = 0, 0, 0
+    end_Z, end_Y, visits = 0, 0, 0
     visit_T, place_T = np.zeros(num_rows, np.int64), np.empty(num_rows, np.int32)
     for layer in range(send_LR.shape[0]):
-        first_U = end_U
+        first_Y = end_Y
         for node in range(rows_LN.shape[1]):
-            start_Z, start_U = end_Z, end_U
+            start_Z, start_Y = end_Z, end_Y
             end_Z += send_LR[layer, node * ranks_per_node : (node + 1) * ranks_per_node].sum()
             if end_Z > start_Z:
                 visits += 1
@@ -188,23 +188,23 @@ def group_by_node(token_Z, send_LR, ranks_per_node, num_rows, token_U, group_Z, 
                     visit_T[token_Z[z]] = visits
                 for t in range(num_rows):
                     if visit_T[t] == visits:
-                        token_U[end_U], place_T[t] = t, end_U - first_U
-                        end_U += 1
+                        token_Y[end_Y], place_T[t] = t, end_Y - first_Y
+                        end_Y += 1
                 for z in range(start_Z, end_Z):
                     group_Z[z] = place_T[token_Z[z]]
-            rows_LN[layer, node] = end_U - start_U
-    return end_U
+            rows_LN[layer, node] = end_Y - start_Y
+    return end_Y
 
 
 @compiled
 @no_type_check
-def place_forwarded(rows_NL, send_NLG, message_X, forward_F) -> None:
+def place_forwarded(rows_NL, send_NLG, message_X, forward_Y) -> None:
     """Write, layer by layer, which row that came from the same number in each node goes to each rank of the own node.
 
     rows_NL     rows from each node
     send_NLG    of them, those that go to each rank of the own node
     message_X   of each node, layer by layer, the row (among those from there) that is the next to each rank
-    forward_F   receives rows by rank of the own node, node that they came from, and token
+    forward_Y   receives rows by rank of the own node, node that they came from, and token
     """
     N, L, G = send_NLG.shape
     read_N = np.zeros(N, np.int64)  # next entry of each node
@@ -216,7 +216,7 @@ def place_forwarded(rows_NL, send_NLG, message_X, forward_F) -> None:
             before = 0
             for n in range(N):
                 for _ in range(send_NLG[n, layer, rank]):
-                    forward_F[f] = before + message_X[read_N[n]]
+                    forward_Y[f] = before + message_X[read_N[n]]
                     read_N[n] += 1
                     f += 1
                 before += rows_NL[n, layer]
