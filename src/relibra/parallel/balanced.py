@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -20,8 +20,10 @@ from transformers.distributed.expert_parallel import AllToAllEP, EPImplementatio
 
 from relibra.errors import EngineError
 from relibra.parallel.agreement import Agreement
+from relibra.parallel.grouped_product import is_grouped, run_sorted
 from relibra.parallel.process_groups import make_same_ranks_group
 from relibra.parallel.replicas.replica_slots import GroupState
+from relibra.parallel.sorted_rows import SortedRows
 from relibra.replay.routers import DECODER_LAYER
 
 NAME = "relibra"
@@ -103,17 +105,20 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
         return super().__call__(hidden_TH, experts_TK if position_E is None else position_E[experts_TK], weights_TK)
 
     def run_rows(
-        self, rows_YH: Float[Tensor, "Y H"], slot_Y: Int[Tensor, " Y"], weight_Y1: Float[Tensor, "Y 1"]
+        self, rows_YH: Float[Tensor, "Y H"], rows: SortedRows, weight_Y1: Float[Tensor, "Y 1"]
     ) -> Float[Tensor, "Y H"]:
-        """Run the module's own forward on rows that chose one local expert each; return their weighted results.
+        """Run the experts on rows that chose one local expert each; return their weighted results.
 
+        The grouped product of transformers takes them as they lie; other implementations run as the module's forward.
         Without rows it runs a dummy: parameters then get a gradient of zero, so that FSDP reduces them on every rank.
         """
         if len(rows_YH) == 0:
-            dummy_1H = rows_YH.sum(dim=0, keepdim=True)
-            return self.run_rows(dummy_1H, slot_Y.new_zeros(1), weight_Y1.sum(dim=0, keepdim=True))[:0]
+            dummy = SortedRows(rows.slot_Y.new_zeros(1), torch.ones_like(rows.ends_P))
+            return self.run_rows(rows_YH.sum(dim=0, keepdim=True), dummy, weight_Y1.sum(dim=0, keepdim=True))[:0]
+        if is_grouped(self.experts_forward):
+            return run_sorted(self.experts, rows_YH, rows, weight_Y1)
         with _no_rows_of_others(self.experts):
-            return self.experts_forward(rows_YH, slot_Y.long().unsqueeze(1), weight_Y1)
+            return self.experts_forward(rows_YH, rows.slot_Y.long().unsqueeze(1), weight_Y1)
 
     def homes(self) -> dict[str, Tensor]:
         """Return the local parameters `[E / R, ...]` by name; outside of the layer's passes if `homes_stay_whole`."""

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from relibra.parallel.balanced import BalancedEP, parameters_replaced
 from relibra.parallel.replicas.replica_gradients import LayerReplicas
+from relibra.parallel.sorted_rows import one_expert
 from relibra.planning.traffic.rank_tables import RankTables
 
 CHUNK = 128
@@ -62,9 +63,9 @@ class CanonicalExperts:
         """Run one expert `[1, ...]` on one chunk, padded; return the results of its rows."""
         zeros_YH = rows_XH.new_zeros((CHUNK, rows_XH.shape[1]))
         padded_YH = torch.cat([rows_XH, zeros_YH[len(rows_XH) :]])
-        slot_Y = torch.zeros(CHUNK, dtype=torch.int64, device=rows_XH.device)
+        rows = one_expert(CHUNK, rows_XH.device)
         with parameters_replaced(self.layer.experts, weights):
-            return self.layer.run_rows(padded_YH, slot_Y, padded_YH.new_ones((CHUNK, 1)))[: len(rows_XH)]
+            return self.layer.run_rows(padded_YH, rows, padded_YH.new_ones((CHUNK, 1)))[: len(rows_XH)]
 
     def gradients(
         self, weights: dict[str, Tensor], rows_XH: Tensor, of_output_XH: Tensor, trained: list[str]

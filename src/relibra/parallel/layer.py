@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Int32
 from torch import Tensor
 
 from relibra.parallel.balanced import BalancedEP, LayerInput, parameters_replaced
@@ -26,6 +27,7 @@ from relibra.parallel.rows.dispatch import combine_choices, combine_tokens, disp
 from relibra.parallel.rows.exchange import AllToAll, all_gather, explain_peer_failure
 from relibra.parallel.rows.live_rows import exchange_choices
 from relibra.parallel.rows.row_lists import RowLists, row_lists
+from relibra.parallel.sorted_rows import SortedRows, slot_ends
 from relibra.planning.traffic.rank_tables import Place, RankTables, home_tables
 from relibra.replay.routers import is_recompute
 from relibra.timeline import TimelineRecorder
@@ -35,6 +37,7 @@ from relibra.timeline import TimelineRecorder
 class LayerRun:
     """One layer in one micro-batch on this rank.
 
+    ends_P     of its planned rows, see `SortedRows`
     replicas   set on all ranks if any rank has replicas of this layer in this micro-batch, else None. In resident slots
                idle ones count too: gradients may wait there
     """
@@ -42,6 +45,7 @@ class LayerRun:
     layer: BalancedEP
     tables: RankTables
     lists: RowLists
+    ends_P: Int32[Tensor, " P"]
     replicas: LayerReplicas | None
     recorder: TimelineRecorder
 
@@ -95,6 +99,7 @@ def _run_planned(layer: BalancedEP, planned: PlannedMicroBatch, position: int, t
         layer=layer,
         tables=tables,
         lists=planned.lists_L[position],
+        ends_P=planned.ends_L[position],
         replicas=LayerReplicas(pushes, position) if pushes.has_replicas(position) else None,
         recorder=pushes.recorder,
     )
@@ -113,45 +118,48 @@ def run_experts(run: LayerRun, tokens: LayerInput, *, canonical: bool) -> Tensor
 
 def _run_fast(run: LayerRun, tokens: LayerInput) -> Tensor:
     """Send each token once to each rank that computes it; results are weighted and added there."""
-    choices, lists, slot_Y, live = run.choice_exchange(), run.lists, run.lists.slot_Y, None
+    choices, lists, live, order_Y = run.choice_exchange(), run.lists, None, None
+    rows = SortedRows(lists.slot_Y, run.ends_P)
     if lists.live is not None:
         position_E = run.layer.position_of(tokens.experts_TK.device)
         live = exchange_choices(
             lists.live, tokens.experts_TK, tokens.weights_TK, position_E, run.tables.num_homes, choices
         )
-        lists, slot_Y = lists.with_first(live.arrived_Y), torch.cat([live.slot_Y, slot_Y])
+        rows, order_Y = rows.with_live(live.slot_Y, run.tables.num_homes, run.tables.num_home_rows)
+        lists = lists.with_live(live.arrived_Y, order_Y)
     rows_YH, weight_Y1 = dispatch_tokens(lists, choices, tokens.hidden_TH, tokens.weights_TK)
-    if live is not None:
-        weight_Y1 = torch.cat([live.weight_Y1, weight_Y1])
+    if live is not None and order_Y is not None:
+        weight_Y1 = torch.cat([live.weight_Y1, weight_Y1]).index_select(0, order_Y)
     if run.replicas is None:
-        output_YH = run.layer.run_rows(rows_YH, slot_Y, weight_Y1)
+        homes = slice(0, run.tables.num_homes)
+        output_YH = run.layer.run_rows(rows_YH, rows.of(homes, slice(0, len(rows_YH))), weight_Y1)
     else:
         num_live = 0 if live is None else len(live.slot_Y)
-        output_YH = _run_homes_and_replicas(run, run.replicas, rows_YH, slot_Y, weight_Y1, num_live)
+        output_YH = _run_homes_and_replicas(run, run.replicas, rows_YH, rows, weight_Y1, num_live)
     return combine_tokens(lists, choices, output_YH, len(tokens.hidden_TH))
 
 
 def _run_homes_and_replicas(
-    run: LayerRun, replicas: LayerReplicas, rows_YH: Tensor, slot_Y: Tensor, weight_Y1: Tensor, num_live: int
+    run: LayerRun, replicas: LayerReplicas, rows_YH: Tensor, rows: SortedRows, weight_Y1: Tensor, num_live: int
 ) -> Tensor:
     """Run the experts at home, while weights arrive, then the replicas.
 
-    num_live   live rows for experts at home, which come first
+    num_live   live rows, all of them for experts at home
     """
-    layer, homes = run.layer, run.layer.homes()
-    n = num_live + run.tables.num_home_rows
+    layer, homes, num_homes = run.layer, run.layer.homes(), run.tables.num_homes
+    own = slice(0, num_live + run.tables.num_home_rows)
     anchor, *of_homes = AddReplicaGradients.apply(replicas.returns, list(homes), *homes.values())
     with parameters_replaced(layer.experts, dict(zip(homes, of_homes, strict=True))):
-        outputs = [layer.run_rows(rows_YH[:n], slot_Y[:n], weight_Y1[:n])]
+        outputs = [layer.run_rows(rows_YH[own], rows.of(slice(0, num_homes), own), weight_Y1[own])]
     trained = [name for name, home in homes.items() if home.requires_grad]
     weights = ReturnReplicaGradients.apply(replicas, trained, anchor)
-    for one, own in ((replicas.resident, weights[: len(homes)]), (replicas.shared, weights[len(homes) :])):
+    for one, of_slots in ((replicas.resident, weights[: len(homes)]), (replicas.shared, weights[len(homes) :])):
         planned = run.tables.rows_of(one.slots)
-        rows = slice(num_live + planned.start, num_live + planned.stop)
-        if rows.start < rows.stop:
-            number_Y = slot_Y[rows] - run.tables.num_homes - one.slots.start
-            with parameters_replaced(layer.experts, dict(zip(homes, own, strict=True))):
-                outputs.append(layer.run_rows(rows_YH[rows], number_Y, weight_Y1[rows]))
+        own = slice(num_live + planned.start, num_live + planned.stop)
+        if own.start < own.stop:
+            slots = slice(num_homes + one.slots.start, num_homes + one.slots.stop)
+            with parameters_replaced(layer.experts, dict(zip(homes, of_slots, strict=True))):
+                outputs.append(layer.run_rows(rows_YH[own], rows.of(slots, own), weight_Y1[own]))
     result_YH: Tensor = RefillSlots.apply(replicas, torch.cat(outputs) if len(outputs) > 1 else outputs[0], *weights)
     return result_YH
 
@@ -187,7 +195,8 @@ def run_at_home(
             return layer.run_at_home(tokens) if waiting is None else _run_with_waiting(layer, tokens, waiting)
         tables = _count_home_tables(layer, tokens.experts_TK, place, ranks_per_node)
         lists = row_lists(tables, tokens.experts_TK.cpu().numpy(), tokens.hidden_TH.device)
-        run = LayerRun(layer=layer, tables=tables, lists=lists, replicas=None, recorder=recorder)
+        [ends_P] = slot_ends([tables], tokens.hidden_TH.device)
+        run = LayerRun(layer=layer, tables=tables, lists=lists, ends_P=ends_P, replicas=None, recorder=recorder)
         return _run_canonical(run, tokens.hidden_TH, tokens.weights_TK)
 
 

@@ -34,6 +34,7 @@ from relibra.parallel.replicas.replica_slots import GroupState
 from relibra.parallel.rows.exchange import all_gather
 from relibra.parallel.rows.prepared_rows import prepare_rows
 from relibra.parallel.rows.row_lists import RowLists, row_lists
+from relibra.parallel.sorted_rows import slot_ends
 from relibra.planning.baselines.live import TOLERANCE, solve_layer
 from relibra.planning.traffic.rank_tables import Place, RankTables, layer_tables
 from relibra.replay import BatchRoutes
@@ -120,7 +121,10 @@ class LiveBalancing:
             if replicas is not None:
                 pushes.before_layer(0)
             lists = _list_rows(live, tables, tokens.experts_TK)
-        run = LayerRun(layer=layer, tables=tables, lists=lists, replicas=replicas, recorder=live.recorder)
+        [ends_P] = slot_ends([tables], live.state.device)
+        run = LayerRun(
+            layer=layer, tables=tables, lists=lists, ends_P=ends_P, replicas=replicas, recorder=live.recorder
+        )
         return run_experts(run, tokens, canonical=live.chunk is not None)
 
     def _begin(self, position: int) -> Place:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int32, Int64
 from torch import Tensor, nn
 
 from relibra.errors import EngineError
@@ -20,6 +20,7 @@ from relibra.parallel.replicas.replica_slots import GroupState
 from relibra.parallel.replicas.resident_slots import Residents
 from relibra.parallel.rows.prepared_rows import RowKinds
 from relibra.parallel.rows.row_lists import RowLists
+from relibra.parallel.sorted_rows import slot_ends
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.rank_tables import RankTables
 from relibra.replay import BatchRoutes
@@ -87,7 +88,7 @@ class ExecutedPlan:
 class PlannedMicroBatch:
     """Tables, row lists and pushes of all layers, and which rows of the batch are planned.
 
-    tables_L, lists_L   by position of the layer
+    tables_L, lists_L, ends_L   by position of the layer; ends as in `SortedRows`, on the device
     routes              of this rank; None: it has no sample here, and all its rows are filler
     kinds               planned and live rows of this rank; None: all are planned
     live_apart          live rows of any rank are computed in an exchange of their own, in which all ranks take part
@@ -96,6 +97,7 @@ class PlannedMicroBatch:
 
     tables_L: Sequence[RankTables]
     lists_L: Sequence[RowLists]
+    ends_L: Sequence[Int32[Tensor, " P"]]
     pushes: PushSchedule
     routes: BatchRoutes | None
     kinds: RowKinds | None
@@ -177,6 +179,7 @@ def prepare_micro_batch(executed: ExecutedPlan, number: int, routes: BatchRoutes
     return PlannedMicroBatch(
         tables_L=rows.tables_L,
         lists_L=rows.lists_on(state.device, kinds),
+        ends_L=slot_ends(rows.tables_L, state.device),
         pushes=pushes,
         routes=routes,
         kinds=kinds,

@@ -76,10 +76,14 @@ class RowLists:
     once: SendOnce | None = None
     live: LiveRows | None = None
 
-    def with_first(self, arrived_X: Int[Tensor, " X"]) -> RowLists:
-        """Return the lists with these arrived rows as inputs of rows that are computed before all others."""
+    def with_live(self, arrived_X: Int[Tensor, " X"], order_Y: Int[Tensor, " Y"]) -> RowLists:
+        """Return the lists with these arrived rows as inputs of further rows.
+
+        order_Y   index of each computed row among the further ones and then the others
+        """
         assert self.once is not None, "live rows travel with tokens that are sent once"
-        return replace(self, once=replace(self.once, arrived_Y=torch.cat([arrived_X, self.once.arrived_Y])))
+        arrived_Y = torch.cat([arrived_X, self.once.arrived_Y]).index_select(0, order_Y)
+        return replace(self, once=replace(self.once, arrived_Y=arrived_Y))
 
 
 def row_lists(tables: RankTables, experts_TK: Int[ndarray, "T K"], device: torch.device) -> RowLists:

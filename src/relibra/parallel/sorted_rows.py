@@ -1,0 +1,75 @@
+"""`SortedRows`: which expert computes each row, of rows that lie by local slot, with the ends of slots on the device.
+
+Tables say how many rows each slot gets, so the host never waits for the device, and nothing sorts rows again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Int, Int32
+from torch import Tensor
+from torch.nn.functional import pad
+
+from relibra.planning.traffic.rank_tables import RankTables
+
+
+class SortedRows(NamedTuple):
+    """Rows in ascending order of consecutive slots.
+
+    slot_Y   slot of each row, from 0
+    ends_P   index of the row behind the last one of each slot
+    """
+
+    slot_Y: Int[Tensor, " Y"]
+    ends_P: Int32[Tensor, " P"]
+
+    def of(self, slots: slice, rows: slice) -> SortedRows:
+        """Return the rows of some of the slots, numbered from 0.
+
+        rows   of these slots, as the host knows them
+        """
+        return SortedRows(self.slot_Y[rows] - slots.start, self.ends_P[slots] - rows.start)
+
+    def padded(self, num_rows: int) -> SortedRows:
+        """Return them with further rows in the last slot, up to this number."""
+        last = len(self.ends_P) - 1
+        slot_Y = pad(self.slot_Y, (0, num_rows - len(self.slot_Y)), value=last)
+        return SortedRows(slot_Y, torch.cat([self.ends_P[:last], self.ends_P.new_full((1,), num_rows)]))
+
+    def with_live(self, slot_V: Int[Tensor, " V"], num_homes: int, num_home_rows: int) -> tuple[SortedRows, Tensor]:
+        """Return them with rows for experts at home in front of them, whose experts the device alone knows.
+
+        num_homes, num_home_rows   slots of experts at home, which come first, and their rows without the new ones
+        returns                    the rows, and the index of each among the new and then the old ones
+        """
+        at_home = torch.cat([slot_V.to(self.slot_Y.dtype), self.slot_Y[:num_home_rows]])
+        slot_X, order_X = torch.sort(at_home, stable=True)
+        homes_P = torch.arange(num_homes, device=slot_X.device, dtype=slot_X.dtype)
+        ends_P = torch.searchsorted(slot_X, homes_P, right=True, out_int32=True)
+        rest_X = torch.arange(len(slot_X), len(slot_V) + len(self.slot_Y), device=order_X.device)
+        rows = SortedRows(
+            torch.cat([slot_X, self.slot_Y[num_home_rows:]]),
+            torch.cat([ends_P, self.ends_P[num_homes:] + len(slot_V)]),
+        )
+        return rows, torch.cat([order_X, rest_X])
+
+
+def one_expert(num_rows: int, device: torch.device) -> SortedRows:
+    """Return rows that one expert computes."""
+    return SortedRows(
+        torch.zeros(num_rows, dtype=torch.int32, device=device),
+        torch.full((1,), num_rows, dtype=torch.int32, device=device),
+    )
+
+
+def slot_ends(tables_L: Sequence[RankTables], device: torch.device) -> tuple[Int32[Tensor, " P"], ...]:
+    """Return `SortedRows.ends_P` of the computed rows of each layer, in one copy to the device."""
+    rows_LP = np.stack([tables.receive_RP.sum(axis=0) for tables in tables_L])
+    ends_LP = torch.from_numpy(rows_LP.cumsum(axis=1, dtype=np.int32))
+    if device.type == "cuda":
+        ends_LP = ends_LP.pin_memory()  # else the host would wait for the copy
+    return ends_LP.to(device, non_blocking=True).unbind()
