@@ -38,7 +38,7 @@ from relibra.timeline import TimelineRecorder
 class GradientReturn:
     """Gradients of replicas of one (layer, micro-batch) on their way home.
 
-    slots   of this rank; they say shapes and dtypes
+    slots   of this rank; they say shapes and dtypes, and have the room for what arrives
     """
 
     def __init__(self, place: Place, slots: ReplicaSlots, recorder: TimelineRecorder) -> None:
@@ -57,10 +57,10 @@ class GradientReturn:
         pushes = [one.push for one in returns]
         self._transfer = transfer = self.transfer(pushes)
         for name in trained:
-            like = self.slots.weights[name]
-            wide = torch.promote_types(like.dtype, torch.float32)
+            narrow = self.slots.weights[name].dtype
+            wide = torch.promote_types(narrow, torch.float32)
             self._arriving[name] = {
-                n: like.new_empty(like.shape[1:], dtype=wide if n >= len(pushes) - num_sums else like.dtype)
+                n: self.slots.room.take(name, wide if n >= len(pushes) - num_sums else narrow)
                 for n, _ in transfer.of_homes
             }
             transfer.start({n: returns[n].rows[name] for n, _ in transfer.of_slots}, self._arriving[name])
@@ -86,6 +86,7 @@ class GradientReturn:
                 sums[slot] = (sums[slot] if slot in sums else of_home[slot].to(wide)) + row.to(wide)
             for slot, total in sums.items():  # rounded once
                 of_home[slot] = total
+            self.slots.room.give_back(name, rows.values())
 
 
 class LayerReplicas:
@@ -132,18 +133,17 @@ class LayerReplicas:
         returns, sums = [], list[Return]()
         for push in self.tables.pushes:
             if push.slot >= A:
-                rows = {name: _row(of_shared[name], push.slot - A, self.shared.weights[name]) for name in trained}
-                returns.append(Return(push, rows if push.replica == place.rank else {}))
+                own = trained if push.replica == place.rank else ()
+                returns.append(Return(push, {name: self._row(name, of_shared[name], push.slot - A) for name in own}))
         if (residents := self.schedule.residents) is not None:
             gradients = {name: of_resident[name] for name in trained}
             used_RA = self.schedule.used_LRA[self.position]
             sums = residents.add_gradients(place.micro_batch, self.position, used_RA, gradients)
         self.returns.send(returns + sums, trained, num_sums=len(sums))
 
-
-def _row(gradient: Tensor | None, slot: int, weights: Tensor) -> Tensor:
-    """Return the gradient of one slot; zeros where nothing was computed."""
-    return weights.new_zeros(weights.shape[1:]) if gradient is None else gradient[slot]
+    def _row(self, name: str, gradient: Tensor | None, slot: int) -> Tensor:
+        """Return the gradient of one shared slot; zeros where nothing was computed."""
+        return self.slots.room.zeros(name) if gradient is None else gradient[slot]
 
 
 class WaitingGradients:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from relibra.parallel.preparation import Preparation
 from relibra.parallel.process_groups import make_same_ranks_group
+from relibra.parallel.replicas.gradient_room import GradientRoom
 from relibra.parallel.replicas.transfer import Transfer
 from relibra.planning.traffic.rank_tables import Place, Push
 from relibra.timeline import TimelineRecorder
@@ -40,6 +41,7 @@ class ReplicaSlots:
     num_shared   X
     shared_by    whose weights are in the shared slots or on their way; None: outdated ones
     push_group   process group of pushes and returns
+    room         memory for gradients on their way home
     """
 
     def __init__(self, like_homes: dict[str, Tensor], num_shared: int, push_group: dist.ProcessGroup) -> None:
@@ -49,6 +51,7 @@ class ReplicaSlots:
         """
         self.weights = {name: home.new_zeros((num_shared, *home.shape[1:])) for name, home in like_homes.items()}
         self.num_shared, self.push_group = num_shared, push_group
+        self.room = GradientRoom(self.weights)
         self.shared_by: Place | None = None
         self._filling: Transfer | None = None
 
@@ -96,6 +99,7 @@ class ReplicaSlots:
         The next use of the slots finishes pushes under way: later pushes could match the messages of dropped ones.
         """
         self.shared_by = None
+        self.room.clear()
 
 
 def _numbered(one: SlotRange, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
