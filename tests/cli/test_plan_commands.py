@@ -112,6 +112,13 @@ def test_plan_prints_json(run, trace, tmp_path):
     assert len(read_plan(path).bound_ML) == 4
 
 
+def test_plan_with_static_rows(run, trace, tmp_path):
+    for words in ((), ("--static-rows",)):
+        code, *_ = run("plan", trace, *CUT, *words, "-o", tmp_path / "p.safetensors")
+        assert code == 0
+        assert read_plan(tmp_path / "p.safetensors").static_rows == bool(words)
+
+
 def test_plan_from_the_plan_before_moves_little(run, trace, plan, tmp_path):
     again = tmp_path / "again.safetensors"
     facts = json.loads(run("plan", trace, *CUT, "--previous", plan, "-o", again, "--json")[1])

@@ -38,6 +38,7 @@ class PlanRequest(PlanningRequest):
     deadline: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Stop improving the plan after this time.")
     ] = None
+    static_rows: options.StaticRows = False
     previous: Annotated[Path | None, typer.Option(metavar="PLAN", help="Plan of the previous step: a warm start.")] = (
         None
     )
@@ -58,7 +59,7 @@ class PlanRequest(PlanningRequest):
 
     def budget(self) -> Budget:
         """Return what the options allow."""
-        return replace(super().budget(), deadline_seconds=self.deadline)
+        return replace(super().budget(), deadline_seconds=self.deadline, static_rows=self.static_rows)
 
 
 @takes(PlanRequest)

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Int32
 from torch import Tensor
+from torch.nn.functional import pad
 
 from relibra.parallel.balanced import BalancedEP, LayerInput, parameters_replaced
 from relibra.parallel.canonical import CanonicalExperts
-from relibra.parallel.micro_batch import PlannedMicroBatch
+from relibra.parallel.micro_batch import PlannedMicroBatch, StaticRows
 from relibra.parallel.replicas.replica_gradients import (
     AddReplicaGradients,
+    JoinWeights,
     LayerReplicas,
     RefillSlots,
     ReturnReplicaGradients,
@@ -39,7 +41,8 @@ class LayerRun:
 
     ends_P     of its planned rows, see `SortedRows`
     replicas   set on all ranks if any rank has replicas of this layer in this micro-batch, else None. In resident slots
-               idle ones count too: gradients may wait there
+               idle ones count too: gradients may wait there. Set too where homes and replicas are computed together
+    static     rows that every rank computes; None: as many as the tables give it
     """
 
     layer: BalancedEP
@@ -48,6 +51,7 @@ class LayerRun:
     ends_P: Int32[Tensor, " P"]
     replicas: LayerReplicas | None
     recorder: TimelineRecorder
+    static: StaticRows | None = None
 
     def choice_exchange(self) -> AllToAll:
         """Return the exchange of one row per token-slot."""
@@ -94,14 +98,16 @@ def _run_planned(layer: BalancedEP, planned: PlannedMicroBatch, position: int, t
     tokens   of the whole batch with fast sums, of its planned rows with canonical ones
     """
     planned.check_choices(position, tokens.experts_TK)
-    tables, pushes = planned.tables_L[position], planned.pushes
+    tables, pushes, static = planned.tables_L[position], planned.pushes, planned.static_L[position]
+    joined = static is not None and static.joined
     run = LayerRun(
         layer=layer,
         tables=tables,
         lists=planned.lists_L[position],
         ends_P=planned.ends_L[position],
-        replicas=LayerReplicas(pushes, position) if pushes.has_replicas(position) else None,
+        replicas=LayerReplicas(pushes, position) if joined or pushes.has_replicas(position) else None,
         recorder=pushes.recorder,
+        static=static,
     )
     if run.replicas is not None:
         pushes.before_layer(position)
@@ -127,12 +133,18 @@ def _run_fast(run: LayerRun, tokens: LayerInput) -> Tensor:
         )
         rows, order_Y = rows.with_live(live.slot_Y, run.tables.num_homes, run.tables.num_home_rows)
         lists = lists.with_live(live.arrived_Y, order_Y)
-    rows_YH, weight_Y1 = dispatch_tokens(lists, choices, tokens.hidden_TH, tokens.weights_TK)
+    padding = 0 if run.static is None else run.static.num_rows - len(run.lists.slot_Y)
+    rows_YH, weight_Y1 = dispatch_tokens(lists, choices, tokens.hidden_TH, tokens.weights_TK, num_padding=padding)
     if live is not None and order_Y is not None:
         weight_Y1 = torch.cat([live.weight_Y1, weight_Y1]).index_select(0, order_Y)
     if run.replicas is None:
-        homes = slice(0, run.tables.num_homes)
-        output_YH = run.layer.run_rows(rows_YH, rows.of(homes, slice(0, len(rows_YH))), weight_Y1)
+        rows = SortedRows(rows.slot_Y, rows.ends_P[: run.tables.num_homes])
+    if run.static is not None:
+        rows, weight_Y1 = rows.padded(len(rows_YH)), pad(weight_Y1, (0, 0, 0, padding))
+    if run.replicas is None:
+        output_YH = run.layer.run_rows(rows_YH, rows, weight_Y1)
+    elif run.static is not None:
+        output_YH = _run_joined(run, run.replicas, rows_YH, rows, weight_Y1)
     else:
         num_live = 0 if live is None else len(live.slot_Y)
         output_YH = _run_homes_and_replicas(run, run.replicas, rows_YH, rows, weight_Y1, num_live)
@@ -161,6 +173,16 @@ def _run_homes_and_replicas(
             with parameters_replaced(layer.experts, dict(zip(homes, of_slots, strict=True))):
                 outputs.append(layer.run_rows(rows_YH[own], rows.of(slots, own), weight_Y1[own]))
     result_YH: Tensor = RefillSlots.apply(replicas, torch.cat(outputs) if len(outputs) > 1 else outputs[0], *weights)
+    return result_YH
+
+
+def _run_joined(run: LayerRun, replicas: LayerReplicas, rows_YH: Tensor, rows: SortedRows, weight_Y1: Tensor) -> Tensor:
+    """Run the experts at home and the replicas together, when weights have arrived."""
+    layer, homes = run.layer, run.layer.homes()
+    weights = JoinWeights.apply(replicas, list(homes), *homes.values())
+    with parameters_replaced(layer.experts, dict(zip(homes, weights, strict=True))):
+        output_YH = layer.run_rows(rows_YH, rows, weight_Y1)
+    result_YH: Tensor = RefillSlots.apply(replicas, output_YH, *weights)
     return result_YH
 
 

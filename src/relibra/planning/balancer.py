@@ -83,6 +83,7 @@ class PlacementRequest:
             group_M=scheduled.group_M,
             scope=scope,
             dispatch=self.cluster.dispatch,
+            static_rows=self.budget.static_rows,
             cut_short=cut_short,
         )
 

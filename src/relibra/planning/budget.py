@@ -40,6 +40,8 @@ class Budget:
     pack_samples        samples may change their micro-batch; the gradient of a step is the same sum
     cross_node_copies   replicas may be on another node than their home: weights and gradients then cross the network
     tolerance           the busiest rank may exceed the lowest reachable load by this share; larger: fewer copies
+    static_rows         ranks pad what they compute in a layer to the rows of the busiest rank of the step: shapes are
+                        the same in all micro-batches, at the price of computed padding
     rank_tokens         most tokens of a rank in a micro-batch; a longer sample is alone there. None: as many as the
                         fullest rank of the given schedule has
     steps_served        steps that new homes are expected to serve: each is charged this part of the moves
@@ -62,6 +64,7 @@ class Budget:
     pack_samples: bool = False
     cross_node_copies: bool = False
     tolerance: float = 0.0
+    static_rows: bool = False
     rank_tokens: int | None = None
     steps_served: int = 1
     token_slack: float = 0.02

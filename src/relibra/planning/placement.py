@@ -115,6 +115,7 @@ class Placement(Homes):
                             gradients go home at its end; None: all micro-batches are one sequence
     scope                   "node": replicas stay on the node of their home; "cluster": anywhere
     dispatch                how tokens reach ranks of other nodes (`Cluster.dispatch`)
+    static_rows             whether ranks pad what they compute to one number of rows per layer (`static_rows_L`)
     cut_short               a deadline ended the search
     """
 
@@ -126,6 +127,7 @@ class Placement(Homes):
     group_M: Int32[ndarray, " M"] | None = None
     scope: Scope = "node"
     dispatch: Dispatch = "flat"
+    static_rows: bool = False
     cut_short: bool = False
 
     @property
@@ -149,6 +151,10 @@ class Placement(Homes):
         """Return the token-slots that each rank computes; `demand` has this placement's schedule."""
         load_MLR = home_rank_load(demand.load_MLE, self.home_LE, self.num_ranks)
         return load_MLR + replica_load_change(self.replica_MLRB, self.quota_MLRB, self.home_LE)
+
+    def static_rows_L(self, demand: ScheduledDemand) -> Int64[ndarray, " L"]:
+        """Return the token-slots of the busiest rank in any micro-batch; `demand` has this placement's schedule."""
+        return self.rank_load(demand).max(axis=(0, 2), initial=0)
 
     def skew(self, demand: ScheduledDemand) -> float:
         """Return the token objective: sum over micro-batches and layers of the busiest rank / the sum of mean ranks."""

@@ -116,6 +116,8 @@ class StepPlan(Placement):
         digest = hashlib.sha256(repr(sizes).encode())
         if self.dispatch != "flat":  # digests of flat plans stay as they were
             digest.update(self.dispatch.encode())
+        if self.static_rows:
+            digest.update(b"static rows")
         for name, array in self.decisions().items():
             digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
             digest.update(np.ascontiguousarray(array).tobytes())

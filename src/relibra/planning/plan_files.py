@@ -62,6 +62,7 @@ class _Facts(BaseModel):
     resident_slots: Annotated[int, Field(ge=0, le=1 << 10)]
     scope: Scope
     dispatch: Dispatch = "flat"
+    static_rows: bool = False
     predicted: dict[str, _Seconds]
     plan_seconds: _Seconds
     objective: str

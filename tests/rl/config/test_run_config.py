@@ -31,6 +31,13 @@ def refusal(*overrides, path=None):
     return sentence
 
 
+@pytest.mark.parametrize("other", ["plan.sums=canonical", "plan.balancer=live", "plan.balancer=static"])
+def test_static_rows_belong_to_plans_with_fast_sums(other):
+    assert load_config(None, ["plan.static_rows=true"]).plan.static_rows
+    name, value = other.split("=")
+    assert f"plan.static_rows does not work with {name}='{value}'" in refusal("plan.static_rows=true", other)
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

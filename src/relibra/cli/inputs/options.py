@@ -123,6 +123,10 @@ Steps = Annotated[
 Pack = Annotated[
     bool, typer.Option("--pack/--no-pack", help="Samples may change their rank and micro-batch, where that pays.")
 ]
+StaticRows = Annotated[
+    bool,
+    typer.Option("--static-rows", help="Ranks pad what they compute: as many rows in every micro-batch of a layer."),
+]
 CrossNodeCopies = Annotated[
     bool | None,
     typer.Option(

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Int16
 from numpy import ndarray
 
-from relibra.parallel.replicas.replica_slots import GroupState, HomeParameters, ReplicaSlots, SlotRange
+from relibra.parallel.replicas.replica_slots import GroupState, HomeParameters, ReplicaSlots, SlotCounts, SlotRange
 from relibra.parallel.replicas.resident_slots import Residents
 from relibra.planning.traffic.rank_tables import RankTables
 from relibra.timeline import TimelineRecorder
@@ -31,7 +31,7 @@ class PushSchedule:
     Early pushes need slots, which the first layer with replicas allocates when it runs, and weights that exist before
     their layer runs.
 
-    num_shared      shared slots of the plan
+    counts          shared slots of the plan, and what lies in front of them
     residents       resident slots; None: the plan has none
     tables_L        by position of the layer
     homes_L         local parameters of each layer
@@ -40,7 +40,7 @@ class PushSchedule:
     """
 
     state: GroupState
-    num_shared: int
+    counts: SlotCounts
     residents: Residents | None
     tables_L: Sequence[RankTables]
     homes_L: Sequence[HomeParameters]
@@ -92,7 +92,7 @@ class PushSchedule:
 
     def slots(self, position: int) -> ReplicaSlots:
         """Return the slots, allocated with the shapes of a layer if necessary."""
-        return self.state.slots_for(self.num_shared, self.homes_L[position])
+        return self.state.slots_for(self.counts, self.homes_L[position])
 
     def slot_ranges(self, position: int) -> tuple[SlotRange, SlotRange]:
         """Return the resident slots of a layer and the shared ones; either may be none."""
@@ -100,7 +100,7 @@ class PushSchedule:
         resident = {name: weights[:0] for name, weights in shared.items()}
         if self.residents is not None:
             resident = self.residents.weights(position, shared)
-        return SlotRange(slice(0, A), resident), SlotRange(slice(A, A + self.num_shared), shared)
+        return SlotRange(slice(0, A), resident), SlotRange(slice(A, A + self.counts.shared), shared)
 
     def _start_early(self, positions: range) -> None:
         """Start the push of the first of these layers that lacks weights, if there are slots and weights already."""

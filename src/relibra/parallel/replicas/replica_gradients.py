@@ -96,6 +96,7 @@ class LayerReplicas:
     tables             of the layer, with pushes of any ranks
     slots              of this rank
     resident, shared   slots of this layer alone, and those of all layers, with their weights
+    joined             homes and replicas are computed together
     returns            gradients on their way home
     """
 
@@ -104,16 +105,24 @@ class LayerReplicas:
         self.schedule, self.position = schedule, position
         self.tables, self.slots = schedule.tables_L[position], schedule.slots(position)
         self.resident, self.shared = schedule.slot_ranges(position)
+        self.joined = self.slots.num_in_front > 0
         self.returns = GradientReturn(self.tables.place, self.slots, schedule.recorder)
 
     def refill(self) -> None:
         """Push the weights into the slots unless they are there, and wait for them; collective."""
         self.schedule.before_layer(self.position)
         self.wait_for_weights()
+        if self.joined:
+            self.join_weights(self.schedule.homes_L[self.position]())
 
     def wait_for_weights(self) -> None:
         """Return when the weights of this layer's replicas have arrived."""
         self.slots.wait(self.tables.place)
+
+    def join_weights(self, homes: dict[str, Tensor]) -> None:
+        """Put experts at home and resident replicas in front of the shared slots, if they are computed together."""
+        if self.joined:
+            self.slots.put_in_front([homes, self.resident.weights])
 
     def weights_of(self, slot: int) -> dict[str, Tensor]:
         """Return the weights `[1, ...]` in one slot of this rank (0..B-1)."""
@@ -219,6 +228,41 @@ class RefillSlots(torch.autograd.Function):
         """Push the weights again and wait for them; collective."""
         ctx.replicas.refill()
         return (None, gradients[0], *[None] * ctx.num_slots)
+
+
+class JoinWeights(torch.autograd.Function):
+    """Weights of homes and of this rank's replicas in one tensor per parameter.
+
+    Backward sends the gradients of replicas home and adds those that arrive to the gradients of the homes. It takes the
+    place of `AddReplicaGradients` and `ReturnReplicaGradients` where one product computes all experts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, replicas: LayerReplicas, names: list[str], *homes: Tensor) -> tuple[Tensor, ...]:
+        """Wait for the weights and return them `[E / R + B, ...]` by parameter: homes, then slots in their order."""
+        ctx.set_materialize_grads(False)
+        ctx.replicas, ctx.names = replicas, names
+        replicas.wait_for_weights()
+        replicas.join_weights(dict(zip(names, homes, strict=True)))
+        joined = tuple(replicas.slots.joined[name].detach() for name in names)
+        ctx.mark_non_differentiable(
+            *(one for one, needs in zip(joined, ctx.needs_input_grad[2:], strict=True) if not needs)
+        )
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, *of_joined: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Send the gradients of the slots home, start the push of the previous layer, and wait for what comes here."""
+        replicas: LayerReplicas = ctx.replicas
+        ends = (replicas.tables.num_homes, replicas.slots.num_in_front)
+        of_homes, of_resident, of_shared = (
+            [None if one is None else one.tensor_split(ends)[part] for one in of_joined] for part in range(3)
+        )
+        trained = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[2:], strict=True) if needs]
+        replicas.send_gradients(of_resident + of_shared, trained)
+        replicas.schedule.after_gradients(replicas.position)
+        replicas.returns.add_to(dict(zip(ctx.names, of_homes, strict=True)))
+        return (None, None, *of_homes)
 
 
 class ReturnWaitingGradients(torch.autograd.Function):

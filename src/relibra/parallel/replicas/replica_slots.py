@@ -34,23 +34,36 @@ class SlotRange(NamedTuple):
     weights: dict[str, Tensor]
 
 
+class SlotCounts(NamedTuple):
+    """Shared slots of a rank, and the experts of a layer that lie in front of them in one tensor, else 0."""
+
+    shared: int
+    in_front: int = 0
+
+
 class ReplicaSlots:
     """The shared slots of one rank, filled for one (layer, micro-batch) at a time, and the push that is under way.
 
     weights      `[X, ...]` per parameter of the experts modules, by name
     num_shared   X
+    joined       `[F + X, ...]`: room for F other experts of a layer, with the slots behind them
+    num_in_front F
     shared_by    whose weights are in the shared slots or on their way; None: outdated ones
     push_group   process group of pushes and returns
     room         memory for gradients on their way home
     """
 
-    def __init__(self, like_homes: dict[str, Tensor], num_shared: int, push_group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, like_homes: dict[str, Tensor], num_shared: int, num_in_front: int, push_group: dist.ProcessGroup
+    ) -> None:
         """Allocate the slots.
 
         like_homes   local parameters of any layer as its forward pass sees them; all layers have the same shapes
         """
-        self.weights = {name: home.new_zeros((num_shared, *home.shape[1:])) for name, home in like_homes.items()}
-        self.num_shared, self.push_group = num_shared, push_group
+        num_joined = num_in_front + num_shared
+        self.joined = {name: home.new_zeros((num_joined, *home.shape[1:])) for name, home in like_homes.items()}
+        self.weights = {name: joined[num_in_front:] for name, joined in self.joined.items()}
+        self.num_shared, self.num_in_front, self.push_group = num_shared, num_in_front, push_group
         self.room = GradientRoom(self.weights)
         self.shared_by: Place | None = None
         self._filling: Transfer | None = None
@@ -78,6 +91,15 @@ class ReplicaSlots:
                 outgoing={n: rows[name][push.home_slot].to(like.dtype) for n, push in transfer.of_homes},
                 incoming={n: slots[push.slot] for n, push in transfer.of_slots},
             )
+
+    def put_in_front(self, parts: Sequence[dict[str, Tensor]]) -> None:
+        """Copy experts `[X, ...]` of a layer, part after part, in front of the slots.
+
+        Other layers do the same, so it is done before each forward and each backward pass of a layer.
+        """
+        for name, joined in self.joined.items():
+            # As for pushes: `data` hides the write from autograd's version counters.
+            torch.cat([part[name] for part in parts], out=joined.data[: self.num_in_front])
 
     def wait(self, place: Place | None = None) -> None:
         """Return when weights of this rank's replicas have arrived, and those of its homes are sent.
@@ -128,15 +150,15 @@ class GroupState:
         self.slots: ReplicaSlots | None = None
         self.live_passes = 0
 
-    def slots_for(self, num_shared: int, homes: HomeParameters) -> ReplicaSlots:
+    def slots_for(self, counts: SlotCounts, homes: HomeParameters) -> ReplicaSlots:
         """Return the shared slots, allocated if there are none or another number of them.
 
         homes   returns the local parameters of a layer that is running: slots get their shapes and dtypes
         """
-        if self.slots is None or self.slots.num_shared != num_shared:
+        if self.slots is None or (self.slots.num_shared, self.slots.num_in_front) != counts:
             if self.slots is not None:
                 self.slots.wait()
-            self.slots = ReplicaSlots(homes(), num_shared, self.push_group)
+            self.slots = ReplicaSlots(homes(), *counts, self.push_group)
         return self.slots
 
 

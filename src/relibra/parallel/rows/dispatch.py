@@ -25,13 +25,19 @@ from relibra.parallel.rows.row_lists import Hop, RowLists, SendOnce
 
 
 def dispatch_tokens(
-    lists: RowLists, choices: AllToAll, hidden_TH: Float[Tensor, "T H"], weights_TK: Float[Tensor, "T K"]
+    lists: RowLists,
+    choices: AllToAll,
+    hidden_TH: Float[Tensor, "T H"],
+    weights_TK: Float[Tensor, "T K"],
+    *,
+    num_padding: int = 0,
 ) -> tuple[Float[Tensor, "Y H"], Float[Tensor, "Y 1"]]:
     """Return the planned rows that this rank computes, and their gate weights; collective.
 
     With live rows in `lists` these come first; their weights are not among those returned (`exchange_choices`).
 
-    choices   exchange of one row per token-slot
+    choices       exchange of one row per token-slot
+    num_padding   rows of zeros behind the others, without weights
     raises    EngineError when a peer is gone or the group's time-out has passed
     """
     once, rows_XH = _send_once(lists), hidden_TH
@@ -41,13 +47,16 @@ def dispatch_tokens(
     select = _Permute if len(lists.choice_X) == len(weights_X1) else _Gather  # some rows may not be planned
     weight_Y1 = exchange(select.apply(weights_X1, lists.choice_X), replace(choices, label="gate weights"))
     weight_Y1 = _Permute.apply(weight_Y1, lists.compute_order_Y)
-    return _Gather.apply(rows_XH, once.arrived_Y), weight_Y1
+    return _Gather.apply(rows_XH, once.arrived_Y, num_padding), weight_Y1
 
 
 def combine_tokens(
     lists: RowLists, choices: AllToAll, output_YH: Float[Tensor, "Y H"], num_tokens: int
 ) -> Float[Tensor, "T H"]:
-    """Return the results of this rank's tokens from weighted results of rows; the reverse of `dispatch_tokens`."""
+    """Return the results of this rank's tokens from weighted results of rows; the reverse of `dispatch_tokens`.
+
+    Results behind those of the lists are of padding, and nobody's.
+    """
     once = _send_once(lists)
     before = [num_tokens, *(hop.num_brought for hop in once.hops)]
     rows_XH = _Sum.apply(output_YH, once.arrived_Y, before.pop())
@@ -90,15 +99,15 @@ class _Gather(torch.autograd.Function):
     """Select rows by index, with repetition; gradients of a row are summed in float32 or wider."""
 
     @staticmethod
-    def forward(ctx: Any, rows_ZH: Tensor, index_Y: Tensor) -> Tensor:
+    def forward(ctx: Any, rows_ZH: Tensor, index_Y: Tensor, num_padding: int = 0) -> Tensor:
         ctx.save_for_backward(index_Y)
         ctx.num_rows = len(rows_ZH)
-        return rows_ZH.index_select(0, index_Y)
+        return _select(rows_ZH, index_Y, num_padding)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (index_Y,) = ctx.saved_tensors
-        return _add_up(gradients[0], index_Y, ctx.num_rows), None
+        return _add_up(gradients[0][: len(index_Y)], index_Y, ctx.num_rows), None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -107,11 +116,22 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_YH: Tensor, index_Y: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(index_Y)
-        return _add_up(rows_YH, index_Y, num_rows)
+        ctx.num_padding = len(rows_YH) - len(index_Y)
+        return _add_up(rows_YH[: len(index_Y)], index_Y, num_rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0].index_select(0, ctx.saved_tensors[0]), None, None
+        return _select(gradients[0], ctx.saved_tensors[0], ctx.num_padding), None, None
+
+
+def _select(rows_ZH: Tensor, index_Y: Tensor, num_padding: int) -> Tensor:
+    """Return rows by index, with rows of zeros behind them."""
+    if not num_padding:
+        return rows_ZH.index_select(0, index_Y)
+    padded_XH = rows_ZH.new_empty((len(index_Y) + num_padding, rows_ZH.shape[1]))
+    torch.index_select(rows_ZH, 0, index_Y, out=padded_XH[: len(index_Y)])
+    padded_XH[len(index_Y) :] = 0
+    return padded_XH
 
 
 def _add_up(rows_YH: Tensor, index_Y: Tensor, num_rows: int) -> Tensor:

@@ -20,4 +20,5 @@ def plan_budget(settings: PlanSettings, cluster: Cluster) -> Budget:
         cross_node_copies=settings.objective == "seconds",
         tolerance=settings.tolerance,
         steps_served=settings.steps_served,
+        static_rows=settings.static_rows,
     )

@@ -122,7 +122,13 @@ def check_server(rollout: RolloutSettings, model: ModelSettings, parallel: Paral
 
 
 def check_plan(plan: PlanSettings) -> None:
-    """Check the name of the balancer."""
+    """Check the name of the balancer, and that static rows belong to a plan that can have them."""
+    if plan.static_rows and (plan.sums == "canonical" or plan.balancer in ("static", "live")):
+        other = "plan.sums='canonical'" if plan.sums == "canonical" else f"plan.balancer={plan.balancer!r}"
+        raise ValueError(
+            f"plan.static_rows does not work with {other}: it pads the rows of planned micro-batches with fast sums; "
+            "leave one of them out"
+        )
     if plan.balancer in ("relibra", "static", "live"):
         return  # importing the others loads numba
     from relibra.planning import BALANCERS

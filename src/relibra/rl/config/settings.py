@@ -271,6 +271,9 @@ class PlanSettings(Section):
     """Accepted excess of the busiest rank's load over the lowest possible (0.01 = 1 %); larger means fewer copies."""
     steps_served: int = Field(RUN_DEFAULTS.steps_served, ge=1, le=LONGEST)
     """Steps over which the time of moving an expert to a new home is spread: how long routes stay alike."""
+    static_rows: bool = False
+    """Pad what a rank computes to one number of rows per layer, the same in all micro-batches of a step: constant
+    shapes at the price of computed padding. Only with plans and fast sums."""
     sums: Literal["fast", "canonical"] = "fast"
     """"canonical": bitwise the same results under every plan of one schedule; slower, and turns `pack` off."""
 
