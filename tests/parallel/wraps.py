@@ -63,15 +63,27 @@ def adapted_experts(model: nn.Module) -> nn.Module:
     return model
 
 
+def eager_experts(model: nn.Module) -> nn.Module:
+    model.set_experts_implementation("eager")
+    return model
+
+
+def batched_experts(model: nn.Module) -> nn.Module:
+    model.set_experts_implementation("batched_mm")
+    return model
+
+
 WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "compiled": compiled,
     "reentrant": reentrant,
     "adapted attention": adapted_attention,
     "wrapped experts": wrapped_experts,
     "adapted experts": adapted_experts,
+    "eager experts": eager_experts,
+    "batched experts": batched_experts,
 }
 
-SAME_MATHS = ("compiled", "reentrant")
+SAME_MATHS = ("compiled", "reentrant", "eager experts", "batched experts")
 """Of them those that the reference goes without."""
 
 
