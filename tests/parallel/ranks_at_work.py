@@ -42,6 +42,7 @@ class Case:
     accumulate  gradients are reduced over ranks after the last micro-batch only
     model       settings of the model's configuration
     distributed settings of DistributedConfig
+    device      of the model and its batches; routes stay on the host
     """
 
     plan: StepPlan
@@ -63,6 +64,7 @@ class Case:
     accumulate: bool = False
     model: dict[str, object] = field(default_factory=dict)
     distributed: dict[str, object] = field(default_factory=dict)
+    device: str = "cpu"
 
     @property
     def model_name(self) -> str:
@@ -81,7 +83,7 @@ class Case:
         for row, (s, length) in enumerate(zip(samples, lengths, strict=True)):
             mask[row, :length] = 1
             tokens[row, :length] = random_tokens(1, length, seed=s)[0]
-        return samples, tokens, mask
+        return samples, tokens.to(self.device), mask.to(self.device)
 
     def routes(self, micro_batch: int, rank: int) -> BatchRoutes | None:
         """Return the routes of that batch."""
@@ -112,7 +114,7 @@ def run_batch(
         with planned():
             (loss * scale).backward()
 
-    with planned(), torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+    with planned(), torch.autocast(case.device, torch.bfloat16, enabled=case.autocast):
         attention = mask_BN if samples else torch.ones_like(mask_BN)  # a batch of padding has to attend to something
         logits = model(tokens_BN, attention_mask=attention, use_cache=False).logits
         each = -logits[:, :-1].log_softmax(-1).gather(-1, tokens_BN[:, 1:, None]).squeeze(-1)
@@ -129,7 +131,8 @@ def num_targets(case: Case) -> int:
 
 def dense_step(case: Case) -> dict:
     """The reference: all batches one after another, on a whole model in this process."""
-    model = wrapped(tiny_model(case.family, **case.model).train(), "" if case.wrap in SAME_MATHS else case.wrap)
+    model = tiny_model(case.family, **case.model).train().to(case.device)
+    model = wrapped(model, "" if case.wrap in SAME_MATHS else case.wrap)
     M, R = case.plan.replica_MLRB.shape[0], case.plan.num_ranks
     case, logits, losses = replace(case, in_flight=False), {}, 0.0
     for m in range(M):
@@ -164,7 +167,11 @@ def load(case: Case, folder: Path, tp_size: int = 1) -> nn.Module:
 
 def step_on_rank(case: Case, folder: Path) -> dict:
     """Do this rank's share of a step; gradients come back whole."""
-    model = load(case, folder)
+    return step_of_model(load(case, folder), case)
+
+
+def step_of_model(model: nn.Module, case: Case) -> dict:
+    """Do the same with a model that is loaded."""
     group, rank = divmod(dist.get_rank(), case.plan.num_ranks)
     own_micro_batches = np.split(np.arange(case.plan.replica_MLRB.shape[0]), case.groups)[group].tolist()
     logits, losses, backwards, known = {}, 0.0, [], case.known_routes(own_micro_batches, rank)

@@ -105,7 +105,8 @@ class LiveBalancing:
         live, layer = self._live, self._live.layers[position]
         place = self._begin(position)
         with live.recorder.record("wait counts", layer=place.layer_id, micro_batch=place.micro_batch):
-            tokens_RE = _exchange_counts(live, tokens.experts_TK, place)
+            experts_TK = tokens.experts_TK.cpu()  # the only wait for the device: the rest is counted and listed here
+            tokens_RE = _exchange_counts(live, experts_TK, place)
         with live.recorder.record("wait solve", layer=place.layer_id, micro_batch=place.micro_batch):
             tables = self._solve(layer, tokens_RE, place)
             pushes = PushSchedule(
@@ -120,7 +121,7 @@ class LiveBalancing:
             replicas = LayerReplicas(pushes, 0) if pushes.has_replicas(0) else None
             if replicas is not None:
                 pushes.before_layer(0)
-            lists = _list_rows(live, tables, tokens.experts_TK)
+            lists = _list_rows(live, tables, experts_TK)
         [ends_P] = slot_ends([tables], live.state.device)
         run = LayerRun(
             layer=layer, tables=tables, lists=lists, ends_P=ends_P, replicas=replicas, recorder=live.recorder
@@ -240,10 +241,11 @@ def _begin_live(
 def _exchange_counts(live: _Live, experts_TK: Int64[Tensor, "T K"], place: Place) -> Int64[ndarray, "R E"]:
     """Return the token-slots of each expert from each rank; collective.
 
+    experts_TK   on the CPU
     raises   EngineError, on all ranks, when they run different layers or passes
     """
     num_experts = len(live.layers[0].physical_to_logical_E)
-    counts_E = torch.bincount(experts_TK.flatten(), minlength=num_experts).cpu()
+    counts_E = torch.bincount(experts_TK.flatten(), minlength=num_experts)
     told_X = torch.cat([torch.tensor([place.layer_id, place.micro_batch, torch.is_grad_enabled()]), counts_E])
     told_RX = torch.stack(all_gather(told_X, live.agreement.group, "the exchange of counts", place)).numpy()
     if (told_RX[:, :3] != told_RX[0, :3]).any():
@@ -259,9 +261,12 @@ def _exchange_counts(live: _Live, experts_TK: Int64[Tensor, "T K"], place: Place
 
 
 def _list_rows(live: _Live, tables: RankTables, experts_TK: Int64[Tensor, "T K"]) -> RowLists:
-    """Return the row lists of a layer; collective with fast sums."""
+    """Return the row lists of a layer; collective with fast sums.
+
+    experts_TK   on the CPU
+    """
     if live.chunk is not None:
-        return row_lists(tables, experts_TK.cpu().numpy(), live.state.device)
+        return row_lists(tables, experts_TK.numpy(), live.state.device)
     num_rows, num_experts = len(experts_TK), len(tables.tokens_E)
     routes = BatchRoutes(
         experts_TLK=experts_TK.to(torch.uint8 if num_experts <= 256 else torch.int32).unsqueeze(1),
@@ -275,6 +280,9 @@ def _list_rows(live: _Live, tables: RankTables, experts_TK: Int64[Tensor, "T K"]
         fallback_samples=(),
         coverage=1.0,
     )
-    rows = prepare_rows([tables], routes, live.agreement.group, send_once=True, dispatch=live.dispatch)
+    pinned = live.state.device.type == "cuda"  # from other memory the copy would wait for the work before it
+    rows = prepare_rows(
+        [tables], routes, live.agreement.group, send_once=True, dispatch=live.dispatch, pinned=pinned
+    )
     [lists] = rows.lists_on(live.state.device, None)
     return lists

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
@@ -27,7 +29,25 @@ def make_same_ranks_group(
     assert dist.group.WORLD is not None, "a model on several ranks has process groups"
     gathered = all_gather(own_R, dist.group.WORLD, "making process groups", Place(dist.get_rank(), -1, -1))
     all_groups = sorted({tuple(ranks_R.tolist()) for ranks_R in gathered})
-    made = {members: dist.new_group(members, timeout=timeout, backend=backend) for members in all_groups}
+    made = {members: _make_group(members, timeout, backend) for members in all_groups}
     same = made[tuple(ranks)]
     assert dist.get_rank(same) == dist.get_rank(group), "both groups number their ranks alike"
     return same
+
+
+def _make_group(members: tuple[int, ...], timeout: timedelta, backend: str | None) -> dist.ProcessGroup:
+    """Make one group; collective over all ranks.
+
+    Beside a default group of NCCL that is bound to a device, torch lets ranks that are not in the new group take part
+    in a split of the default communicator, for which those of a gloo group never come: both would wait forever
+    (pytorch/pytorch#145376). So the default group is not bound while a gloo group is made.
+    """
+    default = dist.group.WORLD
+    assert default is not None, "a model on several ranks has process groups"
+    bound = default.bound_device_id
+    if backend == "gloo":
+        default.bound_device_id = None
+    try:
+        return dist.new_group(members, timeout=timeout, backend=backend)
+    finally:
+        default.bound_device_id = bound

@@ -87,7 +87,7 @@ class RoutingReplay:
     def _routes_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return (experts `[T, L, K]`, valid `[T]`) on a device, moving all layers at once when it changes."""
         if self._valid_T.device != device:
-            self._experts_TLK, self._valid_T = self._experts_TLK.to(device), self._valid_T.to(device)
+            self._experts_TLK, self._valid_T = _on(device, self._experts_TLK), _on(device, self._valid_T)
         return self._experts_TLK, self._valid_T
 
     def _before_decoder(self, *_: Any) -> None:
@@ -207,6 +207,13 @@ def replay_routing(model: nn.Module, routes: BatchRoutes, weight_version: int | 
         for handle in handles:
             handle.remove()
     replay._check_consumption()
+
+
+def _on(device: torch.device, routes: Tensor) -> Tensor:
+    """Return routes on a device; from page-locked memory a GPU copies beside its work, and no layer waits for it."""
+    if device.type == "cuda" and routes.is_cpu:
+        return routes.pin_memory().to(device, non_blocking=True)
+    return routes.to(device)
 
 
 def _open_replay(router: nn.Module) -> RoutingReplay | None:

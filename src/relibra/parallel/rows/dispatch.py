@@ -31,8 +31,8 @@ def dispatch_tokens(
     weights_TK: Float[Tensor, "T K"],
     *,
     num_padding: int = 0,
-) -> tuple[Float[Tensor, "Y H"], Float[Tensor, "Y 1"]]:
-    """Return the planned rows that this rank computes, and their gate weights; collective.
+) -> tuple[Float[Tensor, "Z H"], Float[Tensor, "Y 1"]]:
+    """Return the rows that this rank computes, and the gate weights of the planned ones; collective.
 
     With live rows in `lists` these come first; their weights are not among those returned (`exchange_choices`).
 
