@@ -2,20 +2,24 @@
 
 First the grouped experts are held against float64; a product that is wrong is not timed. Then every rank of an
 expert-parallel group is run one after another, in bfloat16 and at the sizes of real models (see emulated_ranks.py), and
-slots are copied on a stream of their own while experts compute. Rows go to results/gpu.json and gpu_overlap.json.
+slots are copied on a stream of their own while experts compute. Last the executor's own path is run for every rank
+(executor_path.py). Rows go to results/gpu.json, gpu_overlap.json and gpu_executor.json.
 Run: relibra bench gpu [--quick] [--json] [--data FOLDER] [--output FOLDER]   (or: make bench-gpu)
 --quick takes 8 ranks alone and writes no rows; with --device cpu it runs toy sizes, to try the program.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from jaxtyping import Float64
 from numpy import ndarray
@@ -24,11 +28,15 @@ from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import quartiles, write_results
 from benchmarks.planner.steps import domain_step
 from benchmarks.runtime import emulated_ranks as emulated
+from benchmarks.runtime import executor_path
 from relibra.calibration.grouped_experts import grouped_experts
 from relibra.errors import ConfigError
 from relibra.planning.costs.expert_shape import ExpertShape, expert_shape
 from relibra.routing.demand import ScheduledDemand
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
+from relibra.routing.readers import open_trace
+from relibra.routing.synthetic import TraceShape, domain_trace
+from relibra.routing.trace import RoutingTrace
 
 MODELS = {"Qwen3-30B-A3B": "qwen3-30b-a3b", "Qwen3-235B-A22B": "qwen3-235b-a22b"}
 EXPERTS, TOP_K, TOKENS = 128, 8, 4096
@@ -36,6 +44,14 @@ RECORDED_TOKENS = 1024
 """Per rank: 32 ranks then still find two micro-batches in the recording."""
 RECORDED_MICRO_BATCHES = 12
 """The last ones, at most: fewer tokens would cut more, and all of them would have to be planned."""
+
+EXECUTED = {
+    "Qwen3-30B-A3B": None,
+    "gpt-oss-20b": "gpt_oss_20b_decode_topk.npz",
+    "DeepSeek-V2-Lite": "deepseek_v2_lite_esft_topk.npz",
+}
+"""Models whose layers are run by the executor's functions, and their recordings; None: its routes are made up."""
+EXECUTED_RANKS = 8
 
 TOY = ExpertShape(hidden=32, width=16)
 MEMORY_SHARE = 0.8
@@ -179,7 +195,6 @@ def overlap_rows(setting: Setting, effort: Effort, device: torch.device, limit_b
     experts.check()
     compute = experts.work(counts)
     slot = torch.empty(shape.parameters, dtype=torch.bfloat16, device=device)
-    side = torch.cuda.Stream(device)
     homes = {"host to device": torch.empty_like(slot, device="cpu").pin_memory(), "device to device": slot.clone()}
     for way, home in homes.items():
 
@@ -188,7 +203,7 @@ def overlap_rows(setting: Setting, effort: Effort, device: torch.device, limit_b
                 slot.copy_(home, non_blocking=True)
 
         turns = [(copy, None), (None, compute), (copy, compute)]
-        found = [[_span(*turn, compute, side) for turn in turns] for _ in range(effort.repetitions + 1)]
+        found = [[_span(*turn, compute, device=device) for turn in turns] for _ in range(effort.repetitions + 1)]
         alone, computing, together = (statistics.median(times) for times in zip(*found[1:], strict=True))
         yield {
             "case": f"{setting.source.split(',')[0]}, {way}", "label": "measured", "unit": OVERLAP_UNIT,
@@ -205,12 +220,22 @@ def _span(
     copy: Callable[[], None] | None,
     compute: Callable[[], object] | None,
     lead: Callable[[], object],
-    side: torch.cuda.Stream,
+    *,
+    device: torch.device,
 ) -> float:
-    """Return the seconds until both are done; `lead` runs before, so that the host gets ahead of the device."""
-    main = torch.cuda.current_stream(side.device)
+    """Return the seconds until both are done; `lead` runs before, so that the host gets ahead of the device.
+
+    A CPU has no second stream: there both come one after the other.
+    """
+    if device.type == "cpu":
+        start = time.thread_time()
+        for work in (copy, compute):
+            if work is not None:
+                work()
+        return time.thread_time() - start
+    main, side = torch.cuda.current_stream(device), _side_stream(device)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize(side.device)
+    torch.cuda.synchronize(device)
     lead()
     start.record(main)
     side.wait_event(start)
@@ -221,8 +246,58 @@ def _span(
         compute()
     main.wait_stream(side)
     end.record(main)
-    torch.cuda.synchronize(side.device)
+    torch.cuda.synchronize(device)
     return start.elapsed_time(end) / 1000
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def executor_rows(data: Path, effort: Effort, device: torch.device, limit_bytes: int) -> Iterator[dict]:
+    """Run the executor's own path of each model of EXECUTED; skips aloud what has no routes, or does not fit."""
+    toy = device.type == "cpu"
+    for name, recording in EXECUTED.items():
+        shape, tokens = (TOY, 64) if toy else (expert_shape(name.lower()), RECORDED_TOKENS if recording else TOKENS)
+        model = executor_path.path_model(name, shape)
+        trace = _routes_of(name, recording, data, tokens)
+        if trace is None:
+            continue
+        step = executor_path.cut_step(trace, tokens, EXECUTED_RANKS, layers=4, micro_batches=4)
+        instances = model.num_experts // EXECUTED_RANKS + executor_path.SLOTS
+        rows = 4 * tokens * trace.top_k  # of a rank with four times the mean load
+        if step is None or bytes_needed(instances, rows, shape.hidden, shape.width, torch.bfloat16) > limit_bytes:
+            print(
+                f"skipped: the executor's path of {name}: its routes are too few, or it does not fit", file=sys.stderr
+            )
+            continue
+        source = f"{name}, {'recorded routes' if recording else 'synthetic domains'}"
+        span = functools.partial(_span, device=device)
+        for row in executor_path.path_rows(model, source, step, effort.pairs, effort.repetitions, device, span):
+            configuration = (
+                f"{device_name(device)}; {tokens:,} tokens per rank, {row['pairs']} pairs of micro-batch and layer, "
+                f"{executor_path.SLOTS} spare slot per rank, nodes of 8; experts {shape.hidden} x {shape.width}, "
+                "bfloat16"
+            )
+            yield {**row, "device": device_name(device), "configuration": configuration}
+
+
+def _routes_of(name: str, recording: str | None, data: Path, tokens: int) -> RoutingTrace | None:
+    """Return routes of a model; None where its recording is not there, which is said."""
+    num_experts = executor_path.MODELS[name][2]
+    if recording is None:
+        shape = TraceShape(
+            rows_per_sample=[tokens] * 2 * EXECUTED_RANKS, num_layers=4, num_experts=num_experts, top_k=TOP_K
+        )
+        return domain_trace(shape, np.random.default_rng(emulated.SEED), sigma=1.2)
+    if (data / recording).exists():
+        return open_trace(data / recording, num_experts)
+    print(
+        f"skipped: recorded routes of {name} for the executor's path, because {data / recording} is not there",
+        file=sys.stderr,
+    )
+    return None
 
 
 def memory_limit(device: torch.device) -> int:
@@ -246,6 +321,16 @@ def _print_overlaps(rows: list[dict]) -> None:
         print(OVERLAP_UNIT)
 
 
+def _print_executed(rows: list[dict]) -> None:
+    for row in rows:
+        figures = ", ".join(f"{name.removesuffix(' ms')} {row[name]:.3f}" for name in executor_path.FIGURES)
+        reached = f"token skew {row['token_skew']:.2f}, straggler {row['straggler']:.2f}, off {row['off']:+.0%}"
+        goal = f"goal: within {row['target']:.0%}: {'yes' if row['ok'] else 'no'}"
+        print(f"{row['case']}: {figures}; {reached} ({goal}); layer / static {row['layer / static']:.2f}")
+    if rows:
+        print(executor_path.UNIT)
+
+
 def main() -> None:
     parser = measurement_options(__doc__, data=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -266,11 +351,13 @@ def main() -> None:
         rows += emulated_rows(setting, effort, device, memory_limit(device))
         if setting.tokens == TOKENS:
             overlaps += overlap_rows(setting, effort, device, memory_limit(device))
+    executed = list(executor_rows(options.data, effort, device, memory_limit(device)))
     if options.json:
-        print(json.dumps(rows + overlaps, indent=1))
+        print(json.dumps(rows + overlaps + executed, indent=1))
     else:
         emulated.print_rows(rows)
         _print_overlaps(overlaps)
+        _print_executed(executed)
     if not options.quick:
-        for name, found in (("gpu", rows), ("gpu_overlap", overlaps)):
+        for name, found in (("gpu", rows), ("gpu_overlap", overlaps), ("gpu_executor", executed)):
             print(write_results(name, found, "make bench-gpu", options.output), file=sys.stderr)

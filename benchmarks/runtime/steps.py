@@ -58,6 +58,9 @@ class Sizes:
     samples: int
     length: int
     micro_batches: int
+    ranks: int = NUM_RANKS
+    per_node: int = NUM_RANKS
+    dtype: str = "float32"
 
     @property
     def rows(self) -> int:
@@ -67,12 +70,18 @@ class Sizes:
     @property
     def tokens(self) -> int:
         """Tokens of a step."""
-        return self.rows * NUM_RANKS * self.micro_batches
+        return self.rows * self.ranks * self.micro_batches
 
     @property
     def expert_bytes(self) -> int:
-        """Weights of one expert in single precision."""
-        return 3 * self.hidden * self.width * 4
+        """Weights of one expert."""
+        return 3 * self.hidden * self.width * self.torch_dtype.itemsize
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Type of weights and rows."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     def config(self) -> Qwen3MoeConfig:
         """Describe the model to transformers."""
@@ -94,27 +103,30 @@ class Sizes:
 
 
 def skewed_routes(sizes: Sizes, skew: float, seed: int) -> RoutingTrace:
-    """Draw routes where one rank gets skew / 2 of the token-slots of each (micro-batch, layer).
+    """Draw routes where one of R ranks gets skew / R of the token-slots of each (micro-batch, layer).
 
-    Which rank, and which of its experts are popular, is drawn again for each.
+    Which rank, and which of its experts are popular, is drawn again for each; the others share the rest. A rank has as
+    many experts as a token has choices, or more: all of them may fall on it.
     """
-    rng = np.random.default_rng(seed)
-    half, shape = sizes.experts // NUM_RANKS, (sizes.rows * NUM_RANKS, sizes.layers, sizes.top_k)
+    rng, R = np.random.default_rng(seed), sizes.ranks
+    own, shape = sizes.experts // R, (sizes.rows * R, sizes.layers, sizes.top_k)
+    assert own >= sizes.top_k, f"{own} experts of a rank for {sizes.top_k} choices of a token"
     samples: list[np.ndarray] = []
     for _ in range(sizes.micro_batches):
         experts_TLK = np.empty(shape, dtype=np.uint8)
         for layer in range(sizes.layers):
-            hot, weight_RE = rng.integers(NUM_RANKS), rng.dirichlet(np.full(half, 2.0), size=NUM_RANKS)
-            on_hot_TK = rng.random((len(experts_TLK), sizes.top_k)) < skew / NUM_RANKS
-            rank_TK = np.where(on_hot_TK, hot, 1 - hot)
+            hot, weight_RE = rng.integers(R), rng.dirichlet(np.full(own, 2.0), size=R)
+            on_hot_TK = rng.random((len(experts_TLK), sizes.top_k)) < skew / R
+            other_TK = hot + 1 + (rng.integers(R - 1, size=on_hot_TK.shape) if R > 2 else 0)
+            rank_TK = np.where(on_hot_TK, hot, other_TK % R)
             # Gumbel top-k per rank: distinct experts, popular ones first.
-            keys_RTE = np.log(weight_RE)[:, None] + rng.gumbel(size=(NUM_RANKS, len(experts_TLK), half))
+            keys_RTE = np.log(weight_RE)[:, None] + rng.gumbel(size=(R, len(experts_TLK), own))
             order_RTE = np.argsort(-keys_RTE, axis=2)
-            for rank in range(NUM_RANKS):
+            for rank in range(R):
                 nth_TK = np.cumsum(rank_TK == rank, axis=1) - 1
-                chosen_TK = np.take_along_axis(order_RTE[rank], np.maximum(nth_TK, 0), axis=1) + rank * half
+                chosen_TK = np.take_along_axis(order_RTE[rank], np.maximum(nth_TK, 0), axis=1) + rank * own
                 experts_TLK[:, layer] = np.where(rank_TK == rank, chosen_TK, experts_TLK[:, layer])
-        samples += np.split(experts_TLK, sizes.samples * NUM_RANKS)
+        samples += np.split(experts_TLK, sizes.samples * R)
     return _trace(samples, sizes)
 
 
@@ -124,7 +136,7 @@ def balanced_routes(sizes: Sizes) -> RoutingTrace:
     blocks = -(-sizes.tokens * sizes.top_k // sizes.experts) * sizes.layers
     drawn = rng.permuted(np.tile(np.arange(sizes.experts, dtype=np.uint8), (blocks, 1)), axis=1)
     experts_LTK = drawn.reshape(sizes.layers, -1, sizes.top_k)[:, : sizes.tokens]
-    return _trace(np.split(experts_LTK.swapaxes(0, 1), sizes.samples * NUM_RANKS * sizes.micro_batches), sizes)
+    return _trace(np.split(experts_LTK.swapaxes(0, 1), sizes.samples * sizes.ranks * sizes.micro_batches), sizes)
 
 
 def _trace(samples: list[np.ndarray], sizes: Sizes) -> RoutingTrace:
@@ -133,8 +145,8 @@ def _trace(samples: list[np.ndarray], sizes: Sizes) -> RoutingTrace:
 
 def schedule(sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
     """Return (micro-batch, rank) of each sample, in their order."""
-    number = np.arange(sizes.samples * NUM_RANKS * sizes.micro_batches)
-    return number // (sizes.samples * NUM_RANKS), number // sizes.samples % NUM_RANKS
+    number = np.arange(sizes.samples * sizes.ranks * sizes.micro_batches)
+    return number // (sizes.samples * sizes.ranks), number // sizes.samples % sizes.ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,25 +212,34 @@ class Found:
 
 
 def on_ranks(sizes: Sizes, variants: list[Variant], folder: Path, repetitions: int) -> Found:
-    """Run all variants in two processes, taking turns; without repetitions, once each, looking at memory instead."""
-    transformers_logging.disable_progress_bar()
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(sizes.config()).save_pretrained(folder)
+    """Run all variants in processes of their own, taking turns; without repetitions, once each, looking at memory."""
+    save_model(sizes, folder)
     (folder / "rendezvous").unlink(missing_ok=True)
     # Timed, freed memory stays in the process, as with the caching allocator of an accelerator; looking at memory, it
     # leaves at once.
     kept = 1 << (16 if repetitions == 0 else 40)
     with _environment({"MALLOC_MMAP_THRESHOLD_": str(kept), "MALLOC_TRIM_THRESHOLD_": str(kept)}):
-        mp.spawn(_work, (sizes, variants, folder, repetitions), nprocs=NUM_RANKS)
-    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
-    joined = {
+        mp.spawn(_work, (sizes, variants, folder, repetitions), nprocs=sizes.ranks)
+    return joined([json.loads((folder / f"{rank}.json").read_text()) for rank in range(sizes.ranks)])
+
+
+def save_model(sizes: Sizes, folder: Path) -> None:
+    """Write a random model of these sizes, the same each time."""
+    transformers_logging.disable_progress_bar()
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(sizes.config(), dtype=sizes.torch_dtype).save_pretrained(folder)
+
+
+def joined(found: list[dict]) -> Found:
+    """Return what all ranks found; of each repetition the worse rank counts, or the sum."""
+    by_key = {
         key: {
-            name: [join(pair) for pair in zip(*(one[key][name] for one in found), strict=True)]
+            name: [join(of_ranks) for of_ranks in zip(*(one[key][name] for one in found), strict=True)]
             for name in found[0][key]
         }
         for key, join in _JOINS.items()
     }
-    return Found(**joined, expert_seconds=max(one["expert_seconds"] for one in found))
+    return Found(**by_key, expert_seconds=max(one["expert_seconds"] for one in found))
 
 
 @contextmanager
@@ -233,11 +254,21 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 def _work(rank: int, sizes: Sizes, variants: list[Variant], folder: Path, repetitions: int) -> None:
     torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=sizes.ranks)
+    (folder / f"{rank}.json").write_text(json.dumps(measure(sizes, variants, folder, repetitions)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(sizes: Sizes, variants: list[Variant], folder: Path, repetitions: int) -> dict:
+    """Return what this rank finds, as `Found` has it; collective.
+
+    folder   has the model
+    """
     transformers_logging.disable_progress_bar()
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     register()
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=NUM_RANKS)
-    models = {name: load(folder, name) for name in ("all_to_all", "relibra")}
+    models = {name: load(sizes, folder, name) for name in ("all_to_all", "relibra")}
     steps = [Step(variant, sizes, models["all_to_all" if variant.plan is None else "relibra"]) for variant in variants]
     found = {key: {step.variant.name: [] for step in steps} for key in _JOINS}
     first_of_each_model = {step.variant.plan is None: step for step in reversed(steps)}.values()
@@ -248,23 +279,20 @@ def _work(rank: int, sizes: Sizes, variants: list[Variant], folder: Path, repeti
             step = steps[(turn + repetition) % len(steps)]
             for key, value in step.run().items():
                 found[key][step.variant.name].append(value)
-    result = {**found, "expert_seconds": _expert_seconds(sizes, models["all_to_all"], max(1, repetitions))}
-    (folder / f"{rank}.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {**found, "expert_seconds": _expert_seconds(sizes, models["all_to_all"], max(1, repetitions))}
 
 
-def load(folder: Path, implementation: str) -> nn.Module:
+def load(sizes: Sizes, folder: Path, implementation: str) -> nn.Module:
     """Load the model with its experts spread over the ranks."""
-    config = DistributedConfig(fsdp_size=NUM_RANKS, ep_size=NUM_RANKS, ep_implementation=implementation)
-    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32).train()
+    config = DistributedConfig(fsdp_size=sizes.ranks, ep_size=sizes.ranks, ep_implementation=implementation)
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=sizes.torch_dtype).train()
 
 
 class Step:
     """Forward and backward passes of one variant on one rank."""
 
     def __init__(self, variant: Variant, sizes: Sizes, model: nn.Module) -> None:
-        self.variant, self.model = variant, model
+        self.variant, self.model, self.device = variant, model, next(model.parameters()).device
         micro_batch_S, rank_S = schedule(sizes)
         self.batches: list[tuple[BatchRoutes, Tensor]] = []
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -272,7 +300,7 @@ class Step:
             own = np.flatnonzero((micro_batch_S == m) & (rank_S == dist.get_rank())).tolist()
             tokens_BN = torch.randint(VOCAB, (sizes.samples, sizes.length), generator=generator)
             routes = BatchRoutes.padded(variant.trace.select(own), torch.ones_like(tokens_BN))
-            self.batches.append((routes, tokens_BN))
+            self.batches.append((routes, tokens_BN.to(self.device)))
 
     def run(self) -> dict[str, float]:
         """Return seconds until all ranks are done, and of this rank what `Found` has."""
@@ -284,8 +312,8 @@ class Step:
             moved = relocate(self.model, plan.physical_to_logical_map).seconds
         self.model.zero_grad()
         known = {m: replace(routes) for m, (routes, _) in enumerate(self.batches)}  # new objects: prepared anew
-        before = process_bytes("VmRSS", reset_peak=True)
-        dist.barrier()
+        before = _begin_peak(self.device)
+        _meet(self.device)
         start, worked = time.perf_counter(), time.process_time()
         with self._way_of_live_rows(), self._execution(known if self.variant.ahead else None) as step:
             for m, (_, tokens_BN) in enumerate(self.batches):
@@ -300,13 +328,13 @@ class Step:
                     logits = self.model(tokens_BN, use_cache=False).logits
                     cross_entropy(logits[:, :-1].flatten(0, 1), tokens_BN[:, 1:].flatten()).backward()
             worked = time.process_time() - worked
-            dist.barrier()
+            _meet(self.device)
             seconds = time.perf_counter() - start
             if step is not None:
                 timeline = step.timeline()
                 waited = {stage: float(timeline.seconds(stage)[dist.get_rank()]) for stage in waited}
                 sent = {kind: sum(event.bytes for event in timeline.events if event.stage == kind) for kind in sent}
-        found = {"seconds": seconds, "processor": worked, "moved": moved, "peak": process_bytes("VmHWM") - before}
+        found = {"seconds": seconds, "processor": worked, "moved": moved, "peak": _peak(self.device) - before}
         exposed = sum(waited[stage] for stage in ("wait push", "wait return", "wait counts", "wait solve"))
         found |= {"exposed": exposed, "unprepared": waited["wait prepare"]}
         return {**found, "preparing": waited["prepare"], "pushed": sent["push"], "returned": sent["return"]}
@@ -321,17 +349,40 @@ class Step:
         return nullcontext() if plan is None else execute_plan(self.model, plan, demand, sums=sums, routes=routes)
 
 
+def _meet(device: torch.device) -> None:
+    """Wait for this rank's device and for all ranks; nothing between two meetings waits for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier()
+
+
+def _begin_peak(device: torch.device) -> int:
+    """Return the bytes of this rank before a step: of its device, or of its process where a CPU computes."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    return process_bytes("VmRSS", reset_peak=True)
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else process_bytes("VmHWM")
+
+
 def _expert_seconds(sizes: Sizes, model: nn.Module, repetitions: int) -> float:
     """Time what one rank's experts compute in a step of balanced routes, forward and backward."""
     experts = next(module for name, module in model.named_modules() if name.endswith(".experts"))
     local = {name: p.to_local().detach().requires_grad_() for name, p in experts.named_parameters(recurse=False)}
-    rows = torch.randn(sizes.rows * sizes.top_k, sizes.hidden, requires_grad=True)
-    slot_Y1 = (torch.arange(len(rows)) * (sizes.experts // NUM_RANKS) // len(rows)).unsqueeze(1)
+    device = next(iter(local.values())).device
+    rows = torch.randn(sizes.rows * sizes.top_k, sizes.hidden, dtype=sizes.torch_dtype, device=device).requires_grad_()
+    slot_Y1 = (torch.arange(len(rows), device=device) * (sizes.experts // sizes.ranks) // len(rows)).unsqueeze(1)
+    weight_Y1 = rows.new_ones(len(rows), 1)
     seconds = []
     for _ in range(1 + repetitions):
-        dist.barrier()
+        _meet(device)
         start = time.perf_counter()
         with parameters_replaced(experts, local):
-            type(experts).forward(experts, rows, slot_Y1, torch.ones(len(rows), 1)).sum().backward()
+            type(experts).forward(experts, rows, slot_Y1, weight_Y1).sum().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)
     return float(np.median(seconds[1:])) * sizes.layers * sizes.micro_batches
