@@ -8,7 +8,7 @@ TORCH  ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo demo-serve demo-vllm test-vllm test-verl test test-all lint types format bench bench-all bench-gpu clean
+.PHONY: demo demo-serve demo-vllm test-vllm test-verl test test-all lint types format test-gpu bench bench-all bench-gpu bench-gpus clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,8 @@ help:
 	@echo "make bench      measure what fits into 15 minutes, then write docs/results.md from all results"
 	@echo "make bench-all  measure everything (more than an hour)"
 	@echo "make bench-gpu  measure experts and copies on one CUDA GPU (needs a CUDA build of torch, see TORCH)"
+	@echo "make bench-gpus GPUS=8  measure steps on several GPUs, one process for each"
+	@echo "make test-gpu   the executor on one CUDA GPU: two ranks as threads of one process"
 	@echo "make clean      remove the virtual environment and caches"
 
 $(VENV)/.made:
@@ -127,6 +129,14 @@ bench-all: $(VENV)/.run
 
 bench-gpu: $(VENV)/.run
 	$(BIN)/relibra bench gpu
+
+GPUS ?= 8
+
+bench-gpus: $(VENV)/.run
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(GPUS) -m benchmarks runtime --backend nccl
+
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/gpu
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

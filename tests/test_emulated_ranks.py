@@ -175,6 +175,57 @@ def test_real_sizes_are_refused_on_a_cpu(monkeypatch):
         gpu.main()
 
 
+def executor_rows(data):
+    from benchmarks.runtime import gpu
+
+    return list(gpu.executor_rows(data, gpu.QUICK, CPU, 1 << 30))
+
+
+def test_the_executors_path_is_timed_part_by_part(capsys):
+    """Toy experts; without recordings only the model whose routes are made up."""
+    from benchmarks.runtime import executor_path
+
+    static, planned = executor_rows(Path("nowhere"))
+    assert [line.split(" for")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "skipped: recorded routes of gpt-oss-20b",
+        "skipped: recorded routes of DeepSeek-V2-Lite",
+    ]
+    assert planned["token_skew"] < static["token_skew"]
+    assert static["layer / static"] == 1
+    for row in (static, planned):
+        assert row["ok"] == (abs(row["straggler"] / row["token_skew"] - 1) <= row["target"] == 0.15)
+        for part in ("prepare", *executor_path.PARTS):
+            assert row[f"{part} ms"] > 0
+            assert len(row["ms of ranks"][part]) == row["ep"] == 8
+        assert row["error"] < 1e-2
+
+
+def test_rows_that_ranks_prepare_one_after_another_are_those_of_ranks_that_talk():
+    """Every rank computes what the plan gives it, from rows that their source sends: each token-slot once."""
+    from benchmarks.runtime import executor_path
+
+    shape = TraceShape(rows_per_sample=[32] * 8, num_layers=2, num_experts=16, top_k=2)
+    trace = domain_trace(shape, np.random.default_rng(0), sigma=1.2)
+    step = executor_path.cut_step(trace, 32, 4, layers=2, micro_batches=2)
+    assert step.demand.tokens_MLRE.shape == (2, 2, 4, 16)
+    plan = plan_step(step.demand, cluster_preset("h100x8", 4, 4), Budget(slots=1, objective="tokens"), "relibra")
+    layers = executor_path.prepared_layers(plan, step, 1, 0, pinned=False)
+    lists_R = [one.rows.lists_on(CPU, None)[0] for one in layers]
+    experts_RTK = [step.trace.experts_TLK[step.trace.sample_rows(4 + rank)][:, 0] for rank in range(4)]
+    computed = []
+    for rank, lists in enumerate(lists_R):
+        ends_R = np.cumsum(lists.once.receive_R)
+        source_Y = np.searchsorted(ends_R, lists.once.arrived_Y.numpy(), side="right")
+        for source, arrived, slot in zip(source_Y, lists.once.arrived_Y.tolist(), lists.slot_Y.tolist(), strict=True):
+            sent_Z = lists_R[source].once.token_Z.split(lists_R[source].once.send_R)[rank]
+            token = int(sent_Z[arrived - (ends_R[source] - lists.once.receive_R[source])])
+            homes = plan.physical_to_logical_map[0][4 * rank : 4 * rank + 4]
+            expert = homes[slot] if slot < 4 else plan.replica_MLRB[1, 0, rank, slot - 4]
+            assert expert in experts_RTK[source][token]
+            computed.append((source, token, int(expert)))
+    assert len(set(computed)) == len(computed) == 4 * 32 * 2
+
+
 def _rows_of(program, *options):
     command = [sys.executable, "-W", "error", str(BENCHMARKS), program, "--quick", "--json", "--data", "nowhere"]
     done = subprocess.run([*command, *options], capture_output=True, text=True)
@@ -191,6 +242,9 @@ def test_programs_run_on_made_up_routes(tmp_path, program, options, settings):
     from benchmarks.runtime import emulated_ranks as emulated
 
     rows = _rows_of(program, "--output", str(tmp_path), *options)
+    executed = [row for row in rows if "ms of ranks" in row]
+    rows = [row for row in rows if row not in executed]
+    assert [row["balancer"] for row in executed] == ["static", "relibra"] * (program == "gpu")
     names = [*emulated.BALANCERS, emulated.EQUAL]
     assert [row["balancer"] for row in rows] == names * settings
     for row in rows:

@@ -17,6 +17,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import transformers
 from jaxtyping import Float64
 from numpy import ndarray
@@ -46,6 +47,9 @@ BALANCERS = ("static", "relibra")
 SLOTS, SEED = 1, 0
 ALLOWED = 0.15
 """What the busiest rank in seconds may differ from the busiest rank in token-slots, both over the mean rank."""
+
+NO_GROUP = dist.ProcessGroup(0, 1)
+"""Stands for the group of the ranks: nothing is exchanged in it."""
 
 UNIT = (
     "milliseconds of the busiest rank, forward and backward, per micro-batch and layer (prepare: on the host, per "
@@ -172,7 +176,7 @@ def prepared_layers(plan: StepPlan, step: Step, micro_batch: int, layer: int, *,
                 routes = _routes_of(step, micro_batch, rank)
                 start = time.thread_time()
                 tables_L = micro_batch_tables(plan, step.demand, rank, micro_batch)
-                rows = prepare_rows(tables_L, routes, None, send_once=True, pinned=pinned)
+                rows = prepare_rows(tables_L, routes, NO_GROUP, send_once=True, pinned=pinned)
                 seconds = (time.thread_time() - start) / len(tables_L)
                 assert rows.problem is None, "the routes are those of the plan"
                 if complete:
@@ -219,13 +223,13 @@ class Path:
         slot_Y = slot_Y[slot_Y < len(next(experts.parameters()))]
         rows_YH, ones_Y1 = self.rows_XH[: len(slot_Y)], self.rows_XH.new_ones(len(slot_Y), 1)
         with torch.no_grad():
-            found = self.layer.run_rows(rows_YH, slot_Y, ones_Y1).double()
+            found = self.run_experts(rows_YH, slot_Y, ones_Y1).double()
             config: Any = experts.config
             config._experts_implementation = "eager"
             kept = {name: parameter.data for name, parameter in experts.named_parameters()}
             try:
                 experts.double()
-                exact = self.layer.run_rows(rows_YH.double(), slot_Y, ones_Y1.double())
+                exact = self.run_experts(rows_YH.double(), slot_Y, ones_Y1.double())
             finally:
                 config._experts_implementation = "grouped_mm"
                 for name, parameter in experts.named_parameters():
@@ -238,6 +242,10 @@ class Path:
             )
         return error
 
+    def run_experts(self, rows_YH: Tensor, slot_Y: Tensor, weight_Y1: Tensor) -> Tensor:
+        """Return the weighted results of rows in slot order: experts at home and those in slots as one product."""
+        return self.layer.run_rows(rows_YH, slot_Y, weight_Y1)
+
     def works(self, one: RankLayer, top_k: int) -> dict[str, Callable[[], object]]:
         """Return the parts of one rank's layer; each runs forward and backward."""
         lists = one.rows.lists_on(self.device, None)[one.layer]
@@ -245,7 +253,7 @@ class Path:
         exchange = _Arriving(
             send_R=one.tables.send_RP.sum(axis=1).tolist(),
             receive_R=one.tables.receive_RP.sum(axis=1).tolist(),
-            group=None,
+            group=NO_GROUP,
             place=one.tables.place,
             buffer_XH=self.rows_XH,
         )
@@ -262,7 +270,7 @@ class Path:
             torch.autograd.grad(gathered, [hidden_TH, weights_TK], into)
 
         def product() -> None:
-            output_YH = self.layer.run_rows(rows_YH, lists.slot_Y, weight_Y1)
+            output_YH = self.run_experts(rows_YH, lists.slot_Y, weight_Y1)
             torch.autograd.grad(output_YH.sum(), [rows_YH, weight_Y1, *parameters], allow_unused=True)
 
         def combine() -> None:
@@ -271,7 +279,7 @@ class Path:
 
         def layer() -> None:
             gathered_YH, gathered_Y1 = dispatch_tokens(lists, exchange, hidden_TH, weights_TK)
-            output_YH = self.layer.run_rows(gathered_YH, lists.slot_Y, gathered_Y1)
+            output_YH = self.run_experts(gathered_YH, lists.slot_Y, gathered_Y1)
             output_TH = combine_tokens(lists, exchange, output_YH, tokens)
             inputs = [hidden_TH, weights_TK, *parameters]
             torch.autograd.grad(output_TH, inputs, self.gradient_XH[:tokens], allow_unused=True)
