@@ -281,8 +281,6 @@ def _list_rows(live: _Live, tables: RankTables, experts_TK: Int64[Tensor, "T K"]
         coverage=1.0,
     )
     pinned = live.state.device.type == "cuda"  # from other memory the copy would wait for the work before it
-    rows = prepare_rows(
-        [tables], routes, live.agreement.group, send_once=True, dispatch=live.dispatch, pinned=pinned
-    )
+    rows = prepare_rows([tables], routes, live.agreement.group, send_once=True, dispatch=live.dispatch, pinned=pinned)
     [lists] = rows.lists_on(live.state.device, None)
     return lists
