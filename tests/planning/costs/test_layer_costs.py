@@ -110,7 +110,7 @@ def test_exchanges_are_those_of_the_split(step):
 @given(planned_steps())
 @settings(deadline=None)
 def test_hierarchical_exchanges_are_a_stage_between_nodes_and_one_inside(step):
-    """Slow and obvious: every choice by itself, from its rank to the gateway, then to the rank that computes."""
+    """Slow and obvious: every choice by itself, from its rank to the relay, then to the rank that computes."""
     plan, demand = replace(step[0], dispatch="hierarchical"), step[1]
     inside, send, receive = (Link(latency_seconds=a, bytes_per_second=b) for a, b in ((1, 10), (3, 2), (5, 1)))
     machine, G = cluster_for(plan, intra=inside, inter_send=send, inter_receive=receive), plan.ranks_per_node
@@ -132,11 +132,11 @@ def test_hierarchical_exchanges_are_a_stage_between_nodes_and_one_inside(step):
 
         for source, instance in np.argwhere(split.tokens_RI > 0).tolist():
             rank, rows = int(split.rank_I[instance]), int(split.tokens_RI[source, instance])
-            gateway = source if rank // G == source // G else rank // G * G + source % G
-            if gateway != source:
-                carry(0, source, gateway, rows)
-            if rank != gateway:
-                carry(1, gateway, rank, rows)
+            relay = source if rank // G == source // G else rank // G * G + source % G
+            if relay != source:
+                carry(0, source, relay, rows)
+            if rank != relay:
+                carry(1, relay, rank, rows)
         for number, stage in enumerate(costs.stages):
             for found_ML, sent, received in ((stage.seconds_ML, "out", "in"), (stage.back_ML, "in", "out")):
                 slowest = 0.0

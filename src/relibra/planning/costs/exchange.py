@@ -6,7 +6,7 @@ from it: a link costs alpha x messages + beta x bytes in each direction, both at
 work at the same time. A node's network is shared by its ranks in fixed parts, so the sum over a node can never be
 slower than its busiest rank.
 
-With hierarchical dispatch (`planning.traffic.gateways`) a token crosses to another node once, whatever ranks compute
+With hierarchical dispatch (`planning.traffic.relays`) a token crosses to another node once, whatever ranks compute
 for it there, and is forwarded inside. The stage inside nodes then follows the one between them, and combine runs them
 in reverse. Gate weights travel as with flat dispatch.
 """
@@ -26,7 +26,7 @@ from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.placement import Placement
 from relibra.planning.search.parallel_map import parallel_map
 from relibra.planning.traffic.distinct_rows import DistinctRows
-from relibra.planning.traffic.gateways import rows_to_nodes, stage_rows
+from relibra.planning.traffic.relays import rows_to_nodes, stage_rows
 from relibra.planning.traffic.traffic import (
     BETWEEN,
     IN,

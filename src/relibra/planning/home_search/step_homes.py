@@ -159,7 +159,7 @@ def deal_inside_nodes(
     """Return homes on other ranks of their nodes, so that ranks receive evenly much from other nodes.
 
     Token-slots stay on their node where the expert is at home there, or in one of its slots for traffic. With
-    hierarchical dispatch gateways get the rows from other nodes, whatever the homes, and forward them inside.
+    hierarchical dispatch relays get the rows from other nodes, whatever the homes, and forward them inside.
     """
     cluster, budget = request.cluster, request.budget
     every = _spacing(demand)

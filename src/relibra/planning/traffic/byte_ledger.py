@@ -29,7 +29,7 @@ from numpy import ndarray
 from relibra.cluster import Cluster
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.distinct_rows import DistinctRows
-from relibra.planning.traffic.gateways import rows_to_nodes, stage_rows
+from relibra.planning.traffic.relays import rows_to_nodes, stage_rows
 from relibra.planning.traffic.traffic import BETWEEN, IN, INSIDE, OUT, iterate_traffic, send_once_share
 from relibra.routing.demand import ScheduledDemand
 
@@ -177,7 +177,7 @@ def _dispatch_in_stages(
 ) -> tuple[Float64[ndarray, " L"], Float64[ndarray, " L"], Float64[ndarray, " L"]]:
     """Do the same for hierarchical dispatch.
 
-    A row is forwarded that a gateway gets and does not compute itself: all ports send as many more than are received.
+    A row is forwarded that a relay gets and does not compute itself: all ports send as many more than are received.
     """
     bytes_2L2R = stage_rows(once_LRR, nodes_LRN)[0] * float(row_bytes)
     received_L = once_LRR.sum(axis=(1, 2)) * float(row_bytes)

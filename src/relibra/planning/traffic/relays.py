@@ -1,6 +1,6 @@
 """Rows of hierarchical dispatch: first between nodes, once per (token, node), then inside them to ranks that compute.
 
-The gateway of rank (node n, number g) in another node n' is rank (n', g): it gets each token once that any rank of its
+The relay of rank (node n, number g) in another node n' is rank (n', g): it gets each token once that any rank of its
 node computes for, and forwards it to these. Inside their own node ranks send directly, in the second stage.
 """
 
@@ -58,22 +58,22 @@ def _sum_stages(rows_LRR, nodes_LRN, rows_2L2R, peers_2L2R) -> None:
     for layer in range(L):
         for s in range(R):
             for n in range(N):
-                rows, gateway = nodes_LRN[layer, s, n], n * G + s % G
+                rows, relay = nodes_LRN[layer, s, n], n * G + s % G
                 if rows > 0 and s // G != n:
                     rows_2L2R[BETWEEN, layer, OUT, s] += rows
-                    rows_2L2R[BETWEEN, layer, IN, gateway] += rows
+                    rows_2L2R[BETWEEN, layer, IN, relay] += rows
                     peers_2L2R[BETWEEN, layer, OUT, s] += 1
-                    peers_2L2R[BETWEEN, layer, IN, gateway] += 1
-        for gateway in range(R):
-            first = gateway // G * G
+                    peers_2L2R[BETWEEN, layer, IN, relay] += 1
+        for relay in range(R):
+            first = relay // G * G
             for d in range(first, first + G):
-                if d == gateway:
+                if d == relay:
                     continue
                 rows = 0.0
-                for n in range(N):  # its own tokens, and those of the ranks that it is the gateway of
-                    rows += rows_LRR[layer, n * G + gateway % G, d]
+                for n in range(N):  # its own tokens, and those of the ranks that it is the relay of
+                    rows += rows_LRR[layer, n * G + relay % G, d]
                 if rows > 0:
-                    rows_2L2R[INSIDE, layer, OUT, gateway] += rows
+                    rows_2L2R[INSIDE, layer, OUT, relay] += rows
                     rows_2L2R[INSIDE, layer, IN, d] += rows
-                    peers_2L2R[INSIDE, layer, OUT, gateway] += 1
+                    peers_2L2R[INSIDE, layer, OUT, relay] += 1
                     peers_2L2R[INSIDE, layer, IN, d] += 1

@@ -1,4 +1,4 @@
-"""Rows of hierarchical dispatch against tokens that walk one by one, from rank to gateway to rank."""
+"""Rows of hierarchical dispatch against tokens that walk one by one, from rank to relay to rank."""
 
 from collections import Counter
 from dataclasses import replace
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from relibra import RoutingTrace
 from relibra.planning.traffic.distinct_rows import distinct_rows_of_step
-from relibra.planning.traffic.gateways import rows_to_nodes, stage_rows
+from relibra.planning.traffic.relays import rows_to_nodes, stage_rows
 from relibra.planning.traffic.split import split_tokens
 from relibra.planning.traffic.traffic import BETWEEN, IN, INSIDE, OUT, link_rows
 from relibra.routing.demand import Demand
@@ -69,13 +69,13 @@ def test_rows_of_both_dispatches_are_those_of_a_walk_over_tokens(seed, machine, 
         for source, ranks in ranks_of_tokens(plan, demand, experts_TLK, sample_T, m, layer):
             for node in {rank // G for rank in ranks}:
                 to_node[source, node] += 1
-                gateway = node * G + source % G if node != source // G else source
-                arrived[gateway, node] += gateway in ranks  # computed where it came in: nothing is forwarded
-                if gateway != source:
-                    stages[BETWEEN, source, gateway] += 1
-                for rank in ranks - {gateway}:
+                relay = node * G + source % G if node != source // G else source
+                arrived[relay, node] += relay in ranks  # computed where it came in: nothing is forwarded
+                if relay != source:
+                    stages[BETWEEN, source, relay] += 1
+                for rank in ranks - {relay}:
                     if rank // G == node:
-                        stages[INSIDE, gateway, rank] += 1
+                        stages[INSIDE, relay, rank] += 1
             for rank in ranks:
                 computed[rank // G] += 1
                 if rank != source:
@@ -98,7 +98,7 @@ def test_rows_of_both_dispatches_are_those_of_a_walk_over_tokens(seed, machine, 
                 np.testing.assert_array_equal(peers_2L2R[:, 0], peers_22R)
         for node in range(plan.num_nodes):  # what is sent inside: what did not come in where it is computed
             own = slice(node * G, (node + 1) * G)
-            direct = sum(arrived[gateway, node] for gateway in range(own.start, own.stop))
+            direct = sum(arrived[relay, node] for relay in range(own.start, own.stop))
             assert found_rows[INSIDE, 0, OUT, own].sum() == computed[node] - direct
 
 
