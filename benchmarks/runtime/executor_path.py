@@ -32,6 +32,7 @@ from relibra.parallel.balanced import BalancedEP
 from relibra.parallel.rows.dispatch import combine_tokens, dispatch_tokens
 from relibra.parallel.rows.exchange import AllToAll
 from relibra.parallel.rows.prepared_rows import PreparedRows, prepare_rows
+from relibra.parallel.sorted_rows import SortedRows, slot_ends
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.plan import StepPlan
@@ -218,18 +219,20 @@ class Path:
 
         raises   EngineError above the bound of the type
         """
-        counts, experts = (33, 0, 1, 17), self.layer.experts
-        slot_Y = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(self.device)
-        slot_Y = slot_Y[slot_Y < len(next(experts.parameters()))]
+        experts = self.layer.experts
+        counts_P = torch.tensor([(33, 0, 1, 17)[slot % 4] for slot in range(len(next(experts.parameters())))])
+        slot_Y = torch.repeat_interleave(torch.arange(len(counts_P)), counts_P).int()[: len(self.rows_XH)]
+        ends_P = counts_P.cumsum(0).clamp(max=len(slot_Y)).int()
+        rows = SortedRows(slot_Y.to(self.device), ends_P.to(self.device))
         rows_YH, ones_Y1 = self.rows_XH[: len(slot_Y)], self.rows_XH.new_ones(len(slot_Y), 1)
         with torch.no_grad():
-            found = self.run_experts(rows_YH, slot_Y, ones_Y1).double()
+            found = self.run_experts(rows_YH, rows, ones_Y1).double()
             config: Any = experts.config
             config._experts_implementation = "eager"
             kept = {name: parameter.data for name, parameter in experts.named_parameters()}
             try:
                 experts.double()
-                exact = self.run_experts(rows_YH.double(), slot_Y, ones_Y1.double())
+                exact = self.run_experts(rows_YH.double(), rows, ones_Y1.double())
             finally:
                 config._experts_implementation = "grouped_mm"
                 for name, parameter in experts.named_parameters():
@@ -242,9 +245,9 @@ class Path:
             )
         return error
 
-    def run_experts(self, rows_YH: Tensor, slot_Y: Tensor, weight_Y1: Tensor) -> Tensor:
+    def run_experts(self, rows_YH: Tensor, rows: SortedRows, weight_Y1: Tensor) -> Tensor:
         """Return the weighted results of rows in slot order: experts at home and those in slots as one product."""
-        return self.layer.run_rows(rows_YH, slot_Y, weight_Y1)
+        return self.layer.run_rows(rows_YH, rows, weight_Y1)
 
     def works(self, one: RankLayer, top_k: int) -> dict[str, Callable[[], object]]:
         """Return the parts of one rank's layer; each runs forward and backward."""
@@ -259,7 +262,7 @@ class Path:
         )
         hidden_TH = self.rows_XH[:tokens].detach().requires_grad_()
         weights_TK = self.rows_XH[:tokens, :top_k].detach().float().requires_grad_()
-        num = len(lists.slot_Y)
+        num, rows = len(lists.slot_Y), SortedRows(lists.slot_Y, slot_ends([one.tables], self.device)[0])
         rows_YH = self.rows_XH[:num].detach().requires_grad_()
         weight_Y1 = self.rows_XH[:num, :1].detach().float().requires_grad_()
         parameters = [*self.layer.experts.parameters()]
@@ -270,7 +273,7 @@ class Path:
             torch.autograd.grad(gathered, [hidden_TH, weights_TK], into)
 
         def product() -> None:
-            output_YH = self.run_experts(rows_YH, lists.slot_Y, weight_Y1)
+            output_YH = self.run_experts(rows_YH, rows, weight_Y1)
             torch.autograd.grad(output_YH.sum(), [rows_YH, weight_Y1, *parameters], allow_unused=True)
 
         def combine() -> None:
@@ -279,7 +282,7 @@ class Path:
 
         def layer() -> None:
             gathered_YH, gathered_Y1 = dispatch_tokens(lists, exchange, hidden_TH, weights_TK)
-            output_YH = self.run_experts(gathered_YH, lists.slot_Y, gathered_Y1)
+            output_YH = self.run_experts(gathered_YH, rows, gathered_Y1)
             output_TH = combine_tokens(lists, exchange, output_YH, tokens)
             inputs = [hidden_TH, weights_TK, *parameters]
             torch.autograd.grad(output_TH, inputs, self.gradient_XH[:tokens], allow_unused=True)

@@ -44,7 +44,7 @@ class Event(NamedTuple):
     start, seconds       start since the origin of the timeline
     bytes                moved by the rank, 0 if nothing moves
     label                free text
-    bytes_between_nodes  of `bytes`, those for other nodes
+    bytes_between_nodes  of `bytes`, those for other nodes; 0 in simulated events, whose sums a simulated step has
     """
 
     stage: str

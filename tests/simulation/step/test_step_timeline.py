@@ -81,10 +81,10 @@ def test_stages_of_hierarchical_dispatch_are_events_in_turn():
     plan, demand, cluster, model = random_step(4, micro_batches=1, layers=1, nodes=2, per_node=2)
     timeline = simulated_timeline(replace(plan, dispatch="hierarchical"), demand, cluster, model)
     own = [(event.stage, event.label) for event in timeline.events if event.rank == 0]
-    labels = [(stage, label) for stage, label in own if stage in ("dispatch", "combine")]
-    there = [("dispatch", "between nodes"), ("dispatch", "inside nodes")]
-    back = [("combine", "inside nodes"), ("combine", "between nodes")]
-    assert labels == [*there, ("dispatch", "gate weights"), *back, *there, ("combine", "gate weights"), *back]
+    exchanges = [(stage, label) for stage, label in own if stage.startswith(("dispatch", "combine"))]
+    there = [("dispatch", "rows"), ("dispatch in node", "rows")]
+    back = [("combine in node", "rows"), ("combine", "rows")]
+    assert exchanges == [*there, ("dispatch", "gate weights"), *back, *there, ("combine", "gate weights"), *back]
 
 
 def test_a_choice_of_ranks_micro_batches_and_layers_is_a_part_of_the_whole():
@@ -166,8 +166,8 @@ def test_the_executor_does_the_same_things_in_the_same_order(tmp_path):
         trained, forward = zip(*recorded[name], strict=True)
         found = diff_timelines(merged(trained), simulated)
         assert found.same_order, (name, found.sentences)
-        at_home = ("at home",) * (name.startswith(("last", "drawn")))
-        assert found.only_first == at_home
+        prepared = (*("at home",) * name.startswith(("last", "drawn")), "prepare", "wait prepare")
+        assert found.only_first == prepared
         assert found.only_second == ("attention", "experts", "gradients", "optimizer")
         assert {"dispatch", "combine"} <= set(found.compared)
         assert ("push" in found.compared) == (plan.num_copies > 0)
@@ -175,6 +175,6 @@ def test_the_executor_does_the_same_things_in_the_same_order(tmp_path):
         simulated = simulated_timeline(plan, plan.scheduled(case.demand), cluster(1, 2), model, how)
         found = diff_timelines(merged(forward), simulated)
         assert found.same_order, (name, found.sentences)
-        assert found.only_first == at_home
+        assert found.only_first == prepared
         assert found.only_second == ("attention", "experts")
         assert ("push" in found.compared) == (plan.num_copies > 0)

@@ -34,7 +34,18 @@ from relibra.simulation.step.stage_costs import StageCosts
 TERMS = ("attention", "host", "gathers", "exchange", "gates", "compute", "copies")
 """Parts of the time of a pass: they add up to it."""
 
-STAGES = ("attention", "dispatch", "experts", "combine", "wait push", "push", "wait return", "return")
+STAGES = (
+    "attention",
+    "dispatch",
+    "dispatch in node",
+    "experts",
+    "combine in node",
+    "combine",
+    "wait push",
+    "push",
+    "wait return",
+    "return",
+)
 """Stages of events, named as the executor names those that it records."""
 
 _ROUNDING = 1e-12
@@ -255,7 +266,9 @@ class _Walk:
         """
         term = "gates" if links is None else "exchange"
         start_MR, end_M = self.now_MR, self.met_M + seconds_ML[:, layer]
-        if links != "inside nodes":
+        if links == "inside nodes":
+            stage += " in node"
+        else:
             self.rows.append((self.met_M, end_M))
         self.terms[term] += seconds_ML[:, layer]
         self.waited_R += (self.met_M[:, None] - start_MR).sum(axis=0)
@@ -264,7 +277,7 @@ class _Walk:
         self.spent[stage] += (self.now_MR - start_MR).sum(axis=0)
         if self.note is not None:
             row_bytes = self.costs.gate_bytes if links is None else self.costs.row_bytes
-            label = "gate weights" if links is None else "" if links == "all links" else links
+            label = "gate weights" if links is None else "rows"
             self.note(stage, self._id(layer), start_MR, self.now_MR, rows_MLR[:, layer] * row_bytes, None, label)
 
     def _begin(self, kind: str, layer: int, copies: CopyCosts, begin_M: ndarray) -> _Transfer:
