@@ -13,7 +13,7 @@ from relibra.rl.model.policy import Policy
 from tests.rl.ranks_at_work import tiny_config
 
 MODEL = nn.Linear(1, 1)
-LIVE = {"slots": 3, "ranks_per_node": 2, "tolerance": 0.02, "sums": "canonical"}
+LIVE = {"slots": 3, "ranks_per_node": 2, "tolerance": 0.02, "sums": "canonical", "dispatch": "flat"}
 
 
 @pytest.mark.parametrize(
