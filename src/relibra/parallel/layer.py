@@ -41,7 +41,7 @@ class LayerRun:
 
     ends_P     of its planned rows, see `SortedRows`
     replicas   set on all ranks if any rank has replicas of this layer in this micro-batch, else None. In resident slots
-               idle ones count too: gradients may wait there. Set too where homes and replicas are computed together
+               idle ones count too: gradients may wait there. With static rows set in micro-batches without replicas too
     static     rows that every rank computes; None: as many as the tables give it
     """
 

@@ -168,11 +168,11 @@ def balance_live(
     Outputs and gradients are those of the same model without balancing, up to the order of sums.
 
     slots            replicas per rank; all layers share them
-    ranks_per_node   copies stay inside a node; None: the whole group is one
+    ranks_per_node   ranks that are one node, inside which copies stay; None: the whole group
     tolerance        load above the lowest reachable that is accepted for fewer copies, as a share of it
     sums             as for `execute_plan`
     dispatch         how tokens reach ranks of other nodes: "flat", once each, or "hierarchical", once per node, where
-                     they are forwarded; the bits are the same
+                     they are forwarded; on a CPU the bits are the same
     raises           EngineError when the model cannot be balanced, is executing a plan, or ranks differ in a setting;
                      and on all ranks when they run different layers or passes
 

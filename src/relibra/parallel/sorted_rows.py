@@ -41,7 +41,7 @@ class SortedRows(NamedTuple):
         return SortedRows(slot_Y, torch.cat([self.ends_P[:last], self.ends_P.new_full((1,), num_rows)]))
 
     def with_live(self, slot_V: Int[Tensor, " V"], num_homes: int, num_home_rows: int) -> tuple[SortedRows, Tensor]:
-        """Return them with rows for experts at home in front of them, whose experts the device alone knows.
+        """Return them merged by slot with rows for experts at home, of which the device alone knows the experts.
 
         num_homes, num_home_rows   slots of experts at home, which come first, and their rows without the new ones
         returns                    the rows, and the index of each among the new and then the old ones

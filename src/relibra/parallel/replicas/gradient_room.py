@@ -1,4 +1,4 @@
-"""`GradientRoom`: memory for gradients of replicas on their way home, allocated once and used by all layers in turn."""
+"""`GradientRoom`: memory for gradients of replicas on their way home, which all layers of a step use in turn."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ class GradientRoom:
         return self._zeros[name]
 
     def clear(self) -> None:
-        """Free what is free."""
+        """Release the memory of gradients that nobody holds."""
         self._free.clear()
         self._zeros.clear()

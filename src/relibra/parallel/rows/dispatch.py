@@ -34,9 +34,9 @@ def dispatch_tokens(
 ) -> tuple[Float[Tensor, "Z H"], Float[Tensor, "Y 1"]]:
     """Return the rows that this rank computes, and the gate weights of the planned ones; collective.
 
-    With live rows in `lists` these come first; their weights are not among those returned (`exchange_choices`).
+    Live rows in `lists` lie among the planned ones, by slot; their weights are not returned (`exchange_choices`).
 
-    choices       exchange of one row per token-slot
+    choices       exchange of one row per token-slot; hops take group, place and recorder from it
     num_padding   rows of zeros behind the others, without weights
     raises    EngineError when a peer is gone or the group's time-out has passed
     """
@@ -58,10 +58,10 @@ def combine_tokens(
     Results behind those of the lists are of padding, and nobody's.
     """
     once = _send_once(lists)
-    before = [num_tokens, *(hop.num_brought for hop in once.hops)]
-    rows_XH = _Sum.apply(output_YH, once.arrived_Y, before.pop())
+    num_rows = [num_tokens, *(hop.num_brought for hop in once.hops)]  # before each hop, and those that arrived
+    rows_XH = _Sum.apply(output_YH, once.arrived_Y, num_rows.pop())
     for hop in reversed(once.hops):
-        rows_XH = _Sum.apply(_exchange_hop(rows_XH, hop, choices, back=True), hop.index_X, before.pop())
+        rows_XH = _Sum.apply(_exchange_hop(rows_XH, hop, choices, back=True), hop.index_X, num_rows.pop())
     return rows_XH
 
 

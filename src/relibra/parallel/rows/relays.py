@@ -70,7 +70,7 @@ class NodeRows(NamedTuple):
 class Forwarded(NamedTuple):
     """Rows that a relay gets and forwards, of all layers.
 
-    index_L     row, among those that came, by rank of the own node, node that it came from, and token
+    index_L     index among the rows that came; ordered by destination rank, then source node, then token
     rows_LN     rows that came from each node
     send_LG     rows that go to each rank of the own node
     """
@@ -166,7 +166,11 @@ class _Rail(NamedTuple):
 
 
 def _tell_relays(nodes: NodeRows, send_LR: Int64[ndarray, "L R"], rail: _Rail) -> Forwarded:
-    """Tell each relay what to forward from this rank; return what this rank forwards as a relay; collective."""
+    """Tell each relay what to forward from this rank; return what this rank forwards as a relay; collective.
+
+    Two messages to each node: for each layer the rows that go there, then those to each of its ranks; and for each layer
+    and rank there, the index of each row among those that go to the node.
+    """
     (L, N), G = nodes.rows_LN.shape, rail.ranks_per_node
     send_NLG = send_LR.reshape(L, N, G).swapaxes(0, 1)
     counts_NLX = np.concatenate([nodes.rows_LN.T[:, :, None], send_NLG], axis=2).astype(np.int32)

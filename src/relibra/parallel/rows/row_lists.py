@@ -35,7 +35,7 @@ class Hop(NamedTuple):
     """One step of rows towards the ranks that compute them: rows are copied, and the copies are exchanged.
 
     index_X   row that is copied as the X-th, by destination: of the batch, or of those that the hop before brought
-    sizes     of the exchange; None: the copies stay
+    sizes     of the exchange; None: the copies stay (flat dispatch groups rows by node here, for the order of sums)
     """
 
     index_X: Int32[Tensor, " X"]

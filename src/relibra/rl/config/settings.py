@@ -283,7 +283,7 @@ class PlanSettings(Section):
         return self.balancer == "live"
 
     def dispatch_on(self, cluster: Cluster) -> Dispatch:
-        """Return how tokens reach other nodes of this cluster: flat with canonical sums, which add per home rank."""
+        """Return how tokens reach other nodes of this cluster: flat with canonical sums, where no relay can add."""
         return "flat" if self.sums == "canonical" else self.dispatch or cluster.dispatch
 
 
