@@ -143,6 +143,8 @@ def write_trainer_npz(path: Path | str, plan: StepPlan, demand: Demand) -> None:
             quota_MLRB=plan.quota_MLRB,
             home_quota_MLE=home_quota_MLE,
             resident_slots=plan.resident_slots,
+            dispatch=plan.dispatch,
+            static_rows=plan.static_rows,
             digest=plan.digest(),
             demand_digest=plan.demand_digest,
         )

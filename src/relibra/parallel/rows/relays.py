@@ -168,8 +168,8 @@ class _Rail(NamedTuple):
 def _tell_relays(nodes: NodeRows, send_LR: Int64[ndarray, "L R"], rail: _Rail) -> Forwarded:
     """Tell each relay what to forward from this rank; return what this rank forwards as a relay; collective.
 
-    Two messages to each node: for each layer the rows that go there, then those to each of its ranks; and for each layer
-    and rank there, the index of each row among those that go to the node.
+    Two messages to each node: for each layer the rows that go there, then those to each of its ranks; and for each
+    layer and rank there, the index of each row among those that go to the node.
     """
     (L, N), G = nodes.rows_LN.shape, rail.ranks_per_node
     send_NLG = send_LR.reshape(L, N, G).swapaxes(0, 1)

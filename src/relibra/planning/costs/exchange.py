@@ -161,7 +161,7 @@ def rows_per_crossing(cluster: Cluster, demand: ScheduledDemand, home_LE: Int[nd
 
     Below 1 where dispatch is hierarchical and pairs are known: choices of a token on one node share a row.
     """
-    if cluster.dispatch == "flat" or cluster.num_nodes == 1 or demand.pairs_LEE is None:
+    if cluster.dispatch == "flat" or 1 in (cluster.num_nodes, cluster.ranks_per_node) or demand.pairs_LEE is None:
         return 1.0
     tokens_LE = np.diagonal(demand.pairs_LEE, axis1=1, axis2=2).astype(np.float64)
     node_LE = home_LE // cluster.ranks_per_node

@@ -77,8 +77,8 @@ class RankTables:
                     pushed unless its slot holds the weights already
     ranks_per_node  rank r is on node r // ranks_per_node
     stay_in_node    no rank sends a token-slot to another node; the same on every rank
-    stay_on_rail    every token-slot goes to a rank of the source's number (rank % ranks_per_node), on whichever node; the
-                    same on every rank
+    stay_on_rail    every token-slot goes to a rank of the source's number (rank % ranks_per_node), on whichever node;
+                    the same on every rank
     """
 
     place: Place

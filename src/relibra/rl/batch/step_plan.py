@@ -254,6 +254,7 @@ def _gather_parts(
                 resident_slots=resident_slots,
                 scope=scope,
                 dispatch=cluster.dispatch,
+                static_rows=settings.static_rows,
                 predicted=predicted,
                 plan_seconds=seconds,
                 objective=settings.objective,

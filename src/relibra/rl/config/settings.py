@@ -273,7 +273,8 @@ class PlanSettings(Section):
     """Steps over which the time of moving an expert to a new home is spread: how long routes stay alike."""
     static_rows: bool = False
     """Pad what a rank computes to one number of rows per layer, the same in all micro-batches of a step: constant
-    shapes at the price of computed padding. Only with plans and fast sums."""
+    shapes at the price of computed padding, which predictions leave out. Only where steps follow plans, and with fast
+    sums."""
     sums: Literal["fast", "canonical"] = "fast"
     """"canonical": bitwise the same results under every plan of one schedule; slower, and turns `pack` off."""
 
