@@ -31,11 +31,15 @@ from relibra.serving.expert_placement import place_experts, place_table
 
 SECRET = b"s" * SECRET_BYTES
 HIDDEN, MAX_TOKENS, TOP_K = 4, 16, 2
-TRANSPORTS = ("shared", "tcp")
+TRANSPORTS = ("shared", "tcp", "gloo")
 
 
 def expert_output(expert, rows):
     return rows * (expert + 1) + expert
+
+
+def backend_of(transport):
+    return "gloo" if transport == "gloo" else None
 
 
 class Workers:
@@ -44,10 +48,18 @@ class Workers:
     def __init__(self, stack, transport, experts_of, silent=()):
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self.experts_of, self.addresses, self.inboxes = experts_of, [], []
+        self.backend = backend_of(transport)
         for number, experts in enumerate(experts_of):
             listener, address = listen(worker_address(transport, folder, str(number)))
             shape = ExpertShape(
-                worker=number, num_experts=len(experts), num_layers=3, hidden=HIDDEN, dtype=torch.float32, max_rows=64
+                worker=number,
+                num_experts=len(experts),
+                num_layers=3,
+                hidden=HIDDEN,
+                dtype=torch.float32,
+                max_rows=64,
+                backend=backend_of(transport),
+                timeout=10.0,
             )
             inbox = ExpertInbox(listener, shape, SECRET, ExchangeCounters())
             thread = threading.Thread(target=self.run, args=(inbox, experts, number in silent))
@@ -78,6 +90,7 @@ class Workers:
             hidden=HIDDEN,
             dtype=torch.float32,
             num_layers=3,
+            backend=self.backend,
         )
         exchange = SlotExchange(self.addresses, shape, attention=attention, slot=slot, secret=SECRET, timeout=timeout)
         stack.callback(exchange.close)

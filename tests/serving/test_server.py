@@ -169,7 +169,7 @@ def test_a_killed_expert_worker_is_told_within_the_timeout_and_comes_back(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shared", "tcp"])
+@pytest.mark.parametrize("transport", ["shared", "tcp", "gloo"])
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGSTOP])
 def test_no_request_is_lost_where_experts_have_copies(transport, stop, tmp_path):
     model = write_model("Qwen3MoeForCausalLM", tmp_path)

@@ -73,7 +73,8 @@ class ExpertProcess:
         experts  None: those of this worker in the first placement
         raises   ConfigError, EngineError as `read_structure` and `load_experts` do
         """
-        structure, layout = read_structure(Path(self._spec["folder"]), self._spec["dtype"]), self._layout
+        layout = self._layout
+        structure = read_structure(Path(self._spec["folder"]), self._spec["dtype"], layout.device)
         if experts is None:
             placement = place_experts(structure.num_experts, layout.experts, layout.spare_experts)
             experts = placement[self._spec["number"]]
@@ -86,10 +87,13 @@ class ExpertProcess:
             hidden=structure.hidden,
             dtype=structure.dtype,
             max_rows=self._layout.max_tokens * structure.top_k,
+            backend=layout.backend,
+            device=layout.device,
+            timeout=layout.timeout,
         )
         inbox = ExpertInbox(listener, shape, bytes.fromhex(self._spec["secret"]), ExchangeCounters())
         worker = ExpertWorker(layers, inbox, self.recorder)
-        self._weights = NewWeights(worker, self._spec["dtype"], experts)
+        self._weights = NewWeights(worker, self._spec["dtype"], layout.device, experts)
 
         def work() -> None:
             worker.run()
@@ -155,7 +159,7 @@ def run_attention_worker(control: ControlSocket, spec: dict[str, Any]) -> None:
     addresses, experts_of = zip(*frame["connect"], strict=True)
     worker.connect(addresses, bytes.fromhex(spec["secret"]), tell, experts_of)
     control.send({"connected": {"dtype": str(worker.shape.dtype), "most_cache_bytes": worker.most_cache_bytes}})
-    weights = NewWeights(worker, spec["dtype"])
+    weights = NewWeights(worker, spec["dtype"], layout.device)
     while (frame := control.receive()) is not None:
         if "generate" in frame:
             for request in _requests(frame["generate"]):

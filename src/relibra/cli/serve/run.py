@@ -13,9 +13,11 @@ from relibra.cli.outputs.terminal import print_note
 from relibra.cli.serve.deployment import AttentionWorkers, ExpertWorkers, MicroBatches, PlanFile, planned_workers
 from relibra.cli.serve.serve_options import (
     Deadline,
+    Device,
     KeySource,
     MostWaiting,
     RebalanceSeconds,
+    RowTransport,
     SpareExperts,
     TimelineFile,
     UntilEof,
@@ -31,7 +33,8 @@ def run(
     spare_experts: SpareExperts = 0,
     rebalance_seconds: RebalanceSeconds = 0.0,
     micro_batches: MicroBatches = None,
-    transport: Annotated[str, typer.Option(help="Rows between workers: shared (memory) or tcp.")] = "shared",
+    device: Device = "cpu",
+    transport: RowTransport = "",
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0: any that is free.")] = 8100,
     name: Annotated[str, typer.Option(help="Name of the model for clients; default: that of its folder.")] = "",
@@ -52,7 +55,6 @@ def run(
     """Serve a mixture-of-experts model with attention on some processes and experts on others.
 
     Answers /v1/completions, /v1/chat/completions, /v1/models, vLLM's /inference/v1/generate, /health and /metrics.
-    Ctrl-C stops all workers.
 
     Example: relibra serve runs/demo/policy --attention 1 --experts 1 --micro-batches 2 --port 8100
     """
@@ -66,7 +68,8 @@ def run(
         experts=experts or planned.experts,
         micro_batches=micro_batches or planned.micro_batches,
         spare_experts=spare_experts,
-        transport=transport,  # type: ignore[arg-type]
+        transport=transport or ("nccl" if device == "cuda" else "shared"),  # type: ignore[arg-type]
+        device=device,  # type: ignore[arg-type]
         max_tokens=max_tokens,
         max_batch=max_batch,
         max_length=max_length,

@@ -7,6 +7,14 @@ from typing import Annotated
 
 import typer
 
+Device = Annotated[str, typer.Option(help="Of all workers: cpu, or cuda with a GPU for each.")]
+RowTransport = Annotated[
+    str,
+    typer.Option(
+        help="Rows between workers: shared (memory), tcp or gloo on CPUs, nccl on GPUs. Default: shared, or nccl.",
+        show_default=False,
+    ),
+]
 SpareExperts = Annotated[
     int, typer.Option(help="Experts that a worker holds beyond its share: copies, which answer where one is lost.")
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ class MicroBatch:
         self._model, self._experts, self._limits, self._pad_id = model, experts, limits, pad_id
         self._listener = listener
         self._route_dtype = narrow_dtype(len(experts.load_E))
+        self._device = torch.device(experts.exchange.shape.device)
         self._can_join = has_slots(model.config)
         self._work = threading.Condition()
         self._waiting: deque[Row] = deque()
@@ -130,11 +131,16 @@ class MicroBatch:
     @torch.inference_mode()
     def run(self) -> None:
         """Serve until closed. An error ends the requests of this micro-batch, not the process."""
-        while self._await_work():
-            try:
-                self._round()
-            except Exception as error:  # noqa: BLE001 - the boundary of the thread: its requests get the sentence
-                self._fail_all(str(error) if isinstance(error, RelibraError) else in_a_line(error))
+        with self._own_stream():
+            while self._await_work():
+                try:
+                    self._round()
+                except Exception as error:  # noqa: BLE001 - the boundary of the thread: its requests get the sentence
+                    self._fail_all(str(error) if isinstance(error, RelibraError) else in_a_line(error))
+
+    def _own_stream(self) -> AbstractContextManager[object]:
+        """Return a context in which a GPU lets other micro-batches compute while this one waits for rows."""
+        return torch.cuda.stream(torch.cuda.Stream(self._device)) if self._device.type == "cuda" else nullcontext()
 
     def _await_work(self) -> bool:
         with self._work:
@@ -261,8 +267,9 @@ class MicroBatch:
     def _forward(
         self, input_BN: Int[Tensor, "B N"], mask_BC: Bool[Tensor, "B C"], cache: Cache | None, *, last: int = 1
     ) -> tuple[Float[Tensor, "B Z V"], Tensor, Cache]:
-        """Run the model with remote experts; see `Forward`."""
+        """Run the model with remote experts, see `Forward`. All but the cache is on the host."""
         model: Any = self._model
+        input_BN, mask_BC = input_BN.to(self._device), mask_BC.to(self._device)
         with self._experts.forward_pass() as routes_LTK:
             output = model(
                 input_ids=input_BN,
@@ -272,4 +279,5 @@ class MicroBatch:
                 use_cache=True,
                 logits_to_keep=last,
             )
-        return output.logits, torch.stack(routes_LTK, dim=1).to(self._route_dtype), output.past_key_values
+        routes_TLK = torch.stack(routes_LTK, dim=1).to(self._route_dtype)
+        return output.logits.cpu(), routes_TLK.cpu(), output.past_key_values

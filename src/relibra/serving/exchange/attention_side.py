@@ -17,6 +17,7 @@ from relibra.errors import EngineError
 from relibra.serving.exchange.addresses import UNIX, connect
 from relibra.serving.exchange.buffers import RowBuffer, private_buffer, shared_buffers
 from relibra.serving.exchange.counters import ExchangeCounters
+from relibra.serving.exchange.group_channel import ATTENTION, Backend, GroupChannel, open_store
 from relibra.serving.exchange.messages import (
     HEADER_BYTES,
     SECRET_BYTES,
@@ -37,6 +38,8 @@ class ExchangeShape:
     max_tokens     most tokens of one exchange
     top_k          experts that a token chooses
     num_layers     MoE layers
+    backend        of the process groups that rows go through; None: they do not
+    device         of the rows
     """
 
     experts_of: tuple[tuple[int, ...], ...]
@@ -45,6 +48,8 @@ class ExchangeShape:
     hidden: int
     dtype: torch.dtype
     num_layers: int
+    backend: Backend | None = None
+    device: str = "cpu"
 
     @property
     def rows(self) -> int:
@@ -62,7 +67,14 @@ class _Channel:
 
     worker: int
     socket: socket.socket
+    group: GroupChannel | None = None
     header: bytearray = field(default_factory=lambda: bytearray(HEADER_BYTES))
+
+    def close(self) -> None:
+        """Close the socket, and the group of rows."""
+        self.socket.close()
+        if self.group is not None:
+            self.group.close()
 
 
 class WorkerLostError(EngineError):
@@ -102,6 +114,7 @@ class SlotExchange:
         self._rows, self._results = self._make_buffers()
         self.lost: dict[int, EngineError] = {}
         self._channels: list[_Channel] = []
+        self._store, self._groups = None if shape.backend is None else open_store(timeout), 0
         self._sequence, self._sent_N = 0, [0] * len(addresses)
         try:
             for worker, address in enumerate(addresses):
@@ -138,7 +151,9 @@ class SlotExchange:
             if channel.worker not in self.lost:
                 with self._noting_loss(channel), self._waiting_for(channel, layer):
                     channel.socket.sendall(header)
-                    if not self._shared and count:
+                    if channel.group is not None and count:
+                        channel.group.send(self._rows.rows_XH[first : first + count])
+                    elif not self._shared and count:
                         channel.socket.sendall(self._rows.bytes_of(first, count))
                 counters.send(count, row_bytes)
             first, place = first + count, place + len(own)
@@ -174,7 +189,10 @@ class SlotExchange:
             raise EngineError(
                 f"expert worker {channel.worker} answered {header} instead of {expected}: the two ends disagree"
             )
-        if not self._shared and expected.num_rows:
+        first, end = expected.first_row, expected.first_row + expected.num_rows
+        if channel.group is not None and expected.num_rows:
+            channel.group.finish(channel.group.start_receive(self._results.rows_XH[first:end]))
+        elif not self._shared and expected.num_rows:
             receive_into(channel.socket, self._results.bytes_of(expected.first_row, expected.num_rows))
 
     def rejoin(self, worker: int, address: str, experts: Sequence[int]) -> None:
@@ -190,7 +208,7 @@ class SlotExchange:
         self.lost.pop(worker, None)
 
     def _reopen(self, worker: int) -> None:
-        self._channels[worker].socket.close()
+        self._channels[worker].close()
         self._channels[worker] = _Channel(worker, connect(self._addresses[worker], self.timeout))
         self._greet(self._channels[worker], self._secret)
         self.counters.open_channel(buffers=0)
@@ -212,23 +230,24 @@ class SlotExchange:
         try:
             yield
         except EngineError as error:
-            channel.socket.close()
+            channel.close()
             self.lost[channel.worker] = error
 
     def close(self) -> None:
         """Close all channels."""
         for channel in self._channels:
-            channel.socket.close()
+            channel.close()
 
     def _make_buffers(self) -> tuple[RowBuffer, RowBuffer]:
         shape = self.shape
         if self._shared:
             return shared_buffers(shape.rows, shape.hidden, shape.dtype)
-        return tuple(private_buffer(shape.rows, shape.hidden, shape.dtype) for _ in range(2))  # type: ignore[return-value]
+        size = (shape.rows, shape.hidden, shape.dtype, shape.device)
+        return tuple(private_buffer(*size) for _ in range(2))  # type: ignore[return-value]
 
     def _greet(self, channel: _Channel, secret: bytes) -> None:
         """Tell a worker the sizes, and hand it the shared memory; wait for its welcome."""
-        shape = self.shape
+        shape, self._groups = self.shape, self._groups + (self._store is not None)
         greeting = Greeting(
             secret=secret,
             attention=self.attention,
@@ -240,6 +259,8 @@ class SlotExchange:
             dtype=shape.dtype,
             num_experts=len(shape.experts_of[channel.worker]),
             num_layers=shape.num_layers,
+            group_port=0 if self._store is None else self._store.port,
+            group_number=self._groups,
         )
         with self._waiting_for(channel, layer=-1):
             if self._shared:
@@ -250,6 +271,15 @@ class SlotExchange:
             header = read_header(channel.header)
             if header.kind is Kind.ERROR:
                 raise EngineError(f"expert worker {channel.worker}: {read_error(channel.socket, header)}")
+            if self._store is not None and shape.backend is not None:
+                channel.group = GroupChannel(
+                    shape.backend,
+                    self._store,
+                    greeting.group_name,
+                    rank=ATTENTION,
+                    device=torch.device(shape.device),
+                    timeout=self.timeout,
+                )
 
     def _waiting_for(self, channel: _Channel, layer: int) -> _Waiting:
         return _Waiting(self, channel.worker, layer)

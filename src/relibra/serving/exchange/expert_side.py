@@ -8,7 +8,9 @@ import socket
 import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 from relibra.errors import EngineError
 from relibra.serving.exchange.buffers import RowBuffer, mapped_buffers, private_buffer
 from relibra.serving.exchange.counters import ExchangeCounters
+from relibra.serving.exchange.group_channel import EXPERTS, Backend, GroupChannel, reach_store
 from relibra.serving.exchange.messages import (
     GREETING_BYTES,
     HEADER_BYTES,
@@ -40,6 +43,9 @@ class ExpertShape:
 
     num_experts   experts of each layer in this worker
     max_rows      most rows that a channel may ask memory for
+    backend       of the process groups that rows come through; None: they do not
+    device        of the experts
+    timeout       seconds that rows may take after their header, through a process group
     """
 
     worker: int
@@ -48,6 +54,9 @@ class ExpertShape:
     hidden: int
     dtype: torch.dtype
     max_rows: int
+    backend: Backend | None = None
+    device: str = "cpu"
+    timeout: float = 60.0
 
 
 class _Channel:
@@ -56,6 +65,8 @@ class _Channel:
     def __init__(self, connection: socket.socket, greeting: Greeting, buffers: tuple[RowBuffer, RowBuffer]) -> None:
         self.connection, self.greeting = connection, greeting
         self.rows, self.results = buffers
+        self.group: GroupChannel | None = None
+        self.waiter: ThreadPoolExecutor | None = None  # for rows that come through a group of gloo
         self.head = bytearray(HEADER_BYTES + 4 * greeting.num_experts)
         self.header: Header | None = None
         self._view, self._done = memoryview(self.head), 0
@@ -77,9 +88,29 @@ class _Channel:
             if self.header is not None:
                 return True
             self.header = self._checked_header()
-            shared = self.greeting.shared_rows > 0
-            rows = memoryview(b"") if shared else self.rows.bytes_of(0, self.header.num_rows)
+            elsewhere = self.greeting.shared_rows > 0 or self.group is not None
+            rows = memoryview(b"") if elsewhere else self.rows.bytes_of(0, self.header.num_rows)
             self._view, self._done = rows, 0
+
+    def join(self, shape: ExpertShape) -> None:
+        """Make the process group of the channel, together with its other end.
+
+        raises   ConnectionError, TimeoutError when that does not come
+        """
+        assert shape.backend is not None, "greetings with a group are accepted with a backend only"
+        store = reach_store(self.greeting.group_port)
+        name, device = self.greeting.group_name, torch.device(shape.device)
+        self.group = GroupChannel(shape.backend, store, name, rank=EXPERTS, device=device, timeout=shape.timeout)
+        if not self.group.in_stream_order:
+            self.waiter = ThreadPoolExecutor(1, thread_name_prefix="rows")
+
+    def close(self) -> None:
+        """Close the socket, and the group of rows."""
+        self.connection.close()
+        if self.group is not None:
+            self.group.close()
+        if self.waiter is not None:
+            self.waiter.shutdown(wait=False)
 
     def take(self) -> Message:
         """Return the complete message, and wait for the next header."""
@@ -112,6 +143,7 @@ class Message:
     def __init__(self, channel: _Channel, header: Header) -> None:
         """Refer to the rows of a message that is complete."""
         self._channel, self._header = channel, header
+        self.receive: Any = None  # under way in the streams of a GPU
         self._first = header.first_row if channel.greeting.shared_rows else 0
         rows = slice(self._first, self._first + header.num_rows)
         self.layer = header.layer
@@ -129,6 +161,11 @@ class Message:
         """Who sent it."""
         return f"attention worker {self._channel.greeting.attention}, micro-batch {self._channel.greeting.slot}"
 
+    def await_rows(self) -> None:
+        """Let what is computed next wait for the rows, where the device waits for them and not the host."""
+        if self.receive is not None and self._channel.group is not None:
+            self._channel.group.finish(self.receive)
+
     def answer(self, result_YH: Float[Tensor, "Y H"], counters: ExchangeCounters) -> None:
         """Send results; where they lie in `result_YH` of this message, they are not copied."""
         channel, header = self._channel, self._header
@@ -139,7 +176,9 @@ class Message:
         counters.send(header.num_rows, channel.results.row_bytes)
         with contextlib.suppress(OSError):  # a sender that is gone is noticed where its next message is awaited
             channel.connection.sendall(header._replace(kind=Kind.RESULTS).packed())
-            if not channel.greeting.shared_rows and header.num_rows:
+            if channel.group is not None and header.num_rows:
+                channel.group.send(self.result_YH)
+            elif not channel.greeting.shared_rows and header.num_rows:
                 channel.connection.sendall(channel.results.bytes_of(0, header.num_rows))
 
     def refuse(self, sentence: str) -> None:
@@ -188,7 +227,11 @@ class ExpertInbox:
             else:
                 with self._arrived:
                     self._arrived.wait_for(lambda: self._ready or self._closed, left)
-        return self._ready.popleft() if self._ready else None
+        if not self._ready:
+            return None
+        message = self._ready.popleft()
+        message.await_rows()
+        return message
 
     def close(self) -> None:
         """Close all channels; `next` returns None. May be called by any thread."""
@@ -212,7 +255,7 @@ class ExpertInbox:
         if self._reader is not None:
             self._reader.join()
         for key in list(self._selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]
+            (key.data or key.fileobj).close()  # type: ignore[union-attr]
         self._selector.close()
         self._wake.close()
 
@@ -237,11 +280,37 @@ class ExpertInbox:
                 return
         except (OSError, EngineError):
             self._selector.unregister(channel.connection)
-            channel.connection.close()
+            channel.close()
             self._open -= 1
             return
+        message = channel.take()
+        if channel.group is None or not len(message.rows_YH):
+            self._put(message)
+            return
+        try:
+            receive = channel.group.start_receive(message.rows_YH)
+        except OSError:
+            return  # the end of the socket follows
+        if channel.waiter is not None:
+            channel.waiter.submit(self._put_arrived, channel, message, receive)
+        else:
+            message.receive = receive
+            self._put(message)
+
+    def _put_arrived(self, channel: _Channel, message: Message, receive: Any) -> None:
+        """Wait for rows that come through a group, in a thread of the channel."""
+        assert channel.group is not None
+        try:
+            channel.group.finish(receive)
+        except OSError:
+            with contextlib.suppress(OSError):
+                channel.connection.shutdown(socket.SHUT_RDWR)  # half a message: the channel ends
+            return
+        self._put(message)
+
+    def _put(self, message: Message) -> None:
         with self._arrived:
-            self._ready.append(channel.take())
+            self._ready.append(message)
             self._arrived.notify()
 
     def _accept(self) -> None:
@@ -256,12 +325,19 @@ class ExpertInbox:
             connection.close()
             return
         connection.sendall(Header(Kind.WELCOME, 0, 0, 0, 0).packed())
+        channel = _Channel(connection, greeting, buffers)
+        if greeting.group_port:
+            try:
+                channel.join(self._shape)
+            except OSError:
+                channel.close()
+                return
         connection.settimeout(None)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._counters.open_channel(buffers=2)
         self._open += 1
-        self._selector.register(connection, selectors.EVENT_READ, _Channel(connection, greeting, buffers))
+        self._selector.register(connection, selectors.EVENT_READ, channel)
 
     def _greeted(self, connection: socket.socket) -> tuple[Greeting, tuple[RowBuffer, RowBuffer]]:
         """Read and check a greeting, and make the buffers of the channel."""
@@ -283,11 +359,13 @@ class ExpertInbox:
         if own != theirs:
             names = "worker, experts, layers, hidden size, dtype"
             raise EngineError(f"the two ends were started for different models ({names}: {theirs} instead of {own})")
+        if (greeting.group_port > 0) != (shape.backend is not None) or greeting.group_port >= 1 << 16:
+            raise EngineError("the two ends were started for different transports")
         if max(greeting.capacity, greeting.shared_rows) > shape.max_rows or greeting.capacity < 1:
             raise EngineError(f"a channel of {greeting.capacity} rows is more than the {shape.max_rows} allowed")
         if greeting.shared_rows:
             if len(files) != 1:
                 raise EngineError("the shared memory was not sent")
             return greeting, mapped_buffers(files[0], greeting.shared_rows, shape.hidden, shape.dtype)
-        size = (greeting.capacity, shape.hidden, shape.dtype)
+        size = (greeting.capacity, shape.hidden, shape.dtype, shape.device)
         return greeting, (private_buffer(*size), private_buffer(*size))

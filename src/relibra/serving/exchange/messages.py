@@ -17,9 +17,9 @@ import torch
 from relibra.errors import EngineError
 
 MAGIC = b"RELIBM2N"
-VERSION = 1
+VERSION = 2
 SECRET_BYTES = 16
-_GREETING = struct.Struct(f"<8sI{SECRET_BYTES}s9I")
+_GREETING = struct.Struct(f"<8sI{SECRET_BYTES}s11I")
 _HEADER = struct.Struct("<BxHIII")
 HEADER_BYTES = _HEADER.size
 MAX_TEXT = 2000
@@ -72,6 +72,8 @@ class Greeting:
     slot                micro-batch of the attention worker
     capacity            most rows of one message
     shared_rows         rows of the slot's buffers in shared memory, whose file comes along; 0: rows are sent
+    group_port          of the store in which the two ends make a process group for their rows; 0: they make none
+    group_number        of this group in the store
     """
 
     secret: bytes
@@ -84,11 +86,18 @@ class Greeting:
     dtype: torch.dtype
     num_experts: int
     num_layers: int
+    group_port: int = 0
+    group_number: int = 0
+
+    @property
+    def group_name(self) -> str:
+        """Return the name of the channel's group in its store."""
+        return f"channel {self.group_number}"
 
     def packed(self) -> bytes:
         """Return the bytes to send."""
         numbers = (self.attention, self.expert, self.slot, self.capacity, self.shared_rows, self.hidden)
-        shape = (DTYPES.index(self.dtype), self.num_experts, self.num_layers)
+        shape = (DTYPES.index(self.dtype), self.num_experts, self.num_layers, self.group_port, self.group_number)
         return _GREETING.pack(MAGIC, VERSION, self.secret, *numbers, *shape)
 
 
@@ -97,9 +106,8 @@ GREETING_BYTES = _GREETING.size
 
 def read_greeting(data: bytes | bytearray) -> Greeting:
     """Return a greeting; raises EngineError for anything else."""
-    magic, version, secret, attention, expert, slot, capacity, shared, hidden, dtype, experts, layers = (
-        _GREETING.unpack(data)
-    )
+    magic, version, secret, *numbers = _GREETING.unpack(data)
+    attention, expert, slot, capacity, shared, hidden, dtype, experts, layers, port, group = numbers
     if magic != MAGIC or version != VERSION or dtype >= len(DTYPES):
         raise EngineError("a channel was opened by something that is no relibra worker of this version")
     return Greeting(
@@ -113,6 +121,8 @@ def read_greeting(data: bytes | bytearray) -> Greeting:
         dtype=DTYPES[dtype],
         num_experts=experts,
         num_layers=layers,
+        group_port=port,
+        group_number=group,
     )
 
 

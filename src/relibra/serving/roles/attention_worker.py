@@ -40,7 +40,7 @@ class AttentionWorker:
         recorder   of its timeline; None: nothing is recorded
         raises     ConfigError, EngineError as `read_structure` and `load_attention` do
         """
-        structure = read_structure(folder, dtype)
+        structure = read_structure(folder, dtype, layout.device)
         self.layout, self.number, self._recorder = layout, number, recorder
         self.token = ComputeToken()
         self.model: Any = load_attention(structure, open_checkpoint(folder))
@@ -52,6 +52,8 @@ class AttentionWorker:
             hidden=structure.hidden,
             dtype=structure.dtype,
             num_layers=len(structure.experts),
+            backend=layout.backend,
+            device=layout.device,
         )
         self.most_cache_bytes = _most_cache_bytes(self.model, layout)
         self.engine: AttentionEngine | None = None
@@ -151,7 +153,11 @@ def _most_cache_bytes(model: Any, layout: WorkerLayout) -> int:
     """
     with without_experts():
         one, two = (
-            cache_bytes(model(input_ids=torch.zeros((1, tokens), dtype=torch.int64), use_cache=True).past_key_values)
+            cache_bytes(
+                model(
+                    input_ids=torch.zeros((1, tokens), dtype=torch.int64, device=layout.device), use_cache=True
+                ).past_key_values
+            )
             for tokens in (1, 2)
         )
     place, request = two - one, 2 * one - two
