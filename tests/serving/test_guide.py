@@ -1,11 +1,15 @@
 """What docs/serving.md tells to run is run: the server, curl, the program, and a training."""
 
+import base64
+import io
+import json
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from relibra.rl.config.run_config import load_config
@@ -33,6 +37,13 @@ def test_the_guide_runs_from_top_to_bottom(tmp_path):
         streamed = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
         assert streamed.startswith("data: {")
         assert streamed.endswith("data: [DONE]\n\n")
+        [curl] = re.findall(r"```bash\n(curl [^`]*/generate.*?)```", PAGE, flags=re.DOTALL)
+        words = [word.replace("localhost:8100", url.removeprefix("http://")) for word in shlex.split(curl)]
+        answered = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
+        [choice] = json.loads(answered)["choices"]
+        routes = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])), allow_pickle=False)
+        assert routes.ndim == 3
+        assert len(routes) >= 3
         program = program.replace("http://localhost:8100", url)
         subprocess.run([sys.executable, "-c", program], timeout=120, check=True)
     words = [sys.executable, "-m", *TRAIN, *TINY, f"run.folder={tmp_path}"]

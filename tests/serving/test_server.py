@@ -82,6 +82,7 @@ def test_streams_hold_the_same_tokens(served):
         ({"prompt": [3], "stop_token_ids": [999]}, "token"),
         ({"prompt": [3], "stream": "perhaps"}, "stream"),
         ({"prompt": [3], "logprobs": 21}, "logprobs"),
+        ({"prompt": [3], "prompt_logprobs": 1}, "prompt_logprobs"),
     ],
     ids=str,
 )
@@ -91,6 +92,22 @@ def test_wrong_requests_are_refused_with_a_sentence(served, body, named):
     error = answer.json()["error"]
     assert answer.status_code == error["code"] == (404 if "model" in body else 400)
     assert named in error["message"]
+
+
+def test_an_answer_says_which_stop_ended_it(served):
+    _, url, _ = served
+    body = {"prompt": [3, 5], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    [plain] = complete(url, **body).json()["choices"]
+    assert (plain["finish_reason"], plain["stop_reason"]) == ("length", None)
+    for stop, reason in (
+        ({"stop_token_ids": [plain["token_ids"][2]]}, plain["token_ids"][2]),
+        ({"stop": [plain["text"][1:3], "never"]}, plain["text"][1:3]),
+    ):
+        [choice] = complete(url, **body, **stop).json()["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
+        messages = [{"role": "user", "content": plain["text"]}]
+        chat = httpx.post(f"{url}/v1/chat/completions", json={"messages": messages, "max_tokens": 4}, timeout=60)
+        assert "stop_reason" in chat.json()["choices"][0]
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,8 @@ class WorkerLayout:
         }
         for name, (got, most) in limits.items():
             if not 1 <= got <= most:
-                raise ConfigError(f"--{name} {got} is out of range: it is 1 to {most}")
+                more = ", and at most the experts of a layer" if name == "experts" else ""
+                raise ConfigError(f"--{name} {got} is out of range: it is 1 to {most}{more}")
         if self.transport not in get_args(Transport):
             raise ConfigError(f"--transport {self.transport!r} is unknown: use {', '.join(get_args(Transport))}")
         if self.device not in get_args(Device):

@@ -308,5 +308,5 @@ class _Waiting:
         where = f"layer {self.layer} of micro-batch {exchange.slot}" if self.layer >= 0 else "its welcome"
         raise EngineError(
             f"attention worker {exchange.attention} waited for expert worker {self.worker} at {where}: {reason}; "
-            "look at what that worker printed; relibra serve starts it again if it has ended: end it if it hangs"
+            "look at what that worker printed; relibra serve starts one again that has ended, or is silent for long"
         ) from error

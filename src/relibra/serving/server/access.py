@@ -23,8 +23,12 @@ def read_api_keys(source: str) -> tuple[str, ...]:
     text = read_key_text(source, "--api-key-from")
     keys = tuple(line.strip() for line in text.splitlines() if line.strip())
     if not keys or not all(map(is_key, keys)):
+        kind, _, name = source.partition(":")
+        where = f"the environment variable {name}" if kind == "env" else f"the file {name}"
+        state = "holds something that is no key" if keys else "is empty" if kind == "file" else "is not set, or empty"
         raise ConfigError(
-            f"--api-key-from {source}: there is no key (one per line, of printable ASCII characters without spaces)"
+            f"--api-key-from {source}: {where} {state}: it holds one key per line, of printable ASCII characters "
+            "without spaces"
         )
     return keys
 
@@ -46,6 +50,8 @@ class AccessList:
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
         found = [number for number, one in enumerate(self._digests) if hmac.compare_digest(one, digest)]
-        if kind.lower() != "bearer" or not found:
+        if kind.lower() != "bearer":
             raise WrongKey("this server asks for a key: send the header Authorization: Bearer KEY")
+        if not found:
+            raise WrongKey("the key of the header Authorization is none of this server's: ask its operator for one")
         return f"key {found[0]}"

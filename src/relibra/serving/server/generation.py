@@ -43,6 +43,7 @@ class Piece:
 
     tops                likeliest tokens and their log-probs, of each token
     finish              why the choice has ended; None: it goes on
+    stopped_by          stop text that ended it; None: something else did, or it goes on
     routes              base64 of a .npy, at the end, where asked for
     prompt_log_probs    of the prompt, in the first piece, where asked for
     """
@@ -54,6 +55,7 @@ class Piece:
     log_probs: list[float]
     tops: list[list[tuple[int, float]]]
     finish: str | None
+    stopped_by: str | None
     routes: str | None
     prompt_log_probs: list[float] | None
 
@@ -104,6 +106,7 @@ class Choice:
             log_probs=[step["log_prob"] for step in steps],
             tops=[[(token, max(value, LEAST_LOG_PROB)) for token, value in step.get("top", ())] for step in steps],
             finish=self.finish,
+            stopped_by=self.answer.stopped_by,
             routes=steps[-1].get("routes") if steps else None,
             prompt_log_probs=_finite(steps[0].get("prompt_log_probs")) if steps else None,
         )

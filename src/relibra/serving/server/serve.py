@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import signal
@@ -208,5 +209,7 @@ def _stop_at_eof() -> None:
 def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=BACKLOG)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"--host {host} --port {port} cannot be listened at: {error}; choose another port") from error
+    except OSError as error:
+        taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        advice = "choose another port" if taken else "name an address of this machine"
+        raise ConfigError(f"--host {host} --port {port} cannot be listened at: {error}; {advice}") from error

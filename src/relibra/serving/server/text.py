@@ -87,7 +87,12 @@ class AnswerText:
         self._tokens = list(prompt[-_LONGEST_CHARACTER:])
         self._decoded_from, self._decoded_to = 0, len(self._tokens)
         self._kept = ""
-        self.stopped = False
+        self.stopped_by: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text has come; `stopped_by` is the one."""
+        return self.stopped_by is not None
 
     def add(self, tokens: Sequence[int], *, last: bool) -> str:
         """Add tokens; return the text that is certain now.
@@ -98,9 +103,10 @@ class AnswerText:
             return ""
         self._tokens += tokens
         text = self._kept + self._decode(last=last)
-        at = min((place for stop in self._stops if (place := text.find(stop)) >= 0), default=None)
-        if at is not None:
-            self.stopped, self._kept = True, ""
+        found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
+        if found:
+            at, self.stopped_by = min(found, key=lambda one: one[0])  # of several at one place the first that was named
+            self._kept = ""
             return text[:at]
         kept = 0 if last else longest_beginning(text, self._stops)
         self._kept = text[len(text) - kept :]

@@ -89,6 +89,7 @@ class ChatBody(SamplingBody):
             "message" if whole else "delta": message,
             "logprobs": self._log_probs(codec, piece) if self.logprobs else None,
             "finish_reason": piece.finish,
+            "stop_reason": self.stop_reason(piece),
         }
         if self.return_token_ids:
             body |= {"token_ids": piece.tokens, "prompt_token_ids": list(prompt) if piece.first else None}

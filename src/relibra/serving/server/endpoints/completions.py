@@ -64,7 +64,7 @@ class CompletionBody(SamplingBody):
             "text": codec.decode(echoed) + text if echoed else text,
             "logprobs": None,
             "finish_reason": "length" if piece.finish and self.max_tokens == 0 else piece.finish,
-            "stop_reason": None,
+            "stop_reason": self.stop_reason(piece),
         }
         if self.logprobs is not None:
             body["logprobs"] = self._log_probs(codec, piece, echoed, kept)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from relibra.serving.engine.request import SamplingParameters
+from relibra.serving.server.generation import Piece
 from relibra.serving.server.text import TextCodec
 
 MOST_STOPS, LONGEST_STOP = 16, 1024
@@ -54,6 +55,7 @@ class SamplingBody(BaseModel):
         "use_beam_search": (False,),
         "best_of": (1,),
         "suffix": ("",),
+        "prompt_logprobs": (),
         "tools": ([],),
         "functions": ([],),
         "response_format": ({"type": "text"},),
@@ -81,6 +83,13 @@ class SamplingBody(BaseModel):
     def stops(self) -> list[str]:
         """Texts that end an answer."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    def stop_reason(self, piece: Piece) -> str | int | None:
+        """Return the text or the token among those of this request that ended an answer, as vLLM does, or None."""
+        if piece.finish != "stop" or piece.stopped_by is not None:
+            return piece.stopped_by
+        last = piece.tokens[-1] if piece.tokens else None
+        return last if last in (self.stop_token_ids or ()) else None
 
     @property
     def include_usage(self) -> bool:
