@@ -12,7 +12,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -45,8 +47,9 @@ TARGET_MS, TARGET_SHARE = 0.15, 0.01
 
 def main() -> None:
     options = measurement_options(__doc__).parse_args()
-    torch.set_num_threads(1)
-    rows = [*_work(options.quick), *_steps(options.quick)]
+    with steps.freed_memory(kept=True), ProcessPoolExecutor(1, get_context("spawn")) as process:
+        rows = process.submit(_work, options.quick).result()
+    rows += _steps(options.quick)
     if options.json:
         print(json.dumps(rows, indent=1))
     else:
@@ -56,13 +59,14 @@ def main() -> None:
         print(write_results("preparation", rows, "relibra bench preparation", options.output), file=sys.stderr)
 
 
-def _work(quick: bool) -> Iterator[dict]:
-    """Time one rank alone: a group of `fake` ranks exchanges nothing."""
+def _work(quick: bool) -> list[dict]:
+    """Time one rank alone, in a process of its own: a group of `fake` ranks exchanges nothing."""
+    torch.set_num_threads(1)
     layers, repetitions = (4, 2) if quick else (LAYERS, REPETITIONS)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     try:
-        for tokens in TOKENS[:1] if quick else TOKENS:
-            yield from _work_of(tokens, layers, repetitions)
+        sizes = TOKENS[:1] if quick else TOKENS
+        return [row for tokens in sizes for row in _work_of(tokens, layers, repetitions)]
     finally:
         dist.destroy_process_group()
 

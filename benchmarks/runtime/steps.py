@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -215,10 +215,7 @@ def on_ranks(sizes: Sizes, variants: list[Variant], folder: Path, repetitions: i
     """Run all variants in processes of their own, taking turns; without repetitions, once each, looking at memory."""
     save_model(sizes, folder)
     (folder / "rendezvous").unlink(missing_ok=True)
-    # Timed, freed memory stays in the process, as with the caching allocator of an accelerator; looking at memory, it
-    # leaves at once.
-    kept = 1 << (16 if repetitions == 0 else 40)
-    with _environment({"MALLOC_MMAP_THRESHOLD_": str(kept), "MALLOC_TRIM_THRESHOLD_": str(kept)}):
+    with freed_memory(kept=repetitions > 0):
         mp.spawn(_work, (sizes, variants, folder, repetitions), nprocs=sizes.ranks)
     return joined([json.loads((folder / f"{rank}.json").read_text()) for rank in range(sizes.ranks)])
 
@@ -240,6 +237,15 @@ def joined(found: list[dict]) -> Found:
         for key, join in _JOINS.items()
     }
     return Found(**by_key, expert_seconds=max(one["expert_seconds"] for one in found))
+
+
+def freed_memory(*, kept: bool) -> AbstractContextManager[None]:
+    """Let processes that are started inside keep what they free, as a caching allocator does, or give it back at once.
+
+    Kept where time is measured: else the kernel clears the pages of each large array when they are first written.
+    """
+    size = str(1 << (40 if kept else 16))
+    return _environment({"MALLOC_MMAP_THRESHOLD_": size, "MALLOC_TRIM_THRESHOLD_": size})
 
 
 @contextmanager
