@@ -38,8 +38,8 @@ def test_the_guide_runs_from_top_to_bottom(tmp_path):
         assert streamed.startswith("data: {")
         assert streamed.endswith("data: [DONE]\n\n")
         [curl] = re.findall(r"```bash\n(curl [^`]*/generate.*?)```", PAGE, flags=re.DOTALL)
-        words = [word.replace("localhost:8100", url.removeprefix("http://")) for word in shlex.split(curl)]
-        answered = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
+        curl = curl.replace("\\\n", " ").replace("localhost:8100", url.removeprefix("http://"))
+        answered = subprocess.run(shlex.split(curl), capture_output=True, text=True, timeout=60, check=True).stdout
         [choice] = json.loads(answered)["choices"]
         routes = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])), allow_pickle=False)
         assert routes.ndim == 3
