@@ -51,6 +51,8 @@ def test_sizes_are_read_from_a_config(run, tmp_path):
     [
         (["dbrx", "--tpot", "soon"], "--tpot 'soon': it must be a time above 0"),
         (["dbrx", "--tpot", "0ms"], "it must be a time above 0"),
+        (["dbrx", "--tpot", "150"], "--tpot '150' has no unit: allowed are us, ms and s"),
+        (["dbrx", "--tpot", "0.15"], "--tpot '0.15' has no unit"),
         (["dbrx", "--gpus", "abacus"], "accelerator 'abacus' is unknown: allowed are l20"),
         (["dbrx", "--gpus", ","], "name at least one"),
         (["nothing"], "MODEL 'nothing' is unknown: allowed are mixtral-8x22b"),

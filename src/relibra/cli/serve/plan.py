@@ -186,11 +186,11 @@ class TokenTime(NamedTuple):
 
     @staticmethod
     def read(text: str) -> TokenTime:
-        """Return a time; without a unit the number is in seconds.
+        """Return a time, written as a number and its unit.
 
-        raises    ConfigError for anything else, and for a time out of range
+        raises    ConfigError for anything else, also a number alone, and for a time out of range
 
-        >>> TokenTime.read("150ms"), TokenTime.read("1")
+        >>> TokenTime.read("150ms"), TokenTime.read("1s")
         (TokenTime(seconds=0.15, words='150 ms'), TokenTime(seconds=1.0, words='1 s'))
         """
         from relibra.planning.deployment.service_level import LEAST_SECONDS, MOST_SECONDS
@@ -198,7 +198,9 @@ class TokenTime(NamedTuple):
         found = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{0,9})?)\s*(ms|s|us|)\s*", text)
         if found is None or float(found[1]) == 0:
             raise ConfigError(f"--tpot {text!r}: it must be a time above 0 with its unit, such as 150ms or 0.15s")
-        number, unit = found[1], found[2] or "s"
+        number, unit = found[1], found[2]
+        if not unit:
+            raise ConfigError(f"--tpot {text!r} has no unit: allowed are us, ms and s, such as 150ms or 0.15s")
         seconds = float(number) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
         if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
             raise ConfigError(f"--tpot {text!r} is out of range: it must be from 1us to {MOST_SECONDS:g}s")
