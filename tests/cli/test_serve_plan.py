@@ -99,6 +99,12 @@ def test_plans_are_simulated_with_measured_seconds(run, tmp_path):
         assert set(runs) == {"apart", "apart, NCCL-like messages"}
         seconds[factor] = runs["apart"]["iteration_seconds"]
     assert seconds[2] == pytest.approx(2 * seconds[1], rel=0.1)
+    asked.remove("--json")
+    out = " ".join(run(*asked, "--measured", file)[1].split())
+    assert "the verdict above only modelled ones; the colocated plan is not simulated" in out
+    assert "verdict above" not in run(*asked)[1]
+    code, _, err = run(*asked, "--max-gpus", 4, "--measured", file, "--timeline", tmp_path / "timeline.json")
+    assert (code, "no deployment with both apart fits" in err) == (1, True)
     file.write_text("attention = 1")
     assert "two lists of [rows, seconds]" in run(*asked, "--measured", file)[2]
     assert "add --simulate" in run("serve", "plan", "dbrx", "--gpus", "a800", "--measured", file)[2]

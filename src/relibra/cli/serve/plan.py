@@ -150,14 +150,15 @@ def plan(request: ServePlanRequest) -> None:
         return
     print_wrapped(
         f"{model.name}: {plural(model.layers, 'layer')}, {model.top_k} of {plural(model.experts, 'expert')} per token; "
-        f"at most {time.words} per token, {level.context:g} tokens of context; every figure is modelled"
+        f"at most {time.words} per token, {level.context:g} tokens of context; "
+        f"every figure{' before the simulated ones' if request.measured else ''} is modelled"
     )
     print_decision(decision)
     if decision.best is not None:
         print_text("\n" + draw_deployment(decision.best))
     print_wrapped(verdict(decision))
     if runs:
-        print_runs(runs, _unit(decision), decision.objective)
+        print_runs(runs, _unit(decision), decision.objective, request.measured)
     if request.output is not None and decision.best is not None:
         print_wrapped(f"the plan is in {request.output}")
 

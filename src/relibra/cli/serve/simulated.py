@@ -86,12 +86,17 @@ def simulated_runs(
     arrivals   also run the plan apart with requests that arrive; else every place is always taken
     measured   seconds of the nodes of the plan apart, which then runs alone: the colocated one has no others than those
                of its formulas
-    raises     ConfigError when the trace is of another model
+    raises     ConfigError when the trace is of another model, or times are measured and no plan apart fits
     """
     from relibra.simulation.serving.compute import read_measured
     from relibra.simulation.serving.serving_run import Scenario, simulate_serving
     from relibra.simulation.serving.transport import NCCL_LIKE
 
+    if measured is not None and decision.best is None:
+        raise ConfigError(
+            f"--measured {measured} has times of attention and experts apart, and no deployment with both apart fits: "
+            "allow more GPUs or time, or leave it out"
+        )
     found = []
     model = decision.pairs[0].model if decision.pairs else decision.colocated[0].model
     routes = _routes(model, trace)
@@ -137,8 +142,8 @@ def _arriving(plan: DeploymentPlan, routes: RoutePool, arrivals: Arrivals) -> Sc
     return Scenario(steps=steps, warm_up=arrivals.response, routes=routes, stream=stream)
 
 
-def print_runs(runs: Sequence[SimulatedRun], unit: str, objective: str) -> None:
-    """Print a row per run."""
+def print_runs(runs: Sequence[SimulatedRun], unit: str, objective: str, measured: Path | None = None) -> None:
+    """Print a row per run, and with measured times that the verdict is not of these."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("simulated", no_wrap=True)
     for title in ("ms/token", "P99", "attention", "experts", "network", "bubble", "MB/NIC", "limit", unit):
@@ -163,6 +168,11 @@ def print_runs(runs: Sequence[SimulatedRun], unit: str, objective: str) -> None:
             f"{run.result.queue_p99_seconds:.3g} s P99"
         )
     print_wrapped("shares of time: computing of the mean node, the busiest NIC; bytes that a GPU sends in a step")
+    if measured is not None:
+        print_wrapped(
+            f"these rows use the times of {measured}, the verdict above only modelled ones; the colocated plan is not "
+            "simulated, for the file has no times of it"
+        )
 
 
 def write_timeline(path: Path | None, runs: Sequence[SimulatedRun]) -> None:
