@@ -112,13 +112,26 @@ def read_accelerators(path: Path | str) -> dict[str, Accelerator]:
         tables = tomllib.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
-    allowed = {field.name for field in fields(Accelerator)} - {"name"}
     found = {}
     for name, table in tables.items():
-        if not isinstance(table, dict) or not table.keys() <= allowed or allowed - {"node_size"} - table.keys():
+        wrong = _wrong_keys(table)
+        if wrong:
             raise ConfigError(
-                f"{path}: [{name}] must be a table with {', '.join(sorted(allowed - {'node_size'}))}, and node_size if "
-                "it is not 8"
+                f"{path}: [{name}] {wrong}: it must be a table with {', '.join(sorted(_KEYS))}, and node_size if it is "
+                "not 8"
             )
         found[name.lower()] = Accelerator(name=name.lower(), **table)
     return found
+
+
+_KEYS = frozenset(field.name for field in fields(Accelerator)) - {"name", "node_size"}
+
+
+def _wrong_keys(table: object) -> str:
+    """Return what is wrong with the keys of a table, empty if nothing is."""
+    if not isinstance(table, dict):
+        return "is no table"
+    unknown, missing = sorted(table.keys() - _KEYS - {"node_size"}), sorted(_KEYS - table.keys())
+    parts = [f"has unknown {', '.join(map(repr, unknown))}"] if unknown else []
+    parts += [f"has no {', '.join(missing)}"] if missing else []
+    return " and ".join(parts)
