@@ -108,7 +108,10 @@ class ServePlanRequest:
 
         more = read_accelerators(self.accelerators) if self.accelerators else {}
         names = dict.fromkeys(name.strip().lower() for name in self.gpus.split(",") if name.strip())
-        return [accelerator(name, more) for name in names]
+        try:
+            return [accelerator(name, more) for name in names]
+        except ConfigError as error:
+            raise ConfigError(f"--gpus: {error}") from error
 
 
 @takes(ServePlanRequest)

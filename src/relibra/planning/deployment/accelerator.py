@@ -6,12 +6,15 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 
 from relibra.errors import ConfigError
 from relibra.files import read_bounded
 
 _MAX_FILE_BYTES = 1 << 20
+_LONGEST_NAME = 64
+"""Characters of an unknown name that are compared with known ones."""
 NODE_SIZES = (1, 2, 4, 8)
 """Accelerators of a node that share a layer by tensor parallelism."""
 
@@ -95,8 +98,11 @@ def accelerator(name: str, more: Mapping[str, Accelerator] | None = None) -> Acc
     """
     known = {**ACCELERATORS, **(more or {})}
     if name.lower() not in known:
+        near = get_close_matches(name.lower()[:_LONGEST_NAME], known, n=1)
+        meant = f" (did you mean {near[0]!r}?)" if near else ""
         raise ConfigError(
-            f"accelerator {name!r} is unknown: allowed are {', '.join(known)}, or those of a TOML file that you name"
+            f"accelerator {name!r} is unknown{meant}: allowed are {', '.join(known)}, or those of a TOML file that you "
+            "name"
         )
     return known[name.lower()]
 
