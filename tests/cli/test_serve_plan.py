@@ -1,14 +1,15 @@
+import itertools
 import json
 import re
 import tomllib
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from relibra import write_trace
-from relibra.planning.deployment.accelerator import Accelerator
+from relibra.planning.deployment.accelerator import Accelerator, accelerator
 from relibra.planning.deployment.deployment_files import read_deployment
 from relibra.routing.synthetic import TraceShape, domain_trace
 
@@ -22,6 +23,21 @@ def test_a_plan_is_searched_drawn_and_written(run, tmp_path):
     plan = read_deployment(tmp_path / "plan.json")
     assert (plan.attention.accelerator.name, plan.experts.accelerator.name) == ("h20", "l40s")
     assert plan.iteration_seconds <= 0.15
+
+
+def test_gpus_of_a_file_are_considered_beside_the_default_ones(run, tmp_path):
+    """GPUs that are named are the only ones; a table may also stand for a known name."""
+    file = tmp_path / "gpus.toml"
+    keys = {key: value for key, value in asdict(accelerator("h20")).items() if key != "name"}
+    text = "\n".join(f"{key} = {value}" for key, value in keys.items())
+    file.write_text(f"[Mine]\n{text}\n[l40s]\n{text}\n")
+
+    def considered(*more):
+        pairs = json.loads(run("serve", "plan", "dbrx", "--accelerators", file, "--json", *more)[1])["pairs"]
+        return {(pair["attention"]["gpu"], pair["experts"]["gpu"]) for pair in pairs}
+
+    assert considered() == set(itertools.product(("h20", "l40s", "mine"), repeat=2))
+    assert considered("--gpus", "MINE") == {("mine", "mine")}
 
 
 def test_it_says_when_not_to_separate(run):

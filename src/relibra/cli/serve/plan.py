@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from relibra.planning.deployment.served_model import ServedModel
 
 
+DEFAULT_GPUS = ("h20", "l40s")
+
+
 class Objective(StrEnum):
     """What tokens per second are divided by."""
 
@@ -50,8 +53,13 @@ class ServePlanRequest:
         ),
     ]
     gpus: Annotated[
-        str, typer.Option(metavar="NAME,...", help="GPUs to choose from: h20, l40s, l20, a800, h800, or of a file.")
-    ] = "h20,l40s"
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="GPUs to choose from: h20, l40s, l20, a800, h800, or of a file. Default: h20,l40s and all of a file.",
+            show_default=False,
+        ),
+    ] = None
     accelerators: Annotated[
         Path | None,
         typer.Option(
@@ -107,9 +115,12 @@ class ServePlanRequest:
         from relibra.planning.deployment.accelerator import accelerator, read_accelerators
 
         more = read_accelerators(self.accelerators) if self.accelerators else {}
-        names = dict.fromkeys(name.strip().lower() for name in self.gpus.split(",") if name.strip())
+        if self.gpus is None:
+            names = [*DEFAULT_GPUS, *more]
+        else:
+            names = [name.strip().lower() for name in self.gpus.split(",") if name.strip()]
         try:
-            return [accelerator(name, more) for name in names]
+            return [accelerator(name, more) for name in dict.fromkeys(names)]
         except ConfigError as error:
             raise ConfigError(f"--gpus: {error}") from error
 
