@@ -94,6 +94,15 @@ def test_wrong_requests_are_refused_with_a_sentence(served, body, named):
     assert named in error["message"]
 
 
+def test_the_least_temperatures_are_greedy(served):
+    _, url, _ = served
+    body = {"prompt": [3, 5], "max_tokens": 6, "return_token_ids": True}
+    [greedy] = complete(url, **body, temperature=0).json()["choices"]
+    for temperature in (1e-300, 1e-40, 9e-6, 1e-5):
+        [choice] = complete(url, **body, temperature=temperature).json()["choices"]
+        assert choice["token_ids"] == greedy["token_ids"]
+
+
 def test_an_answer_says_which_stop_ended_it(served):
     _, url, _ = served
     body = {"prompt": [3, 5], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}

@@ -14,6 +14,8 @@ from relibra.serving.server.generation import Piece
 from relibra.serving.server.text import TextCodec
 
 MOST_STOPS, LONGEST_STOP = 16, 1024
+LEAST_TEMPERATURE = 1e-5
+"""Below it an answer is greedy, as with vLLM: logits divided by less leave the range of float32."""
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
 
@@ -101,9 +103,10 @@ class SamplingBody(BaseModel):
     ) -> SamplingParameters:
         """Return the parameters of the engine."""
         own = () if self.ignore_eos else codec.stop_ids
+        temperature = 1.0 if self.temperature is None else self.temperature
         return SamplingParameters(
             limit=limit,
-            temperature=1.0 if self.temperature is None else self.temperature,
+            temperature=0.0 if temperature < LEAST_TEMPERATURE else temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(self.top_k or 0, 0),
             seed=secrets.randbits(48) if self.seed is None else self.seed % (1 << 64),
