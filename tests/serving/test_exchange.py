@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.errors import EngineError
+from relibra.serving.exchange import group_channel
 from relibra.serving.exchange.addresses import connect, listen, worker_address
 from relibra.serving.exchange.attention_side import ExchangeShape, SlotExchange, WorkerLostError
 from relibra.serving.exchange.counters import ExchangeCounters
@@ -242,6 +243,39 @@ def test_a_message_larger_than_its_channel_ends_the_channel(count):
         raw.sendall(Header(Kind.ROWS, 0, 0, count, 1).packed() + np.array([count, 0], "<u4").tobytes())
         with pytest.raises(ConnectionError):
             receive_into(raw, memoryview(bytearray(1)))
+
+
+def test_who_never_makes_its_process_group_is_dropped_and_others_are_served(monkeypatch):
+    monkeypatch.setattr(group_channel, "OPENING_SECONDS", 0.5)
+    greeting = Greeting(
+        secret=SECRET,
+        attention=0,
+        expert=0,
+        slot=0,
+        capacity=32,
+        shared_rows=0,
+        hidden=HIDDEN,
+        dtype=torch.float32,
+        num_experts=2,
+        num_layers=3,
+        group_number=5,
+    )
+    with contextlib.ExitStack() as stack:
+        workers = Workers(stack, "gloo", ((0, 1),))
+        raw = stack.enter_context(contextlib.closing(connect(workers.addresses[0], 5.0)))
+        raw.sendall(greeting.packed())
+        receive_into(raw, memoryview(bytearray(HEADER_BYTES)))
+        with pytest.raises(ConnectionError):
+            receive_into(raw, memoryview(bytearray(1)))
+        there_and_back(workers.exchange(stack), [0, 1, 1])
+
+
+def test_two_ends_with_different_transports_are_refused():
+    with contextlib.ExitStack() as stack:
+        workers = Workers(stack, "gloo", ((0, 1),))
+        workers.backend = None
+        with pytest.raises(EngineError, match="different transports"):
+            workers.exchange(stack)
 
 
 def test_random_bytes_do_not_stop_a_worker():

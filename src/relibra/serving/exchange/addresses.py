@@ -46,4 +46,4 @@ def connect(address: str, timeout: float) -> socket.socket:
 
 def worker_address(transport: str, folder: Path, name: str) -> str:
     """Return the address at which an expert worker of this machine listens."""
-    return f"{UNIX}{folder}/experts-{name}" if transport == "shared" else "127.0.0.1:0"
+    return f"{UNIX}{folder}/experts-{name}" if transport != "tcp" else "127.0.0.1:0"

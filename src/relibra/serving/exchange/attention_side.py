@@ -17,7 +17,7 @@ from relibra.errors import EngineError
 from relibra.serving.exchange.addresses import UNIX, connect
 from relibra.serving.exchange.buffers import RowBuffer, private_buffer, shared_buffers
 from relibra.serving.exchange.counters import ExchangeCounters
-from relibra.serving.exchange.group_channel import ATTENTION, Backend, GroupChannel, open_store
+from relibra.serving.exchange.group_channel import ATTENTION, Backend, GroupChannel, new_group_number
 from relibra.serving.exchange.messages import (
     HEADER_BYTES,
     SECRET_BYTES,
@@ -110,11 +110,10 @@ class SlotExchange:
         self._secret = secret
         self.shape, self.attention, self.slot, self.timeout = shape, attention, slot, timeout
         self.counters = ExchangeCounters()
-        self._addresses, self._shared = list(addresses), addresses[0].startswith(UNIX)
+        self._addresses, self._shared = list(addresses), shape.backend is None and addresses[0].startswith(UNIX)
         self._rows, self._results = self._make_buffers()
         self.lost: dict[int, EngineError] = {}
         self._channels: list[_Channel] = []
-        self._store, self._groups = None if shape.backend is None else open_store(timeout), 0
         self._sequence, self._sent_N = 0, [0] * len(addresses)
         try:
             for worker, address in enumerate(addresses):
@@ -247,7 +246,7 @@ class SlotExchange:
 
     def _greet(self, channel: _Channel, secret: bytes) -> None:
         """Tell a worker the sizes, and hand it the shared memory; wait for its welcome."""
-        shape, self._groups = self.shape, self._groups + (self._store is not None)
+        shape = self.shape
         greeting = Greeting(
             secret=secret,
             attention=self.attention,
@@ -259,8 +258,7 @@ class SlotExchange:
             dtype=shape.dtype,
             num_experts=len(shape.experts_of[channel.worker]),
             num_layers=shape.num_layers,
-            group_port=0 if self._store is None else self._store.port,
-            group_number=self._groups,
+            group_number=0 if shape.backend is None else new_group_number(),
         )
         with self._waiting_for(channel, layer=-1):
             if self._shared:
@@ -271,11 +269,11 @@ class SlotExchange:
             header = read_header(channel.header)
             if header.kind is Kind.ERROR:
                 raise EngineError(f"expert worker {channel.worker}: {read_error(channel.socket, header)}")
-            if self._store is not None and shape.backend is not None:
+            if shape.backend is not None:
                 channel.group = GroupChannel(
                     shape.backend,
-                    self._store,
-                    greeting.group_name,
+                    self._addresses[channel.worker],
+                    greeting.group_number,
                     rank=ATTENTION,
                     device=torch.device(shape.device),
                     timeout=self.timeout,

@@ -19,9 +19,10 @@ from numpy import ndarray
 from torch import Tensor
 
 from relibra.errors import EngineError
+from relibra.serving.exchange.addresses import UNIX
 from relibra.serving.exchange.buffers import RowBuffer, mapped_buffers, private_buffer
 from relibra.serving.exchange.counters import ExchangeCounters
-from relibra.serving.exchange.group_channel import EXPERTS, Backend, GroupChannel, reach_store
+from relibra.serving.exchange.group_channel import EXPERTS, Backend, GroupChannel
 from relibra.serving.exchange.messages import (
     GREETING_BYTES,
     HEADER_BYTES,
@@ -98,9 +99,9 @@ class _Channel:
         raises   ConnectionError, TimeoutError when that does not come
         """
         assert shape.backend is not None, "greetings with a group are accepted with a backend only"
-        store = reach_store(self.greeting.group_port)
-        name, device = self.greeting.group_name, torch.device(shape.device)
-        self.group = GroupChannel(shape.backend, store, name, rank=EXPERTS, device=device, timeout=shape.timeout)
+        address, number = f"{UNIX}{self.connection.getsockname()}", self.greeting.group_number
+        device, timeout = torch.device(shape.device), shape.timeout
+        self.group = GroupChannel(shape.backend, address, number, rank=EXPERTS, device=device, timeout=timeout)
         if not self.group.in_stream_order:
             self.waiter = ThreadPoolExecutor(1, thread_name_prefix="rows")
 
@@ -190,7 +191,7 @@ class Message:
 class ExpertInbox:
     """Messages of all attention workers.
 
-    With shared memory the thread that computes reads the headers itself. Over TCP another thread takes rows in
+    With shared memory the thread that computes reads the headers itself. Otherwise another thread takes rows in
     while it computes, so that no sender waits, and no circle of full sockets can close.
     """
 
@@ -206,7 +207,7 @@ class ExpertInbox:
         self._arrived = threading.Condition()
         self._closed, self._ending, self._open = False, False, 0
         self._reader: threading.Thread | None = None
-        if listener.family != socket.AF_UNIX:
+        if listener.family != socket.AF_UNIX or shape.backend is not None:
             self._reader = threading.Thread(target=self._read_forever, name="rows", daemon=True)
             self._reader.start()
 
@@ -326,7 +327,7 @@ class ExpertInbox:
             return
         connection.sendall(Header(Kind.WELCOME, 0, 0, 0, 0).packed())
         channel = _Channel(connection, greeting, buffers)
-        if greeting.group_port:
+        if greeting.group_number:
             try:
                 channel.join(self._shape)
             except OSError:
@@ -359,7 +360,7 @@ class ExpertInbox:
         if own != theirs:
             names = "worker, experts, layers, hidden size, dtype"
             raise EngineError(f"the two ends were started for different models ({names}: {theirs} instead of {own})")
-        if (greeting.group_port > 0) != (shape.backend is not None) or greeting.group_port >= 1 << 16:
+        if (greeting.group_number > 0) != (shape.backend is not None):
             raise EngineError("the two ends were started for different transports")
         if max(greeting.capacity, greeting.shared_rows) > shape.max_rows or greeting.capacity < 1:
             raise EngineError(f"a channel of {greeting.capacity} rows is more than the {shape.max_rows} allowed")

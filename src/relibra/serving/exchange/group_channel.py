@@ -7,6 +7,7 @@ group. On a GPU nothing here waits for the device: receives, experts and sends f
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,9 +17,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, Store
 
 from relibra.errors import in_a_line
+from relibra.serving.exchange.addresses import UNIX
 
 Backend = Literal["gloo", "nccl"]
 HOST = "127.0.0.1"
@@ -29,15 +31,9 @@ OPENING_SECONDS = 5.0
 """How long one end waits for the other to make the group: an expert worker takes in nothing meanwhile."""
 
 
-def open_store(timeout: float) -> TCPStore:
-    """Return a store for the groups of an attention worker's channels, at a port that the system chooses."""
-    return TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-
-
-def reach_store(port: int) -> TCPStore:
-    """Return the store of an attention worker; raises ConnectionError where there is none."""
-    with _as_channel_errors():
-        return TCPStore(HOST, port, wait_for_workers=False, timeout=timedelta(seconds=OPENING_SECONDS))
+def new_group_number() -> int:
+    """Return a number that no other group of this deployment has."""
+    return secrets.randbits(31) + 1
 
 
 class GroupChannel:
@@ -47,12 +43,12 @@ class GroupChannel:
     """
 
     def __init__(
-        self, backend: Backend, store: Store, name: str, *, rank: int, device: torch.device, timeout: float
+        self, backend: Backend, address: str, number: int, *, rank: int, device: torch.device, timeout: float
     ) -> None:
-        """Make the group; the other end does the same.
+        """Make the group; the other end does the same. They meet in a file beside the socket of the expert worker.
 
-        store     of the attention worker
-        name      of the group, unlike all others of the store
+        address   of the expert worker, unix:PATH
+        number    of the group
         rank      ATTENTION or EXPERTS
         timeout   seconds that rows may take
         raises    ConnectionError, TimeoutError when the other end does not come
@@ -64,7 +60,9 @@ class GroupChannel:
         self._calls = threading.Lock()  # NCCL takes one call of a communicator at a time
         self._device, self._timeout = device, timedelta(seconds=timeout)
         with _as_channel_errors():
-            self._group = _make_group(backend, PrefixStore(name, store), rank, self._timeout)
+            store = FileStore(f"{address.removeprefix(UNIX)}.{number}", 2)
+            store.set_timeout(timedelta(seconds=OPENING_SECONDS))
+            self._group = _make_group(backend, store, rank, self._timeout)
 
     def send(self, rows_YH: Tensor) -> None:
         """Begin to send rows; they stay as they are until the other end has answered.
@@ -102,7 +100,7 @@ class GroupChannel:
                 held[0].abort()  # ends kernels that wait for the other end
             held.clear()
 
-        threading.Thread(target=drop, name="close group", daemon=True).start()
+        threading.Thread(target=drop, name="close group").start()
 
     def _open_group(self) -> Any:
         if self._group is None:

@@ -19,7 +19,7 @@ from relibra.errors import EngineError
 MAGIC = b"RELIBM2N"
 VERSION = 2
 SECRET_BYTES = 16
-_GREETING = struct.Struct(f"<8sI{SECRET_BYTES}s11I")
+_GREETING = struct.Struct(f"<8sI{SECRET_BYTES}s10I")
 _HEADER = struct.Struct("<BxHIII")
 HEADER_BYTES = _HEADER.size
 MAX_TEXT = 2000
@@ -72,8 +72,7 @@ class Greeting:
     slot                micro-batch of the attention worker
     capacity            most rows of one message
     shared_rows         rows of the slot's buffers in shared memory, whose file comes along; 0: rows are sent
-    group_port          of the store in which the two ends make a process group for their rows; 0: they make none
-    group_number        of this group in the store
+    group_number        of the process group that the two ends make for their rows; 0: they make none
     """
 
     secret: bytes
@@ -86,18 +85,12 @@ class Greeting:
     dtype: torch.dtype
     num_experts: int
     num_layers: int
-    group_port: int = 0
     group_number: int = 0
-
-    @property
-    def group_name(self) -> str:
-        """Return the name of the channel's group in its store."""
-        return f"channel {self.group_number}"
 
     def packed(self) -> bytes:
         """Return the bytes to send."""
         numbers = (self.attention, self.expert, self.slot, self.capacity, self.shared_rows, self.hidden)
-        shape = (DTYPES.index(self.dtype), self.num_experts, self.num_layers, self.group_port, self.group_number)
+        shape = (DTYPES.index(self.dtype), self.num_experts, self.num_layers, self.group_number)
         return _GREETING.pack(MAGIC, VERSION, self.secret, *numbers, *shape)
 
 
@@ -107,7 +100,7 @@ GREETING_BYTES = _GREETING.size
 def read_greeting(data: bytes | bytearray) -> Greeting:
     """Return a greeting; raises EngineError for anything else."""
     magic, version, secret, *numbers = _GREETING.unpack(data)
-    attention, expert, slot, capacity, shared, hidden, dtype, experts, layers, port, group = numbers
+    attention, expert, slot, capacity, shared, hidden, dtype, experts, layers, group = numbers
     if magic != MAGIC or version != VERSION or dtype >= len(DTYPES):
         raise EngineError("a channel was opened by something that is no relibra worker of this version")
     return Greeting(
@@ -121,7 +114,6 @@ def read_greeting(data: bytes | bytearray) -> Greeting:
         dtype=DTYPES[dtype],
         num_experts=experts,
         num_layers=layers,
-        group_port=port,
         group_number=group,
     )
 
