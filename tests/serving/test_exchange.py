@@ -270,6 +270,22 @@ def test_who_never_makes_its_process_group_is_dropped_and_others_are_served(monk
         there_and_back(workers.exchange(stack), [0, 1, 1])
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_worker_that_cannot_be_rejoined_is_lost_and_its_copies_answer(transport):
+    experts_of = ((0, 1), (0, 1))
+    with contextlib.ExitStack() as stack:
+        workers = Workers(stack, transport, experts_of)
+        exchange = workers.exchange(stack)
+        with pytest.raises(EngineError):
+            exchange.rejoin(1, workers.addresses[1], (0,))  # it holds other experts than that
+        assert set(exchange.lost) == {1}
+        rows, results, experts = there_and_back(exchange, [0, 1, 1])
+        assert torch.equal(results, torch.stack([expert_output(int(e), r) for e, r in zip(experts, rows, strict=True)]))
+        exchange.rejoin(1, workers.addresses[1], (0, 1))
+        assert not exchange.lost
+        there_and_back(exchange, [0, 1, 1])
+
+
 def test_two_ends_with_different_transports_are_refused():
     with contextlib.ExitStack() as stack:
         workers = Workers(stack, "gloo", ((0, 1),))

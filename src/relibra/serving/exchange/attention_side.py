@@ -207,9 +207,15 @@ class SlotExchange:
         self.lost.pop(worker, None)
 
     def _reopen(self, worker: int) -> None:
+        """Open a channel in the place of another; where that fails the worker is lost, and the error is raised."""
         self._channels[worker].close()
-        self._channels[worker] = _Channel(worker, connect(self._addresses[worker], self.timeout))
-        self._greet(self._channels[worker], self._secret)
+        try:
+            self._channels[worker] = _Channel(worker, connect(self._addresses[worker], self.timeout))
+            self._greet(self._channels[worker], self._secret)
+        except EngineError as error:
+            self._channels[worker].close()
+            self.lost[worker] = error
+            raise
         self.counters.open_channel(buffers=0)
 
     def _renew_buffers(self) -> None:

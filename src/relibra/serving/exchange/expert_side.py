@@ -325,17 +325,17 @@ class ExpertInbox:
                 send_error(connection, Header(Kind.ERROR, 0, 0, 0, 0), f"refused: {error}")
             connection.close()
             return
-        connection.sendall(Header(Kind.WELCOME, 0, 0, 0, 0).packed())
         channel = _Channel(connection, greeting, buffers)
-        if greeting.group_number:
-            try:
+        try:
+            connection.sendall(Header(Kind.WELCOME, 0, 0, 0, 0).packed())
+            if greeting.group_number:
                 channel.join(self._shape)
-            except OSError:
-                channel.close()
-                return
-        connection.settimeout(None)
-        if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.settimeout(None)
+            if connection.family != socket.AF_UNIX:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError:  # it has left already
+            channel.close()
+            return
         self._counters.open_channel(buffers=2)
         self._open += 1
         self._selector.register(connection, selectors.EVENT_READ, channel)

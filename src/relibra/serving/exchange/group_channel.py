@@ -58,11 +58,13 @@ class GroupChannel:
         self._group: Any = None
         self._sending: Any = None
         self._calls = threading.Lock()  # NCCL takes one call of a communicator at a time
-        self._device, self._timeout = device, timedelta(seconds=timeout)
+        self._timeout = timedelta(seconds=timeout)
+        self._beside = torch.cuda.Stream(device) if self.in_stream_order else None
         with _as_channel_errors():
             store = FileStore(f"{address.removeprefix(UNIX)}.{number}", 2)
             store.set_timeout(timedelta(seconds=OPENING_SECONDS))
             self._group = _make_group(backend, store, rank, self._timeout)
+            self._meet(rank, device)
 
     def send(self, rows_YH: Tensor) -> None:
         """Begin to send rows; they stay as they are until the other end has answered.
@@ -102,6 +104,13 @@ class GroupChannel:
 
         threading.Thread(target=drop, name="close group").start()
 
+    def _meet(self, rank: int, device: torch.device) -> None:
+        """Exchange a number each way: the first message makes the communicator of NCCL, so no call waits for that."""
+        limit, number = timedelta(seconds=OPENING_SECONDS), torch.zeros(1, device=device)
+        for sender in (ATTENTION, EXPERTS):
+            begin = self._group.send if rank == sender else self._group.recv
+            begin([number], self._peer, 0).wait(limit)
+
     def _open_group(self) -> Any:
         if self._group is None:
             raise ConnectionResetError("the channel is closed")
@@ -109,7 +118,7 @@ class GroupChannel:
 
     def _beside_computing(self) -> AbstractContextManager[object]:
         """Let a receive begin at once: NCCL lets it wait for what the current stream does."""
-        return torch.cuda.stream(torch.cuda.Stream(self._device)) if self.in_stream_order else nullcontext()
+        return nullcontext() if self._beside is None else torch.cuda.stream(self._beside)
 
 
 def _make_group(backend: Backend, store: Store, rank: int, timeout: timedelta) -> Any:
