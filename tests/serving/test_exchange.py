@@ -35,6 +35,23 @@ HIDDEN, MAX_TOKENS, TOP_K = 4, 16, 2
 TRANSPORTS = ("shared", "tcp", "gloo")
 
 
+def greeting(group_number=0):
+    """Greet expert worker 0, which has two experts, without shared memory."""
+    return Greeting(
+        secret=SECRET,
+        attention=0,
+        expert=0,
+        slot=0,
+        capacity=32,
+        shared_rows=0,
+        hidden=HIDDEN,
+        dtype=torch.float32,
+        num_experts=2,
+        num_layers=3,
+        group_number=group_number,
+    )
+
+
 def expert_output(expert, rows):
     return rows * (expert + 1) + expert
 
@@ -221,22 +238,10 @@ def test_strangers_are_refused():
 
 @pytest.mark.parametrize("count", [40, 1 << 31])
 def test_a_message_larger_than_its_channel_ends_the_channel(count):
-    greeting = Greeting(
-        secret=SECRET,
-        attention=0,
-        expert=0,
-        slot=0,
-        capacity=32,
-        shared_rows=0,
-        hidden=HIDDEN,
-        dtype=torch.float32,
-        num_experts=2,
-        num_layers=3,
-    )
     with contextlib.ExitStack() as stack:
         workers = Workers(stack, "tcp", ((0, 1),))
         raw = stack.enter_context(contextlib.closing(connect(workers.addresses[0], 5.0)))
-        raw.sendall(greeting.packed())
+        raw.sendall(greeting().packed())
         welcome = bytearray(HEADER_BYTES)
         receive_into(raw, memoryview(welcome))
         assert read_header(welcome).kind is Kind.WELCOME
@@ -247,23 +252,10 @@ def test_a_message_larger_than_its_channel_ends_the_channel(count):
 
 def test_who_never_makes_its_process_group_is_dropped_and_others_are_served(monkeypatch):
     monkeypatch.setattr(group_channel, "OPENING_SECONDS", 0.5)
-    greeting = Greeting(
-        secret=SECRET,
-        attention=0,
-        expert=0,
-        slot=0,
-        capacity=32,
-        shared_rows=0,
-        hidden=HIDDEN,
-        dtype=torch.float32,
-        num_experts=2,
-        num_layers=3,
-        group_number=5,
-    )
     with contextlib.ExitStack() as stack:
         workers = Workers(stack, "gloo", ((0, 1),))
         raw = stack.enter_context(contextlib.closing(connect(workers.addresses[0], 5.0)))
-        raw.sendall(greeting.packed())
+        raw.sendall(greeting(group_number=5).packed())
         receive_into(raw, memoryview(bytearray(HEADER_BYTES)))
         with pytest.raises(ConnectionError):
             receive_into(raw, memoryview(bytearray(1)))

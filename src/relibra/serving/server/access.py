@@ -8,7 +8,7 @@ import hmac
 from fastapi import Request
 
 from relibra.errors import ConfigError
-from relibra.rl.rollout.served.api_key import is_key, read_key_text
+from relibra.rl.rollout.served.api_key import is_key, place_of_key, read_key_text
 from relibra.serving.server.refusals import WrongKey
 
 
@@ -23,11 +23,15 @@ def read_api_keys(source: str) -> tuple[str, ...]:
     text = read_key_text(source, "--api-key-from")
     keys = tuple(line.strip() for line in text.splitlines() if line.strip())
     if not keys or not all(map(is_key, keys)):
-        kind, _, name = source.partition(":")
-        where = f"the environment variable {name}" if kind == "env" else f"the file {name}"
-        state = "holds something that is no key" if keys else "is empty" if kind == "file" else "is not set, or empty"
+        state = (
+            "holds something that is no key"
+            if keys
+            else "is empty"
+            if source.startswith("file:")
+            else "is not set, or empty"
+        )
         raise ConfigError(
-            f"--api-key-from {source}: {where} {state}: it holds one key per line, of printable ASCII characters "
+            f"--api-key-from {source}: {place_of_key(source)} {state}: it holds one key per line, of printable ASCII characters "
             "without spaces"
         )
     return keys

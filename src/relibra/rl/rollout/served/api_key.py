@@ -20,11 +20,9 @@ def read_api_key(source: str) -> str:
         return ""
     key = read_key_text(source, "rollout.api_key_from").strip()
     if not is_key(key):
-        kind, _, name = source.partition(":")
-        where = f"the environment variable {name}" if kind == "env" else f"the file {name}"
         raise ConfigError(
-            f"rollout.api_key_from {source!r}: {where} holds no key (one line of printable ASCII characters without "
-            "spaces); set it to what the server was started with (--api-key)"
+            f"rollout.api_key_from {source!r}: {place_of_key(source)} holds no key (one line of printable ASCII "
+            "characters without spaces); set it to what the server was started with (--api-key)"
         )
     return key
 
@@ -46,6 +44,12 @@ def read_key_text(source: str, setting: str) -> str:
             return file.read(_MAX_BYTES).decode(errors="replace")
     except OSError as error:
         raise ConfigError(f"{setting} {source!r}: cannot read {path}: {error.strerror}") from error
+
+
+def place_of_key(source: str) -> str:
+    """Return what env:NAME or file:PATH names, for a message."""
+    kind, _, name = source.partition(":")
+    return f"the environment variable {name}" if kind == "env" else f"the file {name}"
 
 
 def is_key(text: str) -> bool:
