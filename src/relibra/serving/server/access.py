@@ -23,16 +23,10 @@ def read_api_keys(source: str) -> tuple[str, ...]:
     text = read_key_text(source, "--api-key-from")
     keys = tuple(line.strip() for line in text.splitlines() if line.strip())
     if not keys or not all(map(is_key, keys)):
-        state = (
-            "holds something that is no key"
-            if keys
-            else "is empty"
-            if source.startswith("file:")
-            else "is not set, or empty"
-        )
+        state = "holds something that is no key" if keys else "is not set, or empty"
         raise ConfigError(
-            f"--api-key-from {source}: {place_of_key(source)} {state}: it holds one key per line, of printable ASCII characters "
-            "without spaces"
+            f"--api-key-from {source}: {place_of_key(source)} {state}: it holds one key per line, of printable ASCII "
+            "characters without spaces"
         )
     return keys
 
