@@ -55,6 +55,7 @@ _OF_FAMILY = {
     "Qwen3NextForCausalLM": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "Qwen3_5MoeForCausalLM": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "BailingHybridForCausalLM": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "LaraMiniForCausalLM": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "Qwen4ExpForCausalLM": {
         "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
         "indexer_n_heads": 4,
@@ -74,6 +75,7 @@ CAUSAL_MODELS = (
     "FlintForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM",
     "GraniteMoeForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteMoeSharedForCausalLM", "HYV3ForCausalLM",
     "HYV4ForCausalLM", "HunYuanMoEV1ForCausalLM", "Inkling2ForCausalLM", "JambaForCausalLM", "LagunaForCausalLM",
+    "LaraMiniForCausalLM",
     "Lfm2MoeForCausalLM", "LongcatFlashForCausalLM", "MellumForCausalLM", "MiniMaxForCausalLM",
     "MiniMaxM2ForCausalLM", "MiniMaxM3VLForCausalLM", "MixtralForCausalLM", "NemotronHForCausalLM",
     "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM",

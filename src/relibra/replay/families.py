@@ -1,4 +1,4 @@
-"""Router classes of `transformers` (5.23): which gate rule each follows, and which cannot be replayed.
+"""Router classes of `transformers` (5.24): which gate rule each follows, and which cannot be replayed.
 
 Classes are looked up by name along the inheritance chain, because FSDP2 swaps in a subclass named `FSDP<Class>`.
 """
@@ -47,6 +47,7 @@ RULES: dict[str, Callable[[Any], GateRule]] = {
         ),
         lambda _: partial(softmax_gates, norm=True),
     ),
+    "LaraMiniTopKRouter": lambda router: partial(softmax_gates, norm=router.norm_topk_prob, inner=None),
     "JambaTopKRouter": lambda _: partial(softmax_gates, norm=False),
     **dict.fromkeys(
         ("DeepseekV2TopkRouter", "DeepseekOcr2TextTopkRouter", "UnlimitedOcrTextTopkRouter"),
@@ -101,6 +102,7 @@ RULES: dict[str, Callable[[Any], GateRule]] = {
             "AXK1TopkRouter",
             "AXK2TopkRouter",
             "HYV4TopkRouter",
+            "HYV4VLTopkRouter",
         ),
         lambda router: partial(score_gates, norm=router.norm_topk_prob, eps=1e-20, scale=router.routed_scaling_factor),
     ),
@@ -136,6 +138,7 @@ REFUSED: dict[str, str] = {
     "Llama4Router": "it returns dense scores that scale the experts' input instead of weights and ids",
     "DeepseekV4HashRouter": "it looks experts up by token id, so there is no choice to replay",
     "InklingTopkRouter": "the weights of its shared experts depend on the routed choice too",
+    "Inkling2LoopTopKRouter": "its loop layers route a token several times in one pass",
     "ZayaRouter": "it reports tokens that skip the experts as tokens of expert 0",
     "JetMoeTopKGating": "it returns tokens sorted by expert instead of ids",
     "DbrxRouter": "it returns logits only and the choice is made outside it",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from relibra.errors import EngineError, RelibraError, in_a_line
+from relibra.replay.forward_cache import CACHE
 from relibra.replay.record import narrow_dtype
 from relibra.serving.engine.prefill import MOST_SCORES, Prefill, group_prompts, share_prompts
 from relibra.serving.engine.request import GenerateRequest, Progress
@@ -275,9 +276,9 @@ class MicroBatch:
                 input_ids=input_BN,
                 attention_mask=mask_BC.long(),
                 position_ids=(mask_BC.cumsum(dim=1) - 1).clamp(min=0)[:, -input_BN.shape[1] :],
-                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=last,
+                **{CACHE: cache},
             )
         routes_TLK = torch.stack(routes_LTK, dim=1).to(self._route_dtype)
-        return output.logits.cpu(), routes_TLK.cpu(), output.past_key_values
+        return output.logits.cpu(), routes_TLK.cpu(), output[CACHE]
