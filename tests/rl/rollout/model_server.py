@@ -13,6 +13,9 @@ from transformers import AutoModelForCausalLM
 from relibra.replay import record_routing
 from relibra.rl.rollout.served.dialects import HEALTH_PATHS
 
+_LOADING = threading.Lock()
+"""transformers sets and restores functions of its classes while it loads: two threads at once leave them changed."""
+
 
 class ModelServer(ThreadingHTTPServer):
     """What it serves, and what is wrong with it.
@@ -67,7 +70,8 @@ class ModelServer(ThreadingHTTPServer):
     def load(self, folder):
         if self.fault == "stale":
             return
-        fresh = AutoModelForCausalLM.from_pretrained(folder).eval()
+        with _LOADING:
+            fresh = AutoModelForCausalLM.from_pretrained(folder).eval()
         if self.fault == "corrupt":
             with torch.no_grad():
                 for name, parameter in fresh.named_parameters():
