@@ -26,7 +26,8 @@ from torch import Tensor
 from relibra.serving.exchange.addresses import listen, worker_address
 from relibra.serving.exchange.attention_side import ExchangeShape, SlotExchange
 from relibra.serving.exchange.counters import ExchangeCounters
-from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
+from relibra.serving.exchange.expert_channel import ExpertShape
+from relibra.serving.exchange.expert_side import ExpertInbox
 from relibra.serving.exchange.messages import SECRET_BYTES
 from relibra.serving.layout import Transport
 

@@ -20,7 +20,8 @@ from relibra.planning.deployment.pipeline_time import StageSeconds
 from relibra.serving.exchange.addresses import listen, worker_address
 from relibra.serving.exchange.attention_side import ExchangeShape, SlotExchange
 from relibra.serving.exchange.counters import ExchangeCounters
-from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
+from relibra.serving.exchange.expert_channel import ExpertShape
+from relibra.serving.exchange.expert_side import ExpertInbox
 from relibra.serving.exchange.messages import SECRET_BYTES
 from relibra.serving.roles.compute_token import ComputeToken
 from relibra.simulation.serving.ping_pong import Work, new_clocks, run_layers, sending_order

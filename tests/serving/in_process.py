@@ -13,7 +13,8 @@ from pathlib import Path
 from relibra.serving.engine.request import GenerateRequest, Progress
 from relibra.serving.exchange.addresses import listen, worker_address
 from relibra.serving.exchange.counters import ExchangeCounters
-from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
+from relibra.serving.exchange.expert_channel import ExpertShape
+from relibra.serving.exchange.expert_side import ExpertInbox
 from relibra.serving.exchange.messages import SECRET_BYTES
 from relibra.serving.expert_placement import place_experts
 from relibra.serving.layout import WorkerLayout

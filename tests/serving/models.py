@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from relibra.replay import record_routing
-from relibra.replay.forward_cache import CACHE
+from relibra.replay.forward_cache import CACHE_NAME
 from relibra.serving.engine.request import GenerateRequest, Progress, SamplingParameters
 from tests.replay.model_zoo import CAUSAL_MODELS, tiny_causal_model
 
@@ -42,8 +42,8 @@ def greedy_answer(model: nn.Module, prompt: tuple[int, ...], limit: int) -> Answ
     with record_routing(model) as recorder:
         fed = torch.tensor([prompt])
         for _ in range(limit):
-            output = model(input_ids=fed, use_cache=True, **{CACHE: cache})
-            cache = output[CACHE]
+            output = model(input_ids=fed, use_cache=True, **{CACHE_NAME: cache})
+            cache = output[CACHE_NAME]
             log_prob_V = torch.log_softmax(output.logits[0, -1].float(), dim=-1)
             tokens.append(int(log_prob_V.argmax()))
             log_probs.append(float(log_prob_V[tokens[-1]]))

@@ -1,10 +1,13 @@
 """The exchange: every row comes back to its place, sizes are checked, a worker that is gone is named in time."""
 
 import contextlib
+import gc
+import os
 import socket
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.errors import EngineError
-from relibra.serving.exchange import group_channel
+from relibra.serving.exchange import expert_side, group_channel
 from relibra.serving.exchange.addresses import connect, listen, worker_address
 from relibra.serving.exchange.attention_side import ExchangeShape, SlotExchange, WorkerLostError
 from relibra.serving.exchange.counters import ExchangeCounters
-from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
+from relibra.serving.exchange.expert_channel import ExpertShape
+from relibra.serving.exchange.expert_side import ExpertInbox
 from relibra.serving.exchange.messages import (
     HEADER_BYTES,
     SECRET_BYTES,
@@ -276,6 +280,75 @@ def test_a_worker_that_cannot_be_rejoined_is_lost_and_its_copies_answer(transpor
         exchange.rejoin(1, workers.addresses[1], (0, 1))
         assert not exchange.lost
         there_and_back(exchange, [0, 1, 1])
+
+
+def test_opening_channels_again_leaves_no_file_open():
+    with contextlib.ExitStack() as stack:
+        workers = Workers(stack, "shared", ((0, 1),))
+        exchange = workers.exchange(stack)
+
+        def open_files():
+            there_and_back(exchange, [0, 1, 1])  # the worker has seen the former channel end
+            gc.collect()  # what earlier tests left
+            return len(os.listdir("/proc/self/fd"))
+
+        exchange.rejoin(0, workers.addresses[0], (0, 1))
+        before = open_files()
+        for _ in range(20):
+            exchange.rejoin(0, workers.addresses[0], (0, 1))
+        assert open_files() <= before + 5
+
+
+@pytest.mark.parametrize("transport", ["tcp", "gloo"])
+def test_a_channel_for_which_there_is_no_memory_is_refused_and_others_are_served(transport, monkeypatch):
+    with contextlib.ExitStack() as stack:
+        workers = Workers(stack, transport, ((0, 1),))
+        with monkeypatch.context() as full:
+
+            def no_memory(*_size):
+                raise RuntimeError("out of memory")
+
+            full.setattr(expert_side, "private_buffer", no_memory)
+            with pytest.raises(EngineError, match="out of memory"):
+                workers.exchange(stack)
+        there_and_back(workers.exchange(stack), [0, 1, 1])
+
+
+def test_what_ends_the_reading_thread_is_raised_to_the_one_that_computes(monkeypatch):
+    with contextlib.ExitStack() as stack:
+        listener, address = listen("127.0.0.1:0")
+        shape = ExpertShape(
+            worker=0, num_experts=2, num_layers=3, hidden=HIDDEN, dtype=torch.float32, max_rows=64, timeout=1.0
+        )
+        inbox = ExpertInbox(listener, shape, SECRET, ExchangeCounters())
+        stack.callback(inbox.release)
+        monkeypatch.setattr(inbox, "_accept", lambda: 1 / 0)
+        stack.enter_context(contextlib.closing(connect(address, 5.0)))
+        with pytest.raises(ZeroDivisionError):
+            inbox.next(5.0)
+
+
+def test_a_sender_that_reads_no_results_holds_its_worker_up_no_longer_than_the_timeout():
+    rows, hidden = 4096, 1024  # 16 MB of results: more than sockets hold
+    with contextlib.ExitStack() as stack:
+        listener, address = listen("127.0.0.1:0")
+        shape = ExpertShape(
+            worker=0, num_experts=2, num_layers=3, hidden=hidden, dtype=torch.float32, max_rows=rows, timeout=0.5
+        )
+        inbox = ExpertInbox(listener, shape, SECRET, ExchangeCounters())
+        stack.callback(inbox.release)
+        raw = stack.enter_context(contextlib.closing(connect(address, 5.0)))
+        raw.sendall(replace(greeting(), capacity=rows, hidden=hidden).packed())
+        receive_into(raw, memoryview(bytearray(HEADER_BYTES)))
+        raw.sendall(Header(Kind.ROWS, 0, 0, rows, 1).packed() + np.array([rows, 0], "<u4").tobytes())
+        raw.sendall(bytes(4 * rows * hidden))
+        message = inbox.next(10.0)
+        assert message is not None
+        began = time.monotonic()
+        message.answer(message.result_YH, inbox.counters)
+        assert time.monotonic() - began < 5.0
+        with pytest.raises(ConnectionError):  # half of a message is not waited for
+            receive_into(raw, memoryview(bytearray(HEADER_BYTES + 4 * rows * hidden)))
 
 
 def test_two_ends_with_different_transports_are_refused():

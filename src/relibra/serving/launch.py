@@ -200,7 +200,7 @@ class RunningWorkers:
         self.addresses[number], self.experts_of[number] = self._answer(self.workers[number], "ready", end)
 
     def new_address(self, number: int) -> str:
-        """Return an address for an expert worker; one that is used again would reach the worker before."""
+        """Return a new address for an expert worker: a used one could reach the former worker."""
         self._starts += 1
         return worker_address(self.layout.transport, self._sockets, f"{number}-{self._starts}")
 
@@ -213,14 +213,14 @@ class RunningWorkers:
             process = subprocess.Popen(
                 [sys.executable, "-m", "relibra.serving.worker_process", str(theirs.fileno()), role, str(number)],
                 pass_fds=[theirs.fileno()],
-                env=worker_environment(spec["threads"], **self._gpu_of(role, number)),
+                env=worker_environment(spec["threads"], **self._gpu_variable(role, number)),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C reaches the front, which then ends the workers
             )
         ControlSocket(ours).send(spec)
         return Worker(f"{role} worker {number}", process, ours)
 
-    def _gpu_of(self, role: str, number: int) -> dict[str, str]:
+    def _gpu_variable(self, role: str, number: int) -> dict[str, str]:
         """Return the variable that lets a worker see its GPU only: attention workers have the first ones."""
         index = number + self.layout.attention * (role == "experts")
         return {"CUDA_VISIBLE_DEVICES": self._gpus[index]} if self._gpus else {}

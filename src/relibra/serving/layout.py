@@ -80,7 +80,7 @@ class WorkerLayout:
 
     @property
     def backend(self) -> Literal["gloo", "nccl"] | None:
-        """Backend of the process groups that rows go through; None: they do not."""
+        """Backend of process groups for rows; None: rows go over the socket or shared memory."""
         return self.transport if self.transport in ("gloo", "nccl") else None
 
     @property

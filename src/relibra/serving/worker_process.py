@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -27,7 +28,8 @@ from relibra.serving.control import ControlSocket
 from relibra.serving.engine.request import GenerateRequest, Progress, SamplingParameters
 from relibra.serving.exchange.addresses import listen
 from relibra.serving.exchange.counters import ExchangeCounters
-from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
+from relibra.serving.exchange.expert_channel import ExpertShape
+from relibra.serving.exchange.expert_side import ExpertInbox
 from relibra.serving.expert_placement import place_experts
 from relibra.serving.layout import WorkerLayout
 from relibra.serving.roles.attention_worker import AttentionWorker
@@ -50,7 +52,8 @@ def main(arguments: Sequence[str]) -> None:
         run_expert_worker(control, spec) if spec["role"] == "experts" else run_attention_worker(control, spec)
     except Exception as error:  # noqa: BLE001 - the boundary of the process: the front prints the sentence
         sentence = str(error) if isinstance(error, RelibraError) else in_a_line(error)
-        control.send({"failed": sentence})
+        with suppress(BrokenPipeError):  # the front has gone
+            control.send({"failed": sentence})
 
 
 class ExpertProcess:
@@ -96,7 +99,11 @@ class ExpertProcess:
         self._weights = NewWeights(worker, self._spec["dtype"], layout.device, experts)
 
         def work() -> None:
-            worker.run()
+            try:
+                worker.run()
+            except BaseException:  # noqa: BLE001 - the boundary of the thread: the front starts the process again
+                traceback.print_exc()
+                os._exit(1)  # a worker that answers pulses only would be taken for a sound one
             inbox.release()
             worker.layers = ()  # their memory
 

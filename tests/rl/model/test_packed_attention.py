@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from relibra.replay.forward_cache import CACHE
+from relibra.replay.forward_cache import CACHE_NAME
 from relibra.rl.model.packed_sequences import (
     PACKED,
     attend_packed,
@@ -125,9 +125,9 @@ def test_padded_rows_and_rows_with_a_cache_are_treated_as_before(family):
         for extra in ({}, {"attention_mask": padding}):
             ours, theirs = (model(input_ids=tokens, **extra).logits for model in (packed, plain))
             assert torch.equal(ours, theirs)
-        caches = [model(input_ids=tokens[:1], use_cache=True)[CACHE] for model in (packed, plain)]
+        caches = [model(input_ids=tokens[:1], use_cache=True)[CACHE_NAME] for model in (packed, plain)]
         steps = [
-            model(input_ids=tokens[:1, :1], **{CACHE: cache}).logits
+            model(input_ids=tokens[:1, :1], **{CACHE_NAME: cache}).logits
             for model, cache in zip((packed, plain), caches, strict=True)
         ]
         torch.testing.assert_close(*steps, atol=1e-6, rtol=1e-5)

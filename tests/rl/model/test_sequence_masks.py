@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from relibra.errors import ConfigError
-from relibra.replay.forward_cache import CACHE
+from relibra.replay.forward_cache import CACHE_NAME
 from relibra.rl.model.packed_sequences import mixes_sequences, use_explicit_masks
 from tests.replay.tiny_models import CONFIGS, random_tokens, tiny_model
 from tests.rl.joined import VOCAB, alone, policy_of, tiny_config
@@ -37,7 +37,7 @@ def test_masks_change_nothing_else(tmp_path):
             ours, theirs = (model(input_ids=tokens, **settings) for model in (masked, plain))
             assert torch.equal(ours.logits, theirs.logits)
         step = {"input_ids": tokens[:, :1], "position_ids": torch.full((2, 1), 40)}
-        ours, theirs = (model(**step, **{CACHE: model(tokens)[CACHE]}) for model in (masked, plain))
+        ours, theirs = (model(**step, **{CACHE_NAME: model(tokens)[CACHE_NAME]}) for model in (masked, plain))
         assert torch.equal(ours.logits, theirs.logits)
 
 

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import create_masks_for_generate, sdpa_mask
 
-from relibra.replay.forward_cache import CACHE
+from relibra.replay.forward_cache import CACHE_NAME
 
 PACKED = "relibra_packed"
 """Name among the attention implementations of transformers."""
@@ -160,7 +160,7 @@ def use_explicit_masks(model: nn.Module, dtype: torch.dtype) -> None:
 
     def with_masks(_decoder: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         positions_BN, tokens_BN = named.get("position_ids"), named.get("input_ids", given[0] if given else None)
-        unmasked = named.get("attention_mask") is None and named.get(CACHE) is None
+        unmasked = named.get("attention_mask") is None and named.get(CACHE_NAME) is None
         if positions_BN is None or tokens_BN is None or not unmasked:
             return None
         shape_only = torch.empty((*tokens_BN.shape, 0), dtype=dtype, device=tokens_BN.device)

@@ -20,7 +20,7 @@ from transformers import Cache
 
 from relibra.errors import EngineError
 from relibra.replay import RoutingRecorder, record_routing
-from relibra.replay.forward_cache import CACHE
+from relibra.replay.forward_cache import CACHE_NAME
 from relibra.rl.rollout.kv_caches import can_join, growing_cache, join_caches, last_columns
 from relibra.rl.rollout.philox import uniform_numbers
 from relibra.rl.rollout.response import Response, RolloutCost, Window
@@ -120,7 +120,7 @@ class EmbeddedEngine:
             position_ids=(batch.mask_BC.cumsum(dim=1) - 1).clamp(min=0)[:, -width:],
             use_cache=True,
             logits_to_keep=1,
-            **{CACHE: batch.cache},
+            **{CACHE_NAME: batch.cache},
         ).logits[:, -1]
         uniform_B = uniform_numbers(
             self.seed,

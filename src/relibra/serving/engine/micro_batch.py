@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from relibra.errors import EngineError, RelibraError, in_a_line
-from relibra.replay.forward_cache import CACHE
+from relibra.replay.forward_cache import CACHE_NAME
 from relibra.replay.record import narrow_dtype
 from relibra.serving.engine.prefill import MOST_SCORES, Prefill, group_prompts, share_prompts
 from relibra.serving.engine.request import GenerateRequest, Progress
@@ -43,6 +43,15 @@ class EngineLimits:
     max_tokens: int
 
 
+@dataclass(frozen=True)
+class _Rejoin:
+    """An expert worker that was started again, or holds other experts."""
+
+    address: str
+    experts: tuple[int, ...]
+    tries_left: int = 2
+
+
 class MicroBatch:
     """Requests of one micro-batch, and the thread that runs them.
 
@@ -65,7 +74,7 @@ class MicroBatch:
         self._rows: dict[int, Row] = {}
         self._prefills: deque[Prefill] = deque()
         self._batch: RunningBatch | None = None
-        self._rejoining: deque[tuple[int, str, tuple[int, ...]]] = deque()
+        self._rejoining: dict[int, _Rejoin] = {}
         self._closed = False
         self.steps, self.prefills, self.lent_prompts = 0, 0, 0
 
@@ -120,7 +129,7 @@ class MicroBatch:
     def rejoin(self, worker: int, address: str, experts: Sequence[int]) -> None:
         """Use an expert worker that was started again, or holds other experts, from the next step on."""
         with self._work:
-            self._rejoining.append((worker, address, tuple(experts)))
+            self._rejoining[worker] = _Rejoin(address, tuple(experts))
             self._work.notify()
 
     def close(self) -> None:
@@ -140,7 +149,7 @@ class MicroBatch:
                     self._fail_all(str(error) if isinstance(error, RelibraError) else in_a_line(error))
 
     def _own_stream(self) -> AbstractContextManager[object]:
-        """Return a context in which a GPU lets other micro-batches compute while this one waits for rows."""
+        """Return the context of a CUDA stream of this micro-batch; on a CPU, of nothing."""
         return torch.cuda.stream(torch.cuda.Stream(self._device)) if self._device.type == "cuda" else nullcontext()
 
     def _await_work(self) -> bool:
@@ -150,9 +159,7 @@ class MicroBatch:
 
     def _round(self) -> None:
         """Drop what was cancelled, admit what fits, feed one piece of a prompt, decode one step."""
-        while self._rejoining:
-            with suppress(EngineError):  # it is gone again: the next exchange says so where it matters
-                self._experts.exchange.rejoin(*self._rejoining.popleft())
+        self._rejoin_workers()
         self._drop_cancelled()
         self._admit()
         if self._prefills:
@@ -162,6 +169,18 @@ class MicroBatch:
             self.steps += 1
             self._batch = self._batch.going_on()
             self._tell(progress)
+
+    def _rejoin_workers(self) -> None:
+        """Open channels to workers that were started again; one that does not answer is tried again in later rounds."""
+        with self._work:
+            rejoining, self._rejoining = self._rejoining, {}
+        for worker, one in rejoining.items():
+            try:
+                self._experts.exchange.rejoin(worker, one.address, one.experts)
+            except EngineError:  # it is gone again, or busy: the next exchange says so where it matters
+                if one.tries_left:
+                    with self._work:  # where it has been started again meanwhile, the new address counts
+                        self._rejoining.setdefault(worker, replace(one, tries_left=one.tries_left - 1))
 
     def _feed_piece(self, prefill: Prefill) -> None:
         most = self._limits.max_tokens
@@ -268,7 +287,7 @@ class MicroBatch:
     def _forward(
         self, input_BN: Int[Tensor, "B N"], mask_BC: Bool[Tensor, "B C"], cache: Cache | None, *, last: int = 1
     ) -> tuple[Float[Tensor, "B Z V"], Tensor, Cache]:
-        """Run the model with remote experts, see `Forward`. All but the cache is on the host."""
+        """Run the model with remote experts, see `Forward`. Logits and routes come back on the host."""
         model: Any = self._model
         input_BN, mask_BC = input_BN.to(self._device), mask_BC.to(self._device)
         with self._experts.forward_pass() as routes_LTK:
@@ -278,7 +297,7 @@ class MicroBatch:
                 position_ids=(mask_BC.cumsum(dim=1) - 1).clamp(min=0)[:, -input_BN.shape[1] :],
                 use_cache=True,
                 logits_to_keep=last,
-                **{CACHE: cache},
+                **{CACHE_NAME: cache},
             )
         routes_TLK = torch.stack(routes_LTK, dim=1).to(self._route_dtype)
-        return output.logits.cpu(), routes_TLK.cpu(), output[CACHE]
+        return output.logits.cpu(), routes_TLK.cpu(), output[CACHE_NAME]

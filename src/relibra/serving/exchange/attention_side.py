@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,9 +16,15 @@ from torch import Tensor
 
 from relibra.errors import EngineError
 from relibra.serving.exchange.addresses import UNIX, connect
-from relibra.serving.exchange.buffers import RowBuffer, private_buffer, shared_buffers
+from relibra.serving.exchange.buffers import RowBuffer, mapped_buffers, private_buffer, shared_file
 from relibra.serving.exchange.counters import ExchangeCounters
-from relibra.serving.exchange.group_channel import ATTENTION, Backend, GroupChannel, new_group_number
+from relibra.serving.exchange.group_channel import (
+    ATTENTION_RANK,
+    Backend,
+    GroupChannel,
+    new_group_number,
+    opening_seconds,
+)
 from relibra.serving.exchange.messages import (
     HEADER_BYTES,
     SECRET_BYTES,
@@ -38,7 +45,7 @@ class ExchangeShape:
     max_tokens     most tokens of one exchange
     top_k          experts that a token chooses
     num_layers     MoE layers
-    backend        of the process groups that rows go through; None: they do not
+    backend        of process groups for rows; None: rows go over the socket or shared memory
     device         of the rows
     """
 
@@ -111,6 +118,7 @@ class SlotExchange:
         self.shape, self.attention, self.slot, self.timeout = shape, attention, slot, timeout
         self.counters = ExchangeCounters()
         self._addresses, self._shared = list(addresses), shape.backend is None and addresses[0].startswith(UNIX)
+        self._file: int | None = None  # of shared memory, for channels that are opened later
         self._rows, self._results = self._make_buffers()
         self.lost: dict[int, EngineError] = {}
         self._channels: list[_Channel] = []
@@ -148,7 +156,7 @@ class SlotExchange:
             header = Header(Kind.ROWS, layer, first, count, self._sequence).packed() + own.tobytes()
             self._sent_N[channel.worker] = count
             if channel.worker not in self.lost:
-                with self._noting_loss(channel), self._waiting_for(channel, layer):
+                with self._noting_loss(channel), self._waiting_for(channel, self._at(layer)):
                     channel.socket.sendall(header)
                     if channel.group is not None and count:
                         channel.group.send(self._rows.rows_XH[first : first + count])
@@ -167,7 +175,7 @@ class SlotExchange:
         for channel in self._channels:
             count = self._sent_N[channel.worker]
             if channel.worker not in self.lost:
-                with self._noting_loss(channel), self._waiting_for(channel, layer):
+                with self._noting_loss(channel), self._waiting_for(channel, self._at(layer)):
                     self._receive(channel, Header(Kind.RESULTS, layer, first, count, self._sequence))
             if channel.worker in self.lost and count:
                 missing.append(self.lost[channel.worker])
@@ -176,6 +184,8 @@ class SlotExchange:
             self._renew_buffers()
         if missing:
             raise WorkerLostError(str(missing[0]))
+        if self._results.rows_XH.is_cuda:  # headers are there: wait for the rows, while others compute
+            torch.cuda.current_stream().synchronize()
         return self._results.rows_XH[:first]
 
     def _receive(self, channel: _Channel, expected: Header) -> None:
@@ -239,14 +249,22 @@ class SlotExchange:
             self.lost[channel.worker] = error
 
     def close(self) -> None:
-        """Close all channels."""
+        """Close all channels; again has no effect."""
         for channel in self._channels:
             channel.close()
+        self._close_file()
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
     def _make_buffers(self) -> tuple[RowBuffer, RowBuffer]:
         shape = self.shape
         if self._shared:
-            return shared_buffers(shape.rows, shape.hidden, shape.dtype)
+            self._close_file()
+            self._file = shared_file(shape.rows, shape.hidden, shape.dtype)
+            return mapped_buffers(self._file, shape.rows, shape.hidden, shape.dtype)
         size = (shape.rows, shape.hidden, shape.dtype, shape.device)
         return tuple(private_buffer(*size) for _ in range(2))  # type: ignore[return-value]
 
@@ -266,36 +284,43 @@ class SlotExchange:
             num_layers=shape.num_layers,
             group_number=0 if shape.backend is None else new_group_number(),
         )
-        with self._waiting_for(channel, layer=-1):
-            if self._shared:
-                socket.send_fds(channel.socket, [greeting.packed()], [self._rows.file])
+        with self._waiting_for(channel, "its welcome"):
+            if self._file is not None:
+                socket.send_fds(channel.socket, [greeting.packed()], [self._file])
             else:
                 channel.socket.sendall(greeting.packed())
             receive_into(channel.socket, memoryview(channel.header))
             header = read_header(channel.header)
             if header.kind is Kind.ERROR:
                 raise EngineError(f"expert worker {channel.worker}: {read_error(channel.socket, header)}")
-            if shape.backend is not None:
-                channel.group = GroupChannel(
-                    shape.backend,
-                    self._addresses[channel.worker],
-                    greeting.group_number,
-                    rank=ATTENTION,
-                    device=torch.device(shape.device),
-                    timeout=self.timeout,
-                )
+        if shape.backend is None:
+            return
+        with self._waiting_for(channel, "making their process group", opening_seconds(self.timeout)):
+            channel.group = GroupChannel(
+                shape.backend,
+                self._addresses[channel.worker],
+                greeting.group_number,
+                rank=ATTENTION_RANK,
+                device=torch.device(shape.device),
+                timeout=self.timeout,
+            )
 
-    def _waiting_for(self, channel: _Channel, layer: int) -> _Waiting:
-        return _Waiting(self, channel.worker, layer)
+    def _at(self, layer: int) -> str:
+        return f"layer {layer} of micro-batch {self.slot}"
+
+    def _waiting_for(self, channel: _Channel, where: str, seconds: float | None = None) -> _Waiting:
+        """Return a context that names both ends; `seconds`: its limit where that is not the one of all waits."""
+        return _Waiting(self.attention, channel.worker, where, self.timeout if seconds is None else seconds)
 
 
 @dataclass(frozen=True)
 class _Waiting:
     """Turns errors of a channel into a sentence that names who waits for whom."""
 
-    exchange: SlotExchange
+    attention: int
     worker: int
-    layer: int
+    where: str
+    seconds: float
 
     def __enter__(self) -> None:
         return None
@@ -303,14 +328,12 @@ class _Waiting:
     def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
         if not isinstance(error, OSError):
             return
-        exchange = self.exchange
         reason = (
-            f"it did not answer within {exchange.timeout:g} s"
+            f"it did not answer within {self.seconds:g} s"
             if isinstance(error, TimeoutError)
             else f"it is gone ({error.strerror or error})"
         )
-        where = f"layer {self.layer} of micro-batch {exchange.slot}" if self.layer >= 0 else "its welcome"
         raise EngineError(
-            f"attention worker {exchange.attention} waited for expert worker {self.worker} at {where}: {reason}; "
-            "look at what that worker printed; relibra serve starts one again that has ended, or is silent for long"
+            f"attention worker {self.attention} waited for expert worker {self.worker} at {self.where}: {reason}; "
+            "look at what that worker printed; relibra serve restarts workers that end or stay silent"
         ) from error

@@ -12,13 +12,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class RowBuffer:
-    """Rows `[X, H]` and the bytes that hold them.
-
-    file   of shared memory, to be sent to the other end once; -1: private
-    """
+    """Rows `[X, H]` and the bytes that hold them."""
 
     rows_XH: Tensor
-    file: int = -1
 
     def bytes_of(self, first: int, count: int) -> memoryview:
         """Return the bytes of rows, to be sent or filled."""
@@ -40,18 +36,18 @@ def private_buffer(rows: int, hidden: int, dtype: torch.dtype, device: str = "cp
     return RowBuffer(torch.zeros((rows, hidden), dtype=dtype, device=device))
 
 
-def shared_buffers(rows: int, hidden: int, dtype: torch.dtype) -> tuple[RowBuffer, RowBuffer]:
-    """Return two buffers in one anonymous file, which another process maps with `mapped_buffers`.
+def shared_file(rows: int, hidden: int, dtype: torch.dtype) -> int:
+    """Return the descriptor of a file in memory for two buffers, which both ends map with `mapped_buffers`.
 
     The file has no name, so nothing is left behind by a process that is killed.
     """
     file = os.memfd_create("relibra-rows", os.MFD_CLOEXEC)
     os.ftruncate(file, 2 * rows * hidden * dtype.itemsize)
-    return mapped_buffers(file, rows, hidden, dtype)
+    return file
 
 
 def mapped_buffers(file: int, rows: int, hidden: int, dtype: torch.dtype) -> tuple[RowBuffer, RowBuffer]:
-    """Map the two buffers of a file.
+    """Map the two buffers of a file; its descriptor is not needed for them afterwards.
 
     raises   ValueError when the file has another size
     """
@@ -59,4 +55,4 @@ def mapped_buffers(file: int, rows: int, hidden: int, dtype: torch.dtype) -> tup
     if os.fstat(file).st_size != size:
         raise ValueError(f"the shared memory has {os.fstat(file).st_size} bytes instead of {size}")
     both = torch.frombuffer(mmap.mmap(file, size), dtype=dtype).view(2, rows, hidden)
-    return RowBuffer(both[0], file), RowBuffer(both[1], file)
+    return RowBuffer(both[0]), RowBuffer(both[1])

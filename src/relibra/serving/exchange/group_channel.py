@@ -1,8 +1,7 @@
 """`GroupChannel`: rows of one channel through a process group of its two ends: NCCL between GPUs, gloo between CPUs.
 
-Headers still go over the socket of the channel, each before its rows, so that every receive has the size that its
-header says. A channel has one group, made when it is opened: channels do not wait for one another, and no call makes a
-group. On a GPU nothing here waits for the device: receives, experts and sends follow one another in its streams.
+Headers go over the channel's socket before their rows, so each end knows the size of its next receive. The group is
+made with the channel. With NCCL, sends and receives are only put into streams.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, Store
+from torch._C._distributed_c10d import FileStore
 
 from relibra.errors import in_a_line
 from relibra.serving.exchange.addresses import UNIX
@@ -25,21 +25,21 @@ from relibra.serving.exchange.addresses import UNIX
 Backend = Literal["gloo", "nccl"]
 HOST = "127.0.0.1"
 """All workers are processes of one machine."""
-ATTENTION, EXPERTS = 0, 1
+ATTENTION_RANK, EXPERTS_RANK = 0, 1
 """Ranks of the two ends."""
 OPENING_SECONDS = 5.0
-"""How long one end waits for the other to make the group: an expert worker takes in nothing meanwhile."""
+"""How long one end waits for the other to make the group: an expert worker takes in nothing else meanwhile."""
 
 
 def new_group_number() -> int:
-    """Return a number that no other group of this deployment has."""
+    """Return a random number, so that groups do not meet in one file."""
     return secrets.randbits(31) + 1
 
 
 class GroupChannel:
     """One end of a channel. Rows of one message at a time are under way in each direction.
 
-    in_stream_order   a receive is waited for by the device, not by the host
+    device_waits   rows are waited for by the stream of a GPU, not by the host
     """
 
     def __init__(
@@ -49,36 +49,33 @@ class GroupChannel:
 
         address   of the expert worker, unix:PATH
         number    of the group
-        rank      ATTENTION or EXPERTS
-        timeout   seconds that rows may take
-        raises    ConnectionError, TimeoutError when the other end does not come
+        rank      ATTENTION_RANK or EXPERTS_RANK
+        timeout   seconds that rows may take; NCCL ends the process after them
+        raises    ConnectionError; TimeoutError when the other end does not come within `opening_seconds(timeout)`
         """
-        self.in_stream_order = backend == "nccl"
+        self.device_waits = backend == "nccl"
         self._peer = 1 - rank
-        self._group: Any = None
         self._sending: Any = None
         self._calls = threading.Lock()  # NCCL takes one call of a communicator at a time
         self._timeout = timedelta(seconds=timeout)
-        self._beside = torch.cuda.Stream(device) if self.in_stream_order else None
-        with _as_channel_errors():
-            store = FileStore(f"{address.removeprefix(UNIX)}.{number}", 2)
-            store.set_timeout(timedelta(seconds=OPENING_SECONDS))
-            self._group = _make_group(backend, store, rank, self._timeout)
-            self._meet(rank, device)
+        self._receive_stream = torch.cuda.Stream(device) if self.device_waits else None
+        path = f"{address.removeprefix(UNIX)}.{number}"
+        self._group: Any = _connect_within(opening_seconds(timeout), backend, path, rank, device, self._timeout)
 
     def send(self, rows_YH: Tensor) -> None:
-        """Begin to send rows; they stay as they are until the other end has answered.
+        """Begin to send rows. Do not change them until the other end has answered.
 
-        raises   ConnectionError, TimeoutError when the other end has not taken the rows before, or is gone
+        raises   ConnectionError, TimeoutError when the previous rows were not taken in time, or the other end is gone
         """
         with _as_channel_errors(), self._calls:
-            if self._sending is not None and not self.in_stream_order:
-                self._sending.wait(self._timeout)
-            self._sending = self._open_group().send([rows_YH], self._peer, 0)
+            group, before = self._open_group(), self._sending  # another thread may close the channel
+            if before is not None and not self.device_waits:
+                before.wait(self._timeout)
+            self._sending = group.send([rows_YH], self._peer, 0)
 
     def start_receive(self, rows_YH: Tensor) -> Any:
         """Begin to receive as many rows as a header has announced; `finish` waits for them."""
-        with _as_channel_errors(), self._calls, self._beside_computing():
+        with _as_channel_errors(), self._calls, self._on_receive_stream():
             return self._open_group().recv([rows_YH], self._peer, 0)
 
     def finish(self, receive: Any) -> None:
@@ -87,7 +84,7 @@ class GroupChannel:
         raises   ConnectionError, TimeoutError when they do not come
         """
         with _as_channel_errors():
-            if self.in_stream_order:
+            if self.device_waits:
                 receive.wait()
             else:
                 receive.wait(self._timeout)
@@ -96,33 +93,81 @@ class GroupChannel:
         """Give up the group. Never waits: what is under way may be waiting for an end that hangs."""
         held = [self._group, self._sending]
         self._group = self._sending = None
-
-        def drop() -> None:
-            if self.in_stream_order and held[0] is not None:
-                held[0].abort()  # ends kernels that wait for the other end
-            held.clear()
-
-        threading.Thread(target=drop, name="close group").start()
-
-    def _meet(self, rank: int, device: torch.device) -> None:
-        """Exchange a number each way: the first message makes the communicator of NCCL, so no call waits for that."""
-        limit, number = timedelta(seconds=OPENING_SECONDS), torch.zeros(1, device=device)
-        for sender in (ATTENTION, EXPERTS):
-            begin = self._group.send if rank == sender else self._group.recv
-            begin([number], self._peer, 0).wait(limit)
+        _drop(held)
 
     def _open_group(self) -> Any:
         if self._group is None:
             raise ConnectionResetError("the channel is closed")
         return self._group
 
-    def _beside_computing(self) -> AbstractContextManager[object]:
-        """Let a receive begin at once: NCCL lets it wait for what the current stream does."""
-        return nullcontext() if self._beside is None else torch.cuda.stream(self._beside)
+    def _on_receive_stream(self) -> AbstractContextManager[object]:
+        """Put the receive into a stream of its own, or it would wait for the experts of earlier messages."""
+        return nullcontext() if self._receive_stream is None else torch.cuda.stream(self._receive_stream)
 
 
-def _make_group(backend: Backend, store: Store, rank: int, timeout: timedelta) -> Any:
+def opening_seconds(timeout: float) -> float:
+    """Return how long making a group may take."""
+    return min(timeout, OPENING_SECONDS)
+
+
+def _connect_within(
+    seconds: float, backend: Backend, path: str, rank: int, device: torch.device, timeout: timedelta
+) -> Any:
+    """Return the group of the two ends, in a thread: NCCL makes its communicator without a limit of its own.
+
+    raises   ConnectionError, TimeoutError
+    """
+    made: Future[Any] = Future()
+
+    def connect() -> None:
+        try:
+            made.set_result(_connect(backend, path, rank, device, timeout))
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: who waits raises it
+            made.set_exception(error)
+
+    threading.Thread(target=connect, name="make group", daemon=True).start()
+    try:
+        return made.result(seconds)
+    except TimeoutError:
+        made.add_done_callback(_drop_late)
+        raise TimeoutError(f"no process group with the other end within {seconds:g} s") from None
+
+
+def _drop_late(made: Future[Any]) -> None:
+    if made.exception() is None:
+        _drop([made.result()])
+
+
+def _connect(backend: Backend, path: str, rank: int, device: torch.device, timeout: timedelta) -> Any:
+    """Make a group, and exchange a number each way: the first message makes the communicator of NCCL."""
+    limit, number = timedelta(seconds=OPENING_SECONDS), torch.zeros(1, device=device)
+    with _as_channel_errors():
+        held = [_make_group(backend, path, rank, timeout)]
+        try:
+            for sender in (ATTENTION_RANK, EXPERTS_RANK):
+                begin = held[0].send if rank == sender else held[0].recv
+                begin([number], 1 - rank, 0).wait(limit)
+        except RuntimeError:
+            _drop(held)
+            raise
+        return held[0]
+
+
+def _drop(held: list[Any]) -> None:
+    """Give up a group, the first of the list, and what belongs to it, in a thread: that may wait for the other end."""
+
+    def drop() -> None:
+        if isinstance(held[0], dist.ProcessGroupNCCL if dist.is_nccl_available() else ()):
+            held[0].abort()  # ends kernels that wait for the other end
+        held.clear()
+
+    threading.Thread(target=drop, name="close group", daemon=True).start()
+
+
+def _make_group(backend: Backend, path: str, rank: int, timeout: timedelta) -> Any:
     options: Any
+    store = FileStore(path, 2)
+    store.set_timeout(timedelta(seconds=OPENING_SECONDS))
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
@@ -139,7 +184,6 @@ def _as_channel_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text = in_a_line(error)
-        if "imed out" in text or "imeout" in text:
-            raise TimeoutError(text) from error
-        raise ConnectionResetError(text) from error
+        late = any(words in str(error).lower() for words in ("timed out", "timeout"))
+        # Without its traceback, which would keep the group of a channel that is given up.
+        raise (TimeoutError if late else ConnectionResetError)(in_a_line(error)) from error.with_traceback(None)

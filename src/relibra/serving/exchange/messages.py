@@ -41,7 +41,7 @@ class Header(NamedTuple):
 
     layer      MoE layer, from 0 in the order of layers
     first_row  row of the slot's buffer at which the rows lie, in shared memory
-    num_rows   rows that follow or lie there; of ERROR: bytes of its text
+    num_rows   rows of the message; of ERROR: bytes of its text
     sequence   number of the exchange on this channel; an answer repeats it
     """
 
@@ -71,7 +71,7 @@ class Greeting:
     attention, expert   numbers of the two workers
     slot                micro-batch of the attention worker
     capacity            most rows of one message
-    shared_rows         rows of the slot's buffers in shared memory, whose file comes along; 0: rows are sent
+    shared_rows         rows of the slot's buffers in shared memory, whose file comes along; 0: no shared memory
     group_number        of the process group that the two ends make for their rows; 0: they make none
     """
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from relibra.replay.forward_cache import CACHE
+from relibra.replay.forward_cache import CACHE_NAME
 from relibra.serving.engine.engine import AttentionEngine
 from relibra.serving.engine.micro_batch import EngineLimits, MicroBatch
 from relibra.serving.engine.request import GenerateRequest, Progress
@@ -156,7 +156,7 @@ def _most_cache_bytes(model: Any, layout: WorkerLayout) -> int:
         one, two = (
             cache_bytes(
                 model(input_ids=torch.zeros((1, tokens), dtype=torch.int64, device=layout.device), use_cache=True)[
-                    CACHE
+                    CACHE_NAME
                 ]
             )
             for tokens in (1, 2)

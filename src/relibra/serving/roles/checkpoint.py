@@ -174,7 +174,7 @@ def load_experts(
 
 
 def _on_device(module: nn.Module, device: str) -> nn.Module:
-    """Move what has memory to a device; the rest belongs to workers of the other role."""
+    """Move loaded tensors to a device; tensors of the other role stay on meta."""
     return module if device == "cpu" else module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 

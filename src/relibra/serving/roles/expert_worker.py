@@ -1,4 +1,4 @@
-"""The loop of an expert worker: take the message that was complete first, run its experts, answer."""
+"""The loop of an expert worker: take the next message, run its experts, answer."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class RemoteExperts:
         weights_TK: Float[Tensor, "T K"],
     ) -> Float[Tensor, "T H"]:
         top_k, device = ids_TK.shape[1], hidden_TH.device
-        expert_Y = ids_TK.cpu().numpy().ravel()  # the only wait for the device: the host has to know the counts
+        expert_Y = ids_TK.cpu().numpy().ravel()  # waits for the device: the host has to know the counts
         self.load_E += np.bincount(expert_Y, minlength=len(self.load_E))
         while True:
             place_Y = self._places().place_rows(expert_Y)
