@@ -122,6 +122,8 @@ def test_plans_are_simulated_with_measured_seconds(run, tmp_path):
     assert "verdict above" not in run(*asked)[1]
     code, _, err = run(*asked, "--max-gpus", 4, "--measured", file, "--timeline", tmp_path / "timeline.json")
     assert (code, "no deployment with both apart fits" in err) == (1, True)
+    code, _, err = run(*asked, "--max-gpus", 4, "--copies", 1)
+    assert (code, "--copies and --rate are not simulated" in err) == (0, True)
     file.write_text("attention = 1")
     assert "two lists of [rows, seconds]" in run(*asked, "--measured", file)[2]
     assert "add --simulate" in run("serve", "plan", "dbrx", "--gpus", "a800", "--measured", file)[2]

@@ -155,6 +155,8 @@ def plan(request: ServePlanRequest) -> None:
             with writing(request.output):
                 write_deployment(request.output, decision.best)
     runs = []
+    if request.simulate and decision.best is None and (request.copies or request.rate):
+        print_note("--copies and --rate are not simulated: no deployment with attention and experts apart fits")
     if request.simulate:
         with progress(f"simulating {model.name}; the first run compiles kernels"):
             runs = simulated_runs(decision, request.trace, request.copies, arrivals, request.measured)

@@ -72,7 +72,7 @@ class ServingResult:
     @property
     def bubble(self) -> float:
         """Return the share of the time in which the busier pool waits."""
-        return 1 - max(self.attention_busy, self.experts_busy)
+        return max(0.0, 1 - max(self.attention_busy, self.experts_busy))  # busy seconds round
 
     def timeline(self, layers: int = 4) -> Timeline:
         """Return the first layers of the last step: attention nodes are the first ranks, expert nodes the others."""
