@@ -99,13 +99,13 @@ def _run_planned(layer: BalancedEP, planned: PlannedMicroBatch, position: int, t
     """
     planned.check_choices(position, tokens.experts_TK)
     tables, pushes, static = planned.tables_L[position], planned.pushes, planned.static_L[position]
-    joined = static is not None and static.joined
+    one_product = static is not None and static.one_product
     run = LayerRun(
         layer=layer,
         tables=tables,
         lists=planned.lists_L[position],
         ends_P=planned.ends_L[position],
-        replicas=LayerReplicas(pushes, position) if joined or pushes.has_replicas(position) else None,
+        replicas=LayerReplicas(pushes, position) if one_product or pushes.has_replicas(position) else None,
         recorder=pushes.recorder,
         static=static,
     )
@@ -144,7 +144,7 @@ def _run_fast(run: LayerRun, tokens: LayerInput) -> Tensor:
     if run.replicas is None:
         output_YH = run.layer.run_rows(rows_YH, rows, weight_Y1)
     elif run.static is not None:
-        output_YH = _run_joined(run, run.replicas, rows_YH, rows, weight_Y1)
+        output_YH = _run_one_product(run, run.replicas, rows_YH, rows, weight_Y1)
     else:
         num_live = 0 if live is None else len(live.slot_Y)
         output_YH = _run_homes_and_replicas(run, run.replicas, rows_YH, rows, weight_Y1, num_live)
@@ -176,7 +176,9 @@ def _run_homes_and_replicas(
     return result_YH
 
 
-def _run_joined(run: LayerRun, replicas: LayerReplicas, rows_YH: Tensor, rows: SortedRows, weight_Y1: Tensor) -> Tensor:
+def _run_one_product(
+    run: LayerRun, replicas: LayerReplicas, rows_YH: Tensor, rows: SortedRows, weight_Y1: Tensor
+) -> Tensor:
     """Run the experts at home and the replicas together, when weights have arrived."""
     layer, homes = run.layer, run.layer.homes()
     weights = JoinWeights.apply(replicas, list(homes), *homes.values())

@@ -33,12 +33,12 @@ from relibra.timeline import TimelineRecorder
 class StaticRows(NamedTuple):
     """What is the same in all micro-batches of a layer, on all ranks.
 
-    num_rows   planned rows that a rank computes, with padding
-    joined     experts at home and replicas are computed together, also in micro-batches without replicas
+    num_rows      planned rows that a rank computes, with padding
+    one_product   experts at home and replicas are computed together, also in micro-batches without replicas
     """
 
     num_rows: int
-    joined: bool
+    one_product: bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -214,7 +214,7 @@ def prepare_micro_batch(executed: ExecutedPlan, number: int, routes: BatchRoutes
         pushes=pushes,
         routes=routes,
         kinds=kinds,
-        live_apart=any(rows.live_R) and not rows.joined,
+        live_apart=any(rows.live_R) and not rows.live_travel_along,
         static_L=executed.static_L,
         canonical=executed.chunk is not None,
     )

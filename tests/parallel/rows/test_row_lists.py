@@ -217,7 +217,7 @@ def test_joined_live_rows_arrive_behind_the_planned_rows_of_their_rank(seed, num
         with mock.patch.object(live_rows, "MOST_SHARE", 100):
             prepared_R = prepared_on_all(tables_RL, experts_RTLK, kinds_R=kinds_R)
         plain_RL = lists_of_all(tables_RL, experts_RTLK)
-        assert all(one.joined == (sum(rows) > 0) and one.live_R == rows for one in prepared_R)
+        assert all(one.live_travel_along == (sum(rows) > 0) and one.live_R == rows for one in prepared_R)
         lists_RL = [one.lists_on(CPU, one.kinds) for one in prepared_R]
         for layer in range(len(tables_RL[0])):
             sent_RR = [tokens_to_ranks(one[layer]) for one in lists_RL]

@@ -96,7 +96,7 @@ class LayerReplicas:
     tables             of the layer, with pushes of any ranks
     slots              of this rank
     resident, shared   slots of this layer alone, and those of all layers, with their weights
-    joined             homes and replicas are computed together
+    one_product        homes and replicas are computed together
     returns            gradients on their way home
     """
 
@@ -105,23 +105,23 @@ class LayerReplicas:
         self.schedule, self.position = schedule, position
         self.tables, self.slots = schedule.tables_L[position], schedule.slots(position)
         self.resident, self.shared = schedule.slot_ranges(position)
-        self.joined = self.slots.num_in_front > 0
+        self.one_product = self.slots.num_in_front > 0
         self.returns = GradientReturn(self.tables.place, self.slots, schedule.recorder)
 
     def refill(self) -> None:
         """Push the weights into the slots unless they are there, and wait for them; collective."""
         self.schedule.before_layer(self.position)
         self.wait_for_weights()
-        if self.joined:
-            self.join_weights(self.schedule.homes_L[self.position]())
+        if self.one_product:
+            self.put_homes_in_front(self.schedule.homes_L[self.position]())
 
     def wait_for_weights(self) -> None:
         """Return when the weights of this layer's replicas have arrived."""
         self.slots.wait(self.tables.place)
 
-    def join_weights(self, homes: dict[str, Tensor]) -> None:
+    def put_homes_in_front(self, homes: dict[str, Tensor]) -> None:
         """Put experts at home and resident replicas in front of the shared slots, if they are computed together."""
-        if self.joined:
+        if self.one_product:
             self.slots.put_in_front([homes, self.resident.weights])
 
     def weights_of(self, slot: int) -> dict[str, Tensor]:
@@ -243,20 +243,20 @@ class JoinWeights(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.replicas, ctx.names = replicas, names
         replicas.wait_for_weights()
-        replicas.join_weights(dict(zip(names, homes, strict=True)))
-        joined = tuple(replicas.slots.joined[name].detach() for name in names)
+        replicas.put_homes_in_front(dict(zip(names, homes, strict=True)))
+        weights = tuple(replicas.slots.front_and_slots[name].detach() for name in names)
         ctx.mark_non_differentiable(
-            *(one for one, needs in zip(joined, ctx.needs_input_grad[2:], strict=True) if not needs)
+            *(one for one, needs in zip(weights, ctx.needs_input_grad[2:], strict=True) if not needs)
         )
-        return joined
+        return weights
 
     @staticmethod
-    def backward(ctx: Any, *of_joined: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *of_weights: Tensor | None) -> tuple[Tensor | None, ...]:
         """Send the gradients of the slots home, start the push of the previous layer, and wait for what comes here."""
         replicas: LayerReplicas = ctx.replicas
         ends = (replicas.tables.num_homes, replicas.slots.num_in_front)
         of_homes, of_resident, of_shared = (
-            [None if one is None else one.tensor_split(ends)[part] for one in of_joined] for part in range(3)
+            [None if one is None else one.tensor_split(ends)[part] for one in of_weights] for part in range(3)
         )
         trained = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[2:], strict=True) if needs]
         replicas.send_gradients(of_resident + of_shared, trained)

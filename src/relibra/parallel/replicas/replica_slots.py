@@ -44,13 +44,13 @@ class SlotCounts(NamedTuple):
 class ReplicaSlots:
     """The shared slots of one rank, filled for one (layer, micro-batch) at a time, and the push that is under way.
 
-    weights      `[X, ...]` per parameter of the experts modules, by name
-    num_shared   X
-    joined       `[F + X, ...]`: room for F other experts of a layer, with the slots behind them
-    num_in_front F
-    shared_by    whose weights are in the shared slots or on their way; None: outdated ones
-    push_group   process group of pushes and returns
-    room         memory for gradients on their way home
+    weights           `[X, ...]` per parameter of the experts modules, by name
+    num_shared        X
+    front_and_slots   `[F + X, ...]`: room for F other experts of a layer, with the slots behind them
+    num_in_front      F
+    shared_by         whose weights are in the shared slots or on their way; None: outdated ones
+    push_group        process group of pushes and returns
+    room              memory for gradients on their way home
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class ReplicaSlots:
 
         like_homes   local parameters of any layer as its forward pass sees them; all layers have the same shapes
         """
-        num_joined = num_in_front + num_shared
-        self.joined = {name: home.new_zeros((num_joined, *home.shape[1:])) for name, home in like_homes.items()}
-        self.weights = {name: joined[num_in_front:] for name, joined in self.joined.items()}
+        num_both = num_in_front + num_shared
+        self.front_and_slots = {name: home.new_zeros((num_both, *home.shape[1:])) for name, home in like_homes.items()}
+        self.weights = {name: both[num_in_front:] for name, both in self.front_and_slots.items()}
         self.num_shared, self.num_in_front, self.push_group = num_shared, num_in_front, push_group
         self.room = GradientRoom(self.weights)
         self.shared_by: Place | None = None
@@ -97,9 +97,9 @@ class ReplicaSlots:
 
         Other layers do the same, so it is done before each forward and each backward pass of a layer.
         """
-        for name, joined in self.joined.items():
+        for name, both in self.front_and_slots.items():
             # As for pushes: `data` hides the write from autograd's version counters.
-            torch.cat([part[name] for part in parts], out=joined.data[: self.num_in_front])
+            torch.cat([part[name] for part in parts], out=both.data[: self.num_in_front])
 
     def wait(self, place: Place | None = None) -> None:
         """Return when weights of this rank's replicas have arrived, and those of its homes are sent.

@@ -59,23 +59,24 @@ class RowKinds(NamedTuple):
 class PreparedRows:
     """Tables and row lists of a micro-batch on one rank, on the host.
 
-    tables_L     by position of the layer
-    differs_R    whether the routes of a rank are not those of the plan; if any are not, there are no lists
-    problem      where those of this rank first differ; None: nowhere
-    live_R       live rows of each rank
-    joined       whether live rows travel with the planned ones; otherwise they have an exchange of their own
-    kinds        planned and live rows of this rank; None: all are planned
-    numbers      choices of all layers, then their orders of computation, local slots, arrived rows and the indices of
-                 each hop; if live rows are joined, arrived live rows
-    sizes        of these lists, one after another
-    hops         sizes of each hop in all layers (None: copies stay); None: one row per token-slot, without arrived rows
+    tables_L            by position of the layer
+    differs_R           whether the routes of a rank are not those of the plan; if any are not, there are no lists
+    problem             where those of this rank first differ; None: nowhere
+    live_R              live rows of each rank
+    live_travel_along   whether live rows travel with the planned ones; otherwise they have an exchange of their own
+    kinds               planned and live rows of this rank; None: all are planned
+    numbers             choices of all layers, then their orders of computation, local slots, arrived rows and the
+                        indices of each hop; if live rows travel along, arrived live rows
+    sizes               of these lists, one after another
+    hops                sizes of each hop in all layers (None: copies stay); None: one row per token-slot, without
+                        arrived rows
     """
 
     tables_L: Sequence[RankTables]
     differs_R: Sequence[bool]
     problem: str | None
     live_R: list[int]
-    joined: bool
+    live_travel_along: bool
     kinds: RowKinds | None
     numbers: Int32[Tensor, " X"]
     sizes: list[int]
@@ -94,7 +95,7 @@ class PreparedRows:
                 sizes = [None if sizes_L is None else sizes_L[layer] for sizes_L in self.hops]
                 indices = of_once[1 : 1 + len(sizes)]
                 once = SendOnce(hops=[Hop(*hop) for hop in zip(indices, sizes, strict=True)], arrived_Y=of_once[0])
-            if self.joined:
+            if self.live_travel_along:
                 live_V = self.numbers.new_zeros(0, device=device) if kinds is None else kinds.live_V
                 live = LiveRows(own_V=live_V, arrived_A=of_once[-1], live_R=self.live_R)
             result.append(RowLists(choice_X=choice_X, compute_order_Y=order_Y, slot_Y=slot_Y, once=once, live=live))
@@ -139,7 +140,7 @@ def prepare_rows(
         differs_R=[differs > 0 for differs in differs_R.tolist()],
         problem=own.problem,
         live_R=live_R.tolist(),
-        joined=False,
+        live_travel_along=False,
         kinds=kinds,
         numbers=numbers[: sum(sizes)],
         sizes=sizes,
@@ -154,8 +155,8 @@ def prepare_rows(
     if may_join(live_R, planned_R):
         travel = _join(travel, kinds, live_R)
     hops, travel = hops_of(travel, tables_L, group, dispatch)
-    rows = replace(rows, joined=bool(travel.live_L), hops=[hop.sizes_L for hop in hops])
-    if len(hops) == 1 and not rows.joined:
+    rows = replace(rows, live_travel_along=bool(travel.live_L), hops=[hop.sizes_L for hop in hops])
+    if len(hops) == 1 and not rows.live_travel_along:
         return rows  # its lists are in `numbers` already
     indices = [index for hop in hops for index in hop.index_L]
     lists = [*lists[: 3 * L], *travel.arrived_L, *indices, *travel.live_L]
