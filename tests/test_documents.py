@@ -35,6 +35,15 @@ EXAMPLES = [
 ]
 
 
+def test_the_guide_to_fine_tuning_shows_lines_of_its_example():
+    guide = (ROOT / "docs" / "guides" / "sft.md").read_text()
+    lines = {line.strip() for line in (ROOT / "examples" / "balance_live.py").read_text().splitlines()}
+    blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    assert len(blocks) == 3
+    for line in "".join(blocks).splitlines():
+        assert line.strip() in lines, line
+
+
 def _output_of(*program):
     done = subprocess.run([sys.executable, "-W", "error::UserWarning", *program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -76,6 +76,9 @@ def refuse_all_live(case: Case, folder) -> dict[str, str]:
 
     return {
         "slots": message_of(lambda: run(slots=-1)),
+        "half a slot": message_of(lambda: run(slots=1.5)),
+        "tolerance": message_of(lambda: run(tolerance=float("nan"))),
+        "sums": message_of(lambda: run(sums="canon")),
         "ranks per node": message_of(lambda: run(ranks_per_node=3)),
         "settings": message_of(lambda: run(slots=1 + rank)),
         "dispatch": message_of(lambda: run(dispatch="rails")),

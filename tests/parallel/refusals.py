@@ -29,6 +29,7 @@ def refuse_all(case, folder) -> dict[str, str]:
     """Return by name what is said to whoever asks for what cannot be done, and last what a legal step says."""
     model = load(case, folder)
     return {
+        "sums": message_of(lambda: execute(case, model, sums="canon")),
         **_refuse_order(case, model),
         **_refuse_differences_between_ranks(case, model),
         **_refuse_other_plans_and_models(case, model, folder),
@@ -117,11 +118,14 @@ def _refuse_other_plans_and_models(case, model, folder) -> dict[str, str]:
     def other_shapes(plan):
         layer = list(balanced_layers(model).values())[1]
         names, layer.names = layer.names, layer.names[:1]  # as if this layer had one parameter less
+        others = [getattr(layer.experts, name).requires_grad_(False) for name in names[1:]]
         try:
             with execute_plan(model, plan, case.demand):
                 pass
         finally:
             layer.names = names
+            for other in others:
+                other.requires_grad_(True)
 
     def other_rows():
         samples, tokens_BN, mask_BN = case.batch(0, dist.get_rank())

@@ -99,6 +99,9 @@ def test_three_live_steps_of_adamw_give_the_weights_of_the_dense_model(tmp_path)
 def test_what_cannot_be_balanced_live_is_refused(tmp_path):
     for said in on_ranks(2, {"refusals": step()}, tmp_path, refuse_all_live)["refusals"]:
         assert "slots is -1" in said["slots"]
+        assert "slots is 1.5" in said["half a slot"]
+        assert "tolerance is nan" in said["tolerance"]
+        assert "sums is 'canon'" in said["sums"]
         assert "ranks_per_node 3 does not divide the 2 ranks" in said["ranks per node"]
         assert "ranks [1] enter balance_live with other settings" in said["settings"]
         assert "dispatch is 'rails'" in said["dispatch"]

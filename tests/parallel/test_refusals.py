@@ -12,6 +12,7 @@ from tests.parallel.test_balanced import assert_equals_dense
 pytestmark = pytest.mark.slow
 
 EXPECTED = {
+    "sums": ("sums is 'canon'", "fast, canonical"),
     "wrong micro-batch": ("EngineError: the plan has micro-batches 0 to 1, not 5",),
     "micro-batch in micro-batch": ("EngineError: micro-batch 1 begins inside micro-batch 0",),
     "plan in plan": ("EngineError: the model is executing another plan",),

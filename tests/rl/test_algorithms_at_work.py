@@ -284,12 +284,24 @@ def test_in_fast_sums_a_plan_changes_rounding_only(name, together):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["fast_live", "canonical_live_relibra"])
+def test_live_balancing_says_what_it_reached(name, together):
+    """Also without replay; the same skew before as in the run without balancing, which has the same first step."""
+    for row in together[name].rows:
+        assert row["replicas"] > 0
+        assert 1 <= row["planned_skew"] < row["rank_skew"]
+    first, static = together["fast_live"].rows[0], together["fast_static"].rows[0]
+    assert first["rank_skew"] == pytest.approx(static["rank_skew"])
+
+
+@pytest.mark.slow
 def test_plans_are_made_where_experts_can_follow_them(together):
     for name, outcome in together.items():
         for row in outcome.rows:
-            planned = name not in ("fast_static", "dense_ppo") and "live" not in name
-            wanted = planned and row["trained_tokens"] > 0
-            assert (row["planned_skew"] is not None) == wanted, name
+            balanced = name not in ("fast_static", "dense_ppo")
+            wanted = balanced and "live" not in name and row["trained_tokens"] > 0
+            assert (row["planned_skew"] is not None) == (balanced and row["trained_tokens"] > 0), name
+            assert (row["plan_bound"] is not None) == wanted, name
             if wanted:
                 assert row["plan_bound"] - 1e-9 <= row["planned_skew"] <= row["rank_skew"] + 1e-9
             assert row["ran_at_home"] == (0 if wanted else None)

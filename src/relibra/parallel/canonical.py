@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from relibra.errors import EngineError
 from relibra.parallel.balanced import BalancedEP, parameters_replaced
 from relibra.parallel.replicas.replica_gradients import LayerReplicas
 from relibra.parallel.sorted_rows import one_expert
@@ -28,6 +29,14 @@ from relibra.planning.traffic.rank_tables import RankTables
 
 CHUNK = 128
 """Rows of a matrix product."""
+Sums = Literal["fast", "canonical"]
+
+
+def chunk_of(sums: Sums) -> int | None:
+    """Return the rows of a chunk of canonical sums; None: fast sums. Raises EngineError for any other word."""
+    if sums not in get_args(Sums):
+        raise EngineError(f"sums is {sums!r}: allowed are {', '.join(get_args(Sums))}")
+    return CHUNK if sums == "canonical" else None
 
 
 def num_chunks(rows: int) -> int:

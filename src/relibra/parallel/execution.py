@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from relibra.errors import EngineError
 from relibra.parallel.agreement import LastForward, Point
 from relibra.parallel.balanced import LayerInput, agreement_of, balanced_layers, group_state_of
-from relibra.parallel.canonical import CHUNK
+from relibra.parallel.canonical import Sums, chunk_of
 from relibra.parallel.fallback import KnownRoutes, agree_on_step
 from relibra.parallel.layer import run_at_home, run_layer
 from relibra.parallel.micro_batch import ExecutedPlan, PlannedMicroBatch, prepare_micro_batch
@@ -34,8 +34,6 @@ from relibra.replay import BatchRoutes, RoutingReplay, replay_routing
 from relibra.replay.routers import is_recompute
 from relibra.routing.demand import Demand
 from relibra.timeline import Timeline, TimelineRecorder
-
-Sums = Literal["fast", "canonical"]
 
 
 class _Current(NamedTuple):
@@ -272,7 +270,7 @@ def _begin(
     layers = list(by_layer.values())
     if any(layer.runner is not None for layer in layers):
         raise EngineError("the model is executing another plan, or balances live: leave that context first")
-    agreement, source, chunk = agreement_of(layers), (plan, demand), CHUNK if sums == "canonical" else None
+    agreement, source, chunk = agreement_of(layers), (plan, demand), chunk_of(sums)
     known = _known_routes(layers[0].group_state, source, chunk, routes)
     agreed = agree_on_step(plan, demand, by_layer, sums, known, agreement)
     state, residents = group_state_of(model, layers), None

@@ -25,8 +25,7 @@ from relibra.cluster import Dispatch
 from relibra.errors import EngineError
 from relibra.parallel.agreement import Agreement, Point, digest_words
 from relibra.parallel.balanced import BalancedEP, LayerInput, agreement_of, balanced_layers, group_state_of
-from relibra.parallel.canonical import CHUNK
-from relibra.parallel.execution import Sums
+from relibra.parallel.canonical import Sums, chunk_of
 from relibra.parallel.layer import LayerRun, run_experts
 from relibra.parallel.replicas.push_schedule import PushSchedule
 from relibra.parallel.replicas.replica_gradients import LayerReplicas
@@ -40,7 +39,7 @@ from relibra.planning.traffic.rank_tables import Place, RankTables, layer_tables
 from relibra.replay import BatchRoutes
 from relibra.timeline import Timeline, TimelineRecorder
 
-MOST_SLOTS = 64
+MOST_SLOTS, MOST_TOLERANCE = 64, 10
 
 
 class LiveSkew(NamedTuple):
@@ -205,8 +204,10 @@ def _begin_live(
         raise EngineError("the model executes a plan or balances live already: leave that context first")
     num_ranks = layers[0].ep_mesh.size()
     per_node = num_ranks if ranks_per_node is None else ranks_per_node
-    if not 0 <= slots <= MOST_SLOTS:
-        raise EngineError(f"balance_live: slots is {slots}: allowed are 0 to {MOST_SLOTS}")
+    if not isinstance(slots, int) or not 0 <= slots <= MOST_SLOTS:
+        raise EngineError(f"balance_live: slots is {slots!r}: allowed are whole numbers from 0 to {MOST_SLOTS}")
+    if not 0 <= tolerance <= MOST_TOLERANCE:
+        raise EngineError(f"balance_live: tolerance is {tolerance}: allowed are shares from 0 to {MOST_TOLERANCE}")
     if per_node < 1 or num_ranks % per_node:
         raise EngineError(
             f"balance_live: ranks_per_node {per_node} does not divide the {num_ranks} ranks of the expert-parallel "
@@ -231,7 +232,7 @@ def _begin_live(
         ranks_per_node=per_node,
         tolerance=tolerance,
         dispatch=dispatch,
-        chunk=CHUNK if sums == "canonical" else None,
+        chunk=chunk_of(sums),
         agreement=agreement,
         state=group_state_of(model, layers),
         recorder=TimelineRecorder(dist.get_rank(), dist.get_world_size()),

@@ -99,6 +99,8 @@ class Budget:
             )
         if self.threads is not None and self.threads < 1:
             raise PlanError(f"{self.threads} planner threads: at least 1, or None for all cores")
+        if not isinstance(self.static_rows, bool):
+            raise PlanError(f"budget static_rows is {self.static_rows!r}: it must be True or False")
         if self.seed < 0:
             raise PlanError(f"seed {self.seed}: it must be 0 or more")
 

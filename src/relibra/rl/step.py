@@ -192,7 +192,9 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
         **step_metrics.update_metrics(update, referenced=learner.reference is not None),
         **value_metrics,
         **step_metrics.mismatch_metrics_of_ranks(recomputed),
-        **step_metrics.balance_metrics(batch, ran_at_home=recomputed.ran_at_home + update.ran_at_home),
+        **step_metrics.balance_metrics(
+            batch, ran_at_home=recomputed.ran_at_home + update.ran_at_home, live=recomputed.live
+        ),
         "canary": canary and asdict(canary),
         "bytes": step_metrics.route_bytes(batch, routed=routed, traced=traces.written_bytes),
         "seconds": {name: round(seconds, 4) for name, seconds in clock.seconds.items()},
@@ -278,7 +280,7 @@ def _build_and_recompute(
             temperature=config.rollout.temperature,
             record=settings.replay == "R2",
         )
-        recomputed = replace(recomputed, ran_at_home=context.ran_at_home)
+        recomputed = replace(recomputed, ran_at_home=context.ran_at_home, live=context.live)
     if settings.replay == "R2":
         with clock.stage("plan"):
             batch = plan_recorded_routes(

@@ -25,17 +25,23 @@ def lever_gaps(plan: StepPlan, demand: ScheduledDemand) -> list[tuple[str, float
     demand    with the schedule that the balancer was given
     """
     scheduled = plan.scheduled(demand)
-    static_LE = _static_homes(plan)
+    static_LE = _static_homes(len(plan.layer_ids), plan.num_experts, plan.num_ranks)
     final = plan.skew(scheduled)
     inside = _skew_with_replicas_inside(plan, scheduled) if plan.num_cross_node_copies else final
     return [
-        ("static", _homes_skew(demand, static_LE, plan.num_ranks)),
+        ("static", static_skew(demand, plan.num_ranks)),
         ("schedule", _homes_skew(scheduled, static_LE, plan.num_ranks)),
         ("homes", _homes_skew(scheduled, plan.home_LE, plan.num_ranks)),
         ("replicas", inside),
         ("cross-node copies", final),
         ("bound", plan.bound(scheduled)),
     ]
+
+
+def static_skew(demand: ScheduledDemand, num_ranks: int) -> float:
+    """Return the token objective without a plan: experts at their static homes, the schedule as it is."""
+    _, L, E = demand.load_MLE.shape
+    return _homes_skew(demand, _static_homes(L, E, num_ranks), num_ranks)
 
 
 def lever_bounds(plan: StepPlan, demand: ScheduledDemand) -> list[tuple[str, float]]:
@@ -46,7 +52,8 @@ def lever_bounds(plan: StepPlan, demand: ScheduledDemand) -> list[tuple[str, flo
 
     demand    with the schedule that the balancer was given
     """
-    scheduled, static_LE = plan.scheduled(demand), _static_homes(plan)
+    scheduled = plan.scheduled(demand)
+    static_LE = _static_homes(len(plan.layer_ids), plan.num_experts, plan.num_ranks)
     final = plan.bound(scheduled)
     return [
         ("static", _reachable_skew(plan, demand, static_LE)),
@@ -55,8 +62,8 @@ def lever_bounds(plan: StepPlan, demand: ScheduledDemand) -> list[tuple[str, flo
     ]
 
 
-def _static_homes(plan: StepPlan) -> Int[ndarray, "L E"]:
-    return np.tile(contiguous_homes(plan.num_experts, plan.num_ranks), (len(plan.layer_ids), 1))
+def _static_homes(num_layers: int, num_experts: int, num_ranks: int) -> Int[ndarray, "L E"]:
+    return np.tile(contiguous_homes(num_experts, num_ranks), (num_layers, 1))
 
 
 def _reachable_skew(plan: StepPlan, demand: ScheduledDemand, home_LE: Int[ndarray, "L E"]) -> float:

@@ -89,7 +89,7 @@ def describe_reward(metrics: Metrics) -> str:
 
 
 def describe_balance(metrics: Metrics) -> str:
-    """Return how planning changed the rank skew; "" without either."""
+    """Return how plans or live balancing changed the rank skew; "" without either."""
     pairs = zip(metrics.column("rank_skew"), metrics.column("planned_skew"), strict=True)
     both = [(static, planned) for static, planned in pairs if static is not None and planned is not None]
     if not both:
@@ -103,7 +103,7 @@ def describe_balance(metrics: Metrics) -> str:
     means += [f"{plural(moved, 'move')} of experts to another rank"] * bool(moved)
     used = f", with {' and '.join(means)}" if means else ""
     return (
-        f"Plans reduced rank skew (largest / mean load of ranks) from {times(static)} to {times(planned)}, mean of "
+        f"Balancing reduced rank skew (largest / mean load of ranks) from {times(static)} to {times(planned)}, mean of "
         f"{plural(len(both), 'step')}{used}."
     )
 

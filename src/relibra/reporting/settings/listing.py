@@ -96,7 +96,7 @@ def describe_settings(config: Mapping[str, Any]) -> str:
         f"up to {longest} tokens" if longest else "",
         _when("learning rate", value("update", "learning_rate")),
         _when(value("parallel", "ranks"), "ranks"),
-        _when("plans by", value("plan", "balancer")),
+        "balanced live" if value("plan", "balancer") == "live" else _when("plans by", value("plan", "balancer")),
     ]
     sentence = ", ".join(fact for fact in facts if fact)
     return f"{sentence[:1].upper() if not value('model', 'path') else sentence[:1]}{sentence[1:]}."

@@ -12,7 +12,7 @@ from numpy import ndarray
 from torch import Tensor, nn
 
 from relibra.cluster import Cluster, Topology
-from relibra.parallel import PlanExecution, balance_live, execute_plan
+from relibra.parallel import LiveBalancing, PlanExecution, balance_live, execute_plan
 from relibra.parallel.balanced import balanced_layers
 from relibra.planning.placement import Homes
 from relibra.planning.plan import StepPlan
@@ -196,11 +196,20 @@ def current_homes(policy: Policy, topology: Topology) -> Homes | None:
 
 
 class BatchExecution:
-    """Contexts of the micro-batches of a batch; call it with the number of one (`MicroBatchContext`)."""
+    """Contexts of the micro-batches of a batch; call it with the number of one (`MicroBatchContext`).
 
-    def __init__(self, model: nn.Module, batch: TrainingBatch, execution: PlanExecution | None) -> None:
+    live   of the model inside; None: layers do not balance live
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: TrainingBatch,
+        execution: PlanExecution | None,
+        live: LiveBalancing | None = None,
+    ) -> None:
         """Run micro-batches as the execution does; None: only replay their routes, if they have any."""
-        self._model, self._batch, self._execution = model, batch, execution
+        self._model, self._batch, self._execution, self.live = model, batch, execution, live
 
     def __call__(self, number: int) -> AbstractContextManager[RoutingReplay | None]:
         """Return the context of the passes of a micro-batch; collective."""
@@ -236,8 +245,8 @@ def executing(
             tolerance=settings.tolerance,
             sums=settings.sums,
             dispatch=cluster.dispatch,
-        ):
-            yield BatchExecution(model, batch, None)
+        ) as live:
+            yield BatchExecution(model, batch, None, live)
     else:
         yield BatchExecution(model, batch, None)
 

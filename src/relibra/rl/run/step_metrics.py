@@ -12,7 +12,8 @@ import torch.distributed as dist
 from jaxtyping import Float
 from numpy import ndarray
 
-from relibra.planning.analysis.levers import lever_gaps
+from relibra.parallel import LiveBalancing
+from relibra.planning.analysis.levers import lever_gaps, static_skew
 from relibra.planning.costs.copies import pushed_copies
 from relibra.replay.replay import RouterComparison
 from relibra.rl.algorithms.mismatch import MismatchSums, mismatch_metrics, router_metrics
@@ -21,7 +22,7 @@ from relibra.rl.rollout.response import Response, RolloutCost
 from relibra.rl.run.ranks import gather_arrays, largest_over_ranks, sum_over_ranks
 from relibra.rl.update.policy_update import PolicyUpdate
 from relibra.rl.update.recompute import Recomputed
-from relibra.routing.statistics import rank_skew, skew
+from relibra.routing.statistics import skew
 
 
 def rollout_metrics(responses: Sequence[Response], cost: RolloutCost, *, by_group: bool) -> dict[str, Any]:
@@ -122,9 +123,10 @@ def route_bytes(batch: TrainingBatch, *, routed: int, traced: int) -> dict[str, 
     return {"rollout": rollout, "trace": trace, "plan": counts, "exchange": exchange}
 
 
-def balance_metrics(batch: TrainingBatch, *, ran_at_home: int) -> dict[str, Any]:
-    """Return the skew of expert loads before and after planning; the same on all ranks.
+def balance_metrics(batch: TrainingBatch, *, ran_at_home: int, live: LiveBalancing | None = None) -> dict[str, Any]:
+    """Return the skew of expert loads before and after planning or live balancing; the same on all ranks.
 
+    live          of a pass over the batch; None: layers were not balanced live
     ran_at_home   micro-batches of recompute and update that did not follow the plan
     """
     empty: dict[str, Any] = dict.fromkeys(
@@ -133,15 +135,14 @@ def balance_metrics(batch: TrainingBatch, *, ran_at_home: int) -> dict[str, Any]
             *("plan_seconds", "expected_seconds", "expected_static_seconds", "expected_moving_seconds", "ran_at_home"),
         )
     )
-    if batch.demand is None or not len(batch.demand.load_MLE):
-        return empty
-    load_MLE = batch.demand.load_MLE
-    found = {
-        **empty,
-        "rank_skew": float(rank_skew(load_MLE, dist.get_world_size()).mean()),
-        "expert_skew": float(skew(load_MLE).mean()),
-    }
-    if batch.plan is not None:
+    found = empty
+    if batch.demand is not None and len(batch.demand.load_MLE):
+        static, load_MLE = static_skew(batch.demand, dist.get_world_size()), batch.demand.load_MLE
+        found = {**found, "rank_skew": static, "expert_skew": float(skew(load_MLE).mean())}
+    if live is not None and batch.micro_batches:
+        before, after = live.skew()
+        found |= {"rank_skew": before, "planned_skew": after, "replicas": live.num_copies, "pushes": live.num_copies}
+    if batch.plan is not None and batch.demand is not None:
         gaps = dict(lever_gaps(batch.plan, batch.demand))
         total = batch.plan.predicted.get("total")
         found |= {

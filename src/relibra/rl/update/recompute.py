@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
+from relibra.parallel import LiveBalancing
 from relibra.replay import record_routing
 from relibra.replay.replay import RouterComparison
 from relibra.rl.algorithms.mismatch import MismatchSums, mismatch_sums, no_mismatch
@@ -29,6 +30,7 @@ class Recomputed:
     mismatch     trainer compared with sampler, on the last windows
     routers      the trained model's own choices compared with the replayed ones
     ran_at_home  micro-batches that did not follow the plan, on all ranks alike
+    live         live balancing of the pass; None: there was none
     """
 
     log_probs: list[Float[Tensor, " _"]]
@@ -38,6 +40,7 @@ class Recomputed:
     mismatch: MismatchSums
     routers: RouterComparison
     ran_at_home: int = 0
+    live: LiveBalancing | None = None
 
 
 @torch.no_grad()
