@@ -43,9 +43,16 @@ class Setting:
     family: str = "qwen3_moe"
 
     @property
+    def model(self) -> dict[str, int]:
+        return {"num_local_experts" if self.family == "gpt_oss" else "num_experts": self.num_experts}
+
+    @property
+    def model_name(self) -> str:
+        return f"{self.family}-{self.num_experts}"
+
+    @property
     def dense(self) -> nn.Module:
-        experts = "num_local_experts" if self.family == "gpt_oss" else "num_experts"
-        return tiny_model(self.family, **{experts: self.num_experts})
+        return tiny_model(self.family, **self.model)
 
     def maps(self, seed: int) -> np.ndarray:
         """Return a random map for each of the three layers."""
@@ -56,10 +63,6 @@ class Setting:
         from transformers import AutoModelForCausalLM
         from transformers.distributed.configuration_utils import DistributedConfig
 
-        path = folder / f"{self.family}-{self.num_experts}"
-        if dist.get_rank() == 0 and not path.exists():
-            self.dense.save_pretrained(path)
-        dist.barrier()
         config = DistributedConfig(
             dp_replicate_size=self.dp_replicate_size,
             fsdp_size=self.num_ranks // self.dp_replicate_size,
@@ -67,7 +70,7 @@ class Setting:
             ep_implementation="relibra",
         )
         return AutoModelForCausalLM.from_pretrained(
-            path, distributed_config=config, dtype=torch.float32, attn_implementation="eager"
+            folder / self.model_name, distributed_config=config, dtype=torch.float32, attn_implementation="eager"
         ).train()
 
 

@@ -139,6 +139,7 @@ def test_refusals_come_before_anything_moves(tmp_path):
 @pytest.mark.parametrize("fault", ["killed before its rows", "killed before the word", "stopped"])
 def test_a_lost_rank_leaves_the_layer_and_the_checkpoint_as_they_were(tmp_path, fault):
     setting, timeout_s = Setting(num_ranks=4), 15.0
+    setting.dense.save_pretrained(tmp_path / setting.model_name)
     context = mp.get_context("spawn")
     processes = [
         context.Process(target=lose_a_rank, args=(rank, setting, tmp_path, fault, timeout_s)) for rank in range(4)
