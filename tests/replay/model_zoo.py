@@ -12,7 +12,7 @@ from tests.replay.tiny_models import VOCAB
 
 _LAYERS = 3
 _SIZES = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
+    **dict.fromkeys(("vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input"), VOCAB),
     **dict.fromkeys(("hidden_size",), 32),
     **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "prefix_dense_intermediate_size"), 48),
     **dict.fromkeys(("num_hidden_layers", "num_layers"), _LAYERS),
