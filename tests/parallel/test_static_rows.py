@@ -79,6 +79,13 @@ def test_experts_see_the_same_shapes_in_every_micro_batch(tmp_path):
         of_layer = {shapes for result in found["static"] for shapes in result["shapes_L"][layer]}
         assert len(of_layer) == 1, "one shape on all ranks, in all micro-batches"
         assert len({shapes for result in found["as planned"] for shapes in result["shapes_L"][layer]}) > 3
+    computed = {
+        name: sum(shapes[0][0] for result in results_R for of_layer in result["shapes_L"] for shapes in of_layer)
+        for name, results_R in found.items()
+    }
+    plan = cases["static"].plan
+    factor = plan.padding_factor(plan.scheduled(cases["static"].demand))
+    assert factor == pytest.approx(computed["static"] / computed["as planned"]), "as relibra plan says it"
     for result in found["static"]:
         assert [len(shapes) for shapes in result["shapes_L"]] == [3, 3, 3], "one product for each micro-batch"
 

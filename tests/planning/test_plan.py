@@ -15,6 +15,7 @@ from relibra.planning.placement import Homes
 from relibra.planning.planner import plan_step
 from relibra.planning.validation import validate_plan
 from tests.planning.cases import cluster, make_demand
+from tests.planning.plans import planned_steps
 
 DEMAND = make_demand(24, 3, 16, 4, 8, 0)
 MACHINE = cluster(2, 4)
@@ -159,6 +160,16 @@ def test_maps_keep_experts_that_stay_in_their_slots(seed, ranks, per_rank):
     for layer in range(2):
         slot_before, slot_after = (np.argsort(homes.physical_to_logical_map[layer]) for homes in (before, after))
         assert (slot_before[stays[layer]] == slot_after[stays[layer]]).all()
+
+
+@given(planned_steps())
+def test_padding_is_what_each_rank_computes_over_what_it_must(step):
+    plan, demand = step
+    load_MLR = plan.rank_load(demand)
+    M, L, R = load_MLR.shape
+    computed = sum(int(load_MLR[:, layer].max()) for layer in range(L)) * M * R
+    assert plan.padding_factor(demand) == pytest.approx(computed / load_MLR.sum() if load_MLR.any() else 1.0)
+    assert plan.padding_factor(demand) > 1 - 1e-9
 
 
 def test_explanations_name_experts_ranks_and_reasons(plan):

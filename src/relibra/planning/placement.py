@@ -156,6 +156,12 @@ class Placement(Homes):
         """Return the token-slots of the busiest rank in any micro-batch; `demand` has this placement's schedule."""
         return self.rank_load(demand).max(axis=(0, 2), initial=0)
 
+    def padding_factor(self, demand: ScheduledDemand) -> float:
+        """Return the rows that a rank computes with static rows / the rows of the mean rank without; 1 without load."""
+        load_MLR = self.rank_load(demand)
+        mean = load_MLR.sum(dtype=np.float64) / max(1, load_MLR.shape[0] * load_MLR.shape[2])
+        return float(self.static_rows_L(demand).sum() / mean) if mean else 1.0
+
     def skew(self, demand: ScheduledDemand) -> float:
         """Return the token objective: sum over micro-batches and layers of the busiest rank / the sum of mean ranks."""
         load_MLR = self.rank_load(demand)
