@@ -191,7 +191,7 @@ def test_a_step_pays_its_part_of_the_moves(run, trace):
 
 
 def test_the_output_says_what_a_plan_may_use(run, trace, tmp_path):
-    used = "4 spare slots per rank in at most 7.45 GiB, tolerance 0.01, moves over 10 steps"
+    used = "4 spare slots per rank, 4 of them resident (what fits in 7.45 GiB), tolerance 0.01, moves over 10 steps"
     cut = CUT[:-2]
     for words in (("simulate",), ("sweep",), ("plan", "-o", tmp_path / "p"), ("compare", "--balancer", "relibra")):
         told = " ".join(run(words[0], trace, *cut, "--micro-batch-tokens", "50", *words[1:])[1].split())
@@ -199,6 +199,16 @@ def test_the_output_says_what_a_plan_may_use(run, trace, tmp_path):
         assert "minimises seconds" in told or "plans minimise seconds" in told, words[0]
     cluster = cluster_preset("h100x8", 4)
     assert plan_budget(PlanSettings(), cluster) == replace(RUN_DEFAULTS, memory_gib=slot_memory_gib(cluster))
+
+
+def test_shared_slots_are_told_apart_from_resident_ones_that_do_not_fit(run, trace, tmp_path):
+    path = tmp_path / "p"
+    for memory, resident in (("0.0001", 0), ("0.14", 1)):
+        code, out, _ = run("plan", trace, *CUT, "--slots", "4", "--memory-gib", memory, "--steps", "1000", "-o", path)
+        assert code == 0
+        assert f"4 spare slots per rank, {resident} of them resident" in out
+        assert read_plan(path).resident_slots <= resident
+    assert "0 spare slots per rank, tolerance" in run("plan", trace, *CUT, "--slots", "0", "-o", path)[1]
 
 
 def test_a_run_without_routes_says_what_to_do(run, tmp_path):

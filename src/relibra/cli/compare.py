@@ -86,7 +86,8 @@ def compare(request: CompareRequest) -> None:
         return
     for line in workload_in_words(workload):
         print_wrapped(line)
-    print_wrapped(f"plans minimise {budget.objective}, {budget_in_words(budget)}; expert sizes of {model.name}")
+    allowed = budget_in_words(budget, workload, model.expert)
+    print_wrapped(f"plans minimise {budget.objective}, {allowed}; expert sizes of {model.name}")
     print_comparison(rows)
     print_wrapped(moves_in_words(request.steps))
     if request.balancer is None:

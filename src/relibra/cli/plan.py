@@ -274,7 +274,7 @@ def _summary(result: Result, static_skew: float) -> dict[str, str]:
     return {
         "balancer": plan.balancer,
         "minimises": f"{plan.objective}; seconds are for experts of {result.model.name}{default}",
-        "allowed": budget_in_words(result.budget),
+        "allowed": budget_in_words(result.budget, result.workload, result.model.expert),
         "skew": f"{static_skew:.3f} static -> {row.skew:.3f} planned; bound {row.bound:.3f}, gap {row.gap:.2%}",
         "copies": f"{row.copies:,} ({row.copies_per_micro_batch_layer:.1f} per micro-batch and layer){across}",
         "moved": f"{row.moved_experts:,} of {plan.home_LE.size:,} experts, {row.moved_bytes / 1e9:.1f} GB",

@@ -138,7 +138,8 @@ def _print(result: Result) -> None:
         print_wrapped(sentence)
     typer.echo()
     budget = budget_for(result.request, workload)
-    settings = f"plans minimise {budget.objective}, {budget_in_words(budget)}{_execution_in_words(result)}"
+    allowed = budget_in_words(budget, workload, result.routed.expert)
+    settings = f"plans minimise {budget.objective}, {allowed}{_execution_in_words(result)}"
     described = (
         *workload_in_words(workload),
         f"{model_in_words(result.model, result.routed)}; {settings}",

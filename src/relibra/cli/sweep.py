@@ -318,7 +318,7 @@ def _print(
     described = (
         best.workload.recording.label,
         f"there, on {plural(best.request.ranks, 'rank')}: {best.workload.cut}.",
-        f"plans minimise {budget.objective}, {budget_in_words(budget)}",
+        f"plans minimise {budget.objective}, {budget_in_words(budget, best.workload, best.model.expert)}",
         f"{model_in_words(model, best.model)}; {rows_in_words(best.simulated)}; label: simulated, on "
         f"{best.machine.name}",
         other_model_in_words(model, best.model),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from relibra.cluster import Cluster
     from relibra.planning.budget import Budget
+    from relibra.planning.costs.expert_shape import ExpertShape
     from relibra.routing.demand import ScheduledDemand
     from relibra.routing.readers.given_schedule import GivenSchedule
     from relibra.routing.trace import RoutingTrace
@@ -305,13 +306,22 @@ def budget_for(request: BudgetRequest, workload: Workload) -> Budget:
     return replace(request.budget(), memory_gib=memory_gib, rank_tokens=workload.rank_tokens)
 
 
-def budget_in_words(budget: Budget) -> str:
-    """Return what a plan may use, as the options say it."""
+def budget_in_words(budget: Budget, workload: Workload, expert: ExpertShape) -> str:
+    """Return what a plan of a workload may use, as the options say it; `expert` is the size of one."""
     words = [
-        f"{plural(budget.slots, 'spare slot')} per rank in at most {budget.memory_gib:.3g} GiB",
+        _slots_in_words(budget, expert, len(workload.demand.layer_ids)),
         f"tolerance {budget.tolerance:g}",
         f"moves over {plural(budget.steps_served, 'step')}",
         "samples may be packed" if budget.pack_samples else "samples stay in their micro-batch",
         f"copies {'on any node' if budget.cross_node_copies else 'inside the node'}",
     ]
     return ", ".join(words)
+
+
+def _slots_in_words(budget: Budget, expert: ExpertShape, num_layers: int) -> str:
+    """Return how many slots there are, and how many of them fit into the memory as resident ones."""
+    words = f"{plural(budget.slots, 'spare slot')} per rank"
+    if not budget.slots:
+        return words
+    resident = budget.with_resident_slots(expert, num_layers).resident_slots
+    return f"{words}, {resident} of them resident (what fits in {budget.memory_gib:.3g} GiB)"
