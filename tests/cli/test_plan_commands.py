@@ -541,6 +541,7 @@ def test_reports_of_what_has_no_demand_or_is_no_plan(run, trace, plan, tmp_path)
         (["compare", "TRACE", "--ranks", "4", "--order", "sorted"], 2, "--order"),
         (["compare", "TRACE"], 2, "--ranks"),
         (["plan", "TRACE", "--ranks", "4", "--output", "."], 1, "is a folder"),
+        (["plan", "TRACE", "--ranks", "4", "--slots", "65"], 2, "64"),
         (["plan", "TRACE", "--ranks", "4", "--export", "onnx=x"], 1, "is not FORMAT=PATH"),
         (["plan", "TRACE", "--ranks", "4", "--deadline", "0"], 1, "deadline of 0.0 seconds"),
         (["plan", "TRACE", "--ranks", "4", "--previous", "nowhere"], 1, "nowhere"),

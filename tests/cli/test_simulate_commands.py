@@ -471,7 +471,8 @@ def test_impossible_lists_get_a_sentence(run, trace):
         (("--ranks", "2", "--balancer", "eplb,nobody"), "balancer 'nobody' is unknown"),
         (("--ranks", "3,6", "--ranks-per-node", "4"), "--ranks 3 does not divide 8 experts"),
         (("--ranks", "2", "--plot", "x.pdf"), "is neither a .png nor a .html file"),
-        (("--ranks", "2", "--slots", ",".join(map(str, range(600)))), "600 combinations"),
+        (("--ranks", "2", "--micro-batch-tokens", ",".join(map(str, range(1, 601)))), "600 combinations"),
+        (("--ranks", "2", "--slots", "1,65"), "--slots '1,65' has '65'"),
     ):
         code, out, err = run("sweep", trace, *words)
         assert (code, out) == (1, ""), words

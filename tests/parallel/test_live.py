@@ -7,6 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from relibra.errors import PlanError
+from relibra.parallel import live
+from relibra.planning.budget import MOST_SLOTS, Budget
+from relibra.rl.config.settings import PlanSettings
 from tests.parallel.lives import live_step, live_step_without_replay, live_training, refuse_all_live
 from tests.parallel.ranks_at_work import Case, dense_step, on_ranks
 from tests.parallel.steps import of_experts, step
@@ -130,3 +134,11 @@ def test_what_is_around_a_model_changes_no_gradient_of_a_live_step(tmp_path):
     assert relative_error(narrow, dense_step(cases["autocast"])["gradients"]) < 0.01
     for name, results_R in results.items():
         assert_equals_dense(cases[name], results_R)
+
+
+def test_live_balancing_takes_as_many_slots_as_plans_and_runs():
+    assert live.MOST_SLOTS == MOST_SLOTS == Budget(slots=MOST_SLOTS).slots == PlanSettings(slots=MOST_SLOTS).slots
+    with pytest.raises(PlanError, match="budget of 65 slots per rank: allowed are 0"):
+        Budget(slots=MOST_SLOTS + 1)
+    with pytest.raises(ValueError, match="64"):
+        PlanSettings(slots=MOST_SLOTS + 1)

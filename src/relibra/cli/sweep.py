@@ -30,7 +30,7 @@ from relibra.cli.outputs.simulated_step import (
 )
 from relibra.cli.outputs.terminal import print_note, print_wrapped, progress, stdout_console
 from relibra.errors import ConfigError, RelibraError
-from relibra.planning.budget import RUN_DEFAULTS
+from relibra.planning.budget import MOST_SLOTS, RUN_DEFAULTS
 from relibra.printable import plural
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class SweepRequest:
         lists = (
             _numbers("--ranks", self.ranks, 1, 1 << 15),
             _numbers("--ranks-per-node", self.ranks_per_node, 1, 1 << 15),
-            _numbers("--slots", self.slots, 0, 1024),
+            _numbers("--slots", self.slots, 0, MOST_SLOTS),
             _numbers("--micro-batch-tokens", self.micro_batch_tokens, 1, 1 << 40),
             _numbers("--pipeline-stages", self.pipeline_stages, 1, 1 << 15),
             _items("--balancer", self.balancer),

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from relibra.cluster import Cluster
 
 Objective = Literal["seconds", "tokens"]
+MOST_SLOTS = 64
+"""Spare slots per rank, at most: what plans, runs and live balancing take."""
 SLOT_MEMORY = 0.1
 """Share of the device memory that slots may take where nothing else is said."""
 DEFAULT_MODEL = "qwen3-30b-a3b"
@@ -78,8 +80,8 @@ class Budget:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise PlanError(f"budget {name} is {value!r}: it must be a whole number")
-        if not 0 <= self.slots <= 1024:
-            raise PlanError(f"budget of {self.slots} slots per rank: allowed are 0 (no replicas) to 1024")
+        if not 0 <= self.slots <= MOST_SLOTS:
+            raise PlanError(f"budget of {self.slots} slots per rank: allowed are 0 (no replicas) to {MOST_SLOTS}")
         if self.resident_slots is not None and not 0 <= self.resident_slots <= self.slots:
             raise PlanError(f"{self.resident_slots} resident slots: allowed are 0 to {self.slots}, the slots per rank")
         if not 0 <= self.memory_gib <= 1 << 20:

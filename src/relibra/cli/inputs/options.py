@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from relibra.planning.budget import MOST_SLOTS
+
 
 class Order(StrEnum):
     """In which order samples fill micro-batches."""
@@ -96,7 +98,9 @@ MachineDispatch = Annotated[
         show_default=False,
     ),
 ]
-Slots = Annotated[int, typer.Option(min=0, max=1024, metavar="B", help="Spare expert slots per rank for replicas.")]
+Slots = Annotated[
+    int, typer.Option(min=0, max=MOST_SLOTS, metavar="B", help="Spare expert slots per rank for replicas.")
+]
 MemoryGib = Annotated[
     float | None,
     typer.Option(

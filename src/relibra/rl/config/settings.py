@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from relibra.cluster import Cluster, Dispatch
-from relibra.planning.budget import RUN_DEFAULTS
+from relibra.planning.budget import MOST_SLOTS, RUN_DEFAULTS
 from relibra.rl.config.presets import PRESETS
 from relibra.rl.config.rollout_settings import MAX_LENGTH
 from relibra.rl.config.section import Section
@@ -257,7 +257,7 @@ class PlanSettings(Section):
     None: as `cluster` has it, flat for presets. Flat in any case with canonical sums."""
     objective: Literal["seconds", "tokens"] = "seconds"
     """Minimise the modelled seconds of the step on this machine, or the token-slots of the busiest rank."""
-    slots: int = Field(RUN_DEFAULTS.slots, ge=0, le=64)
+    slots: int = Field(RUN_DEFAULTS.slots, ge=0, le=MOST_SLOTS)
     """Replica slots per rank, for copies of busy experts."""
     memory_gib: float | None = Field(None, ge=0, le=1 << 20)
     """Most memory per rank for slots; none: a tenth of the device memory of `cluster`. Where it allows, slots belong to
