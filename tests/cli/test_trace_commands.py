@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from typer.main import get_command
 
 from relibra import write_trace
+from relibra.cli.main import app
 from relibra.routing.synthetic import TraceShape, balanced_trace, domain_trace, zipf_trace
 
 
@@ -27,7 +29,28 @@ def test_help_reads_well(run):
     for verb in (["train"], ["report"], ["trace", "stats"], ["trace", "inspect"], ["trace", "validate"]):
         code, out, _ = run(*verb, "--help")
         assert code == 0
-        assert "Example: relibra" in " ".join(out.split())
+        assert any(line.startswith("  Example: relibra ") for line in out.splitlines())
+
+
+def options_of(command, words=()):
+    """Yield the words of each command under this one, with the names of its options."""
+    for name, under in getattr(command, "commands", {}).items():
+        yield from options_of(under, (*words, name))
+    if words and words != ("bench",):  # which passes its words on
+        yield words, [option for part in command.params for option in (*part.opts, *part.secondary_opts)]
+
+
+@pytest.mark.parametrize("columns", ["80", "60"])
+def test_names_of_options_are_whole_in_a_narrow_terminal(run, monkeypatch, columns):
+    seen = 0
+    for words, names in options_of(get_command(app)):
+        monkeypatch.setenv("COLUMNS", columns)
+        code, out, _ = run(*words, "--help")
+        assert code == 0
+        listed = {word.rstrip(",") for word in out.split()}
+        assert {name for name in names if name.startswith("--")} <= listed, words
+        seen += "--ranks-per-node" in names
+    assert seen == 4, "plan, compare, simulate, sweep"
 
 
 def test_version(run):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from inspect import getdoc
 from typing import Annotated, NoReturn
 
 import typer
@@ -20,6 +21,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut names of options in a terminal of 80 columns
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done; 1 an error, described in one sentence; 2 wrong usage; 130 stopped by Ctrl-C.",
 )
@@ -32,11 +34,24 @@ app.command(name="calibrate")(calibrate.calibrate)
 app.command(name="explain")(explain.explain)
 app.command(name="simulate")(simulate.simulate)
 app.command(name="sweep")(sweep.sweep)
-app.add_typer(trace.app, name="trace")
-app.add_typer(serve.app, name="serve")
+app.add_typer(trace.app, name="trace", short_help=trace.app.info.help)
+app.add_typer(serve.app, name="serve", short_help=serve.app.info.help)
 if bench.BENCHMARKS.is_dir():
     everything = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
     app.command(name="bench", context_settings=everything)(bench.bench)
+
+
+def _keep_whole(group: typer.Typer) -> None:
+    """Keep the lines of examples as they are, to be copied, and first sentences whole in the list of commands."""
+    for command in group.registered_commands:
+        first, *others = (getdoc(command.callback) or "").split("\n\n")
+        command.short_help = " ".join(first.split())
+        kept = [f"\b\n{part}" if part.startswith("Example:") else part for part in others]
+        command.help = "\n\n".join([first, *kept])
+
+
+for _group in (app, trace.app, serve.app):
+    _keep_whole(_group)
 
 
 def _print_version(wanted: bool) -> None:
