@@ -524,6 +524,7 @@ def test_reports_of_what_has_no_demand_or_is_no_plan(run, trace, plan, tmp_path)
             "leave out --obj",
         ),
         (["plan", "TRACE", "--ranks", "4", "--balancer", "relibra+seconds", "--no-pack"], 1, "leave out --no-pack"),
+        (["plan", "TRACE", "--ranks", "4", "--balancer", "eplb,static"], 1, "takes one balancer; relibra compare and"),
         (["plan", "TRACE", "--ranks", "4", "--balancer", "live"], 1, "so there is no plan to write"),
         (
             ["plan", "TRACE", "--ranks", "4", "--balancer", "relibra+packing", "--cross-node-copies"],

@@ -353,6 +353,10 @@ def test_what_cannot_be_simulated_gets_a_sentence(run, trace, tmp_path):
     (tmp_path / "bad.toml").write_text("name = ")
     for words, message in (
         (("--balancer", "nobody"), "balancer 'nobody' is unknown"),
+        (
+            ("--balancer", "static,relibra"),
+            "simulate takes one balancer; relibra compare and relibra sweep take several",
+        ),
         (("--model", "nothing"), "--model 'nothing' is unknown"),
         (("--model", tmp_path / "config.json"), "config.json: give the path of a config.json"),
         (("--model", "0x5"), "HIDDEN and WIDTH of an expert must be at least 1"),

@@ -12,7 +12,7 @@ import typer
 from relibra.cli.inputs import options
 from relibra.cli.inputs.models import choose_model
 from relibra.cli.inputs.recordings import Recording, find_recording
-from relibra.cli.inputs.requests import PlanningRequest, takes
+from relibra.cli.inputs.requests import PlanningRequest, check_one_balancer, takes
 from relibra.cli.inputs.workload import Workload, budget_for, budget_in_words, open_workload, workload_in_words
 from relibra.cli.outputs.files import NamedPath, check_outputs, demand_path, input_files, named, writing
 from relibra.cli.outputs.plan_page import write_page
@@ -75,6 +75,7 @@ def plan(request: PlanRequest) -> None:
     from relibra.planning.planner import plan_step
     from relibra.planning.registry import BALANCERS
 
+    check_one_balancer("plan", request.balancer)
     _refuse_live(request.balancer)
     recording = find_recording(request.source)
     _check_paths(request, recording)

@@ -13,7 +13,7 @@ from rich.table import Table
 from relibra.cli.inputs import options
 from relibra.cli.inputs.models import choose_model, model_in_words, other_model_in_words
 from relibra.cli.inputs.recordings import find_recording
-from relibra.cli.inputs.requests import SimulationRequest, takes
+from relibra.cli.inputs.requests import SimulationRequest, check_one_balancer, takes
 from relibra.cli.inputs.workload import Workload, budget_for, budget_in_words, open_workload, workload_in_words
 from relibra.cli.outputs.files import check_outputs, input_files, named, writing
 from relibra.cli.outputs.simulated_step import (
@@ -62,6 +62,7 @@ def simulate(request: SimulateRequest) -> None:
     from relibra.planning.analysis.comparison import with_levers
     from relibra.simulation import cut_model
 
+    check_one_balancer("simulate", request.balancer)
     with_levers(request.balancer, request.budget())  # an unknown name fails before anything is read
     recording = find_recording(request.source)
     check_outputs(

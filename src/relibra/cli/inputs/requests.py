@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, get_type_hints
 
 from relibra.cli.inputs import options
+from relibra.errors import ConfigError
 from relibra.planning.budget import RUN_DEFAULTS, Budget
 
 Request = TypeVar("Request")
@@ -34,6 +35,14 @@ def takes(request: type[Request]) -> Callable[[Callable[[Request], None]], Calla
 def _signature(request: type, hints: dict[str, Any]) -> inspect.Signature:
     parameters = inspect.signature(request).parameters.values()
     return inspect.Signature([parameter.replace(annotation=hints[parameter.name]) for parameter in parameters])
+
+
+def check_one_balancer(verb: str, balancer: str) -> None:
+    """Raise a ConfigError for a list of balancers in a command that takes one."""
+    if "," in balancer:
+        raise ConfigError(
+            f"--balancer {balancer}: relibra {verb} takes one balancer; relibra compare and relibra sweep take several"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
