@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from relibra import write_trace
-from relibra.cluster import cluster_preset, write_cluster
+from relibra.cli.inputs.machine import fit_cluster
+from relibra.cluster import Topology, cluster_preset, write_cluster
+from relibra.errors import ConfigError
 from relibra.planning.analysis.comparison import comparable
 from relibra.planning.budget import RUN_DEFAULTS, slot_memory_gib
 from relibra.planning.exports import read_vllm_json
@@ -516,7 +518,17 @@ def test_reports_of_what_has_no_demand_or_is_no_plan(run, trace, plan, tmp_path)
         (
             ["plan", "TRACE", "--ranks", "8", "--ranks-per-node", "3"],
             1,
-            "from 1, 2, or --ranks-per-node from 1, 2, 4, 8",
+            "--ranks-per-node 3 does not divide the 8 ranks: choose it from 1, 2, 4, 8",
+        ),
+        (
+            ["plan", "TRACE", "--ranks", "2", "--ranks-per-node", "3"],
+            1,
+            "--ranks-per-node 3 does not divide the 2 ranks: choose it from 1, 2",
+        ),
+        (
+            ["plan", "TRACE", "--ranks", "3", "--ranks-per-node", "4"],
+            1,
+            "allowed are 4, 8 (they divide 8, and are as many as 4, the ranks",
         ),
         (
             ["plan", "TRACE", "--ranks", "4", "--balancer", "relibra+seconds", "--objective", "tokens"],
@@ -557,6 +569,14 @@ def test_mistakes_get_a_sentence_and_a_code(run, trace, plan, arguments, code, m
     assert message in " ".join(err.replace("│", " ").split())
     assert (got, out) == (code, "")
     assert "Traceback" not in err
+
+
+def test_fewer_ranks_than_a_node_has_are_a_smaller_node_unless_its_size_is_given():
+    assert fit_cluster(cluster_preset("h100x8"), 8, 2, None).topology == Topology(num_nodes=1, ranks_per_node=2)
+    with pytest.raises(ConfigError, match="8 does not divide the 2 ranks: choose it from 1, 2"):
+        fit_cluster(cluster_preset("h100x8"), 8, 2, 8)
+    with pytest.raises(ConfigError, match="4 does not fill nodes of 3 ranks: choose --ranks from 1, 2, or"):
+        fit_cluster(cluster_preset("h100x8", 3, 3), 8, 4, None)
 
 
 @pytest.mark.parametrize("verb", [["plan"], ["compare"], ["explain"]])
