@@ -135,6 +135,14 @@ def test_plan_with_static_rows_says_what_the_padding_costs(run, trace, tmp_path)
     assert (facts["static_rows_L"], facts["padding_factor"]) == (rows_L.tolist(), times)
 
 
+@pytest.mark.parametrize("verb", ["compare", "simulate", "sweep"])
+def test_static_rows_elsewhere_name_the_command_that_has_them(run, trace, verb):
+    code, out, err = run(verb, trace, *CUT, "--static-rows")
+    assert (code, out) == (1, "")
+    assert "--static-rows is an option of relibra plan" in err
+    assert "static-rows" not in run(verb, "--help")[1]
+
+
 def test_plan_from_the_plan_before_moves_little(run, trace, plan, tmp_path):
     again = tmp_path / "again.safetensors"
     facts = json.loads(run("plan", trace, *CUT, "--previous", plan, "-o", again, "--json")[1])

@@ -37,7 +37,8 @@ def options_of(command, words=()):
     for name, under in getattr(command, "commands", {}).items():
         yield from options_of(under, (*words, name))
     if words and words != ("bench",):  # which passes its words on
-        yield words, [option for part in command.params for option in (*part.opts, *part.secondary_opts)]
+        shown = [part for part in command.params if not getattr(part, "hidden", False)]
+        yield words, [option for part in shown for option in (*part.opts, *part.secondary_opts)]
 
 
 @pytest.mark.parametrize("columns", ["80", "60"])

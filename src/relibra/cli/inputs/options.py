@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from relibra.errors import ConfigError
 from relibra.planning.budget import MOST_SLOTS
 
 
@@ -131,6 +132,19 @@ StaticRows = Annotated[
     bool,
     typer.Option("--static-rows", help="Ranks pad what they compute: as many rows in every micro-batch of a layer."),
 ]
+
+
+def _refuse_static_rows(given: bool) -> bool:
+    """Raise a ConfigError that names the command with static rows."""
+    if given:
+        raise ConfigError(
+            "--static-rows is an option of relibra plan, which prints how many rows the padding adds: compare, "
+            "simulate and sweep leave padding out, so their figures would be the same"
+        )
+    return given
+
+
+RefusedStaticRows = Annotated[bool, typer.Option("--static-rows", hidden=True, callback=_refuse_static_rows)]
 CrossNodeCopies = Annotated[
     bool | None,
     typer.Option(
