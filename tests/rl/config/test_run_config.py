@@ -85,6 +85,7 @@ def test_refused_overrides(override, said):
             (
                 "algorithm.replay 'R3' needs a model with experts, and model.num_experts is 0",
                 "set algorithm.replay=off",
+                "has nothing to balance, so plan.* has no effect",
             ),
         ),
         (

@@ -14,6 +14,9 @@ from relibra.rl.config.settings import (
     UpdateSettings,
 )
 
+NO_EXPERTS = "a model without experts has nothing to balance, so plan.* has no effect"
+"""Ends the refusals of a dense model that is told to replay."""
+
 
 def check_model(model: ModelSettings, algorithm: AlgorithmSettings, parallel: ParallelSettings) -> None:
     """Check the built-in model; the sizes of others are known only when they are loaded."""
@@ -22,7 +25,7 @@ def check_model(model: ModelSettings, algorithm: AlgorithmSettings, parallel: Pa
     if not model.num_experts and algorithm.replay != "off":
         raise ValueError(
             f"algorithm.replay {algorithm.replay!r} needs a model with experts, and model.num_experts is 0: set "
-            "algorithm.replay=off"
+            f"algorithm.replay=off; {NO_EXPERTS}"
         )
     if model.num_experts % parallel.ranks:
         raise ValueError(

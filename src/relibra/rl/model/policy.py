@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from relibra.errors import ConfigError, EngineError
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.replay import find_routers
+from relibra.rl.config.consistency import NO_EXPERTS
 from relibra.rl.config.settings import ModelSettings
 from relibra.rl.model.packed_sequences import (
     can_attend_packed,
@@ -259,7 +260,8 @@ def _read_structure(model_config: Any, settings: ModelSettings, ranks: int, repl
             ) from error
     if not num_experts and replay != "off":
         raise ConfigError(
-            f"algorithm.replay {replay!r} needs a model with experts, and {name} has none: set algorithm.replay=off"
+            f"algorithm.replay {replay!r} needs a model with experts, and {name} has none: set algorithm.replay=off; "
+            f"{NO_EXPERTS}"
         )
     return _Structure(
         num_experts=num_experts,
