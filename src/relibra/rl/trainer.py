@@ -15,6 +15,7 @@ from torch import nn
 from relibra.calibration.machine import find_cluster
 from relibra.cluster import Cluster
 from relibra.environment import launched_rank
+from relibra.rl.config.plan_without_effect import plan_settings_without_effect
 from relibra.rl.config.rollout_settings import RolloutSettings
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.evaluation import evaluate
@@ -72,6 +73,7 @@ def _train(
 ) -> bool:
     cluster = _find_cluster(config, device)  # before the warm-up, which may be long
     task, tokenizer, policy, longest = _build_task_and_policy(config, run, device)
+    _tell_plan_without_effect(config, policy, cluster)
     begin_stage("start of the rollout engine")
     rollout = servers.enter_context(own_server(config, run, policy.copy, tokenizer))
     engine, canary = _make_engine(config, rollout, policy, task, tokenizer, longest)
@@ -147,6 +149,14 @@ def _find_cluster(config: RunConfig, device: torch.device) -> Cluster:
         num_ranks if launched is None else launched.num_local_ranks,
     )
     return replace(cluster, dispatch=config.plan.dispatch_on(cluster))
+
+
+def _tell_plan_without_effect(config: RunConfig, policy: Policy, cluster: Cluster) -> None:
+    """Log, on rank 0, which settings of the plan do nothing in this run."""
+    if dist.get_rank() == 0:
+        num_experts, num_nodes = policy.num_experts, cluster.num_nodes
+        for warning in plan_settings_without_effect(config, num_experts=num_experts, num_nodes=num_nodes):
+            _log.warning("%s", warning)
 
 
 def _make_engine(

@@ -31,7 +31,9 @@ def refusal(*overrides, path=None):
     return sentence
 
 
-@pytest.mark.parametrize("other", ["plan.sums=canonical", "plan.balancer=live", "plan.balancer=static"])
+@pytest.mark.parametrize(
+    "other", ["plan.sums=canonical", "plan.balancer=live", "plan.balancer=static", "algorithm.replay=off"]
+)
 def test_static_rows_belong_to_plans_with_fast_sums(other):
     assert load_config(None, ["plan.static_rows=true"]).plan.static_rows
     name, value = other.split("=")

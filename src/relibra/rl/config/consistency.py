@@ -124,10 +124,15 @@ def check_server(rollout: RolloutSettings, model: ModelSettings, parallel: Paral
         )
 
 
-def check_plan(plan: PlanSettings) -> None:
+def check_plan(plan: PlanSettings, algorithm: AlgorithmSettings) -> None:
     """Check the name of the balancer, and that static rows belong to a plan that can have them."""
-    if plan.static_rows and (plan.sums == "canonical" or plan.balancer in ("static", "live")):
-        other = "plan.sums='canonical'" if plan.sums == "canonical" else f"plan.balancer={plan.balancer!r}"
+    others = {
+        "plan.sums='canonical'": plan.sums == "canonical",
+        f"plan.balancer={plan.balancer!r}": plan.balancer in ("static", "live"),
+        "algorithm.replay='off'": algorithm.replay == "off",  # no step is planned
+    }
+    if plan.static_rows and any(others.values()):
+        other = next(name for name, contradicts in others.items() if contradicts)
         raise ValueError(
             f"plan.static_rows does not work with {other}: it pads the rows of planned micro-batches with fast sums; "
             "leave one of them out"

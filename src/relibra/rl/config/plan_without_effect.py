@@ -1,0 +1,55 @@
+"""Settings of the plan that do nothing in a run: what it says before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from relibra.rl.config.run_config import RunConfig
+from relibra.rl.config.settings import PlanSettings
+
+
+def plan_settings_without_effect(config: RunConfig, *, num_experts: int, num_nodes: int) -> list[str]:
+    """Return a sentence for each reason for which settings of the plan do nothing, and for each that balances nothing.
+
+    num_experts   of each MoE layer of the model; 0: a dense model
+    num_nodes     of the run's ranks
+    """
+    default, plan, ranks = PlanSettings(), config.plan, config.parallel.ranks
+    given = [name for name in PlanSettings.model_fields if getattr(plan, name) != getattr(default, name)]
+    if not num_experts:
+        return _have_no_effect(given, "the model has no experts to balance")
+    if ranks == 1:
+        return _have_no_effect(given, "one rank has all experts")
+    if config.follows_plans:
+        return _of_balanced(plan, ranks, num_nodes)
+    others = [name for name in given if name != "balancer"]
+    if plan.balancer == "static":
+        return _have_no_effect(others, "plan.balancer='static' balances nothing")
+    nothing = (
+        f"nothing balances this run: plan.balancer={plan.balancer!r} plans from recorded routes, and "
+        "algorithm.replay='off' records none; set plan.balancer=live"
+    )
+    return [nothing, *_have_no_effect(others, "no step is planned")]
+
+
+def _of_balanced(plan: PlanSettings, ranks: int, num_nodes: int) -> list[str]:
+    """Return the sentences about a run whose ranks follow plans, or are balanced live."""
+    found = []
+    if plan.live and not plan.slots:
+        found.append(
+            "nothing balances this run: plan.balancer='live' makes replicas in spare slots, and plan.slots is 0; set "
+            "plan.slots to 1 or more"
+        )
+    if plan.dispatch == "hierarchical" and num_nodes == 1:
+        found += _have_no_effect(["dispatch"], f"all {ranks} ranks are on one node")
+    elif plan.dispatch == "hierarchical" and plan.sums == "canonical":
+        found += _have_no_effect(["dispatch"], "with plan.sums='canonical' dispatch is flat")
+    return found
+
+
+def _have_no_effect(names: Sequence[str], why: str) -> list[str]:
+    """Return that settings of the plan have no effect, and why; nothing where there are none."""
+    if not names:
+        return []
+    listed = ", ".join(f"plan.{name}" for name in names)
+    return [f"{listed} {'has' if len(names) == 1 else 'have'} no effect: {why}"]
