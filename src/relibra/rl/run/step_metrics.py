@@ -12,7 +12,6 @@ import torch.distributed as dist
 from jaxtyping import Float
 from numpy import ndarray
 
-from relibra.parallel import LiveBalancing
 from relibra.planning.analysis.levers import lever_gaps, static_skew
 from relibra.planning.costs.copies import pushed_copies
 from relibra.replay.replay import RouterComparison
@@ -123,12 +122,8 @@ def route_bytes(batch: TrainingBatch, *, routed: int, traced: int) -> dict[str, 
     return {"rollout": rollout, "trace": trace, "plan": counts, "exchange": exchange}
 
 
-def balance_metrics(batch: TrainingBatch, *, ran_at_home: int, live: LiveBalancing | None = None) -> dict[str, Any]:
-    """Return the skew of expert loads before and after planning or live balancing; the same on all ranks.
-
-    live          of a pass over the batch; None: layers were not balanced live
-    ran_at_home   micro-batches of recompute and update that did not follow the plan
-    """
+def balance_metrics(batch: TrainingBatch, recomputed: Recomputed, update: PolicyUpdate) -> dict[str, Any]:
+    """Return the skew of expert loads before and after planning or live balancing; the same on all ranks."""
     empty: dict[str, Any] = dict.fromkeys(
         (
             *("rank_skew", "expert_skew", "planned_skew", "plan_bound", "replicas", "pushes", "moved_experts"),
@@ -139,6 +134,7 @@ def balance_metrics(batch: TrainingBatch, *, ran_at_home: int, live: LiveBalanci
     if batch.demand is not None and len(batch.demand.load_MLE):
         static, load_MLE = static_skew(batch.demand, dist.get_world_size()), batch.demand.load_MLE
         found = {**found, "rank_skew": static, "expert_skew": float(skew(load_MLE).mean())}
+    live = recomputed.live
     if live is not None and batch.micro_batches:
         before, after = live.skew()
         found |= {"rank_skew": before, "planned_skew": after, "replicas": live.num_copies, "pushes": live.num_copies}
@@ -156,6 +152,6 @@ def balance_metrics(batch: TrainingBatch, *, ran_at_home: int, live: LiveBalanci
             "expected_seconds": None if total is None else total - batch.plan.predicted["relocation"],
             "expected_moving_seconds": batch.plan.predicted.get("relocation"),
             "expected_static_seconds": batch.static_seconds,
-            "ran_at_home": ran_at_home,
+            "ran_at_home": recomputed.ran_at_home + update.ran_at_home,
         }
     return found
