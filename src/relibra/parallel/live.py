@@ -35,12 +35,10 @@ from relibra.parallel.rows.prepared_rows import prepare_rows
 from relibra.parallel.rows.row_lists import RowLists, row_lists
 from relibra.parallel.sorted_rows import slot_ends
 from relibra.planning.baselines.live import TOLERANCE, solve_layer
-from relibra.planning.budget import MOST_SLOTS
+from relibra.planning.budget import MOST_SLOTS, MOST_TOLERANCE
 from relibra.planning.traffic.rank_tables import Place, RankTables, layer_tables
 from relibra.replay import BatchRoutes
 from relibra.timeline import Timeline, TimelineRecorder
-
-MOST_TOLERANCE = 10
 
 
 class LiveSkew(NamedTuple):

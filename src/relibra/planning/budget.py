@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from relibra.cluster import Cluster
 
 Objective = Literal["seconds", "tokens"]
-MOST_SLOTS = 64
-"""Spare slots per rank, at most: what plans, runs and live balancing take."""
+MOST_SLOTS, MOST_TOLERANCE = 64, 10
+"""Spare slots per rank and tolerance, at most: what plans, runs and live balancing take."""
 SLOT_MEMORY = 0.1
 """Share of the device memory that slots may take where nothing else is said."""
 DEFAULT_MODEL = "qwen3-30b-a3b"
@@ -91,8 +91,10 @@ class Budget:
         if self.objective not in ("seconds", "tokens", None):
             raise PlanError(f"objective {self.objective!r} is unknown: allowed are 'seconds' and 'tokens'")
         for name in ("tolerance", "token_slack"):
-            if not 0 <= getattr(self, name) <= 10:
-                raise PlanError(f"budget {name} is {getattr(self, name)}: allowed are shares from 0 to 10")
+            if not 0 <= getattr(self, name) <= MOST_TOLERANCE:
+                raise PlanError(
+                    f"budget {name} is {getattr(self, name)}: allowed are shares from 0 to {MOST_TOLERANCE}"
+                )
         if self.deadline_seconds is not None and not 0 < self.deadline_seconds < float("inf"):
             raise PlanError(f"deadline of {self.deadline_seconds} seconds: it must be above 0, or None for no limit")
         if self.rank_tokens is not None and self.rank_tokens < 1:

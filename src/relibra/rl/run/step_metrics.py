@@ -124,16 +124,15 @@ def route_bytes(batch: TrainingBatch, *, routed: int, traced: int) -> dict[str, 
 
 def balance_metrics(batch: TrainingBatch, recomputed: Recomputed, update: PolicyUpdate) -> dict[str, Any]:
     """Return the skew of expert loads before and after planning or live balancing; the same on all ranks."""
-    empty: dict[str, Any] = dict.fromkeys(
+    found: dict[str, Any] = dict.fromkeys(
         (
             *("rank_skew", "expert_skew", "planned_skew", "plan_bound", "replicas", "pushes", "moved_experts"),
             *("plan_seconds", "expected_seconds", "expected_static_seconds", "expected_moving_seconds", "ran_at_home"),
         )
     )
-    found = empty
     if batch.demand is not None and len(batch.demand.load_MLE):
         static, load_MLE = static_skew(batch.demand, dist.get_world_size()), batch.demand.load_MLE
-        found = {**found, "rank_skew": static, "expert_skew": float(skew(load_MLE).mean())}
+        found |= {"rank_skew": static, "expert_skew": float(skew(load_MLE).mean())}
     live = recomputed.live
     if live is not None and batch.micro_batches:
         before, after = live.skew()

@@ -181,5 +181,7 @@ class Message:
 
     def refuse(self, sentence: str) -> None:
         """Send an error instead of results."""
-        with contextlib.suppress(OSError):
+        try:
             send_error(self._channel.connection, self._header, sentence)
+        except OSError:  # as in `answer`
+            self._channel.give_up()
