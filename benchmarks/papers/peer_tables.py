@@ -11,6 +11,7 @@ from benchmarks.papers import steps
 from benchmarks.papers.steps import BALANCED, CROSS, MODELS, RATIO, RELIBRA, Case, Made, configuration, row
 from benchmarks.planner.steps import skewed_load
 from benchmarks.simulation import rollout_windows
+from relibra.cluster import cluster_preset
 from relibra.planning.replicas.replication import replicate
 from relibra.routing.demand import Demand, ScheduledDemand
 from relibra.simulation import (
@@ -100,7 +101,7 @@ def _ultraep_case(name: str, start: float) -> Case:
         )
         halves.append(steps.with_pairs(demand.with_schedule(place // R, place % R, R)))
     load = f"UltraEP's generator, skew {start:g}, hot experts change every fourth micro-batch"
-    return steps.case_of(steps.Routes(load, *halves), name, cluster=steps.cluster_preset("nvl72", R, R))
+    return steps.case_of(steps.Routes(load, *halves), name, cluster=cluster_preset("nvl72", R, R))
 
 
 def _why_ultraep(balancer: str, found: dict[str, Made]) -> str:

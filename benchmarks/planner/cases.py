@@ -174,11 +174,11 @@ def whole_step(quick: bool, modelled: list[dict]) -> Iterator[dict]:
     sizes = WHOLE_STEP | ({"layers": 24} if quick else {})
     words = command("planner", "--whole-step", json.dumps(sizes))
     found = json.loads(subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout)
-    facts = {
-        "ranks": sizes["ranks"],
-        "configuration": "{layers} layers x {experts} experts x {micro_batches} micro-batches x {samples} samples, "
-        "2 slots, objective in seconds, 2 threads, kernels compiled before".format(**sizes),
-    }
+    configuration = "{layers} layers x {experts} experts x {micro_batches} micro-batches x {samples} samples, ".format(
+        **sizes
+    )
+    configuration += "2 slots, objective in seconds"
+    facts = {"ranks": sizes["ranks"], "configuration": f"{configuration}, 2 threads, kernels compiled before"}
     yield timing("whole step, cold", found["cold"], 5.0, "seconds, median", **facts, bound=found["cold_bound"])
     yield timing("whole step, warm start", found["warm"], 1.5, "seconds, median", **facts, bound=found["warm_bound"])
     memory = "MiB resident at the peak"
@@ -186,7 +186,6 @@ def whole_step(quick: bool, modelled: list[dict]) -> Iterator[dict]:
     yield row("whole step, memory that planning added", found["added_mib"], None, memory, **facts)
     yield row("whole step, cold, skew", found["cold_skew"], None, SKEW, **facts, bound=found["cold_bound"])
     yield row("whole step, warm start, skew", found["warm_skew"], None, SKEW, **facts, bound=found["warm_bound"])
-    configuration = facts["configuration"].removesuffix(", 2 threads, kernels compiled before")
     for case, name in (("whole step, cold", "cold"), ("whole step, warm start", "warm")):
         static, plan = found[f"{name}_static_seconds"], found[f"{name}_plan_seconds"]
         modelled.append({

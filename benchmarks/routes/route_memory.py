@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.multiprocessing as mp
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.harness.options import measurement_options
 from benchmarks.harness.process_memory import process_bytes
@@ -48,7 +48,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
         probe.close()
-        mp.spawn(_work, (tokens, port, Path(folder)), nprocs=NUM_RANKS)
+        spawn(_work, (tokens, port, Path(folder)), nprocs=NUM_RANKS)
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
     rows = [_row(stage, found, tokens) for stage in (*STAGES, "all")]
     if options.json:

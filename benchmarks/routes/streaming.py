@@ -41,7 +41,8 @@ def main() -> None:
     parser.add_argument("--step", nargs=2, metavar=("STEP", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.step:
-        _step(*options.step, options.million_rows)
+        name, folder = options.step
+        _step(name, folder, options.million_rows)
         return
     million_rows, repetitions = (0.25, 1) if options.quick else (options.million_rows, options.repetitions)
     rows = measured(million_rows, repetitions)

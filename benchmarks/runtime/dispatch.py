@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -136,7 +136,7 @@ def _on_ranks(
     transformers_logging.disable_progress_bar()
     torch.manual_seed(SEED)
     AutoModelForCausalLM.from_config(sizes.config()).save_pretrained(folder)
-    mp.spawn(_work, (sizes, trace, demand, plan, folder, repetitions), nprocs=NUM_RANKS)
+    spawn(_work, (sizes, trace, demand, plan, folder, repetitions), nprocs=NUM_RANKS)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
 
 

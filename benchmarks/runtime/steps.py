@@ -15,8 +15,8 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -216,7 +216,7 @@ def on_ranks(sizes: Sizes, variants: list[Variant], folder: Path, repetitions: i
     save_model(sizes, folder)
     (folder / "rendezvous").unlink(missing_ok=True)
     with freed_memory(kept=repetitions > 0):
-        mp.spawn(_work, (sizes, variants, folder, repetitions), nprocs=sizes.ranks)
+        spawn(_work, (sizes, variants, folder, repetitions), nprocs=sizes.ranks)
     return joined([json.loads((folder / f"{rank}.json").read_text()) for rank in range(sizes.ranks)])
 
 

@@ -200,7 +200,7 @@ def exchanges(quick: bool) -> Iterator[dict]:
 
 def tiny_layout(**sizes: int | float) -> WorkerLayout:
     """Return a layout whose prompts are fed in pieces."""
-    return WorkerLayout(**{"max_tokens": 16, "max_length": 384, "kv_tokens": 4096, "timeout": 30.0} | sizes)  # type: ignore[arg-type]
+    return WorkerLayout(**{"max_tokens": 16, "max_length": 384, "kv_tokens": 4096, "timeout": 30.0} | sizes)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from relibra.serving.exchange.addresses import listen, worker_address
 from relibra.serving.exchange.attention_side import ExchangeShape, SlotExchange
@@ -67,7 +67,7 @@ def measure(pattern: Pattern) -> dict:
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
         probe.close()
-        mp.spawn(_work, (pattern, port, Path(folder)), nprocs=pattern.attention + pattern.experts)
+        spawn(_work, (pattern, port, Path(folder)), nprocs=pattern.attention + pattern.experts)
         files = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
     found: dict = {name: np.max([one[name] for one in files if name in one], axis=0) for name in ("m2n", "gloo")}
     counted = ("staging_copies", "group_creations")

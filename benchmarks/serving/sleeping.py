@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from relibra.planning.deployment.pipeline_time import StageSeconds
 from relibra.serving.exchange.addresses import listen, worker_address
@@ -49,7 +49,7 @@ class SleepingDeployment:
     def measured(self) -> tuple[float, dict[str, int]]:
         """Return the seconds of a step of all micro-batches, and the counters of all processes."""
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(_work, (self, Path(folder)), nprocs=self.attention + self.experts)
+            spawn(_work, (self, Path(folder)), nprocs=self.attention + self.experts)
             files = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
         names = ("staging_copies", "group_creations")
         counters = {name: sum(one["counters"][name] for one in files) for name in names}

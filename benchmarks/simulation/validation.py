@@ -94,10 +94,10 @@ def compared(quick: bool, repetitions: int) -> tuple[list[Pair], Cluster]:
     for skew in list(runtime.TARGETS)[: 1 if quick else None]:
         trace = steps.skewed_routes(sizes, skew, seed=0)
         for name in BALANCERS:
-            variants[skew, name] = replace(runtime._variant(sizes, trace, name), name=f"{name} @ {skew}")
+            variants[skew, name] = replace(runtime.make_variant(sizes, trace, name), name=f"{name} @ {skew}")
     even = steps.balanced_routes(sizes)
-    variants[1.0, OURS] = replace(runtime._variant(sizes, even, "static", slots=0), name=OURS)
-    variants[1.0, NATIVE] = replace(runtime._variant(sizes, even, "all_to_all"), name=NATIVE)
+    variants[1.0, OURS] = replace(runtime.make_variant(sizes, even, "static", slots=0), name=OURS)
+    variants[1.0, NATIVE] = replace(runtime.make_variant(sizes, even, "all_to_all"), name=NATIVE)
     simulated = {key: _simulated(sizes, variant, cluster) for key, variant in variants.items()}
     with tempfile.TemporaryDirectory() as folder:
         found = steps.on_ranks(sizes, list(variants.values()), Path(folder), repetitions)
@@ -145,7 +145,7 @@ def _simulated(sizes: steps.Sizes, variant: steps.Variant, cluster: Cluster) -> 
     plan: StepPlan | None = variant.plan
     demand = variant.demand
     if plan is None:
-        plan = runtime._variant(sizes, variant.trace, "static", slots=0).plan
+        plan = runtime.make_variant(sizes, variant.trace, "static", slots=0).plan
         assert plan is not None, "static is a plan"
     else:
         demand = replace(demand, pairs_LEE=co_activation(variant.trace))
