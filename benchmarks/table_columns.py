@@ -211,7 +211,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("off", lambda row: f"{row['off']:+.1%}"),
         ("target", lambda row: f"<= {row['target']:.0%}"),
         ("ok", lambda row: "yes" if row["ok"] else "NO"),
-        *("prepare ms", "gather ms", "product ms", "combine ms", "layer ms"),
+        *("prepare ms", "gather ms", "product ms", "one product ms", "join ms", "combine ms", "layer ms"),
         ("quartiles", lambda row: between(row, "layer ms")),
         *("push ms", "exposed ms", "layer / static", "configuration"),
     ),

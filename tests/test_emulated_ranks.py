@@ -183,7 +183,7 @@ def executor_rows(data):
 
 def test_the_executors_path_is_timed_part_by_part(capsys):
     """Toy experts; without recordings only the model whose routes are made up."""
-    from benchmarks.runtime import executor_path
+    from benchmarks.runtime.layer_parts import PARTS
 
     static, planned = executor_rows(Path("nowhere"))
     assert [line.split(" for")[0] for line in capsys.readouterr().err.splitlines()] == [
@@ -194,7 +194,7 @@ def test_the_executors_path_is_timed_part_by_part(capsys):
     assert static["layer / static"] == 1
     for row in (static, planned):
         assert row["ok"] == (abs(row["straggler"] / row["token_skew"] - 1) <= row["target"] == 0.15)
-        for part in ("prepare", *executor_path.PARTS):
+        for part in ("prepare", *PARTS):
             assert row[f"{part} ms"] > 0
             assert len(row["ms of ranks"][part]) == row["ep"] == 8
         assert row["error"] < 1e-2

@@ -1,110 +1,52 @@
 """The executor's own path for every rank of a group, run one after another on one device.
 
 For a few (micro-batch, layer) pairs the static layout and the plan of `relibra` are executed by the functions of the
-executor, forward and backward: rows are prepared on the host, gathered, multiplied by the experts at home and in
-slots, and added up. Exchanges between ranks are left out: rows arrive from a buffer. Copies into slots run on a stream
-of their own beside the product; what they add to it is exposed.
+executor, forward and backward: rows are prepared on the host, then run part by part (layer_parts.py). Exchanges between
+ranks are left out: rows arrive from a buffer. Copies into slots run on a stream of their own beside the product; what
+they add to it is exposed.
 """
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
-import torch.distributed as dist
-import transformers
 from jaxtyping import Float64
 from numpy import ndarray
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.harness.provenance import quartiles
 from benchmarks.runtime.emulated_ranks import busiest_over_mean, choose_pairs
-from relibra.calibration.grouped_experts import ERROR_BOUNDS, seconds_each
+from benchmarks.runtime.layer_parts import NO_GROUP, PARTS, SEED, Path, PathModel, RankLayer
+from relibra.calibration.grouped_experts import seconds_each
 from relibra.cluster import cluster_preset
-from relibra.errors import EngineError
-from relibra.parallel.balanced import BalancedEP
-from relibra.parallel.rows.dispatch import combine_tokens, dispatch_tokens
 from relibra.parallel.rows.exchange import AllToAll
-from relibra.parallel.rows.prepared_rows import PreparedRows, prepare_rows
-from relibra.parallel.sorted_rows import SortedRows, slot_ends
+from relibra.parallel.rows.prepared_rows import prepare_rows
 from relibra.planning.budget import Budget
-from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
 from relibra.planning.traffic.micro_batch_tables import micro_batch_tables
-from relibra.planning.traffic.rank_tables import RankTables
 from relibra.replay import BatchRoutes
 from relibra.routing.demand import Demand, ScheduledDemand
 from relibra.routing.trace import RoutingTrace
 
-PARTS = ("gather", "product", "combine", "layer")
 BALANCERS = ("static", "relibra")
-SLOTS, SEED = 1, 0
+SLOTS = 1
 ALLOWED = 0.15
 """What the busiest rank in seconds may differ from the busiest rank in token-slots, both over the mean rank."""
-
-NO_GROUP = dist.ProcessGroup(0, 1)
-"""Stands for the group of the ranks: nothing is exchanged in it."""
 
 UNIT = (
     "milliseconds of the busiest rank, forward and backward, per micro-batch and layer (prepare: on the host, per "
     "layer); straggler and token skew: busiest / mean rank in seconds of the layer and in token-slots; off: straggler "
-    "/ token skew - 1; exposed: copies into slots and product at once, less the product alone"
+    "/ token skew - 1; product: experts at home, then those in slots; one product: all of them at once, from one "
+    "tensor; join: copies of the experts at home into that tensor; exposed: copies into slots and product at once, "
+    "less the product alone"
 )
-FIGURES = ("prepare ms", "gather ms", "product ms", "combine ms", "layer ms", "push ms", "exposed ms")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PathModel:
-    """A model whose experts are run.
-
-    config        class of transformers' configuration, and what it calls the number of experts
-    experts       module and class of its experts
-    """
-
-    name: str
-    shape: ExpertShape
-    num_experts: int
-    config: tuple[str, str]
-    experts: tuple[str, str]
-
-    def experts_of(self, instances: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """Return a module with this many experts, of random weights."""
-        name, experts_key = self.config
-        sizes = {"hidden_size": self.shape.hidden, "intermediate_size": self.shape.width, experts_key: instances}
-        config = getattr(transformers, name)(**sizes, moe_intermediate_size=self.shape.width)
-        config.num_experts = instances
-        config._experts_implementation = "grouped_mm"
-        module = importlib.import_module(f"transformers.models.{self.experts[0]}")
-        experts: nn.Module = getattr(module, self.experts[1])(config).to(device, dtype)
-        generator = torch.Generator(device).manual_seed(SEED)
-        for parameter in experts.parameters():
-            scale = 0.0 if parameter.ndim == 2 else self.shape.hidden**-0.5
-            parameter.data.normal_(generator=generator).mul_(scale)
-        return experts
-
-
-MODELS = {
-    "Qwen3-30B-A3B": (("Qwen3MoeConfig", "num_experts"), ("qwen3_moe.modeling_qwen3_moe", "Qwen3MoeExperts"), 128),
-    "gpt-oss-20b": (("GptOssConfig", "num_local_experts"), ("gpt_oss.modeling_gpt_oss", "GptOssExperts"), 32),
-    "DeepSeek-V2-Lite": (
-        ("DeepseekV2Config", "n_routed_experts"),
-        ("deepseek_v2.modeling_deepseek_v2", "DeepseekV2Experts"),
-        64,
-    ),
-}
-
-
-def path_model(name: str, shape: ExpertShape) -> PathModel:
-    """Return one of MODELS with experts of a shape."""
-    config, experts, num_experts = MODELS[name]
-    return PathModel(name=name, shape=shape, num_experts=num_experts, config=config, experts=experts)
+FIGURES = tuple(f"{part} ms" for part in ("prepare", *PARTS, "push", "exposed"))
 
 
 class Step(NamedTuple):
@@ -131,29 +73,6 @@ def cut_step(trace: RoutingTrace, tokens: int, ranks: int, layers: int, micro_ba
     cut = RoutingTrace.from_samples(samples, num_experts=trace.num_experts, layer_ids=list(range(len(position_L))))
     which = np.arange(number * ranks)
     return Step(cut, Demand.from_trace(cut).with_schedule(which // ranks, which % ranks, ranks))
-
-
-class RankLayer(NamedTuple):
-    """One layer of a micro-batch on one rank: what it does, and the seconds in which its rows were prepared."""
-
-    tables: RankTables
-    rows: PreparedRows
-    layer: int
-    prepare_seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Arriving(AllToAll):
-    """An exchange whose rows arrive from a buffer.
-
-    buffer_XH   rows of any rank
-    """
-
-    buffer_XH: Tensor
-
-    def move(self, rows: Tensor) -> Tensor:
-        """Return as many rows as arrive; none is sent."""
-        return self.buffer_XH[: sum(self.receive_R), : rows.shape[1]].to(rows.dtype)
 
 
 def prepared_layers(plan: StepPlan, step: Step, micro_batch: int, layer: int, *, pinned: bool) -> list[RankLayer]:
@@ -196,112 +115,6 @@ def _routes_of(step: Step, micro_batch: int, rank: int) -> BatchRoutes:
     )
 
 
-class Path:
-    """The device's part of the path: experts of one rank, and rows that stand for those of any rank."""
-
-    def __init__(self, model: PathModel, instances: int, rows: int, device: torch.device) -> None:
-        """Allocate; emulated ranks share the memory, as values change no time.
-
-        rows   most rows that any rank gathers, computes or has
-        """
-        self.device, self.dtype = device, torch.bfloat16
-        self.layer = BalancedEP.__new__(BalancedEP)  # a rank alone has no mesh; what `run_rows` needs is set here
-        self.layer.experts = model.experts_of(instances, device, self.dtype)
-        self.layer.experts_forward = self.layer.experts.forward
-        self.layer.num_local_experts = instances
-        generator = torch.Generator(device).manual_seed(SEED)
-        shape = (rows, model.shape.hidden)
-        self.rows_XH = torch.randn(shape, generator=generator, device=device, dtype=self.dtype)
-        self.gradient_XH = torch.randn(shape, generator=generator, device=device, dtype=self.dtype)
-
-    def check(self) -> float:
-        """Return the relative error of the experts' product against float64, expert by expert.
-
-        raises   EngineError above the bound of the type
-        """
-        experts = self.layer.experts
-        counts_P = torch.tensor([(33, 0, 1, 17)[slot % 4] for slot in range(len(next(experts.parameters())))])
-        slot_Y = torch.repeat_interleave(torch.arange(len(counts_P)), counts_P).int()[: len(self.rows_XH)]
-        ends_P = counts_P.cumsum(0).clamp(max=len(slot_Y)).int()
-        rows = SortedRows(slot_Y.to(self.device), ends_P.to(self.device))
-        rows_YH, ones_Y1 = self.rows_XH[: len(slot_Y)], self.rows_XH.new_ones(len(slot_Y), 1)
-        with torch.no_grad():
-            found = self.run_experts(rows_YH, rows, ones_Y1).double()
-            config: Any = experts.config
-            config._experts_implementation = "eager"
-            kept = {name: parameter.data for name, parameter in experts.named_parameters()}
-            try:
-                experts.double()
-                exact = self.run_experts(rows_YH.double(), rows, ones_Y1.double())
-            finally:
-                config._experts_implementation = "grouped_mm"
-                for name, parameter in experts.named_parameters():
-                    parameter.data = kept[name]
-        error = float((found - exact).norm() / exact.norm())
-        if not error <= ERROR_BOUNDS[self.dtype]:
-            raise EngineError(
-                f"experts of the executor on {self.device} in {self.dtype} are off by {error:.1e} relative to float64, "
-                f"allowed is {ERROR_BOUNDS[self.dtype]:.0e}: nothing is timed, try another build of torch"
-            )
-        return error
-
-    def run_experts(self, rows_YH: Tensor, rows: SortedRows, weight_Y1: Tensor) -> Tensor:
-        """Return the weighted results of rows in slot order: experts at home and those in slots as one product."""
-        return self.layer.run_rows(rows_YH, rows, weight_Y1)
-
-    def works(self, one: RankLayer, top_k: int) -> dict[str, Callable[[], object]]:
-        """Return the parts of one rank's layer; each runs forward and backward."""
-        lists = one.rows.lists_on(self.device, None)[one.layer]
-        tokens = len(lists.choice_X) // top_k
-        exchange = _Arriving(
-            send_R=one.tables.send_RP.sum(axis=1).tolist(),
-            receive_R=one.tables.receive_RP.sum(axis=1).tolist(),
-            group=NO_GROUP,
-            place=one.tables.place,
-            buffer_XH=self.rows_XH,
-        )
-        hidden_TH = self.rows_XH[:tokens].detach().requires_grad_()
-        weights_TK = self.rows_XH[:tokens, :top_k].detach().float().requires_grad_()
-        num, rows = len(lists.slot_Y), SortedRows(lists.slot_Y, slot_ends([one.tables], self.device)[0])
-        rows_YH = self.rows_XH[:num].detach().requires_grad_()
-        weight_Y1 = self.rows_XH[:num, :1].detach().float().requires_grad_()
-        parameters = [*self.layer.experts.parameters()]
-
-        def gather() -> None:
-            gathered = dispatch_tokens(lists, exchange, hidden_TH, weights_TK)
-            into = [self.gradient_XH[:num], self.gradient_XH[:num, :1].float()]
-            torch.autograd.grad(gathered, [hidden_TH, weights_TK], into)
-
-        def product() -> None:
-            output_YH = self.run_experts(rows_YH, rows, weight_Y1)
-            torch.autograd.grad(output_YH.sum(), [rows_YH, weight_Y1, *parameters], allow_unused=True)
-
-        def combine() -> None:
-            output_TH = combine_tokens(lists, exchange, rows_YH, tokens)
-            torch.autograd.grad(output_TH, rows_YH, self.gradient_XH[:tokens])
-
-        def layer() -> None:
-            gathered_YH, gathered_Y1 = dispatch_tokens(lists, exchange, hidden_TH, weights_TK)
-            output_YH = self.run_experts(gathered_YH, rows, gathered_Y1)
-            output_TH = combine_tokens(lists, exchange, output_YH, tokens)
-            inputs = [hidden_TH, weights_TK, *parameters]
-            torch.autograd.grad(output_TH, inputs, self.gradient_XH[:tokens], allow_unused=True)
-
-        return {"gather": gather, "product": product, "combine": combine, "layer": layer}
-
-    def pushes(self, one: RankLayer) -> Callable[[], None]:
-        """Return the copies of weights into the slots of a rank, twice: before the forward and the backward pass."""
-        slots = [push.slot for _, push in one.tables.pushes_to_here]
-
-        def copy() -> None:
-            for _ in range(2):
-                for slot in slots:
-                    for weights in self.layer.experts.parameters():
-                        weights.data[one.tables.num_homes + slot].copy_(weights.data[0], non_blocking=True)
-
-        return copy
-
-
 Span = Callable[[Callable[[], object] | None, Callable[[], object] | None, Callable[[], object]], float]
 """Returns the seconds of copies and work at once, either of which may be left out."""
 
@@ -313,10 +126,9 @@ def path_rows(
     ranks, top_k = step.num_ranks, step.trace.top_k
     chosen = choose_pairs(step.demand, pairs)
     layers = {name: _layers_of(name, model, step, chosen, device) for name in BALANCERS}
-    instances = model.num_experts // ranks + SLOTS
     every = [one for of_pairs in layers.values() for of_ranks in of_pairs for one in of_ranks]
     most = max(max(int(one.tables.receive_RP.sum()), int(one.tables.tokens_E.sum())) for one in every)
-    path = Path(model, instances, max(most, 64), device)
+    path = Path(model, model.num_experts // ranks, SLOTS, max(most, 64), device)
     error = path.check()
     whole: dict[str, float] = {}
     for name in BALANCERS:

@@ -29,6 +29,7 @@ from benchmarks.harness.provenance import quartiles, write_results
 from benchmarks.planner.steps import domain_step
 from benchmarks.runtime import emulated_ranks as emulated
 from benchmarks.runtime import executor_path
+from benchmarks.runtime.layer_parts import PathModel, path_model
 from relibra.calibration.grouped_experts import grouped_experts
 from relibra.errors import ConfigError
 from relibra.planning.costs.expert_shape import ExpertShape, expert_shape
@@ -228,11 +229,11 @@ def _span(
     A CPU has no second stream: there both come one after the other.
     """
     if device.type == "cpu":
-        start = time.thread_time()
+        before = time.thread_time()
         for work in (copy, compute):
             if work is not None:
                 work()
-        return time.thread_time() - start
+        return time.thread_time() - before
     main, side = torch.cuda.current_stream(device), _side_stream(device)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
@@ -260,8 +261,8 @@ def executor_rows(data: Path, effort: Effort, device: torch.device, limit_bytes:
     toy = device.type == "cpu"
     for name, recording in EXECUTED.items():
         shape, tokens = (TOY, 64) if toy else (expert_shape(name.lower()), RECORDED_TOKENS if recording else TOKENS)
-        model = executor_path.path_model(name, shape)
-        trace = _routes_of(name, recording, data, tokens)
+        model = path_model(name, shape)
+        trace = _routes_of(model, recording, data, tokens)
         if trace is None:
             continue
         step = executor_path.cut_step(trace, tokens, EXECUTED_RANKS, layers=4, micro_batches=4)
@@ -283,9 +284,9 @@ def executor_rows(data: Path, effort: Effort, device: torch.device, limit_bytes:
             yield {**row, "device": device_name(device), "configuration": configuration}
 
 
-def _routes_of(name: str, recording: str | None, data: Path, tokens: int) -> RoutingTrace | None:
+def _routes_of(model: PathModel, recording: str | None, data: Path, tokens: int) -> RoutingTrace | None:
     """Return routes of a model; None where its recording is not there, which is said."""
-    num_experts = executor_path.MODELS[name][2]
+    num_experts = model.num_experts
     if recording is None:
         shape = TraceShape(
             rows_per_sample=[tokens] * 2 * EXECUTED_RANKS, num_layers=4, num_experts=num_experts, top_k=TOP_K
@@ -294,7 +295,7 @@ def _routes_of(name: str, recording: str | None, data: Path, tokens: int) -> Rou
     if (data / recording).exists():
         return open_trace(data / recording, num_experts)
     print(
-        f"skipped: recorded routes of {name} for the executor's path, because {data / recording} is not there",
+        f"skipped: recorded routes of {model.name} for the executor's path, because {data / recording} is not there",
         file=sys.stderr,
     )
     return None

@@ -118,7 +118,7 @@ def grouped_experts(
     )
 
 
-def seconds_each(works: Sequence[Work], device: torch.device) -> list[float]:
+def seconds_each(works: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
     """Run works one after another and return the seconds of each.
 
     On a GPU they are measured by its events, on a CPU as processor time of this thread, so that other programs count
