@@ -143,7 +143,7 @@ class Path:
         rows_YH, ones_Y1 = self.rows_XH[: len(slot_Y)], self.rows_XH.new_ones(len(slot_Y), 1)
         with torch.no_grad():
             num_home_rows = int(ends_P[self.num_homes - 1])
-            apart_YH = self.run_homes_and_slots(rows_YH, rows, ones_Y1, num_home_rows)
+            apart_YH = torch.cat(self.run_homes_and_slots(rows_YH, rows, ones_Y1, num_home_rows))
             joined_YH = self.run_one_product(rows_YH, rows, ones_Y1)
             config: Any = experts.config
             config._experts_implementation = "eager"
@@ -169,18 +169,20 @@ class Path:
         """Return the weighted results of rows in slot order, of all experts as one product."""
         return self.layer.run_rows(rows_YH, rows, weight_Y1)
 
-    def run_homes_and_slots(self, rows_YH: Tensor, rows: SortedRows, weight_Y1: Tensor, num_home_rows: int) -> Tensor:
-        """Return the same from experts at home, then those in slots, as the executor runs them without static rows."""
+    def run_homes_and_slots(
+        self, rows_YH: Tensor, rows: SortedRows, weight_Y1: Tensor, num_home_rows: int
+    ) -> list[Tensor]:
+        """Return the same in parts, experts at home before those in slots: as the executor does without static rows."""
         instances, own = len(rows.ends_P), slice(0, num_home_rows)
         with parameters_replaced(self.layer.experts, self.homes):
             at_home = rows.of(slice(0, self.num_homes), own)
-            output_YH = self.layer.run_rows(rows_YH[own], at_home, weight_Y1[own])
+            outputs = [self.layer.run_rows(rows_YH[own], at_home, weight_Y1[own])]
         own = slice(num_home_rows, len(rows_YH))
         if own.start == own.stop:
-            return output_YH
+            return outputs
         with parameters_replaced(self.layer.experts, self.slots):
             in_slots = rows.of(slice(self.num_homes, instances), own)
-            return torch.cat([output_YH, self.layer.run_rows(rows_YH[own], in_slots, weight_Y1[own])])
+            return [*outputs, self.layer.run_rows(rows_YH[own], in_slots, weight_Y1[own])]
 
     def works(self, one: RankLayer, top_k: int) -> dict[str, Callable[[], object]]:
         """Return the parts of one rank's layer; each runs forward and backward."""
@@ -207,12 +209,13 @@ class Path:
             torch.autograd.grad(gathered, [hidden_TH, weights_TK], into)
 
         def product() -> None:
-            output_YH = self.run_homes_and_slots(rows_YH, rows, weight_Y1, num_home_rows)
-            torch.autograd.grad(output_YH.sum(), [rows_YH, weight_Y1, *apart], allow_unused=True)
+            outputs = self.run_homes_and_slots(rows_YH, rows, weight_Y1, num_home_rows)
+            into = self.gradient_XH[:num].split([len(output_XH) for output_XH in outputs])
+            torch.autograd.grad(outputs, [rows_YH, weight_Y1, *apart], into, allow_unused=True)
 
         def one_product() -> None:
             output_YH = self.run_one_product(rows_YH, rows, weight_Y1)
-            torch.autograd.grad(output_YH.sum(), [rows_YH, weight_Y1, *in_one], allow_unused=True)
+            torch.autograd.grad(output_YH, [rows_YH, weight_Y1, *in_one], self.gradient_XH[:num], allow_unused=True)
 
         def join() -> None:
             for _ in range(2):  # before the forward and before the backward pass
@@ -220,13 +223,13 @@ class Path:
                     self.joined[name][: self.num_homes].copy_(homes.detach())
 
         def combine() -> None:
-            output_TH = combine_tokens(lists, exchange, rows_YH, tokens)
+            output_TH = combine_tokens(lists, exchange, [rows_YH], tokens)
             torch.autograd.grad(output_TH, rows_YH, self.gradient_XH[:tokens])
 
         def layer() -> None:
             gathered_YH, gathered_Y1 = dispatch_tokens(lists, exchange, hidden_TH, weights_TK)
-            output_YH = self.run_homes_and_slots(gathered_YH, rows, gathered_Y1, num_home_rows)
-            output_TH = combine_tokens(lists, exchange, output_YH, tokens)
+            outputs = self.run_homes_and_slots(gathered_YH, rows, gathered_Y1, num_home_rows)
+            output_TH = combine_tokens(lists, exchange, outputs, tokens)
             inputs = [hidden_TH, weights_TK, *apart]
             torch.autograd.grad(output_TH, inputs, self.gradient_XH[:tokens], allow_unused=True)
 

@@ -6,7 +6,9 @@ Forward is written out here; backward runs the same steps in reverse, by the aut
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from jaxtyping import Int32
@@ -142,19 +144,19 @@ def _run_fast(run: LayerRun, tokens: LayerInput) -> Tensor:
     if run.static is not None:
         rows, weight_Y1 = rows.padded(len(rows_YH)), pad(weight_Y1, (0, 0, 0, padding))
     if run.replicas is None:
-        output_YH = run.layer.run_rows(rows_YH, rows, weight_Y1)
+        outputs: Sequence[Tensor] = [run.layer.run_rows(rows_YH, rows, weight_Y1)]
     elif run.static is not None:
-        output_YH = _run_one_product(run, run.replicas, rows_YH, rows, weight_Y1)
+        outputs = _run_one_product(run, run.replicas, rows_YH, rows, weight_Y1)
     else:
         num_live = 0 if live is None else len(live.slot_Y)
-        output_YH = _run_homes_and_replicas(run, run.replicas, rows_YH, rows, weight_Y1, num_live)
-    return combine_tokens(lists, choices, output_YH, len(tokens.hidden_TH))
+        outputs = _run_homes_and_replicas(run, run.replicas, rows_YH, rows, weight_Y1, num_live)
+    return combine_tokens(lists, choices, outputs, len(tokens.hidden_TH))
 
 
 def _run_homes_and_replicas(
     run: LayerRun, replicas: LayerReplicas, rows_YH: Tensor, rows: SortedRows, weight_Y1: Tensor, num_live: int
-) -> Tensor:
-    """Run the experts at home, while weights arrive, then the replicas.
+) -> Sequence[Tensor]:
+    """Run the experts at home, while weights arrive, then the replicas; return consecutive parts of the results.
 
     num_live   live rows, all of them for experts at home
     """
@@ -172,20 +174,18 @@ def _run_homes_and_replicas(
             slots = slice(num_homes + one.slots.start, num_homes + one.slots.stop)
             with parameters_replaced(layer.experts, dict(zip(homes, of_slots, strict=True))):
                 outputs.append(layer.run_rows(rows_YH[own], rows.of(slots, own), weight_Y1[own]))
-    result_YH: Tensor = RefillSlots.apply(replicas, torch.cat(outputs) if len(outputs) > 1 else outputs[0], *weights)
-    return result_YH
+    return cast(Sequence[Tensor], RefillSlots.apply(replicas, len(outputs), *outputs, *weights))
 
 
 def _run_one_product(
     run: LayerRun, replicas: LayerReplicas, rows_YH: Tensor, rows: SortedRows, weight_Y1: Tensor
-) -> Tensor:
-    """Run the experts at home and the replicas together, when weights have arrived."""
+) -> Sequence[Tensor]:
+    """Run the experts at home and the replicas together, when weights have arrived; return one part."""
     layer, homes = run.layer, run.layer.homes()
     weights = JoinWeights.apply(replicas, list(homes), *homes.values())
     with parameters_replaced(layer.experts, dict(zip(homes, weights, strict=True))):
         output_YH = layer.run_rows(rows_YH, rows, weight_Y1)
-    result_YH: Tensor = RefillSlots.apply(replicas, output_YH, *weights)
-    return result_YH
+    return cast(Sequence[Tensor], RefillSlots.apply(replicas, 1, output_YH, *weights))
 
 
 def _run_canonical(run: LayerRun, hidden_TH: Tensor, weights_TK: Tensor) -> Tensor:

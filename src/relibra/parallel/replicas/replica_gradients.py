@@ -8,7 +8,7 @@ One layer, in the order of the forward pass; the backward pass runs the right co
     experts at home                                 experts at home
     ReturnReplicaGradients   wait for weights       send gradients of replicas home; the next push may start
     experts of replicas                             experts of replicas
-    RefillSlots              view the output        push lacking weights again, wait for them
+    RefillSlots              view the outputs       push lacking weights again, wait for them
 
 Autograd runs ready functions latest first. So gradients of replicas are on their way before the backward pass of the
 experts at home begins, and travel during it.
@@ -215,19 +215,19 @@ class ReturnReplicaGradients(torch.autograd.Function):
 
 
 class RefillSlots(torch.autograd.Function):
-    """Output of a layer as it is; backward pushes weights of its replicas, also of idle ones, that left the slots."""
+    """Outputs of a layer as they are; backward pushes weights that left the slots again, those of idle ones too."""
 
     @staticmethod
-    def forward(ctx: Any, replicas: LayerReplicas, output: Tensor, *slots: Tensor) -> Tensor:
-        """Return a view of the output."""
-        ctx.replicas, ctx.num_slots = replicas, len(slots)
-        return output.view_as(output)
+    def forward(ctx: Any, replicas: LayerReplicas, num_outputs: int, *outputs_and_slots: Tensor) -> tuple[Tensor, ...]:
+        """Return views of the outputs; by the slots behind them this runs before the backward pass of replicas."""
+        ctx.replicas, ctx.num_slots = replicas, len(outputs_and_slots) - num_outputs
+        return tuple(output.view_as(output) for output in outputs_and_slots[:num_outputs])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Push the weights again and wait for them; collective."""
         ctx.replicas.refill()
-        return (None, gradients[0], *[None] * ctx.num_slots)
+        return (None, None, *of_outputs, *[None] * ctx.num_slots)
 
 
 class JoinWeights(torch.autograd.Function):

@@ -13,6 +13,7 @@ Rows `[Y, H]` to compute are ordered by local slot, source rank and position.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,17 +52,17 @@ def dispatch_tokens(
 
 
 def combine_tokens(
-    lists: RowLists, choices: AllToAll, output_YH: Float[Tensor, "Y H"], num_tokens: int
+    lists: RowLists, choices: AllToAll, outputs: Sequence[Float[Tensor, "_ H"]], num_tokens: int
 ) -> Float[Tensor, "T H"]:
     """Return the results of this rank's tokens from weighted results of rows; the reverse of `dispatch_tokens`.
 
-    Results behind those of the lists are of padding, and nobody's.
+    outputs   consecutive parts of the computed rows. Results behind those of the lists are of padding, and nobody's
     """
     once = _send_once(lists)
     num_rows = [num_tokens, *(hop.num_brought for hop in once.hops)]  # before each hop, and those that arrived
-    rows_XH = _Sum.apply(output_YH, once.arrived_Y, num_rows.pop())
+    rows_XH = _Sum.apply(once.arrived_Y, num_rows.pop(), *outputs)
     for hop in reversed(once.hops):
-        rows_XH = _Sum.apply(_exchange_hop(rows_XH, hop, choices, back=True), hop.index_X, num_rows.pop())
+        rows_XH = _Sum.apply(hop.index_X, num_rows.pop(), _exchange_hop(rows_XH, hop, choices, back=True))
     return rows_XH
 
 
@@ -107,21 +108,23 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (index_Y,) = ctx.saved_tensors
-        return _add_up(gradients[0][: len(index_Y)], index_Y, ctx.num_rows), None, None
+        return _add_up(gradients, index_Y, ctx.num_rows), None, None
 
 
 class _Sum(torch.autograd.Function):
-    """Sum rows that have one index, in float32 or wider: the reverse of `_Gather`."""
+    """Sum rows that have one index, in float32 or wider: the reverse of `_Gather`, whose rows may come in parts."""
 
     @staticmethod
-    def forward(ctx: Any, rows_YH: Tensor, index_Y: Tensor, num_rows: int) -> Tensor:
+    def forward(ctx: Any, index_Y: Tensor, num_rows: int, *parts: Tensor) -> Tensor:
         ctx.save_for_backward(index_Y)
-        ctx.num_padding = len(rows_YH) - len(index_Y)
-        return _add_up(rows_YH[: len(index_Y)], index_Y, num_rows)
+        ctx.lengths = [len(part) for part in parts]
+        return _add_up(parts, index_Y, num_rows)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _select(gradients[0], ctx.saved_tensors[0], ctx.num_padding), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (index_Y,) = ctx.saved_tensors
+        rows_YH = _select(gradients[0], index_Y, sum(ctx.lengths) - len(index_Y))
+        return None, None, *rows_YH.split(ctx.lengths)
 
 
 def _select(rows_ZH: Tensor, index_Y: Tensor, num_padding: int) -> Tensor:
@@ -134,10 +137,16 @@ def _select(rows_ZH: Tensor, index_Y: Tensor, num_padding: int) -> Tensor:
     return padded_XH
 
 
-def _add_up(rows_YH: Tensor, index_Y: Tensor, num_rows: int) -> Tensor:
-    wide = torch.promote_types(rows_YH.dtype, torch.float32)
-    sums_ZH = torch.zeros((num_rows, rows_YH.shape[1]), dtype=wide, device=rows_YH.device)
-    return sums_ZH.index_add_(0, index_Y, rows_YH.to(wide)).to(rows_YH.dtype)
+def _add_up(parts: Sequence[Tensor], index_Y: Tensor, num_rows: int) -> Tensor:
+    """Return sums of the rows of all parts, in their order; rows behind the indices are left out."""
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    sums_ZH = torch.zeros((num_rows, parts[0].shape[1]), dtype=wide, device=parts[0].device)
+    start = 0
+    for part_XH in parts:
+        index_X = index_Y[start : start + len(part_XH)]
+        sums_ZH.index_add_(0, index_X, part_XH[: len(index_X)].to(wide))
+        start += len(part_XH)
+    return sums_ZH.to(parts[0].dtype)
 
 
 class _Permute(torch.autograd.Function):
