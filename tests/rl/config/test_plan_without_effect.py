@@ -42,6 +42,11 @@ def test_live_balancing_needs_slots():
     assert "set plan.slots to 1 or more" in sentence
 
 
+def test_live_balancing_follows_no_setting_of_whole_steps():
+    [sentence] = said("plan.balancer=live", "plan.objective=tokens", "plan.pack=false", "plan.tolerance=0.1")
+    assert sentence.startswith("plan.objective, plan.pack have no effect: plan.balancer='live'")
+
+
 def test_hierarchical_dispatch_needs_several_nodes_and_fast_sums():
     [sentence] = said("plan.dispatch=hierarchical")
     assert sentence == "plan.dispatch has no effect: all 2 ranks are on one node"

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.config.settings import PlanSettings
 
+_OF_WHOLE_STEPS = ("objective", "memory_gib", "move_homes", "pack", "steps_served")
+"""Settings that only a plan of the whole step follows, which live balancing has none of."""
+
 
 def plan_settings_without_effect(config: RunConfig, *, num_experts: int, num_nodes: int) -> list[str]:
     """Return a sentence for each reason for which settings of the plan do nothing, and for each that balances nothing.
@@ -21,7 +24,7 @@ def plan_settings_without_effect(config: RunConfig, *, num_experts: int, num_nod
     if ranks == 1:
         return _have_no_effect(given, "one rank has all experts")
     if config.follows_plans:
-        return _of_balanced(plan, ranks, num_nodes)
+        return _of_balanced(plan, given, ranks, num_nodes)
     others = [name for name in given if name != "balancer"]
     if plan.balancer == "static":
         return _have_no_effect(others, "plan.balancer='static' balances nothing")
@@ -32,9 +35,15 @@ def plan_settings_without_effect(config: RunConfig, *, num_experts: int, num_nod
     return [nothing, *_have_no_effect(others, "no step is planned")]
 
 
-def _of_balanced(plan: PlanSettings, ranks: int, num_nodes: int) -> list[str]:
-    """Return the sentences about a run whose ranks follow plans, or are balanced live."""
+def _of_balanced(plan: PlanSettings, given: Sequence[str], ranks: int, num_nodes: int) -> list[str]:
+    """Return the sentences about a run whose ranks follow plans, or are balanced live.
+
+    given   settings of the plan that are not the defaults
+    """
     found = []
+    if plan.live:
+        unused = [name for name in given if name in _OF_WHOLE_STEPS]
+        found += _have_no_effect(unused, "plan.balancer='live' plans no step: it places replicas layer by layer")
     if plan.live and not plan.slots:
         found.append(
             "nothing balances this run: plan.balancer='live' makes replicas in spare slots, and plan.slots is 0; set "
