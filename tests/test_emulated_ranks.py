@@ -214,11 +214,11 @@ def test_rows_that_ranks_prepare_one_after_another_are_those_of_ranks_that_talk(
     experts_RTK = [step.trace.experts_TLK[step.trace.sample_rows(4 + rank)][:, 0] for rank in range(4)]
     computed = []
     for rank, lists in enumerate(lists_R):
-        receive_R = lists.once.hops[0].sizes.receive_R
+        receive_R = lists.tokens.hops[0].sizes.receive_R
         ends_R = np.cumsum(receive_R)
-        source_Y = np.searchsorted(ends_R, lists.once.arrived_Y.numpy(), side="right")
-        for source, arrived, slot in zip(source_Y, lists.once.arrived_Y.tolist(), lists.slot_Y.tolist(), strict=True):
-            sent = lists_R[source].once.hops[0]
+        source_Y = np.searchsorted(ends_R, lists.tokens.arrived_Y.numpy(), side="right")
+        for source, arrived, slot in zip(source_Y, lists.tokens.arrived_Y.tolist(), lists.slot_Y.tolist(), strict=True):
+            sent = lists_R[source].tokens.hops[0]
             sent_Z = sent.index_X.split(sent.sizes.send_R)[rank]
             token = int(sent_Z[arrived - (ends_R[source] - receive_R[source])])
             homes = plan.physical_to_logical_map[0][4 * rank : 4 * rank + 4]

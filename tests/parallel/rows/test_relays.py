@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from relibra.parallel.rows import live_rows
 from relibra.parallel.rows.exchange import AllToAll
 from relibra.parallel.rows.prepared_rows import prepare_rows
-from relibra.parallel.rows.relays import LayerRows, group_rows, renumber_arrived
+from relibra.parallel.rows.relays import SentRows, group_rows, renumber_arrived
 from relibra.planning.traffic.micro_batch_tables import micro_batch_tables
 from tests.parallel.rows.test_row_lists import CPU, pieces, routes_of, seeds
 from tests.parallel.steps import on_nodes, random_step
@@ -64,20 +64,23 @@ def lists_of_all(case, m, dispatch, live_R=None):
 
 
 def moved(lists_R, rows_R):
-    """Return, for each rank, what its computed and its live rows are; and what each hop brought, by hop and rank."""
+    """Return, for each rank, what its computed and its live rows are; and what each copy and hop brought, by rank."""
     brought = []
-    for number in range(len(lists_R[0].once.hops)):
-        hops_R = [lists.once.hops[number] for lists in lists_R]
-        rows_R = [[rows[i] for i in hop.index_X.tolist()] for hop, rows in zip(hops_R, rows_R, strict=True)]
-        if hops_R[0].sizes is not None:
-            sent_RR = [pieces(rows, hop.sizes.send_R) for hop, rows in zip(hops_R, rows_R, strict=True)]
-            if hops_R[0].sizes.all_stay:
-                assert all(not sent for s, sent_R in enumerate(sent_RR) for d, sent in enumerate(sent_R) if s != d)
-            for rank, hop in enumerate(hops_R):
-                assert hop.sizes.receive_R == [len(sent_R[rank]) for sent_R in sent_RR]
-            rows_R = [[row for sent_R in sent_RR for row in sent_R[rank]] for rank in range(len(lists_R))]
+    if lists_R[0].tokens.by_node_X is not None:
+        copied_R = [lists.tokens.by_node_X.tolist() for lists in lists_R]
+        rows_R = [[rows[i] for i in copied] for copied, rows in zip(copied_R, rows_R, strict=True)]
         brought.append(rows_R)
-    computed = [[rows[i] for i in lists.once.arrived_Y.tolist()] for lists, rows in zip(lists_R, rows_R, strict=True)]
+    for number in range(len(lists_R[0].tokens.hops)):
+        hops_R = [lists.tokens.hops[number] for lists in lists_R]
+        rows_R = [[rows[i] for i in hop.index_X.tolist()] for hop, rows in zip(hops_R, rows_R, strict=True)]
+        sent_RR = [pieces(rows, hop.sizes.send_R) for hop, rows in zip(hops_R, rows_R, strict=True)]
+        if hops_R[0].sizes.all_stay:
+            assert all(not sent for s, sent_R in enumerate(sent_RR) for d, sent in enumerate(sent_R) if s != d)
+        for rank, hop in enumerate(hops_R):
+            assert hop.sizes.receive_R == [len(sent_R[rank]) for sent_R in sent_RR]
+        rows_R = [[row for sent_R in sent_RR for row in sent_R[rank]] for rank in range(len(lists_R))]
+        brought.append(rows_R)
+    computed = [[rows[i] for i in lists.tokens.arrived_Y.tolist()] for lists, rows in zip(lists_R, rows_R, strict=True)]
     live = [
         [] if lists.live is None else [rows[i] for i in lists.live.arrived_A.tolist()]
         for lists, rows in zip(lists_R, rows_R, strict=True)
@@ -135,7 +138,7 @@ def test_tokens_are_grouped_by_node_as_the_slow_reference_says(seed, shape):
 def test_arrived_rows_are_renumbered_by_rail_as_the_slow_reference_says(seed, shape):
     (N, G), rng = shape, np.random.default_rng(seed)
     receive_LR = rng.integers(0, 4, (2, N * G))
-    rows = LayerRows(
+    rows = SentRows(
         [], receive_LR, receive_LR, [rng.integers(0, max(1, n), 9 * (n > 0)) for n in receive_LR.sum(1)], []
     )
     found = renumber_arrived(rows, G)

@@ -102,12 +102,12 @@ def pieces(rows, sizes):
 
 def tokens_to_ranks(lists):
     """Return the rows of the batch that go to each rank, where all ranks are one node."""
-    (hop,) = lists.once.hops
+    (hop,) = lists.tokens.hops
     return pieces(hop.index_X.tolist(), hop.sizes.send_R)
 
 
 def received_by(lists):
-    (hop,) = lists.once.hops
+    (hop,) = lists.tokens.hops
     return hop.sizes.receive_R
 
 
@@ -143,9 +143,9 @@ def test_what_arrives_once_is_expanded_to_what_each_choice_would_have_brought(se
                 choices += [(source, choice) for choice in sent]
             own = lists_RL[target][layer]
             expert_P = experts_in_slots(plan, m, layer)[target]
-            assert len(own.once.arrived_Y) == len(choices)
+            assert len(own.tokens.arrived_Y) == len(choices)
             for y, (row, arrived) in enumerate(
-                zip(own.once.arrived_Y.tolist(), own.compute_order_Y.tolist(), strict=True)
+                zip(own.tokens.arrived_Y.tolist(), own.compute_order_Y.tolist(), strict=True)
             ):
                 source, choice = choices[arrived]
                 assert rows[row] == (source, choice // top_k)
@@ -161,7 +161,7 @@ def test_without_sending_once_every_choice_travels_in_the_order_of_tokens(seed, 
         for tables_L, experts_TLK, lists_L in zip(tables_RL, experts_RTLK, lists_RL, strict=True):
             for layer, tables in enumerate(tables_L):
                 lists, slow = lists_L[layer], row_lists(tables, experts_TLK[:, layer], CPU)
-                assert lists.once is None
+                assert lists.tokens is None
                 assert lists.slot_Y.tolist() == slow.slot_Y.tolist()
                 assert lists.compute_order_Y.tolist() == slow.compute_order_Y.tolist()
                 assert lists.choice_X.tolist() == slow.choice_X.tolist()
@@ -199,9 +199,9 @@ def test_two_experts_of_a_token_on_one_rank_share_a_row():
     (lists,), (other,) = lists_of_all(tables_RL, [experts_TK[:, None], np.zeros((0, 1, 2), dtype=int)])
     assert lists.choice_X.tolist() == [0, 2, 1, 3, 4, 5]  # experts 0, 0, 1 on rank 0, experts 2, 2, 3 on rank 1
     assert tokens_to_ranks(lists) == [[0, 1], [1, 2]]
-    assert lists.once.arrived_Y.tolist() == [0, 1, 0]
+    assert lists.tokens.arrived_Y.tolist() == [0, 1, 0]
     assert received_by(other) == [2, 0]
-    assert other.once.arrived_Y.tolist() == [0, 1, 1]
+    assert other.tokens.arrived_Y.tolist() == [0, 1, 1]
 
 
 @settings(deadline=None, max_examples=40)
@@ -229,9 +229,9 @@ def test_joined_live_rows_arrive_behind_the_planned_rows_of_their_rank(seed, num
                     for source, lists_L in enumerate(plain_RL)
                     for t in tokens_to_ranks(lists_L[layer])[rank]
                 ]
-                expected = [plain[i] for i in plain_RL[rank][layer].once.arrived_Y.tolist()]
+                expected = [plain[i] for i in plain_RL[rank][layer].tokens.arrived_Y.tolist()]
                 expected = [(source, int(kinds_R[source][0][t])) for source, t in expected]
-                assert [arrived[i] for i in own[layer].once.arrived_Y.tolist()] == expected
+                assert [arrived[i] for i in own[layer].tokens.arrived_Y.tolist()] == expected
                 if sum(rows):
                     live = [(source, int(t)) for source, (_, live) in enumerate(kinds_R) for t in live]
                     assert [arrived[i] for i in own[layer].live.arrived_A.tolist()] == live

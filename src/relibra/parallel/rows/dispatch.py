@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from relibra.parallel.rows.exchange import AllToAll, exchange
-from relibra.parallel.rows.row_lists import Hop, RowLists, SendOnce
+from relibra.parallel.rows.row_lists import Hop, RowLists, TokenRows
 
 
 def dispatch_tokens(
@@ -39,16 +39,17 @@ def dispatch_tokens(
 
     choices       exchange of one row per token-slot; hops take group, place and recorder from it
     num_padding   rows of zeros behind the others, without weights
-    raises    EngineError when a peer is gone or the group's time-out has passed
+    raises        EngineError when a peer is gone or the group's time-out has passed
     """
-    once, rows_XH = _send_once(lists), hidden_TH
-    for hop in once.hops:
+    tokens = _token_rows(lists)
+    rows_XH = hidden_TH if tokens.by_node_X is None else _Gather.apply(hidden_TH, tokens.by_node_X)
+    for hop in tokens.hops:
         rows_XH = _exchange_hop(_Gather.apply(rows_XH, hop.index_X), hop, choices)
     weights_X1 = weights_TK.reshape(-1, 1)
     select = _Permute if len(lists.choice_X) == len(weights_X1) else _Gather  # some rows may not be planned
     weight_Y1 = exchange(select.apply(weights_X1, lists.choice_X), replace(choices, label="gate weights"))
     weight_Y1 = _Permute.apply(weight_Y1, lists.compute_order_Y)
-    return _Gather.apply(rows_XH, once.arrived_Y, num_padding), weight_Y1
+    return _Gather.apply(rows_XH, tokens.arrived_Y, num_padding), weight_Y1
 
 
 def combine_tokens(
@@ -58,12 +59,14 @@ def combine_tokens(
 
     outputs   consecutive parts of the computed rows. Results behind those of the lists are of padding, and nobody's
     """
-    once = _send_once(lists)
-    num_rows = [num_tokens, *(hop.num_brought for hop in once.hops)]  # before each hop, and those that arrived
-    rows_XH = _Sum.apply(once.arrived_Y, num_rows.pop(), *outputs)
-    for hop in reversed(once.hops):
+    tokens = _token_rows(lists)
+    num_copied = num_tokens if tokens.by_node_X is None else len(tokens.by_node_X)
+    # Before each hop, and those that arrived.
+    num_rows = [num_copied, *(sum(hop.sizes.receive_R) for hop in tokens.hops)]
+    rows_XH = _Sum.apply(tokens.arrived_Y, num_rows.pop(), *outputs)
+    for hop in reversed(tokens.hops):
         rows_XH = _Sum.apply(hop.index_X, num_rows.pop(), _exchange_hop(rows_XH, hop, choices, back=True))
-    return rows_XH
+    return rows_XH if tokens.by_node_X is None else _Sum.apply(tokens.by_node_X, num_tokens, rows_XH)
 
 
 def dispatch_choices(
@@ -84,14 +87,13 @@ def combine_choices(
     return (output_TKH * weights_TK.unsqueeze(-1)).sum(dim=1)
 
 
-def _send_once(lists: RowLists) -> SendOnce:
-    assert lists.once is not None, "tokens are sent once with fast sums only"
-    return lists.once
+def _token_rows(lists: RowLists) -> TokenRows:
+    assert lists.tokens is not None, "tokens are sent once with fast sums only"
+    return lists.tokens
 
 
 def _exchange_hop(rows_XH: Tensor, hop: Hop, choices: AllToAll, *, back: bool = False) -> Tensor:
-    if hop.sizes is None:
-        return rows_XH
+    """Exchange the copied rows of a hop, or with `back` their results; collective."""
     sizes = replace(choices, **hop.sizes._asdict())
     return exchange(rows_XH, sizes.back if back else sizes)
 

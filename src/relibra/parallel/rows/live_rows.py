@@ -54,7 +54,7 @@ def may_join(live_R: Int64[ndarray, " R"], planned_R: Int64[ndarray, " R"]) -> b
 
 
 class JoinedTokens(NamedTuple):
-    """The lists of a layer with the live rows of each rank behind its planned ones; see `SendOnce`, `LiveRows`."""
+    """The lists of a layer with the live rows of each rank behind its planned ones; see `TokenRows`, `LiveRows`."""
 
     arrived_Y: Int64[ndarray, " Y"]
     token_Z: Int64[ndarray, " Z"]

@@ -22,9 +22,9 @@ from torch import Tensor
 from relibra.cluster import Dispatch
 from relibra.parallel.rows.exchange import AllToAll
 from relibra.parallel.rows.live_rows import LiveRows, join_tokens, may_join
-from relibra.parallel.rows.relays import LayerRows, hops_of
+from relibra.parallel.rows.relays import RowHops, SentRows, hops_of
 from relibra.parallel.rows.row_kernels import order_arrived, order_rows, place_arrived
-from relibra.parallel.rows.row_lists import Hop, HopSizes, RowLists, SendOnce
+from relibra.parallel.rows.row_lists import Hop, HopSizes, RowLists, TokenRows
 from relibra.planning.traffic.rank_tables import RankTables
 from relibra.replay import BatchRoutes
 
@@ -65,11 +65,12 @@ class PreparedRows:
     live_R              live rows of each rank
     live_travel_along   whether live rows travel with the planned ones; otherwise they have an exchange of their own
     kinds               planned and live rows of this rank; None: all are planned
-    numbers             choices of all layers, then their orders of computation, local slots, arrived rows and the
-                        indices of each hop; if live rows travel along, arrived live rows
+    numbers             choices of all layers, then their orders of computation and local slots. If tokens go to a rank
+                        once: arrived rows, then rows by node (if `by_node`), the indices of each hop, and arrived live
+                        rows (if live rows travel along)
     sizes               of these lists, one after another
-    hops                sizes of each hop in all layers (None: copies stay); None: one row per token-slot, without
-                        arrived rows
+    hops                sizes of each hop in all layers; None: one row per token-slot
+    by_node             whether rows are copied by node before the first hop (`TokenRows`)
     """
 
     tables_L: Sequence[RankTables]
@@ -80,7 +81,8 @@ class PreparedRows:
     kinds: RowKinds | None
     numbers: Int32[Tensor, " X"]
     sizes: list[int]
-    hops: Sequence[Sequence[HopSizes] | None] | None
+    hops: Sequence[Sequence[HopSizes]] | None
+    by_node: bool = False
 
     def lists_on(self, device: torch.device, kinds: RowKinds | None) -> list[RowLists]:
         """Return the lists of all layers on a device, in one copy.
@@ -89,16 +91,18 @@ class PreparedRows:
         """
         pieces, result = self.numbers.to(device, non_blocking=True).split(self.sizes), []
         for layer in range(len(self.tables_L)):
-            choice_X, order_Y, slot_Y, *of_once = pieces[layer :: len(self.tables_L)]
-            once, live = None, None
-            if self.hops is not None:
-                sizes = [None if sizes_L is None else sizes_L[layer] for sizes_L in self.hops]
-                indices = of_once[1 : 1 + len(sizes)]
-                once = SendOnce(hops=[Hop(*hop) for hop in zip(indices, sizes, strict=True)], arrived_Y=of_once[0])
+            choice_X, order_Y, slot_Y, *of_tokens = pieces[layer :: len(self.tables_L)]
+            tokens, live = None, None
             if self.live_travel_along:
                 live_V = self.numbers.new_zeros(0, device=device) if kinds is None else kinds.live_V
-                live = LiveRows(own_V=live_V, arrived_A=of_once[-1], live_R=self.live_R)
-            result.append(RowLists(choice_X=choice_X, compute_order_Y=order_Y, slot_Y=slot_Y, once=once, live=live))
+                live = LiveRows(own_V=live_V, arrived_A=of_tokens.pop(), live_R=self.live_R)
+            if self.hops is not None:
+                arrived_Y, *indices = of_tokens
+                by_node_X = indices.pop(0) if self.by_node else None
+                hops = [Hop(index, sizes_L[layer]) for index, sizes_L in zip(indices, self.hops, strict=True)]
+                tokens = TokenRows(by_node_X=by_node_X, hops=hops, arrived_Y=arrived_Y)
+            lists = RowLists(choice_X=choice_X, compute_order_Y=order_Y, slot_Y=slot_Y, tokens=tokens, live=live)
+            result.append(lists)
         return result
 
 
@@ -151,25 +155,41 @@ def prepare_rows(
     receive_LR = heads_RX[:, 3:].T.astype(np.int64)
     place_arrived(tables.receive_LRP, receive_LR, received, arrived_Y)
     L, lists = len(tables_L), np.split(rows.numbers.numpy(), np.cumsum(sizes)[:-1])
-    travel = LayerRows(lists[4 * L :], own.send_LR, receive_LR, lists[3 * L : 4 * L], [])
+    sent = SentRows(lists[4 * L :], own.send_LR, receive_LR, lists[3 * L : 4 * L], [])
     if may_join(live_R, planned_R):
-        travel = _join(travel, kinds, live_R)
-    hops, travel = hops_of(travel, tables_L, group, dispatch)
-    rows = replace(rows, live_travel_along=bool(travel.live_L), hops=[hop.sizes_L for hop in hops])
-    if len(hops) == 1 and not rows.live_travel_along:
+        sent = _join(sent, kinds, live_R)
+    return _with_hops(rows, lists[: 3 * L], hops_of(sent, tables_L, group, dispatch), pinned=pinned)
+
+
+def _with_hops(
+    rows: PreparedRows, lists: Sequence[Int32[ndarray, " _"]], travel: RowHops, *, pinned: bool
+) -> PreparedRows:
+    """Return the prepared rows with their hops, and with lists in which rows are numbered as these bring them.
+
+    lists    choices, orders of computation and local slots of all layers: no hop changes them
+    pinned   as for `prepare_rows`
+    """
+    by_node_L, hops, sent = travel
+    rows = replace(
+        rows,
+        live_travel_along=bool(sent.live_L),
+        hops=[hop.sizes_L for hop in hops],
+        by_node=by_node_L is not None,
+    )
+    if len(hops) == 1 and not rows.by_node and not rows.live_travel_along:
         return rows  # its lists are in `numbers` already
-    indices = [index for hop in hops for index in hop.index_L]
-    lists = [*lists[: 3 * L], *travel.arrived_L, *indices, *travel.live_L]
+    indices = [*(by_node_L or ()), *(index for hop in hops for index in hop.index_L)]
+    lists = [*lists, *sent.arrived_L, *indices, *sent.live_L]
     numbers = torch.from_numpy(np.concatenate(lists, dtype=np.int32, casting="same_kind"))
     return replace(rows, numbers=numbers.pin_memory() if pinned else numbers, sizes=[len(one) for one in lists])
 
 
-def _join(rows: LayerRows, kinds: RowKinds | None, live_R: Int64[ndarray, " R"]) -> LayerRows:
+def _join(rows: SentRows, kinds: RowKinds | None, live_R: Int64[ndarray, " R"]) -> SentRows:
     """Return the same with the live rows of each rank behind its planned ones."""
     live_V = np.zeros(0, dtype=np.int64) if kinds is None else kinds.live_V.numpy()
     columns = zip(rows.arrived_L, rows.receive_LR, rows.token_L, rows.send_LR, strict=True)
     joined_L = [join_tokens(*of_layer, live_V, live_R) for of_layer in columns]
-    return LayerRows(
+    return SentRows(
         token_L=[joined.token_Z for joined in joined_L],
         send_LR=rows.send_LR + len(live_V),
         receive_LR=rows.receive_LR + live_R,

@@ -30,7 +30,7 @@ from relibra.parallel.rows.row_lists import HopSizes
 from relibra.planning.traffic.rank_tables import Place, RankTables
 
 
-class LayerRows(NamedTuple):
+class SentRows(NamedTuple):
     """Rows of all layers that travel when each token goes to a rank once, by layer.
 
     token_L     tokens that go to each rank
@@ -47,11 +47,24 @@ class LayerRows(NamedTuple):
     live_L: Sequence[Int[ndarray, " _"]]
 
 
-class LayerHop(NamedTuple):
-    """One hop of all layers, see `Hop`; `sizes_L` is None where copies stay."""
+class HopLists(NamedTuple):
+    """One hop of all layers, see `Hop`."""
 
     index_L: Sequence[Int[ndarray, " _"]]
-    sizes_L: Sequence[HopSizes] | None
+    sizes_L: Sequence[HopSizes]
+
+
+class RowHops(NamedTuple):
+    """How the rows of all layers reach the ranks that compute them.
+
+    by_node_L   see `TokenRows.by_node_X`; None: nothing is copied before the first hop
+    hops        one after another
+    rows        with arrivals numbered as the last hop brings them
+    """
+
+    by_node_L: Sequence[Int[ndarray, " _"]] | None
+    hops: Sequence[HopLists]
+    rows: SentRows
 
 
 class NodeRows(NamedTuple):
@@ -80,31 +93,29 @@ class Forwarded(NamedTuple):
     send_LG: Int64[ndarray, "L G"]
 
 
-def hops_of(
-    rows: LayerRows, tables_L: Sequence[RankTables], group: dist.ProcessGroup, dispatch: Dispatch
-) -> tuple[list[LayerHop], LayerRows]:
-    """Return the hops of all layers, and the rows with their arrivals renumbered; collective if hierarchical.
+def hops_of(rows: SentRows, tables_L: Sequence[RankTables], group: dist.ProcessGroup, dispatch: Dispatch) -> RowHops:
+    """Return the hops of all layers; collective if hierarchical.
 
     group    exchanges tensors of the CPU
     raises   EngineError when a peer is gone or the group's time-out has passed
     """
-    stay, per_node = not len(rows.live_L), tables_L[0].ranks_per_node
+    no_live, per_node = not len(rows.live_L), tables_L[0].ranks_per_node  # live rows go to every rank
     if per_node == rows.send_LR.shape[1]:
-        return [LayerHop(rows.token_L, _direct(rows, tables_L))], rows
+        return RowHops(None, [HopLists(rows.token_L, _direct(rows, tables_L))], rows)
     nodes = group_rows(rows.token_L, rows.send_LR, per_node)
     if dispatch == "flat":
-        return [LayerHop(nodes.token_L, None), LayerHop(nodes.group_L, _direct(rows, tables_L))], rows
+        return RowHops(nodes.token_L, [HopLists(nodes.group_L, _direct(rows, tables_L))], rows)
     rail = _Rail(group, tables_L[0].place._replace(layer_id=-1), rows.send_LR.shape[1], per_node)
     forwarded = _tell_relays(nodes, rows.send_LR, rail)
     from_LG = rows.receive_LR.reshape(len(tables_L), -1, per_node).sum(axis=1)
-    stay_L = [stay and tables.stay_in_node for tables in tables_L]
+    stay_L = [no_live and tables.stay_in_node for tables in tables_L]
     send_LR, receive_LR = (rail.spread(rail.ranks, rows_LN) for rows_LN in (nodes.rows_LN, forwarded.rows_LN))
     between_L = _sizes(send_LR, receive_LR, stay_L, "dispatch")
-    stay_L = [stay and tables.stay_on_rail for tables in tables_L]
+    stay_L = [no_live and tables.stay_on_rail for tables in tables_L]
     send_LR, receive_LR = (rail.spread(rail.own_node, rows_LG) for rows_LG in (forwarded.send_LG, from_LG))
     inside_L = _sizes(send_LR, receive_LR, stay_L, "dispatch in node")
-    hops = [LayerHop(nodes.token_L, between_L), LayerHop(forwarded.index_L, inside_L)]
-    return hops, renumber_arrived(rows, per_node)
+    hops = [HopLists(nodes.token_L, between_L), HopLists(forwarded.index_L, inside_L)]
+    return RowHops(None, hops, renumber_arrived(rows, per_node))
 
 
 def group_rows(token_L: Sequence[Int[ndarray, " _"]], send_LR: Int64[ndarray, "L R"], ranks_per_node: int) -> NodeRows:
@@ -119,7 +130,7 @@ def group_rows(token_L: Sequence[Int[ndarray, " _"]], send_LR: Int64[ndarray, "L
     return NodeRows(_pieces(token_Y[:end], rows_LN.sum(axis=1)), _pieces(group_Z, rows_L), rows_LN)
 
 
-def renumber_arrived(rows: LayerRows, ranks_per_node: int) -> LayerRows:
+def renumber_arrived(rows: SentRows, ranks_per_node: int) -> SentRows:
     """Return the rows as they arrive from relays: by number of the source in its node, node of the source, token."""
     R = rows.receive_LR.shape[1]
     by_rail_R = np.arange(R).reshape(-1, ranks_per_node).T.ravel()
@@ -191,7 +202,7 @@ def _tell_relays(nodes: NodeRows, send_LR: Int64[ndarray, "L R"], rail: _Rail) -
     return Forwarded(_pieces(forward_Y, send_LG.sum(axis=1)), rows_NL.T, send_LG)
 
 
-def _direct(rows: LayerRows, tables_L: Sequence[RankTables]) -> list[HopSizes]:
+def _direct(rows: SentRows, tables_L: Sequence[RankTables]) -> list[HopSizes]:
     """Return the sizes of the exchange in which each rank is sent its rows."""
     stay_L = [not len(rows.live_L) and tables.all_stay for tables in tables_L]
     return _sizes(rows.send_LR, rows.receive_LR, stay_L, "dispatch")

@@ -32,29 +32,29 @@ class HopSizes(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """One step of rows towards the ranks that compute them: rows are copied, and the copies are exchanged.
+    """One exchange of rows on their way to the ranks that compute them: rows are copied, and the copies are sent.
 
-    index_X   row that is copied as the X-th, by destination: of the batch, or of those that the hop before brought
-    sizes     of the exchange; None: the copies stay (flat dispatch groups rows by node here, for the order of sums)
+    index_X   row that is copied as the X-th, by destination: of the batch, of those that `TokenRows.by_node_X` copies,
+              or of those that the hop before brought
+    sizes     of the exchange
     """
 
     index_X: Int32[Tensor, " X"]
-    sizes: HopSizes | None
-
-    @property
-    def num_brought(self) -> int:
-        """Return the rows that there are after this hop."""
-        return len(self.index_X) if self.sizes is None else sum(self.sizes.receive_R)
+    sizes: HopSizes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SendOnce:
+class TokenRows:
     """Rows that travel when each token goes to a rank once.
 
-    hops        one where all ranks are one node, two where tokens are grouped by node (`relays.py`)
+    by_node_X   row of the batch that is copied as the X-th before the first hop: each once per node that needs it, by
+                node. So results are added per (token, node) first, as relays add them; None: nothing is copied. Set
+                for flat dispatch on several nodes
+    hops        two with relays (`relays.py`), else one
     arrived_Y   index of the row, among those that the last hop brought, that is the input of the Y-th computed row
     """
 
+    by_node_X: Int32[Tensor, " X"] | None
     hops: Sequence[Hop]
     arrived_Y: Int32[Tensor, " Y"]
 
@@ -66,14 +66,14 @@ class RowLists:
     choice_X          token-slot (index into `[T, K]`, flattened) sent as the X-th: by destination, local slot, position
     compute_order_Y   arrived token-slot (by source, local slot, position) that is computed Y-th
     slot_Y            local slot of the Y-th computed row
-    once              what is sent when each token goes to a rank once; None: one row per token-slot
+    tokens            set when each token goes to a rank once; None: one row per token-slot
     live              rows without recorded routes that travel behind the planned ones; None: there are none
     """
 
     choice_X: Int32[Tensor, " X"]
     compute_order_Y: Int32[Tensor, " Y"]
     slot_Y: Int32[Tensor, " Y"]
-    once: SendOnce | None = None
+    tokens: TokenRows | None = None
     live: LiveRows | None = None
 
     def with_live(self, arrived_X: Int[Tensor, " X"], order_Y: Int[Tensor, " Y"]) -> RowLists:
@@ -81,9 +81,9 @@ class RowLists:
 
         order_Y   index of each computed row among the further ones and then the others
         """
-        assert self.once is not None, "live rows travel with tokens that are sent once"
-        arrived_Y = torch.cat([arrived_X, self.once.arrived_Y]).index_select(0, order_Y)
-        return replace(self, once=replace(self.once, arrived_Y=arrived_Y))
+        assert self.tokens is not None, "live rows travel with tokens that are sent once"
+        arrived_Y = torch.cat([arrived_X, self.tokens.arrived_Y]).index_select(0, order_Y)
+        return replace(self, tokens=replace(self.tokens, arrived_Y=arrived_Y))
 
 
 def row_lists(tables: RankTables, experts_TK: Int[ndarray, "T K"], device: torch.device) -> RowLists:
