@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Int, Int64
+from jaxtyping import Int, Int32, Int64
 from numpy import ndarray
 
 from relibra.cluster import Dispatch
@@ -179,31 +179,46 @@ class _Rail(NamedTuple):
 def _tell_relays(nodes: NodeRows, send_LR: Int64[ndarray, "L R"], rail: _Rail) -> Forwarded:
     """Tell each relay what to forward from this rank; return what this rank forwards as a relay; collective.
 
-    Two messages to each node: for each layer the rows that go there, then those to each of its ranks; and for each
-    layer and rank there, the index of each row among those that go to the node.
+    send_LR   rows that this rank sends to each rank, when no relay is between
     """
     (L, N), G = nodes.rows_LN.shape, rail.ranks_per_node
     send_NLG = send_LR.reshape(L, N, G).swapaxes(0, 1)
-    counts_NLX = np.concatenate([nodes.rows_LN.T[:, :, None], send_NLG], axis=2).astype(np.int32)
-    same_N = np.ones(N, dtype=np.int64)
-    told_NLX = rail.exchange(counts_NLX.reshape(N, -1), same_N, same_N).reshape(N, L, 1 + G).astype(np.int64)
-    rows_NL, forward_NLG = told_NLX[:, :, 0], told_NLX[:, :, 1:]
-    first_LN = np.cumsum(nodes.rows_LN, axis=1) - nodes.rows_LN
-    to_nodes_L = [
-        [of_node - np.int32(first) for of_node, first in zip(_pieces(group_Z, sent_N), first_N.tolist(), strict=True)]
-        for group_Z, sent_N, first_N in zip(nodes.group_L, send_NLG.sum(axis=2).T, first_LN, strict=True)
-    ]
-    message_X = np.concatenate([of_node for to_node_L in zip(*to_nodes_L, strict=True) for of_node in to_node_L])
+    rows_NL, forward_NLG = _exchange_counts(nodes.rows_LN, send_NLG, rail)
     receive_N = forward_NLG.sum(axis=(1, 2))
-    received_X = rail.exchange(message_X, send_NLG.sum(axis=(1, 2)), receive_N)
+    received_X = rail.exchange(_message_to_relays(nodes, send_NLG), send_NLG.sum(axis=(1, 2)), receive_N)
     forward_Y = np.empty(int(receive_N.sum()), dtype=np.int32)
     place_forwarded(rows_NL, forward_NLG, received_X, forward_Y)
     send_LG = forward_NLG.sum(axis=0)
     return Forwarded(_pieces(forward_Y, send_LG.sum(axis=1)), rows_NL.T, send_LG)
 
 
+def _exchange_counts(
+    rows_LN: Int64[ndarray, "L N"], send_NLG: Int64[ndarray, "N L G"], rail: _Rail
+) -> tuple[Int64[ndarray, "N L"], Int64[ndarray, "N L G"]]:
+    """Exchange the first message, how many rows: those to each node, and of them those to each of its ranks.
+
+    returns   rows that come from each node, and of them those that go to each rank of the own node; collective
+    """
+    N, L, G = send_NLG.shape
+    counts_NLX = np.concatenate([rows_LN.T[:, :, None], send_NLG], axis=2).astype(np.int32)
+    one_each_N = np.ones(N, dtype=np.int64)
+    told_X = rail.exchange(counts_NLX.reshape(N, -1), one_each_N, one_each_N)
+    told_NLX = told_X.reshape(N, L, 1 + G).astype(np.int64)
+    return told_NLX[:, :, 0], told_NLX[:, :, 1:]
+
+
+def _message_to_relays(nodes: NodeRows, send_NLG: Int64[ndarray, "N L G"]) -> Int32[ndarray, " X"]:
+    """Return the second message, which rows: by node, layer and rank there, their index among those to the node."""
+    first_LN = np.cumsum(nodes.rows_LN, axis=1) - nodes.rows_LN
+    by_layer = [
+        [of_node - np.int32(first) for of_node, first in zip(_pieces(group_Z, sent_N), first_N.tolist(), strict=True)]
+        for group_Z, sent_N, first_N in zip(nodes.group_L, send_NLG.sum(axis=2).T, first_LN, strict=True)
+    ]
+    return np.concatenate([of_layer for of_node in zip(*by_layer, strict=True) for of_layer in of_node])
+
+
 def _direct(rows: SentRows, tables_L: Sequence[RankTables]) -> list[HopSizes]:
-    """Return the sizes of the exchange in which each rank is sent its rows."""
+    """Return the sizes, by layer, of the exchange in which each rank is sent its rows."""
     stay_L = [not len(rows.live_L) and tables.all_stay for tables in tables_L]
     return _sizes(rows.send_LR, rows.receive_LR, stay_L, "dispatch")
 
@@ -216,4 +231,5 @@ def _sizes(
 
 
 def _pieces(numbers_X: ndarray, sizes_L: ndarray) -> list[ndarray]:
+    """Return consecutive pieces of these sizes."""
     return np.split(numbers_X, np.cumsum(sizes_L)[:-1])

@@ -168,12 +168,14 @@ def place_arrived(receive_LRP, rows_LR, messages_X, arrived_Y) -> None:
 @compiled
 @no_type_check
 def group_by_node(token_Z, send_LR, ranks_per_node, num_rows, token_Y, group_Z, rows_LN) -> int:
-    """Write which tokens go to each node, and which of them each row is that is sent to a rank; return their number.
+    """Write which tokens go to each node, from those that go to each rank.
 
     token_Z    tokens that go to each rank, layer by layer
-    token_Y    receives the tokens of each layer, by node, each once per node and ascending; room for as many
-    group_Z    receives the index of each row's token among those of the layer
-    rows_LN    receives their number for each node
+    num_rows   above every token
+    token_Y    receives the tokens of each layer, by node, each once per node and ascending; as long as token_Z
+    group_Z    receives, for each entry of token_Z, its index among the entries of token_Y of its layer
+    rows_LN    receives the number of tokens for each node
+    returns    the entries of token_Y that were written
     """
     end_Z, end_Y, visits = 0, 0, 0
     visit_T, place_T = np.zeros(num_rows, np.int64), np.empty(num_rows, np.int32)
@@ -199,12 +201,14 @@ def group_by_node(token_Z, send_LR, ranks_per_node, num_rows, token_Y, group_Z, 
 @compiled
 @no_type_check
 def place_forwarded(rows_NL, send_NLG, message_X, forward_Y) -> None:
-    """Write, layer by layer, which row that came from the same number in each node goes to each rank of the own node.
+    """Write, layer by layer, which of the rows that came to a relay goes to each rank of its node.
 
-    rows_NL     rows from each node
-    send_NLG    of them, those that go to each rank of the own node
-    message_X   of each node, layer by layer, the row (among those from there) that is the next to each rank
-    forward_Y   receives rows by rank of the own node, node that they came from, and token
+    rows_NL     rows that came from each node
+    send_NLG    rows from each node that go to each rank of the own node
+    message_X   by source node, layer and rank of the own node: the rows that go there, numbered among those of the
+                layer that came from the node
+    forward_Y   receives the rows, numbered among all of the layer that came: by layer, rank of the own node, source
+                node, token
     """
     N, L, G = send_NLG.shape
     read_N = np.zeros(N, np.int64)  # next entry of each node
