@@ -113,7 +113,7 @@ class LiveBalancing:
                 residents=None,
                 tables_L=[tables],
                 homes_L=[layer.homes],
-                homes_early=False,
+                may_push_early=False,
                 recorder=live.recorder,
             )
             replicas = LayerReplicas(pushes, 0) if pushes.has_replicas(0) else None

@@ -203,7 +203,7 @@ def prepare_micro_batch(executed: ExecutedPlan, number: int, routes: BatchRoutes
         residents=executed.residents,
         tables_L=rows.tables_L,
         homes_L=[layer.homes for layer in executed.layers],
-        homes_early=executed.layers[0].homes_stay_whole,
+        may_push_early=executed.layers[0].homes_stay_whole,
         recorder=executed.recorder,
     )
     kinds = None if rows.kinds is None else rows.kinds.on(state.device)

@@ -34,8 +34,9 @@ class PushSchedule:
     counts          shared slots of the plan, and what lies in front of them
     residents       resident slots; None: the plan has none
     tables_L        by position of the layer
-    homes_L         local parameters of each layer
-    homes_early     whether homes have their weights before their layer runs: FSDP does not shard them
+    homes_L         functions that return the local parameters of each layer
+    may_push_early  whether a push may start before its layer runs: homes have the weights then, as FSDP does not shard
+                    them over more ranks
     recorder        of the execution; pushes and returns are recorded
     """
 
@@ -44,7 +45,7 @@ class PushSchedule:
     residents: Residents | None
     tables_L: Sequence[RankTables]
     homes_L: Sequence[HomeParameters]
-    homes_early: bool
+    may_push_early: bool
     recorder: TimelineRecorder
 
     @property
@@ -103,8 +104,8 @@ class PushSchedule:
         return SlotRange(slice(0, A), resident), SlotRange(slice(A, A + self.counts.shared), shared)
 
     def _start_early(self, positions: range) -> None:
-        """Start the push of the first of these layers that lacks weights, if there are slots and weights already."""
-        if self.state.slots is not None and self.homes_early:
+        """Start the push of the first of these layers that lacks weights, if there are slots and it may start early."""
+        if self.state.slots is not None and self.may_push_early:
             lacking_L = self._shared_L | self._missing_LRA.any(axis=(1, 2))
             first = next((position for position in positions if lacking_L[position]), None)
             if first is not None:
