@@ -117,13 +117,16 @@ def _refuse_other_plans_and_models(case, model, folder) -> dict[str, str]:
 
     def other_shapes(plan):
         layer = list(balanced_layers(model).values())[1]
-        names, layer.names = layer.names, layer.names[:1]  # as if this layer had one parameter less
+        names, layer.parameter_names = (
+            layer.parameter_names,
+            layer.parameter_names[:1],
+        )  # as if this layer had one parameter less
         others = [getattr(layer.experts, name).requires_grad_(False) for name in names[1:]]
         try:
             with execute_plan(model, plan, case.demand):
                 pass
         finally:
-            layer.names = names
+            layer.parameter_names = names
             for other in others:
                 other.requires_grad_(True)
 

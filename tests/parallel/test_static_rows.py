@@ -37,7 +37,7 @@ def watched_step(case, folder):
     seen, own = {}, BalancedEP.run_rows
 
     def run_rows(layer, rows_YH, rows, weight_Y1):
-        weights = {name: tuple(getattr(layer.experts, name).shape) for name in layer.names}
+        weights = {name: tuple(getattr(layer.experts, name).shape) for name in layer.parameter_names}
         shapes = (tuple(rows_YH.shape), tuple(rows.ends_P.shape), *weights.items())
         seen.setdefault(id(layer), []).append(shapes)
         return own(layer, rows_YH, rows, weight_Y1)

@@ -33,7 +33,7 @@ _ATTRIBUTE = "_relibra_balanced_ep"
 
 
 class LayerInput(NamedTuple):
-    """Tokens of this rank, the experts that they chose, and their gate weights."""
+    """Tokens of this rank, the logical experts that they chose, and their gate weights."""
 
     hidden_TH: Tensor
     experts_TK: Tensor
@@ -55,12 +55,13 @@ class LayerRunner(Protocol):
 class BalancedEP(AllToAllEP):  # type: ignore[misc]
     """Experts of one layer.
 
-    names         parameters of the experts module that hold one entry per expert
+    parameter_names         of the experts module: its parameters that hold one entry per expert
     physical_to_logical_E   logical expert at each position; position p is at home on rank p // (E / R)
-    runner        runs the layer while a plan is executed; None: it runs as with `all_to_all`
-    agreement     shared by all layers of the model; None before the first `agreement_of`
-    group_state   shared by all layers of the model; None before the first `group_state_of`
-    raises        EngineError under tensor parallelism
+    runner                  runs the layer while a plan is executed or layers balance live; None: it runs as with
+                            `all_to_all`
+    agreement               shared by all layers of the model; None before the first `agreement_of`
+    group_state             shared by all layers of the model; None before the first `group_state_of`
+    raises                  EngineError under tensor parallelism
     """
 
     runner: LayerRunner | None = None
@@ -78,8 +79,10 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
         self.experts = experts
         self.physical_to_logical_E = np.arange(self.num_local_experts * ep_mesh.size())
         self._positions: tuple[np.ndarray | None, Tensor | None] = (None, None)  # a map, and its inverse
-        self.names = [name for name, p in experts.named_parameters(recurse=False) if isinstance(p, DTensor)]
-        assert self.names, "transformers installs the expert parallelism of a module before it shards its parameters"
+        self.parameter_names = [name for name, p in experts.named_parameters(recurse=False) if isinstance(p, DTensor)]
+        assert self.parameter_names, (
+            "transformers installs the expert parallelism of a module before it shards its parameters"
+        )
         setattr(experts, _ATTRIBUTE, self)
         experts.register_state_dict_pre_hook(self._refuse_physical_order)
 
@@ -91,17 +94,17 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
     ) -> Float[Tensor, "T H"]:
         """Return the weighted expert output of each token of this rank; collective over the expert-parallel group."""
         tokens = LayerInput(hidden_states, top_k_index, top_k_weights)
-        return self.run_at_home(tokens) if self.runner is None else self._run_planned(tokens)
+        return self.run_at_home(tokens) if self.runner is None else self._run_by_runner(tokens)
 
     @torch.compiler.disable
-    def _run_planned(self, tokens: LayerInput) -> Tensor:
-        """Run the layer as the plan says, outside of compiled graphs: sizes and peers change with every micro-batch."""
+    def _run_by_runner(self, tokens: LayerInput) -> Tensor:
+        """Run the layer as its runner says, outside of compiled graphs: sizes and peers change with every pass."""
         assert self.runner is not None, "the caller looked"
         return self.runner(tokens)
 
     def run_at_home(self, tokens: LayerInput) -> Tensor:
         """Run every expert at its home, as `all_to_all` does; collective."""
-        position_E, (hidden_TH, experts_TK, weights_TK) = self.position_of(tokens.experts_TK.device), tokens
+        position_E, (hidden_TH, experts_TK, weights_TK) = self.positions_on(tokens.experts_TK.device), tokens
         return super().__call__(hidden_TH, experts_TK if position_E is None else position_E[experts_TK], weights_TK)
 
     def run_rows(
@@ -121,8 +124,11 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
             return self.experts_forward(rows_YH, rows.slot_Y.long().unsqueeze(1), weight_Y1)
 
     def homes(self) -> dict[str, Tensor]:
-        """Return the local parameters `[E / R, ...]` by name; outside of the layer's passes if `homes_stay_whole`."""
-        parameters = {name: getattr(self.experts, name) for name in self.names}
+        """Return the local parameters `[E / R, ...]` by name.
+
+        Inside the forward and backward pass of the layer, and with `homes_stay_whole` at any time.
+        """
+        parameters = {name: getattr(self.experts, name) for name in self.parameter_names}
         local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in parameters.items()}
         assert all(len(p) == self.num_local_experts for p in local.values()), "the experts of this rank are whole here"
         return local
@@ -130,7 +136,7 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
     @property
     def homes_stay_whole(self) -> bool:
         """Return whether the experts of this rank are whole between passes too: FSDP does not shard them over ranks."""
-        mesh = getattr(self.experts, self.names[0]).device_mesh
+        mesh = getattr(self.experts, self.parameter_names[0]).device_mesh
         return "efsdp" not in (mesh.mesh_dim_names or ()) or mesh["efsdp"].size() == 1
 
     def refuse_adapters(self, name: str) -> None:
@@ -138,7 +144,7 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
 
         name   of the experts module in the model
         """
-        own = {name for name, p in self.experts.named_parameters() if p.requires_grad} - set(self.names)
+        own = {name for name, p in self.experts.named_parameters() if p.requires_grad} - set(self.parameter_names)
         if own or name.endswith(".base_layer"):
             what = f"parameters {sorted(own)} of their own" if own else "an adapter around them"
             raise EngineError(
@@ -151,7 +157,7 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
 
         name   of the experts module in the model
         """
-        at, device = getattr(self.experts, self.names[0]).device.type, self.ep_mesh.device_type
+        at, device = getattr(self.experts, self.parameter_names[0]).device.type, self.ep_mesh.device_type
         if at != device:
             raise EngineError(
                 f"experts {name!r} are on {at!r} between passes and computed on {device!r} (fsdp_cpu_offload), but a "
@@ -165,8 +171,8 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
                 "inside `with logical_order(model, optimizer)`, or take logical_parameters(model)"
             )
 
-    def position_of(self, device: torch.device) -> Tensor | None:
-        """Return the position of each logical expert; None: experts are in logical order."""
+    def positions_on(self, device: torch.device) -> Tensor | None:
+        """Return the position `[E]` of each logical expert, on a device; None: experts are in logical order."""
         known, position_E = self._positions
         if known is not self.physical_to_logical_E:
             order_E = np.argsort(self.physical_to_logical_E)

@@ -213,7 +213,8 @@ def _check_fit(plan: StepPlan, layers: dict[int, BalancedEP]) -> None:
             "relocate(model, plan.physical_to_logical_map, optimizer) first, or plan with Budget(move_homes=False)"
         )
     shapes = {
-        tuple((name, *getattr(layer.experts, name).shape[1:]) for name in layer.names) for layer in layers.values()
+        tuple((name, *getattr(layer.experts, name).shape[1:]) for name in layer.parameter_names)
+        for layer in layers.values()
     }
     if plan.num_copies and len(shapes) > 1:
         raise EngineError(

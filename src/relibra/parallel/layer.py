@@ -129,7 +129,7 @@ def _run_fast(run: LayerRun, tokens: LayerInput) -> Tensor:
     choices, lists, live, order_Y = run.choice_exchange(), run.lists, None, None
     rows = SortedRows(lists.slot_Y, run.ends_P)
     if lists.live is not None:
-        position_E = run.layer.position_of(tokens.experts_TK.device)
+        position_E = run.layer.positions_on(tokens.experts_TK.device)
         live = exchange_choices(
             lists.live, tokens.experts_TK, tokens.weights_TK, position_E, run.tables.num_homes, choices
         )

@@ -148,7 +148,7 @@ class PlanRunner:
 
 def _expert_shape(model: nn.Module, layer: BalancedEP) -> ExpertShape:
     """Return the size of one expert: gate, up and down, in the type of the weights."""
-    stacked = [p for p in (getattr(layer.experts, name) for name in layer.names) if p.ndim == 3]
+    stacked = [p for p in (getattr(layer.experts, name) for name in layer.parameter_names) if p.ndim == 3]
     config: Any = model.config
     hidden = int(config.get_text_config().hidden_size)
     width = min(p.shape[1] * p.shape[2] for p in stacked) // hidden  # gate and up are often one parameter

@@ -55,7 +55,7 @@ class StoredRows(NamedTuple):
 
 def home_shards(layer: BalancedEP) -> list[HomeShard]:
     """Return the expert parameters of a layer in the module's order, outside of its forward and backward pass."""
-    return [_home_shard(layer, name) for name in layer.names]
+    return [_home_shard(layer, name) for name in layer.parameter_names]
 
 
 def home_ranks(layer: BalancedEP) -> tuple[Int64[ndarray, " E"], Int64[ndarray, " E"]]:
@@ -70,7 +70,7 @@ def home_ranks(layer: BalancedEP) -> tuple[Int64[ndarray, " E"], Int64[ndarray, 
 
 def home_mesh(layer: BalancedEP) -> DeviceMesh:
     """Return the mesh of the expert parameters of a layer; ep is its last dimension."""
-    return _sharded(layer, layer.names[0]).device_mesh
+    return _sharded(layer, layer.parameter_names[0]).device_mesh
 
 
 def rows_by_expert(layer_id: int, layer: BalancedEP, optimizer: torch.optim.Optimizer | None) -> list[StoredRows]:

@@ -48,7 +48,7 @@ def logical_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     rows_by_id = {
         id(getattr(layer.experts, name)): torch.from_numpy(np.argsort(layer.physical_to_logical_E))
         for layer in balanced_layers(model).values()
-        for name in layer.names
+        for name in layer.parameter_names
     }
     for name, parameter in model.named_parameters():
         whole = full_tensor(parameter)
