@@ -83,8 +83,8 @@ class ExecutedPlan:
             yield
 
     def holding_residents(self) -> AbstractContextManager[None]:
-        """Return a context at whose end the slots of residents are free."""
-        return nullcontext() if self.residents is None else self.residents.during_steps_of(self.model)
+        """Return a context in which an early optimizer step is refused, and after which resident slots are free."""
+        return nullcontext() if self.residents is None else self.residents.watching_steps_of(self.model)
 
     def holds(self, number: int, routes: BatchRoutes | None) -> bool:
         """Return whether this rank has prepared a micro-batch with these routes, or is doing so."""

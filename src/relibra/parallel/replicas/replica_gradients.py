@@ -29,7 +29,7 @@ from torch import Tensor
 
 from relibra.parallel.replicas.push_schedule import PushSchedule
 from relibra.parallel.replicas.replica_slots import ReplicaSlots
-from relibra.parallel.replicas.resident_slots import Residents, Return
+from relibra.parallel.replicas.resident_slots import Residents, ReturnedGradient
 from relibra.parallel.replicas.transfer import Transfer
 from relibra.planning.traffic.rank_tables import Place, Push
 from relibra.timeline import TimelineRecorder
@@ -47,7 +47,7 @@ class GradientReturn:
         self._transfer: Transfer | None = None
         self._arriving: dict[str, dict[int, Tensor]] = {}
 
-    def send(self, returns: Sequence[Return], trained: Sequence[str], *, num_sums: int) -> None:
+    def send(self, returns: Sequence[ReturnedGradient], trained: Sequence[str], *, num_sums: int) -> None:
         """Start to send gradients home; collective.
 
         returns   of all ranks, the same pushes on every rank
@@ -139,11 +139,13 @@ class LayerReplicas:
         names, place, A = list(self.shared.weights), self.tables.place, self.resident.slots.stop
         of_resident = dict(zip(names, of_slots, strict=False))
         of_shared = dict(zip(names, of_slots[len(names) :], strict=True))
-        returns, sums = [], list[Return]()
+        returns, sums = [], list[ReturnedGradient]()
         for push in self.tables.pushes:
             if push.slot >= A:
                 own = trained if push.replica == place.rank else ()
-                returns.append(Return(push, {name: self._row(name, of_shared[name], push.slot - A) for name in own}))
+                returns.append(
+                    ReturnedGradient(push, {name: self._row(name, of_shared[name], push.slot - A) for name in own})
+                )
         if (residents := self.schedule.residents) is not None:
             gradients = {name: of_resident[name] for name in trained}
             used_RA = self.schedule.used_LRA[self.position]

@@ -24,8 +24,12 @@ from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.rank_tables import Push, RankTables
 
 
-class Return(NamedTuple):
-    """A gradient, or a sum of gradients, that goes home; `rows` `[...]` by parameter, on the rank of the slot only."""
+class ReturnedGradient(NamedTuple):
+    """A gradient, or a sum of gradients, that goes home.
+
+    push   whose way it goes in reverse
+    rows   `[...]` of one expert, by parameter; {} on ranks other than that of the slot
+    """
 
     push: Push
     rows: dict[str, Tensor]
@@ -74,7 +78,7 @@ class Residents:
 
     def add_gradients(
         self, micro_batch: int, layer: int, used_RA: Int16[ndarray, "R A"], gradients: dict[str, Tensor | None]
-    ) -> list[Return]:
+    ) -> list[ReturnedGradient]:
         """Add gradients `[A, ...]` of used slots to their sums; return what goes home now, of all ranks.
 
         gradients   of trained parameters, by name; {}: this micro-batch adds none
@@ -86,14 +90,14 @@ class Residents:
                 "replicas would not go home, so call backward() inside"
             )
         settled = self.residency.settle(micro_batch, layer, used_RA)
-        returns = [Return(push, self._rows(layer, push, clone=True)) for push in settled.before]
+        returns = [ReturnedGradient(push, self._rows(layer, push, clone=True)) for push in settled.before]
         for slot in np.flatnonzero(used_RA[self._rank] >= 0).tolist():
             for name, gradient in gradients.items():
                 self._add(layer, name, slot, gradient, fresh=(self._rank, slot) in settled.fresh)
-        return returns + [Return(push, self._rows(layer, push)) for push in settled.after]
+        return returns + [ReturnedGradient(push, self._rows(layer, push)) for push in settled.after]
 
     @contextmanager
-    def during_steps_of(self, model: nn.Module) -> Iterator[None]:
+    def watching_steps_of(self, model: nn.Module) -> Iterator[None]:
         """Forget weights before an optimizer of the model steps inside; free all slots at the end.
 
         raises   EngineError out of the optimizer's `step`, or at the end, while gradients wait
