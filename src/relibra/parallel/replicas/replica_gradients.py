@@ -38,7 +38,7 @@ from relibra.timeline import TimelineRecorder
 class GradientReturn:
     """Gradients of replicas of one (layer, micro-batch) on their way home.
 
-    slots   of this rank; they say shapes and dtypes, and have the room for what arrives
+    slots   of this rank; they say shapes and dtypes, and have buffers for what arrives
     """
 
     def __init__(self, place: Place, slots: ReplicaSlots, recorder: TimelineRecorder) -> None:
@@ -60,7 +60,7 @@ class GradientReturn:
             narrow = self.slots.weights[name].dtype
             wide = torch.promote_types(narrow, torch.float32)
             self._arriving[name] = {
-                n: self.slots.room.take(name, wide if n >= len(pushes) - num_sums else narrow)
+                n: self.slots.gradient_buffers.take(name, wide if n >= len(pushes) - num_sums else narrow)
                 for n, _ in transfer.of_homes
             }
             transfer.start({n: returns[n].rows[name] for n, _ in transfer.of_slots}, self._arriving[name])
@@ -86,7 +86,7 @@ class GradientReturn:
                 sums[slot] = (sums[slot] if slot in sums else of_home[slot].to(wide)) + row.to(wide)
             for slot, total in sums.items():  # rounded once
                 of_home[slot] = total
-            self.slots.room.give_back(name, rows.values())
+            self.slots.gradient_buffers.give_back(name, rows.values())
 
 
 class LayerReplicas:
@@ -154,7 +154,7 @@ class LayerReplicas:
 
     def _row(self, name: str, gradient: Tensor | None, slot: int) -> Tensor:
         """Return the gradient of one shared slot; zeros where nothing was computed."""
-        return self.slots.room.zeros(name) if gradient is None else gradient[slot]
+        return self.slots.gradient_buffers.zeros(name) if gradient is None else gradient[slot]
 
 
 class WaitingGradients:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from relibra.parallel.preparation import Preparation
 from relibra.parallel.process_groups import make_same_ranks_group
-from relibra.parallel.replicas.gradient_room import GradientRoom
+from relibra.parallel.replicas.gradient_buffers import GradientBuffers
 from relibra.parallel.replicas.transfer import Transfer
 from relibra.planning.traffic.rank_tables import Place, Push
 from relibra.timeline import TimelineRecorder
@@ -50,7 +50,7 @@ class ReplicaSlots:
     num_in_front      F
     shared_by         whose weights are in the shared slots or on their way; None: outdated ones
     push_group        process group of pushes and returns
-    room              memory for gradients on their way home
+    gradient_buffers  memory for gradients on their way home
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ReplicaSlots:
         self.front_and_slots = {name: home.new_zeros((num_both, *home.shape[1:])) for name, home in like_homes.items()}
         self.weights = {name: both[num_in_front:] for name, both in self.front_and_slots.items()}
         self.num_shared, self.num_in_front, self.push_group = num_shared, num_in_front, push_group
-        self.room = GradientRoom(self.weights)
+        self.gradient_buffers = GradientBuffers(self.weights)
         self.shared_by: Place | None = None
         self._filling: Transfer | None = None
 
@@ -121,7 +121,7 @@ class ReplicaSlots:
         The next use of the slots finishes pushes under way: later pushes could match the messages of dropped ones.
         """
         self.shared_by = None
-        self.room.clear()
+        self.gradient_buffers.clear()
 
 
 def _numbered(one: SlotRange, rows: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -1,4 +1,4 @@
-"""`GradientRoom`: memory for gradients of replicas on their way home, which all layers of a step use in turn."""
+"""`GradientBuffers`: memory for gradients of replicas on their way home, which all layers of a step use in turn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class GradientRoom:
+class GradientBuffers:
     """Gradients of one expert, per parameter, that are free to be received into.
 
     One that is taken is nobody else's until it is given back, which its owner does after it has arrived and has been
