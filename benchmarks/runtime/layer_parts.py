@@ -24,7 +24,7 @@ from relibra.parallel.balanced import BalancedEP, parameters_replaced
 from relibra.parallel.rows.dispatch import combine_tokens, dispatch_tokens
 from relibra.parallel.rows.exchange import AllToAll
 from relibra.parallel.rows.prepared_rows import PreparedRows
-from relibra.parallel.sorted_rows import SortedRows, slot_ends
+from relibra.parallel.rows.sorted_rows import SortedRows, slot_ends
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.traffic.rank_tables import RankTables
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.integrations.moe import use_experts_implementation
 
 from relibra.parallel.grouped_product import is_grouped, run_sorted
-from relibra.parallel.sorted_rows import SortedRows, one_expert, slot_ends
+from relibra.parallel.rows.sorted_rows import SortedRows, one_expert, slot_ends
 from relibra.planning.traffic.rank_tables import Place, home_tables
 from tests.replay.tiny_models import CONFIGS, tiny_model
 

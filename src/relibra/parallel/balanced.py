@@ -20,10 +20,10 @@ from transformers.distributed.expert_parallel import AllToAllEP, EPImplementatio
 
 from relibra.errors import EngineError
 from relibra.parallel.agreement import Agreement
+from relibra.parallel.group_state import GroupState
 from relibra.parallel.grouped_product import is_grouped, run_sorted
 from relibra.parallel.process_groups import make_same_ranks_group
-from relibra.parallel.replicas.replica_slots import GroupState
-from relibra.parallel.sorted_rows import SortedRows
+from relibra.parallel.rows.sorted_rows import SortedRows
 from relibra.replay.routers import DECODER_LAYER
 
 NAME = "relibra"

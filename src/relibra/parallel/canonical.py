@@ -24,7 +24,7 @@ from torch import Tensor
 from relibra.errors import EngineError
 from relibra.parallel.balanced import BalancedEP, parameters_replaced
 from relibra.parallel.replicas.replica_gradients import LayerReplicas
-from relibra.parallel.sorted_rows import one_expert
+from relibra.parallel.rows.sorted_rows import one_expert
 from relibra.planning.traffic.rank_tables import RankTables
 
 CHUNK = 128

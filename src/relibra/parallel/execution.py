@@ -21,10 +21,10 @@ from relibra.parallel.agreement import LastForward, Point
 from relibra.parallel.balanced import LayerInput, agreement_of, balanced_layers, group_state_of
 from relibra.parallel.canonical import Sums, chunk_of
 from relibra.parallel.fallback import KnownRoutes, agree_on_step
+from relibra.parallel.group_state import GroupState
 from relibra.parallel.layer import run_at_home, run_layer
 from relibra.parallel.micro_batch import ExecutedPlan, PlannedMicroBatch, prepare_micro_batch
 from relibra.parallel.replicas.replica_gradients import GradientReturn, WaitingGradients
-from relibra.parallel.replicas.replica_slots import GroupState
 from relibra.parallel.replicas.residency import keep_slots
 from relibra.parallel.replicas.resident_slots import Residents
 from relibra.parallel.rows.exchange import explain_peer_failure

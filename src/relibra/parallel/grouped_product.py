@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.integrations import moe
 
-from relibra.parallel.sorted_rows import SortedRows
+from relibra.parallel.rows.sorted_rows import SortedRows
 
 
 def is_grouped(forward: Callable[..., Tensor]) -> bool:

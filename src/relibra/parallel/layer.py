@@ -31,7 +31,7 @@ from relibra.parallel.rows.dispatch import combine_choices, combine_tokens, disp
 from relibra.parallel.rows.exchange import AllToAll, all_gather, explain_peer_failure
 from relibra.parallel.rows.live_rows import exchange_choices
 from relibra.parallel.rows.row_lists import RowLists, row_lists
-from relibra.parallel.sorted_rows import SortedRows, slot_ends
+from relibra.parallel.rows.sorted_rows import SortedRows, slot_ends
 from relibra.planning.traffic.rank_tables import Place, RankTables, home_tables
 from relibra.replay.routers import is_recompute
 from relibra.timeline import TimelineRecorder

@@ -26,14 +26,15 @@ from relibra.errors import EngineError
 from relibra.parallel.agreement import Agreement, Point, digest_words
 from relibra.parallel.balanced import BalancedEP, LayerInput, agreement_of, balanced_layers, group_state_of
 from relibra.parallel.canonical import Sums, chunk_of
+from relibra.parallel.group_state import GroupState
 from relibra.parallel.layer import LayerRun, run_experts
 from relibra.parallel.replicas.push_schedule import PushSchedule
 from relibra.parallel.replicas.replica_gradients import LayerReplicas
-from relibra.parallel.replicas.replica_slots import GroupState, SlotCounts
+from relibra.parallel.replicas.replica_slots import SlotCounts
 from relibra.parallel.rows.exchange import all_gather
 from relibra.parallel.rows.prepared_rows import prepare_rows
 from relibra.parallel.rows.row_lists import RowLists, row_lists
-from relibra.parallel.sorted_rows import slot_ends
+from relibra.parallel.rows.sorted_rows import slot_ends
 from relibra.planning.baselines.live import TOLERANCE, solve_layer
 from relibra.planning.budget import MOST_SLOTS, MOST_TOLERANCE
 from relibra.planning.traffic.rank_tables import Place, RankTables, layer_tables

@@ -16,13 +16,14 @@ from relibra.errors import EngineError
 from relibra.parallel.agreement import Agreement
 from relibra.parallel.balanced import BalancedEP
 from relibra.parallel.fallback import MicroBatchMode, agree_on_micro_batch, routes_fit
+from relibra.parallel.group_state import GroupState
 from relibra.parallel.preparation import PreparedStep
 from relibra.parallel.replicas.push_schedule import PushSchedule
-from relibra.parallel.replicas.replica_slots import GroupState, SlotCounts
+from relibra.parallel.replicas.replica_slots import SlotCounts
 from relibra.parallel.replicas.resident_slots import Residents
 from relibra.parallel.rows.prepared_rows import RowKinds
 from relibra.parallel.rows.row_lists import RowLists
-from relibra.parallel.sorted_rows import slot_ends
+from relibra.parallel.rows.sorted_rows import slot_ends
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.rank_tables import RankTables
 from relibra.replay import BatchRoutes

@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Bool, Int16
 from numpy import ndarray
 
-from relibra.parallel.replicas.replica_slots import GroupState, HomeParameters, ReplicaSlots, SlotCounts, SlotRange
+from relibra.parallel.group_state import GroupState
+from relibra.parallel.replicas.replica_slots import HomeParameters, ReplicaSlots, SlotCounts, SlotRange
 from relibra.parallel.replicas.resident_slots import Residents
 from relibra.planning.traffic.rank_tables import RankTables
 from relibra.timeline import TimelineRecorder

@@ -1,6 +1,7 @@
-"""`SortedRows`: which expert computes each row, of rows that lie by local slot, with the ends of slots on the device.
+"""`SortedRows`: which local slot computes each row of a rank, and where the rows of each slot end, on the device.
 
-Tables say how many rows each slot gets, so the host never waits for the device, and nothing sorts rows again.
+Rows lie by slot. Tables say how many each slot gets, so the host does not wait for the device, and nothing sorts rows
+again.
 """
 
 from __future__ import annotations
@@ -35,16 +36,21 @@ class SortedRows(NamedTuple):
         return SortedRows(self.slot_Y[rows] - slots.start, self.ends_P[slots] - rows.start)
 
     def padded(self, num_rows: int) -> SortedRows:
-        """Return them with further rows in the last slot, up to this number."""
+        """Return these rows with padding behind them, in the last slot.
+
+        num_rows   with the padding
+        """
         last = len(self.ends_P) - 1
         slot_Y = pad(self.slot_Y, (0, num_rows - len(self.slot_Y)), value=last)
         return SortedRows(slot_Y, torch.cat([self.ends_P[:last], self.ends_P.new_full((1,), num_rows)]))
 
     def with_live(self, slot_V: Int[Tensor, " V"], num_homes: int, num_home_rows: int) -> tuple[SortedRows, Tensor]:
-        """Return them merged by slot with rows for experts at home, of which the device alone knows the experts.
+        """Return these rows and live rows, merged by slot on the device, which alone knows the slots of live rows.
 
-        num_homes, num_home_rows   slots of experts at home, which come first, and their rows without the new ones
-        returns                    the rows, and the index of each among the new and then the old ones
+        slot_V          slot of each live row, all of experts at home
+        num_homes       slots of experts at home; they come first
+        num_home_rows   rows in them, without the live ones
+        returns         the rows, and for each its index in (live rows, then these rows), `[V + Y]`
         """
         at_home = torch.cat([slot_V.to(self.slot_Y.dtype), self.slot_Y[:num_home_rows]])
         slot_X, order_X = torch.sort(at_home, stable=True)
