@@ -28,6 +28,10 @@ from relibra.routing.demand import Demand, ScheduledDemand
 
 _log = logging.getLogger(__name__)
 
+_USABLE, _ORDER, _PREPARED = 0, 7, 8
+_HOMES, _SUMS, _PLAN = slice(1, 3), slice(3, 5), slice(5, 7)
+"""Columns of what ranks tell one another before a step (`_exchange_digests`)."""
+
 
 class KnownRoutes(NamedTuple):
     """Micro-batches whose routes this rank knows when a step begins.
@@ -69,7 +73,7 @@ def agree_on_step(
     """
     scheduled = _schedule(plan, demand)
     told_RX = _exchange_digests(plan, scheduled, list(layers.values()), sums, routes, agreement)
-    known, prepared = bool((told_RX[:, 7] == told_RX[0, 7]).all()), bool(told_RX[:, 8].all())
+    known, prepared = bool((told_RX[:, _ORDER] == told_RX[0, _ORDER]).all()), bool(told_RX[:, _PREPARED].all())
     problem = _find_disagreement(told_RX, scheduled)
     if problem is None:
         assert isinstance(scheduled, ScheduledDemand), "a rank without a demand is a disagreement"
@@ -84,9 +88,9 @@ def agree_on_step(
 class MicroBatchMode(NamedTuple):
     """What this rank is about to do in a micro-batch.
 
-    training   the model is in training mode: then activation checkpointing recomputes layers
-    passes     number that tells apart what ranks have done with resident slots
-    prepared   this rank has prepared the micro-batch, or is doing so
+    training        the model is in training mode: then activation checkpointing recomputes layers
+    passes          digest of what this rank's passes have left in resident slots (`Residency.digest`); 0 without any
+    prepared        this rank has prepared the micro-batch, or is doing so
     next_prepared   the same of the micro-batch behind it
     """
 
@@ -150,7 +154,11 @@ def _exchange_digests(
     routes: KnownRoutes,
     agreement: Agreement,
 ) -> Int64[Tensor, "R X"]:
-    """Return of all ranks: whether the demand is usable, digests of homes, sums, plan with demand; known routes."""
+    """Return what all ranks tell; collective. Columns as in `_USABLE` and the others.
+
+    Told are: whether the demand fits the plan; two numbers each of digests of homes, sums, and plan with demand; one of
+    the order of micro-batches with known routes; whether the first of them is prepared.
+    """
     homes = np.stack([layer.physical_to_logical_E for layer in layers]).astype("<i8").tobytes()
     usable = not isinstance(demand, PlanError)
     tokens = b"" if isinstance(demand, PlanError) else np.ascontiguousarray(demand.tokens_MLRE).tobytes()
@@ -160,24 +168,28 @@ def _exchange_digests(
 
 
 def _find_disagreement(told_RX: Int64[Tensor, "R X"], demand: ScheduledDemand | PlanError) -> str | None:
-    """Compare demand, homes, sums and plan of all ranks; return why they cannot follow the plan."""
+    """Return why the ranks cannot follow the plan; None: they can.
+
+    told_RX   see `_exchange_digests`
+    raises    EngineError when homes or sums differ: then running at home is wrong too
+    """
 
     def differing(part: slice) -> list[int]:
         return (told_RX[:, part] != told_RX[0, part]).any(dim=1).nonzero().flatten().tolist()
 
-    if ranks := differing(slice(1, 3)):
+    if ranks := differing(_HOMES):
         raise EngineError(
             f"ranks {ranks} have experts at other homes than rank 0, so weights are mixed up: relocate on all ranks "
             "alike, and resume from the last checkpoint"
         )
-    if ranks := differing(slice(3, 5)):
+    if ranks := differing(_SUMS):
         raise EngineError(
             f"ranks {ranks} execute with other sums than rank 0: pass the same to execute_plan on all ranks"
         )
-    if unusable := (told_RX[:, 0] == 0).nonzero().flatten().tolist():
+    if unusable := (told_RX[:, _USABLE] == 0).nonzero().flatten().tolist():
         own_reason = f" ({demand})" if isinstance(demand, PlanError) else ""
         return f"ranks {unusable} hold a demand that the plan was not made for{own_reason}"
-    if ranks := differing(slice(5, 7)):
+    if ranks := differing(_PLAN):
         return (
             f"ranks {ranks} hold another plan or demand than rank 0: make the plan on one rank and send it to the "
             "others, or plan with the same demand and version everywhere and without a deadline"
