@@ -93,22 +93,22 @@ class ExecutedPlan:
 
     @property
     def slot_counts(self) -> SlotCounts:
-        """Return the shared slots; with static rows experts at home and resident slots lie in front of them."""
+        """Return the number of shared slots, and with static rows that of the experts in front of them."""
         A = self.plan.resident_slots
         joins = self.plan.static_rows and self.plan.slots > 0
         return SlotCounts(self.plan.slots - A, (self.layers[0].num_local_experts + A) * joins)
 
     @cached_property
     def static_L(self) -> list[StaticRows | None]:
-        """Return of each layer how many rows every rank computes; None: as many as the plan gives it."""
+        """Return, for each layer, the static rows of every rank; None: a rank computes what the plan gives it."""
         plan, L = self.plan, len(self.layers)
         if self.demand is None or not plan.static_rows:
             return [None] * L
         rows_L = plan.static_rows_L(self.demand)
         return [StaticRows(int(rows_L[layer]), bool((plan.replica_MLRB[:, layer] >= 0).any())) for layer in range(L)]
 
-    def after(self, number: int) -> int | None:
-        """Return the micro-batch that follows one, if its routes are known."""
+    def micro_batch_after(self, number: int) -> int | None:
+        """Return the micro-batch that is prepared after this one; None: the routes of no other are known."""
         order = list(self.routes)
         here = order.index(number) if number in self.routes else len(order)
         return order[here + 1] if here + 1 < len(order) else None
@@ -155,14 +155,14 @@ class PlannedMicroBatch:
         raises       EngineError: the replay did not reach this layer, or something changed its choices
         """
         tables = self.tables_L[position]
-        whole = self.kinds is None or self.canonical
+        kinds = None if self.canonical else self.kinds
         if experts_TK.is_cpu:
-            planned_XK = experts_TK if whole or self.kinds is None else experts_TK[self.kinds.planned_X]
+            planned_XK = experts_TK if kinds is None else experts_TK[kinds.planned_X]
             actual_E = np.bincount(planned_XK.flatten(), minlength=len(tables.tokens_E))
             wrong = not np.array_equal(actual_E, tables.tokens_E)
         else:
-            planned = len(experts_TK) if whole or self.kinds is None else len(self.kinds.planned_X)
-            wrong = planned * experts_TK.shape[1] != tables.tokens_E.sum()
+            num_planned = len(experts_TK) if kinds is None else len(kinds.planned_X)
+            wrong = num_planned * experts_TK.shape[1] != tables.tokens_E.sum()
         if wrong:
             raise EngineError(
                 f"{tables.place}: the layer does not follow the recorded routes that the plan was made for: run the "
@@ -179,7 +179,7 @@ def prepare_micro_batch(executed: ExecutedPlan, number: int, routes: BatchRoutes
     """
     state, preparation = executed.state, executed.state.preparation
     passes = 0 if executed.residents is None else executed.residents.residency.digest()
-    following = executed.after(number)
+    following = executed.micro_batch_after(number)
     mode = MicroBatchMode(
         training=executed.model.training,
         passes=passes,

@@ -24,14 +24,15 @@ from relibra.routing.demand import Demand, ScheduledDemand
 from relibra.timeline import TimelineRecorder
 
 KEPT_BYTES = 1 << 30
-"""Row lists that a rank keeps, those prepared first leave first; 12 bytes per token-slot and layer."""
+"""Row lists that a rank keeps, in bytes; those prepared first are dropped first. They take 12 bytes per token-slot and
+layer with canonical sums, up to 24 with fast ones."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PreparedStep:
     """What the micro-batches of a step are prepared from.
 
-    source      plan and demand as the user gave them: what is prepared from the same two objects is the same
+    source      plan and demand as the user gave them; rows are kept for these two objects
     plan        with replicas in the slots where they are executed
     demand      under the schedule of the plan
     chunk       token-slots of a chunk of canonical sums; None: sums are fast
@@ -45,7 +46,10 @@ class PreparedStep:
 
 
 class _Kept(NamedTuple):
-    """Rows of a micro-batch, or their preparation under way; `routes` is dead where they were dropped."""
+    """Rows of a micro-batch, or their preparation under way.
+
+    routes   that they are prepared from, if the caller still holds them; None: this rank has no sample
+    """
 
     routes: weakref.ref[BatchRoutes] | None
     rows: Future[PreparedRows]
@@ -116,6 +120,7 @@ class Preparation:
         self._kept, self._kept_for = {}, None
 
     def _drop_oldest(self) -> None:
+        """Drop finished preparations, the oldest first, until those left have at most `KEPT_BYTES`."""
         done = {n: kept.rows for n, kept in self._kept.items() if kept.rows.done()}
         ready = {n: 0 if _failed(rows) else rows.result().numbers.nbytes for n, rows in done.items()}
         total = sum(ready.values())

@@ -32,7 +32,11 @@ class SlotRange(NamedTuple):
 
 
 class SlotCounts(NamedTuple):
-    """Shared slots of a rank, and the experts of a layer that lie in front of them in one tensor, else 0."""
+    """Sizes of the tensors of shared slots.
+
+    shared     shared slots of a rank
+    in_front   experts in front of them in the same tensor (homes and resident replicas of one layer); 0: none
+    """
 
     shared: int
     in_front: int = 0
