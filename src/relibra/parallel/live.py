@@ -104,7 +104,7 @@ class LiveBalancing:
         live, layer = self._live, self._live.layers[position]
         place = self._begin(position)
         with live.recorder.record("wait counts", layer=place.layer_id, micro_batch=place.micro_batch):
-            experts_TK = tokens.experts_TK.cpu()  # the only wait for the device: the rest is counted and listed here
+            experts_TK = tokens.experts_TK.cpu()  # the only wait for the device: the host counts and lists the rest
             tokens_RE = _exchange_counts(live, experts_TK, place)
         with live.recorder.record("wait solve", layer=place.layer_id, micro_batch=place.micro_batch):
             tables = self._solve(layer, tokens_RE, place)
@@ -128,7 +128,10 @@ class LiveBalancing:
         return run_experts(run, tokens, canonical=live.chunk is not None)
 
     def _begin(self, position: int) -> Place:
-        """Return the place of a pass over a layer, which no other pass of this model has."""
+        """Return the place of this pass over a layer, which no other pass has; count forward passes.
+
+        A layer that is not behind the last one begins the next forward pass.
+        """
         state = self._live.state
         if position <= self._last_position:
             state.live_passes += 1
@@ -136,6 +139,10 @@ class LiveBalancing:
         return Place(state.rank, self._live.layer_ids[position], state.live_passes)
 
     def _solve(self, layer: BalancedEP, tokens_RE: Int64[ndarray, "R E"], place: Place) -> RankTables:
+        """Return the tables of a layer with its replicas, alike on all ranks; count loads and copies.
+
+        tokens_RE   token-slots of each expert from each rank
+        """
         live, map_E, load_E = self._live, layer.physical_to_logical_E, tokens_RE.sum(axis=0)
         R, E = tokens_RE.shape
         home_E = np.argsort(map_E, kind="stable") // (E // R)
@@ -168,10 +175,11 @@ def balance_live(
 
     slots            replicas per rank; all layers share them
     ranks_per_node   ranks that are one node, inside which copies stay; None: the whole group
-    tolerance        load above the lowest reachable that is accepted for fewer copies, as a share of it
+    tolerance        how far the busiest rank may stay above the lowest load that copies can reach, for fewer copies;
+                     as a share of that load
     sums             as for `execute_plan`
-    dispatch         how tokens reach ranks of other nodes: "flat", once each, or "hierarchical", once per node, where
-                     they are forwarded; on a CPU the bits are the same
+    dispatch         how often a token is sent to another node: "flat", once to each rank that computes it, or
+                     "hierarchical", once, and a rank there forwards it; on a CPU the bits are the same
     raises           EngineError when the model cannot be balanced, is executing a plan, or ranks differ in a setting;
                      and on all ranks when they run different layers or passes
 
@@ -204,27 +212,9 @@ def _begin_live(
         raise EngineError("the model executes a plan or balances live already: leave that context first")
     num_ranks = layers[0].ep_mesh.size()
     per_node = num_ranks if ranks_per_node is None else ranks_per_node
-    if not isinstance(slots, int) or not 0 <= slots <= MOST_SLOTS:
-        raise EngineError(f"balance_live: slots is {slots!r}: allowed are whole numbers from 0 to {MOST_SLOTS}")
-    if not 0 <= tolerance <= MOST_TOLERANCE:
-        raise EngineError(f"balance_live: tolerance is {tolerance}: allowed are shares from 0 to {MOST_TOLERANCE}")
-    if per_node < 1 or num_ranks % per_node:
-        raise EngineError(
-            f"balance_live: ranks_per_node {per_node} does not divide the {num_ranks} ranks of the expert-parallel "
-            "group: pass a divisor, or None"
-        )
-    if dispatch not in get_args(Dispatch):
-        raise EngineError(f"balance_live: dispatch is {dispatch!r}: allowed are {', '.join(get_args(Dispatch))}")
+    _check_settings(slots, per_node, num_ranks, tolerance, dispatch)
     agreement = agreement_of(layers)
-    homes = np.stack([layer.physical_to_logical_E for layer in layers]).astype("<i8").tobytes()
-    settings = repr((slots, per_node, float(tolerance), sums, dispatch)).encode()
-    told_RX = agreement.reach(Point.LIVE, own=[*digest_words(homes), *digest_words(settings)])
-    for what, part_RX in (("experts at other homes", told_RX[:, :2]), ("other settings", told_RX[:, 2:])):
-        if (part_RX != part_RX[0]).any():
-            ranks = (part_RX != part_RX[0]).any(dim=1).nonzero().flatten().tolist()
-            raise EngineError(
-                f"ranks {ranks} enter balance_live with {what} than rank 0: call it, and relocate, alike on all ranks"
-            )
+    _agree_on_settings(layers, repr((slots, per_node, float(tolerance), sums, dispatch)), agreement)
     return _Live(
         layers=layers,
         layer_ids=list(by_layer),
@@ -237,6 +227,36 @@ def _begin_live(
         state=group_state_of(model, layers),
         recorder=TimelineRecorder(dist.get_rank(), dist.get_world_size()),
     )
+
+
+def _check_settings(slots: int, per_node: int, num_ranks: int, tolerance: float, dispatch: Dispatch) -> None:
+    """Raise EngineError for a setting that is not allowed."""
+    if not isinstance(slots, int) or not 0 <= slots <= MOST_SLOTS:
+        raise EngineError(f"balance_live: slots is {slots!r}: allowed are whole numbers from 0 to {MOST_SLOTS}")
+    if not 0 <= tolerance <= MOST_TOLERANCE:
+        raise EngineError(f"balance_live: tolerance is {tolerance}: allowed are shares from 0 to {MOST_TOLERANCE}")
+    if per_node < 1 or num_ranks % per_node:
+        raise EngineError(
+            f"balance_live: ranks_per_node {per_node} does not divide the {num_ranks} ranks of the expert-parallel "
+            "group: pass a divisor, or None"
+        )
+    if dispatch not in get_args(Dispatch):
+        raise EngineError(f"balance_live: dispatch is {dispatch!r}: allowed are {', '.join(get_args(Dispatch))}")
+
+
+def _agree_on_settings(layers: list[BalancedEP], settings: str, agreement: Agreement) -> None:
+    """Raise EngineError, on all ranks, where they differ in homes or settings; collective.
+
+    settings   text that differs if a setting does
+    """
+    homes = np.stack([layer.physical_to_logical_E for layer in layers]).astype("<i8").tobytes()
+    told_RX = agreement.reach(Point.LIVE, own=[*digest_words(homes), *digest_words(settings.encode())])
+    for what, part_RX in (("experts at other homes", told_RX[:, :2]), ("other settings", told_RX[:, 2:])):
+        if (part_RX != part_RX[0]).any():
+            ranks = (part_RX != part_RX[0]).any(dim=1).nonzero().flatten().tolist()
+            raise EngineError(
+                f"ranks {ranks} enter balance_live with {what} than rank 0: call it, and relocate, alike on all ranks"
+            )
 
 
 def _exchange_counts(live: _Live, experts_TK: Int64[Tensor, "T K"], place: Place) -> Int64[ndarray, "R E"]:
