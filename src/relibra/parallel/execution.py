@@ -65,9 +65,10 @@ def _register_first_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> None
 
 
 class PlanExecution:
-    """A plan being executed, as `execute_plan` returns it.
+    """A plan being executed, as `execute_plan` yields it.
 
-    ran_at_home   micro-batches that did not follow the plan, each time one was entered
+    ran_at_home   numbers of micro-batches that did not follow the plan, in the order in which they were entered; one
+                  that was entered twice is there twice
     """
 
     def __init__(self, executed: ExecutedPlan) -> None:
@@ -75,8 +76,8 @@ class PlanExecution:
         self.ran_at_home: list[int] = []
         self._executed = executed
         self._current: _Current | None = None
-        self._has_begun = True  # the forward pass of the current micro-batch
-        self._awaiting_recompute: set[int] = set()  # layers whose last forward pass was inside a micro-batch
+        self._forward_has_begun = True  # in the current micro-batch; nothing is to begin outside of one
+        self._ran_inside: set[int] = set()  # layers whose last forward pass was inside a micro-batch
 
     @contextmanager
     def micro_batch(self, number: int, routes: BatchRoutes | None = None) -> Iterator[RoutingReplay | None]:
@@ -107,7 +108,7 @@ class PlanExecution:
         planned = prepare_micro_batch(executed, number, routes)
         if planned is None:
             self.ran_at_home.append(number)
-        self._current, self._has_begun = _Current(number, planned), False
+        self._current, self._forward_has_begun = _Current(number, planned), False
         try:
             with nullcontext() if routes is None else replay_routing(executed.model, routes) as replay:
                 yield replay
@@ -173,21 +174,24 @@ class PlanExecution:
                 _register_first_hook(tensor, begins)
 
     def forget_weights(self) -> None:
-        """Mark the weights in all slots as outdated where the step is over or has failed."""
+        """Mark the weights in all slots as outdated: the step is over or has failed."""
         if self._executed.state.slots is not None:
             self._executed.state.slots.forget()
         if self._executed.residents is not None:
             self._executed.residents.residency.forget_weights()
 
     def _begin_forward(self) -> None:
-        """Note that a forward pass begins, the first time in a micro-batch."""
+        """Tell the resident slots, once per micro-batch, that its forward pass begins."""
         residents, current = self._executed.residents, self._current
-        if current is not None and residents is not None and not self._has_begun and not is_recompute():
-            self._has_begun = True
+        if current is not None and residents is not None and not self._forward_has_begun and not is_recompute():
+            self._forward_has_begun = True
             residents.residency.begin_forward(current.number, training=torch.is_grad_enabled())
 
     def _waiting_gradients(self, place: Place, position: int) -> WaitingGradients | None:
-        """Return what has to go home from a layer that does not follow the plan; None: nothing, whatever comes."""
+        """Return the sums that go home from a layer that does not follow the plan.
+
+        None: no resident slot of any rank can hold one, on all ranks alike.
+        """
         executed, state, micro_batch = self._executed, self._executed.state, place.micro_batch
         if executed.residents is None or executed.chunk is not None or micro_batch < 0 or not torch.is_grad_enabled():
             return None
@@ -201,8 +205,8 @@ class PlanExecution:
         """Raise EngineError where a layer is recomputed outside of the micro-batch of its forward pass."""
         inside = self._current is not None
         if not is_recompute():
-            (self._awaiting_recompute.add if inside else self._awaiting_recompute.discard)(position)
-        elif not inside and position in self._awaiting_recompute:
+            (self._ran_inside.add if inside else self._ran_inside.discard)(position)
+        elif not inside and position in self._ran_inside:
             raise EngineError(
                 f"layer {self._executed.plan.layer_ids[position]}: activation checkpointing recomputes it outside of "
                 "any micro-batch of the plan: call backward() inside micro_batch(...) of its forward pass"
@@ -265,7 +269,7 @@ def execute_plan(
 def _begin(
     model: nn.Module, plan: StepPlan, demand: Demand, sums: Sums, routes: dict[int, BatchRoutes | None]
 ) -> tuple[ExecutedPlan, bool]:
-    """Agree on a plan; return it, and whether all ranks have prepared its first micro-batch before; collective."""
+    """Agree on a plan; return it, and whether all ranks have prepared its first micro-batch already; collective."""
     by_layer = balanced_layers(model)
     layers = list(by_layer.values())
     if any(layer.runner is not None for layer in layers):
@@ -304,7 +308,10 @@ def _known_routes(
     chunk: int | None,
     routes: dict[int, BatchRoutes | None],
 ) -> KnownRoutes:
-    """Return which routes this rank knows; without a state no micro-batch has been prepared yet."""
+    """Return which routes this rank knows.
+
+    state   None: no plan has run in this model yet, so nothing is prepared
+    """
     if state is None or not routes:
         return KnownRoutes(list(routes), prepared=False)
     first, first_routes = next(iter(routes.items()))

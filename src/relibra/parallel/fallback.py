@@ -139,7 +139,7 @@ def routes_fit(rows: PreparedRows) -> bool:
 
 
 def _schedule(plan: StepPlan, demand: Demand) -> ScheduledDemand | PlanError:
-    """Return the demand under the schedule of the plan, or the error, which ranks exchange before any raises."""
+    """Return the demand under the schedule of the plan, or the error, the reason to run at home."""
     try:
         return plan.scheduled(demand)
     except PlanError as error:

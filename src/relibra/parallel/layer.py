@@ -41,10 +41,10 @@ from relibra.timeline import TimelineRecorder
 class LayerRun:
     """One layer in one micro-batch on this rank.
 
-    ends_P     of its planned rows, see `SortedRows`
-    replicas   set on all ranks if any rank has replicas of this layer in this micro-batch, else None. In resident slots
-               idle ones count too: gradients may wait there. With static rows set in micro-batches without replicas too
-    static     rows that every rank computes; None: as many as the tables give it
+    ends_P     where the planned rows of each local slot end, see `SortedRows`
+    replicas   set on all ranks or on none: if any rank has replicas of this layer in this micro-batch, idle ones in
+               resident slots included (gradients may wait there), and always where all experts are one product
+    static     rows that every rank computes; None: a rank computes what the tables give it
     """
 
     layer: BalancedEP
@@ -56,7 +56,7 @@ class LayerRun:
     static: StaticRows | None = None
 
     def choice_exchange(self) -> AllToAll:
-        """Return the exchange of one row per token-slot."""
+        """Return the exchange of one row per token-slot; others take its group, place and recorder."""
         return AllToAll(
             send_R=self.tables.send_RP.sum(axis=1).tolist(),
             receive_R=self.tables.receive_RP.sum(axis=1).tolist(),
@@ -69,9 +69,12 @@ class LayerRun:
 
 
 def run_layer(layer: BalancedEP, planned: PlannedMicroBatch, position: int, tokens: LayerInput) -> Tensor:
-    """Run a layer: planned rows as the plan says, live ones at home, others not at all; collective.
+    """Run a layer: planned rows as the plan says, live ones (without recorded routes) at home, padding not at all.
+
+    Collective.
 
     position   of the layer in the plan
+    returns    the weighted expert output `[T, H]`, 0 for padding
     """
     kinds = planned.kinds_of(len(tokens.hidden_TH), position)
     if planned.canonical and kinds is not None:
@@ -225,6 +228,7 @@ def run_at_home(
 
 
 def _run_with_waiting(layer: BalancedEP, tokens: LayerInput, waiting: WaitingGradients) -> Tensor:
+    """Run the layer at home; its backward pass sends complete sums of resident replicas home."""
     homes = layer.homes()
     trained = [name for name, home in homes.items() if home.requires_grad]
     anchor, *of_homes = AddReplicaGradients.apply(waiting.returns, list(homes), *homes.values())

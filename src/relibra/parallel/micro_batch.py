@@ -70,7 +70,7 @@ class ExecutedPlan:
     def preparing(self, *, first_prepared: bool) -> Iterator[None]:
         """Prepare micro-batches inside, the first one at once if its routes are known; collective.
 
-        first_prepared   all ranks have prepared the first one before
+        first_prepared   all ranks have prepared the first one already
         """
         if self.demand is None:
             yield

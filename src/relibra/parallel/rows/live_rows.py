@@ -1,8 +1,10 @@
-"""Live rows: rows that the router decides on, in the exchange of the planned ones.
+"""Live rows: rows of a planned micro-batch without recorded routes, in the exchange of the planned ones.
 
 Which experts they choose is known only when the layer runs, so nobody can say which ranks need them. A few of them (the
 last tokens of samples) go to every rank, behind its planned rows: sizes follow from their number, which ranks exchange
 when they prepare the micro-batch. Each rank computes the choices whose experts are at home there.
+
+Live balancing (`balance_live`) has none: there the routes of all rows are counted before any row travels.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class LiveRows(NamedTuple):
 
 
 class LiveSlots(NamedTuple):
-    """Choices of live rows that this rank computes.
+    """Choices of live rows that this rank computes; on an accelerator all that arrive, those of others with weight 0.
 
     arrived_Y   index of the row among the rows that arrived
     slot_Y      local slot of the expert
