@@ -57,9 +57,9 @@ def relocate(
     physical_to_logical_map   logical expert at each position, a permutation per layer; layers as in `balanced_layers`
     optimizer                 the one that trains the experts; its state follows them. None: there is none yet
     raises                    EngineError before anything moves when maps differ between ranks or are no permutations,
-                              a plan is being executed, gradients wait to be reduced, or the optimizer keeps a state
-                              that cannot be cut by experts; when some ranks do something else instead; and when a
-                              transfer fails or outlasts the group's time-out
+                              a plan is being executed, layers balance live, gradients wait to be reduced, or the
+                              optimizer keeps a state that cannot be cut by experts. Also when some ranks do something
+                              else instead, and when a transfer fails or outlasts the group's time-out
     """
     start = time.perf_counter()
     layers = balanced_layers(model)
@@ -146,6 +146,7 @@ def _relocate_layer(
 
 
 def _columns(tensors: list[StoredRows]) -> Iterator[tuple[StoredRows, slice]]:
+    """Yield each tensor with the bytes that it takes of an expert's row in the exchange."""
     end = 0
     for stored in tensors:
         start, end = end, end + stored.row_bytes
@@ -167,7 +168,7 @@ def _check(layers: dict[int, BalancedEP], wanted_LE: ndarray) -> None:
                 "give each expert one position"
             )
         if layer.runner is not None:
-            raise EngineError("the model is executing a plan: leave its execute_plan context before experts move")
+            raise EngineError("the model is executing a plan, or balances live: leave that context before experts move")
         if _has_unreduced_gradients(layer.experts):
             raise EngineError(
                 f"layer {layer_id}: gradients of earlier micro-batches wait to be reduced "
