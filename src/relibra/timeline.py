@@ -28,7 +28,7 @@ from relibra.files import atomic_path, write_text
 
 FORMAT, VERSION = "relibra timeline", 3
 LABELS = ("measured", "model", "simulated", "cited")
-"""Origin of the figures, as in result rows."""
+"""Where times come from, as in result rows: this is `Timeline.label`; `Event.label` is another thing."""
 MAX_EVENTS, MAX_RANKS, MAX_LINE_BYTES = 1 << 24, 1 << 15, 1 << 13
 MAX_STAGE, MAX_LABEL = 100, 200
 _TRACE_EVENTS = re.compile(rb'\s*\{.*?"traceEvents"\s*:', re.DOTALL)
@@ -41,9 +41,9 @@ class Event(NamedTuple):
     """One stage of one rank.
 
     layer, micro_batch   -1 if they do not apply
-    start, seconds       start since the origin of the timeline
+    start, seconds       begin, in seconds since the origin of the timeline, and duration
     bytes                moved by the rank, 0 if nothing moves
-    label                free text
+    label                what is moved or done, in words; may be empty
     bytes_between_nodes  of `bytes`, those for other nodes; 0 in simulated events, whose sums a simulated step has
     """
 
@@ -64,7 +64,7 @@ class Timeline:
 
     origin      Unix time in seconds that `start` counts from; 0 in a simulation
     num_ranks   of the run, including those without events
-    label       one of LABELS
+    label       where times come from, one of LABELS
     """
 
     events: tuple[Event, ...]
@@ -159,8 +159,8 @@ class TimelineRecorder:
         try:
             yield
         finally:
-            seconds, place = time.perf_counter() - start, (stage, layer, micro_batch, self._rank)
-            self._events.append(Event(*place, start - self._zero, seconds, bytes, label, bytes_between_nodes))
+            seconds, where = time.perf_counter() - start, (stage, layer, micro_batch, self._rank)
+            self._events.append(Event(*where, start - self._zero, seconds, bytes, label, bytes_between_nodes))
 
     def add(
         self,
