@@ -25,27 +25,27 @@ def main() -> None:
     disable_progress_bar()
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(tiny_config())
-    # Texts of two dozen words: their experts are busier than others.
-    tokens_XBN = torch.randint(24, (STEPS, RANKS * SAMPLES, LENGTH))
+    # Texts of two dozen words: their experts are busier than others. X is steps, S samples of all ranks, T tokens.
+    tokens_XST = torch.randint(24, (STEPS, RANKS * SAMPLES, LENGTH))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model.save_pretrained(folder / "model")
-        mp.spawn(train_on_rank, (folder, tokens_XBN), nprocs=RANKS)
+        mp.spawn(train_on_rank, (folder, tokens_XST), nprocs=RANKS)
         found = json.loads((folder / "found.json").read_text())
         trained = AutoModelForCausalLM.from_pretrained(folder / "trained")
     print(f"skew of the busiest rank: {found['before']:.2f}, with replicas {found['after']:.2f}")
     print(f"replicas were made: {found['copies'] > 0}")
 
     optimizer = adamw(model)
-    for tokens_BN in tokens_XBN:
-        loss_of(model, tokens_BN).backward()
+    for tokens_ST in tokens_XST:
+        loss_of(model, tokens_ST).backward()
         optimizer.step()
         optimizer.zero_grad()
     differences = [(a - b).abs().max() for a, b in zip(model.parameters(), trained.parameters(), strict=True)]
     print(f"weights after {STEPS} steps differ by less than 1e-5: {bool(max(differences) < 1e-5)}")
 
 
-def train_on_rank(rank: int, folder: Path, tokens_XBN: Tensor) -> None:
+def train_on_rank(rank: int, folder: Path, tokens_XST: Tensor) -> None:
     torch.set_num_threads(1)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # says that saving gathers
     disable_progress_bar()
@@ -55,8 +55,8 @@ def train_on_rank(rank: int, folder: Path, tokens_XBN: Tensor) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder / "model", distributed_config=config).train()
     optimizer = adamw(model)
     with balance_live(model, slots=1) as live:
-        for tokens_BN in tokens_XBN:
-            loss_of(model, tokens_BN[rank * SAMPLES : (rank + 1) * SAMPLES]).backward()
+        for tokens_ST in tokens_XST:
+            loss_of(model, tokens_ST[rank * SAMPLES : (rank + 1) * SAMPLES]).backward()
             optimizer.step()
             optimizer.zero_grad()
     with logical_order(model, optimizer):
@@ -71,9 +71,9 @@ def train_on_rank(rank: int, folder: Path, tokens_XBN: Tensor) -> None:
     dist.destroy_process_group()
 
 
-def loss_of(model: nn.Module, tokens_BN: Tensor) -> Tensor:
-    logits = model(tokens_BN, use_cache=False).logits
-    return cross_entropy(logits[:, :-1].flatten(0, 1), tokens_BN[:, 1:].flatten())
+def loss_of(model: nn.Module, tokens_ST: Tensor) -> Tensor:
+    logits = model(tokens_ST, use_cache=False).logits
+    return cross_entropy(logits[:, :-1].flatten(0, 1), tokens_ST[:, 1:].flatten())
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
