@@ -6,7 +6,7 @@ Three things would make bits depend on the plan; each gets an order that no plan
   exactly `CHUNK` rows, padded with zeros: always the same rows (`chunked_split`) in a call of the same shapes;
 - a weight gradient depends on the order of its sum, so each chunk gives one partial gradient and the home adds them in
   the order of chunks, whichever rank computed them;
-- the sum over a token's choices is made where the token came from, in the order of choices (`dispatch`).
+- the sum over a token's choices is made where the token came from, in the order of choices (`rows/dispatch.py`).
 
 The price: experts run forward twice, padding is computed, and each chunk sends one partial gradient home.
 """
@@ -30,6 +30,7 @@ from relibra.planning.traffic.rank_tables import RankTables
 CHUNK = 128
 """Rows of a matrix product."""
 Sums = Literal["fast", "canonical"]
+"""Whether sums are added as is fastest, or in an order that no plan changes."""
 
 
 def chunk_of(sums: Sums) -> int | None:
@@ -90,6 +91,8 @@ class CanonicalExperts:
 
 
 class _Canonical(torch.autograd.Function):
+    """Run the experts at home, then the replicas; backward runs the replicas first and sends their gradients home."""
+
     @staticmethod
     def forward(ctx: Any, layer: CanonicalExperts, names: list[str], rows_YH: Tensor, *homes: Tensor) -> Tensor:
         ctx.layer, ctx.names, ctx.autocast = layer, names, _autocast_now(rows_YH.device.type)
@@ -119,7 +122,7 @@ class _Canonical(torch.autograd.Function):
         of_rows_YH = torch.empty_like(rows_YH)
         partials: dict[str, dict[int, Tensor]] = {name: {} for name in trained}
         if layer.replicas is not None:
-            partials = _run_replicas_backward(layer, layer.replicas, rows_YH, gradients[0], of_rows_YH, trained)
+            partials = _run_replicas_backward(layer, rows_YH, gradients[0], of_rows_YH, trained)
         sums: dict[str, dict[int, Tensor]] = {name: {} for name in trained}
         for slot, rows in layer.chunks(of_homes=True):
             of_rows_YH[rows], of_weights = layer.gradients(
@@ -142,22 +145,19 @@ class _Canonical(torch.autograd.Function):
 
 
 def _run_replicas_backward(
-    layer: CanonicalExperts,
-    replicas: LayerReplicas,
-    rows_YH: Tensor,
-    gradient_YH: Tensor,
-    of_rows_YH: Tensor,
-    trained: list[str],
+    layer: CanonicalExperts, rows_YH: Tensor, gradient_YH: Tensor, of_rows_YH: Tensor, trained: list[str]
 ) -> dict[str, dict[int, Tensor]]:
     """Run the backward pass of this rank's replicas and return their gradients home; collective.
 
     of_rows_YH   receives the gradients of the rows of replicas
     returns      partial gradients `[chunks, ...]` for the homes of this rank, by parameter and push
     """
+    replicas = layer.replicas
+    assert replicas is not None, "the caller looked"
     replicas.refill()
     tables, like = layer.tables, replicas.shared.weights
     rows_of = {push.slot: push.tokens for _, push in tables.pushes_to_here}
-    own = {name: {spare: _room(like[name], n) for spare, n in rows_of.items()} for name in trained}
+    own = {name: {spare: _empty_partials(like[name], n) for spare, n in rows_of.items()} for name in trained}
     done = dict.fromkeys(rows_of, 0)
     for slot, rows in layer.chunks(of_homes=False):
         spare = slot - tables.num_homes
@@ -171,14 +171,14 @@ def _run_replicas_backward(
     transfer = replicas.returns.transfer(tables.pushes)
     partials: dict[str, dict[int, Tensor]] = {}
     for name in trained:
-        partials[name] = {n: _room(like[name], push.tokens) for n, push in tables.pushes_from_here}
+        partials[name] = {n: _empty_partials(like[name], push.tokens) for n, push in tables.pushes_from_here}
         transfer.start({n: own[name][push.slot] for n, push in tables.pushes_to_here}, partials[name])
     transfer.finish()
     return partials
 
 
-def _room(slots: Tensor, rows: int) -> Tensor:
-    """Return an empty tensor for the partial gradients `[chunks, ...]` of some rows."""
+def _empty_partials(slots: Tensor, rows: int) -> Tensor:
+    """Return an empty tensor for the partial gradients `[chunks, ...]` of this many rows."""
     return slots.new_empty((num_chunks(rows), *slots.shape[1:]))
 
 

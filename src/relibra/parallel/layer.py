@@ -164,17 +164,18 @@ def _run_homes_and_replicas(
     num_live   live rows, all of them for experts at home
     """
     layer, homes, num_homes = run.layer, run.layer.homes(), run.tables.num_homes
-    own = slice(0, num_live + run.tables.num_home_rows)
+    home_rows = slice(0, num_live + run.tables.num_home_rows)
     anchor, *of_homes = AddReplicaGradients.apply(replicas.returns, list(homes), *homes.values())
     with parameters_replaced(layer.experts, dict(zip(homes, of_homes, strict=True))):
-        outputs = [layer.run_rows(rows_YH[own], rows.of(slice(0, num_homes), own), weight_Y1[own])]
+        outputs = [layer.run_rows(rows_YH[home_rows], rows.of(slice(0, num_homes), home_rows), weight_Y1[home_rows])]
     trained = [name for name, home in homes.items() if home.requires_grad]
     weights = ReturnReplicaGradients.apply(replicas, trained, anchor)
-    for one, of_slots in ((replicas.resident, weights[: len(homes)]), (replicas.shared, weights[len(homes) :])):
-        planned = run.tables.rows_of(one.slots)
+    resident, shared = weights[: len(homes)], weights[len(homes) :]
+    for part, of_slots in ((replicas.resident, resident), (replicas.shared, shared)):
+        planned = run.tables.rows_of(part.slots)
         own = slice(num_live + planned.start, num_live + planned.stop)
         if own.start < own.stop:
-            slots = slice(num_homes + one.slots.start, num_homes + one.slots.stop)
+            slots = slice(num_homes + part.slots.start, num_homes + part.slots.stop)
             with parameters_replaced(layer.experts, dict(zip(homes, of_slots, strict=True))):
                 outputs.append(layer.run_rows(rows_YH[own], rows.of(slots, own), weight_Y1[own]))
     return cast(Sequence[Tensor], RefillSlots.apply(replicas, len(outputs), *outputs, *weights))
