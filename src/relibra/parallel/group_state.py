@@ -37,7 +37,7 @@ class GroupState:
 
         homes   returns the local parameters of a layer that is running: slots get their shapes and dtypes
         """
-        if self.slots is None or (self.slots.num_shared, self.slots.num_in_front) != counts:
+        if self.slots is None or self.slots.counts != counts:
             if self.slots is not None:
                 self.slots.wait()
             self.slots = ReplicaSlots(homes(), *counts, self.push_group)

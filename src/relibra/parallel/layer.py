@@ -115,7 +115,7 @@ def _run_planned(layer: BalancedEP, planned: PlannedMicroBatch, position: int, t
         static=static,
     )
     if run.replicas is not None:
-        pushes.before_layer(position)
+        run.replicas.push()
     output_TH = run_experts(run, tokens, canonical=planned.canonical)
     if not is_recompute():
         pushes.after_layer(position)

@@ -119,7 +119,7 @@ class LiveBalancing:
             )
             replicas = LayerReplicas(pushes, 0) if pushes.has_replicas(0) else None
             if replicas is not None:
-                pushes.before_layer(0)
+                replicas.push()
             lists = _list_rows(live, tables, experts_TK)
         [ends_P] = slot_ends([tables], live.state.device)
         run = LayerRun(

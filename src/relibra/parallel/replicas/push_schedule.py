@@ -29,8 +29,9 @@ class PushSchedule:
 
     Weights in shared slots are lacking as soon as another layer has used the slots; those in resident slots when an
     expert comes, or, with micro-batches in flight, when the slot was given to another expert before the backward pass.
-    Early pushes need slots, which the first layer with replicas allocates when it runs, and weights that exist before
-    their layer runs.
+    Early pushes need slots, which the first layer with replicas allocates when it runs (only then its weights have the
+    type of the forward pass; with another number of slots than before again), and weights that exist before their layer
+    runs.
 
     counts          shared slots of the plan, and what lies in front of them
     residents       resident slots; None: the plan has none
@@ -71,9 +72,12 @@ class PushSchedule:
         """Start the first push, as the forward pass of the model begins."""
         self.after_layer(-1)
 
-    def before_layer(self, position: int) -> None:
-        """Start the push of a layer that is about to run forward or backward, unless it was started early."""
-        slots, tables, A = self.slots(position), self.tables_L[position], self.num_resident
+    def before_layer(self, position: int, slots: ReplicaSlots) -> None:
+        """Start the push of a layer that is about to run forward or backward, unless it was started early.
+
+        slots   those that the layer computes with: a backward pass may come after others were allocated
+        """
+        tables, A = self.tables_L[position], self.num_resident
         missing_RA = self._missing_LRA[position]
         pushes = [push for push in tables.pushes if push.slot < A and missing_RA[push.replica, push.slot]]
         if self._shared_L[position] and slots.shared_by != tables.place:
@@ -82,7 +86,8 @@ class PushSchedule:
         if pushes:
             if self.residents is not None:
                 self.residents.residency.fill(position, self.used_LRA[position])
-            slots.start_push(tables.place, pushes, self.homes_L[position], self.slot_ranges(position), self.recorder)
+            ranges = self.slot_ranges(position, slots)
+            slots.start_push(tables.place, pushes, self.homes_L[position], ranges, self.recorder)
 
     def after_layer(self, position: int) -> None:
         """Start the push of the next layer that lacks weights: the experts of this one are done with the slots."""
@@ -96,9 +101,9 @@ class PushSchedule:
         """Return the slots, allocated with the shapes of a layer if necessary."""
         return self.state.slots_for(self.counts, self.homes_L[position])
 
-    def slot_ranges(self, position: int) -> tuple[SlotRange, SlotRange]:
+    def slot_ranges(self, position: int, slots: ReplicaSlots) -> tuple[SlotRange, SlotRange]:
         """Return the resident slots of a layer and the shared ones; either may be none."""
-        shared, A = self.slots(position).weights, self.num_resident
+        shared, A = slots.weights, self.num_resident
         resident = {name: weights[:0] for name, weights in shared.items()}
         if self.residents is not None:
             resident = self.residents.weights(position, shared)
@@ -106,11 +111,12 @@ class PushSchedule:
 
     def _start_early(self, positions: range) -> None:
         """Start the push of the first of these layers that lacks weights, if there are slots and it may start early."""
-        if self.state.slots is not None and self.may_push_early:
+        slots = self.state.slots
+        if slots is not None and slots.counts == self.counts and self.may_push_early:
             lacking_L = self._shared_L | self._missing_LRA.any(axis=(1, 2))
             first = next((position for position in positions if lacking_L[position]), None)
             if first is not None:
-                self.before_layer(first)
+                self.before_layer(first, slots)
 
     @property
     def _missing_LRA(self) -> Bool[ndarray, "L R A"]:

@@ -104,13 +104,17 @@ class LayerReplicas:
         """Allocate slots if there are none; nothing moves yet."""
         self.schedule, self.position = schedule, position
         self.tables, self.slots = schedule.tables_L[position], schedule.slots(position)
-        self.resident, self.shared = schedule.slot_ranges(position)
+        self.resident, self.shared = schedule.slot_ranges(position, self.slots)
         self.one_product = self.slots.num_in_front > 0
         self.returns = GradientReturn(self.tables.place, self.slots, schedule.recorder)
 
+    def push(self) -> None:
+        """Start to push the weights into the slots unless they are there; collective."""
+        self.schedule.before_layer(self.position, self.slots)
+
     def refill(self) -> None:
         """Push the weights into the slots unless they are there, and wait for them; collective."""
-        self.schedule.before_layer(self.position)
+        self.push()
         self.wait_for_weights()
         if self.one_product:
             self.put_homes_in_front(self.schedule.homes_L[self.position]())

@@ -69,6 +69,11 @@ class ReplicaSlots:
         self.shared_by: Place | None = None
         self._filling: Transfer | None = None
 
+    @property
+    def counts(self) -> SlotCounts:
+        """Return the numbers of slots."""
+        return SlotCounts(self.num_shared, self.num_in_front)
+
     def start_push(
         self,
         place: Place,
