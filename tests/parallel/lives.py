@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from relibra.parallel import balance_live, execute_plan, relocate
+from relibra.parallel import live as live_balancing
 from relibra.parallel.balanced import balanced_layers
+from relibra.planning.traffic.rank_tables import layer_tables
 from tests.parallel import ranks_at_work, trainings
 from tests.parallel.ranks_at_work import Case, load, run_batch, step_on_rank
 from tests.parallel.refusals import message_of
@@ -19,8 +21,15 @@ from tests.parallel.trainings import train_on_rank
 
 def live_step(case: Case, folder) -> dict:
     """Do this rank's share of a step; the plan of the case only says schedule, slots and nodes."""
-    model, plan = load(case, folder), case.plan
+    model, plan, computed = load(case, folder), case.plan, []
+
+    def noted(*of_layer):
+        tables = layer_tables(*of_layer)
+        computed.append(int(tables.receive_RP.sum()))
+        return tables
+
     with (
+        mock.patch.object(live_balancing, "layer_tables", noted),
         balance_live(
             model, slots=plan.slots, ranks_per_node=plan.ranks_per_node, sums=case.sums, dispatch=plan.dispatch
         ) as live,
@@ -28,7 +37,7 @@ def live_step(case: Case, folder) -> dict:
     ):
         found = step_on_rank(replace(case, follow_plan=False), folder)
     stages = sorted({event.stage for event in live.timeline().events})
-    reached = {"skew": tuple(live.skew()), "copies": live.num_copies, "stages": stages}
+    reached = {"skew": tuple(live.skew()), "copies": live.num_copies, "stages": stages, "computed": computed}
     return found | reached | {"timeline": live.timeline()}
 
 

@@ -25,6 +25,8 @@ def assert_balanced(results_R):
     before, after = results_R[0]["skew"]
     assert results_R[0]["copies"] > 0
     assert 1 <= after < before
+    computed_RX = np.array([result["computed"] for result in results_R])  # by pass and layer
+    assert after == pytest.approx(computed_RX.max(axis=0).sum() / computed_RX.mean(axis=0).sum())
     assert {"wait counts", "wait solve"} < {*results_R[0]["stages"]}
     assert {"push", "return"} < {stage for result in results_R for stage in result["stages"]}
 

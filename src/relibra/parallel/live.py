@@ -149,12 +149,15 @@ class LiveBalancing:
         replica_RB, quota_RB = solve_layer(
             load_E, home_E, R, live.ranks_per_node, slots=live.slots, tolerance=live.tolerance
         )
+        tables = layer_tables(tokens_RE, map_E, replica_RB, quota_RB, live.ranks_per_node, place, live.chunk)
         before_R = np.bincount(home_E, weights=load_E, minlength=R)
-        after_R, copies = before_R + quota_RB.sum(axis=1), replica_RB >= 0
-        np.subtract.at(after_R, home_E[replica_RB[copies]], quota_RB[copies])
+        after_R = before_R.copy()
+        for push in tables.pushes:  # not the quotas, which canonical sums round to chunks
+            after_R[push.replica] += push.tokens
+            after_R[push.home] -= push.tokens
         self._loads_3 += before_R.max(), after_R.max(), before_R.mean()
-        self.num_copies += int(copies.sum())
-        return layer_tables(tokens_RE, map_E, replica_RB, quota_RB, live.ranks_per_node, place, live.chunk)
+        self.num_copies += len(tables.pushes)
+        return tables
 
 
 @contextmanager
