@@ -41,6 +41,12 @@ def live_step(case: Case, folder) -> dict:
     return found | reached | {"timeline": live.timeline()}
 
 
+def long_live_step(case: Case, folder) -> dict:
+    """Do the same while few events are kept."""
+    with mock.patch.object(live_balancing, "MOST_EVENTS", 10):
+        return live_step(case, folder)
+
+
 def live_step_without_replay(case: Case, folder) -> dict:
     """Do the same with the model's own routes."""
     with mock.patch.object(Case, "routes", return_value=None):
@@ -83,8 +89,22 @@ def refuse_all_live(case: Case, folder) -> dict[str, str]:
         with mock.patch.object(layer, "physical_to_logical_E", np.roll(layer.physical_to_logical_E, rank)):
             run()
 
+    def other_shapes(**settings) -> None:
+        layer = balanced_layers(model)[1]
+        names, layer.names = layer.names, layer.names[:1]  # as if this layer had one parameter less
+        others = [getattr(layer.experts, name).requires_grad_(False) for name in names[1:]]
+        try:
+            with balance_live(model, **settings):
+                pass
+        finally:
+            layer.names = names
+            for other in others:
+                other.requires_grad_(True)
+
     return {
         "slots": message_of(lambda: run(slots=-1)),
+        "different shapes": message_of(other_shapes),
+        "different shapes without slots": message_of(lambda: other_shapes(slots=0)),
         "half a slot": message_of(lambda: run(slots=1.5)),
         "tolerance": message_of(lambda: run(tolerance=float("nan"))),
         "sums": message_of(lambda: run(sums="canon")),

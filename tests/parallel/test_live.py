@@ -11,7 +11,13 @@ from relibra.errors import PlanError
 from relibra.parallel import live
 from relibra.planning.budget import MOST_SLOTS, Budget
 from relibra.rl.config.settings import PlanSettings
-from tests.parallel.lives import live_step, live_step_without_replay, live_training, refuse_all_live
+from tests.parallel.lives import (
+    live_step,
+    live_step_without_replay,
+    live_training,
+    long_live_step,
+    refuse_all_live,
+)
 from tests.parallel.ranks_at_work import Case, dense_step, on_ranks
 from tests.parallel.steps import of_experts, step
 from tests.parallel.test_balanced import assert_equals_dense
@@ -36,6 +42,15 @@ def test_a_live_step_equals_the_dense_model(tmp_path):
     for name, results_R in on_ranks(2, cases, tmp_path, live_step).items():
         assert_equals_dense(cases[name], results_R)
         assert_balanced(results_R)
+
+
+@pytest.mark.slow
+def test_a_long_training_keeps_the_latest_events(tmp_path):
+    for result in on_ranks(2, {"long": step()}, tmp_path, long_live_step)["long"]:
+        events = result["timeline"].events
+        assert len(events) == 10
+        assert {event.micro_batch for event in events} == {2}
+        assert result["copies"] == 6, "of all passes"
 
 
 @pytest.mark.slow
@@ -105,6 +120,8 @@ def test_three_live_steps_of_adamw_give_the_weights_of_the_dense_model(tmp_path)
 def test_what_cannot_be_balanced_live_is_refused(tmp_path):
     for said in on_ranks(2, {"refusals": step()}, tmp_path, refuse_all_live)["refusals"]:
         assert "slots is -1" in said["slots"]
+        assert "the model has experts of different shapes" in said["different shapes"]
+        assert said["different shapes without slots"] == "no error"
         assert "slots is 1.5" in said["half a slot"]
         assert "tolerance is nan" in said["tolerance"]
         assert "sums is 'canon'" in said["sums"]

@@ -6,7 +6,7 @@ own `all_to_all`, so one model runs balanced training steps and everything else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -242,6 +242,14 @@ def balanced_layers(model: nn.Module) -> dict[int, BalancedEP]:
             f"DistributedConfig(fsdp_size=R, ep_size=R, ep_implementation={NAME!r})"
         )
     return dict(sorted(layers.items()))
+
+
+def expert_shapes(layers: Iterable[BalancedEP]) -> list[tuple[Any, ...]]:
+    """Return the different shapes of experts: name and sizes of each parameter; slots that layers share need one."""
+    shapes = {
+        tuple((name, *getattr(layer.experts, name).shape[1:]) for name in layer.parameter_names) for layer in layers
+    }
+    return sorted(shapes)
 
 
 def agreement_of(layers: Sequence[BalancedEP]) -> Agreement:

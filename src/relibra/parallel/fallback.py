@@ -19,7 +19,7 @@ from torch import Tensor
 
 from relibra.errors import EngineError, PlanError
 from relibra.parallel.agreement import Agreement, Mode, Point, digest_words, refuse_other_modes
-from relibra.parallel.balanced import BalancedEP
+from relibra.parallel.balanced import BalancedEP, expert_shapes
 from relibra.parallel.rows.prepared_rows import PreparedRows
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.rank_tables import Place
@@ -224,12 +224,9 @@ def _check_fit(plan: StepPlan, layers: dict[int, BalancedEP]) -> None:
             f"the plan has other homes than the model in layers {plan.layer_ids[elsewhere_L].tolist()}: call "
             "relocate(model, plan.physical_to_logical_map, optimizer) first, or plan with Budget(move_homes=False)"
         )
-    shapes = {
-        tuple((name, *getattr(layer.experts, name).shape[1:]) for name in layer.parameter_names)
-        for layer in layers.values()
-    }
+    shapes = expert_shapes(layers.values())
     if plan.num_copies and len(shapes) > 1:
         raise EngineError(
-            f"the plan has replicas, and the model has experts of different shapes, {sorted(shapes)}: all layers use "
+            f"the plan has replicas, and the model has experts of different shapes, {shapes}: all layers use "
             "the same replica slots, so plan with Budget(slots=0)"
         )

@@ -24,7 +24,14 @@ from torch import Tensor, nn
 from relibra.cluster import Dispatch
 from relibra.errors import EngineError
 from relibra.parallel.agreement import Agreement, Point, digest_words
-from relibra.parallel.balanced import BalancedEP, LayerInput, agreement_of, balanced_layers, group_state_of
+from relibra.parallel.balanced import (
+    BalancedEP,
+    LayerInput,
+    agreement_of,
+    balanced_layers,
+    expert_shapes,
+    group_state_of,
+)
 from relibra.parallel.canonical import Sums, chunk_of
 from relibra.parallel.group_state import GroupState
 from relibra.parallel.layer import LayerRun, run_experts
@@ -40,6 +47,9 @@ from relibra.planning.budget import MOST_SLOTS, MOST_TOLERANCE
 from relibra.planning.traffic.rank_tables import Place, RankTables, layer_tables
 from relibra.replay import BatchRoutes
 from relibra.timeline import Timeline, TimelineRecorder
+
+MOST_EVENTS = 1 << 16
+"""Events of the timeline that are kept, the latest: a whole training may be inside one `balance_live`."""
 
 
 class LiveSkew(NamedTuple):
@@ -96,7 +106,7 @@ class LiveBalancing:
         return LiveSkew(before / mean, after / mean) if mean else LiveSkew(1.0, 1.0)
 
     def timeline(self) -> Timeline:
-        """Return what this rank did so far; its micro-batches are forward passes, recomputation included."""
+        """Return the latest events of this rank; their micro-batches are forward passes, recomputation included."""
         return self._live.recorder.timeline()
 
     def run_layer(self, position: int, tokens: LayerInput) -> Tensor:
@@ -218,6 +228,11 @@ def _begin_live(
     _check_settings(slots, per_node, num_ranks, tolerance, dispatch)
     agreement = agreement_of(layers)
     _agree_on_settings(layers, repr((slots, per_node, float(tolerance), sums, dispatch)), agreement)
+    if slots and len(shapes := expert_shapes(layers)) > 1:
+        raise EngineError(
+            f"balance_live: the model has experts of different shapes, {shapes}: all layers use the same replica "
+            "slots, so pass slots=0, or train without balancing"
+        )
     return _Live(
         layers=layers,
         layer_ids=list(by_layer),
@@ -228,7 +243,7 @@ def _begin_live(
         chunk=chunk_of(sums),
         agreement=agreement,
         state=group_state_of(model, layers),
-        recorder=TimelineRecorder(dist.get_rank(), dist.get_world_size()),
+        recorder=TimelineRecorder(dist.get_rank(), dist.get_world_size(), most=MOST_EVENTS),
     )
 
 
