@@ -77,7 +77,7 @@ def test_adapters_that_replicas_would_lack_are_refused(tmp_path):
 def test_experts_on_another_device_are_refused():
     layer = SimpleNamespace(
         experts=SimpleNamespace(down_proj=torch.empty(1)),
-        names=["down_proj"],
+        parameter_names=["down_proj"],
         ep_mesh=SimpleNamespace(device_type="cuda"),
     )
     with pytest.raises(EngineError, match=r"'experts' are on 'cpu' .* computed on 'cuda' \(fsdp_cpu_offload\)"):

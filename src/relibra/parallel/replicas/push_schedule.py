@@ -80,8 +80,8 @@ class PushSchedule:
         tables, A = self.tables_L[position], self.num_resident
         missing_RA = self._missing_LRA[position]
         pushes = [push for push in tables.pushes if push.slot < A and missing_RA[push.replica, push.slot]]
-        if self._shared_L[position] and slots.shared_by != tables.place:
-            slots.shared_by = tables.place
+        if self._shared_L[position] and slots.shared_by is not tables:
+            slots.shared_by = tables
             pushes += [push for push in tables.pushes if push.slot >= A]
         if pushes:
             if self.residents is not None:

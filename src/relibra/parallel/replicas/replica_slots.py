@@ -17,7 +17,7 @@ from torch import Tensor
 
 from relibra.parallel.replicas.gradient_buffers import GradientBuffers
 from relibra.parallel.replicas.transfer import Transfer
-from relibra.planning.traffic.rank_tables import Place, Push
+from relibra.planning.traffic.rank_tables import Place, Push, RankTables
 from relibra.timeline import TimelineRecorder
 
 HomeParameters = Callable[[], dict[str, Tensor]]
@@ -49,7 +49,8 @@ class ReplicaSlots:
     num_shared        X
     front_and_slots   `[F + X, ...]`: room for F other experts of a layer, with the slots behind them
     num_in_front      F
-    shared_by         whose weights are in the shared slots or on their way; None: outdated ones
+    shared_by         tables of the layer whose weights are in the shared slots or on their way; None: outdated ones.
+                      Two plans, or a plan and live balancing, may have tables of one place: these are told apart
     push_group        process group of pushes and returns
     gradient_buffers  memory for gradients on their way home
     """
@@ -66,7 +67,7 @@ class ReplicaSlots:
         self.weights = {name: both[num_in_front:] for name, both in self.front_and_slots.items()}
         self.num_shared, self.num_in_front, self.push_group = num_shared, num_in_front, push_group
         self.gradient_buffers = GradientBuffers(self.weights)
-        self.shared_by: Place | None = None
+        self.shared_by: RankTables | None = None
         self._filling: Transfer | None = None
 
     @property
