@@ -74,7 +74,10 @@ def test_sizes_are_read_from_a_config(run, tmp_path):
         (["dbrx", "--gpus", ","], "name at least one"),
         (["nothing"], "MODEL 'nothing' is unknown: allowed are mixtral-8x22b"),
         (["64x64"], "only the sizes of one expert"),
-        (["dbrx", "--gpus", "l40s", "--tpot", "1us"], "answers within 1 us per token with 650 tokens of context: allow more time per"),
+        (
+            ["dbrx", "--gpus", "l40s", "--tpot", "1us"],
+            "answers within 1 us per token with 650 tokens of context: allow more time per",
+        ),
         (["dbrx", "--gpus", "l40s", "--tpot", "0.00001s"], "answers within 0.00001 s per token"),
         (["dbrx", "--tpot", "0.1us"], "--tpot '0.1us' is out of range: it must be from 1us to 10000s"),
         (["dbrx", "--gpus", "l40s", "--max-gpus", "1"], "no deployment of at most 1 GPU of 'dbrx' on l40s"),

@@ -106,6 +106,10 @@ class RoutingReplay:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(partial(_begin_backward, self._routes, self._hooks[0].site.module, awaits_L))
 
+    def _leave_device(self) -> None:
+        """Drop the device's copy of the routes now: hooks and replay hold each other until garbage is collected."""
+        self._experts_TLK, self._valid_T = self._routes.experts_TLK, self._routes.valid_T
+
     def _check_consumption(self) -> None:
         """Raise TraceError unless all layers ran equally often: one forward pass, one backward pass, or both."""
         first, backward = self._hooks[0], any(hook.recomputes for hook in self._hooks)
@@ -206,6 +210,7 @@ def replay_routing(model: nn.Module, routes: BatchRoutes, weight_version: int | 
     finally:
         for handle in handles:
             handle.remove()
+        replay._leave_device()
     replay._check_consumption()
 
 
