@@ -91,13 +91,16 @@ def refuse_all_live(case: Case, folder) -> dict[str, str]:
 
     def other_shapes(**settings) -> None:
         layer = balanced_layers(model)[1]
-        names, layer.names = layer.names, layer.names[:1]  # as if this layer had one parameter less
+        names, layer.parameter_names = (
+            layer.parameter_names,
+            layer.parameter_names[:1],
+        )  # as if this layer had one parameter less
         others = [getattr(layer.experts, name).requires_grad_(False) for name in names[1:]]
         try:
             with balance_live(model, **settings):
                 pass
         finally:
-            layer.names = names
+            layer.parameter_names = names
             for other in others:
                 other.requires_grad_(True)
 
