@@ -13,8 +13,10 @@ import torch
 from tests.gpu.steps_in_threads import live_step, on_threads, step_without_reading_back, train
 from tests.parallel import ranks_at_work
 from tests.parallel.ranks_at_work import dense_step
-from tests.parallel.steps import resident_step, step
+from tests.parallel.steps import on_nodes, resident_step, step
 from tests.parallel.test_balanced import assert_equals_dense
+from tests.parallel.test_dispatch_modes import OF_FOUR, assert_same_bits
+from tests.parallel.test_static_rows import static
 from tests.parallel.test_training import relative_error, rounded
 from tests.parallel.trainings import moved, plans_of, train_dense
 from tests.spawned_ranks import run_spawned
@@ -27,6 +29,11 @@ SLOWLY = (pytest.param("cpu", marks=pytest.mark.slow), ON_GPU)
 
 FEW_LASTS = (90, 81, 88, 79)
 """Lengths for which the last tokens of samples are so few that they travel with the planned rows."""
+
+
+def of_two_nodes(**settings):
+    """Return a case of four ranks whose tokens cross between two nodes once."""
+    return on_nodes(step(4, lengths=range(5, 13), schedule=OF_FOUR, slots=2, **settings), 2, "hierarchical")
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +85,29 @@ def test_shared_and_resident_slots_live_balancing_and_canonical_sums_equal_the_d
 def test_planned_steps_equal_the_dense_model(device, make, settings):
     case = make(device=device, **settings)
     assert_equals_dense(case, on_threads(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", SLOWLY)
+def test_steps_with_static_rows_equal_the_dense_model(device):
+    cases = {
+        "shared slots": static(step(slots=2, unrouted_last=True, ahead=True, device=device)),
+        "resident slots": static(residents(checkpointing=True, device=device), resident=1),
+    }
+    for case in cases.values():
+        assert_equals_dense(case, on_threads(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", SLOWLY)
+def test_steps_with_relays_equal_the_dense_model(device):
+    """On a CPU bit by bit as with flat dispatch; a GPU adds rows of one sum in no fixed order."""
+    for case in (of_two_nodes(device=device), of_two_nodes(device=device, checkpointing=True)):
+        found = on_threads(case)
+        assert_equals_dense(case, found)
+        if device == "cpu":
+            flat = replace(case, plan=replace(case.plan, dispatch="flat"))
+            assert_same_bits(found, on_threads(flat), "relays")
 
 
 @pytest.mark.slow
@@ -158,6 +188,7 @@ def test_no_layer_of_a_planned_micro_batch_reads_back(device):
     narrow = {"ahead": True, "dtype": "bfloat16", "device": device}
     # Two slots of a kind: called with one expert, transformers' grouped forward reads back (docs/execution.md).
     cases = [step(slots=2, **narrow), resident_step(1, 2, slots=4, resident=2, **narrow)]
+    cases += [static(cases[0]), of_two_nodes(**narrow)]
     if device == "cuda":  # a CPU leaves out the choices of live rows that are computed elsewhere, which it has to read
         cases.append(step(lengths=FEW_LASTS, unrouted_last=True, slots=2, **narrow))
     for case in cases:
