@@ -324,7 +324,7 @@ def _print(rows: list[dict]) -> None:
         for row in rows:
             if (row["case"], row["case_skew"]) == (case, skew):
                 table.add_row(
-                    row["balancer"],
+                    row["balancer"].removeprefix("relibra, "),
                     f"{row['planned_skew']:.2f}",
                     f"{row['tokens_per_second']:.0f}",
                     f"{row['ratio_to_all_to_all']:.3f}",
