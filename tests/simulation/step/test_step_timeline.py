@@ -153,8 +153,8 @@ def test_the_executor_does_the_same_things_in_the_same_order(tmp_path):
         "checkpointing": step(slots=2, checkpointing=True),
         "last tokens without routes": step(slots=2, unrouted_last=True),
     }
-    # Ranks without samples, padding, any slots: what has no routes runs at home, beside the rest.
-    cases |= {f"drawn {seed}": replace(random_case(seed, 2), in_flight=False) for seed in range(4)}
+    # Ranks without samples, padding, any slots; in the last two cases some rows have no routes.
+    cases |= {f"drawn {seed}": replace(random_case(seed, 2), in_flight=False) for seed in (0, 1, 2, 3, 6, 8)}
     recorded = on_ranks(2, cases, tmp_path, _record)
     for name, case in cases.items():
         plan = without_idle_replicas(case.plan)
@@ -166,8 +166,9 @@ def test_the_executor_does_the_same_things_in_the_same_order(tmp_path):
         trained, forward = zip(*recorded[name], strict=True)
         found = diff_timelines(merged(trained), simulated)
         assert found.same_order, (name, found.sentences)
-        prepared = (*("at home",) * name.startswith(("last", "drawn")), "prepare", "wait prepare")
-        assert found.only_first == prepared
+        apart = not np.asarray(case.trace.valid_T).all()  # too many to travel with the planned rows
+        prepared = (*("at home",) * apart, "prepare", "wait prepare")
+        assert found.only_first == prepared, name
         assert found.only_second == ("attention", "experts", "gradients", "optimizer")
         assert {"dispatch", "combine"} <= set(found.compared)
         assert ("push" in found.compared) == (plan.num_copies > 0)
@@ -175,6 +176,6 @@ def test_the_executor_does_the_same_things_in_the_same_order(tmp_path):
         simulated = simulated_timeline(plan, plan.scheduled(case.demand), cluster(1, 2), model, how)
         found = diff_timelines(merged(forward), simulated)
         assert found.same_order, (name, found.sentences)
-        assert found.only_first == prepared
+        assert found.only_first == prepared, name
         assert found.only_second == ("attention", "experts")
         assert ("push" in found.compared) == (plan.num_copies > 0)

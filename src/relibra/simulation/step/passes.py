@@ -278,7 +278,9 @@ class _Walk:
         if self.note is not None:
             row_bytes = self.costs.gate_bytes if links is None else self.costs.row_bytes
             label = "gate weights" if links is None else "rows"
-            self.note(stage, self._id(layer), start_MR, self.now_MR, rows_MLR[:, layer] * row_bytes, None, label)
+            rows_MR: ndarray = rows_MLR[:, layer]
+            travel_MR = np.broadcast_to(rows_MR.any(axis=1, keepdims=True), rows_MR.shape)  # else the executor leaves it out
+            self.note(stage, self._id(layer), start_MR, self.now_MR, rows_MR * row_bytes, travel_MR, label)
 
     def _begin(self, kind: str, layer: int, copies: CopyCosts, begin_M: ndarray) -> _Transfer:
         self.copying_M += copies.seconds_ML[:, layer]
