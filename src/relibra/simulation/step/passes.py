@@ -279,7 +279,8 @@ class _Walk:
             row_bytes = self.costs.gate_bytes if links is None else self.costs.row_bytes
             label = "gate weights" if links is None else "rows"
             rows_MR: ndarray = rows_MLR[:, layer]
-            travel_MR = np.broadcast_to(rows_MR.any(axis=1, keepdims=True), rows_MR.shape)  # else the executor leaves it out
+            # The executor leaves out an exchange in which no rank has rows for another.
+            travel_MR = np.broadcast_to(rows_MR.any(axis=1, keepdims=True), rows_MR.shape)
             self.note(stage, self._id(layer), start_MR, self.now_MR, rows_MR * row_bytes, travel_MR, label)
 
     def _begin(self, kind: str, layer: int, copies: CopyCosts, begin_M: ndarray) -> _Transfer:
