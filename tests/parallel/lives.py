@@ -15,7 +15,7 @@ from relibra.parallel.balanced import balanced_layers
 from relibra.planning.traffic.rank_tables import layer_tables
 from tests.parallel import ranks_at_work, trainings
 from tests.parallel.ranks_at_work import Case, load, run_batch, step_on_rank
-from tests.parallel.refusals import message_of
+from tests.parallel.refusals import message_of, one_parameter_less
 from tests.parallel.trainings import train_on_rank
 
 
@@ -90,19 +90,8 @@ def refuse_all_live(case: Case, folder) -> dict[str, str]:
             run()
 
     def other_shapes(**settings) -> None:
-        layer = balanced_layers(model)[1]
-        names, layer.parameter_names = (
-            layer.parameter_names,
-            layer.parameter_names[:1],
-        )  # as if this layer had one parameter less
-        others = [getattr(layer.experts, name).requires_grad_(False) for name in names[1:]]
-        try:
-            with balance_live(model, **settings):
-                pass
-        finally:
-            layer.parameter_names = names
-            for other in others:
-                other.requires_grad_(True)
+        with one_parameter_less(balanced_layers(model)[1]), balance_live(model, **settings):
+            pass
 
     return {
         "slots": message_of(lambda: run(slots=-1)),

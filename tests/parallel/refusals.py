@@ -17,6 +17,19 @@ from tests.parallel.ranks_at_work import load, run_batch, step_on_rank
 from tests.parallel.trainings import noted_timelines
 
 
+@contextmanager
+def one_parameter_less(layer):
+    """Let the experts of a layer have another shape than those of the others."""
+    names, layer.parameter_names = layer.parameter_names, layer.parameter_names[:1]
+    others = [getattr(layer.experts, name).requires_grad_(False) for name in names[1:]]
+    try:
+        yield
+    finally:
+        layer.parameter_names = names
+        for other in others:
+            other.requires_grad_(True)
+
+
 def message_of(action) -> str:
     try:
         action()
@@ -117,18 +130,8 @@ def _refuse_other_plans_and_models(case, model, folder) -> dict[str, str]:
 
     def other_shapes(plan):
         layer = list(balanced_layers(model).values())[1]
-        names, layer.parameter_names = (
-            layer.parameter_names,
-            layer.parameter_names[:1],
-        )  # as if this layer had one parameter less
-        others = [getattr(layer.experts, name).requires_grad_(False) for name in names[1:]]
-        try:
-            with execute_plan(model, plan, case.demand):
-                pass
-        finally:
-            layer.parameter_names = names
-            for other in others:
-                other.requires_grad_(True)
+        with one_parameter_less(layer), execute_plan(model, plan, case.demand):
+            pass
 
     def other_rows():
         samples, tokens_BN, mask_BN = case.batch(0, dist.get_rank())
