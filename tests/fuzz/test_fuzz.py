@@ -15,7 +15,7 @@ from tests.fuzz import recordings
 from tests.fuzz.mutations import mutate_array, mutate_bytes, mutate_json
 from tests.fuzz.worker import READ, READERS, REFUSED, run_case
 
-QUICK, THOROUGH = 60, 10_000
+QUICK, THOROUGH = 130, 10_000
 
 
 def run_cases(first, count, *readers):
