@@ -12,7 +12,7 @@ from benchmarks.papers.steps import BALANCED, CROSS, MODELS, RATIO, RELIBRA, Cas
 from benchmarks.planner.steps import skewed_load
 from benchmarks.simulation import rollout_windows
 from relibra.cluster import cluster_preset
-from relibra.planning.replicas.replication import replicate
+from relibra.planning.levers.replication import replicate
 from relibra.routing.demand import Demand, ScheduledDemand
 from relibra.simulation import (
     Engines,

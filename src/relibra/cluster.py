@@ -156,6 +156,13 @@ class Cluster:
         """Return the dense bf16 flops per second that grouped GEMMs of many rows sustain: peak x efficiency."""
         return self.peak_flops_per_second * self.efficiency
 
+    @property
+    def slowest_bytes_per_second(self) -> float:
+        """Return the rate between nodes, or inside a single node."""
+        if self.num_nodes == 1:
+            return self.intra.bytes_per_second
+        return min(self.inter_send.bytes_per_second, self.inter_receive.bytes_per_second)
+
     def gemm_seconds(self, rows: Shaped[ndarray, "*X"], flops_per_row: float) -> Float64[ndarray, "*X"]:
         """Return the seconds that one expert needs for `rows` rows, elementwise; 0 rows take no time.
 

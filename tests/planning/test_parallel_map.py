@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from relibra.planning.search.parallel_map import parallel_map
+from relibra.planning.parallel_map import parallel_map
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

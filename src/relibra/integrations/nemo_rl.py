@@ -34,7 +34,7 @@ from relibra.integrations.expert_layout import ExpertLayout
 from relibra.integrations.recorded_loads import count_samples, of_used_layers
 from relibra.integrations.repacked_step import RepackedStep, repack_step
 from relibra.integrations.said_once import SaidOnce
-from relibra.planning.schedule.repacking import TrainerSchedule
+from relibra.planning.repacking import TrainerSchedule
 
 Bins = list[list[int]]
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float32, Int64, Integer
 from numpy import ndarray
 
 from relibra.errors import TraceError
-from relibra.planning.search.parallel_map import parallel_map
+from relibra.planning.parallel_map import parallel_map
 from relibra.routing.demand import count_token_slots
 
 
@@ -37,7 +37,7 @@ def count_samples(
         ids_TLK = _checked(f"sample {s}", routes[s], int(length_S[s]))
         return ids_TLK.shape[1:], _count(f"sample {s}", ids_TLK, num_experts)
 
-    counted = parallel_map(count, len(routes), None)
+    counted = parallel_map(count, len(routes))
     shapes = {shape for shape, _ in counted}
     if len(shapes) > 1:
         raise TraceError(f"samples have routes of different layers and choices: {sorted(shapes)[:3]}")

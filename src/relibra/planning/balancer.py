@@ -11,10 +11,9 @@ from jaxtyping import Float64, Int, Int16, Int32, Int64
 from numpy import ndarray
 
 from relibra.cluster import Cluster
-from relibra.planning.budget import Budget
+from relibra.planning.budget import PEER_SLOTS, Budget
 from relibra.planning.costs.expert_shape import ExpertShape
-from relibra.planning.layer_shards import demand_of_layers
-from relibra.planning.placement import Homes, Placement, Scope
+from relibra.planning.placement import Considered, Homes, Placement, Scope
 from relibra.routing.demand import ScheduledDemand
 
 Sees = Literal["nothing", "history", "step totals", "micro-batches", "live"]
@@ -24,7 +23,7 @@ Sees = Literal["nothing", "history", "step totals", "micro-batches", "live"]
 class PlacementRequest:
     """Input of a balancer; arrays that balancers of its kind do not see are left out.
 
-    budget        its objective is set: not None
+    memory_gib    most memory of a rank for slots of layers
     demand        balancers that see "history" or "step totals" plan from `total_LE`, never from the demand
     total_LE      token-slots per layer and expert that the balancer may plan homes and static replicas from
     previous      homes before the step
@@ -36,16 +35,22 @@ class PlacementRequest:
     cluster: Cluster
     budget: Budget
     expert: ExpertShape
+    memory_gib: float
     previous: Homes
     total_LE: Float64[ndarray, "L E"]
     warm: bool = False
     history_MLE: Int[ndarray, "H L E"] | None = None
 
+    @property
+    def slots(self) -> int:
+        """Return the slots per rank for balancers that do not choose a number."""
+        return PEER_SLOTS if self.budget.slots is None else self.budget.slots
+
     def of_layers(self, layers: Int64[ndarray, " l"]) -> PlacementRequest:
         """Return the request for some layers, given as positions on the layer axis."""
         return replace(
             self,
-            demand=demand_of_layers(self.demand, layers),
+            demand=self.demand.of_layers(layers),
             previous=self.previous.of_layers(layers),
             total_LE=self.total_LE[layers],
             history_MLE=None if self.history_MLE is None else self.history_MLE[:, layers],
@@ -53,7 +58,7 @@ class PlacementRequest:
 
     def empty_slots(self) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]:
         """Return the spare slots of the budget without replicas, and their quotas of 0."""
-        shape = (*self.demand.tokens_MLRE.shape[:3], self.budget.slots)
+        shape = (*self.demand.tokens_MLRE.shape[:3], self.slots)
         return np.full(shape, -1, dtype=np.int16), np.zeros(shape, dtype=np.int32)
 
     def placement(
@@ -63,9 +68,9 @@ class PlacementRequest:
         quota_MLRB: Int32[ndarray, "M L R B"],
         *,
         schedule: ScheduledDemand | None = None,
-        resident_slots: int = 0,
+        resident: bool = False,
         scope: Scope = "node",
-        cut_short: bool = False,
+        considered: tuple[Considered, ...] = (),
     ) -> Placement:
         """Return the placement with these home ranks, each expert in its old slot where it stays on its rank.
 
@@ -79,12 +84,11 @@ class PlacementRequest:
             rank_S=scheduled.rank_S,
             replica_MLRB=replica_MLRB,
             quota_MLRB=quota_MLRB,
-            resident_slots=resident_slots if (replica_MLRB >= 0).any() else 0,
+            resident=resident and bool((replica_MLRB >= 0).any()),
             group_M=scheduled.group_M,
             scope=scope,
             dispatch=self.cluster.dispatch,
-            static_rows=self.budget.static_rows,
-            cut_short=cut_short,
+            considered=considered,
         )
 
 

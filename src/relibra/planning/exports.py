@@ -142,9 +142,8 @@ def write_trainer_npz(path: Path | str, plan: StepPlan, demand: Demand) -> None:
             replica_MLRB=plan.replica_MLRB,
             quota_MLRB=plan.quota_MLRB,
             home_quota_MLE=home_quota_MLE,
-            resident_slots=plan.resident_slots,
+            resident=plan.resident,
             dispatch=plan.dispatch,
-            static_rows=plan.static_rows,
             digest=plan.digest(),
             demand_digest=plan.demand_digest,
         )

@@ -101,6 +101,25 @@ def static_homes(topology: Topology, layer_ids: Int[ndarray, " L"], num_experts:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Considered:
+    """One choice that was priced for a step.
+
+    schedule          "kept": samples stay in their micro-batches; "packed": they may change them
+    slots, resident   as in `Placement`
+    memory_gib        memory of a rank for these slots
+    seconds           of the whole step, with its part of the moves; estimated from a sample of layers (label `model`)
+    chosen            the plan has this choice
+    """
+
+    schedule: Literal["kept", "packed"]
+    slots: int
+    resident: bool
+    memory_gib: float
+    seconds: float
+    chosen: bool
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Placement(Homes):
     """Homes, schedule and replicas of one step: what a balancer returns.
@@ -108,27 +127,25 @@ class Placement(Homes):
     micro_batch_S, rank_S   micro-batch (-1: left out) and source rank of each sample
     replica_MLRB            expert in each spare slot; -1: empty
     quota_MLRB              token-slots that the replica computes; the home computes the rest
-    resident_slots          of the B slots, the first ones that every layer has for itself: they keep replicas over
-                            micro-batches. The others are one buffer for all layers, filled for each pass
+    resident                lifetime of the B slots. True: every layer has slots of its own, so replicas stay over
+                            micro-batches; False: one buffer for all layers, filled for each pass
     group_M                 sequence that a micro-batch belongs to, ascending: a mini-batch or an expert-data-parallel
                             group (`ScheduledDemand.group_M`). Resident slots are filled anew at its start, and their
                             gradients go home at its end; None: all micro-batches are one sequence
     scope                   "node": replicas stay on the node of their home; "cluster": anywhere
     dispatch                how tokens reach ranks of other nodes (`Cluster.dispatch`)
-    static_rows             whether ranks pad what they compute to one number of rows per layer (`static_rows_L`)
-    cut_short               a deadline ended the search
+    considered              what was tried for the step, by balancers that price several plans
     """
 
     micro_batch_S: Int32[ndarray, " S"]
     rank_S: Int32[ndarray, " S"]
     replica_MLRB: Int16[ndarray, "M L R B"]
     quota_MLRB: Int32[ndarray, "M L R B"]
-    resident_slots: int = 0
+    resident: bool = False
     group_M: Int32[ndarray, " M"] | None = None
     scope: Scope = "node"
     dispatch: Dispatch = "flat"
-    static_rows: bool = False
-    cut_short: bool = False
+    considered: tuple[Considered, ...] = ()
 
     @property
     def slots(self) -> int:
@@ -151,16 +168,6 @@ class Placement(Homes):
         """Return the token-slots that each rank computes; `demand` has this placement's schedule."""
         load_MLR = home_rank_load(demand.load_MLE, self.home_LE, self.num_ranks)
         return load_MLR + replica_load_change(self.replica_MLRB, self.quota_MLRB, self.home_LE)
-
-    def static_rows_L(self, demand: ScheduledDemand) -> Int64[ndarray, " L"]:
-        """Return the token-slots of the busiest rank in any micro-batch; `demand` has this placement's schedule."""
-        return self.rank_load(demand).max(axis=(0, 2), initial=0)
-
-    def padding_factor(self, demand: ScheduledDemand) -> float:
-        """Return the rows that a rank computes with static rows / the rows of the mean rank without; 1 without load."""
-        load_MLR = self.rank_load(demand)
-        mean = load_MLR.sum(dtype=np.float64) / max(1, load_MLR.shape[0] * load_MLR.shape[2])
-        return float(self.static_rows_L(demand).sum() / mean) if mean else 1.0
 
     def skew(self, demand: ScheduledDemand) -> float:
         """Return the token objective: sum over micro-batches and layers of the busiest rank / the sum of mean ranks."""

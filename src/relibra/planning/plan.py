@@ -15,7 +15,7 @@ from relibra.errors import PlanError
 from relibra.planning.placement import Homes, Placement, static_homes, step_skew
 from relibra.routing.demand import Demand, ScheduledDemand
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,7 +28,7 @@ class StepPlan(Placement):
                     scope can reach, in token-slots
     predicted       seconds per term of the objective (label `model`), and "total"
     plan_seconds    wall clock of planning
-    objective       minimised by the balancer; "": not recorded
+    assumed_model   model whose expert sizes were assumed; "": sizes were given
     demand_digest   `Demand.digest` of the planned load; "": not recorded
     """
 
@@ -37,7 +37,7 @@ class StepPlan(Placement):
     bound_ML: Int64[ndarray, "M L"]
     predicted: Mapping[str, float] = field(default_factory=dict)
     plan_seconds: float = 0.0
-    objective: str = ""
+    assumed_model: str = ""
     demand_digest: str = ""
 
     @staticmethod
@@ -47,7 +47,6 @@ class StepPlan(Placement):
         bound_ML: Int64[ndarray, "M L"],
         *,
         balancer: str,
-        objective: str = "",
         demand_digest: str = "",
     ) -> StepPlan:
         """Return the plan of a placement, without a prediction.
@@ -59,7 +58,6 @@ class StepPlan(Placement):
             previous_map=previous.physical_to_logical_map,
             bound_ML=bound_ML,
             balancer=balancer,
-            objective=objective,
             demand_digest=demand_digest,
         )
 
@@ -112,12 +110,13 @@ class StepPlan(Placement):
 
     def digest(self) -> str:
         """Return the SHA-256 of all decisions: ranks with equal digests execute the same. Predictions are left out."""
-        sizes = (FORMAT_VERSION, self.num_nodes, self.ranks_per_node, self.resident_slots, self.scope)
-        digest = hashlib.sha256(repr(sizes).encode())
+        return self.digest_under(FORMAT_VERSION, self.num_nodes, self.ranks_per_node, self.resident, self.scope)
+
+    def digest_under(self, *facts: object) -> str:
+        """Return the digest with other leading facts: those of another format version."""
+        digest = hashlib.sha256(repr(facts).encode())
         if self.dispatch != "flat":  # digests of flat plans stay as they were
             digest.update(self.dispatch.encode())
-        if self.static_rows:
-            digest.update(b"static rows")
         for name, array in self.decisions().items():
             digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
             digest.update(np.ascontiguousarray(array).tobytes())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from numpy import ndarray
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from relibra.cluster import Dispatch
 from relibra.errors import PlanError
-from relibra.planning.placement import Scope
+from relibra.planning.placement import Considered, Scope
 from relibra.planning.plan import FORMAT_VERSION, StepPlan
 from relibra.routing.array_sizes import check_model_size
 from relibra.routing.tensor_files import TensorFormat, check_arrays, read_tensors, write_tensors
@@ -19,6 +19,7 @@ from relibra.routing.tensor_files import TensorFormat, check_arrays, read_tensor
 FORMAT = TensorFormat(
     name="relibra.step-plan",
     version=FORMAT_VERSION,
+    older=frozenset({2}),
     noun="a step plan",
     axes={
         "layer_ids": "L",
@@ -59,15 +60,14 @@ class _Facts(BaseModel):
     balancer: str
     num_nodes: _Count
     ranks_per_node: _Count
-    resident_slots: Annotated[int, Field(ge=0, le=1 << 10)]
+    resident: bool
     scope: Scope
     dispatch: Dispatch = "flat"
-    static_rows: bool = False
     predicted: dict[str, _Seconds]
     plan_seconds: _Seconds
-    objective: str
+    assumed_model: str = ""
+    considered: tuple[Considered, ...] = ()
     demand_digest: str
-    cut_short: bool
     digest: str
 
 
@@ -90,12 +90,32 @@ def read_plan(path: Path | str) -> StepPlan:
     raises    PlanError when the file is missing, of another format or version, damaged, or has values out of range
     """
     arrays, body = read_tensors(Path(path), FORMAT)
+    resident_slots = body.get("resident_slots")
+    if resident_slots is not None:
+        body = _from_version_2(str(path), body, arrays["replica_MLRB"].shape[-1])
     facts = _check_facts(str(path), body)
     plan = StepPlan(**arrays, **facts.model_dump(exclude={"digest"}))
     _check_values(str(path), plan)
-    if plan.digest() != facts.digest:
-        raise PlanError(f"{path} is damaged: its digest is {plan.digest()[:12]}, recorded is {facts.digest[:12]!r}")
+    digest = plan.digest()
+    if resident_slots is not None:
+        digest = plan.digest_under(2, plan.num_nodes, plan.ranks_per_node, resident_slots, plan.scope)
+    if digest != facts.digest:
+        raise PlanError(f"{path} is damaged: its digest is {digest[:12]}, recorded is {facts.digest[:12]!r}")
     return plan
+
+
+def _from_version_2(where: str, body: dict[str, Any], slots: int) -> dict[str, Any]:
+    """Return the facts of a version-2 file as those of today.
+
+    raises    PlanError for slots of two lifetimes, and for static rows
+    """
+    resident_slots, static_rows = body["resident_slots"], body.get("static_rows", False)
+    if resident_slots not in (0, slots) or static_rows is not False:
+        what = "static rows" if static_rows else f"{resident_slots} resident slots of {slots}"
+        raise PlanError(f"{where} has {what}, and all slots of a plan now have one lifetime: plan the step again")
+    gone = ("resident_slots", "static_rows", "objective", "cut_short")
+    facts = {name: value for name, value in body.items() if name not in gone}
+    return {**facts, "resident": resident_slots > 0}
 
 
 def _check_facts(where: str, body: dict[str, object]) -> _Facts:
@@ -125,7 +145,6 @@ def _check_values(where: str, plan: StepPlan) -> None:
     _check_range(where, "bound_ML", plan.bound_ML, 0, np.iinfo(np.int64).max)
     if plan.group_M is not None and (np.diff(plan.group_M, prepend=0) < 0).any():
         raise PlanError(f"{where}: groups {plan.group_M.tolist()} of micro-batches must not fall, from 0")
-    _check_range(where, "resident_slots", np.array(plan.resident_slots), 0, plan.slots)
     _check_range(where, "quota_MLRB of empty slots", plan.quota_MLRB[plan.replica_MLRB < 0], 0, 0)
     if (np.diff(plan.layer_ids) <= 0).any():
         raise PlanError(f"{where}: layer ids {plan.layer_ids.tolist()} must rise")

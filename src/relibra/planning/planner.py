@@ -1,4 +1,4 @@
-"""`plan_step`: run a balancer, price its placement, and return it or a plan without replicas, whichever is cheaper."""
+"""`plan_step`: run a balancer, check and price its placement, and return it, or bare homes where these are cheaper."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from relibra.cluster import Cluster
 from relibra.errors import PlanError
 from relibra.planning.analysis.bounds import reachable_bound
 from relibra.planning.balancer import Balancer, PlacementRequest
-from relibra.planning.balancers.resident_number import with_cheapest_resident_slots
 from relibra.planning.budget import DEFAULT_MODEL, Budget
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES, ExpertShape
 from relibra.planning.costs.prediction import predict
+from relibra.planning.levers.limits import ScheduleLimits
 from relibra.planning.placement import Homes, Placement, static_homes
 from relibra.planning.plan import StepPlan
 from relibra.planning.registry import BALANCERS
-from relibra.planning.schedule.limits import ScheduleLimits
-from relibra.planning.search.deadline import Deadline
 from relibra.planning.validation import validate_plan
 from relibra.routing.demand import ScheduledDemand
 
-DEFAULT_EXPERT = EXPERT_SHAPES[DEFAULT_MODEL]
+_STATE_BYTES = 18
+"""Per parameter of an expert at home: weights and gradient for computing, fp32 master, Adam moments and gradient sum."""
+_FOR_SLOTS = 0.5
+"""Share of the memory beside experts at home that slots may take where nothing is known of the rest of the model."""
 
 
 def plan_step(
@@ -41,103 +42,58 @@ def plan_step(
 ) -> StepPlan:
     """Plan one step: homes, schedule, replicas and quotas.
 
-    Under its own objective a plan is never worse than the homes before the step without replicas; where experts may
-    move, also never worse than the static layout. `StepPlan.balancer` names what was returned.
+    Its predicted seconds, with 1 / `steps_served` of the moves, are never more than those of the homes before the step
+    without replicas; where experts may move, also never more than those of the static layout. `StepPlan.balancer` names
+    what was returned.
 
     demand        token-slots under a schedule (`Demand.with_schedule`) over as many ranks as the cluster has
-    balancer      a name of `BALANCERS`, or "auto": the cheapest plan of all that see the step; `history_MLE` and
-                  `never_worse` are then not used
-    expert        sizes of one expert, for the objective in seconds; None: the token objective, and seconds are
-                  predicted for experts like those of Qwen3-30B-A3B
+    balancer      a name of `BALANCERS`
+    expert        sizes of one expert; None: those of Qwen3-30B-A3B, and `StepPlan.assumed_model` names it
     previous      current homes, for example the plan of the last step; None: the static layout
     history_MLE   loads of earlier micro-batches, for balancers that see "history"; None: they plan from even loads
     never_worse   False: return the plan of the balancer even if one without replicas is cheaper, to compare balancers
     raises        PlanError when sizes of demand, cluster and budget disagree
     """
     budget = budget or Budget()
-    if expert is None and budget.objective == "seconds":
-        raise PlanError("the objective in seconds needs the size of an expert: pass expert=, or objective 'tokens'")
-    budget = replace(budget, objective=budget.objective or ("tokens" if expert is None else "seconds"))
-    budget = budget.with_resident_slots(expert or DEFAULT_EXPERT, len(demand.layer_ids))
     _check(demand, cluster, budget, previous, history_MLE)
-    if balancer == "auto":
-        return _cheapest(demand, cluster, budget, expert=expert, previous=previous)
     if balancer not in BALANCERS:
-        raise PlanError(f"balancer {balancer!r} is unknown: allowed are {', '.join([*BALANCERS, 'auto'])}")
+        raise PlanError(f"balancer {balancer!r} is unknown: allowed are {', '.join(BALANCERS)}")
     start = time.perf_counter()
-    request = _request(demand, cluster, budget, expert or DEFAULT_EXPERT, previous, history_MLE, BALANCERS[balancer])
-    memory_bytes = None if expert is None else cluster.memory_bytes  # slots of unknown size are not checked
-    plan = _finished_plan(balancer, BALANCERS[balancer].decide(request), request, memory_bytes)
-    plan = replace(plan, plan_seconds=time.perf_counter() - start)
+    shape = expert or EXPERT_SHAPES[DEFAULT_MODEL]
+    request = _request(demand, cluster, budget, shape, previous, history_MLE, BALANCERS[balancer])
+    plan = _finished_plan(balancer, BALANCERS[balancer].decide(request), request)
     if never_worse and balancer != "static":
-        return _plan_or_bare_homes(plan, request, memory_bytes)
-    return plan
+        plan = _plan_or_bare_homes(plan, request)
+    return replace(
+        plan, plan_seconds=time.perf_counter() - start, assumed_model="" if expert else DEFAULT_MODEL
+    )
 
 
-def settle_resident_slots(
-    demand: ScheduledDemand, cluster: Cluster, budget: Budget, *, expert: ExpertShape, previous: Homes | None = None
-) -> Budget:
-    """Return the budget with the cheapest number of resident slots for the whole step.
+def memory_for_slots(demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> float:
+    """Return the GiB of a rank that slots may take where only its experts are known.
 
-    Ranks that then plan single layers all use it.
-
-    budget   its objective and its resident slots are set: not None
+    That is half of what the experts at home of all layers of the demand leave of the device, with fp32 masters, moments
+    and gradient sums. `simulation.memory.memory_for_slots` knows the whole model.
     """
-    request = _request(demand, cluster, budget, expert, previous, None, BALANCERS["relibra"])
-    settled = with_cheapest_resident_slots(request, Deadline(budget.deadline_seconds)).budget
-    return replace(settled, fewer_resident=False)
+    at_home = demand.num_experts // cluster.num_ranks * len(demand.layer_ids)
+    return max(0.0, _FOR_SLOTS * (cluster.memory_bytes - at_home * expert.parameters * _STATE_BYTES)) / 2**30
 
 
-def _plan_or_bare_homes(plan: StepPlan, request: PlacementRequest, memory_bytes: int | None) -> StepPlan:
+def _plan_or_bare_homes(plan: StepPlan, request: PlacementRequest) -> StepPlan:
     """Return the plan, or the homes before the step or the static layout without replicas, where these are cheaper."""
     demand, budget, previous = request.demand, request.budget, request.previous
-    best, best_name, best_placement = _cost(plan, request), "", None
     static = static_homes(request.cluster.topology, demand.layer_ids, demand.num_experts)
-    may_move = budget.move_homes and not np.array_equal(static.home_LE, previous.home_LE)
     at_start = np.array_equal(static.physical_to_logical_map, previous.physical_to_logical_map)
-    bare_homes = [("static" if at_start else "homes kept", previous)]
-    if may_move:
-        bare_homes.append(("static", static))
-    for name, homes in bare_homes:
+    bare_homes = {"static" if at_start else "homes kept": previous}
+    if budget.move_homes and not at_start:
+        bare_homes["static"] = static
+    best = plan
+    for name, homes in bare_homes.items():
         placement = request.placement(homes.home_LE, *request.empty_slots())
-        bare = StepPlan.of_placement(placement, previous, np.zeros(demand.load_MLE.shape[:2], np.int64), balancer=name)
-        if budget.objective == "seconds":
-            found = predict(bare, demand, request.cluster, request.expert, threads=budget.threads)
-            bare = replace(bare, predicted=found.as_dict())
-        cost = _cost(bare, request)
-        if cost < best:
-            best, best_name, best_placement = cost, name, placement
-    if best_placement is None:
-        return plan
-    made = _finished_plan(f"{best_name} (instead of {plan.balancer})", best_placement, request, memory_bytes)
-    return replace(made, plan_seconds=plan.plan_seconds)
-
-
-def _cheapest(
-    demand: ScheduledDemand, cluster: Cluster, budget: Budget, *, expert: ExpertShape | None, previous: Homes | None
-) -> StepPlan:
-    """Return the cheapest plan within the budget of all balancers that see the step.
-
-    relibra runs first. After half of `deadline_seconds` no further balancer starts; each balancer has the whole
-    deadline for itself.
-    """
-    clock = Deadline(budget.deadline_seconds)
-    knowing = [name for name, entry in BALANCERS.items() if entry.sees not in ("nothing", "history")]
-    plans: list[StepPlan] = []
-    for name in sorted(knowing, key=lambda name: name != "relibra"):
-        if not plans or clock.allows(0.5):
-            plans.append(plan_step(demand, cluster, budget, name, expert=expert, previous=previous))
-    allowed = [
-        plan
-        for plan in plans
-        if (budget.move_homes or plan.num_moved == 0)
-        and (budget.cross_node_copies or plan.num_cross_node_copies == 0)
-        and plan.slots <= budget.slots
-        and plan.resident_slots <= (budget.resident_slots or 0)
-    ]
-    request = _request(demand, cluster, budget, expert or DEFAULT_EXPERT, previous, None, BALANCERS["relibra"])
-    best = min(allowed, key=lambda plan: _cost(plan, request))
-    return replace(best, plan_seconds=sum(plan.plan_seconds for plan in plans))
+        bare = _finished_plan(f"{name} (instead of {plan.balancer})", placement, request)
+        if _seconds(bare, request) < _seconds(best, request):
+            best = replace(bare, considered=plan.considered)
+    return best
 
 
 def _check(
@@ -200,11 +156,13 @@ def _request(
         total_LE = demand.load_MLE.sum(axis=0).astype(np.float64)
     elif entry.sees == "history" and history_MLE is not None and len(history_MLE):
         total_LE = history_MLE.sum(axis=0).astype(np.float64)
+    memory_gib = memory_for_slots(demand, cluster, expert) if budget.memory_gib is None else budget.memory_gib
     return PlacementRequest(
         demand=demand,
         cluster=cluster,
         budget=budget,
         expert=expert,
+        memory_gib=memory_gib,
         previous=previous or static_homes(cluster.topology, demand.layer_ids, E),
         warm=previous is not None,
         total_LE=total_LE,
@@ -212,13 +170,8 @@ def _request(
     )
 
 
-def _finished_plan(
-    balancer: str, placement: Placement, request: PlacementRequest, memory_bytes: int | None
-) -> StepPlan:
-    """Return the validated plan of a placement, with bound and predicted seconds.
-
-    memory_bytes   of a rank, for slots; None: not checked
-    """
+def _finished_plan(balancer: str, placement: Placement, request: PlacementRequest) -> StepPlan:
+    """Return the validated plan of a placement, with bound and predicted seconds."""
     demand, cluster = request.demand, request.cluster
     scheduled = demand
     if placement.micro_batch_S is not demand.micro_batch_S or placement.rank_S is not demand.rank_S:
@@ -234,33 +187,22 @@ def _finished_plan(
         placement.scope,
     )
     plan = StepPlan.of_placement(
-        placement,
-        request.previous,
-        bound_ML,
-        balancer=balancer,
-        objective=request.budget.objective or "",
-        demand_digest=demand.digest(),
+        placement, request.previous, bound_ML, balancer=balancer, demand_digest=demand.digest()
     )
-    limits = ScheduleLimits.of_demand(
-        demand, rank_tokens=request.budget.rank_tokens, token_slack=request.budget.token_slack
-    )
+    limits = ScheduleLimits.of_demand(demand, rank_tokens=request.budget.rank_tokens)
     validate_plan(  # before its loads are used
         plan,
         cluster.topology,
         demand,
         rank_tokens=limits.rank_tokens,
         rank_attention=limits.rank_attention,
-        memory_bytes=memory_bytes,
+        memory_bytes=cluster.memory_bytes,
         expert=request.expert,
     )
-    found = predict(plan, scheduled, cluster, request.expert, threads=request.budget.threads)
-    return replace(plan, predicted=found.as_dict())
+    return replace(plan, predicted=predict(plan, scheduled, cluster, request.expert).as_dict())
 
 
-def _cost(plan: StepPlan, request: PlacementRequest) -> float:
-    """Return the skew, or the predicted seconds with 1 / `steps_served` of the moves."""
-    if request.budget.objective == "tokens":
-        same = plan.micro_batch_S is request.demand.micro_batch_S and plan.rank_S is request.demand.rank_S
-        return plan.skew(request.demand if same else plan.scheduled(request.demand))
+def _seconds(plan: StepPlan, request: PlacementRequest) -> float:
+    """Return the predicted seconds with 1 / `steps_served` of the moves."""
     relocation = plan.predicted["relocation"]
     return plan.predicted["total"] - relocation + relocation / request.budget.steps_served

@@ -23,11 +23,23 @@ from relibra.planning.baselines import (
     popfetcher,
     ultraep,
 )
+from relibra.planning.relibra_paper import decision as relibra_paper
 
 BALANCERS: dict[str, Balancer] = {
     "static": Balancer(decide=static.decide, sees="nothing", based_on="plain expert parallelism"),
     "balanced": Balancer(decide=balanced.decide, sees="micro-batches", based_on="lower reference: copies on any rank"),
-    "relibra": Balancer(decide=relibra.decide, sees="micro-batches", based_on="after ReLibra, arXiv 2605.08639"),
+    "relibra": Balancer(decide=relibra.decide, sees="micro-batches", based_on="own: the cheapest plan of all levers"),
+    "relibra_paper": Balancer(
+        decide=relibra_paper.decide, sees="micro-batches", based_on="after ReLibra, arXiv 2605.08639, for seconds"
+    ),
+    "relibra_paper_tokens": Balancer(
+        decide=relibra_paper.decide_tokens, sees="micro-batches", based_on="the same for even token-slots, as its paper"
+    ),
+    "relibra_paper_anywhere": Balancer(
+        decide=relibra_paper.decide_tokens_across_nodes,
+        sees="micro-batches",
+        based_on="the same with replicas on any node",
+    ),
     "foremoe": Balancer(decide=foremoe.decide, sees="micro-batches", based_on="after ForeMoE, arXiv 2606.11867"),
     "flashlb": Balancer(decide=flashlb.decide, sees="micro-batches", based_on="FlashLB, vllm-project/vllm-ascend"),
     "ultraep": Balancer(decide=ultraep.decide, sees="live", based_on="UltraEP, arXiv 2606.04101"),

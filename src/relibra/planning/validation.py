@@ -138,15 +138,9 @@ def _check_rank_limit(plan: StepPlan, demand: Demand, power: int, what: str, mos
 
 
 def check_memory(plan: StepPlan, memory_bytes: int, expert: ExpertShape) -> None:
-    """Raise PlanError if the slots of a rank, weights and gradients, take more than its memory.
-
-    Without replicas nobody needs slots. With static rows the weights of a layer lie in front of them once more.
-    """
-    resident = plan.resident_slots
-    experts = len(plan.layer_ids) * resident + plan.slots - resident if (plan.replica_MLRB >= 0).any() else 0
+    """Raise PlanError if the slots of a rank, weights and gradients, take more than its memory."""
+    experts = plan.slots * (len(plan.layer_ids) if plan.resident else 1) if (plan.replica_MLRB >= 0).any() else 0
     needed = experts * (expert.weight_bytes + expert.gradient_bytes)
-    if plan.static_rows and experts:
-        needed += (plan.num_experts // plan.num_ranks + resident) * expert.weight_bytes
     if needed > memory_bytes:
         raise PlanError(
             f"replica slots for {experts} experts take {needed / 1e9:.3g} GB on every rank, which has "

@@ -218,6 +218,16 @@ class ScheduledDemand(Demand):
             return scheduled
         return replace(scheduled, group_M=self.group_M)
 
+    def of_layers(self, layers: Int64[ndarray, " l"]) -> ScheduledDemand:
+        """Return the demand of some layers, given as positions on the layer axis, with its schedule."""
+        return replace(
+            self,
+            counts_SLE=self.counts_SLE[:, layers],
+            layer_ids=self.layer_ids[layers],
+            tokens_MLRE=self.tokens_MLRE[:, layers],
+            pairs_LEE=None if self.pairs_LEE is None else self.pairs_LEE[layers],
+        )
+
     def of_micro_batches(self, number_m: slice | Int64[ndarray, " m"]) -> ScheduledDemand:
         """Return the demand of some micro-batches, numbered from 0 in the given order; other samples are left out."""
         M = len(self.tokens_MLRE)

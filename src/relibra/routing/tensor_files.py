@@ -49,6 +49,7 @@ class TensorFormat:
     noun       its name in messages, with article ("a step plan")
     axes       letters of each array's axes; the same letter is the same length in all of them
     dtypes     type of each array
+    older      earlier versions that are read too; the caller translates their facts
     optional   arrays that may be absent
     may_be_0   axes that may have length 0
     error      raised for every invalid file
@@ -59,6 +60,7 @@ class TensorFormat:
     noun: str
     axes: Mapping[str, str]
     dtypes: Mapping[str, type[np.generic]]
+    older: frozenset[int] = frozenset()
     optional: frozenset[str] = frozenset()
     may_be_0: str = ""
     error: type[RelibraError]
@@ -136,7 +138,7 @@ def _read_body(path: Path, form: TensorFormat, text: str) -> dict[str, Any]:
         raise form.error(f"{path} is damaged: its metadata is not JSON ({error})") from error
     if not isinstance(body, dict) or body.get("format") != form.name:
         raise form.error(f"{path} is not {form.noun}: its format must be {form.name!r}")
-    if body.get("version") != form.version:
+    if body.get("version") not in (form.version, *form.older):
         raise form.error(
             f"{path} has format version {body.get('version')!r}: this relibra reads version {form.version}; "
             "use the relibra that wrote it, or write it again"

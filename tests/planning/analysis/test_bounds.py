@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.planner.replication_milp import replicate_milp
 from relibra.planning.analysis.bounds import any_homes_bound, reachable_bound
-from relibra.planning.replicas.replication import replicate
+from relibra.planning.levers.replication import replicate
 
 
 @settings(max_examples=15)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra.planning.home_search.annealing import COLD, WARM, anneal_nodes, home_cost
-from relibra.planning.home_search.nodes_and_ranks import (
+from relibra.planning.relibra_paper.annealing import COLD, WARM, anneal_nodes, home_cost
+from relibra.planning.relibra_paper.nodes_and_ranks import (
     HomeWeights,
     busiest,
     co_activation_groups,

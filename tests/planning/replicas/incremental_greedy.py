@@ -1,6 +1,6 @@
 """Replicas by incremental greedy, slow and obvious: ReLibra's heuristic as we read it (arXiv 2605.08639).
 
-A cross-check and an ablation for `relibra.planning.replicas.replication`: same rules, one move at a time, plain Python.
+A cross-check and an ablation for `relibra.planning.levers.replication`: same rules, one move at a time, plain Python.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from relibra.planning.replicas.instance_flow import (
+from relibra.planning.levers.instance_flow import (
     assign_tokens,
     empty_instances,
     list_instances,

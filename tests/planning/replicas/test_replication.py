@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.planner.replication_milp import replicate_milp
-from relibra.planning.replicas.replication import replicate
+from relibra.planning.levers.replication import replicate
 from tests.planning.replicas.incremental_greedy import replicate_incrementally
 
 

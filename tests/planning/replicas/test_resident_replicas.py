@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra.planning.replicas.replication import replicate
-from relibra.planning.replicas.resident_replicas import keep_replicas
+from relibra.planning.levers.replication import replicate
+from relibra.planning.levers.resident_replicas import keep_replicas
 from tests.planning.replicas.test_instance_flow import lowest_busiest_rank
 
 

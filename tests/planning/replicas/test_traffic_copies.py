@@ -10,7 +10,7 @@ from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES
 from relibra.planning.costs.prediction import predict
 from relibra.planning.planner import plan_step
-from relibra.planning.replicas.traffic_copies import replicate_for_traffic
+from relibra.planning.levers.traffic_copies import replicate_for_traffic
 from relibra.planning.traffic.split import split_tokens
 from relibra.planning.validation import validate_plan
 from tests.planning.cases import cluster, make_demand

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from relibra import Demand
-from relibra.planning.schedule.limits import ScheduleLimits
+from relibra.planning.levers.limits import ScheduleLimits
 
 
 def draw_lengths(rng, samples, limit):

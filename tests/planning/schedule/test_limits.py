@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from relibra import Demand
-from relibra.planning.schedule.limits import ScheduleLimits
+from relibra.planning.levers.limits import ScheduleLimits
 
 
 def demand():

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from relibra.planning.schedule.limits import ScheduleLimits
-from relibra.planning.schedule.locality import place_samples
+from relibra.planning.levers.limits import ScheduleLimits
+from relibra.planning.relibra_paper.locality import place_samples
 
 
 @pytest.mark.parametrize(("attention", "exchanged"), [(221, True), (220, False)])

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relibra.planning.schedule.limits import ScheduleLimits
-from relibra.planning.schedule.locality import place_samples
-from relibra.planning.schedule.packing import pack_samples
+from relibra.planning.levers.limits import ScheduleLimits
+from relibra.planning.relibra_paper.locality import place_samples
+from relibra.planning.levers.packing import pack_samples
 from tests.planning.schedule.schedules import (
     assert_within_limits,
     bins_of,

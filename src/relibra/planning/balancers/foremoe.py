@@ -16,10 +16,10 @@ from jaxtyping import Int64
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.home_search.nodes_and_ranks import busiest, ranks_inside_nodes
+from relibra.planning.relibra_paper.nodes_and_ranks import busiest, ranks_inside_nodes
 from relibra.planning.placement import Placement
-from relibra.planning.replicas.replication import slot_of
-from relibra.planning.search.parallel_map import parallel_map
+from relibra.planning.levers.replication import slot_of
+from relibra.planning.parallel_map import parallel_map
 from relibra.routing.compiled import compiled
 
 SWAPS = 2000
@@ -41,24 +41,23 @@ def decide(request: PlacementRequest) -> Placement:
         home_E = before_LE[layer].astype(np.int64)
         if budget.move_homes:
             home_E = _search_homes(request, load_ME, home_E, layer)
-        if budget.slots:
+        if request.slots:
             _spill_layer(
                 load_ME,
                 home_E,
                 cluster.ranks_per_node,
                 budget.tolerance,
-                budget.cross_node_copies,
                 replica_MLRB[:, layer],
                 quota_MLRB[:, layer],
             )
         return home_E
 
-    home_LE = np.array(parallel_map(plan, before_LE.shape[0], budget.threads), dtype=np.int16)
+    home_LE = np.array(parallel_map(plan, before_LE.shape[0]), dtype=np.int16)
     return request.placement(
         home_LE,
         replica_MLRB,
         quota_MLRB,
-        scope="cluster" if budget.cross_node_copies else "node",
+        scope="cluster",
     )
 
 
@@ -68,7 +67,7 @@ def _search_homes(
     """Return the homes of levels 1 and 1b, or the old ones unless the gain exceeds the cost of moves."""
     cluster = request.cluster
     G, N, E = cluster.ranks_per_node, cluster.num_nodes, load_ME.shape[1]
-    generator = np.random.default_rng([request.budget.seed, layer])
+    generator = np.random.default_rng([0, layer])
     swaps = generator.integers(0, E, (SWAPS if N > 1 else 0, 2))
     machine_E = before_E // G
     if N > 1:
@@ -88,8 +87,6 @@ def _search_homes(
 
 def _moving_token_slots(request: PlacementRequest, moved: int) -> float:
     """Return the cost of moves in token-slots of the busiest rank: expert state over the network of all ranks."""
-    if request.budget.objective == "tokens":
-        return 0.0
     cluster, expert = request.cluster, request.expert
     network = min(cluster.inter_send.bytes_per_second, cluster.inter_receive.bytes_per_second)
     seconds = moved * expert.state_bytes / network / cluster.num_ranks
@@ -155,7 +152,7 @@ def swap_machines(load_ME, machine_E, num_machines, swaps) -> None:
 
 @compiled
 @no_type_check
-def _spill_layer(load_ME, home_E, ranks_per_node, tolerance, cross_node, replica_MRB, quota_MRB) -> None:
+def _spill_layer(load_ME, home_E, ranks_per_node, tolerance, replica_MRB, quota_MRB) -> None:
     M, E = load_ME.shape
     R = replica_MRB.shape[1]
     load_R, left_E = np.empty(R, np.int64), np.empty(E, np.int64)
@@ -166,7 +163,7 @@ def _spill_layer(load_ME, home_E, ranks_per_node, tolerance, cross_node, replica
             load_R[home_E[e]] += load_ME[m, e]
         before = load_R.max()
         replica_RB, quota_RB = replica_MRB[m], quota_MRB[m]
-        if cross_node:
+        if ranks_per_node < R:
             _leave_machines(home_E, ranks_per_node, load_R, left_E, replica_RB, quota_RB)
         for low in range(0, R, ranks_per_node):
             _spill(home_E, low, low + ranks_per_node, tolerance, load_R, left_E, replica_RB, quota_RB)

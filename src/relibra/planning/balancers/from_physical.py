@@ -31,15 +31,15 @@ def placement_from_physical(request: PlacementRequest, placement_LRP: Int[ndarra
     M, L, R, E = demand.tokens_MLRE.shape
     load_MLE, before_LE = demand.load_MLE, request.previous.home_LE.copy()
     home_LE = np.empty((L, E), dtype=np.int16)
-    replica_MLRB = np.full((M, L, R, budget.slots), -1, dtype=np.int16)
-    quota_MLRB = np.zeros((M, L, R, budget.slots), dtype=np.int32)
+    replica_MLRB = np.full((M, L, R, request.slots), -1, dtype=np.int16)
+    quota_MLRB = np.zeros((M, L, R, request.slots), dtype=np.int32)
     for layer in range(L):
         copies_RE = count_copies(placement_LRP[layer], E)
         home_E = before_LE[layer].astype(np.int64)
         if budget.move_homes:
             share_E = request.total_LE[layer] / np.maximum(1, copies_RE.sum(axis=0))
-            home_E, copies_RE = choose_homes(copies_RE, home_E, share_E, budget.slots)
-        replica_RB, copies_RB = _assign_slots(copies_RE, home_E, request.total_LE[layer], budget.slots)
+            home_E, copies_RE = choose_homes(copies_RE, home_E, share_E, request.slots)
+        replica_RB, copies_RB = _assign_slots(copies_RE, home_E, request.total_LE[layer], request.slots)
         home_copies_E = copies_RE[home_E, np.arange(E)]
         load_ME = load_MLE[:, layer]
         if split == "even":
@@ -51,7 +51,7 @@ def placement_from_physical(request: PlacementRequest, placement_LRP: Int[ndarra
                 demand.tokens_MLRE[:, layer], home_E, home_copies_E, replica_RB, copies_RB, cluster.ranks_per_node
             )
         home_LE[layer], replica_MLRB[:, layer], quota_MLRB[:, layer] = home_E, replica_RB, quota_MRB
-    return request.placement(home_LE, replica_MLRB, quota_MLRB, resident_slots=budget.slots, scope="cluster")
+    return request.placement(home_LE, replica_MLRB, quota_MLRB, resident=True, scope="cluster")
 
 
 def _assign_slots(

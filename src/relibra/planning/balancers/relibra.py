@@ -1,151 +1,259 @@
-"""relibra: homes, schedule, replicas and cross-node copies of a step from known routes (after ReLibra and ForeMoE).
+"""relibra: the cheapest plan of a step under the cost model. `decide` is the whole decision, read from top to bottom.
 
-ReLibra (arXiv 2605.08639) has no public code. Own parts: chained replication, packing against nodes, cross-node copies
-in slots shared by both kinds, the search of the ceiling per (micro-batch, layer), and replicas that stay over
-micro-batches (`planning.replicas.resident_replicas`).
+Known routes say what every rank computes and sends in the coming step, so plans are priced before it runs, and the
+cheapest is kept:
+
+once per step    samples stay in their micro-batches, or are packed (`levers/packing.py`);
+                 the number of slots, and whether every layer has slots of its own (`SlotChoice`)
+for each layer   homes stay or are dealt again (`levers/homes.py`); slots for traffic: none, half, all; the accepted
+                 unevenness; replicas inside nodes or anywhere (`LayerChoice`)
+
+Choices are priced on a sample of layers and micro-batches, those that win there on all layers. `Placement.considered`
+keeps what was tried and what each would cost. The objective follows ReLibra (arXiv 2605.08639) and ForeMoE (2606.11867).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
+from jaxtyping import Int64
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.balancers.homes_and_replicas import choose_homes_and_replicas, replicas_of_homes
-from relibra.planning.balancers.layer_choices import LayerChoices
-from relibra.planning.balancers.resident_number import with_cheapest_resident_slots
-from relibra.planning.balancers.schedules import pack_groups, place_near_experts
-from relibra.planning.costs.compute import busiest_attention_seconds
-from relibra.planning.home_search.step_homes import search_homes
-from relibra.planning.placement import Placement
-from relibra.planning.replicas.pricing import all_moves_seconds
-from relibra.planning.schedule.limits import ScheduleLimits
-from relibra.planning.search.deadline import Deadline
+from relibra.planning.balancers.layer_plans import (
+    LayerChoice,
+    LayerPlans,
+    SlotChoice,
+    cheapest_layers,
+    plan_layers,
+    step_seconds,
+)
+from relibra.planning.costs.copies import memory_of_slots
+from relibra.planning.levers.packing import pack_groups
+from relibra.planning.placement import Considered, Placement
 from relibra.routing.demand import ScheduledDemand
 
-_MOST_LAYERS, _SCHEDULE_LAYERS = 32, 12
-"""Layers above which the schedule is chosen for some of them, evenly spaced: it is one for all."""
-_CLEARLY = 0.97
-"""New homes / homes before the step, in cost: below this no schedule is searched for the homes before the step (first
-plan only)."""
+SHARED_NUMBERS, RESIDENT_NUMBERS = (1, 2), (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of slots that are tried. They do not depend on the limit, so a larger limit only adds choices."""
+_WORTH_SLOTS = 0.001
+"""Share of the seconds that more slots must save: they take memory."""
+_TOLERANCES = (1, 5, 20)
+"""Accepted unevenness that is tried, as multiples of the budget's tolerance."""
+_PUSH_PRICES = (0.0, 0.5, 1.0)
+"""Shares of the pushes into resident slots that ranks may have to wait for: a layer's choice changes what others wait."""
+_WORTH_MOVING_AGAIN = 0.05
+"""Share of a layer's seconds that new homes must save to replace planned ones: the next step has other samples."""
+_SAMPLE_LAYERS, _SAMPLE_MICRO_BATCHES, _PACKED_LAYERS = 6, 32, 12
+_LARGE_STEP = 1024
+"""Layers x micro-batches above which samples have half as many micro-batches."""
+_ALL_LAYERS_BUDGET = 12_000
+"""Layers x micro-batches x choices that are priced on all layers; 2 to 8 choices."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Choice:
-    """A complete choice: demand under its schedule, homes and replicas for it."""
+class _Tried:
+    """One choice for the step, with the cheapest choices of its layers, priced on a sample."""
 
-    demand: ScheduledDemand
-    layers: LayerChoices
+    slots: SlotChoice
+    plans: dict[LayerChoice, LayerPlans]
+    cheapest: LayerPlans
+    seconds: float
+
+    def winners(self, most: int) -> list[LayerChoice]:
+        """Return the layer choices that are the cheapest most often, and one that leaves homes alone."""
+        left_ML = np.ones(self.cheapest.waits_ML.shape, dtype=bool)
+        wins: dict[LayerChoice, int] = {}
+        for choice, plan in self.plans.items():
+            same_L = (plan.home_LE == self.cheapest.home_LE).all(axis=1)
+            same_ML = left_ML & same_L & (plan.replica_MLRB == self.cheapest.replica_MLRB).all(axis=(2, 3))
+            left_ML &= ~same_ML
+            wins[choice] = int(same_ML.sum())
+        chosen = sorted((choice for choice in wins if wins[choice]), key=lambda choice: -wins[choice])[:most]
+        stays = [choice for choice in self.plans if choice.homes == "stay"]
+        if not any(choice.homes == "stay" for choice in chosen):
+            chosen.append(max(stays, key=wins.__getitem__))
+        return chosen
 
 
 def decide(request: PlacementRequest) -> Placement:
-    """Choose homes and replicas, then look for a cheaper schedule for these homes.
+    """Return the cheapest placement found."""
+    sample = sample_of(request, request.demand)
+    tried = [_try_slots(sample, sample.demand, slots) for slots in slot_choices(request)]
+    best = _cheapest(tried)
+    winners = best.winners(_number_of_choices(request.demand))
 
-    Homes are chosen for the given schedule: they serve later steps too, whose samples are others. If the new homes cost
-    more than 0.97 x the old ones, or the plan follows an earlier one, a schedule is also searched for the old ones, and
-    the cheaper pair is returned. A deadline limits the search of homes and schedule; replicas are always placed.
-    """
-    clock = Deadline(request.budget.deadline_seconds)
-    request = with_cheapest_resident_slots(request, clock)
-    budget, L = request.budget, len(request.demand.layer_ids)
-    if budget.objective == "seconds" and budget.pack_samples and request.cluster.num_nodes > 1 and L > _MOST_LAYERS:
-        few_layers = request.of_layers(np.unique(np.linspace(0, L - 1, _SCHEDULE_LAYERS).astype(np.int64)))
-        schedule = _decide(few_layers, clock, only_schedule=True).demand
-        demand = request.demand.with_schedule(
-            schedule.micro_batch_S, schedule.rank_S, request.cluster.num_ranks, len(schedule.tokens_MLRE)
-        )
-        settled = replace(budget, pack_samples=False, place_samples=False)
-        chosen = _decide(replace(request, demand=demand, budget=settled), clock)
-    else:
-        chosen = _decide(request, clock)
+    schedules = {"kept": request.demand}
+    if request.budget.pack_samples and request.cluster.num_nodes > 1:
+        schedules["packed"] = _pack(request, best, winners)
+    seconds = {name: _seconds_of_schedule(request, demand, best.slots, winners) for name, demand in schedules.items()}
+    schedule = min(seconds, key=seconds.__getitem__)
+    demand = schedules[schedule]
+
+    _, layers = _plan_cheapest(request, demand, best.slots, winners)
     return request.placement(
-        chosen.layers.home_LE,
-        chosen.layers.replica_MLRB,
-        chosen.layers.quota_MLRB,
-        resident_slots=request.budget.resident_slots or 0,
-        scope="cluster" if request.budget.cross_node_copies else "node",
-        schedule=chosen.demand,
-        cut_short=clock.missed,
+        layers.home_LE,
+        layers.replica_MLRB,
+        layers.quota_MLRB,
+        schedule=demand,
+        resident=best.slots.resident,
+        scope="cluster",
+        considered=_considered(request, tried, best, schedule, seconds),
     )
 
 
-def _decide(request: PlacementRequest, clock: Deadline, *, only_schedule: bool = False) -> _Choice:
-    """Return the cheapest schedule, homes and replicas found.
+def slot_choices(request: PlacementRequest) -> list[SlotChoice]:
+    """Return the numbers of slots that limits and memory allow, the fewest bytes first."""
+    most = request.budget.slots
+    choices = [SlotChoice(number=0, resident=False)]
+    choices += [SlotChoice(number=number, resident=False) for number in SHARED_NUMBERS]
+    choices += [SlotChoice(number=number, resident=True) for number in RESIDENT_NUMBERS]
+    others = request.previous.num_experts - request.previous.num_experts // request.cluster.num_ranks
+    return [
+        slots
+        for slots in choices
+        if slots.number <= min(others, others if most is None else most)
+        and (not slots.resident or _gib(request, slots) <= request.memory_gib)
+    ]
 
-    only_schedule   the caller uses the schedule alone
+
+def layer_choices(request: PlacementRequest, slots: SlotChoice) -> list[LayerChoice]:
+    """Return the choices of a layer that are tried first: with the middle tolerance, homes stay."""
+    several, tolerance = request.cluster.num_nodes > 1, request.budget.tolerance * _TOLERANCES[1]
+    if not slots.number:
+        return []
+    choices = [LayerChoice(tolerance=tolerance, cross_node=cross) for cross in ((False, True) if several else (False,))]
+    if slots.resident:
+        numbers = sorted({max(1, slots.number // 2), slots.number})
+        choices += [LayerChoice(tolerance=tolerance, cross_node=several, traffic_slots=number) for number in numbers]
+    return choices
+
+
+def _try_slots(request: PlacementRequest, demand: ScheduledDemand, slots: SlotChoice) -> _Tried:
+    """Price choices of the layers, one property after another: traffic, then tolerance, then homes."""
+    plans: dict[LayerChoice, LayerPlans] = {}
+
+    def add(choices: Iterable[LayerChoice]) -> None:
+        plans.update({choice: plan_layers(request, demand, slots, choice) for choice in choices if choice not in plans})
+
+    def best_two() -> list[LayerChoice]:
+        cost = {choice: plan.seconds for choice, plan in plans.items() if choice.tolerance is not None}
+        return sorted(cost, key=cost.__getitem__)[:2]
+
+    add([LayerChoice(), *layer_choices(request, slots)])
+    tolerances = [request.budget.tolerance * share for share in _TOLERANCES]
+    add(replace(choice, tolerance=tolerance) for choice in best_two() for tolerance in tolerances)
+    if request.budget.move_homes:
+        homes = ("in nodes", "over nodes") if request.cluster.num_nodes > 1 else ("in nodes",)
+        add(replace(choice, homes=name) for choice in [*best_two(), LayerChoice()] for name in homes)
+    seconds, cheapest = _mix(request, demand, slots, plans)
+    return _Tried(slots=slots, plans=plans, cheapest=cheapest, seconds=seconds)
+
+
+def _mix(
+    request: PlacementRequest, demand: ScheduledDemand, slots: SlotChoice, plans: dict[LayerChoice, LayerPlans]
+) -> tuple[float, LayerPlans]:
+    """Return the cheapest combination of layer choices found, and its seconds."""
+    worth_moving = _WORTH_MOVING_AGAIN if request.warm else 0.0
+    found = []
+    for push_price in _PUSH_PRICES if slots.resident else (0.0,):
+        layers = cheapest_layers(plans, demand, slots, push_price=push_price, worth_moving=worth_moving)
+        found.append((step_seconds(request, demand, slots, layers), layers))
+    return min(found, key=lambda pair: pair[0])
+
+
+def _cheapest(tried: list[_Tried]) -> _Tried:
+    """Return the cheapest choice; one with more slots only where it is clearly cheaper than those before it."""
+    best = tried[0]
+    for choice in tried[1:]:
+        if choice.seconds < (1 - _WORTH_SLOTS) * best.seconds:
+            best = choice
+    return best
+
+
+def _plan_cheapest(
+    request: PlacementRequest, demand: ScheduledDemand, slots: SlotChoice, choices: list[LayerChoice]
+) -> tuple[float, LayerPlans]:
+    return _mix(
+        request, demand, slots, {choice: plan_layers(request, demand, slots, choice) for choice in choices}
+    )
+
+
+def _pack(request: PlacementRequest, best: _Tried, winners: list[LayerChoice]) -> ScheduledDemand:
+    """Return the demand with samples packed for the homes that the layers would have; a few layers decide."""
+    layers = _some_layers(request, _PACKED_LAYERS)
+    few = replace(request.of_layers(layers))
+    home_LE = plan_layers(few, few.demand, replace(best.slots, number=0), winners[0]).home_LE
+    packed = pack_groups(few, few.demand, home_LE)
+    return request.demand.with_schedule(
+        packed.micro_batch_S, packed.rank_S, request.cluster.num_ranks, len(request.demand.tokens_MLRE)
+    )
+
+
+def _seconds_of_schedule(
+    request: PlacementRequest, demand: ScheduledDemand, slots: SlotChoice, choices: list[LayerChoice]
+) -> float:
+    """Return the seconds of a few layers under a schedule, for as many layers as the step has."""
+    layers = _some_layers(request, _SAMPLE_LAYERS)
+    few = replace(request, demand=demand).of_layers(layers)
+    return _plan_cheapest(few, few.demand, slots, choices)[0] * len(request.demand.layer_ids) / len(layers)
+
+
+def sample_of(request: PlacementRequest, demand: ScheduledDemand) -> PlacementRequest:
+    """Return the request for a few layers, evenly spaced, and the first micro-batches up to the end of a group.
+
+    `steps_served` grows with the micro-batches left out, so that those kept pay their share of the moves.
     """
-    previous_LE = request.previous.home_LE.astype(np.int64)
-    layers, stay = choose_homes_and_replicas(request, request.demand, clock)
-    given = _Choice(demand=request.demand, layers=layers)
-    chosen = _with_better_schedule(request, given, clock, only_schedule=only_schedule)
-    # `stay` may lack replicas in shared slots, so this cost is an upper bound: they are filled with its own schedule
-    kept = _Choice(demand=request.demand, layers=stay)
-    saves_much = not request.warm and _cost(request, given) < _CLEARLY * _cost(request, kept)
-    if not np.array_equal(layers.home_LE, previous_LE) and not saves_much:
-        stays = _with_better_schedule(request, kept, clock, only_schedule=only_schedule)
-        chosen = min(chosen, stays, key=lambda one: _cost(request, one))
-    return chosen
+    M, L, served = len(demand.tokens_MLRE), len(demand.layer_ids), request.budget.steps_served
+    number = _SAMPLE_MICRO_BATCHES // (2 if M * L > _LARGE_STEP else 1)
+    if number < M:
+        group_M = np.zeros(M, dtype=np.int32) if demand.group_M is None else demand.group_M
+        end_of_group = int(np.searchsorted(group_M, group_M[number - 1], side="right"))
+        number = end_of_group if end_of_group <= 2 * number else number
+        demand, served = demand.of_micro_batches(slice(number)), round(served * M / number)
+    few = replace(request, demand=demand, budget=replace(request.budget, steps_served=served))
+    return few.of_layers(_some_layers(request, _SAMPLE_LAYERS))
 
 
-def _with_better_schedule(
-    request: PlacementRequest, chosen: _Choice, clock: Deadline, *, only_schedule: bool
-) -> _Choice:
-    """Return the choice with samples in other micro-batches, or only near their experts, whichever is cheapest.
+def _some_layers(request: PlacementRequest, number: int) -> Int64[ndarray, " l"]:
+    """Return so many layers, evenly spaced, as positions on the layer axis."""
+    return np.unique(np.linspace(0, len(request.demand.layer_ids) - 1, number).astype(np.int64))
 
-    only_schedule   the caller takes the schedule and chooses homes again; so homes are not chosen again here if packing
-                    is already cheaper with the given homes
+
+def _number_of_choices(demand: ScheduledDemand) -> int:
+    M, L, _ = demand.load_MLE.shape
+    return int(np.clip(_ALL_LAYERS_BUDGET // max(1, M * L), 2, 8))
+
+
+def _gib(request: PlacementRequest, slots: SlotChoice) -> float:
+    layers = len(request.demand.layer_ids)
+    return memory_of_slots(slots.number, layers if slots.resident else 1, request.expert) / 2**30
+
+
+def _considered(
+    request: PlacementRequest, tried: list[_Tried], best: _Tried, schedule: str, seconds: dict[str, float]
+) -> tuple[Considered, ...]:
+    """Return what was tried for the step, in seconds of the whole step: estimates from the sample.
+
+    The sample's seconds are scaled to the schedule that was kept, which all layers of the sample and all micro-batches
+    were priced for.
     """
-    budget, demand, home_LE = request.budget, request.demand, chosen.layers.home_LE
-    limits = ScheduleLimits.of_demand(demand, rank_tokens=budget.rank_tokens, token_slack=budget.token_slack)
-
-    def near_experts(demand: ScheduledDemand, home_LE: ndarray) -> ScheduledDemand:
-        may_place = budget.place_samples and clock.allows(0.7)
-        return place_near_experts(request, demand, home_LE, limits) if may_place else demand
-
-    def settle(demand: ScheduledDemand, home_LE: ndarray) -> _Choice:
-        return _Choice(demand=demand, layers=replicas_of_homes(request, demand, home_LE, clock))
-
-    if budget.pack_samples and request.cluster.num_nodes > 1 and clock.allows(0.5):
-        packed_demand, packed_LE = _pack(request, home_LE, limits, clock)
-        packed_demand = near_experts(packed_demand, packed_LE)
-        packed = settle(packed_demand, packed_LE)
-        accepted = _cost(request, chosen) / (1 + (budget.tolerance if budget.objective == "tokens" else 0))
-        first = budget.objective == "seconds" and budget.move_homes and not request.warm
-        settled = only_schedule and _cost(request, packed) < accepted
-        if first and not settled and clock.allows(0.5):
-            # the first homes may follow the schedule: those of later steps stay where these do
-            again = _Choice(demand=packed_demand, layers=choose_homes_and_replicas(request, packed_demand, clock)[0])
-            packed = min(packed, again, key=lambda one: _cost(request, one))
-        if _cost(request, packed) < accepted:
-            chosen = packed
-    placed_demand = near_experts(demand, home_LE)
-    if placed_demand is demand:
-        return chosen
-    return min(settle(placed_demand, home_LE), chosen, key=lambda one: _cost(request, one))
-
-
-def _pack(
-    request: PlacementRequest, home_LE: ndarray, limits: ScheduleLimits, clock: Deadline
-) -> tuple[ScheduledDemand, ndarray]:
-    """Pack samples into micro-batches for homes. For even loads alone, the first homes follow the schedule in turn."""
-    budget = request.budget
-    packed = pack_groups(request, request.demand, home_LE, limits, seed=budget.seed)
-    if budget.objective == "tokens" and budget.move_homes and not request.warm:
-        home_LE = search_homes(request, packed, home_LE, clock, afresh=False)
-        if clock.allows(0.5):
-            packed = pack_groups(request, packed, home_LE, limits, seed=budget.seed + 1)
-            home_LE = search_homes(request, packed, home_LE, clock, afresh=False)
-    return packed, home_LE
-
-
-def _cost(request: PlacementRequest, choice: _Choice) -> float:
-    """Return the objective of a choice: seconds of the step with its part of the moves, or tokens of busiest ranks."""
-    layers = choice.layers
-    if request.budget.objective == "tokens":
-        placement = request.placement(layers.home_LE, layers.replica_MLRB, layers.quota_MLRB, schedule=choice.demand)
-        return float(placement.rank_load(choice.demand).max(axis=2, initial=0).sum())
-    moving = all_moves_seconds(request, layers.home_LE) / request.budget.steps_served
-    attention = busiest_attention_seconds(choice.demand, request.cluster, request.expert)
-    return float(layers.cost_ML.sum()) + attention + moving
+    scale = seconds["kept"] / best.seconds if best.seconds else 1.0
+    rows = [
+        Considered(
+            schedule="kept",
+            slots=choice.slots.number,
+            resident=choice.slots.resident,
+            memory_gib=_gib(request, choice.slots),
+            seconds=choice.seconds * scale,
+            chosen=choice is best and schedule == "kept",
+        )
+        for choice in tried
+    ]
+    if "packed" in seconds:
+        chosen = next(row for row, choice in zip(rows, tried, strict=True) if choice is best)
+        rows.append(
+            replace(chosen, schedule="packed", seconds=seconds["packed"], chosen=schedule == "packed")
+        )
+    return tuple(rows)

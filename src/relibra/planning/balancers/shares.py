@@ -1,7 +1,7 @@
 """Shares: token-slots that each instance of an expert computes under fixed homes and replicas, as exact integers.
 
 Three rules of systems with static replicas: *even* (each copy the same), *optimal* (lowest possible busiest rank) and
-*local first* (copies on the own node, if any). *Optimal* is the algorithm of `planning.replicas.instance_flow`, on
+*local first* (copies on the own node, if any). *Optimal* is the algorithm of `planning.levers.instance_flow`, on
 instances that stay the same over micro-batches and from even shares as the start, without preference for a node.
 """
 

@@ -3,7 +3,7 @@
 Homes are dealt longest first on the totals of the step, and then every (micro-batch, layer) gets new replicas anywhere
 in the cluster, as if all ranks were one node. With one spare slot per rank an exactly even layout of one load always
 exists when homes are free too (Walker's alias method); with homes fixed for the step the chains of
-`relibra.planning.replicas.replication` come within a few token-slots of it.
+`relibra.planning.levers.replication` come within a few token-slots of it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.home_search.nodes_and_ranks import longest_first
+from relibra.planning.levers.homes import longest_first
 from relibra.planning.placement import Placement
-from relibra.planning.replicas.replication import replicate
+from relibra.planning.levers.replication import replicate
 
 
 def decide(request: PlacementRequest) -> Placement:
@@ -25,5 +25,5 @@ def decide(request: PlacementRequest) -> Placement:
         if budget.move_homes:
             home_LE[layer] = longest_first(load_MLE[:, layer].sum(axis=0), R)
         load_ME = np.ascontiguousarray(load_MLE[:, layer])
-        replica_MLRB[:, layer], quota_MLRB[:, layer] = replicate(load_ME, home_LE[layer], R, R, slots=budget.slots)
+        replica_MLRB[:, layer], quota_MLRB[:, layer] = replicate(load_ME, home_LE[layer], R, R, slots=request.slots)
     return request.placement(home_LE, replica_MLRB, quota_MLRB, scope="cluster")

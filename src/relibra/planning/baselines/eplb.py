@@ -39,7 +39,7 @@ def eplb_layers(request: PlacementRequest) -> Int64[ndarray, "L R P"]:
     """Return EPLB's placement of every layer: the expert in each of the P = E / R + B slots of a rank."""
     L, E = request.total_LE.shape
     R = request.cluster.num_ranks
-    num_replicas = E + R * request.budget.slots
+    num_replicas = E + R * request.slots
     layers = [eplb_placement(weight_E, num_replicas, 1, 1, R)[0] for weight_E in request.total_LE]
     return np.array(layers, dtype=np.int64).reshape(L, R, num_replicas // R)
 

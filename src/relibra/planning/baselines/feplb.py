@@ -25,7 +25,7 @@ def decide(request: PlacementRequest) -> Placement:
     """Move busy experts, whole, to lighter ranks of their node, per (micro-batch, layer)."""
     home_LE = request.previous.home_LE.copy()
     replica_MLRB, quota_MLRB = request.empty_slots()
-    if request.budget.slots:
+    if request.slots:
         _move_all(
             request.demand.load_MLE,
             home_LE.astype(np.int64),

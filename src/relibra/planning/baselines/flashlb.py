@@ -20,7 +20,7 @@ from relibra.planning.balancer import PlacementRequest
 from relibra.planning.balancers.from_physical import placement_from_physical
 from relibra.planning.balancers.physical_placement import relabel_ranks
 from relibra.planning.placement import Placement
-from relibra.planning.search.parallel_map import parallel_map
+from relibra.planning.parallel_map import parallel_map
 from relibra.routing.compiled import compiled
 
 Z = 0.6744897501960817
@@ -31,7 +31,7 @@ TIERS, REACH, MAX_SUMS = 4, 8, 64
 
 def decide(request: PlacementRequest) -> Placement:
     """Place every layer from its micro-batches and share tokens evenly."""
-    R, B = request.cluster.num_ranks, request.budget.slots
+    R, B = request.cluster.num_ranks, request.slots
     load_MLE, home_LE = request.demand.load_MLE, request.previous.home_LE.copy()
     per_rank = home_LE.shape[1] // R
 
@@ -39,7 +39,7 @@ def decide(request: PlacementRequest) -> Placement:
         placement_RP = flashlb_placement(load_MLE[:, layer], R, B)
         return relabel_ranks(placement_RP, np.argsort(home_LE[layer], kind="stable").reshape(R, per_rank))
 
-    layers = parallel_map(place, home_LE.shape[0], request.budget.threads)
+    layers = parallel_map(place, home_LE.shape[0])
     return placement_from_physical(request, np.stack(layers), "even")
 
 

@@ -24,7 +24,7 @@ ROUNDS = 10
 def decide(request: PlacementRequest) -> Placement:
     """Grow and shrink copies of every layer from past totals, and share tokens on the own node first."""
     home_LE = request.previous.home_LE.copy()
-    R, N, B = request.cluster.num_ranks, request.cluster.num_nodes, request.budget.slots
+    R, N, B = request.cluster.num_ranks, request.cluster.num_nodes, request.slots
     L, E = home_LE.shape
     placement_LRP = np.empty((L, R, E // R + B), dtype=np.int64)
     for layer, total_E in enumerate(request.total_LE):

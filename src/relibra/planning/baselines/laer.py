@@ -24,7 +24,7 @@ def decide(request: PlacementRequest) -> Placement:
     cluster = request.cluster
     R, N = cluster.num_ranks, cluster.num_nodes
     L, E = request.total_LE.shape
-    per_rank = E // R + request.budget.slots
+    per_rank = E // R + request.slots
     placement_LRP = np.empty((L, R, per_rank), dtype=np.int64)
     for layer, total_E in enumerate(request.total_LE):
         candidates = [greedy_counts(total_E, R * per_rank, N)]

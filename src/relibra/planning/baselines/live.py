@@ -1,7 +1,7 @@
 """Live: replicas from the router's output of the present micro-batch, as UltraEP and MoonEP decide.
 
 Sees the exact loads of one (micro-batch, layer), after gating. Homes never move, copies stay inside their node. The
-solver is that of relibra's own plans (`relibra.planning.replicas.replication`), so that live balancing and a plan from
+solver is that of relibra's own plans (`relibra.planning.levers.replication`), so that live balancing and a plan from
 known routes differ in what they know and when, not in how well they solve. `relibra.parallel.balance_live` calls
 `solve_layer` inside each layer; `decide` gives the same replicas for a step whose routes are known, to compare with.
 """
@@ -14,7 +14,7 @@ from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
 from relibra.planning.placement import Placement
-from relibra.planning.replicas.replication import replicate
+from relibra.planning.levers.replication import replicate
 
 TOLERANCE = 0.01
 """Load above the lowest reachable that is accepted for fewer copies, as a share of it."""
@@ -31,7 +31,7 @@ def decide(request: PlacementRequest) -> Placement:
             home_LE[layer],
             cluster.num_ranks,
             cluster.ranks_per_node,
-            slots=budget.slots,
+            slots=request.slots,
             tolerance=budget.tolerance,
         )
     return request.placement(home_LE, replica_MLRB, quota_MLRB)

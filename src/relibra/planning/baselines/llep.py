@@ -29,7 +29,7 @@ def decide(request: PlacementRequest) -> Placement:
     """Spill what is over capacity to the least loaded ranks of the cluster, per (micro-batch, layer)."""
     home_LE = request.previous.home_LE.copy()
     replica_MLRB, quota_MLRB = request.empty_slots()
-    if request.budget.slots:
+    if request.slots:
         _spill_all(request.demand.load_MLE, home_LE.astype(np.int64), replica_MLRB, quota_MLRB)
     return request.placement(home_LE, replica_MLRB, quota_MLRB, scope="cluster")
 

@@ -23,7 +23,7 @@ CUBE = ([3, 0, 1, 2, 7, 4, 5, 6], [6, 7, 4, 5, 0, 1, 2, 3])
 
 def decide(request: PlacementRequest) -> Placement:
     """Copy the heaviest experts of each rank to its neighbours, and split each micro-batch optimally."""
-    R, B = request.cluster.num_ranks, request.budget.slots
+    R, B = request.cluster.num_ranks, request.slots
     L, E = request.total_LE.shape
     origin_CR = topology(R, B)
     placement_LRP = np.full((L, R, E // R + B), -1, dtype=np.int64)

@@ -35,7 +35,7 @@ def decide_in_nodes(request: PlacementRequest) -> Placement:
 def _decide(request: PlacementRequest, domain_ranks: int) -> Placement:
     load_MLE, home_LE = request.demand.load_MLE, request.previous.home_LE.copy()
     scope: Scope = "node" if domain_ranks <= request.cluster.ranks_per_node else "cluster"
-    if not request.budget.slots:
+    if not request.slots:
         return request.placement(home_LE, *request.empty_slots(), scope=scope)
     (M, L, E), R = load_MLE.shape, request.cluster.num_ranks
     replica_MLRB = np.full((M, L, R, E // R), -1, dtype=np.int16)

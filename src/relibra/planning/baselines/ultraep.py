@@ -46,7 +46,7 @@ def _decide(request: PlacementRequest, u_min: int) -> Placement:
     G = request.cluster.ranks_per_node
     load_MLE, home_LE = request.demand.load_MLE, request.previous.home_LE.copy()
     replica_MLRB, quota_MLRB = request.empty_slots()
-    if request.budget.slots:
+    if request.slots:
         for layer in range(home_LE.shape[0]):
             home_E = home_LE[layer].astype(np.int64)
             for node in range(request.cluster.num_nodes):
@@ -54,7 +54,7 @@ def _decide(request: PlacementRequest, u_min: int) -> Placement:
                 experts = np.flatnonzero(home_E // G == node)
                 load_MX = np.ascontiguousarray(load_MLE[:, layer, experts])
                 replica_MGB, quota_MGB = solve(
-                    load_MX, home_E[experts] - node * G, G, request.budget.slots, u_min=u_min
+                    load_MX, home_E[experts] - node * G, G, request.slots, u_min=u_min
                 )
                 replica_MLRB[:, layer, here] = np.where(replica_MGB >= 0, experts[replica_MGB], -1)
                 quota_MLRB[:, layer, here] = quota_MGB

@@ -27,18 +27,6 @@ def dense_seconds(cluster: Cluster, rows: Rows, parameters: int, score_flops: nd
     return flops / cluster.flops_per_second
 
 
-def mean_attention_seconds(demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> float:
-    """Return estimated forward attention seconds of a mean micro-batch and layer on one rank; copies can overlap it.
-
-    Counts the projections, 4 hidden^2 weights. Scores are left out: with long samples real attention is longer and
-    hides more copies. 0 where the choices per token are not known.
-    """
-    if not demand.top_k or not len(demand.load_MLE):
-        return 0.0
-    tokens = demand.load_MLE[:, 0].sum() / demand.top_k / len(demand.load_MLE) / cluster.num_ranks
-    return float(dense_seconds(cluster, tokens, 4 * expert.hidden**2))
-
-
 def sample_attention_seconds(demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> Float64[ndarray, " S"]:
     """Return the forward attention of one layer for each sample: projections and scores.
 
@@ -52,10 +40,16 @@ def sample_attention_seconds(demand: ScheduledDemand, cluster: Cluster, expert: 
     return dense_seconds(cluster, length_S, 4 * expert.hidden**2, 2.0 * expert.hidden * length_S * (length_S + 1))
 
 
+def busiest_attention_M(demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> Float64[ndarray, " M"]:
+    """Return the forward attention of the busiest rank in one layer of each micro-batch."""
+    seconds_MR = demand.sum_per_rank(sample_attention_seconds(demand, cluster, expert))
+    busiest_M: Float64[ndarray, " M"] = seconds_MR.max(axis=1, initial=0.0)
+    return busiest_M
+
+
 def busiest_attention_seconds(demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> float:
     """Return the attention of a step, forward and backward: that of the busiest rank, over micro-batches and layers."""
-    seconds_MR = demand.sum_per_rank(sample_attention_seconds(demand, cluster, expert))
-    return 3.0 * len(demand.layer_ids) * float(seconds_MR.max(axis=1, initial=0.0).sum())
+    return 3.0 * len(demand.layer_ids) * float(busiest_attention_M(demand, cluster, expert).sum())
 
 
 def expert_seconds(

@@ -71,20 +71,21 @@ def pushed_copies(
 ) -> tuple[Bool[ndarray, "M L R B"], Bool[ndarray, "M L R B"], Bool[ndarray, "M L R B"]]:
     """Return which replicas receive weights before forward, again before backward, and return a gradient after it.
 
-    Slots shared by all layers are filled for each pass. Resident slots are filled when an expert comes to a rank, keep
-    it until backward, add up gradients over micro-batches and return them when it leaves the rank. No expert stays from
+    Slots of all layers are filled for each pass. Those of one layer are filled when an expert comes to a rank, keep it
+    until backward, add up gradients over micro-batches and return them when it leaves the rank. No expert stays from
     one group of micro-batches to the next: an optimizer step between them changes the weights.
     """
     used_MLRB = plan.replica_MLRB >= 0
     comes_MLRB, again_MLRB, leaves_MLRB = used_MLRB.copy(), used_MLRB.copy(), used_MLRB.copy()
-    resident = plan.resident_slots
-    again_MLRB[..., :resident] = False
+    if not plan.resident:
+        return comes_MLRB, again_MLRB, leaves_MLRB
+    again_MLRB[:] = False
     group_M = np.zeros(len(used_MLRB), dtype=np.int32) if plan.group_M is None else plan.group_M
     stays = (np.diff(group_M) == 0)[:, None, None, None]
-    before, after = plan.replica_MLRB[:-1, ..., :resident], plan.replica_MLRB[1:, ..., :resident]
-    for b in range(resident):  # whichever slot of its rank the expert is in
-        comes_MLRB[1:, ..., :resident] &= ~(stays & (after == before[..., b : b + 1]))
-        leaves_MLRB[:-1, ..., :resident] &= ~(stays & (before == after[..., b : b + 1]))
+    before, after = plan.replica_MLRB[:-1], plan.replica_MLRB[1:]
+    for b in range(plan.slots):  # whichever slot of its rank the expert is in
+        comes_MLRB[1:] &= ~(stays & (after == before[..., b : b + 1]))
+        leaves_MLRB[:-1] &= ~(stays & (before == after[..., b : b + 1]))
     return comes_MLRB, again_MLRB, leaves_MLRB
 
 
@@ -151,17 +152,19 @@ def _from_pool(counts: tuple[ndarray, ndarray], cluster: Cluster, expert: Expert
     )
 
 
+def memory_of_slots(slots: int, layers: int, expert: ExpertShape, *, trained: bool = True) -> int:
+    """Return the bytes of so many slots in each of so many layers: weights, and gradients in single precision."""
+    return slots * layers * (expert.weight_bytes + trained * expert.gradient_bytes)
+
+
 def slot_bytes(plan: Placement, expert: ExpertShape, *, num_layers: int | None = None, trained: bool = True) -> int:
     """Return the memory of a rank's spare slots; 0 for a plan without copies, which needs none.
-
-    Resident slots are there once per layer, the others once for all layers.
 
     num_layers   layers on the rank; None: all of the plan
     trained      fp32 gradients beside the weights
     """
-    layers = len(plan.layer_ids) if num_layers is None else num_layers
-    number = layers * plan.resident_slots + plan.slots - plan.resident_slots if plan.num_copies else 0
-    return number * (expert.weight_bytes + trained * expert.gradient_bytes)
+    layers = (len(plan.layer_ids) if num_layers is None else num_layers) if plan.resident else 1
+    return memory_of_slots(plan.slots if plan.num_copies else 0, layers, expert, trained=trained)
 
 
 def relocation_seconds(before: Homes, after: Homes, cluster: Cluster, expert: ExpertShape) -> float:

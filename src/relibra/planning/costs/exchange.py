@@ -24,7 +24,7 @@ from relibra.cluster import Cluster, Link
 from relibra.errors import PlanError
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.placement import Placement
-from relibra.planning.search.parallel_map import parallel_map
+from relibra.planning.parallel_map import parallel_map
 from relibra.planning.traffic.distinct_rows import DistinctRows
 from relibra.planning.traffic.relays import rows_to_nodes, stage_rows
 from relibra.planning.traffic.traffic import (
@@ -104,8 +104,6 @@ def exchange_costs(
     cluster: Cluster,
     expert: ExpertShape,
     distinct: DistinctRows | None = None,
-    *,
-    threads: int | None = 1,
 ) -> ExchangeCosts:
     """Return the exchanges of each micro-batch and layer; seconds are those of the busiest rank and kind of link.
 
@@ -114,7 +112,6 @@ def exchange_costs(
     choice, which is the upper bound.
 
     distinct   tokens that travel from rank to rank and from rank to node, counted (`distinct_rows_of_step`), instead
-    threads    micro-batches counted at the same time; None: the cores of this process
     raises     PlanError for pairs of other layers or experts
     """
     M, L, R, _ = plan.replica_MLRB.shape
@@ -141,7 +138,7 @@ def exchange_costs(
                 counted_LRR = distinct.ranks_MLRR[m, layers].astype(np.int64)
                 rows_2ML2R[at] = link_rows(counted_LRR, share_LR[layers], plan.ranks_per_node)[0]
 
-    parallel_map(count, M, threads)
+    parallel_map(count, M)
     slots_ML2R = slots_2ML2R.sum(axis=0)
     (gates,) = _stages(slots_2ML2R, peers_2ML2R, cluster, expert.bytes_per_value, in_stages=False)
     return ExchangeCosts(

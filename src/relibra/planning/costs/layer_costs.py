@@ -34,6 +34,7 @@ class LayerCosts:
                              before the step; where it is live, the exchange of counts and the solver
     live                     weights are pushed after the decision, so no attention hides them in the forward pass
     hides_copies             as for `Cluster`
+    resident                 every layer has slots of its own
     """
 
     home_MLR: Float64[ndarray, "M L R"]
@@ -46,6 +47,7 @@ class LayerCosts:
     decision_seconds: float
     live: bool
     hides_copies: bool
+    resident: bool
 
     @property
     def compute_ML(self) -> Float64[ndarray, "M L"]:
@@ -54,18 +56,69 @@ class LayerCosts:
 
     @property
     def exchange_ML(self) -> Float64[ndarray, "M L"]:
-        """Return the seconds of rows, forward and backward: two passes along the traffic and two against it."""
-        return 2.0 * (self.exchange.dispatch_ML + self.exchange.combine_ML)
+        """Return the seconds of rows and gate weights, forward and backward: two passes each way for rows."""
+        gates_ML = self.exchange.gates_ML + self.exchange.gates_back_ML
+        return 2.0 * (self.exchange.dispatch_ML + self.exchange.combine_ML) + gates_ML
 
-    def exposed_copies_ML(self, attention_seconds: float) -> Float64[ndarray, "M L"]:
-        """Return the seconds of copies that do not fit beside attention, forward and backward each by itself.
+    def exposed_copies_ML(
+        self, attention_M: Float64[ndarray, " M"], *, without_queue: bool = False
+    ) -> Float64[ndarray, "M L"]:
+        """Return the seconds that ranks wait for copies, forward and backward, as the executor runs them.
 
-        attention_seconds   forward attention of one layer and micro-batch; backward takes twice as long
+        attention_M     forward seconds before the experts of each layer; backward takes twice as long
+        without_queue   leave out waits for pushes before forward, where these can hide
         """
-        hiding = attention_seconds if self.hides_copies else 0.0
-        backward_ML = self.again.seconds_ML + self.gradients.seconds_ML
-        forward_ML = np.maximum(0.0, self.push.seconds_ML - (0.0 if self.live else hiding))
-        return forward_ML + np.maximum(0.0, backward_ML - 2 * hiding)
+        if not self.hides_copies:
+            return self.push.seconds_ML + self.again.seconds_ML + self.gradients.seconds_ML
+        backward_ML = self._exposed_backward_ML(attention_M)
+        return backward_ML if without_queue else self._exposed_forward_ML(attention_M) + backward_ML
+
+    def _exposed_forward_ML(self, attention_M: Float64[ndarray, " M"]) -> Float64[ndarray, "M L"]:
+        """Return the waits for pushes, which run one after another beside everything before the replicas.
+
+        Resident slots are free from the start of the pass, the slots of all layers when the layer before is done with
+        them, and a live balancer pushes after its decision. Pushes between nodes pause while rows travel there: `v`
+        counts the time without rows.
+        """
+        rows_ML = self.exchange.dispatch_ML + self.exchange.gates_ML
+        host = self.host_seconds + self.decision_seconds
+        exposed_ML = np.zeros_like(rows_ML)
+        now_t, now_v, free_t, free_v = (np.zeros(len(rows_ML)) for _ in range(4))
+        for layer in range(rows_ML.shape[1]):
+            met_t, met_v = now_t + attention_M + host, now_v + attention_M + host
+            start_t = met_t + rows_ML[:, layer]
+            if self.live:
+                free_t, free_v = np.maximum(free_t, met_t), np.maximum(free_v, met_v)
+            there_t, there_v = free_t + self.push.seconds_ML[:, layer], free_v + self.push.network_ML[:, layer]
+            wait_MR = np.maximum(there_t - start_t, there_v - met_v)[:, None] * self.push.takes_part_MLR[:, layer]
+            home_MR, replica_MR = self.home_MLR[:, layer], self.replica_MLR[:, layer]
+            block_M = (np.maximum(home_MR, wait_MR) + replica_MR).max(axis=1)
+            exposed_ML[:, layer] = block_M - (home_MR + replica_MR).max(axis=1)
+            now_v, done_t = met_v + block_M, start_t + block_M
+            now_t = done_t + self.exchange.combine_ML[:, layer]
+            if self.resident:
+                free_t, free_v = there_t, there_v
+            else:
+                pushes_M = self.push.takes_part_MLR[:, layer].any(axis=1)
+                free_t, free_v = np.where(pushes_M, done_t, free_t), np.where(pushes_M, now_v, free_v)
+        return exposed_ML
+
+    def _exposed_backward_ML(self, attention_M: Float64[ndarray, " M"]) -> Float64[ndarray, "M L"]:
+        """Return the waits for pushes again and for gradients.
+
+        A push again begins when gradients of the layer above are at home. Gradients leave when the last rank has
+        computed those of its replicas, and travel beside the experts at home.
+        """
+        back_ML = self.exchange.combine_ML + self.exchange.gates_back_ML
+        free_v = 2 * (attention_M + self.host_seconds)[:, None]
+        free_t = free_v + self.exchange.dispatch_ML + np.roll(back_ML, -1, axis=1)
+        wait_ML = np.maximum(self.again.seconds_ML - free_t, self.again.network_ML - free_v)
+        replica_MLR = np.maximum(0.0, wait_ML[..., None] * self.again.takes_part_MLR) + 2 * self.replica_MLR
+        done_ML = (replica_MLR + 2 * self.home_MLR).max(axis=2)
+        home_again_ML = np.where(
+            self.gradients.seconds_ML > 0, replica_MLR.max(axis=2) + self.gradients.seconds_ML, 0.0
+        )
+        return np.maximum(done_ML, home_again_ML) - 2 * (self.home_MLR + self.replica_MLR).max(axis=2)
 
     @property
     def host_ML(self) -> Float64[ndarray, "M L"]:
@@ -82,7 +135,6 @@ def layer_costs(
     distinct: DistinctRows | None = None,
     from_pool: bool = False,
     live: bool = False,
-    threads: int | None = 1,
 ) -> LayerCosts:
     """Return the costs of every micro-batch and layer under a plan.
 
@@ -90,7 +142,6 @@ def layer_costs(
     distinct    as for `exchange_costs`
     from_pool   as for `copy_costs`
     live        the plan is made layer by layer, after the router: as UltraEP and MoonEP do
-    threads     as for `exchange_costs`
     raises      PlanError when plan, demand and cluster do not fit together
     """
     check_fit(plan, demand, cluster)
@@ -99,7 +150,7 @@ def layer_costs(
     return LayerCosts(
         home_MLR=home_MLR,
         replica_MLR=replica_MLR,
-        exchange=exchange_costs(plan, demand, cluster, expert, distinct, threads=threads),
+        exchange=exchange_costs(plan, demand, cluster, expert, distinct),
         push=push,
         again=again,
         gradients=gradients,
@@ -107,6 +158,7 @@ def layer_costs(
         decision_seconds=decision_seconds(cluster, plan.num_experts) if live else 0.0,
         live=live,
         hides_copies=cluster.hides_copies,
+        resident=plan.resident,
     )
 
 

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from relibra.cluster import Cluster
-from relibra.planning.costs.compute import busiest_attention_seconds, mean_attention_seconds
+from relibra.planning.costs.compute import busiest_attention_M
 from relibra.planning.costs.copies import relocation_seconds
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.costs.layer_costs import layer_costs
@@ -29,7 +31,7 @@ class Prediction:
     """Predicted cost of a plan in one step, summed over micro-batches and layers.
 
     compute, attention, exchange             seconds
-    copies                                   seconds that attention does not hide
+    copies                                   seconds that ranks wait for copies
     host                                     seconds of launches and host work, and of a live balancer's decisions
     relocation                               seconds of all moves, once before the step
     cross_node_token_slots                   token-slots computed on another node than the one they come from
@@ -72,26 +74,25 @@ def predict(
     *,
     attention_seconds: float | None = None,
     live: bool = False,
-    threads: int | None = 1,
 ) -> Prediction:
     """Return the modelled seconds and bytes of a step under a plan, as `StepPlan.predicted` holds them.
 
     demand             with the plan's schedule (`plan.scheduled`). With `pairs_LEE` a token travels once per
                        destination rank, or node (`exchange_costs`); without, each token-slot travels, which is the
                        upper bound
-    attention_seconds  forward attention of one layer and micro-batch, under which copies hide; None:
-                       `mean_attention_seconds`
-    live, threads      as for `layer_costs`
+    attention_seconds  forward attention of one layer and micro-batch, under which copies hide; None: that of the
+                       busiest rank
+    live               as for `layer_costs`
     raises             PlanError when plan, demand and cluster do not fit together
     """
-    if attention_seconds is None:
-        attention_seconds = mean_attention_seconds(demand, cluster, expert)
-    costs = layer_costs(plan, demand, cluster, expert, live=live, threads=threads)
+    attention_M = busiest_attention_M(demand, cluster, expert)
+    hiding_M = attention_M if attention_seconds is None else np.full(len(attention_M), attention_seconds)
+    costs = layer_costs(plan, demand, cluster, expert, live=live)
     return Prediction(
         compute=float(costs.compute_ML.sum()),
-        attention=busiest_attention_seconds(demand, cluster, expert),
+        attention=3.0 * len(demand.layer_ids) * float(attention_M.sum()),
         exchange=float(costs.exchange_ML.sum()),
-        copies=float(costs.exposed_copies_ML(attention_seconds).sum()),
+        copies=float(costs.exposed_copies_ML(hiding_M).sum()),
         host=float(costs.host_ML.sum()),
         relocation=relocation_seconds(plan.previous, plan, cluster, expert),
         cross_node_token_slots=int(costs.exchange.cross_node_ML.sum()),

@@ -13,7 +13,7 @@ from jaxtyping import Int, Int32, Int64, Shaped
 from numpy import ndarray
 
 from relibra.planning.plan import StepPlan
-from relibra.planning.search.parallel_map import parallel_map
+from relibra.planning.parallel_map import parallel_map
 from relibra.planning.traffic.split import TokenSplit, split_tokens
 from relibra.routing.compiled import compiled
 from relibra.routing.demand import ScheduledDemand
@@ -86,8 +86,6 @@ def distinct_rows_of_step(
     demand: ScheduledDemand,
     experts_TLK: Shaped[ndarray, "T L K"],
     sample_T: Int[ndarray, " T"],
-    *,
-    threads: int = 1,
 ) -> DistinctRows:
     """Return the distinct rows of every micro-batch and layer of a plan.
 
@@ -111,5 +109,5 @@ def distinct_rows_of_step(
             counted = distinct_rows(experts_TLK[rows, layer], source_t, split, R, plan.ranks_per_node)
             ranks_MLRR[at], nodes_MLRN[at] = counted
 
-    parallel_map(count, M, threads)
+    parallel_map(count, M)
     return DistinctRows(ranks_MLRR=ranks_MLRR, nodes_MLRN=nodes_MLRN)

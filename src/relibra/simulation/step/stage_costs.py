@@ -35,7 +35,6 @@ class StageCosts(LayerCosts):
     load_MLR                   token-slots that each rank computes
     flops                      useful flops of all ranks, forward and backward
     row_bytes, gate_bytes      of one hidden state, and of one gate weight
-    resident                   replicas have slots of their own in each layer, so their pushes wait for no other layer
     """
 
     layer_ids: Int64[ndarray, " L"]
@@ -50,7 +49,6 @@ class StageCosts(LayerCosts):
     flops: float
     row_bytes: int
     gate_bytes: int
-    resident: bool
 
     def gather(self, layer: int, *, root: bool) -> float:
         """Return the seconds of the all-gather of a layer's weights; of the first one with those of `root`."""
@@ -119,7 +117,6 @@ def stage_costs(
                 flops=flops,
                 row_bytes=expert.row_bytes,
                 gate_bytes=expert.bytes_per_value,
-                resident=plan.resident_slots == plan.slots > 0,
             )
         )
     return found

@@ -8,18 +8,13 @@ node, the same way. (ReLibra, arXiv 2605.08639; two levels also in ForeMoE, arXi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import no_type_check
 
 import numpy as np
 from jaxtyping import Int, Int64, Shaped
 from numpy import ndarray
-from scipy.optimize import linear_sum_assignment
 
-from relibra.planning.home_search.annealing import COLD, anneal_nodes, home_cost
-from relibra.routing.compiled import compiled
-
-UNASSIGNED = -1
-"""No rank or bin yet: such as an expert that comes from another node."""
+from relibra.planning.levers.homes import UNASSIGNED, fill_bins, longest_first, renumber_bins
+from relibra.planning.relibra_paper.annealing import COLD, anneal_nodes, home_cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,64 +115,21 @@ def ranks_inside_nodes(
         before_X[(before_X < 0) | (before_X >= ranks_per_node)] = UNASSIGNED
         nowhere = np.zeros((len(load_ME), ranks_per_node, len(experts)), dtype=np.int64)
         problem = (load_MX, nowhere, before_X, 0.0, move)
-        dealt_X = _renumber_ranks(longest_first(load_MX.sum(axis=0), ranks_per_node), before_X, ranks_per_node)
+        dealt_X = renumber_bins(longest_first(load_MX.sum(axis=0), ranks_per_node), before_X, ranks_per_node)
         starts = (dealt_X, _keep_ranks(load_MX.sum(axis=0), before_X, ranks_per_node))
         rank_X = min(starts, key=lambda start_X: home_cost(start_X, *problem))
         if ranks_per_node > 1:
             rank_X = anneal_nodes(rank_X, *problem, temperature=COLD, proposals=proposals, seed=seed + node)
-        home_E[experts] = node * ranks_per_node + _renumber_ranks(rank_X, before_X, ranks_per_node)
+        home_E[experts] = node * ranks_per_node + renumber_bins(rank_X, before_X, ranks_per_node)
     return home_E
-
-
-def _renumber_ranks(rank_X: ndarray, before_X: ndarray, num_ranks: int) -> Int64[ndarray, " X"]:
-    """Renumber the ranks so that most experts stay on theirs; the loads stay the same."""
-    stays = np.zeros((num_ranks, num_ranks), dtype=np.int64)
-    here = before_X != UNASSIGNED
-    np.add.at(stays, (rank_X[here], before_X[here]), 1)
-    _, name_of_rank = linear_sum_assignment(stays, maximize=True)
-    return name_of_rank[rank_X].astype(np.int64)
 
 
 def _keep_ranks(load_X: ndarray, before_X: ndarray, num_ranks: int) -> Int64[ndarray, " X"]:
     """Return ranks that keep as many experts as fit; newcomers fill the gaps, longest to the lightest rank."""
     rank_X = before_X.astype(np.int64)
     room, filled = np.full(num_ranks, len(load_X) // num_ranks), np.zeros(num_ranks)
-    _fill_bins(np.argsort(-load_X, kind="stable"), load_X.astype(np.float64), room, filled, rank_X)
+    fill_bins(np.argsort(-load_X, kind="stable"), load_X.astype(np.float64), room, filled, rank_X)
     return rank_X
-
-
-def longest_first(load_E: Shaped[ndarray, " E"], num_bins: int) -> Int64[ndarray, " E"]:
-    """Return experts in bins of equal count: heaviest expert first, to the lightest bin with room (ties: lower id).
-
-    >>> longest_first(np.array([5, 4, 3, 2]), 2).tolist()
-    [0, 1, 1, 0]
-    """
-    bin_E = np.full(len(load_E), UNASSIGNED)
-    room, filled = np.full(num_bins, len(load_E) // num_bins), np.zeros(num_bins)
-    _fill_bins(np.argsort(-load_E, kind="stable"), load_E.astype(np.float64), room, filled, bin_E)
-    return bin_E
-
-
-@compiled
-@no_type_check
-def _fill_bins(order_E, load_E, room, filled, bin_E) -> None:
-    """Assign experts without a bin to the lightest one with room, in order; the others keep theirs if it has room."""
-    for e in range(len(bin_E)):
-        if bin_E[e] != UNASSIGNED:
-            if room[bin_E[e]] == 0:
-                bin_E[e] = UNASSIGNED
-            else:
-                room[bin_E[e]] -= 1
-                filled[bin_E[e]] += load_E[e]
-    for e in order_E:
-        if bin_E[e] == UNASSIGNED:
-            best = -1
-            for b in range(len(room)):
-                if room[b] > 0 and (best < 0 or filled[b] < filled[best]):
-                    best = b
-            bin_E[e] = best
-            room[best] -= 1
-            filled[best] += load_E[e]
 
 
 def co_activation_groups(pairs_EE: Int64[ndarray, "E E"], num_bins: int) -> Int64[ndarray, " E"]:

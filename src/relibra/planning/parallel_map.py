@@ -12,12 +12,12 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def parallel_map(work: Callable[[int], T], count: int, threads: int | None) -> list[T]:
+def parallel_map(work: Callable[[int], T], count: int) -> list[T]:
     """Call `work(0) ... work(count - 1)` and return the results in order; kernels release the interpreter lock.
 
-    threads   None: as many as this process may use. The results do not depend on it
+    The results do not depend on the number of threads: as many as the cores that this process may use.
     """
-    workers = min(threads or available_cores(), count)
+    workers = min(available_cores(), count)
     if workers <= 1:
         return [work(number) for number in range(count)]
     lock, numbers, result_of = Lock(), deque(range(count)), dict[int, T]()

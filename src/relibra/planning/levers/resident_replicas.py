@@ -2,7 +2,7 @@
 
 All micro-batches are known, so a few replicas per layer serve most of them. In each micro-batch, in order:
 
-1. Token-slots are split over homes and replicas down to a ceiling (`planning.replicas.instance_flow`). Usually that is
+1. Token-slots are split over homes and replicas down to a ceiling (`planning.levers.instance_flow`). Usually that is
    enough, and nothing is sent.
 2. Else the closed ranks name what is missing: one of their experts on a rank outside of them. The best addition takes
    most token-slots now and in later micro-batches, and evicts least; then token-slots are split again.
@@ -11,7 +11,7 @@ All micro-batches are known, so a few replicas per layer serve most of them. In 
 The cheapest stays: its busiest rank, and a price for each replica that is new.
 
 Some slots may be for *traffic*: they hold, for a whole group of micro-batches, the remote experts that a domain's own
-token-slots want most (`planning.replicas.traffic_copies`).
+token-slots want most (`planning.levers.traffic_replicas`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import numpy as np
 from jaxtyping import Float64, Int, Int16, Int32, Int64
 from numpy import ndarray
 
-from relibra.planning.replicas.instance_flow import (
+from relibra.planning.levers.instance_flow import (
     Layer,
     assign_tokens,
     empty_instances,
     list_instances,
     lower_busiest_rank,
 )
-from relibra.planning.replicas.resident_chains import choose_anew
-from relibra.planning.replicas.traffic_copies import hottest_remote_experts
+from relibra.planning.levers.resident_chains import choose_anew
+from relibra.planning.levers.traffic_replicas import hottest_remote_experts
 from relibra.routing.compiled import compiled
 
 PUSH_PRICE = 0.002

@@ -15,9 +15,16 @@ import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int, Int32, Int64
 from numpy import ndarray
 
-from relibra.planning.schedule.limits import ScheduleLimits
-from relibra.planning.search.random_numbers import below, random_bits, uniform
+from relibra.planning.balancer import PlacementRequest
+from relibra.planning.costs.compute import sample_attention_seconds
+from relibra.planning.costs.exchange import rows_per_crossing
+from relibra.planning.levers.limits import ScheduleLimits
+from relibra.planning.random_numbers import below, random_bits, uniform
 from relibra.routing.compiled import compiled
+from relibra.routing.demand import ScheduledDemand
+
+_PACKING_PROPOSALS, _LEAST_PACKING_PROPOSALS = 400_000, 4_000
+"""Proposals of a step, divided among its groups by their samples, and the fewest of a group."""
 
 _TEMPERATURE = (1e-4, 1e-6)
 """First and last temperature, as a share of the sum of mean node loads."""
@@ -27,6 +34,77 @@ _TOKENS, _SQUARES, _ATTENTION = 0, 1, 2
 """What is counted per rank, axis Y: tokens, squared lengths, and the price of attention."""
 _ALL_TOKENS = 2
 """Limits, axis Z: tokens and squared lengths of a rank, tokens of a micro-batch."""
+
+
+def pack_groups(
+    request: PlacementRequest,
+    demand: ScheduledDemand,
+    home_LE: Int[ndarray, "L E"],
+) -> ScheduledDemand:
+    """Pack the micro-batches of each group (mini-batch, expert-data-parallel group); a sample stays in its group.
+
+    The number of proposals is divided among the groups by their samples.
+    """
+    cluster = request.cluster
+    limits = ScheduleLimits.of_demand(demand, rank_tokens=request.budget.rank_tokens)
+    share_SLN = node_share(demand, home_LE, cluster.ranks_per_node, cluster.num_nodes)
+    attention_S = _attention_prices(request, demand)
+    micro_batch_S, rank_S = demand.micro_batch_S.astype(np.int32), demand.rank_S.astype(np.int32)
+    M = len(demand.load_MLE)
+    group_M = np.zeros(M, dtype=np.int32) if demand.group_M is None else demand.group_M
+    group_S = np.append(group_M, -1)[micro_batch_S]  # -1, left out, is the last entry
+    in_groups = max(1, int((group_S >= 0).sum()))
+    for group in range(int(group_M.max(initial=-1)) + 1):
+        samples = np.flatnonzero(group_S == group)
+        micro_batch_S[samples], rank_S[samples] = pack_samples(
+            share_SLN[samples],
+            micro_batch_S[samples],
+            rank_S[samples],
+            demand.length_S[samples],
+            cluster.num_ranks,
+            group_M == group,
+            limits=limits,
+            attention_S=attention_S[samples],
+            proposals=max(_LEAST_PACKING_PROPOSALS, _PACKING_PROPOSALS * len(samples) // in_groups),
+            seed=0,
+        )
+    return demand.with_schedule(micro_batch_S, rank_S, cluster.num_ranks, M)
+
+
+def _attention_prices(request: PlacementRequest, demand: ScheduledDemand) -> Float64[ndarray, " S"]:
+    """Return attention seconds of each sample over all layers / seconds of one token-slot on a node.
+
+    Replicas even out the ranks of a node, so that a token-slot takes 3 x the expert's flops and 4 rows from other
+    nodes, divided by the ranks per node.
+    """
+    cluster, expert = request.cluster, request.expert
+    remote = (cluster.num_nodes - 1) / cluster.num_nodes
+    experts = 3 * expert.flops_per_token_slot / cluster.flops_per_second
+    remote *= rows_per_crossing(cluster, demand, request.previous.home_LE)
+    rows = 4 * remote * expert.row_bytes / cluster.inter_receive.bytes_per_second
+    passes = 3 * len(demand.layer_ids)
+    attention_S = passes * sample_attention_seconds(demand, cluster, expert)
+    return attention_S / ((experts + rows) / cluster.ranks_per_node)
+
+
+def node_share(
+    demand: ScheduledDemand, home_LE: Int[ndarray, "L E"], ranks_per_node: int, num_nodes: int
+) -> Float32[ndarray, "S L N"]:
+    """Return each sample's token-slots at the experts of each node."""
+    S, L, _ = demand.counts_SLE.shape
+    share_SLN = np.zeros((S, L, num_nodes), dtype=np.float32)
+    _add_to_nodes(demand.counts_SLE, home_LE // ranks_per_node, share_SLN)
+    return share_SLN
+
+
+@compiled
+@no_type_check
+def _add_to_nodes(counts_SLE, node_LE, share_SLN) -> None:
+    S, L, E = counts_SLE.shape
+    for s in range(S):
+        for layer in range(L):
+            for e in range(E):
+                share_SLN[s, layer, node_LE[layer, e]] += counts_SLE[s, layer, e]
 
 
 def pack_samples(

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int, Int64
 from numpy import ndarray
 
-from relibra.planning.search.random_numbers import below, random_bits, uniform
+from relibra.planning.random_numbers import below, random_bits, uniform
 from relibra.routing.compiled import compiled
 
 COLD, WARM = 5e-3, 5e-4

@@ -1,6 +1,6 @@
 """Chains that know what is in the slots: replicas chosen anew for one micro-batch, with a bonus for those that stay.
 
-As in `planning.replicas.replication`, a rank may give away more than its excess if that fills a target exactly.
+As in `planning.levers.replication`, a rank may give away more than its excess if that fills a target exactly.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import no_type_check
 
 import numpy as np
 
-from relibra.planning.replicas.replication import score_move, slot_of
+from relibra.planning.levers.replication import score_move, slot_of
 from relibra.routing.compiled import compiled
 
 _IN_USE = 6.0

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from relibra.routing.demand import ScheduledDemand
 
 
+_SLACK = 0.02
+"""Share by which a packed micro-batch may exceed the largest one of the given schedule."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScheduleLimits:
     """Limits of a (micro-batch, rank) and of a micro-batch; a sample above those of a rank is alone there.
@@ -21,12 +25,11 @@ class ScheduleLimits:
     micro_batch_tokens: float
 
     @classmethod
-    def of_demand(cls, demand: ScheduledDemand, *, rank_tokens: int | None, token_slack: float) -> ScheduleLimits:
+    def of_demand(cls, demand: ScheduledDemand, *, rank_tokens: int | None) -> ScheduleLimits:
         """Return the limits that a given schedule states or shows.
 
         rank_tokens   None: the fullest rank of the given schedule. Its attention is limited by the rank with most, of
                       those within `rank_tokens`
-        token_slack   share by which a micro-batch may exceed the largest one of the given schedule
 
         Tokens are those of `Demand.length_S`.
         """
@@ -36,5 +39,5 @@ class ScheduleLimits:
         return cls(
             rank_tokens=most,
             rank_attention=int(attention_MR[tokens_MR <= most].max(initial=0)),
-            micro_batch_tokens=float(tokens_MR.sum(axis=1).max(initial=0)) * (1 + token_slack),
+            micro_batch_tokens=float(tokens_MR.sum(axis=1).max(initial=0)) * (1 + _SLACK),
         )

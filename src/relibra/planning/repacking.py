@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int32, Int64
 from numpy import ndarray
 
-from relibra.planning.schedule.limits import ScheduleLimits
-from relibra.planning.schedule.packing import pack_samples
-from relibra.planning.search.parallel_map import parallel_map
+from relibra.planning.levers.limits import ScheduleLimits
+from relibra.planning.levers.packing import pack_samples
+from relibra.planning.parallel_map import parallel_map
 
 _PROPOSALS, _LEAST_PROPOSALS, _PROPOSALS_OF_SAMPLE = 400_000, 4_000, 2_000
 """Most proposals of a step, the fewest of a pool, and those of a sample."""
@@ -150,7 +150,7 @@ def repack(
         cost = _waiting(share_sLR, price_s, batch_s, rank_s)
         return cost, batches[batch_s].astype(np.int32), (rank_s + first_rank).astype(np.int32)
 
-    packed = parallel_map(pack, len(pools) * len(ways), None)
+    packed = parallel_map(pack, len(pools) * len(ways))
     micro_batch_S, rank_S = schedule.micro_batch_S.copy(), schedule.rank_S.copy()
     for number, (samples, _, _) in enumerate(pools):
         candidates = packed[number * len(ways) : (number + 1) * len(ways)]

@@ -14,13 +14,48 @@ import numpy as np
 from jaxtyping import Float32, Int, Int32, Int64
 from numpy import ndarray
 
-from relibra.planning.schedule.limits import ScheduleLimits
+from relibra.planning.balancer import PlacementRequest
+from relibra.planning.costs.compute import busiest_attention_seconds
+from relibra.planning.costs.layer_costs import layer_costs
+from relibra.planning.levers.limits import ScheduleLimits
+from relibra.planning.levers.packing import node_share
 from relibra.routing.compiled import compiled
+from relibra.routing.demand import ScheduledDemand
 
 LENGTH_RATIO = 1.1
 """Largest ratio of lengths of two samples that exchange ranks."""
 _SWEEPS = 8
 """Most passes over all pairs; a pass without an exchange ends the search."""
+
+
+def place_near_experts(
+    request: PlacementRequest, demand: ScheduledDemand, home_LE: Int[ndarray, "L E"]
+) -> ScheduledDemand:
+    """Return the demand with samples fed from the node of their experts' homes, if rows then travel in less time."""
+    cluster = request.cluster
+    if cluster.num_nodes == 1:
+        return demand
+    rank_S = place_samples(
+        node_share(demand, home_LE, cluster.ranks_per_node, cluster.num_nodes),
+        demand.micro_batch_S,
+        demand.rank_S,
+        demand.length_S,
+        cluster.num_ranks,
+        cluster.ranks_per_node,
+        limits=ScheduleLimits.of_demand(demand, rank_tokens=request.budget.rank_tokens),
+    )
+    if np.array_equal(rank_S, demand.rank_S):
+        return demand
+    placed = demand.with_schedule(demand.micro_batch_S, rank_S, cluster.num_ranks, len(demand.load_MLE))
+    cheaper = _seconds_of_schedule(request, placed, home_LE) < _seconds_of_schedule(request, demand, home_LE)
+    return placed if cheaper else demand
+
+
+def _seconds_of_schedule(request: PlacementRequest, demand: ScheduledDemand, home_LE: Int[ndarray, "L E"]) -> float:
+    """Return what source ranks decide: the seconds of exchange, without replicas, and of attention."""
+    placement = request.placement(home_LE, *request.empty_slots(), schedule=demand)
+    costs = layer_costs(placement, demand, request.cluster, request.expert)
+    return float(costs.exchange_ML.sum()) + busiest_attention_seconds(demand, request.cluster, request.expert)
 
 
 def place_samples(

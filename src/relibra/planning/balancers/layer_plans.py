@@ -1,0 +1,229 @@
+"""`LayerPlans`: homes and replicas of every layer by one `LayerChoice`, and what they cost; `cheapest_layers` mixes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int16, Int32, Int64
+from numpy import ndarray
+
+from relibra.planning.balancer import PlacementRequest
+from relibra.planning.costs.compute import busiest_attention_M
+from relibra.planning.costs.copies import relocation_seconds
+from relibra.planning.costs.layer_costs import layer_costs
+from relibra.planning.levers.homes import Homes, deal_homes
+from relibra.planning.levers.replication import replicate
+from relibra.planning.levers.resident_replicas import keep_replicas
+from relibra.planning.loads import tokens_of_domains
+from relibra.planning.levers.replication import replicate
+from relibra.planning.levers.resident_replicas import keep_replicas
+from relibra.planning.parallel_map import parallel_map
+from relibra.routing.demand import ScheduledDemand
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotChoice:
+    """Slots of a step: how many each rank has, and whether every layer has slots of its own (`Placement.resident`)."""
+
+    number: int
+    resident: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerChoice:
+    """One way to place a layer's experts and replicas.
+
+    homes           whether experts are dealt again
+    traffic_slots   slots that hold the experts that a domain's own token-slots want most: a node, or a rank of a single
+                    node. The others even out loads
+    tolerance       accepted load of the busiest rank above the mean, as a share; None: no replicas
+    cross_node      replicas may be on nodes without the expert
+    """
+
+    homes: Homes = "stay"
+    traffic_slots: int = 0
+    tolerance: float | None = None
+    cross_node: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerPlans:
+    """Homes and replicas of every layer, and their seconds in each micro-batch, without moves of homes.
+
+    waits_ML    compute, exchange, and copies that make ranks wait whatever other layers do
+    pushes_ML   pushes into resident slots: how much of them ranks wait for depends on the pushes of all layers
+    queue_ML    waits for these pushes where all layers are planned by one choice
+    moves_L     each layer's moves, as if spread evenly over ranks / the steps that new homes serve
+    """
+
+    home_LE: Int64[ndarray, "L E"]
+    replica_MLRB: Int16[ndarray, "M L R B"]
+    quota_MLRB: Int32[ndarray, "M L R B"]
+    waits_ML: Float64[ndarray, "M L"]
+    pushes_ML: Float64[ndarray, "M L"]
+    queue_ML: Float64[ndarray, "M L"]
+    moves_L: Float64[ndarray, " L"]
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of all layers where all are planned by one choice, with their part of the moves."""
+        return float((self.waits_ML + self.queue_ML).sum() + self.moves_L.sum())
+
+    def with_replicas(self, other: LayerPlans, chosen_ML: Bool[ndarray, "M L"]) -> LayerPlans:
+        """Return these plans with the replicas of others in some micro-batches and layers."""
+        names = ("replica_MLRB", "quota_MLRB", "waits_ML", "pushes_ML", "queue_ML")
+        return replace(self, **{name: _where(chosen_ML, getattr(other, name), getattr(self, name)) for name in names})
+
+    def with_layers(self, other: LayerPlans, chosen_L: Bool[ndarray, " L"]) -> LayerPlans:
+        """Return these plans with others in some layers."""
+        return replace(
+            self.with_replicas(other, np.broadcast_to(chosen_L, self.waits_ML.shape)),
+            home_LE=np.where(chosen_L[:, None], other.home_LE, self.home_LE),
+            moves_L=np.where(chosen_L, other.moves_L, self.moves_L),
+        )
+
+
+def _where(chosen_ML: ndarray, new: ndarray, old: ndarray) -> ndarray:
+    return np.where(chosen_ML.reshape(*chosen_ML.shape, *[1] * (new.ndim - 2)), new, old)
+
+
+def plan_layers(
+    request: PlacementRequest,
+    demand: ScheduledDemand,
+    slots: SlotChoice,
+    choice: LayerChoice,
+    home_LE: Int64[ndarray, "L E"] | None = None,
+) -> LayerPlans:
+    """Return all layers planned and priced by one choice.
+
+    demand    under the schedule that is priced
+    home_LE   given homes; None: those of the choice
+    """
+    home_LE = _homes(request, demand, choice) if home_LE is None else home_LE
+    replica_MLRB, quota_MLRB = _replicas(request, demand, home_LE, slots, choice)
+    placement = request.placement(
+        home_LE, replica_MLRB, quota_MLRB, schedule=demand, resident=slots.resident, scope="cluster"
+    )
+    costs = layer_costs(placement, demand, request.cluster, request.expert)
+    attention_M = busiest_attention_M(demand, request.cluster, request.expert)
+    copies_ML = costs.exposed_copies_ML(attention_M)
+    waits_ML = costs.exposed_copies_ML(attention_M, without_queue=slots.resident)
+    can_hide = slots.resident and costs.hides_copies
+    return LayerPlans(
+        home_LE=home_LE,
+        replica_MLRB=replica_MLRB,
+        quota_MLRB=quota_MLRB,
+        waits_ML=costs.compute_ML + costs.exchange_ML + waits_ML,
+        pushes_ML=costs.push.seconds_ML * can_hide,
+        queue_ML=copies_ML - waits_ML,
+        moves_L=_moves_L(request, home_LE),
+    )
+
+
+def _homes(request: PlacementRequest, demand: ScheduledDemand, choice: LayerChoice) -> Int64[ndarray, "L E"]:
+    before_LE, cluster = request.previous.home_LE.astype(np.int64), request.cluster
+    if choice.homes == "stay":
+        return before_LE
+    load_LE = demand.load_MLE.sum(axis=0)
+    return np.stack([
+        deal_homes(load_E, home_E, cluster.num_ranks, cluster.ranks_per_node, over_nodes=choice.homes == "over nodes")
+        for load_E, home_E in zip(load_LE, before_LE, strict=True)
+    ])  # fmt: skip
+
+
+def _replicas(
+    request: PlacementRequest,
+    demand: ScheduledDemand,
+    home_LE: Int64[ndarray, "L E"],
+    slots: SlotChoice,
+    choice: LayerChoice,
+) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]:
+    """Return the experts in slots, and the token-slots of each."""
+    cluster, load_MLE = request.cluster, demand.load_MLE
+    R, G = cluster.num_ranks, cluster.ranks_per_node
+    shape = (*demand.tokens_MLRE.shape[:3], slots.number)
+    replica_MLRB, quota_MLRB = np.full(shape, -1, dtype=np.int16), np.zeros(shape, dtype=np.int32)
+    tolerance = choice.tolerance
+    if not slots.number or tolerance is None:
+        return replica_MLRB, quota_MLRB
+    domains = cluster.num_nodes if cluster.num_nodes > 1 else R
+
+    def fill(layer: int) -> None:
+        load_ME, home_E = np.ascontiguousarray(load_MLE[:, layer]), home_LE[layer]
+        if slots.resident:
+            replica_MRB, quota_MRB = keep_replicas(
+                load_ME, home_E, R, G,
+                slots=slots.number, tolerance=tolerance, cross_node=choice.cross_node, group_M=demand.group_M,
+                source_MXE=tokens_of_domains(demand.tokens_MLRE, layer, domains), traffic_slots=choice.traffic_slots,
+            )  # fmt: skip
+        else:
+            replica_MRB, quota_MRB = replicate(
+                load_ME, home_E, R, G, slots=slots.number, tolerance=tolerance, cross_node=choice.cross_node
+            )
+        replica_MLRB[:, layer], quota_MLRB[:, layer] = replica_MRB, quota_MRB
+
+    parallel_map(fill, len(home_LE))
+    return replica_MLRB, quota_MLRB
+
+
+def cheapest_layers(
+    plans: Mapping[LayerChoice, LayerPlans],
+    demand: ScheduledDemand,
+    slots: SlotChoice,
+    *,
+    push_price: float,
+    worth_moving: float,
+) -> LayerPlans:
+    """Return the cheapest plan of each layer and, where homes are the same, of each group of micro-batches.
+
+    No resident replica stays from one group to the next, and a replica in slots of all layers not to the next
+    micro-batch, so they are chosen one by one.
+
+    push_price     share of the pushes into resident slots that ranks wait for
+    worth_moving   share of a layer's seconds that new homes must save beside the time of their moves
+    """
+
+    def cost_ML(one: LayerPlans) -> ndarray:
+        return one.waits_ML + push_price * one.pushes_ML
+
+    M = len(demand.load_MLE)
+    group_M = np.arange(M) if not slots.resident else np.zeros(M) if demand.group_M is None else demand.group_M
+    same_MM = (group_M[:, None] == group_M).astype(np.float64)
+    by_homes: dict[Homes, LayerPlans] = {}
+    for choice, plan in plans.items():
+        best = by_homes.setdefault(choice.homes, plan)
+        by_homes[choice.homes] = best.with_replicas(plan, same_MM @ cost_ML(plan) < same_MM @ cost_ML(best))
+    best = by_homes.pop("stay")
+    stay_L = cost_ML(best).sum(axis=0)
+    for plan in by_homes.values():
+        new_L, best_L = cost_ML(plan).sum(axis=0) + plan.moves_L, cost_ML(best).sum(axis=0) + best.moves_L
+        best = best.with_layers(plan, (new_L < best_L) & (new_L < (1 - worth_moving) * stay_L))
+    return best
+
+
+def step_seconds(
+    request: PlacementRequest, demand: ScheduledDemand, slots: SlotChoice, layers: LayerPlans
+) -> float:
+    """Return the seconds of a step, with its part of the moves of homes."""
+    placement = request.placement(
+        layers.home_LE, layers.replica_MLRB, layers.quota_MLRB, schedule=demand, resident=slots.resident,
+        scope="cluster",
+    )  # fmt: skip
+    costs = layer_costs(placement, demand, request.cluster, request.expert)
+    attention_M = busiest_attention_M(demand, request.cluster, request.expert)
+    waits_ML = costs.compute_ML + costs.exchange_ML + costs.exposed_copies_ML(attention_M)
+    moving = relocation_seconds(request.previous, placement, request.cluster, request.expert)
+    attention = 3.0 * len(layers.home_LE) * float(attention_M.sum())
+    return float(waits_ML.sum()) + attention + moving / request.budget.steps_served
+
+
+def _moves_L(request: PlacementRequest, home_LE: Int64[ndarray, "L E"]) -> Float64[ndarray, " L"]:
+    """Return the seconds per step of each layer's moves: on one link / number of ranks / `steps_served`."""
+    cluster, before_LE = request.cluster, request.previous.home_LE
+    node_LE = home_LE // cluster.ranks_per_node
+    across_L = (before_LE // cluster.ranks_per_node != node_LE).sum(axis=1)
+    inside_L = (before_LE != home_LE).sum(axis=1) - across_L
+    seconds_L = across_L / cluster.slowest_bytes_per_second + inside_L / cluster.intra.bytes_per_second
+    return seconds_L * request.expert.state_bytes / cluster.num_ranks / request.budget.steps_served

@@ -1,1 +1,0 @@
-"""Shared by all searches: random numbers of kernels, parallel map, deadline."""
