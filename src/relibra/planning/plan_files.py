@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from numpy import ndarray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from relibra.cluster import Dispatch
 from relibra.errors import PlanError
@@ -48,6 +50,8 @@ FORMAT = TensorFormat(
     error=PlanError,
 )
 
+T = TypeVar("T")
+
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1, le=1 << 16)]
 
@@ -66,9 +70,12 @@ class _Facts(BaseModel):
     predicted: dict[str, _Seconds]
     plan_seconds: _Seconds
     assumed_model: str = ""
-    considered: tuple[Considered, ...] = ()
+    considered: list[dict[str, Any]] = []
     demand_digest: str
     digest: str
+
+
+_CONSIDERED = TypeAdapter(tuple[Considered, ...])
 
 
 def write_plan(path: Path | str, plan: StepPlan) -> None:
@@ -76,12 +83,36 @@ def write_plan(path: Path | str, plan: StepPlan) -> None:
 
     raises    PlanError for values out of range
     """
-    facts = {name: getattr(plan, name) for name in _Facts.model_fields if name not in ("digest", "predicted")}
+    arrays, facts = plan_to_tensors(plan)
+    write_tensors(Path(path), FORMAT, arrays, facts)
+
+
+def plan_to_tensors(plan: StepPlan) -> tuple[dict[str, ndarray], dict[str, Any]]:
+    """Return the arrays of a plan, and its other fields as JSON values; raises PlanError for values out of range."""
+    where = f"plan of {plan.balancer!r}"
+    names = (name for name in _Facts.model_fields if name not in ("digest", "predicted", "considered"))
+    facts = {name: getattr(plan, name) for name in names}
     arrays = {name: array for name in FORMAT.axes if (array := getattr(plan, name)) is not None}
     check_arrays(FORMAT, arrays)
-    checked = _check_facts(f"plan of {plan.balancer!r}", {**facts, "predicted": dict(plan.predicted), "digest": ""})
-    _check_values(f"plan of {plan.balancer!r}", plan)
-    write_tensors(Path(path), FORMAT, arrays, {**checked.model_dump(), "digest": plan.digest()})
+    considered = [asdict(choice) for choice in plan.considered]
+    facts |= {"predicted": dict(plan.predicted), "considered": considered, "digest": plan.digest()}
+    _check_values(where, plan)
+    return arrays, _check(where, _Facts.model_validate, facts).model_dump(mode="json")
+
+
+def plan_from_tensors(where: str, arrays: dict[str, ndarray], facts: dict[str, Any]) -> StepPlan:
+    """Return the plan of arrays and facts; raises PlanError when they do not belong together or are out of range."""
+    older = facts.get("resident_slots")
+    checked = _check(where, _Facts.model_validate, facts if older is None else _from_version_2(where, facts, arrays))
+    fields = checked.model_dump(exclude={"digest", "considered"})
+    plan = StepPlan(**arrays, **fields, considered=_check(where, _CONSIDERED.validate_python, checked.considered))
+    _check_values(where, plan)
+    digest = plan.digest()
+    if older is not None:
+        digest = plan.digest_under(2, plan.num_nodes, plan.ranks_per_node, older, plan.scope)
+    if digest != checked.digest:
+        raise PlanError(f"{where} is damaged: its digest is {digest[:12]}, recorded is {checked.digest[:12]!r}")
+    return plan
 
 
 def read_plan(path: Path | str) -> StepPlan:
@@ -89,26 +120,15 @@ def read_plan(path: Path | str) -> StepPlan:
 
     raises    PlanError when the file is missing, of another format or version, damaged, or has values out of range
     """
-    arrays, body = read_tensors(Path(path), FORMAT)
-    resident_slots = body.get("resident_slots")
-    if resident_slots is not None:
-        body = _from_version_2(str(path), body, arrays["replica_MLRB"].shape[-1])
-    facts = _check_facts(str(path), body)
-    plan = StepPlan(**arrays, **facts.model_dump(exclude={"digest"}))
-    _check_values(str(path), plan)
-    digest = plan.digest()
-    if resident_slots is not None:
-        digest = plan.digest_under(2, plan.num_nodes, plan.ranks_per_node, resident_slots, plan.scope)
-    if digest != facts.digest:
-        raise PlanError(f"{path} is damaged: its digest is {digest[:12]}, recorded is {facts.digest[:12]!r}")
-    return plan
+    return plan_from_tensors(str(path), *read_tensors(Path(path), FORMAT))
 
 
-def _from_version_2(where: str, body: dict[str, Any], slots: int) -> dict[str, Any]:
+def _from_version_2(where: str, body: dict[str, Any], arrays: dict[str, ndarray]) -> dict[str, Any]:
     """Return the facts of a version-2 file as those of today.
 
     raises    PlanError for slots of two lifetimes, and for static rows
     """
+    slots = arrays["replica_MLRB"].shape[-1]
     resident_slots, static_rows = body["resident_slots"], body.get("static_rows", False)
     if resident_slots not in (0, slots) or static_rows is not False:
         what = "static rows" if static_rows else f"{resident_slots} resident slots of {slots}"
@@ -118,9 +138,10 @@ def _from_version_2(where: str, body: dict[str, Any], slots: int) -> dict[str, A
     return {**facts, "resident": resident_slots > 0}
 
 
-def _check_facts(where: str, body: dict[str, object]) -> _Facts:
+def _check(where: str, validate: Callable[[Any], T], value: Any) -> T:
+    """Return the validated value; raises PlanError with the first mistake."""
     try:
-        return _Facts.model_validate(body)
+        return validate(value)
     except ValidationError as error:
         first = error.errors()[0]
         raise PlanError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error

@@ -27,25 +27,6 @@ from relibra.planning.registry import BALANCERS
 from relibra.planning.validation import validate_plan
 from relibra.routing.demand import ScheduledDemand
 
-LEVER_SETS: dict[str, dict[str, Any]] = {
-    "relibra": {},
-    "relibra+packing": {"pack_samples": True, "cross_node_copies": False},
-    "relibra+packing+cross-node": {"pack_samples": True, "cross_node_copies": True},
-    "relibra+seconds": {"pack_samples": True, "cross_node_copies": True, "objective": "seconds"},
-}
-"""Rows for relibra's levers, as settings of the budget, beside homes and replicas inside the node.
-
-"relibra" uses what the budget allows, the others fix some levers. The last one always plans for modelled seconds: it
-leaves load uneven if copies and moves cost more than they save.
-"""
-
-_LEVER_WORDS = {
-    "relibra+packing": "samples may be packed, copies stay inside the node",
-    "relibra+packing+cross-node": "samples may be packed, copies on any node",
-    "relibra+seconds": "samples may be packed, copies on any node, always planned for modelled seconds",
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
     """Figures of one balancer's plan of a step; None if it made no plan.
@@ -117,34 +98,10 @@ class ComparisonRow:
         return asdict(self)
 
 
-def comparable() -> list[str]:
-    """Return the names that `compare` takes: every balancer of the registry, then relibra's sets of levers."""
-    return [*(name for name in BALANCERS if name not in LEVER_SETS), *LEVER_SETS]
-
-
-def distinct_levers(budget: Budget) -> list[str]:
-    """Return the names of `comparable`, less sets of levers that add nothing to this budget.
-
-    Those that plan as an earlier name does, and those without copies on other nodes where the budget has them.
-    """
-    found: dict[str, tuple[str, Budget]] = {}
-    for name in [*BALANCERS, *LEVER_SETS]:
-        levers = with_levers(name, budget)
-        if levers not in found.values() and levers[1].cross_node_copies >= budget.cross_node_copies:
-            found[name] = levers
-    return [name for name in comparable() if name in found]
-
-
-def with_levers(name: str, budget: Budget) -> tuple[str, Budget]:
-    """Return the registry's name of a balancer and its budget: a set of levers fixes the settings of relibra.
-
-    raises    PlanError for an unknown name
-    """
-    if name in LEVER_SETS:
-        return "relibra", replace(budget, **LEVER_SETS[name])
-    if name not in BALANCERS and name != "auto":
-        raise PlanError(f"balancer {name!r} is unknown: allowed are {', '.join([*comparable(), 'auto'])}")
-    return name, budget
+def check_balancer(name: str) -> None:
+    """Raise PlanError for the name of no balancer."""
+    if name not in BALANCERS:
+        raise PlanError(f"balancer {name!r} is unknown: allowed are {', '.join(BALANCERS)}")
 
 
 def compare(
@@ -157,7 +114,7 @@ def compare(
     history_MLE: Int[ndarray, "H L E"] | None = None,
 ) -> list[ComparisonRow]:
     """Plan one step with each balancer and measure the plans; see `iterate_comparison`."""
-    names = comparable() if balancers is None else balancers
+    names = list(BALANCERS) if balancers is None else balancers
     found = iterate_comparison(demand, cluster, budget, names, expert=expert, history_MLE=history_MLE)
     return [row for row, _ in found]
 
@@ -173,27 +130,21 @@ def iterate_comparison(
 ) -> Iterator[tuple[ComparisonRow, StepPlan | None]]:
     """Yield the row and the plan of each balancer; one that cannot plan this step gives a row with the reason.
 
-    Plans are as the balancers made them: only those of relibra for seconds are replaced, as in training, where the
-    static layout would be faster.
+    Plans are as the balancers made them: only those of relibra are replaced, as in training, where the static layout
+    would be faster.
 
-    balancers     names of `comparable()`, or "auto"
+    balancers     names of `BALANCERS`
     history_MLE   what balancers that see "history" may plan from; None: they plan from even loads
     raises        PlanError for an unknown name, before the first plan
     """
-    chosen = [(name, *with_levers(name, budget)) for name in balancers]
-    for name, registered, allowed in chosen:
-        sees = BALANCERS[registered].sees if registered in BALANCERS else "micro-batches"
+    names = list(balancers)
+    for name in names:
+        check_balancer(name)
+    for name in names:
+        sees, given = BALANCERS[name].sees, {"expert": expert, "history_MLE": history_MLE}
         try:
-            compile_kernels(demand, cluster, allowed, registered, expert=expert, history_MLE=history_MLE)
-            plan = plan_step(
-                demand,
-                cluster,
-                allowed,
-                registered,
-                expert=expert,
-                history_MLE=history_MLE,
-                never_worse=registered == "relibra" and allowed.objective == "seconds",
-            )
+            compile_kernels(demand, cluster, budget, name, **given)
+            plan = plan_step(demand, cluster, budget, name, never_worse=name == "relibra", **given)
         except PlanError as error:
             yield ComparisonRow(balancer=name, sees=sees, valid=False, message=str(error)), None
             continue
@@ -222,7 +173,7 @@ def compile_kernels(
         plan_step(
             first_layers(demand, 2),
             cluster,
-            replace(budget, deadline_seconds=None),
+            budget,
             balancer,
             expert=expert,
             previous=None if previous is None else previous.of_layers(np.arange(len(demand.layer_ids))[:2]),
@@ -276,16 +227,6 @@ def measure(
         exposed_seconds=prediction.copies,
         relocation_seconds=prediction.relocation,
     )
-
-
-def describe_levers(rows: Iterable[ComparisonRow]) -> str:
-    """Return what the sets of levers among the balancers are; nothing where there is none.
-
-    >>> describe_levers([ComparisonRow(balancer="relibra+packing", sees="step", valid=True)])
-    'relibra+packing: samples may be packed, copies stay inside the node'
-    """
-    names = [row.balancer for row in rows]
-    return "; ".join(f"{name}: {words}" for name, words in _LEVER_WORDS.items() if name in names)
 
 
 def describe_scopes(rows: Iterable[ComparisonRow]) -> str:

@@ -92,10 +92,8 @@ def _why_none(plan: StepPlan, index: int, micro_batch: int, busiest: int) -> str
         return "no replicas: the plan has no spare slots"
     if bound >= busiest:
         return "no replicas: nothing would lower the busiest rank"
-    if plan.objective == "seconds":
+    if plan.considered:
         return f"no replicas: {bound:,} could be reached, but in the model the copies cost more than they save"
-    if plan.cut_short:
-        return f"no replicas: {bound:,} might be reached, but the deadline ended the search"
     return f"no replicas: {plan.balancer} found none that lower the busiest rank ({bound:,} is the bound)"
 
 

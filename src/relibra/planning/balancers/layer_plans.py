@@ -12,8 +12,9 @@ from numpy import ndarray
 from relibra.planning.balancer import PlacementRequest
 from relibra.planning.costs.compute import busiest_attention_M
 from relibra.planning.costs.copies import relocation_seconds
+from relibra.planning.costs.exchange import rows_per_crossing
 from relibra.planning.costs.layer_costs import layer_costs
-from relibra.planning.levers.homes import Homes, deal_homes
+from relibra.planning.levers.homes import Homes, SwapPrices, deal_inside_nodes, swap_nodes
 from relibra.planning.levers.replication import replicate
 from relibra.planning.levers.resident_replicas import keep_replicas
 from relibra.planning.loads import tokens_of_domains
@@ -21,6 +22,9 @@ from relibra.planning.levers.replication import replicate
 from relibra.planning.levers.resident_replicas import keep_replicas
 from relibra.planning.parallel_map import parallel_map
 from relibra.routing.demand import ScheduledDemand
+
+_SWAP_MICRO_BATCHES = 32
+"""Experts are swapped between nodes by every k-th micro-batch, k = M // 32: 32 to 63 of them, or all of fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +57,8 @@ class LayerPlans:
     """Homes and replicas of every layer, and their seconds in each micro-batch, without moves of homes.
 
     waits_ML    compute, exchange, and copies that make ranks wait whatever other layers do
-    pushes_ML   pushes into resident slots: how much of them ranks wait for depends on the pushes of all layers
-    queue_ML    waits for these pushes where all layers are planned by one choice
+    queue_ML    waits for pushes into resident slots, if all layers were planned by one choice: pushes of all layers
+                are one queue
     moves_L     each layer's moves, as if spread evenly over ranks / the steps that new homes serve
     """
 
@@ -62,7 +66,6 @@ class LayerPlans:
     replica_MLRB: Int16[ndarray, "M L R B"]
     quota_MLRB: Int32[ndarray, "M L R B"]
     waits_ML: Float64[ndarray, "M L"]
-    pushes_ML: Float64[ndarray, "M L"]
     queue_ML: Float64[ndarray, "M L"]
     moves_L: Float64[ndarray, " L"]
 
@@ -73,7 +76,7 @@ class LayerPlans:
 
     def with_replicas(self, other: LayerPlans, chosen_ML: Bool[ndarray, "M L"]) -> LayerPlans:
         """Return these plans with the replicas of others in some micro-batches and layers."""
-        names = ("replica_MLRB", "quota_MLRB", "waits_ML", "pushes_ML", "queue_ML")
+        names = ("replica_MLRB", "quota_MLRB", "waits_ML", "queue_ML")
         return replace(self, **{name: _where(chosen_ML, getattr(other, name), getattr(self, name)) for name in names})
 
     def with_layers(self, other: LayerPlans, chosen_L: Bool[ndarray, " L"]) -> LayerPlans:
@@ -110,13 +113,11 @@ def plan_layers(
     attention_M = busiest_attention_M(demand, request.cluster, request.expert)
     copies_ML = costs.exposed_copies_ML(attention_M)
     waits_ML = costs.exposed_copies_ML(attention_M, without_queue=slots.resident)
-    can_hide = slots.resident and costs.hides_copies
     return LayerPlans(
         home_LE=home_LE,
         replica_MLRB=replica_MLRB,
         quota_MLRB=quota_MLRB,
         waits_ML=costs.compute_ML + costs.exchange_ML + waits_ML,
-        pushes_ML=costs.push.seconds_ML * can_hide,
         queue_ML=copies_ML - waits_ML,
         moves_L=_moves_L(request, home_LE),
     )
@@ -126,11 +127,35 @@ def _homes(request: PlacementRequest, demand: ScheduledDemand, choice: LayerChoi
     before_LE, cluster = request.previous.home_LE.astype(np.int64), request.cluster
     if choice.homes == "stay":
         return before_LE
-    load_LE = demand.load_MLE.sum(axis=0)
-    return np.stack([
-        deal_homes(load_E, home_E, cluster.num_ranks, cluster.ranks_per_node, over_nodes=choice.homes == "over nodes")
-        for load_E, home_E in zip(load_LE, before_LE, strict=True)
-    ])  # fmt: skip
+    load_LE, node_LE = demand.load_MLE.sum(axis=0), before_LE // cluster.ranks_per_node
+    every = max(1, len(demand.tokens_MLRE) // _SWAP_MICRO_BATCHES)
+    prices = _swap_prices(request, demand, every)
+
+    def deal(layer: int) -> ndarray:
+        node_E = node_LE[layer]
+        if choice.homes == "over nodes":
+            load_ME = np.ascontiguousarray(demand.load_MLE[::every, layer])
+            source_MNE = tokens_of_domains(demand.tokens_MLRE, layer, cluster.num_nodes, every=every)
+            node_E = swap_nodes(load_ME, source_MNE, node_E, prices)
+        return deal_inside_nodes(
+            load_LE[layer], node_E, before_LE[layer], cluster.num_ranks, cluster.ranks_per_node
+        )
+
+    return np.stack(parallel_map(deal, len(before_LE)))
+
+
+def _swap_prices(request: PlacementRequest, demand: ScheduledDemand, every: int) -> SwapPrices:
+    """Return prices relative to the seconds of a token-slot in its expert, forward and backward.
+
+    A token-slot that crosses nodes is 4 rows (dispatch and combine, forward and backward) or, with hierarchical
+    dispatch, its share of them; a move is the expert's state over the links of all nodes, in one of the steps that it
+    serves.
+    """
+    cluster, expert = request.cluster, request.expert
+    compute, rate = 3 * expert.flops_per_token_slot / cluster.flops_per_second, cluster.slowest_bytes_per_second
+    rows = 4 * rows_per_crossing(cluster, demand, request.previous.home_LE)
+    state = expert.state_bytes / request.budget.steps_served / cluster.num_nodes / every
+    return SwapPrices(network=rows * expert.row_bytes / rate / compute, move=state / rate / compute)
 
 
 def _replicas(
@@ -173,7 +198,6 @@ def cheapest_layers(
     demand: ScheduledDemand,
     slots: SlotChoice,
     *,
-    push_price: float,
     worth_moving: float,
 ) -> LayerPlans:
     """Return the cheapest plan of each layer and, where homes are the same, of each group of micro-batches.
@@ -181,12 +205,11 @@ def cheapest_layers(
     No resident replica stays from one group to the next, and a replica in slots of all layers not to the next
     micro-batch, so they are chosen one by one.
 
-    push_price     share of the pushes into resident slots that ranks wait for
     worth_moving   share of a layer's seconds that new homes must save beside the time of their moves
     """
 
     def cost_ML(one: LayerPlans) -> ndarray:
-        return one.waits_ML + push_price * one.pushes_ML
+        return one.waits_ML + one.queue_ML
 
     M = len(demand.load_MLE)
     group_M = np.arange(M) if not slots.resident else np.zeros(M) if demand.group_M is None else demand.group_M

@@ -41,8 +41,6 @@ _WORTH_SLOTS = 0.001
 """Share of the seconds that more slots must save: they take memory."""
 _TOLERANCES = (1, 5, 20)
 """Accepted unevenness that is tried, as multiples of the budget's tolerance."""
-_PUSH_PRICES = (0.0, 0.5, 1.0)
-"""Shares of the pushes into resident slots that ranks may have to wait for: a layer's choice changes what others wait."""
 _WORTH_MOVING_AGAIN = 0.05
 """Share of a layer's seconds that new homes must save to replace planned ones: the next step has other samples."""
 _SAMPLE_LAYERS, _SAMPLE_MICRO_BATCHES, _PACKED_LAYERS = 6, 32, 12
@@ -156,11 +154,8 @@ def _mix(
 ) -> tuple[float, LayerPlans]:
     """Return the cheapest combination of layer choices found, and its seconds."""
     worth_moving = _WORTH_MOVING_AGAIN if request.warm else 0.0
-    found = []
-    for push_price in _PUSH_PRICES if slots.resident else (0.0,):
-        layers = cheapest_layers(plans, demand, slots, push_price=push_price, worth_moving=worth_moving)
-        found.append((step_seconds(request, demand, slots, layers), layers))
-    return min(found, key=lambda pair: pair[0])
+    layers = cheapest_layers(plans, demand, slots, worth_moving=worth_moving)
+    return step_seconds(request, demand, slots, layers), layers
 
 
 def _cheapest(tried: list[_Tried]) -> _Tried:

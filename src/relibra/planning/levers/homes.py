@@ -1,7 +1,8 @@
-"""Homes dealt again: experts to nodes and ranks by falling load, longest processing time first."""
+"""Homes dealt again: experts to ranks of their node by falling load, and swapped between nodes while that pays."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, no_type_check
 
 import numpy as np
@@ -14,35 +15,107 @@ from relibra.routing.compiled import compiled
 Homes = Literal["stay", "in nodes", "over nodes"]
 """What experts may do: nothing, change their rank inside their node, or change their node too."""
 
+_SWEEPS = 4
+"""Most passes over all pairs of experts; a pass without a swap ends the search."""
 UNASSIGNED = -1
 """No bin yet: such as an expert that comes from another node."""
 
 
-def deal_homes(
+@dataclass(frozen=True, kw_only=True)
+class SwapPrices:
+    """Prices of a swap of two experts between nodes, in token-slots of the fullest node.
+
+    network   of a token-slot that enters or leaves a node, whichever is more
+    move      of an expert that is on another node than before
+    """
+
+    network: float
+    move: float
+
+
+def deal_inside_nodes(
     load_E: Shaped[ndarray, " E"],
+    node_E: Int[ndarray, " E"],
     home_E: Int[ndarray, " E"],
     num_ranks: int,
     ranks_per_node: int,
-    *,
-    over_nodes: bool,
 ) -> Int64[ndarray, " E"]:
-    """Return the home rank of each expert of a layer; every rank keeps E / R experts.
+    """Return the home rank of each expert of a layer on its node, longest first; every rank gets E / R experts.
 
-    load_E       token-slots of each expert in the step
-    home_E       home ranks before; nodes and ranks are numbered so that most experts stay on theirs
-    over_nodes   experts may change their node; False: only their rank inside it
+    load_E   token-slots of each expert in the step
+    node_E   node of each expert
+    home_E   home ranks before; ranks are numbered so that most experts stay on theirs
     """
-    G, N = ranks_per_node, num_ranks // ranks_per_node
-    node_E = home_E.astype(np.int64) // G
-    if over_nodes:
-        node_E = renumber_bins(longest_first(load_E, N), node_E, N)
+    G = ranks_per_node
     dealt_E = np.empty(len(home_E), dtype=np.int64)
-    for node in range(N):
+    for node in range(num_ranks // G):
         experts = np.flatnonzero(node_E == node)
         before_X = home_E[experts].astype(np.int64) - node * G
         before_X[(before_X < 0) | (before_X >= G)] = UNASSIGNED
         dealt_E[experts] = node * G + renumber_bins(longest_first(load_E[experts], G), before_X, G)
     return dealt_E
+
+
+def swap_nodes(
+    load_ME: Int64[ndarray, "M E"], source_MNE: Int64[ndarray, "M N E"], node_E: Int[ndarray, " E"], prices: SwapPrices
+) -> Int64[ndarray, " E"]:
+    """Return the node of each expert after swaps of two, as long as one lowers the cost of the layer.
+
+    Cost: sum over micro-batches of the fullest node's load and of `network` x the largest crossing, and the moves.
+
+    source_MNE   token-slots that each node sends to each expert
+    """
+    swapped_E = node_E.astype(np.int64)
+    _swap(load_ME, source_MNE, node_E.astype(np.int64), swapped_E, prices.network, prices.move)
+    return swapped_E
+
+
+@compiled
+@no_type_check
+def _swap(load_ME, source_MNE, before_E, node_E, network, move) -> None:
+    (M, E), N = load_ME.shape, source_MNE.shape[1]
+    load_MN, local_MN, sent_MN = np.zeros((M, N)), np.zeros((M, N)), np.zeros((M, N))
+    for m in range(M):
+        for e in range(E):
+            load_MN[m, node_E[e]] += load_ME[m, e]
+            local_MN[m, node_E[e]] += source_MNE[m, node_E[e], e]
+        for n in range(N):
+            sent_MN[m, n] = source_MNE[m, n].sum()
+    for _ in range(_SWEEPS):
+        swapped = False
+        for i in range(E):
+            for j in range(i + 1, E):
+                a, c = node_E[i], node_E[j]
+                if a == c:
+                    continue
+                moves = (c != before_E[i]) + (a != before_E[j]) - (a != before_E[i]) - (c != before_E[j])
+                change = move * moves
+                for m in range(M):
+                    more = load_ME[m, j] - load_ME[m, i]
+                    local_a = source_MNE[m, a, j] - source_MNE[m, a, i]
+                    local_c = source_MNE[m, c, i] - source_MNE[m, c, j]
+                    top, new_top, cross, new_cross = 0.0, 0.0, 0.0, 0.0
+                    for n in range(N):
+                        load, local = load_MN[m, n], local_MN[m, n]
+                        top, cross = max(top, load), max(cross, max(load, sent_MN[m, n]) - local)
+                        if n == a:
+                            load, local = load + more, local + local_a
+                        elif n == c:
+                            load, local = load - more, local + local_c
+                        new_top, new_cross = max(new_top, load), max(new_cross, max(load, sent_MN[m, n]) - local)
+                    change += new_top - top + network * (new_cross - cross)
+                if change >= 0:
+                    continue
+                for m in range(M):
+                    more = load_ME[m, j] - load_ME[m, i]
+                    load_MN[m, a] += more
+                    load_MN[m, c] -= more
+                    local_MN[m, a] += source_MNE[m, a, j] - source_MNE[m, a, i]
+                    local_MN[m, c] += source_MNE[m, c, i] - source_MNE[m, c, j]
+                node_E[i], node_E[j] = c, a
+                swapped = True
+        if not swapped:
+            return
 
 
 def longest_first(load_E: Shaped[ndarray, " E"], num_bins: int) -> Int64[ndarray, " E"]:

@@ -76,7 +76,7 @@ def _plan(request: PlacementRequest, demand: ScheduledDemand, objective: Objecti
     def place(home_LE: Int64[ndarray, "L E"]) -> LayerPlans:
         plans = {choice: plan_layers(request, demand, slots, choice, home_LE) for choice in choices}
         if objective == "seconds":
-            return cheapest_layers(plans, demand, slots, push_price=0.0, worth_moving=0.0)
+            return cheapest_layers(plans, demand, slots, worth_moving=0.0)
         [plan] = plans.values()
         return replace(plan, waits_ML=_unevenness_ML(request, demand, plan), moves_L=np.zeros(len(home_LE)))
 

@@ -11,18 +11,15 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Int64
 from numpy import ndarray
+from safetensors.numpy import load, save
 
 from relibra.cluster import Cluster
-from relibra.planning.balancers.resident_number import may_take_fewer
-from relibra.planning.budget import Budget
-from relibra.planning.costs.copies import relocation_seconds
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.costs.prediction import predict
-from relibra.planning.layer_shards import demand_of_layers, join_layers, layers_of_rank
 from relibra.planning.placement import Homes
 from relibra.planning.plan import StepPlan
-from relibra.planning.planner import plan_step, settle_resident_slots
-from relibra.planning.validation import check_memory
+from relibra.planning.plan_files import plan_from_tensors, plan_to_tensors
+from relibra.planning.planner import plan_step
 from relibra.rl.batch.plan_budget import plan_budget
 from relibra.rl.batch.schedule import Schedule, draw_unit_order, make_schedule
 from relibra.rl.config.settings import PlanSettings, UpdateSettings
@@ -162,105 +159,22 @@ def plan_together(
     *,
     rank_tokens: int | None = None,
 ) -> PlannedStep:
-    """Return the plan of a step, the same on all ranks; each rank plans a part of the layers. Collective.
-
-    Where samples are packed, one schedule is for all layers: rank 0 plans them all.
+    """Return the plan of a step, the same on all ranks: rank 0 plans, and the others get its arrays. Collective.
 
     expert        size of one expert of the model
     previous      where the experts are now; None: in the static layout
     rank_tokens   most tokens of a rank in a micro-batch, which packing keeps; None: as many as the schedule has
     """
-    budget = replace(plan_budget(settings, cluster), rank_tokens=rank_tokens)
-    budget = budget.with_resident_slots(expert, len(demand.layer_ids))
-    L, R = len(demand.layer_ids), cluster.num_ranks
-    if budget.pack_samples and cluster.num_nodes > 1:
-        layers_R = [np.arange(L if rank == 0 else 0) for rank in range(R)]
-    else:
-        budget = replace(budget, pack_samples=False, place_samples=False)
-        if settings.balancer == "relibra" and may_take_fewer(budget, demand):
-            budget = _with_settled_slots(demand, cluster, budget, expert, previous)
-        layers_R = [layers_of_rank(L, rank, R) for rank in range(R)]
-    part, static_seconds, layers = None, 0.0, layers_R[dist.get_rank()]
-    if len(layers):
-        own = demand_of_layers(demand, layers)
-        homes = None if previous is None else previous.of_layers(layers)
-        part = plan_step(own, cluster, budget, settings.balancer, expert=expert, previous=homes)
-        static_seconds = predict(
-            StepPlan.static(own, cluster.topology, dispatch=cluster.dispatch), own, cluster, expert
-        ).total
-    planned = _gather_parts(part, static_seconds, layers_R, demand, cluster, settings)
-    check_memory(planned.plan, cluster.memory_bytes, expert)  # each part was checked with its own layers
-    return _with_moves_together(planned, cluster, expert)
-
-
-def _with_settled_slots(
-    demand: ScheduledDemand, cluster: Cluster, budget: Budget, expert: ExpertShape, previous: Homes | None
-) -> Budget:
-    """Return the budget with the resident slots that rank 0 finds cheapest, as many in all parts. Collective."""
-    number_1 = np.zeros(0, dtype=np.int64)
+    plan, static_seconds = None, 0.0
     if dist.get_rank() == 0:
-        settled = settle_resident_slots(demand, cluster, budget, expert=expert, previous=previous)
-        number_1 = np.array([settled.resident_slots], dtype=np.int64)
-    number = int(gather_arrays(number_1)[0][0])
-    return replace(budget, resident_slots=number, fewer_resident=False)
-
-
-def _with_moves_together(planned: PlannedStep, cluster: Cluster, expert: ExpertShape) -> PlannedStep:
-    """Return the plan with the seconds of all moves at once: the busiest link of a part is not that of all parts."""
-    plan = planned.plan
-    moves = relocation_seconds(plan.previous, plan, cluster, expert)
-    total = plan.predicted["total"] - plan.predicted["relocation"] + moves
-    return replace(planned, plan=replace(plan, predicted={**plan.predicted, "relocation": moves, "total": total}))
-
-
-def _gather_parts(
-    part: StepPlan | None,
-    static_seconds: float,
-    layers_R: Sequence[Int64[ndarray, " l"]],
-    demand: ScheduledDemand,
-    cluster: Cluster,
-    settings: PlanSettings,
-) -> PlannedStep:
-    """Return the plan of all layers, joined from the parts of all ranks; seconds are sums over parts. Collective."""
-    M, _, R, E = demand.tokens_MLRE.shape
-    arrays: dict[str, ndarray] = {
-        "micro_batch_S": np.zeros(0, dtype=np.int32),
-        "rank_S": np.zeros(0, dtype=np.int32),
-        "physical_to_logical_map": np.zeros((0, E), dtype=np.int16),
-        "previous_map": np.zeros((0, E), dtype=np.int16),
-        "replica_MLRB": np.zeros((M, 0, R, settings.slots), dtype=np.int16),
-        "quota_MLRB": np.zeros((M, 0, R, settings.slots), dtype=np.int32),
-        "bound_ML": np.zeros((M, 0), dtype=np.int64),
-    }
-    facts: list[Any] = []
-    if part is not None:
-        arrays = {name: getattr(part, name) for name in arrays}
-        facts = [part.balancer, part.resident_slots, part.scope, part.plan_seconds, dict(part.predicted)]
-    gathered = gather_several(list(arrays.values()))
-    facts_R = gather_json([static_seconds, *facts])
-    parts = []
-    for rank in range(R):
-        if len(facts_R[rank]) == 1:
-            continue
-        balancer, resident_slots, scope, seconds, predicted = facts_R[rank][1:]
-        of_layers: dict[str, Any] = dict(zip(arrays, gathered[rank], strict=True))
-        parts.append(
-            StepPlan(
-                balancer=balancer,
-                num_nodes=cluster.num_nodes,
-                ranks_per_node=cluster.ranks_per_node,
-                layer_ids=demand.layer_ids[layers_R[rank]],
-                group_M=demand.group_M,
-                resident_slots=resident_slots,
-                scope=scope,
-                dispatch=cluster.dispatch,
-                static_rows=settings.static_rows,
-                predicted=predicted,
-                plan_seconds=seconds,
-                objective=settings.objective,
-                **of_layers,
-            )
-        )
-    predicted = {name: sum(part.predicted[name] for part in parts) for name in parts[0].predicted}
-    plan = replace(join_layers(parts, demand), predicted=predicted)
-    return PlannedStep(plan=plan, static_seconds=sum(static for static, *_ in facts_R))
+        budget = replace(plan_budget(settings), rank_tokens=rank_tokens)
+        plan = plan_step(demand, cluster, budget, settings.balancer, expert=expert, previous=previous)
+        static = StepPlan.static(demand, cluster.topology, dispatch=cluster.dispatch)
+        static_seconds = predict(static, demand, cluster, expert).total
+    arrays, facts = ({}, {}) if plan is None else plan_to_tensors(plan)
+    packed = gather_arrays(np.frombuffer(save(arrays), dtype=np.uint8))[0]
+    static_seconds, facts = gather_json([static_seconds, facts])[0]
+    return PlannedStep(
+        plan=plan or plan_from_tensors("the plan of rank 0", load(packed.tobytes()), facts),
+        static_seconds=static_seconds,
+    )
