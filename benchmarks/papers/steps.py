@@ -235,7 +235,7 @@ def made(case: Case, name: str, *, how: Execution | None = None, **changes: obje
     plan = plan_step(
         case.demand, case.cluster, budget, registered, previous=previous, history_MLE=case.before.load_MLE, **question
     )
-    plan = replace(plan, resident_slots=0)
+    plan = replace(plan, resident=False)
     scheduled = plan.scheduled(case.demand)
     distinct = case.tokens.rows(plan, scheduled) if case.tokens else None
     step = simulate_step(plan, scheduled, case.cluster, case.model, how, distinct=distinct)

@@ -245,7 +245,7 @@ def _row(case: Case, name: str, balancer: str, budget: Budget) -> dict:
         "token_limit": case.limit,
         "moved": plan.num_moved,
         "slots": plan.slots,
-        "resident_slots": plan.resident_slots,
+        "resident_slots": plan.slots * plan.resident,
         "slot_bytes": slot_bytes(plan, case.model.expert, num_layers=case.layers),
         "terms": {term: seconds for term, seconds in step.terms.items() if seconds > 0},
         "configuration": f"{M} micro-batches, {L} layer{'s' * (L > 1)}; {case.drawn}",

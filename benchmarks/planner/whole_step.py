@@ -91,7 +91,9 @@ def _plan_two(
             plan = plan_step(demand, cluster, budget, expert=expert, previous=previous)
             spent = time.perf_counter() - wall, time.process_time() - cpu
             words = "packed" if packs else "the given schedule"
-            found.append((f"{name}, {words}", words, *spent, plan.num_moved / plan.home_LE.size, plan.resident_slots))
+            found.append(
+                (f"{name}, {words}", words, *spent, plan.num_moved / plan.home_LE.size, plan.slots * plan.resident)
+            )
             previous = plan
     return found
 

@@ -52,7 +52,7 @@ TARGETS = {1.25: 1.12, 1.5: 1.28, 1.75: 1.45}
 RESIDENT_TARGETS = {1.25: 1.26, 1.5: 1.43, 1.75: 1.59}
 """The same with resident slots: what shared slots reached when these were new."""
 RESIDENT = "relibra, 2 resident slots"
-HOMES_STAY, ONE_PRODUCT = "relibra, homes stay", "relibra, homes stay, one product"
+HOMES_STAY = "relibra, homes stay"
 """The second one is the first one with static rows: experts at home are copied in front of the slots."""
 NEW_SIZES = ("ranks", "per_node", "dtype")
 """Committed rows of two processes have no such sizes."""
@@ -112,8 +112,7 @@ def _rows(data: Path, quick: bool, repetitions: int, ranks: TorchrunRanks | None
     sizes = sizes_of(SYNTHETIC, ranks, quick=quick)
     for skew in TARGETS:
         trace = steps.skewed_routes(sizes, skew, seed=0)
-        further = {1.25: [ONE_PRODUCT], 1.5: ["canonical"]}
-        balancers = ["eplb", "live", "relibra", RESIDENT, HOMES_STAY, *further.get(skew, [])]
+        balancers = ["eplb", "live", "relibra", RESIDENT, HOMES_STAY, *["canonical"] * (skew == 1.5)]
         yield from _measured("synthetic, micro-batches differ", sizes, trace, balancers, repetitions, ranks)
     if not (data / RECORDING).exists():
         print(
@@ -246,9 +245,9 @@ def make_variant(sizes: steps.Sizes, trace: RoutingTrace, name: str, slots: int 
         plan = None
     else:
         balancer = "relibra" if name.startswith("relibra") or name == "canonical" else name
-        budget = replace(budget, move_homes=name not in (HOMES_STAY, ONE_PRODUCT), static_rows=name == ONE_PRODUCT)
+        budget = replace(budget, move_homes=name != HOMES_STAY)
         plan = plan_step(demand, cluster, budget, balancer, expert=expert)
-        plan = replace(plan, resident_slots=slots) if name == RESIDENT else plan
+        plan = replace(plan, resident=True) if name == RESIDENT else plan
     return steps.Variant(
         name=name,
         trace=trace,

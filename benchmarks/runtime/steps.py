@@ -174,12 +174,12 @@ class Variant:
     @property
     def resident_slots(self) -> int:
         """Spare slots per rank and layer."""
-        return 0 if self.plan is None else self.plan.resident_slots
+        return self.plan.slots if self.plan is not None and self.plan.resident else 0
 
     @property
     def shared_slots(self) -> int:
         """Spare slots per rank, for all layers."""
-        return 0 if self.plan is None else self.plan.slots - self.plan.resident_slots
+        return 0 if self.plan is None else self.plan.slots - self.resident_slots
 
     @property
     def copies(self) -> int:

@@ -114,35 +114,6 @@ def test_plan_prints_json(run, trace, tmp_path):
     assert len(read_plan(path).bound_ML) == 4
 
 
-def test_plan_with_static_rows_says_what_the_padding_costs(run, trace, tmp_path):
-    words = ("plan", trace, *CUT, "-o", tmp_path / "p.safetensors")
-    assert "static rows" not in run(*words)[1]
-    assert not read_plan(tmp_path / "p.safetensors").static_rows
-    facts = json.loads(run(*words, "--json")[1])
-    assert (facts["static_rows_L"], facts["padding_factor"]) == (None, 1.0)
-
-    code, out, _ = run(*words, "--static-rows")
-    made, demand = read_plan(tmp_path / "p.safetensors"), read_demand(tmp_path / "p.demand.safetensors")
-    scheduled = made.scheduled(demand)
-    rows_L, times = made.static_rows_L(scheduled), made.padding_factor(scheduled)
-    assert code == 0
-    assert made.static_rows
-    assert times > 1
-    told = next(line for line in out.splitlines() if line.startswith("static rows"))
-    assert f"{rows_L.mean():,.0f} per layer" in told
-    assert f"{times:.2f} times the mean rank" in told
-    facts = json.loads(run(*words, "--static-rows", "--json")[1])
-    assert (facts["static_rows_L"], facts["padding_factor"]) == (rows_L.tolist(), times)
-
-
-@pytest.mark.parametrize("verb", ["compare", "simulate", "sweep"])
-def test_static_rows_elsewhere_name_the_command_that_has_them(run, trace, verb):
-    code, out, err = run(verb, trace, *CUT, "--static-rows")
-    assert (code, out) == (1, "")
-    assert "--static-rows is an option of relibra plan" in err
-    assert "static-rows" not in run(verb, "--help")[1]
-
-
 def test_plan_from_the_plan_before_moves_little(run, trace, plan, tmp_path):
     again = tmp_path / "again.safetensors"
     facts = json.loads(run("plan", trace, *CUT, "--previous", plan, "-o", again, "--json")[1])

@@ -191,7 +191,7 @@ def test_a_step_pays_its_part_of_the_moves(run, trace):
 
 
 def test_the_output_says_what_a_plan_may_use(run, trace, tmp_path):
-    used = "4 spare slots per rank, 4 of them resident (what fits in 7.45 GiB), tolerance 0.01, moves over 10 steps"
+    used = "4 spare slots per rank in every layer (what fits in 7.45 GiB), tolerance 0.01, moves over 10 steps"
     cut = CUT[:-2]
     for words in (("simulate",), ("sweep",), ("plan", "-o", tmp_path / "p"), ("compare", "--balancer", "relibra")):
         told = " ".join(run(words[0], trace, *cut, "--micro-batch-tokens", "50", *words[1:])[1].split())
@@ -201,13 +201,14 @@ def test_the_output_says_what_a_plan_may_use(run, trace, tmp_path):
     assert plan_budget(PlanSettings(), cluster) == replace(RUN_DEFAULTS, memory_gib=slot_memory_gib(cluster))
 
 
-def test_shared_slots_are_told_apart_from_resident_ones_that_do_not_fit(run, trace, tmp_path):
+def test_a_plan_prints_how_many_slots_fit_and_their_lifetime(run, trace, tmp_path):
     path = tmp_path / "p"
-    for memory, resident in (("0.0001", 0), ("0.14", 1)):
+    for memory, slots, where in (("0.0001", 4, "for all layers"), ("0.14", 1, "in every layer")):
         code, out, _ = run("plan", trace, *CUT, "--slots", "4", "--memory-gib", memory, "--steps", "1000", "-o", path)
         assert code == 0
-        assert f"4 spare slots per rank, {resident} of them resident" in out
-        assert read_plan(path).resident_slots <= resident
+        assert f"{slots} spare slot{'s' * (slots > 1)} per rank {where}" in out
+        plan = read_plan(path)
+        assert plan.num_copies == 0 or (plan.slots, plan.resident) == (slots, where == "in every layer")
     assert "0 spare slots per rank, tolerance" in run("plan", trace, *CUT, "--slots", "0", "-o", path)[1]
 
 

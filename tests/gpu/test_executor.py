@@ -16,7 +16,6 @@ from tests.parallel.ranks_at_work import dense_step
 from tests.parallel.steps import on_nodes, resident_step, step
 from tests.parallel.test_balanced import assert_equals_dense
 from tests.parallel.test_dispatch_modes import OF_FOUR, assert_same_bits
-from tests.parallel.test_static_rows import static
 from tests.parallel.test_training import relative_error, rounded
 from tests.parallel.trainings import moved, plans_of, train_dense
 from tests.spawned_ranks import run_spawned
@@ -45,14 +44,14 @@ def _one_thread():
 
 
 def residents(**settings):
-    return resident_step(1, 2, slots=2, resident=1, **settings)
+    return resident_step(1, 2, slots=2, **settings)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_shared_and_resident_slots_live_balancing_and_canonical_sums_equal_the_dense_model(device):
     cases = {
         "shared slots": step(unrouted_last=True, ahead=True, device=device),
-        "resident and shared slots": residents(device=device),
+        "resident slots": residents(device=device),
         "canonical": step(sums="canonical", device=device),
     }
     for case in cases.values():
@@ -85,17 +84,6 @@ def test_shared_and_resident_slots_live_balancing_and_canonical_sums_equal_the_d
 def test_planned_steps_equal_the_dense_model(device, make, settings):
     case = make(device=device, **settings)
     assert_equals_dense(case, on_threads(case))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", SLOWLY)
-def test_steps_with_static_rows_equal_the_dense_model(device):
-    cases = {
-        "shared slots": static(step(slots=2, unrouted_last=True, ahead=True, device=device)),
-        "resident slots": static(residents(checkpointing=True, device=device), resident=1),
-    }
-    for case in cases.values():
-        assert_equals_dense(case, on_threads(case))
 
 
 @pytest.mark.slow
@@ -186,9 +174,9 @@ def test_no_layer_of_a_planned_micro_batch_reads_back(device):
     if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("before Hopper torch's own grouped product reads sizes back (docs/execution.md)")
     narrow = {"ahead": True, "dtype": "bfloat16", "device": device}
-    # Two slots of a kind: called with one expert, transformers' grouped forward reads back (docs/execution.md).
-    cases = [step(slots=2, **narrow), resident_step(1, 2, slots=4, resident=2, **narrow)]
-    cases += [static(cases[0]), of_two_nodes(**narrow)]
+    # Two slots: called with one expert, transformers' grouped forward reads back (docs/execution.md).
+    cases = [step(slots=2, **narrow), resident_step(1, 2, slots=2, **narrow)]
+    cases.append(of_two_nodes(**narrow))
     if device == "cuda":  # a CPU leaves out the choices of live rows that are computed elsewhere, which it has to read
         cases.append(step(lengths=FEW_LASTS, unrouted_last=True, slots=2, **narrow))
     for case in cases:

@@ -85,7 +85,7 @@ def test_routes_stay_while_the_weights_change(tmp_path):
         cases |= {
             f"{name}, replayed": Case(options=options, **REPLAY),
             f"{name}, planned": Case(options=options),
-            f"{name}, resident": Case(options=options, budget={"slots": 2, "resident_slots": 1}),
+            f"{name}, resident": Case(options=options, budget={"slots": 2, "resident_slots": 2}),
         }
     found = train(cases, tmp_path)
     for name in ("twice", "between", "both"):

@@ -115,47 +115,40 @@ def random_step(seed, num_ranks, num_layers=3) -> Case:
     return replace(case, plan=plan)
 
 
-def resident_step(seed, num_ranks, *, micro_batches=4, samples=None, slots=None, resident=None, **settings) -> Case:
-    """Draw a step of two groups whose resident replicas often stay, in any slot, idle at times.
-
-    slots, resident   None: drawn; the others are shared by all layers
-    """
+def resident_step(seed, num_ranks, *, micro_batches=4, samples=None, slots=None, **settings) -> Case:
+    """Draw a step of two groups whose resident replicas often stay, in any slot, idle at times; slots None: drawn."""
     rng = np.random.default_rng(seed)
     S = samples or 2 * micro_batches
     micro_batch_S = np.sort(np.append(np.arange(micro_batches), rng.integers(0, micro_batches, S - micro_batches)))
     slots = int(rng.integers(1, 4)) if slots is None else slots
-    resident = int(rng.integers(1, slots + 1)) if resident is None else resident
     settings.setdefault("lengths", rng.integers(2, 12, S).tolist())
     schedule = (micro_batch_S.tolist(), rng.integers(0, num_ranks, S).tolist())
     case = step(num_ranks, schedule=schedule, slots=slots, **settings)
-    replica_MLRB, quota_MLRB = staying_replicas(
-        rng, case.demand.load_MLE, case.plan.home_LE, num_ranks, slots, resident
-    )
+    replica_MLRB, quota_MLRB = staying_replicas(rng, case.demand.load_MLE, case.plan.home_LE, num_ranks, slots)
     plan = replace(
         case.plan,
         replica_MLRB=replica_MLRB,
         quota_MLRB=quota_MLRB,
         bound_ML=np.zeros_like(case.plan.bound_ML),
-        resident_slots=resident,
+        resident=True,
         group_M=(np.arange(micro_batches) >= micro_batches - micro_batches // 3).astype(np.int32),
     )
     return replace(case, plan=plan)
 
 
-def staying_replicas(rng, load_MLE, home_LE, num_ranks, slots, resident):
-    """Draw replicas and quotas; an entry of the first `resident` slots stays with probability 0.7, some are idle."""
+def staying_replicas(rng, load_MLE, home_LE, num_ranks, slots):
+    """Draw replicas and quotas; each stays with probability 0.7, some are idle."""
     M, L, E = load_MLE.shape
     replica_MLRB = np.full((M, L, num_ranks, slots), -1, dtype=np.int16)
     quota_MLRB = np.zeros(replica_MLRB.shape, dtype=np.int32)
     left_MLE = load_MLE.copy()
     for m, layer, rank in np.ndindex(M, L, num_ranks):
-        before = replica_MLRB[m - 1, layer, rank, :resident] if m else []
+        before = replica_MLRB[m - 1, layer, rank] if m else []
         held = [int(e) for e in before if e >= 0 and rng.random() < 0.7]
         others = [e for e in range(E) if home_LE[layer, e] != rank and e not in held]
         drawn = [int(e) if rng.random() < 0.8 else -1 for e in rng.permutation(others)[: slots - len(held)]]
         drawn += [-1] * (slots - len(held) - len(drawn))
-        own = rng.permutation(held + drawn[: resident - len(held)])
-        replica_MLRB[m, layer, rank] = [*own, *drawn[resident - len(held) :]]
+        replica_MLRB[m, layer, rank] = rng.permutation(held + drawn)
         for slot, e in enumerate(replica_MLRB[m, layer, rank]):
             if e >= 0 and rng.random() < 0.8:
                 quota_MLRB[m, layer, rank, slot] = quota = rng.integers(0, left_MLE[m, layer, e] + 1)

@@ -108,14 +108,11 @@ def test_live_rows_are_merged_by_slot(data):
     assert merged.ends_P.tolist() == np.bincount(together, minlength=P + H).cumsum().tolist()
 
 
-def test_rows_of_some_slots_and_padding():
+def test_rows_of_some_slots():
     rows = SortedRows(torch.tensor([0, 0, 1, 3, 3, 3], dtype=torch.int32), torch.tensor([2, 3, 3, 6]).int())
     some = rows.of(slice(1, 4), slice(2, 6))
     assert some.slot_Y.tolist() == [0, 2, 2, 2]
     assert some.ends_P.tolist() == [1, 1, 4]
-    padded = rows.padded(8)
-    assert padded.slot_Y.tolist() == [0, 0, 1, 3, 3, 3, 3, 3]
-    assert padded.ends_P.tolist() == [2, 3, 3, 8]
     assert one_expert(3, torch.device("cpu")).ends_P.tolist() == [3]
 
 

@@ -53,7 +53,7 @@ def backward_after_another_step(case: Case, folder) -> dict:
 
 def test_slots_that_are_allocated_anew_have_the_type_of_the_forward_pass(tmp_path):
     case = replace(step(slots=1), distributed={"fsdp_mixed_precision": True})
-    others = {"two slots": planned(case.demand, 2, 2), "static rows": replace(case.plan, static_rows=True)}
+    others = {"two slots": planned(case.demand, 2, 2), "resident": replace(case.plan, resident=True)}
     cases = {name: replace(case, plans=(case.plan, other)) for name, other in others.items()}
     cases |= {f"{name}, alone": replace(case, plans=(other,)) for name, other in others.items()}
     found = on_ranks(2, cases, tmp_path, one_plan_after_another)
@@ -65,10 +65,9 @@ def test_slots_that_are_allocated_anew_have_the_type_of_the_forward_pass(tmp_pat
 
 def test_a_backward_pass_uses_the_slots_of_its_forward_pass(tmp_path):
     case = step(slots=1)
-    two, joined = planned(case.demand, 2, 2), replace(case.plan, static_rows=True)
+    two = planned(case.demand, 2, 2)
     cases = {
         "planned": replace(case, plans=(two,)),
-        "static rows": replace(case, plan=joined, plans=(case.plan,)),
         "canonical": replace(case, plans=(two,), sums="canonical"),
         "live": replace(case, plans=(two,), follow_plan=False),
     }

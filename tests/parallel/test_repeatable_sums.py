@@ -25,8 +25,8 @@ def twice(case, folder):
 def test_sums_are_repeatable_under_the_switch_of_torch(tmp_path):
     planned = step(lengths=(90, 81, 88, 79), unrouted_last=True, slots=2)
     plans = {
-        "resident and shared slots, few last tokens": replace(planned.plan, resident_slots=1),
-        "static rows": replace(planned.plan, static_rows=True),
+        "slots of all layers, few last tokens": planned.plan,
+        "slots of one layer, few last tokens": replace(planned.plan, resident=True),
     }
     cases = {name: replace(planned, plan=plan) for name, plan in plans.items()}
     cases["gpt-oss, last tokens apart"] = step(family="gpt_oss", unrouted_last=True)

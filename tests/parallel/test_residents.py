@@ -31,10 +31,10 @@ def trained(case, num_steps=2, others=()):
     return replace(case, num_steps=num_steps, plans=plans)
 
 
-def by_hand(num_ranks=2, replicas=REPLICAS, *, resident=None, **settings):
-    """Replicas in the same slots of all micro-batches and layers; `resident` slots of them stay (None: all)."""
+def by_hand(num_ranks=2, replicas=REPLICAS, *, resident=True, **settings):
+    """Replicas in the same slots of all micro-batches and layers."""
     case = step(num_ranks, replicas=replicas, **settings)
-    return replace(case, plan=replace(case.plan, resident_slots=case.plan.slots if resident is None else resident))
+    return replace(case, plan=replace(case.plan, resident=resident))
 
 
 def assert_weights_of_dense(case, results_R, name):
@@ -50,9 +50,9 @@ def assert_weights_of_dense(case, results_R, name):
 
 def test_several_optimizer_steps_in_one_plan_give_the_weights_of_the_dense_model(tmp_path):
     cases = {f"seed {seed}": trained(resident_step(seed, 2)) for seed in range(3)}
-    shared = resident_step(3, 2, slots=2, resident=1)
+    two = resident_step(3, 2, slots=2)
     cases |= {
-        "moving homes": trained(shared, 3, [moved(shared, 1), shared]),
+        "moving homes": trained(two, 3, [moved(two, 1), two]),
         "checkpointed": trained(resident_step(4, 2, checkpointing=True)),
         "two in flight": trained(resident_step(5, 2, in_flight=True)),
         "two in flight, checkpointed": trained(resident_step(6, 2, in_flight=True, checkpointing=True)),
@@ -78,19 +78,19 @@ def test_canonical_sums_have_the_same_bits_with_resident_and_with_shared_slots(t
     lengths, schedule = [360, 280, 480, 300, 240, 320], ([0, 0, 1, 1, 2, 2], [0, 1] * 3)
     planner = step(2, slots=2, lengths=lengths, schedule=schedule)
     plan = replace(planner.plan, group_M=np.array([0, 0, 1], np.int32))
-    of_slots = {A: replace(planner, plan=replace(plan, resident_slots=A)) for A in range(3)}
+    of_slots = {A: replace(planner, plan=replace(plan, resident=A)) for A in (False, True)}
     everything = step(2, lengths=lengths, schedule=schedule, replicas=[(0, s, 4 + s, 1.0) for s in range(4)]).plan
-    everything = replace(everything, group_M=plan.group_M, resident_slots=3)
-    cases = {f"{A} of 2 slots": trained(case) for A, case in of_slots.items()}
-    cases["checkpointed"] = replace(cases["2 of 2 slots"], checkpointing=True)
-    cases["in flight"] = replace(cases["2 of 2 slots"], in_flight=True)
+    everything = replace(everything, group_M=plan.group_M, resident=True)
+    cases = {f"resident {A}": trained(case) for A, case in of_slots.items()}
+    cases["checkpointed"] = replace(cases["resident True"], checkpointing=True)
+    cases["in flight"] = replace(cases["resident True"], in_flight=True)
     cases["everything on rank 0"] = trained(replace(planner, plan=everything))
-    for A in (0, 2):
-        cases[f"{A} of 2 slots, at home once"] = with_other_routes(cases[f"{A} of 2 slots"], 2)
+    for A in (False, True):
+        cases[f"resident {A}, at home once"] = with_other_routes(cases[f"resident {A}"], 2)
     cases = {name: replace(case, sums="canonical") for name, case in cases.items()}
     found = on_ranks(2, cases, tmp_path, train_on_rank)
     for name, results_R in found.items():
-        expected = found["0 of 2 slots" + ", at home once" * ("home" in name)]
+        expected = found["resident False" + ", at home once" * ("home" in name)]
         for rank, result in enumerate(results_R):
             assert result["losses"] == expected[rank]["losses"], name
             for parameter, weight in expected[0]["weights"].items():
@@ -126,7 +126,7 @@ def test_experts_that_fsdp_shards_over_two_groups(tmp_path):
     cases = {
         "plain": case,
         "checkpointed": replace(case, checkpointing=True),
-        "mixed, in flight": replace(case, in_flight=True, plan=replace(case.plan, resident_slots=1)),
+        "in flight": replace(case, in_flight=True),
         "at home": with_other_routes(case, 2),
     }
     for name, results_R in on_ranks(4, cases, tmp_path, step_on_rank).items():
@@ -136,8 +136,8 @@ def test_experts_that_fsdp_shards_over_two_groups(tmp_path):
 def test_weights_come_once_and_gradients_go_once_as_the_timeline_says(tmp_path):
     schedule = ([0, 0, 1, 1, 2, 2], [0, 1] * 3)
     lengths = (9, 12, 7, 10, 8, 11)
-    cases = {A: by_hand(resident=A, lengths=lengths, schedule=schedule) for A in (1, 2)}
-    cases[3] = replace(cases[2], checkpointing=True)
+    cases = {A: by_hand(resident=A, lengths=lengths, schedule=schedule) for A in (False, True)}
+    cases[2] = replace(cases[True], checkpointing=True)
     found = on_ranks(2, {str(A): case for A, case in cases.items()}, tmp_path, watched_step)
     for A, case in cases.items():
         comes_MLRB, again_MLRB, leaves_MLRB = pushed_copies(case.plan)

@@ -13,7 +13,6 @@ from tests.parallel.ranks_at_work import load, on_ranks
 from tests.parallel.refusals import execute, message_of
 from tests.parallel.steps import step
 from tests.parallel.test_balanced import assert_equals_dense
-from tests.parallel.test_static_rows import static
 
 TIED = {"tie_word_embeddings": True}
 
@@ -32,7 +31,7 @@ def test_what_is_around_a_model_changes_no_gradient(tmp_path):
         "adapters on attention": replace(case, wrap="adapted attention"),
         "tied embeddings": replace(case, model=TIED),
         "eager experts": replace(case, wrap="eager experts"),
-        "batched experts, static rows": static(replace(case, wrap="batched experts")),
+        "batched experts": replace(case, wrap="batched experts"),
     }
     for name, results_R in on_ranks(2, cases, tmp_path).items():
         assert_equals_dense(cases[name], results_R)

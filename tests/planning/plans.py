@@ -59,7 +59,7 @@ def planned_step(rng, *, nodes=2, per_node=2, experts_per_rank=2, micro_batches=
         previous_map=previous.physical_to_logical_map,
         replica_MLRB=replica_MLRB,
         quota_MLRB=quota_MLRB,
-        resident_slots=slots if resident else 0,
+        resident=resident and slots > 0,
         group_M=np.arange(micro_batches, dtype=np.int32) // 2,
         scope="cluster",
         bound_ML=np.ones((M, L), np.int64),

@@ -131,7 +131,7 @@ def test_a_trainer_gets_homes_schedule_and_quotas(tmp_path_factory, step):
         assert np.array_equal(found[name], getattr(plan, name))
     assert np.array_equal(found["previous_home_LE"], plan.previous.home_LE)
     assert len(found["mini_batch_M"]) == len(plan.bound_ML)
-    assert found["resident_slots"] == plan.resident_slots
+    assert found["resident"] == plan.resident
     assert (str(found["digest"]), str(found["demand_digest"])) == (plan.digest(), plan.demand_digest)
     load_MLE = plan.scheduled(demand).load_MLE
     computed_MLR = np.zeros((*plan.bound_ML.shape, plan.num_ranks), dtype=np.int64)

@@ -148,7 +148,7 @@ def test_parts_under_different_schedules_are_not_joined():
 def test_parts_with_different_slots_join(balancer):
     """MoonEP has a slot for every home, the layout kept instead of its plan those of the budget; auto takes any."""
     demand, machine = make_demand(24, 2, 16, 4, 4, seed=3), cluster(1, 4)
-    budget = Budget(slots=2, resident_slots=1, objective="tokens", place_samples=False, threads=1)
+    budget = Budget(slots=2, resident_slots=0, objective="tokens", place_samples=False, threads=1)
     shards = [demand_of_layers(demand, layers_of_rank(2, part, 2)) for part in range(2)]
     uneven = plan_step(shards[0], machine, budget, balancer)
     even = plan_step(shards[1], machine, budget, "static")
@@ -156,6 +156,7 @@ def test_parts_with_different_slots_join(balancer):
     for other in (even, residents):
         joined = join_layers([uneven, other], demand)
         validate_plan(joined, machine.topology, demand)
-        assert joined.slots == max(uneven.slots, other.slots)
-        assert joined.resident_slots == max(one.resident_slots for one in (uneven, other) if one.num_copies)
+        filled = [part for part in (uneven, other) if part.num_copies]
+        assert joined.slots == max(part.slots for part in filled)
+        assert joined.resident == all(part.resident for part in filled)
         assert joined.num_copies == uneven.num_copies + other.num_copies > 0

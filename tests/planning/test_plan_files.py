@@ -36,7 +36,7 @@ def facts_of(plan):
         "balancer",
         "num_nodes",
         "ranks_per_node",
-        "resident_slots",
+        "resident",
         "scope",
         "plan_seconds",
         "objective",
@@ -309,7 +309,36 @@ def test_the_reader_in_the_document_needs_no_relibra(tmp_path):
     for layer, homes in enumerate(read["home"]):
         assert [homes[expert] for expert in range(plan.num_experts)] == plan.home_LE[layer].tolist()
     facts = read["body"]["facts"]
-    assert (facts["resident_slots"], facts["digest"]) == (plan.resident_slots, plan.digest())
+    assert (facts["resident"], facts["digest"]) == (plan.resident, plan.digest())
     tables = re.findall(r"^\| (`[\w`, ]+`)", page.split("## For a trainer")[0], flags=re.MULTILINE)
     named = set(re.findall(r"\w+", " ".join(tables)))
     assert set(read["arrays"]) | {"group_M"} | set(facts) <= named
+
+
+def write_version_2(path, plan, resident_slots, **facts):
+    """Write the plan as relibra wrote it before slots had one lifetime."""
+    digest = plan.digest_under(2, plan.num_nodes, plan.ranks_per_node, resident_slots, plan.scope)
+    body = {**facts_of(plan), "resident_slots": resident_slots, "digest": digest, **facts}
+    del body["resident"]
+    arrays = {name: getattr(plan, name) for name in FORMAT.axes}
+    write_tensors(path, replace(FORMAT, version=2), arrays, body)
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_version_2_files_are_read_to_the_same_decisions(tmp_path, resident):
+    plan, _ = planned_step(np.random.default_rng(0), slots=2, resident=resident)
+    write_version_2(tmp_path / "p", plan, 2 * resident)
+    again = read_plan(tmp_path / "p")
+    assert again.digest() == plan.digest()
+    assert again.resident == resident
+    write_version_2(tmp_path / "p", plan, 2 * resident, digest="0" * 64)
+    with pytest.raises(PlanError, match="is damaged"):
+        read_plan(tmp_path / "p")
+
+
+@pytest.mark.parametrize("facts", [{"resident_slots": 1}, {"static_rows": True}, {"resident_slots": "many"}], ids=str)
+def test_version_2_files_of_two_lifetimes_are_refused(tmp_path, facts):
+    plan, _ = planned_step(np.random.default_rng(0), slots=2, resident=True)
+    write_version_2(tmp_path / "p", plan, **{"resident_slots": 2, **facts})
+    with pytest.raises(PlanError, match="plan the step again"):
+        read_plan(tmp_path / "p")

@@ -38,7 +38,6 @@ class PlanRequest(PlanningRequest):
     deadline: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Stop improving the plan after this time.")
     ] = None
-    static_rows: options.StaticRows = False
     previous: Annotated[Path | None, typer.Option(metavar="PLAN", help="Plan of the previous step: a warm start.")] = (
         None
     )
@@ -59,7 +58,7 @@ class PlanRequest(PlanningRequest):
 
     def budget(self) -> Budget:
         """Return what the options allow."""
-        return replace(super().budget(), deadline_seconds=self.deadline, static_rows=self.static_rows)
+        return replace(super().budget(), deadline_seconds=self.deadline)
 
 
 @takes(PlanRequest)
@@ -219,13 +218,11 @@ def _facts(result: Result) -> dict[str, object]:
     from relibra.planning.analysis.levers import lever_bounds, lever_gaps
 
     plan, row, demand = result.plan, result.row, result.workload.demand
-    levers, scheduled = lever_gaps(plan, demand), plan.scheduled(demand)
+    levers = lever_gaps(plan, demand)
     return {
         **{name: value for name, value in row.figures().items() if name not in ("sees", "message")},
         "objective": plan.objective,
         "dispatch": plan.dispatch,
-        "static_rows_L": plan.static_rows_L(scheduled).tolist() if plan.static_rows else None,
-        "padding_factor": plan.padding_factor(scheduled) if plan.static_rows else 1.0,
         "model": result.model.name,
         "static_predicted_seconds": _seconds(result.static, result.request.steps),
         "steps_served": result.request.steps,
@@ -280,24 +277,12 @@ def _summary(result: Result, static_skew: float) -> dict[str, str]:
         "copies": f"{row.copies:,} ({row.copies_per_micro_batch_layer:.1f} per micro-batch and layer){across}",
         "moved": f"{row.moved_experts:,} of {plan.home_LE.size:,} experts, {row.moved_bytes / 1e9:.1f} GB",
         "across nodes": f"{row.cross_node_token_slots:,} token-slots{_network_in_words(result)}",
-        **_static_rows_in_words(result),
         "layers": f"{row.predicted_seconds:.3g} s, static {_seconds(result.static, steps):.3g} s{back} "
         f"(model: {terms}{spread})",
         "planned in": f"{plan.plan_seconds:.2f} s{', ended by the deadline' if plan.cut_short else ''}",
         "digest": plan.digest()[:16],
         result.written: f"{printable(str(output))} and {printable(demand_path(output).name)}",
         **{f"for {form}": printable(str(path)) for form, path in result.request.exports()},
-    }
-
-
-def _static_rows_in_words(result: Result) -> dict[str, str]:
-    """Return the line about rows that ranks compute with padding, by title; none without static rows."""
-    if not result.plan.static_rows:
-        return {}
-    scheduled = result.plan.scheduled(result.workload.demand)
-    rows, times = result.plan.static_rows_L(scheduled).mean(), result.plan.padding_factor(scheduled)
-    return {
-        "static rows": f"{rows:,.0f} per layer, {times:.2f} times the mean rank; the padding has no price in seconds"
     }
 
 

@@ -67,7 +67,6 @@ class SweepRequest:
     tolerance: options.Tolerance = RUN_DEFAULTS.tolerance
     steps: options.Steps = RUN_DEFAULTS.steps_served
     pack: options.Pack = RUN_DEFAULTS.pack_samples
-    static_rows: options.RefusedStaticRows = False
     cross_node_copies: options.CrossNodeCopies = None
     micro_batch_tokens: Annotated[
         str | None, _list("T,...", "Most tokens per rank in a micro-batch; default: those of the run, else 2048")

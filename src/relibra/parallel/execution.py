@@ -197,7 +197,7 @@ class PlanExecution:
             return None
         if not executed.residents.residency.has_replicas(micro_batch, position):
             return None
-        slots = state.slots_for(executed.slot_counts, executed.layers[position].homes)
+        slots = state.slots_for(executed.num_shared, executed.layers[position].homes)
         returns = GradientReturn(place, slots, executed.recorder)
         return WaitingGradients(returns, executed.residents, position, state.num_ranks)
 
@@ -278,14 +278,9 @@ def _begin(
     known = _known_routes(layers[0].group_state, source, chunk, routes)
     agreed = agree_on_step(plan, demand, by_layer, sums, known, agreement)
     state, residents = group_state_of(model, layers), None
-    if agreed.demand is not None and plan.resident_slots:
+    if agreed.demand is not None and plan.resident:
         plan = keep_slots(plan)
         residents = Residents(plan, state.rank)
-    if agreed.demand is not None and plan.static_rows and chunk is not None:
-        raise EngineError(
-            "the plan has static rows, and canonical sums compute whole chunks of rows, whose number depends on the "
-            "micro-batch: execute it with sums='fast', or plan with Budget(static_rows=False)"
-        )
     executed = ExecutedPlan(
         model=model,
         layers=layers,

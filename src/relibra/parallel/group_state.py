@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from relibra.parallel.preparation import Preparation
 from relibra.parallel.process_groups import make_same_ranks_group
-from relibra.parallel.replicas.replica_slots import HomeParameters, ReplicaSlots, SlotCounts
+from relibra.parallel.replicas.replica_slots import HomeParameters, ReplicaSlots
 
 
 class GroupState:
@@ -32,15 +32,15 @@ class GroupState:
         self.slots: ReplicaSlots | None = None
         self.live_passes = 0
 
-    def slots_for(self, counts: SlotCounts, homes: HomeParameters) -> ReplicaSlots:
+    def slots_for(self, num_shared: int, homes: HomeParameters) -> ReplicaSlots:
         """Return the shared slots, allocated if there are none or another number of them.
 
         homes   returns the local parameters of a layer that is running: slots get their shapes and dtypes
         """
-        if self.slots is None or self.slots.counts != counts:
+        if self.slots is None or self.slots.num_shared != num_shared:
             if self.slots is not None:
                 self.slots.wait()
-            self.slots = ReplicaSlots(homes(), *counts, self.push_group)
+            self.slots = ReplicaSlots(homes(), num_shared, self.push_group)
         return self.slots
 
 

@@ -13,14 +13,12 @@ from typing import cast
 import torch
 from jaxtyping import Int32
 from torch import Tensor
-from torch.nn.functional import pad
 
 from relibra.parallel.balanced import BalancedEP, LayerInput, parameters_replaced
 from relibra.parallel.canonical import CanonicalExperts
-from relibra.parallel.micro_batch import PlannedMicroBatch, StaticRows
+from relibra.parallel.micro_batch import PlannedMicroBatch
 from relibra.parallel.replicas.replica_gradients import (
     AddReplicaGradients,
-    JoinWeights,
     LayerReplicas,
     RefillSlots,
     ReturnReplicaGradients,
@@ -43,8 +41,7 @@ class LayerRun:
 
     ends_P     where the planned rows of each local slot end, see `SortedRows`
     replicas   set on all ranks or on none: if any rank has replicas of this layer in this micro-batch, idle ones in
-               resident slots included (gradients may wait there), and always where all experts are one product
-    static     rows that every rank computes; None: a rank computes what the tables give it
+               resident slots included (gradients may wait there)
     """
 
     layer: BalancedEP
@@ -53,7 +50,6 @@ class LayerRun:
     ends_P: Int32[Tensor, " P"]
     replicas: LayerReplicas | None
     recorder: TimelineRecorder
-    static: StaticRows | None = None
 
     def choice_exchange(self) -> AllToAll:
         """Return the exchange of one row per token-slot; others take its group, place and recorder."""
@@ -103,16 +99,14 @@ def _run_planned(layer: BalancedEP, planned: PlannedMicroBatch, position: int, t
     tokens   of the whole batch with fast sums, of its planned rows with canonical ones
     """
     planned.check_choices(position, tokens.experts_TK)
-    tables, pushes, static = planned.tables_L[position], planned.pushes, planned.static_L[position]
-    one_product = static is not None and static.one_product
+    tables, pushes = planned.tables_L[position], planned.pushes
     run = LayerRun(
         layer=layer,
         tables=tables,
         lists=planned.lists_L[position],
         ends_P=planned.ends_L[position],
-        replicas=LayerReplicas(pushes, position) if one_product or pushes.has_replicas(position) else None,
+        replicas=LayerReplicas(pushes, position) if pushes.has_replicas(position) else None,
         recorder=pushes.recorder,
-        static=static,
     )
     if run.replicas is not None:
         run.replicas.push()
@@ -138,18 +132,12 @@ def _run_fast(run: LayerRun, tokens: LayerInput) -> Tensor:
         )
         rows, order_Y = rows.with_live(live.slot_Y, run.tables.num_homes, run.tables.num_home_rows)
         lists = lists.with_live(live.arrived_Y, order_Y)
-    padding = 0 if run.static is None else run.static.num_rows - len(run.lists.slot_Y)
-    rows_YH, weight_Y1 = dispatch_tokens(lists, choices, tokens.hidden_TH, tokens.weights_TK, num_padding=padding)
+    rows_YH, weight_Y1 = dispatch_tokens(lists, choices, tokens.hidden_TH, tokens.weights_TK)
     if live is not None and order_Y is not None:
         weight_Y1 = torch.cat([live.weight_Y1, weight_Y1]).index_select(0, order_Y)
     if run.replicas is None:
         rows = SortedRows(rows.slot_Y, rows.ends_P[: run.tables.num_homes])
-    if run.static is not None:
-        rows, weight_Y1 = rows.padded(len(rows_YH)), pad(weight_Y1, (0, 0, 0, padding))
-    if run.replicas is None:
         outputs: Sequence[Tensor] = [run.layer.run_rows(rows_YH, rows, weight_Y1)]
-    elif run.static is not None:
-        outputs = _run_one_product(run, run.replicas, rows_YH, rows, weight_Y1)
     else:
         num_live = 0 if live is None else len(live.slot_Y)
         outputs = _run_homes_and_replicas(run, run.replicas, rows_YH, rows, weight_Y1, num_live)
@@ -179,17 +167,6 @@ def _run_homes_and_replicas(
             with parameters_replaced(layer.experts, dict(zip(homes, of_slots, strict=True))):
                 outputs.append(layer.run_rows(rows_YH[own], rows.of(slots, own), weight_Y1[own]))
     return cast(Sequence[Tensor], RefillSlots.apply(replicas, len(outputs), *outputs, *weights))
-
-
-def _run_one_product(
-    run: LayerRun, replicas: LayerReplicas, rows_YH: Tensor, rows: SortedRows, weight_Y1: Tensor
-) -> Sequence[Tensor]:
-    """Run the experts at home and the replicas together, when weights have arrived; return one part."""
-    layer, homes = run.layer, run.layer.homes()
-    weights = JoinWeights.apply(replicas, list(homes), *homes.values())
-    with parameters_replaced(layer.experts, dict(zip(homes, weights, strict=True))):
-        output_YH = layer.run_rows(rows_YH, rows, weight_Y1)
-    return cast(Sequence[Tensor], RefillSlots.apply(replicas, 1, output_YH, *weights))
 
 
 def _run_canonical(run: LayerRun, hidden_TH: Tensor, weights_TK: Tensor) -> Tensor:

@@ -37,7 +37,6 @@ from relibra.parallel.group_state import GroupState
 from relibra.parallel.layer import LayerRun, run_experts
 from relibra.parallel.replicas.push_schedule import PushSchedule
 from relibra.parallel.replicas.replica_gradients import LayerReplicas
-from relibra.parallel.replicas.replica_slots import SlotCounts
 from relibra.parallel.rows.exchange import all_gather
 from relibra.parallel.rows.prepared_rows import prepare_rows
 from relibra.parallel.rows.row_lists import RowLists, row_lists
@@ -120,7 +119,7 @@ class LiveBalancing:
             tables = self._solve(layer, tokens_RE, place)
             pushes = PushSchedule(
                 state=live.state,
-                counts=SlotCounts(live.slots),
+                num_shared=live.slots,
                 residents=None,
                 tables_L=[tables],
                 homes_L=[layer.homes],

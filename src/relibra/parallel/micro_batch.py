@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32, Int64
@@ -19,7 +17,6 @@ from relibra.parallel.fallback import MicroBatchMode, agree_on_micro_batch, rout
 from relibra.parallel.group_state import GroupState
 from relibra.parallel.preparation import PreparedStep
 from relibra.parallel.replicas.push_schedule import PushSchedule
-from relibra.parallel.replicas.replica_slots import SlotCounts
 from relibra.parallel.replicas.resident_slots import Residents
 from relibra.parallel.rows.prepared_rows import RowKinds
 from relibra.parallel.rows.row_lists import RowLists
@@ -29,17 +26,6 @@ from relibra.planning.traffic.rank_tables import RankTables
 from relibra.replay import BatchRoutes
 from relibra.routing.demand import Demand, ScheduledDemand
 from relibra.timeline import TimelineRecorder
-
-
-class StaticRows(NamedTuple):
-    """What is the same in all micro-batches of a layer, on all ranks.
-
-    num_rows      planned rows that a rank computes, with padding
-    one_product   experts at home and replicas are computed together, also in micro-batches without replicas
-    """
-
-    num_rows: int
-    one_product: bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,20 +78,9 @@ class ExecutedPlan:
         return self.state.preparation.holds(*self.source, self.chunk, number, routes)
 
     @property
-    def slot_counts(self) -> SlotCounts:
-        """Return the number of shared slots, and with static rows that of the experts in front of them."""
-        A = self.plan.resident_slots
-        joins = self.plan.static_rows and self.plan.slots > 0
-        return SlotCounts(self.plan.slots - A, (self.layers[0].num_local_experts + A) * joins)
-
-    @cached_property
-    def static_L(self) -> list[StaticRows | None]:
-        """Return, for each layer, the static rows of every rank; None: a rank computes what the plan gives it."""
-        plan, L = self.plan, len(self.layers)
-        if self.demand is None or not plan.static_rows:
-            return [None] * L
-        rows_L = plan.static_rows_L(self.demand)
-        return [StaticRows(int(rows_L[layer]), bool((plan.replica_MLRB[:, layer] >= 0).any())) for layer in range(L)]
+    def num_shared(self) -> int:
+        """Return the number of slots that all layers share."""
+        return 0 if self.plan.resident else self.plan.slots
 
     def micro_batch_after(self, number: int) -> int | None:
         """Return the micro-batch that is prepared after this one; None: the routes of no other are known."""
@@ -122,7 +97,6 @@ class PlannedMicroBatch:
     routes              of this rank; None: it has no sample here, and all its rows are filler
     kinds               planned and live rows of this rank; None: all are planned
     live_apart          live rows of any rank are computed in an exchange of their own, in which all ranks take part
-    static_L            rows that each layer computes with static rows, else None
     canonical           whether sums have an order that no plan changes (`canonical.py`)
     """
 
@@ -133,7 +107,6 @@ class PlannedMicroBatch:
     routes: BatchRoutes | None
     kinds: RowKinds | None
     live_apart: bool
-    static_L: Sequence[StaticRows | None]
     canonical: bool
 
     def kinds_of(self, num_rows: int, position: int) -> RowKinds | None:
@@ -200,7 +173,7 @@ def prepare_micro_batch(executed: ExecutedPlan, number: int, routes: BatchRoutes
         return None
     pushes = PushSchedule(
         state=state,
-        counts=executed.slot_counts,
+        num_shared=executed.num_shared,
         residents=executed.residents,
         tables_L=rows.tables_L,
         homes_L=[layer.homes for layer in executed.layers],
@@ -216,6 +189,5 @@ def prepare_micro_batch(executed: ExecutedPlan, number: int, routes: BatchRoutes
         routes=routes,
         kinds=kinds,
         live_apart=any(rows.live_R) and not rows.live_travel_along,
-        static_L=executed.static_L,
         canonical=executed.chunk is not None,
     )

@@ -23,12 +23,11 @@ def resident_plans(draw, idle=True):
     plan, demand = planned_step(
         rng, nodes=1, per_node=draw(st.integers(2, 4)), micro_batches=M, layers=draw(st.integers(1, 3)), slots=slots
     )
-    resident = draw(st.integers(1, slots))
-    replica_MLRB, quota_MLRB = staying_replicas(rng, demand.load_MLE, plan.home_LE, plan.num_ranks, slots, resident)
+    replica_MLRB, quota_MLRB = staying_replicas(rng, demand.load_MLE, plan.home_LE, plan.num_ranks, slots)
     if not idle:
         quota_MLRB = (replica_MLRB >= 0).astype(np.int32)
     group_M = np.sort(rng.integers(0, draw(st.integers(1, 3)), M)).astype(np.int32)
-    return replace(plan, replica_MLRB=replica_MLRB, quota_MLRB=quota_MLRB, resident_slots=resident, group_M=group_M)
+    return replace(plan, replica_MLRB=replica_MLRB, quota_MLRB=quota_MLRB, resident=True, group_M=group_M)
 
 
 class Slots:
@@ -36,8 +35,7 @@ class Slots:
 
     def __init__(self, plan):
         self.plan, self.residency = plan, Residency(plan)
-        A = plan.resident_slots
-        self.used_MLRA = np.where(plan.quota_MLRB > 0, plan.replica_MLRB, -1)[..., :A]
+        self.used_MLRA = np.where(plan.quota_MLRB > 0, plan.replica_MLRB, -1)
         self.held_LRA = np.full(self.used_MLRA.shape[1:], -1)
         self.sums, self.at_home, self.pushed = {}, Counter(), Counter()
 
@@ -90,27 +88,22 @@ class Slots:
 @given(resident_plans())
 def test_experts_that_stay_keep_their_slot_and_a_plan_says_the_same(plan):
     kept = keep_slots(plan)
-    A = plan.resident_slots
     for m, layer, rank in np.ndindex(plan.replica_MLRB.shape[:3]):
         before, now = (
-            sorted(zip(one.replica_MLRB[m, layer, rank, :A], one.quota_MLRB[m, layer, rank, :A], strict=True))
+            sorted(zip(one.replica_MLRB[m, layer, rank], one.quota_MLRB[m, layer, rank], strict=True))
             for one in (plan, kept)
         )
         assert before == now
         if m and plan.group_M[m] == plan.group_M[m - 1]:
-            old, new = (
-                kept.replica_MLRB[m - 1, layer, rank, :A].tolist(),
-                kept.replica_MLRB[m, layer, rank, :A].tolist(),
-            )
+            old, new = kept.replica_MLRB[m - 1, layer, rank].tolist(), kept.replica_MLRB[m, layer, rank].tolist()
             assert all(old.index(e) == new.index(e) for e in old if e >= 0 and e in new)
-    np.testing.assert_array_equal(kept.replica_MLRB[..., A:], plan.replica_MLRB[..., A:])
     assert [one.sum() for one in pushed_copies(kept)] == [one.sum() for one in pushed_copies(plan)]
 
 
 @given(resident_plans(idle=False))
 def test_in_the_order_of_the_plan_pushes_and_returns_are_those_that_it_is_priced_for(plan):
     plan = keep_slots(plan)
-    slots, A = Slots(plan), plan.resident_slots
+    slots = Slots(plan)
     comes_MLRB, _, leaves_MLRB = pushed_copies(plan)
     for m in range(len(plan.group_M)):
         slots.forward(m)
@@ -120,13 +113,13 @@ def test_in_the_order_of_the_plan_pushes_and_returns_are_those_that_it_is_priced
         assert slots.pushed == pushed, "nothing is pushed before backward"
         leaving = {
             (layer, rank, int(plan.replica_MLRB[m, layer, rank, slot]))
-            for layer, rank, slot in np.argwhere(leaves_MLRB[m, ..., :A]).tolist()
+            for layer, rank, slot in np.argwhere(leaves_MLRB[m]).tolist()
         }
         assert {key[:3] for key in slots.at_home if key[3] == m} == leaving
         assert slots.at_home.total() - returned_before >= len(leaving)
     # A slot that stood empty still has the weights of the expert that comes back.
     for m, layer in np.ndindex(comes_MLRB.shape[:2]):
-        assert slots.pushed[m, layer] <= comes_MLRB[m, layer, ..., :A].sum()
+        assert slots.pushed[m, layer] <= comes_MLRB[m, layer].sum()
     assert slots.at_home == slots.contributions(range(len(plan.group_M)))
 
 
@@ -161,7 +154,7 @@ def staying_plan():
     replica_MLRB[:, 0, 1, 0] = plan.physical_to_logical_map[0, 0]
     quota_MLRB[:, 0, 1, 0] = [1, 0, 0, 1]
     group_M = np.array([0, 0, 0, 1], np.int32)
-    return replace(plan, replica_MLRB=replica_MLRB, quota_MLRB=quota_MLRB, resident_slots=1, group_M=group_M)
+    return replace(plan, replica_MLRB=replica_MLRB, quota_MLRB=quota_MLRB, resident=True, group_M=group_M)
 
 
 def test_an_idle_replica_returns_the_sum_that_waits_in_its_slot():

@@ -99,7 +99,7 @@ def rank_loads(request, placement):
                     continue
                 assert expert not in held
                 held.add(expert)
-                assert quota > 0 or (placement.resident_slots and quota == 0)
+                assert quota > 0 or (placement.resident and quota == 0)
                 assert placement.scope == "cluster" or home_E[expert] // G == r // G
                 left_E[expert] -= quota
                 result[m, layer, r] += quota

@@ -35,7 +35,7 @@ def test_more_memory_never_makes_a_step_of_short_groups_dearer(seed, per_group):
     without, plenty = (
         plan_step(demand, MACHINE, replace(PLENTY, memory_gib=memory), expert=QWEN) for memory in (0.0, 40.0)
     )
-    assert without.resident_slots == 0
+    assert not without.resident
     assert step_seconds(plenty) <= 1.01 * step_seconds(without)
 
 
@@ -54,4 +54,5 @@ def test_a_settled_number_is_that_of_the_plan():
     settled = settle_resident_slots(demand, MACHINE, PLENTY.with_resident_slots(QWEN, 1), expert=QWEN)
     assert settled.resident_slots < 4
     assert not settled.fewer_resident
-    assert plan_step(demand, MACHINE, PLENTY, expert=QWEN).resident_slots == settled.resident_slots
+    plan = plan_step(demand, MACHINE, PLENTY, expert=QWEN)
+    assert (plan.resident, plan.slots) == (settled.resident_slots > 0, settled.resident_slots or 4)

@@ -204,7 +204,7 @@ def test_a_resident_replica_that_changes_its_slot_is_still_there():
     plan, _ = planned_step(np.random.default_rng(0), nodes=1, per_node=2, micro_batches=2, layers=1, slots=2)
     replica_MLRB = np.full_like(plan.replica_MLRB, -1)
     replica_MLRB[:, 0, 0] = [[2, 3], [1, 2]]
-    plan = replace(plan, resident_slots=replica_MLRB.shape[3], replica_MLRB=replica_MLRB)
+    plan = replace(plan, resident=True, replica_MLRB=replica_MLRB)
     forward, _, gradients = pushed_copies(plan)
     assert forward[:, 0, 0].tolist() == [[True, True], [True, False]]
     assert gradients[:, 0, 0].tolist() == [[False, True], [True, True]]

@@ -95,7 +95,7 @@ def two_nodes(replica=None, quota=0, resident=False, micro_batches=1):
         rank_S=np.zeros(micro_batches, np.int32),
         replica_MLRB=replica_MLRB,
         quota_MLRB=quota_MLRB,
-        resident_slots=1 if resident else 0,
+        resident=resident,
         group_M=None,
         bound_ML=np.ones((micro_batches, 1), np.int64),
     )
@@ -144,7 +144,7 @@ def test_a_home_that_feeds_several_replicas_sends_to_one_after_the_other():
 def test_resident_replicas_are_pushed_when_they_arrive_and_return_gradients_when_they_leave():
     plan, demand = two_nodes(replica=(1, 0), quota=4, resident=True, micro_batches=3)
     assert predict(plan, demand, cluster_for(plan), EXPERT).copy_bytes == 60 + 120
-    shared = replace(plan, resident_slots=0)
+    shared = replace(plan, resident=False)
     assert predict(shared, demand, cluster_for(plan), EXPERT).copy_bytes == 3 * (60 + 60 + 120)
     replica_MLRB = plan.replica_MLRB.copy()
     replica_MLRB[1, 0, 1, 0] = 3
@@ -156,17 +156,6 @@ def test_resident_replicas_are_pushed_when_they_arrive_and_return_gradients_when
     forward, _, gradients = pushed_copies(in_groups)
     assert forward[:, 0, 1, 0].tolist() == [True, True, False]
     assert gradients[:, 0, 1, 0].tolist() == [True, False, True]
-
-
-def test_the_first_slots_are_resident_and_the_others_are_filled_for_each_pass():
-    plan, _ = two_nodes(replica=(1, 0), quota=4, resident=True, micro_batches=2)
-    replica_MLRB = np.concatenate([plan.replica_MLRB, np.full_like(plan.replica_MLRB, -1)], axis=3)
-    replica_MLRB[:, 0, 1, 1] = 3
-    mixed = replace(plan, replica_MLRB=replica_MLRB, quota_MLRB=np.zeros_like(replica_MLRB, dtype=np.int32))
-    forward, backward, gradients = pushed_copies(mixed)
-    assert forward[:, 0, 1].tolist() == [[True, True], [False, True]]
-    assert backward[:, 0, 1].tolist() == [[False, True], [False, True]]
-    assert gradients[:, 0, 1].tolist() == [[False, True], [True, True]]
 
 
 def test_relocation_takes_the_busiest_rank():

@@ -98,14 +98,12 @@ def test_the_demand_counts_every_fed_row_of_every_layer():
 
 
 @pytest.mark.usefixtures("_group")
-@pytest.mark.parametrize("static_rows", [False, True])
-def test_a_plan_of_one_rank_is_that_of_the_planner(static_rows):
-    table, config = gather_table(RESPONSES), config_of(f"plan.static_rows={str(static_rows).lower()}")
+def test_a_plan_of_one_rank_is_that_of_the_planner():
+    table, config = gather_table(RESPONSES), config_of()
     demand = demand_of(RESPONSES, table, schedule_of(table, config))
     plan = plan_together(demand, config.plan, cluster_preset("h100x8", 1, 1), EXPERT, None).plan
     validate_plan(plan, cluster_preset("h100x8", 1, 1).topology, demand)
     assert plan.digest() == whole_plan(demand, config, 1).digest()
-    assert plan.static_rows == static_rows
     assert plan.demand_digest == demand.digest()
 
 
@@ -125,7 +123,6 @@ CASES = {
     "eplb": ("plan.balancer=eplb",),
     "lplb": ("plan.balancer=lplb",),
     "canonical": ("plan.sums=canonical", "plan.balancer=static"),
-    "static_rows": ("plan.static_rows=true",),
 }
 
 
@@ -150,7 +147,7 @@ def _plan_on_a_rank(_folder):
                 "skews": (plan.skew(demand), whole.skew(demand), plan.bound(demand), whole.bound(demand)),
                 "moved": plan.num_moved,
                 "copies": plan.num_copies,
-                "resident_slots": plan.resident_slots,
+                "resident": plan.resident,
             }
             previous = plan
     config, cluster = config_of(ranks=2), cluster_preset("h100x8", 2, 1)

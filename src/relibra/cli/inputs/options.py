@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from relibra.errors import ConfigError
 from relibra.planning.budget import MOST_SLOTS
 
 
@@ -109,7 +108,7 @@ MemoryGib = Annotated[
         max=1 << 20,
         metavar="GIB",
         help="Most memory of a rank for slots; default: a tenth of the device memory of --cluster. Where it allows, "
-        "slots belong to their layer and keep replicas over micro-batches; the others are shared by all layers.",
+        "every layer has slots of its own, which keep replicas over micro-batches; else one buffer is for all layers.",
         show_default=False,
     ),
 ]
@@ -128,23 +127,6 @@ Steps = Annotated[
 Pack = Annotated[
     bool, typer.Option("--pack/--no-pack", help="Samples may change their rank and micro-batch, where that pays.")
 ]
-StaticRows = Annotated[
-    bool,
-    typer.Option("--static-rows", help="Ranks pad what they compute: as many rows in every micro-batch of a layer."),
-]
-
-
-def _refuse_static_rows(given: bool) -> bool:
-    """Raise a ConfigError that names the command with static rows."""
-    if given:
-        raise ConfigError(
-            "--static-rows is an option of relibra plan, which prints how many rows the padding adds: compare, "
-            "simulate and sweep leave padding out, so their figures would be the same"
-        )
-    return given
-
-
-RefusedStaticRows = Annotated[bool, typer.Option("--static-rows", hidden=True, callback=_refuse_static_rows)]
 CrossNodeCopies = Annotated[
     bool | None,
     typer.Option(

@@ -75,7 +75,6 @@ class BudgetRequest(WorkloadRequest):
     objective: options.PlanObjective = options.Objective.SECONDS
     pack: options.Pack = RUN_DEFAULTS.pack_samples
     cross_node_copies: options.CrossNodeCopies = None
-    static_rows: options.RefusedStaticRows = False
     model: options.Model = None
 
     def budget(self) -> Budget:

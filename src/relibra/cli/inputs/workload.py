@@ -319,9 +319,10 @@ def budget_in_words(budget: Budget, workload: Workload, expert: ExpertShape) -> 
 
 
 def _slots_in_words(budget: Budget, expert: ExpertShape, num_layers: int) -> str:
-    """Return how many slots there are, and how many of them fit into the memory as resident ones."""
-    words = f"{plural(budget.slots, 'spare slot')} per rank"
+    """Return how many slots fit into the memory, and their lifetime."""
+    fitting = budget.with_resident_slots(expert, num_layers).of_one_lifetime()
+    words = f"{plural(fitting.slots, 'spare slot')} per rank"
     if not budget.slots:
         return words
-    resident = budget.with_resident_slots(expert, num_layers).resident_slots
-    return f"{words}, {resident} of them resident (what fits in {budget.memory_gib:.3g} GiB)"
+    where = "in every layer" if fitting.resident_slots else "for all layers"
+    return f"{words} {where} (what fits in {budget.memory_gib:.3g} GiB)"

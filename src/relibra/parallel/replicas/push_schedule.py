@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int16
 from numpy import ndarray
 
 from relibra.parallel.group_state import GroupState
-from relibra.parallel.replicas.replica_slots import HomeParameters, ReplicaSlots, SlotCounts, SlotRange
+from relibra.parallel.replicas.replica_slots import HomeParameters, ReplicaSlots, SlotRange
 from relibra.parallel.replicas.resident_slots import Residents
 from relibra.planning.traffic.rank_tables import RankTables
 from relibra.timeline import TimelineRecorder
@@ -33,7 +33,7 @@ class PushSchedule:
     type of the forward pass; with another number of slots than before again), and weights that exist before their layer
     runs.
 
-    counts          shared slots of the plan, and what lies in front of them
+    num_shared      shared slots of the plan
     residents       resident slots; None: the plan has none
     tables_L        by position of the layer
     homes_L         functions that return the local parameters of each layer
@@ -43,7 +43,7 @@ class PushSchedule:
     """
 
     state: GroupState
-    counts: SlotCounts
+    num_shared: int
     residents: Residents | None
     tables_L: Sequence[RankTables]
     homes_L: Sequence[HomeParameters]
@@ -99,7 +99,7 @@ class PushSchedule:
 
     def slots(self, position: int) -> ReplicaSlots:
         """Return the slots, allocated with the shapes of a layer if necessary."""
-        return self.state.slots_for(self.counts, self.homes_L[position])
+        return self.state.slots_for(self.num_shared, self.homes_L[position])
 
     def slot_ranges(self, position: int, slots: ReplicaSlots) -> tuple[SlotRange, SlotRange]:
         """Return the resident slots of a layer and the shared ones; either may be none."""
@@ -107,12 +107,12 @@ class PushSchedule:
         resident = {name: weights[:0] for name, weights in shared.items()}
         if self.residents is not None:
             resident = self.residents.weights(position, shared)
-        return SlotRange(slice(0, A), resident), SlotRange(slice(A, A + self.counts.shared), shared)
+        return SlotRange(slice(0, A), resident), SlotRange(slice(A, A + self.num_shared), shared)
 
     def _start_early(self, positions: range) -> None:
         """Start the push of the first of these layers that lacks weights, if there are slots and it may start early."""
         slots = self.state.slots
-        if slots is not None and slots.counts == self.counts and self.may_push_early:
+        if slots is not None and slots.num_shared == self.num_shared and self.may_push_early:
             lacking_L = self._shared_L | self._missing_LRA.any(axis=(1, 2))
             first = next((position for position in positions if lacking_L[position]), None)
             if first is not None:

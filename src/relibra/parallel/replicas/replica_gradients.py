@@ -96,7 +96,6 @@ class LayerReplicas:
     tables             of the layer, with pushes of any ranks
     slots              of this rank
     resident, shared   slots of this layer alone, and those of all layers, with their weights
-    one_product        homes and replicas are computed together
     returns            gradients on their way home
     """
 
@@ -105,7 +104,6 @@ class LayerReplicas:
         self.schedule, self.position = schedule, position
         self.tables, self.slots = schedule.tables_L[position], schedule.slots(position)
         self.resident, self.shared = schedule.slot_ranges(position, self.slots)
-        self.one_product = self.slots.num_in_front > 0
         self.returns = GradientReturn(self.tables.place, self.slots, schedule.recorder)
 
     def push(self) -> None:
@@ -116,17 +114,10 @@ class LayerReplicas:
         """Push the weights into the slots unless they are there, and wait for them; collective."""
         self.push()
         self.wait_for_weights()
-        if self.one_product:
-            self.put_homes_in_front(self.schedule.homes_L[self.position]())
 
     def wait_for_weights(self) -> None:
         """Return when the weights of this layer's replicas have arrived."""
         self.slots.wait(self.tables.place)
-
-    def put_homes_in_front(self, homes: dict[str, Tensor]) -> None:
-        """Put experts at home and resident replicas in front of the shared slots, if they are computed together."""
-        if self.one_product:
-            self.slots.put_in_front([homes, self.resident.weights])
 
     def weights_of(self, slot: int) -> dict[str, Tensor]:
         """Return the weights `[1, ...]` in one slot of this rank (0..B-1)."""
@@ -234,41 +225,6 @@ class RefillSlots(torch.autograd.Function):
         """Push the weights again and wait for them; collective."""
         ctx.replicas.refill()
         return (None, None, *of_outputs, *[None] * ctx.num_slots)
-
-
-class JoinWeights(torch.autograd.Function):
-    """Weights of homes and of this rank's replicas in one tensor per parameter.
-
-    Backward sends the gradients of replicas home and adds those that arrive to the gradients of the homes. It takes the
-    place of `AddReplicaGradients` and `ReturnReplicaGradients` where one product computes all experts.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, replicas: LayerReplicas, names: list[str], *homes: Tensor) -> tuple[Tensor, ...]:
-        """Wait for the weights and return them `[E / R + B, ...]` by parameter: homes, then slots in their order."""
-        ctx.set_materialize_grads(False)
-        ctx.replicas, ctx.names = replicas, names
-        replicas.wait_for_weights()
-        replicas.put_homes_in_front(dict(zip(names, homes, strict=True)))
-        weights = tuple(replicas.slots.front_and_slots[name].detach() for name in names)
-        ctx.mark_non_differentiable(
-            *(one for one, needs in zip(weights, ctx.needs_input_grad[2:], strict=True) if not needs)
-        )
-        return weights
-
-    @staticmethod
-    def backward(ctx: Any, *of_weights: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Send the gradients of the slots home, start the push of the previous layer, and wait for what comes here."""
-        replicas: LayerReplicas = ctx.replicas
-        ends = (replicas.tables.num_homes, replicas.slots.num_in_front)
-        of_homes, of_resident, of_shared = (
-            [None if one is None else one.tensor_split(ends)[part] for one in of_weights] for part in range(3)
-        )
-        trained = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[2:], strict=True) if needs]
-        replicas.send_gradients(of_resident + of_shared, trained)
-        replicas.schedule.after_gradients(replicas.position)
-        replicas.returns.add_to(dict(zip(ctx.names, of_homes, strict=True)))
-        return (None, None, *of_homes)
 
 
 class ReturnWaitingGradients(torch.autograd.Function):

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -31,49 +30,27 @@ class SlotRange(NamedTuple):
     weights: dict[str, Tensor]
 
 
-class SlotCounts(NamedTuple):
-    """Sizes of the tensors of shared slots.
-
-    shared     shared slots of a rank
-    in_front   experts in front of them in the same tensor (homes and resident replicas of one layer); 0: none
-    """
-
-    shared: int
-    in_front: int = 0
-
-
 class ReplicaSlots:
     """The shared slots of one rank, filled for one (layer, micro-batch) at a time, and the push that is under way.
 
     weights           `[X, ...]` per parameter of the experts modules, by name
     num_shared        X
-    front_and_slots   `[F + X, ...]`: room for F other experts of a layer, with the slots behind them
-    num_in_front      F
     shared_by         tables of the layer whose weights are in the shared slots or on their way; None: outdated ones.
                       Two plans, or a plan and live balancing, may have tables of one place: these are told apart
     push_group        process group of pushes and returns
     gradient_buffers  memory for gradients on their way home
     """
 
-    def __init__(
-        self, like_homes: dict[str, Tensor], num_shared: int, num_in_front: int, push_group: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, like_homes: dict[str, Tensor], num_shared: int, push_group: dist.ProcessGroup) -> None:
         """Allocate the slots.
 
         like_homes   local parameters of any layer as its forward pass sees them; all layers have the same shapes
         """
-        num_both = num_in_front + num_shared
-        self.front_and_slots = {name: home.new_zeros((num_both, *home.shape[1:])) for name, home in like_homes.items()}
-        self.weights = {name: both[num_in_front:] for name, both in self.front_and_slots.items()}
-        self.num_shared, self.num_in_front, self.push_group = num_shared, num_in_front, push_group
+        self.weights = {name: home.new_zeros((num_shared, *home.shape[1:])) for name, home in like_homes.items()}
+        self.num_shared, self.push_group = num_shared, push_group
         self.gradient_buffers = GradientBuffers(self.weights)
         self.shared_by: RankTables | None = None
         self._filling: Transfer | None = None
-
-    @property
-    def counts(self) -> SlotCounts:
-        """Return the numbers of slots."""
-        return SlotCounts(self.num_shared, self.num_in_front)
 
     def start_push(
         self,
@@ -98,15 +75,6 @@ class ReplicaSlots:
                 outgoing={n: rows[name][push.home_slot].to(like.dtype) for n, push in transfer.of_homes},
                 incoming={n: slots[push.slot] for n, push in transfer.of_slots},
             )
-
-    def put_in_front(self, parts: Sequence[dict[str, Tensor]]) -> None:
-        """Copy experts `[X, ...]` of a layer, part after part, in front of the slots.
-
-        Other layers do the same, so it is done before each forward and each backward pass of a layer.
-        """
-        for name, both in self.front_and_slots.items():
-            # As for pushes: `data` hides the write from autograd's version counters.
-            torch.cat([part[name] for part in parts], out=both.data[: self.num_in_front])
 
     def wait(self, place: Place | None = None) -> None:
         """Return when weights of this rank's replicas have arrived, and those of its homes are sent.

@@ -40,7 +40,7 @@ class Residency:
 
     def __init__(self, plan: StepPlan) -> None:
         """Start with empty slots. The plan has its replicas where `keep_slots` puts them."""
-        self._replica_MLRA = plan.replica_MLRB[..., : plan.resident_slots]
+        self._replica_MLRA = plan.replica_MLRB
         self._group_M = _groups(plan)
         self._first_MLRA, self._last_MLRA = _stays(self._replica_MLRA, self._group_M)
         self._position_LE = np.argsort(plan.physical_to_logical_map, axis=1)
@@ -137,13 +137,13 @@ def keep_slots(plan: StepPlan) -> StepPlan:
 
     A plan says which experts are in the resident slots of a rank, not in which of them one stays.
     """
-    A, group_M = plan.resident_slots, _groups(plan)
+    A, group_M = plan.slots, _groups(plan)
     replica_MLRB, quota_MLRB = plan.replica_MLRB.copy(), plan.quota_MLRB.copy()
     for m in range(1, len(group_M)):
         if A > 1 and group_M[m] == group_M[m - 1]:
-            order_LRA = _kept_order(replica_MLRB[m - 1, ..., :A], replica_MLRB[m, ..., :A])
+            order_LRA = _kept_order(replica_MLRB[m - 1], replica_MLRB[m])
             for array_MLRB in (replica_MLRB, quota_MLRB):
-                array_MLRB[m, ..., :A] = np.take_along_axis(array_MLRB[m, ..., :A], order_LRA, axis=-1)
+                array_MLRB[m] = np.take_along_axis(array_MLRB[m], order_LRA, axis=-1)
     return replace(plan, replica_MLRB=replica_MLRB, quota_MLRB=quota_MLRB)
 
 

@@ -54,7 +54,7 @@ class Residents:
 
         plan   with its replicas where `keep_slots` puts them
         """
-        self.num_slots, self.residency = plan.resident_slots, Residency(plan)
+        self.num_slots, self.residency = plan.slots, Residency(plan)
         self._rank, self._layers, self._open = rank, dict[int, _LayerSlots](), True
 
     def used_LRA(self, tables_L: Sequence[RankTables], num_ranks: int) -> Int16[ndarray, "L R A"]:

@@ -30,16 +30,13 @@ def dispatch_tokens(
     choices: AllToAll,
     hidden_TH: Float[Tensor, "T H"],
     weights_TK: Float[Tensor, "T K"],
-    *,
-    num_padding: int = 0,
 ) -> tuple[Float[Tensor, "Z H"], Float[Tensor, "Y 1"]]:
     """Return the rows that this rank computes, and the gate weights of the planned ones; collective.
 
     Live rows in `lists` lie among the planned ones, by slot; their weights are not returned (`exchange_choices`).
 
-    choices       exchange of one row per token-slot; hops take group, place and recorder from it
-    num_padding   rows of zeros behind the others, without weights
-    raises        EngineError when a peer is gone or the group's time-out has passed
+    choices   exchange of one row per token-slot; hops take group, place and recorder from it
+    raises    EngineError when a peer is gone or the group's time-out has passed
     """
     tokens = _token_rows(lists)
     rows_XH = hidden_TH if tokens.by_node_X is None else _Gather.apply(hidden_TH, tokens.by_node_X)
@@ -49,7 +46,7 @@ def dispatch_tokens(
     select = _Permute if len(lists.choice_X) == len(weights_X1) else _Gather  # some rows may not be planned
     weight_Y1 = exchange(select.apply(weights_X1, lists.choice_X), replace(choices, label="gate weights"))
     weight_Y1 = _Permute.apply(weight_Y1, lists.compute_order_Y)
-    return _Gather.apply(rows_XH, tokens.arrived_Y, num_padding), weight_Y1
+    return _Gather.apply(rows_XH, tokens.arrived_Y), weight_Y1
 
 
 def combine_tokens(
@@ -57,7 +54,7 @@ def combine_tokens(
 ) -> Float[Tensor, "T H"]:
     """Return the results of this rank's tokens from weighted results of rows; the reverse of `dispatch_tokens`.
 
-    outputs   consecutive parts of the computed rows. Results behind those of the lists are of padding, and nobody's
+    outputs   consecutive parts of the computed rows
     """
     tokens = _token_rows(lists)
     num_copied = num_tokens if tokens.by_node_X is None else len(tokens.by_node_X)
@@ -102,15 +99,15 @@ class _Gather(torch.autograd.Function):
     """Select rows by index, with repetition; gradients of a row are summed in float32 or wider."""
 
     @staticmethod
-    def forward(ctx: Any, rows_ZH: Tensor, index_Y: Tensor, num_padding: int = 0) -> Tensor:
+    def forward(ctx: Any, rows_ZH: Tensor, index_Y: Tensor) -> Tensor:
         ctx.save_for_backward(index_Y)
         ctx.num_rows = len(rows_ZH)
-        return _select(rows_ZH, index_Y, num_padding)
+        return rows_ZH.index_select(0, index_Y)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (index_Y,) = ctx.saved_tensors
-        return _add_up(gradients, index_Y, ctx.num_rows), None, None
+        return _add_up(gradients, index_Y, ctx.num_rows), None
 
 
 class _Sum(torch.autograd.Function):
@@ -125,28 +122,16 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (index_Y,) = ctx.saved_tensors
-        rows_YH = _select(gradients[0], index_Y, sum(ctx.lengths) - len(index_Y))
-        return None, None, *rows_YH.split(ctx.lengths)
-
-
-def _select(rows_ZH: Tensor, index_Y: Tensor, num_padding: int) -> Tensor:
-    """Return rows by index, with rows of zeros behind them."""
-    if not num_padding:
-        return rows_ZH.index_select(0, index_Y)
-    padded_XH = rows_ZH.new_empty((len(index_Y) + num_padding, rows_ZH.shape[1]))
-    torch.index_select(rows_ZH, 0, index_Y, out=padded_XH[: len(index_Y)])
-    padded_XH[len(index_Y) :] = 0
-    return padded_XH
+        return None, None, *gradients[0].index_select(0, index_Y).split(ctx.lengths)
 
 
 def _add_up(parts: Sequence[Tensor], index_Y: Tensor, num_rows: int) -> Tensor:
-    """Return sums of the rows of all parts, in their order; rows behind the indices are left out."""
+    """Return sums of the rows of all parts, in their order."""
     wide = torch.promote_types(parts[0].dtype, torch.float32)
     sums_ZH = torch.zeros((num_rows, parts[0].shape[1]), dtype=wide, device=parts[0].device)
     start = 0
     for part_XH in parts:
-        index_X = index_Y[start : start + len(part_XH)]
-        sums_ZH.index_add_(0, index_X, part_XH[: len(index_X)].to(wide))
+        sums_ZH.index_add_(0, index_Y[start : start + len(part_XH)], part_XH.to(wide))
         start += len(part_XH)
     return sums_ZH.to(parts[0].dtype)
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from jaxtyping import Int, Int32
 from torch import Tensor
-from torch.nn.functional import pad
 
 from relibra.planning.traffic.rank_tables import RankTables
 
@@ -34,15 +33,6 @@ class SortedRows(NamedTuple):
         rows   of these slots, as the host knows them
         """
         return SortedRows(self.slot_Y[rows] - slots.start, self.ends_P[slots] - rows.start)
-
-    def padded(self, num_rows: int) -> SortedRows:
-        """Return these rows with padding behind them, in the last slot.
-
-        num_rows   with the padding
-        """
-        last = len(self.ends_P) - 1
-        slot_Y = pad(self.slot_Y, (0, num_rows - len(self.slot_Y)), value=last)
-        return SortedRows(slot_Y, torch.cat([self.ends_P[:last], self.ends_P.new_full((1,), num_rows)]))
 
     def with_live(self, slot_V: Int[Tensor, " V"], num_homes: int, num_home_rows: int) -> tuple[SortedRows, Tensor]:
         """Return these rows and live rows, merged by slot on the device, which alone knows the slots of live rows.

@@ -124,19 +124,8 @@ def check_server(rollout: RolloutSettings, model: ModelSettings, parallel: Paral
         )
 
 
-def check_plan(plan: PlanSettings, algorithm: AlgorithmSettings) -> None:
-    """Check the name of the balancer, and that static rows belong to a plan that can have them."""
-    others = {
-        "plan.sums='canonical'": plan.sums == "canonical",
-        f"plan.balancer={plan.balancer!r}": plan.balancer in ("static", "live"),
-        "algorithm.replay='off'": algorithm.replay == "off",  # no step is planned
-    }
-    if plan.static_rows and any(others.values()):
-        other = next(name for name, contradicts in others.items() if contradicts)
-        raise ValueError(
-            f"plan.static_rows does not work with {other}: it pads the rows of planned micro-batches with fast sums; "
-            "leave one of them out"
-        )
+def check_plan(plan: PlanSettings) -> None:
+    """Check the name of the balancer."""
     if plan.balancer in ("relibra", "static", "live"):
         return  # importing the others loads numba
     from relibra.planning import BALANCERS

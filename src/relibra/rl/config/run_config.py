@@ -153,7 +153,7 @@ class RunConfig(Section):
             lambda: check_task(self.task, self.model),
             lambda: check_groups(self.rollout, self.algorithm, self.update),
             lambda: check_windows(self.rollout, self.algorithm, self.parallel),
-            lambda: check_plan(self.plan, self.algorithm),
+            lambda: check_plan(self.plan),
             lambda: check_server(self.rollout, self.model, self.parallel),
         ):
             try:

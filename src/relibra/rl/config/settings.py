@@ -260,8 +260,8 @@ class PlanSettings(Section):
     slots: int = Field(RUN_DEFAULTS.slots, ge=0, le=MOST_SLOTS)
     """Replica slots per rank, for copies of busy experts."""
     memory_gib: float | None = Field(None, ge=0, le=1 << 20)
-    """Most memory per rank for slots; none: a tenth of the device memory of `cluster`. Where it allows, slots belong to
-    their layer and keep replicas over micro-batches, each with weights and a float32 gradient; the others are shared by
+    """Most memory per rank for slots; none: a tenth of the device memory of `cluster`. Where it allows, every layer has
+    slots of its own, which keep replicas over micro-batches, with weights and float32 gradients; else one buffer is for
     all layers."""
     move_homes: bool = True
     """Allow experts to move between ranks between steps."""
@@ -271,12 +271,18 @@ class PlanSettings(Section):
     """Accepted excess of the busiest rank's load over the lowest possible (0.01 = 1 %); larger means fewer copies."""
     steps_served: int = Field(RUN_DEFAULTS.steps_served, ge=1, le=LONGEST)
     """Steps over which the time of moving an expert to a new home is spread: how long routes stay alike."""
-    static_rows: bool = False
-    """Pad what a rank computes to one number of rows per layer, the same in all micro-batches of a step: constant
-    shapes at the price of computed padding, which predictions leave out. Only where steps follow plans, and with fast
-    sums."""
     sums: Literal["fast", "canonical"] = "fast"
     """"canonical": bitwise the same results under every plan of one schedule; slower, and turns `pack` off."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_static_rows(cls, settings: Any) -> Any:
+        """Leave out the `static_rows` of earlier runs, unless it is set."""
+        if not isinstance(settings, dict) or "static_rows" not in settings:
+            return settings
+        if settings["static_rows"] not in (False, "false"):
+            raise ValueError("plan.static_rows pads no rows any more: leave it out, with plan.pack=true loads are even")
+        return {name: value for name, value in settings.items() if name != "static_rows"}
 
     @property
     def live(self) -> bool:
