@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from relibra.parallel import relocate as relocate
     from relibra.planning.analysis.explanation import explain_plan as explain_plan
     from relibra.planning.budget import Budget as Budget
+    from relibra.planning.costs.expert_shape import ExpertShape as ExpertShape
+    from relibra.planning.costs.expert_shape import expert_shape as expert_shape
     from relibra.planning.placement import Homes as Homes
     from relibra.planning.placement import Placement as Placement
     from relibra.planning.plan import StepPlan as StepPlan
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from relibra.replay import replay_routing as replay_routing
     from relibra.routing.demand import Demand as Demand
     from relibra.routing.demand import ScheduledDemand as ScheduledDemand
+    from relibra.routing.synthetic import demo_demand as demo_demand
     from relibra.routing.trace import RoutingTrace as RoutingTrace
     from relibra.routing.trace_files import iterate_trace as iterate_trace
     from relibra.routing.trace_files import read_trace as read_trace
@@ -54,6 +57,8 @@ _WHERE = {
     "relocate": "relibra.parallel",
     "explain_plan": "relibra.planning.analysis.explanation",
     "Budget": "relibra.planning.budget",
+    "ExpertShape": "relibra.planning.costs.expert_shape",
+    "expert_shape": "relibra.planning.costs.expert_shape",
     "Homes": "relibra.planning.placement",
     "Placement": "relibra.planning.placement",
     "StepPlan": "relibra.planning.plan",
@@ -66,6 +71,7 @@ _WHERE = {
     "replay_routing": "relibra.replay",
     "Demand": "relibra.routing.demand",
     "ScheduledDemand": "relibra.routing.demand",
+    "demo_demand": "relibra.routing.synthetic",
     "RoutingTrace": "relibra.routing.trace",
     "iterate_trace": "relibra.routing.trace_files",
     "read_trace": "relibra.routing.trace_files",

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from relibra import ConfigError
 from relibra.routing.statistics import rank_skew
-from relibra.routing.synthetic import SKEW_TOLERANCE, TraceShape, balanced_trace, domain_trace, zipf_trace
+from relibra.routing.synthetic import SKEW_TOLERANCE, TraceShape, balanced_trace, demo_demand, domain_trace, zipf_trace
 from tests.routing.slow_statistics import cosine_to_mean, micro_batch_load
 from tests.routing.traces import assert_same
 
@@ -65,3 +65,19 @@ def test_impossible_shapes():
         TraceShape(rows_per_sample=[1], num_layers=1, num_experts=2, top_k=3)
     with pytest.raises(ConfigError, match="needs layers and samples"):
         TraceShape(rows_per_sample=[], num_layers=1, num_experts=2, top_k=1)
+
+
+def test_demo_demand_is_a_full_step_with_skewed_ranks():
+    demand = demo_demand(8, rank_tokens=64, num_micro_batches=3, num_layers=2)
+    demand.validate()
+    assert demand.tokens_MLRE.shape == (3, 2, 8, 64)
+    assert (demand.tokens_MLRE.sum(axis=3) == 64 * 4).all()
+    assert rank_skew(demand.load_MLE, 8).min() > 1.2
+    again = demo_demand(8, rank_tokens=64, num_micro_batches=3, num_layers=2)
+    assert demand.digest() == again.digest() != demo_demand(8, rank_tokens=64, num_micro_batches=3, seed=1).digest()
+
+
+@pytest.mark.parametrize("sizes", [{"num_ranks": 0}, {"rank_tokens": 6}, {"num_micro_batches": 0}, {"num_layers": 0}])
+def test_demo_demand_refuses_sizes_that_make_no_step(sizes):
+    with pytest.raises(ConfigError):
+        demo_demand(**sizes)

@@ -15,7 +15,8 @@ from numpy import ndarray
 from numpy.random import Generator
 
 from relibra.errors import ConfigError
-from relibra.routing.demand import count_token_slots
+from relibra.routing.demand import ScheduledDemand, count_token_slots
+from relibra.routing.micro_batches import schedule_samples
 from relibra.routing.statistics import contiguous_homes, rank_skew
 from relibra.routing.trace import RoutingTrace, expert_dtype
 
@@ -112,6 +113,29 @@ def domain_trace(
         experts_LTK.append(_draw_experts(log_weight_SE[sample_T], shape.top_k, rng))
     source = f"synthetic domains, {num_domains}, drift {drift:g}"
     return _build_trace(shape, experts_LTK, group_ids=domain_S, source=source)
+
+
+def demo_demand(
+    num_ranks: int = 16, *, rank_tokens: int = 2048, num_micro_batches: int = 4, num_layers: int = 2, seed: int = 0
+) -> ScheduledDemand:
+    """Return a small step of skewed routes, to plan without a recording: 64 experts, 4 choices per token.
+
+    Routes are those of `domain_trace`; each rank has 4 samples of equal length in each micro-batch.
+
+    rank_tokens   of each rank in each micro-batch, a multiple of 4
+    raises        ConfigError for sizes below 1, or tokens that 4 samples cannot share
+
+    >>> demo_demand(8, num_micro_batches=2).tokens_MLRE.shape
+    (2, 2, 8, 64)
+    """
+    if min(num_ranks, rank_tokens, num_micro_batches) < 1 or rank_tokens % 4:
+        raise ConfigError(
+            f"a step of {num_micro_batches} micro-batches and {rank_tokens} tokens on {num_ranks} ranks: at least 1 "
+            "each, tokens in multiples of 4"
+        )
+    rows_per_sample = [rank_tokens // 4] * (4 * num_micro_batches * num_ranks)
+    shape = TraceShape(rows_per_sample=rows_per_sample, num_layers=num_layers, num_experts=64, top_k=4)
+    return schedule_samples(domain_trace(shape, np.random.default_rng(seed)), rank_tokens, num_ranks)
 
 
 def balanced_trace(shape: TraceShape) -> RoutingTrace:
