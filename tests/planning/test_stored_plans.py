@@ -1,4 +1,4 @@
-"""Plans of commit 0ec039d (fixtures/README.md): their figures, counted again with numpy alone; a plan file of it is read."""
+"""Plans of commit 0ec039d (fixtures/README.md): figures counted again with numpy alone, and a plan file."""
 
 import json
 from functools import cache

@@ -1,5 +1,7 @@
 """Every gate rule against the router whose weights it stands for."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from relibra.replay.families import REFUSED, RULES
 from tests.replay.router_zoo import CHOICES, EXPERTS, call_router, hidden_states, modules_by_class, tiny_router
 from tests.replay.tiny_models import random_experts
 
+README = Path(__file__).parents[2] / "README.md"
 PRECISIONS = {
     "fp32": (torch.float32, False),
     "bf16": (torch.bfloat16, False),
@@ -65,6 +68,11 @@ def test_foreign_ids_get_weight_and_gradient_even_outside_the_live_groups(name, 
 def test_every_class_of_the_tables_exists_in_the_installed_transformers():
     assert set(RULES) | set(REFUSED) <= set(modules_by_class())
     assert not set(RULES) & set(REFUSED)
+
+
+def test_no_router_rule_is_lost():
+    assert len(RULES) >= 64
+    assert f"supports {len(RULES)} router" in README.read_text()
 
 
 def _trained(router):
