@@ -20,7 +20,7 @@ PLANS = {
     "new homes, replicas change": (True, False),
     "new homes, replicas stay": (True, True),
 }
-"""Whether homes are dealt again and whether replicas stay, of each plan that the example prints."""
+"""Whether homes move and whether replicas stay, of each plan that the example prints."""
 
 
 @cache
@@ -46,10 +46,10 @@ def _demand():
 
 def _plan(name):
     example, experts_MLRTK = _example()
-    load_MLE, (dealt, keep) = example.count_demand(experts_MLRTK), PLANS[name]
+    load_MLE, (move, keep) = example.count_demand(experts_MLRTK), PLANS[name]
     home_LE = np.tile(example.STATIC_E, (example.L, 1))
-    if dealt:
-        home_LE = np.array([example.deal_homes(load_E) for load_E in load_MLE.sum(axis=0)])
+    if move:
+        home_LE = np.array([example.assign_homes(load_E) for load_E in load_MLE.sum(axis=0)])
     return example.make_plan(load_MLE, home_LE, keep=keep)
 
 

@@ -34,7 +34,7 @@ def test_balancers_and_formats_of_today_remain():
 
 
 def test_validation_imports_values_and_no_solver():
-    """What checks a plan is reached by no code that made one."""
+    """The code that checks a plan shares no search with the code that makes one."""
     names, reached = ["validation"], set()
     while names:
         name = names.pop()
