@@ -25,8 +25,8 @@ from relibra.planning.analysis.comparison import with_levers
 from relibra.planning.baselines.ultraep import solve as ultraep_solve
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import expert_shape
-from relibra.planning.planner import plan_step
 from relibra.planning.levers.replication import replicate
+from relibra.planning.planner import plan_step
 from relibra.planning.validation import validate_plan
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
 from relibra.routing.readers import open_trace

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from relibra.planning.layer_shards import demand_of_layers, join_layers, layers_of_rank
 
 from relibra.errors import PlanError
 from relibra.planning.budget import Budget
-from relibra.planning.layer_shards import demand_of_layers, join_layers, layers_of_rank
 from relibra.planning.planner import plan_step
 from relibra.planning.validation import validate_plan
 from tests.planning.cases import cluster, demands, make_demand

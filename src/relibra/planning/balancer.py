@@ -13,7 +13,7 @@ from numpy import ndarray
 from relibra.cluster import Cluster
 from relibra.planning.budget import PEER_SLOTS, Budget
 from relibra.planning.costs.expert_shape import ExpertShape
-from relibra.planning.placement import Considered, Homes, Placement, Scope
+from relibra.planning.placement import Considered, ConsideredLayers, Homes, Placement, Scope
 from relibra.routing.demand import ScheduledDemand
 
 Sees = Literal["nothing", "history", "step totals", "micro-batches", "live"]
@@ -71,6 +71,7 @@ class PlacementRequest:
         resident: bool = False,
         scope: Scope = "node",
         considered: tuple[Considered, ...] = (),
+        considered_layers: tuple[ConsideredLayers, ...] = (),
     ) -> Placement:
         """Return the placement with these home ranks, each expert in its old slot where it stays on its rank.
 
@@ -89,6 +90,7 @@ class PlacementRequest:
             scope=scope,
             dispatch=self.cluster.dispatch,
             considered=considered,
+            considered_layers=considered_layers,
         )
 
 

@@ -120,6 +120,23 @@ class Considered:
     chosen: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConsideredLayers:
+    """One choice that was priced for every layer, under the schedule and the slots of the plan.
+
+    homes, traffic_slots, tolerance, cross_node   as in `balancers.layer_plans.LayerChoice`
+    seconds_L         of each layer over the step, with its part of the moves (label `model`)
+    micro_batches_L   micro-batches of each layer in which the plan follows this choice
+    """
+
+    homes: str
+    traffic_slots: int
+    tolerance: float | None
+    cross_node: bool
+    seconds_L: tuple[float, ...]
+    micro_batches_L: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Placement(Homes):
     """Homes, schedule and replicas of one step: what a balancer returns.
@@ -135,6 +152,7 @@ class Placement(Homes):
     scope                   "node": replicas stay on the node of their home; "cluster": anywhere
     dispatch                how tokens reach ranks of other nodes (`Cluster.dispatch`)
     considered              what was tried for the step, by balancers that price several plans
+    considered_layers       what was tried for each layer
     """
 
     micro_batch_S: Int32[ndarray, " S"]
@@ -146,6 +164,7 @@ class Placement(Homes):
     scope: Scope = "node"
     dispatch: Dispatch = "flat"
     considered: tuple[Considered, ...] = ()
+    considered_layers: tuple[ConsideredLayers, ...] = ()
 
     @property
     def slots(self) -> int:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from relibra.cluster import Dispatch
 from relibra.errors import PlanError
-from relibra.planning.placement import Considered, Scope
+from relibra.planning.placement import Considered, ConsideredLayers, Scope
 from relibra.planning.plan import FORMAT_VERSION, StepPlan
 from relibra.routing.array_sizes import check_model_size
 from relibra.routing.tensor_files import TensorFormat, check_arrays, read_tensors, write_tensors
@@ -71,11 +71,15 @@ class _Facts(BaseModel):
     plan_seconds: _Seconds
     assumed_model: str = ""
     considered: list[dict[str, Any]] = []
+    considered_layers: list[dict[str, Any]] = []
     demand_digest: str
     digest: str
 
 
-_CONSIDERED = TypeAdapter(tuple[Considered, ...])
+_CONSIDERED = {
+    "considered": TypeAdapter(tuple[Considered, ...]),
+    "considered_layers": TypeAdapter(tuple[ConsideredLayers, ...]),
+}
 
 
 def write_plan(path: Path | str, plan: StepPlan) -> None:
@@ -90,12 +94,12 @@ def write_plan(path: Path | str, plan: StepPlan) -> None:
 def plan_to_tensors(plan: StepPlan) -> tuple[dict[str, ndarray], dict[str, Any]]:
     """Return the arrays of a plan, and its other fields as JSON values; raises PlanError for values out of range."""
     where = f"plan of {plan.balancer!r}"
-    names = (name for name in _Facts.model_fields if name not in ("digest", "predicted", "considered"))
+    names = (name for name in _Facts.model_fields if name not in ("digest", "predicted", *_CONSIDERED))
     facts = {name: getattr(plan, name) for name in names}
     arrays = {name: array for name in FORMAT.axes if (array := getattr(plan, name)) is not None}
     check_arrays(FORMAT, arrays)
-    considered = [asdict(choice) for choice in plan.considered]
-    facts |= {"predicted": dict(plan.predicted), "considered": considered, "digest": plan.digest()}
+    facts |= {name: [asdict(choice) for choice in getattr(plan, name)] for name in _CONSIDERED}
+    facts |= {"predicted": dict(plan.predicted), "digest": plan.digest()}
     _check_values(where, plan)
     return arrays, _check(where, _Facts.model_validate, facts).model_dump(mode="json")
 
@@ -104,8 +108,9 @@ def plan_from_tensors(where: str, arrays: dict[str, ndarray], facts: dict[str, A
     """Return the plan of arrays and facts; raises PlanError when they do not belong together or are out of range."""
     older = facts.get("resident_slots")
     checked = _check(where, _Facts.model_validate, facts if older is None else _from_version_2(where, facts, arrays))
-    fields = checked.model_dump(exclude={"digest", "considered"})
-    plan = StepPlan(**arrays, **fields, considered=_check(where, _CONSIDERED.validate_python, checked.considered))
+    fields = checked.model_dump(exclude={"digest", *_CONSIDERED})
+    fields |= {name: _check(where, kind.validate_python, facts.get(name, [])) for name, kind in _CONSIDERED.items()}
+    plan = StepPlan(**arrays, **fields)
     _check_values(where, plan)
     digest = plan.digest()
     if older is not None:

@@ -64,9 +64,7 @@ def plan_step(
     plan = _finished_plan(balancer, BALANCERS[balancer].decide(request), request)
     if never_worse and balancer != "static":
         plan = _plan_or_bare_homes(plan, request)
-    return replace(
-        plan, plan_seconds=time.perf_counter() - start, assumed_model="" if expert else DEFAULT_MODEL
-    )
+    return replace(plan, plan_seconds=time.perf_counter() - start, assumed_model="" if expert else DEFAULT_MODEL)
 
 
 def memory_for_slots(demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> float:

@@ -4,8 +4,8 @@ import numpy as np
 
 from relibra.planning.balancers.foremoe import deal_machines, swap_machines
 from relibra.planning.costs.expert_shape import ExpertShape
-from relibra.planning.relibra_paper.nodes_and_ranks import busiest
 from relibra.planning.registry import BALANCERS
+from relibra.planning.relibra_paper.nodes_and_ranks import busiest
 from tests.planning.balancers.requests import ask, rank_loads, spread, step_skew
 
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
 from relibra.planning.balancers.pilot import pilot_of
+
 from tests.planning.balancers.requests import ask
 
 

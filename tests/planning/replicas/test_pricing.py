@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from relibra.planning.replicas import pricing
+from relibra.planning.search.deadline import Deadline
 
 from relibra.cluster import Link
 from relibra.planning.balancer import PlacementRequest
@@ -13,8 +15,6 @@ from relibra.planning.costs.compute import mean_attention_seconds
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES
 from relibra.planning.placement import static_homes
 from relibra.planning.planner import plan_step
-from relibra.planning.replicas import pricing
-from relibra.planning.search.deadline import Deadline
 from relibra.planning.validation import validate_plan
 from tests.planning.cases import cluster, make_demand
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from relibra.planning.levers.traffic_copies import replicate_for_traffic
 
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES
 from relibra.planning.costs.prediction import predict
 from relibra.planning.planner import plan_step
-from relibra.planning.levers.traffic_copies import replicate_for_traffic
 from relibra.planning.traffic.split import split_tokens
 from relibra.planning.validation import validate_plan
 from tests.planning.cases import cluster, make_demand

@@ -8,8 +8,8 @@ from relibra.planning.balancer import PlacementRequest
 from relibra.planning.balancers import schedules
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES
-from relibra.planning.placement import static_homes
 from relibra.planning.levers.limits import ScheduleLimits
+from relibra.planning.placement import static_homes
 from tests.planning.cases import cluster, make_demand
 
 MACHINE, MICRO_BATCHES = cluster(2, 2), 16

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.planning.levers.limits import ScheduleLimits
-from relibra.planning.relibra_paper.locality import place_samples
 from relibra.planning.levers.packing import pack_samples
+from relibra.planning.relibra_paper.locality import place_samples
 from tests.planning.schedule.schedules import (
     assert_within_limits,
     bins_of,

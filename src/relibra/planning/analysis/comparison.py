@@ -27,6 +27,7 @@ from relibra.planning.registry import BALANCERS
 from relibra.planning.validation import validate_plan
 from relibra.routing.demand import ScheduledDemand
 
+
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
     """Figures of one balancer's plan of a step; None if it made no plan.
@@ -141,7 +142,7 @@ def iterate_comparison(
     for name in names:
         check_balancer(name)
     for name in names:
-        sees, given = BALANCERS[name].sees, {"expert": expert, "history_MLE": history_MLE}
+        sees, given = BALANCERS[name].sees, dict[str, Any](expert=expert, history_MLE=history_MLE)
         try:
             compile_kernels(demand, cluster, budget, name, **given)
             plan = plan_step(demand, cluster, budget, name, never_worse=name == "relibra", **given)

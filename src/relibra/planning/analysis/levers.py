@@ -7,10 +7,10 @@ from jaxtyping import Int, Int64
 from numpy import ndarray
 
 from relibra.planning.analysis.bounds import reachable_bound
+from relibra.planning.levers.replication import replicate
 from relibra.planning.loads import home_rank_load, replica_load_change
 from relibra.planning.placement import step_skew
 from relibra.planning.plan import StepPlan
-from relibra.planning.levers.replication import replicate
 from relibra.routing.demand import ScheduledDemand
 from relibra.routing.statistics import contiguous_homes
 

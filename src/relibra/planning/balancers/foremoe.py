@@ -16,10 +16,10 @@ from jaxtyping import Int64
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.relibra_paper.nodes_and_ranks import busiest, ranks_inside_nodes
-from relibra.planning.placement import Placement
 from relibra.planning.levers.replication import slot_of
 from relibra.planning.parallel_map import parallel_map
+from relibra.planning.placement import Placement
+from relibra.planning.relibra_paper.nodes_and_ranks import busiest, ranks_inside_nodes
 from relibra.routing.compiled import compiled
 
 SWAPS = 2000

@@ -18,8 +18,6 @@ from relibra.planning.levers.homes import Homes, SwapPrices, deal_inside_nodes, 
 from relibra.planning.levers.replication import replicate
 from relibra.planning.levers.resident_replicas import keep_replicas
 from relibra.planning.loads import tokens_of_domains
-from relibra.planning.levers.replication import replicate
-from relibra.planning.levers.resident_replicas import keep_replicas
 from relibra.planning.parallel_map import parallel_map
 from relibra.routing.demand import ScheduledDemand
 
@@ -137,9 +135,7 @@ def _homes(request: PlacementRequest, demand: ScheduledDemand, choice: LayerChoi
             load_ME = np.ascontiguousarray(demand.load_MLE[::every, layer])
             source_MNE = tokens_of_domains(demand.tokens_MLRE, layer, cluster.num_nodes, every=every)
             node_E = swap_nodes(load_ME, source_MNE, node_E, prices)
-        return deal_inside_nodes(
-            load_LE[layer], node_E, before_LE[layer], cluster.num_ranks, cluster.ranks_per_node
-        )
+        return deal_inside_nodes(load_LE[layer], node_E, before_LE[layer], cluster.num_ranks, cluster.ranks_per_node)
 
     return np.stack(parallel_map(deal, len(before_LE)))
 
@@ -226,9 +222,7 @@ def cheapest_layers(
     return best
 
 
-def step_seconds(
-    request: PlacementRequest, demand: ScheduledDemand, slots: SlotChoice, layers: LayerPlans
-) -> float:
+def step_seconds(request: PlacementRequest, demand: ScheduledDemand, slots: SlotChoice, layers: LayerPlans) -> float:
     """Return the seconds of a step, with its part of the moves of homes."""
     placement = request.placement(
         layers.home_LE, layers.replica_MLRB, layers.quota_MLRB, schedule=demand, resident=slots.resident,

@@ -15,10 +15,10 @@ keeps what was tried and what each would cost. The objective follows ReLibra (ar
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Bool, Int64
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
@@ -31,8 +31,9 @@ from relibra.planning.balancers.layer_plans import (
     step_seconds,
 )
 from relibra.planning.costs.copies import memory_of_slots
+from relibra.planning.levers.homes import Homes
 from relibra.planning.levers.packing import pack_groups
-from relibra.planning.placement import Considered, Placement
+from relibra.planning.placement import Considered, ConsideredLayers, Placement
 from relibra.routing.demand import ScheduledDemand
 
 SHARED_NUMBERS, RESIDENT_NUMBERS = (1, 2), (1, 2, 4, 8, 16, 32, 64)
@@ -61,18 +62,21 @@ class _Tried:
 
     def winners(self, most: int) -> list[LayerChoice]:
         """Return the layer choices that are the cheapest most often, and one that leaves homes alone."""
-        left_ML = np.ones(self.cheapest.waits_ML.shape, dtype=bool)
-        wins: dict[LayerChoice, int] = {}
-        for choice, plan in self.plans.items():
-            same_L = (plan.home_LE == self.cheapest.home_LE).all(axis=1)
-            same_ML = left_ML & same_L & (plan.replica_MLRB == self.cheapest.replica_MLRB).all(axis=(2, 3))
-            left_ML &= ~same_ML
-            wins[choice] = int(same_ML.sum())
+        wins = {choice: int(follows_ML.sum()) for choice, follows_ML in _followed(self.plans, self.cheapest).items()}
         chosen = sorted((choice for choice in wins if wins[choice]), key=lambda choice: -wins[choice])[:most]
-        stays = [choice for choice in self.plans if choice.homes == "stay"]
         if not any(choice.homes == "stay" for choice in chosen):
-            chosen.append(max(stays, key=wins.__getitem__))
+            chosen.append(max((choice for choice in self.plans if choice.homes == "stay"), key=wins.__getitem__))
         return chosen
+
+
+def _followed(plans: dict[LayerChoice, LayerPlans], layers: LayerPlans) -> dict[LayerChoice, Bool[ndarray, "M L"]]:
+    """Return where a combination follows each choice; where several made the same plan, the first one."""
+    left_ML, found = np.ones(layers.waits_ML.shape, dtype=bool), {}
+    for choice, plan in plans.items():
+        same_L = (plan.home_LE == layers.home_LE).all(axis=1)
+        found[choice] = left_ML & same_L & (plan.replica_MLRB == layers.replica_MLRB).all(axis=(2, 3))
+        left_ML = left_ML & ~found[choice]
+    return found
 
 
 def decide(request: PlacementRequest) -> Placement:
@@ -89,7 +93,8 @@ def decide(request: PlacementRequest) -> Placement:
     schedule = min(seconds, key=seconds.__getitem__)
     demand = schedules[schedule]
 
-    _, layers = _plan_cheapest(request, demand, best.slots, winners)
+    plans = {choice: plan_layers(request, demand, best.slots, choice) for choice in winners}
+    layers = _mix(request, demand, best.slots, plans)[1]
     return request.placement(
         layers.home_LE,
         layers.replica_MLRB,
@@ -98,6 +103,7 @@ def decide(request: PlacementRequest) -> Placement:
         resident=best.slots.resident,
         scope="cluster",
         considered=_considered(request, tried, best, schedule, seconds),
+        considered_layers=_considered_layers(plans, layers),
     )
 
 
@@ -143,7 +149,7 @@ def _try_slots(request: PlacementRequest, demand: ScheduledDemand, slots: SlotCh
     tolerances = [request.budget.tolerance * share for share in _TOLERANCES]
     add(replace(choice, tolerance=tolerance) for choice in best_two() for tolerance in tolerances)
     if request.budget.move_homes:
-        homes = ("in nodes", "over nodes") if request.cluster.num_nodes > 1 else ("in nodes",)
+        homes: tuple[Homes, ...] = ("in nodes", "over nodes") if request.cluster.num_nodes > 1 else ("in nodes",)
         add(replace(choice, homes=name) for choice in [*best_two(), LayerChoice()] for name in homes)
     seconds, cheapest = _mix(request, demand, slots, plans)
     return _Tried(slots=slots, plans=plans, cheapest=cheapest, seconds=seconds)
@@ -167,18 +173,10 @@ def _cheapest(tried: list[_Tried]) -> _Tried:
     return best
 
 
-def _plan_cheapest(
-    request: PlacementRequest, demand: ScheduledDemand, slots: SlotChoice, choices: list[LayerChoice]
-) -> tuple[float, LayerPlans]:
-    return _mix(
-        request, demand, slots, {choice: plan_layers(request, demand, slots, choice) for choice in choices}
-    )
-
-
 def _pack(request: PlacementRequest, best: _Tried, winners: list[LayerChoice]) -> ScheduledDemand:
     """Return the demand with samples packed for the homes that the layers would have; a few layers decide."""
     layers = _some_layers(request, _PACKED_LAYERS)
-    few = replace(request.of_layers(layers))
+    few = request.of_layers(layers)
     home_LE = plan_layers(few, few.demand, replace(best.slots, number=0), winners[0]).home_LE
     packed = pack_groups(few, few.demand, home_LE)
     return request.demand.with_schedule(
@@ -192,7 +190,8 @@ def _seconds_of_schedule(
     """Return the seconds of a few layers under a schedule, for as many layers as the step has."""
     layers = _some_layers(request, _SAMPLE_LAYERS)
     few = replace(request, demand=demand).of_layers(layers)
-    return _plan_cheapest(few, few.demand, slots, choices)[0] * len(request.demand.layer_ids) / len(layers)
+    plans = {choice: plan_layers(few, few.demand, slots, choice) for choice in choices}
+    return _mix(few, few.demand, slots, plans)[0] * len(request.demand.layer_ids) / len(layers)
 
 
 def sample_of(request: PlacementRequest, demand: ScheduledDemand) -> PlacementRequest:
@@ -248,7 +247,17 @@ def _considered(
     ]
     if "packed" in seconds:
         chosen = next(row for row, choice in zip(rows, tried, strict=True) if choice is best)
-        rows.append(
-            replace(chosen, schedule="packed", seconds=seconds["packed"], chosen=schedule == "packed")
-        )
+        rows.append(replace(chosen, schedule="packed", seconds=seconds["packed"], chosen=schedule == "packed"))
     return tuple(rows)
+
+
+def _considered_layers(plans: dict[LayerChoice, LayerPlans], layers: LayerPlans) -> tuple[ConsideredLayers, ...]:
+    follows = _followed(plans, layers)
+    return tuple(
+        ConsideredLayers(
+            **asdict(choice),
+            seconds_L=tuple(((plan.waits_ML + plan.queue_ML).sum(axis=0) + plan.moves_L).tolist()),
+            micro_batches_L=tuple(follows[choice].sum(axis=0).tolist()),
+        )
+        for choice, plan in plans.items()
+    )

@@ -12,8 +12,8 @@ import numpy as np
 
 from relibra.planning.balancer import PlacementRequest
 from relibra.planning.levers.homes import longest_first
-from relibra.planning.placement import Placement
 from relibra.planning.levers.replication import replicate
+from relibra.planning.placement import Placement
 
 
 def decide(request: PlacementRequest) -> Placement:

@@ -19,8 +19,8 @@ from numpy import ndarray
 from relibra.planning.balancer import PlacementRequest
 from relibra.planning.balancers.from_physical import placement_from_physical
 from relibra.planning.balancers.physical_placement import relabel_ranks
-from relibra.planning.placement import Placement
 from relibra.planning.parallel_map import parallel_map
+from relibra.planning.placement import Placement
 from relibra.routing.compiled import compiled
 
 Z = 0.6744897501960817

@@ -13,8 +13,8 @@ from jaxtyping import Int, Int16, Int32
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.placement import Placement
 from relibra.planning.levers.replication import replicate
+from relibra.planning.placement import Placement
 
 TOLERANCE = 0.01
 """Load above the lowest reachable that is accepted for fewer copies, as a share of it."""

@@ -53,9 +53,7 @@ def _decide(request: PlacementRequest, u_min: int) -> Placement:
                 here = slice(node * G, (node + 1) * G)
                 experts = np.flatnonzero(home_E // G == node)
                 load_MX = np.ascontiguousarray(load_MLE[:, layer, experts])
-                replica_MGB, quota_MGB = solve(
-                    load_MX, home_E[experts] - node * G, G, request.slots, u_min=u_min
-                )
+                replica_MGB, quota_MGB = solve(load_MX, home_E[experts] - node * G, G, request.slots, u_min=u_min)
                 replica_MLRB[:, layer, here] = np.where(replica_MGB >= 0, experts[replica_MGB], -1)
                 quota_MLRB[:, layer, here] = quota_MGB
     return request.placement(home_LE, replica_MLRB, quota_MLRB)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from relibra.routing.demand import ScheduledDemand
 
-
 _SLACK = 0.02
 """Share by which a packed micro-batch may exceed the largest one of the given schedule."""
 

@@ -88,12 +88,9 @@ def _plan(request: PlacementRequest, demand: ScheduledDemand, objective: Objecti
     return stay.with_layers(moved, saved_L > (_WORTH_MOVING if request.warm else 0.0) * stay.waits_ML.sum(axis=0))
 
 
-def _unevenness_ML(
-    request: PlacementRequest, demand: ScheduledDemand, plan: LayerPlans
-) -> Float64[ndarray, "M L"]:
+def _unevenness_ML(request: PlacementRequest, demand: ScheduledDemand, plan: LayerPlans) -> Float64[ndarray, "M L"]:
     """Return the load of the busiest rank / the mean."""
     load_MLR = home_rank_load(demand.load_MLE, plan.home_LE, request.cluster.num_ranks)
     load_MLR = load_MLR + replica_load_change(plan.replica_MLRB, plan.quota_MLRB, plan.home_LE)
     mean_ML, top_ML = load_MLR.mean(axis=2), load_MLR.max(axis=2, initial=0)
     return np.divide(top_ML, mean_ML, out=np.ones_like(mean_ML), where=mean_ML > 0)
-

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int, Int64, Shaped
+from jaxtyping import Int, Int64
 from numpy import ndarray
 
 from relibra.planning.levers.homes import UNASSIGNED, fill_bins, longest_first, renumber_bins

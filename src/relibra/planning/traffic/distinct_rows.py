@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Int, Int32, Int64, Shaped
 from numpy import ndarray
 
-from relibra.planning.plan import StepPlan
 from relibra.planning.parallel_map import parallel_map
+from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.split import TokenSplit, split_tokens
 from relibra.routing.compiled import compiled
 from relibra.routing.demand import ScheduledDemand
