@@ -13,6 +13,8 @@ from relibra.cluster import Cluster
 from relibra.errors import PlanError
 from relibra.planning.analysis.bounds import reachable_bound
 from relibra.planning.balancer import Balancer, PlacementRequest
+from relibra.planning.balancers import lasting
+from relibra.planning.balancers.lasting import Residents, split_over
 from relibra.planning.budget import DEFAULT_MODEL, Budget
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES, ExpertShape
 from relibra.planning.costs.prediction import predict
@@ -38,6 +40,7 @@ def plan_step(
     expert: ExpertShape | None = None,
     previous: Homes | None = None,
     history_MLE: Int[ndarray, "H L E"] | None = None,
+    residents: Residents | None = None,
     never_worse: bool = True,
 ) -> StepPlan:
     """Plan one step: homes, schedule, replicas and quotas.
@@ -51,6 +54,7 @@ def plan_step(
     expert        sizes of one expert; None: those of Qwen3-30B-A3B, and `StepPlan.assumed_model` names it
     previous      current homes, for example the plan of the last step; None: the static layout
     history_MLE   loads of earlier micro-batches, for balancers that see "history"; None: they plan from even loads
+    residents     homes and replicas chosen from an earlier step (`choose_residents`): only token-slots are split
     never_worse   False: return the plan of the balancer even if one without replicas is cheaper, to compare balancers
     raises        PlanError when sizes of demand, cluster and budget disagree
     """
@@ -61,10 +65,24 @@ def plan_step(
     start = time.perf_counter()
     shape = expert or EXPERT_SHAPES[DEFAULT_MODEL]
     request = _request(demand, cluster, budget, shape, previous, history_MLE, BALANCERS[balancer])
-    plan = _finished_plan(balancer, BALANCERS[balancer].decide(request), request)
+    if residents is None:
+        plan = _finished_plan(balancer, BALANCERS[balancer].decide(request), request)
+    else:
+        plan = _finished_plan("lasting residents", split_over(request, residents), request)
     if never_worse and balancer != "static":
         plan = _plan_or_bare_homes(plan, request)
     return replace(plan, plan_seconds=time.perf_counter() - start, assumed_model="" if expert else DEFAULT_MODEL)
+
+
+def choose_residents(
+    plan: StepPlan, demand: ScheduledDemand, cluster: Cluster, budget: Budget, *, expert: ExpertShape
+) -> Residents:
+    """Return homes and replicas for the steps after a plan, chosen from its step; `plan_step(residents=...)` takes them.
+
+    demand   that the plan was made for
+    """
+    request = _request(demand, cluster, budget, expert, plan, None, BALANCERS["relibra"])
+    return lasting.choose_residents(request, plan)
 
 
 def memory_for_slots(demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int16, Int32, Int64
+from jaxtyping import Bool, Float64, Int, Int16, Int32, Int64
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
@@ -68,9 +68,9 @@ class LayerPlans:
     moves_L: Float64[ndarray, " L"]
 
     @property
-    def seconds(self) -> float:
-        """Return the seconds of all layers where all are planned by one choice, with their part of the moves."""
-        return float((self.waits_ML + self.queue_ML).sum() + self.moves_L.sum())
+    def seconds_L(self) -> Float64[ndarray, " L"]:
+        """Return the seconds of each layer over the step where all are planned by one choice, with part of the moves."""
+        return (self.waits_ML + self.queue_ML).sum(axis=0) + self.moves_L
 
     def with_replicas(self, other: LayerPlans, chosen_ML: Bool[ndarray, "M L"]) -> LayerPlans:
         """Return these plans with the replicas of others in some micro-batches and layers."""
@@ -96,14 +96,16 @@ def plan_layers(
     slots: SlotChoice,
     choice: LayerChoice,
     home_LE: Int64[ndarray, "L E"] | None = None,
+    held_LRB: Int[ndarray, "L R B"] | None = None,
 ) -> LayerPlans:
     """Return all layers planned and priced by one choice.
 
     demand    under the schedule that is priced
     home_LE   given homes; None: those of the choice
+    held_LRB  experts that stay in the slots over all micro-batches; None: chosen
     """
     home_LE = _homes(request, demand, choice) if home_LE is None else home_LE
-    replica_MLRB, quota_MLRB = _replicas(request, demand, home_LE, slots, choice)
+    replica_MLRB, quota_MLRB = _replicas(request, demand, home_LE, slots, choice, held_LRB)
     placement = request.placement(
         home_LE, replica_MLRB, quota_MLRB, schedule=demand, resident=slots.resident, scope="cluster"
     )
@@ -160,6 +162,7 @@ def _replicas(
     home_LE: Int64[ndarray, "L E"],
     slots: SlotChoice,
     choice: LayerChoice,
+    held_LRB: Int[ndarray, "L R B"] | None,
 ) -> tuple[Int16[ndarray, "M L R B"], Int32[ndarray, "M L R B"]]:
     """Return the experts in slots, and the token-slots of each."""
     cluster, load_MLE = request.cluster, demand.load_MLE
@@ -178,6 +181,7 @@ def _replicas(
                 load_ME, home_E, R, G,
                 slots=slots.number, tolerance=tolerance, cross_node=choice.cross_node, group_M=demand.group_M,
                 source_MXE=tokens_of_domains(demand.tokens_MLRE, layer, domains), traffic_slots=choice.traffic_slots,
+                held_RB=None if held_LRB is None else held_LRB[layer],
             )  # fmt: skip
         else:
             replica_MRB, quota_MRB = replicate(

@@ -40,7 +40,7 @@ SHARED_NUMBERS, RESIDENT_NUMBERS = (1, 2), (1, 2, 4, 8, 16, 32, 64)
 """Numbers of slots that are tried. They do not depend on the limit, so a larger limit only adds choices."""
 _WORTH_SLOTS = 0.001
 """Share of the seconds that more slots must save: they take memory."""
-_TOLERANCES = (1, 5, 20)
+TOLERANCES = (1, 5, 20)
 """Accepted unevenness that is tried, as multiples of the budget's tolerance."""
 _WORTH_MOVING_AGAIN = 0.05
 """Share of a layer's seconds that new homes must save to replace planned ones: the next step has other samples."""
@@ -124,7 +124,7 @@ def slot_choices(request: PlacementRequest) -> list[SlotChoice]:
 
 def layer_choices(request: PlacementRequest, slots: SlotChoice) -> list[LayerChoice]:
     """Return the choices of a layer that are tried first: with the middle tolerance, homes stay."""
-    several, tolerance = request.cluster.num_nodes > 1, request.budget.tolerance * _TOLERANCES[1]
+    several, tolerance = request.cluster.num_nodes > 1, request.budget.tolerance * TOLERANCES[1]
     if not slots.number:
         return []
     choices = [LayerChoice(tolerance=tolerance, cross_node=cross) for cross in ((False, True) if several else (False,))]
@@ -142,11 +142,11 @@ def _try_slots(request: PlacementRequest, demand: ScheduledDemand, slots: SlotCh
         plans.update({choice: plan_layers(request, demand, slots, choice) for choice in choices if choice not in plans})
 
     def best_two() -> list[LayerChoice]:
-        cost = {choice: plan.seconds for choice, plan in plans.items() if choice.tolerance is not None}
+        cost = {choice: float(plan.seconds_L.sum()) for choice, plan in plans.items() if choice.tolerance is not None}
         return sorted(cost, key=cost.__getitem__)[:2]
 
     add([LayerChoice(), *layer_choices(request, slots)])
-    tolerances = [request.budget.tolerance * share for share in _TOLERANCES]
+    tolerances = [request.budget.tolerance * share for share in TOLERANCES]
     add(replace(choice, tolerance=tolerance) for choice in best_two() for tolerance in tolerances)
     if request.budget.move_homes:
         homes: tuple[Homes, ...] = ("in nodes", "over nodes") if request.cluster.num_nodes > 1 else ("in nodes",)
@@ -256,7 +256,7 @@ def _considered_layers(plans: dict[LayerChoice, LayerPlans], layers: LayerPlans)
     return tuple(
         ConsideredLayers(
             **asdict(choice),
-            seconds_L=tuple(((plan.waits_ML + plan.queue_ML).sum(axis=0) + plan.moves_L).tolist()),
+            seconds_L=tuple(plan.seconds_L.tolist()),
             micro_batches_L=tuple(follows[choice].sum(axis=0).tolist()),
         )
         for choice, plan in plans.items()

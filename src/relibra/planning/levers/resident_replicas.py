@@ -64,6 +64,7 @@ def keep_replicas(
     group_M: Int[ndarray, " M"] | None = None,
     source_MXE: Int[ndarray, "M X E"] | None = None,
     traffic_slots: int = 0,
+    held_RB: Int[ndarray, "R B"] | None = None,
 ) -> tuple[Int16[ndarray, "M R B"], Int32[ndarray, "M R B"]]:
     """Return resident replicas of one layer for each micro-batch.
 
@@ -75,6 +76,7 @@ def keep_replicas(
     source_MXE     token-slots that each of X domains sends to each expert: a replica takes those of its own domain
                    first. Domains are nodes, or the ranks of a single node. None: token-slots start at the homes
     traffic_slots  of the `slots`, the first ones, which hold experts for traffic; needs `source_MXE`
+    held_RB        experts that stay in the slots in all micro-batches (-1: none): only token-slots are split
     returns        expert in each slot (-1: empty; an expert without token-slots stays for later ones), its token-slots
     """
     M, E = load_ME.shape
@@ -91,15 +93,15 @@ def keep_replicas(
     changes = [] if group_M is None else (np.flatnonzero(np.diff(group_M)) + 1).tolist()
     for first, stop in pairwise([0, *changes, M]):
         one = slice(first, stop)
-        held_RB = np.full((num_ranks, slots), -1, dtype=np.int64)
+        stays_RB = np.full((num_ranks, slots), -1, dtype=np.int64) if held_RB is None else held_RB.astype(np.int64)
         if traffic_slots:
-            held_RB[:, :traffic_slots] = hottest_remote_experts(
+            stays_RB[:, :traffic_slots] = hottest_remote_experts(
                 source_MXE[one].sum(axis=0), home_E, num_ranks // source_MXE.shape[1], traffic_slots
             )
-        ceiling_M = _ceilings(load_ME[one], source_MXE[one], layer, held_RB, tolerance)
+        ceiling_M = _ceilings(load_ME[one], source_MXE[one], layer, stays_RB, tolerance)
         future_ME = _future_need(load_ME[one] / ceiling_M[:, None])
-        arrays = (load_ME[one], source_MXE[one], ceiling_M, future_ME, held_RB)
-        _keep_in_group(layer, *arrays, replica_MRB[one], quota_MRB[one])
+        arrays = (load_ME[one], source_MXE[one], ceiling_M, future_ME, stays_RB)
+        _keep_in_group(layer, *arrays, held_RB is not None, replica_MRB[one], quota_MRB[one])
     return replica_MRB, quota_MRB
 
 
@@ -137,11 +139,16 @@ def _future_need(share_ME: Float64[ndarray, "M E"]) -> Float64[ndarray, "M E"]:
 
 @compiled
 @no_type_check
-def _keep_in_group(layer, load_ME, source_MXE, ceiling_M, future_ME, traffic_RB, replica_MRB, quota_MRB) -> None:
-    """Fill the slots of one group's micro-batches, in order; `traffic_RB` are the experts that stay in all of them."""
+def _keep_in_group(
+    layer, load_ME, source_MXE, ceiling_M, future_ME, traffic_RB, all_stay, replica_MRB, quota_MRB
+) -> None:
+    """Fill the slots of one group's micro-batches, in order; `traffic_RB` are the experts that stay in all of them.
+
+    all_stay   no other expert comes
+    """
     M, R, B = replica_MRB.shape
     instances = empty_instances(load_ME.shape[1], R)
-    stays_RB = traffic_RB >= 0
+    stays_RB = (traffic_RB >= 0) | all_stay
     held_RB, tried_RB = traffic_RB.copy(), traffic_RB.copy()
     for m in range(M):
         load_E, source_XE, ceiling, future_E = load_ME[m], source_MXE[m], ceiling_M[m], future_ME[m]

@@ -1,0 +1,91 @@
+"""Lasting residents: homes and replicas chosen from an earlier step; of the coming step only token-slots are split.
+
+Popularity changes slowly, so replicas that suited the last step suit the next one too. Nothing has to be searched
+between the end of a rollout and the first micro-batch, and slots are filled again only because an optimizer step
+changed the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from jaxtyping import Int16
+from numpy import ndarray
+
+from relibra.errors import PlanError
+from relibra.planning.balancer import PlacementRequest
+from relibra.planning.balancers.layer_plans import LayerChoice, SlotChoice, cheapest_layers, plan_layers
+from relibra.planning.balancers.relibra import TOLERANCES, layer_choices
+from relibra.planning.placement import Homes, Placement
+from relibra.planning.plan import StepPlan
+from relibra.routing.demand import ScheduledDemand
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Residents(Homes):
+    """Homes, and the experts that slots hold in every micro-batch.
+
+    replica_LRB   expert in each slot of its layer; -1: none
+    """
+
+    replica_LRB: Int16[ndarray, "L R B"]
+
+
+def choose_residents(request: PlacementRequest, plan: StepPlan) -> Residents:
+    """Return the homes of a plan, and for each layer the replicas that serve its whole step at the least seconds.
+
+    Replicas are chosen from the step's totals and priced on its micro-batches, where they stay: slots are filled again
+    after every optimizer step only.
+
+    request   of the step that the plan was made for
+    """
+    demand, home_LE = plan.scheduled(request.demand), plan.home_LE.astype(np.int64)
+    slots, totals = SlotChoice(number=plan.slots, resident=True), _totals(demand)
+    chosen_LRB = np.full(plan.replica_MLRB.shape[1:], -1, dtype=np.int16)
+    best_L = plan_layers(request, demand, slots, LayerChoice(), home_LE).seconds_L
+    for choice in _choices(request, slots):
+        held_LRB = plan_layers(request, totals, slots, choice, home_LE).replica_MLRB[0]
+        seconds_L = plan_layers(request, demand, slots, choice, home_LE, held_LRB).seconds_L
+        chosen_LRB = np.where((seconds_L < best_L)[:, None, None], held_LRB, chosen_LRB)
+        best_L = np.minimum(seconds_L, best_L)
+    return Residents(**{field.name: getattr(plan, field.name) for field in fields(Homes)}, replica_LRB=chosen_LRB)
+
+
+def _choices(request: PlacementRequest, slots: SlotChoice) -> list[LayerChoice]:
+    tolerances = [request.budget.tolerance * share for share in TOLERANCES]
+    return [replace(choice, tolerance=t) for choice in layer_choices(request, slots) for t in tolerances]
+
+
+def _totals(demand: ScheduledDemand) -> ScheduledDemand:
+    """Return the demand with all samples in one micro-batch."""
+    return replace(
+        demand,
+        tokens_MLRE=demand.tokens_MLRE.sum(axis=0, keepdims=True, dtype=demand.tokens_MLRE.dtype),
+        micro_batch_S=np.minimum(demand.micro_batch_S, 0),
+        group_M=None,
+    )
+
+
+def split_over(request: PlacementRequest, residents: Residents) -> Placement:
+    """Return the placement of a step under given homes and replicas: the cheapest split of each layer's token-slots.
+
+    raises   PlanError for residents of other layers or ranks
+    """
+    if residents.replica_LRB.shape[:2] != request.demand.tokens_MLRE.shape[1:3]:
+        raise PlanError(
+            f"residents of {len(residents.replica_LRB)} layers on {residents.num_ranks} ranks do not fit a demand of "
+            f"{request.demand.tokens_MLRE.shape[1:3]}: choose them from a step of the same model and ranks"
+        )
+    slots, home_LE = (
+        SlotChoice(number=residents.replica_LRB.shape[2], resident=True),
+        residents.home_LE.astype(np.int64),
+    )
+    tolerances = [None, *(request.budget.tolerance * share for share in TOLERANCES)]
+    choices = [LayerChoice(tolerance=tolerance, cross_node=True) for tolerance in tolerances]
+    plans = {
+        choice: plan_layers(request, request.demand, slots, choice, home_LE, residents.replica_LRB)
+        for choice in choices
+    }
+    layers = cheapest_layers(plans, request.demand, slots, worth_moving=0.0)
+    return request.placement(layers.home_LE, layers.replica_MLRB, layers.quota_MLRB, resident=True, scope="cluster")
