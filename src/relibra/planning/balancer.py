@@ -89,6 +89,7 @@ class PlacementRequest:
             group_M=scheduled.group_M,
             scope=scope,
             dispatch=self.cluster.dispatch,
+            gradient_wire=self.budget.gradient_wire,
             considered=considered,
             considered_layers=considered_layers,
         )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 from relibra.errors import PlanError
+from relibra.planning.costs.expert_shape import GradientWire
 
-GradientWire = Literal["model", "float32"]
-"""Type in which gradients of replicas travel home: that of the weights, or single precision."""
 MOST_SLOTS, MOST_TOLERANCE = 64, 10
 """Slots per rank and tolerance, at most: what plans, runs and live balancing take."""
 DEFAULT_MODEL = "qwen3-30b-a3b"
@@ -59,7 +58,7 @@ class Budget:
         if not 0 <= self.tolerance <= MOST_TOLERANCE:
             raise PlanError(f"budget tolerance is {self.tolerance}: allowed are shares from 0 to {MOST_TOLERANCE}")
         if self.gradient_wire not in get_args(GradientWire):
-            raise PlanError(f"gradient_wire is {self.gradient_wire!r}: allowed are 'model' and 'float32'")
+            raise PlanError(f"budget gradient_wire is {self.gradient_wire!r}: allowed are 'model' and 'float32'")
         if self.rank_tokens is not None and self.rank_tokens < 1:
             raise PlanError(
                 f"budget of {self.rank_tokens} tokens per rank: at least 1, or None for the given schedule's"

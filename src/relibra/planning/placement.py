@@ -17,6 +17,7 @@ from jaxtyping import Int, Int16, Int32, Int64
 from numpy import ndarray
 
 from relibra.cluster import Dispatch, Topology
+from relibra.planning.costs.expert_shape import GradientWire
 from relibra.planning.loads import home_rank_load, replica_load_change
 from relibra.routing.demand import ScheduledDemand
 
@@ -151,6 +152,7 @@ class Placement(Homes):
                             gradients go home at its end; None: all micro-batches are one sequence
     scope                   "node": replicas stay on the node of their home; "cluster": anywhere
     dispatch                how tokens reach ranks of other nodes (`Cluster.dispatch`)
+    gradient_wire           type in which gradients of replicas travel home; sums are in float32
     considered              what was tried for the step, by balancers that price several plans
     considered_layers       what was tried for each layer
     """
@@ -163,6 +165,7 @@ class Placement(Homes):
     group_M: Int32[ndarray, " M"] | None = None
     scope: Scope = "node"
     dispatch: Dispatch = "flat"
+    gradient_wire: GradientWire = "model"
     considered: tuple[Considered, ...] = ()
     considered_layers: tuple[ConsideredLayers, ...] = ()
 

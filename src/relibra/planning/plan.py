@@ -110,7 +110,8 @@ class StepPlan(Placement):
 
     def digest(self) -> str:
         """Return the SHA-256 of all decisions: ranks with equal digests execute the same. Predictions are left out."""
-        return self.digest_under(FORMAT_VERSION, self.num_nodes, self.ranks_per_node, self.resident, self.scope)
+        sizes = (FORMAT_VERSION, self.num_nodes, self.ranks_per_node)
+        return self.digest_under(*sizes, self.resident, self.scope, self.gradient_wire)
 
     def digest_under(self, *facts: object) -> str:
         """Return the digest with other leading facts: those of another format version."""

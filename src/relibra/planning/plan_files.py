@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from relibra.cluster import Dispatch
 from relibra.errors import PlanError
+from relibra.planning.costs.expert_shape import GradientWire
 from relibra.planning.placement import Considered, ConsideredLayers, Scope
 from relibra.planning.plan import FORMAT_VERSION, StepPlan
 from relibra.routing.array_sizes import check_model_size
@@ -67,6 +68,7 @@ class _Facts(BaseModel):
     resident: bool
     scope: Scope
     dispatch: Dispatch = "flat"
+    gradient_wire: GradientWire
     predicted: dict[str, _Seconds]
     plan_seconds: _Seconds
     assumed_model: str = ""
@@ -140,7 +142,7 @@ def _from_version_2(where: str, body: dict[str, Any], arrays: dict[str, ndarray]
         raise PlanError(f"{where} has {what}, and all slots of a plan now have one lifetime: plan the step again")
     gone = ("resident_slots", "static_rows", "objective", "cut_short")
     facts = {name: value for name, value in body.items() if name not in gone}
-    return {**facts, "resident": resident_slots > 0}
+    return {**facts, "resident": resident_slots > 0, "gradient_wire": "float32" if resident_slots else "model"}
 
 
 def _check(where: str, validate: Callable[[Any], T], value: Any) -> T:

@@ -159,7 +159,7 @@ def test_a_home_that_feeds_several_nodes_sends_to_one_after_the_other_and_a_pool
     plan, machine = replace(plan, replica_MLRB=replica_MLRB), cluster_for(plan)
     push, _, home = copy_costs(plan, machine, EXPERT)
     assert push.seconds_ML == push.network_ML == 3 * 60 / 2  # fan-out at 2 B/s; each replica takes 60 s
-    assert home.seconds_ML == 3 * 120 / 1
+    assert home.seconds_ML == 3 * 60 / 1
     assert copy_costs(plan, machine, EXPERT, from_pool=True)[0].seconds_ML == 60 / 5
 
 

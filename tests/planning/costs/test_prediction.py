@@ -96,6 +96,7 @@ def two_nodes(replica=None, quota=0, resident=False, micro_batches=1):
         replica_MLRB=replica_MLRB,
         quota_MLRB=quota_MLRB,
         resident=resident,
+        gradient_wire="float32",
         group_M=None,
         bound_ML=np.ones((micro_batches, 1), np.int64),
     )
@@ -138,7 +139,9 @@ def test_a_home_that_feeds_several_replicas_sends_to_one_after_the_other():
     for rank in set(range(4)) - {plan.home_LE[0, 0]}:
         replica_MLRB[0, 0, rank, 0] = 0
     plan = replace(plan, replica_MLRB=replica_MLRB, quota_MLRB=np.zeros_like(plan.quota_MLRB))
-    assert predict(plan, demand, cluster_for(plan), EXPERT).copies == 3 * (60 + 60 + 120) / 10
+    wide = replace(plan, gradient_wire="float32")
+    assert predict(wide, demand, cluster_for(plan), EXPERT).copies == 3 * (60 + 60 + 120) / 10
+    assert predict(plan, demand, cluster_for(plan), EXPERT).copies == 3 * (60 + 60 + 60) / 10
 
 
 def test_resident_replicas_are_pushed_when_they_arrive_and_return_gradients_when_they_leave():

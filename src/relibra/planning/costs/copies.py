@@ -62,7 +62,7 @@ def copy_costs(
     return (
         push,
         _copies(*again, cluster, expert.weight_bytes),
-        _copies(replica_2MLR, home_2MLR, cluster, expert.gradient_bytes),
+        _copies(replica_2MLR, home_2MLR, cluster, expert.returned_bytes(plan.gradient_wire)),
     )
 
 

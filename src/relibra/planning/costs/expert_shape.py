@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from relibra.errors import ConfigError
+
+GradientWire = Literal["model", "float32"]
+"""Type in which the gradient of a replica travels home: that of the weights, or float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,10 @@ class ExpertShape:
     def gradient_bytes(self) -> int:
         """Return the bytes of the gradient, fp32."""
         return self.parameters * 4
+
+    def returned_bytes(self, wire: GradientWire) -> int:
+        """Return the bytes of a gradient on its way home."""
+        return self.weight_bytes if wire == "model" else self.gradient_bytes
 
     @property
     def state_bytes(self) -> int:

@@ -15,4 +15,5 @@ def plan_budget(settings: PlanSettings) -> Budget:
         pack_samples=settings.pack and settings.sums == "fast",
         tolerance=settings.tolerance,
         steps_served=settings.steps_served,
+        gradient_wire=settings.gradient_wire,
     )

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from relibra.cluster import Cluster, Dispatch
 from relibra.planning.budget import MOST_SLOTS, RUN_DEFAULTS
+from relibra.planning.costs.expert_shape import GradientWire
 from relibra.rl.config.presets import PRESETS
 from relibra.rl.config.rollout_settings import MAX_LENGTH
 from relibra.rl.config.section import Section
@@ -271,6 +272,9 @@ class PlanSettings(Section):
     """Accepted excess of the busiest rank's load over the lowest possible (0.01 = 1 %); larger means fewer copies."""
     steps_served: int = Field(RUN_DEFAULTS.steps_served, ge=1, le=LONGEST)
     """Steps over which the time of moving an expert to a new home is spread: how long routes stay alike."""
+    gradient_wire: GradientWire = "model"
+    """Type in which the gradient of a replica travels home: "model", that of the weights, or "float32"; sums are in
+    float32."""
     sums: Literal["fast", "canonical"] = "fast"
     """"canonical": bitwise the same results under every plan of one schedule; slower, and turns `pack` off."""
 
