@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from relibra import Budget, cluster_preset, plan_step
-from relibra.simulation import Execution, memory_use, model_shape
+from relibra.planning.plan import StepPlan
+from relibra.routing.demand import Demand
+from relibra.simulation import Execution, memory_for_slots, memory_use, model_shape
 from tests.planning.cases import make_demand
 from tests.simulation.steps import random_step
 
@@ -14,9 +16,10 @@ def test_a_case_by_hand():
     model = replace(model, moe_layers=2, dense_layers=0, dense_width=0, shared_width=0)
     use = memory_use(plan, demand, cluster, model, Execution(shard_dense=False))
     shared = 2 * model.non_expert_parameters + 2 * 7 * 2  # both embeddings of 7 x 2
-    assert use.parts["weights"] == 2 * (shared + 2 * 30)
+    own = shared / 2 + 2 * 30
+    assert use.parts["weights"] == 2 * (shared + 2 * 30) + 4 * own
     assert use.parts["gradients"] == 4 * (shared + 2 * 30)
-    assert use.parts["optimizer"] == 12 * (shared / 2 + 2 * 30)
+    assert use.parts["optimizer"] == 8 * own
     assert use.parts["slots"] == 0
     rows_MR = np.zeros((len(plan.replica_MLRB), 2))
     for s in np.flatnonzero(plan.micro_batch_S >= 0):
@@ -25,6 +28,7 @@ def test_a_case_by_hand():
     per_slot = 2 * (2 * 2 + 3 * 5)
     expected = (2 * per_row * rows_MR + per_slot * plan.rank_load(demand).sum(axis=1)).max()
     assert use.parts["activations"] == pytest.approx(expected)
+    assert use.parts["logits"] == 12 * 7 * rows_MR.max()
     assert use.total == sum(use.parts.values())
     assert use.warning == ""
 
@@ -36,9 +40,55 @@ def test_sharded_weights_are_whole_two_layers_at_a_time():
         memory_use(plan, demand, cluster, model, Execution(shard_dense=sharded)).parts for sharded in (False, True)
     )
     heads = 2 * 2  # embedding and output matrix of 2 x 1
-    assert whole["weights"] == 2 * (6 * (model.non_expert_parameters + 30) + heads)
-    assert spread["weights"] == 2 * ((6 / 2 + 2) * model.non_expert_parameters + 6 * 30 + (1 / 2 + 1) * heads)
+    masters = 4 * (6 * (model.non_expert_parameters / 2 + 30) + heads / 2)
+    assert whole["weights"] == 2 * (6 * (model.non_expert_parameters + 30) + heads) + masters
+    assert spread["weights"] == 2 * (2 * (model.non_expert_parameters + 30) + heads) + masters
     assert {**spread, "weights": 0} == {**whole, "weights": 0}
+
+
+def even_step(model, *, ranks=8, tokens, micro_batches=2, layers=None):
+    """Make a step in which every rank feeds one sample of `tokens` per micro-batch, with even routes."""
+    samples, layers = np.arange(ranks * micro_batches), np.arange(layers or model.moe_layers, dtype=np.int32)
+    counts_SLE = np.full(
+        (len(samples), len(layers), model.experts), tokens * model.top_k // model.experts, dtype=np.int32
+    )
+    demand = Demand(counts_SLE=counts_SLE, layer_ids=layers, sample_ids=samples, top_k=model.top_k)
+    return demand.with_schedule(samples // ranks, samples % ranks, ranks, micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "measured"),
+    [
+        ("qwen3-30b-a3b", 8192, 76.3),
+        ("qwen3-30b-a3b", 2048, 64.3),
+        ("gpt-oss-20b", 8192, 69.8),
+        ("gpt-oss-20b", 4096, 56.3),
+    ],
+)
+def test_the_estimate_is_near_dry_runs_of_the_trainer(name, tokens, measured):
+    """Peaks in GiB of a rank of 8 with checkpointing, float32 masters and AdamW, without slots and full copies."""
+    model, cluster = model_shape(name), cluster_preset("h100x8")
+    demand = even_step(model, tokens=tokens)
+    static = StepPlan.static(demand, cluster.topology)
+    use = memory_use(static, demand, cluster, model, Execution(recompute_activations=True))
+    assert use.total / 2**30 == pytest.approx(measured, rel=0.06)
+    left = 0.9 * cluster.memory_bytes - use.total
+    assert memory_for_slots(demand, cluster, model) == pytest.approx(max(0.0, left / 2**30))
+
+
+def test_slots_get_what_the_fullest_stage_leaves():
+    model, cluster = model_shape("qwen3-30b-a3b"), cluster_preset("h100x8", 16)
+    demand = even_step(model, ranks=16, tokens=4096)
+    whole = memory_for_slots(demand, cluster, model)
+    assert memory_for_slots(demand, cluster, model, held_bytes=2.0**30) == pytest.approx(whole - 1)
+    assert memory_for_slots(demand, cluster, model, held_bytes=2.0**40) == 0
+    groups = replace(demand, group_M=np.array([0, 1], dtype=np.int32))
+    assert memory_for_slots(groups, cluster, model) == whole
+    part = even_step(model, ranks=16, tokens=4096, layers=12)
+    assert memory_for_slots(part, cluster, model) == pytest.approx(whole / 4)
+    staged = memory_for_slots(demand, cluster, model, Execution(pipeline_stages=2, recompute_activations=True))
+    assert staged > 2 * whole, "half of the layers, with less than half of the weights"
+    assert memory_for_slots(demand, cluster, model, Execution()) < whole, "activations are kept"
 
 
 def test_balance_lowers_activations_and_slots_cost_little():

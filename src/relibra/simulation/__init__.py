@@ -5,14 +5,22 @@ simulate_step                 one training step under a plan; `simulate_groups`:
                               `with_mini_batches`: of a schedule with mini-batches
 Execution, ParallelLayout     pipeline stages, mini-batches, overlap; how ranks are numbered
 simulated_timeline            its events, as the executor records them; `diff_timelines` compares two
-memory_use, advice            does it fit, and what limits it; `overlap_ratio` needs no simulation
+memory_use, advice            does it fit, and what limits it; `memory_for_slots`: what slots may take;
+                              `overlap_ratio` needs no simulation
 simulate_rollout, rl_iteration, speedup   the stages around a training step (docs/simulation.md)
 """
 
 from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.limits import advice, overlap_ratio
-from relibra.simulation.memory import MemoryUse, memory_use
-from relibra.simulation.model_shape import MODEL_SHAPES, ModelShape, cut_model, model_shape, model_shape_from_config
+from relibra.simulation.memory import MemoryUse, memory_for_slots, memory_use
+from relibra.simulation.model_shape import (
+    MODEL_SHAPES,
+    ModelShape,
+    counted_model_shape,
+    cut_model,
+    model_shape,
+    model_shape_from_config,
+)
 from relibra.simulation.rl_iteration import (
     Engines,
     RlIteration,
@@ -46,9 +54,11 @@ __all__ = [
     "Speedup",
     "TimelineDifference",
     "advice",
+    "counted_model_shape",
     "cut_model",
     "diff_timelines",
     "end_to_end_speedup",
+    "memory_for_slots",
     "memory_use",
     "model_shape",
     "model_shape_from_config",

@@ -1,13 +1,13 @@
-"""Device memory of a training step: bytes of the fullest rank, and its activations without balancing.
+"""Device memory of a training step: bytes of the fullest rank, and what they leave for replica slots.
 
-A model of bytes, not of an allocator: logits, workspaces, communication buffers and fragmentation are left out, so
-leave about a tenth free.
+A model of bytes, not of an allocator: workspaces, communication buffers and fragmentation are left out, and so are the
+scores of attention without a fused kernel. `memory_for_slots` leaves a tenth free for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Int64
@@ -19,19 +19,27 @@ from relibra.planning.loads import home_rank_load
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import ScheduledDemand
 from relibra.simulation.cost_model import gathered_bytes, owned_parameters, rows_and_scores
+from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.model_shape import ModelShape
 from relibra.simulation.step.group_run import Execution
+from relibra.simulation.step.training_step import with_mini_batches
 from relibra.simulation.units import bytes_in_words
 
-_STATE_BYTES = 12
-"""fp32 master and two Adam moments per parameter; sharded over the ranks with equal weights."""
+_MASTER_BYTES, _MOMENT_BYTES = 4.0, 8.0
+"""fp32 master, and two Adam moments, per parameter; sharded over the ranks with equal weights."""
+_LOGIT_BYTES = 12.0
+"""Per logit, three fp32 copies in the backward pass of the loss: log-softmax, zeros and scatter of its gather."""
+_RESERVE = 0.1
+"""Share of the device memory for what the estimate leaves out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
     """Bytes of the fullest rank, in its fullest pipeline stage.
 
-    parts                weights, gradients (fp32), optimizer, slots (weights and gradients of replicas), activations
+    parts                weights (fp32 masters, and bf16 ones in use), gradients (fp32), optimizer (moments), slots
+                         (weights and gradients of replicas), activations, logits (of the loss, beyond the activations
+                         of a recomputed layer, which come after them)
     activations_static   activations with the same schedule, every expert at its first home and no replicas
     capacity             memory of a rank
     keeps_activations    for the backward pass; False: recomputed, or there is none
@@ -67,53 +75,106 @@ def memory_use(
 ) -> MemoryUse:
     """Return the estimated memory of the fullest stage of a step.
 
-    Weights outside of routed experts are spread over the ranks of a group (`Execution.shard_dense`), and gathered two
-    layers at a time, embedding and output matrix for the whole pass; their gradients add up whole on every rank, until
-    the last micro-batch. Optimizer state is spread over all ranks that hold the same weights. A stage keeps activations
-    of as many micro-batches as are in flight: as there are stages from it to the last.
-
     demand   under the schedule of the plan
     """
     how = how or Execution()
     groups = 1 if demand.group_M is None else int(demand.group_M.max(initial=0)) + 1
     layout = how.layout(plan.num_ranks, groups)
     rows_MR, _ = rows_and_scores(plan, demand, model)
-    static_E = np.repeat(np.arange(plan.num_ranks), plan.num_experts // plan.num_ranks)
-    loads = (
-        plan.rank_load(demand),
-        home_rank_load(demand.load_MLE, np.tile(static_E, (len(plan.layer_ids), 1)), plan.num_ranks),
-    )
+    load_MLR, static_MLR = plan.rank_load(demand), _static_load(demand, plan.num_ranks)
     found = []
     for stage, layers in enumerate(layout.stage_layers(len(plan.layer_ids))):
-        num_layers, last = layers.stop - layers.start, stage == how.pipeline_stages - 1
-        in_flight = 1 if how.forward_only else min(how.pipeline_stages - stage, len(rows_MR))
-        dense_layers = model.dense_layers if stage == 0 else 0
-        kept = [_activations(model, rows_MR, load_MLR[:, layers], dense_layers, in_flight, how) for load_MLR in loads]
-        shared, experts = owned_parameters(model, layout, num_layers, first=stage == 0, last=last)
-        own = shared / (layout.data_parallel * layout.expert_parallel) + experts / layout.data_parallel
-        dense = float(shared * model.expert.bytes_per_value)
-        if how.shard_dense:
-            held = dense / layout.expert_parallel + sum(gathered_bytes(model, first=stage == 0, last=last))
-            dense = min(dense, held)
-        trained = 0 if how.forward_only else 1
-        expert = model.expert
-        parts = {
-            "weights": dense + float(experts * expert.bytes_per_value),
-            "gradients": trained * 4.0 * (shared + experts),
-            "optimizer": trained * _STATE_BYTES * own,
-            "slots": float(slot_bytes(plan, expert, num_layers=num_layers, trained=not how.forward_only)),
-            "activations": kept[0],
-        }
+        parts = _parts(model, layout, how, stage, rows_MR, load_MLR[:, layers])
+        slots = slot_bytes(plan, model.expert, num_layers=layers.stop - layers.start, trained=not how.forward_only)
         found.append(
             MemoryUse(
                 stage=stage,
-                parts=parts,
-                activations_static=kept[1],
+                parts={**parts, "slots": float(slots)},
+                activations_static=_parts(model, layout, how, stage, rows_MR, static_MLR[:, layers])["activations"],
                 capacity=cluster.memory_bytes,
                 keeps_activations=not (how.recompute_activations or how.forward_only),
             )
         )
     return max(found, key=lambda use: use.total)
+
+
+def memory_for_slots(
+    demand: ScheduledDemand,
+    cluster: Cluster,
+    model: ModelShape,
+    how: Execution | None = None,
+    *,
+    held_bytes: float = 0.0,
+) -> float:
+    """Return the GiB of a rank that the static layout of a step leaves for slots in all layers of the demand; 0: none.
+
+    An estimate from sizes alone, so that a resumed run plans as the first one. A tenth of the memory stays free.
+
+    demand       `group_M` are mini-batches; with a part of the model's layers, these get their part of the memory
+    model        whole; experts and choices are those of the demand
+    how          None: activations are recomputed, as `relibra train` does by default for models of the user
+    held_bytes   of a rank for anything else, such as a full copy of the model
+    """
+    demand, how = with_mini_batches(demand, how or Execution(recompute_activations=True))
+    L, E = demand.counts_SLE.shape[1:]
+    model = replace(model, experts=E, top_k=demand.top_k or model.top_k)
+    layout = how.layout(cluster.num_ranks, 1)
+    static = StepPlan.static(demand, cluster.topology, dispatch=cluster.dispatch)
+    rows_MR, _ = rows_and_scores(static, demand, model)
+    load_MLR = _static_load(demand, cluster.num_ranks)[:, np.arange(max(L, model.moe_layers)) % L]
+    room = (1 - _RESERVE) * cluster.memory_bytes - held_bytes
+    of_layers = [
+        (room - sum(_parts(model, layout, how, stage, rows_MR, load_MLR[:, layers]).values()))
+        / (layers.stop - layers.start)
+        for stage, layers in enumerate(layout.stage_layers(load_MLR.shape[1]))
+    ]
+    return max(0.0, L * min(of_layers) / 2**30)
+
+
+def _static_load(demand: ScheduledDemand, num_ranks: int) -> Int64[ndarray, "M L R"]:
+    """Return the token-slots of each rank with every expert at its static home, without replicas."""
+    L, E = demand.counts_SLE.shape[1:]
+    home_E = np.repeat(np.arange(num_ranks), E // num_ranks)
+    return home_rank_load(demand.load_MLE, np.tile(home_E, (L, 1)), num_ranks)
+
+
+def _parts(
+    model: ModelShape,
+    layout: ParallelLayout,
+    how: Execution,
+    stage: int,
+    rows_MR: ndarray,
+    load_MLR: Int64[ndarray, "M L R"],
+) -> dict[str, float]:
+    """Return the bytes of the fullest rank of a stage by kind, without slots.
+
+    Masters and moments are spread over all ranks that hold the same weights. With `Execution.shard_dense` bf16 weights
+    are made of them two layers at a time, embedding and output matrix for the whole pass; else all are held. Gradients
+    of weights outside of routed experts add up whole on every rank, until the last micro-batch. A stage keeps
+    activations of as many micro-batches as are in flight: as there are stages from it to the last.
+
+    load_MLR   of the stage's layers
+    """
+    first, last, trained = stage == 0, stage == how.pipeline_stages - 1, not how.forward_only
+    num_layers, value_bytes = load_MLR.shape[1], model.expert.bytes_per_value
+    in_flight = min(how.pipeline_stages - stage, len(rows_MR)) if trained else 1
+    dense_layers = model.dense_layers if first else 0
+    shared, experts = owned_parameters(model, layout, num_layers, first=first, last=last)
+    own = shared / (layout.data_parallel * layout.expert_parallel) + experts / layout.data_parallel
+    used = float(value_bytes * (shared + experts))
+    if how.shard_dense:
+        two_layers = value_bytes * experts * min(2, num_layers) / num_layers
+        used = min(used, two_layers + sum(gathered_bytes(model, first=first, last=last)))
+    shard_bytes = _MASTER_BYTES if trained else value_bytes * how.shard_dense
+    activations, layer = _activations(model, rows_MR, load_MLR, dense_layers, in_flight, how)
+    logits = _LOGIT_BYTES * model.vocabulary * float(rows_MR.max(initial=0.0)) if last else 0.0
+    return {
+        "weights": used + shard_bytes * own,
+        "gradients": trained * 4.0 * (shared + experts),
+        "optimizer": trained * _MOMENT_BYTES * own,
+        "activations": activations,
+        "logits": max(0.0, logits - layer),
+    }
 
 
 def _activations(
@@ -123,28 +184,28 @@ def _activations(
     dense_layers: int,
     in_flight: int,
     how: Execution,
-) -> float:
-    """Return bytes of the rank and micro-batch with most, times micro-batches in flight.
+) -> tuple[float, float]:
+    """Return bytes of the rank and micro-batch with most, times micro-batches in flight; and those of one layer in it.
 
     Kept for backward, per token and layer: residual, two normed copies and the attention's output projection (4 hidden
     values), queries, keys, values, and the attention's result; per token-slot: its row in and out, gate, up and their
     product (2 hidden + 3 width), in a dense layer 3 dense widths per token. With recomputation: the residual of each
-    layer, and all of this of one layer. Forward only: of one layer.
+    layer, and all of this of one layer. Forward only: of one layer. The second value is 0 where all layers are kept.
     """
     expert = model.expert
     per_slot = (2 * expert.hidden + 3 * expert.width) * expert.bytes_per_value
     per_row = _attention_bytes(model) + 3 * model.shared_width * expert.bytes_per_value
     of_layers_MLR = per_row * rows_MR[:, None, :] + per_slot * load_MLR
     if not of_layers_MLR.size:
-        return 0.0
+        return 0.0, 0.0
     dense_bytes = _attention_bytes(model) + 3 * model.dense_width * model.expert.bytes_per_value
     of_dense_MR = dense_bytes * rows_MR
     if not (how.recompute_activations or how.forward_only):
-        return in_flight * float((of_layers_MLR.sum(axis=1) + dense_layers * of_dense_MR).max())
+        return in_flight * float((of_layers_MLR.sum(axis=1) + dense_layers * of_dense_MR).max()), 0.0
     num_layers = load_MLR.shape[1] + dense_layers
     residuals = 0 if how.forward_only else num_layers * model.expert.row_bytes * float(rows_MR.max())
     largest = max(float(of_layers_MLR.max()), float(of_dense_MR.max()) if dense_layers else 0.0)
-    return in_flight * residuals + largest
+    return in_flight * residuals + largest, largest
 
 
 def _attention_bytes(model: ModelShape) -> int:

@@ -284,6 +284,27 @@ def model_shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelS
     )
 
 
+def counted_model_shape(
+    config: Mapping[str, Any], moe_layers: int, experts: int, top_k: int, expert: ExpertShape
+) -> ModelShape:
+    """Return the sizes of a model whose experts were counted in its weights; all others are from its `config.json`.
+
+    moe_layers   layers with experts; the rest are dense
+    top_k        0: not known
+    raises       as `model_shape_from_config`
+    """
+    layers = config.get("num_hidden_layers") or moe_layers
+    counted = {
+        "num_hidden_layers": layers,
+        "first_k_dense_replace": layers - moe_layers,
+        "num_experts": experts,
+        "num_experts_per_tok": max(1, top_k),
+        "moe_intermediate_size": expert.width,
+        "intermediate_size": config.get("intermediate_size") or expert.width,
+    }
+    return replace(model_shape_from_config({**config, **counted}), expert=expert)
+
+
 def _latent(size: Any) -> LatentAttention:
     return LatentAttention(
         query_rank=size("q_lora_rank", default=0),
