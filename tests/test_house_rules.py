@@ -32,8 +32,8 @@ ABOVE = {
         "timeline",
     },
     "reporting": {"simulation", "planning", "cluster", "routing", "timeline"},
-    "rl": {"calibration", "parallel", "replay", "planning", "cluster", "routing", "timeline"},
-    "integrations": {"eplb", "rl", "parallel", "replay", "planning", "cluster", "routing", "timeline"},
+    "rl": {"calibration", "simulation", "parallel", "replay", "planning", "cluster", "routing", "timeline"},
+    "integrations": {"eplb", "rl", "simulation", "parallel", "replay", "planning", "cluster", "routing", "timeline"},
     "serving": {"rl", "parallel", "replay", "planning", "cluster", "routing", "timeline"},
     "calibration": {"planning", "cluster", "routing"},
     "eplb": {"planning", "cluster", "routing"},
@@ -300,8 +300,8 @@ def test_public_names_of_simulation_are_frozen():
     classes = {"Engines", "Execution", "LengthDistribution", "MemoryUse", "ModelShape", "ParallelLayout", "RlIteration"}
     classes |= {"Rollout", "SimulatedStep", "Speedup", "TimelineDifference", "MODEL_SHAPES"}
     of_a_step = {"advice", "diff_timelines", "memory_use", "overlap_ratio", "simulate_groups", "simulate_step"}
-    of_a_step.add("with_mini_batches")
-    of_a_model = {"cut_model", "model_shape", "model_shape_from_config", "simulated_timeline"}
+    of_a_step |= {"memory_for_slots", "with_mini_batches"}
+    of_a_model = {"counted_model_shape", "cut_model", "model_shape", "model_shape_from_config", "simulated_timeline"}
     of_an_iteration = {"rl_iteration", "simulate_rollout", "simulate_windowed_rollout", "speedup"}
     of_an_iteration |= {"end_to_end_speedup", "needed_stage_speedup"}
     assert set(relibra.simulation.__all__) == classes | of_a_step | of_a_model | of_an_iteration

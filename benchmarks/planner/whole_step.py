@@ -25,6 +25,7 @@ from relibra.rl.batch.plan_budget import plan_budget
 from relibra.rl.config.settings import PlanSettings
 
 RANKS, EXPERTS, TOKENS, THREADS = 32, 128, 1024, 2
+SLOT_MEMORY_GIB = 8.0
 SIZES = ((24, 32), (94, 32), (24, 128), (94, 128))
 """Layers and micro-batches."""
 
@@ -83,7 +84,7 @@ def _plan_two(
     sizes = {"ranks": RANKS, "layers": layers, "experts": EXPERTS, "micro_batches": micro_batches}
     demands = [domain_step(samples=samples, tokens=tokens, seed=0, step=step, **sizes) for step in (0, 1)]
     for packs in (False, True) if pack is None else (pack,):
-        budget = replace(plan_budget(PlanSettings(pack=packs), cluster), threads=THREADS)
+        budget = replace(plan_budget(PlanSettings(pack=packs), SLOT_MEMORY_GIB), threads=THREADS)
         budget = budget.with_resident_slots(expert, SIZES[-1][0])
         previous = None
         for name, demand in zip(("first step", "second step"), demands, strict=True):

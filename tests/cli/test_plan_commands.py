@@ -14,13 +14,14 @@ from relibra.cli.inputs.machine import fit_cluster
 from relibra.cluster import Topology, cluster_preset, write_cluster
 from relibra.errors import ConfigError
 from relibra.planning.analysis.comparison import comparable
-from relibra.planning.budget import RUN_DEFAULTS, slot_memory_gib
+from relibra.planning.budget import RUN_DEFAULTS
 from relibra.planning.exports import read_vllm_json
 from relibra.planning.plan_files import read_plan
 from relibra.planning.validation import validate_plan
 from relibra.routing.demand_files import read_demand
 from relibra.routing.micro_batches import schedule_samples, select_micro_batches
 from relibra.routing.synthetic import TraceShape, domain_trace
+from relibra.simulation import memory_for_slots, model_shape
 from relibra.timeline import Event, Timeline, read_timeline, write_timeline
 
 KEYS = {
@@ -323,9 +324,8 @@ def test_compare_plans_the_second_half_and_shows_the_first_to_those_that_see_his
         run("compare", trace, *CUT, "--balancer", "static")
     assert seen["history_MLE"].tolist() == whole.load_MLE[:4].tolist()
     assert seen["demand"].load_MLE.tolist() == select_micro_batches(whole, 4).load_MLE.tolist()
-    assert seen["budget"] == replace(
-        RUN_DEFAULTS, slots=1, rank_tokens=25, memory_gib=slot_memory_gib(cluster_preset("h100x8"))
-    )
+    memory_gib = memory_for_slots(seen["demand"], cluster_preset("h100x8", 4, 2), model_shape("qwen3-30b-a3b"))
+    assert seen["budget"] == replace(RUN_DEFAULTS, slots=1, rank_tokens=25, memory_gib=memory_gib)
     with pytest.raises(StopIteration):
         run("compare", trace, *CUT, "--balancer", "static", "--take", "all")
     assert seen["history_MLE"] is None

@@ -85,7 +85,7 @@ def choose_residents(
     return lasting.choose_residents(request, plan)
 
 
-def memory_for_slots(demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> float:
+def memory_beside_experts(demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> float:
     """Return the GiB of a rank that slots may take where only its experts are known.
 
     That is half of what the experts at home of all layers of the demand leave of the device, with fp32 masters, moments
@@ -172,7 +172,7 @@ def _request(
         total_LE = demand.load_MLE.sum(axis=0).astype(np.float64)
     elif entry.sees == "history" and history_MLE is not None and len(history_MLE):
         total_LE = history_MLE.sum(axis=0).astype(np.float64)
-    memory_gib = memory_for_slots(demand, cluster, expert) if budget.memory_gib is None else budget.memory_gib
+    memory_gib = memory_beside_experts(demand, cluster, expert) if budget.memory_gib is None else budget.memory_gib
     return PlacementRequest(
         demand=demand,
         cluster=cluster,

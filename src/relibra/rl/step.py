@@ -281,9 +281,7 @@ def _build_and_recompute(
         recomputed = replace(recomputed, ran_at_home=context.ran_at_home, live=context.live)
     if settings.replay == "R2":
         with clock.stage("plan"):
-            batch = plan_recorded_routes(
-                batch, recomputed.routes, policy, config.plan, previous=previous, cluster=cluster
-            )
+            batch = plan_recorded_routes(batch, recomputed.routes, policy, config, previous=previous, cluster=cluster)
         _move_homes(learner, batch, clock)
     return batch, recomputed
 

@@ -234,10 +234,10 @@ def model_sizes(policy: Policy) -> dict[str, Any]:
         "vocab_size": text_config.vocab_size,
         "num_experts": policy.num_experts,
     }
-    if policy.expert is None:
+    if policy.shape is None:
         return sizes
     layers = {"num_moe_layers": len(policy.layer_ids)} if policy.layer_ids else {}
-    return {**sizes, **layers, "experts_per_token": policy.top_k, "expert_width": policy.expert.width}
+    return {**sizes, **layers, "experts_per_token": policy.top_k, "expert_width": policy.shape.expert.width}
 
 
 def _warm_up(

@@ -136,7 +136,7 @@ def test_a_second_step_of_the_same_popularity_stays_and_one_of_another_moves(ran
     """As training plans by default; the second step never costs more than staying."""
     machine, budget = (
         cluster_preset("h100x8", ranks),
-        plan_budget(PlanSettings(**changes), cluster_preset("h100x8", ranks)),
+        plan_budget(PlanSettings(**changes), 8.0),
     )
     sizes = {"ranks": ranks, "micro_batches": micro_batches, "tokens": 1024}
     first = plan_step(small_step(seed=seed, **sizes), machine, budget, expert=QWEN)
@@ -155,7 +155,7 @@ def test_a_second_step_of_the_same_popularity_stays_and_one_of_another_moves(ran
 def test_homes_move_with_the_popularity_where_that_pays():
     """Of five other popularities, some ask for other homes. With more slots hardly any does: homes hardly matter."""
     machine = cluster_preset("h100x8", 16)
-    budget = plan_budget(PlanSettings(slots=2), machine)
+    budget = plan_budget(PlanSettings(slots=2), 8.0)
     first = plan_step(small_step(), machine, budget, expert=QWEN)
     moved = []
     for popularity in (100, 200, 300, 400, 500):

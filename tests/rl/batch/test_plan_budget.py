@@ -2,33 +2,41 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from relibra.cluster import cluster_preset
-from relibra.planning.costs.expert_shape import expert_shape
-from relibra.rl.batch.plan_budget import plan_budget
+from relibra.rl.batch.plan_budget import plan_budget, slot_memory
+from relibra.rl.config.run_config import load_config
 from relibra.rl.config.settings import PlanSettings
-from relibra.simulation import model_shape
+from relibra.routing.demand import Demand
+from relibra.simulation import Execution, memory_for_slots, model_shape
 
 
-@pytest.mark.parametrize(
-    ("model", "resident"),
-    [("qwen3-30b-a3b", 4), ("deepseek-v2-lite", 4), ("gpt-oss-20b", 2), ("qwen3-235b-a22b", 0)],
-)
-def test_slots_stay_with_their_layer_within_a_tenth_of_the_memory(model, resident):
-    machine, expert, layers = cluster_preset("h100x8", 16), expert_shape(model), model_shape(model).moe_layers
-    budget = plan_budget(PlanSettings(), machine).with_resident_slots(expert, layers)
-    assert (budget.slots, budget.resident_slots) == (4, resident)
-    one = expert.weight_bytes + expert.gradient_bytes
-    in_memory = (resident * layers + budget.slots - resident) * one
-    assert in_memory <= 0.1 * machine.memory_bytes
-    if resident < budget.slots:
-        assert in_memory + (layers - 1) * one > 0.1 * machine.memory_bytes
+@pytest.mark.parametrize(("model", "resident"), [("qwen3-30b-a3b", 4), ("gpt-oss-20b", 2), ("qwen3-235b-a22b", 0)])
+def test_slots_stay_with_their_layer_where_memory_allows(model, resident):
+    shape, budget = model_shape(model), plan_budget(PlanSettings(), 7.0)
+    assert budget.with_resident_slots(shape.expert, shape.moe_layers).resident_slots == resident
+    assert plan_budget(PlanSettings(memory_gib=1.5), 7.0).memory_gib == 1.5
 
 
-def test_a_given_limit_of_memory_holds_on_every_machine():
-    for preset in ("h100x8", "laptop"):
-        assert plan_budget(PlanSettings(memory_gib=1.5), cluster_preset(preset, 4)).memory_gib == 1.5
+def test_copies_and_a_value_model_leave_less_for_slots():
+    model, machine = replace(model_shape("deepseek-v2-lite"), vocabulary=8192), cluster_preset("h100x8", 8)
+    counts_SLE = np.full((16, model.moe_layers, model.experts), 96, dtype=np.int32)
+    layers, samples = np.arange(model.moe_layers, dtype=np.int32), np.arange(16)
+    demand = Demand(counts_SLE=counts_SLE, layer_ids=layers, sample_ids=samples, top_k=model.top_k)
+    scheduled = demand.with_schedule(samples // 8, samples % 8, 8, 2)
+
+    def memory(*settings):
+        return slot_memory(load_config(None, ["parallel.ranks=8", *settings]), scheduled, machine, model)
+
+    copy = model.parameters * 2 / 2**30
+    how = Execution(recompute_activations=False)  # of the built-in model
+    alone = memory_for_slots(scheduled, machine, model, how)
+    assert memory() == pytest.approx(alone - copy)
+    assert memory("algorithm.kl_coefficient=0.01") == pytest.approx(max(0.0, alone - 2 * copy))
+    assert memory("algorithm.preset=ppo") == pytest.approx(max(0.0, alone - copy - 8 * copy / 8))
+    assert memory("model.activation_checkpointing=true") > memory()
 
 
 def test_a_run_chooses_its_dispatch_or_takes_that_of_the_machine():

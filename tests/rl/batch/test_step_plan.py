@@ -17,7 +17,7 @@ from relibra.routing.demand import Demand
 from tests.rl.joined import alone, on_ranks
 from tests.rl.made_up import EXPERTS, LAYERS, TOP_K, mini_batch_of, response_of
 
-EXPERT = ExpertShape(hidden=64, width=32)
+EXPERT, MEMORY = ExpertShape(hidden=64, width=32), 8.0
 RESPONSES = [response_of(s, length=3 + s * 5 % 11, group=s // 3) for s in range(12)]
 
 
@@ -101,7 +101,7 @@ def test_the_demand_counts_every_fed_row_of_every_layer():
 def test_a_plan_of_one_rank_is_that_of_the_planner():
     table, config = gather_table(RESPONSES), config_of()
     demand = demand_of(RESPONSES, table, schedule_of(table, config))
-    plan = plan_together(demand, config.plan, cluster_preset("h100x8", 1, 1), EXPERT, None).plan
+    plan = plan_together(demand, config.plan, cluster_preset("h100x8", 1, 1), EXPERT, None, memory_gib=MEMORY).plan
     validate_plan(plan, cluster_preset("h100x8", 1, 1).topology, demand)
     assert plan.digest() == whole_plan(demand, config, 1).digest()
     assert plan.demand_digest == demand.digest()
@@ -110,7 +110,7 @@ def test_a_plan_of_one_rank_is_that_of_the_planner():
 def whole_plan(demand, config, num_ranks, previous=None):
     """Plan all layers in one place; what the parts of the ranks are held against."""
     cluster = cluster_preset("h100x8", num_ranks, num_ranks)
-    budget = replace(plan_budget(config.plan, cluster), pack_samples=False, place_samples=False)
+    budget = replace(plan_budget(config.plan, MEMORY), pack_samples=False, place_samples=False)
     budget = budget.with_resident_slots(EXPERT, LAYERS)
     return plan_step(demand, cluster, budget, config.plan.balancer, expert=EXPERT, previous=previous)
 
@@ -130,7 +130,7 @@ def _plan_on_a_rank(_folder):
     """Make the plans of two steps in a row on this rank; return what they are beside those of a single planner."""
     import torch.distributed as dist
 
-    rank, found = dist.get_rank(), {}
+    rank, found, machine = dist.get_rank(), {}, cluster_preset("h100x8", 2, 2)
     own = RESPONSES[rank::2] if rank else []  # rank 0 has no response at all
     table = gather_table(own)
     for name, overrides in CASES.items():
@@ -138,9 +138,9 @@ def _plan_on_a_rank(_folder):
         schedule = schedule_of(table, config)
         demand = demand_of(own, table, schedule)
         for step in range(2):
-            plan = plan_together(demand, config.plan, cluster_preset("h100x8", 2, 2), EXPERT, previous).plan
+            plan = plan_together(demand, config.plan, machine, EXPERT, previous, memory_gib=MEMORY).plan
             whole = whole_plan(demand, config, 2, previous)
-            validate_plan(plan, cluster_preset("h100x8", 2, 2).topology, demand)
+            validate_plan(plan, machine.topology, demand)
             found[name, step] = {
                 "digest": plan.digest(),
                 "whole": whole.digest(),
@@ -152,9 +152,9 @@ def _plan_on_a_rank(_folder):
             previous = plan
     config, cluster = config_of(ranks=2), cluster_preset("h100x8", 2, 1)
     demand = demand_of(own, table, schedule_of(table, config))
-    on_two_nodes = plan_together(demand, config.plan, cluster, EXPERT, None, rank_tokens=40).plan
+    on_two_nodes = plan_together(demand, config.plan, cluster, EXPERT, None, memory_gib=MEMORY, rank_tokens=40).plan
     validate_plan(on_two_nodes, cluster.topology, demand, rank_tokens=40)  # responses are packed
-    budget = replace(plan_budget(config.plan, cluster), rank_tokens=40)
+    budget = replace(plan_budget(config.plan, MEMORY), rank_tokens=40)
     found["two nodes"] = on_two_nodes.digest(), plan_step(demand, cluster, budget, expert=EXPERT).digest()
     return found
 

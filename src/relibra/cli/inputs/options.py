@@ -107,7 +107,7 @@ MemoryGib = Annotated[
         min=0,
         max=1 << 20,
         metavar="GIB",
-        help="Most memory of a rank for slots; default: a tenth of the device memory of --cluster. Where it allows, "
+        help="Most memory of a rank for slots; default: what --model leaves of a rank of --cluster. Where it allows, "
         "every layer has slots of its own, which keep replicas over micro-batches; else one buffer is for all layers.",
         show_default=False,
     ),

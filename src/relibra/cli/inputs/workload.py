@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from relibra.cli.inputs.machine import fit_cluster, open_cluster
 from relibra.cli.inputs.mini_batches import fill_in_words, mini_batches_for, samples_in_words, schedule_mini_batches
+from relibra.cli.inputs.models import choose_model
 from relibra.cli.inputs.options import Order, Take
 from relibra.cli.inputs.recordings import Recording
-from relibra.cli.inputs.requests import BudgetRequest, WorkloadRequest
+from relibra.cli.inputs.requests import BudgetRequest, SimulationRequest, WorkloadRequest
 from relibra.errors import ConfigError, TraceError
 from relibra.printable import plural
 
@@ -299,10 +300,15 @@ def _against_idle(workload: Workload) -> str:
 
 
 def budget_for(request: BudgetRequest, workload: Workload) -> Budget:
-    """Return what a plan of a workload may use: memory by the machine, tokens of a rank by the schedule."""
-    from relibra.planning.budget import slot_memory_gib
+    """Return what a plan of a workload may use: memory that the model leaves, tokens of a rank by the schedule."""
+    from relibra.simulation import Execution, memory_for_slots
 
-    memory_gib = slot_memory_gib(workload.machine) if request.memory_gib is None else request.memory_gib
+    memory_gib = request.memory_gib
+    if memory_gib is None:
+        stages = request.pipeline_stages if isinstance(request, SimulationRequest) else 1
+        how = Execution(pipeline_stages=stages, recompute_activations=True)
+        model = choose_model(request.model, workload.recording.trace)
+        memory_gib = memory_for_slots(workload.demand, workload.machine, model, how)
     return replace(request.budget(), memory_gib=memory_gib, rank_tokens=workload.rank_tokens)
 
 

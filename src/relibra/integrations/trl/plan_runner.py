@@ -19,12 +19,13 @@ from relibra.cluster import Cluster, cluster_preset
 from relibra.errors import EngineError, PlanError
 from relibra.parallel import PlanExecution, execute_plan, logical_order, relocate
 from relibra.parallel.balanced import BalancedEP, balanced_layers
-from relibra.planning.budget import RUN_DEFAULTS, Budget, slot_memory_gib
+from relibra.planning.budget import RUN_DEFAULTS, Budget
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
 from relibra.replay import BatchRoutes, RoutingReplay
 from relibra.routing.demand import ScheduledDemand
+from relibra.simulation import Execution, counted_model_shape, memory_for_slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +74,7 @@ class PlanRunner:
         self.num_ranks = _check_group(first)
         self._cluster = cluster_preset(cluster, self.num_ranks) if isinstance(cluster, str) else cluster
         self._expert = _expert_shape(model, first)
-        if budget is None:
-            budget = replace(RUN_DEFAULTS, memory_gib=slot_memory_gib(self._cluster))
+        self._estimates_memory, budget = budget is None, budget or RUN_DEFAULTS
         if budget.deadline_seconds is not None:
             raise PlanError(
                 f"a budget with a deadline of {budget.deadline_seconds} s gives every rank another plan: leave out "
@@ -97,6 +97,8 @@ class PlanRunner:
         """
         self.close()
         budget = self._budget if may_move else replace(self._budget, move_homes=False)
+        if self._estimates_memory:
+            budget = replace(budget, memory_gib=self._memory_for_slots(demand))
         expert = None if budget.objective == "tokens" else self._expert
         plan = plan_step(demand, self._cluster, budget, expert=expert, previous=self._plan)
         if not np.array_equal(plan.physical_to_logical_map, plan.previous_map):
@@ -109,6 +111,15 @@ class PlanRunner:
             replicas=plan.num_copies,
             moved=plan.num_moved,
             seconds=plan.plan_seconds,
+        )
+
+    def _memory_for_slots(self, demand: ScheduledDemand) -> float:
+        """Return the GiB that the model leaves for slots."""
+        model: Any = self._model
+        L, E = demand.counts_SLE.shape[1:]
+        shape = counted_model_shape(model.config.get_text_config().to_dict(), L, E, demand.top_k or 1, self._expert)
+        return memory_for_slots(
+            demand, self._cluster, shape, Execution(recompute_activations=model.is_gradient_checkpointing)
         )
 
     def micro_batch(self, number: int, routes: BatchRoutes) -> AbstractContextManager[RoutingReplay | None]:

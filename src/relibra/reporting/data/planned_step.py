@@ -20,7 +20,7 @@ from relibra.reporting.data.recording import Recording
 from relibra.routing.micro_batches import schedule_samples
 from relibra.routing.readers import open_trace
 from relibra.routing.trace_statistics import default_micro_batch_tokens
-from relibra.simulation import ModelShape, cut_model, model_shape, model_shape_from_config
+from relibra.simulation import ModelShape, cut_model, memory_for_slots, model_shape, model_shape_from_config
 
 MAX_CHOICES = 1 << 28
 """Choices (row, layer, k) of a step that is planned for a page; more take minutes and gigabytes."""
@@ -60,9 +60,13 @@ def plan_last_step(
     machine = cluster or cluster_preset("h100x8")
     per_node = ranks if ranks < machine.ranks_per_node else math.gcd(ranks, machine.ranks_per_node)
     machine = machine.with_ranks(ranks, per_node)
-    routed = cut_model(model or default_model(path), demand)
-    slots = recording.setting("plan", "slots")
-    budget = Budget(slots=slots if isinstance(slots, int) and slots >= 0 else 1, objective="tokens")
+    model = model or default_model(path)
+    routed, slots = cut_model(model, demand), recording.setting("plan", "slots")
+    budget = Budget(
+        slots=slots if isinstance(slots, int) and slots >= 0 else 1,
+        memory_gib=memory_for_slots(demand, machine, model),
+        objective="tokens",
+    )
     plan = plan_step(demand, machine, budget, expert=routed.expert)
     plans = compare_static(plan, demand), compare_plan("the plan", plan, demand)
     which = "The recording" if number is None else f"Step {number}, the last recorded one,"

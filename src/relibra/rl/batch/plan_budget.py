@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+from relibra.cluster import Cluster
 from relibra.planning.budget import Budget
+from relibra.rl.config.run_config import RunConfig
 from relibra.rl.config.settings import PlanSettings
+from relibra.routing.demand import ScheduledDemand
+from relibra.simulation import Execution, ModelShape, memory_for_slots
 
 
-def plan_budget(settings: PlanSettings) -> Budget:
-    """Return the budget of a step."""
+def plan_budget(settings: PlanSettings, memory_gib: float) -> Budget:
+    """Return the budget of a step.
+
+    memory_gib   for slots where the settings set no limit (`slot_memory`)
+    """
     return Budget(
         slots=settings.slots,
-        memory_gib=settings.memory_gib,
+        memory_gib=memory_gib if settings.memory_gib is None else min(memory_gib, settings.memory_gib),
         move_homes=settings.move_homes,
         pack_samples=settings.pack and settings.sums == "fast",
         tolerance=settings.tolerance,
         steps_served=settings.steps_served,
         gradient_wire=settings.gradient_wire,
     )
+
+
+def slot_memory(config: RunConfig, demand: ScheduledDemand, cluster: Cluster, model: ModelShape) -> float:
+    """Return the GiB that the trained model of a run leaves for slots, the same on all ranks and in a resumed run.
+
+    Beside it a rank holds a full copy for sampling, one of the reference policy, and its part of a value model.
+    """
+    copies = 1 + (config.algorithm.kl_coefficient > 0)
+    held_bytes = float(copies * model.parameters * model.expert.bytes_per_value)
+    if config.algorithm.advantage == "gae":
+        held_bytes += _TRAINED_BYTES * model.parameters / cluster.num_ranks
+    how = Execution(recompute_activations=config.model.activation_checkpointing)
+    return memory_for_slots(demand, cluster, model, how, held_bytes=held_bytes)
+
+
+_TRAINED_BYTES = 16.0
+"""Of a float32 weight with its gradient and two moments."""

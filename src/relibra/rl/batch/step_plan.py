@@ -156,17 +156,19 @@ def plan_together(
     expert: ExpertShape,
     previous: Homes | None,
     *,
+    memory_gib: float,
     rank_tokens: int | None = None,
 ) -> PlannedStep:
     """Return the plan of a step, the same on all ranks: rank 0 plans, and the others get its arrays. Collective.
 
     expert        size of one expert of the model
     previous      where the experts are now; None: in the static layout
+    memory_gib    for slots where the settings set no limit
     rank_tokens   most tokens of a rank in a micro-batch, which packing keeps; None: as many as the schedule has
     """
     plan, static_seconds = None, 0.0
     if dist.get_rank() == 0:
-        budget = replace(plan_budget(settings), rank_tokens=rank_tokens)
+        budget = replace(plan_budget(settings, memory_gib), rank_tokens=rank_tokens)
         plan = plan_step(demand, cluster, budget, settings.balancer, expert=expert, previous=previous)
         static = StepPlan.static(demand, cluster.topology, dispatch=cluster.dispatch)
         static_seconds = predict(static, demand, cluster, expert).total

@@ -17,6 +17,7 @@ from relibra.parallel.balanced import balanced_layers
 from relibra.planning.placement import Homes
 from relibra.planning.plan import StepPlan
 from relibra.replay import BatchRoutes, RoutingReplay, replay_routing
+from relibra.rl.batch.plan_budget import slot_memory
 from relibra.rl.batch.schedule import Schedule
 from relibra.rl.batch.step_plan import (
     PlannedStep,
@@ -100,8 +101,9 @@ def build_batch(
                 demand,
                 config.plan,
                 cluster,
-                policy.expert_shape,
+                policy.model_shape.expert,
                 previous,
+                memory_gib=slot_memory(config, demand, cluster, policy.model_shape),
                 rank_tokens=config.update.micro_batch_tokens,
             )
             schedule = replace(schedule, micro_batch_S=planned.plan.micro_batch_S, rank_S=planned.plan.rank_S)
@@ -128,7 +130,7 @@ def plan_recorded_routes(
     batch: TrainingBatch,
     recorded: Sequence[Tensor],
     policy: Policy,
-    settings: PlanSettings,
+    config: RunConfig,
     *,
     previous: Homes | None,
     cluster: Cluster,
@@ -147,9 +149,10 @@ def plan_recorded_routes(
     if not len(table.sample_id_S):
         return batch
     demand = count_demand(responses, table, batch.schedule, **_sizes(policy))
-    if policy.balanced and not settings.live:  # responses are on their ranks already: the schedule stays
-        unpacked = settings.model_copy(update={"pack": False})
-        planned = plan_together(demand, unpacked, cluster, policy.expert_shape, previous)
+    if policy.balanced and not config.plan.live:  # responses are on their ranks already: the schedule stays
+        model, unpacked = policy.model_shape, config.plan.model_copy(update={"pack": False})
+        memory_gib = slot_memory(config, demand, cluster, model)
+        planned = plan_together(demand, unpacked, cluster, model.expert, previous, memory_gib=memory_gib)
     return _replaying_routes(replace(batch, demand=demand).following(planned), _take_routes(responses), policy)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from relibra.cluster import Cluster, Dispatch
-from relibra.planning.budget import MOST_SLOTS, RUN_DEFAULTS
+from relibra.planning.budget import MOST_SLOTS, Budget
 from relibra.planning.costs.expert_shape import GradientWire
 from relibra.rl.config.presets import PRESETS
 from relibra.rl.config.rollout_settings import MAX_LENGTH
@@ -244,6 +244,9 @@ class CriticSettings(Section):
         return None if value == "off" else value
 
 
+_DEFAULT = Budget()
+
+
 class PlanSettings(Section):
     """Balanced expert parallelism, planned from the recorded routes, or live. Needs at least 2 ranks; plans replay."""
 
@@ -256,21 +259,19 @@ class PlanSettings(Section):
     dispatch: Dispatch | None = None
     """How tokens reach other nodes: "flat", each rank that computes for them; "hierarchical", once, forwarded there.
     None: as `cluster` has it, flat for presets. Flat in any case with canonical sums."""
-    objective: Literal["seconds", "tokens"] = "seconds"
-    """Minimise the modelled seconds of the step on this machine, or the token-slots of the busiest rank."""
-    slots: int = Field(RUN_DEFAULTS.slots, ge=0, le=MOST_SLOTS)
-    """Replica slots per rank, for copies of busy experts."""
+    slots: int | None = Field(None, ge=0, le=MOST_SLOTS)
+    """Most slots per rank for replicas, copies of busy experts; none: as many as pay. Peers and "live" take 2."""
     memory_gib: float | None = Field(None, ge=0, le=1 << 20)
-    """Most memory per rank for slots; none: a tenth of the device memory of `cluster`. Where it allows, every layer has
-    slots of its own, which keep replicas over micro-batches, with weights and float32 gradients; else one buffer is for
-    all layers."""
+    """Most memory per rank for slots; none: no limit but what the model leaves of the device memory of `cluster`, by its
+    sizes. Where it allows, every layer has slots of its own, which keep replicas over micro-batches, with weights and
+    float32 gradients; else one buffer is for all layers."""
     move_homes: bool = True
     """Allow experts to move between ranks between steps."""
     pack: bool = True
     """Allow responses to change rank and micro-batch inside their mini-batch."""
-    tolerance: float = Field(RUN_DEFAULTS.tolerance, ge=0, le=10)
+    tolerance: float = Field(_DEFAULT.tolerance, ge=0, le=10)
     """Accepted excess of the busiest rank's load over the lowest possible (0.01 = 1 %); larger means fewer copies."""
-    steps_served: int = Field(RUN_DEFAULTS.steps_served, ge=1, le=LONGEST)
+    steps_served: int = Field(_DEFAULT.steps_served, ge=1, le=LONGEST)
     """Steps over which the time of moving an expert to a new home is spread: how long routes stay alike."""
     gradient_wire: GradientWire = "model"
     """Type in which the gradient of a replica travels home: "model", that of the weights, or "float32"; sums are in

@@ -39,6 +39,7 @@ from relibra.rl.model.sharding import (
 )
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.toy.model import built_in_config, initial_model
+from relibra.simulation import ModelShape, counted_model_shape
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Policy:
     layer_ids     decoder layers (absolute, from 0) whose routes can be recorded; none: a dense model, or (with replay
                   off) one with unknown routers
     top_k         experts per token in each of them; 0 if there are none
-    expert        size of one expert, for the seconds of plans; None: a dense model
+    shape         sizes of the model, for plans; None: a dense model
     balanced      `trained` has experts and can execute plans
     packed        the model supports attention within each packed sequence (`packed_sequences.py`)
     explicit_masks   the model needs explicit masks to keep packed sequences independent
@@ -63,15 +64,15 @@ class Policy:
     layer_ids: tuple[int, ...]
     top_k: int
     balanced: bool
-    expert: ExpertShape | None = None
+    shape: ModelShape | None = None
     packed: bool = False
     explicit_masks: bool = False
 
     @property
-    def expert_shape(self) -> ExpertShape:
-        """Return `expert` of a model with experts."""
-        assert self.expert is not None, "only models with experts are planned for"
-        return self.expert
+    def model_shape(self) -> ModelShape:
+        """Return `shape` of a model with experts."""
+        assert self.shape is not None, "only models with experts are planned for"
+        return self.shape
 
     def sync(self) -> None:
         """Copy the trained weights, gathered in logical expert order, into the full copy; collective."""
@@ -147,7 +148,7 @@ def build_policy(
         layer_ids=structure.layer_ids,
         top_k=structure.top_k,
         balanced=follows_plans and structure.num_experts > 0,
-        expert=structure.expert,
+        shape=structure.shape,
         packed=packed,
         explicit_masks=explicit_masks,
     )
@@ -208,13 +209,13 @@ def _needs_masks(full: nn.Module, settings: ModelSettings) -> bool:
 class _Structure:
     """Structure of a model, known before its weights are loaded.
 
-    expert   None: a dense model
+    shape   None: a dense model
     """
 
     num_experts: int
     layer_ids: tuple[int, ...]
     top_k: int
-    expert: ExpertShape | None
+    shape: ModelShape | None
 
 
 def _model_config(settings: ModelSettings, vocab_size: int) -> Any:
@@ -263,11 +264,15 @@ def _read_structure(model_config: Any, settings: ModelSettings, ranks: int, repl
             f"algorithm.replay {replay!r} needs a model with experts, and {name} has none: set algorithm.replay=off; "
             f"{NO_EXPERTS}"
         )
+    shape, top_k = None, sites[0].top_k if sites else 0
+    if num_experts:
+        expert, text = _expert_shape(model_config, stacked, settings), model_config.get_text_config()
+        shape = counted_model_shape(text.to_dict(), len(sites) or text.num_hidden_layers, num_experts, top_k, expert)
     return _Structure(
         num_experts=num_experts,
         layer_ids=tuple(site.layer_id for site in sites),
-        top_k=sites[0].top_k if sites else 0,
-        expert=_expert_shape(model_config, stacked, settings) if num_experts else None,
+        top_k=top_k,
+        shape=shape,
     )
 
 
