@@ -60,7 +60,7 @@ PROGRAMS = (
     Program(name="balancers", folder="planner", minutes=1.5, takes_data=True),
     Program(name="trainer_schedules", folder="planner", minutes=1, takes_data=True, long=True),
     Program(name="whole_step", folder="planner", minutes=2, long=True, threads=2),
-    Program(name="step", folder="planner", minutes=12, takes_data=True, long=True, threads=2),
+    Program(name="step", folder="planner", minutes=60, takes_data=True, long=True, threads=1),
     Program(name="tppo_toy", folder="rl", minutes=1),
     Program(name="emulated_ranks", folder="runtime", minutes=3, takes_data=True),
     Program(name="preparation", folder="runtime", minutes=3, long=True, threads=1),

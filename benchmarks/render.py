@@ -35,7 +35,7 @@ PAGES: tuple[Path, ...] = (
 )
 """Every page with markers."""
 
-SPLIT = ("papers_", "reliability_", "deployment_", "acceptance_")
+SPLIT = ("papers_", "reliability_", "deployment_", "acceptance_", "step_")
 """How names of tables begin of which several come from one file: FILE_TABLE."""
 PICTURE = ROOT / "docs" / "skew.svg"
 
