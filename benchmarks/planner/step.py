@@ -39,7 +39,7 @@ COLUMNS = {
     "hidden_ratio_to_static": "static / it, exchange hidden",
     "exposed_seconds": "exposed s",
     "slots": "slots",
-    "resident_slots": "resident",
+    "resident": "of layers",
     "slot_gib": "slot GiB",
     "plan_seconds": "plan s",
 }

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.planner.step_cells import Case
-from relibra.planning.budget import Budget
+from relibra.planning.budget import PEER_SLOTS, Budget
 from relibra.planning.costs.copies import slot_bytes
 from relibra.planning.costs.layer_costs import LayerCosts
 from relibra.planning.plan import StepPlan
@@ -44,7 +44,7 @@ def rows_of(case: Case) -> list[Row]:
     """Plan and simulate the step of a case with every balancer; peers have as many slots as the default's plan."""
     budget = default_budget(case)
     default, row = planned_row(case, DEFAULT, "relibra", budget)
-    peers = replace(budget, slots=default.slots or budget.slots, pack_samples=False)
+    peers = replace(budget, slots=default.slots or PEER_SLOTS, pack_samples=False)
     rows = [planned_row(case, "static", "static", budget)[1]]
     rows += [planned_row(case, name, name, peers)[1] for name in PEERS] + [row]
     own = {name: replace(budget, **changes) for name, changes in OWN.items()}
@@ -57,8 +57,8 @@ def rows_of(case: Case) -> list[Row]:
 
 def default_budget(case: Case) -> Budget:
     """Return what training lets the plan of this step use; on one node it packs no samples."""
-    budget = replace(plan_budget(PlanSettings(), case.memory_gib), rank_tokens=case.cell.tokens, threads=1)
-    return budget if case.cluster.num_nodes > 1 else replace(budget, pack_samples=False, place_samples=False)
+    budget = replace(plan_budget(PlanSettings(), case.memory_gib), rank_tokens=case.cell.tokens)
+    return budget if case.cluster.num_nodes > 1 else replace(budget, pack_samples=False)
 
 
 def planned_row(case: Case, name: str, balancer: str, budget: Budget) -> tuple[StepPlan, Row]:
@@ -98,7 +98,7 @@ def planned_row(case: Case, name: str, balancer: str, budget: Budget) -> tuple[S
         "move_bytes": float(plan.num_moved * expert.state_bytes),
         "moved": plan.num_moved,
         "slots": plan.slots,
-        "resident_slots": plan.resident_slots,
+        "resident": plan.resident,
         "slot_gib": slot_bytes(plan, expert, num_layers=case.whole.moe_layers) / 2**30,
         "plan_seconds": spent,
         "configuration": f"{M} micro-batches, {L} of {case.whole.moe_layers} layers, "
