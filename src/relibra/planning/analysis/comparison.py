@@ -20,6 +20,7 @@ from relibra.planning.budget import Budget
 from relibra.planning.costs.copies import slot_bytes
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.costs.prediction import predict
+from relibra.planning.costs.step_bytes import StepBytes
 from relibra.planning.placement import Homes, Scope, step_skew
 from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
@@ -41,14 +42,12 @@ class ComparisonRow:
     worst                      largest max / mean of a single micro-batch and layer
     copies                     replicas over all micro-batches and layers; cross_node_copies: of these, away from the
                                node of their home
-    moved_experts, moved_bytes experts with a new home rank, and the bytes of their state
+    moved_experts              experts with a new home rank
     slots, slots_used          spare slots per rank that the plan reserves; most that it fills on a rank
     slot_bytes                 memory of the reserved slots on a rank: weights and gradients
-    pushed_bytes               weights pushed to replicas, forward and again backward
-    copy_bytes                 these, and the gradients that replicas return
+    bytes                      sent by all ranks in a step, by kind and link
     cross_node_token_slots     token-slots computed on another node than the one they come from
     cross_node_share           these as a share of all
-    network_bytes              activation bytes between nodes: dispatch and combine, forward and backward
     plan_seconds               wall clock on this machine, kernels compiled before (label `measured`)
     predicted_seconds          seconds of the step, with all moves before it or with their part (label `model`); for
                                balancers that see live loads, with their decisions and pushes after the router, as
@@ -72,15 +71,12 @@ class ComparisonRow:
     copies_per_micro_batch_layer: float | None = None
     cross_node_copies: int | None = None
     moved_experts: int | None = None
-    moved_bytes: int | None = None
     slots: int | None = None
     slots_used: int | None = None
     slot_bytes: int | None = None
-    pushed_bytes: int | None = None
-    copy_bytes: int | None = None
+    bytes: StepBytes | None = None
     cross_node_token_slots: int | None = None
     cross_node_share: float | None = None
-    network_bytes: float | None = None
     plan_seconds: float | None = None
     predicted_seconds: float | None = None
     exposed_seconds: float | None = None
@@ -96,7 +92,7 @@ class ComparisonRow:
 
     def figures(self) -> dict[str, object]:
         """Return the fields by name, for JSON."""
-        return asdict(self)
+        return {**asdict(self), "bytes": None if self.bytes is None else self.bytes.as_dict()}
 
 
 def check_balancer(name: str) -> None:
@@ -214,15 +210,12 @@ def measure(
         copies_per_micro_batch_layer=plan.num_copies / max(1, worst_ML.size),
         cross_node_copies=plan.num_cross_node_copies,
         moved_experts=plan.num_moved,
-        moved_bytes=prediction.moved_bytes,
         slots=plan.slots,
         slots_used=int((plan.replica_MLRB >= 0).sum(axis=3).max(initial=0)),
         slot_bytes=slot_bytes(plan, expert),
-        pushed_bytes=prediction.pushed_bytes,
-        copy_bytes=prediction.copy_bytes,
+        bytes=prediction.bytes,
         cross_node_token_slots=prediction.cross_node_token_slots,
         cross_node_share=prediction.cross_node_token_slots / max(1, int(load_MLR.sum())),
-        network_bytes=prediction.network_bytes,
         plan_seconds=plan.plan_seconds,
         predicted_seconds=prediction.total,
         exposed_seconds=prediction.copies,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,6 +44,36 @@ def explain_plan(plan: StepPlan, demand: Demand, layer: int, micro_batch: int | 
     )
     lines += _replica_sentences(plan, index, micro_batch, load_E, before_R, mean)
     return "\n".join(lines)
+
+
+class MoreSlots(NamedTuple):
+    """A choice with more memory for slots.
+
+    saving    share of the seconds of the chosen one
+    """
+
+    memory_gib: float
+    saving: float
+
+
+def next_slots(plan: StepPlan) -> MoreSlots | None:
+    """Return the least memory above the chosen one that saves seconds; None: none was tried, or none does."""
+    kept = [choice for choice in plan.considered if choice.schedule == "kept"]
+    chosen = [choice for choice in plan.considered if choice.chosen]
+    if not chosen or not plan.num_copies:
+        return None
+    same = [choice for choice in kept if (choice.slots, choice.resident) == (chosen[0].slots, chosen[0].resident)]
+    larger = [choice for choice in kept if choice.memory_gib > same[0].memory_gib and choice.seconds < same[0].seconds]
+    if not larger:
+        return None
+    found = min(larger, key=lambda choice: choice.memory_gib)
+    return MoreSlots(found.memory_gib, 1 - found.seconds / same[0].seconds)
+
+
+def describe_slot_memory(memory_gib: float, more: MoreSlots | None) -> str:
+    """Return the memory of slots, and what the next larger choice would save."""
+    saving = f"; {more.memory_gib:.3g} GiB would save {more.saving:.2%}" if more else ""
+    return f"{memory_gib:.3g} GiB{saving}"
 
 
 def _index(plan: StepPlan, layer: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import no_type_check
 
 import numpy as np
@@ -24,6 +24,7 @@ class CopyCosts:
     network_ML              of the busiest rank between nodes alone, on links that rows use too
     takes_part_MLR          ranks that send or receive
     sent_MLR, received_MLR  experts that leave and enter a rank
+    network_sent_MLR        of those sent, how many go to other nodes
     from_host_MLR           of those received, how many come from a pool in host memory and from no rank: all or none
     bytes_each              of one expert
     """
@@ -33,13 +34,22 @@ class CopyCosts:
     takes_part_MLR: Bool[ndarray, "M L R"]
     sent_MLR: Int64[ndarray, "M L R"]
     received_MLR: Int64[ndarray, "M L R"]
+    network_sent_MLR: Int64[ndarray, "M L R"]
     from_host_MLR: Int64[ndarray, "M L R"]
     bytes_each: int
 
-    @property
-    def total_bytes(self) -> int:
-        """Return the bytes of all copies."""
-        return int(self.received_MLR.sum()) * self.bytes_each
+    def without_last(self) -> CopyCosts:
+        """Return copies without those of the last layer that has any, per micro-batch."""
+        L = self.seconds_ML.shape[1]
+        has_ML: ndarray = np.any(self.takes_part_MLR, axis=2)
+        last_M = L - 1 - np.argmax(has_ML[:, ::-1], axis=1)
+        keep_ML: ndarray = np.not_equal(np.arange(L), last_M[:, None])
+        counts = ("takes_part_MLR", "sent_MLR", "received_MLR", "network_sent_MLR", "from_host_MLR")
+        return replace(
+            self,
+            **{name: getattr(self, name) * keep_ML for name in ("seconds_ML", "network_ML")},
+            **{name: getattr(self, name) * keep_ML[..., None] for name in counts},
+        )
 
 
 def copy_costs(
@@ -132,6 +142,7 @@ def _copies(
         takes_part_MLR=(sent_MLR > 0) | (received_MLR > 0),
         sent_MLR=sent_MLR,
         received_MLR=received_MLR,
+        network_sent_MLR=sent_2MLR[BETWEEN],
         from_host_MLR=np.zeros_like(received_MLR),
         bytes_each=bytes_each,
     )
@@ -147,6 +158,7 @@ def _from_pool(counts: tuple[ndarray, ndarray], cluster: Cluster, expert: Expert
         takes_part_MLR=received_MLR > 0,
         sent_MLR=np.zeros_like(received_MLR),
         received_MLR=received_MLR,
+        network_sent_MLR=np.zeros_like(received_MLR),
         from_host_MLR=received_MLR,
         bytes_each=expert.weight_bytes,
     )

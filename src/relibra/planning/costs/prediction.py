@@ -13,7 +13,7 @@ decides while everybody waits. The total has moves in full; plans are compared w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from relibra.planning.costs.compute import busiest_attention_M
 from relibra.planning.costs.copies import relocation_seconds
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.costs.layer_costs import layer_costs
+from relibra.planning.costs.step_bytes import StepBytes, moved_bytes, sent_bytes
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import ScheduledDemand
 
@@ -35,11 +36,7 @@ class Prediction:
     host                                     seconds of launches and host work, and of a live balancer's decisions
     relocation                               seconds of all moves, once before the step
     cross_node_token_slots                   token-slots computed on another node than the one they come from
-    sent_bytes                               activation bytes between ranks: dispatch and combine, forward and backward
-    network_bytes                            of these, between nodes
-    pushed_bytes                             weights pushed to replicas, forward and again backward
-    copy_bytes                               these, and the gradients that replicas return
-    moved_bytes                              state of experts that change their home rank, in full
+    bytes                                    by kind, inside nodes and between them
     """
 
     compute: float
@@ -49,11 +46,7 @@ class Prediction:
     host: float
     relocation: float
     cross_node_token_slots: int
-    sent_bytes: float
-    network_bytes: float
-    pushed_bytes: int
-    copy_bytes: int
-    moved_bytes: int
+    bytes: StepBytes
 
     @property
     def total(self) -> float:
@@ -88,6 +81,7 @@ def predict(
     attention_M = busiest_attention_M(demand, cluster, expert)
     hiding_M = attention_M if attention_seconds is None else np.full(len(attention_M), attention_seconds)
     costs = layer_costs(plan, demand, cluster, expert, live=live)
+    executed = replace(costs, again=costs.again.without_last())  # these weights are still in the slots
     return Prediction(
         compute=float(costs.compute_ML.sum()),
         attention=3.0 * len(demand.layer_ids) * float(attention_M.sum()),
@@ -96,9 +90,8 @@ def predict(
         host=float(costs.host_ML.sum()),
         relocation=relocation_seconds(plan.previous, plan, cluster, expert),
         cross_node_token_slots=int(costs.exchange.cross_node_ML.sum()),
-        sent_bytes=4 * float(costs.exchange.out_MLR.sum()) * expert.row_bytes,
-        network_bytes=4 * float(costs.exchange.network_out_MLR.sum()) * expert.row_bytes,
-        pushed_bytes=costs.push.total_bytes + costs.again.total_bytes,
-        copy_bytes=costs.push.total_bytes + costs.again.total_bytes + costs.gradients.total_bytes,
-        moved_bytes=plan.num_moved * expert.state_bytes,
+        bytes=replace(
+            sent_bytes(executed, expert.row_bytes, expert.bytes_per_value),
+            moves=moved_bytes(plan.previous, plan, expert),
+        ),
     )

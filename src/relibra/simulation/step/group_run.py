@@ -12,6 +12,7 @@ from numpy import ndarray
 from relibra.cluster import Cluster
 from relibra.errors import ConfigError
 from relibra.planning.costs.copies import CopyCosts
+from relibra.planning.costs.step_bytes import StepBytes, add_bytes, sent_bytes
 from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.step.passes import TERMS, Note, PassSeconds, backward_pass, forward_pass
 from relibra.simulation.step.pipeline_schedule import BACKWARD, FORWARD, run_schedule
@@ -105,8 +106,9 @@ class GroupRun:
     """A step of one group; arrays are [stage, rank of the group].
 
     network_DR   bytes of rows that each rank sends to other nodes
-    uneven   forward seconds of the busiest and of the mean rank, summed over micro-batches and layers: attention (with
-             dense parts), experts
+    bytes        of all ranks by kind, without moves
+    uneven       forward seconds of the busiest and of the mean rank, summed over micro-batches and layers: attention
+                 (with dense parts), experts
     """
 
     mini_batches: tuple[MiniBatchRun, ...]
@@ -115,6 +117,7 @@ class GroupRun:
     sent: dict[str, Float64[ndarray, "D R"]]
     received: dict[str, Float64[ndarray, "D R"]]
     network_DR: Float64[ndarray, "D R"]
+    bytes: StepBytes
     host_DR: Float64[ndarray, "D R"]
     token_slots_DR: Int64[ndarray, "D R"]
     uneven: dict[str, tuple[float, float]]
@@ -151,6 +154,16 @@ def run_group(costs_D: list[StageCosts], how: Execution, note_of: NoteOf | None 
         sent={kind: value_S2R[:, 0] for kind, value_S2R in moved.items()},
         received={kind: value_S2R[:, 1] for kind, value_S2R in moved.items()},
         network_DR=np.stack([_between_nodes(costs, how) for costs in costs_D]),
+        bytes=add_bytes(
+            sent_bytes(
+                costs,
+                costs.row_bytes,
+                costs.gate_bytes,
+                trained=not how.forward_only,
+                recomputed=how.recompute_activations,
+            )
+            for costs in costs_D
+        ),
         host_DR=np.stack([_from_host(costs) for costs in costs_D]),
         token_slots_DR=np.stack([costs.load_MLR.sum(axis=(0, 1)) for costs in costs_D]),
         uneven={name: _uneven(costs_D, name) for name in ("attention", "experts")},

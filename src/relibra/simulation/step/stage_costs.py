@@ -11,7 +11,6 @@ from numpy import ndarray
 
 from relibra.cluster import Cluster
 from relibra.planning.costs.compute import dense_seconds
-from relibra.planning.costs.copies import CopyCosts
 from relibra.planning.costs.layer_costs import LayerCosts, layer_costs
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.distinct_rows import DistinctRows
@@ -101,7 +100,7 @@ def stage_costs(
         gathered = gathered_bytes(model, first=first, last=last) if shard_dense else Gathers(0.0, 0.0, 0.0)
         parts = {field.name: _cut(getattr(costs, field.name), layers) for field in fields(costs)}
         if last and overlap:
-            parts["again"] = _without_last(parts["again"])
+            parts["again"] = parts["again"].without_last()
         found.append(
             StageCosts(
                 **parts,
@@ -131,20 +130,3 @@ def _cut(costs: Any, layers: slice) -> Any:
     if not is_dataclass(costs) or isinstance(costs, type):
         return costs
     return replace(costs, **{field.name: _cut(getattr(costs, field.name), layers) for field in fields(costs)})
-
-
-def _without_last(copies: CopyCosts) -> CopyCosts:
-    """Return copies without those of the last layer that has any, per micro-batch."""
-    L = copies.seconds_ML.shape[1]
-    has_ML: ndarray = np.any(copies.takes_part_MLR, axis=2)
-    last_M = L - 1 - np.argmax(has_ML[:, ::-1], axis=1)
-    keep_ML: ndarray = np.not_equal(np.arange(L), last_M[:, None])
-    return replace(
-        copies,
-        seconds_ML=np.where(keep_ML, copies.seconds_ML, 0.0),
-        network_ML=np.where(keep_ML, copies.network_ML, 0.0),
-        takes_part_MLR=copies.takes_part_MLR & keep_ML[..., None],
-        sent_MLR=copies.sent_MLR * keep_ML[..., None],
-        received_MLR=copies.received_MLR * keep_ML[..., None],
-        from_host_MLR=copies.from_host_MLR * keep_ML[..., None],
-    )

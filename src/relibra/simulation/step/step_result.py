@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 from numpy import ndarray
 
+from relibra.planning.costs.step_bytes import StepBytes
 from relibra.simulation.layout import ParallelLayout
 
 
@@ -28,6 +29,7 @@ class SimulatedStep:
     waited_R           seconds that each rank waited before exchanges until the last rank was there
     sent_bytes, received_bytes   by kind, of each rank: dispatch, combine, gates, gather, push, return, handover
     network_bytes_R    of dispatch and combine, bytes that each rank sent to other nodes
+    bytes              of all ranks by kind, inside nodes and between them
     host_bytes_R       weights that each rank fetched from host memory
     token_slots_R      that each rank computed in a forward pass
     expert_skew, attention_skew   seconds of the busiest rank / of the mean rank, each summed over micro-batches and
@@ -46,6 +48,7 @@ class SimulatedStep:
     sent_bytes: Mapping[str, Float64[ndarray, " R"]]
     received_bytes: Mapping[str, Float64[ndarray, " R"]]
     network_bytes_R: Float64[ndarray, " R"]
+    bytes: StepBytes
     host_bytes_R: Float64[ndarray, " R"]
     token_slots_R: Int64[ndarray, " R"]
     expert_skew: float
@@ -100,6 +103,7 @@ class SimulatedStep:
             "waited_before_exchanges": _of_ranks(self.waited_R),
             "bytes": {name: float(value_R.sum()) for name, value_R in self.sent_bytes.items()}
             | {"host": float(self.host_bytes_R.sum())},
+            "bytes_by_kind": self.bytes.as_dict(),
             "bytes_between_nodes": _of_ranks(self.network_bytes_R) | {"all": float(self.network_bytes_R.sum())},
             "hidden_copy_seconds": self.hidden_copy_seconds,
             "expert_skew": self.expert_skew,

@@ -18,6 +18,7 @@ from relibra.cluster import Cluster
 from relibra.errors import ConfigError
 from relibra.planning.costs.copies import relocation_seconds
 from relibra.planning.costs.layer_costs import check_demand, check_fit
+from relibra.planning.costs.step_bytes import add_bytes, moved_bytes
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.distinct_rows import DistinctRows
 from relibra.routing.demand import ScheduledDemand
@@ -224,6 +225,7 @@ def assemble(
         sent_bytes={name: of_ranks([run.sent[name] for run in runs]) for name in runs[0].sent},
         received_bytes={name: of_ranks([run.received[name] for run in runs]) for name in runs[0].received},
         network_bytes_R=of_ranks([run.network_DR for run in runs]),
+        bytes=replace(add_bytes(run.bytes for run in runs), moves=moved_bytes(plan.previous, plan, model.expert)),
         host_bytes_R=of_ranks([run.host_DR for run in runs]),
         token_slots_R=of_ranks([run.token_slots_DR for run in runs]),
         expert_skew=_skew(runs, "experts"),
