@@ -15,7 +15,7 @@ from relibra.cli.inputs import options
 from relibra.cli.inputs.models import choose_model
 from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.requests import PlanningRequest, takes
-from relibra.cli.inputs.workload import budget_for, budget_in_words, open_workload, workload_in_words
+from relibra.cli.inputs.workload import budget_for, describe_budget, open_workload, workload_in_words
 from relibra.cli.outputs.files import check_outputs, input_files, named
 from relibra.cli.outputs.plan_page import write_page
 from relibra.cli.outputs.simulated_step import moves_in_words
@@ -24,6 +24,7 @@ from relibra.errors import PlanError
 
 if TYPE_CHECKING:
     from relibra.planning.analysis.comparison import ComparisonRow
+    from relibra.planning.costs.step_bytes import StepBytes
     from relibra.planning.plan import StepPlan
 
 
@@ -38,11 +39,11 @@ class CompareRequest(PlanningRequest):
     ] = None
 
     def balancers(self) -> list[str]:
-        """Return the names, each once; when none is given, all that plan differently in this budget."""
-        from relibra.planning.analysis.comparison import distinct_levers
+        """Return the names, each once; when none is given, all."""
+        from relibra.planning.registry import BALANCERS
 
         names = [name.strip() for names in self.balancer or [] for name in names.split(",")]
-        return list(dict.fromkeys(names)) or distinct_levers(self.budget())
+        return list(dict.fromkeys(names)) or list(BALANCERS)
 
 
 @takes(CompareRequest)
@@ -51,15 +52,14 @@ def compare(request: CompareRequest) -> None:
 
     Example: relibra compare runs/demo --ranks 4 --micro-batch-tokens 64
     """
-    from relibra.planning.analysis.comparison import iterate_comparison, with_levers
+    from relibra.planning.analysis.comparison import check_balancer, iterate_comparison
 
     recording = find_recording(request.source)
     check_outputs(named("--html", request.html), input_files(recording.trace, request.cluster, request.schedule))
     model = choose_model(request.model, recording.trace)
-    budget = request.budget()
     names = request.balancers()
     for name in names:
-        with_levers(name, budget)  # an unknown name fails before the trace is read
+        check_balancer(name)  # an unknown name fails before the trace is read
     with progress(f"cutting {recording.trace}"):
         workload = open_workload(recording, request)
     if workload.history_MLE is None:
@@ -76,7 +76,7 @@ def compare(request: CompareRequest) -> None:
     if all(plan is None for _, plan in found):
         raise PlanError(rows[0].message)  # no balancer has a plan: the request is at fault
     if request.html is not None:
-        if shown := _plan_to_draw(found, request.objective):
+        if shown := _plan_to_draw(found):
             name, plan = shown
             write_page(request.html, plan, workload, model, rows, name=f"the plan of {name}")
         else:
@@ -86,24 +86,18 @@ def compare(request: CompareRequest) -> None:
         return
     for line in workload_in_words(workload):
         print_wrapped(line)
-    allowed = budget_in_words(budget, workload, model.expert)
-    print_wrapped(f"plans minimise {budget.objective}, {allowed}; expert sizes of {model.name}")
+    print_wrapped(f"allowed: {describe_budget(budget)}; expert sizes of {model.name}")
     print_comparison(rows)
     print_wrapped(moves_in_words(request.steps))
-    if request.balancer is None:
-        print_wrapped("auto is no row: it plans with all balancers that see the step and takes the cheapest plan")
 
 
-def _plan_to_draw(
-    found: list[tuple[ComparisonRow, StepPlan | None]], objective: options.Objective
-) -> tuple[str, StepPlan] | None:
-    """Return name and plan of the best of relibra's valid plans by the objective, else of all valid plans."""
+def _plan_to_draw(found: list[tuple[ComparisonRow, StepPlan | None]]) -> tuple[str, StepPlan] | None:
+    """Return name and plan of the cheapest of relibra's valid plans, else of all valid plans."""
     valid = [(row, plan) for row, plan in found if plan is not None and row.valid]
     own = [pair for pair in valid if pair[0].balancer.startswith("relibra")]
     if not valid:
         return None
-    seconds = objective is options.Objective.SECONDS
-    row, plan = min(own or valid, key=lambda pair: (pair[0].predicted_seconds if seconds else pair[0].skew) or 0.0)
+    row, plan = min(own or valid, key=lambda pair: pair[0].predicted_seconds or 0.0)
     return row.balancer, plan
 
 
@@ -145,7 +139,7 @@ COLUMNS = (
     Column("copies", lambda row: f"{row.copies_per_micro_batch_layer:.1f}", "per micro-batch and layer", 2),
     Column(
         "pushed\nGB",
-        lambda row: _billions(row.pushed_bytes),
+        lambda row: _billions(_bytes(row).weights.total),
         "weights sent to replicas before forward and again before backward",
         3,
     ),
@@ -160,7 +154,13 @@ COLUMNS = (
     ),
     Column("slots\nGB", lambda row: _billions(row.slot_bytes), "memory of a rank's spare slots with gradients", 6),
     Column("slots\nused", lambda row: f"{row.slots_used}/{row.slots}", "most filled on a rank / reserved", 11),
-    Column("moved\nGB", lambda row: _billions(row.moved_bytes), "state of experts with a new home", 10),
+    Column("moved\nGB", lambda row: _billions(_bytes(row).moves.total), "state of experts with a new home", 10),
+    Column(
+        "between\nGB",
+        lambda row: _billions(_bytes(row).between),
+        "sent between nodes: at least these rows, gate weights, weights, gradients, and all moves",
+        13,
+    ),
     Column("plan\ns", lambda row: f"{row.plan_seconds:.2f}", "measured here", 7),
     Column(
         "step s\nmodel",
@@ -173,7 +173,7 @@ COLUMNS = (
 
 def print_comparison(rows: list[ComparisonRow]) -> None:
     """Print the rows as a table that fits the terminal, a legend, and the errors of balancers without a valid plan."""
-    from relibra.planning.analysis.comparison import describe_levers, describe_scopes
+    from relibra.planning.analysis.comparison import describe_scopes
 
     console = stdout_console()
     shown, table = _fitting(rows, console)
@@ -183,8 +183,6 @@ def print_comparison(rows: list[ComparisonRow]) -> None:
         console.print(f"{LIVE_WORDS}: {', '.join(row.balancer for row in rows if row.sees == 'live')}", highlight=False)
     if any(row.copies for row in rows):
         console.print(f"scope of copies: {describe_scopes(rows)}", highlight=False)
-    if levers := describe_levers(rows):
-        console.print(levers, highlight=False)
     hidden = ", ".join(_name(column) for column in COLUMNS if column not in shown)
     if hidden:
         console.print(f"no room for: {hidden} (--json has all)", highlight=False)
@@ -209,14 +207,13 @@ def _fitting(rows: list[ComparisonRow], console: Console) -> tuple[list[Column],
 
 def _table(rows: list[ComparisonRow], columns: list[Column], space: int) -> Table:
     table = Table(box=None, padding=(0, space, 0, 0), pad_edge=False, header_style="bold")
-    names = ["balancer", *(line for row in rows for line in _folded(row.balancer).splitlines())]
-    table.add_column("balancer", no_wrap=True, min_width=max(map(len, names)))
+    table.add_column("balancer", no_wrap=True, min_width=max(len(row.balancer) for row in rows))
     for column in columns:
         table.add_column(column.title, justify="right", no_wrap=True)
     table.add_column("ok", justify="right", no_wrap=True)
     for row in rows:
         cells = ["-" if row.skew is None else column.cell(row) for column in columns]
-        table.add_row(_folded(row.balancer), *cells, "yes" if row.valid else "NO")
+        table.add_row(row.balancer, *cells, "yes" if row.valid else "NO")
     return table
 
 
@@ -224,13 +221,12 @@ def _name(column: Column) -> str:
     return column.title.replace("\n", " ")
 
 
-def _folded(name: str) -> str:
-    """Break a long set of levers before its last lever."""
-    head, plus, tail = name.rpartition("+")
-    return name if len(name) <= 15 or not plus else f"{head}\n  +{tail}"
+def _bytes(row: ComparisonRow) -> StepBytes:
+    assert row.bytes is not None, "measured"
+    return row.bytes
 
 
-def _billions(number: int | None) -> str:
+def _billions(number: float | None) -> str:
     """Write a number of bytes in GB, small ones with more digits.
 
     >>> _billions(12_345_678_901), _billions(45_600_000), _billions(0)

@@ -1,24 +1,31 @@
-"""`relibra explain`: a plan in words."""
+"""`relibra explain`: what was tried for a plan, its decisions in a layer, or its differences to another one."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
 from relibra.cli.inputs import options
 from relibra.cli.outputs.files import find_demand
-from relibra.cli.outputs.terminal import print_text
+from relibra.cli.outputs.terminal import print_text, stdout_console
 from relibra.errors import ConfigError
 from relibra.number_ranges import ranges_in_words
+
+if TYPE_CHECKING:
+    from relibra.planning.plan import StepPlan
 
 
 def explain(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan written by relibra plan.")],
-    layer: Annotated[int | None, typer.Option(min=0, help="Decoder layer to explain.")] = None,
+    layer: Annotated[
+        int | None, typer.Option(min=0, help="Decoder layer to explain; default: what was tried for the step.")
+    ] = None,
     micro_batch: Annotated[
         int | None, typer.Option(min=0, help="Micro-batch to explain; default: the one that gains most.")
     ] = None,
@@ -28,7 +35,7 @@ def explain(
     diff: Annotated[Path | None, typer.Option(help="List the differences to this later plan instead.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Explain what a plan does in one layer and why, or list how two plans differ.
+    """Print what was tried for a step and its predicted cost, one layer's decisions, or how two plans differ.
 
     Example: relibra explain plan.safetensors --layer 0
     """
@@ -46,6 +53,41 @@ def explain(
         print_text(json.dumps(asdict(difference)) if as_json else str(difference))
         return
     if layer is None:
-        raise ConfigError(f"name a layer of {plan} with --layer: it has {ranges_in_words(made.layer_ids.tolist())}")
+        _print_considered(plan, made, as_json=as_json)
+        return
     text = explain_plan(made, read_demand(find_demand(plan, demand)), layer, micro_batch)
     print_text(json.dumps({"layer": layer, "explanation": text.splitlines()}) if as_json else text)
+
+
+def _print_considered(path: Path, plan: StepPlan, *, as_json: bool) -> None:
+    """Print the choices that were priced for the step.
+
+    raises    ConfigError for a plan of a balancer that prices none
+    """
+    rows = [asdict(choice) for choice in plan.considered]
+    if not rows:
+        raise ConfigError(
+            f"{path} by {plan.balancer} lists no choices: name a layer with --layer: it has "
+            f"{ranges_in_words(plan.layer_ids.tolist())}"
+        )
+    if as_json:
+        print_text(json.dumps({"balancer": plan.balancer, "considered": rows}))
+        return
+    print_text(f"{plan.balancer}: choices for the step, seconds predicted (label model)")
+    _print_rows(rows)
+
+
+def _print_rows(rows: Sequence[Mapping[str, object]]) -> None:
+    """Print a table with a column for each field; the chosen row is marked."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for name in rows[0]:
+        table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(_cell, row.values()))
+    stdout_console().print(table)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,7 @@ from relibra.cli.inputs import options
 from relibra.cli.inputs.models import choose_model
 from relibra.cli.inputs.recordings import Recording, find_recording
 from relibra.cli.inputs.requests import PlanningRequest, check_one_balancer, takes
-from relibra.cli.inputs.workload import Workload, budget_for, budget_in_words, open_workload, workload_in_words
+from relibra.cli.inputs.workload import Workload, budget_for, describe_budget, open_workload, workload_in_words
 from relibra.cli.outputs.files import NamedPath, check_outputs, demand_path, input_files, named, writing
 from relibra.cli.outputs.plan_page import write_page
 from relibra.cli.outputs.terminal import print_note, print_text, progress
@@ -23,6 +23,7 @@ from relibra.printable import plural, printable
 if TYPE_CHECKING:
     from relibra.planning.analysis.comparison import ComparisonRow
     from relibra.planning.budget import Budget
+    from relibra.planning.costs.step_bytes import StepBytes
     from relibra.planning.plan import StepPlan
     from relibra.routing.demand import ScheduledDemand
     from relibra.simulation import ModelShape
@@ -35,9 +36,6 @@ class PlanRequest(PlanningRequest):
     """Options of `relibra plan`: the balancer, what it may change, and the files to write."""
 
     balancer: options.Balancer = "relibra"
-    deadline: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Stop improving the plan after this time.")
-    ] = None
     previous: Annotated[Path | None, typer.Option(metavar="PLAN", help="Plan of the previous step: a warm start.")] = (
         None
     )
@@ -56,10 +54,6 @@ class PlanRequest(PlanningRequest):
         """Return format and path of each --export; raises ConfigError for one that is not FORMAT=PATH."""
         return [_format_and_path(word) for word in self.export or []]
 
-    def budget(self) -> Budget:
-        """Return what the options allow."""
-        return replace(super().budget(), deadline_seconds=self.deadline)
-
 
 @takes(PlanRequest)
 def plan(request: PlanRequest) -> None:
@@ -69,7 +63,7 @@ def plan(request: PlanRequest) -> None:
 
     Example: relibra plan runs/demo --ranks 4 --micro-batch-tokens 64
     """
-    from relibra.planning.analysis.comparison import measure, with_levers
+    from relibra.planning.analysis.comparison import check_balancer, measure
     from relibra.planning.plan_files import read_plan
     from relibra.planning.planner import plan_step
     from relibra.planning.registry import BALANCERS
@@ -79,21 +73,20 @@ def plan(request: PlanRequest) -> None:
     recording = find_recording(request.source)
     _check_paths(request, recording)
     model = choose_model(request.model, recording.trace)
-    balancer, _ = with_levers(request.balancer, request.budget())
-    _check_levers(request)
+    check_balancer(request.balancer)
     previous = None if request.previous is None else read_plan(request.previous)
     with progress(f"cutting {recording.trace}"):
         workload = open_workload(recording, request)
-    if missing := workload.missing_history(balancer):
+    if missing := workload.missing_history(request.balancer):
         print_note(missing)
     machine, demand = workload.machine, workload.demand
-    _, budget = with_levers(request.balancer, budget_for(request, workload))
+    budget = budget_for(request, workload)
     given: dict[str, Any] = {"expert": model.expert, "previous": previous, "history_MLE": workload.history_MLE}
-    _compile_kernels(workload, budget, balancer, given)
+    _compile_kernels(workload, budget, request.balancer, given)
     with progress(f"planning with {request.balancer}"):
-        made = plan_step(demand, machine, budget, balancer, **given)
+        made = plan_step(demand, machine, budget, request.balancer, **given)
         static = plan_step(demand, machine, budget, "static", expert=model.expert, previous=previous)
-    sees = BALANCERS[balancer].sees if made.balancer == balancer else ""
+    sees = BALANCERS[request.balancer].sees if made.balancer == request.balancer else ""
     row = measure(made, demand, machine, model.expert, balancer=made.balancer, sees=sees)
     row = row.with_relocation_over(request.steps)
     if not row.valid:
@@ -159,23 +152,6 @@ def _refuse_live(balancer: str) -> None:
         )
 
 
-def _check_levers(request: PlanRequest) -> None:
-    """Raise a ConfigError for an option that contradicts a set of levers, such as relibra+packing."""
-    from relibra.planning.analysis.comparison import LEVER_SETS
-
-    fixed = LEVER_SETS.get(request.balancer, {})
-    given = {
-        "--no-pack": not request.pack and fixed.get("pack_samples", False),
-        "--[no-]cross-node-copies": request.cross_node_copies is not None and "cross_node_copies" in fixed,
-        f"--objective {request.objective.value}": fixed.get("objective", request.objective.value)
-        != request.objective.value,
-    }
-    for option in (option for option, contradicts in given.items() if contradicts):
-        raise ConfigError(
-            f"--balancer {request.balancer} fixes what may change: leave out {option}, or use --balancer relibra"
-        )
-
-
 def _compile_kernels(workload: Workload, budget: Budget, balancer: str, given: dict[str, Any]) -> None:
     """Plan two layers before planning is timed, and say what that took where kernels were compiled."""
     from relibra.planning.analysis.comparison import compile_kernels
@@ -221,7 +197,6 @@ def _facts(result: Result) -> dict[str, object]:
     levers = lever_gaps(plan, demand)
     return {
         **{name: value for name, value in row.figures().items() if name not in ("sees", "message")},
-        "objective": plan.objective,
         "dispatch": plan.dispatch,
         "model": result.model.name,
         "static_predicted_seconds": _seconds(result.static, result.request.steps),
@@ -231,7 +206,7 @@ def _facts(result: Result) -> dict[str, object]:
         "lever_bounds": dict(lever_bounds(plan, demand)),
         "predicted": dict(plan.predicted),
         "cut": result.workload.cut,
-        "cut_short": plan.cut_short,
+        "considered": [asdict(choice) for choice in plan.considered],
         "digest": plan.digest(),
         "plan": str(result.request.output),
         "demand": str(demand_path(result.request.output)),
@@ -246,8 +221,6 @@ def _print_summary(result: Result) -> None:
         print_text(line)
     for name, text in _summary(result, levers[0][1]).items():
         print_text(f"{name:<13} {text}")
-    if slower := _slower_than_static(result):
-        print_text(slower)
     _print_levers(result.plan, result.workload.demand, levers)
 
 
@@ -255,11 +228,11 @@ def _summary(result: Result, static_skew: float) -> dict[str, str]:
     """Return the lines of the summary by title."""
     plan, row, output = result.plan, result.row, result.request.output
     assert row.skew is not None, "measured"
-    assert row.moved_bytes is not None, "measured"
+    assert row.bytes is not None, "measured"
     across = f", {row.cross_node_copies:,} of them on another node than their home" if row.cross_node_copies else ""
     default = "" if result.request.model else ", the default: choose with --model"
     # From pairs of experts the exchange is a lower bound; `relibra simulate` counts rows.
-    least = {"exchange": "at least "} if result.workload.demand.pairs_LEE is not None else {}
+    least = {"exchange": "at least " if result.workload.demand.pairs_LEE is not None else ""}
     steps = result.request.steps
     terms = ", ".join(
         f"{name} {least.get(name, '')}{value / (steps if name == 'relocation' else 1):.3g}"
@@ -268,55 +241,42 @@ def _summary(result: Result, static_skew: float) -> dict[str, str]:
     )
     static = result.static.predicted
     back = " with relocation back to it" if static["relocation"] else ""
+    once = "; hierarchical dispatch: a token crosses to a node once" * (plan.dispatch == "hierarchical")
     spread = f"; 1/{steps} of the moves" if steps > 1 and (plan.predicted["relocation"] or back) else ""
     return {
         "balancer": plan.balancer,
-        "minimises": f"{plan.objective}; seconds are for experts of {result.model.name}{default}",
-        "allowed": budget_in_words(result.budget, result.workload, result.model.expert),
+        "experts": f"of {result.model.name}{default}",
+        "allowed": describe_budget(result.budget),
         "skew": f"{static_skew:.3f} static -> {row.skew:.3f} planned; bound {row.bound:.3f}, gap {row.gap:.2%}",
         "copies": f"{row.copies:,} ({row.copies_per_micro_batch_layer:.1f} per micro-batch and layer){across}",
-        "moved": f"{row.moved_experts:,} of {plan.home_LE.size:,} experts, {row.moved_bytes / 1e9:.1f} GB",
-        "across nodes": f"{row.cross_node_token_slots:,} token-slots{_network_in_words(result)}",
+        "slots": _describe_slots(plan, row),
+        "moved": f"{row.moved_experts:,} of {plan.home_LE.size:,} experts",
+        "across nodes": f"{row.cross_node_token_slots:,} token-slots{once}",
+        "between nodes": _describe_bytes(row.bytes, "between", least["exchange"]),
+        "inside nodes": _describe_bytes(row.bytes, "inside", least["exchange"]),
         "layers": f"{row.predicted_seconds:.3g} s, static {_seconds(result.static, steps):.3g} s{back} "
         f"(model: {terms}{spread})",
-        "planned in": f"{plan.plan_seconds:.2f} s{', ended by the deadline' if plan.cut_short else ''}",
+        "planned in": f"{plan.plan_seconds:.2f} s",
         "digest": plan.digest()[:16],
         result.written: f"{printable(str(output))} and {printable(demand_path(output).name)}",
         **{f"for {form}": printable(str(path)) for form, path in result.request.exports()},
     }
 
 
-def _network_in_words(result: Result) -> str:
-    """Return the bytes of rows between nodes, and with hierarchical dispatch that tokens cross once; "" without any."""
-    network = result.row.network_bytes
-    assert network is not None, "measured"
-    if not network:
-        return ""
-    least = "at least " if result.workload.demand.pairs_LEE is not None else ""
-    once = "; hierarchical dispatch: a token crosses to a node once" * (result.plan.dispatch == "hierarchical")
-    return f", {least}{network / 1e9:.3g} GB of rows{once}"
+def _describe_slots(plan: StepPlan, row: ComparisonRow) -> str:
+    """Return number, lifetime and memory of the slots, and what the next choice with more memory would save."""
+    from relibra.planning.analysis.explanation import describe_slot_memory, next_slots
+
+    lifetime = "in every layer" if plan.resident else "for all layers"
+    return f"{plan.slots} per rank {lifetime}, {describe_slot_memory((row.slot_bytes or 0) / 2**30, next_slots(plan))}"
 
 
-def _slower_than_static(result: Result) -> str:
-    """Return why a plan that minimises tokens is predicted to be slower than static; empty if it is not."""
-    plan, static, steps = result.plan, result.static, result.request.steps
-    if plan.objective != "tokens" or _seconds(plan, steps) <= _seconds(static, steps):
-        return ""
-    change = {term: plan.predicted[term] - static.predicted[term] for term in plan.predicted if term != "total"}
-    change["relocation"] /= steps
-    words = {
-        "copies": "copies",
-        "relocation": "moves",
-        "exchange": "exchange",
-        "attention": "long samples together",
-        "compute": "small pieces of experts",
-    }
-    costly = " and ".join(words[term] for term in sorted(change, key=lambda term: -change[term]) if change[term] > 0)
-    return (
-        f"slower than static by the model: at {result.workload.tokens_per_rank:,.0f} tokens per rank and micro-batch "
-        f"{costly} cost {sum(value for value in change.values() if value > 0):.3g} s, even ranks save "
-        f"{-sum(value for value in change.values() if value < 0):.3g} s; minimise seconds with --objective seconds"
-    )
+def _describe_bytes(sent: StepBytes, link: str, least: str) -> str:
+    """Return the bytes of each kind over one kind of link; `least`: before rows, which pairs bound from below."""
+    from relibra.simulation.units import bytes_in_words
+
+    found = {kind: sizes[link] for kind, sizes in sent.as_dict().items() if sizes[link]}
+    return ", ".join(f"{least * (kind == 'rows')}{kind} {bytes_in_words(size)}" for kind, size in found.items()) or "0"
 
 
 def _seconds(plan: StepPlan, steps: int) -> float:

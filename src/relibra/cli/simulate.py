@@ -14,7 +14,7 @@ from relibra.cli.inputs import options
 from relibra.cli.inputs.models import choose_model, model_in_words, other_model_in_words
 from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.requests import SimulationRequest, check_one_balancer, takes
-from relibra.cli.inputs.workload import Workload, budget_for, budget_in_words, open_workload, workload_in_words
+from relibra.cli.inputs.workload import Workload, budget_for, describe_budget, open_workload, workload_in_words
 from relibra.cli.outputs.files import check_outputs, input_files, named, writing
 from relibra.cli.outputs.simulated_step import (
     SimulatedPlan,
@@ -59,11 +59,11 @@ def simulate(request: SimulateRequest) -> None:
 
     Example: relibra simulate runs/demo --ranks 8 --cluster h100x8 --model qwen3-30b-a3b
     """
-    from relibra.planning.analysis.comparison import with_levers
+    from relibra.planning.analysis.comparison import check_balancer
     from relibra.simulation import cut_model
 
     check_one_balancer("simulate", request.balancer)
-    with_levers(request.balancer, request.budget())  # an unknown name fails before anything is read
+    check_balancer(request.balancer)  # an unknown name fails before anything is read
     recording = find_recording(request.source)
     check_outputs(
         named("--timeline", request.timeline), input_files(recording.trace, request.cluster, request.schedule)
@@ -138,9 +138,7 @@ def _print(result: Result) -> None:
     for sentence in advice(chosen.step, machine, result.routed, chosen.memory):
         print_wrapped(sentence)
     typer.echo()
-    budget = budget_for(result.request, workload)
-    allowed = budget_in_words(budget, workload, result.routed.expert)
-    settings = f"plans minimise {budget.objective}, {allowed}{_execution_in_words(result)}"
+    settings = f"allowed: {describe_budget(budget_for(result.request, workload))}{_execution_in_words(result)}"
     described = (
         *workload_in_words(workload),
         f"{model_in_words(result.model, result.routed)}; {settings}",
@@ -178,7 +176,7 @@ def _table(result: Result) -> Table:
     for name in result.by_balancer:
         table.add_column(name, justify="right", no_wrap=True)
     tokens = count_tokens(result.workload.demand, result.routed)
-    static = result.static.step.seconds
+    static, machine = result.static.step.seconds, result.workload.machine
 
     def row(title: str, cells: list[str]) -> None:
         table.add_row(title, *cells)
@@ -204,9 +202,14 @@ def _table(result: Result) -> Table:
         row("all moves, seconds", [f"{one.moving_seconds:.4g}" for one in plans])
     row("hidden copies, seconds", [f"{max(0.0, step.hidden_copy_seconds):.4g}" for step in steps])
     row("model flops utilisation", [f"{step.model_flops_utilisation:.1%}" for step in steps])
+    for link in ("inside", "between") if machine.num_nodes > 1 else ("inside",):
+        row(f"bytes {link} nodes", [""] * len(steps))
+        for kind in steps[0].bytes.as_dict():
+            sizes = [getattr(getattr(step.bytes, kind), link) for step in steps]
+            if any(sizes):
+                row(f"  {kind}", [bytes_in_words(size) for size in sizes])
     if any(step.network_bytes_R.any() for step in steps):
-        row("bytes between nodes", [bytes_in_words(float(step.network_bytes_R.sum())) for step in steps])
-        row("  busiest / mean rank", [f"{_busiest_of_mean(step.network_bytes_R):.3f}" for step in steps])
+        row("  rows, busiest / mean rank", [f"{_busiest_of_mean(step.network_bytes_R):.3f}" for step in steps])
     row("skew", [f"{one.skew:.3f}" for one in plans])
     row("copies", [f"{one.plan.num_copies:,}" for one in plans])
     row("memory", [bytes_in_words(one.memory.total) for one in plans])

@@ -15,7 +15,7 @@ from relibra.cli.inputs import options
 from relibra.cli.inputs.models import choose_model, model_in_words, other_model_in_words
 from relibra.cli.inputs.recordings import Recording, find_recording
 from relibra.cli.inputs.requests import SimulationRequest, takes
-from relibra.cli.inputs.workload import Workload, budget_for, budget_in_words, open_workload
+from relibra.cli.inputs.workload import Workload, budget_for, describe_budget, open_workload
 from relibra.cli.outputs.files import check_outputs, input_files, named, writing
 from relibra.cli.outputs.simulated_step import (
     SimulatedPlan,
@@ -30,7 +30,7 @@ from relibra.cli.outputs.simulated_step import (
 )
 from relibra.cli.outputs.terminal import print_note, print_wrapped, progress, stdout_console
 from relibra.errors import ConfigError, RelibraError
-from relibra.planning.budget import MOST_SLOTS, RUN_DEFAULTS
+from relibra.planning.budget import MOST_SLOTS, Budget
 from relibra.printable import plural
 
 if TYPE_CHECKING:
@@ -62,25 +62,23 @@ class SweepRequest:
     ranks_per_node: Annotated[str | None, _list("G,...", "Ranks on one node; default: those of the cluster")] = None
     cluster: options.ClusterName = "h100x8"
     dispatch: options.MachineDispatch = None
-    slots: Annotated[str, _list("B,...", "Spare expert slots per rank")] = str(RUN_DEFAULTS.slots)
+    slots: Annotated[str | None, _list("B,...", "Most spare expert slots per rank; default: as many as pay")] = None
     memory_gib: options.MemoryGib = None
-    tolerance: options.Tolerance = RUN_DEFAULTS.tolerance
-    steps: options.Steps = RUN_DEFAULTS.steps_served
-    pack: options.Pack = RUN_DEFAULTS.pack_samples
-    cross_node_copies: options.CrossNodeCopies = None
+    tolerance: options.Tolerance = Budget.tolerance
+    steps: options.Steps = Budget.steps_served
+    pack: options.Pack = Budget.pack_samples
     micro_batch_tokens: Annotated[
         str | None, _list("T,...", "Most tokens per rank in a micro-batch; default: those of the run, else 2048")
     ] = None
     pipeline_stages: Annotated[str, _list("N,...", "Pipeline stages")] = "1"
     recompute: options.Recompute = False
-    balancer: Annotated[str, _list("NAME,...", "Balancers that relibra compare lists, or auto")] = "relibra"
+    balancer: Annotated[str, _list("NAME,...", "Balancers that relibra compare lists")] = "relibra"
     mini_batches: options.MiniBatches = None
     micro_batches: options.MicroBatches = None
     schedule: options.Schedule = None
     order: options.CutOrder = options.Order.RECORDED
     seed: options.Seed = 0
     take: options.TakenPart = options.Take.ALL
-    objective: options.PlanObjective = options.Objective.SECONDS
     model: options.Model = None
     num_experts: options.NumExperts = None
     plot: Annotated[
@@ -117,11 +115,11 @@ def sweep(request: SweepRequest) -> None:
 
     Example: relibra sweep runs/demo --ranks 2,4,8 --balancer relibra,eplb
     """
-    from relibra.planning.analysis.comparison import with_levers
+    from relibra.planning.analysis.comparison import check_balancer
 
     points = request.points()
     for point in points:
-        with_levers(point.balancer, point.budget())
+        check_balancer(point.balancer)
     recording = find_recording(request.source)
     check_outputs(named("--plot", request.plot), input_files(recording.trace, request.cluster, request.schedule))
     if request.plot is not None:
@@ -301,7 +299,6 @@ def _print(
     from relibra.simulation import advice
 
     best = _best(found)
-    budget = budget_for(best.request, best.workload)
     sentences = advice(best.simulated.step, best.machine, best.model, best.simulated.memory)
     place = _in_words(best.row, varied or ["ranks", "balancer"])
     memory = [sentence for sentence in sentences[MAX_SENTENCES:] if sentence.startswith("Memory: ")]
@@ -318,7 +315,7 @@ def _print(
     described = (
         best.workload.recording.label,
         f"there, on {plural(best.request.ranks, 'rank')}: {best.workload.cut}.",
-        f"plans minimise {budget.objective}, {budget_in_words(budget, best.workload, best.model.expert)}",
+        f"allowed: {describe_budget(budget_for(best.request, best.workload))}",
         f"{model_in_words(model, best.model)}; {rows_in_words(best.simulated)}; label: simulated, on "
         f"{best.machine.name}",
         other_model_in_words(model, best.model),

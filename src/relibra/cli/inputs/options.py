@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from relibra.planning.budget import MOST_SLOTS
+from relibra.planning.budget import MOST_SLOTS, PEER_SLOTS
 
 
 class Order(StrEnum):
@@ -61,13 +61,6 @@ class Dispatch(StrEnum):
     HIERARCHICAL = "hierarchical"
 
 
-class Objective(StrEnum):
-    """What a plan minimises."""
-
-    SECONDS = "seconds"
-    TOKENS = "tokens"
-
-
 Source = Annotated[
     Path,
     typer.Argument(
@@ -99,7 +92,15 @@ MachineDispatch = Annotated[
     ),
 ]
 Slots = Annotated[
-    int, typer.Option(min=0, max=MOST_SLOTS, metavar="B", help="Spare expert slots per rank for replicas.")
+    int | None,
+    typer.Option(
+        min=0,
+        max=MOST_SLOTS,
+        metavar="B",
+        help="Most spare expert slots per rank; default: as many as memory allows and as pay, "
+        f"{PEER_SLOTS} for balancers that choose no number.",
+        show_default=False,
+    ),
 ]
 MemoryGib = Annotated[
     float | None,
@@ -126,14 +127,6 @@ Steps = Annotated[
 ]
 Pack = Annotated[
     bool, typer.Option("--pack/--no-pack", help="Samples may change their rank and micro-batch, where that pays.")
-]
-CrossNodeCopies = Annotated[
-    bool | None,
-    typer.Option(
-        "--cross-node-copies/--no-cross-node-copies",
-        help="Replicas may be on another node than their home; default: with --objective seconds.",
-        show_default=False,
-    ),
 ]
 PipelineStages = Annotated[
     int, typer.Option(min=1, max=1 << 15, metavar="N", help="Pipeline stages, each on ranks of its own.")
@@ -186,7 +179,7 @@ Schedule = Annotated[
         "Default: these arrays in TRACE, if it is an .npz that has them; else samples are scheduled here.",
     ),
 ]
-Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Seed of shuffling and annealing.")]
+Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Seed of shuffling and drawing.")]
 TakenPart = Annotated[
     Take | None,
     typer.Option(
@@ -199,10 +192,7 @@ TakenPart = Annotated[
 
 Balancer = Annotated[
     str,
-    typer.Option(metavar="NAME", help="Balancer that makes the plan: a name that relibra compare lists, or auto."),
-]
-PlanObjective = Annotated[
-    Objective, typer.Option(help="What a plan minimises: modelled seconds, or tokens of the busiest ranks.")
+    typer.Option(metavar="NAME", help="Balancer that makes the plan: a name that relibra compare lists."),
 ]
 
 _SIZES = (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints
 
 from relibra.cli.inputs import options
 from relibra.errors import ConfigError
-from relibra.planning.budget import RUN_DEFAULTS, Budget
+from relibra.planning.budget import Budget
 
 Request = TypeVar("Request")
 
@@ -68,29 +68,12 @@ class WorkloadRequest:
 class BudgetRequest(WorkloadRequest):
     """A workload, and what a plan of it may use: by default what `relibra train` lets it use."""
 
-    slots: options.Slots = RUN_DEFAULTS.slots
+    slots: options.Slots = None
     memory_gib: options.MemoryGib = None
-    tolerance: options.Tolerance = RUN_DEFAULTS.tolerance
-    steps: options.Steps = RUN_DEFAULTS.steps_served
-    objective: options.PlanObjective = options.Objective.SECONDS
-    pack: options.Pack = RUN_DEFAULTS.pack_samples
-    cross_node_copies: options.CrossNodeCopies = None
+    tolerance: options.Tolerance = Budget.tolerance
+    steps: options.Steps = Budget.steps_served
+    pack: options.Pack = Budget.pack_samples
     model: options.Model = None
-
-    def budget(self) -> Budget:
-        """Return what a plan may use; its memory and limit of tokens depend on the workload (`budget_for`)."""
-        seconds = self.objective is options.Objective.SECONDS
-        return replace(
-            RUN_DEFAULTS,
-            slots=self.slots,
-            tolerance=self.tolerance,
-            steps_served=self.steps,
-            objective=self.objective.value,
-            pack_samples=self.pack,
-            place_samples=self.pack,
-            cross_node_copies=seconds if self.cross_node_copies is None else self.cross_node_copies,
-            seed=self.seed,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

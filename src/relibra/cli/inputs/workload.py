@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from relibra.cluster import Cluster
     from relibra.planning.budget import Budget
-    from relibra.planning.costs.expert_shape import ExpertShape
     from relibra.routing.demand import ScheduledDemand
     from relibra.routing.readers.given_schedule import GivenSchedule
     from relibra.routing.trace import RoutingTrace
@@ -301,6 +300,7 @@ def _against_idle(workload: Workload) -> str:
 
 def budget_for(request: BudgetRequest, workload: Workload) -> Budget:
     """Return what a plan of a workload may use: memory that the model leaves, tokens of a rank by the schedule."""
+    from relibra.planning.budget import Budget
     from relibra.simulation import Execution, memory_for_slots
 
     memory_gib = request.memory_gib
@@ -309,26 +309,23 @@ def budget_for(request: BudgetRequest, workload: Workload) -> Budget:
         how = Execution(pipeline_stages=stages, recompute_activations=True)
         model = choose_model(request.model, workload.recording.trace)
         memory_gib = memory_for_slots(workload.demand, workload.machine, model, how)
-    return replace(request.budget(), memory_gib=memory_gib, rank_tokens=workload.rank_tokens)
+    return Budget(
+        slots=request.slots,
+        memory_gib=memory_gib,
+        tolerance=request.tolerance,
+        steps_served=request.steps,
+        pack_samples=request.pack,
+        rank_tokens=workload.rank_tokens,
+    )
 
 
-def budget_in_words(budget: Budget, workload: Workload, expert: ExpertShape) -> str:
-    """Return what a plan of a workload may use, as the options say it; `expert` is the size of one."""
-    words = [
-        _slots_in_words(budget, expert, len(workload.demand.layer_ids)),
+def describe_budget(budget: Budget) -> str:
+    """Return the limits of a plan in one line."""
+    limits = [
+        "any number of slots" if budget.slots is None else f"at most {plural(budget.slots, 'slot')} per rank",
+        "" if budget.memory_gib is None else f"at most {budget.memory_gib:.3g} GiB of slots",
         f"tolerance {budget.tolerance:g}",
         f"moves over {plural(budget.steps_served, 'step')}",
         "samples may be packed" if budget.pack_samples else "samples stay in their micro-batch",
-        f"copies {'on any node' if budget.cross_node_copies else 'inside the node'}",
     ]
-    return ", ".join(words)
-
-
-def _slots_in_words(budget: Budget, expert: ExpertShape, num_layers: int) -> str:
-    """Return how many slots fit into the memory, and their lifetime."""
-    fitting = budget.with_resident_slots(expert, num_layers).of_one_lifetime()
-    words = f"{plural(fitting.slots, 'spare slot')} per rank"
-    if not budget.slots:
-        return words
-    where = "in every layer" if fitting.resident_slots else "for all layers"
-    return f"{words} {where} (what fits in {budget.memory_gib:.3g} GiB)"
+    return ", ".join(filter(None, limits))

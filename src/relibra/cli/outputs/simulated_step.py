@@ -84,22 +84,20 @@ def simulate_balancer(
     model     with the layers, experts and choices of the routes
     raises    ConfigError, before anything is planned, for a layout that does not fit
     """
-    from relibra.planning.analysis.comparison import with_levers
     from relibra.planning.planner import plan_step
     from relibra.simulation import ParallelLayout, memory_use, simulate_step, with_mini_batches
 
     machine, demand = workload.machine, workload.demand
     layout = ParallelLayout(expert_parallel=machine.num_ranks, pipeline_stages=request.pipeline_stages)
     layout.check(machine, model)
-    name, budget = with_levers(request.balancer, budget_for(request, workload))
     plan = plan_step(
         demand,
         machine,
-        budget,
-        name,
+        budget_for(request, workload),
+        request.balancer,
         expert=model.expert,
         history_MLE=workload.history_MLE,
-        never_worse=name == "relibra",
+        never_worse=request.balancer == "relibra",
     )
     scheduled, execution = with_mini_batches(plan.scheduled(demand), execution_of(request))
     distinct = tokens.count_rows(plan, scheduled)
@@ -188,9 +186,7 @@ def static_plan_in_words(balancer: str, chosen: SimulatedPlan, static: Simulated
     kept = f"{balancer} kept the static layout"
     if not balancer.startswith("relibra"):
         return kept
-    plan = chosen.plan
-    options = "a larger --micro-batch-tokens" if plan.slots else "a larger --micro-batch-tokens or --slots 4"
     return (
-        f"{kept}: at {workload.tokens_per_rank:,.0f} tokens per rank and micro-batch no change saves more "
-        f"{plan.objective} than it costs; {options} may change that"
+        f"{kept}: at {workload.tokens_per_rank:,.0f} tokens per rank and micro-batch no change saves more seconds "
+        "than it costs; a larger --micro-batch-tokens may change that"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relibra.planning.analysis.comparison import ComparisonRow, describe_levers, describe_scopes
+from relibra.planning.analysis.comparison import ComparisonRow, describe_scopes
 from relibra.reporting.html.html import paragraph, section, table
 from relibra.reporting.html.html_bars import Bar, bar_table
 from relibra.reporting.pages.limits_section import MIN_RELOCATION_SHARE
@@ -36,7 +36,7 @@ def balancers_section(rows: Sequence[ComparisonRow]) -> str:
             "brackets: without moves of experts, which happen once.",
             "how",
         ),
-        paragraph(_scopes_and_levers(made), "how"),
+        paragraph(_scopes(made), "how"),
         *(paragraph(text, "notice") for text in failed),
     )
 
@@ -59,13 +59,10 @@ def describe_balancers(rows: Sequence[ComparisonRow]) -> str:
     )
 
 
-def _scopes_and_levers(rows: Sequence[ComparisonRow]) -> str:
-    words = [describe_levers(rows)]
-    if any(row.copies for row in rows):
-        words.append(
-            "Bounds compare only between balancers whose replicas may be on the same nodes: " + describe_scopes(rows)
-        )
-    return " ".join(f"{one}." for one in words if one)
+def _scopes(rows: Sequence[ComparisonRow]) -> str:
+    if not any(row.copies for row in rows):
+        return ""
+    return f"Bounds compare only between balancers whose replicas may be on the same nodes: {describe_scopes(rows)}."
 
 
 def _bars(made: Sequence[ComparisonRow]) -> str:
@@ -74,9 +71,7 @@ def _bars(made: Sequence[ComparisonRow]) -> str:
         assert row.skew is not None, "only balancers that made a plan"
         assert row.bound is not None, "a balancer with a skew has a bound"
         cells = (f"{row.skew:.3f}", f"{row.bound:.3f}")
-        bars.append(
-            Bar(name=_breakable(row.balancer), low=1.0, high=row.skew, kind="whole", cells=cells, mark=row.bound)
-        )
+        bars.append(Bar(name=row.balancer, low=1.0, high=row.skew, kind="whole", cells=cells, mark=row.bound))
     if not bars:
         return ""
     caption = "Skew of each balancer; bars begin at 1, which is even, and a line marks the bound"
@@ -86,19 +81,20 @@ def _bars(made: Sequence[ComparisonRow]) -> str:
 
 
 def _cells(row: ComparisonRow) -> list[str]:
+    assert row.bytes is not None, "only balancers that made a plan"
     return [
-        _breakable(row.balancer),
+        row.balancer,
         row.sees,
         _seconds(row),
         f"{row.skew:.3f}",
         f"{row.gap:.1%}",
         f"{row.copies_per_micro_batch_layer:.1f}",
-        f"{(row.pushed_bytes or 0) / 1e9:.1f}",
+        f"{row.bytes.weights.total / 1e9:.1f}",
         f"{row.exposed_seconds or 0.0:.3g}",
         f"{row.cross_node_share or 0.0:.1%}",
         f"{row.slots}" if row.slots == row.slots_used else f"{row.slots} ({row.slots_used})",
         f"{(row.slot_bytes or 0) / 1e9:.2f}",
-        f"{(row.moved_bytes or 0) / 1e9:.1f}",
+        f"{row.bytes.moves.total / 1e9:.1f}",
         f"{row.plan_seconds:.2f}",
     ]
 
@@ -106,7 +102,3 @@ def _cells(row: ComparisonRow) -> list[str]:
 def _seconds(row: ComparisonRow) -> str:
     total, moved = row.predicted_seconds or 0.0, row.relocation_seconds or 0.0
     return f"{total:.3g} ({total - moved:.3g})" if moved > MIN_RELOCATION_SHARE * total else f"{total:.3g}"
-
-
-def _breakable(name: str) -> str:
-    return name.replace("+", "\u200b+")  # a long set of levers may break before a lever, and nowhere else
