@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -18,6 +19,8 @@ from relibra.errors import ConfigError
 from relibra.number_ranges import ranges_in_words
 
 if TYPE_CHECKING:
+    from numpy import ndarray
+
     from relibra.planning.plan import StepPlan
 
 
@@ -56,29 +59,49 @@ def explain(
         _print_considered(plan, made, as_json=as_json)
         return
     text = explain_plan(made, read_demand(find_demand(plan, demand)), layer, micro_batch)
-    print_text(json.dumps({"layer": layer, "explanation": text.splitlines()}) if as_json else text)
+    choices = _layer_choices(made, made.layer_ids == layer)
+    if as_json:
+        print_text(json.dumps({"layer": layer, "explanation": text.splitlines(), "considered": choices}))
+        return
+    print_text(text)
+    _print_rows(choices)
 
 
 def _print_considered(path: Path, plan: StepPlan, *, as_json: bool) -> None:
-    """Print the choices that were priced for the step.
+    """Print the choices that were priced for the step, and those of all layers.
 
     raises    ConfigError for a plan of a balancer that prices none
     """
-    rows = [asdict(choice) for choice in plan.considered]
-    if not rows:
+    choices, layers = [asdict(choice) for choice in plan.considered], _layer_choices(plan, plan.layer_ids >= 0)
+    if not choices:
         raise ConfigError(
             f"{path} by {plan.balancer} lists no choices: name a layer with --layer: it has "
             f"{ranges_in_words(plan.layer_ids.tolist())}"
         )
     if as_json:
-        print_text(json.dumps({"balancer": plan.balancer, "considered": rows}))
+        print_text(json.dumps({"balancer": plan.balancer, "considered": choices, "considered_layers": layers}))
         return
-    print_text(f"{plan.balancer}: choices for the step, seconds predicted (label model)")
-    _print_rows(rows)
+    print_text(f"{plan.balancer}: choices for the step, then for its layers; seconds are predicted (label model)")
+    _print_rows(choices)
+    _print_rows(layers)
+
+
+def _layer_choices(plan: StepPlan, chosen_L: ndarray) -> list[dict[str, Any]]:
+    """Return the choices that were priced for some layers, with the sums of these layers."""
+    return [
+        {
+            **{name: value for name, value in asdict(choice).items() if not name.endswith("_L")},
+            "seconds": float(sum(compress(choice.seconds_L, chosen_L))),
+            "micro_batches": int(sum(compress(choice.micro_batches_L, chosen_L))),
+        }
+        for choice in plan.considered_layers
+    ]
 
 
 def _print_rows(rows: Sequence[Mapping[str, object]]) -> None:
-    """Print a table with a column for each field; the chosen row is marked."""
+    """Print a table with a column for each field."""
+    if not rows:
+        return
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for name in rows[0]:
         table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right", no_wrap=True)
@@ -88,6 +111,6 @@ def _print_rows(rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def _cell(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else ""
+    if isinstance(value, bool) or value is None:
+        return "yes" if value else "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from relibra.cluster import Cluster, cluster_preset
-from relibra.errors import EngineError, PlanError
+from relibra.errors import EngineError
 from relibra.parallel import PlanExecution, execute_plan, logical_order, relocate
 from relibra.parallel.balanced import BalancedEP, balanced_layers
-from relibra.planning.budget import RUN_DEFAULTS, Budget
+from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
@@ -67,22 +67,16 @@ class PlanRunner:
     def __init__(self, model: nn.Module, cluster: Cluster | str, budget: Budget | None) -> None:
         """Check model, cluster and budget; plan nothing yet.
 
-        raises   EngineError for a model whose experts cannot follow a plan, ClusterError for an unknown cluster,
-                 PlanError for a budget with a deadline
+        raises   EngineError for a model whose experts cannot follow a plan, ClusterError for an unknown cluster
         """
         self._model, [first, *_] = model, list(balanced_layers(model).values())
         self.num_ranks = _check_group(first)
         self._cluster = cluster_preset(cluster, self.num_ranks) if isinstance(cluster, str) else cluster
         self._expert = _expert_shape(model, first)
-        self._estimates_memory, budget = budget is None, budget or RUN_DEFAULTS
-        if budget.deadline_seconds is not None:
-            raise PlanError(
-                f"a budget with a deadline of {budget.deadline_seconds} s gives every rank another plan: leave out "
-                "deadline_seconds"
-            )
+        self._estimates_memory = budget is None
         # Samples stay where TRL has put them: its micro-batches are equal in number, and some losses average over them.
-        self._budget = replace(budget, pack_samples=False, place_samples=False)
-        self.may_move = budget.move_homes
+        self._budget = replace(budget or Budget(), pack_samples=False)
+        self.may_move = self._budget.move_homes
         self._demand: ScheduledDemand | None = None
         self._plan: StepPlan | None = None
         self._open = ExitStack()
@@ -99,8 +93,7 @@ class PlanRunner:
         budget = self._budget if may_move else replace(self._budget, move_homes=False)
         if self._estimates_memory:
             budget = replace(budget, memory_gib=self._memory_for_slots(demand))
-        expert = None if budget.objective == "tokens" else self._expert
-        plan = plan_step(demand, self._cluster, budget, expert=expert, previous=self._plan)
+        plan = plan_step(demand, self._cluster, budget, expert=self._expert, previous=self._plan)
         if not np.array_equal(plan.physical_to_logical_map, plan.previous_map):
             relocate(self._model, plan.physical_to_logical_map, optimizer)
         self._plan, self._demand = plan, demand

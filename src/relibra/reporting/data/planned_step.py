@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from relibra.cluster import Cluster, cluster_preset
 from relibra.errors import RelibraError
-from relibra.planning.budget import DEFAULT_MODEL, Budget
+from relibra.planning.budget import DEFAULT_MODEL, MOST_SLOTS, Budget
 from relibra.planning.planner import plan_step
 from relibra.reporting.data.compared_plans import ComparedStep, compare_plan, compare_static, count_distinct_rows
 from relibra.reporting.data.recording import Recording
@@ -63,9 +63,8 @@ def plan_last_step(
     model = model or default_model(path)
     routed, slots = cut_model(model, demand), recording.setting("plan", "slots")
     budget = Budget(
-        slots=slots if isinstance(slots, int) and slots >= 0 else 1,
+        slots=slots if isinstance(slots, int) and 0 <= slots <= MOST_SLOTS else None,
         memory_gib=memory_for_slots(demand, machine, model),
-        objective="tokens",
     )
     plan = plan_step(demand, machine, budget, expert=routed.expert)
     plans = compare_static(plan, demand), compare_plan("the plan", plan, demand)

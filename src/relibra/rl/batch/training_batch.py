@@ -243,7 +243,7 @@ def executing(
     elif policy.balanced and settings.live:
         with balance_live(
             model,
-            slots=settings.slots,
+            slots=settings.live_slots,
             ranks_per_node=cluster.ranks_per_node,
             tolerance=settings.tolerance,
             sums=settings.sums,

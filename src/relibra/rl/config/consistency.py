@@ -130,5 +130,5 @@ def check_plan(plan: PlanSettings) -> None:
         return  # importing the others loads numba
     from relibra.planning import BALANCERS
 
-    if plan.balancer not in (*BALANCERS, "auto"):
-        raise ValueError(f"plan.balancer {plan.balancer!r} is unknown: allowed are {', '.join([*BALANCERS, 'auto'])}")
+    if plan.balancer not in BALANCERS:
+        raise ValueError(f"plan.balancer {plan.balancer!r} is unknown: allowed are {', '.join(BALANCERS)}")

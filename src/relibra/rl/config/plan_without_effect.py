@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.config.settings import PlanSettings
 
-_OF_WHOLE_STEPS = ("objective", "memory_gib", "move_homes", "pack", "steps_served")
+_OF_WHOLE_STEPS = ("memory_gib", "move_homes", "pack", "steps_served")
 """Settings that only a plan of the whole step follows, which live balancing has none of."""
 
 
@@ -44,7 +44,7 @@ def _of_balanced(plan: PlanSettings, given: Sequence[str], ranks: int, num_nodes
     if plan.live:
         unused = [name for name in given if name in _OF_WHOLE_STEPS]
         found += _have_no_effect(unused, "plan.balancer='live' plans no step: it places replicas layer by layer")
-    if plan.live and not plan.slots:
+    if plan.live and plan.slots == 0:
         found.append(
             "nothing balances this run: plan.balancer='live' makes replicas in spare slots, and plan.slots is 0; set "
             "plan.slots to 1 or more"

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from relibra.cluster import Cluster, Dispatch
-from relibra.planning.budget import MOST_SLOTS, Budget
+from relibra.planning.budget import MOST_SLOTS, MOST_TOLERANCE, PEER_SLOTS, Budget
 from relibra.planning.costs.expert_shape import GradientWire
 from relibra.rl.config.presets import PRESETS
 from relibra.rl.config.rollout_settings import MAX_LENGTH
@@ -244,7 +244,11 @@ class CriticSettings(Section):
         return None if value == "off" else value
 
 
-_DEFAULT = Budget()
+_REMOVED: dict[str, tuple[Any, str]] = {
+    "objective": ("seconds", 'plan.balancer = "relibra_paper_tokens" evens token-slots out'),
+    "static_rows": (False, "leave it out; with plan.pack = true loads are even"),
+}
+"""Removed settings of plans: the default that earlier runs hold, and what replaces another value."""
 
 
 class PlanSettings(Section):
@@ -260,18 +264,18 @@ class PlanSettings(Section):
     """How tokens reach other nodes: "flat", each rank that computes for them; "hierarchical", once, forwarded there.
     None: as `cluster` has it, flat for presets. Flat in any case with canonical sums."""
     slots: int | None = Field(None, ge=0, le=MOST_SLOTS)
-    """Most slots per rank for replicas, copies of busy experts; none: as many as pay. Peers and "live" take 2."""
+    """Most replica slots per rank, for copies of busy experts; none: as many as memory allows and as pay. Live, and for
+    balancers that choose no number, none is 2."""
     memory_gib: float | None = Field(None, ge=0, le=1 << 20)
-    """Most memory per rank for slots; none: no limit but what the model leaves of the device memory of `cluster`, by its
-    sizes. Where it allows, every layer has slots of its own, which keep replicas over micro-batches, with weights and
-    float32 gradients; else one buffer is for all layers."""
+    """Most memory per rank for slots of layers, which keep replicas over micro-batches, with weights and float32
+    gradients; none: what the model leaves of `cluster`, by its sizes. 0: one buffer is for all layers."""
     move_homes: bool = True
     """Allow experts to move between ranks between steps."""
     pack: bool = True
     """Allow responses to change rank and micro-batch inside their mini-batch."""
-    tolerance: float = Field(_DEFAULT.tolerance, ge=0, le=10)
+    tolerance: float = Field(Budget.tolerance, ge=0, le=MOST_TOLERANCE)
     """Accepted excess of the busiest rank's load over the lowest possible (0.01 = 1 %); larger means fewer copies."""
-    steps_served: int = Field(_DEFAULT.steps_served, ge=1, le=LONGEST)
+    steps_served: int = Field(Budget.steps_served, ge=1, le=LONGEST)
     """Steps over which the time of moving an expert to a new home is spread: how long routes stay alike."""
     gradient_wire: GradientWire = "model"
     """Type in which the gradient of a replica travels home: "model", that of the weights, or "float32"; sums are in
@@ -281,13 +285,19 @@ class PlanSettings(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_static_rows(cls, settings: Any) -> Any:
-        """Leave out the `static_rows` of earlier runs, unless it is set."""
-        if not isinstance(settings, dict) or "static_rows" not in settings:
+    def _read_removed(cls, settings: Any) -> Any:
+        """Leave out removed settings at their defaults, as earlier runs hold them; refuse other values."""
+        if not isinstance(settings, dict):
             return settings
-        if settings["static_rows"] not in (False, "false"):
-            raise ValueError("plan.static_rows pads no rows any more: leave it out, with plan.pack=true loads are even")
-        return {name: value for name, value in settings.items() if name != "static_rows"}
+        for name, (default, instead) in _REMOVED.items():
+            if settings.get(name, default) != default:
+                raise ValueError(f"plan.{name} went: {instead}")
+        return {name: value for name, value in settings.items() if name not in _REMOVED}
+
+    @property
+    def live_slots(self) -> int:
+        """Slots per rank where layers decide themselves."""
+        return PEER_SLOTS if self.slots is None else self.slots
 
     @property
     def live(self) -> bool:
