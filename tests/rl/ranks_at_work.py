@@ -163,7 +163,7 @@ def _work(rank: int, *, num_ranks: int, port: int, cases: dict, folder: Path, de
 _MAY_DIFFER = ("seconds", "plan_seconds")
 PLAN_COLUMNS = (
     *("planned_skew", "plan_bound", "replicas", "pushes", "moved_experts", "rank_skew", "expert_skew"),
-    *("expected_seconds", "expected_static_seconds", "expected_moving_seconds", "bytes"),
+    *("expected_seconds", "expected_static_seconds", "expected_moving_seconds", "bytes", "slots"),
 )
 """What a plan changes in the metrics of the same training."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -191,6 +191,7 @@ def _format_and_path(word: str) -> NamedPath:
 
 
 def _facts(result: Result) -> dict[str, object]:
+    from relibra.planning.analysis.explanation import slot_memory
     from relibra.planning.analysis.levers import lever_bounds, lever_gaps
 
     plan, row, demand = result.plan, result.row, result.workload.demand
@@ -206,7 +207,7 @@ def _facts(result: Result) -> dict[str, object]:
         "lever_bounds": dict(lever_bounds(plan, demand)),
         "predicted": dict(plan.predicted),
         "cut": result.workload.cut,
-        "considered": [asdict(choice) for choice in plan.considered],
+        "slot_memory": slot_memory(plan, result.model.expert)._asdict(),
         "digest": plan.digest(),
         "plan": str(result.request.output),
         "demand": str(demand_path(result.request.output)),
@@ -226,6 +227,8 @@ def _print_summary(result: Result) -> None:
 
 def _summary(result: Result, static_skew: float) -> dict[str, str]:
     """Return the lines of the summary by title."""
+    from relibra.planning.analysis.explanation import slot_memory
+
     plan, row, output = result.plan, result.row, result.request.output
     assert row.skew is not None, "measured"
     assert row.bytes is not None, "measured"
@@ -241,6 +244,7 @@ def _summary(result: Result, static_skew: float) -> dict[str, str]:
     )
     static = result.static.predicted
     back = " with relocation back to it" if static["relocation"] else ""
+    memory = slot_memory(plan, result.model.expert)
     once = "; hierarchical dispatch: a token crosses to a node once" * (plan.dispatch == "hierarchical")
     spread = f"; 1/{steps} of the moves" if steps > 1 and (plan.predicted["relocation"] or back) else ""
     return {
@@ -249,7 +253,7 @@ def _summary(result: Result, static_skew: float) -> dict[str, str]:
         "allowed": describe_budget(result.budget),
         "skew": f"{static_skew:.3f} static -> {row.skew:.3f} planned; bound {row.bound:.3f}, gap {row.gap:.2%}",
         "copies": f"{row.copies:,} ({row.copies_per_micro_batch_layer:.1f} per micro-batch and layer){across}",
-        "slots": _describe_slots(plan, row),
+        "slots": f"{plan.slots} per rank {'in every layer' if plan.resident else 'for all layers'}, {memory}",
         "moved": f"{row.moved_experts:,} of {plan.home_LE.size:,} experts",
         "across nodes": f"{row.cross_node_token_slots:,} token-slots{once}",
         "between nodes": _describe_bytes(row.bytes, "between", least["exchange"]),
@@ -261,14 +265,6 @@ def _summary(result: Result, static_skew: float) -> dict[str, str]:
         result.written: f"{printable(str(output))} and {printable(demand_path(output).name)}",
         **{f"for {form}": printable(str(path)) for form, path in result.request.exports()},
     }
-
-
-def _describe_slots(plan: StepPlan, row: ComparisonRow) -> str:
-    """Return number, lifetime and memory of the slots, and what the next choice with more memory would save."""
-    from relibra.planning.analysis.explanation import describe_slot_memory, next_slots
-
-    lifetime = "in every layer" if plan.resident else "for all layers"
-    return f"{plan.slots} per rank {lifetime}, {describe_slot_memory((row.slot_bytes or 0) / 2**30, next_slots(plan))}"
 
 
 def _describe_bytes(sent: StepBytes, link: str, least: str) -> str:

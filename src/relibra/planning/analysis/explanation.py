@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from relibra.errors import PlanError
+from relibra.planning.costs.copies import slot_bytes
+from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.loads import home_rank_load
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import Demand
@@ -46,34 +48,34 @@ def explain_plan(plan: StepPlan, demand: Demand, layer: int, micro_batch: int | 
     return "\n".join(lines)
 
 
-class MoreSlots(NamedTuple):
-    """A choice with more memory for slots.
+class SlotMemory(NamedTuple):
+    """Memory of a rank for the slots of a plan, and the next choice with more memory that takes fewer seconds.
 
-    saving    share of the seconds of the chosen one
+    next_gib, next_saving   its memory, and the share of seconds that it saves; None: none was priced, or none saves
     """
 
-    memory_gib: float
-    saving: float
+    gib: float
+    next_gib: float | None = None
+    next_saving: float | None = None
+
+    def __str__(self) -> str:
+        """Return one line."""
+        saving = "" if self.next_saving is None else f"; {self.next_gib:.3g} GiB would save {self.next_saving:.2%}"
+        return f"{self.gib:.3g} GiB{saving}"
 
 
-def next_slots(plan: StepPlan) -> MoreSlots | None:
-    """Return the least memory above the chosen one that saves seconds; None: none was tried, or none does."""
+def slot_memory(plan: StepPlan, expert: ExpertShape) -> SlotMemory:
+    """Return the memory of a plan's slots, and what more memory would save."""
+    gib = slot_bytes(plan, expert) / 2**30
     kept = [choice for choice in plan.considered if choice.schedule == "kept"]
-    chosen = [choice for choice in plan.considered if choice.chosen]
-    if not chosen or not plan.num_copies:
-        return None
-    same = [choice for choice in kept if (choice.slots, choice.resident) == (chosen[0].slots, chosen[0].resident)]
+    same = [choice for choice in kept if (choice.slots, choice.resident) == (plan.slots, plan.resident)]
+    if not plan.num_copies or not same:
+        return SlotMemory(gib)
     larger = [choice for choice in kept if choice.memory_gib > same[0].memory_gib and choice.seconds < same[0].seconds]
     if not larger:
-        return None
+        return SlotMemory(gib)
     found = min(larger, key=lambda choice: choice.memory_gib)
-    return MoreSlots(found.memory_gib, 1 - found.seconds / same[0].seconds)
-
-
-def describe_slot_memory(memory_gib: float, more: MoreSlots | None) -> str:
-    """Return the memory of slots, and what the next larger choice would save."""
-    saving = f"; {more.memory_gib:.3g} GiB would save {more.saving:.2%}" if more else ""
-    return f"{memory_gib:.3g} GiB{saving}"
+    return SlotMemory(gib, found.memory_gib, 1 - found.seconds / same[0].seconds)
 
 
 def _index(plan: StepPlan, layer: int) -> int:

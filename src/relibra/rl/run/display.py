@@ -22,6 +22,7 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
+from relibra.planning.analysis.explanation import SlotMemory
 from relibra.printable import printable
 
 LINE_EVERY_WARMUP_STEPS = 40
@@ -204,10 +205,11 @@ def describe_plan(metrics: dict[str, Any]) -> str:
     """Return what the plan of a step expects, and what was measured, as one line."""
     measured = "  ".join(f"{stage} {metrics['seconds'].get(stage, 0.0):.2f} s" for stage in ("recompute", "update"))
     moving = f" in {_duration(metrics['expected_moving_seconds'])}" if metrics["moved_experts"] else ""
+    slots = "" if metrics["slots"] is None else f"; slots {SlotMemory(**metrics['slots'])}"
     return (
         f"MoE layers {_duration(metrics['expected_seconds'])}, static "
         f"{_duration(metrics['expected_static_seconds'])} expected; {metrics['pushes']} pushes, "
-        f"{metrics['moved_experts']} experts moved{moving}; measured with all else in them: {measured}"
+        f"{metrics['moved_experts']} experts moved{moving}{slots}; measured with all else in them: {measured}"
     )
 
 

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from jaxtyping import Float
 from numpy import ndarray
 
+from relibra.planning.analysis.explanation import slot_memory
 from relibra.planning.analysis.levers import lever_gaps, static_skew
 from relibra.planning.costs.copies import pushed_copies
+from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.replay.replay import RouterComparison
 from relibra.rl.algorithms.mismatch import MismatchSums, mismatch_metrics, router_metrics
 from relibra.rl.batch.training_batch import TrainingBatch
@@ -122,11 +124,16 @@ def route_bytes(batch: TrainingBatch, *, routed: int, traced: int) -> dict[str, 
     return {"rollout": rollout, "trace": trace, "plan": counts, "exchange": exchange}
 
 
-def balance_metrics(batch: TrainingBatch, recomputed: Recomputed, update: PolicyUpdate) -> dict[str, Any]:
-    """Return the skew of expert loads before and after planning or live balancing; the same on all ranks."""
+def balance_metrics(
+    batch: TrainingBatch, recomputed: Recomputed, update: PolicyUpdate, expert: ExpertShape | None
+) -> dict[str, Any]:
+    """Return the skew of expert loads before and after planning or live balancing; the same on all ranks.
+
+    expert    of the model; None: it has none
+    """
     found: dict[str, Any] = dict.fromkeys(
         (
-            *("rank_skew", "expert_skew", "planned_skew", "plan_bound", "replicas", "pushes", "moved_experts"),
+            *("rank_skew", "expert_skew", "planned_skew", "plan_bound", "replicas", "pushes", "moved_experts", "slots"),
             *("plan_seconds", "expected_seconds", "expected_static_seconds", "expected_moving_seconds", "ran_at_home"),
         )
     )
@@ -137,7 +144,7 @@ def balance_metrics(batch: TrainingBatch, recomputed: Recomputed, update: Policy
     if live is not None and batch.micro_batches:
         before, after = live.skew()
         found |= {"rank_skew": before, "planned_skew": after, "replicas": live.num_copies, "pushes": live.num_copies}
-    if batch.plan is not None and batch.demand is not None:
+    if batch.plan is not None and batch.demand is not None and expert is not None:
         gaps = dict(lever_gaps(batch.plan, batch.demand))
         total = batch.plan.predicted.get("total")
         found |= {
@@ -147,6 +154,7 @@ def balance_metrics(batch: TrainingBatch, recomputed: Recomputed, update: Policy
             "replicas": batch.plan.num_copies,
             "pushes": int(pushed_copies(batch.plan)[0].sum()),
             "moved_experts": batch.plan.num_moved,
+            "slots": slot_memory(batch.plan, expert)._asdict(),
             "plan_seconds": batch.plan.plan_seconds,
             "expected_seconds": None if total is None else total - batch.plan.predicted["relocation"],
             "expected_moving_seconds": batch.plan.predicted.get("relocation"),
