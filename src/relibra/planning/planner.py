@@ -26,7 +26,7 @@ from relibra.planning.validation import validate_plan
 from relibra.routing.demand import ScheduledDemand
 
 _STATE_BYTES = 18
-"""Per parameter of an expert at home: weights and gradient for computing, fp32 master, Adam moments and gradient sum."""
+"""Per parameter of an expert at home: weights and gradient for computing, fp32 master, moments and gradient sum."""
 _FOR_SLOTS = 0.5
 """Share of the memory beside experts at home that slots may take where nothing is known of the rest of the model."""
 

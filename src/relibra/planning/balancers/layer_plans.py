@@ -1,4 +1,4 @@
-"""`LayerPlans`: homes and replicas of every layer by one `LayerChoice`, and what they cost; `cheapest_layers` mixes them."""
+"""`LayerPlans`: homes and replicas of all layers by one `LayerChoice`, and their cost; `cheapest_layers` mixes them."""
 
 from __future__ import annotations
 
