@@ -26,7 +26,7 @@ from relibra.routing.micro_batches import cut_recorded
 from relibra.routing.statistics import co_activation
 from relibra.routing.synthetic import TraceShape, domain_trace
 from tests.planning.cases import cluster, demands, make_demand
-from tests.planning.schedule.schedules import assert_within_limits, bins_of, most_squares, scheduled_demands
+from tests.planning.levers.schedules import assert_within_limits, bins_of, most_squares, scheduled_demands
 
 SMALL = EXPERT_SHAPES["qwen3-30b-a3b"]
 

@@ -1,4 +1,4 @@
-"""Small questions for balancers, and a checker of their answers that shares no code with any of them."""
+"""Small requests for balancers, and a checker of their placements that shares no code with any of them."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from relibra.planning.placement import static_homes
 SMALL_EXPERT = ExpertShape(hidden=8, width=2)
 
 
-def ask(tokens_MLRE, nodes, *, slots, total_LE=None, expert=SMALL_EXPERT, previous_map=None, **budget):
+def ask(tokens_MLRE, nodes, *, slots, total_LE=None, expert=SMALL_EXPERT, previous_map=None, memory_gib=1.0, **budget):
     """Make a request of scheduled tokens; homes before the step are the static layout unless given."""
     tokens_MLRE = np.asarray(tokens_MLRE, dtype=np.int32)
     M, L, R, E = tokens_MLRE.shape
@@ -30,8 +30,9 @@ def ask(tokens_MLRE, nodes, *, slots, total_LE=None, expert=SMALL_EXPERT, previo
     return PlacementRequest(
         demand=demand,
         cluster=cluster_preset("h100x8", R, R // nodes),
-        budget=Budget(**{"slots": slots, "threads": 1, "objective": "tokens", **budget}),
+        budget=Budget(slots=slots, **budget),
         expert=expert,
+        memory_gib=memory_gib,
         previous=static if previous_map is None else replace(static, physical_to_logical_map=previous_map),
         total_LE=np.asarray(total_LE, dtype=np.float64),
     )
@@ -45,7 +46,7 @@ def spread(load_MLE, num_ranks):
 
 @st.composite
 def requests(draw):
-    """Draw questions with zero loads, one hot expert, no slots, one rank, one node, empty micro-batches, E = R."""
+    """Draw requests with zero loads, one hot expert, no slots, one rank, one node, empty micro-batches, E = R."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     nodes, per_node, per_rank = (
         draw(st.sampled_from([1, 2, 3])),
@@ -69,9 +70,9 @@ def requests(draw):
         slots=draw(st.integers(0, 3)),
         total_LE=rng.integers(0, 100, (L, E)) if draw(st.booleans()) else None,
         previous_map=previous_map,
-        objective=draw(st.sampled_from(["seconds", "tokens"])),
         move_homes=draw(st.booleans()),
-        cross_node_copies=draw(st.booleans()),
+        pack_samples=draw(st.booleans()),
+        memory_gib=draw(st.sampled_from([0.0, 1.0])),
     )
 
 

@@ -8,7 +8,7 @@ from relibra.planning.registry import BALANCERS
 from tests.planning.balancers.requests import ask, rank_loads, requests, spread
 
 IN_PLACE = {"ultraep", "ultraep_shipped", "moonep", "moonep_node", "feplb", "llep", "popfetcher"}
-LIVE = {"ultraep", "ultraep_shipped", "moonep", "moonep_node", "feplb", "foremoe", "balanced"}
+SEE_LOADS = {"ultraep", "ultraep_shipped", "moonep", "moonep_node", "feplb", "foremoe", "balanced"}
 
 
 @pytest.mark.parametrize("name", BALANCERS)
@@ -18,7 +18,9 @@ def test_every_decision_is_legal_and_repeatable(name, request):
     placement = BALANCERS[name].decide(request)
     rank_loads(request, placement)
     E, R, B = request.demand.num_experts, request.cluster.num_ranks, request.budget.slots
-    assert placement.slots == (E // R if B and BALANCERS[name].own_slots else B)
+    if name != "relibra":  # it chooses a number up to the budget's
+        assert placement.slots == (E // R if B and BALANCERS[name].own_slots else B)
+    assert placement.slots <= max(B, E // R)
     again = BALANCERS[name].decide(request)
     for array in ("home_LE", "replica_MLRB", "quota_MLRB"):
         assert np.array_equal(getattr(placement, array), getattr(again, array))
@@ -35,10 +37,10 @@ def test_homes_stay_where_they_may_not_move(name, request):
         assert np.array_equal(BALANCERS[name].decide(request).home_LE, before_LE)
 
 
-@pytest.mark.parametrize("name", sorted(LIVE))
+@pytest.mark.parametrize("name", sorted(SEE_LOADS))
 @settings(max_examples=15)
 @given(request=requests())
-def test_whoever_knows_the_load_is_never_worse_than_no_replicas(name, request):
+def test_balancers_that_see_loads_never_raise_the_maximum(name, request):
     placement = BALANCERS[name].decide(request)
     load_MLR = rank_loads(request, placement)
     M, L, R = load_MLR.shape

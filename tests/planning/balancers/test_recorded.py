@@ -49,10 +49,10 @@ def _micro_batches(model):
 
 
 @cache
-def _question(model, num_ranks, past):
+def _request(model, num_ranks, past):
     history_LE, load_MLE = _micro_batches(model)
     total_LE = history_LE if past else load_MLE.sum(axis=0)
-    return ask(spread(load_MLE, num_ranks), num_ranks // 8, slots=1, total_LE=total_LE, objective="tokens")
+    return ask(spread(load_MLE, num_ranks), num_ranks // 8, slots=1, total_LE=total_LE)
 
 
 CASES = [("gpt-oss", 8), ("gpt-oss", 16), ("gpt-oss", 32), ("v2-lite", 8), ("v2-lite", 16), ("v2-lite", 32)]
@@ -109,14 +109,14 @@ def test_placement_of_eplb_scores_as_the_original(model, num_ranks, even, optima
 )
 def test_balancers_reach_what_was_measured(name, expected, worse, better):
     for (model, num_ranks), skew in zip(CASES, expected, strict=True):
-        request = _question(model, num_ranks, BALANCERS[name].sees == "history")
+        request = _request(model, num_ranks, BALANCERS[name].sees == "history")
         got = step_skew(request, BALANCERS[name].decide(request))
         assert skew - better <= got <= skew + worse, (model, num_ranks, got)
 
 
 def test_balanced_is_nearly_even():
     for model, num_ranks in CASES:
-        request = _question(model, num_ranks, False)
+        request = _request(model, num_ranks, False)
         assert step_skew(request, BALANCERS["balanced"].decide(request)) <= 1.006
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.cluster import Link
-from relibra.planning.costs.compute import dense_seconds, expert_seconds, mean_attention_seconds
+from relibra.planning.costs.compute import dense_seconds, expert_seconds, sample_attention_seconds
 from relibra.planning.costs.copies import copy_costs, pushed_copies
 from relibra.planning.costs.exchange import exchange_costs
 from relibra.planning.costs.layer_costs import layer_costs
@@ -23,10 +23,10 @@ def test_dense_work_is_two_flops_per_weight_and_row_and_the_scores():
     plan, demand = planned_step(np.random.default_rng(0), nodes=1, per_node=2)
     machine = cluster_for(plan)  # 180 flops per second
     assert dense_seconds(machine, np.array([0.0, 9.0]), 20, np.array([0.0, 180.0])).tolist() == [0.0, 3.0]
-    assert mean_attention_seconds(demand, machine, EXPERT) == 0
-    slots = demand.load_MLE[:, 0].sum() / len(demand.load_MLE) / 2
-    seconds = mean_attention_seconds(replace(demand, top_k=2), machine, EXPERT)
-    assert seconds == pytest.approx(slots / 2 * 2 * 4 * 2**2 / 180)
+    assert not sample_attention_seconds(demand, machine, EXPERT).any()
+    tokens_S = demand.counts_SLE[:, 0].sum(axis=1) // 2
+    seconds_S = (2 * 4 * 2**2 * tokens_S + 4 * 2 * tokens_S * (tokens_S + 1) / 2) / 180
+    np.testing.assert_allclose(sample_attention_seconds(replace(demand, top_k=2), machine, EXPERT), seconds_S)
 
 
 @given(planned_steps(), st.booleans())

@@ -42,7 +42,7 @@ def predict_reference(plan, demand, cluster, expert):
             nvlink = max(max(x) for x in inside) * expert.row_bytes / cluster.intra.bytes_per_second
             out = max(x[away] for x in between) * expert.row_bytes / cluster.inter_send.bytes_per_second
             into = max(x[back] for x in between) * expert.row_bytes / cluster.inter_receive.bytes_per_second
-            exchange += 2 * max(nvlink, out, into)
+            exchange += (2 + expert.bytes_per_value / expert.row_bytes) * max(nvlink, out, into)  # rows, gate weights
     return compute, exchange, slots, sent
 
 
@@ -96,7 +96,6 @@ def two_nodes(replica=None, quota=0, resident=False, micro_batches=1):
         replica_MLRB=replica_MLRB,
         quota_MLRB=quota_MLRB,
         resident=resident,
-        gradient_wire="float32",
         group_M=None,
         bound_ML=np.ones((micro_batches, 1), np.int64),
     )
@@ -108,27 +107,25 @@ def test_a_case_by_hand():
     prediction = predict(plan, demand, cluster_for(plan), EXPERT)
     assert prediction.compute == 30 * 3 * 60 / 180
     # Inside: 20 rows of 4 bytes at 10 B/s, 8 s. Between: 30 rows, 60 s to send at 2 B/s, 120 s to receive at 1 B/s.
-    assert prediction.exchange == 4 * 120
+    # Rows go four times, gate weights of 2 bytes twice.
+    assert prediction.exchange == 4 * 120 + 2 * 60
     assert prediction.cross_node_token_slots == 30
     assert prediction.sent_bytes == 4 * 50 * 4
     assert (prediction.copies, prediction.relocation, prediction.copy_bytes, prediction.moved_bytes) == (0, 0, 0, 0)
     slow = cluster_for(plan, intra=Link(latency_seconds=7, bytes_per_second=0.5))
-    assert predict(plan, demand, slow, EXPERT).exchange == 4 * (7 + 160)
+    assert predict(plan, demand, slow, EXPERT).exchange == 4 * (7 + 160) + 2 * (7 + 80)
 
 
 def test_homes_send_weights_and_receive_gradients_inside_the_node_and_across_the_network():
     plan, demand = two_nodes(replica=(1, 0), quota=4)  # expert 0 copied to rank 1, on the node of its home
-    assert predict(plan, demand, cluster_for(plan), EXPERT).copies == (60 + 60 + 120) / 10
     assert predict(plan, demand, cluster_for(plan), EXPERT).copy_bytes == 240
-    # 2 s of attention hide 2 of 6 s forward and 4 of 18 s backward
-    assert predict(plan, demand, cluster_for(plan), EXPERT, attention_seconds=2.0).copies == 4 + 14
-    assert predict(plan, demand, cluster_for(plan), EXPERT, attention_seconds=100.0).copies == 0
+    assert predict(plan, demand, cluster_for(plan), EXPERT).copies == 0  # rows take longer, on other links
     waits = cluster_for(plan, hides_copies=False)
     assert predict(plan, demand, waits, EXPERT, attention_seconds=100.0).copies == (60 + 60 + 120) / 10
     plan, demand = two_nodes(replica=(1, 2), quota=4)  # expert 2 lives on the other node
     # In through the replica's NIC at 1 B/s, and the gradient in through the home's; sending takes half as long.
-    assert predict(plan, demand, cluster_for(plan), EXPERT).copies == (60 + 60) / 1 + 120 / 1
-    fast_in = cluster_for(plan, inter_receive=Link(latency_seconds=0, bytes_per_second=1e9))
+    assert predict(plan, demand, waits, EXPERT).copies == (60 + 60) / 1 + 120 / 1
+    fast_in = cluster_for(plan, inter_receive=Link(latency_seconds=0, bytes_per_second=1e9), hides_copies=False)
     assert predict(plan, demand, fast_in, EXPERT).copies == (60 + 60) / 2 + 120 / 2
     assert predict(plan, demand, cluster_for(plan), EXPERT).cross_node_token_slots == 26
 
@@ -139,9 +136,7 @@ def test_a_home_that_feeds_several_replicas_sends_to_one_after_the_other():
     for rank in set(range(4)) - {plan.home_LE[0, 0]}:
         replica_MLRB[0, 0, rank, 0] = 0
     plan = replace(plan, replica_MLRB=replica_MLRB, quota_MLRB=np.zeros_like(plan.quota_MLRB))
-    wide = replace(plan, gradient_wire="float32")
-    assert predict(wide, demand, cluster_for(plan), EXPERT).copies == 3 * (60 + 60 + 120) / 10
-    assert predict(plan, demand, cluster_for(plan), EXPERT).copies == 3 * (60 + 60 + 60) / 10
+    assert predict(plan, demand, cluster_for(plan, hides_copies=False), EXPERT).copies == 3 * (60 + 60 + 120) / 10
 
 
 def test_resident_replicas_are_pushed_when_they_arrive_and_return_gradients_when_they_leave():

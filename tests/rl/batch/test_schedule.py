@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.rl.batch.schedule import make_schedule, own_micro_batches
-from tests.planning.schedule.schedules import assert_within_limits, bins_of, draw_lengths
+from tests.planning.levers.schedules import assert_within_limits, bins_of, draw_lengths
 from tests.rl.made_up import mini_batch_of, of_rank
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)

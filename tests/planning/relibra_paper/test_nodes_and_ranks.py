@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relibra.planning.levers.homes import longest_first
 from relibra.planning.relibra_paper.annealing import COLD, WARM, anneal_nodes, home_cost
 from relibra.planning.relibra_paper.nodes_and_ranks import (
     HomeWeights,
     busiest,
     co_activation_groups,
-    longest_first,
     place_homes,
     ranks_inside_nodes,
 )

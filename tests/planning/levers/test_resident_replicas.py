@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from relibra.planning.levers.replication import replicate
 from relibra.planning.levers.resident_replicas import keep_replicas
-from tests.planning.replicas.test_instance_flow import lowest_busiest_rank
+from tests.planning.levers.test_instance_flow import lowest_busiest_rank
 
 
 def pushes(replica_MRB, group_M=None):

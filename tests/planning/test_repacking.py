@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.planning.repacking import TrainerSchedule, attention_skew, lowest_skew, rank_skew, repack
-from tests.planning.schedule.schedules import draw_lengths
+from tests.planning.levers.schedules import draw_lengths
 
 
 def draw_case(rng, *, samples=48, steps=2, micro_batches=3, groups=2, group_ranks=2, expert_ranks=4):

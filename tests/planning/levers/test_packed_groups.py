@@ -5,10 +5,9 @@ from dataclasses import replace
 import numpy as np
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.balancers import schedules
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES
-from relibra.planning.levers.limits import ScheduleLimits
+from relibra.planning.levers import packing
 from relibra.planning.placement import static_homes
 from tests.planning.cases import cluster, make_demand
 
@@ -23,13 +22,13 @@ def packed(group_M):
     request = PlacementRequest(
         demand=demand,
         cluster=MACHINE,
-        budget=Budget(objective="seconds"),
+        budget=Budget(),
         expert=EXPERT_SHAPES["qwen3-30b-a3b"],
+        memory_gib=0.0,
         previous=homes,
         total_LE=demand.load_MLE.sum(axis=0).astype(np.float64),
     )
-    limits = ScheduleLimits.of_demand(demand, rank_tokens=None, token_slack=0.02)
-    return demand, schedules.pack_groups(request, demand, homes.home_LE, limits, seed=0)
+    return demand, packing.pack_groups(request, demand, homes.home_LE)
 
 
 def groups_of(number):
@@ -43,8 +42,8 @@ def test_groups_share_the_proposals_of_one_group(monkeypatch):
         calls.append((len(share_SLN), proposals))
         return pack_samples(share_SLN, *arguments, proposals=1000, **options)
 
-    pack_samples = schedules.pack_samples
-    monkeypatch.setattr(schedules, "pack_samples", count)
+    pack_samples = packing.pack_samples
+    monkeypatch.setattr(packing, "pack_samples", count)
     packed(groups_of(1))
     (samples, whole), calls[:] = calls[0], []
     packed(groups_of(8))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from benchmarks.planner.replication_milp import replicate_milp
 from relibra.planning.levers.replication import replicate
-from tests.planning.replicas.incremental_greedy import replicate_incrementally
+from tests.planning.levers.incremental_greedy import replicate_incrementally
 
 
 def rank_load(load_E, home_E, replica_RB, quota_RB):

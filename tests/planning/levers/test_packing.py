@@ -1,4 +1,4 @@
-"""Packing and locality: limits of every rank hold, nothing gets lost, and the cost falls."""
+"""Packing: limits of every rank hold, nothing gets lost, and the cost falls."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from relibra.planning.levers.limits import ScheduleLimits
 from relibra.planning.levers.packing import pack_samples
-from relibra.planning.relibra_paper.locality import place_samples
-from tests.planning.schedule.schedules import (
+from tests.planning.levers.schedules import (
     assert_within_limits,
     bins_of,
     most_squares,
@@ -36,12 +35,12 @@ def packing_cost(share_SLN, attention_S, micro_batch_S, rank_S):
 
 
 @MANY
-@given(scheduled_demands(), st.booleans(), st.sampled_from([0.0, 0.1, 9.0]), st.sampled_from([0.0, 0.02, 3.0]))
-def test_packing_keeps_the_limits_of_every_rank(case, stated, slack, price):
+@given(scheduled_demands(), st.booleans(), st.sampled_from([0.0, 0.02, 3.0]))
+def test_packing_keeps_the_limits_of_every_rank(case, stated, price):
     demand, limit, per_node = case
     micro_batch_S, rank_S, length_S = demand.micro_batch_S, demand.rank_S, demand.length_S
     M, _, R, _ = demand.tokens_MLRE.shape
-    limits = ScheduleLimits.of_demand(demand, rank_tokens=limit if stated else None, token_slack=slack)
+    limits = ScheduleLimits.of_demand(demand, rank_tokens=limit if stated else None)
     open_M = np.arange(M) != 1
     share_SLN, attention_S = node_share(demand, per_node), price * length_S**1.5
     packed_S, packed_rank_S = pack_samples(
@@ -66,7 +65,7 @@ def test_packing_keeps_the_limits_of_every_rank(case, stated, slack, price):
     assert ((packed_rank_S >= 0) & (packed_rank_S < R)).all()
     kept, given_S = packed_S >= 0, micro_batch_S >= 0
     largest = np.bincount(micro_batch_S[given_S], length_S[given_S]).max(initial=0)
-    assert np.bincount(packed_S[kept], length_S[kept]).max(initial=0) <= largest * (1 + slack) + 1e-6
+    assert np.bincount(packed_S[kept], length_S[kept]).max(initial=0) <= largest * 1.02 + 1e-6
     old_cost = packing_cost(share_SLN, attention_S, micro_batch_S, rank_S)
     assert packing_cost(share_SLN, attention_S, packed_S, packed_rank_S) <= old_cost * (1 + 1e-6) + 1e-3
 
@@ -114,37 +113,3 @@ def test_packing_weighs_attention_against_even_nodes(price, mixed):
         seed=0,
     )
     assert (len(set(packed_S[:4].tolist())) == 2) == mixed
-
-
-@MANY
-@given(scheduled_demands(), st.booleans())
-def test_locality_keeps_the_limits_of_every_rank(case, stated):
-    demand, limit, per_node = case
-    micro_batch_S, rank_S, length_S = demand.micro_batch_S, demand.rank_S, demand.length_S
-    M, _, R, _ = demand.tokens_MLRE.shape
-    limits = ScheduleLimits.of_demand(demand, rank_tokens=limit if stated else None, token_slack=0.0)
-    share_SLN = node_share(demand, per_node)
-    placed_S = place_samples(share_SLN, micro_batch_S, rank_S, length_S, R, per_node, limits=limits)
-    before, after = (bins_of(micro_batch_S, ranks, length_S) for ranks in (rank_S, placed_S))
-    most = limit if stated else max((sum(lengths) for lengths in before.values()), default=0)
-    assert_within_limits(after, most)
-    gain_SN = share_SLN.sum(axis=1)
-    kept = np.flatnonzero(micro_batch_S >= 0)
-    assert gain_SN[kept, placed_S[kept] // per_node].sum() >= gain_SN[kept, rank_S[kept] // per_node].sum() - 1e-3
-    for m in range(M):
-        members = micro_batch_S == m
-        assert sorted(placed_S[members].tolist()) == sorted(rank_S[members].tolist())
-        old, new = (
-            [sum(n * n for n in lengths) for (batch, _), lengths in bins.items() if batch == m]
-            for bins in (before, after)
-        )
-        assert max(new, default=0) <= max(old, default=0), "the micro-batch attends longer"
-
-
-def test_locality_feeds_samples_where_their_experts_live():
-    share_SLN = np.zeros((4, 1, 2), dtype=np.float32)
-    share_SLN[[0, 1], 0, 1] = share_SLN[[2, 3], 0, 0] = 10
-    placed_S = place_samples(
-        share_SLN, np.zeros(4, dtype=np.int32), np.arange(4), np.full(4, 7), 4, 2, limits=no_limits()
-    )
-    assert (placed_S // 2).tolist() == [1, 1, 0, 0]
