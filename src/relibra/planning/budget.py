@@ -21,8 +21,8 @@ class Budget:
     """Levers and limits of a plan.
 
     slots           most slots per rank for replicas; 0 turns replicas off; None: as many as memory allows and as pay
-    memory_gib      most memory of a rank for slots of layers, with their gradient sums; None: what the experts of the
-                    demand leave of the device (`planner.memory_beside_experts`). Slots of all layers are made in any case
+    memory_gib      most memory of a rank for slots of layers, with their gradient sums; None: half of what the experts
+                    leave (`planner.memory_beside_experts`). Slots of all layers are made in any case
     move_homes      experts may change their home rank between steps
     pack_samples    samples may change micro-batch and rank; the gradient of a step is the same sum
     tolerance       accepted load of the busiest rank above the lowest reachable, as a share; larger: fewer copies

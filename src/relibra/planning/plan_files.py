@@ -78,7 +78,7 @@ class _Facts(BaseModel):
     digest: str
 
 
-_CONSIDERED = {
+_CONSIDERED: dict[str, TypeAdapter[Any]] = {
     "considered": TypeAdapter(tuple[Considered, ...]),
     "considered_layers": TypeAdapter(tuple[ConsideredLayers, ...]),
 }
@@ -110,9 +110,9 @@ def plan_from_tensors(where: str, arrays: dict[str, ndarray], facts: dict[str, A
     """Return the plan of arrays and facts; raises PlanError when they do not belong together or are out of range."""
     older = facts.get("resident_slots")
     checked = _check(where, _Facts.model_validate, facts if older is None else _from_version_2(where, facts, arrays))
-    fields = checked.model_dump(exclude={"digest", *_CONSIDERED})
+    fields: dict[str, Any] = {**arrays, **checked.model_dump(exclude={"digest", *_CONSIDERED})}
     fields |= {name: _check(where, kind.validate_python, facts.get(name, [])) for name, kind in _CONSIDERED.items()}
-    plan = StepPlan(**arrays, **fields)
+    plan = StepPlan(**fields)
     _check_values(where, plan)
     digest = plan.digest()
     if older is not None:

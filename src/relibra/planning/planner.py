@@ -77,7 +77,7 @@ def plan_step(
 def choose_residents(
     plan: StepPlan, demand: ScheduledDemand, cluster: Cluster, budget: Budget, *, expert: ExpertShape
 ) -> Residents:
-    """Return homes and replicas for the steps after a plan, chosen from its step; `plan_step(residents=...)` takes them.
+    """Return homes and replicas for later steps, chosen from the step of a plan, for `plan_step(residents=...)`.
 
     demand   that the plan was made for
     """
