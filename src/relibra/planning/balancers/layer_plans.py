@@ -69,7 +69,7 @@ class LayerPlans:
 
     @property
     def seconds_L(self) -> Float64[ndarray, " L"]:
-        """Return the seconds of each layer over the step where all are planned by one choice, with part of the moves."""
+        """Return the seconds of each layer where all are planned by one choice, with its part of the moves."""
         return (self.waits_ML + self.queue_ML).sum(axis=0) + self.moves_L
 
     def with_replicas(self, other: LayerPlans, chosen_ML: Bool[ndarray, "M L"]) -> LayerPlans:

@@ -9,7 +9,8 @@ for each layer   homes stay or are dealt again (`levers/homes.py`); slots for tr
                  unevenness; replicas inside nodes or anywhere (`LayerChoice`)
 
 Choices are priced on a sample of layers and micro-batches, those that win there on all layers. `Placement.considered`
-keeps what was tried and what each would cost. The objective follows ReLibra (arXiv 2605.08639) and ForeMoE (2606.11867).
+keeps what was tried and what each would cost. The objective is after ReLibra (arXiv 2605.08639) and ForeMoE
+(arXiv 2606.11867).
 """
 
 from __future__ import annotations
