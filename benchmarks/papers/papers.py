@@ -22,7 +22,7 @@ from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import write_results
 from benchmarks.papers import peer_tables as peers
 from benchmarks.papers import relibra_tables as own
-from benchmarks.papers.steps import CROSS, RELIBRA
+from benchmarks.papers.steps import DEFAULT, RELIBRA
 
 FIGURES = {
     "ratio_to_static": "/static",
@@ -86,7 +86,7 @@ def print_rows(rows: list[dict]) -> None:
     """Print a table per paper and kind: ours, then what is cited, then how many goals are reached."""
     for paper, kind in dict.fromkeys((row["paper"], row["table"]) for row in rows):
         print_table(f"{paper}: {kind}", [row for row in rows if (row["paper"], row["table"]) == (paper, kind)])
-    for name, words in ((RELIBRA, "the levers of the paper"), (CROSS, "copies on other nodes too")):
+    for name, words in ((RELIBRA, "the levers of the paper"), (DEFAULT, "what training plans by default")):
         judged = [row for row in rows if row["ok"] and row["balancer"] == name]
         missed = [row for row in judged if row["ok"] != "yes"]
         print(f"relibra with {words} reaches its goals in {len(judged) - len(missed)} of {len(judged)} rows")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.papers import steps
-from benchmarks.papers.steps import BALANCED, CROSS, MODELS, RATIO, RELIBRA, Case, Made, configuration, row
+from benchmarks.papers.steps import BALANCED, DEFAULT, MODELS, RATIO, RELIBRA, Case, Made, configuration, row
 from benchmarks.planner.steps import skewed_load
 from benchmarks.simulation import rollout_windows
 from relibra.cluster import cluster_preset
@@ -168,7 +168,7 @@ def foremoe(quick: bool) -> Iterator[dict]:
     variants = {
         "foremoe": stages("foremoe"),
         RELIBRA: stages(RELIBRA),
-        CROSS: stages(CROSS),
+        DEFAULT: stages(DEFAULT),
         "relibra, homes only": stages(RELIBRA, slots=0),
         "relibra, replicas only": stages(RELIBRA, move_homes=False),
     }

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.harness.provenance import quartiles
 from benchmarks.papers import steps
-from benchmarks.papers.steps import BALANCED, CROSS, MODELS, RATIO, RELIBRA, Case, Made, configuration, row
+from benchmarks.papers.steps import BALANCED, DEFAULT, MODELS, RATIO, RELIBRA, Case, Made, configuration, row
 from relibra.simulation import memory_use, model_shape
 
 PAPER = "ReLibra, arXiv 2605.08639"
@@ -38,7 +38,7 @@ def throughput(data: Path, quick: bool, skipped: list[str]) -> Iterator[dict]:
         names = (
             *(steps.OTHERS[:3] if quick else steps.OTHERS),
             RELIBRA,
-            *([CROSS] if cases[0].cluster.num_nodes > 1 else []),
+            DEFAULT,
         )
         yield from _compared(cases[0], [steps.all_made(case, names) for case in cases])
 
@@ -85,7 +85,9 @@ def _compared(case: Case, found: list[dict[str, Made]]) -> Iterator[dict]:
             terms={key: float(np.median([one[key] for one in parts])) for key in parts[0]},
             cited=CITED.get(name, "") if case.load.startswith("domain") and not idle else "",
             why="it made no fetch, so there is nothing to compare with the paper" if idle else _why(name, found[0]),
-            ok=("yes" if all(_reached(case, one, name) for one in found) else "NO") if name in (RELIBRA, CROSS) else "",
+            ok=("yes" if all(_reached(case, one, name) for one in found) else "NO")
+            if name in (RELIBRA, DEFAULT)
+            else "",
             unit=RATIO,
             configuration=configuration(case),
             repetitions=len(found),
@@ -94,7 +96,7 @@ def _compared(case: Case, found: list[dict[str, Made]]) -> Iterator[dict]:
 
 def _reached(case: Case, found: dict[str, Made], name: str) -> bool:
     seconds = found[name].step.seconds
-    others = min(one.step.seconds for key, one in found.items() if key not in (RELIBRA, CROSS, BALANCED))
+    others = min(one.step.seconds for key, one in found.items() if key not in (RELIBRA, DEFAULT, BALANCED))
     of_balanced = found[BALANCED].step.seconds / seconds >= LEAST_OF_BALANCED
     of_static = case.ranks < 32 or found["static"].step.seconds / seconds >= LEAST_OF_STATIC
     return of_balanced and of_static and seconds < others
@@ -117,16 +119,16 @@ def _why(name: str, found: dict[str, Made]) -> str:
     gain = ideal.seconds / one.seconds
     words = {
         RELIBRA: _why_relibra(change["exchange"]),
-        CROSS: "copies of remote experts keep tokens in their node: not in Balanced, nor in the paper",
+        DEFAULT: "replicas of remote experts keep tokens in their node: not in Balanced, nor in the paper",
         "eplb": "copies for the whole step, anywhere: they save some traffic, at the price of their returns",
         "lplb": "as EPLB, and exact loads for the split",
         "popfetcher": "ours predicts from totals, without the correlation of layers, and finds few fetches that pay",
         "flashlb": "its copies on all nodes save traffic too, but the same ones for the whole step",
     }
     text = f"against Balanced, in % of its step: {against}; {words.get(name, '')}".rstrip("; ")
-    if name == CROSS and static.seconds / ideal.seconds < LEAST_OF_STATIC:
+    if name == DEFAULT and static.seconds / ideal.seconds < LEAST_OF_STATIC:
         text += f"; Balanced itself is {static.seconds / ideal.seconds:.2f} of static"
-    if name == CROSS and gain < 1:
+    if name == DEFAULT and gain < 1:
         text += "; experts this hot leave few tokens that a copy could keep"
     return text
 
@@ -150,14 +152,13 @@ def ablation(quick: bool) -> Iterator[dict]:
         "+ reordering": (steps.made(case, RELIBRA, slots=0), "1.15"),
         "+ replication in the node": (steps.made(case, RELIBRA), "1.39"),
         "replication alone, homes stay": (steps.made(case, RELIBRA, move_homes=False), ""),
-        "+ copies on other nodes": (steps.made(case, CROSS), ""),
-        "+ packing": (steps.made(case, CROSS, pack_samples=True), ""),
+        "default, no packing": (steps.made(case, DEFAULT, pack_samples=False), ""),
+        "default": (steps.made(case, DEFAULT), ""),
     }
     static = variants["static"][0].step.seconds
     whys = {
         "+ reordering": "planned for seconds: homes move only where moves and traffic pay; the paper moves all",
         "+ replication in the node": "static is further from even here (see its skew), so even ranks buy more",
-        "+ packing": "packed micro-batches make attention uneven, which the planner does not price",
     }
     for name, (one, cited) in variants.items():
         yield row(
@@ -172,7 +173,7 @@ def skews_and_costs(quick: bool) -> Iterator[dict]:
     """Skew over group sizes, what reordering costs, and memory of the slots."""
     for ranks in (8, 16) if quick else (8, 16, 32, 64):
         case = steps.case_of(steps.domains(ranks, 1 if quick else 2), MODELS[0], count_rows=False)
-        static, one = steps.made(case, "static"), steps.made(case, RELIBRA, objective="tokens")
+        static, one = steps.made(case, "static"), steps.made(case, steps.TOKENS)
         facts = {"model": MODELS[0], "ranks": ranks, "load": case.load, "configuration": configuration(case)}
         for name, each, cited in (("static", static, "above 2 at large EP"), (RELIBRA, one, "1.00 to 1.08")):
             yield row(

@@ -4,7 +4,7 @@ What holds for every step: a few layers stand for the whole model, with the outp
 so that shares of the step are those of the whole model; a token is sent once to a rank, counted from single tokens
 (`paper_tokens`) where seconds are reported, while balancers plan from co-routing pairs; copies live in a buffer shared
 by all layers, as in all systems that the papers compare, so EPLB and its like push their copies for each pass instead
-of keeping slots in every layer; every step follows one of the same model, which its homes and history come from.
+of keeping slots in every layer; only the default has slots of layers, in the memory that the model leaves; every step follows one of the same model, which its homes and history come from.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from benchmarks.papers.tokens import Tokens, draw_tokens, repeated
 from benchmarks.planner.steps import at_most, domain_step
 from relibra import simulation
 from relibra.cluster import Cluster, cluster_preset
-from relibra.planning.analysis.comparison import LEVER_SETS
 from relibra.planning.budget import Budget
 from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
@@ -31,7 +30,7 @@ from relibra.routing.micro_batches import cut_recorded, select_micro_batches
 from relibra.routing.readers import open_trace
 from relibra.routing.statistics import co_activation
 from relibra.routing.synthetic import TraceShape, domain_trace
-from relibra.simulation import Execution, ModelShape, SimulatedStep, model_shape, simulate_step
+from relibra.simulation import Execution, ModelShape, SimulatedStep, memory_for_slots, model_shape, simulate_step
 
 TOKENS = 4096
 """Per rank and micro-batch."""
@@ -40,8 +39,8 @@ MODELS = ("qwen3-30b-a3b", "glm4.5-106b-a12b", "qwen3-235b-a22b")
 BALANCED = "Balanced (random routes)"
 RATIO = "throughput / static and / Balanced; skew: token-slots of busiest / mean ranks"
 
-RELIBRA, CROSS = "relibra", "relibra+cross-node"
-"""With the paper's levers; and with copies on other nodes, which the paper leaves out."""
+RELIBRA, TOKENS, DEFAULT = "relibra_paper", "relibra_paper_tokens", "relibra"
+"""With the paper's levers, for seconds and for even token-slots; and what training plans by default."""
 
 OTHERS = ("eplb", "lplb", "popfetcher", "ultraep", "foremoe", "flashlb")
 STAYS = ("static", "ultraep", "feplb", "llep", "popfetcher")
@@ -222,20 +221,18 @@ def made(case: Case, name: str, *, how: Execution | None = None, **changes: obje
 
     changes   of the budget
     """
-    budget = replace(Budget(slots=case.slots, objective="seconds", threads=1), **changes)
-    if name == CROSS:
-        budget = replace(budget, cross_node_copies=True)
-    if name in LEVER_SETS:
-        budget = replace(budget, **LEVER_SETS[name])
-    registered = "relibra" if name.startswith("relibra") else name
+    budget = Budget(slots=case.slots, steps_served=1)
+    if name == DEFAULT:
+        budget = Budget(memory_gib=memory_for_slots(case.demand, case.cluster, model_shape(case.model.name)))
+    budget = replace(budget, **changes)
     question = {"expert": case.model.expert, "never_worse": False}
     previous = None
     if name not in STAYS:
-        previous = plan_step(case.before, case.cluster, budget, registered, **question)
+        previous = plan_step(case.before, case.cluster, budget, name, **question)
     plan = plan_step(
-        case.demand, case.cluster, budget, registered, previous=previous, history_MLE=case.before.load_MLE, **question
+        case.demand, case.cluster, budget, name, previous=previous, history_MLE=case.before.load_MLE, **question
     )
-    plan = replace(plan, resident=False)
+    plan = plan if name == DEFAULT else replace(plan, resident=False)
     scheduled = plan.scheduled(case.demand)
     distinct = case.tokens.rows(plan, scheduled) if case.tokens else None
     step = simulate_step(plan, scheduled, case.cluster, case.model, how, distinct=distinct)

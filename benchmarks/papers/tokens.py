@@ -29,7 +29,7 @@ class Tokens:
 
         demand   with the schedule of the plan
         """
-        return distinct_rows_of_step(plan, demand, self.experts_TLK, self.sample_T, threads=2)
+        return distinct_rows_of_step(plan, demand, self.experts_TLK, self.sample_T)
 
 
 def draw_tokens(demand: ScheduledDemand) -> Tokens:

@@ -17,9 +17,10 @@ from rich.table import Table
 from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import quartiles, write_results
 from relibra.cluster import cluster_preset
-from relibra.planning.analysis.comparison import comparable, compare
+from relibra.planning.analysis.comparison import compare
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import expert_shape
+from relibra.planning.registry import BALANCERS
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
 from relibra.routing.readers import open_trace
 
@@ -106,8 +107,8 @@ def _compared(trace, ranks: int, tokens: int, model: str) -> dict:
     rows = compare(
         select_micro_batches(whole, half),
         cluster_preset("h100x8", ranks, 8),
-        Budget(slots=1, objective="tokens", threads=2),
-        [name for name in comparable() if name != "relibra+seconds"],
+        Budget(slots=1),
+        list(BALANCERS),
         expert=expert_shape(model),
         history_MLE=whole.load_MLE[:half],
     )

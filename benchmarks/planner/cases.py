@@ -21,7 +21,6 @@ from benchmarks.planner.replication_milp import replicate_milp
 from benchmarks.planner.steps import domain_step, skewed_load
 from benchmarks.programs import command
 from relibra.cluster import cluster_preset
-from relibra.planning.analysis.comparison import with_levers
 from relibra.planning.baselines.ultraep import solve as ultraep_solve
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import expert_shape
@@ -31,7 +30,6 @@ from relibra.planning.validation import validate_plan
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
 from relibra.routing.readers import open_trace
 
-THREADS = 2
 SKEW = "skew: sum of busiest / mean ranks, token-slots"
 EXPERT = expert_shape("qwen3-30b-a3b")
 
@@ -39,12 +37,12 @@ RECORDED = {
     "gpt-oss-20b": ("gpt_oss_20b_decode_topk.npz", 32, 2048),
     "DeepSeek-V2-Lite": ("deepseek_v2_lite_esft_topk.npz", 64, 1024),
 }
+TOKENS, ANYWHERE = "relibra_paper_tokens", "relibra_paper_anywhere"
 RECORDED_TARGETS = {
-    ("gpt-oss-20b", 1, "relibra"): (1.01, 1.03, 1.08),
-    ("gpt-oss-20b", 1, "relibra+packing"): (1.005, 1.02, 1.06),
-    ("gpt-oss-20b", 1, "relibra+packing+cross-node"): (1.005, 1.01, 1.02),
-    ("DeepSeek-V2-Lite", 1, "relibra"): (1.02, 1.03, 1.05),
-    ("DeepSeek-V2-Lite", 2, "relibra"): (1.005, 1.012, 1.03),
+    ("gpt-oss-20b", 1, TOKENS): (1.01, 1.03, 1.08),
+    ("gpt-oss-20b", 1, ANYWHERE): (1.005, 1.01, 1.02),
+    ("DeepSeek-V2-Lite", 1, TOKENS): (1.02, 1.03, 1.05),
+    ("DeepSeek-V2-Lite", 2, TOKENS): (1.005, 1.012, 1.03),
 }
 PUBLISHED_COPIES = {1.5: 38, 2.0: 46, 3.0: 51}
 """UltraEP's copies at each start skew; its plans take 67-78 us on a GPU."""
@@ -63,10 +61,10 @@ def timing(case: str, amounts: list[float], target: float | None, unit: str, **m
     return row(case, statistics.median(amounts), target, unit, **facts)
 
 
-def planned(demand, ranks: int, slots: int, levers: str = "relibra", **options: object):
-    """Plan for the token objective as the library would by default, on two threads."""
-    name, budget = with_levers(levers, Budget(slots=slots, objective="tokens", threads=THREADS))
-    plan = plan_step(demand, cluster_preset("h100x8", ranks), budget, name, expert=EXPERT, **options)
+def planned(demand, ranks: int, slots: int, balancer: str = TOKENS):
+    """Plan for even token-slots, under the given schedule."""
+    cluster, budget = cluster_preset("h100x8", ranks), Budget(slots=slots, pack_samples=False, tolerance=0.0)
+    plan = plan_step(demand, cluster, budget, balancer, expert=EXPERT, never_worse=False)
     validate_plan(plan, cluster_preset("h100x8", ranks).topology, demand)
     return plan, plan.scheduled(demand)
 
@@ -88,14 +86,14 @@ def recorded(data: Path, quick: bool) -> Iterator[dict]:
 
 def _recorded_rows(model: str, demand, ranks: int, place: int, configuration: str) -> Iterator[dict]:
     for slots in (1, 2):
-        for levers in ("relibra", "relibra+packing", "relibra+packing+cross-node"):
-            targets = RECORDED_TARGETS.get((model, slots, levers))
+        for balancer in (TOKENS, ANYWHERE):
+            targets = RECORDED_TARGETS.get((model, slots, balancer))
             if targets is None and slots == 1:
                 continue
-            plan, scheduled = planned(demand, ranks, slots, levers)
+            plan, scheduled = planned(demand, ranks, slots, balancer)
             skew, bound = plan.skew(scheduled), plan.bound(scheduled)
             facts = {"ranks": ranks, "bound": bound, "copies": plan.num_copies, "configuration": configuration}
-            words = f"{model}, {levers}, {slots} slot{'s' * (slots > 1)}"
+            words = f"{model}, {balancer}, {slots} slot{'s' * (slots > 1)}"
             if targets is not None:
                 yield row(words, skew, targets[place], SKEW, **facts)
             if slots == 2:
@@ -203,7 +201,7 @@ def plan_whole_step(sizes: dict, repetitions: int = 3) -> dict:
     in the static layout never paid: so both plans stand beside the static layout of a cold start.
     """
     cluster = cluster_preset("h100x8", sizes["ranks"])
-    budget = Budget(slots=2, threads=THREADS)
+    budget = Budget(slots=2)
     small = domain_step(seed=1, **{**sizes, "layers": 1, "samples": 64, "tokens": 64})
     plan_step(small, cluster, budget, expert=EXPERT, previous=plan_step(small, cluster, budget, expert=EXPERT))
     before, demand = (domain_step(seed=0, step=step, **sizes) for step in (0, 1))
@@ -285,7 +283,7 @@ def growth(quick: bool) -> list[dict]:
         sizes = {"layers": layers, "micro_batches": micro_batches, "ranks": ranks, "experts": experts}
         demand = domain_step(samples=max(128, ranks * micro_batches // 2), tokens=1024, seed=0, **sizes)
         planned(demand, ranks, 2)  # checks the plan, touches the memory it needs
-        cluster, budget = cluster_preset("h100x8", ranks), Budget(slots=2, objective="tokens", threads=THREADS)
+        cluster, budget = cluster_preset("h100x8", ranks), Budget(slots=2)
         works.append(functools.partial(plan_step, demand, cluster, budget, expert=EXPERT))
         cases.append(sizes)
     rounds = [[timed(work, 1)[0] for work in works] for _ in range(repetitions)]

@@ -10,7 +10,6 @@ Run: relibra bench whole_step [--quick] [--json] [--output FOLDER]. Three minute
 import json
 import sys
 import time
-from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -84,8 +83,7 @@ def _plan_two(
     sizes = {"ranks": RANKS, "layers": layers, "experts": EXPERTS, "micro_batches": micro_batches}
     demands = [domain_step(samples=samples, tokens=tokens, seed=0, step=step, **sizes) for step in (0, 1)]
     for packs in (False, True) if pack is None else (pack,):
-        budget = replace(plan_budget(PlanSettings(pack=packs), SLOT_MEMORY_GIB), threads=THREADS)
-        budget = budget.with_resident_slots(expert, SIZES[-1][0])
+        budget = plan_budget(PlanSettings(pack=packs), SLOT_MEMORY_GIB)
         previous = None
         for name, demand in zip(("first step", "second step"), demands, strict=True):
             wall, cpu = time.perf_counter(), time.process_time()

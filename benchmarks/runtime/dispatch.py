@@ -81,7 +81,11 @@ def make_step(sizes: Sizes) -> tuple[RoutingTrace, ScheduledDemand, StepPlan]:
     micro_batch_S, rank_S = number // (sizes.samples * NUM_RANKS), number // sizes.samples % NUM_RANKS
     demand = Demand.from_trace(trace).with_schedule(micro_batch_S, rank_S, NUM_RANKS)
     cluster = cluster_preset("laptop", NUM_RANKS, RANKS_PER_NODE)
-    return trace, demand, plan_step(demand, cluster, Budget(slots=1, place_samples=False, objective="tokens"))
+    return (
+        trace,
+        demand,
+        plan_step(demand, cluster, Budget(slots=1, pack_samples=False), "relibra_paper_tokens", never_worse=False),
+    )
 
 
 def crossing_rows(trace: RoutingTrace, demand: ScheduledDemand, plan: StepPlan) -> dict[str, int]:

@@ -126,7 +126,7 @@ def rank_works(
 ) -> list[RankWork]:
     """Plan the step for even token-slots with each balancer, and count what ranks get in the pairs; EQUAL is last."""
     cluster = cluster_preset("h100x8", ranks)
-    budget = Budget(slots=SLOTS, objective="tokens", threads=1)
+    budget = Budget(slots=SLOTS)
     works = []
     for row, plan in iterate_comparison(demand, cluster, budget, balancers, expert=expert):
         assert plan is not None, f"{row.balancer} made no plan: {row.message}"

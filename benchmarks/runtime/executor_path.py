@@ -155,7 +155,7 @@ def _layers_of(
     balancer: str, model: PathModel, step: Step, pairs: Sequence[tuple[int, int]], device: torch.device
 ) -> list[list[RankLayer]]:
     ranks = step.num_ranks
-    budget = Budget(slots=SLOTS, place_samples=False, objective="tokens", threads=1)
+    budget = Budget(slots=SLOTS, pack_samples=False)
     plan = plan_step(step.demand, cluster_preset("h100x8", ranks, min(8, ranks)), budget, balancer, expert=model.shape)
     pinned = device.type == "cuda"
     return [prepared_layers(plan, step, m, layer, pinned=pinned) for m, layer in pairs]

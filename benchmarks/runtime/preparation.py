@@ -80,8 +80,8 @@ def _work_of(tokens: int, layers: int, repetitions: int) -> Iterator[dict]:
         layer_ids=list(range(layers)),
     )
     demand = Demand.from_trace(trace).with_schedule(np.zeros(RANKS, dtype=int), np.arange(RANKS), RANKS)
-    budget = Budget(slots=1, place_samples=False, objective="tokens")
-    plan = plan_step(demand, cluster_preset("h100x8", RANKS, RANKS), budget)
+    cluster, budget = cluster_preset("h100x8", RANKS, RANKS), Budget(slots=1, pack_samples=False)
+    plan = plan_step(demand, cluster, budget, "relibra_paper_tokens", never_worse=False)
     routes = BatchRoutes.of_rows(
         [trace.experts_TLK[trace.sample_rows(0)]],
         num_experts=EXPERTS,

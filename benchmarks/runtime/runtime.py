@@ -237,8 +237,7 @@ def make_variant(sizes: steps.Sizes, trace: RoutingTrace, name: str, slots: int 
     demand = Demand.from_trace(trace).with_schedule(*steps.schedule(sizes), sizes.ranks)
     on_gpus = sizes.torch_dtype.itemsize == 2
     cluster = cluster_preset("h100x8" if on_gpus else "laptop", sizes.ranks, sizes.per_node)
-    objective = "tokens" if name == "live" else "seconds"  # live balancing prices nothing
-    budget = Budget(slots=slots, place_samples=False, objective=objective, tolerance=TOLERANCE)
+    budget = Budget(slots=slots, memory_gib=0.0, pack_samples=False, tolerance=TOLERANCE)
     expert = ExpertShape(hidden=sizes.hidden, width=sizes.width, bytes_per_value=sizes.torch_dtype.itemsize)
     static = plan_step(demand, cluster, replace(budget, slots=0), "static", expert=expert)
     if name == "all_to_all":

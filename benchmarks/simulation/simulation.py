@@ -87,7 +87,7 @@ def timed(*, layers: int, micro_batches: int, ranks: int, stages: int, groups: i
         demand = Demand(
             counts_SLE=counts_SLE, layer_ids=np.arange(layers, dtype=np.int32), sample_ids=place, top_k=model.top_k
         ).with_schedule(place // ranks, place % ranks, ranks)
-        budget = Budget(slots=2, move_homes=False, objective="tokens", threads=1)
+        budget = Budget(slots=2, move_homes=False)
         plan = plan_step(demand, cluster, budget, "ultraep")
         return plan, plan.scheduled(demand)
 
